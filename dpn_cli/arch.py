@@ -1,0 +1,97 @@
+"""Names of architectures and stems. Imports nothing heavy: the command line reads it for help and completion."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from dpn_cli.errors import DpnError
+
+Stem = Literal["none", "pre", "post", "post_posemb", "dpn", "dpn_no_affine", "affine_only", "rms"]
+Pool = Literal["tok", "gap"]
+
+# Dual PatchNorm and its ablations, arXiv 2302.01327 Table 6; p is the flattened patch, e the position embedding.
+STEMS: dict[Stem, str] = {
+    "none": "plain ViT: W p + b + e",
+    "pre": "LN before the projection only",
+    "post": "LN after the projection only",
+    "post_posemb": "LN after adding the position embedding",
+    "dpn": "Dual PatchNorm: LN(W LN(p) + b) + e",
+    "dpn_no_affine": "Dual PatchNorm without learned scale and bias",
+    "affine_only": "learned scale and bias in both places, no normalisation",
+    "rms": "RMSNorm in both places (no centring, no bias)",
+}
+assert tuple(STEMS) == get_args(Stem)
+
+
+@dataclass(frozen=True)
+class Size:
+    """Width and shape of a ViT trunk: the letter of ``B/32``."""
+
+    width: int
+    depth: int
+    mlp: int
+    heads: int
+
+
+# big_vision's decode_variant; mu is its test-sized variant.
+SIZES: dict[str, Size] = {
+    "mu": Size(32, 1, 128, 2),
+    "Ti": Size(192, 12, 768, 3),
+    "S": Size(384, 12, 1536, 6),
+    "B": Size(768, 12, 3072, 12),
+    "L": Size(1024, 24, 4096, 16),
+    "H": Size(1280, 32, 5120, 16),
+}
+
+# Offered by shell completion; every SIZE/PATCH is accepted.
+COMMON_ARCHS = ("mu/8", "Ti/16", "S/32", "S/16", "B/32", "B/16", "L/16", "H/14")
+
+
+def parse_arch(arch: str) -> tuple[Size, int]:
+    """Split ``"B/32"`` into its trunk size and its patch side in pixels.
+
+    Raises `DpnError` for another form or an unknown size, naming what is allowed.
+    """
+    name, _, patch = arch.partition("/")
+    if name not in SIZES or not patch.isdecimal() or int(patch) < 1:
+        close = nearest(arch, (*COMMON_ARCHS, "Ti/8", "S/8", "B/8", "B/14", "L/14", "L/32"))
+        hint = f"; did you mean {close!r}?" if close and name not in SIZES else ""
+        raise DpnError(f"--arch {arch!r}: use SIZE/PATCH with SIZE one of {', '.join(SIZES)} "
+                       f"and PATCH in pixels, e.g. B/32{hint}")
+    return SIZES[name], int(patch)
+
+
+def check_stem(stem: str) -> Stem:
+    """Return `stem` when it is a known patch stem; raise `DpnError` with the list otherwise."""
+    if stem not in STEMS:
+        raise DpnError(f"--stem {stem!r}: choose one of {', '.join(STEMS)}{did_you_mean(stem, STEMS)}")
+    return stem
+
+
+def check_image_size(image_size: int | tuple[int, int], patch: tuple[int, int]) -> tuple[int, int]:
+    """Return (height, width) in pixels; raise `DpnError` unless the patch divides both."""
+    height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
+    if height < patch[0] or width < patch[1] or height % patch[0] or width % patch[1]:
+        fit = max(1, round(height / patch[0])) * patch[0], max(1, round(width / patch[1])) * patch[1]
+        raise DpnError(f"image size {height}x{width}: the patch {patch[0]}x{patch[1]} does not divide it; "
+                       f"the nearest size that fits is {fit[0]}x{fit[1]} (--image-size)")
+    return height, width
+
+
+def size_name(size: Size) -> str | None:
+    """Return the letter of a trunk size, or None when it is no standard size."""
+    return next((name for name, known in SIZES.items() if known == size), None)
+
+
+def nearest(given: str, allowed: Iterable[str]) -> str | None:
+    """Return the allowed name that is closest in spelling to `given`, or None when none is close."""
+    return next(iter(difflib.get_close_matches(given, list(allowed), n=1)), None)
+
+
+def did_you_mean(given: str, allowed: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` for the closest allowed name, or an empty string."""
+    close = nearest(given, allowed)
+    return f"; did you mean {close!r}?" if close else ""

@@ -1,0 +1,64 @@
+"""Files that are either whole or absent: write under a temporary name, flush, rename."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from dpn_cli.errors import SaveError
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file as hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def flush(path: Path) -> None:
+    """Ask the system to put a file, or the entries of a folder, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_file(path: Path, write: Callable[[Path], object]) -> str:
+    """Let `write` fill a temporary file, then put it in the place of `path`; returns its SHA-256.
+
+    Raises `SaveError` when writing fails, with the old file untouched and no rest left behind.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(temporary)
+        flush(temporary)
+        digest = file_digest(temporary)
+        temporary.replace(path)
+        flush(path.parent)
+    except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        raise save_error(path, error) from error
+    return digest
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Put `text` in the place of a file's content, atomically. Raises `SaveError`."""
+    replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def replace_json(path: Path, value: object) -> None:
+    """Put a value as JSON in the place of a file's content, atomically. Raises `SaveError`."""
+    replace_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def save_error(path: Path, error: Exception) -> SaveError:
+    """Describe a failed write in one line."""
+    reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+    return SaveError(f"{path}: not written ({reason}); what was saved before is intact. "
+                     "Free some space or pass another -o, then run the same command with --resume")

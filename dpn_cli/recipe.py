@@ -1,0 +1,233 @@
+"""Recipes: YAML in, one validated and frozen object out. Imports neither torch nor a task.
+
+Layers, later ones win: schema defaults < shipped recipe < ``--config`` < flags < ``--set a.b=c``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from dpn_cli.arch import Pool, Stem, did_you_mean, parse_arch
+from dpn_cli.errors import DpnError
+
+Plain = dict[str, Any]
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+
+
+def _pixels(value: object) -> object:
+    """Accept 224, "224", [224, 160] and "224x160" (height x width)."""
+    if isinstance(value, str) and "x" in value:
+        return tuple(int(side) if side.isdecimal() else side for side in value.split("x"))
+    return value
+
+
+Pixels = Annotated[Positive | tuple[Positive, Positive], BeforeValidator(_pixels)]
+
+
+class Section(BaseModel):
+    """A part of a recipe: unknown keys are errors, values never change after validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class About(Section):
+    """Where a recipe comes from and what number it should give."""
+
+    paper: str
+    table: str
+    command: str
+    expected: str
+
+
+class Backbone(Section):
+    """Which ViT, and where its weights come from."""
+
+    arch: str | None = None
+    stem: Stem = "dpn"
+    checkpoint: str | None = None
+    image_size: Pixels | None = None
+    pool: Pool | None = None
+    pre_logits: bool | None = None
+    drop_path: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    grad_checkpointing: bool = False
+
+    @model_validator(mode="after")
+    def _known_arch(self) -> Backbone:
+        if self.arch is not None:
+            parse_arch(self.arch)
+        return self
+
+
+class Optim(Section):
+    """The update rule; the learning rate and its schedule are apart (`Schedule`, ``lr``/``lrs``)."""
+
+    name: Literal["momentum", "adam"] = "momentum"
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    weight_decay: NonNegative = 0.0
+    decay_unit: Literal["schedule", "lr"] = "lr"
+    decay_mask: Literal["kernels", "not_1d"] = "kernels"
+    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
+
+
+class Schedule(Section):
+    """How long to train and how the learning rate moves, in optimizer steps."""
+
+    steps: Positive
+    warmup: Annotated[int, Field(ge=0)] = 0
+    decay: Literal["cosine", "linear", "polynomial", "rsqrt", "stair"] = "cosine"
+    decay_from: Annotated[int, Field(ge=0)] | None = None
+    end: NonNegative = 0.0
+    power: Annotated[float, Field(gt=0)] = 1.0
+    timescale: Positive = 10_000
+    cooldown: Annotated[int, Field(ge=0)] = 0
+    stairs: tuple[tuple[int, float], ...] = ()
+
+    @model_validator(mode="after")
+    def _warmup_fits(self) -> Schedule:
+        if self.warmup >= self.steps:
+            raise ValueError(f"warmup ({self.warmup}) must be below steps ({self.steps}): "
+                             f"add --set schedule.warmup={self.steps // 12}")
+        return self
+
+
+class Runtime(Section):
+    """How to run: nothing here may change what is computed beyond floating-point rounding."""
+
+    device: str = "auto"
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    compile: bool = False
+    micro_batch_size: Positive | Literal["auto"] = "auto"
+    workers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    checkpoint_every: Positive = 500
+    report_to: Literal["none", "tensorboard", "wandb"] = "none"
+
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+
+def recipe_dir() -> Traversable:
+    """Return the folder of shipped recipes: dpn_cli/configs in a wheel, ./configs in a checkout."""
+    shipped = files("dpn_cli") / "configs"
+    return shipped if shipped.is_dir() else Path(__file__).parents[1] / "configs"
+
+
+def shipped_recipes() -> Iterator[str]:
+    """Yield the names of the shipped recipes in alphabetical order."""
+    yield from sorted(entry.name.removesuffix(".yaml") for entry in recipe_dir().iterdir()
+                      if entry.name.endswith(".yaml"))
+
+
+def read_recipe(name: str) -> Plain:
+    """Read a shipped recipe by name, or a YAML file by path.
+
+    Raises `DpnError` when there is no such recipe, or the file holds no YAML mapping.
+    """
+    path = Path(name)
+    if path.suffix in {".yaml", ".yml"}:
+        if not path.is_file():
+            raise DpnError(f"--config {name}: no such file; shipped recipes are {', '.join(shipped_recipes())}")
+        text = path.read_text(encoding="utf-8")
+    elif name in set(shipped_recipes()):
+        text = (recipe_dir() / f"{name}.yaml").read_text(encoding="utf-8")
+    else:
+        raise DpnError(f"recipe {name!r}: not a shipped recipe ({', '.join(shipped_recipes())}) "
+                       f"and not a .yaml file{did_you_mean(name, shipped_recipes())}")
+    try:
+        plain = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise DpnError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(plain, dict):
+        raise DpnError(f"{name}: a recipe is a mapping of keys to values; see 'dpn recipes show vtab'")
+    return plain
+
+
+def from_flags(flags: Mapping[str, object]) -> Plain:
+    """Turn ``{"optim.lr": 0.1, ...}`` into nested form, leaving out flags that were not given (None)."""
+    plain: Plain = {}
+    for key, value in flags.items():
+        if value is not None:
+            _put(plain, key, value)
+    return plain
+
+
+def from_settings(settings: Sequence[str]) -> Plain:
+    """Parse ``--set a.b=c`` items; the value is YAML, so ``[1, 2]``, ``true`` and ``null`` work."""
+    plain: Plain = {}
+    for item in settings:
+        key, equals, value = item.partition("=")
+        if not equals or not key:
+            raise DpnError(f"--set {item!r}: write KEY=VALUE, e.g. --set optim.clip_norm=0.5")
+        try:
+            _put(plain, key, yaml.safe_load(value))
+        except yaml.YAMLError as error:
+            raise DpnError(f"--set {item!r}: the value is not valid YAML; quote it if it holds : or #") from error
+    return plain
+
+
+def merge(*layers: Mapping[str, Any]) -> Plain:
+    """Merge nested mappings; later layers win key by key, and lists are replaced as a whole."""
+    merged: Plain = {}
+    for layer in layers:
+        for key, value in layer.items():
+            both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+            merged[key] = merge(merged[key], value) if both else value
+    return merged
+
+
+def build(schema: type[SectionT], plain: Mapping[str, Any], source: str) -> SectionT:
+    """Validate a merged recipe. Raises `DpnError` naming every wrong key, what was given and what is allowed."""
+    try:
+        return schema.model_validate(dict(plain))
+    except ValidationError as error:
+        lines = dict.fromkeys(_explain(schema, detail) for detail in error.errors())
+        raise DpnError(f"{source}: " + "; ".join(lines)) from error
+
+
+def dump(recipe: Section) -> str:
+    """Return a recipe as YAML with every key resolved."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, width=100)
+
+
+def _put(plain: Plain, dotted: str, value: object) -> None:
+    *parents, last = dotted.split(".")
+    for parent in parents:
+        plain = plain.setdefault(parent, {})
+        if not isinstance(plain, dict):
+            raise DpnError(f"--set {dotted}: {parent!r} is a value, not a section")
+    plain[last] = value
+
+
+def _explain(schema: type[Section], detail: Any) -> str:
+    path = tuple(str(part) for part in detail["loc"] if not _is_union_tag(part))
+    dotted = ".".join(path)
+    if detail["type"] == "extra_forbidden":
+        close = did_you_mean(dotted, _keys(schema)) or did_you_mean(path[-1], _keys(schema))
+        return f"{dotted}: unknown key{close or '; see dpn recipes show'}"
+    message = detail["msg"].removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:] if message.startswith("Input") else message
+    given = "" if isinstance(detail["input"], dict) or detail["type"] == "value_error" else f" (got {detail['input']!r})"
+    return f"{dotted}: {message}{given}" if dotted else f"{message}{given}"
+
+
+def _is_union_tag(part: int | str) -> bool:
+    """Tell pydantic's labels for union members ("tuple[...]", "constrained-int") from keys of the recipe."""
+    return isinstance(part, str) and (part in {"int", "float", "str"} or not part.isidentifier())
+
+
+def _keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in schema.model_fields.items():
+        yield prefix + name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _keys(field.annotation, f"{prefix}{name}.")
+

@@ -1,0 +1,185 @@
+"""The Vision Transformer of all tasks: timm's, with our patch stem, pre-logits and big_vision's conventions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from dpn_cli.arch import Pool, Size, Stem
+from dpn_cli.stem import Affine, PatchStem, stem_norm
+
+# JAX divides by this so that a normal truncated at two sigma keeps its standard deviation.
+TRUNCATED_NORMAL_STD = 0.87962566103423978
+
+
+@dataclass(frozen=True)
+class ViTConfig:
+    """All that decides the network's function apart from its weights; sizes in pixels."""
+
+    size: Size
+    patch: tuple[int, int]
+    image_size: tuple[int, int]
+    stem: Stem = "dpn"
+    pool: Pool = "tok"
+    pre_logits: bool = False
+    posemb: Literal["learn", "sincos2d"] = "learn"
+    eps: float = 1e-6  # flax's LayerNorm default, arXiv 2302.01327 App. B; torch's is 1e-5
+    act: Literal["gelu_tanh", "gelu"] = "gelu_tanh"  # flax's gelu is the tanh form
+    num_classes: int = 0
+    drop_path: float = 0.0
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Patches per column and row (h, w)."""
+        return self.image_size[0] // self.patch[0], self.image_size[1] // self.patch[1]
+
+
+class DPNViT(VisionTransformer):
+    """A ViT whose stem is one of Table 6's, with timm's methods and big_vision's order of operations.
+
+    ``forward_features(image)`` gives tokens (b, 1+n, d) after the final norm ((b, n, d) with ``pool="gap"``),
+    ``forward_head(tokens, pre_logits=True)`` the representation (b, d), ``forward(image)`` logits (b, classes), or
+    the representation when there is no head. The class token joins after the position embedding and has none of
+    its own. Weights are uninitialised until `initialize` or a checkpoint fills them.
+    """
+
+    def __init__(self, config: ViTConfig) -> None:
+        size = config.size
+        super().__init__(
+            img_size=config.image_size, patch_size=config.patch, num_classes=config.num_classes,
+            embed_dim=size.width, depth=size.depth, num_heads=size.heads, mlp_ratio=size.mlp / size.width,
+            class_token=config.pool == "tok", global_pool="token" if config.pool == "tok" else "avg",
+            no_embed_class=True, fc_norm=False, drop_path_rate=config.drop_path,
+            embed_layer=partial(PatchStem, stem=config.stem, eps=config.eps),
+            norm_layer=partial(nn.LayerNorm, eps=config.eps), act_layer=config.act, weight_init="skip",
+        )
+        self.config = config
+        self.norm_posemb = stem_norm(config.stem, "norm_posemb", size.width, config.eps)
+        self.pre_logits = nn.Linear(size.width, size.width) if config.pre_logits else None
+        if config.posemb == "sincos2d":
+            self.pos_embed.requires_grad_(False)
+
+    def _pos_embed(self, x: Tensor) -> Tensor:
+        x = self.norm_posemb(x + self.pos_embed)
+        if self.cls_token is not None:
+            x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1)
+        dropped: Tensor = self.pos_drop(x)
+        return dropped
+
+    def representation(self, x: Tensor) -> Tensor:
+        """Map pooled or dense tokens (..., d) to what the head reads: tanh(pre_logits(x)) where there is one."""
+        return x if self.pre_logits is None else torch.tanh(self.pre_logits(x))
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Pool tokens (b, n, d) to the representation (b, d), or to logits (b, classes)."""
+        x = self.head_drop(self.representation(self.pool(x)))
+        logits: Tensor = x if pre_logits else self.head(x)
+        return logits
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace the head by a zero one (big_vision's start for fine-tuning); 0 classes removes it."""
+        if global_pool is not None and global_pool != self.global_pool:
+            raise ValueError("pooling is fixed when the backbone is loaded; use load_backbone(pool=...)")
+        device = self.norm.weight.device
+        self.num_classes = num_classes
+        self.head = nn.Linear(self.embed_dim, num_classes, device=device) if num_classes else nn.Identity()
+        self.config = replace(self.config, num_classes=num_classes)
+        self.zero_head()
+
+    def zero_head(self) -> None:
+        """Set the head's weight and bias to zero."""
+        if isinstance(self.head, nn.Linear):
+            nn.init.zeros_(self.head.weight)
+            nn.init.zeros_(self.head.bias)
+
+    def set_input_size(self, img_size: tuple[int, int] | None = None, patch_size: object = None) -> None:
+        """Change the image size in pixels, resampling the position embedding as the paper's code does."""
+        if patch_size is not None and patch_size != self.config.patch:
+            raise ValueError("the patch size is fixed: the first norm has one weight per pixel of a patch")
+        if img_size is None or tuple(img_size) == self.config.image_size:
+            return
+        new = replace(self.config, image_size=tuple(img_size))
+        self.pos_embed = nn.Parameter(resample_posemb(self.pos_embed.detach(), self.config.grid, new.grid),
+                                      requires_grad=self.pos_embed.requires_grad)
+        self.patch_embed.set_input_size(img_size)
+        self.config = new
+
+    @torch.no_grad()
+    def initialize(self, seed: int) -> None:
+        """Fill every weight with big_vision's initialisation (models/vit.py); a pure function of `seed`.
+
+        Attention and MLP weights are Xavier-uniform with q, k, v taken apart, the patch projection and pre-logits
+        LeCun-normal, the position embedding normal(1/sqrt(d)), MLP biases normal(1e-6), class token and head zero.
+        """
+        g = torch.Generator().manual_seed(seed)
+        for module in self.modules():
+            if isinstance(module, nn.LayerNorm | nn.RMSNorm | Affine):
+                module.reset_parameters()  # scale 1, bias 0
+        nn.init.constant_(self.patch_embed.proj.bias, 0.0)
+        _lecun_normal(self.patch_embed.proj.weight, g)
+        if self.pre_logits is not None:
+            _lecun_normal(self.pre_logits.weight, g)
+            nn.init.zeros_(self.pre_logits.bias)
+        if self.config.posemb == "sincos2d":
+            self.pos_embed.copy_(posemb_sincos2d(self.config.grid, self.embed_dim))
+        else:
+            _normal(self.pos_embed, 1 / math.sqrt(self.embed_dim), g)
+        if self.cls_token is not None:
+            nn.init.zeros_(self.cls_token)
+        for block in self.blocks:
+            for weight in (*block.attn.qkv.weight.chunk(3), block.attn.proj.weight,
+                           block.mlp.fc1.weight, block.mlp.fc2.weight):
+                _xavier_uniform(weight, g)
+            nn.init.zeros_(block.attn.qkv.bias)
+            nn.init.zeros_(block.attn.proj.bias)
+            _normal(block.mlp.fc1.bias, 1e-6, g)
+            _normal(block.mlp.fc2.bias, 1e-6, g)
+        self.zero_head()
+
+
+def resample_posemb(posemb: Tensor, old: tuple[int, int], new: tuple[int, int], *,
+                    align_corners: bool = True) -> Tensor:
+    """Resample a position embedding (1, h*w, d) from grid `old` to grid `new`, bilinearly.
+
+    ``align_corners=True`` equals scipy.ndimage.zoom(order=1), which big_vision uses (App. D and E);
+    ``False`` equals jax.image.resize, which antialiases when it shrinks (App. G).
+    """
+    if old == new:
+        return posemb
+    shrinks = new[0] < old[0] or new[1] < old[1]
+    # In float64: timm's resample_abs_pos_embed computes in float32 and is off by 1e-6 of the values.
+    table = rearrange(posemb.double(), "1 (h w) d -> 1 d h w", h=old[0], w=old[1])
+    table = F.interpolate(table, new, mode="bilinear", align_corners=align_corners,
+                          antialias=shrinks and not align_corners)
+    return rearrange(table, "1 d h w -> 1 (h w) d").to(posemb.dtype)
+
+
+def posemb_sincos2d(grid: tuple[int, int], width: int, temperature: float = 10_000.0) -> Tensor:
+    """Return big_vision's fixed position embedding (1, h*w, width): sin and cos of x, then of y (MoCo v3)."""
+    y, x = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
+    omega = temperature ** -(torch.arange(width // 4) / (width // 4 - 1))
+    x, y = x.reshape(-1, 1) * omega, y.reshape(-1, 1) * omega
+    return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1)[None]
+
+
+# The three draw on the CPU, so that the weights do not depend on the device.
+
+def _xavier_uniform(weight: Tensor, g: torch.Generator) -> None:
+    weight.copy_(nn.init.xavier_uniform_(torch.empty(weight.shape), generator=g))
+
+
+def _lecun_normal(weight: Tensor, g: torch.Generator) -> None:
+    std = 1 / math.sqrt(weight[0].numel()) / TRUNCATED_NORMAL_STD
+    weight.copy_(nn.init.trunc_normal_(torch.empty(weight.shape), std=std, a=-2 * std, b=2 * std, generator=g))
+
+
+def _normal(weight: Tensor, std: float, g: torch.Generator) -> None:
+    weight.copy_(nn.init.normal_(torch.empty(weight.shape), std=std, generator=g))

@@ -1,0 +1,1 @@
+"""The downstream tasks: one package or module each; none imports another."""

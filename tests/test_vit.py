@@ -1,0 +1,219 @@
+"""The network against activations and gradients recorded from big_vision, position embeddings, initialisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from conftest import GOLDENS, Arrays, nchw
+from scipy.ndimage import zoom
+
+from dpn_cli.arch import SIZES, Size, parse_arch
+from dpn_cli.backbone import Backbone, load_backbone
+from dpn_cli.checkpoints import read_file
+from dpn_cli.vit import DPNViT, ViTConfig, posemb_sincos2d, resample_posemb
+
+CASES = {"vit_tok_repsize": "none", "vit_dpn": "dpn", "vit_dpn_gap_norep": "dpn", "vit_gap": "none",
+         "vit_sincos2d": "none"}
+
+
+def load(name: str, stem: str) -> Backbone:
+    return load_backbone(checkpoint=str(GOLDENS / f"{name}.params.npz"), stem=stem, image_size=32, num_classes=10,
+                         head="load").eval()
+
+
+def close(ours: torch.Tensor, theirs: np.ndarray[tuple[int, ...], np.dtype[np.float32]], atol: float) -> None:
+    torch.testing.assert_close(ours.detach().flatten(), torch.from_numpy(theirs).flatten(), atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize(("name", "stem"), CASES.items())
+def test_activations_equal_big_vision(name: str, stem: str, golden: Callable[[str], Arrays]) -> None:
+    arrays = golden(f"{name}.io")
+    model = load(name, stem)
+    seen: dict[str, torch.Tensor] = {}
+    for i, block in enumerate(model.blocks):
+        for part, module in (("sa", block.attn), ("mlp", block.mlp), ("+mlp", block)):
+            module.register_forward_hook(
+                lambda _m, _i, out, key=f"encoder/block{i:02d}/{part}": seen.__setitem__(key, out))
+    image = nchw(arrays["image"])
+    stem_tokens = model.patch_embed(image)
+    tokens = model.forward_features(image)
+    dense = tokens[:, model.num_prefix_tokens:]
+    close(stem_tokens, arrays["stem"], 3e-5)
+    close(stem_tokens + model.pos_embed, arrays["with_posemb"], 3e-5)
+    close(tokens, arrays["encoded"], 3e-5)
+    for key, value in seen.items():
+        if key in arrays:
+            close(value, arrays[key], 3e-5)
+    close(model.pool(tokens), arrays["head_input"], 3e-5)
+    close(model.forward_head(tokens, pre_logits=True), arrays["pre_logits"], 1e-5)
+    close(model(image), arrays["logits"], 1e-5)
+    close(model.representation(dense), arrays["pre_logits_2d"], 3e-5)
+    close(model.head(model.representation(dense)), arrays["logits_2d"], 3e-5)
+
+
+@pytest.mark.parametrize("name", ["vit_tok_repsize", "vit_dpn"])
+def test_gradients_equal_big_vision(name: str, golden: Callable[[str], Arrays], tmp_path: Path) -> None:
+    arrays, grads = golden(f"{name}.io"), golden(f"{name}.grads")
+    model = load(name, CASES[name])
+    image = nchw(arrays["image"]).requires_grad_()
+    loss = model(image).square().sum()
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert loss.item() == pytest.approx(grads["loss"].item(), rel=1e-5)
+    # The reader turns their gradients into our names and shapes: it is linear in every array.
+    np.savez(tmp_path / "grads.npz", **{k.removeprefix("grad/"): v for k, v in grads.items() if k.startswith("grad/")})
+    theirs = read_file(tmp_path / "grads.npz").state
+    ours = {key: p.grad for key, p in model.named_parameters()}
+    assert ours.keys() == theirs.keys()
+    for key, gradient in theirs.items():
+        atol = 5e-5 * gradient.abs().max().item() + 1e-5
+        torch.testing.assert_close(ours[key], gradient, atol=atol, rtol=0, msg=lambda m, key=key: f"{key}: {m}")
+    assert image.grad is not None
+    torch.testing.assert_close(image.grad, nchw(grads["grad_image"]), atol=5e-5 * abs(grads["grad_image"]).max() + 1e-5,
+                               rtol=0)
+
+
+@pytest.mark.parametrize("wrong", ["eps", "act", "pre_logits"])
+def test_each_wrong_choice_is_far_outside_the_tolerance(wrong: str, golden: Callable[[str], Arrays]) -> None:
+    arrays = golden("vit_tok_repsize.io")
+    model = load("vit_tok_repsize", "none")
+    if wrong == "eps":
+        for block in model.blocks:
+            block.norm1.eps = 1e-3
+    elif wrong == "act":
+        for block in model.blocks:
+            block.mlp.act = torch.nn.GELU()
+    else:
+        model.pre_logits = None
+    assert (model(nchw(arrays["image"])) - torch.from_numpy(arrays["logits"])).abs().max() > 5e-5
+
+
+@pytest.mark.parametrize(("old", "new"), [(7, 12), (14, 24), (14, 32), (24, 14)])
+def test_posemb_resampling_equals_both_references(old: int, new: int, golden: Callable[[str], Arrays]) -> None:
+    ours, other = golden("posemb_resample"), golden("posemb_resample_scenic_bilinear")
+    table = torch.from_numpy(ours[f"g{old}to{new}/in"])
+    close(resample_posemb(table, (old, old), (new, new)), ours[f"g{old}to{new}/out"], 1e-6)
+    close(resample_posemb(table, (old, old), (new, new), align_corners=False), other[f"g{old}to{new}/out"], 1e-5)
+
+
+def test_posemb_resampling_of_rectangles_equals_scipy() -> None:
+    table = np.random.default_rng(0).normal(size=(3, 5, 4)).astype(np.float32)
+    expected = zoom(table.astype(np.float64), (7 / 3, 4 / 5, 1), order=1)
+    got = resample_posemb(torch.from_numpy(table).reshape(1, 15, 4), (3, 5), (7, 4))
+    np.testing.assert_allclose(got.reshape(7, 4, 4).numpy(), expected, atol=1e-6)
+
+
+def test_sincos_posemb_equals_big_vision(golden: Callable[[str], Arrays]) -> None:
+    close(posemb_sincos2d((4, 4), 32), golden("vit_sincos2d.io")["posemb"], 1e-6)
+
+
+def test_initialisation_has_big_visions_statistics(golden: Callable[[str], Arrays]) -> None:
+    arrays = golden("init_stats")
+    theirs = dict(zip(arrays["names"], arrays["stats"], strict=True))
+    model = DPNViT(ViTConfig(Size(192, 2, 768, 3), (16, 16), (224, 224), "dpn", pre_logits=True, num_classes=100))
+    model.initialize(0)
+    ours = dict(model.named_parameters())
+    q, k, v = ours["blocks.0.attn.qkv.weight"].chunk(3)
+    block = "Transformer/encoderblock_0/"
+    pairs = {
+        f"{block}MultiHeadDotProductAttention_0/query/kernel": q, f"{block}MultiHeadDotProductAttention_0/key/kernel": k,
+        f"{block}MultiHeadDotProductAttention_0/value/kernel": v,
+        f"{block}MultiHeadDotProductAttention_0/out/kernel": ours["blocks.0.attn.proj.weight"],
+        f"{block}MultiHeadDotProductAttention_0/out/bias": ours["blocks.0.attn.proj.bias"],
+        f"{block}MlpBlock_0/Dense_0/kernel": ours["blocks.0.mlp.fc1.weight"],
+        f"{block}MlpBlock_0/Dense_0/bias": ours["blocks.0.mlp.fc1.bias"],
+        f"{block}MlpBlock_0/Dense_1/kernel": ours["blocks.0.mlp.fc2.weight"],
+        f"{block}LayerNorm_0/scale": ours["blocks.0.norm1.weight"],
+        "pos_embedding": ours["pos_embed"], "cls": ours["cls_token"], "dense/kernel": ours["patch_embed.proj.weight"],
+        "dense/bias": ours["patch_embed.proj.bias"], "ln0/scale": ours["patch_embed.norm_in.weight"],
+        "ln1/bias": ours["patch_embed.norm.bias"], "pre_logits/kernel": ours["pre_logits.weight"],
+        "pre_logits/bias": ours["pre_logits.bias"], "head/kernel": ours["head.weight"], "head/bias": ours["head.bias"],
+    }
+    for name, value in pairs.items():
+        mean, std, low, high, zeros = theirs[f"dpn:{name}"]
+        noise = 6 * std / value.numel() ** 0.5
+        assert abs(value.mean().item() - mean) <= 2 * noise + 1e-12, name
+        # Six standard errors of a sample standard deviation.
+        assert value.std(correction=0).item() == pytest.approx(std, rel=6 / (2 * value.numel()) ** 0.5, abs=1e-12), name
+        assert (value == 0).float().mean().item() == pytest.approx(zeros, abs=1e-3), name
+        if name.endswith("kernel") and std > 0:  # bounded distributions: the extremes agree closely
+            assert value.min().item() == pytest.approx(low, rel=0.02), name
+            assert value.max().item() == pytest.approx(high, rel=0.02), name
+
+
+def test_initialisation_is_a_function_of_the_seed() -> None:
+    one, same, other = (load_backbone("mu/8", image_size=16, seed=seed).state_dict() for seed in (1, 1, 2))
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not torch.equal(one["patch_embed.proj.weight"], other["patch_embed.proj.weight"])
+
+
+def test_b32_has_the_published_number_of_parameters() -> None:
+    with torch.device("meta"):
+        plain, dual = (DPNViT(ViTConfig(SIZES["B"], (32, 32), (224, 224), stem, pre_logits=True, num_classes=1000))
+                       for stem in ("none", "dpn"))
+    assert sum(p.numel() for p in plain.parameters()) == 88_814_056
+    assert sum(p.numel() for p in dual.parameters()) == 88_814_056 + 7_680
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [
+    ("Ti/16", "vit_tiny_patch16_224"), ("S/32", "vit_small_patch32_224"), ("B/16", "vit_base_patch16_224"),
+    ("L/16", "vit_large_patch16_224"), ("H/14", "vit_huge_patch14_224")])
+def test_plain_sizes_have_timms_tensors(ours: str, theirs: str) -> None:
+    size, patch = parse_arch(ours)
+    with torch.device("meta"):
+        plain = DPNViT(ViTConfig(size, (patch, patch), (224, 224), "none", num_classes=1000)).state_dict()
+        timms = timm.create_model(theirs, no_embed_class=True).state_dict()
+    assert {name: value.shape for name, value in plain.items()} == {name: value.shape for name, value in timms.items()}
+
+
+@pytest.mark.parametrize("size", ["mu", "Ti", "S"])
+def test_rectangles_run_with_drop_path_and_checkpointing(size: str) -> None:
+    model = load_backbone(f"{size}/8", image_size=(16, 24), num_classes=3, drop_path=0.2).train()
+    torch.nn.init.normal_(model.head.weight)
+    image = torch.randn(2, 3, 16, 24)
+    gradients = []
+    for checkpointing in (False, True):
+        model.set_grad_checkpointing(checkpointing)
+        model.zero_grad()
+        torch.manual_seed(0)
+        model(image).square().sum().backward()
+        gradients.append(model.patch_embed.proj.weight.grad.clone())
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+def test_drop_path_rates_and_scaling_equal_scenic(golden: Callable[[str], Arrays]) -> None:
+    arrays = golden("stochastic_depth")
+    model = DPNViT(ViTConfig(SIZES["Ti"], (16, 16), (32, 32), drop_path=0.1))
+    rates = [getattr(block.drop_path1, "drop_prob", 0.0) for block in model.blocks]
+    np.testing.assert_allclose(rates, arrays["block_rates/L12_r0.1"], atol=1e-6)
+    kept = torch.from_numpy(arrays["rate0.5/kept"]).bool()
+    drop = DPNViT(ViTConfig(SIZES["Ti"], (16, 16), (32, 32), drop_path=0.5)).blocks[-1].drop_path1.train()
+    x = torch.from_numpy(arrays["x"])
+    out = drop(x.repeat(100, 1, 1)).reshape(100, *x.shape)
+    survivors = out[:, :, 0, 0] != 0
+    expected = torch.from_numpy(arrays["rate0.5/y"])
+    for row in kept.nonzero().flatten():
+        torch.testing.assert_close(out[survivors[:, row], row][0], expected[row])
+    assert 0.4 < survivors.float().mean() < 0.6
+
+
+def test_changing_the_input_size_resamples_the_posemb_as_loading_does() -> None:
+    path = str(GOLDENS / "vit_dpn.params.npz")
+    model = load_backbone(checkpoint=path, image_size=32)
+    model.set_input_size((48, 40))
+    loaded = load_backbone(checkpoint=path, image_size=(48, 40))
+    image = torch.randn(1, 3, 48, 40)
+    torch.testing.assert_close(model.eval()(image), loaded.eval()(image))
+
+
+def test_the_whole_network_compiles_to_one_graph_under_autocast() -> None:
+    model = load_backbone("mu/8", image_size=16, num_classes=4).eval()
+    torch.nn.init.normal_(model.head.weight)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    image = torch.randn(2, 3, 16, 16)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        torch.testing.assert_close(compiled(image), model(image), atol=2e-2, rtol=2e-2)
