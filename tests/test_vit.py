@@ -166,11 +166,11 @@ def test_plain_sizes_have_timms_tensors(ours: str, theirs: str) -> None:
     size, patch = parse_arch(ours)
     with torch.device("meta"):
         plain = DPNViT(ViTConfig(size, (patch, patch), (224, 224), "none", num_classes=1000)).state_dict()
-        timms = timm.create_model(theirs, no_embed_class=True).state_dict()
+        timms = timm.create_model(theirs, no_embed_class=True, num_classes=1000).state_dict()
     assert {name: value.shape for name, value in plain.items()} == {name: value.shape for name, value in timms.items()}
 
 
-@pytest.mark.parametrize("size", ["mu", "Ti", "S"])
+@pytest.mark.parametrize("size", ["mu", "Ti"])
 def test_rectangles_run_with_drop_path_and_checkpointing(size: str) -> None:
     model = load_backbone(f"{size}/8", image_size=(16, 24), num_classes=3, drop_path=0.2).train()
     torch.nn.init.normal_(model.head.weight)
