@@ -137,7 +137,7 @@ def test_label_class_names_match_the_scene(scenes: list[Scene]) -> None:
 
 @pytest.mark.parametrize(
     ("x", "expected"),
-    [(0.26, 0), (0.37, 0), (0.39, 1), (0.49, 1), (0.51, 2), (0.61, 2), (0.63, 3), (0.74, 3)],
+    [(0.1, 0), (0.26, 0), (0.37, 0), (0.39, 1), (0.49, 1), (0.51, 2), (0.61, 2), (0.63, 3), (0.74, 3)],
 )
 def test_position_label_is_the_column_of_the_main_object(x: float, expected: int) -> None:
     assert label(scene_of(disc(x=x), disc(x=0.9, radius=0.08)), "demo_position") == expected

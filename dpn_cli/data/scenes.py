@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+_Floats = npt.NDArray[np.float64]
 
 SCENE_SIZE = 64
 """Height and width of a rendered scene, in pixels."""
@@ -107,7 +107,7 @@ DEMO_TASKS: tuple[DemoTask, ...] = (
 
 # Which points, in units of the radius around the centre, belong to an object of angle 0.  Point-wise tests
 # rather than a drawing library: they are exact, and the pixels cannot change with a library's version.
-_INSIDE: dict[str, Callable[[Floats, Floats], npt.NDArray[np.bool_]]] = {
+_INSIDE: dict[str, Callable[[_Floats, _Floats], npt.NDArray[np.bool_]]] = {
     "circle": lambda u, v: u**2 + v**2 <= 1,
     "square": lambda u, v: np.maximum(abs(u), abs(v)) <= math.sqrt(0.5),
     "triangle": lambda u, v: np.maximum(-u, u / 2 + math.sqrt(0.75) * abs(v)) <= 0.5,
@@ -169,18 +169,17 @@ def sample_scene(seed: int, index: int) -> Scene:
     )
 
 
-def _coverage(item: SceneObject) -> Floats:
+def _coverage(item: SceneObject) -> _Floats:
     """Return the share of each pixel that the object covers: (64, 64), 0 to 1."""
-    coverage = np.zeros((SCENE_SIZE, SCENE_SIZE))
     # Only the pixels around the object are sampled: most scenes are mostly background.
     rows, columns = ((abs(_SAMPLES - centre) <= item.radius).any(axis=1) for centre in (item.y, item.x))
     dy = (_SAMPLES[rows].reshape(-1, 1) - item.y) / item.radius
     dx = (_SAMPLES[columns].reshape(1, -1) - item.x) / item.radius
     cos, sin = math.cos(item.angle), math.sin(item.angle)
     inside = _INSIDE[item.shape](dx * cos + dy * sin, dy * cos - dx * sin)
-    coverage[np.ix_(rows, columns)] = inside.reshape(rows.sum(), _GRID, columns.sum(), _GRID).mean(
-        axis=(1, 3)
-    )
+    samples = inside.reshape(rows.sum(), _GRID, columns.sum(), _GRID)
+    coverage = np.zeros((SCENE_SIZE, SCENE_SIZE))
+    coverage[np.ix_(rows, columns)] = samples.mean(axis=(1, 3))
     return coverage
 
 
@@ -206,9 +205,9 @@ def render(scene: Scene) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
 
 
 def _range_bin(value: float, bins: int) -> int:
-    """Return which of ``bins`` equal parts of the main object's centre range holds ``value``."""
+    """Return which of ``bins`` equal parts of the main object's centre range is nearest to ``value``."""
     low, high = _CENTRE_RANGE
-    return min(int((value - low) / (high - low) * bins), bins - 1)
+    return min(max(int((value - low) / (high - low) * bins), 0), bins - 1)
 
 
 def caption(scene: Scene) -> str:

@@ -1,0 +1,177 @@
+"""Splits of labelled images: a list file beside images, a hub data set, or the built-in scenes."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from dpn_cli.data import scenes
+from dpn_cli.errors import DataError
+from dpn_cli.hub import offline
+
+Pixels = npt.NDArray[np.uint8]
+
+
+class Labelled(Protocol):
+    """Labelled images, decoded one at a time."""
+
+    labels: Sequence[int]
+    sizes: Sequence[int]
+    """Encoded size of every image in bytes."""
+
+    def where(self, index: int) -> str:
+        """Name the place of an image for messages: file and line, or data set and row."""
+
+    def pixels(self, index: int) -> Pixels:
+        """Decode an image to (height, width, 3). Raises `DataError` with its place when it is unreadable."""
+
+
+def fingerprint(split: Labelled) -> str:
+    """Return a hash over place-independent facts of a split: order, labels and encoded sizes in bytes.
+
+    It tells copies of a data set apart (re-encoded images have other sizes) without reading the images.
+    """
+    rows = zip(split.labels, split.sizes, strict=True)
+    return hashlib.sha256("\n".join(f"{label} {size}" for label, size in rows).encode()).hexdigest()[:16]
+
+
+def decode(file: Path | io.BytesIO, where: str) -> Pixels:
+    """Decode an image file to RGB (height, width, 3) as TensorFlow's decode_image does.
+
+    Grey is repeated, transparency is dropped, 16-bit values keep their upper byte, EXIF rotation is not applied.
+    Raises `DataError` with the place when the file is missing, damaged or no image.
+    """
+    try:
+        with Image.open(file) as image:
+            image.load()
+            if image.mode.startswith("I"):  # PIL would clip 16-bit values instead of scaling them
+                grey = (np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8)
+                return np.repeat(grey[..., None], 3, axis=2)
+            return np.asarray(image.convert("RGB"))
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise DataError(f"{where}: not a readable image ({str(error)[:120]}); fetch it again, "
+                        "or leave it out and count it with --skip-bad-images") from error
+
+
+class FileList:
+    """``<path> <label>`` per line, paths relative to `root`: the layout of the VTAB-1k folders.
+
+    Raises `DataError` naming file and line for a missing list, a malformed line or a missing image.
+    """
+
+    def __init__(self, root: Path, split: str) -> None:
+        self.list = root / f"{split}.txt"
+        if not self.list.is_file():
+            raise DataError(f"{self.list}: missing; a task's folder holds train800.txt, val200.txt and test.txt with "
+                            "one '<image path> <label>' per line, and the images")
+        self.paths: list[Path] = []
+        self.labels: list[int] = []
+        self.sizes: list[int] = []
+        for number, line in enumerate(self.list.read_text(encoding="utf-8").splitlines(), 1):
+            name, _, label = line.strip().rpartition(" ")
+            if not name or not label.lstrip("-").isdecimal():
+                raise DataError(f"{self.list}, line {number}: {line[:80]!r} is not '<image path> <label>'")
+            self.paths.append(root / name)
+            self.labels.append(int(label))
+            try:
+                self.sizes.append(self.paths[-1].stat().st_size)
+            except OSError as error:
+                raise DataError(f"{self.where(number - 1)}: no such image") from error
+
+    def where(self, index: int) -> str:
+        """Name an image's file and its line in the list."""
+        return f"{self.paths[index]} ({self.list.name}, line {index + 1})"
+
+    def pixels(self, index: int) -> Pixels:
+        """Decode an image to (height, width, 3)."""
+        return decode(self.paths[index], self.where(index))
+
+
+class HubSplit:
+    """A split of a Hugging Face data set (hub name or local folder) with an image and a label column.
+
+    Raises `DataError` when the data set is out of reach, has no such split, or not exactly one column of each kind.
+    """
+
+    def __init__(self, name: str, config: str, split: str, image: str | None, label: str | None) -> None:
+        self.place = f"hf:{name} ({config}), split {split}"
+        splits = _load_hub(name, config)
+        if split not in splits:
+            raise DataError(f"{self.place}: missing; the data set has {', '.join(sorted(splits))}")
+        rows = splits[split]
+        self.image = self._column(rows, image, "image", ("Image",))
+        self.label = self._column(rows, label, "label", ("ClassLabel",))
+        import datasets
+        import pyarrow.compute
+
+        self.rows = rows.cast_column(self.image, datasets.Image(decode=False))
+        self.labels: Sequence[int] = [int(value) for value in self.rows[self.label]]
+        encoded = pyarrow.compute.struct_field(self.rows.data.column(self.image), "bytes")
+        self.sizes: Sequence[int] = pyarrow.compute.binary_length(encoded).fill_null(0).to_pylist()
+
+    def _column(self, rows: Any, asked: str | None, kind: str, types: tuple[str, ...]) -> str:
+        if asked is not None and asked in rows.column_names:
+            return asked
+        fitting = [name for name, feature in rows.features.items() if type(feature).__name__ in types]
+        if not fitting and kind in rows.column_names:
+            fitting = [kind]
+        if asked is not None or len(fitting) != 1:
+            raise DataError(f"{self.place}: which column holds the {kind}? The columns are "
+                            f"{', '.join(rows.column_names)}; name one with --set data.{kind}_column=NAME")
+        return fitting[0]
+
+    def where(self, index: int) -> str:
+        """Name the data set and the row."""
+        return f"{self.place}, row {index}"
+
+    def pixels(self, index: int) -> Pixels:
+        """Decode an image to (height, width, 3)."""
+        stored = self.rows[index][self.image]
+        source = io.BytesIO(stored["bytes"]) if stored["bytes"] is not None else Path(stored["path"])
+        return decode(source, self.where(index))
+
+
+@cache
+def _load_hub(name: str, config: str) -> Any:
+    import datasets
+
+    offline()
+    try:
+        configs = datasets.get_dataset_config_names(name)
+        return datasets.load_dataset(name, config if config in configs else configs[0])
+    except (OSError, ValueError, RuntimeError) as error:  # ConnectionError and FileNotFoundError among them
+        raise DataError(f"--data hf:{name}: not loaded ({str(error).splitlines()[0][:160]}). On a machine with a "
+                        f"network: 'hf download --repo-type dataset {name}', then copy the hub cache here, or pass "
+                        "a local folder of parquet files as hf:FOLDER") from error
+
+
+class SceneSplit:
+    """The built-in scenes with the labels of one demo task; scene numbers `start` up to `stop`."""
+
+    def __init__(self, task: str, start: int, stop: int) -> None:
+        self.task, self.start = task, start
+        self.labels: Sequence[int] = [scenes.label(scenes.sample_scene(0, i), task) for i in range(start, stop)]
+        self.sizes: Sequence[int] = [3 * scenes.SCENE_SIZE**2] * len(self.labels)  # scenes are not encoded
+
+    def where(self, index: int) -> str:
+        """Name the scene's number."""
+        return f"demo scene {self.start + index}"
+
+    def pixels(self, index: int) -> Pixels:
+        """Return the picture of a scene, (64, 64, 3)."""
+        return _scene_pixels(self.start + index)
+
+
+@cache
+def _scene_pixels(number: int) -> Pixels:
+    # All demo tasks look at the same scenes: 12 kB each, drawn once per process.
+    image, _ = scenes.render(scenes.sample_scene(0, number))
+    return image

@@ -1,0 +1,152 @@
+"""From encoded images to uint8 tensors of one size, and the order and augmentation in which training sees them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from dpn_cli.data.labelled import Labelled, Pixels
+from dpn_cli.distributed import World
+from dpn_cli.engine import Batch, Batches
+from dpn_cli.errors import DataError
+
+# Below this many images the start of worker processes costs more than they save.
+WORTH_WORKERS = 4000
+
+
+@dataclass
+class PixelSet:
+    """Decoded images (n, 3, h, w) uint8 with labels (n,) int64, on one device."""
+
+    images: Tensor
+    labels: Tensor
+    skipped: int = 0
+
+    def to(self, device: torch.device) -> PixelSet:
+        """Return the set on another device."""
+        return PixelSet(self.images.to(device), self.labels.to(device), self.skipped)
+
+
+def resize(pixels: Pixels, size: tuple[int, int]) -> Tensor:
+    """Resize (h, w, 3) uint8 to (3, *size) uint8 as big_vision's ``resize`` does.
+
+    Bilinear with half-pixel centres, aspect ratio ignored, no antialiasing even when shrinking, and the fraction
+    is cut off, not rounded. PIL and torchvision antialias; that is another operation.
+    """
+    image = rearrange(torch.from_numpy(pixels.copy()), "h w c -> 1 c h w")
+    if tuple(image.shape[-2:]) != tuple(size):
+        image = F.interpolate(image.float(), size, mode="bilinear", align_corners=False).clamp(0, 255).to(torch.uint8)
+    return image[0]
+
+
+class _Resized(Dataset[tuple[Tensor, int] | None]):
+    def __init__(self, split: Labelled, size: tuple[int, int], rows: Sequence[int], skip_bad: bool) -> None:
+        self.split, self.size, self.rows, self.skip_bad = split, size, rows, skip_bad
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int] | None:
+        row = self.rows[index]
+        try:
+            return resize(self.split.pixels(row), self.size), int(self.split.labels[row])
+        except DataError:
+            if self.skip_bad:
+                return None
+            raise
+
+
+def _collate(items: list[tuple[Tensor, int] | None]) -> PixelSet:
+    good = [item for item in items if item is not None]
+    images = torch.stack([image for image, _ in good]) if good else torch.empty(0, dtype=torch.uint8)
+    return PixelSet(images, torch.tensor([label for _, label in good], dtype=torch.int64), len(items) - len(good))
+
+
+def stream(split: Labelled, size: tuple[int, int], batch_size: int, *, rows: Sequence[int] | None = None,
+           workers: int | Literal["auto"] = "auto", skip_bad: bool = False) -> Iterator[PixelSet]:
+    """Decode and resize `rows` of a split (all without it) in order, `batch_size` at a time, each image once.
+
+    Raises `DataError` naming the first unreadable image, unless `skip_bad` leaves those out and counts them.
+    """
+    rows = range(len(split.labels)) if rows is None else rows
+    count = (min(8, os.cpu_count() or 1) if len(rows) >= WORTH_WORKERS else 0) if workers == "auto" else workers
+    loader: DataLoader[Any] = DataLoader(
+        _Resized(split, size, rows, skip_bad), batch_size, num_workers=count, collate_fn=_collate)
+    yield from loader
+
+
+def load(split: Labelled, size: tuple[int, int], *, workers: int | Literal["auto"] = "auto",
+         skip_bad: bool = False) -> PixelSet:
+    """Decode and resize a whole split into memory: 3 * h * w bytes an image."""
+    parts = list(stream(split, size, 64, workers=workers, skip_bad=skip_bad))
+    return PixelSet(torch.cat([part.images for part in parts if len(part.images)]),
+                    torch.cat([part.labels for part in parts]), sum(part.skipped for part in parts))
+
+
+def rows_of_step(images: int, batch_size: int, seed: int, step: int) -> Tensor:
+    """Return which images the batch of a step holds: a pure function of (seed, step).
+
+    Shuffled epochs follow each other without a gap, so an epoch may end inside a batch (big_vision's
+    shuffle, repeat, batch).
+    """
+    first, last = step * batch_size, (step + 1) * batch_size
+    parts = []
+    while first < last:
+        epoch, at = divmod(first, images)
+        parts.append(_permutation(images, seed, epoch)[at : at + last - first])
+        first += len(parts[-1])
+    return torch.cat(parts)
+
+
+@lru_cache(maxsize=4)
+def _permutation(images: int, seed: int, epoch: int) -> Tensor:
+    return torch.randperm(images, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+
+
+def augment(images: Tensor, rows: Tensor, size: tuple[int, int], *, crop: bool, flip: bool,
+            generator: torch.Generator, mine: slice) -> Tensor:
+    """Gather `rows` (b,) of images (n, 3, H, W), crop them to `size` at random, mirror every second one at random.
+
+    The draws are made for the whole global batch, of which the part `mine` is returned: what one image gets does
+    not depend on how many ranks share the batch. Without `crop` the images must have that size.
+    """
+    count = len(rows)
+    if crop:
+        spare = [full - part for full, part in zip(images.shape[-2:], size, strict=True)]
+        top, left = (torch.randint(room + 1, (count,), generator=generator).tolist() for room in spare)
+        chosen = rows.tolist()
+        batch = torch.stack([images[chosen[i], :, top[i] : top[i] + size[0], left[i] : left[i] + size[1]]
+                             for i in range(*mine.indices(count))])
+    else:
+        batch = images[rows[mine].to(images.device)]
+    if flip:
+        mirrored = (torch.rand(count, generator=generator) < 0.5)[mine].to(images.device)
+        batch = torch.where(mirrored[:, None, None, None], batch.flip(-1), batch)
+    return batch
+
+
+def shuffled_batches(pixels: PixelSet, size: tuple[int, int], batch_size: int, seed: int, *, crop: bool, flip: bool,
+                     world: World) -> Batches:
+    """Return the engine's ``batches``: ``image`` (b, 3, *size) uint8 and ``label`` (b,), this rank's rows."""
+    share = batch_size // world.size
+    mine = slice(world.rank * share, (world.rank + 1) * share)
+
+    def batches(start: int) -> Iterator[Batch]:
+        step = start
+        while True:
+            rows = rows_of_step(len(pixels.images), batch_size, seed, step)
+            generator = torch.Generator().manual_seed((seed + 1) * 2_000_003 + step)
+            images = augment(pixels.images, rows, size, crop=crop, flip=flip, generator=generator, mine=mine)
+            yield {"image": images, "label": pixels.labels[rows[mine].to(pixels.labels.device)]}
+            step += 1
+
+    return batches

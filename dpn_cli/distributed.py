@@ -1,0 +1,101 @@
+"""One process or many, started by ``torchrun --no-python dpn …``: thin over torch.distributed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dpn_cli.errors import DpnError
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among its ranks, and the device it computes on."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank writes files and prints."""
+        return self.rank == 0
+
+
+@contextmanager
+def join(device: str) -> Iterator[World]:
+    """Join the ranks that torchrun started, or run alone.
+
+    `device` is ``"auto"`` or a torch device name. Raises `DpnError` when there is no such device here.
+    """
+    size, rank, local = (int(os.environ.get(name, default)) for name, default in
+                         (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0")))
+    chosen = _device(device, local)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if size == 1:
+        yield World(0, 1, chosen)
+        return
+    dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+    try:
+        yield World(rank, size, chosen)
+        dist.barrier()  # gloo aborts at exit when a rank leaves while another still talks to it
+    finally:
+        dist.destroy_process_group()
+
+
+def _device(name: str, local: int) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        have = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        raise DpnError(f"--device {name}: not usable here; this machine has {', '.join(have)}") from error
+    return torch.device("cuda", local) if name == "cuda" else device
+
+
+def max_over_ranks(value: int) -> int:
+    """Return the largest of all ranks' values. Every rank must call it at the same point."""
+    if not dist.is_initialized():
+        return value
+    return int(reduce_over_ranks(torch.tensor(value), dist.ReduceOp.MAX))
+
+
+def reduce_over_ranks(value: torch.Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+    """Return the sum (or another reduction) of all ranks' tensors."""
+    if dist.is_initialized():
+        value = value.cuda() if dist.get_backend() == "nccl" else value.clone()
+        dist.all_reduce(value, how)
+    return value
+
+
+def from_leader(value: object) -> object:
+    """Return rank 0's value on every rank, so that all decide alike what is finished and what is not."""
+    if not dist.is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def parallel(model: nn.Module, world: World) -> nn.Module:
+    """Wrap a model so that its gradients are averaged over ranks; alone, return it as it is."""
+    if world.size == 1:
+        return model
+    devices = [world.device.index] if world.device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=devices)

@@ -1,0 +1,316 @@
+"""`fit`: the one training loop of all tasks."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dpn_cli import distributed, stopping
+from dpn_cli.console import Tick
+from dpn_cli.distributed import World
+from dpn_cli.errors import DpnError, NonFiniteError, OutOfMemoryError, StoppedError
+from dpn_cli.optim import build_optimizer, clip_gradients, lr_factor, set_lr
+from dpn_cli.recipe import Optim, Runtime, Schedule
+from dpn_cli.runstate import Checkpoints, MetricsLog
+
+Batch = dict[str, Tensor]
+LossFn = Callable[[nn.Module, Batch], Tensor]
+"""Loss of a batch: a scalar, the mean over its rows."""
+Batches = Callable[[int], Iterator[Batch]]
+"""``batches(step)`` yields, from that step on, this rank's rows of every global batch: a pure function of the step."""
+Evaluate = Callable[[], dict[str, float]]
+
+# Forward activations that autograd keeps, in bytes per token, block and unit of width, in float32.
+ACTIVATION_BYTES = 34 * 4
+# What a micro-batch may keep on a CPU, where running out of memory ends the process without an exception.
+CPU_BUDGET = 1_500_000_000
+
+
+@dataclass
+class MicroBatch:
+    """How many rows go through the network at once; halves when memory runs out and stays there."""
+
+    size: int
+    fixed: bool = False
+
+    @classmethod
+    def choose(cls, runtime: Runtime, rows: int, model: nn.Module, device: torch.device) -> MicroBatch:
+        """Start from what the recipe says, or from all `rows` (on a CPU, from what fits into 1.5 GB)."""
+        if runtime.micro_batch_size != "auto":
+            return cls(min(runtime.micro_batch_size, rows), fixed=True)
+        tokens = getattr(model, "pos_embed", torch.empty(1, 1, 1)).shape[1] + 1
+        cost = tokens * getattr(model, "embed_dim", 1) * len(getattr(model, "blocks", [0])) * ACTIVATION_BYTES
+        fits = max(1, CPU_BUDGET // cost)
+        size = rows if device.type != "cpu" else min(rows, 1 << (fits.bit_length() - 1))
+        return cls(size)
+
+    def halve(self) -> None:
+        """Make the micro-batch smaller. Raises `OutOfMemoryError` when it is one row already."""
+        if self.size == 1:
+            raise OutOfMemoryError("out of memory with one image at a time; use --set backbone.grad_checkpointing=true, "
+                                   "a smaller --arch or --image-size, or another --device")
+        self.size = math.ceil(self.size / 2)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained for how long: all that decides the final weights beside model, data and loss."""
+
+    optim: Optim
+    schedule: Schedule
+    lr: float
+    batch_size: int
+    seed: int
+
+
+@dataclass
+class FitResult:
+    """What a training did; times in seconds, of this process alone and not of an earlier, interrupted part."""
+
+    steps: int
+    loss: float
+    seconds: float
+    wait_seconds: float
+    micro_batch: int
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Outputs:
+    """Where a training writes and shows what it does; each may be left out."""
+
+    checkpoints: Checkpoints | None = None
+    log: MetricsLog | None = None
+    tick: Callable[[Tick], None] = lambda tick: None
+    warn: Callable[[str], None] = print
+
+
+def fit(model: nn.Module, loss_fn: LossFn, batches: Batches, evaluate: Evaluate | None, training: Training,
+        runtime: Runtime, world: World, outputs: Outputs, micro: MicroBatch, *, evaluate_every: int = 0,
+        watch: str = "accuracy") -> FitResult:
+    """Train `model` and evaluate it at the end, and every `evaluate_every` steps.
+
+    Args:
+        model: what `prepare` returned; trained in place.
+        loss_fn: loss of a batch, given the model.
+        batches: the rows of this rank from a step on.
+        evaluate: metrics by name, with the model in eval mode; `watch` is the one that ``best`` maximises.
+        training, runtime: what to compute, and how.
+        world: this rank.
+        outputs: checkpoints, log and display. A checkpoint found there is resumed from, bit for bit on a CPU.
+        micro: the micro-batch; the global batch never changes, whatever memory does.
+
+    Raises:
+        NonFiniteError: loss or gradient norm is NaN or infinite; before the optimizer step.
+        OutOfMemoryError: one row does not fit.
+        StoppedError: a signal asked to stop; the state is saved.
+    """
+    if training.batch_size % world.size:
+        raise DpnError(f"--batch-size {training.batch_size}: not divisible by the {world.size} ranks; "
+                       f"use {training.batch_size // world.size * world.size or world.size}")
+    loop = _Loop(model, loss_fn, training, runtime, world, outputs, micro)
+    start, best = loop.resume()
+    if world.size > 1:
+        loop.probe(batches(start))
+    stream, steps, schedule = batches(start), training.schedule.steps, training.schedule
+    result = FitResult(start, math.nan, 0.0, 0.0, micro.size)
+    log_every = max(1, steps // 50)
+    began = time.perf_counter()
+    for step in range(start, steps):
+        if (number := stopping.requested()) is not None:
+            loop.save("last", step, best)
+            raise StoppedError(number)
+        waiting = time.perf_counter()
+        batch = next(stream)
+        result.wait_seconds += time.perf_counter() - waiting
+        lr = training.lr * lr_factor(schedule, step)
+        result.loss, norm = loop.step(batch, step, lr)
+        result.steps, result.seconds = step + 1, time.perf_counter() - began
+        last = step + 1 == steps
+        if last or (step + 1) % log_every == 0:
+            loop.report(result, lr, norm, (step + 1 - start) * training.batch_size)
+        if evaluate and (last or (evaluate_every and (step + 1) % evaluate_every == 0)):
+            result.metrics = loop.evaluate(evaluate, step + 1)
+            if evaluate_every and result.metrics[watch] > best:
+                best = result.metrics[watch]
+                loop.save("best", step + 1, best)
+        if not last and (step + 1) % runtime.checkpoint_every == 0:
+            loop.save("last", step + 1, best)
+    result.micro_batch = micro.size
+    return result
+
+
+def prepare(model: nn.Module, runtime: Runtime, world: World) -> nn.Module:
+    """Return `model` compiled and spread over ranks as asked; its weights stay those of `model` itself.
+
+    Do it once for many trainings: the compiled step is reused.
+    """
+    model.to(world.device)
+    compiled = torch.compile(model) if runtime.compile else model
+    return distributed.parallel(compiled, world)  # type: ignore[arg-type]  # torch.compile keeps an nn.Module one
+
+
+def precision_of(runtime: Runtime, device: torch.device) -> torch.autocast:
+    """Return the autocast context: bfloat16 on a GPU, float32 on a CPU, unless the recipe says."""
+    bf16 = runtime.precision == "bf16" or (runtime.precision == "auto" and device.type == "cuda")
+    return torch.autocast(device.type, torch.bfloat16, enabled=bf16)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the network inside what `prepare` made."""
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
+    inner: nn.Module = getattr(model, "_orig_mod", model)
+    return inner
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell running out of memory, on a GPU or a CPU, from other errors."""
+    text = str(error)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and ("allocate memory" in text or "not enough memory" in text))
+
+
+class _Loop:
+    """The parts of one training that `fit` puts in order."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFn, training: Training, runtime: Runtime, world: World,
+                 outputs: Outputs, micro: MicroBatch) -> None:
+        self.model, self.loss_fn, self.training, self.runtime = model, loss_fn, training, runtime
+        self.world, self.outputs, self.micro = world, outputs, micro
+        self.network = unwrap(model)
+        self.parameters = [p for p in self.network.parameters() if p.requires_grad]
+        self.optimizer = build_optimizer(self.network.named_parameters(), training.optim, training.lr)
+        self.model.train()
+
+    def resume(self) -> tuple[int, float]:
+        """Restore the last checkpoint; returns its step (0 without one) and the best metric so far."""
+        saved = self.outputs.checkpoints.load("last", self.outputs.warn) if self.outputs.checkpoints else None
+        step, best = (saved[1]["step"], saved[1]["best"]) if saved else (0, None)
+        if saved:
+            _restore(self.network, self.optimizer, *saved)
+        if self.outputs.log and self.world.leads:
+            self.outputs.log.truncate(step)
+        return step, -math.inf if best is None else best
+
+    def save(self, name: str, step: int, best: float) -> None:
+        """Save the state after `step` steps."""
+        if self.outputs.checkpoints and self.world.leads:
+            tensors, groups = _state_of(self.network, self.optimizer)
+            state = {"step": step, "best": best if math.isfinite(best) else None, "groups": groups}
+            self.outputs.checkpoints.save(name, tensors, state)
+        distributed.barrier()
+
+    def step(self, batch: Batch, step: int, lr: float) -> tuple[float, float]:
+        """Do one optimizer step; returns the loss over this rank's rows and the global gradient norm."""
+        while (loss := self._accumulate(batch, step)) is None:
+            if self.world.size > 1 or self.micro.fixed:
+                # The other ranks wait inside their backward pass: they cannot be told to start over.
+                raise OutOfMemoryError(f"out of memory at step {step} with micro-batches of {self.micro.size}; "
+                                       f"resume with --micro-batch-size {max(1, self.micro.size // 2)}")
+            self.micro.halve()
+            self.outputs.warn(f"out of memory: micro-batches of {self.micro.size} from here on, "
+                              f"the batch stays {self.training.batch_size}")
+        norm = clip_gradients(self.parameters, self.training.optim.clip_norm)
+        loss_value, norm_value = torch.stack([loss, norm]).tolist()
+        if not math.isfinite(loss_value + norm_value):
+            raise NonFiniteError(f"step {step}: loss {loss_value}, gradient norm {norm_value}; nothing was updated. "
+                                 "Lower the learning rate, or use --precision fp32")
+        set_lr(self.optimizer, lr)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss_value, norm_value
+
+    def _accumulate(self, batch: Batch, step: int, rows_at_most: int | None = None) -> Tensor | None:
+        """Add up the gradients of a batch in micro-batches; returns the loss, or None when memory ran out."""
+        rows = len(next(iter(batch.values())))
+        loss = torch.zeros((), device=self.world.device)
+        try:
+            for begin in range(0, rows_at_most or rows, self.micro.size):
+                part = {name: value[begin : begin + self.micro.size] for name, value in batch.items()}
+                weight = len(next(iter(part.values()))) / rows
+                # Dropout and drop path: a function of where in the training, never of what ran before.
+                torch.manual_seed(_mix(self.training.seed, step, self.world.rank * rows + begin))
+                joined = begin + self.micro.size >= rows and rows_at_most is None
+                with self._no_sync(not joined):
+                    with precision_of(self.runtime, self.world.device):
+                        value = self.loss_fn(self.model, part)
+                    (value * weight).backward()  # type: ignore[no-untyped-call]
+                loss += value.detach().float() * weight
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            loss = None  # type: ignore[assignment]  # leave the handler first: it holds on to the memory
+        if loss is None:
+            self.optimizer.zero_grad(set_to_none=True)
+            if self.world.device.type == "cuda":
+                torch.cuda.empty_cache()
+        return loss
+
+    def _no_sync(self, apart: bool) -> Any:
+        return self.model.no_sync() if apart and isinstance(self.model, DistributedDataParallel) else nullcontext()
+
+    def probe(self, stream: Iterator[Batch]) -> None:
+        """Find a micro-batch that every rank has the memory for, before the ranks depend on each other."""
+        batch = next(stream)
+        while distributed.max_over_ranks(self._accumulate(batch, 0, rows_at_most=self.micro.size) is None):
+            self.micro.halve()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def evaluate(self, evaluate: Evaluate, step: int) -> dict[str, float]:
+        """Run the task's evaluation with the model in eval mode, and log it."""
+        self.model.eval()
+        with torch.inference_mode(), precision_of(self.runtime, self.world.device):
+            metrics = evaluate()
+        self.model.train()
+        if self.outputs.log and self.world.leads:
+            self.outputs.log.write({"step": step, **metrics})
+        return metrics
+
+    def report(self, result: FitResult, lr: float, norm: float, images: int) -> None:
+        """Log and show the state after a step."""
+        loss = distributed.reduce_over_ranks(torch.tensor(result.loss)).item() / self.world.size
+        tick = Tick(result.steps, self.training.schedule.steps, loss, lr, images / result.seconds,
+                    result.wait_seconds / result.seconds)
+        self.outputs.tick(tick)
+        if self.outputs.log and self.world.leads:
+            self.outputs.log.write({"step": tick.step, "loss": loss, "lr": lr, "grad_norm": norm,
+                                    "images_per_second": round(tick.images_per_second, 2),
+                                    "wait_share": round(tick.wait_share, 5)})
+
+
+def _mix(*numbers: int) -> int:
+    """Fold numbers into one seed so that nearby steps get unrelated seeds (splitmix64's multiplier)."""
+    mixed = 0
+    for number in numbers:
+        mixed = ((mixed ^ number) * 0x9E3779B97F4A7C15 + 1) & 0x7FFF_FFFF_FFFF_FFFF
+    return mixed
+
+
+def _state_of(network: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Flatten weights and optimizer state into named tensors, and the rest into plain values."""
+    tensors = {f"model.{name}": value for name, value in network.state_dict().items()}
+    state = optimizer.state_dict()
+    for index, slots in state["state"].items():
+        tensors.update({f"optim.{index}.{slot}": value for slot, value in slots.items() if isinstance(value, Tensor)})
+    return tensors, state["param_groups"]
+
+
+def _restore(network: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor],
+             state: dict[str, Any]) -> None:
+    weights = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
+    network.load_state_dict(weights)
+    slots: dict[int, dict[str, Tensor]] = {}
+    for name, value in tensors.items():
+        if name.startswith("optim."):
+            _, index, slot = name.split(".", 2)
+            slots.setdefault(int(index), {})[slot] = value
+    optimizer.load_state_dict({"state": slots, "param_groups": state["groups"]})

@@ -1,0 +1,50 @@
+"""Summaries of repeated measurements: n, mean, standard error and a t-interval, and differences in pairs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+from scipy.special import stdtrit
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Values of one quantity with their mean, standard error s/sqrt(n) and two-sided 95 % t-interval.
+
+    Standard error and interval are None for a single value: one run says nothing about spread.
+    """
+
+    values: tuple[float, ...]
+    mean: float
+    stderr: float | None
+    ci95: tuple[float, float] | None
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the summary as plain values, rounded to what 20,000 test images can resolve."""
+        def short(value: float) -> float:
+            return round(value, 4)
+
+        return {"values": [short(value) for value in self.values], "n": len(self.values), "mean": short(self.mean),
+                "stderr": None if self.stderr is None else short(self.stderr),
+                "ci95": None if self.ci95 is None else [short(end) for end in self.ci95]}
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2f}" + (f" ± {self.stderr:.2f}" if self.stderr is not None else "")
+
+
+def summarize(values: Sequence[float]) -> Summary:
+    """Summarize one value or more."""
+    mean, n = fmean(values), len(values)
+    if n < 2:
+        return Summary(tuple(values), mean, None, None)
+    stderr = stdev(values) / math.sqrt(n)
+    reach = float(stdtrit(n - 1, 0.975)) * stderr
+    return Summary(tuple(values), mean, stderr, (mean - reach, mean + reach))
+
+
+def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> Summary:
+    """Summarize ours - theirs, value by value (same seed, or same task)."""
+    return summarize([a - b for a, b in zip(ours, theirs, strict=True)])

@@ -1,0 +1,46 @@
+"""SIGTERM, SIGINT and SIGUSR1 ask a run to stop; it does so at the next step, with its state saved."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from dpn_cli import distributed
+from dpn_cli.errors import StoppedError
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+_received: list[int] = []  # signal handlers belong to the process, and so does what they note
+
+
+@contextmanager
+def listen() -> Iterator[None]:
+    """Note stop signals instead of dying from them; a second Ctrl-C ends the process at once."""
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and signal.SIGINT in _received:
+            raise KeyboardInterrupt
+        _received.append(number)
+
+    before = {number: signal.signal(number, note) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        _received.clear()
+
+
+def requested() -> int | None:
+    """Return the signal that any rank has received, or None. Every rank must ask at the same point."""
+    number = distributed.max_over_ranks(_received[0] if _received else 0)
+    return number or None
+
+
+def check() -> None:
+    """Raise `StoppedError` when a stop was asked for; for loops whose work is redone on resume."""
+    number = requested()
+    if number is not None:
+        raise StoppedError(number)

@@ -1,0 +1,91 @@
+"""VTAB-1k on disk, on the hub or built in: opened, checked before anything is trained, and turned into pixels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dpn_cli.console import Console
+from dpn_cli.data.labelled import FileList, HubSplit, Labelled, SceneSplit, fingerprint
+from dpn_cli.errors import DataError
+from tasks.vtab.recipe import Data
+from tasks.vtab.table import TRAIN, VAL, Task
+
+# Test images that are decoded before training to see whether the files are images at all.
+TEST_SAMPLE = 100
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """The three splits of a task; `fingerprints` tells copies of the data apart."""
+
+    train800: Labelled
+    val200: Labelled
+    test: Labelled
+    fingerprints: dict[str, str]
+
+
+def open_task(data: Data, task: Task) -> TaskData:
+    """Open a task's splits and check counts and labels.
+
+    Raises `DataError`, naming the file and where there is one the line, for a missing split or image, a wrong
+    number of training or validation images, or a label outside the task's classes.
+    """
+    splits = {name: _open_split(data, task, name) for name in ("train800", "val200", "test")}
+    for name, expected in (("train800", TRAIN), ("val200", VAL)):
+        found = len(splits[name].labels)
+        if found != expected:
+            raise DataError(f"{task.name}: {name} has {found} images, VTAB-1k has {expected}; "
+                            "get this task's folder again")
+    for name, split in splits.items():
+        if not split.labels:
+            raise DataError(f"{task.name}: {name} has no images")
+        for index, label in enumerate(split.labels):
+            if not 0 <= label < task.classes:
+                raise DataError(f"{split.where(index)}: label {label}, but {task.name} has {task.classes} classes, "
+                                f"0 to {task.classes - 1}")
+    return TaskData(**splits, fingerprints={name: fingerprint(split) for name, split in splits.items()})
+
+
+def _open_split(data: Data, task: Task, split: str) -> Labelled:
+    source = data.source or "demo"
+    if source == "demo":
+        start, stop = {"train800": (0, TRAIN), "val200": (TRAIN, TRAIN + VAL), "test": (1000, 1000 + task.test)}[split]
+        return SceneSplit(task.name, start, stop)
+    if source.startswith("hf:"):
+        return HubSplit(source.removeprefix("hf:"), task.folder, split, data.image_column, data.label_column)
+    root = Path(source).expanduser()
+    if not root.is_dir():
+        raise DataError(f"--data {source}: no such folder; it holds one folder per task, e.g. {root / task.folder}. "
+                        "'demo' is the built-in data, hf:OWNER/NAME a hub data set")
+    if not (root / task.folder).is_dir():
+        raise DataError(f"{root / task.folder}: missing, needed for {task.name}; get it, or choose other --tasks")
+    return FileList(root / task.folder, split)
+
+
+def check_images(tasks: dict[Task, TaskData], skip_bad: bool, console: Console) -> None:
+    """Decode every training and validation image and a sample of each test split, before any training.
+
+    Warns when images are JPEG copies or a test split has not its official size.
+    Raises `DataError` for the first unreadable image unless `skip_bad`.
+    """
+    jpeg = []
+    for task, data in tasks.items():
+        for split in (data.train800, data.val200, data.test):
+            count = len(split.labels)
+            every = 1 if split is not data.test else max(1, count // TEST_SAMPLE)
+            for index in range(0, count, every):
+                try:
+                    split.pixels(index)
+                except DataError:
+                    if not skip_bad:
+                        raise
+        if isinstance(data.train800, FileList) and data.train800.paths[0].suffix.lower() in {".jpg", ".jpeg"}:
+            jpeg.append(task.name)
+        if len(data.test.labels) != task.test:
+            console.warn(f"{task.name}: {len(data.test.labels)} test images, VTAB has {task.test}: "
+                         "the score is not comparable with published ones")
+    if jpeg:
+        console.warn(f"JPEG files in {', '.join(jpeg)}: the usual VTAB-1k download re-encoded all images at quality 75. "
+                     "A stem that normalises every patch amplifies those artefacts in flat regions; do not compare "
+                     "with scores on the original images")

@@ -1,0 +1,145 @@
+"""The schema of the VTAB recipe, and where data and weights come from when the command does not say."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from dpn_cli.arch import Stem, parse_arch
+from dpn_cli.errors import DpnError
+from dpn_cli.recipe import About, Backbone, Optim, Plain, Positive, Runtime, Schedule, Section, merge, read_recipe
+
+# Pixels per side of the built-in scenes (dpn_cli.data.scenes.SCENE_SIZE, which imports too much for this module).
+DEMO_PIXELS = 64
+
+
+def _listed(value: object) -> object:
+    """Accept ``"a,b"`` for ["a", "b"]."""
+    return [word.strip() for word in value.split(",")] if isinstance(value, str) else value
+
+
+def _counted(value: object) -> object:
+    """Accept a number of seeds, 3 standing for 0, 1, 2, and ``"0,1,2"``."""
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    return list(range(value)) if isinstance(value, int) else _listed(value)
+
+
+def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    if len(set(values)) != len(values):
+        raise ValueError("every value may be given once")
+    return values
+
+
+class Data(Section):
+    """Where the tasks' images are, and how they become pixels."""
+
+    source: str | None = None
+    tasks: Annotated[tuple[str, ...], BeforeValidator(_listed), Field(min_length=1)] = ("all",)
+    resize: Positive | None = None
+    image_column: str | None = None
+    label_column: str | None = None
+    skip_bad_images: bool = False
+
+
+class VtabRecipe(Section):
+    """All that ``dpn finetune vtab`` does."""
+
+    about: About
+    backbone: Backbone = Backbone()
+    data: Data = Data()
+    protocol: Literal["paper", "vtab"] = "paper"
+    lrs: Annotated[tuple[Annotated[float, Field(gt=0)], ...], BeforeValidator(_listed), Field(min_length=1)]
+    seeds: Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_counted), Field(min_length=1)] = (0, 1, 2)
+    compare: Annotated[tuple[Stem, ...], BeforeValidator(_listed)] = ()
+    loss: Literal["sigmoid", "softmax"] = "sigmoid"
+    batch_size: Positive
+    eval_batch_size: Positive = 250
+    optim: Optim = Optim()
+    schedule: Schedule
+    keep_weights: Literal["none", "chosen", "all"] = "none"
+    runtime: Runtime = Runtime()
+
+    @model_validator(mode="after")
+    def _no_repeats(self) -> VtabRecipe:
+        for values in (self.lrs, self.seeds, self.compare):
+            _distinct(values)
+        if self.compare and len(self.compare) < 2:
+            raise ValueError("compare needs two stems or more, e.g. none,dpn")
+        return self
+
+    @property
+    def stems(self) -> tuple[Stem, ...]:
+        """The stems to run, one after another."""
+        return self.compare or (self.backbone.stem,)
+
+    @property
+    def demo(self) -> bool:
+        """Whether the data are the built-in scenes."""
+        return self.data.source == "demo"
+
+
+def resolve(config: str | None, flags: Mapping[str, Any], settings: Mapping[str, Any]) -> Plain:
+    """Merge the layers of the recipe and fill in data, weights and image size where nothing names them.
+
+    Without data the recipe becomes the demo's: `vtab_demo` for the mu-sized default, `vtab_demo_large` for a
+    network that the user chose, shortened so that it ends within minutes.
+    """
+    asked = merge(read_recipe(config) if config else {}, flags, settings)
+    source = asked.get("data", {}).get("source") or find_data()
+    backbone = asked.get("backbone", {})
+    layers = [read_recipe("vtab")]
+    if source == "demo":
+        arch = backbone.get("arch")
+        layers = [read_recipe("vtab_demo" if arch is None or str(arch).startswith("mu/") else "vtab_demo_large")]
+    return merge(*layers, asked, {"data": {"source": source}})
+
+
+def settle(recipe: VtabRecipe) -> VtabRecipe:
+    """Return the recipe with checkpoint and image size decided.
+
+    Raises `DpnError` when real data meet no weights: VTAB measures what pre-training brought.
+    """
+    backbone = recipe.backbone
+    checkpoint = backbone.checkpoint or ("none" if recipe.demo else None)
+    if checkpoint is None:
+        checkpoint = find_weights(backbone.arch, recipe.stems)
+    size = backbone.image_size
+    if size is None and recipe.demo and backbone.arch:
+        patch = parse_arch(backbone.arch)[1]
+        size = math.ceil(DEMO_PIXELS / patch) * patch
+    settled = backbone.model_copy(update={"checkpoint": checkpoint, "image_size": size or 224})
+    return recipe.model_copy(update={"backbone": settled})
+
+
+def home() -> Path:
+    """Return the folder for weights that dpn makes or is given: $DPN_HOME, or ~/.dpn."""
+    return Path(os.environ.get("DPN_HOME") or Path.home() / ".dpn")
+
+
+def find_data() -> str:
+    """Return the first of $DPN_DATA_DIR/vtab-1k and ./vtab-1k that exists, else ``"demo"``."""
+    folders = [Path(os.environ["DPN_DATA_DIR"]) / "vtab-1k"] if os.environ.get("DPN_DATA_DIR") else []
+    return next((str(folder) for folder in (*folders, Path("vtab-1k")) if folder.is_dir()), "demo")
+
+
+def find_weights(arch: str | None, stems: tuple[Stem, ...]) -> str | None:
+    """Return the pattern of weight files in the weights folder, with ``{stem}`` where several are compared."""
+    folder = home() / "weights"
+    name = (arch or "").replace("/", "-")
+    for suffix in (".safetensors", ".npz"):
+        files = [folder / f"{name}-{stem}{suffix}" for stem in stems]
+        if arch and all(file.is_file() for file in files):
+            return str(files[0]) if len(files) == 1 else str(folder / f"{name}-{{stem}}{suffix}")
+    wanted = " and ".join(f"{name or 'ARCH'}-{stem}.safetensors" for stem in stems)
+    raise DpnError(
+        "--checkpoint: VTAB measures pre-trained networks and no weights were given. Ways out: --checkpoint FILE "
+        "(big_vision .npz, timm or dpn .safetensors; write {stem} in the name with --compare); "
+        "--stem none --checkpoint timm:vit_base_patch32_224.augreg_in1k; "
+        f"put {wanted} into {folder}; --checkpoint none to train from scratch; --data demo to look around")
+

@@ -1,0 +1,179 @@
+"""The result of a sweep: numbers for machines (`build_result`), tables for people (`print_result`)."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from dpn_cli.files import replace_text
+from dpn_cli.statistics import Summary, paired_difference, summarize
+from tasks.vtab.recipe import VtabRecipe
+from tasks.vtab.table import GROUPS, PAPER_COLUMNS, TASKS
+
+if TYPE_CHECKING:
+    from tasks.vtab.sweep import TaskOutcome
+
+Json = dict[str, Any]
+
+DEMO_NOTE = ("DEMO: generated scenes and networks trained from scratch, to show that everything works. These are no "
+             "VTAB scores. For those give data (--data DIR with one folder per task, $DPN_DATA_DIR/vtab-1k, or "
+             "hf:OWNER/NAME) and weights (--checkpoint FILE).")
+TOY_NOTE = ("From scratch, the plain stem often wins at this size: Dual PatchNorm hides brightness and contrast from the "
+            "network, and its gains in the paper come from long pre-training. The difference above is what came out.")
+
+
+def build_result(recipe: VtabRecipe, outcomes: Sequence[TaskOutcome], arch: str, fingerprints: Mapping[str, Any],
+                 timing: Json) -> Json:
+    """Return what result.json holds; accuracies in percent. With several stems, the top level is the last one's."""
+    by_stem = {stem: _stem_result([o for o in outcomes if o.stem == stem], recipe) for stem in recipe.stems}
+    main = recipe.stems[-1]
+    result: Json = {
+        "task": "vtab", "demo": recipe.demo, "note": DEMO_NOTE if recipe.demo else "", "arch": arch, "stem": main,
+        "checkpoint": recipe.backbone.checkpoint, "image_size": recipe.backbone.image_size,
+        "protocol": recipe.protocol, "steps": recipe.schedule.steps, "lrs": list(recipe.lrs),
+        "seeds": list(recipe.seeds), "unit": "percent", **by_stem[main],
+        "data": {"source": recipe.data.source, "fingerprints": dict(fingerprints)}, "timing": timing}
+    if recipe.compare:
+        result["compare"] = {"stems": by_stem, "differences": _differences(recipe.stems, by_stem)}
+    return result
+
+
+def _stem_result(outcomes: Sequence[TaskOutcome], recipe: VtabRecipe) -> Json:
+    tasks: Json = {}
+    for outcome in outcomes:
+        test = [outcome.test[seed] for seed in recipe.seeds if seed in outcome.test]
+        complete = len(test) == len(recipe.seeds)
+        tasks[outcome.task.name] = {
+            "group": outcome.task.group, "lr": outcome.lr, "edge": _edge(outcome.lr, recipe.lrs),
+            "val": {f"{lr:g}": [outcome.val.get(lr, {}).get(seed) for seed in recipe.seeds] for lr in recipe.lrs},
+            "test": summarize(test).to_dict() if complete else None, "test_images": outcome.test_images,
+            "test_images_in_vtab": outcome.task.test, "chance": round(100 / outcome.task.classes, 2),
+            "failed": outcome.failed}
+    groups = {group: _mean_of(tasks, [name for name, task in tasks.items() if task["group"] == group])
+              for group in GROUPS}
+    everything = None if set(tasks) != {task.name for task in TASKS} else _mean_of(tasks, list(tasks))
+    whole = [groups[group] for group in GROUPS if groups[group] is not None]
+    mean_groups = None
+    if len(whole) == len(GROUPS):
+        mean_groups = summarize([fmean(values) for values in zip(*(part.values for part in whole), strict=True)])
+    return {
+        "mean19": everything and round(everything.mean, 4), "mean_groups": mean_groups and round(mean_groups.mean, 4),
+        "mean19_over_seeds": everything and everything.to_dict(),
+        "mean_groups_over_seeds": mean_groups and mean_groups.to_dict(),
+        "groups": {name: group and group.to_dict() for name, group in groups.items()},
+        "failed": [line for outcome in outcomes for line in outcome.failed], "tasks": tasks}
+
+
+def _mean_of(tasks: Json, names: Sequence[str]) -> Summary | None:
+    """Average tasks seed by seed; None when one of them has no score, because a mean over the rest is another number."""
+    scores = [tasks[name]["test"] for name in names]
+    if not scores or any(score is None for score in scores):
+        return None
+    return summarize([fmean(values) for values in zip(*(score["values"] for score in scores), strict=True)])
+
+
+def _edge(lr: float | None, lrs: Sequence[float]) -> str | None:
+    """Say whether the chosen lr ends the grid: a better one may lie beyond."""
+    if lr is None or len(lrs) < 2:
+        return None
+    return "highest" if lr == max(lrs) else "lowest" if lr == min(lrs) else None
+
+
+def _differences(stems: Sequence[str], by_stem: Mapping[str, Json]) -> list[Json]:
+    """Compare every later stem with the first one: per task over the seeds, and over the tasks' means."""
+    base, rows = by_stem[stems[0]]["tasks"], []
+    for stem in stems[1:]:
+        tasks: dict[str, Summary] = {}
+        for name, task in by_stem[stem]["tasks"].items():
+            if task["test"] and base[name]["test"]:
+                tasks[name] = paired_difference(task["test"]["values"], base[name]["test"]["values"])
+        overall = summarize([difference.mean for difference in tasks.values()]) if tasks else None
+        rows.append({"stem": stem, "minus": stems[0], "tasks": {name: d.to_dict() for name, d in tasks.items()},
+                     "over_tasks": overall and overall.to_dict()})
+    return rows
+
+
+def write_csv(path: Path, outcomes: Iterable[TaskOutcome]) -> None:
+    """Write every raw value: one row per stem, task, lr and seed, test only where it was scored."""
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(["stem", "task", "group", "lr", "seed", "val200", "chosen", "test"])
+    for outcome in outcomes:
+        for lr, by_seed in outcome.val.items():
+            for seed, value in by_seed.items():
+                chosen = lr == outcome.lr
+                test = outcome.test.get(seed, "") if chosen else ""
+                rows.writerow([outcome.stem, outcome.task.name, outcome.task.group, f"{lr:g}", seed, value, int(chosen), test])
+    replace_text(path, text.getvalue())
+
+
+def print_result(result: Json, console: Console) -> None:
+    """Print the tables of a result: one per stem, and the differences where stems were compared."""
+    if result["demo"]:
+        console.print(f"[bold]{DEMO_NOTE}[/]\n")
+    stems = result.get("compare", {}).get("stems") or {result["stem"]: result}
+    for stem, part in stems.items():
+        console.print(_table(result, stem, part))
+        for line in part["failed"]:
+            console.print(f"[red]failed[/] {line}", markup=True, highlight=False)
+        edges = [f"{name} ({task['edge']})" for name, task in part["tasks"].items() if task["edge"]]
+        if edges:
+            console.print(f"The chosen lr is at the edge of the grid for {', '.join(edges)}: "
+                          "a better one may lie beyond (--lrs).", highlight=False)
+        console.print()
+    for difference in result.get("compare", {}).get("differences", []):
+        console.print(_difference_table(difference))
+        if result["demo"] or result["checkpoint"] == "none":
+            console.print(TOY_NOTE, highlight=False)
+
+
+def _table(result: Json, stem: str, part: Json) -> Table:
+    column = PAPER_COLUMNS.index((result["arch"], stem)) if (result["arch"], stem) in PAPER_COLUMNS else None
+    paper = {} if column is None or result["demo"] else {task.name: task.paper[column] for task in TASKS}
+    kind = "VTAB demo" if result["demo"] else "VTAB-1k"
+    table = Table(box=box.SIMPLE_HEAD, title=f"{kind} · {result['arch']} · stem {stem} · protocol {result['protocol']}",
+                  caption="accuracy in %, mean ± standard error over n seeds, 95 % t-interval", title_justify="left")
+    table.add_column("task")
+    for name in ("lr", "val200", "test", "95 %", "n", "chance", *(("paper",) if paper else ())):
+        table.add_column(name, justify="right", no_wrap=True)
+    for group in GROUPS:
+        members = {name: task for name, task in part["tasks"].items() if task["group"] == group}
+        for name, task in members.items():
+            chosen = [v for v in task["val"].get(f"{task['lr']:g}", []) if v is not None] if task["lr"] else []
+            table.add_row(name, f"{task['lr']:g}" if task["lr"] else "-", f"{fmean(chosen):.1f}" if chosen else "-",
+                          *_cells(task["test"]), f"{task['chance']:.1f}", *([f"{paper[name]:.1f}"] if paper else []))
+        if members:
+            table.add_row(f"[bold]{group}[/]", "", "", *_cells(part["groups"][group]), "", *([""] if paper else []),
+                          end_section=True)
+    for name in ("mean19", "mean_groups"):
+        table.add_row(f"[bold]{name}[/]", "", "", *_cells(part[f"{name}_over_seeds"]), "", *([""] if paper else []))
+    return table
+
+
+def _cells(summary: Json | None) -> tuple[str, str, str]:
+    if summary is None:
+        return "-", "-", "-"
+    value = f"{summary['mean']:.2f}" + (f" ± {summary['stderr']:.2f}" if summary["stderr"] is not None else "")
+    interval = "-" if summary["ci95"] is None else f"{summary['ci95'][0]:.1f} … {summary['ci95'][1]:.1f}"
+    return value, interval, str(summary["n"])
+
+
+def _difference_table(difference: Json) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title=f"{difference['stem']} minus {difference['minus']}, paired by seed",
+                  caption="points of accuracy, mean ± standard error, 95 % t-interval", title_justify="left")
+    table.add_column("task")
+    for name in ("difference", "95 %", "n"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, summary in difference["tasks"].items():
+        table.add_row(name, *_cells(summary))
+    table.add_section()
+    table.add_row("[bold]over tasks[/]", *_cells(difference["over_tasks"]))
+    return table
