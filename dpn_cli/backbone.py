@@ -15,8 +15,8 @@ from torch import Tensor
 from dpn_cli.arch import Pool, Size, Stem, check_image_size, check_stem, parse_arch, size_name
 from dpn_cli.checkpoints import Act, Checkpoint, describe, from_timm, read_file
 from dpn_cli.errors import DataError, DpnError
-from dpn_cli.hub import fetch, offline
 from dpn_cli.files import replace_file
+from dpn_cli.hub import fetch, offline
 from dpn_cli.vit import DPNViT, ViTConfig, resample_posemb
 
 HEAD = ("head.weight", "head.bias")

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dpn_cli.errors import DpnError
+
+ValueT = TypeVar("ValueT")
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ def reduce_over_ranks(value: torch.Tensor, how: dist.ReduceOp.RedOpType = dist.R
     return value
 
 
-def from_leader(value: object) -> object:
+def from_leader(value: ValueT) -> ValueT:
     """Return rank 0's value on every rank, so that all decide alike what is finished and what is not."""
     if not dist.is_initialized():
         return value

@@ -25,7 +25,7 @@ Batch = dict[str, Tensor]
 LossFn = Callable[[nn.Module, Batch], Tensor]
 """Loss of a batch: a scalar, the mean over its rows."""
 Batches = Callable[[int], Iterator[Batch]]
-"""``batches(step)`` yields, from that step on, this rank's rows of every global batch: a pure function of the step."""
+"""``batches(step)`` yields this rank's rows of every global batch from a step on: a pure function of the step."""
 Evaluate = Callable[[], dict[str, float]]
 
 # Forward activations that autograd keeps, in bytes per token, block and unit of width, in float32.
@@ -55,8 +55,8 @@ class MicroBatch:
     def halve(self) -> None:
         """Make the micro-batch smaller. Raises `OutOfMemoryError` when it is one row already."""
         if self.size == 1:
-            raise OutOfMemoryError("out of memory with one image at a time; use --set backbone.grad_checkpointing=true, "
-                                   "a smaller --arch or --image-size, or another --device")
+            raise OutOfMemoryError("out of memory with one image at a time; use "
+                                   "--set backbone.grad_checkpointing=true, a smaller --arch or --image-size, or another --device")
         self.size = math.ceil(self.size / 2)
 
 
@@ -248,12 +248,13 @@ class _Loop:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            loss = None  # type: ignore[assignment]  # leave the handler first: it holds on to the memory
-        if loss is None:
-            self.optimizer.zero_grad(set_to_none=True)
-            if self.world.device.type == "cuda":
-                torch.cuda.empty_cache()
-        return loss
+        else:
+            return loss
+        # Outside the handler, which holds on to the tensors of the failed pass.
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.world.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return None
 
     def _no_sync(self, apart: bool) -> Any:
         return self.model.no_sync() if apart and isinstance(self.model, DistributedDataParallel) else nullcontext()

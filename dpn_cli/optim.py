@@ -67,7 +67,8 @@ def build_optimizer(parameters: Iterable[tuple[str, nn.Parameter]], optim: Optim
     if optim.name == "adam":
         return torch.optim.AdamW(groups, lr=lr, betas=optim.betas, eps=optim.eps, fused=True)
     if decay:
-        return SGDW(groups, lr=lr, momentum=optim.momentum)  # type: ignore[no-any-return]  # torch's SGD couples it
+        optimizer: torch.optim.Optimizer = SGDW(groups, lr=lr, momentum=optim.momentum)  # torch's SGD couples it
+        return optimizer
     return torch.optim.SGD(groups, lr=lr, momentum=optim.momentum, fused=True)
 
 
@@ -116,9 +117,9 @@ class Bfloat16State(torch.optim.Optimizer):
             state["moment"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
             if self.optim.name == "adam":
                 state["square"], state["step"] = torch.zeros_like(parameter), torch.tensor(0.0)
-        gradient, moment = parameter.grad, state["moment"]
+        gradient, moment = parameter.grad, state["moment"].bfloat16()  # loading a state dict makes it float32
         if self.optim.name == "momentum":
-            update = gradient + (moment * self._rounded(self.optim.momentum)).float()
+            update: Tensor = gradient + (moment * self._rounded(self.optim.momentum)).float()
             state["moment"] = update.bfloat16()
             return update
         beta, beta_square = self.optim.betas
@@ -127,7 +128,8 @@ class Bfloat16State(torch.optim.Optimizer):
         state["moment"] = mean.bfloat16()
         square = state["square"].mul_(beta_square).addcmul_(gradient, gradient, value=1 - beta_square)
         count = float(state["step"])
-        return mean / (1 - beta**count) / ((square / (1 - beta_square**count)).sqrt() + self.optim.eps)
+        adam: Tensor = mean / (1 - beta**count) / ((square / (1 - beta_square**count)).sqrt() + self.optim.eps)
+        return adam
 
     @staticmethod
     def _rounded(decay: float) -> Tensor:

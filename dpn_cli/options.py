@@ -79,7 +79,8 @@ Settings = Annotated[list[str] | None, typer.Option(
     rich_help_panel=OUTPUT, show_default=False)]
 PrintConfig = Annotated[bool, typer.Option(
     "--print-config", help="Print the resolved recipe and stop.", rich_help_panel=OUTPUT)]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of tables.", rich_help_panel=OUTPUT)]
+Json = Annotated[bool, typer.Option(
+    "--json", help="Print the result as JSON instead of tables.", rich_help_panel=OUTPUT)]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.", rich_help_panel=OUTPUT)]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="More on stderr.", rich_help_panel=OUTPUT)]
 SkipBadImages = Annotated[bool | None, typer.Option(

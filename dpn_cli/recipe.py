@@ -216,7 +216,8 @@ def _explain(schema: type[Section], detail: Any) -> str:
         return f"{dotted}: unknown key{close or '; see dpn recipes show'}"
     message = detail["msg"].removeprefix("Value error, ")
     message = message[:1].lower() + message[1:] if message.startswith("Input") else message
-    given = "" if isinstance(detail["input"], dict) or detail["type"] == "value_error" else f" (got {detail['input']!r})"
+    shown = not isinstance(detail["input"], dict) and detail["type"] != "value_error"
+    given = f" (got {detail['input']!r})" if shown else ""
     return f"{dotted}: {message}{given}" if dotted else f"{message}{given}"
 
 

@@ -27,7 +27,7 @@ from dpn_cli.errors import DataError, DpnError
 from dpn_cli.files import file_digest, flush, replace_json, replace_text, save_error
 
 # A resumed run may run elsewhere and otherwise; it may not compute something else.
-MAY_CHANGE = ("runtime",)
+MAY_CHANGE = ("runtime", "allow_failed", "keep_weights")
 VERSIONS = ("dpn-cli", "torch", "torchvision", "timm", "numpy", "pillow", "safetensors")
 
 
@@ -155,7 +155,7 @@ class Checkpoints:
                     return tensors, json.loads(file.metadata()["state"])
             warn(f"{path}: the checkpoint is damaged (its digest differs); trying the one before it")
         if found:
-            raise DataError(f"{self.path}: no checkpoint there is intact; delete the folder to start this training again")
+            raise DataError(f"{self.path}: no checkpoint there is intact; delete it to start this training again")
         return None
 
     def clear(self) -> None:
@@ -190,7 +190,8 @@ def _git() -> str | None:
     here = Path(__file__).parent
     try:
         commit = subprocess.run(["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-        status = subprocess.run(["git", "-C", here, "status", "--porcelain", "-uno", "."], capture_output=True, text=True)
+        status = subprocess.run(["git", "-C", here, "status", "--porcelain", "-uno", "."], capture_output=True,
+                                text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return commit.stdout.strip() + ("+" if status.stdout.strip() else "")

@@ -43,12 +43,12 @@ def _none(path: Path) -> Track:
 def _tensorboard(path: Path) -> Track:
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(path / "tensorboard"))  # type: ignore[no-untyped-call]
+    writer = SummaryWriter(str(path / "tensorboard"))
 
     def write(label: str, record: dict[str, Any]) -> None:
         for key, value in _numbers(record).items():
-            writer.add_scalar(f"{label}/{key}", value, record["step"])  # type: ignore[no-untyped-call]
-        writer.flush()  # type: ignore[no-untyped-call]
+            writer.add_scalar(f"{label}/{key}", value, record["step"])
+        writer.flush()
 
     return write
 

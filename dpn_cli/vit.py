@@ -13,7 +13,7 @@ from einops import rearrange
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from dpn_cli.arch import Pool, Size, Stem
+from dpn_cli.arch import Pool, Size, Stem, check_image_size
 from dpn_cli.stem import Affine, PatchStem, stem_norm
 
 # JAX divides by this so that a normal truncated at two sigma keeps its standard deviation.
@@ -50,6 +50,8 @@ class DPNViT(VisionTransformer):
     the representation when there is no head. The class token joins after the position embedding and has none of
     its own. Weights are uninitialised until `initialize` or a checkpoint fills them.
     """
+
+    pos_embed: nn.Parameter
 
     def __init__(self, config: ViTConfig) -> None:
         size = config.size
@@ -104,9 +106,9 @@ class DPNViT(VisionTransformer):
         """Change the image size in pixels, resampling the position embedding as the paper's code does."""
         if patch_size is not None and patch_size != self.config.patch:
             raise ValueError("the patch size is fixed: the first norm has one weight per pixel of a patch")
-        if img_size is None or tuple(img_size) == self.config.image_size:
+        if img_size is None or img_size == self.config.image_size:
             return
-        new = replace(self.config, image_size=tuple(img_size))
+        new = replace(self.config, image_size=check_image_size(img_size, self.config.patch))
         self.pos_embed = nn.Parameter(resample_posemb(self.pos_embed.detach(), self.config.grid, new.grid),
                                       requires_grad=self.pos_embed.requires_grad)
         self.patch_embed.set_input_size(img_size)

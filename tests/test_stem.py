@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from conftest import Arrays, nchw
+from einops import rearrange
 
 from dpn_cli.arch import STEMS, Size, Stem
 from dpn_cli.stem import PatchStem, stem_norm
@@ -21,7 +22,8 @@ def build(stem: Stem, arrays: Arrays) -> DPNViT:
     model = DPNViT(ViTConfig(Size(32, 1, 64, 4), (8, 8), (32, 32), stem))
     model.initialize(0)
     weights = {
-        "patch_embed.proj.weight": torch.from_numpy(arrays["params/dense/kernel"]).reshape(8, 8, 3, 32).permute(3, 2, 0, 1),
+        "patch_embed.proj.weight": rearrange(
+            torch.from_numpy(arrays["params/dense/kernel"]), "(p q c) d -> d c p q", p=8, q=8),
         "patch_embed.proj.bias": torch.from_numpy(arrays["params/dense/bias"]),
         "pos_embed": torch.from_numpy(arrays["pos_embedding"])}
     for slot, theirs in (("patch_embed.norm_in", "ln0"), ("patch_embed.norm", "ln1"), ("norm_posemb", "ln1")):

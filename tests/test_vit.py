@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,8 +23,10 @@ CASES = {"vit_tok_repsize": "none", "vit_dpn": "dpn", "vit_dpn_gap_norep": "dpn"
 
 
 def load(name: str, stem: str) -> Backbone:
-    return load_backbone(checkpoint=str(GOLDENS / f"{name}.params.npz"), stem=stem, image_size=32, num_classes=10,
-                         head="load").eval()
+    model = load_backbone(checkpoint=str(GOLDENS / f"{name}.params.npz"), stem=stem, image_size=32, num_classes=10,
+                          head="load")
+    model.eval()
+    return model
 
 
 def close(ours: torch.Tensor, theirs: np.ndarray[tuple[int, ...], np.dtype[np.float32]], atol: float) -> None:
@@ -62,16 +65,17 @@ def test_gradients_equal_big_vision(name: str, golden: Callable[[str], Arrays], 
     model = load(name, CASES[name])
     image = nchw(arrays["image"]).requires_grad_()
     loss = model(image).square().sum()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     assert loss.item() == pytest.approx(grads["loss"].item(), rel=1e-5)
     # The reader turns their gradients into our names and shapes: it is linear in every array.
-    np.savez(tmp_path / "grads.npz", **{k.removeprefix("grad/"): v for k, v in grads.items() if k.startswith("grad/")})
+    arrays_only: dict[str, Any] = {k.removeprefix("grad/"): v for k, v in grads.items() if k.startswith("grad/")}
+    np.savez(tmp_path / "grads.npz", **arrays_only)
     theirs = read_file(tmp_path / "grads.npz").state
     ours = {key: p.grad for key, p in model.named_parameters()}
     assert ours.keys() == theirs.keys()
     for key, gradient in theirs.items():
         atol = 5e-5 * gradient.abs().max().item() + 1e-5
-        torch.testing.assert_close(ours[key], gradient, atol=atol, rtol=0, msg=lambda m, key=key: f"{key}: {m}")
+        torch.testing.assert_close(ours[key], gradient, atol=atol, rtol=0, msg=key)
     assert image.grad is not None
     torch.testing.assert_close(image.grad, nchw(grads["grad_image"]), atol=5e-5 * abs(grads["grad_image"]).max() + 1e-5,
                                rtol=0)
@@ -120,7 +124,8 @@ def test_initialisation_has_big_visions_statistics(golden: Callable[[str], Array
     q, k, v = ours["blocks.0.attn.qkv.weight"].chunk(3)
     block = "Transformer/encoderblock_0/"
     pairs = {
-        f"{block}MultiHeadDotProductAttention_0/query/kernel": q, f"{block}MultiHeadDotProductAttention_0/key/kernel": k,
+        f"{block}MultiHeadDotProductAttention_0/query/kernel": q,
+        f"{block}MultiHeadDotProductAttention_0/key/kernel": k,
         f"{block}MultiHeadDotProductAttention_0/value/kernel": v,
         f"{block}MultiHeadDotProductAttention_0/out/kernel": ours["blocks.0.attn.proj.weight"],
         f"{block}MultiHeadDotProductAttention_0/out/bias": ours["blocks.0.attn.proj.bias"],
@@ -213,7 +218,7 @@ def test_changing_the_input_size_resamples_the_posemb_as_loading_does() -> None:
 def test_the_whole_network_compiles_to_one_graph_under_autocast() -> None:
     model = load_backbone("mu/8", image_size=16, num_classes=4).eval()
     torch.nn.init.normal_(model.head.weight)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled: torch.nn.Module = torch.compile(model, backend="aot_eager", fullgraph=True)
     image = torch.randn(2, 3, 16, 16)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         torch.testing.assert_close(compiled(image), model(image), atol=2e-2, rtol=2e-2)

@@ -23,9 +23,13 @@ Pixels = npt.NDArray[np.uint8]
 class Labelled(Protocol):
     """Labelled images, decoded one at a time."""
 
-    labels: Sequence[int]
-    sizes: Sequence[int]
-    """Encoded size of every image in bytes."""
+    @property
+    def labels(self) -> Sequence[int]:
+        """The class of every image."""
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """The encoded size of every image in bytes."""
 
     def where(self, index: int) -> str:
         """Name the place of an image for messages: file and line, or data set and row."""
@@ -126,7 +130,7 @@ class HubSplit:
         if asked is not None or len(fitting) != 1:
             raise DataError(f"{self.place}: which column holds the {kind}? The columns are "
                             f"{', '.join(rows.column_names)}; name one with --set data.{kind}_column=NAME")
-        return fitting[0]
+        return str(fitting[0])
 
     def where(self, index: int) -> str:
         """Name the data set and the row."""

@@ -14,7 +14,7 @@ from dpn_cli.errors import DpnError, StoppedError
 from dpn_cli.runstate import RunFolder
 from tasks.vtab.recipe import VtabRecipe
 from tasks.vtab.report import DEMO_NOTE
-from tasks.vtab.sweep import Sweep, run
+from tasks.vtab.sweep import run, timing
 from tasks.vtab.table import choose_tasks
 
 
@@ -62,7 +62,7 @@ def _open(path: Path, recipe: VtabRecipe, world: World, *, resume: bool, overwri
             RunFolder.open(path, recipe.model_dump(mode="json"), resume=resume, overwrite=overwrite)
         except DpnError as error:
             problem = error
-    problem = from_leader(problem)  # type: ignore[assignment]
+    problem = from_leader(problem)
     if problem is not None:
         raise problem
     return RunFolder(path)
@@ -80,8 +80,7 @@ def _dry_run(recipe: VtabRecipe, world: World, console: Console) -> None:
         began = time.perf_counter()
         run(short, folder, world, console)
         seconds = time.perf_counter() - began
-        sweep = Sweep(short, folder, world, console)
-        step = sweep.timing()["train_seconds"] / (2 * len(recipe.stems))
+        step = timing(folder)["train_seconds"] / (2 * len(recipe.stems))
     cells = len(recipe.stems) * len(tasks) * len(recipe.lrs) * len(recipe.seeds)
     hours = cells * recipe.schedule.steps * step / 3600
     console.info(f"dry run passed in {seconds:.0f} s: {len(tasks)} tasks, {cells} trainings of {recipe.schedule.steps} "

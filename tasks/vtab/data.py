@@ -80,12 +80,13 @@ def check_images(tasks: dict[Task, TaskData], skip_bad: bool, console: Console) 
                 except DataError:
                     if not skip_bad:
                         raise
-        if isinstance(data.train800, FileList) and data.train800.paths[0].suffix.lower() in {".jpg", ".jpeg"}:
+        paths = data.train800.paths if isinstance(data.train800, FileList) else []
+        if any(path.suffix.lower() in {".jpg", ".jpeg"} for path in paths):
             jpeg.append(task.name)
         if len(data.test.labels) != task.test:
             console.warn(f"{task.name}: {len(data.test.labels)} test images, VTAB has {task.test}: "
                          "the score is not comparable with published ones")
     if jpeg:
-        console.warn(f"JPEG files in {', '.join(jpeg)}: the usual VTAB-1k download re-encoded all images at quality 75. "
-                     "A stem that normalises every patch amplifies those artefacts in flat regions; do not compare "
-                     "with scores on the original images")
+        console.warn(f"JPEG files in {', '.join(jpeg)}: the usual VTAB-1k download re-encoded all at quality 75. "
+                     "A stem that normalises every patch amplifies those artefacts in flat regions; do not "
+                     "compare with scores on the original images")

@@ -36,6 +36,10 @@ def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return values
 
 
+Lr = Annotated[float, Field(gt=0)]
+Seed = Annotated[int, Field(ge=0)]
+
+
 class Data(Section):
     """Where the tasks' images are, and how they become pixels."""
 
@@ -54,14 +58,15 @@ class VtabRecipe(Section):
     backbone: Backbone = Backbone()
     data: Data = Data()
     protocol: Literal["paper", "vtab"] = "paper"
-    lrs: Annotated[tuple[Annotated[float, Field(gt=0)], ...], BeforeValidator(_listed), Field(min_length=1)]
-    seeds: Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_counted), Field(min_length=1)] = (0, 1, 2)
+    lrs: Annotated[tuple[Lr, ...], BeforeValidator(_listed), Field(min_length=1)]
+    seeds: Annotated[tuple[Seed, ...], BeforeValidator(_counted), Field(min_length=1)] = (0, 1, 2)
     compare: Annotated[tuple[Stem, ...], BeforeValidator(_listed)] = ()
     loss: Literal["sigmoid", "softmax"] = "sigmoid"
     batch_size: Positive
     eval_batch_size: Positive = 250
     optim: Optim = Optim()
     schedule: Schedule
+    allow_failed: bool = False
     keep_weights: Literal["none", "chosen", "all"] = "none"
     runtime: Runtime = Runtime()
 

@@ -7,27 +7,26 @@ import io
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from dpn_cli.arch import Stem
 from dpn_cli.files import replace_text
 from dpn_cli.statistics import Summary, paired_difference, summarize
+from tasks.vtab.cells import TaskOutcome
 from tasks.vtab.recipe import VtabRecipe
 from tasks.vtab.table import GROUPS, PAPER_COLUMNS, TASKS
-
-if TYPE_CHECKING:
-    from tasks.vtab.sweep import TaskOutcome
 
 Json = dict[str, Any]
 
 DEMO_NOTE = ("DEMO: generated scenes and networks trained from scratch, to show that everything works. These are no "
              "VTAB scores. For those give data (--data DIR with one folder per task, $DPN_DATA_DIR/vtab-1k, or "
              "hf:OWNER/NAME) and weights (--checkpoint FILE).")
-TOY_NOTE = ("From scratch, the plain stem often wins at this size: Dual PatchNorm hides brightness and contrast from the "
-            "network, and its gains in the paper come from long pre-training. The difference above is what came out.")
+TOY_NOTE = ("From scratch, the plain stem often wins at this size: Dual PatchNorm hides brightness and contrast from "
+            "the network, and its gains in the paper come from long pre-training. The difference is what came out.")
 
 
 def build_result(recipe: VtabRecipe, outcomes: Sequence[TaskOutcome], arch: str, fingerprints: Mapping[str, Any],
@@ -59,8 +58,8 @@ def _stem_result(outcomes: Sequence[TaskOutcome], recipe: VtabRecipe) -> Json:
             "failed": outcome.failed}
     groups = {group: _mean_of(tasks, [name for name, task in tasks.items() if task["group"] == group])
               for group in GROUPS}
-    everything = None if set(tasks) != {task.name for task in TASKS} else _mean_of(tasks, list(tasks))
-    whole = [groups[group] for group in GROUPS if groups[group] is not None]
+    everything = _mean_of(tasks, list(tasks)) if set(tasks) == {task.name for task in TASKS} else None
+    whole = [part for part in groups.values() if part is not None]
     mean_groups = None
     if len(whole) == len(GROUPS):
         mean_groups = summarize([fmean(values) for values in zip(*(part.values for part in whole), strict=True)])
@@ -73,7 +72,7 @@ def _stem_result(outcomes: Sequence[TaskOutcome], recipe: VtabRecipe) -> Json:
 
 
 def _mean_of(tasks: Json, names: Sequence[str]) -> Summary | None:
-    """Average tasks seed by seed; None when one of them has no score, because a mean over the rest is another number."""
+    """Average tasks seed by seed; None when one of them has no score, the mean of the rest is another number."""
     scores = [tasks[name]["test"] for name in names]
     if not scores or any(score is None for score in scores):
         return None
@@ -87,7 +86,7 @@ def _edge(lr: float | None, lrs: Sequence[float]) -> str | None:
     return "highest" if lr == max(lrs) else "lowest" if lr == min(lrs) else None
 
 
-def _differences(stems: Sequence[str], by_stem: Mapping[str, Json]) -> list[Json]:
+def _differences(stems: Sequence[Stem], by_stem: Mapping[Stem, Json]) -> list[Json]:
     """Compare every later stem with the first one: per task over the seeds, and over the tasks' means."""
     base, rows = by_stem[stems[0]]["tasks"], []
     for stem in stems[1:]:
@@ -111,7 +110,8 @@ def write_csv(path: Path, outcomes: Iterable[TaskOutcome]) -> None:
             for seed, value in by_seed.items():
                 chosen = lr == outcome.lr
                 test = outcome.test.get(seed, "") if chosen else ""
-                rows.writerow([outcome.stem, outcome.task.name, outcome.task.group, f"{lr:g}", seed, value, int(chosen), test])
+                task = outcome.task
+                rows.writerow([outcome.stem, task.name, task.group, f"{lr:g}", seed, value, int(chosen), test])
     replace_text(path, text.getvalue())
 
 

@@ -1,0 +1,97 @@
+"""What the sweep keeps on disk: a folder per training, the choice per task, and the ledger of the test split."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from dpn_cli.arch import Stem
+from dpn_cli.files import replace_text
+from tasks.vtab.table import Task
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training of the sweep: its network, task, learning rate, seed and training split, and its folder."""
+
+    stem: Stem
+    task: Task
+    lr: float
+    seed: int
+    split: str
+    path: Path
+
+    @property
+    def label(self) -> str:
+        """Name the cell for a person."""
+        return f"{self.task.name} {self.stem} lr {self.lr:g} seed {self.seed}" + (
+            "" if self.split == "train800" else f" ({self.split})")
+
+    @property
+    def weights(self) -> Path:
+        """The file of the trained weights, which lasts until it is no longer needed."""
+        return self.path / "weights.safetensors"
+
+    def done(self, steps: int) -> Json | None:
+        """Return the marker of a training that went all its `steps`, or None."""
+        marker = read_json(self.path / "done.json")
+        return marker if marker and marker["steps"] == steps else None
+
+
+@dataclass
+class TaskOutcome:
+    """What the sweep found for one task and stem; accuracies in percent, by lr and seed."""
+
+    task: Task
+    stem: Stem
+    val: dict[float, dict[int, float]] = field(default_factory=dict)
+    test: dict[int, float] = field(default_factory=dict)
+    test_images: int = 0
+    lr: float | None = None
+    failed: list[str] = field(default_factory=list)
+
+
+class Ledger:
+    """ledger.jsonl: every time that a trained network met the test split, and what came out."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def entry(self, cell: Cell) -> Json | None:
+        """Return what a cell scored on test, or None when it never met it."""
+        text = self.path.read_text(encoding="utf-8") if self.path.is_file() else ""
+        for row in map(json.loads, text.splitlines()):
+            if (row["stem"], row["task"], row["lr"], row["seed"], row["trained_on"]) == (
+                    cell.stem, cell.task.name, cell.lr, cell.seed, cell.split):
+                return dict(row)
+        return None
+
+    def add(self, rows: Sequence[tuple[Cell, Mapping[str, Any]]]) -> None:
+        """Append what cells scored, all of them or none."""
+        text = self.path.read_text(encoding="utf-8") if self.path.is_file() else ""
+        for cell, scored in rows:
+            row = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "stem": cell.stem, "task": cell.task.name,
+                   "lr": cell.lr, "seed": cell.seed, "trained_on": cell.split, "scored_on": "test", **scored}
+            text += json.dumps(row) + "\n"
+        replace_text(self.path, text)
+
+
+def choose_lr(val: Mapping[float, Mapping[int, float]], seeds: int) -> float | None:
+    """Return the learning rate with the best mean validation accuracy, the smaller of two equal ones.
+
+    Only learning rates whose every seed finished take part; None when there is no such one.
+    """
+    means = {lr: fmean(by_seed.values()) for lr, by_seed in val.items() if len(by_seed) == seeds}
+    return min(means, key=lambda lr: (-means[lr], lr)) if means else None
+
+
+def read_json(path: Path) -> Json | None:
+    """Return the object in a JSON file, or None when there is no such file."""
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
