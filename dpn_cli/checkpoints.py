@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import warnings
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ State = dict[str, Tensor]
 Act = Literal["gelu_tanh", "gelu"]
 
 # What the loaders and readers raise on a file that is cut off, altered or made of something else than arrays.
-_DAMAGE = (OSError, ValueError, KeyError, IndexError, TypeError, RuntimeError, EOFError, zipfile.BadZipFile,
+_DAMAGE = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError, EOFError, zipfile.BadZipFile,
            pickle.UnpicklingError, SafetensorError)
 
 # Modules that wrap a network when it is saved from inside a training loop.
@@ -85,7 +86,8 @@ def read_file(path: Path) -> Checkpoint:
 
 
 def _read_npz(path: Path) -> tuple[State, dict[str, str]]:
-    with np.load(path, allow_pickle=False) as arrays:
+    # NumPy leaves a file open that it opened itself and could not read.
+    with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
         return {name: _from_numpy(arrays[name]) for name in arrays.files}, {}
 
 
@@ -101,7 +103,8 @@ def _read_safetensors(path: Path) -> tuple[State, dict[str, str]]:
 
 
 def _read_torch(path: Path) -> tuple[State, dict[str, str]]:
-    content = torch.load(path, map_location="cpu", weights_only=True)
+    with warnings.catch_warnings(action="ignore"):  # about the pickle protocol of files that are refused anyway
+        content = torch.load(path, map_location="cpu", weights_only=True)
     for key in ("state_dict", "model"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]

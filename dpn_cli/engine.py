@@ -56,7 +56,8 @@ class MicroBatch:
         """Make the micro-batch smaller. Raises `OutOfMemoryError` when it is one row already."""
         if self.size == 1:
             raise OutOfMemoryError("out of memory with one image at a time; use "
-                                   "--set backbone.grad_checkpointing=true, a smaller --arch or --image-size, or another --device")
+                                   "--set backbone.grad_checkpointing=true, a smaller --arch or --image-size, "
+                                   "or another --device")
         self.size = math.ceil(self.size / 2)
 
 

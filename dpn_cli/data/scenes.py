@@ -109,11 +109,9 @@ DEMO_TASKS: tuple[DemoTask, ...] = (
 # rather than a drawing library: they are exact, and the pixels cannot change with a library's version.
 _INSIDE: dict[str, Callable[[_Floats, _Floats], npt.NDArray[np.bool_]]] = {
     "circle": lambda u, v: u**2 + v**2 <= 1,
-    "square": lambda u, v: np.maximum(abs(u), abs(v)) <= math.sqrt(0.5),
-    "triangle": lambda u, v: np.maximum(-u, u / 2 + math.sqrt(0.75) * abs(v)) <= 0.5,
-    "cross": lambda u, v: (
-        (np.minimum(abs(u), abs(v)) <= 0.3) & (np.maximum(abs(u), abs(v)) <= math.sqrt(0.91))
-    ),
+    "square": lambda u, v: np.maximum(abs(u), abs(v)) <= 0.5**0.5,
+    "triangle": lambda u, v: np.maximum(-u, u / 2 + 0.75**0.5 * abs(v)) <= 0.5,
+    "cross": lambda u, v: (np.minimum(abs(u), abs(v)) <= 0.3) & (np.maximum(abs(u), abs(v)) <= 0.91**0.5),
 }
 # Each pixel is sampled on a square grid; the odd side makes "covers most of the pixel" free of ties.
 _GRID = 5

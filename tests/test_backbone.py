@@ -1,0 +1,323 @@
+"""`load_backbone`: every format gives exactly its network or one clear error; nothing is pickled, nothing is silent."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from conftest import GOLDENS, Arrays, nchw
+from safetensors.torch import load_file, save_file
+
+from dpn_cli.arch import STEMS, Stem
+from dpn_cli.backbone import export_backbone, load_backbone
+from dpn_cli.checkpoints import read_file
+from dpn_cli.errors import DataError, DpnError, SaveError
+
+DPN = str(GOLDENS / "vit_dpn.params.npz")
+PLAIN = str(GOLDENS / "vit_tok_repsize.params.npz")
+
+
+def arrays_of(path: str) -> dict[str, Any]:
+    with np.load(path) as arrays:
+        return {name: arrays[name] for name in arrays.files}
+
+
+def perturbed(name: str, **arguments: Any) -> Any:
+    """Build a timm model whose every weight matters."""
+    model = timm.create_model(name, num_classes=7, **arguments).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def test_old_names_become_the_current_ones(golden: Callable[[str], Arrays]) -> None:
+    io = golden("vit_oldckpt.io")
+    old = load_backbone(checkpoint=str(GOLDENS / "vit_oldckpt_prelinen.raw.npz"), stem="none", image_size=32,
+                        num_classes=10, head="load").eval()
+    fixed = load_backbone(checkpoint=str(GOLDENS / "vit_oldckpt.fixed.npz"), stem="none", image_size=32,
+                          num_classes=10, head="load").eval()
+    for name, value in fixed.state_dict().items():
+        assert torch.equal(old.state_dict()[name], value), name
+    assert torch.equal(old.cls_token, torch.from_numpy(io["fixed/cls"]))
+    assert torch.equal(old.pos_embed, torch.from_numpy(io["fixed/pos_embedding"]))
+    torch.testing.assert_close(old(nchw(io["image"])), torch.from_numpy(io["logits"]), atol=2e-5, rtol=0)
+    assert "class token" in " ".join(old.report.notes)
+
+
+def test_position_embedding_under_the_encoder_is_read_too(golden: Callable[[str], Arrays], tmp_path: Path) -> None:
+    raw = {**arrays_of(str(GOLDENS / "vit_oldckpt.fixed.npz"))}
+    raw.pop("pos_embedding")
+    raw.update(golden("vit_oldckpt_encposemb.raw"))
+    np.savez(tmp_path / "old.npz", **raw)
+    model = load_backbone(checkpoint=str(tmp_path / "old.npz"), stem="none", image_size=32)
+    assert torch.equal(model.pos_embed, torch.from_numpy(golden("vit_oldckpt.io")["fixed/pos_embedding"]))
+
+
+def test_loading_at_a_higher_resolution_equals_big_vision(golden: Callable[[str], Arrays]) -> None:
+    io = golden("vit_hires_load.io")
+    model = load_backbone(checkpoint=str(GOLDENS / "vit_oldckpt_prelinen.raw.npz"), stem="none", image_size=48,
+                          num_classes=13).eval()
+    torch.testing.assert_close(model.pos_embed.detach(), torch.from_numpy(io["loaded/pos_embedding"]), atol=1e-6, rtol=0)
+    image = nchw(io["image"])
+    torch.testing.assert_close(model.forward_head(model.forward_features(image), pre_logits=True),
+                               torch.from_numpy(io["pre_logits"]), atol=2e-5, rtol=0)
+    assert model(image).abs().max() == 0
+    assert model.report.resized == ["pos_embed 4x4 -> 6x6 (bilinear, align_corners=True)"]
+    assert model.report.dropped == ["head.weight", "head.bias"]
+    assert model.report.new == ["head.weight (zero)", "head.bias (zero)"]
+    with torch.no_grad():
+        model.head.weight.copy_(torch.from_numpy(io["init/head/kernel"]).T)
+        model.head.bias.copy_(torch.from_numpy(io["init/head/bias"]))
+    torch.testing.assert_close(model(image), torch.from_numpy(io["logits"]), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("prefix", ["", "params/", "opt/target/"])
+@pytest.mark.parametrize("spelling", ["ln0|dense|ln1", "embedding/ln0|embedding/dense|embedding/ln1",
+                                      "stem/ln0|embedding|stem/ln1", "patch_embed/ln0|embedding4|patch_embed/ln1"])
+def test_spellings_of_a_dpn_file_give_one_network(prefix: str, spelling: str, tmp_path: Path) -> None:
+    arrays, (first, dense, second) = arrays_of(DPN), spelling.split("|")
+    renamed: dict[str, Any] = {}
+    for name, value in arrays.items():
+        module, _, leaf = name.rpartition("/")
+        place = {"ln0": first, "dense": dense.removesuffix("4"), "ln1": second}.get(module)
+        shaped = value.reshape(8, 8, 3, 32) if dense == "embedding4" and name == "dense/kernel" else value
+        renamed[prefix + (f"{place}/{leaf}" if place else name)] = shaped
+    if prefix:
+        renamed["opt/0/mu/dense/kernel"] = np.zeros(3, np.float32)  # optimizer state is no weight
+    np.savez(tmp_path / "dpn.npz", **renamed)
+    model = load_backbone(checkpoint=str(tmp_path / "dpn.npz"), image_size=32)
+    reference = load_backbone(checkpoint=DPN, image_size=32)
+    assert all(torch.equal(value, reference.state_dict()[name]) for name, value in model.state_dict().items())
+    assert model.report.dropped[:-2] == (["opt/0/mu/dense/kernel"] if prefix else [])
+
+
+def test_architecture_is_inferred_from_the_file() -> None:
+    config = load_backbone(checkpoint=DPN, image_size=32).config
+    assert (config.size.width, config.size.depth, config.size.mlp, config.size.heads) == (32, 2, 64, 4)
+    assert (config.patch, config.pool, config.pre_logits, config.stem) == ((8, 8), "tok", True, "dpn")
+    assert load_backbone(checkpoint=str(GOLDENS / "vit_gap.params.npz"), stem="none", image_size=32).config.pool == "gap"
+
+
+def test_bfloat16_arrays_stored_as_void_are_read(tmp_path: Path) -> None:
+    arrays = arrays_of(DPN)
+    exact = torch.from_numpy(arrays["cls"]).bfloat16()
+    arrays["cls"] = exact.view(torch.int16).numpy().view("V2")
+    np.savez(tmp_path / "bf16.npz", **arrays)
+    assert torch.equal(load_backbone(checkpoint=str(tmp_path / "bf16.npz"), image_size=32).cls_token, exact.float())
+
+
+@pytest.mark.parametrize(("name", "suffix", "wrap"), [
+    ("vit_tiny_patch16_224", ".safetensors", ""), ("vit_tiny_patch16_224", ".pth", "module."),
+    ("vit_tiny_patch16_224", ".pth", "_orig_mod.")])
+@pytest.mark.parametrize("no_embed_class", [False, True])
+def test_timm_files_give_timms_features(name: str, suffix: str, wrap: str, no_embed_class: bool,
+                                        tmp_path: Path) -> None:
+    theirs = perturbed(name, img_size=32, no_embed_class=no_embed_class)
+    state = {wrap + key: value.contiguous() for key, value in theirs.state_dict().items()}
+    path = tmp_path / f"timm{suffix}"
+    if suffix == ".pth":
+        torch.save({"state_dict": state, "epoch": 3}, path)
+    else:
+        save_file(state, path)
+    ours = load_backbone("Ti/16", checkpoint=str(path), stem="none", image_size=32, num_classes=7, head="load").eval()
+    image = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(ours.forward_features(image), theirs.forward_features(image), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours(image), theirs(image), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrong", ["gelu_tanh", "class position"])
+def test_the_comparison_with_timm_would_notice(wrong: str, tmp_path: Path) -> None:
+    theirs = perturbed("vit_tiny_patch16_224", img_size=32)
+    save_file(theirs.state_dict(), tmp_path / "timm.safetensors")
+    ours = load_backbone(checkpoint=str(tmp_path / "timm.safetensors"), stem="none", image_size=32).eval()
+    if wrong == "class position":
+        ours.cls_token.data = theirs.cls_token.data
+    else:
+        for block in ours.blocks:
+            block.mlp.act = torch.nn.GELU(approximate="tanh")
+    image = torch.randn(2, 3, 32, 32)
+    assert (ours.forward_features(image) - theirs.forward_features(image)).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_export_and_load_agree_to_the_bit_for_every_stem(stem: Stem, tmp_path: Path) -> None:
+    model = load_backbone("mu/8", stem=stem, image_size=(16, 24), num_classes=3, pre_logits=True, seed=5)
+    path = tmp_path / "ours.safetensors"
+    digest = export_backbone(model, path, mean=(0.1, 0.2, 0.3), std=(1, 2, 3))
+    again = load_backbone(checkpoint=str(path), stem=stem, image_size=(16, 24), num_classes=3, head="load")
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+    assert again.config == model.config
+    assert (again.mean, again.std, again.report.digest) == ((0.1, 0.2, 0.3), (1, 2, 3), digest)
+    for other in STEMS:
+        if other != stem:
+            with pytest.raises(DpnError, match=f"has stem '{stem}'"):
+                load_backbone(checkpoint=str(path), stem=other, image_size=16)
+
+
+def test_inputs_are_normalised_with_the_checkpoints_own_range() -> None:
+    model = load_backbone("mu/8", image_size=8)
+    pixels = torch.tensor([0, 255, 51], dtype=torch.uint8).reshape(1, 3, 1, 1)
+    assert model.normalize(pixels).flatten().tolist() == pytest.approx([-1, 1, -0.6])
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"arch": "B/31x"}, "use SIZE/PATCH"), ({"arch": "Q/16"}, "one of mu, Ti, S, B, L, H"),
+    ({"arch": "B/32", "stem": "dnp"}, "did you mean 'dpn'"), ({"arch": "B/32", "image_size": 100}, "nearest size that fits is 96x96"),
+    ({}, "--arch is needed"), ({"checkpoint": DPN, "image_size": 32, "stem": "none"}, "Ways out: --stem dpn"),
+    ({"checkpoint": PLAIN, "image_size": 32}, "has stem 'none'.*Ways out.*--checkpoint none"),
+    ({"checkpoint": DPN, "arch": "S/16", "image_size": 32}, "--arch S/16: .* is Size.*/8; leave --arch out"),
+    ({"checkpoint": DPN, "image_size": 32, "num_classes": 7, "head": "load"},
+     r"- head.weight \(7, 32\), - head.bias \(7,\), \+ head.bias \(10,\), \+ head.weight \(10, 32\)"),
+    ({"checkpoint": DPN, "image_size": 32, "pre_logits": False}, "was trained with True"),
+    ({"checkpoint": str(GOLDENS / "vit_gap.params.npz"), "stem": "none", "image_size": 32, "pool": "tok"}, "no class token"),
+    ({"checkpoint": "nowhere.npz"}, "no such file"), ({"checkpoint": "hf-hub:justaname"}, "OWNER/NAME"),
+    ({"checkpoint": "timm:vit_tinny_patch16_224"}, "no such model"),
+    ({"checkpoint": "timm:resnet10t"}, "out of reach|reads timm's VisionTransformer")])
+def test_wrong_requests_get_one_clear_line(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(DpnError, match=message) as caught:
+        load_backbone(**arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_and_unknown_tensors_are_listed_and_none_is_guessed(tmp_path: Path) -> None:
+    arrays = arrays_of(DPN)
+    arrays.pop("Transformer/encoderblock_1/LayerNorm_1/scale")
+    arrays["Transformer/encoderblock_0/Registers/kernel"] = np.zeros((2, 2), np.float32)
+    np.savez(tmp_path / "odd.npz", **arrays)
+    with pytest.raises(DpnError, match=r"- blocks.1.norm2.weight \(32,\), \+ .*Registers/kernel \(2, 2\)"):
+        load_backbone(checkpoint=str(tmp_path / "odd.npz"), image_size=32)
+
+
+def test_one_norm_missing_is_another_stem_not_a_guess(tmp_path: Path) -> None:
+    arrays = arrays_of(DPN)
+    for leaf in ("scale", "bias"):
+        arrays.pop(f"ln0/{leaf}")
+    np.savez(tmp_path / "post.npz", **arrays)
+    with pytest.raises(DpnError, match="has stem 'post'"):
+        load_backbone(checkpoint=str(tmp_path / "post.npz"), image_size=32)
+
+
+class Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".npy", ".pth", ".safetensors", ".bin"])
+def test_no_pickle_is_executed(suffix: str, tmp_path: Path) -> None:
+    path, target = tmp_path / f"evil{suffix}", tmp_path / "executed"
+    if suffix == ".npz":
+        np.savez(path, weights=np.array([Bomb(target)], dtype=object))
+    elif suffix == ".pth":
+        torch.save({"state_dict": {"a": torch.zeros(1)}, "evil": Bomb(target)}, path)
+    else:
+        path.write_bytes(pickle.dumps({"model": Bomb(target)}))
+    with pytest.raises(DataError, match="not a file of plain tensors"):
+        load_backbone(checkpoint=str(path))
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors", ".pth"])
+@pytest.mark.parametrize("keep", [0.0, 0.3, 0.97])
+def test_truncated_files_are_named(suffix: str, keep: float, tmp_path: Path) -> None:
+    path = tmp_path / f"weights{suffix}"
+    state = read_file(Path(DPN)).state
+    if suffix == ".npz":
+        np.savez(path, **arrays_of(DPN))
+    elif suffix == ".pth":
+        torch.save(state, path)
+    else:
+        save_file({name: value.contiguous() for name, value in state.items()}, path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(len(whole) * keep)])
+    with pytest.raises(DataError, match="truncated, damaged") as caught:
+        load_backbone(checkpoint=str(path))
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_of_something_else_says_what_it_holds(tmp_path: Path) -> None:
+    save_file({"conv1.weight": torch.zeros(3), "fc.bias": torch.zeros(2)}, tmp_path / "resnet.safetensors")
+    with pytest.raises(DataError, match=r"2 tensors \(conv1.weight, fc.bias"):
+        load_backbone(checkpoint=str(tmp_path / "resnet.safetensors"))
+
+
+def fake_hub(repo: str, files: dict[str, Path]) -> None:
+    """Lay out a hub repository as the client's cache does after a download."""
+    from huggingface_hub import constants
+
+    root = Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
+    snapshot = root / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
+    snapshot.mkdir(parents=True)
+    (root / "refs").mkdir()
+    (root / "refs" / "main").write_text(snapshot.name)
+    for name, source in files.items():
+        (snapshot / name).write_bytes(source.read_bytes())
+
+
+@pytest.fixture
+def _hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+@pytest.mark.usefixtures("_hub")
+def test_hub_weights_come_from_the_cache_with_their_input_range(tmp_path: Path) -> None:
+    model = perturbed("vit_tiny_patch16_224", img_size=32)
+    save_file(model.state_dict(), tmp_path / "w.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"pretrained_cfg": {"mean": [0.4, 0.5, 0.6], "std": [0.2, 0.3, 0.4]}}))
+    fake_hub("someone/vit", {"model.safetensors": tmp_path / "w.safetensors", "config.json": tmp_path / "config.json",
+                             "other.npz": Path(DPN)})
+    ours = load_backbone(checkpoint="hf-hub:someone/vit", stem="none", image_size=32).eval()
+    assert (ours.mean, ours.std) == ((0.4, 0.5, 0.6), (0.2, 0.3, 0.4))
+    image = torch.randn(1, 3, 32, 32)
+    torch.testing.assert_close(ours.forward_features(image), model.forward_features(image), atol=1e-5, rtol=1e-5)
+    assert load_backbone(checkpoint="hf-hub:someone/vit/other.npz", image_size=32).config.stem == "dpn"
+
+
+@pytest.mark.usefixtures("_hub")
+def test_timm_names_come_from_the_cache_with_timms_facts(tmp_path: Path) -> None:
+    name = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
+    weights = timm.create_model(name).eval()
+    save_file(weights.state_dict(), tmp_path / "w.safetensors")
+    fake_hub(f"timm/{name}", {"model.safetensors": tmp_path / "w.safetensors"})
+    ours = load_backbone(checkpoint=f"timm:{name}", stem="none", image_size=224).eval()
+    assert (ours.mean, ours.config.size.heads, ours.config.act, ours.config.eps) == ((0.5, 0.5, 0.5), 3, "gelu", 1e-6)
+    image = torch.randn(1, 3, 224, 224)
+    torch.testing.assert_close(ours.forward_features(image), weights.forward_features(image), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("_hub")
+@pytest.mark.parametrize("checkpoint", ["hf-hub:someone/else", "timm:vit_tiny_patch16_224.augreg_in21k"])
+def test_an_unreachable_hub_says_what_to_fetch(checkpoint: str) -> None:
+    with pytest.raises(DataError, match="out of reach.*On a machine with a network"):
+        load_backbone(checkpoint=checkpoint)
+
+
+def test_a_failed_export_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_backbone("mu/8", image_size=8)
+    path = tmp_path / "weights.safetensors"
+    export_backbone(model, path, mean=model.mean, std=model.std)
+    before = load_file(path)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("dpn_cli.files.flush", full)
+    with pytest.raises(SaveError, match="No space left on device"):
+        export_backbone(model, path, mean=model.mean, std=model.std)
+    assert load_file(path).keys() == before.keys()
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,418 @@
+"""The training loop: recorded steps, exact resume, accumulation, memory, signals, numbers that are none."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import GOLDENS, Arrays, nchw
+from torch import Tensor, nn
+
+from dpn_cli import engine, stopping
+from dpn_cli.backbone import Backbone, load_backbone
+from dpn_cli.console import Tick
+from dpn_cli.distributed import World
+from dpn_cli.engine import Batch, MicroBatch, Outputs, Training
+from dpn_cli.errors import DataError, DpnError, NonFiniteError, OutOfMemoryError, SaveError, StoppedError
+from dpn_cli.losses import sigmoid_xent
+from dpn_cli.recipe import Optim, Runtime, Schedule
+from dpn_cli.runstate import Checkpoints, MetricsLog
+
+ALONE = World(0, 1, torch.device("cpu"))
+
+
+def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
+    return sigmoid_xent(model(batch["image"]), batch["label"])
+
+
+def random_batches(rows: int = 8, classes: int = 3) -> engine.Batches:
+    def batches(start: int) -> Iterator[Batch]:
+        step = start
+        while True:
+            generator = torch.Generator().manual_seed(step)
+            yield {"image": torch.randn(rows, 3, 16, 16, generator=generator),
+                   "label": torch.rand(rows, classes, generator=generator)}
+            step += 1
+
+    return batches
+
+
+def small(seed: int = 0, **arguments: Any) -> Backbone:
+    return load_backbone("mu/8", image_size=16, num_classes=3, seed=seed, **arguments)
+
+
+def train(model: nn.Module, steps: int = 6, *, optim: Optim | None = None, batches: engine.Batches | None = None,
+          outputs: Outputs | None = None, micro: MicroBatch | None = None, lr: float = 0.1, checkpoint_every: int = 500,
+          loss: engine.LossFn = loss_fn, **arguments: Any) -> engine.FitResult:
+    return engine.fit(
+        model, loss, batches or random_batches(), arguments.pop("evaluate", None),
+        Training(optim or Optim(), Schedule(steps=steps, warmup=1), lr, 8, seed=3),
+        Runtime(checkpoint_every=checkpoint_every), ALONE, outputs or Outputs(), micro or MicroBatch(8), **arguments)
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
+
+
+RECORDED: dict[str, tuple[str, str, Optim, float, Schedule, float]] = {
+    "train_steps_vit_momentum": ("vit_tok_repsize", "none", Optim(state_dtype="bfloat16"), 0.03,
+                                 Schedule(steps=8, warmup=1), 2e-4),
+    "train_steps_dpn_adam": ("vit_dpn", "dpn", Optim(name="adam", state_dtype="bfloat16", weight_decay=1e-4,
+                                                     decay_unit="schedule"), 1e-3, Schedule(steps=8, warmup=2), 5e-5),
+}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+@pytest.mark.parametrize("micro", [2, 1])
+def test_whole_training_steps_equal_big_vision(name: str, micro: int, golden: Callable[[str], Arrays],
+                                               tmp_path: Path) -> None:
+    source, stem, optim, lr, schedule, atol = RECORDED[name]
+    arrays, image = golden(name), golden(f"{source}.io")["image"]
+    model = load_backbone(checkpoint=str(GOLDENS / f"{source}.params.npz"), stem=stem, image_size=32, num_classes=10,
+                          head="load")
+
+    def batches(start: int) -> Iterator[Batch]:
+        for step in range(start, 4):
+            yield {"image": nchw(np.roll(image, step, axis=2)), "label": torch.from_numpy(arrays["labels"][step])}
+
+    seen: list[Tick] = []
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    four = schedule.model_copy(update={"steps": 8})
+    with pytest.raises(StopIteration):  # the recording ends after 4 of the schedule's 8 steps
+        engine.fit(model, loss_fn, batches, None, Training(optim, four, lr, 2, 0), Runtime(), ALONE,
+                   Outputs(log=log, tick=seen.append), MicroBatch(micro))
+    records = [json.loads(line) for line in log.path.read_text().splitlines()]
+    assert [record["loss"] for record in records] == pytest.approx(arrays["training_loss"].tolist(), rel=1e-4)
+    assert [record["grad_norm"] for record in records] == pytest.approx(arrays["l2_grads"].tolist(), rel=1e-3)
+    np.savez(tmp_path / "final.npz", **{k.removeprefix("final/"): v for k, v in arrays.items() if k.startswith("final/")})
+    final = load_backbone(checkpoint=str(tmp_path / "final.npz"), stem=stem, image_size=32, num_classes=10, head="load")
+    width = model.embed_dim
+    for key, value in model.state_dict().items():
+        expected = final.state_dict()[key]
+        if key.endswith("qkv.bias") and optim.name == "adam":  # Adam normalises the noise of the keys' zero gradient
+            value, expected = (torch.cat([x[:width], x[2 * width :]]) for x in (value, expected))
+        torch.testing.assert_close(value, expected, atol=atol, rtol=0, msg=key)
+
+
+@pytest.mark.parametrize("optim", [Optim(), Optim(name="adam", weight_decay=0.1), Optim(state_dtype="bfloat16"),
+                                   Optim(name="adam", state_dtype="bfloat16")])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(optim: Optim, tmp_path: Path) -> None:
+    whole = small(drop_path=0.3)
+    train(whole, 10, optim=optim)
+    checkpoints = Checkpoints(tmp_path)
+
+    def broken(start: int) -> Iterator[Batch]:
+        stream = random_batches()(start)
+        for _ in range(start, 7):
+            yield next(stream)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(small(drop_path=0.3), 10, optim=optim, batches=broken, outputs=Outputs(checkpoints), checkpoint_every=4)
+    resumed = small(seed=9, drop_path=0.3)
+    result = train(resumed, 10, optim=optim, outputs=Outputs(checkpoints), checkpoint_every=4)
+    assert result.steps == 10
+    assert same(whole, resumed)
+
+
+def test_accumulated_micro_batches_give_the_gradient_of_the_batch() -> None:
+    models = [small(), small(), small()]
+    for model, size in zip(models, (8, 3, 1), strict=True):
+        train(model, 5, micro=MicroBatch(size))
+    for name, value in models[0].state_dict().items():
+        for other in models[1:]:
+            torch.testing.assert_close(other.state_dict()[name], value, atol=1e-6, rtol=1e-5)
+
+
+def test_running_out_of_memory_halves_the_micro_batch_and_keeps_the_batch() -> None:
+    most, warnings = 2, []
+
+    def hungry(model: nn.Module, batch: Batch) -> Tensor:
+        loss = loss_fn(model, batch)
+        if len(batch["image"]) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return loss
+
+    model, reference, micro = small(), small(), MicroBatch(8)
+    result = train(model, 4, loss=hungry, micro=micro, outputs=Outputs(warn=warnings.append))
+    train(reference, 4, micro=MicroBatch(2))
+    assert (micro.size, result.micro_batch) == (2, 2)
+    assert same(model, reference)
+    assert [text for text in warnings if "micro-batches of 2 from here on, the batch stays 8" in text]
+
+
+def test_running_out_of_memory_with_one_image_is_an_error_of_its_own() -> None:
+    def hopeless(model: nn.Module, batch: Batch) -> Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+
+    with pytest.raises(OutOfMemoryError, match="one image at a time") as caught:
+        train(small(), loss=hopeless, outputs=Outputs(warn=lambda text: None))
+    assert caught.value.exit_code == 4
+    with pytest.raises(OutOfMemoryError, match="--micro-batch-size 2"):
+        train(small(), loss=hopeless, micro=MicroBatch(4, fixed=True))
+
+
+def test_other_errors_are_not_taken_for_memory() -> None:
+    def wrong(model: nn.Module, batch: Batch) -> Tensor:
+        raise RuntimeError("shape mismatch")
+
+    with pytest.raises(RuntimeError, match="shape mismatch"):
+        train(small(), loss=wrong)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_stops_before_the_update(value: float) -> None:
+    def spoiled(model: nn.Module, batch: Batch) -> Tensor:
+        return loss_fn(model, batch) * value
+
+    model = small()
+    with pytest.raises(NonFiniteError, match="step 0: loss (nan|inf)"):
+        train(model, loss=spoiled)
+    assert same(model, small())
+
+
+def test_a_gradient_that_is_no_number_stops_before_the_update() -> None:
+    def spoiled(model: nn.Module, batch: Batch) -> Tensor:
+        zero = next(model.parameters()).sum() * 0
+        return loss_fn(model, batch) + torch.sqrt(zero)  # finite loss, infinite slope at 0
+
+    model = small()
+    with pytest.raises(NonFiniteError, match="gradient norm (nan|inf)"):
+        train(model, loss=spoiled)
+    assert same(model, small())
+
+
+def test_frozen_weights_do_not_move() -> None:
+    model = small()
+    model.patch_embed.requires_grad_(False)
+    before = model.patch_embed.proj.weight.clone()
+    train(model, 5)
+    assert torch.equal(model.patch_embed.proj.weight, before)
+    assert not same(model, small())
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+def test_a_signal_saves_the_state_and_names_its_exit_code(number: int, code: int, tmp_path: Path) -> None:
+    whole, stopped, resumed = small(), small(), small(seed=9)
+    train(whole, 6)
+
+    def interrupting(start: int) -> Iterator[Batch]:
+        for step, batch in enumerate(random_batches()(start), start):
+            if step == 3 and start == 0:
+                os.kill(os.getpid(), number)
+            yield batch
+
+    with stopping.listen(), pytest.raises(StoppedError, match=signal.Signals(number).name) as caught:
+        train(stopped, 6, batches=interrupting, outputs=Outputs(Checkpoints(tmp_path)))
+    assert caught.value.exit_code == code
+    saved = Checkpoints(tmp_path).load("last", pytest.fail)
+    assert saved is not None
+    assert saved[1]["step"] == 4
+    train(resumed, 6, outputs=Outputs(Checkpoints(tmp_path)))
+    assert same(whole, resumed)
+
+
+def test_best_is_the_best_and_survives_a_resume(tmp_path: Path) -> None:
+    scores = iter([1.0, 5.0, 3.0, 4.0, 2.0])
+
+    def evaluate() -> dict[str, float]:
+        return {"accuracy": next(scores)}
+
+    def broken(start: int) -> Iterator[Batch]:
+        stream = random_batches()(start)
+        for _ in range(start, 6):
+            yield next(stream)
+        raise KeyboardInterrupt
+
+    outputs = Outputs(Checkpoints(tmp_path))
+    with pytest.raises(KeyboardInterrupt):
+        train(small(), 10, batches=broken, evaluate=evaluate, evaluate_every=2, outputs=outputs, checkpoint_every=6)
+    train(small(), 10, evaluate=evaluate, evaluate_every=2, outputs=outputs, checkpoint_every=6)
+    best = Checkpoints(tmp_path).load("best", pytest.fail)
+    assert best is not None
+    assert (best[1]["step"], best[1]["best"]) == (4, 5.0)
+
+
+def test_evaluation_sees_the_model_in_eval_mode_and_training_goes_on() -> None:
+    model = small(drop_path=0.5)
+    modes: list[bool] = []
+
+    def evaluate() -> dict[str, float]:
+        modes.append(model.training or torch.is_grad_enabled())
+        return {"accuracy": 0.0}
+
+    train(model, 4, evaluate=evaluate, evaluate_every=2)
+    assert modes == [False, False]
+    assert model.training
+
+
+def test_learning_rate_and_wait_share_are_logged(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    train(small(), 4, outputs=Outputs(log=log), evaluate=lambda: {"accuracy": 12.5})
+    records = [json.loads(line) for line in log.path.read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 4]
+    assert [record["lr"] for record in records[:4]] == pytest.approx([0, 0.1, 0.075, 0.025])
+    assert all(0 <= record["wait_share"] <= 1 for record in records[:4])
+    assert records[4] == {"step": 4, "accuracy": 12.5}
+
+
+def test_a_batch_that_ranks_cannot_share_is_refused() -> None:
+    with pytest.raises(DpnError, match="--batch-size 8: not divisible by the 3 ranks; use 6"):
+        engine.fit(small(), loss_fn, random_batches(), None, Training(Optim(), Schedule(steps=1), 0.1, 8, 0), Runtime(),
+                   World(0, 3, torch.device("cpu")), Outputs(), MicroBatch(8))
+
+
+def test_automatic_micro_batches_fit_a_cpu_and_respect_the_recipe() -> None:
+    large = load_backbone("Ti/16", image_size=224)
+    assert MicroBatch.choose(Runtime(), 512, large, torch.device("cpu")).size == 16
+    assert MicroBatch.choose(Runtime(), 512, small(), torch.device("cpu")).size == 512
+    assert MicroBatch.choose(Runtime(micro_batch_size=7), 512, large, torch.device("cpu")) == MicroBatch(7, True)
+
+
+def test_precision_follows_the_recipe_and_the_device() -> None:
+    def enabled(precision: str, device: str) -> bool:
+        return engine.precision_of(Runtime.model_validate({"precision": precision}), torch.device(device))._enabled
+
+    assert [enabled("auto", "cpu"), enabled("bf16", "cpu"), enabled("fp32", "cpu")] == [False, True, False]
+
+
+def test_bf16_training_learns_like_fp32() -> None:
+    losses = []
+    for precision in ("fp32", "bf16"):
+        model = small()
+        result = engine.fit(model, loss_fn, lambda start: iter(lambda: next(random_batches()(0)), None), None,
+                            Training(Optim(), Schedule(steps=30), 0.1, 8, 0),
+                            Runtime.model_validate({"precision": precision}), ALONE, Outputs(), MicroBatch(8))
+        losses.append(result.loss)
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+    assert losses[0] < 3 * math.log(2)
+
+
+def test_a_compiled_step_trains_the_same_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model: compiled(model, backend="aot_eager"))
+    plain, fast = small(), small()
+    train(plain, 4)
+    prepared = engine.prepare(fast, Runtime(compile=True), ALONE)
+    assert prepared is not fast
+    train(prepared, 4)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(fast.state_dict()[name], value, atol=1e-6, rtol=1e-5)
+
+
+SAVE_AND_DIE = """
+import os, signal, sys
+from pathlib import Path
+from safetensors.torch import save_file
+import dpn_cli.runstate as runstate
+from test_engine import Checkpoints, Outputs, small, train
+
+saves = 0
+def dying(tensors, path, metadata):
+    global saves
+    saves += 1
+    save_file(tensors, path, metadata)
+    if saves == 3:
+        os.truncate(path, os.path.getsize(path) // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+runstate.save_file = dying
+train(small(), 10, outputs=Outputs(Checkpoints(Path(sys.argv[1]))), checkpoint_every=2)
+"""
+
+
+def test_kill_nine_in_the_middle_of_a_save_loses_nothing(tmp_path: Path) -> None:
+    process = subprocess.run([sys.executable, "-c", SAVE_AND_DIE, str(tmp_path)], cwd=Path(__file__).parent, check=False)
+    assert process.returncode == -signal.SIGKILL
+    whole, resumed, warnings = small(), small(seed=9), []
+    steps: list[int] = []
+
+    def watched(start: int) -> Iterator[Batch]:
+        steps.append(start)
+        return random_batches()(start)
+
+    torch.set_num_threads(1)
+    train(whole, 10)
+    train(resumed, 10, batches=watched, outputs=Outputs(Checkpoints(tmp_path), warn=warnings.append), checkpoint_every=2)
+    assert steps == [4]
+    assert same(whole, resumed)
+
+
+def test_a_damaged_last_falls_back_to_the_one_before_and_says_so(tmp_path: Path) -> None:
+    checkpoints, warnings = Checkpoints(tmp_path), []
+    for step in (1, 2):
+        checkpoints.save("last", {"w": torch.full((4,), float(step))}, {"step": step})
+    data = tmp_path / "last" / "state.safetensors"
+    content = bytearray(data.read_bytes())
+    content[-1] ^= 1
+    data.write_bytes(content)
+    loaded = checkpoints.load("last", warnings.append)
+    assert loaded is not None
+    assert loaded[1] == {"step": 1}
+    assert loaded[0]["w"].tolist() == [1.0] * 4
+    assert "last: the checkpoint is damaged" in warnings[0]
+    (tmp_path / "last.previous" / "sha256").unlink()
+    with pytest.raises(DataError, match="no checkpoint there is intact"):
+        checkpoints.load("last", warnings.append)
+
+
+FILL_AND_SAVE = """
+import resource, signal, sys
+from pathlib import Path
+import torch
+from dpn_cli.errors import SaveError
+from dpn_cli.runstate import Checkpoints
+
+checkpoints = Checkpoints(Path(sys.argv[1]))
+checkpoints.save("last", {"w": torch.ones(1000)}, {"step": 1})
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+try:
+    checkpoints.save("last", {"w": torch.ones(100_000)}, {"step": 2})
+except SaveError as error:
+    print(error)
+"""
+
+
+def test_a_disk_that_takes_no_more_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", FILL_AND_SAVE, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert "not written" in done.stdout
+    assert "what was saved before is intact" in done.stdout
+    loaded = Checkpoints(tmp_path).load("last", pytest.fail)
+    assert loaded is not None
+    assert loaded[1] == {"step": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["last"]
+
+
+def test_no_space_left_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save("last", {"w": torch.ones(2)}, {"step": 1})
+    monkeypatch.setattr("dpn_cli.runstate.flush", full)
+    with pytest.raises(SaveError, match=r"last: not written \(No space left on device\)"):
+        checkpoints.save("last", {"w": torch.ones(2)}, {"step": 2})
+    loaded = checkpoints.load("last", pytest.fail)
+    assert loaded is not None
+    assert loaded[1] == {"step": 1}
+
+
+def test_records_after_the_resumed_step_are_written_again(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "m.jsonl")
+    for step in (1, 2, 3):
+        log.write({"step": step})
+    with log.path.open("a") as file:
+        file.write('{"step": 4, "lo')  # killed in the middle of a line
+    log.truncate(2)
+    assert [json.loads(line)["step"] for line in log.path.read_text().splitlines()] == [1, 2]
