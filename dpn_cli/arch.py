@@ -59,8 +59,9 @@ def parse_arch(arch: str) -> tuple[Size, int]:
     if name not in SIZES or not patch.isdecimal() or int(patch) < 1:
         close = nearest(arch, (*COMMON_ARCHS, "Ti/8", "S/8", "B/8", "B/14", "L/14", "L/32"))
         hint = f"; did you mean {close!r}?" if close and name not in SIZES else ""
-        raise DpnError(f"--arch {arch!r}: use SIZE/PATCH with SIZE one of {', '.join(SIZES)} "
-                       f"and PATCH in pixels, e.g. B/32{hint}")
+        raise DpnError(
+            f"--arch {arch!r}: use SIZE/PATCH with SIZE one of {', '.join(SIZES)} and PATCH in pixels, e.g. B/32{hint}"
+        )
     return SIZES[name], int(patch)
 
 
@@ -76,8 +77,10 @@ def check_image_size(image_size: int | tuple[int, int], patch: tuple[int, int]) 
     height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
     if height < patch[0] or width < patch[1] or height % patch[0] or width % patch[1]:
         fit = max(1, round(height / patch[0])) * patch[0], max(1, round(width / patch[1])) * patch[1]
-        raise DpnError(f"image size {height}x{width}: the patch {patch[0]}x{patch[1]} does not divide it; "
-                       f"the nearest size that fits is {fit[0]}x{fit[1]} (--image-size)")
+        raise DpnError(
+            f"image size {height}x{width}: the patch {patch[0]}x{patch[1]} does not divide it; "
+            f"the nearest size that fits is {fit[0]}x{fit[1]} (--image-size)"
+        )
     return height, width
 
 

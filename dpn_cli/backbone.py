@@ -40,8 +40,11 @@ class LoadReport:
         """Return the report in one line, names only where there are few."""
         parts = [f"{self.source} ({self.format}, {self.parameters / 1e6:.2f} M parameters)"]
         parts += [f"{len(self.renamed)} arrays renamed"] if self.renamed else []
-        parts += [f"{label} {', '.join(names)}" for label, names in
-                  (("resized", self.resized), ("dropped", self.dropped), ("new", self.new)) if names]
+        parts += [
+            f"{label} {', '.join(names)}"
+            for label, names in (("resized", self.resized), ("dropped", self.dropped), ("new", self.new))
+            if names
+        ]
         return "; ".join(parts + self.notes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -64,10 +67,19 @@ class Backbone(DPNViT):
 
 
 def load_backbone(
-    arch: str | None = None, *, stem: str = "dpn", checkpoint: str | None = None,
-    image_size: int | tuple[int, int] = 224, num_classes: int = 0, head: Literal["new", "load"] = "new",
-    pool: Pool | None = None, pre_logits: bool | None = None, drop_path: float = 0.0,
-    grad_checkpointing: bool = False, align_corners: bool = True, seed: int = 0,
+    arch: str | None = None,
+    *,
+    stem: str = "dpn",
+    checkpoint: str | None = None,
+    image_size: int | tuple[int, int] = 224,
+    num_classes: int = 0,
+    head: Literal["new", "load"] = "new",
+    pool: Pool | None = None,
+    pre_logits: bool | None = None,
+    drop_path: float = 0.0,
+    grad_checkpointing: bool = False,
+    align_corners: bool = True,
+    seed: int = 0,
 ) -> Backbone:
     """Build a ViT and fill it from a weight file, or with big_vision's initialisation.
 
@@ -94,20 +106,36 @@ def load_backbone(
             raise DpnError("--arch is needed to train from scratch; with --checkpoint it is inferred")
         size, side = parse_arch(arch)
         config = ViTConfig(
-            size, (side, side), check_image_size(image_size, (side, side)), check_stem(stem), pool or "tok",
-            bool(pre_logits), num_classes=num_classes, drop_path=drop_path)
+            size,
+            (side, side),
+            check_image_size(image_size, (side, side)),
+            check_stem(stem),
+            pool or "tok",
+            bool(pre_logits),
+            num_classes=num_classes,
+            drop_path=drop_path,
+        )
         model = _new(config, (0.5,) * 3, (0.5,) * 3, LoadReport("from scratch", f"big_vision init, seed {seed}"))
         model.initialize(seed)
     else:
         source = _open(checkpoint)
         _check_stem_agrees(source, check_stem(stem), checkpoint)
-        config = replace(_config_of(source, arch, checkpoint, pool, image_size),
-                         num_classes=num_classes, drop_path=drop_path)
+        config = replace(
+            _config_of(source, arch, checkpoint, pool, image_size), num_classes=num_classes, drop_path=drop_path
+        )
         if pre_logits is not None and pre_logits != config.pre_logits:
-            raise DpnError(f"backbone.pre_logits={pre_logits}: {checkpoint} was trained with "
-                           f"{config.pre_logits}; leave the key out")
-        report = LoadReport(source.source, source.format, source.digest, renamed=source.renamed,
-                            dropped=list(source.dropped), notes=list(source.notes))
+            raise DpnError(
+                f"backbone.pre_logits={pre_logits}: {checkpoint} was trained with "
+                f"{config.pre_logits}; leave the key out"
+            )
+        report = LoadReport(
+            source.source,
+            source.format,
+            source.digest,
+            renamed=source.renamed,
+            dropped=list(source.dropped),
+            notes=list(source.notes),
+        )
         model = _new(config, source.mean, source.std, report)
         _fill(model, source, head, align_corners)
     model.report.parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -115,16 +143,25 @@ def load_backbone(
     return model
 
 
-def export_backbone(model: DPNViT, path: Path, *, mean: tuple[float, float, float],
-                    std: tuple[float, float, float], extra: Mapping[str, str] | None = None) -> str:
+def export_backbone(
+    model: DPNViT,
+    path: Path,
+    *,
+    mean: tuple[float, float, float],
+    std: tuple[float, float, float],
+    extra: Mapping[str, str] | None = None,
+) -> str:
     """Write a network in our layout as safetensors with its description; returns the file's SHA-256.
 
     `load_backbone` reads it back to the bit. The write is atomic. Raises `SaveError` when it fails.
     """
     config = model.config
     state = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
-    described = describe(Checkpoint(
-        state, "dpn", config.stem, config.eps, config.act, config.size.heads, config.grid, mean, std, config.posemb))
+    described = describe(
+        Checkpoint(
+            state, "dpn", config.stem, config.eps, config.act, config.size.heads, config.grid, mean, std, config.posemb
+        )
+    )
     return replace_file(path, lambda temporary: save_file(state, temporary, {**described, **(extra or {})}))
 
 
@@ -171,9 +208,11 @@ def _from_timm_model(name: str) -> Checkpoint:
         model = timm.create_model(name, pretrained=True)
     except (OSError, RuntimeError) as error:  # the hub client's errors are of both kinds
         where = "the hub is out of reach and the weights are not in its cache" if unreachable else str(error)[:160]
-        raise DataError(f"--checkpoint timm:{name}: {where}. On a machine with a network: "
-                        f"timm.create_model({name!r}, pretrained=True), then copy the hub cache or a state dict "
-                        "here and pass its path") from error
+        raise DataError(
+            f"--checkpoint timm:{name}: {where}. On a machine with a network: "
+            f"timm.create_model({name!r}, pretrained=True), then copy the hub cache or a state dict "
+            "here and pass its path"
+        ) from error
     if type(model) is not VisionTransformer:
         raise DpnError(f"--checkpoint timm:{name}: a {type(model).__name__}; dpn reads timm's VisionTransformer")
     acts: dict[str, Act] = {"GELU": "gelu", "GELUTanh": "gelu_tanh"}
@@ -194,11 +233,13 @@ def _check_stem_agrees(source: Checkpoint, stem: Stem, checkpoint: str) -> None:
     raise DpnError(
         f"--stem {stem}: {checkpoint} has stem {source.stem!r} and its norms cannot be guessed. "
         f"Ways out: --stem {source.stem} to use this network as it is; --checkpoint with weights that were trained "
-        f"with stem {stem!r}; --checkpoint none to train from scratch")
+        f"with stem {stem!r}; --checkpoint none to train from scratch"
+    )
 
 
-def _config_of(source: Checkpoint, arch: str | None, checkpoint: str, pool: Pool | None,
-               image_size: int | tuple[int, int]) -> ViTConfig:
+def _config_of(
+    source: Checkpoint, arch: str | None, checkpoint: str, pool: Pool | None, image_size: int | tuple[int, int]
+) -> ViTConfig:
     """Infer the architecture from tensor shapes and check it against `arch`."""
     state = source.state
     try:
@@ -218,8 +259,17 @@ def _config_of(source: Checkpoint, arch: str | None, checkpoint: str, pool: Pool
     own_pool: Pool = "tok" if "cls_token" in state else "gap"
     if pool == "tok" and own_pool == "gap":
         raise DpnError(f"backbone.pool=tok: {checkpoint} has no class token; use pool=gap")
-    return ViTConfig(size, (rows, columns), check_image_size(image_size, (rows, columns)), source.stem,
-                     pool or own_pool, "pre_logits.weight" in state, source.posemb, source.eps, source.act)
+    return ViTConfig(
+        size,
+        (rows, columns),
+        check_image_size(image_size, (rows, columns)),
+        source.stem,
+        pool or own_pool,
+        "pre_logits.weight" in state,
+        source.posemb,
+        source.eps,
+        source.act,
+    )
 
 
 def _fill(model: Backbone, source: Checkpoint, head: str, align_corners: bool) -> None:
@@ -242,13 +292,16 @@ def _fill(model: Backbone, source: Checkpoint, head: str, align_corners: bool) -
         old = source.grid or (int(tokens**0.5),) * 2
         if old[0] * old[1] == tokens and old != config.grid:
             state["pos_embed"] = resample_posemb(state["pos_embed"], old, config.grid, align_corners=align_corners)
-            report.resized.append(f"pos_embed {old[0]}x{old[1]} -> {config.grid[0]}x{config.grid[1]} "
-                                  f"(bilinear, align_corners={align_corners})")
+            report.resized.append(
+                f"pos_embed {old[0]}x{old[1]} -> {config.grid[0]}x{config.grid[1]} "
+                f"(bilinear, align_corners={align_corners})"
+            )
     expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     given = {name: tuple(value.shape) for name, value in state.items()}
     if expected != given:
-        raise DpnError(f"--checkpoint {report.source}: another network than the one asked for "
-                       f"({_difference(expected, given)})")
+        raise DpnError(
+            f"--checkpoint {report.source}: another network than the one asked for ({_difference(expected, given)})"
+        )
     model.load_state_dict({name: value.to(torch.float32) for name, value in state.items()})
 
 
@@ -258,4 +311,3 @@ def _difference(expected: dict[str, tuple[int, ...]], given: dict[str, tuple[int
     lines += [f"+ {name} {shape}" for name, shape in given.items() if expected.get(name) != shape]
     more = f", and {len(lines) - most} more" if len(lines) > most else ""
     return ", ".join(lines[:most]) + more
-

@@ -30,8 +30,19 @@ State = dict[str, Tensor]
 Act = Literal["gelu_tanh", "gelu"]
 
 # What the loaders and readers raise on a file that is cut off, altered or made of something else than arrays.
-_DAMAGE = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError, EOFError, zipfile.BadZipFile,
-           pickle.UnpicklingError, SafetensorError)
+_DAMAGE = (
+    OSError,
+    ValueError,
+    KeyError,
+    IndexError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    EOFError,
+    zipfile.BadZipFile,
+    pickle.UnpicklingError,
+    SafetensorError,
+)
 
 # Modules that wrap a network when it is saved from inside a training loop.
 WRAPPERS = ("module.", "_orig_mod.", "model.")
@@ -75,12 +86,16 @@ def read_file(path: Path) -> Checkpoint:
         checkpoint = next((read(tensors, metadata) for matches, read in FORMATS if matches(tensors, metadata)), None)
     except _DAMAGE as error:
         reason = " ".join(str(error).split())[:160] or type(error).__name__
-        raise DataError(f"--checkpoint {path}: truncated, damaged or not a file of plain tensors ({reason}); "
-                        "fetch it again, or save it as .safetensors") from error
+        raise DataError(
+            f"--checkpoint {path}: truncated, damaged or not a file of plain tensors ({reason}); "
+            "fetch it again, or save it as .safetensors"
+        ) from error
     if checkpoint is None:
         seen = ", ".join(sorted(tensors)[:6])
-        raise DataError(f"--checkpoint {path}: not a format that dpn reads; it holds {len(tensors)} tensors "
-                        f"({seen}, ...). Known: big_vision .npz, timm state dicts, dpn exports")
+        raise DataError(
+            f"--checkpoint {path}: not a format that dpn reads; it holds {len(tensors)} tensors "
+            f"({seen}, ...). Known: big_vision .npz, timm state dicts, dpn exports"
+        )
     checkpoint.source, checkpoint.digest = str(path), file_digest(path)
     return checkpoint
 
@@ -114,7 +129,9 @@ def _read_torch(path: Path) -> tuple[State, dict[str, str]]:
 
 
 _READ_BY_SUFFIX: dict[str, Callable[[Path], tuple[State, dict[str, str]]]] = {
-    ".npz": _read_npz, ".safetensors": _read_safetensors}
+    ".npz": _read_npz,
+    ".safetensors": _read_safetensors,
+}
 
 
 def _is_ours(tensors: State, metadata: dict[str, str]) -> bool:
@@ -140,13 +157,24 @@ def _is_big_vision(tensors: State, metadata: dict[str, str]) -> bool:
 
 # big_vision's module names inside a block, and AugReg's (saved before flax linen numbered modules per kind).
 _BLOCK = {
-    "LayerNorm_0": "norm1", "MultiHeadDotProductAttention_0": "attn", "MultiHeadDotProductAttention_1": "attn",
-    "LayerNorm_1": "norm2", "LayerNorm_2": "norm2", "MlpBlock_0": "mlp", "MlpBlock_3": "mlp",
-    "Dense_0": "fc1", "Dense_1": "fc2", "out": "proj",
+    "LayerNorm_0": "norm1",
+    "MultiHeadDotProductAttention_0": "attn",
+    "MultiHeadDotProductAttention_1": "attn",
+    "LayerNorm_1": "norm2",
+    "LayerNorm_2": "norm2",
+    "MlpBlock_0": "mlp",
+    "MlpBlock_3": "mlp",
+    "Dense_0": "fc1",
+    "Dense_1": "fc2",
+    "out": "proj",
 }
 # The stem: the paper's listing names its modules ln0, dense and ln1; public code has the convolution `embedding`.
-_STEM = {"ln0": "patch_embed.norm_in", "ln1": "patch_embed.norm",
-         "dense": "patch_embed.proj", "embedding": "patch_embed.proj"}
+_STEM = {
+    "ln0": "patch_embed.norm_in",
+    "ln1": "patch_embed.norm",
+    "dense": "patch_embed.proj",
+    "embedding": "patch_embed.proj",
+}
 _LEAF = {"kernel": "weight", "scale": "weight", "bias": "bias"}
 
 
@@ -169,8 +197,17 @@ def _from_big_vision(tensors: State, metadata: dict[str, str]) -> Checkpoint:
     notes = _split_class_position(state)
     sincos = "pos_embed" not in state
     return Checkpoint(
-        state, "big_vision", _stem_of(state), eps=1e-6, act="gelu_tanh", heads=heads, renamed=renamed, dropped=dropped,
-        notes=notes, posemb="sincos2d" if sincos else "learn")
+        state,
+        "big_vision",
+        _stem_of(state),
+        eps=1e-6,
+        act="gelu_tanh",
+        heads=heads,
+        renamed=renamed,
+        dropped=dropped,
+        notes=notes,
+        posemb="sincos2d" if sincos else "learn",
+    )
 
 
 def _big_vision_name(name: str) -> str | None:
@@ -266,8 +303,7 @@ def _stem_of(state: State) -> Stem:
 
 
 # The first match wins; no two can match one file, because each asks for names that the others do not use.
-FORMATS: tuple[tuple[Callable[[State, dict[str, str]], bool],
-                     Callable[[State, dict[str, str]], Checkpoint]], ...] = (
+FORMATS: tuple[tuple[Callable[[State, dict[str, str]], bool], Callable[[State, dict[str, str]], Checkpoint]], ...] = (
     (_is_ours, _from_ours),
     (_is_big_vision, _from_big_vision),
     (_is_timm, from_timm),

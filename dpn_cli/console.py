@@ -28,8 +28,10 @@ class Tick:
     wait_share: float
 
     def __str__(self) -> str:
-        return (f"step {self.step}/{self.steps}  loss {self.loss:.4g}  lr {self.lr:.3g}  "
-                f"{self.images_per_second:.0f} images/s  data wait {self.wait_share:.1%}")
+        return (
+            f"step {self.step}/{self.steps}  loss {self.loss:.4g}  lr {self.lr:.3g}  "
+            f"{self.images_per_second:.0f} images/s  data wait {self.wait_share:.1%}"
+        )
 
 
 class Console:
@@ -60,8 +62,12 @@ class Console:
         if self.verbosity < 0 or self.rich.quiet:
             yield lambda tick: None
         elif self.rich.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[tick]}"),
-                       TimeRemainingColumn())
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=20),
+                TextColumn("{task.fields[tick]}"),
+                TimeRemainingColumn(),
+            )
             with Progress(*columns, console=self.rich, transient=True) as bar:
                 task = bar.add_task(label, total=None, tick="")
                 yield lambda tick: bar.update(task, completed=tick.step, total=tick.steps, tick=str(tick))

@@ -38,8 +38,10 @@ def join(device: str) -> Iterator[World]:
 
     `device` is ``"auto"`` or a torch device name. Raises `DpnError` when there is no such device here.
     """
-    size, rank, local = (int(os.environ.get(name, default)) for name, default in
-                         (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0")))
+    size, rank, local = (
+        int(os.environ.get(name, default))
+        for name, default in (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0"))
+    )
     chosen = _device(device, local)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)

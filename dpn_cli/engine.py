@@ -17,6 +17,7 @@ from dpn_cli import distributed, stopping
 from dpn_cli.console import Tick
 from dpn_cli.distributed import World
 from dpn_cli.errors import DpnError, NonFiniteError, OutOfMemoryError, StoppedError
+from dpn_cli.memory import MicroBatch, is_out_of_memory
 from dpn_cli.optim import build_optimizer, clip_gradients, lr_factor, set_lr
 from dpn_cli.recipe import Optim, Runtime, Schedule
 from dpn_cli.runstate import Checkpoints, MetricsLog
@@ -27,38 +28,6 @@ LossFn = Callable[[nn.Module, Batch], Tensor]
 Batches = Callable[[int], Iterator[Batch]]
 """``batches(step)`` yields this rank's rows of every global batch from a step on: a pure function of the step."""
 Evaluate = Callable[[], dict[str, float]]
-
-# Forward activations that autograd keeps, in bytes per token, block and unit of width, in float32.
-ACTIVATION_BYTES = 34 * 4
-# What a micro-batch may keep on a CPU, where running out of memory ends the process without an exception.
-CPU_BUDGET = 1_500_000_000
-
-
-@dataclass
-class MicroBatch:
-    """How many rows go through the network at once; halves when memory runs out and stays there."""
-
-    size: int
-    fixed: bool = False
-
-    @classmethod
-    def choose(cls, runtime: Runtime, rows: int, model: nn.Module, device: torch.device) -> MicroBatch:
-        """Start from what the recipe says, or from all `rows` (on a CPU, from what fits into 1.5 GB)."""
-        if runtime.micro_batch_size != "auto":
-            return cls(min(runtime.micro_batch_size, rows), fixed=True)
-        tokens = getattr(model, "pos_embed", torch.empty(1, 1, 1)).shape[1] + 1
-        cost = tokens * getattr(model, "embed_dim", 1) * len(getattr(model, "blocks", [0])) * ACTIVATION_BYTES
-        fits = max(1, CPU_BUDGET // cost)
-        size = rows if device.type != "cpu" else min(rows, 1 << (fits.bit_length() - 1))
-        return cls(size)
-
-    def halve(self) -> None:
-        """Make the micro-batch smaller. Raises `OutOfMemoryError` when it is one row already."""
-        if self.size == 1:
-            raise OutOfMemoryError("out of memory with one image at a time; use "
-                                   "--set backbone.grad_checkpointing=true, a smaller --arch or --image-size, "
-                                   "or another --device")
-        self.size = math.ceil(self.size / 2)
 
 
 @dataclass(frozen=True)
@@ -94,9 +63,20 @@ class Outputs:
     warn: Callable[[str], None] = print
 
 
-def fit(model: nn.Module, loss_fn: LossFn, batches: Batches, evaluate: Evaluate | None, training: Training,
-        runtime: Runtime, world: World, outputs: Outputs, micro: MicroBatch, *, evaluate_every: int = 0,
-        watch: str = "accuracy") -> FitResult:
+def fit(
+    model: nn.Module,
+    loss_fn: LossFn,
+    batches: Batches,
+    evaluate: Evaluate | None,
+    training: Training,
+    runtime: Runtime,
+    world: World,
+    outputs: Outputs,
+    micro: MicroBatch,
+    *,
+    evaluate_every: int = 0,
+    watch: str = "accuracy",
+) -> FitResult:
     """Train `model` and evaluate it at the end, and every `evaluate_every` steps.
 
     Args:
@@ -115,8 +95,10 @@ def fit(model: nn.Module, loss_fn: LossFn, batches: Batches, evaluate: Evaluate 
         StoppedError: a signal asked to stop; the state is saved.
     """
     if training.batch_size % world.size:
-        raise DpnError(f"--batch-size {training.batch_size}: not divisible by the {world.size} ranks; "
-                       f"use {training.batch_size // world.size * world.size or world.size}")
+        raise DpnError(
+            f"--batch-size {training.batch_size}: not divisible by the {world.size} ranks; "
+            f"use {training.batch_size // world.size * world.size or world.size}"
+        )
     loop = _Loop(model, loss_fn, training, runtime, world, outputs, micro)
     start, best = loop.resume()
     if world.size > 1:
@@ -173,18 +155,19 @@ def unwrap(model: nn.Module) -> nn.Module:
     return inner
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Tell running out of memory, on a GPU or a CPU, from other errors."""
-    text = str(error)
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and ("allocate memory" in text or "not enough memory" in text))
-
-
 class _Loop:
     """The parts of one training that `fit` puts in order."""
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn, training: Training, runtime: Runtime, world: World,
-                 outputs: Outputs, micro: MicroBatch) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        training: Training,
+        runtime: Runtime,
+        world: World,
+        outputs: Outputs,
+        micro: MicroBatch,
+    ) -> None:
         self.model, self.loss_fn, self.training, self.runtime = model, loss_fn, training, runtime
         self.world, self.outputs, self.micro = world, outputs, micro
         self.network = unwrap(model)
@@ -215,16 +198,22 @@ class _Loop:
         while (loss := self._accumulate(batch, step)) is None:
             if self.world.size > 1 or self.micro.fixed:
                 # The other ranks wait inside their backward pass: they cannot be told to start over.
-                raise OutOfMemoryError(f"out of memory at step {step} with micro-batches of {self.micro.size}; "
-                                       f"resume with --micro-batch-size {max(1, self.micro.size // 2)}")
+                raise OutOfMemoryError(
+                    f"out of memory at step {step} with micro-batches of {self.micro.size}; "
+                    f"resume with --micro-batch-size {max(1, self.micro.size // 2)}"
+                )
             self.micro.halve()
-            self.outputs.warn(f"out of memory: micro-batches of {self.micro.size} from here on, "
-                              f"the batch stays {self.training.batch_size}")
+            self.outputs.warn(
+                f"out of memory: micro-batches of {self.micro.size} from here on, "
+                f"the batch stays {self.training.batch_size}"
+            )
         norm = clip_gradients(self.parameters, self.training.optim.clip_norm)
         loss_value, norm_value = torch.stack([loss, norm]).tolist()
         if not math.isfinite(loss_value + norm_value):
-            raise NonFiniteError(f"step {step}: loss {loss_value}, gradient norm {norm_value}; nothing was updated. "
-                                 "Lower the learning rate, or use --precision fp32")
+            raise NonFiniteError(
+                f"step {step}: loss {loss_value}, gradient norm {norm_value}; nothing was updated. "
+                "Lower the learning rate, or use --precision fp32"
+            )
         set_lr(self.optimizer, lr)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -280,13 +269,26 @@ class _Loop:
     def report(self, result: FitResult, lr: float, norm: float, images: int) -> None:
         """Log and show the state after a step."""
         loss = distributed.reduce_over_ranks(torch.tensor(result.loss)).item() / self.world.size
-        tick = Tick(result.steps, self.training.schedule.steps, loss, lr, images / result.seconds,
-                    result.wait_seconds / result.seconds)
+        tick = Tick(
+            result.steps,
+            self.training.schedule.steps,
+            loss,
+            lr,
+            images / result.seconds,
+            result.wait_seconds / result.seconds,
+        )
         self.outputs.tick(tick)
         if self.outputs.log and self.world.leads:
-            self.outputs.log.write({"step": tick.step, "loss": loss, "lr": lr, "grad_norm": norm,
-                                    "images_per_second": round(tick.images_per_second, 2),
-                                    "wait_share": round(tick.wait_share, 5)})
+            self.outputs.log.write(
+                {
+                    "step": tick.step,
+                    "loss": loss,
+                    "lr": lr,
+                    "grad_norm": norm,
+                    "images_per_second": round(tick.images_per_second, 2),
+                    "wait_share": round(tick.wait_share, 5),
+                }
+            )
 
 
 def _mix(*numbers: int) -> int:
@@ -306,8 +308,9 @@ def _state_of(network: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dic
     return tensors, state["param_groups"]
 
 
-def _restore(network: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor],
-             state: dict[str, Any]) -> None:
+def _restore(
+    network: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], state: dict[str, Any]
+) -> None:
     weights = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
     network.load_state_dict(weights)
     slots: dict[int, dict[str, Tensor]] = {}

@@ -60,5 +60,7 @@ def replace_json(path: Path, value: object) -> None:
 def save_error(path: Path, error: Exception) -> SaveError:
     """Describe a failed write in one line."""
     reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-    return SaveError(f"{path}: not written ({reason}); what was saved before is intact. "
-                     "Free some space or pass another -o, then run the same command with --resume")
+    return SaveError(
+        f"{path}: not written ({reason}); what was saved before is intact. "
+        "Free some space or pass another -o, then run the same command with --resume"
+    )

@@ -44,10 +44,13 @@ def fetch(repo: str, filename: str) -> str:
     try:
         return hf_hub_download(repo, filename)
     except LocalEntryNotFoundError as error:
-        raise DataError(f"hf-hub:{repo}: {'the hub is out of reach' if unreachable else 'the download failed'} and "
-                        f"{filename} is not in the local cache. On a machine with a network: "
-                        f"'hf download {repo} {filename}', copy the file here and pass its path instead") from error
+        raise DataError(
+            f"hf-hub:{repo}: {'the hub is out of reach' if unreachable else 'the download failed'} and "
+            f"{filename} is not in the local cache. On a machine with a network: "
+            f"'hf download {repo} {filename}', copy the file here and pass its path instead"
+        ) from error
     except (EntryNotFoundError, HfHubHTTPError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise DataError(f"hf-hub:{repo}: cannot fetch {filename} ({reason}); check the name, "
-                        "or pass the path of a local file") from error
+        raise DataError(
+            f"hf-hub:{repo}: cannot fetch {filename} ({reason}); check the name, or pass the path of a local file"
+        ) from error

@@ -20,69 +20,192 @@ def _complete_stem(incomplete: str) -> list[tuple[str, str]]:
     return [(stem, text) for stem, text in STEMS.items() if stem.startswith(incomplete)]
 
 
-Arch = Annotated[str | None, typer.Option(
-    "--arch", help=f"ViT as SIZE/PATCH: {', '.join(SIZES)} and a patch side in pixels. \\[default: the checkpoint's]",
-    autocompletion=_complete_arch, rich_help_panel=MODEL, show_default=False)]
-StemOption = Annotated[str | None, typer.Option(
-    "--stem", help=f"Patch stem: {', '.join(STEMS)}. \\[default: dpn]", autocompletion=_complete_stem,
-    rich_help_panel=MODEL, show_default=False)]
-Checkpoint = Annotated[str | None, typer.Option(
-    "--checkpoint", help="Weights: a file (big_vision .npz, timm or dpn .safetensors, .pth), timm:NAME, "
-    "hf-hub:OWNER/NAME, or 'none' for from scratch. \\[default: ARCH-STEM.safetensors in $DPN_HOME/weights]",
-    rich_help_panel=MODEL, show_default=False)]
-ImageSize = Annotated[str | None, typer.Option(
-    "--image-size", help="Input size in pixels, N or HxW, a multiple of the patch. \\[default: 224]",
-    rich_help_panel=MODEL, show_default=False)]
-BatchSize = Annotated[int | None, typer.Option(
-    "--batch-size", "-b", help="Images per optimizer step over all ranks. \\[default: 512]", rich_help_panel=TRAIN,
-    show_default=False)]
-Steps = Annotated[int | None, typer.Option(
-    "--steps", help="Optimizer steps per training. \\[default: 2500]", rich_help_panel=TRAIN, show_default=False)]
-Lrs = Annotated[str | None, typer.Option(
-    "--lrs", help="Peak learning rates to choose from, comma separated. \\[default: 3e-4,1e-3,3e-3]",
-    rich_help_panel=TRAIN, show_default=False)]
-Seeds = Annotated[str | None, typer.Option(
-    "--seeds", help="Number of seeds, or a list: 3 is 0,1,2. \\[default: 3]", rich_help_panel=TRAIN,
-    show_default=False)]
-Precision = Annotated[str | None, typer.Option(
-    "--precision", help="bf16 (autocast) or fp32. \\[default: bf16 on a GPU, fp32 on a CPU]", rich_help_panel=RUNTIME,
-    show_default=False)]
-Compile = Annotated[bool | None, typer.Option(
-    "--compile/--no-compile", help="Compile the training step with torch.compile. \\[default: no]",
-    rich_help_panel=RUNTIME, show_default=False)]
-MicroBatch = Annotated[str | None, typer.Option(
-    "--micro-batch-size", help="Images per forward pass, or auto: as many as memory takes, halved when it runs out. "
-    "\\[default: auto]", rich_help_panel=RUNTIME, show_default=False)]
-Device = Annotated[str | None, typer.Option(
-    "--device", help="auto, cpu, cuda or cuda:N. \\[default: auto]", rich_help_panel=RUNTIME, show_default=False)]
-Workers = Annotated[str | None, typer.Option(
-    "--workers", "-j", help="Processes that decode images, or auto. \\[default: auto]", rich_help_panel=RUNTIME,
-    show_default=False)]
-ReportTo = Annotated[str | None, typer.Option(
-    "--report-to", help="Also write to tensorboard or wandb. \\[default: none]", rich_help_panel=OUTPUT,
-    show_default=False)]
-OutputDir = Annotated[Path | None, typer.Option(
-    "--output-dir", "-o", help="Folder of the run. \\[default: runs/TASK/ARCH-STEM]", rich_help_panel=OUTPUT,
-    show_default=False)]
-Resume = Annotated[bool, typer.Option(
-    "--resume", help="Go on with the run in the output folder; start one if there is none.", rich_help_panel=OUTPUT)]
-Overwrite = Annotated[bool, typer.Option(
-    "--overwrite", help="Delete the run in the output folder first.", rich_help_panel=OUTPUT)]
-DryRun = Annotated[bool, typer.Option(
-    "--dry-run", help="Check everything, train two steps, save, resume and evaluate; print hours and disk. No result.",
-    rich_help_panel=OUTPUT)]
-Config = Annotated[str | None, typer.Option(
-    "--config", "-c", help="A shipped recipe's name or a YAML file, laid over the command's own recipe.",
-    rich_help_panel=OUTPUT, show_default=False)]
-Settings = Annotated[list[str] | None, typer.Option(
-    "--set", metavar="KEY=VALUE", help="Set one recipe key, e.g. --set optim.clip_norm=0.5; may be repeated.",
-    rich_help_panel=OUTPUT, show_default=False)]
-PrintConfig = Annotated[bool, typer.Option(
-    "--print-config", help="Print the resolved recipe and stop.", rich_help_panel=OUTPUT)]
-Json = Annotated[bool, typer.Option(
-    "--json", help="Print the result as JSON instead of tables.", rich_help_panel=OUTPUT)]
+Arch = Annotated[
+    str | None,
+    typer.Option(
+        "--arch",
+        help=f"ViT as SIZE/PATCH: {', '.join(SIZES)} and a patch side in pixels. \\[default: the checkpoint's]",
+        autocompletion=_complete_arch,
+        rich_help_panel=MODEL,
+        show_default=False,
+    ),
+]
+StemOption = Annotated[
+    str | None,
+    typer.Option(
+        "--stem",
+        help=f"Patch stem: {', '.join(STEMS)}. \\[default: dpn]",
+        autocompletion=_complete_stem,
+        rich_help_panel=MODEL,
+        show_default=False,
+    ),
+]
+Checkpoint = Annotated[
+    str | None,
+    typer.Option(
+        "--checkpoint",
+        help="Weights: a file (big_vision .npz, timm or dpn .safetensors, .pth), timm:NAME, "
+        "hf-hub:OWNER/NAME, or 'none' for from scratch. \\[default: ARCH-STEM.safetensors in $DPN_HOME/weights]",
+        rich_help_panel=MODEL,
+        show_default=False,
+    ),
+]
+ImageSize = Annotated[
+    str | None,
+    typer.Option(
+        "--image-size",
+        help="Input size in pixels, N or HxW, a multiple of the patch. \\[default: 224]",
+        rich_help_panel=MODEL,
+        show_default=False,
+    ),
+]
+BatchSize = Annotated[
+    int | None,
+    typer.Option(
+        "--batch-size",
+        "-b",
+        help="Images per optimizer step over all ranks. \\[default: 512]",
+        rich_help_panel=TRAIN,
+        show_default=False,
+    ),
+]
+Steps = Annotated[
+    int | None,
+    typer.Option(
+        "--steps", help="Optimizer steps per training. \\[default: 2500]", rich_help_panel=TRAIN, show_default=False
+    ),
+]
+Lrs = Annotated[
+    str | None,
+    typer.Option(
+        "--lrs",
+        help="Peak learning rates to choose from, comma separated. \\[default: 3e-4,1e-3,3e-3]",
+        rich_help_panel=TRAIN,
+        show_default=False,
+    ),
+]
+Seeds = Annotated[
+    str | None,
+    typer.Option(
+        "--seeds",
+        help="Number of seeds, or a list: 3 is 0,1,2. \\[default: 3]",
+        rich_help_panel=TRAIN,
+        show_default=False,
+    ),
+]
+Precision = Annotated[
+    str | None,
+    typer.Option(
+        "--precision",
+        help="bf16 (autocast) or fp32. \\[default: bf16 on a GPU, fp32 on a CPU]",
+        rich_help_panel=RUNTIME,
+        show_default=False,
+    ),
+]
+Compile = Annotated[
+    bool | None,
+    typer.Option(
+        "--compile/--no-compile",
+        help="Compile the training step with torch.compile. \\[default: no]",
+        rich_help_panel=RUNTIME,
+        show_default=False,
+    ),
+]
+MicroBatch = Annotated[
+    str | None,
+    typer.Option(
+        "--micro-batch-size",
+        help="Images per forward pass, or auto: as many as memory takes, halved when it runs out. \\[default: auto]",
+        rich_help_panel=RUNTIME,
+        show_default=False,
+    ),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device", help="auto, cpu, cuda or cuda:N. \\[default: auto]", rich_help_panel=RUNTIME, show_default=False
+    ),
+]
+Workers = Annotated[
+    str | None,
+    typer.Option(
+        "--workers",
+        "-j",
+        help="Processes that decode images, or auto. \\[default: auto]",
+        rich_help_panel=RUNTIME,
+        show_default=False,
+    ),
+]
+ReportTo = Annotated[
+    str | None,
+    typer.Option(
+        "--report-to",
+        help="Also write to tensorboard or wandb. \\[default: none]",
+        rich_help_panel=OUTPUT,
+        show_default=False,
+    ),
+]
+OutputDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--output-dir",
+        "-o",
+        help="Folder of the run. \\[default: runs/TASK/ARCH-STEM]",
+        rich_help_panel=OUTPUT,
+        show_default=False,
+    ),
+]
+Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume", help="Go on with the run in the output folder; start one if there is none.", rich_help_panel=OUTPUT
+    ),
+]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Delete the run in the output folder first.", rich_help_panel=OUTPUT)
+]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Check everything, train two steps, save, resume and evaluate; print hours and disk. No result.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+Config = Annotated[
+    str | None,
+    typer.Option(
+        "--config",
+        "-c",
+        help="A shipped recipe's name or a YAML file, laid over the command's own recipe.",
+        rich_help_panel=OUTPUT,
+        show_default=False,
+    ),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Set one recipe key, e.g. --set optim.clip_norm=0.5; may be repeated.",
+        rich_help_panel=OUTPUT,
+        show_default=False,
+    ),
+]
+PrintConfig = Annotated[
+    bool, typer.Option("--print-config", help="Print the resolved recipe and stop.", rich_help_panel=OUTPUT)
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print the result as JSON instead of tables.", rich_help_panel=OUTPUT)
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.", rich_help_panel=OUTPUT)]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="More on stderr.", rich_help_panel=OUTPUT)]
-SkipBadImages = Annotated[bool | None, typer.Option(
-    "--skip-bad-images", help="Leave unreadable images out and count them, instead of stopping.", rich_help_panel=DATA,
-    show_default=False)]
+SkipBadImages = Annotated[
+    bool | None,
+    typer.Option(
+        "--skip-bad-images",
+        help="Leave unreadable images out and count them, instead of stopping.",
+        rich_help_panel=DATA,
+        show_default=False,
+    ),
+]

@@ -96,8 +96,10 @@ class Schedule(Section):
     @model_validator(mode="after")
     def _warmup_fits(self) -> Schedule:
         if self.warmup >= self.steps:
-            raise ValueError(f"warmup ({self.warmup}) must be below steps ({self.steps}): "
-                             f"add --set schedule.warmup={self.steps // 12}")
+            raise ValueError(
+                f"warmup ({self.warmup}) must be below steps ({self.steps}): "
+                f"add --set schedule.warmup={self.steps // 12}"
+            )
         return self
 
 
@@ -124,8 +126,9 @@ def recipe_dir() -> Traversable:
 
 def shipped_recipes() -> Iterator[str]:
     """Yield the names of the shipped recipes in alphabetical order."""
-    yield from sorted(entry.name.removesuffix(".yaml") for entry in recipe_dir().iterdir()
-                      if entry.name.endswith(".yaml"))
+    yield from sorted(
+        entry.name.removesuffix(".yaml") for entry in recipe_dir().iterdir() if entry.name.endswith(".yaml")
+    )
 
 
 def read_recipe(name: str) -> Plain:
@@ -141,8 +144,10 @@ def read_recipe(name: str) -> Plain:
     elif name in set(shipped_recipes()):
         text = (recipe_dir() / f"{name}.yaml").read_text(encoding="utf-8")
     else:
-        raise DpnError(f"recipe {name!r}: not a shipped recipe ({', '.join(shipped_recipes())}) "
-                       f"and not a .yaml file{did_you_mean(name, shipped_recipes())}")
+        raise DpnError(
+            f"recipe {name!r}: not a shipped recipe ({', '.join(shipped_recipes())}) "
+            f"and not a .yaml file{did_you_mean(name, shipped_recipes())}"
+        )
     try:
         plain = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -231,4 +236,3 @@ def _keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
         yield prefix + name
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from _keys(field.annotation, f"{prefix}{name}.")
-

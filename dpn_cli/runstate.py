@@ -57,13 +57,17 @@ class RunFolder:
             shutil.rmtree(path)
         elif config.is_file() and not resume:
             state = "a finished run" if folder.result else "a run that has not finished"
-            raise DpnError(f"-o {path}: the folder holds {state}; --resume goes on with it, "
-                           "--overwrite deletes it first, another -o keeps both")
+            raise DpnError(
+                f"-o {path}: the folder holds {state}; --resume goes on with it, "
+                "--overwrite deletes it first, another -o keeps both"
+            )
         elif config.is_file():
             changed = _differences(yaml.safe_load(config.read_text(encoding="utf-8")), recipe)
             if changed:
-                raise DpnError(f"-o {path}: the run there has another recipe ({'; '.join(changed)}); "
-                               "give the same options to resume it, or pass another -o")
+                raise DpnError(
+                    f"-o {path}: the run there has another recipe ({'; '.join(changed)}); "
+                    "give the same options to resume it, or pass another -o"
+                )
             return folder
         replace_text(config, yaml.safe_dump(dict(recipe), sort_keys=False, width=100))
         folder.update(argv=sys.argv, status="running", started=_now(), versions=_versions(), git=_git())
@@ -127,8 +131,11 @@ class Checkpoints:
             shutil.rmtree(fresh, ignore_errors=True)
             fresh.mkdir(parents=True)
             data = fresh / "state.safetensors"
-            save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, data,
-                      {"state": json.dumps(state)})
+            save_file(
+                {key: value.detach().cpu().contiguous() for key, value in tensors.items()},
+                data,
+                {"state": json.dumps(state)},
+            )
             (fresh / "sha256").write_text(file_digest(data) + "\n", encoding="utf-8")
             for path in (data, fresh / "sha256", fresh):
                 flush(path)
@@ -190,8 +197,9 @@ def _git() -> str | None:
     here = Path(__file__).parent
     try:
         commit = subprocess.run(["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-        status = subprocess.run(["git", "-C", here, "status", "--porcelain", "-uno", "."], capture_output=True,
-                                text=True, check=True)
+        status = subprocess.run(
+            ["git", "-C", here, "status", "--porcelain", "-uno", "."], capture_output=True, text=True, check=True
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     return commit.stdout.strip() + ("+" if status.stdout.strip() else "")

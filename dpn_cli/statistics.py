@@ -24,12 +24,17 @@ class Summary:
 
     def to_dict(self) -> dict[str, object]:
         """Return the summary as plain values, rounded to what 20,000 test images can resolve."""
+
         def short(value: float) -> float:
             return round(value, 4)
 
-        return {"values": [short(value) for value in self.values], "n": len(self.values), "mean": short(self.mean),
-                "stderr": None if self.stderr is None else short(self.stderr),
-                "ci95": None if self.ci95 is None else [short(end) for end in self.ci95]}
+        return {
+            "values": [short(value) for value in self.values],
+            "n": len(self.values),
+            "mean": short(self.mean),
+            "stderr": None if self.stderr is None else short(self.stderr),
+            "ci95": None if self.ci95 is None else [short(end) for end in self.ci95],
+        }
 
     def __str__(self) -> str:
         return f"{self.mean:.2f}" + (f" ± {self.stderr:.2f}" if self.stderr is not None else "")

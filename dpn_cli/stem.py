@@ -67,8 +67,10 @@ class PatchStem(PatchEmbed):
         float32's; in float16 its output can overflow before the second norm, so it stays in float32.
         """
         if tuple(image.shape[-2:]) != tuple(self.img_size):
-            raise ValueError(f"the model was built for images of {tuple(self.img_size)} pixels, "
-                             f"got {tuple(image.shape[-2:])}; load the backbone with that image_size")
+            raise ValueError(
+                f"the model was built for images of {tuple(self.img_size)} pixels, "
+                f"got {tuple(image.shape[-2:])}; load the backbone with that image_size"
+            )
         device = image.device.type
         bf16 = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
         compute = torch.bfloat16 if bf16 else torch.float32

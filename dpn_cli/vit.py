@@ -56,12 +56,22 @@ class DPNViT(VisionTransformer):
     def __init__(self, config: ViTConfig) -> None:
         size = config.size
         super().__init__(
-            img_size=config.image_size, patch_size=config.patch, num_classes=config.num_classes,
-            embed_dim=size.width, depth=size.depth, num_heads=size.heads, mlp_ratio=size.mlp / size.width,
-            class_token=config.pool == "tok", global_pool="token" if config.pool == "tok" else "avg",
-            no_embed_class=True, fc_norm=False, drop_path_rate=config.drop_path,
+            img_size=config.image_size,
+            patch_size=config.patch,
+            num_classes=config.num_classes,
+            embed_dim=size.width,
+            depth=size.depth,
+            num_heads=size.heads,
+            mlp_ratio=size.mlp / size.width,
+            class_token=config.pool == "tok",
+            global_pool="token" if config.pool == "tok" else "avg",
+            no_embed_class=True,
+            fc_norm=False,
+            drop_path_rate=config.drop_path,
             embed_layer=partial(PatchStem, stem=config.stem, eps=config.eps),
-            norm_layer=partial(nn.LayerNorm, eps=config.eps), act_layer=config.act, weight_init="skip",
+            norm_layer=partial(nn.LayerNorm, eps=config.eps),
+            act_layer=config.act,
+            weight_init="skip",
         )
         self.config = config
         self.norm_posemb = stem_norm(config.stem, "norm_posemb", size.width, config.eps)
@@ -109,8 +119,10 @@ class DPNViT(VisionTransformer):
         if img_size is None or img_size == self.config.image_size:
             return
         new = replace(self.config, image_size=check_image_size(img_size, self.config.patch))
-        self.pos_embed = nn.Parameter(resample_posemb(self.pos_embed.detach(), self.config.grid, new.grid),
-                                      requires_grad=self.pos_embed.requires_grad)
+        self.pos_embed = nn.Parameter(
+            resample_posemb(self.pos_embed.detach(), self.config.grid, new.grid),
+            requires_grad=self.pos_embed.requires_grad,
+        )
         self.patch_embed.set_input_size(img_size)
         self.config = new
 
@@ -137,8 +149,12 @@ class DPNViT(VisionTransformer):
         if self.cls_token is not None:
             nn.init.zeros_(self.cls_token)
         for block in self.blocks:
-            for weight in (*block.attn.qkv.weight.chunk(3), block.attn.proj.weight,
-                           block.mlp.fc1.weight, block.mlp.fc2.weight):
+            for weight in (
+                *block.attn.qkv.weight.chunk(3),
+                block.attn.proj.weight,
+                block.mlp.fc1.weight,
+                block.mlp.fc2.weight,
+            ):
                 _xavier_uniform(weight, g)
             nn.init.zeros_(block.attn.qkv.bias)
             nn.init.zeros_(block.attn.proj.bias)
@@ -147,8 +163,9 @@ class DPNViT(VisionTransformer):
         self.zero_head()
 
 
-def resample_posemb(posemb: Tensor, old: tuple[int, int], new: tuple[int, int], *,
-                    align_corners: bool = True) -> Tensor:
+def resample_posemb(
+    posemb: Tensor, old: tuple[int, int], new: tuple[int, int], *, align_corners: bool = True
+) -> Tensor:
     """Resample a position embedding (1, h*w, d) from grid `old` to grid `new`, bilinearly.
 
     ``align_corners=True`` equals scipy.ndimage.zoom(order=1), which big_vision uses (App. D and E);
@@ -159,8 +176,9 @@ def resample_posemb(posemb: Tensor, old: tuple[int, int], new: tuple[int, int], 
     shrinks = new[0] < old[0] or new[1] < old[1]
     # In float64: timm's resample_abs_pos_embed computes in float32 and is off by 1e-6 of the values.
     table = rearrange(posemb.double(), "1 (h w) d -> 1 d h w", h=old[0], w=old[1])
-    table = F.interpolate(table, new, mode="bilinear", align_corners=align_corners,
-                          antialias=shrinks and not align_corners)
+    table = F.interpolate(
+        table, new, mode="bilinear", align_corners=align_corners, antialias=shrinks and not align_corners
+    )
     return rearrange(table, "1 d h w -> 1 (h w) d").to(posemb.dtype)
 
 
@@ -173,6 +191,7 @@ def posemb_sincos2d(grid: tuple[int, int], width: int, temperature: float = 10_0
 
 
 # The three draw on the CPU, so that the weights do not depend on the device.
+
 
 def _xavier_uniform(weight: Tensor, g: torch.Generator) -> None:
     weight.copy_(nn.init.xavier_uniform_(torch.empty(weight.shape), generator=g))

@@ -13,6 +13,7 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -44,3 +45,34 @@ def golden() -> Callable[[str], Arrays]:
 def nchw(image: np.ndarray[Any, Any]) -> Tensor:
     """NHWC array to NCHW tensor."""
     return torch.from_numpy(image).permute(0, 3, 1, 2).contiguous()
+
+
+def write_task(folder: Path, images: Arrays, labels: Arrays) -> Path:
+    """Write a task in the VTAB layout: images (n, h, w[, 3]) and labels by split, as PNG."""
+    for split, pictures in images.items():
+        (folder / "images" / split).mkdir(parents=True)
+        lines = []
+        for i, (picture, label) in enumerate(zip(pictures, labels[split], strict=True)):
+            name = f"images/{split}/{i:06d}.png"
+            Image.fromarray(picture).save(folder / name)
+            lines.append(f"{name} {label}")
+        (folder / f"{split}.txt").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """scikit-learn's handwritten digits as the svhn folder of a VTAB-1k: 800 / 200 / 797 images of 8 x 8."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    order = np.random.default_rng(0).permutation(len(data.target))
+    pictures = (data.images[order] * 255 / 16).astype(np.uint8)
+    cuts = {"train800": slice(0, 800), "val200": slice(800, 1000), "test": slice(1000, None)}
+    root = tmp_path_factory.mktemp("digits") / "vtab-1k"
+    write_task(
+        root / "svhn",
+        {name: pictures[cut] for name, cut in cuts.items()},
+        {name: data.target[order][cut] for name, cut in cuts.items()},
+    )
+    return root

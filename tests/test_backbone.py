@@ -42,10 +42,16 @@ def perturbed(name: str, **arguments: Any) -> Any:
 
 def test_old_names_become_the_current_ones(golden: Callable[[str], Arrays]) -> None:
     io = golden("vit_oldckpt.io")
-    old = load_backbone(checkpoint=str(GOLDENS / "vit_oldckpt_prelinen.raw.npz"), stem="none", image_size=32,
-                        num_classes=10, head="load").eval()
-    fixed = load_backbone(checkpoint=str(GOLDENS / "vit_oldckpt.fixed.npz"), stem="none", image_size=32,
-                          num_classes=10, head="load").eval()
+    old = load_backbone(
+        checkpoint=str(GOLDENS / "vit_oldckpt_prelinen.raw.npz"),
+        stem="none",
+        image_size=32,
+        num_classes=10,
+        head="load",
+    ).eval()
+    fixed = load_backbone(
+        checkpoint=str(GOLDENS / "vit_oldckpt.fixed.npz"), stem="none", image_size=32, num_classes=10, head="load"
+    ).eval()
     for name, value in fixed.state_dict().items():
         assert torch.equal(old.state_dict()[name], value), name
     assert torch.equal(old.cls_token, torch.from_numpy(io["fixed/cls"]))
@@ -65,12 +71,19 @@ def test_position_embedding_under_the_encoder_is_read_too(golden: Callable[[str]
 
 def test_loading_at_a_higher_resolution_equals_big_vision(golden: Callable[[str], Arrays]) -> None:
     io = golden("vit_hires_load.io")
-    model = load_backbone(checkpoint=str(GOLDENS / "vit_oldckpt_prelinen.raw.npz"), stem="none", image_size=48,
-                          num_classes=13).eval()
-    torch.testing.assert_close(model.pos_embed.detach(), torch.from_numpy(io["loaded/pos_embedding"]), atol=1e-6, rtol=0)
+    model = load_backbone(
+        checkpoint=str(GOLDENS / "vit_oldckpt_prelinen.raw.npz"), stem="none", image_size=48, num_classes=13
+    ).eval()
+    torch.testing.assert_close(
+        model.pos_embed.detach(), torch.from_numpy(io["loaded/pos_embedding"]), atol=1e-6, rtol=0
+    )
     image = nchw(io["image"])
-    torch.testing.assert_close(model.forward_head(model.forward_features(image), pre_logits=True),
-                               torch.from_numpy(io["pre_logits"]), atol=2e-5, rtol=0)
+    torch.testing.assert_close(
+        model.forward_head(model.forward_features(image), pre_logits=True),
+        torch.from_numpy(io["pre_logits"]),
+        atol=2e-5,
+        rtol=0,
+    )
     assert model(image).abs().max() == 0
     assert model.report.resized == ["pos_embed 4x4 -> 6x6 (bilinear, align_corners=True)"]
     assert model.report.dropped == ["head.weight", "head.bias"]
@@ -82,8 +95,15 @@ def test_loading_at_a_higher_resolution_equals_big_vision(golden: Callable[[str]
 
 
 @pytest.mark.parametrize("prefix", ["", "params/", "opt/target/"])
-@pytest.mark.parametrize("spelling", ["ln0|dense|ln1", "embedding/ln0|embedding/dense|embedding/ln1",
-                                      "stem/ln0|embedding|stem/ln1", "patch_embed/ln0|embedding4|patch_embed/ln1"])
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        "ln0|dense|ln1",
+        "embedding/ln0|embedding/dense|embedding/ln1",
+        "stem/ln0|embedding|stem/ln1",
+        "patch_embed/ln0|embedding4|patch_embed/ln1",
+    ],
+)
 def test_spellings_of_a_dpn_file_give_one_network(prefix: str, spelling: str, tmp_path: Path) -> None:
     arrays, (first, dense, second) = arrays_of(DPN), spelling.split("|")
     renamed: dict[str, Any] = {}
@@ -105,7 +125,9 @@ def test_architecture_is_inferred_from_the_file() -> None:
     config = load_backbone(checkpoint=DPN, image_size=32).config
     assert (config.size.width, config.size.depth, config.size.mlp, config.size.heads) == (32, 2, 64, 4)
     assert (config.patch, config.pool, config.pre_logits, config.stem) == ((8, 8), "tok", True, "dpn")
-    assert load_backbone(checkpoint=str(GOLDENS / "vit_gap.params.npz"), stem="none", image_size=32).config.pool == "gap"
+    assert (
+        load_backbone(checkpoint=str(GOLDENS / "vit_gap.params.npz"), stem="none", image_size=32).config.pool == "gap"
+    )
 
 
 def test_bfloat16_arrays_stored_as_void_are_read(tmp_path: Path) -> None:
@@ -116,12 +138,18 @@ def test_bfloat16_arrays_stored_as_void_are_read(tmp_path: Path) -> None:
     assert torch.equal(load_backbone(checkpoint=str(tmp_path / "bf16.npz"), image_size=32).cls_token, exact.float())
 
 
-@pytest.mark.parametrize(("name", "suffix", "wrap"), [
-    ("vit_tiny_patch16_224", ".safetensors", ""), ("vit_tiny_patch16_224", ".pth", "module."),
-    ("vit_tiny_patch16_224", ".pth", "_orig_mod.")])
+@pytest.mark.parametrize(
+    ("name", "suffix", "wrap"),
+    [
+        ("vit_tiny_patch16_224", ".safetensors", ""),
+        ("vit_tiny_patch16_224", ".pth", "module."),
+        ("vit_tiny_patch16_224", ".pth", "_orig_mod."),
+    ],
+)
 @pytest.mark.parametrize("no_embed_class", [False, True])
-def test_timm_files_give_timms_features(name: str, suffix: str, wrap: str, no_embed_class: bool,
-                                        tmp_path: Path) -> None:
+def test_timm_files_give_timms_features(
+    name: str, suffix: str, wrap: str, no_embed_class: bool, tmp_path: Path
+) -> None:
     theirs = perturbed(name, img_size=32, no_embed_class=no_embed_class)
     state = {wrap + key: value.contiguous() for key, value in theirs.state_dict().items()}
     path = tmp_path / f"timm{suffix}"
@@ -170,19 +198,32 @@ def test_inputs_are_normalised_with_the_checkpoints_own_range() -> None:
     assert model.normalize(pixels).flatten().tolist() == pytest.approx([-1, 1, -0.6])
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    ({"arch": "B/31x"}, "use SIZE/PATCH"), ({"arch": "Q/16"}, "one of mu, Ti, S, B, L, H"),
-    ({"arch": "B/32", "stem": "dnp"}, "did you mean 'dpn'"), ({"arch": "B/32", "image_size": 100}, "nearest size that fits is 96x96"),
-    ({}, "--arch is needed"), ({"checkpoint": DPN, "image_size": 32, "stem": "none"}, "Ways out: --stem dpn"),
-    ({"checkpoint": PLAIN, "image_size": 32}, "has stem 'none'.*Ways out.*--checkpoint none"),
-    ({"checkpoint": DPN, "arch": "S/16", "image_size": 32}, "--arch S/16: .* is Size.*/8; leave --arch out"),
-    ({"checkpoint": DPN, "image_size": 32, "num_classes": 7, "head": "load"},
-     r"- head.weight \(7, 32\), - head.bias \(7,\), \+ head.bias \(10,\), \+ head.weight \(10, 32\)"),
-    ({"checkpoint": DPN, "image_size": 32, "pre_logits": False}, "was trained with True"),
-    ({"checkpoint": str(GOLDENS / "vit_gap.params.npz"), "stem": "none", "image_size": 32, "pool": "tok"}, "no class token"),
-    ({"checkpoint": "nowhere.npz"}, "no such file"), ({"checkpoint": "hf-hub:justaname"}, "OWNER/NAME"),
-    ({"checkpoint": "timm:vit_tinny_patch16_224"}, "no such model"),
-    ({"checkpoint": "timm:resnet10t"}, "out of reach|reads timm's VisionTransformer")])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"arch": "B/31x"}, "use SIZE/PATCH"),
+        ({"arch": "Q/16"}, "one of mu, Ti, S, B, L, H"),
+        ({"arch": "B/32", "stem": "dnp"}, "did you mean 'dpn'"),
+        ({"arch": "B/32", "image_size": 100}, "nearest size that fits is 96x96"),
+        ({}, "--arch is needed"),
+        ({"checkpoint": DPN, "image_size": 32, "stem": "none"}, "Ways out: --stem dpn"),
+        ({"checkpoint": PLAIN, "image_size": 32}, "has stem 'none'.*Ways out.*--checkpoint none"),
+        ({"checkpoint": DPN, "arch": "S/16", "image_size": 32}, "--arch S/16: .* is Size.*/8; leave --arch out"),
+        (
+            {"checkpoint": DPN, "image_size": 32, "num_classes": 7, "head": "load"},
+            r"- head.weight \(7, 32\), - head.bias \(7,\), \+ head.bias \(10,\), \+ head.weight \(10, 32\)",
+        ),
+        ({"checkpoint": DPN, "image_size": 32, "pre_logits": False}, "was trained with True"),
+        (
+            {"checkpoint": str(GOLDENS / "vit_gap.params.npz"), "stem": "none", "image_size": 32, "pool": "tok"},
+            "no class token",
+        ),
+        ({"checkpoint": "nowhere.npz"}, "no such file"),
+        ({"checkpoint": "hf-hub:justaname"}, "OWNER/NAME"),
+        ({"checkpoint": "timm:vit_tinny_patch16_224"}, "no such model"),
+        ({"checkpoint": "timm:resnet10t"}, "out of reach|reads timm's VisionTransformer"),
+    ],
+)
 def test_wrong_requests_get_one_clear_line(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(DpnError, match=message) as caught:
         load_backbone(**arguments)
@@ -278,9 +319,17 @@ def _hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hub_weights_come_from_the_cache_with_their_input_range(tmp_path: Path) -> None:
     model = perturbed("vit_tiny_patch16_224", img_size=32)
     save_file(model.state_dict(), tmp_path / "w.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"pretrained_cfg": {"mean": [0.4, 0.5, 0.6], "std": [0.2, 0.3, 0.4]}}))
-    fake_hub("someone/vit", {"model.safetensors": tmp_path / "w.safetensors", "config.json": tmp_path / "config.json",
-                             "other.npz": Path(DPN)})
+    (tmp_path / "config.json").write_text(
+        json.dumps({"pretrained_cfg": {"mean": [0.4, 0.5, 0.6], "std": [0.2, 0.3, 0.4]}})
+    )
+    fake_hub(
+        "someone/vit",
+        {
+            "model.safetensors": tmp_path / "w.safetensors",
+            "config.json": tmp_path / "config.json",
+            "other.npz": Path(DPN),
+        },
+    )
     ours = load_backbone(checkpoint="hf-hub:someone/vit", stem="none", image_size=32).eval()
     assert (ours.mean, ours.std) == ((0.4, 0.5, 0.6), (0.2, 0.3, 0.4))
     image = torch.randn(1, 3, 32, 32)

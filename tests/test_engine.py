@@ -22,9 +22,10 @@ from dpn_cli import engine, stopping
 from dpn_cli.backbone import Backbone, load_backbone
 from dpn_cli.console import Tick
 from dpn_cli.distributed import World
-from dpn_cli.engine import Batch, MicroBatch, Outputs, Training
-from dpn_cli.errors import DataError, DpnError, NonFiniteError, OutOfMemoryError, SaveError, StoppedError
+from dpn_cli.engine import Batch, Outputs, Training
+from dpn_cli.errors import DpnError, NonFiniteError, OutOfMemoryError, StoppedError
 from dpn_cli.losses import sigmoid_xent
+from dpn_cli.memory import MicroBatch
 from dpn_cli.recipe import Optim, Runtime, Schedule
 from dpn_cli.runstate import Checkpoints, MetricsLog
 
@@ -40,8 +41,10 @@ def random_batches(rows: int = 8, classes: int = 3) -> engine.Batches:
         step = start
         while True:
             generator = torch.Generator().manual_seed(step)
-            yield {"image": torch.randn(rows, 3, 16, 16, generator=generator),
-                   "label": torch.rand(rows, classes, generator=generator)}
+            yield {
+                "image": torch.randn(rows, 3, 16, 16, generator=generator),
+                "label": torch.rand(rows, classes, generator=generator),
+            }
             step += 1
 
     return batches
@@ -51,13 +54,31 @@ def small(seed: int = 0, **arguments: Any) -> Backbone:
     return load_backbone("mu/8", image_size=16, num_classes=3, seed=seed, **arguments)
 
 
-def train(model: nn.Module, steps: int = 6, *, optim: Optim | None = None, batches: engine.Batches | None = None,
-          outputs: Outputs | None = None, micro: MicroBatch | None = None, lr: float = 0.1, checkpoint_every: int = 500,
-          loss: engine.LossFn = loss_fn, **arguments: Any) -> engine.FitResult:
+def train(
+    model: nn.Module,
+    steps: int = 6,
+    *,
+    optim: Optim | None = None,
+    batches: engine.Batches | None = None,
+    outputs: Outputs | None = None,
+    micro: MicroBatch | None = None,
+    lr: float = 0.1,
+    checkpoint_every: int = 500,
+    loss: engine.LossFn = loss_fn,
+    **arguments: Any,
+) -> engine.FitResult:
     return engine.fit(
-        model, loss, batches or random_batches(), arguments.pop("evaluate", None),
+        model,
+        loss,
+        batches or random_batches(),
+        arguments.pop("evaluate", None),
         Training(optim or Optim(), Schedule(steps=steps, warmup=1), lr, 8, seed=3),
-        Runtime(checkpoint_every=checkpoint_every), ALONE, outputs or Outputs(), micro or MicroBatch(8), **arguments)
+        Runtime(checkpoint_every=checkpoint_every),
+        ALONE,
+        outputs or Outputs(),
+        micro or MicroBatch(8),
+        **arguments,
+    )
 
 
 def same(one: nn.Module, other: nn.Module) -> bool:
@@ -65,21 +86,35 @@ def same(one: nn.Module, other: nn.Module) -> bool:
 
 
 RECORDED: dict[str, tuple[str, str, Optim, float, Schedule, float]] = {
-    "train_steps_vit_momentum": ("vit_tok_repsize", "none", Optim(state_dtype="bfloat16"), 0.03,
-                                 Schedule(steps=8, warmup=1), 2e-4),
-    "train_steps_dpn_adam": ("vit_dpn", "dpn", Optim(name="adam", state_dtype="bfloat16", weight_decay=1e-4,
-                                                     decay_unit="schedule"), 1e-3, Schedule(steps=8, warmup=2), 5e-5),
+    "train_steps_vit_momentum": (
+        "vit_tok_repsize",
+        "none",
+        Optim(state_dtype="bfloat16"),
+        0.03,
+        Schedule(steps=8, warmup=1),
+        2e-4,
+    ),
+    "train_steps_dpn_adam": (
+        "vit_dpn",
+        "dpn",
+        Optim(name="adam", state_dtype="bfloat16", weight_decay=1e-4, decay_unit="schedule"),
+        1e-3,
+        Schedule(steps=8, warmup=2),
+        5e-5,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", RECORDED)
 @pytest.mark.parametrize("micro", [2, 1])
-def test_whole_training_steps_equal_big_vision(name: str, micro: int, golden: Callable[[str], Arrays],
-                                               tmp_path: Path) -> None:
+def test_whole_training_steps_equal_big_vision(
+    name: str, micro: int, golden: Callable[[str], Arrays], tmp_path: Path
+) -> None:
     source, stem, optim, lr, schedule, atol = RECORDED[name]
     arrays, image = golden(name), golden(f"{source}.io")["image"]
-    model = load_backbone(checkpoint=str(GOLDENS / f"{source}.params.npz"), stem=stem, image_size=32, num_classes=10,
-                          head="load")
+    model = load_backbone(
+        checkpoint=str(GOLDENS / f"{source}.params.npz"), stem=stem, image_size=32, num_classes=10, head="load"
+    )
 
     def batches(start: int) -> Iterator[Batch]:
         for step in range(start, 4):
@@ -89,12 +124,22 @@ def test_whole_training_steps_equal_big_vision(name: str, micro: int, golden: Ca
     log = MetricsLog(tmp_path / "metrics.jsonl")
     four = schedule.model_copy(update={"steps": 8})
     with pytest.raises(StopIteration):  # the recording ends after 4 of the schedule's 8 steps
-        engine.fit(model, loss_fn, batches, None, Training(optim, four, lr, 2, 0), Runtime(), ALONE,
-                   Outputs(log=log, tick=seen.append), MicroBatch(micro))
+        engine.fit(
+            model,
+            loss_fn,
+            batches,
+            None,
+            Training(optim, four, lr, 2, 0),
+            Runtime(),
+            ALONE,
+            Outputs(log=log, tick=seen.append),
+            MicroBatch(micro),
+        )
     records = [json.loads(line) for line in log.path.read_text().splitlines()]
     assert [record["loss"] for record in records] == pytest.approx(arrays["training_loss"].tolist(), rel=1e-4)
     assert [record["grad_norm"] for record in records] == pytest.approx(arrays["l2_grads"].tolist(), rel=1e-3)
-    np.savez(tmp_path / "final.npz", **{k.removeprefix("final/"): v for k, v in arrays.items() if k.startswith("final/")})
+    final_arrays: dict[str, Any] = {k.removeprefix("final/"): v for k, v in arrays.items() if k.startswith("final/")}
+    np.savez(tmp_path / "final.npz", **final_arrays)
     final = load_backbone(checkpoint=str(tmp_path / "final.npz"), stem=stem, image_size=32, num_classes=10, head="load")
     width = model.embed_dim
     for key, value in model.state_dict().items():
@@ -104,8 +149,15 @@ def test_whole_training_steps_equal_big_vision(name: str, micro: int, golden: Ca
         torch.testing.assert_close(value, expected, atol=atol, rtol=0, msg=key)
 
 
-@pytest.mark.parametrize("optim", [Optim(), Optim(name="adam", weight_decay=0.1), Optim(state_dtype="bfloat16"),
-                                   Optim(name="adam", state_dtype="bfloat16")])
+@pytest.mark.parametrize(
+    "optim",
+    [
+        Optim(),
+        Optim(name="adam", weight_decay=0.1),
+        Optim(state_dtype="bfloat16"),
+        Optim(name="adam", state_dtype="bfloat16"),
+    ],
+)
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(optim: Optim, tmp_path: Path) -> None:
     whole = small(drop_path=0.3)
     train(whole, 10, optim=optim)
@@ -135,7 +187,8 @@ def test_accumulated_micro_batches_give_the_gradient_of_the_batch() -> None:
 
 
 def test_running_out_of_memory_halves_the_micro_batch_and_keeps_the_batch() -> None:
-    most, warnings = 2, []
+    most = 2
+    warnings: list[str] = []
 
     def hungry(model: nn.Module, batch: Batch) -> Tensor:
         loss = loss_fn(model, batch)
@@ -268,8 +321,17 @@ def test_learning_rate_and_wait_share_are_logged(tmp_path: Path) -> None:
 
 def test_a_batch_that_ranks_cannot_share_is_refused() -> None:
     with pytest.raises(DpnError, match="--batch-size 8: not divisible by the 3 ranks; use 6"):
-        engine.fit(small(), loss_fn, random_batches(), None, Training(Optim(), Schedule(steps=1), 0.1, 8, 0), Runtime(),
-                   World(0, 3, torch.device("cpu")), Outputs(), MicroBatch(8))
+        engine.fit(
+            small(),
+            loss_fn,
+            random_batches(),
+            None,
+            Training(Optim(), Schedule(steps=1), 0.1, 8, 0),
+            Runtime(),
+            World(0, 3, torch.device("cpu")),
+            Outputs(),
+            MicroBatch(8),
+        )
 
 
 def test_automatic_micro_batches_fit_a_cpu_and_respect_the_recipe() -> None:
@@ -290,9 +352,17 @@ def test_bf16_training_learns_like_fp32() -> None:
     losses = []
     for precision in ("fp32", "bf16"):
         model = small()
-        result = engine.fit(model, loss_fn, lambda start: iter(lambda: next(random_batches()(0)), None), None,
-                            Training(Optim(), Schedule(steps=30), 0.1, 8, 0),
-                            Runtime.model_validate({"precision": precision}), ALONE, Outputs(), MicroBatch(8))
+        result = engine.fit(
+            model,
+            loss_fn,
+            lambda start: iter(lambda: next(random_batches()(0)), None),
+            None,
+            Training(Optim(), Schedule(steps=30), 0.1, 8, 0),
+            Runtime.model_validate({"precision": precision}),
+            ALONE,
+            Outputs(),
+            MicroBatch(8),
+        )
         losses.append(result.loss)
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
     assert losses[0] < 3 * math.log(2)
@@ -332,9 +402,12 @@ train(small(), 10, outputs=Outputs(Checkpoints(Path(sys.argv[1]))), checkpoint_e
 
 
 def test_kill_nine_in_the_middle_of_a_save_loses_nothing(tmp_path: Path) -> None:
-    process = subprocess.run([sys.executable, "-c", SAVE_AND_DIE, str(tmp_path)], cwd=Path(__file__).parent, check=False)
+    process = subprocess.run(
+        [sys.executable, "-c", SAVE_AND_DIE, str(tmp_path)], cwd=Path(__file__).parent, check=False
+    )
     assert process.returncode == -signal.SIGKILL
-    whole, resumed, warnings = small(), small(seed=9), []
+    whole, resumed = small(), small(seed=9)
+    warnings: list[str] = []
     steps: list[int] = []
 
     def watched(start: int) -> Iterator[Batch]:
@@ -343,76 +416,8 @@ def test_kill_nine_in_the_middle_of_a_save_loses_nothing(tmp_path: Path) -> None
 
     torch.set_num_threads(1)
     train(whole, 10)
-    train(resumed, 10, batches=watched, outputs=Outputs(Checkpoints(tmp_path), warn=warnings.append), checkpoint_every=2)
+    train(
+        resumed, 10, batches=watched, outputs=Outputs(Checkpoints(tmp_path), warn=warnings.append), checkpoint_every=2
+    )
     assert steps == [4]
     assert same(whole, resumed)
-
-
-def test_a_damaged_last_falls_back_to_the_one_before_and_says_so(tmp_path: Path) -> None:
-    checkpoints, warnings = Checkpoints(tmp_path), []
-    for step in (1, 2):
-        checkpoints.save("last", {"w": torch.full((4,), float(step))}, {"step": step})
-    data = tmp_path / "last" / "state.safetensors"
-    content = bytearray(data.read_bytes())
-    content[-1] ^= 1
-    data.write_bytes(content)
-    loaded = checkpoints.load("last", warnings.append)
-    assert loaded is not None
-    assert loaded[1] == {"step": 1}
-    assert loaded[0]["w"].tolist() == [1.0] * 4
-    assert "last: the checkpoint is damaged" in warnings[0]
-    (tmp_path / "last.previous" / "sha256").unlink()
-    with pytest.raises(DataError, match="no checkpoint there is intact"):
-        checkpoints.load("last", warnings.append)
-
-
-FILL_AND_SAVE = """
-import resource, signal, sys
-from pathlib import Path
-import torch
-from dpn_cli.errors import SaveError
-from dpn_cli.runstate import Checkpoints
-
-checkpoints = Checkpoints(Path(sys.argv[1]))
-checkpoints.save("last", {"w": torch.ones(1000)}, {"step": 1})
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-try:
-    checkpoints.save("last", {"w": torch.ones(100_000)}, {"step": 2})
-except SaveError as error:
-    print(error)
-"""
-
-
-def test_a_disk_that_takes_no_more_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", FILL_AND_SAVE, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert "not written" in done.stdout
-    assert "what was saved before is intact" in done.stdout
-    loaded = Checkpoints(tmp_path).load("last", pytest.fail)
-    assert loaded is not None
-    assert loaded[1] == {"step": 1}
-    assert [path.name for path in tmp_path.iterdir()] == ["last"]
-
-
-def test_no_space_left_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Path) -> None:
-        raise OSError(28, "No space left on device")
-
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save("last", {"w": torch.ones(2)}, {"step": 1})
-    monkeypatch.setattr("dpn_cli.runstate.flush", full)
-    with pytest.raises(SaveError, match=r"last: not written \(No space left on device\)"):
-        checkpoints.save("last", {"w": torch.ones(2)}, {"step": 2})
-    loaded = checkpoints.load("last", pytest.fail)
-    assert loaded is not None
-    assert loaded[1] == {"step": 1}
-
-
-def test_records_after_the_resumed_step_are_written_again(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path / "m.jsonl")
-    for step in (1, 2, 3):
-        log.write({"step": step})
-    with log.path.open("a") as file:
-        file.write('{"step": 4, "lo')  # killed in the middle of a line
-    log.truncate(2)
-    assert [json.loads(line)["step"] for line in log.path.read_text().splitlines()] == [1, 2]

@@ -106,10 +106,13 @@ def test_updates_equal_big_vision(name: str, golden: Callable[[str], Arrays]) ->
         np.testing.assert_allclose(np.stack(values), arrays[f"{recorded}/{key}"], atol=atol, rtol=0, err_msg=key)
 
 
-@pytest.mark.parametrize(("name", "lr", "decay", "atol"), [
-    ("optim_scenic_adamw", 3e-5, 0.01, 1e-6), ("optim_scenic_adamw_strong", 0.03, 0.3, 2e-6)])
-def test_updates_equal_scenic_adamw(name: str, lr: float, decay: float, atol: float,
-                                    golden: Callable[[str], Arrays]) -> None:
+@pytest.mark.parametrize(
+    ("name", "lr", "decay", "atol"),
+    [("optim_scenic_adamw", 3e-5, 0.01, 1e-6), ("optim_scenic_adamw_strong", 0.03, 0.3, 2e-6)],
+)
+def test_updates_equal_scenic_adamw(
+    name: str, lr: float, decay: float, atol: float, golden: Callable[[str], Arrays]
+) -> None:
     arrays = golden(name)
     optim = Optim(name="adam", weight_decay=decay, decay_unit="lr", decay_mask="not_1d", clip_norm=None)
     factors = [lr_factor(Schedule(steps=25, decay="polynomial", power=0.9), step) for step in range(20)]
@@ -123,16 +126,17 @@ def test_updates_equal_scenic_adamw(name: str, lr: float, decay: float, atol: fl
 def test_momentum_with_decay_in_big_visions_unit_follows_the_closed_form() -> None:
     # Zero gradient, decay 1e-4, lr 1e-3: kernels lose factor x 1e-4 of themselves, the lr does not enter.
     weight = nn.Parameter(torch.full((2, 2), 3.0))
-    optimizer = build_optimizer([("fc.weight", weight)],
-                                Optim(weight_decay=1e-4, decay_unit="schedule"), lr=1e-3)
+    optimizer = build_optimizer([("fc.weight", weight)], Optim(weight_decay=1e-4, decay_unit="schedule"), lr=1e-3)
     weight.grad = torch.zeros_like(weight)
     set_lr(optimizer, 1e-3 * 0.5)
     optimizer.step()
     torch.testing.assert_close(weight.detach(), torch.full((2, 2), 3.0 * (1 - 0.5 * 1e-4)), atol=1e-7, rtol=0)
 
 
-@pytest.mark.parametrize("optim", [Optim(weight_decay=0.1), Optim(name="adam", weight_decay=0.1),
-                                   Optim(weight_decay=0.1, state_dtype="bfloat16")])
+@pytest.mark.parametrize(
+    "optim",
+    [Optim(weight_decay=0.1), Optim(name="adam", weight_decay=0.1), Optim(weight_decay=0.1, state_dtype="bfloat16")],
+)
 def test_only_kernels_decay_and_every_parameter_is_in_one_group(optim: Optim) -> None:
     model = load_backbone("mu/8", image_size=16, num_classes=3, pre_logits=True)
     optimizer = build_optimizer(model.named_parameters(), optim, 0.1)
@@ -140,8 +144,14 @@ def test_only_kernels_decay_and_every_parameter_is_in_one_group(optim: Optim) ->
     everything = [id(p) for group in optimizer.param_groups for p in group["params"]]
     assert sorted(everything) == sorted(id(p) for p in model.parameters())
     assert {name for name, p in model.named_parameters() if id(p) in decayed} == {
-        "patch_embed.proj.weight", "blocks.0.attn.qkv.weight", "blocks.0.attn.proj.weight", "blocks.0.mlp.fc1.weight",
-        "blocks.0.mlp.fc2.weight", "pre_logits.weight", "head.weight"}
+        "patch_embed.proj.weight",
+        "blocks.0.attn.qkv.weight",
+        "blocks.0.attn.proj.weight",
+        "blocks.0.mlp.fc1.weight",
+        "blocks.0.mlp.fc2.weight",
+        "pre_logits.weight",
+        "head.weight",
+    }
 
 
 def test_frozen_parameters_are_left_out() -> None:
@@ -149,7 +159,8 @@ def test_frozen_parameters_are_left_out() -> None:
     model.blocks.requires_grad_(False)
     optimizer = build_optimizer(model.named_parameters(), Optim(), 0.1)
     assert not {id(p) for p in model.blocks.parameters()} & {
-        id(p) for group in optimizer.param_groups for p in group["params"]}
+        id(p) for group in optimizer.param_groups for p in group["params"]
+    }
 
 
 def test_clipping_divides_by_the_norm_itself() -> None:

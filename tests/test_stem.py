@@ -14,8 +14,15 @@ from dpn_cli.stem import PatchStem, stem_norm
 from dpn_cli.vit import DPNViT, ViTConfig
 
 GOLDEN_NAMES: dict[Stem, str] = {
-    "none": "none", "pre": "pre", "post": "post", "post_posemb": "post_posemb", "dpn": "dpn",
-    "dpn_no_affine": "no_learnable", "affine_only": "only_learnable", "rms": "rmsnorm"}
+    "none": "none",
+    "pre": "pre",
+    "post": "post",
+    "post_posemb": "post_posemb",
+    "dpn": "dpn",
+    "dpn_no_affine": "no_learnable",
+    "affine_only": "only_learnable",
+    "rms": "rmsnorm",
+}
 
 
 def build(stem: Stem, arrays: Arrays) -> DPNViT:
@@ -23,9 +30,11 @@ def build(stem: Stem, arrays: Arrays) -> DPNViT:
     model.initialize(0)
     weights = {
         "patch_embed.proj.weight": rearrange(
-            torch.from_numpy(arrays["params/dense/kernel"]), "(p q c) d -> d c p q", p=8, q=8),
+            torch.from_numpy(arrays["params/dense/kernel"]), "(p q c) d -> d c p q", p=8, q=8
+        ),
         "patch_embed.proj.bias": torch.from_numpy(arrays["params/dense/bias"]),
-        "pos_embed": torch.from_numpy(arrays["pos_embedding"])}
+        "pos_embed": torch.from_numpy(arrays["pos_embedding"]),
+    }
     for slot, theirs in (("patch_embed.norm_in", "ln0"), ("patch_embed.norm", "ln1"), ("norm_posemb", "ln1")):
         weights[f"{slot}.weight"] = torch.from_numpy(arrays[f"params/{theirs}/scale"])
         weights[f"{slot}.bias"] = torch.from_numpy(arrays[f"params/{theirs}/bias"])

@@ -18,13 +18,19 @@ from dpn_cli.backbone import Backbone, load_backbone
 from dpn_cli.checkpoints import read_file
 from dpn_cli.vit import DPNViT, ViTConfig, posemb_sincos2d, resample_posemb
 
-CASES = {"vit_tok_repsize": "none", "vit_dpn": "dpn", "vit_dpn_gap_norep": "dpn", "vit_gap": "none",
-         "vit_sincos2d": "none"}
+CASES = {
+    "vit_tok_repsize": "none",
+    "vit_dpn": "dpn",
+    "vit_dpn_gap_norep": "dpn",
+    "vit_gap": "none",
+    "vit_sincos2d": "none",
+}
 
 
 def load(name: str, stem: str) -> Backbone:
-    model = load_backbone(checkpoint=str(GOLDENS / f"{name}.params.npz"), stem=stem, image_size=32, num_classes=10,
-                          head="load")
+    model = load_backbone(
+        checkpoint=str(GOLDENS / f"{name}.params.npz"), stem=stem, image_size=32, num_classes=10, head="load"
+    )
     model.eval()
     return model
 
@@ -41,11 +47,12 @@ def test_activations_equal_big_vision(name: str, stem: str, golden: Callable[[st
     for i, block in enumerate(model.blocks):
         for part, module in (("sa", block.attn), ("mlp", block.mlp), ("+mlp", block)):
             module.register_forward_hook(
-                lambda _m, _i, out, key=f"encoder/block{i:02d}/{part}": seen.__setitem__(key, out))
+                lambda _m, _i, out, key=f"encoder/block{i:02d}/{part}": seen.__setitem__(key, out)
+            )
     image = nchw(arrays["image"])
     stem_tokens = model.patch_embed(image)
     tokens = model.forward_features(image)
-    dense = tokens[:, model.num_prefix_tokens:]
+    dense = tokens[:, model.num_prefix_tokens :]
     close(stem_tokens, arrays["stem"], 3e-5)
     close(stem_tokens + model.pos_embed, arrays["with_posemb"], 3e-5)
     close(tokens, arrays["encoded"], 3e-5)
@@ -77,8 +84,9 @@ def test_gradients_equal_big_vision(name: str, golden: Callable[[str], Arrays], 
         atol = 5e-5 * gradient.abs().max().item() + 1e-5
         torch.testing.assert_close(ours[key], gradient, atol=atol, rtol=0, msg=key)
     assert image.grad is not None
-    torch.testing.assert_close(image.grad, nchw(grads["grad_image"]), atol=5e-5 * abs(grads["grad_image"]).max() + 1e-5,
-                               rtol=0)
+    torch.testing.assert_close(
+        image.grad, nchw(grads["grad_image"]), atol=5e-5 * abs(grads["grad_image"]).max() + 1e-5, rtol=0
+    )
 
 
 @pytest.mark.parametrize("wrong", ["eps", "act", "pre_logits"])
@@ -133,10 +141,16 @@ def test_initialisation_has_big_visions_statistics(golden: Callable[[str], Array
         f"{block}MlpBlock_0/Dense_0/bias": ours["blocks.0.mlp.fc1.bias"],
         f"{block}MlpBlock_0/Dense_1/kernel": ours["blocks.0.mlp.fc2.weight"],
         f"{block}LayerNorm_0/scale": ours["blocks.0.norm1.weight"],
-        "pos_embedding": ours["pos_embed"], "cls": ours["cls_token"], "dense/kernel": ours["patch_embed.proj.weight"],
-        "dense/bias": ours["patch_embed.proj.bias"], "ln0/scale": ours["patch_embed.norm_in.weight"],
-        "ln1/bias": ours["patch_embed.norm.bias"], "pre_logits/kernel": ours["pre_logits.weight"],
-        "pre_logits/bias": ours["pre_logits.bias"], "head/kernel": ours["head.weight"], "head/bias": ours["head.bias"],
+        "pos_embedding": ours["pos_embed"],
+        "cls": ours["cls_token"],
+        "dense/kernel": ours["patch_embed.proj.weight"],
+        "dense/bias": ours["patch_embed.proj.bias"],
+        "ln0/scale": ours["patch_embed.norm_in.weight"],
+        "ln1/bias": ours["patch_embed.norm.bias"],
+        "pre_logits/kernel": ours["pre_logits.weight"],
+        "pre_logits/bias": ours["pre_logits.bias"],
+        "head/kernel": ours["head.weight"],
+        "head/bias": ours["head.bias"],
     }
     for name, value in pairs.items():
         mean, std, low, high, zeros = theirs[f"dpn:{name}"]
@@ -158,15 +172,24 @@ def test_initialisation_is_a_function_of_the_seed() -> None:
 
 def test_b32_has_the_published_number_of_parameters() -> None:
     with torch.device("meta"):
-        plain, dual = (DPNViT(ViTConfig(SIZES["B"], (32, 32), (224, 224), stem, pre_logits=True, num_classes=1000))
-                       for stem in ("none", "dpn"))
+        plain, dual = (
+            DPNViT(ViTConfig(SIZES["B"], (32, 32), (224, 224), stem, pre_logits=True, num_classes=1000))
+            for stem in ("none", "dpn")
+        )
     assert sum(p.numel() for p in plain.parameters()) == 88_814_056
     assert sum(p.numel() for p in dual.parameters()) == 88_814_056 + 7_680
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [
-    ("Ti/16", "vit_tiny_patch16_224"), ("S/32", "vit_small_patch32_224"), ("B/16", "vit_base_patch16_224"),
-    ("L/16", "vit_large_patch16_224"), ("H/14", "vit_huge_patch14_224")])
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ("Ti/16", "vit_tiny_patch16_224"),
+        ("S/32", "vit_small_patch32_224"),
+        ("B/16", "vit_base_patch16_224"),
+        ("L/16", "vit_large_patch16_224"),
+        ("H/14", "vit_huge_patch14_224"),
+    ],
+)
 def test_plain_sizes_have_timms_tensors(ours: str, theirs: str) -> None:
     size, patch = parse_arch(ours)
     with torch.device("meta"):

@@ -61,8 +61,10 @@ def decode(file: Path | io.BytesIO, where: str) -> Pixels:
                 return np.repeat(grey[..., None], 3, axis=2)
             return np.asarray(image.convert("RGB"))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise DataError(f"{where}: not a readable image ({str(error)[:120]}); fetch it again, "
-                        "or leave it out and count it with --skip-bad-images") from error
+        raise DataError(
+            f"{where}: not a readable image ({str(error)[:120]}); fetch it again, "
+            "or leave it out and count it with --skip-bad-images"
+        ) from error
 
 
 class FileList:
@@ -74,8 +76,10 @@ class FileList:
     def __init__(self, root: Path, split: str) -> None:
         self.list = root / f"{split}.txt"
         if not self.list.is_file():
-            raise DataError(f"{self.list}: missing; a task's folder holds train800.txt, val200.txt and test.txt with "
-                            "one '<image path> <label>' per line, and the images")
+            raise DataError(
+                f"{self.list}: missing; a task's folder holds train800.txt, val200.txt and test.txt with "
+                "one '<image path> <label>' per line, and the images"
+            )
         self.paths: list[Path] = []
         self.labels: list[int] = []
         self.sizes: list[int] = []
@@ -128,8 +132,10 @@ class HubSplit:
         if not fitting and kind in rows.column_names:
             fitting = [kind]
         if asked is not None or len(fitting) != 1:
-            raise DataError(f"{self.place}: which column holds the {kind}? The columns are "
-                            f"{', '.join(rows.column_names)}; name one with --set data.{kind}_column=NAME")
+            raise DataError(
+                f"{self.place}: which column holds the {kind}? The columns are "
+                f"{', '.join(rows.column_names)}; name one with --set data.{kind}_column=NAME"
+            )
         return str(fitting[0])
 
     def where(self, index: int) -> str:
@@ -152,9 +158,11 @@ def _load_hub(name: str, config: str) -> Any:
         configs = datasets.get_dataset_config_names(name)
         return datasets.load_dataset(name, config if config in configs else configs[0])
     except (OSError, ValueError, RuntimeError) as error:  # ConnectionError and FileNotFoundError among them
-        raise DataError(f"--data hf:{name}: not loaded ({str(error).splitlines()[0][:160]}). On a machine with a "
-                        f"network: 'hf download --repo-type dataset {name}', then copy the hub cache here, or pass "
-                        "a local folder of parquet files as hf:FOLDER") from error
+        raise DataError(
+            f"--data hf:{name}: not loaded ({str(error).splitlines()[0][:160]}). On a machine with a "
+            f"network: 'hf download --repo-type dataset {name}', then copy the hub cache here, or pass "
+            "a local folder of parquet files as hf:FOLDER"
+        ) from error
 
 
 class SceneSplit:

@@ -71,8 +71,15 @@ def _collate(items: list[tuple[Tensor, int] | None]) -> PixelSet:
     return PixelSet(images, torch.tensor([label for _, label in good], dtype=torch.int64), len(items) - len(good))
 
 
-def stream(split: Labelled, size: tuple[int, int], batch_size: int, *, rows: Sequence[int] | None = None,
-           workers: int | Literal["auto"] = "auto", skip_bad: bool = False) -> Iterator[PixelSet]:
+def stream(
+    split: Labelled,
+    size: tuple[int, int],
+    batch_size: int,
+    *,
+    rows: Sequence[int] | None = None,
+    workers: int | Literal["auto"] = "auto",
+    skip_bad: bool = False,
+) -> Iterator[PixelSet]:
     """Decode and resize `rows` of a split (all without it) in order, `batch_size` at a time, each image once.
 
     Raises `DataError` naming the first unreadable image, unless `skip_bad` leaves those out and counts them.
@@ -80,16 +87,21 @@ def stream(split: Labelled, size: tuple[int, int], batch_size: int, *, rows: Seq
     rows = range(len(split.labels)) if rows is None else rows
     count = (min(8, os.cpu_count() or 1) if len(rows) >= WORTH_WORKERS else 0) if workers == "auto" else workers
     loader: DataLoader[Any] = DataLoader(
-        _Resized(split, size, rows, skip_bad), batch_size, num_workers=count, collate_fn=_collate)
+        _Resized(split, size, rows, skip_bad), batch_size, num_workers=count, collate_fn=_collate
+    )
     yield from loader
 
 
-def load(split: Labelled, size: tuple[int, int], *, workers: int | Literal["auto"] = "auto",
-         skip_bad: bool = False) -> PixelSet:
+def load(
+    split: Labelled, size: tuple[int, int], *, workers: int | Literal["auto"] = "auto", skip_bad: bool = False
+) -> PixelSet:
     """Decode and resize a whole split into memory: 3 * h * w bytes an image."""
     parts = list(stream(split, size, 64, workers=workers, skip_bad=skip_bad))
-    return PixelSet(torch.cat([part.images for part in parts if len(part.images)]),
-                    torch.cat([part.labels for part in parts]), sum(part.skipped for part in parts))
+    return PixelSet(
+        torch.cat([part.images for part in parts if len(part.images)]),
+        torch.cat([part.labels for part in parts]),
+        sum(part.skipped for part in parts),
+    )
 
 
 def rows_of_step(images: int, batch_size: int, seed: int, step: int) -> Tensor:
@@ -112,8 +124,16 @@ def _permutation(images: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(images, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
 
 
-def augment(images: Tensor, rows: Tensor, size: tuple[int, int], *, crop: bool, flip: bool,
-            generator: torch.Generator, mine: slice) -> Tensor:
+def augment(
+    images: Tensor,
+    rows: Tensor,
+    size: tuple[int, int],
+    *,
+    crop: bool,
+    flip: bool,
+    generator: torch.Generator,
+    mine: slice,
+) -> Tensor:
     """Gather `rows` (b,) of images (n, 3, H, W), crop them to `size` at random, mirror every second one at random.
 
     The draws are made for the whole global batch, of which the part `mine` is returned: what one image gets does
@@ -124,8 +144,12 @@ def augment(images: Tensor, rows: Tensor, size: tuple[int, int], *, crop: bool, 
         spare = [full - part for full, part in zip(images.shape[-2:], size, strict=True)]
         top, left = (torch.randint(room + 1, (count,), generator=generator).tolist() for room in spare)
         chosen = rows.tolist()
-        batch = torch.stack([images[chosen[i], :, top[i] : top[i] + size[0], left[i] : left[i] + size[1]]
-                             for i in range(*mine.indices(count))])
+        batch = torch.stack(
+            [
+                images[chosen[i], :, top[i] : top[i] + size[0], left[i] : left[i] + size[1]]
+                for i in range(*mine.indices(count))
+            ]
+        )
     else:
         batch = images[rows[mine].to(images.device)]
     if flip:
@@ -134,8 +158,9 @@ def augment(images: Tensor, rows: Tensor, size: tuple[int, int], *, crop: bool, 
     return batch
 
 
-def shuffled_batches(pixels: PixelSet, size: tuple[int, int], batch_size: int, seed: int, *, crop: bool, flip: bool,
-                     world: World) -> Batches:
+def shuffled_batches(
+    pixels: PixelSet, size: tuple[int, int], batch_size: int, seed: int, *, crop: bool, flip: bool, world: World
+) -> Batches:
     """Return the engine's ``batches``: ``image`` (b, 3, *size) uint8 and ``label`` (b,), this rank's rows."""
     share = batch_size // world.size
     mine = slice(world.rank * share, (world.rank + 1) * share)

@@ -15,6 +15,7 @@ from dpn_cli.console import Console
 from dpn_cli.data.pixels import PixelSet, load, shuffled_batches, stream
 from dpn_cli.distributed import World
 from dpn_cli.losses import sigmoid_xent, softmax_xent
+from dpn_cli.memory import MicroBatch
 from dpn_cli.metrics import Top1
 from tasks.vtab.cells import Cell
 from tasks.vtab.data import TaskData
@@ -29,20 +30,27 @@ RESIZE_RATIO = 256 / 224
 class Bench:
     """Trains and scores one network on one task; its compiled step and its pixels serve every cell."""
 
-    def __init__(self, recipe: VtabRecipe, stem: Stem, task: Task, data: TaskData, world: World,
-                 console: Console) -> None:
+    def __init__(
+        self, recipe: VtabRecipe, stem: Stem, task: Task, data: TaskData, world: World, console: Console
+    ) -> None:
         self.recipe, self.task, self.data, self.world, self.console = recipe, task, data, world, console
         section = recipe.backbone
         pixels = section.image_size or 224
         self.size = (pixels, pixels) if isinstance(pixels, int) else pixels
         self.model = load_backbone(
-            section.arch, stem=stem, checkpoint=section.checkpoint and section.checkpoint.replace("{stem}", stem),
-            image_size=self.size, num_classes=task.classes, pool=section.pool, pre_logits=section.pre_logits,
-            drop_path=section.drop_path, grad_checkpointing=section.grad_checkpointing)
+            section.arch,
+            stem=stem,
+            checkpoint=section.checkpoint and section.checkpoint.replace("{stem}", stem),
+            image_size=self.size,
+            num_classes=task.classes,
+            pool=section.pool,
+            pre_logits=section.pre_logits,
+            drop_path=section.drop_path,
+            grad_checkpointing=section.grad_checkpointing,
+        )
         self.trainable = engine.prepare(self.model, recipe.runtime, world)
         self.first = {name: value.clone() for name, value in self.model.state_dict().items()}
-        self.micro = engine.MicroBatch.choose(
-            recipe.runtime, recipe.batch_size // world.size, self.model, world.device)
+        self.micro = MicroBatch.choose(recipe.runtime, recipe.batch_size // world.size, self.model, world.device)
         self._pixels: dict[tuple[str, bool], PixelSet] = {}
 
     def fit(self, cell: Cell, outputs: engine.Outputs) -> engine.FitResult:
@@ -52,11 +60,27 @@ class Bench:
         else:
             self.model.load_state_dict(self.first)
         train, val = self.pixels(cell.split, train=True), self.pixels("val200", train=False)
-        batches = shuffled_batches(train, self.size, self.recipe.batch_size, cell.seed, crop=self.task.crop,
-                                   flip=self.task.flip, world=self.world)
+        batches = shuffled_batches(
+            train,
+            self.size,
+            self.recipe.batch_size,
+            cell.seed,
+            crop=self.task.crop,
+            flip=self.task.flip,
+            world=self.world,
+        )
         training = engine.Training(self.recipe.optim, self.recipe.schedule, cell.lr, self.recipe.batch_size, cell.seed)
-        return engine.fit(self.trainable, self.loss, batches, lambda: self.evaluate(val), training,
-                          self.recipe.runtime, self.world, outputs, self.micro)
+        return engine.fit(
+            self.trainable,
+            self.loss,
+            batches,
+            lambda: self.evaluate(val),
+            training,
+            self.recipe.runtime,
+            self.world,
+            outputs,
+            self.micro,
+        )
 
     def pixels(self, split: str, *, train: bool) -> PixelSet:
         """Return a split in memory, for training at the size that crops are taken from."""
@@ -68,8 +92,12 @@ class Bench:
             height, width = self.size
             larger = self.recipe.data.resize
             size = (larger or round(height * RESIZE_RATIO), larger or round(width * RESIZE_RATIO))
-            pixels = load(getattr(self.data, split), size if cropped else self.size,
-                          workers=self.recipe.runtime.workers, skip_bad=self.recipe.data.skip_bad_images)
+            pixels = load(
+                getattr(self.data, split),
+                size if cropped else self.size,
+                workers=self.recipe.runtime.workers,
+                skip_bad=self.recipe.data.skip_bad_images,
+            )
             if pixels.skipped:
                 self.console.warn(f"{self.task.name}: {pixels.skipped} unreadable images of {split} are left out")
             self._pixels[split, cropped] = pixels.to(self.world.device)
@@ -98,8 +126,14 @@ class Bench:
         test, size = self.data.test, self.recipe.eval_batch_size
         counts = [Top1(self.task.classes, self.world.device) for _ in weights]
         rows = range(self.world.rank, len(test.labels), self.world.size)
-        parts = stream(test, self.size, size, rows=rows, workers=self.recipe.runtime.workers,
-                       skip_bad=self.recipe.data.skip_bad_images)
+        parts = stream(
+            test,
+            self.size,
+            size,
+            rows=rows,
+            workers=self.recipe.runtime.workers,
+            skip_bad=self.recipe.data.skip_bad_images,
+        )
         skipped = 0
         self.model.eval()
         # Rank 0 has the most rows; all ranks go round as often as it, because they decide together when to stop.

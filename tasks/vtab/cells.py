@@ -32,7 +32,8 @@ class Cell:
     def label(self) -> str:
         """Name the cell for a person."""
         return f"{self.task.name} {self.stem} lr {self.lr:g} seed {self.seed}" + (
-            "" if self.split == "train800" else f" ({self.split})")
+            "" if self.split == "train800" else f" ({self.split})"
+        )
 
     @property
     def weights(self) -> Path:
@@ -69,7 +70,12 @@ class Ledger:
         text = self.path.read_text(encoding="utf-8") if self.path.is_file() else ""
         for row in map(json.loads, text.splitlines()):
             if (row["stem"], row["task"], row["lr"], row["seed"], row["trained_on"]) == (
-                    cell.stem, cell.task.name, cell.lr, cell.seed, cell.split):
+                cell.stem,
+                cell.task.name,
+                cell.lr,
+                cell.seed,
+                cell.split,
+            ):
                 return dict(row)
         return None
 
@@ -77,8 +83,16 @@ class Ledger:
         """Append what cells scored, all of them or none."""
         text = self.path.read_text(encoding="utf-8") if self.path.is_file() else ""
         for cell, scored in rows:
-            row = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "stem": cell.stem, "task": cell.task.name,
-                   "lr": cell.lr, "seed": cell.seed, "trained_on": cell.split, "scored_on": "test", **scored}
+            row = {
+                "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                "stem": cell.stem,
+                "task": cell.task.name,
+                "lr": cell.lr,
+                "seed": cell.seed,
+                "trained_on": cell.split,
+                "scored_on": "test",
+                **scored,
+            }
             text += json.dumps(row) + "\n"
         replace_text(self.path, text)
 

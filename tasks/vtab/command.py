@@ -18,8 +18,9 @@ from tasks.vtab.sweep import run, timing
 from tasks.vtab.table import choose_tasks
 
 
-def start(recipe: VtabRecipe, output_dir: Path | None, *, resume: bool, overwrite: bool, dry_run: bool,
-          console: Console) -> dict[str, Any] | None:
+def start(
+    recipe: VtabRecipe, output_dir: Path | None, *, resume: bool, overwrite: bool, dry_run: bool, console: Console
+) -> dict[str, Any] | None:
     """Run the sweep and return its result; None on ranks that do not lead and after a dry run.
 
     Raises `DpnError` and its kin, each with the exit code of its cause.
@@ -71,10 +72,15 @@ def _open(path: Path, recipe: VtabRecipe, world: World, *, resume: bool, overwri
 def _dry_run(recipe: VtabRecipe, world: World, console: Console) -> None:
     """Do two steps of every stem on its first task, through save, resume and scoring; print what a run costs."""
     tasks = choose_tasks(recipe.data.tasks, recipe.demo)
-    short = recipe.model_copy(update={
-        "data": recipe.data.model_copy(update={"tasks": (tasks[0].name,)}), "lrs": recipe.lrs[:1],
-        "seeds": recipe.seeds[:1], "schedule": recipe.schedule.model_copy(update={"steps": 2, "warmup": 0}),
-        "runtime": recipe.runtime.model_copy(update={"checkpoint_every": 1})})
+    short = recipe.model_copy(
+        update={
+            "data": recipe.data.model_copy(update={"tasks": (tasks[0].name,)}),
+            "lrs": recipe.lrs[:1],
+            "seeds": recipe.seeds[:1],
+            "schedule": recipe.schedule.model_copy(update={"steps": 2, "warmup": 0}),
+            "runtime": recipe.runtime.model_copy(update={"checkpoint_every": 1}),
+        }
+    )
     with tempfile.TemporaryDirectory() as scratch:
         folder = _open(Path(scratch) / "run", short, world, resume=False, overwrite=False)
         began = time.perf_counter()
@@ -83,7 +89,7 @@ def _dry_run(recipe: VtabRecipe, world: World, console: Console) -> None:
         step = timing(folder)["train_seconds"] / (2 * len(recipe.stems))
     cells = len(recipe.stems) * len(tasks) * len(recipe.lrs) * len(recipe.seeds)
     hours = cells * recipe.schedule.steps * step / 3600
-    console.info(f"dry run passed in {seconds:.0f} s: {len(tasks)} tasks, {cells} trainings of {recipe.schedule.steps} "
-                 f"steps at {step:.3g} s a step: about {hours:.3g} hours here, and evaluation. Nothing was written")
-
-
+    console.info(
+        f"dry run passed in {seconds:.0f} s: {len(tasks)} tasks, {cells} trainings of {recipe.schedule.steps} "
+        f"steps at {step:.3g} s a step: about {hours:.3g} hours here, and evaluation. Nothing was written"
+    )

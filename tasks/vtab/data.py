@@ -35,15 +35,18 @@ def open_task(data: Data, task: Task) -> TaskData:
     for name, expected in (("train800", TRAIN), ("val200", VAL)):
         found = len(splits[name].labels)
         if found != expected:
-            raise DataError(f"{task.name}: {name} has {found} images, VTAB-1k has {expected}; "
-                            "get this task's folder again")
+            raise DataError(
+                f"{task.name}: {name} has {found} images, VTAB-1k has {expected}; get this task's folder again"
+            )
     for name, split in splits.items():
         if not split.labels:
             raise DataError(f"{task.name}: {name} has no images")
         for index, label in enumerate(split.labels):
             if not 0 <= label < task.classes:
-                raise DataError(f"{split.where(index)}: label {label}, but {task.name} has {task.classes} classes, "
-                                f"0 to {task.classes - 1}")
+                raise DataError(
+                    f"{split.where(index)}: label {label}, but {task.name} has {task.classes} classes, "
+                    f"0 to {task.classes - 1}"
+                )
     return TaskData(**splits, fingerprints={name: fingerprint(split) for name, split in splits.items()})
 
 
@@ -56,8 +59,10 @@ def _open_split(data: Data, task: Task, split: str) -> Labelled:
         return HubSplit(source.removeprefix("hf:"), task.folder, split, data.image_column, data.label_column)
     root = Path(source).expanduser()
     if not root.is_dir():
-        raise DataError(f"--data {source}: no such folder; it holds one folder per task, e.g. {root / task.folder}. "
-                        "'demo' is the built-in data, hf:OWNER/NAME a hub data set")
+        raise DataError(
+            f"--data {source}: no such folder; it holds one folder per task, e.g. {root / task.folder}. "
+            "'demo' is the built-in data, hf:OWNER/NAME a hub data set"
+        )
     if not (root / task.folder).is_dir():
         raise DataError(f"{root / task.folder}: missing, needed for {task.name}; get it, or choose other --tasks")
     return FileList(root / task.folder, split)
@@ -84,9 +89,13 @@ def check_images(tasks: dict[Task, TaskData], skip_bad: bool, console: Console) 
         if any(path.suffix.lower() in {".jpg", ".jpeg"} for path in paths):
             jpeg.append(task.name)
         if len(data.test.labels) != task.test:
-            console.warn(f"{task.name}: {len(data.test.labels)} test images, VTAB has {task.test}: "
-                         "the score is not comparable with published ones")
+            console.warn(
+                f"{task.name}: {len(data.test.labels)} test images, VTAB has {task.test}: "
+                "the score is not comparable with published ones"
+            )
     if jpeg:
-        console.warn(f"JPEG files in {', '.join(jpeg)}: the usual VTAB-1k download re-encoded all at quality 75. "
-                     "A stem that normalises every patch amplifies those artefacts in flat regions; do not "
-                     "compare with scores on the original images")
+        console.warn(
+            f"JPEG files in {', '.join(jpeg)}: the usual VTAB-1k download re-encoded all at quality 75. "
+            "A stem that normalises every patch amplifies those artefacts in flat regions; do not "
+            "compare with scores on the original images"
+        )

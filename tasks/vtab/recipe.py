@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from dpn_cli.arch import Stem, parse_arch
+from dpn_cli.arch import Stem, check_image_size, parse_arch
 from dpn_cli.errors import DpnError
 from dpn_cli.recipe import About, Backbone, Optim, Plain, Positive, Runtime, Schedule, Section, merge, read_recipe
 
@@ -114,11 +114,13 @@ def settle(recipe: VtabRecipe) -> VtabRecipe:
     checkpoint = backbone.checkpoint or ("none" if recipe.demo else None)
     if checkpoint is None:
         checkpoint = find_weights(backbone.arch, recipe.stems)
-    size = backbone.image_size
-    if size is None and recipe.demo and backbone.arch:
+    size = backbone.image_size or 224
+    if backbone.arch:
         patch = parse_arch(backbone.arch)[1]
-        size = math.ceil(DEMO_PIXELS / patch) * patch
-    settled = backbone.model_copy(update={"checkpoint": checkpoint, "image_size": size or 224})
+        if backbone.image_size is None and recipe.demo and 224 % patch == 0:
+            size = math.ceil(DEMO_PIXELS / patch) * patch  # the scenes are that small
+        check_image_size(size, (patch, patch))
+    settled = backbone.model_copy(update={"checkpoint": checkpoint, "image_size": size})
     return recipe.model_copy(update={"backbone": settled})
 
 
@@ -146,5 +148,5 @@ def find_weights(arch: str | None, stems: tuple[Stem, ...]) -> str | None:
         "--checkpoint: VTAB measures pre-trained networks and no weights were given. Ways out: --checkpoint FILE "
         "(big_vision .npz, timm or dpn .safetensors; write {stem} in the name with --compare); "
         "--stem none --checkpoint timm:vit_base_patch32_224.augreg_in1k; "
-        f"put {wanted} into {folder}; --checkpoint none to train from scratch; --data demo to look around")
-
+        f"put {wanted} into {folder}; --checkpoint none to train from scratch; --data demo to look around"
+    )

@@ -22,24 +22,40 @@ from tasks.vtab.table import GROUPS, PAPER_COLUMNS, TASKS
 
 Json = dict[str, Any]
 
-DEMO_NOTE = ("DEMO: generated scenes and networks trained from scratch, to show that everything works. These are no "
-             "VTAB scores. For those give data (--data DIR with one folder per task, $DPN_DATA_DIR/vtab-1k, or "
-             "hf:OWNER/NAME) and weights (--checkpoint FILE).")
-TOY_NOTE = ("From scratch, the plain stem often wins at this size: Dual PatchNorm hides brightness and contrast from "
-            "the network, and its gains in the paper come from long pre-training. The difference is what came out.")
+DEMO_NOTE = (
+    "DEMO: generated scenes and networks trained from scratch, to show that everything works. These are no "
+    "VTAB scores. For those give data (--data DIR with one folder per task, $DPN_DATA_DIR/vtab-1k, or "
+    "hf:OWNER/NAME) and weights (--checkpoint FILE)."
+)
+TOY_NOTE = (
+    "From scratch, the plain stem often wins at this size: Dual PatchNorm hides brightness and contrast from "
+    "the network, and its gains in the paper come from long pre-training. The difference is what came out."
+)
 
 
-def build_result(recipe: VtabRecipe, outcomes: Sequence[TaskOutcome], arch: str, fingerprints: Mapping[str, Any],
-                 timing: Json) -> Json:
+def build_result(
+    recipe: VtabRecipe, outcomes: Sequence[TaskOutcome], arch: str, fingerprints: Mapping[str, Any], timing: Json
+) -> Json:
     """Return what result.json holds; accuracies in percent. With several stems, the top level is the last one's."""
     by_stem = {stem: _stem_result([o for o in outcomes if o.stem == stem], recipe) for stem in recipe.stems}
     main = recipe.stems[-1]
     result: Json = {
-        "task": "vtab", "demo": recipe.demo, "note": DEMO_NOTE if recipe.demo else "", "arch": arch, "stem": main,
-        "checkpoint": recipe.backbone.checkpoint, "image_size": recipe.backbone.image_size,
-        "protocol": recipe.protocol, "steps": recipe.schedule.steps, "lrs": list(recipe.lrs),
-        "seeds": list(recipe.seeds), "unit": "percent", **by_stem[main],
-        "data": {"source": recipe.data.source, "fingerprints": dict(fingerprints)}, "timing": timing}
+        "task": "vtab",
+        "demo": recipe.demo,
+        "note": DEMO_NOTE if recipe.demo else "",
+        "arch": arch,
+        "stem": main,
+        "checkpoint": recipe.backbone.checkpoint,
+        "image_size": recipe.backbone.image_size,
+        "protocol": recipe.protocol,
+        "steps": recipe.schedule.steps,
+        "lrs": list(recipe.lrs),
+        "seeds": list(recipe.seeds),
+        "unit": "percent",
+        **by_stem[main],
+        "data": {"source": recipe.data.source, "fingerprints": dict(fingerprints)},
+        "timing": timing,
+    }
     if recipe.compare:
         result["compare"] = {"stems": by_stem, "differences": _differences(recipe.stems, by_stem)}
     return result
@@ -51,24 +67,33 @@ def _stem_result(outcomes: Sequence[TaskOutcome], recipe: VtabRecipe) -> Json:
         test = [outcome.test[seed] for seed in recipe.seeds if seed in outcome.test]
         complete = len(test) == len(recipe.seeds)
         tasks[outcome.task.name] = {
-            "group": outcome.task.group, "lr": outcome.lr, "edge": _edge(outcome.lr, recipe.lrs),
+            "group": outcome.task.group,
+            "lr": outcome.lr,
+            "edge": _edge(outcome.lr, recipe.lrs),
             "val": {f"{lr:g}": [outcome.val.get(lr, {}).get(seed) for seed in recipe.seeds] for lr in recipe.lrs},
-            "test": summarize(test).to_dict() if complete else None, "test_images": outcome.test_images,
-            "test_images_in_vtab": outcome.task.test, "chance": round(100 / outcome.task.classes, 2),
-            "failed": outcome.failed}
-    groups = {group: _mean_of(tasks, [name for name, task in tasks.items() if task["group"] == group])
-              for group in GROUPS}
+            "test": summarize(test).to_dict() if complete else None,
+            "test_images": outcome.test_images,
+            "test_images_in_vtab": outcome.task.test,
+            "chance": round(100 / outcome.task.classes, 2),
+            "failed": outcome.failed,
+        }
+    groups = {
+        group: _mean_of(tasks, [name for name, task in tasks.items() if task["group"] == group]) for group in GROUPS
+    }
     everything = _mean_of(tasks, list(tasks)) if set(tasks) == {task.name for task in TASKS} else None
     whole = [part for part in groups.values() if part is not None]
     mean_groups = None
     if len(whole) == len(GROUPS):
         mean_groups = summarize([fmean(values) for values in zip(*(part.values for part in whole), strict=True)])
     return {
-        "mean19": everything and round(everything.mean, 4), "mean_groups": mean_groups and round(mean_groups.mean, 4),
+        "mean19": everything and round(everything.mean, 4),
+        "mean_groups": mean_groups and round(mean_groups.mean, 4),
         "mean19_over_seeds": everything and everything.to_dict(),
         "mean_groups_over_seeds": mean_groups and mean_groups.to_dict(),
         "groups": {name: group and group.to_dict() for name, group in groups.items()},
-        "failed": [line for outcome in outcomes for line in outcome.failed], "tasks": tasks}
+        "failed": [line for outcome in outcomes for line in outcome.failed],
+        "tasks": tasks,
+    }
 
 
 def _mean_of(tasks: Json, names: Sequence[str]) -> Summary | None:
@@ -95,8 +120,14 @@ def _differences(stems: Sequence[Stem], by_stem: Mapping[Stem, Json]) -> list[Js
             if task["test"] and base[name]["test"]:
                 tasks[name] = paired_difference(task["test"]["values"], base[name]["test"]["values"])
         overall = summarize([difference.mean for difference in tasks.values()]) if tasks else None
-        rows.append({"stem": stem, "minus": stems[0], "tasks": {name: d.to_dict() for name, d in tasks.items()},
-                     "over_tasks": overall and overall.to_dict()})
+        rows.append(
+            {
+                "stem": stem,
+                "minus": stems[0],
+                "tasks": {name: d.to_dict() for name, d in tasks.items()},
+                "over_tasks": overall and overall.to_dict(),
+            }
+        )
     return rows
 
 
@@ -126,8 +157,11 @@ def print_result(result: Json, console: Console) -> None:
             console.print(f"[red]failed[/] {line}", markup=True, highlight=False)
         edges = [f"{name} ({task['edge']})" for name, task in part["tasks"].items() if task["edge"]]
         if edges:
-            console.print(f"The chosen lr is at the edge of the grid for {', '.join(edges)}: "
-                          "a better one may lie beyond (--lrs).", highlight=False)
+            console.print(
+                f"The chosen lr is at the edge of the grid for {', '.join(edges)}: "
+                "a better one may lie beyond (--lrs).",
+                highlight=False,
+            )
         console.print()
     for difference in result.get("compare", {}).get("differences", []):
         console.print(_difference_table(difference))
@@ -139,8 +173,12 @@ def _table(result: Json, stem: str, part: Json) -> Table:
     column = PAPER_COLUMNS.index((result["arch"], stem)) if (result["arch"], stem) in PAPER_COLUMNS else None
     paper = {} if column is None or result["demo"] else {task.name: task.paper[column] for task in TASKS}
     kind = "VTAB demo" if result["demo"] else "VTAB-1k"
-    table = Table(box=box.SIMPLE_HEAD, title=f"{kind} · {result['arch']} · stem {stem} · protocol {result['protocol']}",
-                  caption="accuracy in %, mean ± standard error over n seeds, 95 % t-interval", title_justify="left")
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=f"{kind} · {result['arch']} · stem {stem} · protocol {result['protocol']}",
+        caption="accuracy in %, mean ± standard error over n seeds, 95 % t-interval",
+        title_justify="left",
+    )
     table.add_column("task")
     for name in ("lr", "val200", "test", "95 %", "n", "chance", *(("paper",) if paper else ())):
         table.add_column(name, justify="right", no_wrap=True)
@@ -148,11 +186,24 @@ def _table(result: Json, stem: str, part: Json) -> Table:
         members = {name: task for name, task in part["tasks"].items() if task["group"] == group}
         for name, task in members.items():
             chosen = [v for v in task["val"].get(f"{task['lr']:g}", []) if v is not None] if task["lr"] else []
-            table.add_row(name, f"{task['lr']:g}" if task["lr"] else "-", f"{fmean(chosen):.1f}" if chosen else "-",
-                          *_cells(task["test"]), f"{task['chance']:.1f}", *([f"{paper[name]:.1f}"] if paper else []))
+            table.add_row(
+                name,
+                f"{task['lr']:g}" if task["lr"] else "-",
+                f"{fmean(chosen):.1f}" if chosen else "-",
+                *_cells(task["test"]),
+                f"{task['chance']:.1f}",
+                *([f"{paper[name]:.1f}"] if paper else []),
+            )
         if members:
-            table.add_row(f"[bold]{group}[/]", "", "", *_cells(part["groups"][group]), "", *([""] if paper else []),
-                          end_section=True)
+            table.add_row(
+                f"[bold]{group}[/]",
+                "",
+                "",
+                *_cells(part["groups"][group]),
+                "",
+                *([""] if paper else []),
+                end_section=True,
+            )
     for name in ("mean19", "mean_groups"):
         table.add_row(f"[bold]{name}[/]", "", "", *_cells(part[f"{name}_over_seeds"]), "", *([""] if paper else []))
     return table
@@ -167,8 +218,12 @@ def _cells(summary: Json | None) -> tuple[str, str, str]:
 
 
 def _difference_table(difference: Json) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title=f"{difference['stem']} minus {difference['minus']}, paired by seed",
-                  caption="points of accuracy, mean ± standard error, 95 % t-interval", title_justify="left")
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=f"{difference['stem']} minus {difference['minus']}, paired by seed",
+        caption="points of accuracy, mean ± standard error, 95 % t-interval",
+        title_justify="left",
+    )
     table.add_column("task")
     for name in ("difference", "95 %", "n"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -40,11 +40,13 @@ def run(recipe: VtabRecipe, folder: RunFolder, world: World, console: Console) -
         check_images(data, recipe.data.skip_bad_images, console)
         folder.update(device=describe_device(world.device), ranks=world.size, status="running", data=fingerprints)
     track = build_tracker(recipe.runtime.report_to if world.leads else "none", folder.path, console)
-    outcomes = [TaskSweep(recipe, stem, task, data[task], folder, world, console, track).run()
-                for stem in recipe.stems for task in tasks]
+    outcomes = [
+        TaskSweep(recipe, stem, task, data[task], folder, world, console, track).run()
+        for stem in recipe.stems
+        for task in tasks
+    ]
     facts = read_json(folder.path / "run.json") or {}
-    result = build_result(recipe, outcomes, recipe.backbone.arch or facts.get("arch", ""), fingerprints,
-                          timing(folder))
+    result = build_result(recipe, outcomes, recipe.backbone.arch or facts.get("arch", ""), fingerprints, timing(folder))
     if world.leads:
         write_csv(folder.path / "result.csv", outcomes)
         if any(outcome.failed for outcome in outcomes):
@@ -65,8 +67,17 @@ def timing(folder: RunFolder) -> Json:
 class TaskSweep:
     """All cells of one task with one stem: train, choose the learning rate on val200, score on test."""
 
-    def __init__(self, recipe: VtabRecipe, stem: Stem, task: Task, data: TaskData, folder: RunFolder, world: World,
-                 console: Console, track: Track) -> None:
+    def __init__(
+        self,
+        recipe: VtabRecipe,
+        stem: Stem,
+        task: Task,
+        data: TaskData,
+        folder: RunFolder,
+        world: World,
+        console: Console,
+        track: Track,
+    ) -> None:
         self.recipe, self.stem, self.task, self.data = recipe, stem, task, data
         self.folder, self.world, self.console, self.track = folder, world, console, track
         self.path = folder.path / "cells" / stem / task.name
@@ -147,9 +158,14 @@ class TaskSweep:
         log = MetricsLog(cell.path / "metrics.jsonl", lambda record: self.track(cell.label, record))
         with self.console.progress(cell.label) as tick:
             result = self.bench.fit(cell, engine.Outputs(checkpoints, log, tick, self.console.warn))
-        marker: Json = {"steps": result.steps, "val_accuracy": result.metrics["accuracy"], "loss": result.loss,
-                        "train_seconds": round(result.seconds, 3), "wait_seconds": round(result.wait_seconds, 3),
-                        "micro_batch": result.micro_batch}
+        marker: Json = {
+            "steps": result.steps,
+            "val_accuracy": result.metrics["accuracy"],
+            "loss": result.loss,
+            "train_seconds": round(result.seconds, 3),
+            "wait_seconds": round(result.wait_seconds, 3),
+            "micro_batch": result.micro_batch,
+        }
         if self.world.leads:
             if self._weights_needed(cell) or self.recipe.keep_weights == "all":
                 model = self.bench.model
@@ -167,14 +183,18 @@ class TaskSweep:
         if todo:
             began, device = time.perf_counter(), self.world.device
             weights = [load_file(cell.weights, device=str(device)) for cell in todo]
-            rows = [(cell, {"images": images, "right": right, "accuracy": 100 * right / images})
-                    for cell, (right, images) in zip(todo, self.bench.count_test(weights), strict=True)]
+            rows = [
+                (cell, {"images": images, "right": right, "accuracy": 100 * right / images})
+                for cell, (right, images) in zip(todo, self.bench.count_test(weights), strict=True)
+            ]
             if self.world.leads:
                 self.ledger.add(rows)
             distributed.barrier()
             mean, images = fmean(row["accuracy"] for _, row in rows), rows[0][1]["images"]
-            self.console.info(f"{self.task.name} {self.stem}: chosen lr {cells[0].lr:g}, test {mean:.1f} % "
-                              f"({len(rows)} seeds, {images} images, {time.perf_counter() - began:.1f} s)")
+            self.console.info(
+                f"{self.task.name} {self.stem}: chosen lr {cells[0].lr:g}, test {mean:.1f} % "
+                f"({len(rows)} seeds, {images} images, {time.perf_counter() - began:.1f} s)"
+            )
         for cell in cells:
             entry = distributed.from_leader(self.ledger.entry(cell))
             assert entry is not None
@@ -194,7 +214,8 @@ class TaskSweep:
         cells = len(self.recipe.lrs) * len(self.recipe.seeds)
         free = shutil.disk_usage(self.folder.path).free
         if free < cells * size:
-            raise SaveError(f"-o {self.folder.path}: {free / 1e9:.1f} GB free, and the {cells} cells of a task keep "
-                            f"{cells * size / 1e9:.1f} GB of weights until its learning rate is chosen; free some "
-                            "space or pass another -o")
-
+            raise SaveError(
+                f"-o {self.folder.path}: {free / 1e9:.1f} GB free, and the {cells} cells of a task keep "
+                f"{cells * size / 1e9:.1f} GB of weights until its learning rate is chosen; free some "
+                "space or pass another -o"
+            )

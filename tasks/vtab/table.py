@@ -60,7 +60,6 @@ TASKS: tuple[Task, ...] = (
 
 # Labels of the built-in scenes. Mirroring would change where the light comes from and where the object is.
 DEMO_TASKS: tuple[Task, ...] = (
-    Task("demo_shape", "natural", "demo_shape", 4, False, True, 1_000),
     Task("demo_color", "natural", "demo_color", 6, False, True, 1_000),
     Task("demo_light", "specialized", "demo_light", 4, False, False, 1_000),
     Task("demo_count", "structured", "demo_count", 4, False, True, 1_000),

@@ -1,0 +1,54 @@
+"""Fitting a batch into memory: how many rows go through the network at once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from dpn_cli.errors import OutOfMemoryError
+from dpn_cli.recipe import Runtime
+
+# Forward activations that autograd keeps, in bytes per token, block and unit of width, in float32.
+ACTIVATION_BYTES = 34 * 4
+# What a micro-batch may keep on a CPU, where running out of memory ends the process without an exception.
+CPU_BUDGET = 1_500_000_000
+
+
+@dataclass
+class MicroBatch:
+    """How many rows go through the network at once; halves when memory runs out and stays there."""
+
+    size: int
+    fixed: bool = False
+
+    @classmethod
+    def choose(cls, runtime: Runtime, rows: int, model: nn.Module, device: torch.device) -> MicroBatch:
+        """Start from what the recipe says, or from all `rows` (on a CPU, from what fits into 1.5 GB)."""
+        if runtime.micro_batch_size != "auto":
+            return cls(min(runtime.micro_batch_size, rows), fixed=True)
+        tokens = getattr(model, "pos_embed", torch.empty(1, 1, 1)).shape[1] + 1
+        cost = tokens * getattr(model, "embed_dim", 1) * len(getattr(model, "blocks", [0])) * ACTIVATION_BYTES
+        fits = max(1, CPU_BUDGET // cost)
+        size = rows if device.type != "cpu" else min(rows, 1 << (fits.bit_length() - 1))
+        return cls(size)
+
+    def halve(self) -> None:
+        """Make the micro-batch smaller. Raises `OutOfMemoryError` when it is one row already."""
+        if self.size == 1:
+            raise OutOfMemoryError(
+                "out of memory with one image at a time; use "
+                "--set backbone.grad_checkpointing=true, a smaller --arch or --image-size, "
+                "or another --device"
+            )
+        self.size = math.ceil(self.size / 2)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell running out of memory, on a GPU or a CPU, from other errors."""
+    text = str(error)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and ("allocate memory" in text or "not enough memory" in text)
+    )

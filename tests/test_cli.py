@@ -1,0 +1,226 @@
+"""The command line: help without torch, the frozen set of options, completion, and wrong commands."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import GOLDENS
+
+from dpn_cli import recipe
+
+ROOT = Path(__file__).parents[1]
+
+
+def dpn(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line as a user does, in a process of its own."""
+    path = os.pathsep.join([str(ROOT), *([os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else [])])
+    return subprocess.run(
+        [sys.executable, "-m", "dpn_cli", *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path, "COLUMNS": "100", **environment},
+    )
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["--help"],
+        ["finetune", "--help"],
+        ["finetune", "vtab", "--help"],
+        ["recipes"],
+        ["recipes", "show", "vtab"],
+        ["finetune", "vtab", "--print-config"],
+        ["--version"],
+    ],
+)
+def test_help_and_recipes_load_neither_torch_nor_timm(command: Sequence[str]) -> None:
+    script = (
+        "import sys; sys.argv = ['dpn', *sys.argv[1:]]\n"
+        "from dpn_cli.cli import app\n"
+        "app(standalone_mode=False)\n"
+        "heavy = {'torch', 'timm', 'torchvision', 'datasets', 'scipy', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *command], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+OPTIONS = {
+    "--arch",
+    "--stem",
+    "--checkpoint",
+    "--image-size",
+    "--compare",
+    "--data",
+    "--tasks",
+    "--skip-bad-images",
+    "--protocol",
+    "--lrs",
+    "--seeds",
+    "--steps",
+    "--batch-size",
+    "--precision",
+    "--compile",
+    "--no-compile",
+    "--micro-batch-size",
+    "--device",
+    "--workers",
+    "--report-to",
+    "--output-dir",
+    "--resume",
+    "--overwrite",
+    "--config",
+    "--set",
+    "--print-config",
+    "--dry-run",
+    "--json",
+    "--quiet",
+    "--verbose",
+    "--help",
+}
+
+
+def test_the_set_of_options_is_frozen_and_each_says_its_default() -> None:
+    import typer.main
+
+    from dpn_cli.cli import app
+
+    command = typer.main.get_command(app).commands["finetune"].commands["vtab"]  # type: ignore[attr-defined]
+    parameters = [p for p in command.params if p.param_type_name == "option"]
+    names = {name for p in parameters for name in (*p.opts, *p.secondary_opts) if name.startswith("--")}
+    assert names | {"--help"} == OPTIONS
+    for parameter in parameters:
+        takes_value = not parameter.is_flag
+        if takes_value and parameter.name not in {"config", "settings", "compare"}:
+            assert "[default: " in parameter.help, parameter.name
+        assert parameter.rich_help_panel, parameter.name
+
+
+@pytest.mark.parametrize("command", [["--help"], ["finetune", "--help"], ["finetune", "vtab", "--help"]])
+def test_every_help_page_has_an_example_to_copy(command: list[str]) -> None:
+    page = dpn(*command)
+    assert "Example: dpn finetune vtab" in page.stdout
+    if command == ["finetune", "vtab", "--help"]:
+        for panel in ("Model", "Data", "Training", "Runtime", "Output and recipe"):
+            assert f"─ {panel} ─" in page.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("dpn finetune vtab --arch B", "B/32"),
+        ("dpn finetune vtab --stem dp", "dpn_no_affine"),
+        ("dpn finetune vtab --tasks svhn,dt", "svhn,dtd"),
+        ("dpn recipes show vtab_", "vtab_demo"),
+    ],
+)
+def test_shell_completion_knows_archs_stems_tasks_and_recipes(line: str, expected: str) -> None:
+    script = "import sys; sys.argv = ['dpn']\nfrom dpn_cli.cli import main\nmain()"
+    asked = {"_DPN_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **asked},
+    )
+    assert expected in done.stdout.split(), done.stdout + done.stderr
+
+
+def test_recipes_are_listed_with_paper_table_and_number() -> None:
+    listed = dpn("recipes", COLUMNS="300").stdout
+    for name in recipe.shipped_recipes():
+        about = recipe.read_recipe(name)["about"]
+        assert all(about[key] in listed for key in ("paper", "table", "expected")), name
+    shown = yaml.safe_load(dpn("recipes", "show", "vtab").stdout)
+    assert shown["schedule"]["steps"] == 2500
+    assert shown["runtime"]["micro_batch_size"] == "auto"
+
+
+def test_print_config_shows_what_would_run() -> None:
+    printed = dpn(
+        "finetune",
+        "vtab",
+        "--arch",
+        "B/16",
+        "--data",
+        "x",
+        "--lrs",
+        "0.1",
+        "--set",
+        "optim.clip_norm=null",
+        "--no-compile",
+        "-b",
+        "64",
+    )
+    assert printed.returncode != 0  # no weights
+    printed = dpn(
+        "finetune",
+        "vtab",
+        "--arch",
+        "B/16",
+        "--data",
+        "x",
+        "--lrs",
+        "0.1",
+        "--set",
+        "optim.clip_norm=null",
+        "--compile",
+        "-b",
+        "64",
+        "--print-config",
+    )
+    shown = yaml.safe_load(printed.stdout)
+    assert (shown["backbone"]["arch"], shown["lrs"], shown["optim"]["clip_norm"]) == ("B/16", [0.1], None)
+    assert (shown["runtime"]["compile"], shown["batch_size"], shown["data"]["source"]) == (True, 64, "x")
+
+
+WRONG = [
+    (["--arch", "B/31"], 2, "the patch 31x31 does not divide it"),
+    (["--arch", "b/32"], 2, "use SIZE/PATCH"),
+    (["--stem", "dnp"], 2, "input should be 'none', 'pre'"),
+    (["--tasks", "svnh"], 2, "choose from all, natural"),
+    (["--set", "optim.lrr=1"], 2, "optim.lrr: unknown key"),
+    (["--arch", "B/32", "--data", "nowhere"], 2, "no weights were given. Ways out"),
+    (["--checkpoint", "none", "--data", "nowhere", "--arch", "mu/8"], 3, "no such folder"),
+    (["--checkpoint", "missing.npz", "--data", "demo", "--arch", "mu/8"], 2, "no such file"),
+    (["--checkpoint", str(GOLDENS / "vit_tok_repsize.params.npz"), "--image-size", "32"], 2, "has stem 'none'"),
+    (["--checkpoint", "hf-hub:nobody/nothing"], 3, "not in the local cache"),
+    (["--data", "hf:nobody/nothing", "--checkpoint", "none", "--arch", "mu/8"], 3, "not loaded"),
+    (["--device", "cuda:7"], 2, "this machine has cpu"),
+    (["--config", "nowhere.yaml"], 2, "no such file"),
+    (["--precision", "fp8"], 2, "runtime.precision"),
+    (["--stesp", "5"], 2, "No such option"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "message"), WRONG)
+def test_wrong_commands_end_with_one_line_and_their_code(
+    arguments: list[str], code: int, message: str, tmp_path: Path
+) -> None:
+    done = dpn("finetune", "vtab", "-o", str(tmp_path / "run"), "-q", *arguments, cwd=tmp_path, HF_HUB_OFFLINE="1")
+    assert done.returncode == code, done.stderr
+    assert message in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    if message != "No such option":
+        assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_an_unknown_command_names_the_nearest() -> None:
+    done = dpn("finetune", "vtb")
+    assert done.returncode == 2
+    assert "vtab" in done.stderr

@@ -1,0 +1,129 @@
+"""The shape of the project: who may import whom, and a wheel that holds every module and recipe."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MODULES = [path for package in ("dpn_cli", "tasks") for path in sorted((ROOT / package).rglob("*.py"))]
+
+# A module may import those of its own layer's number or below; only the command line knows the tasks.
+LAYERS = {
+    "dpn_cli.cli": 9,
+    "dpn_cli.__main__": 9,
+    "tasks": 8,
+    "dpn_cli.data": 6,
+    "dpn_cli.engine": 5,
+    "dpn_cli.backbone": 5,
+    "dpn_cli.trackers": 5,
+    "dpn_cli.options": 4,
+    "dpn_cli.runstate": 4,
+    "dpn_cli.optim": 4,
+    "dpn_cli.vit": 4,
+    "dpn_cli.checkpoints": 4,
+    "dpn_cli.stopping": 3,
+    "dpn_cli.stem": 3,
+    "dpn_cli.recipe": 3,
+    "dpn_cli.hub": 3,
+    "dpn_cli.metrics": 3,
+    "dpn_cli.losses": 3,
+    "dpn_cli.memory": 4,
+    "dpn_cli.statistics": 3,
+    "dpn_cli.console": 3,
+    "dpn_cli.distributed": 2,
+    "dpn_cli.files": 2,
+    "dpn_cli.arch": 1,
+    "dpn_cli.errors": 0,
+    "dpn_cli": 0,
+}
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def layer(module: str) -> int:
+    while module not in LAYERS:
+        module = module.rpartition(".")[0]
+    return LAYERS[module]
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inside = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name for name in inside if (ROOT / name.replace(".", "/")).with_suffix(".py").is_file()} or {
+                node.module
+            }
+    return {name for name in found if name.split(".")[0] in {"dpn_cli", "tasks"}}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_imports_point_downwards(path: Path) -> None:
+    here = name_of(path)
+    for there in imports(path):
+        assert layer(there) <= layer(here), f"{here} imports {there}"
+        if here.startswith("tasks."):
+            same_task = there.split(".")[:2] == here.split(".")[:2]
+            assert not there.startswith("tasks.") or same_task, f"{here} imports another task: {there}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_files_can_be_read_in_one_sitting(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 350
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno is not None
+            assert node.end_lineno - node.lineno < 80, node.name
+
+
+def test_the_wheel_holds_every_module_and_recipe_and_works_alone(tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    installed = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        archive.extractall(installed)
+    expected = {str(path.relative_to(ROOT)) for path in MODULES}
+    expected |= {f"dpn_cli/configs/{path.name}" for path in (ROOT / "configs").iterdir()}
+    expected |= {"dpn_cli/py.typed", "tasks/py.typed"}
+    assert expected <= names
+    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"dpn_cli", "tasks"}
+    script = (
+        "import dpn_cli.cli, sys; assert dpn_cli.__file__.startswith(sys.argv[1]), dpn_cli.__file__\n"
+        "sys.argv = ['dpn', 'recipes']\ndpn_cli.cli.main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(installed)!r})\n{script}", str(installed)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for path in (ROOT / "configs").iterdir():
+        assert path.stem in done.stdout
+
+
+def test_nothing_in_the_repository_names_a_machine_or_a_registry() -> None:
+    forbidden = ("pypi" + ".org", "python" + "hosted", "/root" + "/", "file:" + "///")
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+    for name in tracked:
+        path = ROOT / name
+        if path.suffix != ".npz" and path.is_file():
+            text = path.read_text(encoding="utf-8")
+            assert not [word for word in forbidden if word in text], name

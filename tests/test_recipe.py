@@ -1,0 +1,149 @@
+"""Recipes: layers, messages, and every shipped file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dpn_cli import recipe
+from dpn_cli.errors import DpnError
+from tasks.vtab.recipe import VtabRecipe, resolve, settle
+
+BASE: dict[str, Any] = recipe.read_recipe("vtab")
+
+
+def build(*layers: dict[str, Any]) -> VtabRecipe:
+    return recipe.build(VtabRecipe, recipe.merge(BASE, *layers), "recipe")
+
+
+@pytest.mark.parametrize("name", list(recipe.shipped_recipes()))
+def test_every_shipped_recipe_builds_and_survives_a_round_trip(name: str) -> None:
+    plain = recipe.read_recipe(name)
+    built = recipe.build(VtabRecipe, plain, name)
+    assert recipe.build(VtabRecipe, yaml.safe_load(recipe.dump(built)), name) == built
+    assert all(getattr(built.about, key) for key in ("paper", "table", "command", "expected"))
+
+
+def test_appendix_e_is_what_the_paper_prints() -> None:
+    built = build()
+    assert (built.schedule.steps, built.schedule.warmup, built.schedule.decay) == (2500, 200, "cosine")
+    assert (built.batch_size, built.loss, len(built.seeds)) == (512, "sigmoid", 3)
+    optim = built.optim
+    assert (optim.name, optim.momentum, optim.clip_norm, optim.weight_decay) == ("momentum", 0.9, 1.0, 0.0)
+    assert 3e-4 in built.lrs
+    assert len(built.lrs) == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["optim.momentun=0.8"], "optim.momentun: unknown key; did you mean 'optim.momentum'"),
+        (["lr=0.1"], "lr: unknown key; did you mean 'lrs'"),
+        (["qqqq.zzzz=1"], "qqqq: unknown key; see dpn recipes show"),
+        (["optim.name=sgdd"], r"optim.name: input should be 'momentum' or 'adam' \(got 'sgdd'\)"),
+        (["schedule.steps=0"], r"schedule.steps: input should be greater than 0 \(got 0\)"),
+        (["schedule.steps=100"], r"warmup \(200\) must be below steps \(100\): add --set schedule.warmup=8"),
+        (["batch_size=many"], r"batch_size: .* \(got 'many'\)"),
+        (["backbone.stem=dnp"], "backbone.stem: input should be"),
+        (["backbone.arch=B/x"], "use SIZE/PATCH"),
+        (["lrs=[1e-3, 1e-3]"], "every value may be given once"),
+        (["lrs=[-1]"], "greater than 0"),
+        (["compare=dpn"], "two stems or more"),
+        (["seeds=[]"], "at least 1 item"),
+        (["optim=5"], "optim: "),
+        (["backbone.image_size=224xabc"], "backbone.image_size"),
+    ],
+)
+def test_wrong_keys_and_values_are_named_with_what_is_allowed(settings: list[str], message: str) -> None:
+    with pytest.raises(DpnError, match=message) as caught:
+        build(recipe.from_settings(settings))
+    assert "\n" not in str(caught.value)
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    with pytest.raises(DpnError, match=r"batch_size.*optim.momentun"):
+        build(recipe.from_settings(["optim.momentun=1", "batch_size=0"]))
+
+
+@pytest.mark.parametrize("item", ["optim.clip_norm", "=3", "lrs=[1"])
+def test_malformed_settings_are_refused(item: str) -> None:
+    with pytest.raises(DpnError, match="--set"):
+        recipe.from_settings([item])
+
+
+def test_values_are_read_as_people_write_them() -> None:
+    built = build(
+        recipe.from_settings(
+            ["lrs=1e-3,3e-3", "seeds=0,4", "optim.clip_norm=null", "backbone.image_size=224x160", "data.tasks=svhn,dtd"]
+        )
+    )
+    assert (built.lrs, built.seeds, built.optim.clip_norm) == ((1e-3, 3e-3), (0, 4), None)
+    assert (built.backbone.image_size, built.data.tasks) == ((224, 160), ("svhn", "dtd"))
+    assert build(recipe.from_flags({"seeds": "5", "lrs": "0.1"})).seeds == (0, 1, 2, 3, 4)
+    assert build({"backbone": {"image_size": "384"}}).backbone.image_size == 384
+
+
+def test_later_layers_win_key_by_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("schedule: {steps: 700}\nbatch_size: 32\noptim: {clip_norm: 2.0}\n")
+    plain = resolve(
+        "mine.yaml",
+        recipe.from_flags({"batch_size": 16, "data.source": "x"}),
+        recipe.from_settings(["optim.clip_norm=3.0"]),
+    )
+    built = recipe.build(VtabRecipe, plain, "recipe")
+    assert (built.schedule.steps, built.schedule.warmup, built.batch_size, built.optim.clip_norm) == (700, 200, 16, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("vtap", "did you mean 'vtab'"), ("nowhere.yaml", "no such file; shipped recipes are vtab")]
+)
+def test_unknown_recipes_are_named(name: str, message: str) -> None:
+    with pytest.raises(DpnError, match=message):
+        recipe.read_recipe(name)
+
+
+@pytest.mark.parametrize("text", ["a: [", "just words", "- 1"])
+def test_files_that_are_no_recipe_are_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "odd.yaml").write_text(text)
+    with pytest.raises(DpnError, match=r"odd.yaml: (not valid YAML|a recipe is a mapping)"):
+        recipe.read_recipe(str(tmp_path / "odd.yaml"))
+
+
+def test_data_default_to_the_first_place_that_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert resolve(None, {}, {})["data"]["source"] == "demo"
+    (tmp_path / "vtab-1k").mkdir()
+    assert resolve(None, {}, {})["data"]["source"] == "vtab-1k"
+    (tmp_path / "data" / "vtab-1k").mkdir(parents=True)
+    monkeypatch.setenv("DPN_DATA_DIR", str(tmp_path / "data"))
+    assert resolve(None, {}, {})["data"]["source"] == str(tmp_path / "data" / "vtab-1k")
+    assert resolve(None, {"data": {"source": "demo"}}, {})["data"]["source"] == "demo"
+
+
+def test_weights_default_to_the_weights_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DPN_HOME", str(tmp_path))
+    real = build({"data": {"source": "somewhere"}, "backbone": {"arch": "B/32"}})
+    with pytest.raises(DpnError, match=r"Ways out: --checkpoint FILE.*B-32-dpn.safetensors.*--checkpoint none"):
+        settle(real)
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "B-32-dpn.npz").touch()
+    assert settle(real).backbone.checkpoint == str(tmp_path / "weights" / "B-32-dpn.npz")
+    assert settle(real).backbone.image_size == 224
+    both = real.model_copy(update={"compare": ("none", "dpn")})
+    with pytest.raises(DpnError, match=r"B-32-none.safetensors and B-32-dpn.safetensors"):
+        settle(both)
+    (tmp_path / "weights" / "B-32-none.npz").touch()
+    assert settle(both).backbone.checkpoint == str(tmp_path / "weights" / "B-32-{stem}.npz")
+
+
+@pytest.mark.parametrize(
+    ("arch", "size", "steps"), [("mu/16", 64, 250), ("mu/8", 64, 250), ("B/32", 64, 25), ("H/14", 70, 25)]
+)
+def test_the_demo_fits_its_recipe_to_the_network(arch: str, size: int, steps: int) -> None:
+    plain = resolve(None, {"data": {"source": "demo"}, "backbone": {"arch": arch}}, {})
+    built = settle(recipe.build(VtabRecipe, plain, "recipe"))
+    assert (built.backbone.image_size, built.backbone.checkpoint, built.schedule.steps) == (size, "none", steps)

@@ -1,0 +1,86 @@
+"""Checkpoints and logs on disks that fill up, break, and lose power."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dpn_cli.errors import DataError, SaveError
+from dpn_cli.runstate import Checkpoints, MetricsLog
+
+
+def test_a_damaged_last_falls_back_to_the_one_before_and_says_so(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    warnings: list[str] = []
+    for step in (1, 2):
+        checkpoints.save("last", {"w": torch.full((4,), float(step))}, {"step": step})
+    data = tmp_path / "last" / "state.safetensors"
+    content = bytearray(data.read_bytes())
+    content[-1] ^= 1
+    data.write_bytes(content)
+    loaded = checkpoints.load("last", warnings.append)
+    assert loaded is not None
+    assert loaded[1] == {"step": 1}
+    assert loaded[0]["w"].tolist() == [1.0] * 4
+    assert "last: the checkpoint is damaged" in warnings[0]
+    (tmp_path / "last.previous" / "sha256").unlink()
+    with pytest.raises(DataError, match="no checkpoint there is intact"):
+        checkpoints.load("last", warnings.append)
+
+
+FILL_AND_SAVE = """
+import resource, signal, sys
+from pathlib import Path
+import torch
+from dpn_cli.errors import SaveError
+from dpn_cli.runstate import Checkpoints
+
+checkpoints = Checkpoints(Path(sys.argv[1]))
+checkpoints.save("last", {"w": torch.ones(1000)}, {"step": 1})
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+try:
+    checkpoints.save("last", {"w": torch.ones(100_000)}, {"step": 2})
+except SaveError as error:
+    print(error)
+"""
+
+
+def test_a_disk_that_takes_no_more_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    script = [sys.executable, "-c", FILL_AND_SAVE, str(tmp_path)]
+    done = subprocess.run(script, capture_output=True, text=True, check=True)
+    assert "not written" in done.stdout
+    assert "what was saved before is intact" in done.stdout
+    loaded = Checkpoints(tmp_path).load("last", pytest.fail)
+    assert loaded is not None
+    assert loaded[1] == {"step": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["last"]
+
+
+def test_no_space_left_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save("last", {"w": torch.ones(2)}, {"step": 1})
+    monkeypatch.setattr("dpn_cli.runstate.flush", full)
+    with pytest.raises(SaveError, match=r"last: not written \(No space left on device\)"):
+        checkpoints.save("last", {"w": torch.ones(2)}, {"step": 2})
+    loaded = checkpoints.load("last", pytest.fail)
+    assert loaded is not None
+    assert loaded[1] == {"step": 1}
+
+
+def test_records_after_the_resumed_step_are_written_again(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "m.jsonl")
+    for step in (1, 2, 3):
+        log.write({"step": step})
+    with log.path.open("a") as file:
+        file.write('{"step": 4, "lo')  # killed in the middle of a line
+    log.truncate(2)
+    assert [json.loads(line)["step"] for line in log.path.read_text().splitlines()] == [1, 2]

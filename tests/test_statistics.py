@@ -1,0 +1,32 @@
+"""Means, intervals and paired differences against SciPy."""
+
+from __future__ import annotations
+
+import pytest
+from scipy import stats
+
+from dpn_cli.statistics import paired_difference, summarize
+
+
+def test_summary_equals_scipy() -> None:
+    values = [71.2, 73.4, 72.9, 70.1]
+    summary = summarize(values)
+    low, high = stats.t.interval(0.95, 3, loc=summary.mean, scale=stats.sem(values))
+    assert summary.mean == pytest.approx(71.9)
+    assert summary.stderr == pytest.approx(stats.sem(values))
+    assert summary.ci95 == pytest.approx((low, high))
+
+
+def test_one_value_has_no_spread() -> None:
+    assert (summarize([5.0]).stderr, summarize([5.0]).ci95) == (None, None)
+
+
+def test_pairing_removes_what_the_pairs_share() -> None:
+    shared = [60.0, 70.0, 80.0]
+    difference = paired_difference([x + 1 for x in shared], shared)
+    assert (difference.mean, difference.stderr) == (1.0, 0.0)
+    result = stats.ttest_rel([61, 70.5, 82], shared)
+    ours = paired_difference([61, 70.5, 82], shared)
+    assert ours.ci95 == pytest.approx(tuple(result.confidence_interval(0.95)))
+    with pytest.raises(ValueError, match="zip"):
+        paired_difference([1.0], shared)

@@ -1,0 +1,574 @@
+"""The VTAB command at toy size: protocol, ledger, resume, failures, data checks, and handwriting learnt."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import write_task
+from rich.console import Console as RichConsole
+from test_cli import dpn
+
+from dpn_cli import engine, recipe
+from dpn_cli.console import Console
+from dpn_cli.data.pixels import shuffled_batches
+from dpn_cli.errors import DataError, DpnError, NonFiniteError, SaveError
+from tasks.vtab.bench import Bench
+from tasks.vtab.cells import choose_lr
+from tasks.vtab.command import start
+from tasks.vtab.recipe import VtabRecipe, resolve, settle
+from tasks.vtab.report import print_result
+from tasks.vtab.table import DEMO_TASKS, PAPER_COLUMNS, TASKS, choose_tasks
+
+Json = dict[str, Any]
+TOY = [
+    "schedule.steps=6",
+    "schedule.warmup=1",
+    "batch_size=32",
+    "lrs=[0.001, 0.01, 0.03]",
+    "seeds=2",
+    "backbone.arch=mu/8",
+    "backbone.image_size=16",
+    "backbone.checkpoint=none",
+    "optim.name=adam",
+]
+
+
+def run(
+    source: Path | str,
+    output: Path,
+    *settings: str,
+    resume: bool = False,
+    overwrite: bool = False,
+    console: Console | None = None,
+    toy: bool = True,
+) -> Json:
+    layers = recipe.from_settings([*(TOY if toy else []), *settings])
+    plain = resolve(None, {"data": {"source": str(source)}}, layers)
+    built = settle(recipe.build(VtabRecipe, plain, "recipe"))
+    result = start(built, output, resume=resume, overwrite=overwrite, dry_run=False, console=console or Console(-1))
+    assert result is not None
+    return result
+
+
+def ledger(output: Path) -> list[Json]:
+    return [json.loads(line) for line in (output / "ledger.jsonl").read_text().splitlines()]
+
+
+def shown(result: Json) -> str:
+    """Return the tables as a person sees them."""
+    text = io.StringIO()
+    print_result(result, RichConsole(width=120, file=text))
+    return text.getvalue()
+
+
+@pytest.fixture
+def toy(digits: Path) -> Callable[..., Json]:
+    def go(output: Path, *settings: str, **arguments: Any) -> Json:
+        return run(digits, output, "data.tasks=svhn", *settings, **arguments)
+
+    return go
+
+
+def test_handwriting_is_learnt(digits: Path, tmp_path: Path) -> None:
+    # A shorter form of the run in the README, which goes on to 90 %.
+    done = dpn(
+        "finetune",
+        "vtab",
+        "--data",
+        str(digits),
+        "--tasks",
+        "svhn",
+        "--checkpoint",
+        "none",
+        "--arch",
+        "mu/4",
+        "--image-size",
+        "16",
+        "--config",
+        "vtab_demo",
+        "--lrs",
+        "0.01",
+        "--seeds",
+        "1",
+        "--steps",
+        "400",
+        "-o",
+        str(tmp_path / "run"),
+        "--json",
+        "-q",
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result == json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["tasks"]["svhn"]["test"]["mean"] > 65
+    assert (result["task"], result["arch"], result["stem"], result["demo"]) == ("vtab", "mu/4", "dpn", False)
+
+
+def test_the_result_has_what_it_promises(toy: Callable[..., Json], tmp_path: Path) -> None:
+    result = toy(tmp_path / "run")
+    task = result["tasks"]["svhn"]
+    assert set(task["val"]) == {"0.001", "0.01", "0.03"}
+    assert all(len(values) == 2 for values in task["val"].values())
+    means = {float(lr): np.mean(values) for lr, values in task["val"].items()}
+    assert task["lr"] == max(means, key=lambda lr: means[lr])
+    test = task["test"]
+    assert (test["n"], len(test["values"])) == (2, 2)
+    assert test["mean"] == pytest.approx(np.mean(test["values"]), abs=1e-3)
+    assert test["stderr"] == pytest.approx(np.std(test["values"], ddof=1) / 2**0.5, abs=1e-3)
+    # 12.706 is the 97.5 % quantile of Student's t with one degree of freedom.
+    assert test["ci95"][1] - test["mean"] == pytest.approx(12.706 * test["stderr"], rel=1e-3, abs=2e-3)
+    assert (task["test_images"], task["test_images_in_vtab"], task["chance"]) == (797, 26_032, 10.0)
+    assert (result["mean19"], result["mean_groups"], result["protocol"]) == (None, None, "paper")
+    assert result["groups"]["natural"]["mean"] == pytest.approx(test["mean"], abs=1e-3)
+    assert result["groups"]["structured"] is None
+    with (tmp_path / "run" / "result.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 6
+    assert {row["lr"] for row in rows if row["test"]} == {f"{task['lr']:g}"}
+
+
+def test_only_the_chosen_cells_meet_the_test_split_and_once(
+    toy: Callable[..., Json], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    original = Bench.count_test
+
+    def counted(self: Bench, weights: Any) -> Any:
+        seen.append(len(weights))
+        return original(self, weights)
+
+    monkeypatch.setattr(Bench, "count_test", counted)
+    result = toy(tmp_path / "run")
+    chosen = result["tasks"]["svhn"]["lr"]
+    assert [(row["lr"], row["seed"], row["images"]) for row in ledger(tmp_path / "run")] == [
+        (chosen, 0, 797),
+        (chosen, 1, 797),
+    ]
+    assert seen == [2]
+    (tmp_path / "run" / "result.json").unlink()  # as if killed just before the end
+    again = toy(tmp_path / "run", resume=True)
+    assert seen == [2]
+    assert again["tasks"] == result["tasks"]
+    assert not list((tmp_path / "run").glob("cells/**/weights.safetensors"))
+    assert not list((tmp_path / "run").glob("cells/**/checkpoints"))
+
+
+@pytest.mark.parametrize("cells_before", [0, 3, 5])
+def test_a_killed_sweep_goes_on_where_it_was(
+    cells_before: int, toy: Callable[..., Json], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = toy(tmp_path / "whole")
+    trained: list[float] = []
+    original = Bench.fit
+
+    def dying(self: Bench, cell: Any, outputs: engine.Outputs) -> engine.FitResult:
+        trained.append(cell.lr)
+        if len(trained) == cells_before + 1:
+            raise KeyboardInterrupt
+        return original(self, cell, outputs)
+
+    monkeypatch.setattr(Bench, "fit", dying)
+    with pytest.raises(KeyboardInterrupt):
+        toy(tmp_path / "cut")
+    resumed = toy(tmp_path / "cut", resume=True)
+    assert len(trained) == 7  # six cells and the one that was begun twice
+    for key in ("tasks", "groups", "mean_groups"):
+        assert resumed[key] == whole[key]
+
+
+def test_a_kill_between_choice_and_score_trains_nothing_again(
+    toy: Callable[..., Json], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = toy(tmp_path / "whole")
+    original = Bench.count_test
+
+    def dying(self: Bench, weights: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Bench, "count_test", dying)
+    with pytest.raises(KeyboardInterrupt):
+        toy(tmp_path / "cut")
+    monkeypatch.setattr(Bench, "count_test", original)
+    monkeypatch.setattr(Bench, "fit", lambda *_: pytest.fail("trained again"))
+    assert toy(tmp_path / "cut", resume=True)["tasks"] == whole["tasks"]
+
+
+@pytest.mark.parametrize("allow", [False, True])
+def test_a_failed_cell_is_shown_and_tried_again(
+    allow: bool, toy: Callable[..., Json], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Bench.fit
+    broken = True
+
+    def failing(self: Bench, cell: Any, outputs: engine.Outputs) -> engine.FitResult:
+        if broken and (cell.lr, cell.seed) == (0.03, 1):
+            raise NonFiniteError("step 3: loss nan")
+        return original(self, cell, outputs)
+
+    monkeypatch.setattr(Bench, "fit", failing)
+    extra = [f"allow_failed={str(allow).lower()}"]
+    first = toy(tmp_path / "run", *extra)
+    assert first["failed"] == ["svhn dpn lr 0.03 seed 1: step 3: loss nan"]
+    assert first["tasks"]["svhn"]["val"]["0.03"][1] is None
+    assert not (tmp_path / "run" / "result.json").exists()
+    assert (first["tasks"]["svhn"]["lr"] is None) is not allow
+    assert (first["groups"]["natural"] is None) is not allow
+    if not allow:
+        assert not (tmp_path / "run" / "ledger.jsonl").exists()
+    broken = False
+    second = toy(tmp_path / "run", *extra, resume=True)
+    assert second["failed"] == []
+    assert second["tasks"]["svhn"]["lr"] is not None
+    assert (tmp_path / "run" / "result.json").exists()
+
+
+def test_failed_cells_end_the_command_with_code_6(digits: Path, tmp_path: Path) -> None:
+    arguments = [
+        "finetune",
+        "vtab",
+        "--data",
+        str(digits),
+        "--tasks",
+        "svhn",
+        "--arch",
+        "mu/8",
+        "--image-size",
+        "16",
+        "--checkpoint",
+        "none",
+        "--steps",
+        "3",
+        "-b",
+        "16",
+        "--seeds",
+        "1",
+        "--lrs",
+        "1e-3,1e30",
+        "-q",
+        "--set",
+        "schedule.warmup=0",
+        "--set",
+        "optim.clip_norm=null",
+        "-o",
+        str(tmp_path / "run"),
+    ]
+    done = dpn(*arguments)
+    assert done.returncode == 6, done.stderr
+    assert "lr 1e+30 seed 0: step" in " ".join(done.stdout.split())
+    assert "1 cells failed" in done.stderr
+
+
+def test_the_vtab_protocol_trains_again_on_all_thousand(toy: Callable[..., Json], tmp_path: Path) -> None:
+    paper, vtab = toy(tmp_path / "paper"), toy(tmp_path / "vtab", "protocol=vtab")
+    assert paper["tasks"]["svhn"]["val"] == vtab["tasks"]["svhn"]["val"]
+    assert paper["tasks"]["svhn"]["test"]["values"] != vtab["tasks"]["svhn"]["test"]["values"]
+    assert {row["trained_on"] for row in ledger(tmp_path / "vtab")} == {"train800val200"}
+    markers = sorted((tmp_path / "vtab").glob("cells/dpn/svhn/train800val200*/done.json"))
+    assert len(markers) == 2
+
+
+def test_stems_are_compared_pair_by_pair(toy: Callable[..., Json], tmp_path: Path) -> None:
+    result = toy(tmp_path / "run", "compare=none,dpn,rms")
+    stems = result["compare"]["stems"]
+    assert list(stems) == ["none", "dpn", "rms"]
+    for difference, stem in zip(result["compare"]["differences"], ("dpn", "rms"), strict=True):
+        ours, plain = (stems[name]["tasks"]["svhn"]["test"]["values"] for name in (stem, "none"))
+        expected = [a - b for a, b in zip(ours, plain, strict=True)]
+        assert (difference["stem"], difference["minus"]) == (stem, "none")
+        assert difference["tasks"]["svhn"]["values"] == pytest.approx(expected, abs=1e-3)
+    printed = shown(result)
+    assert "dpn minus none, paired by seed" in printed
+    assert "From scratch, the plain stem often wins" in printed
+    assert "± " in printed
+
+
+def test_checkpoints_of_every_stem_are_found_by_name(toy: Callable[..., Json], tmp_path: Path) -> None:
+    from dpn_cli.backbone import export_backbone, load_backbone
+
+    for stem in ("none", "dpn"):
+        model = load_backbone("mu/8", stem=stem, image_size=32)
+        export_backbone(model, tmp_path / f"{stem}.safetensors", mean=model.mean, std=model.std)
+    result = toy(
+        tmp_path / "run",
+        f"backbone.checkpoint={tmp_path}/{{stem}}.safetensors",
+        "compare=none,dpn",
+        "seeds=1",
+        "lrs=[0.01]",
+    )
+    run_file = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert result["tasks"]["svhn"]["test"]["n"] == 1
+    for stem in ("none", "dpn"):
+        report = run_file[f"backbone_{stem}"]
+        assert report["source"] == f"{tmp_path}/{stem}.safetensors"
+        assert report["resized"] == ["pos_embed 4x4 -> 2x2 (bilinear, align_corners=True)"]
+        assert report["new"] == ["head.weight (zero)", "head.bias (zero)"]
+
+
+def test_the_run_folder_says_what_ran(toy: Callable[..., Json], tmp_path: Path) -> None:
+    toy(tmp_path / "run", "seeds=1", "lrs=[0.01]")
+    run_file = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert run_file["status"] == "finished"
+    assert {"argv", "versions", "git", "device", "data", "backbone_dpn", "arch"} <= set(run_file)
+    assert set(run_file["data"]["svhn"]) == {"train800", "val200", "test"}
+    cell = tmp_path / "run" / "cells" / "dpn" / "svhn" / "train800_lr0.01_seed0"
+    records = [json.loads(line) for line in (cell / "metrics.jsonl").read_text().splitlines()]
+    assert records[-2]["step"] == 6
+    assert "accuracy" in records[-1]
+    assert json.loads((cell / "done.json").read_text())["steps"] == 6
+
+
+def test_an_output_folder_with_another_run_is_never_mixed_up(toy: Callable[..., Json], tmp_path: Path) -> None:
+    toy(tmp_path / "run", "seeds=1", "lrs=[0.01]")
+    with pytest.raises(DpnError, match="holds a finished run; --resume goes on with it, --overwrite deletes it"):
+        toy(tmp_path / "run", "seeds=1", "lrs=[0.01]")
+    with pytest.raises(DpnError, match=r"another recipe \(.*schedule.steps: 6 there, 7 now"):
+        toy(tmp_path / "run", "seeds=1", "lrs=[0.01]", "schedule.steps=7", resume=True)
+    result = toy(tmp_path / "run", "seeds=1", "lrs=[0.01]", "runtime.micro_batch_size=8", resume=True)
+    assert result["tasks"]["svhn"]["test"]["n"] == 1
+    toy(tmp_path / "run", "seeds=1", "lrs=[0.02]", overwrite=True)
+    assert [row["lr"] for row in ledger(tmp_path / "run")] == [0.02]
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.jpg").touch()
+    for arguments in ({"overwrite": True}, {"resume": True}, {}):
+        with pytest.raises(DpnError, match="something that is no run of dpn"):
+            toy(tmp_path / "photos", **arguments)
+    assert (tmp_path / "photos" / "cat.jpg").exists()
+
+
+@pytest.fixture
+def broken(digits: Path, tmp_path: Path) -> Path:
+    root = tmp_path / "vtab-1k"
+    shutil.copytree(digits, root)
+    return root
+
+
+def edit(path: Path, change: Callable[[list[str]], list[str]]) -> None:
+    path.write_text("\n".join(change(path.read_text().splitlines())) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("split", "change", "message"),
+    [
+        ("train800", lambda lines: lines[:799], "svhn: train800 has 799 images, VTAB-1k has 800"),
+        ("val200", lambda lines: [*lines, lines[0]], "svhn: val200 has 201 images"),
+        (
+            "train800",
+            lambda lines: [*lines[:4], lines[4].rsplit(" ", 1)[0] + " 10", *lines[5:]],
+            r"000004.png \(train800.txt, line 5\): label 10, but svhn has 10 classes, 0 to 9",
+        ),
+        ("test", lambda lines: [*lines[:9], lines[9].rsplit(" ", 1)[0] + " -1", *lines[10:]], "line 10.*label -1"),
+        ("val200", lambda lines: [*lines[:2], "nonsense", *lines[3:]], "val200.txt, line 3: 'nonsense' is not"),
+        ("test", lambda lines: [*lines, "images/test/gone.png 3"], "line 798.*no such image"),
+    ],
+)
+def test_wrong_data_end_the_run_before_training(
+    split: str,
+    change: Callable[[list[str]], list[str]],
+    message: str,
+    broken: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Bench, "fit", lambda *_: pytest.fail("trained"))
+    edit(broken / "svhn" / f"{split}.txt", change)
+    with pytest.raises(DataError, match=message) as caught:
+        run(broken, tmp_path / "run", "data.tasks=svhn")
+    assert caught.value.exit_code == 3
+
+
+def test_missing_splits_and_folders_are_named(broken: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="dtd: missing, needed for dtd; get it, or choose other --tasks"):
+        run(broken, tmp_path / "run", "data.tasks=svhn,dtd")
+    (broken / "svhn" / "val200.txt").unlink()
+    with pytest.raises(DataError, match="val200.txt: missing"):
+        run(broken, tmp_path / "run2", "data.tasks=svhn")
+
+
+def test_a_corrupt_image_is_named_or_counted(broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for split, number in (("train800", 799), ("test", 5)):
+        path = broken / "svhn" / "images" / split / f"{number:06d}.png"
+        path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(DataError, match=r"000799.png \(train800.txt, line 800\): not a readable image"):
+        run(broken, tmp_path / "run", "data.tasks=svhn")
+    result = run(broken, tmp_path / "run2", "data.tasks=svhn", "data.skip_bad_images=true", "seeds=1", "lrs=[0.01]")
+    assert result["tasks"]["svhn"]["test_images"] == 796
+    warnings = " ".join(capsys.readouterr().err.split())
+    assert "1 unreadable images of train800 are left out" in warnings
+    assert "1 unreadable test images are left out of the score" in warnings
+
+
+def test_jpeg_copies_and_odd_test_sizes_are_warned_about(
+    broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from PIL import Image
+
+    folder = broken / "svhn" / "images" / "train800"
+    for path in folder.glob("*.png"):
+        Image.open(path).save(path.with_suffix(".jpg"))
+    edit(broken / "svhn" / "train800.txt", lambda lines: [line.replace(".png", ".jpg") for line in lines])
+    run(broken, tmp_path / "run", "data.tasks=svhn", "seeds=1", "lrs=[0.01]")
+    warnings = " ".join(capsys.readouterr().err.split())
+    assert "JPEG files in svhn" in warnings
+    assert "797 test images, VTAB has 26032" in warnings
+
+
+def test_hub_data_sets_are_read_by_split_and_column(digits: Path, tmp_path: Path) -> None:
+    import datasets
+
+    names = {"train800": 800, "val200": 200, "test": 797}
+    root = tmp_path / "hub"
+    (root / "svhn").mkdir(parents=True)
+    lines = ["---", "configs:", "- config_name: svhn", "  data_files:"]
+    for split in names:
+        rows = [line.rsplit(" ", 1) for line in (digits / "svhn" / f"{split}.txt").read_text().splitlines()]
+        features = datasets.Features(
+            picture=datasets.Image(), digit=datasets.ClassLabel(num_classes=10), writer=datasets.Value("int64")
+        )
+        table = [
+            {
+                "picture": {"bytes": (digits / "svhn" / name).read_bytes(), "path": None},
+                "digit": int(label),
+                "writer": 0,
+            }
+            for name, label in rows
+        ]
+        datasets.Dataset.from_list(table, features=features).to_parquet(root / "svhn" / f"{split}.parquet")
+        lines += [f"  - split: {split}", f"    path: svhn/{split}.parquet"]
+    (root / "README.md").write_text("\n".join([*lines, "---"]))
+    settings = ["data.tasks=svhn", "seeds=1", "lrs=[0.01]"]
+    hub = run(f"hf:{root}", tmp_path / "hub_run", *settings)
+    files = run(digits, tmp_path / "file_run", *settings)
+    assert hub["tasks"] == files["tasks"]
+    assert hub["data"]["fingerprints"] == files["data"]["fingerprints"]
+    with pytest.raises(DataError, match="which column holds the label.*picture, digit, writer"):
+        run(f"hf:{root}", tmp_path / "x", *settings, "data.label_column=nope")
+
+
+def test_too_little_disk_is_said_before_training(
+    toy: Callable[..., Json], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.vtab.sweep.shutil.disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1000))
+    with pytest.raises(SaveError, match="0.0 GB free, and the 6 cells of a task keep"):
+        toy(tmp_path / "run")
+
+
+def test_augmentation_follows_the_tasks_row(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[tuple[int, ...], bool, bool, tuple[int, ...]]] = []
+    original = shuffled_batches
+
+    def recorded(pixels: Any, size: Any, *arguments: Any, **options: Any) -> Any:
+        seen.append((tuple(pixels.images.shape[1:]), options["crop"], options["flip"], size))
+        return original(pixels, size, *arguments, **options)
+
+    monkeypatch.setattr("tasks.vtab.bench.shuffled_batches", recorded)
+    run(digits, tmp_path / "run", "data.tasks=svhn", "seeds=1", "lrs=[0.01]")
+    assert seen == [((3, 18, 18), True, True, (16, 16))]  # 256 / 224 of 16 before the crop
+    assert {(t.crop, t.flip) for t in TASKS if t.name in {"smallnorb_azi", "dsprites_ori"}} == {(True, False)}
+    assert {(t.crop, t.flip) for t in TASKS if t.name in {"clevr_dist", "clevr_count", "dmlab", "kitti"}} == {
+        (False, True)
+    }
+    assert [t.name for t in TASKS if not t.crop and not t.flip] == ["dsprites_loc"]
+
+
+def test_the_table_has_19_tasks_and_the_papers_means() -> None:
+    assert [sum(task.group == group for task in TASKS) for group in ("natural", "specialized", "structured")] == [
+        7,
+        4,
+        8,
+    ]
+    assert sum(task.test for task in TASKS) == 387_904  # test images of one sweep over all tasks
+    means = [round(sum(task.paper[i] for task in TASKS) / 19, 2) for i in range(len(PAPER_COLUMNS))]
+    assert means == [64.29, 64.83, 66.13, 66.59]
+    assert len({task.folder for task in TASKS}) == 19
+
+
+def test_tasks_are_chosen_by_group_name_or_folder() -> None:
+    assert [t.name for t in choose_tasks(["cifar", "svhn"], demo=False)] == ["cifar100", "svhn"]
+    assert len(choose_tasks(["specialized", "camelyon"], demo=False)) == 4
+    assert choose_tasks(["all"], demo=True) == DEMO_TASKS
+    assert {t.group for t in DEMO_TASKS} == {"natural", "specialized", "structured"}
+    with pytest.raises(DpnError, match="did you mean 'eurosat'"):
+        choose_tasks(["eurosta"], demo=False)
+
+
+def test_the_lr_is_chosen_by_the_mean_over_seeds() -> None:
+    assert choose_lr({0.1: {0: 50, 1: 90}, 0.2: {0: 71, 1: 71}}, 2) == 0.2
+    assert choose_lr({0.2: {0: 70}, 0.1: {0: 70}}, 1) == 0.1
+    assert choose_lr({0.1: {0: 99}, 0.2: {0: 1, 1: 1}}, 2) == 0.2
+    assert choose_lr({0.1: {0: 99}}, 2) is None
+
+
+def test_the_score_of_all_19_tasks_is_both_means() -> None:
+    from tasks.vtab.cells import TaskOutcome
+    from tasks.vtab.report import build_result
+
+    plain = recipe.merge(recipe.read_recipe("vtab"), {"seeds": [0, 1], "data": {"source": "x"}})
+    built = recipe.build(VtabRecipe, plain, "recipe")
+    outcomes = [
+        TaskOutcome(task, "dpn", {3e-4: {0: 50.0, 1: 50.0}}, {0: task.paper[1], 1: task.paper[1] + 1}, 10, 3e-4)
+        for task in TASKS
+    ]
+    result = build_result(built, outcomes, "B/32", {}, {})
+    assert result["mean19"] == pytest.approx(64.83 + 0.5, abs=0.01)
+    assert result["mean_groups"] == pytest.approx((70.94 + 81.35 + 51.23) / 3 + 0.5, abs=0.01)
+    assert result["tasks"]["svhn"]["edge"] == "lowest"
+    printed = shown(result)
+    assert "65.33 ± 0.50" in printed
+    assert "80.3" in printed  # the paper's svhn beside ours
+    assert "better one may lie beyond" in printed
+    assert build_result(built, outcomes[:-1], "B/32", {}, {})["mean19"] is None
+
+
+def test_the_demo_runs_from_nothing_and_says_so(tmp_path: Path) -> None:
+    done = dpn("finetune", "vtab", "--steps", "26", "--seeds", "1", "--lrs", "1e-2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    first = " ".join(done.stderr.split())
+    assert first.startswith("DEMO: generated scenes")
+    assert "--data DIR" in first
+    assert "VTAB demo · mu/16" in done.stdout
+    result = json.loads((tmp_path / "runs" / "vtab_demo" / "mu-16-dpn" / "result.json").read_text())
+    assert result["demo"] is True
+    assert "no VTAB scores" in result["note"]
+    assert set(result["tasks"]) == {task.name for task in DEMO_TASKS}
+    assert result["tasks"]["demo_light"]["test"]["mean"] > 60
+    assert all(task["test_images"] == 1000 for task in result["tasks"].values())
+
+
+def test_a_dry_run_goes_through_everything_and_leaves_nothing(digits: Path, tmp_path: Path) -> None:
+    done = dpn(
+        "finetune",
+        "vtab",
+        "--data",
+        str(digits),
+        "--tasks",
+        "svhn",
+        "--arch",
+        "mu/8",
+        "--image-size",
+        "16",
+        "--checkpoint",
+        "none",
+        "-b",
+        "16",
+        "--dry-run",
+        "-o",
+        str(tmp_path / "run"),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "9 trainings of 2500 steps" in " ".join(done.stderr.split())
+    assert done.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_writing_a_task_twice_is_refused(digits: Path) -> None:
+    with pytest.raises(FileExistsError):
+        write_task(digits / "svhn", {"test": np.zeros((1, 2, 2), np.uint8)}, {"test": np.zeros(1, np.int64)})
