@@ -414,7 +414,6 @@ def test_kill_nine_in_the_middle_of_a_save_loses_nothing(tmp_path: Path) -> None
         steps.append(start)
         return random_batches()(start)
 
-    torch.set_num_threads(1)
     train(whole, 10)
     train(
         resumed, 10, batches=watched, outputs=Outputs(Checkpoints(tmp_path), warn=warnings.append), checkpoint_every=2

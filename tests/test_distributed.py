@@ -1,0 +1,209 @@
+"""Two processes, gloo, on the CPU: gradients are the whole batch's, and every example is scored once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from test_engine import loss_fn, random_batches, small
+from test_vtab import run
+
+from dpn_cli import distributed, engine
+from dpn_cli.distributed import World
+from dpn_cli.engine import Batch, Outputs, Training
+from dpn_cli.errors import NonFiniteError
+from dpn_cli.memory import MicroBatch
+from dpn_cli.metrics import Top1
+from dpn_cli.recipe import Optim, Runtime, Schedule
+from dpn_cli.runstate import Checkpoints
+
+CPU = torch.device("cpu")
+
+
+def main(rank: int, folder: str, job: str) -> None:
+    """Run one job as one of two ranks; everything happens inside, so that gloo leaves in order."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    JOBS[job](World(rank, 2, CPU), Path(folder))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def spawn(job: str, folder: Path) -> None:
+    mp.spawn(main, args=(str(folder), job), nprocs=2)
+
+
+def share(world: World) -> engine.Batches:
+    rows = slice(world.rank * 4, world.rank * 4 + 4)
+
+    def batches(start: int):  # type: ignore[no-untyped-def]
+        for batch in random_batches()(start):
+            yield {name: value[rows] for name, value in batch.items()}
+
+    return batches
+
+
+def fit(
+    world: World, batches: engine.Batches, loss: engine.LossFn = loss_fn, micro: int = 8, **outputs: object
+) -> engine.FitResult:
+    model = engine.prepare(small(), Runtime(), world)
+    training = Training(Optim(), Schedule(steps=5, warmup=1), 0.1, 8, seed=3)
+    result = engine.fit(model, loss, batches, None, training, Runtime(), world, Outputs(**outputs), MicroBatch(micro))  # type: ignore[arg-type]
+    result.metrics = {name: value.double().sum().item() for name, value in engine.unwrap(model).state_dict().items()}
+    return result
+
+
+def train_job(world: World, folder: Path) -> None:
+    for micro in (4, 1):
+        result = fit(world, share(world), micro=micro)
+        (folder / f"rank{world.rank}-{micro}.json").write_text(json.dumps(result.metrics))
+
+
+def test_two_ranks_train_the_network_of_one(tmp_path: Path) -> None:
+    spawn("train", tmp_path)
+    alone = fit(World(0, 1, CPU), random_batches()).metrics
+    for rank in (0, 1):
+        for micro in (4, 1):
+            together = json.loads((tmp_path / f"rank{rank}-{micro}.json").read_text())
+            assert together == pytest.approx(alone, rel=1e-5, abs=1e-5)
+
+
+def memory_job(world: World, folder: Path) -> None:
+    def hungry(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        if world.rank == 1 and len(batch["image"]) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return loss_fn(model, batch)
+
+    micro = MicroBatch(4)
+    model = engine.prepare(small(), Runtime(), world)
+    training = Training(Optim(), Schedule(steps=2), 0.1, 8, seed=3)
+    engine.fit(model, hungry, share(world), None, training, Runtime(), world, Outputs(), micro)
+    (folder / f"rank{world.rank}.txt").write_text(str(micro.size))
+
+
+def test_ranks_agree_on_a_micro_batch_that_all_have_memory_for(tmp_path: Path) -> None:
+    spawn("memory", tmp_path)
+    assert [(tmp_path / f"rank{rank}.txt").read_text() for rank in (0, 1)] == ["2", "2"]
+
+
+def stop_job(world: World, folder: Path) -> None:
+    import signal
+
+    from dpn_cli import stopping
+    from dpn_cli.errors import StoppedError
+
+    def batches(start: int):  # type: ignore[no-untyped-def]
+        for step, batch in enumerate(share(world)(start), start):
+            if step == 2 and world.rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield batch
+
+    with stopping.listen(), pytest.raises(StoppedError):
+        fit(world, batches, checkpoints=Checkpoints(folder / "checkpoints"))
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None:
+    spawn("stop", tmp_path)
+    saved = Checkpoints(tmp_path / "checkpoints").load("last", pytest.fail)
+    assert saved is not None
+    assert saved[1]["step"] in {2, 3}  # the probe before the first step reads one batch ahead
+
+
+def nan_job(world: World, folder: Path) -> None:
+    def spoiled(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        return loss_fn(model, batch) * (float("nan") if world.rank == 1 else 1.0)
+
+    with pytest.raises(NonFiniteError):
+        fit(world, share(world), spoiled)
+
+
+def test_a_rank_without_finite_numbers_stops_all(tmp_path: Path) -> None:
+    spawn("nan", tmp_path)
+
+
+def score_job(world: World, folder: Path) -> None:
+    logits = torch.randn(13, 3, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(13) % 3
+    counts = Top1(3, CPU)
+    for part in torch.arange(world.rank, 13, 2).split(2):  # 7 and 6 examples
+        counts.update(logits[part], labels[part])
+    right, images = counts.compute()
+    assert images == 13
+    assert right == int((logits.argmax(1) == labels).sum())
+    assert distributed.from_leader(world.rank) == 0
+
+
+def test_uneven_shares_are_counted_once_each(tmp_path: Path) -> None:
+    spawn("score", tmp_path)
+
+
+JOBS = {"train": train_job, "memory": memory_job, "stop": stop_job, "nan": nan_job, "score": score_job}
+
+
+def test_the_command_runs_under_torchrun(digits: Path, tmp_path: Path) -> None:
+    arguments = [
+        "--tasks",
+        "svhn",
+        "--arch",
+        "mu/8",
+        "--image-size",
+        "16",
+        "--checkpoint",
+        "none",
+        "--steps",
+        "6",
+        "-b",
+        "32",
+        "--lrs",
+        "0.01",
+        "--seeds",
+        "1",
+        "--set",
+        "schedule.warmup=1",
+        "--set",
+        "optim.name=adam",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--no-python",
+        sys.executable,
+        "-m",
+        "dpn_cli",
+        "finetune",
+        "vtab",
+        "--data",
+        str(digits),
+        "-o",
+        str(tmp_path / "two"),
+        *arguments,
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("VTAB-1k · mu/8") == 1
+    two = json.loads((tmp_path / "two" / "result.json").read_text())["tasks"]["svhn"]
+    one = run(digits, tmp_path / "one", "data.tasks=svhn", "lrs=[0.01]", "seeds=1")["tasks"]["svhn"]
+    assert two["test_images"] == one["test_images"] == 797
+    # Gradients are summed in another order, which may tip a few of the 797 images.
+    assert two["test"]["mean"] == pytest.approx(one["test"]["mean"], abs=1.0)
+    assert two["val"]["0.01"] == pytest.approx(one["val"]["0.01"], abs=1.5)
+    ledger = (tmp_path / "two" / "ledger.jsonl").read_text().splitlines()
+    assert len(ledger) == 1
