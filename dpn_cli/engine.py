@@ -107,17 +107,19 @@ def fit(
     result = FitResult(start, math.nan, 0.0, 0.0, micro.size)
     log_every = max(1, steps // 50)
     began = time.perf_counter()
+    batch = loop.fetch(stream, result) if start < steps else None
     for step in range(start, steps):
         if (number := stopping.requested()) is not None:
             loop.save("last", step, best)
             raise StoppedError(number)
-        waiting = time.perf_counter()
-        batch = next(stream)
-        result.wait_seconds += time.perf_counter() - waiting
-        lr = training.lr * lr_factor(schedule, step)
-        result.loss, norm = loop.step(batch, step, lr)
-        result.steps, result.seconds = step + 1, time.perf_counter() - began
+        assert batch is not None, f"the batches ended before step {step}"
         last = step + 1 == steps
+        lr = training.lr * lr_factor(schedule, step)
+        pending = loop.backward(batch, step)
+        # A GPU is still busy with the gradients: the next batch is made meanwhile.
+        batch = None if last else loop.fetch(stream, result)
+        result.loss, norm = loop.update(pending, step, lr)
+        result.steps, result.seconds = step + 1, time.perf_counter() - began
         if last or (step + 1) % log_every == 0:
             loop.report(result, lr, norm, (step + 1 - start) * training.batch_size)
         if evaluate and (last or (evaluate_every and (step + 1) % evaluate_every == 0)):
@@ -193,8 +195,20 @@ class _Loop:
             self.outputs.checkpoints.save(name, tensors, state)
         distributed.barrier()
 
-    def step(self, batch: Batch, step: int, lr: float) -> tuple[float, float]:
-        """Do one optimizer step; returns the loss over this rank's rows and the global gradient norm."""
+    def fetch(self, stream: Iterator[Batch], result: FitResult) -> Batch | None:
+        """Take the next batch; its time counts as waiting unless a GPU was busy until the batch was there."""
+        busy = None
+        if self.world.device.type == "cuda":
+            busy = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            busy.record()
+        began = time.perf_counter()
+        batch = next(stream, None)
+        if busy is None or busy.query():  # type: ignore[no-untyped-call]
+            result.wait_seconds += time.perf_counter() - began
+        return batch
+
+    def backward(self, batch: Batch, step: int) -> Tensor:
+        """Compute and clip the gradients of a batch; returns (loss over this rank's rows, global norm), pending."""
         while (loss := self._accumulate(batch, step)) is None:
             if self.world.size > 1 or self.micro.fixed:
                 # The other ranks wait inside their backward pass: they cannot be told to start over.
@@ -207,8 +221,11 @@ class _Loop:
                 f"out of memory: micro-batches of {self.micro.size} from here on, "
                 f"the batch stays {self.training.batch_size}"
             )
-        norm = clip_gradients(self.parameters, self.training.optim.clip_norm)
-        loss_value, norm_value = torch.stack([loss, norm]).tolist()
+        return torch.stack([loss, clip_gradients(self.parameters, self.training.optim.clip_norm)])
+
+    def update(self, pending: Tensor, step: int, lr: float) -> tuple[float, float]:
+        """Do the optimizer step if loss and norm are numbers, and return them."""
+        loss_value, norm_value = pending.tolist()
         if not math.isfinite(loss_value + norm_value):
             raise NonFiniteError(
                 f"step {step}: loss {loss_value}, gradient norm {norm_value}; nothing was updated. "

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn as spawn_processes
 from test_engine import loss_fn, random_batches, small
 from test_vtab import run
 
@@ -37,7 +37,7 @@ def main(rank: int, folder: str, job: str) -> None:
 
 
 def spawn(job: str, folder: Path) -> None:
-    mp.spawn(main, args=(str(folder), job), nprocs=2)
+    spawn_processes(main, args=(str(folder), job), nprocs=2)
 
 
 def share(world: World) -> engine.Batches:
@@ -113,7 +113,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None
     spawn("stop", tmp_path)
     saved = Checkpoints(tmp_path / "checkpoints").load("last", pytest.fail)
     assert saved is not None
-    assert saved[1]["step"] in {2, 3}  # the probe before the first step reads one batch ahead
+    assert saved[1]["step"] == 2
 
 
 def nan_job(world: World, folder: Path) -> None:
@@ -132,7 +132,7 @@ def score_job(world: World, folder: Path) -> None:
     logits = torch.randn(13, 3, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(13) % 3
     counts = Top1(3, CPU)
-    for part in torch.arange(world.rank, 13, 2).split(2):  # 7 and 6 examples
+    for part in torch.split(torch.arange(world.rank, 13, 2), 2):  # 7 and 6 examples
         counts.update(logits[part], labels[part])
     right, images = counts.compute()
     assert images == 13

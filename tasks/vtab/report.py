@@ -11,6 +11,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from dpn_cli.arch import Stem
@@ -31,6 +32,7 @@ TOY_NOTE = (
     "From scratch, the plain stem often wins at this size: Dual PatchNorm hides brightness and contrast from "
     "the network, and its gains in the paper come from long pre-training. The difference is what came out."
 )
+LEGEND = "Accuracy in %: mean ± standard error over n seeds, and the 95 % t-interval of the mean."
 
 
 def build_result(
@@ -153,20 +155,30 @@ def print_result(result: Json, console: Console) -> None:
     stems = result.get("compare", {}).get("stems") or {result["stem"]: result}
     for stem, part in stems.items():
         console.print(_table(result, stem, part))
-        for line in part["failed"]:
-            console.print(f"[red]failed[/] {line}", markup=True, highlight=False)
-        edges = [f"{name} ({task['edge']})" for name, task in part["tasks"].items() if task["edge"]]
-        if edges:
-            console.print(
-                f"The chosen lr is at the edge of the grid for {', '.join(edges)}: "
-                "a better one may lie beyond (--lrs).",
-                highlight=False,
-            )
+        for line in _remarks(result, part):
+            console.print(line, highlight=False)
         console.print()
     for difference in result.get("compare", {}).get("differences", []):
         console.print(_difference_table(difference))
         if result["demo"] or result["checkpoint"] == "none":
             console.print(TOY_NOTE, highlight=False)
+        console.print()
+    console.print(LEGEND, highlight=False)
+
+
+def _remarks(result: Json, part: Json) -> list[str]:
+    """Say what a reader of the table should not overlook."""
+    lines = [f"[red]failed:[/] {escape(line)}" for line in part["failed"]]
+    edges = [f"{name} ({task['edge']})" for name, task in part["tasks"].items() if task["edge"]]
+    if edges:
+        lines.append(
+            f"The chosen lr is at the edge of the grid for {', '.join(edges)}: a better one may lie beyond (--lrs)."
+        )
+    scored = {name: task for name, task in part["tasks"].items() if task["test"]}
+    if result["demo"] and scored:
+        gains = (f"{name} {task['test']['mean'] - task['chance']:+.1f}" for name, task in scored.items())
+        lines.append(f"Points above chance: {', '.join(gains)}.")
+    return lines
 
 
 def _table(result: Json, stem: str, part: Json) -> Table:
@@ -176,7 +188,6 @@ def _table(result: Json, stem: str, part: Json) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD,
         title=f"{kind} · {result['arch']} · stem {stem} · protocol {result['protocol']}",
-        caption="accuracy in %, mean ± standard error over n seeds, 95 % t-interval",
         title_justify="left",
     )
     table.add_column("task")
@@ -205,7 +216,8 @@ def _table(result: Json, stem: str, part: Json) -> Table:
                 end_section=True,
             )
     for name in ("mean19", "mean_groups"):
-        table.add_row(f"[bold]{name}[/]", "", "", *_cells(part[f"{name}_over_seeds"]), "", *([""] if paper else []))
+        if part[f"{name}_over_seeds"]:
+            table.add_row(f"[bold]{name}[/]", "", "", *_cells(part[f"{name}_over_seeds"]), "", *([""] if paper else []))
     return table
 
 
@@ -221,7 +233,6 @@ def _difference_table(difference: Json) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD,
         title=f"{difference['stem']} minus {difference['minus']}, paired by seed",
-        caption="points of accuracy, mean ± standard error, 95 % t-interval",
         title_justify="left",
     )
     table.add_column("task")

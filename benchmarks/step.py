@@ -1,0 +1,140 @@
+"""What our loop and our stem cost: `fit` beside a bare loop, and the Dual PatchNorm stem beside a plain one.
+
+    python benchmarks/step.py [--steps 8] [--rounds 4]
+
+Each pair is measured in turns in one process, so that whatever else the machine does falls on both. Reported are
+medians over all steps of all rounds (the first step of each round, which warms up, left out) and their ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import timm
+import torch
+from torch import Tensor, nn
+
+from dpn_cli.arch import Stem
+from dpn_cli.backbone import load_backbone
+from dpn_cli.distributed import World
+from dpn_cli.engine import Batch, Outputs, Training, fit, precision_of
+from dpn_cli.losses import sigmoid_xent
+from dpn_cli.memory import MicroBatch
+from dpn_cli.recipe import Optim, Runtime, Schedule
+
+CLASSES = 100
+Steps = Callable[[int], list[float]]
+
+
+def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the sigmoid loss of a batch."""
+    return sigmoid_xent(model(batch["image"]).float(), batch["label"])
+
+
+def synthetic(rows: int, device: torch.device) -> Batch:
+    """Return one batch of noise, (rows, 3, 224, 224)."""
+    target = nn.functional.one_hot(torch.arange(rows) % CLASSES, CLASSES).float()
+    return {"image": torch.randn(rows, 3, 224, 224).to(device), "label": target.to(device)}
+
+
+def bare_steps(model: nn.Module, batch: Batch, runtime: Runtime, device: torch.device) -> Steps:
+    """Return a plain PyTorch loop over `model`: forward, backward, clip, fused SGD."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=True)
+
+    def run(steps: int) -> list[float]:
+        model.train()
+        times = [time.perf_counter()]
+        for _ in range(steps):
+            with precision_of(runtime, device):
+                loss = loss_fn(model, batch)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            loss.item()
+            times.append(time.perf_counter())
+        return [after - before for before, after in itertools.pairwise(times)]
+
+    return run
+
+
+def fit_steps(model: nn.Module, batch: Batch, runtime: Runtime, device: torch.device) -> Steps:
+    """Return the same training through our loop, logging every step."""
+    rows = len(batch["image"])
+
+    def batches(start: int) -> Iterator[Batch]:
+        return itertools.repeat(batch)
+
+    def run(steps: int) -> list[float]:
+        times = [time.perf_counter()]
+        training = Training(Optim(), Schedule(steps=steps), 1e-3, rows, 0)
+        outputs = Outputs(tick=lambda tick: times.append(time.perf_counter()))
+        fit(model, loss_fn, batches, None, training, runtime, World(0, 1, device), outputs, MicroBatch(rows))
+        return [after - before for before, after in itertools.pairwise(times)]
+
+    return run
+
+
+def compare(label: str, ours: Steps, theirs: Steps, steps: int, rounds: int, rows: int) -> None:
+    """Measure two loops in turns and print medians and ratio."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for number in range(rounds):
+        order = ((0, ours), (1, theirs)) if number % 2 == 0 else ((1, theirs), (0, ours))
+        for which, run in order:
+            times[which].extend(run(steps + 1)[1:])
+    first, second = (statistics.median(values) for values in times)
+    print(
+        f"{label}: {first * 1e3:.1f} ms against {second * 1e3:.1f} ms, ratio {first / second:.3f} "
+        f"({rows / first:.1f} and {rows / second:.1f} images/s, {rounds} rounds of {steps} steps)",
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Measure both pairs on the device at hand."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=4)
+    asked = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    runtime = Runtime(precision="auto")
+    rows = 256 if device.type == "cuda" else 8
+
+    def network(arch: str, stem: Stem) -> nn.Module:
+        return load_backbone(arch, stem=stem, image_size=224, num_classes=CLASSES).to(device)
+
+    batch = synthetic(rows, device)
+    stock = timm.create_model("vit_base_patch32_224", num_classes=CLASSES, no_embed_class=True).to(device)
+    both = asked.steps, asked.rounds, rows
+    plain, dual = network("B/32", "none"), network("B/32", "dpn")
+    compare(
+        "B/32 fit / bare loop, DPN",
+        fit_steps(dual, batch, runtime, device),
+        bare_steps(dual, batch, runtime, device),
+        *both,
+    )
+    compare(
+        "B/32 fit plain / bare loop, timm's ViT",
+        fit_steps(plain, batch, runtime, device),
+        bare_steps(stock, batch, runtime, device),
+        *both,
+    )
+    rows = rows if device.type == "cuda" else 4
+    batch = synthetic(rows, device)
+    plain, dual = network("B/16", "none"), network("B/16", "dpn")
+    compare(
+        "B/16 DPN stem / plain stem, bare loop",
+        bare_steps(dual, batch, runtime, device),
+        bare_steps(plain, batch, runtime, device),
+        asked.steps,
+        asked.rounds,
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    main()
