@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn as spawn_processes
 from test_engine import loss_fn, random_batches, small
 from test_vtab import run
+from torch.multiprocessing.spawn import spawn as spawn_processes
 
 from dpn_cli import distributed, engine
 from dpn_cli.distributed import World
@@ -37,7 +37,7 @@ def main(rank: int, folder: str, job: str) -> None:
 
 
 def spawn(job: str, folder: Path) -> None:
-    spawn_processes(main, args=(str(folder), job), nprocs=2)
+    spawn_processes(main, args=(str(folder), job), nprocs=2)  # type: ignore[no-untyped-call]
 
 
 def share(world: World) -> engine.Batches:
