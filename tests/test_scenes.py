@@ -151,8 +151,8 @@ def test_an_unknown_task_is_refused_by_name() -> None:
 def test_main_object_is_first_and_clearly_the_largest(scenes: list[Scene]) -> None:
     for scene in scenes:
         main, *others = scene.objects
-        assert 0.17 <= main.radius <= 0.24
-        assert all(0.07 <= other.radius <= 0.10 for other in others)
+        assert 0.19 <= main.radius <= 0.25
+        assert all(0.09 <= other.radius <= 0.115 for other in others)
 
 
 def test_objects_lie_inside_the_image_and_apart(scenes: list[Scene]) -> None:

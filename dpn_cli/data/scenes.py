@@ -38,8 +38,8 @@ MASK_CLASSES: tuple[str, ...] = ("background", *SHAPES)
 # The main object's centre keeps to this range on both axes, whatever its radius, so that its place says
 # nothing about its size and even the largest one stays inside the image.
 _CENTRE_RANGE = (0.26, 0.74)
-_MAIN_RADIUS = (0.17, 0.24)
-_SMALL_RADIUS = (0.07, 0.10)
+_MAIN_RADIUS = (0.19, 0.25)
+_SMALL_RADIUS = (0.09, 0.115)
 # Empty space kept between two objects, and between a small object and the image's edge.
 _GAP = 0.03
 _EDGE = 0.01
