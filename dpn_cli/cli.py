@@ -209,7 +209,7 @@ def vtab(
             "runtime.report_to": report_to,
         }
     )
-    console = Console(-1 if quiet else int(verbose))
+    console = Console(quiet=quiet)
     with _one_line_errors(verbose):
         plain = vtab_recipe.resolve(config, flags, recipe.from_settings(settings or []))
         built = recipe.build(vtab_recipe.VtabRecipe, plain, "recipe")

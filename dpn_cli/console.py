@@ -37,29 +37,31 @@ class Tick:
 class Console:
     """Messages and progress on stderr."""
 
-    def __init__(self, verbosity: int = 0) -> None:
+    def __init__(self, *, quiet: bool = False) -> None:
         leads = int(os.environ.get("RANK", "0")) == 0
         self.rich = RichConsole(stderr=True, highlight=False, quiet=not leads, soft_wrap=True)
-        self.verbosity = verbosity
+        self.quiet = quiet
+        self._said: set[str] = set()
 
     def info(self, text: str) -> None:
         """Print a line unless -q was given."""
-        if self.verbosity >= 0:
+        if not self.quiet:
             self.rich.print(escape(text))
 
-    def detail(self, text: str) -> None:
-        """Print a line when -v was given."""
-        if self.verbosity > 0:
-            self.rich.print(escape(text), style="dim")
+    def once(self, text: str) -> None:
+        """Print a line as `info` does, but the same line only once."""
+        if text not in self._said:
+            self._said.add(text)
+            self.info(text)
 
     def warn(self, text: str) -> None:
-        """Print a warning, whatever the verbosity."""
+        """Print a warning, -q or not."""
         self.rich.print(f"[yellow]warning:[/] {escape(text)}")
 
     @contextmanager
     def progress(self, label: str) -> Iterator[Callable[[Tick], None]]:
         """Show a training's progress: a bar on a terminal, elsewhere a line every ten seconds."""
-        if self.verbosity < 0 or self.rich.quiet:
+        if self.quiet or self.rich.quiet:
             yield lambda tick: None
         elif self.rich.is_terminal:
             columns = (

@@ -199,7 +199,9 @@ Json = Annotated[
     bool, typer.Option("--json", help="Print the result as JSON instead of tables.", rich_help_panel=OUTPUT)
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.", rich_help_panel=OUTPUT)]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="More on stderr.", rich_help_panel=OUTPUT)]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Show where in the code an error was raised.", rich_help_panel=OUTPUT)
+]
 SkipBadImages = Annotated[
     bool | None,
     typer.Option(

@@ -53,7 +53,9 @@ def run(
     layers = recipe.from_settings([*(TOY if toy else []), *settings])
     plain = resolve(None, {"data": {"source": str(source)}}, layers)
     built = settle(recipe.build(VtabRecipe, plain, "recipe"))
-    result = start(built, output, resume=resume, overwrite=overwrite, dry_run=False, console=console or Console(-1))
+    result = start(
+        built, output, resume=resume, overwrite=overwrite, dry_run=False, console=console or Console(quiet=True)
+    )
     assert result is not None
     return result
 

@@ -6,7 +6,6 @@ Every scene is a pure function of ``(seed, index)``: a data set needs no storage
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -86,23 +85,14 @@ class Scene:
     noise_seed: int
 
 
-@dataclass(frozen=True)
-class DemoTask:
-    """A classification task on the demo scenes: its name, its VTAB-style group and its class names."""
-
-    name: str
-    group: Literal["natural", "specialized", "structured"]
-    classes: tuple[str, ...]
-
-
-DEMO_TASKS: tuple[DemoTask, ...] = (
-    DemoTask("demo_shape", "natural", SHAPES),
-    DemoTask("demo_color", "natural", tuple(COLORS)),
-    DemoTask("demo_light", "specialized", LIGHTS),
-    DemoTask("demo_count", "structured", ("1", "2", "3", "4")),
-    DemoTask("demo_position", "structured", ("far left", "left", "right", "far right")),
-)
-"""The tasks that ``label`` knows.  Labels are independent across tasks and uniform over the classes."""
+# What can be asked of a scene, and the names of the classes. Independent of each other and uniform over the classes.
+LABELS: dict[str, tuple[str, ...]] = {
+    "demo_shape": SHAPES,
+    "demo_color": tuple(COLORS),
+    "demo_light": LIGHTS,
+    "demo_count": ("1", "2", "3", "4"),
+    "demo_position": ("far left", "left", "right", "far right"),
+}
 
 
 # Which points, in units of the radius around the centre, belong to an object of angle 0.  Point-wise tests
@@ -221,7 +211,7 @@ def caption(scene: Scene) -> str:
 
 
 def label(scene: Scene, task: str) -> int:
-    """Return the scene's class index for the task of that name in ``DEMO_TASKS``.
+    """Return the scene's class index for a question in ``LABELS``.
 
     Raises:
         ValueError: no demo task has that name.
@@ -237,16 +227,3 @@ def label(scene: Scene, task: str) -> int:
     if task not in indices:
         raise ValueError(f"unknown demo task {task!r}; the demo tasks are {', '.join(indices)}")
     return indices[task]
-
-
-def demo_images(seed: int, start: int, count: int) -> tuple[npt.NDArray[np.uint8], list[Scene]]:
-    """Render scenes ``start`` to ``start + count - 1``: (count, 64, 64, 3) uint8 images and their scenes.
-
-    Raises:
-        ValueError: an argument is negative.
-    """
-    images = np.empty((count, SCENE_SIZE, SCENE_SIZE, 3), dtype=np.uint8)
-    scenes = [sample_scene(seed, index) for index in range(start, start + count)]
-    for image, scene in zip(images, scenes, strict=True):
-        image[:] = render(scene)[0]
-    return images, scenes

@@ -89,7 +89,7 @@ class TaskSweep:
         """The network and the pixels, made when the first unfinished cell asks for them."""
         bench = Bench(self.recipe, self.stem, self.task, self.data, self.world, self.console)
         report, config = bench.model.report, bench.model.config
-        self.console.detail(f"{self.stem}: {report.summary()}")
+        self.console.once(f"stem {self.stem}: {report.summary()}")
         if self.world.leads:
             arch = f"{size_name(config.size) or config.size}/{config.patch[0]}"
             self.folder.update(arch=arch, **{f"backbone_{self.stem}": report.to_dict()})
