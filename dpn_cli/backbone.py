@@ -20,6 +20,7 @@ from dpn_cli.hub import fetch, offline
 from dpn_cli.vit import DPNViT, ViTConfig, resample_posemb
 
 HEAD = ("head.weight", "head.bias")
+Rgb = tuple[float, float, float]
 
 
 @dataclass
@@ -55,15 +56,18 @@ class LoadReport:
 class Backbone(DPNViT):
     """A `DPNViT` that remembers how it was loaded and what its inputs look like."""
 
-    report: LoadReport
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
+    input_mean: Tensor
+    input_std: Tensor
+
+    def __init__(self, config: ViTConfig, mean: Rgb, std: Rgb, report: LoadReport) -> None:
+        super().__init__(config)
+        self.mean, self.std, self.report = mean, std, report
+        for name, values in (("input_mean", mean), ("input_std", std)):
+            self.register_buffer(name, torch.tensor(values)[:, None, None], persistent=False)
 
     def normalize(self, image: Tensor) -> Tensor:
         """Map uint8 pixels (b, 3, h, w) to the input range that the weights were trained with."""
-        mean = torch.tensor(self.mean, device=image.device)[:, None, None]
-        std = torch.tensor(self.std, device=image.device)[:, None, None]
-        return (image.float() / 255 - mean) / std
+        return (image.float() / 255 - self.input_mean) / self.input_std
 
 
 def load_backbone(
@@ -115,7 +119,9 @@ def load_backbone(
             num_classes=num_classes,
             drop_path=drop_path,
         )
-        model = _new(config, (0.5,) * 3, (0.5,) * 3, LoadReport("from scratch", f"big_vision init, seed {seed}"))
+        model = Backbone(
+            config, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), LoadReport("from scratch", f"big_vision init, seed {seed}")
+        )
         model.initialize(seed)
     else:
         source = _open(checkpoint)
@@ -136,7 +142,7 @@ def load_backbone(
             dropped=list(source.dropped),
             notes=list(source.notes),
         )
-        model = _new(config, source.mean, source.std, report)
+        model = Backbone(config, source.mean, source.std, report)
         _fill(model, source, head, align_corners)
     model.report.parameters = sum(parameter.numel() for parameter in model.parameters())
     model.set_grad_checkpointing(grad_checkpointing)
@@ -163,12 +169,6 @@ def export_backbone(
         )
     )
     return replace_file(path, lambda temporary: save_file(state, temporary, {**described, **(extra or {})}))
-
-
-def _new(config: ViTConfig, mean: tuple[float, ...], std: tuple[float, ...], report: LoadReport) -> Backbone:
-    model = Backbone(config)
-    model.mean, model.std, model.report = (*mean[:3],), (*std[:3],), report  # type: ignore[assignment]
-    return model
 
 
 def _open(checkpoint: str) -> Checkpoint:

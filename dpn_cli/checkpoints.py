@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dpn_cli.arch import Stem
-from dpn_cli.errors import DataError, DpnError
+from dpn_cli.errors import DataError
 from dpn_cli.files import file_digest
 
 State = dict[str, Tensor]
@@ -76,11 +76,11 @@ class Checkpoint:
 def read_file(path: Path) -> Checkpoint:
     """Read a weight file of any known format.
 
-    Raises `DpnError` when there is no such file and `DataError` when it is damaged or of no known format.
+    Raises `DataError` when there is no such file, or it is damaged or of no known format.
     No pickled object is ever executed: NumPy's and PyTorch's loaders are restricted to plain arrays.
     """
     if not path.is_file():
-        raise DpnError(f"--checkpoint {path}: no such file")
+        raise DataError(f"--checkpoint {path}: no such file")
     try:
         tensors, metadata = _READ_BY_SUFFIX.get(path.suffix, _read_torch)(path)
         checkpoint = next((read(tensors, metadata) for matches, read in FORMATS if matches(tensors, metadata)), None)

@@ -29,8 +29,8 @@ class Tick:
 
     def __str__(self) -> str:
         return (
-            f"step {self.step}/{self.steps}  loss {self.loss:.4g}  lr {self.lr:.3g}  "
-            f"{self.images_per_second:.0f} images/s  data wait {self.wait_share:.1%}"
+            f"{self.step}/{self.steps} loss {self.loss:.3g} lr {self.lr:.2g} "
+            f"{self.images_per_second:.0f} images/s wait {self.wait_share:.1%}"
         )
 
 
@@ -41,18 +41,11 @@ class Console:
         leads = int(os.environ.get("RANK", "0")) == 0
         self.rich = RichConsole(stderr=True, highlight=False, quiet=not leads, soft_wrap=True)
         self.quiet = quiet
-        self._said: set[str] = set()
 
     def info(self, text: str) -> None:
         """Print a line unless -q was given."""
         if not self.quiet:
             self.rich.print(escape(text))
-
-    def once(self, text: str) -> None:
-        """Print a line as `info` does, but the same line only once."""
-        if text not in self._said:
-            self._said.add(text)
-            self.info(text)
 
     def warn(self, text: str) -> None:
         """Print a warning, -q or not."""
@@ -66,7 +59,7 @@ class Console:
         elif self.rich.is_terminal:
             columns = (
                 TextColumn("{task.description}"),
-                BarColumn(bar_width=20),
+                BarColumn(bar_width=8),
                 TextColumn("{task.fields[tick]}"),
                 TimeRemainingColumn(),
             )

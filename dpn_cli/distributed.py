@@ -103,4 +103,5 @@ def parallel(model: nn.Module, world: World) -> nn.Module:
     if world.size == 1:
         return model
     devices = [world.device.index] if world.device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=devices)
+    # Buffers are constants here; broadcasting them would tie ranks together in every forward pass.
+    return DistributedDataParallel(model, device_ids=devices, broadcast_buffers=False)

@@ -175,6 +175,7 @@ class _Loop:
         self.network = unwrap(model)
         self.parameters = [p for p in self.network.parameters() if p.requires_grad]
         self.optimizer = build_optimizer(self.network.named_parameters(), training.optim, training.lr)
+        self.optimizer.zero_grad(set_to_none=True)  # what a training that ended in an error may have left behind
         self.model.train()
 
     def resume(self) -> tuple[int, float]:
@@ -270,7 +271,13 @@ class _Loop:
         """Find a micro-batch that every rank has the memory for, before the ranks depend on each other."""
         batch = next(stream)
         while distributed.max_over_ranks(self._accumulate(batch, 0, rows_at_most=self.micro.size) is None):
+            if self.micro.fixed:
+                raise OutOfMemoryError(
+                    f"out of memory with micro-batches of {self.micro.size}; use --micro-batch-size "
+                    f"{max(1, self.micro.size // 2)}, or auto"
+                )
             self.micro.halve()
+            self.outputs.warn(f"out of memory: micro-batches of {self.micro.size} on every rank")
         self.optimizer.zero_grad(set_to_none=True)
 
     def evaluate(self, evaluate: Evaluate, step: int) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -42,7 +43,8 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> str:
         temporary.replace(path)
         flush(path.parent)
     except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise save_error(path, error) from error
     return digest
 

@@ -168,7 +168,7 @@ DryRun = Annotated[
     bool,
     typer.Option(
         "--dry-run",
-        help="Check everything, train two steps, save, resume and evaluate; print hours and disk. No result.",
+        help="Check all data, train two steps with save, resume and validation; print hours and disk. No result.",
         rich_help_panel=OUTPUT,
     ),
 ]

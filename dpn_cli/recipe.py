@@ -66,12 +66,15 @@ class Backbone(Section):
         return self
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class Optim(Section):
     """The update rule; the learning rate and its schedule are apart (`Schedule`, ``lr``/``lrs``)."""
 
     name: Literal["momentum", "adam"] = "momentum"
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     eps: Annotated[float, Field(gt=0)] = 1e-8
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     weight_decay: NonNegative = 0.0
@@ -94,7 +97,9 @@ class Schedule(Section):
     stairs: tuple[tuple[int, float], ...] = ()
 
     @model_validator(mode="after")
-    def _warmup_fits(self) -> Schedule:
+    def _phases_fit(self) -> Schedule:
+        if self.decay_from is not None and self.decay_from >= self.steps:
+            raise ValueError(f"decay_from ({self.decay_from}) must be below steps ({self.steps})")
         if self.warmup >= self.steps:
             raise ValueError(
                 f"warmup ({self.warmup}) must be below steps ({self.steps}): "

@@ -51,17 +51,19 @@ class RunFolder:
         when it holds something else than a run, or when `resume` meets another recipe (the keys are listed).
         """
         folder, config = cls(path), path / "config.yaml"
-        if path.is_dir() and any(path.iterdir()) and not config.is_file():
+        ours = config.is_file() and (path / "run.json").is_file()
+        if path.is_dir() and any(path.iterdir()) and not ours:
             raise DpnError(f"-o {path}: the folder holds something that is no run of dpn; pass another -o")
-        if config.is_file() and overwrite:
-            shutil.rmtree(path)
-        elif config.is_file() and not resume:
+        untouched = ours and {entry.name for entry in path.iterdir()} <= {"config.yaml", "run.json"}
+        if ours and (overwrite or untouched):
+            shutil.rmtree(path)  # a run that ended before it produced anything leaves nothing to lose
+        elif ours and not resume:
             state = "a finished run" if folder.result else "a run that has not finished"
             raise DpnError(
                 f"-o {path}: the folder holds {state}; --resume goes on with it, "
                 "--overwrite deletes it first, another -o keeps both"
             )
-        elif config.is_file():
+        elif ours:
             changed = _differences(yaml.safe_load(config.read_text(encoding="utf-8")), recipe)
             if changed:
                 raise DpnError(

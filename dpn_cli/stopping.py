@@ -39,8 +39,14 @@ def requested() -> int | None:
     return number or None
 
 
+def check_here() -> None:
+    """Raise `StoppedError` when this rank was asked to stop, for loops in which ranks do not go in step."""
+    if _received:
+        raise StoppedError(_received[0])
+
+
 def check() -> None:
-    """Raise `StoppedError` when a stop was asked for; for loops whose work is redone on resume."""
+    """Raise `StoppedError` when any rank was asked to stop, for loops whose work is redone on resume."""
     number = requested()
     if number is not None:
         raise StoppedError(number)

@@ -370,3 +370,24 @@ def test_a_failed_export_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest
         export_backbone(model, path, mean=model.mean, std=model.std)
     assert load_file(path).keys() == before.keys()
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_unreachable_hub_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    from dpn_cli import hub
+
+    asked: list[float] = []
+
+    def refuse(request: Any, timeout: float) -> None:
+        asked.append(timeout)
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("dpn_cli.hub.urllib.request.urlopen", refuse)
+    hub.offline.cache_clear()
+    assert hub.offline()
+    assert constants.HF_HUB_OFFLINE  # the client asks its cache from here on, without its retries
+    assert hub.offline()
+    assert asked == [hub.PROBE_SECONDS]
+    hub.offline.cache_clear()

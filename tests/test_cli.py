@@ -196,7 +196,7 @@ WRONG = [
     (["--set", "optim.lrr=1"], 2, "optim.lrr: unknown key"),
     (["--arch", "B/32", "--data", "nowhere"], 2, "no weights were given. Ways out"),
     (["--checkpoint", "none", "--data", "nowhere", "--arch", "mu/8"], 3, "no such folder"),
-    (["--checkpoint", "missing.npz", "--data", "demo", "--arch", "mu/8"], 2, "no such file"),
+    (["--checkpoint", "missing.npz", "--data", "demo", "--arch", "mu/8"], 3, "no such file"),
     (["--checkpoint", str(GOLDENS / "vit_tok_repsize.params.npz"), "--image-size", "32"], 2, "has stem 'none'"),
     (["--checkpoint", "hf-hub:nobody/nothing"], 3, "not in the local cache"),
     (["--data", "hf:nobody/nothing", "--checkpoint", "none", "--arch", "mu/8"], 3, "not loaded"),

@@ -206,4 +206,4 @@ def test_the_command_runs_under_torchrun(digits: Path, tmp_path: Path) -> None:
     assert two["test"]["mean"] == pytest.approx(one["test"]["mean"], abs=1.0)
     assert two["val"]["0.01"] == pytest.approx(one["val"]["0.01"], abs=1.5)
     ledger = (tmp_path / "two" / "ledger.jsonl").read_text().splitlines()
-    assert len(ledger) == 1
+    assert len(ledger) == 2  # begun and scored

@@ -61,7 +61,12 @@ def run(
 
 
 def ledger(output: Path) -> list[Json]:
-    return [json.loads(line) for line in (output / "ledger.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (output / "ledger.jsonl").read_text().splitlines()]
+    begun = [(row["lr"], row["seed"]) for row in rows if row["accuracy"] is None]
+    scored = [row for row in rows if row["accuracy"] is not None]
+    assert begun == [(row["lr"], row["seed"]) for row in scored]  # every score was announced before it was made
+    assert all(len(row["weights_sha256"]) == 64 for row in rows)
+    return scored
 
 
 def shown(result: Json) -> str:
@@ -226,7 +231,11 @@ def test_a_failed_cell_is_shown_and_tried_again(
     if not allow:
         assert not (tmp_path / "run" / "ledger.jsonl").exists()
     broken = False
+    if allow:  # what finishes later must not bring another learning rate to the test split
+        monkeypatch.setattr("tasks.vtab.sweep.choose_lr", lambda val, seeds: 0.03)
     second = toy(tmp_path / "run", *extra, resume=True)
+    assert first["tasks"]["svhn"]["lr"] in {None, second["tasks"]["svhn"]["lr"]}
+    assert len(ledger(tmp_path / "run")) == 2
     assert second["failed"] == []
     assert second["tasks"]["svhn"]["lr"] is not None
     assert (tmp_path / "run" / "result.json").exists()
@@ -253,7 +262,7 @@ def test_failed_cells_end_the_command_with_code_6(digits: Path, tmp_path: Path) 
         "--seeds",
         "1",
         "--lrs",
-        "1e-3,1e30",
+        "1e30,1e-3",
         "-q",
         "--set",
         "schedule.warmup=0",
@@ -265,7 +274,7 @@ def test_failed_cells_end_the_command_with_code_6(digits: Path, tmp_path: Path) 
     done = dpn(*arguments)
     assert done.returncode == 6, done.stderr
     assert "lr 1e+30 seed 0: step" in " ".join(done.stdout.split())
-    assert "1 cells failed" in done.stderr
+    assert "1 cells failed" in done.stderr  # the diverged network left nothing to the cell after it
 
 
 def test_the_vtab_protocol_trains_again_on_all_thousand(toy: Callable[..., Json], tmp_path: Path) -> None:
@@ -292,7 +301,9 @@ def test_stems_are_compared_pair_by_pair(toy: Callable[..., Json], tmp_path: Pat
     assert "± " in printed
 
 
-def test_checkpoints_of_every_stem_are_found_by_name(toy: Callable[..., Json], tmp_path: Path) -> None:
+def test_checkpoints_of_every_stem_are_found_by_name(
+    toy: Callable[..., Json], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from dpn_cli.backbone import export_backbone, load_backbone
 
     for stem in ("none", "dpn"):
@@ -304,7 +315,9 @@ def test_checkpoints_of_every_stem_are_found_by_name(toy: Callable[..., Json], t
         "compare=none,dpn",
         "seeds=1",
         "lrs=[0.01]",
+        console=Console(),
     )
+    assert "resized pos_embed 4x4 -> 2x2" in capsys.readouterr().err
     run_file = json.loads((tmp_path / "run" / "run.json").read_text())
     assert result["tasks"]["svhn"]["test"]["n"] == 1
     for stem in ("none", "dpn"):
@@ -384,6 +397,13 @@ def test_wrong_data_end_the_run_before_training(
     with pytest.raises(DataError, match=message) as caught:
         run(broken, tmp_path / "run", "data.tasks=svhn")
     assert caught.value.exit_code == 3
+
+
+def test_a_run_that_ended_before_training_does_not_block_its_folder(broken: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="needed for dtd"):
+        run(broken, tmp_path / "run", "data.tasks=svhn,dtd")
+    result = run(broken, tmp_path / "run", "data.tasks=svhn", "seeds=1", "lrs=[0.01]")
+    assert result["tasks"]["svhn"]["test"]["n"] == 1
 
 
 def test_missing_splits_and_folders_are_named(broken: Path, tmp_path: Path) -> None:
@@ -566,7 +586,9 @@ def test_a_dry_run_goes_through_everything_and_leaves_nothing(digits: Path, tmp_
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    assert "9 trainings of 2500 steps" in " ".join(done.stderr.split())
+    said = " ".join(done.stderr.split())
+    assert "9 trainings of 2500 steps" in said
+    assert "GB on the disk" in said
     assert done.stdout == ""
     assert list(tmp_path.iterdir()) == []
 

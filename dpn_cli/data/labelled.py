@@ -109,9 +109,9 @@ class HubSplit:
     Raises `DataError` when the data set is out of reach, has no such split, or not exactly one column of each kind.
     """
 
-    def __init__(self, name: str, config: str, split: str, image: str | None, label: str | None) -> None:
+    def __init__(self, name: str, config: str, split: str, image: str | None, label: str | None, alone: bool) -> None:
         self.place = f"hf:{name} ({config}), split {split}"
-        splits = _load_hub(name, config)
+        splits = _load_hub(name, config, alone)
         if split not in splits:
             raise DataError(f"{self.place}: missing; the data set has {', '.join(sorted(splits))}")
         rows = splits[split]
@@ -121,9 +121,17 @@ class HubSplit:
         import pyarrow.compute
 
         self.rows = rows.cast_column(self.image, datasets.Image(decode=False))
-        self.labels: Sequence[int] = [int(value) for value in self.rows[self.label]]
+        self.labels: Sequence[int] = [self._class(index, value) for index, value in enumerate(self.rows[self.label])]
         encoded = pyarrow.compute.struct_field(self.rows.data.column(self.image), "bytes")
         self.sizes: Sequence[int] = pyarrow.compute.binary_length(encoded).fill_null(0).to_pylist()
+
+    def _class(self, index: int, value: object) -> int:
+        if not isinstance(value, int):
+            raise DataError(
+                f"{self.where(index)}: label {value!r} is no class number; name another column with "
+                "--set data.label_column=NAME"
+            )
+        return value
 
     def _column(self, rows: Any, asked: str | None, kind: str, types: tuple[str, ...]) -> str:
         if asked is not None and asked in rows.column_names:
@@ -150,19 +158,25 @@ class HubSplit:
 
 
 @cache
-def _load_hub(name: str, config: str) -> Any:
+def _load_hub(name: str, config: str, alone: bool) -> Any:
+    offline()  # before the import, at which the library notes whether it is
     import datasets
 
-    offline()
     try:
         configs = datasets.get_dataset_config_names(name)
-        return datasets.load_dataset(name, config if config in configs else configs[0])
+        chosen = config if config in configs else "default" if alone and configs == ["default"] else None
+        if chosen is not None:
+            return datasets.load_dataset(name, chosen)
     except (OSError, ValueError, RuntimeError) as error:  # ConnectionError and FileNotFoundError among them
         raise DataError(
             f"--data hf:{name}: not loaded ({str(error).splitlines()[0][:160]}). On a machine with a "
             f"network: 'hf download --repo-type dataset {name}', then copy the hub cache here, or pass "
             "a local folder of parquet files as hf:FOLDER"
         ) from error
+    raise DataError(
+        f"--data hf:{name}: no configuration {config!r}, one per task is needed; it has {', '.join(configs)}. "
+        "Choose other --tasks"
+    )
 
 
 class SceneSplit:

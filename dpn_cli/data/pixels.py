@@ -14,6 +14,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from dpn_cli import stopping
 from dpn_cli.data.labelled import Labelled, Pixels
 from dpn_cli.distributed import World
 from dpn_cli.engine import Batch, Batches
@@ -48,27 +49,29 @@ def resize(pixels: Pixels, size: tuple[int, int]) -> Tensor:
     return image[0]
 
 
-class _Resized(Dataset[tuple[Tensor, int] | None]):
-    def __init__(self, split: Labelled, size: tuple[int, int], rows: Sequence[int], skip_bad: bool) -> None:
-        self.split, self.size, self.rows, self.skip_bad = split, size, rows, skip_bad
+Item = tuple[Tensor, int] | DataError
+
+
+class _Resized(Dataset[Item]):
+    def __init__(self, split: Labelled, size: tuple[int, int], rows: Sequence[int]) -> None:
+        self.split, self.size, self.rows = split, size, rows
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int] | None:
+    def __getitem__(self, index: int) -> Item:
         row = self.rows[index]
         try:
             return resize(self.split.pixels(row), self.size), int(self.split.labels[row])
-        except DataError:
-            if self.skip_bad:
-                return None
-            raise
+        except DataError as error:
+            return error  # raised in a worker process it would come back wrapped in that process's traceback
 
 
-def _collate(items: list[tuple[Tensor, int] | None]) -> PixelSet:
-    good = [item for item in items if item is not None]
+def _collate(items: list[Item]) -> tuple[PixelSet, list[DataError]]:
+    good = [item for item in items if not isinstance(item, DataError)]
+    bad = [item for item in items if isinstance(item, DataError)]
     images = torch.stack([image for image, _ in good]) if good else torch.empty(0, dtype=torch.uint8)
-    return PixelSet(images, torch.tensor([label for _, label in good], dtype=torch.int64), len(items) - len(good))
+    return PixelSet(images, torch.tensor([label for _, label in good], dtype=torch.int64), len(bad)), bad
 
 
 def stream(
@@ -87,21 +90,32 @@ def stream(
     rows = range(len(split.labels)) if rows is None else rows
     count = (min(8, os.cpu_count() or 1) if len(rows) >= WORTH_WORKERS else 0) if workers == "auto" else workers
     loader: DataLoader[Any] = DataLoader(
-        _Resized(split, size, rows, skip_bad), batch_size, num_workers=count, collate_fn=_collate
+        _Resized(split, size, rows), batch_size, num_workers=count, collate_fn=_collate
     )
-    yield from loader
+    for part, bad in loader:
+        if bad and not skip_bad:
+            raise bad[0]
+        yield part
 
 
 def load(
     split: Labelled, size: tuple[int, int], *, workers: int | Literal["auto"] = "auto", skip_bad: bool = False
 ) -> PixelSet:
     """Decode and resize a whole split into memory: 3 * h * w bytes an image."""
-    parts = list(stream(split, size, 64, workers=workers, skip_bad=skip_bad))
+    parts = []
+    for part in stream(split, size, 64, workers=workers, skip_bad=skip_bad):
+        stopping.check_here()
+        parts.append(part)
     return PixelSet(
         torch.cat([part.images for part in parts if len(part.images)]),
         torch.cat([part.labels for part in parts]),
         sum(part.skipped for part in parts),
     )
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a small tensor to the device without waiting for what the device is doing."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def rows_of_step(images: int, batch_size: int, seed: int, step: int) -> Tensor:
@@ -151,9 +165,9 @@ def augment(
             ]
         )
     else:
-        batch = images[rows[mine].to(images.device)]
+        batch = images[to_device(rows[mine], images.device)]
     if flip:
-        mirrored = (torch.rand(count, generator=generator) < 0.5)[mine].to(images.device)
+        mirrored = to_device((torch.rand(count, generator=generator) < 0.5)[mine], images.device)
         batch = torch.where(mirrored[:, None, None, None], batch.flip(-1), batch)
     return batch
 
@@ -171,7 +185,7 @@ def shuffled_batches(
             rows = rows_of_step(len(pixels.images), batch_size, seed, step)
             generator = torch.Generator().manual_seed((seed + 1) * 2_000_003 + step)
             images = augment(pixels.images, rows, size, crop=crop, flip=flip, generator=generator, mine=mine)
-            yield {"image": images, "label": pixels.labels[rows[mine].to(pixels.labels.device)]}
+            yield {"image": images, "label": pixels.labels[to_device(rows[mine], pixels.labels.device)]}
             step += 1
 
     return batches

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dpn_cli import distributed, engine, stopping
 from dpn_cli.arch import Stem
-from dpn_cli.backbone import load_backbone
+from dpn_cli.backbone import Backbone, load_backbone
 from dpn_cli.console import Console
 from dpn_cli.data.pixels import PixelSet, load, shuffled_batches, stream
 from dpn_cli.distributed import World
@@ -27,6 +27,28 @@ LOSSES = {"sigmoid": sigmoid_xent, "softmax": softmax_xent}
 RESIZE_RATIO = 256 / 224
 
 
+def input_size(recipe: VtabRecipe) -> tuple[int, int]:
+    """Return the (height, width) of the network's input in pixels."""
+    pixels = recipe.backbone.image_size or 224
+    return (pixels, pixels) if isinstance(pixels, int) else pixels
+
+
+def load_network(recipe: VtabRecipe, stem: Stem, classes: int) -> Backbone:
+    """Load the recipe's network with one stem and a zero head. Raises as `load_backbone` does."""
+    section = recipe.backbone
+    return load_backbone(
+        section.arch,
+        stem=stem,
+        checkpoint=section.checkpoint and section.checkpoint.replace("{stem}", stem),
+        image_size=input_size(recipe),
+        num_classes=classes,
+        pool=section.pool,
+        pre_logits=section.pre_logits,
+        drop_path=section.drop_path,
+        grad_checkpointing=section.grad_checkpointing,
+    )
+
+
 class Bench:
     """Trains and scores one network on one task; its compiled step and its pixels serve every cell."""
 
@@ -34,20 +56,10 @@ class Bench:
         self, recipe: VtabRecipe, stem: Stem, task: Task, data: TaskData, world: World, console: Console
     ) -> None:
         self.recipe, self.task, self.data, self.world, self.console = recipe, task, data, world, console
-        section = recipe.backbone
-        pixels = section.image_size or 224
-        self.size = (pixels, pixels) if isinstance(pixels, int) else pixels
-        self.model = load_backbone(
-            section.arch,
-            stem=stem,
-            checkpoint=section.checkpoint and section.checkpoint.replace("{stem}", stem),
-            image_size=self.size,
-            num_classes=task.classes,
-            pool=section.pool,
-            pre_logits=section.pre_logits,
-            drop_path=section.drop_path,
-            grad_checkpointing=section.grad_checkpointing,
-        )
+        self.size = input_size(recipe)
+        self.model = load_network(recipe, stem, task.classes)
+        if recipe.runtime.compile:
+            torch.compiler.reset()  # the compiler gives up after eight head sizes, and VTAB has fifteen
         self.trainable = engine.prepare(self.model, recipe.runtime, world)
         self.first = {name: value.clone() for name, value in self.model.state_dict().items()}
         self.micro = MicroBatch.choose(recipe.runtime, recipe.batch_size // world.size, self.model, world.device)

@@ -69,7 +69,13 @@ class Ledger:
         """Return what a cell scored on test, or None when it never met it."""
         text = self.path.read_text(encoding="utf-8") if self.path.is_file() else ""
         for row in map(json.loads, text.splitlines()):
-            if (row["stem"], row["task"], row["lr"], row["seed"], row["trained_on"]) == (
+            if row["accuracy"] is not None and (
+                row["stem"],
+                row["task"],
+                row["lr"],
+                row["seed"],
+                row["trained_on"],
+            ) == (
                 cell.stem,
                 cell.task.name,
                 cell.lr,
@@ -80,7 +86,7 @@ class Ledger:
         return None
 
     def add(self, rows: Sequence[tuple[Cell, Mapping[str, Any]]]) -> None:
-        """Append what cells scored, all of them or none."""
+        """Append that cells begin to meet the split (accuracy None) or what they scored, all of them or none."""
         text = self.path.read_text(encoding="utf-8") if self.path.is_file() else ""
         for cell, scored in rows:
             row = {
@@ -91,6 +97,7 @@ class Ledger:
                 "seed": cell.seed,
                 "trained_on": cell.split,
                 "scored_on": "test",
+                "weights_sha256": (read_json(cell.path / "done.json") or {}).get("weights_sha256"),
                 **scored,
             }
             text += json.dumps(row) + "\n"

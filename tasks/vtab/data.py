@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from dpn_cli import stopping
 from dpn_cli.console import Console
 from dpn_cli.data.labelled import FileList, HubSplit, Labelled, SceneSplit, fingerprint
 from dpn_cli.errors import DataError
@@ -56,7 +57,14 @@ def _open_split(data: Data, task: Task, split: str) -> Labelled:
         start, stop = {"train800": (0, TRAIN), "val200": (TRAIN, TRAIN + VAL), "test": (1000, 1000 + task.test)}[split]
         return SceneSplit(task.name, start, stop)
     if source.startswith("hf:"):
-        return HubSplit(source.removeprefix("hf:"), task.folder, split, data.image_column, data.label_column)
+        return HubSplit(
+            source.removeprefix("hf:"),
+            task.folder,
+            split,
+            data.image_column,
+            data.label_column,
+            alone=len(data.tasks) == 1 and data.tasks[0] in {task.name, task.folder},
+        )
     root = Path(source).expanduser()
     if not root.is_dir():
         raise DataError(
@@ -80,6 +88,7 @@ def check_images(tasks: dict[Task, TaskData], skip_bad: bool, console: Console) 
             count = len(split.labels)
             every = 1 if split is not data.test else max(1, count // TEST_SAMPLE)
             for index in range(0, count, every):
+                stopping.check_here()
                 try:
                     split.pixels(index)
                 except DataError:

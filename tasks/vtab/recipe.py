@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from dpn_cli.arch import Stem, check_image_size, parse_arch
 from dpn_cli.errors import DpnError
 from dpn_cli.recipe import About, Backbone, Optim, Plain, Positive, Runtime, Schedule, Section, merge, read_recipe
+from tasks.vtab.table import choose_tasks
 
 # Pixels per side of the built-in scenes (dpn_cli.data.scenes.SCENE_SIZE, which imports too much for this module).
 DEMO_PIXELS = 64
@@ -96,24 +97,30 @@ def resolve(config: str | None, flags: Mapping[str, Any], settings: Mapping[str,
     network that the user chose, shortened so that it ends within minutes.
     """
     asked = merge(read_recipe(config) if config else {}, flags, settings)
+    for section in ("data", "backbone"):
+        if not isinstance(asked.get(section, {}), dict):
+            raise DpnError(f"{section}: a section of keys, not a value; see dpn recipes show vtab")
     source = asked.get("data", {}).get("source") or find_data()
     backbone = asked.get("backbone", {})
     layers = [read_recipe("vtab")]
     if source == "demo":
-        arch = backbone.get("arch")
-        layers = [read_recipe("vtab_demo" if arch is None or str(arch).startswith("mu/") else "vtab_demo_large")]
+        arch, weights = backbone.get("arch"), backbone.get("checkpoint") or "none"
+        small = str(arch).startswith("mu/") if arch else weights == "none"
+        layers = [read_recipe("vtab_demo" if small else "vtab_demo_large")]
     return merge(*layers, asked, {"data": {"source": source}})
 
 
 def settle(recipe: VtabRecipe) -> VtabRecipe:
     """Return the recipe with checkpoint and image size decided.
 
-    Raises `DpnError` when real data meet no weights: VTAB measures what pre-training brought.
+    Raises `DpnError` for an unknown task, an image size that the patch does not divide, and when real data meet no
+    weights: VTAB measures what pre-training brought.
     """
+    choose_tasks(recipe.data.tasks, recipe.demo)
     backbone = recipe.backbone
-    checkpoint = backbone.checkpoint or ("none" if recipe.demo else None)
+    checkpoint = backbone.checkpoint or find_weights(backbone.arch, recipe.stems) or ("none" if recipe.demo else None)
     if checkpoint is None:
-        checkpoint = find_weights(backbone.arch, recipe.stems)
+        raise DpnError(_no_weights(backbone.arch, recipe.stems))
     size = backbone.image_size or 224
     if backbone.arch:
         patch = parse_arch(backbone.arch)[1]
@@ -136,17 +143,24 @@ def find_data() -> str:
 
 
 def find_weights(arch: str | None, stems: tuple[Stem, ...]) -> str | None:
-    """Return the pattern of weight files in the weights folder, with ``{stem}`` where several are compared."""
+    """Return the weights folder's file for `arch` and the stem, or None without one.
+
+    For several stems it is a pattern with ``{stem}``, and all must have a file.
+    """
     folder = home() / "weights"
     name = (arch or "").replace("/", "-")
     for suffix in (".safetensors", ".npz"):
         files = [folder / f"{name}-{stem}{suffix}" for stem in stems]
         if arch and all(file.is_file() for file in files):
             return str(files[0]) if len(files) == 1 else str(folder / f"{name}-{{stem}}{suffix}")
-    wanted = " and ".join(f"{name or 'ARCH'}-{stem}.safetensors" for stem in stems)
-    raise DpnError(
+    return None
+
+
+def _no_weights(arch: str | None, stems: tuple[Stem, ...]) -> str:
+    wanted = " and ".join(f"{(arch or 'ARCH').replace('/', '-')}-{stem}.safetensors" for stem in stems)
+    return (
         "--checkpoint: VTAB measures pre-trained networks and no weights were given. Ways out: --checkpoint FILE "
         "(big_vision .npz, timm or dpn .safetensors; write {stem} in the name with --compare); "
         "--stem none --checkpoint timm:vit_base_patch32_224.augreg_in1k; "
-        f"put {wanted} into {folder}; --checkpoint none to train from scratch; --data demo to look around"
+        f"put {wanted} into {home() / 'weights'}; --checkpoint none to train from scratch; --data demo to look around"
     )

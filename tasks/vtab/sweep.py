@@ -15,11 +15,11 @@ from dpn_cli.arch import Stem, size_name
 from dpn_cli.backbone import export_backbone
 from dpn_cli.console import Console
 from dpn_cli.distributed import World
-from dpn_cli.errors import NonFiniteError, OutOfMemoryError, SaveError
+from dpn_cli.errors import DataError, NonFiniteError, OutOfMemoryError, SaveError
 from dpn_cli.files import replace_json
 from dpn_cli.runstate import Checkpoints, MetricsLog, RunFolder, describe_device
 from dpn_cli.trackers import Track, build_tracker
-from tasks.vtab.bench import Bench
+from tasks.vtab.bench import Bench, load_network
 from tasks.vtab.cells import Cell, Json, Ledger, TaskOutcome, choose_lr, read_json
 from tasks.vtab.data import TaskData, check_images, open_task
 from tasks.vtab.recipe import VtabRecipe
@@ -36,9 +36,14 @@ def run(recipe: VtabRecipe, folder: RunFolder, world: World, console: Console) -
     tasks = choose_tasks(recipe.data.tasks, recipe.demo)
     data = {task: open_task(recipe.data, task) for task in tasks}
     fingerprints = {task.name: entry.fingerprints for task, entry in data.items()}
+    facts = distributed.from_leader(read_json(folder.path / "run.json")) or {}
+    if facts.get("data", fingerprints) != fingerprints:
+        raise DataError(f"{recipe.data.source}: the data have changed since this run began; start another with -o")
+    for stem in recipe.stems:
+        _check_network(recipe, stem, tasks[0], folder, facts, world, console)
     if world.leads:
-        check_images(data, recipe.data.skip_bad_images, console)
         folder.update(device=describe_device(world.device), ranks=world.size, status="running", data=fingerprints)
+        check_images(data, recipe.data.skip_bad_images, console)
     track = build_tracker(recipe.runtime.report_to if world.leads else "none", folder.path, console)
     outcomes = [
         TaskSweep(recipe, stem, task, data[task], folder, world, console, track).run()
@@ -55,6 +60,28 @@ def run(recipe: VtabRecipe, folder: RunFolder, world: World, console: Console) -
         else:
             folder.finish(result)
     return result
+
+
+def _check_network(
+    recipe: VtabRecipe, stem: Stem, task: Task, folder: RunFolder, facts: Json, world: World, console: Console
+) -> None:
+    """Load a stem's network before any training, say how it loaded, and see that its weights fit on the disk."""
+    model = load_network(recipe, stem, task.classes)
+    report, config = model.report, model.config
+    console.info(f"stem {stem}: {report.summary()}")
+    before = facts.get(f"backbone_{stem}", {}).get("digest", report.digest)
+    if before != report.digest:
+        raise DataError(f"{report.source}: the weights have changed since this run began; start another with -o")
+    cells, free = len(recipe.lrs) * len(recipe.seeds), shutil.disk_usage(folder.path).free
+    needed = 4 * cells * report.parameters
+    if free < needed:
+        raise SaveError(
+            f"-o {folder.path}: {free / 1e9:.1f} GB free, and the {cells} cells of a task keep {needed / 1e9:.1f} GB "
+            "of weights until its learning rate is chosen; free some space or pass another -o"
+        )
+    if world.leads:
+        arch = f"{size_name(config.size) or config.size}/{config.patch[0]}"
+        folder.update(arch=arch, **{f"backbone_{stem}": report.to_dict()})
 
 
 def timing(folder: RunFolder) -> Json:
@@ -87,14 +114,7 @@ class TaskSweep:
     @cached_property
     def bench(self) -> Bench:
         """The network and the pixels, made when the first unfinished cell asks for them."""
-        bench = Bench(self.recipe, self.stem, self.task, self.data, self.world, self.console)
-        report, config = bench.model.report, bench.model.config
-        self.console.once(f"stem {self.stem}: {report.summary()}")
-        if self.world.leads:
-            arch = f"{size_name(config.size) or config.size}/{config.patch[0]}"
-            self.folder.update(arch=arch, **{f"backbone_{self.stem}": report.to_dict()})
-            self._check_disk(4 * report.parameters)
-        return bench
+        return Bench(self.recipe, self.stem, self.task, self.data, self.world, self.console)
 
     def run(self) -> TaskOutcome:
         """Bring the task to its scores, doing only what is not done yet."""
@@ -106,7 +126,9 @@ class TaskSweep:
                 outcome.val.setdefault(cell.lr, {})[cell.seed] = accuracy
         if outcome.failed and not self.recipe.allow_failed:
             return outcome
-        outcome.lr = choose_lr(outcome.val, len(seeds))
+        # A choice stands: cells that failed then and finish later do not bring another lr to the test split.
+        made = distributed.from_leader(read_json(self.path / "choice.json"))
+        outcome.lr = made["lr"] if made else choose_lr(outcome.val, len(seeds))
         if outcome.lr is None:
             return outcome
         if self.world.leads:
@@ -118,7 +140,7 @@ class TaskSweep:
             for cell in cells:
                 self._train(cell)
         chosen = [cell for cell in cells if cell.lr == outcome.lr]
-        if all(cell.done(self.recipe.schedule.steps) for cell in chosen):
+        if distributed.from_leader(all(cell.done(self.recipe.schedule.steps) for cell in chosen)):
             self._score(chosen)
             self._discard(chosen)
         return outcome
@@ -182,6 +204,8 @@ class TaskSweep:
         todo = [cell for cell in cells if distributed.from_leader(self.ledger.entry(cell)) is None]
         if todo:
             began, device = time.perf_counter(), self.world.device
+            if self.world.leads:
+                self.ledger.add([(cell, {"images": len(self.data.test.labels), "accuracy": None}) for cell in todo])
             weights = [load_file(cell.weights, device=str(device)) for cell in todo]
             rows = [
                 (cell, {"images": images, "right": right, "accuracy": 100 * right / images})
@@ -208,14 +232,3 @@ class TaskSweep:
                 if not kept and not self._weights_needed(cell):
                     cell.weights.unlink(missing_ok=True)
         distributed.barrier()
-
-    def _check_disk(self, size: int) -> None:
-        """Raise `SaveError` now rather than after hours when the weights of a task will not fit on the disk."""
-        cells = len(self.recipe.lrs) * len(self.recipe.seeds)
-        free = shutil.disk_usage(self.folder.path).free
-        if free < cells * size:
-            raise SaveError(
-                f"-o {self.folder.path}: {free / 1e9:.1f} GB free, and the {cells} cells of a task keep "
-                f"{cells * size / 1e9:.1f} GB of weights until its learning rate is chosen; free some "
-                "space or pass another -o"
-            )
