@@ -101,5 +101,6 @@ def _dry_run(recipe: VtabRecipe, world: World, console: Console) -> None:
     hours = trainings * recipe.schedule.steps * seconds / 3600
     console.info(
         f"dry run passed: {len(tasks)} tasks, {trainings} trainings of {recipe.schedule.steps} steps "
-        f"at {seconds:.3g} s a step: about {hours:.3g} hours here, and evaluation; at most {cells * size / 1e9:.2g} GB on the disk"
+        f"at {seconds:.3g} s a step: about {hours:.3g} hours here, and evaluation; "
+        f"at most {cells * size / 1e9:.2g} GB on the disk"
     )
