@@ -24,7 +24,7 @@ from tasks.vtab.table import GROUPS, PAPER_COLUMNS, TASKS
 Json = dict[str, Any]
 
 DEMO_NOTE = (
-    "DEMO: generated scenes and networks trained from scratch, to show that everything works. These are no "
+    "DEMO: generated scenes, and a network from scratch unless --checkpoint names one. These are no "
     "VTAB scores. For those give data (--data DIR with one folder per task, $DPN_DATA_DIR/vtab-1k, or "
     "hf:OWNER/NAME) and weights (--checkpoint FILE)."
 )
