@@ -38,12 +38,6 @@ recipes = typer.Typer(
 app.add_typer(finetune, name="finetune")
 app.add_typer(recipes, name="recipes")
 
-RECIPES: dict[str, type[recipe.Section]] = {
-    "vtab": vtab_recipe.VtabRecipe,
-    "vtab_demo": vtab_recipe.VtabRecipe,
-    "vtab_demo_large": vtab_recipe.VtabRecipe,
-}
-
 
 def main() -> None:
     """Run the command line; the entry point of ``dpn``."""
@@ -104,8 +98,7 @@ def show(
     """Print a recipe with every key resolved."""
     with _one_line_errors():
         plain = recipe.read_recipe(name)
-        schema = RECIPES.get(name, vtab_recipe.VtabRecipe)
-        print(recipe.dump(recipe.build(schema, plain, name)), end="")
+        print(recipe.dump(recipe.build(vtab_recipe.VtabRecipe, plain, name)), end="")
 
 
 def _complete_task(incomplete: str) -> list[str]:

@@ -245,3 +245,12 @@ def test_the_whole_network_compiles_to_one_graph_under_autocast() -> None:
     image = torch.randn(2, 3, 16, 16)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         torch.testing.assert_close(compiled(image), model(image), atol=2e-2, rtol=2e-2)
+
+
+def test_a_new_head_is_zero_as_big_visions_is() -> None:
+    model = load_backbone("mu/8", image_size=16, num_classes=3)
+    model.reset_classifier(5)
+    assert model(torch.randn(2, 3, 16, 16)).tolist() == [[0.0] * 5] * 2
+    assert model.config.num_classes == 5
+    model.reset_classifier(0)
+    assert model(torch.randn(2, 3, 16, 16)).shape == (2, 32)
