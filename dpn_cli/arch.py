@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from dpn_cli.errors import DpnError
 
 Stem = Literal["none", "pre", "post", "post_posemb", "dpn", "dpn_no_affine", "affine_only", "rms"]
-Pool = Literal["tok", "gap"]
+Pool = Literal["tok", "gap", "map"]
 
 # Dual PatchNorm and its ablations, arXiv 2302.01327 Table 6; p is the flattened patch, e the position embedding.
 STEMS: dict[Stem, str] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -13,11 +12,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dpn_cli.arch import Pool, Size, Stem, check_image_size, check_stem, parse_arch, size_name
-from dpn_cli.checkpoints import Act, Checkpoint, describe, from_timm, read_file
-from dpn_cli.errors import DataError, DpnError
+from dpn_cli.checkpoints import Checkpoint, State, describe
+from dpn_cli.errors import DpnError
 from dpn_cli.files import replace_file
-from dpn_cli.hub import fetch, offline
-from dpn_cli.vit import DPNViT, ViTConfig, resample_posemb
+from dpn_cli.sources import open_checkpoint
+from dpn_cli.vit import DPNViT, ViTConfig, posemb_sincos2d, resample_posemb
 
 HEAD = ("head.weight", "head.bias")
 Rgb = tuple[float, float, float]
@@ -35,22 +34,26 @@ class LoadReport:
     resized: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     new: list[str] = field(default_factory=list)
+    assumed: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def summary(self) -> str:
         """Return the report in one line, names only where there are few."""
         parts = [f"{self.source} ({self.format}, {self.parameters / 1e6:.2f} M parameters)"]
         parts += [f"{len(self.renamed)} arrays renamed"] if self.renamed else []
-        parts += [
-            f"{label} {', '.join(names)}"
-            for label, names in (("resized", self.resized), ("dropped", self.dropped), ("new", self.new))
-            if names
-        ]
+        lists = {"resized": self.resized, "dropped": self.dropped, "new": self.new, "assumed": self.assumed}
+        parts += [f"{label} {shorten(names)}" for label, names in lists.items() if names]
         return "; ".join(parts + self.notes)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values for run.json."""
         return asdict(self)
+
+
+def shorten(names: list[str], most: int = 6) -> str:
+    """Join names with commas, the first ones only where there are many."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 class Backbone(DPNViT):
@@ -63,7 +66,7 @@ class Backbone(DPNViT):
         super().__init__(config)
         self.mean, self.std, self.report = mean, std, report
         for name, values in (("input_mean", mean), ("input_std", std)):
-            self.register_buffer(name, torch.tensor(values)[:, None, None], persistent=False)
+            self.register_buffer(name, torch.tensor(values, device="cpu")[:, None, None], persistent=False)
 
     def normalize(self, image: Tensor) -> Tensor:
         """Map uint8 pixels (b, 3, h, w) to the input range that the weights were trained with."""
@@ -73,9 +76,9 @@ class Backbone(DPNViT):
 def load_backbone(
     arch: str | None = None,
     *,
-    stem: str = "dpn",
-    checkpoint: str | None = None,
-    image_size: int | tuple[int, int] = 224,
+    stem: str | None = "dpn",
+    checkpoint: str | Checkpoint | None = None,
+    image_size: int | tuple[int, int] | None = 224,
     num_classes: int = 0,
     head: Literal["new", "load"] = "new",
     pool: Pool | None = None,
@@ -89,12 +92,13 @@ def load_backbone(
 
     Args:
         arch: ``"SIZE/PATCH"``; may be left out with a checkpoint, which then decides.
-        stem: one of Table 6's; must be the one that the checkpoint has.
-        checkpoint: a path, ``timm:NAME``, ``hf-hub:OWNER/NAME[/FILE]``; None or ``"none"`` starts from scratch.
-        image_size: pixels, one number or (height, width); position embeddings are resampled to it.
+        stem: one of Table 6's; must be the one that the checkpoint has. None takes the checkpoint's.
+        checkpoint: see `open_checkpoint`, or one that is open; None or ``"none"`` starts from scratch.
+        image_size: pixels, one number or (height, width); position embeddings are resampled to it. None takes
+            the checkpoint's own size, and 224 from scratch.
         num_classes: classes of the head; 0 for none. A new head is zero.
         head: ``"load"`` takes the checkpoint's head and insists on `num_classes`; ``"new"`` drops it.
-        pool: ``"tok"`` or ``"gap"``; None takes the checkpoint's, or ``"tok"`` from scratch.
+        pool: ``"tok"``, ``"gap"`` or ``"map"``; None takes the checkpoint's, or ``"tok"`` from scratch.
         pre_logits: from scratch only: add the dense tanh layer before the head.
         drop_path: stochastic depth rate of the last block; block l of L gets l / (L - 1) of it.
         grad_checkpointing: trade time for memory in the blocks.
@@ -112,197 +116,194 @@ def load_backbone(
         config = ViTConfig(
             size,
             (side, side),
-            check_image_size(image_size, (side, side)),
-            check_stem(stem),
+            check_image_size(image_size or 224, (side, side)),
+            check_stem(stem or "dpn"),
             pool or "tok",
             bool(pre_logits),
             num_classes=num_classes,
             drop_path=drop_path,
         )
-        model = Backbone(
-            config, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), LoadReport("from scratch", f"big_vision init, seed {seed}")
-        )
+        report = LoadReport("from scratch", f"big_vision init, seed {seed}")
+        model = Backbone(config, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), report)
         model.initialize(seed)
     else:
-        source = _open(checkpoint)
-        _check_stem_agrees(source, check_stem(stem), checkpoint)
-        config = replace(
-            _config_of(source, arch, checkpoint, pool, image_size), num_classes=num_classes, drop_path=drop_path
-        )
+        source = open_checkpoint(checkpoint) if isinstance(checkpoint, str) else checkpoint
+        if stem is not None:
+            _check_stem_agrees(source, check_stem(stem))
+        config = replace(config_of(source, arch, pool, image_size), num_classes=num_classes, drop_path=drop_path)
         if pre_logits is not None and pre_logits != config.pre_logits:
             raise DpnError(
-                f"backbone.pre_logits={pre_logits}: {checkpoint} was trained with "
+                f"backbone.pre_logits={pre_logits}: {source.source} was trained with "
                 f"{config.pre_logits}; leave the key out"
             )
-        report = LoadReport(
-            source.source,
-            source.format,
-            source.digest,
-            renamed=source.renamed,
-            dropped=list(source.dropped),
-            notes=list(source.notes),
-        )
-        model = Backbone(config, source.mean, source.std, report)
-        _fill(model, source, head, align_corners)
+        model = _load(source, config, head, align_corners)
     model.report.parameters = sum(parameter.numel() for parameter in model.parameters())
     model.set_grad_checkpointing(grad_checkpointing)
     return model
 
 
-def export_backbone(
-    model: DPNViT,
-    path: Path,
-    *,
-    mean: tuple[float, float, float],
-    std: tuple[float, float, float],
-    extra: Mapping[str, str] | None = None,
-) -> str:
+def export_backbone(model: Backbone, path: Path, extra: Mapping[str, str] | None = None) -> str:
     """Write a network in our layout as safetensors with its description; returns the file's SHA-256.
 
     `load_backbone` reads it back to the bit. The write is atomic. Raises `SaveError` when it fails.
     """
-    config = model.config
     state = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
-    described = describe(
+    metadata = {**describe_backbone(model), **(extra or {})}
+    return replace_file(path, lambda temporary: save_file(state, temporary, metadata))
+
+
+def describe_backbone(model: Backbone) -> dict[str, str]:
+    """Return the safetensors metadata with which `load_backbone` builds this network again."""
+    config = model.config
+    return describe(
         Checkpoint(
-            state, "dpn", config.stem, config.eps, config.act, config.size.heads, config.grid, mean, std, config.posemb
+            {},
+            "dpn",
+            config.stem,
+            config.eps,
+            config.act,
+            config.size.heads,
+            config.grid,
+            model.mean,
+            model.std,
+            config.posemb,
         )
     )
-    return replace_file(path, lambda temporary: save_file(state, temporary, {**described, **(extra or {})}))
 
 
-def _open(checkpoint: str) -> Checkpoint:
-    kind, _, name = checkpoint.partition(":")
-    if kind == "timm" and name:
-        return _from_timm_model(name)
-    if kind == "hf-hub" and name:
-        return _from_hub(name)
-    return read_file(Path(checkpoint).expanduser())
-
-
-def _from_hub(name: str) -> Checkpoint:
-    owner, _, rest = name.partition("/")
-    repo, _, filename = rest.partition("/")
-    if not owner or not repo:
-        raise DpnError(f"--checkpoint hf-hub:{name}: write hf-hub:OWNER/NAME or hf-hub:OWNER/NAME/FILE")
-    checkpoint = read_file(Path(fetch(f"{owner}/{repo}", filename or "model.safetensors")))
-    checkpoint.source = f"hf-hub:{name}"
-    if checkpoint.format == "timm" and not filename:
-        described = json.loads(Path(fetch(f"{owner}/{repo}", "config.json")).read_text(encoding="utf-8"))
-        inputs = described.get("pretrained_cfg", described)
-        checkpoint.mean, checkpoint.std = tuple(inputs["mean"]), tuple(inputs["std"])
-        checkpoint.notes[-1] = f"mean {checkpoint.mean} and std {checkpoint.std} are config.json's; erf GELU, eps 1e-6"
-    return checkpoint
-
-
-def _from_timm_model(name: str) -> Checkpoint:
-    """Fetch a timm model's weights and take eps, GELU, heads, grid and input range from its own modules."""
-    import timm
-    from timm.models.vision_transformer import VisionTransformer
-
-    if not timm.is_model(name):
-        close = ", ".join(timm.list_models(f"*{name.split('.')[0][:12]}*")[:3]) or "see timm.list_models('vit_*')"
-        raise DpnError(f"--checkpoint timm:{name}: timm has no such model ({close})")
-    unreachable = offline()
-    try:
-        model = timm.create_model(name, pretrained=True)
-    except (OSError, RuntimeError) as error:  # the hub client's errors are of both kinds
-        where = "the hub is out of reach and the weights are not in its cache" if unreachable else str(error)[:160]
-        raise DataError(
-            f"--checkpoint timm:{name}: {where}. On a machine with a network: "
-            f"timm.create_model({name!r}, pretrained=True), then copy the hub cache or a state dict "
-            "here and pass its path"
-        ) from error
-    if type(model) is not VisionTransformer:
-        raise DpnError(f"--checkpoint timm:{name}: a {type(model).__name__}; dpn reads timm's VisionTransformer")
-    acts: dict[str, Act] = {"GELU": "gelu", "GELUTanh": "gelu_tanh"}
-    act = acts.get(type(model.blocks[0].mlp.act).__name__)
-    if act is None:
-        raise DpnError(f"--checkpoint timm:{name}: its activation is neither GELU nor its tanh form")
-    checkpoint = from_timm(model.state_dict(), {})
-    checkpoint.source, checkpoint.act, checkpoint.eps = f"timm:{name}", act, model.blocks[0].norm1.eps
-    checkpoint.heads, checkpoint.grid = model.blocks[0].attn.num_heads, tuple(model.patch_embed.grid_size)
-    checkpoint.mean, checkpoint.std = tuple(model.pretrained_cfg["mean"]), tuple(model.pretrained_cfg["std"])
-    checkpoint.notes = checkpoint.notes[:-1]
-    return checkpoint
-
-
-def _check_stem_agrees(source: Checkpoint, stem: Stem, checkpoint: str) -> None:
+def _check_stem_agrees(source: Checkpoint, stem: Stem) -> None:
     if source.stem == stem:
         return
+    retrofit = "'dpn checkpoint retrofit' for a start of training from this one; " if source.stem == "none" else ""
     raise DpnError(
-        f"--stem {stem}: {checkpoint} has stem {source.stem!r} and its norms cannot be guessed. "
+        f"--stem {stem}: {source.source} has stem {source.stem!r} and its norms cannot be guessed. "
         f"Ways out: --stem {source.stem} to use this network as it is; --checkpoint with weights that were trained "
-        f"with stem {stem!r}; --checkpoint none to train from scratch"
+        f"with stem {stem!r}; {retrofit if stem == 'dpn' else ''}--checkpoint none to train from scratch"
     )
 
 
-def _config_of(
-    source: Checkpoint, arch: str | None, checkpoint: str, pool: Pool | None, image_size: int | tuple[int, int]
+def config_of(
+    source: Checkpoint,
+    arch: str | None = None,
+    pool: Pool | None = None,
+    image_size: int | tuple[int, int] | None = None,
 ) -> ViTConfig:
-    """Infer the architecture from tensor shapes and check it against `arch`."""
+    """Infer the architecture from tensor names and shapes and check it against `arch`.
+
+    Raises `DpnError` when the tensors are no whole ViT, or another one than asked for.
+    """
     state = source.state
     try:
         width, _, rows, columns = state["patch_embed.proj.weight"].shape
         depth = 1 + max(int(name.split(".")[1]) for name in state if name.startswith("blocks."))
         mlp = state["blocks.0.mlp.fc1.weight"].shape[0]
-    except (KeyError, ValueError) as error:
-        raise DpnError(f"--checkpoint {checkpoint}: - {error.args[0]} is missing; not a whole ViT") from error
+        attn_width = state["blocks.0.attn.qkv.weight"].shape[0] // 3
+    except (KeyError, ValueError, IndexError) as error:
+        raise DpnError(f"--checkpoint {source.source}: - {error.args[0]} is missing; not a whole ViT") from error
     asked = parse_arch(arch) if arch else None
-    heads = source.heads or (asked[0].heads if asked else max(1, width // 64))  # 64 per head in all sizes but H, mu
-    if not source.heads and not asked and (width, depth) == (1280, 32):
-        heads = 16
+    heads = source.heads or (asked[0].heads if asked else max(1, attn_width // 64))  # 64 per head in all but H, mu
+    if not source.heads and not asked:
+        heads = 16 if (width, depth) == (1280, 32) else heads
+        source.assumed.append(f"{heads} heads (64 wide, as in all standard sizes but H)")
+    if attn_width % heads:
+        raise DpnError(
+            f"--checkpoint {source.source}: {heads} heads do not divide its attention's {attn_width} features; "
+            "state the number with 'dpn checkpoint convert --heads N'"
+        )
     size = Size(width, depth, mlp, heads)
     if asked and asked != (size, rows):
         found = f"{size_name(size) or size}/{rows}"
-        raise DpnError(f"--arch {arch}: {checkpoint} is {found}; leave --arch out, or pass another checkpoint")
-    own_pool: Pool = "tok" if "cls_token" in state else "gap"
-    if pool == "tok" and own_pool == "gap":
-        raise DpnError(f"backbone.pool=tok: {checkpoint} has no class token; use pool=gap")
+        raise DpnError(f"--arch {arch}: {source.source} is {found}; leave --arch out, or pass another checkpoint")
+    own_pool: Pool = "map" if "attn_pool.latent" in state else "tok" if "cls_token" in state else "gap"
+    if pool is not None and pool not in ("gap", own_pool):
+        has = "class token" if pool == "tok" else "attention pooling"
+        raise DpnError(f"backbone.pool={pool}: {source.source} has no {has}; use pool={own_pool} or pool=gap")
+    if source.grid is None:
+        source.grid = _square_grid(source)
+    native = None if source.grid is None else (source.grid[0] * rows, source.grid[1] * columns)
     return ViTConfig(
         size,
         (rows, columns),
-        check_image_size(image_size, (rows, columns)),
+        check_image_size(image_size or native or 224, (rows, columns)),
         source.stem,
         pool or own_pool,
         "pre_logits.weight" in state,
         source.posemb,
         source.eps,
         source.act,
+        pre_norm="norm_pre.weight" in state,
+        fc_norm="fc_norm.weight" in state,
+        attn_width=None if attn_width == width else attn_width,
     )
 
 
-def _fill(model: Backbone, source: Checkpoint, head: str, align_corners: bool) -> None:
-    """Load strictly: only position embeddings may change, and only the head may be dropped or new."""
-    config, report, state = model.config, model.report, dict(source.state)
-    if config.pool == "gap" and "cls_token" in state:
-        state.pop("cls_token")
-        report.dropped.append("cls_token")
-    if head == "new":
-        report.dropped += [name for name in HEAD if state.pop(name, None) is not None]
-        model.zero_head()
-        state.update({name: value for name, value in model.state_dict().items() if name in HEAD})
-        report.new += [f"{name} (zero)" for name in HEAD if config.num_classes]
-    if config.posemb == "sincos2d":
-        model.initialize(0)
-        state["pos_embed"] = model.pos_embed.detach().clone()
-        report.notes.append("the file has no position embedding: big_vision's fixed sin-cos one is used")
-    elif "pos_embed" in state:
-        tokens = state["pos_embed"].shape[1]
-        old = source.grid or (int(tokens**0.5),) * 2
-        if old[0] * old[1] == tokens and old != config.grid:
-            state["pos_embed"] = resample_posemb(state["pos_embed"], old, config.grid, align_corners=align_corners)
-            report.resized.append(
-                f"pos_embed {old[0]}x{old[1]} -> {config.grid[0]}x{config.grid[1]} "
-                f"(bilinear, align_corners={align_corners})"
-            )
+def _square_grid(source: Checkpoint) -> tuple[int, int] | None:
+    """Return the grid of a position embedding that is square; None when there is none to say it."""
+    if "pos_embed" not in source.state:
+        return None
+    tokens = source.state["pos_embed"].shape[1]
+    side = int(tokens**0.5)
+    if side * side != tokens:
+        raise DpnError(
+            f"--checkpoint {source.source}: its {tokens} positions are no square grid and the file does not say "
+            "which grid they are; state it with 'dpn checkpoint convert --grid ROWSxCOLUMNS'"
+        )
+    return side, side
+
+
+def _load(source: Checkpoint, config: ViTConfig, head: str, align_corners: bool) -> Backbone:
+    """Build the network around the tensors: it is loaded whole or not at all, and holds the only copy of them."""
+    report = LoadReport(
+        source.source,
+        source.format,
+        source.digest,
+        renamed=source.renamed,
+        dropped=list(source.dropped),
+        new=list(source.added),
+        assumed=source.assumed,
+        notes=list(source.notes),
+    )
+    with torch.device("meta"):
+        model = Backbone(config, source.mean, source.std, report)
+    state = source.state
+    _fit_state(state, model, source, head, align_corners)
     expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     given = {name: tuple(value.shape) for name, value in state.items()}
     if expected != given:
         raise DpnError(
             f"--checkpoint {report.source}: another network than the one asked for ({_difference(expected, given)})"
         )
-    model.load_state_dict({name: value.to(torch.float32) for name, value in state.items()})
+    own = {name: torch.empty(shape) for name, shape in expected.items()}
+    for name, value in own.items():
+        value.copy_(state.pop(name))  # one by one, so that a file's tensors are freed as they are copied
+    model.load_state_dict(own, assign=True)
+    return model
+
+
+def _fit_state(state: State, model: Backbone, source: Checkpoint, head: str, align_corners: bool) -> None:
+    """Fit the tensors to the network asked for: another image size, head or pooling, and nothing else."""
+    config, report = model.config, model.report
+    unused = {"tok": (), "map": (), "gap": ("cls_token", "attn_pool.")}[config.pool]
+    for name in [name for name in state if unused and name.startswith(unused)]:
+        state.pop(name)
+        report.dropped.append(name)
+    if head == "new":
+        report.dropped += [name for name in HEAD if state.pop(name, None) is not None]
+        if config.num_classes:
+            state["head.weight"] = torch.zeros(config.num_classes, config.size.width)
+            state["head.bias"] = torch.zeros(config.num_classes)
+            report.new += [f"{name} (zero)" for name in HEAD]
+    if config.posemb == "sincos2d":
+        state["pos_embed"] = posemb_sincos2d(config.grid, config.size.width)
+        report.notes.append("the position embedding is big_vision's fixed sin-cos one")
+    elif "pos_embed" in state and source.grid is not None and source.grid != config.grid:
+        old = source.grid
+        if old[0] * old[1] == state["pos_embed"].shape[1]:
+            state["pos_embed"] = resample_posemb(state["pos_embed"], old, config.grid, align_corners=align_corners)
+            report.resized.append(
+                f"pos_embed {old[0]}x{old[1]} -> {config.grid[0]}x{config.grid[1]} "
+                f"(bilinear, align_corners={align_corners})"
+            )
 
 
 def _difference(expected: dict[str, tuple[int, ...]], given: dict[str, tuple[int, ...]], most: int = 12) -> str:

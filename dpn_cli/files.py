@@ -32,7 +32,8 @@ def flush(path: Path) -> None:
 def replace_file(path: Path, write: Callable[[Path], object]) -> str:
     """Let `write` fill a temporary file, then put it in the place of `path`; returns its SHA-256.
 
-    Raises `SaveError` when writing fails, with the old file untouched and no rest left behind.
+    Raises `SaveError` when writing fails, and whatever else `write` raises, with the old file untouched and no
+    rest left behind.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -43,9 +44,10 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> str:
         temporary.replace(path)
         flush(path.parent)
     except (OSError, SafetensorError) as error:
+        raise save_error(path, error) from error
+    finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise save_error(path, error) from error
     return digest
 
 

@@ -8,8 +8,19 @@ from typing import Annotated
 import typer
 
 from dpn_cli.arch import COMMON_ARCHS, SIZES, STEMS
+from dpn_cli.errors import DpnError
 
 MODEL, DATA, TRAIN, RUNTIME, OUTPUT = "Model", "Data", "Training", "Runtime", "Output and recipe"
+
+
+def parse_pair(option: str, text: str | None) -> tuple[int, int] | None:
+    """Read ``N`` or ``HxW`` as (height, width). Raises `DpnError` for another form."""
+    if text is None:
+        return None
+    parts = text.lower().split("x")
+    if len(parts) > 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise DpnError(f"{option} {text!r}: write N or HxW, e.g. 384 or 384x512")
+    return int(parts[0]), int(parts[-1])
 
 
 def _complete_arch(incomplete: str) -> list[str]:
@@ -44,7 +55,7 @@ Checkpoint = Annotated[
     str | None,
     typer.Option(
         "--checkpoint",
-        help="Weights: a file (big_vision .npz, timm or dpn .safetensors, .pth), timm:NAME, "
+        help="Weights: a file of any format that 'dpn checkpoint inspect' reads, timm:NAME, "
         "hf-hub:OWNER/NAME, or 'none' for from scratch. \\[default: ARCH-STEM.safetensors in $DPN_HOME/weights]",
         rich_help_panel=MODEL,
         show_default=False,

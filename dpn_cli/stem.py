@@ -55,6 +55,7 @@ class PatchStem(PatchEmbed):
     """
 
     def __init__(self, *, stem: Stem, eps: float, embed_dim: int, in_chans: int = 3, **timm: Any) -> None:
+        timm["bias"] = True  # timm leaves it out before a pre-norm; a bias of zero is the same network
         super().__init__(embed_dim=embed_dim, in_chans=in_chans, **timm)
         rows, columns = self.patch_size
         self.norm_in = stem_norm(stem, "norm_in", rows * columns * in_chans, eps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -10,6 +11,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from einops import rearrange
+from timm.layers import Attention, Mlp
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
@@ -32,9 +34,12 @@ class ViTConfig:
     pre_logits: bool = False
     posemb: Literal["learn", "sincos2d"] = "learn"
     eps: float = 1e-6  # flax's LayerNorm default, arXiv 2302.01327 App. B; torch's is 1e-5
-    act: Literal["gelu_tanh", "gelu"] = "gelu_tanh"  # flax's gelu is the tanh form
+    act: Literal["gelu_tanh", "gelu", "quick_gelu"] = "gelu_tanh"  # flax's gelu is the tanh form
     num_classes: int = 0
     drop_path: float = 0.0
+    pre_norm: bool = False  # CLIP's ln_pre: a norm of all tokens, class token and positions included
+    fc_norm: bool = False  # the final norm follows the pooling instead of the blocks
+    attn_width: int | None = None  # heads times head width where that is not the trunk's width
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -45,7 +50,7 @@ class ViTConfig:
 class DPNViT(VisionTransformer):
     """A ViT whose stem is one of Table 6's, with timm's methods and big_vision's order of operations.
 
-    ``forward_features(image)`` gives tokens (b, 1+n, d) after the final norm ((b, n, d) with ``pool="gap"``),
+    ``forward_features(image)`` gives tokens (b, 1+n, d) after the final norm ((b, n, d) without a class token),
     ``forward_head(tokens, pre_logits=True)`` the representation (b, d), ``forward(image)`` logits (b, classes), or
     the representation when there is no head. The class token joins after the position embedding and has none of
     its own. Weights are uninitialised until `initialize` or a checkpoint fills them.
@@ -64,9 +69,10 @@ class DPNViT(VisionTransformer):
             num_heads=size.heads,
             mlp_ratio=size.mlp / size.width,
             class_token=config.pool == "tok",
-            global_pool="token" if config.pool == "tok" else "avg",
+            global_pool={"tok": "token", "gap": "avg", "map": "map"}[config.pool],
             no_embed_class=True,
-            fc_norm=False,
+            pre_norm=config.pre_norm,
+            fc_norm=config.fc_norm,
             drop_path_rate=config.drop_path,
             embed_layer=partial(PatchStem, stem=config.stem, eps=config.eps),
             norm_layer=partial(nn.LayerNorm, eps=config.eps),
@@ -76,6 +82,10 @@ class DPNViT(VisionTransformer):
         self.config = config
         self.norm_posemb = stem_norm(config.stem, "norm_posemb", size.width, config.eps)
         self.pre_logits = nn.Linear(size.width, size.width) if config.pre_logits else None
+        if config.attn_width is not None:
+            for block in self.blocks:
+                head_width = config.attn_width // size.heads
+                block.attn = Attention(size.width, size.heads, attn_head_dim=head_width, qkv_bias=True)
         if config.posemb == "sincos2d":
             self.pos_embed.requires_grad_(False)
 
@@ -92,7 +102,7 @@ class DPNViT(VisionTransformer):
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Pool tokens (b, n, d) to the representation (b, d), or to logits (b, classes)."""
-        x = self.head_drop(self.representation(self.pool(x)))
+        x = self.head_drop(self.representation(self.fc_norm(self.pool(x))))
         logits: Tensor = x if pre_logits else self.head(x)
         return logits
 
@@ -148,18 +158,15 @@ class DPNViT(VisionTransformer):
             _normal(self.pos_embed, 1 / math.sqrt(self.embed_dim), g)
         if self.cls_token is not None:
             nn.init.zeros_(self.cls_token)
+        if self.attn_pool is not None:
+            _xavier_uniform(self.attn_pool.latent[0], g)
+            pool = self.attn_pool
+            _initialize_attention((pool.q, pool.kv, pool.proj), (pool.q.weight, *pool.kv.weight.chunk(2)), g)
+            _initialize_mlp(pool.mlp, g)
         for block in self.blocks:
-            for weight in (
-                *block.attn.qkv.weight.chunk(3),
-                block.attn.proj.weight,
-                block.mlp.fc1.weight,
-                block.mlp.fc2.weight,
-            ):
-                _xavier_uniform(weight, g)
-            nn.init.zeros_(block.attn.qkv.bias)
-            nn.init.zeros_(block.attn.proj.bias)
-            _normal(block.mlp.fc1.bias, 1e-6, g)
-            _normal(block.mlp.fc2.bias, 1e-6, g)
+            attn = block.attn
+            _initialize_attention((attn.qkv, attn.proj), attn.qkv.weight.chunk(3), g)
+            _initialize_mlp(block.mlp, g)
         self.zero_head()
 
 
@@ -188,6 +195,21 @@ def posemb_sincos2d(grid: tuple[int, int], width: int, temperature: float = 10_0
     omega = temperature ** -(torch.arange(width // 4) / (width // 4 - 1))
     x, y = x.reshape(-1, 1) * omega, y.reshape(-1, 1) * omega
     return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1)[None]
+
+
+def _initialize_attention(layers: Sequence[nn.Linear], inputs: Iterable[Tensor], g: torch.Generator) -> None:
+    """Fill q, k and v, each as a matrix of its own, then the projection, which is the last of `layers`."""
+    for weight in (*inputs, layers[-1].weight):
+        _xavier_uniform(weight, g)
+    for layer in layers:
+        nn.init.zeros_(layer.bias)
+
+
+def _initialize_mlp(mlp: Mlp, g: torch.Generator) -> None:
+    for layer in (mlp.fc1, mlp.fc2):
+        _xavier_uniform(layer.weight, g)
+    for layer in (mlp.fc1, mlp.fc2):
+        _normal(layer.bias, 1e-6, g)
 
 
 # The three draw on the CPU, so that the weights do not depend on the device.

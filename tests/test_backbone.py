@@ -181,7 +181,8 @@ def test_the_comparison_with_timm_would_notice(wrong: str, tmp_path: Path) -> No
 def test_export_and_load_agree_to_the_bit_for_every_stem(stem: Stem, tmp_path: Path) -> None:
     model = load_backbone("mu/8", stem=stem, image_size=(16, 24), num_classes=3, pre_logits=True, seed=5)
     path = tmp_path / "ours.safetensors"
-    digest = export_backbone(model, path, mean=(0.1, 0.2, 0.3), std=(1, 2, 3))
+    model.mean, model.std = (0.1, 0.2, 0.3), (1, 2, 3)
+    digest = export_backbone(model, path)
     again = load_backbone(checkpoint=str(path), stem=stem, image_size=(16, 24), num_classes=3, head="load")
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
     assert again.config == model.config
@@ -359,7 +360,7 @@ def test_an_unreachable_hub_says_what_to_fetch(checkpoint: str) -> None:
 def test_a_failed_export_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_backbone("mu/8", image_size=8)
     path = tmp_path / "weights.safetensors"
-    export_backbone(model, path, mean=model.mean, std=model.std)
+    export_backbone(model, path)
     before = load_file(path)
 
     def full(*_: object) -> None:
@@ -367,7 +368,7 @@ def test_a_failed_export_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr("dpn_cli.files.flush", full)
     with pytest.raises(SaveError, match="No space left on device"):
-        export_backbone(model, path, mean=model.mean, std=model.std)
+        export_backbone(model, path)
     assert load_file(path).keys() == before.keys()
     assert list(tmp_path.iterdir()) == [path]
 

@@ -308,7 +308,7 @@ def test_checkpoints_of_every_stem_are_found_by_name(
 
     for stem in ("none", "dpn"):
         model = load_backbone("mu/8", stem=stem, image_size=32)
-        export_backbone(model, tmp_path / f"{stem}.safetensors", mean=model.mean, std=model.std)
+        export_backbone(model, tmp_path / f"{stem}.safetensors")
     result = toy(
         tmp_path / "run",
         f"backbone.checkpoint={tmp_path}/{{stem}}.safetensors",

@@ -191,7 +191,7 @@ class TaskSweep:
         if self.world.leads:
             if self._weights_needed(cell) or self.recipe.keep_weights == "all":
                 model = self.bench.model
-                marker["weights_sha256"] = export_backbone(model, cell.weights, mean=model.mean, std=model.std)
+                marker["weights_sha256"] = export_backbone(model, cell.weights)
             replace_json(cell.path / "done.json", marker)
             (cell.path / "failed.json").unlink(missing_ok=True)
             checkpoints.clear()

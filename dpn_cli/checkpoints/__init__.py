@@ -1,0 +1,97 @@
+"""Weight files of other projects, read into one layout: one reader per format, found by names alone."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+
+from dpn_cli.checkpoints import (
+    big_vision,
+    open_clip_vit,
+    ours,
+    timm_vit,
+    torchvision_vit,
+    transformers_vit,
+    vit_pytorch,
+)
+from dpn_cli.checkpoints.containers import read_contents, weights_in
+from dpn_cli.checkpoints.layout import Act, Checkpoint, Contents, Format, State
+from dpn_cli.checkpoints.ours import describe
+from dpn_cli.checkpoints.refused import reason_against
+from dpn_cli.errors import DataError
+from dpn_cli.files import file_digest
+
+__all__ = ["FORMATS", "Act", "Checkpoint", "State", "describe", "formats_of", "read_file"]
+
+FORMATS = (
+    Format("big_vision", big_vision.matches, big_vision.read),
+    Format("timm", timm_vit.matches, timm_vit.read),
+    Format("timm NaFlexViT", timm_vit.matches_naflex, timm_vit.read_naflex),
+    Format("vit-pytorch", vit_pytorch.matches, vit_pytorch.read),
+    Format("open_clip", open_clip_vit.matches, open_clip_vit.read),
+    Format("open_clip (timm trunk)", open_clip_vit.matches_trunk, open_clip_vit.read_trunk),
+    Format("torchvision", torchvision_vit.matches, torchvision_vit.read),
+    Format("transformers", transformers_vit.matches, transformers_vit.read),
+)
+_OURS = Format("dpn", lambda names: False, ours.read)
+
+
+def formats_of(names: Collection[str], metadata: Collection[str] = ()) -> list[Format]:
+    """Return the formats that a file's tensor names (and its metadata's keys) fit: one, or none that dpn reads."""
+    if ours.KEY in metadata:
+        return [_OURS]
+    return [known for known in FORMATS if known.matches(names)]
+
+
+def read_file(path: Path) -> Checkpoint:
+    """Read a weight file, or the folder of a saved model, of any known format.
+
+    Raises `DataError` when there is no such file, or it is damaged or of no known format.
+    No pickled object is ever executed: NumPy's and PyTorch's loaders are restricted to plain arrays.
+    """
+    try:
+        if path.is_dir():
+            path = weights_in(path)
+        if not path.is_file():
+            raise DataError("no such file")
+        contents = read_contents(path)
+        checkpoint = _only_format(contents).read(contents)
+        _check_numbers(checkpoint)
+    except DataError as error:
+        raise DataError(f"--checkpoint {path}: {error}") from error
+    except Exception as error:  # parsers of damaged files raise whatever the damage leads them to
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        raise DataError(
+            f"--checkpoint {path}: truncated, damaged or not a file of plain tensors ({reason}); "
+            "fetch it again, or save it as .safetensors"
+        ) from error
+    checkpoint.source, checkpoint.digest = str(path), file_digest(path)
+    return checkpoint
+
+
+def _only_format(contents: Contents) -> Format:
+    names = list(contents.tensors)
+    found = formats_of(names, contents.metadata)
+    if len(found) == 1:
+        return found[0]
+    if found:
+        both = " and ".join(known.name for known in found)
+        raise DataError(f"it has the names of {both}; keep one network in a file")
+    if known := reason_against(names):
+        raise DataError(f"not read. It looks like {known}")
+    seen = ", ".join(sorted(names)[:6]) or "nothing"
+    raise DataError(
+        f"not a format that dpn reads; it holds {len(names)} tensors "
+        f"({seen}{', ...' if len(names) > 6 else ''}). Known: dpn, {', '.join(known.name for known in FORMATS)}"
+    )
+
+
+def _check_numbers(checkpoint: Checkpoint) -> None:
+    """Refuse weights that are no floating point numbers, or not finite: no training mends them."""
+    for name, value in checkpoint.state.items():
+        if not value.is_floating_point():
+            raise ValueError(f"{name} is {str(value.dtype).removeprefix('torch.')}, not floating point")
+        if not torch.isfinite(value).all():
+            raise ValueError(f"{name} holds NaN or infinite values")

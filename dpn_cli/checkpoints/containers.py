@@ -1,0 +1,149 @@
+"""Weight files as they lie on the disk, opened without ever executing what is in them.
+
+NumPy's and PyTorch's loaders are restricted to plain arrays, and a file that unpacks to far more than it holds is
+refused before it is unpacked.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.lib import format as npy
+from safetensors import safe_open
+from torch import Tensor
+
+from dpn_cli.checkpoints.layout import Contents, State
+from dpn_cli.errors import DataError
+
+# A trained network hardly compresses; archives that unpack to more than both of these are not weights.
+MOST_UNPACKED, MOST_RATIO = 2**30, 100
+# Tied tensors are stored once and count twice; a tensor of stride zero can claim any size.
+MOST_SHARED = 8
+
+# What a hub repository or a saved model's folder calls its weights, best first.
+WEIGHT_NAMES = (
+    "model.safetensors",
+    "open_clip_model.safetensors",
+    "pytorch_model.bin",
+    "open_clip_pytorch_model.bin",
+)
+CONFIG_NAMES = ("config.json", "open_clip_config.json")
+INPUTS_NAME = "preprocessor_config.json"
+
+
+def weights_in(folder: Path) -> Path:
+    """Return the weight file of a saved model's folder. Raises `DataError` when there is none or more than one."""
+    found = [folder / name for name in WEIGHT_NAMES if (folder / name).is_file()]
+    found = found or [path for path in sorted(folder.iterdir()) if path.suffix in {".npz", ".safetensors"}]
+    if not found:
+        raise DataError(f"a folder without {', '.join(WEIGHT_NAMES)}; pass the weight file")
+    if len(found) > 1 and found[0].name not in WEIGHT_NAMES:
+        names = ", ".join(path.name for path in found[:4])
+        raise DataError(f"a folder with several weight files ({names}); pass one of them")
+    return found[0]
+
+
+def read_contents(path: Path) -> Contents:
+    """Read all tensors of a file, and the descriptions that its library saves beside it."""
+    contents = _reader_of(path)(path)
+    if path.name in WEIGHT_NAMES:
+        for name in CONFIG_NAMES:
+            contents.config |= _read_json(path.parent / name)
+        contents.inputs = _read_json(path.parent / INPUTS_NAME)
+    return contents
+
+
+def _reader_of(path: Path) -> Callable[[Path], Contents]:
+    """Tell the container by its first bytes: files are renamed more often than rewritten."""
+    with path.open("rb") as file:
+        start = file.read(9)
+    if start[8:9] == b"{":  # after the length of the header, its JSON
+        return _read_safetensors
+    if start.startswith(b"PK"):
+        with zipfile.ZipFile(path) as archive:
+            return _read_npz if all(name.endswith(".npy") for name in archive.namelist()) else _read_torch
+    return _read_torch
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError(f"{path.name} holds a {type(content).__name__}, not an object")
+    return content
+
+
+def _check_archive(path: Path) -> None:
+    with zipfile.ZipFile(path) as archive:
+        unpacked = sum(member.file_size for member in archive.infolist())
+    if unpacked > max(MOST_UNPACKED, MOST_RATIO * path.stat().st_size):
+        raise ValueError(f"{path.stat().st_size} bytes that unpack to {unpacked}")
+
+
+def _read_npz(path: Path) -> Contents:
+    _check_archive(path)
+    tensors: State = {}
+    with zipfile.ZipFile(path) as archive:
+        for member in archive.infolist():
+            with archive.open(member) as file:
+                _check_npy(file, member)
+            with archive.open(member) as file:
+                name = member.filename.removesuffix(".npy")
+                tensors[name] = _from_numpy(name, npy.read_array(file, allow_pickle=False))
+    return Contents(tensors)
+
+
+def _check_npy(file: Any, member: zipfile.ZipInfo) -> None:
+    """Compare the array that a member's header promises with the bytes that it has: NumPy allocates first."""
+    version = npy.read_magic(file)
+    with warnings.catch_warnings(action="ignore"):
+        shape, _, dtype = (npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0)(file)
+    size = dtype.itemsize
+    for length in shape:
+        size *= length
+    if dtype.hasobject or not 0 <= size <= member.file_size:
+        raise ValueError(f"{member.filename} claims shape {shape} of {dtype} in {member.file_size} bytes")
+
+
+def _from_numpy(name: str, array: np.ndarray[Any, Any]) -> Tensor:
+    if array.dtype == np.dtype("V2"):  # NumPy has no bfloat16 and stores its two bytes as void
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    if array.dtype.kind not in "fiub":
+        raise ValueError(f"{name} is of type {array.dtype}, not numbers")
+    native = array.astype(array.dtype.newbyteorder("="), copy=False)
+    return torch.from_numpy(np.ascontiguousarray(native).reshape(array.shape))
+
+
+def _read_safetensors(path: Path) -> Contents:
+    with safe_open(path, framework="pt") as file:
+        return Contents({name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {})  # noqa: SIM118
+
+
+def _read_torch(path: Path) -> Contents:
+    if zipfile.is_zipfile(path):
+        _check_archive(path)
+    with warnings.catch_warnings(action="ignore"):  # about the pickle protocol of files that are refused anyway
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    notes = []
+    if isinstance(content, dict) and isinstance(content.get("state_dict_ema"), dict):
+        notes.append("the file's state_dict_ema was not used")
+    for key in ("state_dict", "model"):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+    if not isinstance(content, dict):
+        raise ValueError(f"holds a {type(content).__name__}, not a state dict")
+    tensors = {str(name): value.detach() for name, value in content.items() if isinstance(value, Tensor)}
+    for name, value in tensors.items():
+        if value.layout != torch.strided or value.device.type != "cpu" or value.is_quantized:
+            raise ValueError(f"{name} is not a plain tensor")
+    if sum(value.nbytes for value in tensors.values()) > MOST_SHARED * max(path.stat().st_size, 2**20):
+        raise ValueError("its tensors claim more bytes than the file has")
+    return Contents(tensors, notes=notes)

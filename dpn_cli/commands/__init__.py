@@ -1,0 +1,29 @@
+"""The commands, one module per group; each turns options into a call and a result into text."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+from rich.console import Console as RichConsole
+
+from dpn_cli.errors import DpnError
+
+
+@contextmanager
+def one_line_errors(debug: bool = False) -> Iterator[None]:
+    """Print a `DpnError` as one line and exit with its code; anything else is a bug and keeps its traceback."""
+    try:
+        yield
+    except DpnError as error:
+        if debug:
+            traceback.print_exc()
+        RichConsole(stderr=True, soft_wrap=True, highlight=False).print("[bold red]error:[/]", end=" ")
+        print(error, file=sys.stderr)
+        raise typer.Exit(error.exit_code) from None
+    except KeyboardInterrupt:
+        print("interrupted at once: the state since the last checkpoint is lost", file=sys.stderr)
+        raise typer.Exit(130) from None

@@ -1,0 +1,43 @@
+"""`dpn recipes`: the shipped recipes and what each stands for."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console as RichConsole
+from rich.table import Table
+
+from dpn_cli import recipe
+from dpn_cli.commands import one_line_errors
+from tasks.vtab import recipe as vtab_recipe
+
+app = typer.Typer(
+    help="List the shipped recipes, or show one.", invoke_without_command=True, epilog="Example: dpn recipes show vtab"
+)
+
+
+@app.callback()
+def _list_recipes(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        table = Table("recipe", "paper", "table", "expected", box=None, padding=(0, 2, 0, 0))
+        for name in recipe.shipped_recipes():
+            about = recipe.read_recipe(name)["about"]
+            table.add_row(name, about["paper"], about["table"], about["expected"])
+        RichConsole(highlight=False).print(table)
+
+
+def _complete_recipe(incomplete: str) -> list[str]:
+    return [name for name in recipe.shipped_recipes() if name.startswith(incomplete)]
+
+
+@app.command(epilog="Example: dpn recipes show vtab")
+def show(
+    name: Annotated[
+        str, typer.Argument(help="Name of a shipped recipe, or a YAML file.", autocompletion=_complete_recipe)
+    ],
+) -> None:
+    """Print a recipe with every key resolved."""
+    with one_line_errors():
+        plain = recipe.read_recipe(name)
+        print(recipe.dump(recipe.build(vtab_recipe.VtabRecipe, plain, name)), end="")

@@ -1,0 +1,47 @@
+"""Images without labels: a folder of pictures, or the built-in scenes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from dpn_cli.data.labelled import Labelled, Pixels, SceneSplit, decode
+from dpn_cli.errors import DataError
+
+SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm"}
+
+
+class ImageFiles:
+    """Pictures by their paths; every label is zero."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.paths = list(paths)
+        self.labels: Sequence[int] = [0] * len(self.paths)
+        self.sizes: Sequence[int] = [path.stat().st_size for path in self.paths]
+
+    def where(self, index: int) -> str:
+        """Name an image's file."""
+        return str(self.paths[index])
+
+    def pixels(self, index: int) -> Pixels:
+        """Decode an image to (height, width, 3)."""
+        return decode(self.paths[index], self.where(index))
+
+
+def find_images(source: str, most: int, seed: int) -> Labelled:
+    """Return up to `most` images of a folder and the folders in it, drawn by `seed`, or that many scenes of ``demo``.
+
+    Raises `DataError` when there is no such folder or no image in it.
+    """
+    if source == "demo":
+        return SceneSplit("demo_count", 0, most)
+    folder = Path(source).expanduser()
+    if not folder.is_dir():
+        raise DataError(f"--data {source}: no such folder; pass a folder of images, or demo")
+    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+    if not paths:
+        raise DataError(f"--data {source}: no image in it or below it ({', '.join(sorted(SUFFIXES))})")
+    order = np.random.default_rng(seed).permutation(len(paths))[:most]
+    return ImageFiles([paths[i] for i in order])
