@@ -195,17 +195,19 @@ def config_of(
     state = source.state
     try:
         width, _, rows, columns = state["patch_embed.proj.weight"].shape
-        depth = 1 + max(int(name.split(".")[1]) for name in state if name.startswith("blocks."))
+        depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
         mlp = state["blocks.0.mlp.fc1.weight"].shape[0]
         attn_width = state["blocks.0.attn.qkv.weight"].shape[0] // 3
     except (KeyError, ValueError, IndexError) as error:
         raise DpnError(f"--checkpoint {source.source}: - {error.args[0]} is missing; not a whole ViT") from error
+    if min(width, rows, columns, mlp, attn_width) < 1:
+        raise DpnError(f"--checkpoint {source.source}: its tensors are empty; not a whole ViT")
     asked = parse_arch(arch) if arch else None
     heads = source.heads or (asked[0].heads if asked else max(1, attn_width // 64))  # 64 per head in all but H, mu
     if not source.heads and not asked:
         heads = 16 if (width, depth) == (1280, 32) else heads
         source.assumed.append(f"{heads} heads (64 wide, as in all standard sizes but H)")
-    if attn_width % heads:
+    if heads < 1 or attn_width % heads:
         raise DpnError(
             f"--checkpoint {source.source}: {heads} heads do not divide its attention's {attn_width} features; "
             "state the number with 'dpn checkpoint convert --heads N'"
@@ -239,11 +241,12 @@ def config_of(
 
 def _square_grid(source: Checkpoint) -> tuple[int, int] | None:
     """Return the grid of a position embedding that is square; None when there is none to say it."""
-    if "pos_embed" not in source.state:
+    posemb = source.state.get("pos_embed")
+    if posemb is None or posemb.ndim != 3:
         return None
-    tokens = source.state["pos_embed"].shape[1]
+    tokens = posemb.shape[1]
     side = int(tokens**0.5)
-    if side * side != tokens:
+    if side < 1 or side * side != tokens:
         raise DpnError(
             f"--checkpoint {source.source}: its {tokens} positions are no square grid and the file does not say "
             "which grid they are; state it with 'dpn checkpoint convert --grid ROWSxCOLUMNS'"
@@ -298,7 +301,7 @@ def _fit_state(state: State, model: Backbone, source: Checkpoint, head: str, ali
         report.notes.append("the position embedding is big_vision's fixed sin-cos one")
     elif "pos_embed" in state and source.grid is not None and source.grid != config.grid:
         old = source.grid
-        if old[0] * old[1] == state["pos_embed"].shape[1]:
+        if tuple(state["pos_embed"].shape) == (1, old[0] * old[1], config.size.width):
             state["pos_embed"] = resample_posemb(state["pos_embed"], old, config.grid, align_corners=align_corners)
             report.resized.append(
                 f"pos_embed {old[0]}x{old[1]} -> {config.grid[0]}x{config.grid[1]} "

@@ -66,7 +66,7 @@ class DPNViT(VisionTransformer):
             num_classes=config.num_classes,
             embed_dim=size.width,
             depth=size.depth,
-            num_heads=size.heads,
+            num_heads=size.heads if config.attn_width is None else 1,  # replaced below
             mlp_ratio=size.mlp / size.width,
             class_token=config.pool == "tok",
             global_pool={"tok": "token", "gap": "avg", "map": "map"}[config.pool],

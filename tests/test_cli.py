@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import GOLDENS
+from typer.testing import CliRunner, Result
 
 from dpn_cli import recipe
 
@@ -30,10 +31,21 @@ def dpn(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.Com
     )
 
 
+def run(*arguments: str) -> Result:
+    """Run the command line in this process: torch is loaded already."""
+    from dpn_cli.cli import app
+
+    return CliRunner().invoke(app, arguments)
+
+
 @pytest.mark.parametrize(
     "command",
     [
         ["--help"],
+        ["checkpoint", "--help"],
+        ["checkpoint", "inspect", "--help"],
+        ["checkpoint", "convert", "--help"],
+        ["checkpoint", "retrofit", "--help"],
         ["finetune", "--help"],
         ["finetune", "vtab", "--help"],
         ["recipes"],
@@ -108,10 +120,22 @@ def test_the_set_of_options_is_frozen_and_each_says_its_default() -> None:
         assert parameter.rich_help_panel, parameter.name
 
 
-@pytest.mark.parametrize("command", [["--help"], ["finetune", "--help"], ["finetune", "vtab", "--help"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["--help"],
+        ["finetune", "--help"],
+        ["finetune", "vtab", "--help"],
+        ["recipes", "--help"],
+        ["checkpoint", "--help"],
+        ["checkpoint", "inspect", "--help"],
+        ["checkpoint", "convert", "--help"],
+        ["checkpoint", "retrofit", "--help"],
+    ],
+)
 def test_every_help_page_has_an_example_to_copy(command: list[str]) -> None:
     page = dpn(*command)
-    assert "Example: dpn finetune vtab" in page.stdout
+    assert f"Example: dpn {' '.join(command[:-1])}" in page.stdout
     if command == ["finetune", "vtab", "--help"]:
         for panel in ("Model", "Data", "Training", "Runtime", "Output and recipe"):
             assert f"─ {panel} ─" in page.stdout

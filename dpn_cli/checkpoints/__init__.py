@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from math import inf, isfinite
 from pathlib import Path
+from typing import get_args
 
 import torch
 
+from dpn_cli.arch import Stem
 from dpn_cli.checkpoints import (
     big_vision,
     open_clip_vit,
@@ -58,6 +61,7 @@ def read_file(path: Path) -> Checkpoint:
             raise DataError("no such file")
         contents = read_contents(path)
         checkpoint = _only_format(contents).read(contents)
+        _check_facts(checkpoint)
         _check_numbers(checkpoint)
     except DataError as error:
         raise DataError(f"--checkpoint {path}: {error}") from error
@@ -86,6 +90,23 @@ def _only_format(contents: Contents) -> Format:
         f"not a format that dpn reads; it holds {len(names)} tensors "
         f"({seen}{', ...' if len(names) > 6 else ''}). Known: dpn, {', '.join(known.name for known in FORMATS)}"
     )
+
+
+def _check_facts(checkpoint: Checkpoint) -> None:
+    """Refuse a description that no network can have; it is as easily damaged as the weights."""
+    pairs = list(zip(checkpoint.mean, checkpoint.std, strict=True))
+    sound = {
+        "stem": checkpoint.stem in get_args(Stem),
+        "act": checkpoint.act in get_args(Act),
+        "posemb": checkpoint.posemb in ("learn", "sincos2d"),
+        "eps": 0 <= checkpoint.eps < 1,
+        "heads": checkpoint.heads is None or checkpoint.heads > 0,
+        "grid": checkpoint.grid is None or (len(checkpoint.grid) == 2 and min(checkpoint.grid) > 0),
+        "mean and std": len(pairs) == 3 and all(isfinite(mean) and 0 < std < inf for mean, std in pairs),
+    }
+    for name, holds in sound.items():
+        if not holds:
+            raise ValueError(f"its description has no sound {name}")
 
 
 def _check_numbers(checkpoint: Checkpoint) -> None:

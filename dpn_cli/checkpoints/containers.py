@@ -53,6 +53,9 @@ def weights_in(folder: Path) -> Path:
 def read_contents(path: Path) -> Contents:
     """Read all tensors of a file, and the descriptions that its library saves beside it."""
     contents = _reader_of(path)(path)
+    for name, value in contents.tensors.items():
+        if value.is_complex():
+            raise ValueError(f"{name} holds complex numbers")
     if path.name in WEIGHT_NAMES:
         for name in CONFIG_NAMES:
             contents.config |= _read_json(path.parent / name)

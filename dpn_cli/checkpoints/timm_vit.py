@@ -48,8 +48,18 @@ def matches_naflex(names: Collection[str]) -> bool:
 def read(contents: Contents) -> Checkpoint:
     """Read a VisionTransformer's state dict; a `config.json` beside it says what the tensors do not."""
     state, renamed = rename(contents.tensors)
-    notes = split_class_position(state) + fold_layer_scale(state)
-    return _described(Checkpoint(state, "timm", stem_of(state), 1e-6, "gelu", renamed=renamed, notes=notes), contents)
+    notes = fold_layer_scale(state)
+    checkpoint = Checkpoint(state, "timm", stem_of(state), 1e-6, "gelu", renamed=renamed, notes=notes)
+    return place_class_token(_described(checkpoint, contents))
+
+
+def place_class_token(checkpoint: Checkpoint) -> Checkpoint:
+    """Give the class token its position, where the table has an entry more than the grid (or than a square)."""
+    has_slot = None
+    if checkpoint.grid is not None and "pos_embed" in checkpoint.state:
+        has_slot = checkpoint.state["pos_embed"].shape[1] == checkpoint.grid[0] * checkpoint.grid[1] + 1
+    checkpoint.notes += split_class_position(checkpoint.state, has_slot)
+    return checkpoint
 
 
 def read_naflex(contents: Contents) -> Checkpoint:

@@ -25,7 +25,7 @@ app = typer.Typer(
 
 FACTS = "Facts that the file does not say"
 Source = Annotated[
-    str, typer.Argument(help="A weight file, a saved model's folder, timm:NAME or hf-hub:OWNER/NAME[/FILE].")
+    str, typer.Argument(help="A weight file, a saved model's folder, timm:NAME or hf-hub:OWNER/NAME\\[/FILE].")
 ]
 Target = Annotated[Path, typer.Argument(help="The .safetensors file to write.")]
 Eps = Annotated[float | None, typer.Option("--eps", help="Epsilon of the norms.", rich_help_panel=FACTS)]
