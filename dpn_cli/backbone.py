@@ -142,6 +142,21 @@ def load_backbone(
     return model
 
 
+def load_whole(source: Checkpoint, image_size: int | tuple[int, int] | None) -> Backbone:
+    """Load a network with its head, where it has one, for evaluation; `source` can be used again."""
+    head = source.state.get("head.weight")
+    classes = 0 if head is None else len(head)
+    model = load_backbone(
+        checkpoint=source.copy(),
+        stem=None,
+        image_size=image_size,
+        num_classes=classes,
+        head="load" if classes else "new",
+    )
+    model.eval()
+    return model
+
+
 def export_backbone(model: Backbone, path: Path, extra: Mapping[str, str] | None = None) -> str:
     """Write a network in our layout as safetensors with its description; returns the file's SHA-256.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from dpn_cli import __version__
 from dpn_cli.arch import size_name
-from dpn_cli.backbone import Backbone, config_of, describe_backbone, load_backbone
+from dpn_cli.backbone import Backbone, config_of, describe_backbone, load_backbone, load_whole
 from dpn_cli.checkpoints import Act, Checkpoint, read_file
 from dpn_cli.checkpoints.layout import Rgb
 from dpn_cli.checkpoints.timm_vit import KEY
@@ -50,7 +49,7 @@ def inspect(source: Checkpoint, image_size: int | tuple[int, int] | None = None)
 
     Raises `DpnError` when it cannot be loaded.
     """
-    model = load_backbone(checkpoint=_copy(source), stem=None, image_size=image_size)
+    model = load_backbone(checkpoint=source.copy(), stem=None, image_size=image_size)
     config, size, head = model.config, model.config.size, source.state.get("head.weight")
     report = model.report.to_dict()
     name, patch = size_name(size), "x".join(map(str, sorted(set(config.patch))))
@@ -67,7 +66,7 @@ def inspect(source: Checkpoint, image_size: int | tuple[int, int] | None = None)
         "parameters": report["parameters"],
         "stem": config.stem,
         "patch": list(config.patch),
-        "grid": list(config_of(_copy(source)).grid),
+        "grid": list(config_of(source.copy()).grid),
         "image_size": list(config.image_size),
         "posemb": config.posemb,
         "pool": config.pool,
@@ -148,21 +147,6 @@ def distance(model: Any, other: Any, images: Tensor) -> float:
     return worst
 
 
-def load_whole(source: Checkpoint, image_size: int | tuple[int, int] | None) -> Backbone:
-    """Load a network with its head, where it has one, for evaluation; `source` can be used again."""
-    head = source.state.get("head.weight")
-    classes = 0 if head is None else len(head)
-    model = load_backbone(
-        checkpoint=_copy(source),
-        stem=None,
-        image_size=image_size,
-        num_classes=classes,
-        head="load" if classes else "new",
-    )
-    model.eval()
-    return model
-
-
 def timm_state(model: DPNViT) -> dict[str, Tensor]:
     """Return the state dict of timm's VisionTransformer for the same network, class token with a position of zero.
 
@@ -230,13 +214,3 @@ def build_timm(path: Path) -> nn.Module:
     )
     model.load_state_dict(load_file(path))
     return model.eval()
-
-
-def _copy(source: Checkpoint) -> Checkpoint:
-    """Return a checkpoint whose lists and state can be used up; the tensors are shared."""
-    lists: Mapping[str, Any] = {
-        name: type(value)(value)
-        for name in ("state", "renamed", "dropped", "added", "assumed", "notes")
-        if isinstance(value := getattr(source, name), dict | list)
-    }
-    return replace(source, **lists)

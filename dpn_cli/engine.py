@@ -21,6 +21,8 @@ from dpn_cli.memory import MicroBatch, is_out_of_memory
 from dpn_cli.optim import build_optimizer, clip_gradients, lr_factor, set_lr
 from dpn_cli.recipe import Optim, Runtime, Schedule
 from dpn_cli.runstate import Checkpoints, MetricsLog
+from dpn_cli.seeds import fold
+from dpn_cli.trainstate import Ema, restore, state_of
 
 Batch = dict[str, Tensor]
 LossFn = Callable[[nn.Module, Batch], Tensor]
@@ -39,6 +41,7 @@ class Training:
     lr: float
     batch_size: int
     seed: int
+    ema: float | None = None
 
 
 @dataclass
@@ -78,6 +81,8 @@ def fit(
     watch: str = "accuracy",
 ) -> FitResult:
     """Train `model` and evaluate it at the end, and every `evaluate_every` steps.
+
+    With `Training.ema` it is the averaged weights that are evaluated, and that the model has in the end.
 
     Args:
         model: what `prepare` returned; trained in place.
@@ -130,6 +135,8 @@ def fit(
         if not last and (step + 1) % runtime.checkpoint_every == 0:
             loop.save("last", step + 1, best)
     result.micro_batch = micro.size
+    if loop.ema:
+        loop.ema.finish()
     return result
 
 
@@ -176,6 +183,7 @@ class _Loop:
         self.parameters = [p for p in self.network.parameters() if p.requires_grad]
         self.optimizer = build_optimizer(self.network.named_parameters(), training.optim, training.lr)
         self.optimizer.zero_grad(set_to_none=True)  # what a training that ended in an error may have left behind
+        self.ema = Ema(self.network, training.ema) if training.ema else None
         self.model.train()
 
     def resume(self) -> tuple[int, float]:
@@ -183,7 +191,7 @@ class _Loop:
         saved = self.outputs.checkpoints.load("last", self.outputs.warn) if self.outputs.checkpoints else None
         step, best = (saved[1]["step"], saved[1]["best"]) if saved else (0, None)
         if saved:
-            _restore(self.network, self.optimizer, *saved)
+            restore(self.network, self.optimizer, self.ema, *saved)
         if self.outputs.log and self.world.leads:
             self.outputs.log.truncate(step)
         return step, -math.inf if best is None else best
@@ -191,7 +199,7 @@ class _Loop:
     def save(self, name: str, step: int, best: float) -> None:
         """Save the state after `step` steps."""
         if self.outputs.checkpoints and self.world.leads:
-            tensors, groups = _state_of(self.network, self.optimizer)
+            tensors, groups = state_of(self.network, self.optimizer, self.ema)
             state = {"step": step, "best": best if math.isfinite(best) else None, "groups": groups}
             self.outputs.checkpoints.save(name, tensors, state)
         distributed.barrier()
@@ -235,6 +243,8 @@ class _Loop:
         set_lr(self.optimizer, lr)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if self.ema:
+            self.ema.update(step)
         return loss_value, norm_value
 
     def _accumulate(self, batch: Batch, step: int, rows_at_most: int | None = None) -> Tensor | None:
@@ -246,7 +256,7 @@ class _Loop:
                 part = {name: value[begin : begin + self.micro.size] for name, value in batch.items()}
                 weight = len(next(iter(part.values()))) / rows
                 # Dropout and drop path: a function of where in the training, never of what ran before.
-                torch.manual_seed(_mix(self.training.seed, step, self.world.rank * rows + begin))
+                torch.manual_seed(fold(self.training.seed, step, self.world.rank * rows + begin))
                 joined = begin + self.micro.size >= rows and rows_at_most is None
                 with self._no_sync(not joined):
                     with precision_of(self.runtime, self.world.device):
@@ -283,7 +293,8 @@ class _Loop:
     def evaluate(self, evaluate: Evaluate, step: int) -> dict[str, float]:
         """Run the task's evaluation with the model in eval mode, and log it."""
         self.model.eval()
-        with torch.inference_mode(), precision_of(self.runtime, self.world.device):
+        averaged = self.ema.applied() if self.ema else nullcontext()
+        with averaged, torch.inference_mode(), precision_of(self.runtime, self.world.device):
             metrics = evaluate()
         self.model.train()
         if self.outputs.log and self.world.leads:
@@ -313,33 +324,3 @@ class _Loop:
                     "wait_share": round(tick.wait_share, 5),
                 }
             )
-
-
-def _mix(*numbers: int) -> int:
-    """Fold numbers into one seed so that nearby steps get unrelated seeds (splitmix64's multiplier)."""
-    mixed = 0
-    for number in numbers:
-        mixed = ((mixed ^ number) * 0x9E3779B97F4A7C15 + 1) & 0x7FFF_FFFF_FFFF_FFFF
-    return mixed
-
-
-def _state_of(network: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """Flatten weights and optimizer state into named tensors, and the rest into plain values."""
-    tensors = {f"model.{name}": value for name, value in network.state_dict().items()}
-    state = optimizer.state_dict()
-    for index, slots in state["state"].items():
-        tensors.update({f"optim.{index}.{slot}": value for slot, value in slots.items() if isinstance(value, Tensor)})
-    return tensors, state["param_groups"]
-
-
-def _restore(
-    network: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], state: dict[str, Any]
-) -> None:
-    weights = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
-    network.load_state_dict(weights)
-    slots: dict[int, dict[str, Tensor]] = {}
-    for name, value in tensors.items():
-        if name.startswith("optim."):
-            _, index, slot = name.split(".", 2)
-            slots.setdefault(int(index), {})[slot] = value
-    optimizer.load_state_dict({"state": slots, "param_groups": state["groups"]})

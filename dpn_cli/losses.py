@@ -17,3 +17,6 @@ def sigmoid_xent(logits: Tensor, target: Tensor) -> Tensor:
 def softmax_xent(logits: Tensor, target: Tensor) -> Tensor:
     """Cross-entropy of logits (b, classes) and target probabilities, averaged over b."""
     return -(target * logits.log_softmax(-1)).sum(-1).mean()
+
+
+LOSSES = {"sigmoid": sigmoid_xent, "softmax": softmax_xent}

@@ -49,19 +49,37 @@ def is_decayed(name: str, parameter: Tensor, mask: str) -> bool:
     return parameter.ndim > 1 and name.rsplit(".", 1)[-1] not in NO_KERNEL
 
 
+def layer_of(name: str) -> int | None:
+    """Return the layer of a ViT's parameter: 0 before the blocks, i + 1 for block i, None for all after them."""
+    if name.startswith(("patch_embed.", "cls_token", "pos_embed", "norm_posemb.", "norm_pre.")):
+        return 0
+    return 1 + int(name.split(".")[1]) if name.startswith("blocks.") else None
+
+
 def build_optimizer(parameters: Iterable[tuple[str, nn.Parameter]], optim: Optim, lr: float) -> torch.optim.Optimizer:
     """Build the optimizer over the trainable parameters; `lr` is the peak of the schedule.
 
     Weight decay is decoupled. Its unit is ``lr`` (torch's AdamW: lr x decay is taken off per step) or ``schedule``
-    (big_vision: schedule factor x decay, whatever the lr).
+    (big_vision: schedule factor x decay, whatever the lr). With ``layer_decay`` the parameters behind the blocks get
+    the whole lr and each layer before them that share of the next one's (BEiT, arXiv 2106.08254).
     """
     trainable = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
     decay = optim.weight_decay / lr if optim.decay_unit == "schedule" and lr else optim.weight_decay
-    groups: list[dict[str, Any]] = []
-    for wanted in (True, False):
-        members = [p for name, p in trainable if is_decayed(name, p, optim.decay_mask) is wanted]
-        if members:
-            groups.append({"params": members, "weight_decay": decay if wanted else 0.0})
+    members: dict[tuple[int, bool], list[nn.Parameter]] = {}
+    layers = {name: layer_of(name) if optim.layer_decay < 1 else 0 for name, _ in trainable}
+    top = 1 + max((layer for layer in layers.values() if layer is not None), default=0)
+    for name, parameter in trainable:
+        layer = layers[name]
+        key = top if layer is None else layer, is_decayed(name, parameter, optim.decay_mask)
+        members.setdefault(key, []).append(parameter)
+    groups: list[dict[str, Any]] = [
+        {
+            "params": members[layer, decayed],
+            "weight_decay": decay if decayed else 0.0,
+            "lr_scale": optim.layer_decay ** (top - layer) if optim.layer_decay < 1 else 1.0,
+        }
+        for layer, decayed in sorted(members, key=lambda key: (-key[0], not key[1]))
+    ]
     if optim.state_dtype == "bfloat16":
         return Bfloat16State(groups, lr, optim)
     if optim.name == "adam":
@@ -73,9 +91,9 @@ def build_optimizer(parameters: Iterable[tuple[str, nn.Parameter]], optim: Optim
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of the next update in every group."""
+    """Set the learning rate of the next update in every group, scaled by its layer decay."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group["lr_scale"]
 
 
 @torch.no_grad()

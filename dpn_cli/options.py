@@ -222,3 +222,128 @@ SkipBadImages = Annotated[
         show_default=False,
     ),
 ]
+DropPath = Annotated[
+    float | None,
+    typer.Option(
+        "--drop-path",
+        help="Stochastic depth of the last block. \\[default: 0]",
+        rich_help_panel=MODEL,
+        show_default=False,
+    ),
+]
+Freeze = Annotated[
+    str | None,
+    typer.Option(
+        "--freeze",
+        help="Parts not to train: stem, positions, blocks, blocks:0-5, norm, backbone. \\[default: none]",
+        rich_help_panel=MODEL,
+        show_default=False,
+    ),
+]
+ValData = Annotated[
+    str | None,
+    typer.Option(
+        "--val-data",
+        help="Validation images, where they are not inside --data. \\[default: --data's]",
+        rich_help_panel=DATA,
+        show_default=False,
+    ),
+]
+ValFraction = Annotated[
+    float | None,
+    typer.Option(
+        "--val-fraction",
+        help="Share of every class set apart to validate on. \\[default: none]",
+        rich_help_panel=DATA,
+        show_default=False,
+    ),
+]
+ImageColumn = Annotated[
+    str | None,
+    typer.Option(
+        "--image-column",
+        help="Column of a hf: data set with the images. \\[default: the only one of its kind]",
+        rich_help_panel=DATA,
+        show_default=False,
+    ),
+]
+LabelColumn = Annotated[
+    str | None,
+    typer.Option(
+        "--label-column",
+        help="Column with the class numbers. \\[default: the only one of its kind]",
+        rich_help_panel=DATA,
+        show_default=False,
+    ),
+]
+Decode = Annotated[
+    str | None,
+    typer.Option(
+        "--decode",
+        help="exact: the reference's pixels; fast: JPEGs shrunk while they are decoded. \\[default: exact]",
+        rich_help_panel=DATA,
+        show_default=False,
+    ),
+]
+Lr = Annotated[
+    float | None,
+    typer.Option("--lr", help="Peak learning rate. \\[default: 0.03]", rich_help_panel=TRAIN, show_default=False),
+]
+LayerDecay = Annotated[
+    float | None,
+    typer.Option(
+        "--layer-decay",
+        help="Each layer's lr as a share of the next one's. \\[default: 1]",
+        rich_help_panel=TRAIN,
+        show_default=False,
+    ),
+]
+Loss = Annotated[
+    str | None,
+    typer.Option("--loss", help="sigmoid or softmax. \\[default: sigmoid]", rich_help_panel=TRAIN, show_default=False),
+]
+Mixup = Annotated[
+    float | None,
+    typer.Option(
+        "--mixup",
+        help="Strength p of mixup, Beta(p, p); 0 for none. \\[default: 0]",
+        rich_help_panel=TRAIN,
+        show_default=False,
+    ),
+]
+EmaOption = Annotated[
+    float | None,
+    typer.Option(
+        "--ema",
+        help="Decay of the averaged weights that are evaluated and kept. \\[default: none]",
+        rich_help_panel=TRAIN,
+        show_default=False,
+    ),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        "--seed",
+        help="Of order, crops and a head from scratch. \\[default: 0]",
+        rich_help_panel=TRAIN,
+        show_default=False,
+    ),
+]
+HighresSteps = Annotated[
+    int | None,
+    typer.Option(
+        "--steps",
+        help="Optimizer steps, a tenth of them warm-up. \\[default: 5000]",
+        rich_help_panel=TRAIN,
+        show_default=False,
+    ),
+]
+Epochs = Annotated[
+    float | None,
+    typer.Option(
+        "--epochs",
+        help="Duration in passes over the training images, instead of --steps. \\[default: none]",
+        rich_help_panel=TRAIN,
+        show_default=False,
+    ),
+]

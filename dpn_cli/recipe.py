@@ -81,6 +81,7 @@ class Optim(Section):
     decay_unit: Literal["schedule", "lr"] = "lr"
     decay_mask: Literal["kernels", "not_1d"] = "kernels"
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
 class Schedule(Section):

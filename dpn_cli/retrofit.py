@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from dpn_cli.backbone import Backbone, export_backbone, load_backbone
+from dpn_cli.backbone import Backbone, export_backbone, load_backbone, load_whole
 from dpn_cli.checkpoints import Checkpoint
-from dpn_cli.convert import load_whole, origin
+from dpn_cli.convert import origin
 from dpn_cli.errors import DataError, DpnError
 
 Batches = Callable[[], Iterator[Tensor]]

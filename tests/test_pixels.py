@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from conftest import Arrays
 from PIL import Image
 
-from dpn_cli.data.labelled import FileList, decode
+from dpn_cli.data.labelled import FileList, decode, open_image
 from dpn_cli.data.pixels import PixelSet, augment, load, resize, rows_of_step, shuffled_batches, stream
 from dpn_cli.distributed import World
 from dpn_cli.errors import DataError
@@ -103,13 +104,13 @@ def test_no_flip_and_no_crop_give_the_images_themselves(pixels: PixelSet) -> Non
 def test_odd_image_modes_become_rgb(mode: str, suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"image{suffix}"
     Image.new(mode, (5, 4)).save(path)
-    assert decode(path, "here").shape == (4, 5, 3)
+    assert decode(open_image(path, "here"), "here").shape == (4, 5, 3)
 
 
 def test_sixteen_bit_images_keep_their_upper_byte(tmp_path: Path) -> None:
     path = tmp_path / "deep.png"
     Image.fromarray(np.array([[0, 256 * 200 + 77]], dtype=np.uint16)).save(path)
-    assert decode(path, "here")[0, :, 0].tolist() == [0, 200]
+    assert decode(open_image(path, "here"), "here")[0, :, 0].tolist() == [0, 200]
 
 
 @pytest.mark.parametrize("content", [b"", b"no image", None])
@@ -118,7 +119,7 @@ def test_unreadable_images_are_named(content: bytes | None, tmp_path: Path) -> N
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(path)
     path.write_bytes(path.read_bytes()[:600] if content is None else content)
     with pytest.raises(DataError, match=r"row 7: not a readable image .*--skip-bad-images") as caught:
-        decode(path, "row 7")
+        decode(open_image(path, "row 7"), "row 7")
     assert caught.value.exit_code == 3
 
 
@@ -135,7 +136,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_list_file_gives_its_images_in_order_once(folder: Path) -> None:
     split = FileList(folder, "test")
-    parts = list(stream(split, (6, 6), 2))
+    parts = list(stream(split, partial(resize, size=(6, 6)), 2))
     assert [len(part.labels) for part in parts] == [2, 2, 1]
     assert torch.cat([part.images for part in parts])[:, :, 0, 0].tolist() == [[i, 2 * i, 3 * i] for i in range(5)]
     assert torch.cat([part.labels for part in parts]).tolist() == [0, 1, 0, 1, 0]

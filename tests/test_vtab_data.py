@@ -133,5 +133,5 @@ def test_a_hub_data_set_of_other_tasks_is_refused(tmp_path: Path) -> None:
     import datasets
 
     datasets.Dataset.from_dict({"label": [0]}).to_parquet(tmp_path / "data" / "train800.parquet")
-    with pytest.raises(DataError, match="no configuration 'dtd', one per task is needed; it has default"):
+    with pytest.raises(DataError, match="no configuration 'dtd'; it has default. VTAB needs one per task"):
         run(f"hf:{tmp_path}", tmp_path / "run", "data.tasks=svhn,dtd")

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -68,6 +69,15 @@ class Checkpoint:
     notes: list[str] = field(default_factory=list)
     digest: str = ""
     source: str = ""
+
+    def copy(self) -> Checkpoint:
+        """Return a checkpoint whose lists and state can be used up; the tensors are shared."""
+        lists: dict[str, Any] = {
+            item.name: copy(value)
+            for item in fields(self)
+            if isinstance(value := getattr(self, item.name), dict | list)
+        }
+        return replace(self, **lists)
 
 
 @dataclass(frozen=True)

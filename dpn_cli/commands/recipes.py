@@ -10,7 +10,8 @@ from rich.table import Table
 
 from dpn_cli import recipe
 from dpn_cli.commands import one_line_errors
-from tasks.vtab import recipe as vtab_recipe
+from tasks.highres.recipe import HighresRecipe
+from tasks.vtab.recipe import VtabRecipe
 
 app = typer.Typer(
     help="List the shipped recipes, or show one.", invoke_without_command=True, epilog="Example: dpn recipes show vtab"
@@ -40,4 +41,5 @@ def show(
     """Print a recipe with every key resolved."""
     with one_line_errors():
         plain = recipe.read_recipe(name)
-        print(recipe.dump(recipe.build(vtab_recipe.VtabRecipe, plain, name)), end="")
+        schema = VtabRecipe if "protocol" in plain or "lrs" in plain else HighresRecipe
+        print(recipe.dump(recipe.build(schema, plain, name)), end="")

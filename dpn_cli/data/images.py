@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
-from dpn_cli.data.labelled import Labelled, Pixels, SceneSplit, decode
+from dpn_cli.data.labelled import Images, Labelled, SceneSplit, open_image
 from dpn_cli.errors import DataError
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm"}
 
 
-class ImageFiles:
+class ImageFiles(Images):
     """Pictures by their paths; every label is zero."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -25,9 +26,9 @@ class ImageFiles:
         """Name an image's file."""
         return str(self.paths[index])
 
-    def pixels(self, index: int) -> Pixels:
-        """Decode an image to (height, width, 3)."""
-        return decode(self.paths[index], self.where(index))
+    def open(self, index: int) -> Image.Image:
+        """Open an image, not decoded yet."""
+        return open_image(self.paths[index], self.where(index))
 
 
 def find_images(source: str, most: int, seed: int) -> Labelled:

@@ -34,6 +34,9 @@ class Labelled(Protocol):
     def where(self, index: int) -> str:
         """Name the place of an image for messages: file and line, or data set and row."""
 
+    def open(self, index: int) -> Image.Image:
+        """Open an image, not decoded yet. Raises `DataError` with its place when it is no image."""
+
     def pixels(self, index: int) -> Pixels:
         """Decode an image to (height, width, 3). Raises `DataError` with its place when it is unreadable."""
 
@@ -47,27 +50,58 @@ def fingerprint(split: Labelled) -> str:
     return hashlib.sha256("\n".join(f"{label} {size}" for label, size in rows).encode()).hexdigest()[:16]
 
 
-def decode(file: Path | io.BytesIO, where: str) -> Pixels:
-    """Decode an image file to RGB (height, width, 3) as TensorFlow's decode_image does.
+def open_image(file: Path | io.BytesIO, where: str) -> Image.Image:
+    """Open an image file without decoding it: its size is known, its pixels are not.
 
-    Grey is repeated, transparency is dropped, 16-bit values keep their upper byte, EXIF rotation is not applied.
-    Raises `DataError` with the place when the file is missing, damaged or no image.
+    Raises `DataError` with the place when the file is missing or no image.
     """
     try:
-        with Image.open(file) as image:
+        return Image.open(file)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise _unreadable(where, error) from error
+
+
+def decode(image: Image.Image, where: str) -> Pixels:
+    """Decode an opened image to RGB (height, width, 3) as TensorFlow's decode_image does, and close it.
+
+    Grey is repeated, transparency is dropped, 16-bit values keep their upper byte, of an animation the first frame
+    is taken, EXIF rotation is not applied. Raises `DataError` with the place when the data are damaged.
+    """
+    try:
+        with image:
             image.load()
             if image.mode.startswith("I"):  # PIL would clip 16-bit values instead of scaling them
                 grey = (np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8)
                 return np.repeat(grey[..., None], 3, axis=2)
             return np.asarray(image.convert("RGB"))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise DataError(
-            f"{where}: not a readable image ({str(error)[:120]}); fetch it again, "
-            "or leave it out and count it with --skip-bad-images"
-        ) from error
+        raise _unreadable(where, error) from error
 
 
-class FileList:
+def _unreadable(where: str, error: Exception) -> DataError:
+    return DataError(
+        f"{where}: not a readable image ({str(error)[:120]}); fetch it again, "
+        "or leave it out and count it with --skip-bad-images"
+    )
+
+
+class Images:
+    """What all kinds of labelled images share: decoding what they open."""
+
+    def open(self, index: int) -> Image.Image:
+        """Open an image, not decoded yet."""
+        raise NotImplementedError
+
+    def where(self, index: int) -> str:
+        """Name the place of an image for messages."""
+        raise NotImplementedError
+
+    def pixels(self, index: int) -> Pixels:
+        """Decode an image to (height, width, 3). Raises `DataError` with its place when it is unreadable."""
+        return decode(self.open(index), self.where(index))
+
+
+class FileList(Images):
     """``<path> <label>`` per line, paths relative to `root`: the layout of the VTAB-1k folders.
 
     Raises `DataError` naming file and line for a missing list, a malformed line or a missing image.
@@ -98,12 +132,12 @@ class FileList:
         """Name an image's file and its line in the list."""
         return f"{self.paths[index]} ({self.list.name}, line {index + 1})"
 
-    def pixels(self, index: int) -> Pixels:
-        """Decode an image to (height, width, 3)."""
-        return decode(self.paths[index], self.where(index))
+    def open(self, index: int) -> Image.Image:
+        """Open an image, not decoded yet."""
+        return open_image(self.paths[index], self.where(index))
 
 
-class HubSplit:
+class HubSplit(Images):
     """A split of a Hugging Face data set (hub name or local folder) with an image and a label column.
 
     Raises `DataError` when the data set is out of reach, has no such split, or not exactly one column of each kind.
@@ -111,12 +145,13 @@ class HubSplit:
 
     def __init__(self, name: str, config: str, split: str, image: str | None, label: str | None, alone: bool) -> None:
         self.place = f"hf:{name} ({config}), split {split}"
-        splits = _load_hub(name, config, alone)
+        splits = load_hub(name, config, alone)
         if split not in splits:
             raise DataError(f"{self.place}: missing; the data set has {', '.join(sorted(splits))}")
         rows = splits[split]
         self.image = self._column(rows, image, "image", ("Image",))
         self.label = self._column(rows, label, "label", ("ClassLabel",))
+        self.classes: tuple[str, ...] = tuple(getattr(rows.features[self.label], "names", None) or ())
         import datasets
         import pyarrow.compute
 
@@ -150,21 +185,25 @@ class HubSplit:
         """Name the data set and the row."""
         return f"{self.place}, row {index}"
 
-    def pixels(self, index: int) -> Pixels:
-        """Decode an image to (height, width, 3)."""
+    def open(self, index: int) -> Image.Image:
+        """Open an image, not decoded yet."""
         stored = self.rows[index][self.image]
         source = io.BytesIO(stored["bytes"]) if stored["bytes"] is not None else Path(stored["path"])
-        return decode(source, self.where(index))
+        return open_image(source, self.where(index))
 
 
 @cache
-def _load_hub(name: str, config: str, alone: bool) -> Any:
+def load_hub(name: str, config: str, alone: bool) -> Any:
+    """Return the splits of a hub data set's configuration; with `alone` the only one may have another name.
+
+    Raises `DataError` when it is out of reach or has no such configuration.
+    """
     offline()  # before the import, at which the library notes whether it is
     import datasets
 
     try:
         configs = datasets.get_dataset_config_names(name)
-        chosen = config if config in configs else "default" if alone and configs == ["default"] else None
+        chosen = config if config in configs else configs[0] if alone and len(configs) == 1 else None
         if chosen is not None:
             return datasets.load_dataset(name, chosen)
     except (OSError, ValueError, RuntimeError) as error:  # ConnectionError and FileNotFoundError among them
@@ -174,12 +213,12 @@ def _load_hub(name: str, config: str, alone: bool) -> Any:
             "a local folder of parquet files as hf:FOLDER"
         ) from error
     raise DataError(
-        f"--data hf:{name}: no configuration {config!r}, one per task is needed; it has {', '.join(configs)}. "
-        "Choose other --tasks"
+        f"--data hf:{name}: no configuration {config!r}; it has {', '.join(configs)}. "
+        "VTAB needs one per task (--tasks chooses); elsewhere write hf:NAME:CONFIGURATION"
     )
 
 
-class SceneSplit:
+class SceneSplit(Images):
     """The built-in scenes with the labels of one demo task; scene numbers `start` up to `stop`."""
 
     def __init__(self, task: str, start: int, stop: int) -> None:
@@ -191,9 +230,9 @@ class SceneSplit:
         """Name the scene's number."""
         return f"demo scene {self.start + index}"
 
-    def pixels(self, index: int) -> Pixels:
-        """Return the picture of a scene, (64, 64, 3)."""
-        return _scene_pixels(self.start + index)
+    def open(self, index: int) -> Image.Image:
+        """Return the picture of a scene, 64x64."""
+        return Image.fromarray(_scene_pixels(self.start + index))
 
 
 @cache

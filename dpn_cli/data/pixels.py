@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import torch
@@ -50,11 +50,12 @@ def resize(pixels: Pixels, size: tuple[int, int]) -> Tensor:
 
 
 Item = tuple[Tensor, int] | DataError
+Transform = Callable[[Pixels], Tensor]
 
 
-class _Resized(Dataset[Item]):
-    def __init__(self, split: Labelled, size: tuple[int, int], rows: Sequence[int]) -> None:
-        self.split, self.size, self.rows = split, size, rows
+class _Transformed(Dataset[Item]):
+    def __init__(self, split: Labelled, transform: Transform, rows: Sequence[int]) -> None:
+        self.split, self.transform, self.rows = split, transform, rows
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -62,7 +63,7 @@ class _Resized(Dataset[Item]):
     def __getitem__(self, index: int) -> Item:
         row = self.rows[index]
         try:
-            return resize(self.split.pixels(row), self.size), int(self.split.labels[row])
+            return self.transform(self.split.pixels(row)), int(self.split.labels[row])
         except DataError as error:
             return error  # raised in a worker process it would come back wrapped in that process's traceback
 
@@ -76,21 +77,21 @@ def _collate(items: list[Item]) -> tuple[PixelSet, list[DataError]]:
 
 def stream(
     split: Labelled,
-    size: tuple[int, int],
+    transform: Transform,
     batch_size: int,
     *,
     rows: Sequence[int] | None = None,
     workers: int | Literal["auto"] = "auto",
     skip_bad: bool = False,
 ) -> Iterator[PixelSet]:
-    """Decode and resize `rows` of a split (all without it) in order, `batch_size` at a time, each image once.
+    """Decode and transform `rows` of a split (all without it) in order, `batch_size` at a time, each image once.
 
     Raises `DataError` naming the first unreadable image, unless `skip_bad` leaves those out and counts them.
     """
     rows = range(len(split.labels)) if rows is None else rows
     count = (min(8, os.cpu_count() or 1) if len(rows) >= WORTH_WORKERS else 0) if workers == "auto" else workers
     loader: DataLoader[Any] = DataLoader(
-        _Resized(split, size, rows), batch_size, num_workers=count, collate_fn=_collate
+        _Transformed(split, transform, rows), batch_size, num_workers=count, collate_fn=_collate
     )
     for part, bad in loader:
         if bad and not skip_bad:
@@ -103,7 +104,7 @@ def load(
 ) -> PixelSet:
     """Decode and resize a whole split into memory: 3 * h * w bytes an image."""
     parts = []
-    for part in stream(split, size, 64, workers=workers, skip_bad=skip_bad):
+    for part in stream(split, partial(resize, size=size), 64, workers=workers, skip_bad=skip_bad):
         stopping.check_here()
         parts.append(part)
     return PixelSet(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +13,9 @@ from dpn_cli import distributed, engine, stopping
 from dpn_cli.arch import Stem
 from dpn_cli.backbone import Backbone, load_backbone
 from dpn_cli.console import Console
-from dpn_cli.data.pixels import PixelSet, load, shuffled_batches, stream
+from dpn_cli.data.pixels import PixelSet, load, resize, shuffled_batches, stream
 from dpn_cli.distributed import World
-from dpn_cli.losses import sigmoid_xent, softmax_xent
+from dpn_cli.losses import LOSSES
 from dpn_cli.memory import MicroBatch
 from dpn_cli.metrics import Top1
 from tasks.vtab.cells import Cell
@@ -22,7 +23,6 @@ from tasks.vtab.data import TaskData
 from tasks.vtab.recipe import VtabRecipe
 from tasks.vtab.table import Task
 
-LOSSES = {"sigmoid": sigmoid_xent, "softmax": softmax_xent}
 # 256 for 224: what the public relative of the paper's recipe resizes to before it crops.
 RESIZE_RATIO = 256 / 224
 
@@ -140,7 +140,7 @@ class Bench:
         rows = range(self.world.rank, len(test.labels), self.world.size)
         parts = stream(
             test,
-            self.size,
+            partial(resize, size=self.size),
             size,
             rows=rows,
             workers=self.recipe.runtime.workers,

@@ -6,11 +6,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from dpn_cli import engine, stopping
+from dpn_cli import engine
 from dpn_cli.console import Console
-from dpn_cli.distributed import World, from_leader, join
-from dpn_cli.errors import DpnError, StoppedError
-from dpn_cli.runstate import Checkpoints, RunFolder
+from dpn_cli.distributed import World, from_leader
+from dpn_cli.run import run_in_folder
+from dpn_cli.runstate import Checkpoints
 from tasks.vtab.bench import Bench
 from tasks.vtab.cells import Cell
 from tasks.vtab.data import check_images, open_task
@@ -27,48 +27,24 @@ def start(
 
     Raises `DpnError` and its kin, each with the exit code of its cause.
     """
-    with stopping.listen(), join(recipe.runtime.device) as world:
-        if recipe.demo:
-            console.info(DEMO_NOTE)
-        if dry_run:
-            _dry_run(recipe, world, console)
-            return None
-        path = output_dir or default_folder(recipe)
-        folder = _open(path, recipe, world, resume=resume, overwrite=overwrite)
-        result = folder.result
-        if result is None:
-            console.info(f"run folder {path}")
-            try:
-                result = run(recipe, folder, world, console)
-            except StoppedError:
-                if world.leads:
-                    folder.update(status="stopped")
-                raise
-            except DpnError as error:
-                if world.leads:
-                    folder.update(status="failed", error=str(error))
-                raise
-        return result if world.leads else None
+    if recipe.demo:
+        console.info(DEMO_NOTE)
+    return run_in_folder(
+        recipe,
+        recipe.runtime.device,
+        output_dir or default_folder(recipe),
+        lambda folder, world: run(recipe, folder, world, console),
+        (lambda world: _dry_run(recipe, world, console)) if dry_run else None,
+        resume=resume,
+        overwrite=overwrite,
+        console=console,
+    )
 
 
 def default_folder(recipe: VtabRecipe) -> Path:
     """Return runs/vtab/ARCH-STEM, so that another network or demo never meets this run's folder."""
     arch = (recipe.backbone.arch or Path(recipe.backbone.checkpoint or "scratch").stem).replace("/", "-")
     return Path("runs") / ("vtab_demo" if recipe.demo else "vtab") / f"{arch}-{'-vs-'.join(recipe.stems)}"
-
-
-def _open(path: Path, recipe: VtabRecipe, world: World, *, resume: bool, overwrite: bool) -> RunFolder:
-    """Open the folder on rank 0 and tell all ranks how that went."""
-    problem: DpnError | None = None
-    if world.leads:
-        try:
-            RunFolder.open(path, recipe.model_dump(mode="json"), resume=resume, overwrite=overwrite)
-        except DpnError as error:
-            problem = error
-    problem = from_leader(problem)
-    if problem is not None:
-        raise problem
-    return RunFolder(path)
 
 
 def _dry_run(recipe: VtabRecipe, world: World, console: Console) -> None:

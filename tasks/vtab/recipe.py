@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from dpn_cli.arch import Stem, check_image_size, parse_arch
 from dpn_cli.errors import DpnError
+from dpn_cli.home import find_data, find_weights, home
 from dpn_cli.recipe import About, Backbone, Optim, Plain, Positive, Runtime, Schedule, Section, merge, read_recipe
 from tasks.vtab.table import choose_tasks
 
@@ -100,7 +99,7 @@ def resolve(config: str | None, flags: Mapping[str, Any], settings: Mapping[str,
     for section in ("data", "backbone"):
         if not isinstance(asked.get(section, {}), dict):
             raise DpnError(f"{section}: a section of keys, not a value; see dpn recipes show vtab")
-    source = asked.get("data", {}).get("source") or find_data()
+    source = asked.get("data", {}).get("source") or find_data("vtab-1k")
     backbone = asked.get("backbone", {})
     layers = [read_recipe("vtab")]
     if source == "demo":
@@ -129,31 +128,6 @@ def settle(recipe: VtabRecipe) -> VtabRecipe:
         check_image_size(size, (patch, patch))
     settled = backbone.model_copy(update={"checkpoint": checkpoint, "image_size": size})
     return recipe.model_copy(update={"backbone": settled})
-
-
-def home() -> Path:
-    """Return the folder for weights that dpn makes or is given: $DPN_HOME, or ~/.dpn."""
-    return Path(os.environ.get("DPN_HOME") or Path.home() / ".dpn")
-
-
-def find_data() -> str:
-    """Return the first of $DPN_DATA_DIR/vtab-1k and ./vtab-1k that exists, else ``"demo"``."""
-    folders = [Path(os.environ["DPN_DATA_DIR"]) / "vtab-1k"] if os.environ.get("DPN_DATA_DIR") else []
-    return next((str(folder) for folder in (*folders, Path("vtab-1k")) if folder.is_dir()), "demo")
-
-
-def find_weights(arch: str | None, stems: tuple[Stem, ...]) -> str | None:
-    """Return the weights folder's file for `arch` and the stem, or None without one.
-
-    For several stems it is a pattern with ``{stem}``, and all must have a file.
-    """
-    folder = home() / "weights"
-    name = (arch or "").replace("/", "-")
-    for suffix in (".safetensors", ".npz"):
-        files = [folder / f"{name}-{stem}{suffix}" for stem in stems]
-        if arch and all(file.is_file() for file in files):
-            return str(files[0]) if len(files) == 1 else str(folder / f"{name}-{{stem}}{suffix}")
-    return None
 
 
 def _no_weights(arch: str | None, stems: tuple[Stem, ...]) -> str:

@@ -1,0 +1,119 @@
+"""A trained classifier in one file: the network, its classes, and how its images are prepared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from dpn_cli.backbone import Backbone, export_backbone, load_whole
+from dpn_cli.data.crops import Size, eval_crop
+from dpn_cli.data.pixels import Transform
+from dpn_cli.errors import DataError, DpnError
+from dpn_cli.sources import open_checkpoint
+
+KEY = "classifier"
+WEIGHTS = "weights.safetensors"
+Loss = Literal["sigmoid", "softmax"]
+
+
+@dataclass
+class Classifier:
+    """A network with a head; `resize_side` is the shorter side before the central crop, in pixels."""
+
+    model: Backbone
+    classes: tuple[str, ...]
+    loss: Loss
+    resize_side: int
+    facts: dict[str, Any]
+
+    @property
+    def transform(self) -> Transform:
+        """Decoded pixels (h, w, 3) to what the network takes, (3, *size) uint8."""
+        return partial(eval_crop, resize_side=self.resize_side, size=self.model.config.image_size)
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Map logits (b, classes) to probabilities: each on its own for the sigmoid loss, else adding up to one."""
+        return logits.sigmoid() if self.loss == "sigmoid" else logits.softmax(-1)
+
+
+def resize_for(size: Size) -> int:
+    """Return the shorter side before the central crop: 418 for 384 (App. D), 256 for 224 and in that proportion."""
+    return 418 if size == (384, 384) else round(max(size) * 256 / 224)
+
+
+def save_classifier(classifier: Classifier, path: Path) -> str:
+    """Write a classifier as one safetensors file; returns its SHA-256. Raises `SaveError`."""
+    described = {
+        "classes": classifier.classes,
+        "loss": classifier.loss,
+        "resize_side": classifier.resize_side,
+        "facts": classifier.facts,
+    }
+    return export_backbone(classifier.model, path, {KEY: json.dumps(described)})
+
+
+def load_classifier(place: str, image_size: Size | None = None) -> Classifier:
+    """Load a classifier from a run's folder, or from a checkpoint with a head.
+
+    A checkpoint of another origin does not name its classes: for 1000 outputs they are ImageNet's, else numbers.
+    Raises `DataError` when there is nothing to load, `DpnError` when it has no head.
+    """
+    path = Path(place).expanduser()
+    if (path / "run.json").is_file():
+        path = path / WEIGHTS
+        if not path.is_file():
+            raise DataError(f"{place}: the run has not finished training; finish it with --resume")
+        place = str(path)
+    source = open_checkpoint(place)
+    head = source.state.get("head.weight")
+    if head is None:
+        raise DpnError(
+            f"{place}: the network has no head, so it tells no classes; train one with 'dpn finetune highres'"
+        )
+    model = load_whole(source, image_size)
+    described = _description(path)
+    size = model.config.image_size
+    if described:
+        side = described["resize_side"] if image_size is None else resize_for(size)
+        return Classifier(model, tuple(described["classes"]), described["loss"], side, described["facts"])
+    return Classifier(model, imagenet_classes(len(head)), "softmax", resize_for(size), {"classes": "assumed"})
+
+
+def _description(path: Path) -> dict[str, Any]:
+    if path.suffix != ".safetensors" or not path.is_file():
+        return {}
+    with safe_open(path, framework="pt") as file:
+        return dict(json.loads((file.metadata() or {}).get(KEY, "{}")))
+
+
+def imagenet_classes(count: int) -> tuple[str, ...]:
+    """Return ImageNet-1k's class folders in their official order, or numbers when it is another count."""
+    if count != 1000:
+        return tuple(str(number) for number in range(count))
+    from timm.data import ImageNetInfo
+
+    return tuple(ImageNetInfo("imagenet-1k").label_names())
+
+
+def readable(classes: Sequence[str]) -> list[str]:
+    """Return names for people: ImageNet's descriptions where the classes are its folders."""
+    from timm.data import ImageNetInfo
+
+    info = ImageNetInfo("imagenet-1k")
+    known = set(info.label_names())
+    return [info.label_name_to_description(name) if name in known else name for name in classes]
+
+
+@torch.inference_mode()
+def predict(classifier: Classifier, images: Tensor) -> Tensor:
+    """Return logits (b, classes) in float32 for uint8 images (b, 3, h, w) on the network's device."""
+    logits: Tensor = classifier.model(classifier.model.normalize(images)).float()
+    return logits

@@ -1,0 +1,112 @@
+"""`dpn finetune highres`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from dpn_cli import options, recipe
+from dpn_cli.commands import one_line_errors
+from dpn_cli.console import Console
+from tasks.highres import recipe as highres_recipe
+
+DataOption = Annotated[
+    str | None,
+    typer.Option(
+        "--data",
+        help="Folder with train/CLASS and val/CLASS (or CLASS, with --val-fraction), hf:OWNER/NAME\\[:CONFIGURATION], "
+        "wds:PATTERN, or demo. \\[default: $DPN_DATA_DIR/imagenet, ./imagenet, else demo]",
+        rich_help_panel=options.DATA,
+        show_default=False,
+    ),
+]
+
+
+def highres(
+    arch: options.Arch = None,
+    stem: options.StemOption = None,
+    checkpoint: options.Checkpoint = None,
+    image_size: options.ImageSize = None,
+    drop_path: options.DropPath = None,
+    freeze: options.Freeze = None,
+    data: DataOption = None,
+    val_data: options.ValData = None,
+    val_fraction: options.ValFraction = None,
+    image_column: options.ImageColumn = None,
+    label_column: options.LabelColumn = None,
+    decode: options.Decode = None,
+    skip_bad_images: options.SkipBadImages = None,
+    lr: options.Lr = None,
+    layer_decay: options.LayerDecay = None,
+    loss: options.Loss = None,
+    mixup: options.Mixup = None,
+    ema: options.EmaOption = None,
+    seed: options.Seed = None,
+    steps: options.HighresSteps = None,
+    epochs: options.Epochs = None,
+    batch_size: options.BatchSize = None,
+    precision: options.Precision = None,
+    compile: options.Compile = None,
+    micro_batch_size: options.MicroBatch = None,
+    device: options.Device = None,
+    workers: options.Workers = None,
+    output_dir: options.OutputDir = None,
+    resume: options.Resume = False,
+    overwrite: options.Overwrite = False,
+    config: options.Config = None,
+    settings: options.Settings = None,
+    print_config: options.PrintConfig = False,
+    dry_run: options.DryRun = False,
+    report_to: options.ReportTo = None,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
+) -> None:
+    """384 px fine-tuning of ImageNet-1k (Tables 1 and 2), or of any folder of labelled pictures."""
+    flags = recipe.from_flags(
+        {
+            "backbone.arch": arch,
+            "backbone.stem": stem,
+            "backbone.checkpoint": checkpoint,
+            "backbone.image_size": image_size,
+            "backbone.drop_path": drop_path,
+            "freeze": freeze,
+            "data.source": data,
+            "data.val_source": val_data,
+            "data.val_fraction": val_fraction,
+            "data.image_column": image_column,
+            "data.label_column": label_column,
+            "data.decode": decode,
+            "data.skip_bad_images": skip_bad_images,
+            "lr": lr,
+            "optim.layer_decay": layer_decay,
+            "loss": loss,
+            "mixup": mixup,
+            "ema": ema,
+            "seed": seed,
+            "schedule.steps": steps,
+            "epochs": epochs,
+            "batch_size": batch_size,
+            "runtime.precision": precision,
+            "runtime.compile": compile,
+            "runtime.micro_batch_size": micro_batch_size,
+            "runtime.device": device,
+            "runtime.workers": workers,
+            "runtime.report_to": report_to,
+        }
+    )
+    console = Console(quiet=quiet)
+    with one_line_errors(verbose):
+        plain = highres_recipe.resolve(config, flags, recipe.from_settings(settings or []))
+        built = recipe.build(highres_recipe.HighresRecipe, plain, "recipe")
+        if print_config:
+            print(recipe.dump(built), end="")
+            return
+        built = highres_recipe.settle(built)
+        from tasks.highres.command import describe, start  # torch loads here
+
+        result = start(built, output_dir, resume=resume, overwrite=overwrite, dry_run=dry_run, console=console)
+        if result is not None:
+            print(json.dumps(result, indent=2) if as_json else describe(result))

@@ -1,0 +1,235 @@
+"""Labelled images with named classes, in the splits that fine-tuning needs, from wherever they are."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from dpn_cli.data.images import SUFFIXES
+from dpn_cli.data.labelled import HubSplit, Images, Labelled, SceneSplit, open_image
+from dpn_cli.data.shards import Shards
+from dpn_cli.errors import DataError
+
+# The share of the training images that chooses between checkpoints, and what it grows to where that is next to nothing.
+MINIVAL_SHARE, MINIVAL_LEAST, MINIVAL_MOST_SHARE = 0.01, 50, 0.1
+IMAGENET_IMAGES = 1_281_167, 50_000
+DEMO_TASK, DEMO_SPLITS = "demo_color", {"train": (0, 1000), "val": (1000, 2000)}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where images are: what ``--data`` and its companions say.
+
+    `place` is a folder, ``hf:NAME[:CONFIGURATION]``, ``wds:PATTERN`` or ``demo``; `val_place` another one for the
+    validation images. Without validation images `val_fraction` of the others is set apart.
+    """
+
+    place: str
+    val_place: str | None = None
+    val_fraction: float | None = None
+    image_column: str | None = None
+    label_column: str | None = None
+
+
+class ClassFolders(Images):
+    """Pictures in one folder per class; classes are the folders' names in alphabetical order.
+
+    Raises `DataError` for a folder without class folders, or a class without pictures.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.classes = tuple(sorted(entry.name for entry in root.iterdir() if entry.is_dir()))
+        self.root, self.paths = root, list[Path]()
+        self.labels: Sequence[int] = []
+        self.sizes: Sequence[int] = []
+        if not self.classes:
+            raise DataError(f"{root}: no class folders; pictures go into {root}/CLASS/PICTURE.jpg")
+        labels, sizes = [], []
+        for label, name in enumerate(self.classes):
+            found = sorted(path for path in (root / name).rglob("*") if path.suffix.lower() in SUFFIXES)
+            if not found:
+                raise DataError(f"{root / name}: a class without pictures ({', '.join(sorted(SUFFIXES))}); remove it")
+            self.paths += found
+            labels += [label] * len(found)
+            sizes += [path.stat().st_size for path in found]
+        self.labels, self.sizes = labels, sizes
+
+    def where(self, index: int) -> str:
+        """Name a picture's file."""
+        return str(self.paths[index])
+
+    def key(self, index: int) -> str:
+        """Return a picture's name inside the data set."""
+        return self.paths[index].relative_to(self.root).as_posix()
+
+    def open(self, index: int) -> Image.Image:
+        """Open a picture, not decoded yet."""
+        return open_image(self.paths[index], self.where(index))
+
+
+class Part(Images):
+    """Some images of a split, in the order of their numbers in it."""
+
+    def __init__(self, whole: Labelled, rows: Sequence[int]) -> None:
+        self.whole, self.rows = whole, list(rows)
+        self.labels: Sequence[int] = [whole.labels[row] for row in self.rows]
+        self.sizes: Sequence[int] = [whole.sizes[row] for row in self.rows]
+
+    def where(self, index: int) -> str:
+        """Name the place of an image in the split that this is a part of."""
+        return self.whole.where(self.rows[index])
+
+    def open(self, index: int) -> Image.Image:
+        """Open an image, not decoded yet."""
+        return self.whole.open(self.rows[index])
+
+
+@dataclass(frozen=True)
+class ClassData:
+    """A data set of named classes; `minival` is empty where every image is trained on."""
+
+    train: Labelled
+    minival: Labelled
+    val: Labelled
+    classes: tuple[str, ...]
+
+
+def open_class_data(source: Source, minival: float | None) -> ClassData:
+    """Open a data set for training: validation split, minival, and the rest to train on.
+
+    `minival` is the share of the training images that chooses the best checkpoint; None is the paper's last 1 %, and at
+    least 50 images or a tenth where that is less. Raises `DataError`, naming files, when the splits do not agree.
+    """
+    train, classes = open_split(source, "train")
+    found = open_split(source, "val") if has_split(source, "val") else None
+    if found is None:
+        if not source.val_fraction:
+            raise DataError(
+                f"--data {source.place}: no validation images; put them beside (train/CLASS, val/CLASS), "
+                "name them with --val-data, or set some apart with --val-fraction 0.2"
+            )
+        train, val = hold_out(train, source.val_fraction)
+    else:
+        val, val_classes = found
+        _check_classes(source, classes, val_classes)
+    count = _minival_size(len(train.labels), minival)
+    order = hash_order(train)
+    cut = len(order) - count
+    return ClassData(Part(train, sorted(order[:cut])), Part(train, sorted(order[cut:])), val, classes)
+
+
+def _minival_size(images: int, share: float | None) -> int:
+    if share is None:
+        # big_vision's train[99%:] of 1,281,167 images are 12,812: the cut is rounded down.
+        last = images - math.floor(images * (1 - MINIVAL_SHARE))
+        return max(last, min(MINIVAL_LEAST, int(images * MINIVAL_MOST_SHARE)))
+    return images - math.floor(images * (1 - share))
+
+
+def _key(split: Labelled, index: int) -> str:
+    return split.key(index) if isinstance(split, ClassFolders | Shards) else str(index)
+
+
+def hash_order(split: Labelled) -> list[int]:
+    """Order images by a hash of their names: shuffled alike on every machine, whatever else is in the data set."""
+    digests = [hashlib.sha256(_key(split, index).encode()).digest() for index in range(len(split.labels))]
+    return sorted(range(len(digests)), key=digests.__getitem__)
+
+
+def hold_out(split: Labelled, fraction: float) -> tuple[Labelled, Labelled]:
+    """Set the last `fraction` of every class apart, in the order of the names' hashes; returns (rest, part)."""
+    labels = np.asarray(split.labels)
+    order = np.asarray(hash_order(split))
+    apart = []
+    for label in np.unique(labels):
+        rows = order[labels[order] == label]
+        count = min(len(rows) - 1, max(1, round(fraction * len(rows))))
+        apart += rows[len(rows) - count :].tolist()
+    rest = sorted(set(range(len(labels))) - set(apart))
+    if not apart or not rest:
+        raise DataError(f"{len(labels)} images are too few to set {fraction:g} of each class apart")
+    return Part(split, rest), Part(split, sorted(apart))
+
+
+def has_split(source: Source, split: str) -> bool:
+    """Tell whether a data set has validation (or training) images of its own."""
+    if split == "val" and source.val_place:
+        return True
+    if source.place == "demo" or split == "train":
+        return True
+    if source.place.startswith("hf:"):
+        return _hub_split(source.place, split) is not None
+    return not source.place.startswith("wds:") and (Path(source.place).expanduser() / split).is_dir()
+
+
+def open_split(source: Source, split: str) -> tuple[Labelled, tuple[str, ...]]:
+    """Open ``train`` or ``val`` of a data set; returns it with the names of its classes. Raises `DataError`."""
+    place = source.val_place if split == "val" and source.val_place else source.place
+    if place == "demo":
+        from dpn_cli.data.scenes import LABELS
+
+        return SceneSplit(DEMO_TASK, *DEMO_SPLITS[split]), tuple(LABELS[DEMO_TASK])
+    if place.startswith("wds:"):
+        shards = Shards(place.removeprefix("wds:"))
+        return shards, shards.classes
+    if place.startswith("hf:"):
+        found = _hub_split(place, split)
+        name, config = _hub_name(place)
+        hub = HubSplit(name, config, found or split, source.image_column, source.label_column, alone=True)
+        return hub, hub.classes or tuple(map(str, range(1 + max(hub.labels))))
+    root = Path(place).expanduser()
+    if not root.is_dir():
+        raise DataError(
+            f"--data {place}: no such folder; it holds train/CLASS/PICTURE.jpg and val/CLASS/PICTURE.jpg. "
+            "'demo' is the built-in data, hf:OWNER/NAME a hub data set, wds:PATTERN webdataset shards"
+        )
+    inner = root / split
+    folders = ClassFolders(inner if inner.is_dir() else root)
+    return folders, folders.classes
+
+
+def _hub_name(place: str) -> tuple[str, str]:
+    name, _, config = place.removeprefix("hf:").partition(":")
+    return name, config or "default"
+
+
+def _hub_split(place: str, split: str) -> str | None:
+    from dpn_cli.data.labelled import load_hub
+
+    found = load_hub(*_hub_name(place), True)
+    wanted = ("train",) if split == "train" else ("validation", "val", "valid", "test")
+    return next((name for name in wanted if name in found), None)
+
+
+def _check_classes(source: Source, train: Sequence[str], val: Sequence[str]) -> None:
+    if tuple(train) == tuple(val):
+        return
+    missing, extra = sorted(set(train) - set(val)), sorted(set(val) - set(train))
+    raise DataError(
+        f"--data {source.place}: training and validation have different classes: "
+        f"only in training: {', '.join(missing[:5]) or 'none'}; only in validation: {', '.join(extra[:5]) or 'none'}"
+    )
+
+
+def describe_imagenet(data: ClassData) -> str | None:
+    """Say whether class folders are ImageNet-1k's, complete and in the official order; None for other classes."""
+    from timm.data import ImageNetInfo
+
+    official = ImageNetInfo("imagenet-1k").label_names()
+    if not set(data.classes) <= set(official):
+        return None
+    if list(data.classes) != official:
+        return f"ImageNet class folders: {len(data.classes)} of 1000; numbers are not comparable with published ones"
+    train, val = len(data.train.labels) + len(data.minival.labels), len(data.val.labels)
+    if (train, val) == IMAGENET_IMAGES:
+        return f"ImageNet-1k: official class order, {train} + {val} images"
+    return (
+        f"ImageNet-1k class folders with {train} + {val} images, {IMAGENET_IMAGES[0]} + {IMAGENET_IMAGES[1]} are "
+        "official; numbers are not comparable with published ones"
+    )

@@ -1,0 +1,112 @@
+"""Where images are cut and how they are resized, as big_vision's preprocessing does it on TensorFlow.
+
+Sizes are (height, width), boxes (top, left, height, width), all in pixels; images are uint8 (h, w, 3).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from dpn_cli.data.labelled import Pixels, decode
+from dpn_cli.data.pixels import resize
+
+Size = tuple[int, int]
+Box = tuple[int, int, int, int]
+Decode = Literal["exact", "fast"]
+
+# inception_crop's arguments: share of the area, width over height.
+AREA, RATIO = (0.05, 1.0), (0.75, 1.33)
+TRIES = 100
+
+
+def inception_box(size: Size, generator: torch.Generator) -> Box:
+    """Draw a crop as TensorFlow's sample_distorted_bounding_box does for a whole image.
+
+    The aspect ratio and then the height are uniform, so crops are smaller than torchvision's, which draws the area.
+    The last possible offset is never drawn. After 100 misfits (extreme images) it is the whole image.
+    """
+    height, width = size
+    for ratio, *draws in torch.rand(TRIES, 4, generator=generator).tolist():
+        box = _fit(height, width, RATIO[0] + ratio * (RATIO[1] - RATIO[0]), draws)
+        if box is not None:
+            return box
+    return 0, 0, height, width
+
+
+def _fit(height: int, width: int, ratio: float, draws: list[float]) -> Box | None:
+    smallest, largest = (share * height * width for share in AREA)
+    low, high = round(math.sqrt(smallest / ratio)), round(math.sqrt(largest / ratio))
+    if round(high * ratio) > width:
+        high = int((width + 0.5 - 1e-7) / ratio)
+        high -= round(high * ratio) > width
+    high = min(high, height)
+    low = min(low, high)
+    tall = low + int(draws[0] * (high - low + 1))
+    # Rounding may miss the area bounds by a pixel: one taller, then one shorter is tried.
+    tall += round(tall * ratio) * tall < smallest
+    tall -= round(tall * ratio) * tall > largest
+    wide = round(tall * ratio)
+    if not (smallest <= wide * tall <= largest and 0 < wide <= width and 0 < tall <= height):
+        return None
+    return int(draws[1] * (height - tall)), int(draws[2] * (width - wide)), tall, wide
+
+
+def train_crop(image: Image.Image, where: str, size: Size, generator: torch.Generator, how: Decode) -> Tensor:
+    """Decode a random crop of an opened image, resized to (3, *size) uint8.
+
+    ``exact`` decodes all of the image and resizes the crop as the reference does. ``fast`` lets the JPEG decoder shrink
+    the image by 2, 4 or 8 where the crop stays at least as large as `size`: other pixels, see benchmarks/README.md.
+    Raises `DataError` when the image is unreadable.
+    """
+    top, left, height, width = inception_box((image.height, image.width), generator)
+    if how == "fast" and image.format == "JPEG":
+        full = image.height, image.width
+        shrink = min(height / size[0], width / size[1])
+        if shrink >= 2:
+            image.draft("RGB", (int(image.width / shrink), int(image.height / shrink)))
+            down, across = image.height / full[0], image.width / full[1]
+            top, left = round(top * down), round(left * across)
+            height, width = max(1, round(height * down)), max(1, round(width * across))
+    pixels = decode(image, where)
+    return resize(pixels[top : top + height, left : left + width], size)
+
+
+def small_size(size: Size, side: int) -> Size:
+    """Return the size whose shorter side is `side`, both rounded: big_vision's resize_small."""
+    factor = side / min(size)
+    return round(size[0] * factor), round(size[1] * factor)
+
+
+def eval_crop(pixels: Pixels, resize_side: int, size: Size) -> Tensor:
+    """Resize the shorter side to `resize_side` by area, and cut the centre: (3, *size) uint8, fractions cut off.
+
+    Raises `ValueError` when the centre is larger than what is resized.
+    """
+    full = pixels.shape[0], pixels.shape[1]
+    resized = small_size(full, resize_side)
+    if resized[0] < size[0] or resized[1] < size[1]:
+        raise ValueError(f"cannot cut {size} from an image resized to {resized}")
+    top, left = (resized[0] - size[0]) // 2, (resized[1] - size[1]) // 2
+    rows = area_weights(full[0], resized[0])[top : top + size[0]]
+    columns = area_weights(full[1], resized[1])[left : left + size[1]]
+    channels = torch.from_numpy(pixels.astype(np.float32)).permute(2, 0, 1)
+    resized_pixels = rows @ channels @ columns.T
+    # Weights of a third do not add up to one exactly, and a flat 255 must not become 254.
+    return (resized_pixels + 1e-3).clamp(0, 255).to(torch.uint8)
+
+
+@lru_cache(maxsize=256)
+def area_weights(old: int, new: int) -> Tensor:
+    """Return (new, old): how much of each old pixel lies under each new one, as TensorFlow's area resizing has it."""
+    edges = torch.arange(new + 1, dtype=torch.float64) * (old / new)
+    begin, end = edges[:-1, None], edges[1:, None]
+    pixel = torch.arange(old, dtype=torch.float64)
+    overlap = (torch.minimum(end, pixel + 1) - torch.maximum(begin, pixel)).clamp(min=0)
+    return (overlap / (old / new)).float()

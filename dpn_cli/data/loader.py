@@ -1,0 +1,150 @@
+"""Training batches from encoded images: worker processes decode, crop and resize; the device does the rest.
+
+What an image becomes is a function of (seed, step, place in the batch), never of the worker, the rank or what ran
+before: a resumed training goes on inside an epoch as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from dpn_cli.data.crops import Decode, Size, train_crop
+from dpn_cli.data.labelled import Labelled
+from dpn_cli.data.pixels import rows_of_step
+from dpn_cli.distributed import World
+from dpn_cli.engine import Batch, Batches
+from dpn_cli.errors import DataError
+from dpn_cli.seeds import fold
+
+# An unreadable image is replaced by the next readable one of the data set, within this many.
+REPLACEMENTS = 10
+# Streams of draws that must not meet: crops, flips, mixing.
+CROP, FLIP, MIX = 1, 2, 3
+
+Item = tuple[int, int, int]  # step, place in the global batch, row of the data set
+Loaded = tuple[Tensor, int, int] | DataError
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """How training images are made: size in pixels, decoding, and the mixup strength p of Beta(p, p)."""
+
+    size: Size
+    decode: Decode = "exact"
+    mixup: float = 0.0
+
+
+class _Crops(Dataset[Loaded]):
+    def __init__(self, split: Labelled, augmentation: Augmentation, seed: int, skip_bad: bool) -> None:
+        self.split, self.augmentation, self.seed, self.skip_bad = split, augmentation, seed, skip_bad
+
+    def __getitem__(self, item: Item) -> Loaded:
+        step, place, row = item
+        last: DataError | None = None
+        for skipped in range(REPLACEMENTS + 1 if self.skip_bad else 1):
+            at = (row + skipped) % len(self.split.labels)
+            generator = torch.Generator().manual_seed(fold(self.seed, CROP, step, place))
+            try:
+                image, where = self.split.open(at), self.split.where(at)
+                crop = train_crop(image, where, self.augmentation.size, generator, self.augmentation.decode)
+                return crop, int(self.split.labels[at]), skipped
+            except DataError as error:
+                last = error  # raised in a worker process it would come back wrapped in that process's traceback
+        assert last is not None
+        return last
+
+
+class _Steps(Sampler[list[Item]]):
+    """The items of this rank's share of every batch from a step on, without end."""
+
+    def __init__(self, images: int, batch_size: int, seed: int, start: int, mine: slice) -> None:
+        self.images, self.batch_size, self.seed, self.start, self.mine = images, batch_size, seed, start, mine
+
+    def __iter__(self) -> Iterator[list[Item]]:
+        step = self.start
+        while True:
+            rows = rows_of_step(self.images, self.batch_size, self.seed, step).tolist()
+            yield [(step, place, rows[place]) for place in range(*self.mine.indices(self.batch_size))]
+            step += 1
+
+
+def _collate(loaded: Sequence[Loaded]) -> tuple[Tensor, Tensor, int] | DataError:
+    bad = next((item for item in loaded if isinstance(item, DataError)), None)
+    if bad is not None:
+        return bad
+    good = [item for item in loaded if not isinstance(item, DataError)]
+    images, labels = torch.stack([image for image, _, _ in good]), torch.tensor([label for _, label, _ in good])
+    return images, labels, sum(skipped for _, _, skipped in good)
+
+
+def worker_count(asked: int | Literal["auto"], device: torch.device, ranks: int = 1) -> int:
+    """Return how many processes decode: on a GPU up to 16 a rank, on a CPU one, which the training leaves room for."""
+    if asked != "auto":
+        return asked
+    cores = os.cpu_count() or 1
+    return max(1, min(16, cores // ranks - 1)) if device.type == "cuda" else int(cores > 1)
+
+
+def crop_batches(
+    split: Labelled,
+    augmentation: Augmentation,
+    batch_size: int,
+    seed: int,
+    world: World,
+    *,
+    workers: int,
+    skip_bad: bool = False,
+    on_skip: Callable[[int], None] = lambda count: None,
+) -> Batches:
+    """Return the engine's ``batches``: ``image`` (b, 3, h, w) uint8 and ``label`` (b,), this rank's rows.
+
+    With mixup there are ``other_image`` and ``other_label``, the batch rolled by one, and ``mix`` (b,), the share of
+    the first. Raises `DataError` naming the first unreadable image, unless `skip_bad` replaces it and tells `on_skip`.
+    """
+    share = batch_size // world.size
+    mine = slice(world.rank * share, (world.rank + 1) * share)
+
+    def batches(start: int) -> Iterator[Batch]:
+        loader: DataLoader[Any] = DataLoader(
+            _Crops(split, augmentation, seed, skip_bad),
+            batch_sampler=_Steps(len(split.labels), batch_size, seed, start, mine),
+            num_workers=workers,
+            collate_fn=_collate,
+            pin_memory=world.device.type == "cuda",
+        )
+        for step, loaded in enumerate(loader, start):
+            if isinstance(loaded, DataError):
+                raise loaded
+            images, labels, skipped = loaded
+            if skipped:
+                on_skip(skipped)
+            images, labels = (tensor.to(world.device, non_blocking=True) for tensor in (images, labels))
+            generator = torch.Generator().manual_seed(fold(seed, FLIP, step))
+            flipped = (torch.rand(batch_size, generator=generator) < 0.5)[mine].to(world.device)
+            images = torch.where(flipped[:, None, None, None], images.flip(-1), images)
+            batch = {"image": images, "label": labels}
+            yield {**batch, **mixing(batch, augmentation.mixup, seed, step)} if augmentation.mixup else batch
+
+    return batches
+
+
+def mixing(batch: Batch, strength: float, seed: int, step: int) -> Batch:
+    """Return what mixup adds to a batch: one share for all of it, Beta(p, p) folded to at least a half.
+
+    big_vision's get_mixup: each example meets the one before it in the batch.
+    """
+    draw = np.random.default_rng((seed, MIX, step)).beta(strength, strength)
+    images, labels = batch["image"], batch["label"]
+    return {
+        "other_image": images.roll(1, 0),
+        "other_label": labels.roll(1, 0),
+        "mix": torch.full((len(images),), max(draw, 1 - draw), device=images.device),
+    }

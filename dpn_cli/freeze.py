@@ -1,0 +1,47 @@
+"""Parts of a ViT that a training leaves as they are."""
+
+from __future__ import annotations
+
+import re
+
+from torch import nn
+
+from dpn_cli.errors import DpnError
+
+STEM, POSITIONS = ("patch_embed.", "norm_posemb.", "norm_pre."), ("pos_embed", "cls_token")
+# What a word of --freeze stands for; "blocks:0-5" is understood besides.
+PARTS = {
+    "stem": STEM,
+    "positions": POSITIONS,
+    "blocks": ("blocks.",),
+    "norm": ("norm.", "fc_norm."),
+    "backbone": (*STEM, *POSITIONS, "blocks.", "norm.", "fc_norm.", "attn_pool.", "pre_logits."),
+}
+
+
+def freeze(model: nn.Module, parts: tuple[str, ...]) -> int:
+    """Stop the training of parts of a ViT; returns how many weights stay as they are.
+
+    Raises `DpnError` for an unknown part, a block that the network does not have, and when nothing is left to train.
+    """
+    depth = len(getattr(model, "blocks", []))
+    prefixes: list[str] = []
+    for part in parts:
+        blocks = re.fullmatch(r"blocks:(\d+)(?:-(\d+))?", part)
+        if blocks:
+            first, last = int(blocks[1]), int(blocks[2] or blocks[1])
+            if not first <= last < depth:
+                raise DpnError(f"--freeze {part}: the network has the blocks 0 to {depth - 1}")
+            prefixes += [f"blocks.{block}." for block in range(first, last + 1)]
+        elif part in PARTS:
+            prefixes += PARTS[part]
+        else:
+            raise DpnError(f"--freeze {part}: choose from {', '.join(PARTS)}, blocks:N or blocks:FIRST-LAST")
+    frozen = 0
+    for name, parameter in model.named_parameters():
+        if prefixes and name.startswith(tuple(prefixes)):
+            parameter.requires_grad_(False)
+            frozen += parameter.numel()
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise DpnError(f"--freeze {','.join(parts)}: nothing is left to train")
+    return frozen

@@ -1,0 +1,66 @@
+"""A run from its folder to its result: ranks, signals, and what is noted when it ends early."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dpn_cli import stopping
+from dpn_cli.console import Console
+from dpn_cli.distributed import World, from_leader, join
+from dpn_cli.errors import DpnError, StoppedError
+from dpn_cli.recipe import Section
+from dpn_cli.runstate import RunFolder
+
+Result = dict[str, Any]
+
+
+def run_in_folder(
+    recipe: Section,
+    device: str,
+    path: Path,
+    run: Callable[[RunFolder, World], Result],
+    dry_run: Callable[[World], None] | None,
+    *,
+    resume: bool,
+    overwrite: bool,
+    console: Console,
+) -> Result | None:
+    """Open the run folder `path` and call `run` in it, or return the result that is there.
+
+    None on ranks that do not lead, and after a dry run. Raises `DpnError` and its kin.
+    """
+    with stopping.listen(), join(device) as world:
+        if dry_run:
+            dry_run(world)
+            return None
+        folder = _open(path, recipe, world, resume=resume, overwrite=overwrite)
+        result = folder.result
+        if result is None:
+            console.info(f"run folder {path}")
+            try:
+                result = run(folder, world)
+            except StoppedError:
+                if world.leads:
+                    folder.update(status="stopped")
+                raise
+            except DpnError as error:
+                if world.leads:
+                    folder.update(status="failed", error=str(error))
+                raise
+        return result if world.leads else None
+
+
+def _open(path: Path, recipe: Section, world: World, *, resume: bool, overwrite: bool) -> RunFolder:
+    """Open the folder on rank 0 and tell all ranks how that went."""
+    problem: DpnError | None = None
+    if world.leads:
+        try:
+            RunFolder.open(path, recipe.model_dump(mode="json"), resume=resume, overwrite=overwrite)
+        except DpnError as error:
+            problem = error
+    problem = from_leader(problem)
+    if problem is not None:
+        raise problem
+    return RunFolder(path)

@@ -1,0 +1,209 @@
+"""`dpn eval`: accuracy of a classifier on a labelled split, with per-class results and the worst confusions."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dpn_cli import distributed, engine, stopping
+from dpn_cli.classifier import Classifier, load_classifier, predict, readable
+from dpn_cli.console import Console
+from dpn_cli.data.classified import Source, open_split
+from dpn_cli.data.labelled import Labelled, fingerprint
+from dpn_cli.distributed import World, join
+from dpn_cli.errors import DataError, DpnError
+from dpn_cli.files import replace_json, replace_text
+from dpn_cli.recipe import Runtime
+from dpn_cli.scoring import Scores, score
+
+WORST_PAIRS = 10
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What ``dpn eval`` was asked to do."""
+
+    place: str
+    source: Source
+    split: Literal["train", "val"] = "val"
+    image_size: tuple[int, int] | None = None
+    real: Path | None = None
+    batch_size: int = 64
+    skip_bad_images: bool = False
+    output_dir: Path | None = None
+
+
+def evaluate(asked: Asked, runtime: Runtime, console: Console) -> dict[str, Any] | None:
+    """Score a classifier and return the result, written to `output_dir` too; None on ranks that do not lead.
+
+    Raises `DataError` when data and classifier do not fit each other.
+    """
+    with stopping.listen(), join(runtime.device) as world:
+        classifier = load_classifier(asked.place, asked.image_size)
+        split, names = open_split(asked.source, asked.split)
+        columns = match_classes(classifier.classes, names)
+        console.info(f"{len(split.labels)} images of {len(names)} classes" + _columns_note(classifier, columns))
+        real = read_real(asked.real, split) if asked.real else None
+        if real and world.size > 1:
+            raise DpnError("--real: run on one rank")
+        scores = _score(classifier, split, columns, asked, runtime, world, keep=bool(real))
+        result = _result(asked, classifier, names, scores, split)
+        if real:
+            result["real"] = real_accuracy(scores.predictions, real)
+        if asked.output_dir and world.leads:
+            replace_json(asked.output_dir / "result.json", result)
+            replace_text(asked.output_dir / "per_class.csv", per_class(names, scores.confusion))
+        distributed.barrier()
+        return result if world.leads else None
+
+
+def match_classes(classes: Sequence[str], names: Sequence[str]) -> Tensor | None:
+    """Return which outputs of a classifier are a data set's classes; None when they are all, in order.
+
+    Class numbers as names (ImageNet-V2's folders, hub data sets without names) stand for the outputs of that number.
+    Raises `DataError` naming classes that the classifier does not know.
+    """
+    if tuple(classes) == tuple(names):
+        return None
+    if all(name.isdecimal() and int(name) < len(classes) for name in names):
+        return torch.tensor([int(name) for name in names])
+    place = {name: index for index, name in enumerate(classes)}
+    unknown = [name for name in names if name not in place]
+    if unknown:
+        more = " ..." if len(unknown) > 5 else ""
+        raise DataError(
+            f"--data: classes that the classifier does not know: {', '.join(unknown[:5])}{more}; it knows "
+            f"{len(classes)}, {', '.join(classes[:5])} among them"
+        )
+    return torch.tensor([place[name] for name in names])
+
+
+def _columns_note(classifier: Classifier, columns: Tensor | None) -> str:
+    if columns is None or sorted(columns.tolist()) == list(range(len(classifier.classes))):
+        return ""
+    return f"; the other {len(classifier.classes) - len(columns)} classes of the classifier are left out of the choice"
+
+
+def _score(
+    classifier: Classifier,
+    split: Labelled,
+    columns: Tensor | None,
+    asked: Asked,
+    runtime: Runtime,
+    world: World,
+    keep: bool,
+) -> Scores:
+    classifier.model.to(world.device).eval()
+    with engine.precision_of(runtime, world.device):
+        return score(
+            lambda images: predict(classifier, images),
+            split,
+            classifier.transform,
+            len(classifier.classes) if columns is None else len(columns),
+            world,
+            loss=classifier.loss,
+            batch_size=asked.batch_size,
+            workers=runtime.workers,
+            skip_bad=asked.skip_bad_images,
+            columns=None if columns is None else columns.to(world.device),
+            keep_predictions=keep,
+        )
+
+
+def _result(
+    asked: Asked, classifier: Classifier, names: Sequence[str], scores: Scores, split: Labelled
+) -> dict[str, Any]:
+    words = readable(names)
+    return {
+        "task": "eval",
+        "network": asked.place,
+        "data": asked.source.val_place or asked.source.place,
+        "fingerprint": fingerprint(split),
+        "image_size": list(classifier.model.config.image_size),
+        "resize_side": classifier.resize_side,
+        "images": scores.images,
+        "skipped": scores.skipped,
+        "classes": len(names),
+        "top1": scores.top1,
+        "top5": scores.top5,
+        "loss": scores.loss,
+        "worst_pairs": [
+            {"true": words[true], "predicted": words[predicted], "images": count, "share": 100 * share}
+            for true, predicted, count, share in worst_pairs(scores.confusion)
+        ],
+    }
+
+
+def worst_pairs(confusion: Tensor, most: int = WORST_PAIRS) -> list[tuple[int, int, int, float]]:
+    """Return the most frequent confusions as (true, predicted, images, share of the true class)."""
+    wrong = confusion.clone().fill_diagonal_(0)
+    totals = confusion.sum(1)
+    order = wrong.flatten().argsort(descending=True, stable=True)[:most].tolist()
+    pairs = [divmod(place, len(confusion)) for place in order]
+    return [(t, p, int(wrong[t, p]), float(wrong[t, p] / totals[t])) for t, p in pairs if wrong[t, p] > 0]
+
+
+def per_class(names: Sequence[str], confusion: Tensor) -> str:
+    """Return a CSV of every class: its images, how many are right, recall and precision in percent."""
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(["class", "name", "images", "right", "recall", "precision"])
+    rows, columns, right = confusion.sum(1).tolist(), confusion.sum(0).tolist(), confusion.diagonal().tolist()
+    for index, (name, word) in enumerate(zip(names, readable(names), strict=True)):
+        recall = f"{100 * right[index] / rows[index]:.2f}" if rows[index] else ""
+        precision = f"{100 * right[index] / columns[index]:.2f}" if columns[index] else ""
+        table.writerow([name, word, rows[index], right[index], recall, precision])
+    return text.getvalue()
+
+
+def read_real(path: Path, split: Labelled) -> list[list[int]]:
+    """Return the ReaL labels (arXiv 2006.07159) of a split's images, from real.json and the images' own numbers.
+
+    Raises `DataError` when the file is not of that form, or an image has no number of ImageNet's validation set.
+    """
+    try:
+        labels = json.loads(path.read_text("utf-8"))
+        assert isinstance(labels, list)
+        assert all(isinstance(entry, list) for entry in labels)
+    except (OSError, ValueError, AssertionError) as error:
+        raise DataError(f"--real {path}: not the ReaL file, a JSON list with a list of labels per image") from error
+    found = []
+    for index in range(len(split.labels)):
+        number = re.search(r"ILSVRC2012_val_(\d{8})", split.where(index))
+        if not number or not 1 <= int(number[1]) <= len(labels):
+            raise DataError(f"--real: {split.where(index)} is not named ILSVRC2012_val_NUMBER")
+        found.append(labels[int(number[1]) - 1])
+    return found
+
+
+def real_accuracy(predictions: Sequence[int], real: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Return the share of predictions that are among an image's ReaL labels; images without labels do not count."""
+    judged = [guess in labels for guess, labels in zip(predictions, real, strict=True) if labels]
+    return {"top1": 100 * sum(judged) / len(judged), "images": len(judged)}
+
+
+def describe(result: dict[str, Any]) -> str:
+    """Return the result as lines for a person."""
+    skipped = f", {result['skipped']} unreadable ones left out" if result["skipped"] else ""
+    lines = [
+        f"top-1 {result['top1']:.2f} %, top-5 {result['top5']:.2f} %, loss {result['loss']:.4g} on "
+        f"{result['images']} images of {result['classes']} classes{skipped}"
+    ]
+    if "real" in result:
+        lines.append(f"ReaL {result['real']['top1']:.2f} % of {result['real']['images']} images with labels")
+    if result["worst_pairs"]:
+        lines.append("most frequent confusions:")
+    lines += [
+        f"  {pair['true']} taken for {pair['predicted']}: {pair['images']} ({pair['share']:.1f} %)"
+        for pair in result["worst_pairs"]
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,58 @@
+"""`dpn predict`: the classes of pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dpn_cli import engine
+from dpn_cli.classifier import load_classifier, predict, readable
+from dpn_cli.data.images import SUFFIXES
+from dpn_cli.data.labelled import decode, open_image
+from dpn_cli.distributed import join
+from dpn_cli.errors import DataError
+from dpn_cli.recipe import Runtime
+
+
+def find_pictures(given: Sequence[Path]) -> list[Path]:
+    """Return the pictures among files and folders. Raises `DataError` for a missing one or a folder without any."""
+    found: list[Path] = []
+    for path in given:
+        if path.is_dir():
+            inside = sorted(entry for entry in path.rglob("*") if entry.suffix.lower() in SUFFIXES)
+            if not inside:
+                raise DataError(f"{path}: no picture in this folder ({', '.join(sorted(SUFFIXES))})")
+            found += inside
+        elif path.is_file():
+            found.append(path)
+        else:
+            raise DataError(f"{path}: no such picture")
+    return found
+
+
+def classify(
+    place: str, pictures: Sequence[Path], top: int, runtime: Runtime, batch_size: int = 32
+) -> list[dict[str, Any]]:
+    """Return for every picture its `top` best classes with probabilities, prepared as the run's own images were."""
+    with join(runtime.device) as world:
+        classifier = load_classifier(place)
+        classifier.model.to(world.device).eval()
+        paths, words, results = find_pictures(pictures), readable(classifier.classes), []
+        for begin in range(0, len(paths), batch_size):
+            part = paths[begin : begin + batch_size]
+            images = torch.stack(
+                [classifier.transform(decode(open_image(path, str(path)), str(path))) for path in part]
+            )
+            with engine.precision_of(runtime, world.device):
+                chances = classifier.probabilities(predict(classifier, images.to(world.device)))
+            best = chances.topk(min(top, len(words)), dim=-1)
+            for path, values, indices in zip(part, best.values.tolist(), best.indices.tolist(), strict=True):
+                guesses = [
+                    {"class": classifier.classes[index], "name": words[index], "probability": value}
+                    for index, value in zip(indices, values, strict=True)
+                ]
+                results.append({"image": str(path), "classes": guesses})
+    return results
