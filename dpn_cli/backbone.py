@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dpn_cli.arch import Pool, Size, Stem, check_image_size, check_stem, parse_arch, size_name
+from dpn_cli.arch import SIZES, Pool, Size, Stem, check_image_size, check_stem, parse_arch, size_name
 from dpn_cli.checkpoints import Checkpoint, State, describe
-from dpn_cli.errors import DpnError
+from dpn_cli.checkpoints.layout import settle_positions
+from dpn_cli.errors import DataError, DpnError
 from dpn_cli.files import replace_file
 from dpn_cli.sources import open_checkpoint
 from dpn_cli.vit import DPNViT, ViTConfig, posemb_sincos2d, resample_posemb
@@ -177,11 +178,11 @@ def describe_backbone(model: Backbone) -> dict[str, str]:
             config.stem,
             config.eps,
             config.act,
-            config.size.heads,
-            config.grid,
-            model.mean,
-            model.std,
-            config.posemb,
+            heads=config.size.heads,
+            grid=config.grid,
+            mean=model.mean,
+            std=model.std,
+            posemb=config.posemb,
         )
     )
 
@@ -207,7 +208,13 @@ def config_of(
 
     Raises `DpnError` when the tensors are no whole ViT, or another one than asked for.
     """
+    try:
+        settle_positions(source)
+    except DataError as error:
+        raise DpnError(f"--checkpoint {source.source}: {error}") from error
     state = source.state
+    if state.get("patch_embed.proj.weight", torch.empty(0, 0, 0, 0)).ndim != 4:
+        raise DpnError(f"--checkpoint {source.source}: its patch projection is not one of images; not a ViT of images")
     try:
         width, _, rows, columns = state["patch_embed.proj.weight"].shape
         depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
@@ -218,25 +225,24 @@ def config_of(
     if min(width, rows, columns, mlp, attn_width) < 1:
         raise DpnError(f"--checkpoint {source.source}: its tensors are empty; not a whole ViT")
     asked = parse_arch(arch) if arch else None
-    heads = source.heads or (asked[0].heads if asked else max(1, attn_width // 64))  # 64 per head in all but H, mu
-    if not source.heads and not asked:
-        heads = 16 if (width, depth) == (1280, 32) else heads
-        source.assumed.append(f"{heads} heads (64 wide, as in all standard sizes but H)")
+    heads = source.heads or (asked[0].heads if asked else _usual_heads(source, width))
     if heads < 1 or attn_width % heads:
         raise DpnError(
             f"--checkpoint {source.source}: {heads} heads do not divide its attention's {attn_width} features; "
             "state the number with 'dpn checkpoint convert --heads N'"
         )
     size = Size(width, depth, mlp, heads)
-    if asked and asked != (size, rows):
+    if asked and (asked != (size, rows) or rows != columns):
         found = f"{size_name(size) or size}/{rows}"
         raise DpnError(f"--arch {arch}: {source.source} is {found}; leave --arch out, or pass another checkpoint")
     own_pool: Pool = "map" if "attn_pool.latent" in state else "tok" if "cls_token" in state else "gap"
+    if source.pool not in (None, own_pool):
+        raise DpnError(
+            f"--checkpoint {source.source}: its pool is {source.pool!r} and its tensors are those of {own_pool!r}"
+        )
     if pool is not None and pool not in ("gap", own_pool):
         has = "class token" if pool == "tok" else "attention pooling"
         raise DpnError(f"backbone.pool={pool}: {source.source} has no {has}; use pool={own_pool} or pool=gap")
-    if source.grid is None:
-        source.grid = _square_grid(source)
     native = None if source.grid is None else (source.grid[0] * rows, source.grid[1] * columns)
     return ViTConfig(
         size,
@@ -254,19 +260,19 @@ def config_of(
     )
 
 
-def _square_grid(source: Checkpoint) -> tuple[int, int] | None:
-    """Return the grid of a position embedding that is square; None when there is none to say it."""
-    posemb = source.state.get("pos_embed")
-    if posemb is None or posemb.ndim != 3:
-        return None
-    tokens = posemb.shape[1]
-    side = int(tokens**0.5)
-    if side < 1 or side * side != tokens:
+# Widths with one usual number of heads: the standard sizes, shape-optimised, giant and gigantic ViTs.
+USUAL_HEADS = {size.width: size.heads for name, size in SIZES.items() if name != "mu"}
+USUAL_HEADS |= {1152: 16, 1408: 16, 1536: 16, 1664: 16}
+
+
+def _usual_heads(source: Checkpoint, width: int) -> int:
+    if width not in USUAL_HEADS:
         raise DpnError(
-            f"--checkpoint {source.source}: its {tokens} positions are no square grid and the file does not say "
-            "which grid they are; state it with 'dpn checkpoint convert --grid ROWSxCOLUMNS'"
+            f"--checkpoint {source.source}: the file does not say how many attention heads its {width} features make; "
+            "state it with --arch, or 'dpn checkpoint convert --heads N'"
         )
-    return side, side
+    source.assumed["heads"] = f"{USUAL_HEADS[width]} heads (usual for a width of {width})"
+    return USUAL_HEADS[width]
 
 
 def _load(source: Checkpoint, config: ViTConfig, head: str, align_corners: bool) -> Backbone:
@@ -278,7 +284,7 @@ def _load(source: Checkpoint, config: ViTConfig, head: str, align_corners: bool)
         renamed=source.renamed,
         dropped=list(source.dropped),
         new=list(source.added),
-        assumed=source.assumed,
+        assumed=list(source.assumed.values()),
         notes=list(source.notes),
     )
     with torch.device("meta"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from dpn_cli import __version__
 from dpn_cli.arch import size_name
 from dpn_cli.backbone import Backbone, config_of, describe_backbone, load_backbone, load_whole
-from dpn_cli.checkpoints import Act, Checkpoint, read_file
+from dpn_cli.checkpoints import Act, Checkpoint, check_facts, read_file
 from dpn_cli.checkpoints.layout import Rgb
 from dpn_cli.checkpoints.timm_vit import KEY
 from dpn_cli.errors import DpnError
@@ -38,10 +39,16 @@ class Facts:
     std: Rgb | None = None
 
     def apply(self, source: Checkpoint) -> Checkpoint:
-        """Return the checkpoint with the stated facts in the place of the assumed ones."""
+        """Return the checkpoint with the stated facts in the place of the assumed ones. Raises `DpnError`."""
         stated = {item.name: value for item in fields(self) if (value := getattr(self, item.name)) is not None}
+        assumed = {name: text for name, text in source.assumed.items() if name not in stated}
         notes = [f"{name} {value} as stated by the user" for name, value in stated.items()]
-        return replace(source, **stated, notes=[*source.notes, *notes])
+        applied = replace(source, **stated, assumed=assumed, notes=[*source.notes, *notes])
+        try:
+            check_facts(applied)
+        except ValueError as error:
+            raise DpnError(f"{', '.join(f'--{name} {value}' for name, value in stated.items())}: {error}") from error
+        return applied
 
 
 def inspect(source: Checkpoint, image_size: int | tuple[int, int] | None = None) -> dict[str, Any]:
@@ -135,7 +142,10 @@ def origin(model: Backbone) -> str:
 
 @torch.no_grad()
 def distance(model: Any, other: Any, images: Tensor) -> float:
-    """Return the largest difference of tokens and outputs of two ViTs, relative to the largest value."""
+    """Return the largest difference of tokens and outputs of two ViTs, relative to the largest value.
+
+    Infinite when an output of either is no number.
+    """
     worst = 0.0
     for i in range(len(images)):
         image = images[i : i + 1]
@@ -143,6 +153,8 @@ def distance(model: Any, other: Any, images: Tensor) -> float:
             (model.forward_features(image), other.forward_features(image)),
             (model(image), other(image)),
         ):
+            if not (ours.isfinite().all() and theirs.isfinite().all()):
+                return math.inf
             worst = max(worst, float((ours - theirs).abs().max() / ours.abs().max().clamp(min=1e-30)))
     return worst
 
@@ -180,7 +192,7 @@ def describe_timm(model: Backbone) -> dict[str, str]:
         "embed_dim": config.size.width,
         "depth": config.size.depth,
         "num_heads": config.size.heads,
-        "mlp_ratio": config.size.mlp / config.size.width,
+        "mlp_ratio": (config.size.mlp + 0.5) / config.size.width,  # timm cuts the product off
         "num_classes": config.num_classes,
         "class_token": config.pool == "tok",
         "global_pool": {"tok": "token", "gap": "avg", "map": "map"}[config.pool],

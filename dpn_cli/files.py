@@ -66,5 +66,5 @@ def save_error(path: Path, error: Exception) -> SaveError:
     reason = getattr(error, "strerror", None) or " ".join(str(error).split())
     return SaveError(
         f"{path}: not written ({reason}); what was saved before is intact. "
-        "Free some space or pass another -o, then run the same command with --resume"
+        "Free some space or choose another place, then run the same command again (with --resume in a run's folder)"
     )

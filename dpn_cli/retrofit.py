@@ -132,9 +132,18 @@ def _tokens(model: Backbone, patches: Tensor, norm_in: tuple[Tensor, Tensor]) ->
 def _with_stem(plain: Backbone, norms: dict[str, Tensor]) -> Backbone:
     """Return the network with a DPN stem of the given norms; the rest is shared."""
     config = plain.config
-    facts = (config.eps, config.act, config.size.heads, config.grid, plain.mean, plain.std, config.posemb)
-    state = {**plain.state_dict(), **{f"patch_embed.{name}": value for name, value in norms.items()}}
-    described = Checkpoint(state, "dpn", "dpn", *facts)
+    described = Checkpoint(
+        {**plain.state_dict(), **{f"patch_embed.{name}": value for name, value in norms.items()}},
+        "dpn",
+        "dpn",
+        config.eps,
+        config.act,
+        heads=config.size.heads,
+        grid=config.grid,
+        mean=plain.mean,
+        std=plain.std,
+        posemb=config.posemb,
+    )
     return load_backbone(
         checkpoint=described,
         image_size=config.image_size,

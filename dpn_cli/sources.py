@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path, PurePosixPath
 
-from dpn_cli.checkpoints import Checkpoint, read_file
+from dpn_cli.arch import did_you_mean
+from dpn_cli.checkpoints import Checkpoint, formats_of, read_file
 from dpn_cli.checkpoints.containers import CONFIG_NAMES, INPUTS_NAME, WEIGHT_NAMES
 from dpn_cli.checkpoints.layout import Contents
-from dpn_cli.checkpoints.timm_vit import apply_facts, read
+from dpn_cli.checkpoints.timm_vit import apply_facts, build_empty
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.hub import fetch, offline
 
@@ -59,8 +60,12 @@ def _from_timm_model(name: str) -> Checkpoint:
     import timm
 
     if not timm.is_model(name):
-        close = ", ".join(timm.list_models(f"*{name.split('.')[0][:12]}*")[:3]) or "see timm.list_models('vit_*')"
-        raise DpnError(f"--checkpoint timm:{name}: timm has no such model ({close})")
+        close = did_you_mean(name.split(".")[0], timm.list_models()) or "; see timm.list_models('vit_*')"
+        raise DpnError(f"--checkpoint timm:{name}: timm has no such model{close}")
+    try:
+        apply_facts(Checkpoint({}, "timm", "none", 1e-6, "gelu"), build_empty(name, {}))
+    except DataError as error:
+        raise DpnError(f"--checkpoint timm:{name}: {error}; dpn reads timm's ViTs") from error
     unreachable = offline()
     try:
         model = timm.create_model(name, pretrained=True)
@@ -72,9 +77,10 @@ def _from_timm_model(name: str) -> Checkpoint:
             "here and pass its path"
         ) from error
     try:
-        checkpoint = read(Contents(model.state_dict(), config={"pretrained_cfg": model.pretrained_cfg}))
-        apply_facts(checkpoint, model)
-    except (DataError, KeyError) as error:
+        (known,) = formats_of(list(model.state_dict()))
+        config = {"architecture": name.split(".")[0], "pretrained_cfg": model.pretrained_cfg}
+        checkpoint = known.read(Contents(model.state_dict(), config=config))
+    except (DataError, ValueError) as error:
         raise DpnError(f"--checkpoint timm:{name}: {error}; dpn reads timm's ViTs") from error
-    checkpoint.source, checkpoint.assumed = f"timm:{name}", []
+    checkpoint.source = f"timm:{name}"
     return checkpoint

@@ -67,7 +67,7 @@ class DPNViT(VisionTransformer):
             embed_dim=size.width,
             depth=size.depth,
             num_heads=size.heads if config.attn_width is None else 1,  # replaced below
-            mlp_ratio=size.mlp / size.width,
+            mlp_ratio=(size.mlp + 0.5) / size.width,  # timm cuts the product off
             class_token=config.pool == "tok",
             global_pool={"tok": "token", "gap": "avg", "map": "map"}[config.pool],
             no_embed_class=True,

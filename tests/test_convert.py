@@ -52,13 +52,16 @@ def test_inspect_says_what_a_file_is_and_what_loading_does() -> None:
 def test_assumed_facts_are_said_and_stated_ones_are_not(tmp_path: Path) -> None:
     model = load_backbone("mu/8", stem="none", image_size=16)
     save_file(model.state_dict(), tmp_path / "bare.safetensors")
-    bare = inspect(read_file(tmp_path / "bare.safetensors"))
+    with pytest.raises(DpnError, match="does not say how many attention heads its 32 features make"):
+        inspect(read_file(tmp_path / "bare.safetensors"))
+    bare = inspect(Facts(heads=2).apply(read_file(tmp_path / "bare.safetensors")))
     assert "erf GELU" in " ".join(bare["assumed"])
     stated = Facts(eps=1e-5, act="quick_gelu", heads=8, mean=(0.1, 0.2, 0.3)).apply(
         read_file(tmp_path / "bare.safetensors")
     )
     found = inspect(stated)
     assert (found["eps"], found["act"], found["heads"], found["mean"]) == (1e-5, "quick_gelu", 8, [0.1, 0.2, 0.3])
+    assert not [text for text in found["assumed"] if "eps" in text or "GELU" in text or "mean" in text]
 
 
 @pytest.mark.parametrize("size", [32, 48])
@@ -130,6 +133,28 @@ def test_nothing_is_written_when_the_proof_fails(tmp_path: Path, monkeypatch: py
         convert(source, target, to="timm")
     assert target.read_bytes() == before
     assert list(tmp_path.iterdir()) == [target]
+
+
+def test_outputs_that_are_no_numbers_prove_nothing(tmp_path: Path) -> None:
+    model = load_backbone("mu/8", stem="none", image_size=16, num_classes=3)
+    model.load_state_dict({name: torch.full_like(value, 3e38) for name, value in model.state_dict().items()})
+    export_backbone(model, tmp_path / "overflow.safetensors")
+    with pytest.raises(DpnError, match="differ by inf"):
+        convert(read_file(tmp_path / "overflow.safetensors"), tmp_path / "out.safetensors")
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_a_stated_grid_leaves_the_class_token_its_position(tmp_path: Path) -> None:
+    model = load_backbone("mu/8", stem="none", image_size=(16, 40))
+    state: dict[str, Tensor] = dict(model.state_dict())
+    state["pos_embed"] = torch.cat([torch.ones(1, 1, 32), state["pos_embed"]], 1)
+    save_file(state, tmp_path / "wide.safetensors")
+    with pytest.raises(DpnError, match="10 positions are no square grid"):
+        inspect(Facts(heads=2).apply(read_file(tmp_path / "wide.safetensors")))
+    found = Facts(heads=2, grid=(2, 5)).apply(read_file(tmp_path / "wide.safetensors"))
+    loaded = load_backbone(checkpoint=found, stem="none", image_size=None)
+    assert loaded.config.image_size == (16, 40)
+    assert torch.equal(loaded.state_dict()["cls_token"], state["cls_token"] + 1)
 
 
 SHAPES = st.fixed_dictionaries(
@@ -311,6 +336,8 @@ def test_the_commands_work_from_file_to_file(tmp_path: Path) -> None:
         (["inspect", str(DPN), "--act", "relu"], 2, "choose one of gelu_tanh, gelu, quick_gelu"),
         (["inspect", str(DPN), "--mean", "1,2"], 2, "write three numbers"),
         (["inspect", str(DPN), "--grid", "4by4"], 2, "write N or HxW"),
+        (["inspect", str(DPN), "--std", "0,0,0"], 2, "no sound mean and std"),
+        (["inspect", str(DPN), "--mean", "nan,nan,nan"], 2, "no sound mean and std"),
         (["convert", str(DPN), "a.npz"], 2, "use a.safetensors"),
         (["convert", str(DPN), "there.safetensors"], 2, "exists; pass --overwrite"),
         (["convert", str(DPN), "a.safetensors", "--to", "jax"], 2, "choose dpn or timm"),

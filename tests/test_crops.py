@@ -130,7 +130,7 @@ def test_fast_decoding_cuts_the_same_place_of_large_photographs() -> None:
         assert (exact.int() - fast.int()).abs().float().mean() < 4
     small = jpeg(photograph(100, 80)).getvalue()  # nothing to shrink: the same pixels
     exact, fast = both(small, 1)
-    assert torch.equal(exact, fast)
+    assert set((fast.int() - exact.int()).flatten().tolist()) == {0, 1}  # rounded instead of cut off
 
 
 @pytest.mark.parametrize("number", [0, 1])

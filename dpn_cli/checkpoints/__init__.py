@@ -26,7 +26,7 @@ from dpn_cli.checkpoints.refused import reason_against
 from dpn_cli.errors import DataError
 from dpn_cli.files import file_digest
 
-__all__ = ["FORMATS", "Act", "Checkpoint", "State", "describe", "formats_of", "read_file"]
+__all__ = ["FORMATS", "Act", "Checkpoint", "State", "check_facts", "describe", "formats_of", "read_file"]
 
 FORMATS = (
     Format("big_vision", big_vision.matches, big_vision.read),
@@ -59,19 +59,36 @@ def read_file(path: Path) -> Checkpoint:
             path = weights_in(path)
         if not path.is_file():
             raise DataError("no such file")
-        contents = read_contents(path)
-        checkpoint = _only_format(contents).read(contents)
-        _check_facts(checkpoint)
-        _check_numbers(checkpoint)
+        contents = _contents(path)
+        checkpoint = _read(_only_format(contents), contents)
     except DataError as error:
         raise DataError(f"--checkpoint {path}: {error}") from error
+    checkpoint.source, checkpoint.digest = str(path), file_digest(path)
+    return checkpoint
+
+
+def _contents(path: Path) -> Contents:
+    try:
+        return read_contents(path)
+    except DataError:
+        raise
     except Exception as error:  # parsers of damaged files raise whatever the damage leads them to
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         raise DataError(
-            f"--checkpoint {path}: truncated, damaged or not a file of plain tensors ({reason}); "
-            "fetch it again, or save it as .safetensors"
+            f"truncated, damaged or not a file of plain tensors ({reason}); fetch it again, or save it as .safetensors"
         ) from error
-    checkpoint.source, checkpoint.digest = str(path), file_digest(path)
+
+
+def _read(known: Format, contents: Contents) -> Checkpoint:
+    try:
+        checkpoint = known.read(contents)
+        check_facts(checkpoint)
+        _check_numbers(checkpoint)
+    except DataError:
+        raise
+    except Exception as error:  # a reader takes the layers for granted that its format has
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        raise DataError(f"it has the names of {known.name} but not its layers ({reason})") from error
     return checkpoint
 
 
@@ -92,8 +109,8 @@ def _only_format(contents: Contents) -> Format:
     )
 
 
-def _check_facts(checkpoint: Checkpoint) -> None:
-    """Refuse a description that no network can have; it is as easily damaged as the weights."""
+def check_facts(checkpoint: Checkpoint) -> None:
+    """Refuse a description that no network can have: it is as easily damaged as the weights. Raises `ValueError`."""
     pairs = list(zip(checkpoint.mean, checkpoint.std, strict=True))
     sound = {
         "stem": checkpoint.stem in get_args(Stem),
@@ -113,6 +130,6 @@ def _check_numbers(checkpoint: Checkpoint) -> None:
     """Refuse weights that are no floating point numbers, or not finite: no training mends them."""
     for name, value in checkpoint.state.items():
         if not value.is_floating_point():
-            raise ValueError(f"{name} is {str(value.dtype).removeprefix('torch.')}, not floating point")
+            raise DataError(f"{name} is {str(value.dtype).removeprefix('torch.')}, not floating point")
         if not torch.isfinite(value).all():
-            raise ValueError(f"{name} holds NaN or infinite values")
+            raise DataError(f"{name} holds NaN or infinite values; its training went wrong")

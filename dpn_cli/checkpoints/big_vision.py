@@ -14,7 +14,6 @@ from dpn_cli.checkpoints.layout import (
     State,
     fuse_qkv,
     rows_first,
-    split_class_position,
     stem_of,
 )
 
@@ -81,7 +80,6 @@ def read(contents: Contents) -> Checkpoint:
     fuse_qkv(state, renamed)
     _fuse_pool(state, renamed)
     grid = _flatten_positions(state)
-    notes = split_class_position(state, None if grid is None else False)
     return Checkpoint(
         state,
         "big_vision",
@@ -92,7 +90,7 @@ def read(contents: Contents) -> Checkpoint:
         grid=grid,
         renamed=renamed,
         dropped=dropped,
-        notes=notes,
+        class_slot=None if grid is None else False,
         posemb="learn" if "pos_embed" in state else "sincos2d",
     )
 

@@ -6,7 +6,10 @@ refused before it is unpacked.
 
 from __future__ import annotations
 
+import argparse
 import json
+import pickle
+import re
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -38,9 +41,21 @@ CONFIG_NAMES = ("config.json", "open_clip_config.json")
 INPUTS_NAME = "preprocessor_config.json"
 
 
+# Files that are taken for weights, by their first bytes.
+_OTHERS = {
+    b"GGUF": "a GGUF file (of a language model)",
+    b"\x89HDF": "an HDF5 file (Keras)",
+    b"version h": "a Git-LFS pointer instead of the file itself; fetch it with git lfs pull",
+    b"<": "a web page instead of the file; download it again",
+}
+
+
 def weights_in(folder: Path) -> Path:
     """Return the weight file of a saved model's folder. Raises `DataError` when there is none or more than one."""
-    found = [folder / name for name in WEIGHT_NAMES if (folder / name).is_file()]
+    # A repository may hold a CLIP for two libraries: then open_clip's file is the one that is read.
+    first = "open_clip" if (folder / "open_clip_config.json").is_file() else "model"
+    ordered = sorted(WEIGHT_NAMES, key=lambda name: not name.startswith(first))
+    found = [folder / name for name in ordered if (folder / name).is_file()]
     found = found or [path for path in sorted(folder.iterdir()) if path.suffix in {".npz", ".safetensors"}]
     if not found:
         raise DataError(f"a folder without {', '.join(WEIGHT_NAMES)}; pass the weight file")
@@ -69,18 +84,31 @@ def _reader_of(path: Path) -> Callable[[Path], Contents]:
         start = file.read(9)
     if start[8:9] == b"{":  # after the length of the header, its JSON
         return _read_safetensors
+    for magic, what in _OTHERS.items():
+        if start.lstrip().startswith(magic):
+            raise DataError(f"{what}, not a file of plain tensors")
     if start.startswith(b"PK"):
         with zipfile.ZipFile(path) as archive:
-            return _read_npz if all(name.endswith(".npy") for name in archive.namelist()) else _read_torch
+            names = archive.namelist()
+        if any(name.endswith("/constants.pkl") for name in names):
+            raise DataError(
+                "a TorchScript archive, which holds code; save its state dict: torch.jit.load(...).state_dict()"
+            )
+        return _read_npz if names and all(name.endswith(".npy") for name in names) else _read_torch
     return _read_torch
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    content = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(
+            f"{path.name} beside it is not JSON ({error}); mend it, or pass a copy of the weights alone"
+        ) from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path.name} holds a {type(content).__name__}, not an object")
+        raise DataError(f"{path.name} beside it holds a {type(content).__name__}, not an object")
     return content
 
 
@@ -133,16 +161,7 @@ def _read_safetensors(path: Path) -> Contents:
 def _read_torch(path: Path) -> Contents:
     if zipfile.is_zipfile(path):
         _check_archive(path)
-    with warnings.catch_warnings(action="ignore"):  # about the pickle protocol of files that are refused anyway
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    notes = []
-    if isinstance(content, dict) and isinstance(content.get("state_dict_ema"), dict):
-        notes.append("the file's state_dict_ema was not used")
-    for key in ("state_dict", "model"):
-        if isinstance(content, dict) and isinstance(content.get(key), dict):
-            content = content[key]
-    if not isinstance(content, dict):
-        raise ValueError(f"holds a {type(content).__name__}, not a state dict")
+    content, notes = _state_dict(_load_plain(path))
     tensors = {str(name): value.detach() for name, value in content.items() if isinstance(value, Tensor)}
     for name, value in tensors.items():
         if value.layout != torch.strided or value.device.type != "cpu" or value.is_quantized:
@@ -150,3 +169,33 @@ def _read_torch(path: Path) -> Contents:
     if sum(value.nbytes for value in tensors.values()) > MOST_SHARED * max(path.stat().st_size, 2**20):
         raise ValueError("its tensors claim more bytes than the file has")
     return Contents(tensors, notes=notes)
+
+
+def _state_dict(content: Any) -> tuple[dict[str, Any], list[str]]:
+    """Find the state dict in what training scripts save, and note what else was there."""
+    found = content
+    for key in ("state_dict", "model"):
+        if isinstance(found, dict) and isinstance(found.get(key), dict):
+            found = found[key]
+    if not isinstance(found, dict):
+        raise DataError(f"holds a {type(found).__name__}, not a state dict")
+    if not any(isinstance(value, Tensor) for value in found.values()):
+        inside = ", ".join(f"{key!r} ({type(value).__name__})" for key, value in list(found.items())[:6])
+        raise DataError(f"no tensors under 'state_dict' or 'model'; it has {inside or 'nothing'}; save one of them")
+    return found, [f"the file's {key} was not used" for key in ("state_dict_ema", "model_ema") if key in content]
+
+
+def _load_plain(path: Path) -> Any:
+    """Let PyTorch read a file of tensors and plain values; timm and others store their arguments' Namespace beside."""
+    try:
+        with (
+            warnings.catch_warnings(action="ignore"),  # about the pickle protocol of files that are refused anyway
+            torch.serialization.safe_globals([argparse.Namespace]),
+        ):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = f"Python objects ({found[1]})" if found else "something else"
+        raise DataError(
+            f"holds {what}, so it is not a file of plain tensors and is not opened; save the state dict alone"
+        ) from error

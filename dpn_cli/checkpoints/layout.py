@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dpn_cli.arch import Stem
+from dpn_cli.arch import Pool, Stem
 from dpn_cli.errors import DataError
 
 State = dict[str, Tensor]
@@ -46,10 +46,11 @@ class Contents:
 class Checkpoint:
     """A weight file in our layout, with what its format fixes about the network.
 
-    `mean` and `std` are those of the inputs it was trained with, on pixels in [0, 1]. `heads` and `grid` are None
-    where the file does not say. `renamed` maps names of the file to ours, `dropped` lists what is no weight of the
-    image tower, `added` what the format does without and ours has, with the value that leaves the function as it is.
-    `assumed` lists the facts that the file does not state, `notes` what a reader should know besides.
+    `mean` and `std` are those of the inputs it was trained with, on pixels in [0, 1]. `heads`, `grid` and `pool` are
+    None where the file does not say. `class_slot` tells whether the position embedding has an entry for the class
+    token, before `settle_positions`; None where the format allows both. `renamed` maps names of the file to ours,
+    `dropped` lists what is no weight of the image tower, `added` what the format does without and ours has, with the
+    value that leaves the function as it is. `assumed` holds, by fact, what the file does not state; `notes` the rest.
     """
 
     state: State
@@ -59,13 +60,15 @@ class Checkpoint:
     act: Act
     heads: int | None = None
     grid: tuple[int, int] | None = None
+    pool: Pool | None = None
+    class_slot: bool | None = False
     mean: Rgb = (0.5, 0.5, 0.5)
     std: Rgb = (0.5, 0.5, 0.5)
     posemb: Literal["learn", "sincos2d"] = "learn"
     renamed: dict[str, str] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)
     added: list[str] = field(default_factory=list)
-    assumed: list[str] = field(default_factory=list)
+    assumed: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     digest: str = ""
     source: str = ""
@@ -124,23 +127,39 @@ def fuse_qkv(state: State, renamed: dict[str, str]) -> None:
             renamed.update({theirs: fused for theirs, ours in renamed.items() if ours in parts})
 
 
-def split_class_position(state: State, has_slot: bool | None = None) -> list[str]:
-    """Move the class token's own position entry, where there is one, into the class token: the same function.
+def settle_positions(checkpoint: Checkpoint) -> None:
+    """Give the class token its own position entry, where there is one, and the rest of the table its grid.
 
-    Position embeddings are (1, 1 + n, d). With ``has_slot=None`` the format allows both, and n must be a square.
-    Returns a note for the report.
+    Adding the entry to the token is the same function. Without a stated grid the patches make a square. Doing it again
+    changes nothing. Raises `DataError` when they make none.
     """
-    posemb, token = state.get("pos_embed"), state.get("cls_token")
-    if posemb is None or token is None or posemb.ndim != 3:
-        return []
-    patches = posemb.shape[1] - 1
-    if has_slot is None:
-        has_slot = patches >= 1 and int(patches**0.5) ** 2 == patches
-    if not has_slot:
-        return []
-    state["cls_token"] = token.float() + posemb[:, :1].float()
-    state["pos_embed"] = posemb[:, 1:]
-    return ["the class token's position entry was added to the class token"]
+    state, posemb = checkpoint.state, checkpoint.state.get("pos_embed")
+    if posemb is None or posemb.ndim != 3:
+        if checkpoint.posemb == "sincos2d" and checkpoint.grid is None:
+            checkpoint.assumed["grid"] = "224 pixels (positions are computed, so the file does not say its size)"
+        return
+    entries, grid = posemb.shape[1], checkpoint.grid
+    slot = checkpoint.class_slot
+    if slot is None:
+        slot = "cls_token" in state and (entries == grid[0] * grid[1] + 1 if grid else not _square(entries))
+    if slot:
+        state["cls_token"] = state["cls_token"].float() + posemb[:, :1].float()
+        state["pos_embed"] = posemb[:, 1:]
+        entries -= 1
+        checkpoint.notes.append("the class token's position entry was added to the class token")
+    checkpoint.class_slot = False
+    if grid is None:
+        if not _square(entries):
+            raise DataError(
+                f"its {entries} positions are no square grid of patches: other tokens are among them, or the grid has "
+                "to be stated (dpn checkpoint convert --grid ROWSxCOLUMNS)"
+            )
+        checkpoint.grid = (int(entries**0.5),) * 2
+        checkpoint.assumed["grid"] = "a square grid"
+
+
+def _square(number: int) -> bool:
+    return number > 0 and int(number**0.5) ** 2 == number
 
 
 def fold_layer_scale(state: State) -> list[str]:

@@ -12,7 +12,6 @@ from dpn_cli.checkpoints import timm_vit
 from dpn_cli.checkpoints.layout import (
     CLIP_MEAN,
     CLIP_STD,
-    Act,
     Checkpoint,
     Contents,
     State,
@@ -20,7 +19,6 @@ from dpn_cli.checkpoints.layout import (
     fold_layer_scale,
     patch_side,
     rename,
-    split_class_position,
     stem_of,
     unwrap,
 )
@@ -75,28 +73,30 @@ def read(contents: Contents) -> Checkpoint:
     state, renamed = rename(tower, _RULES, inner=names.__getitem__)
     state["cls_token"] = state["cls_token"].reshape(1, 1, -1)
     state["pos_embed"] = state["pos_embed"][None]
-    notes = split_class_position(state, has_slot=True) + fold_layer_scale(state) + contents.notes
+    notes = fold_layer_scale(state) + contents.notes
     _channels_last(state)
     added = add_zero_bias(state, ["patch_embed.proj.weight"])
     if "head.weight" in state:
         state["head.weight"] = state["head.weight"].T
         added += add_zero_bias(state, ["head.weight"])
         notes.append("the projection into the joint space is read as the head")
-    act, mean, std, assumed = _facts(contents, _OPENAI.issubset(map(unwrap, contents.tensors)))
-    return Checkpoint(
+    checkpoint = Checkpoint(
         state,
         "open_clip",
         stem_of(state),
         eps=1e-5,
-        act=act,
-        mean=mean,
-        std=std,
+        act="gelu",
+        pool="tok",
+        class_slot=True,
+        mean=CLIP_MEAN,
+        std=CLIP_STD,
         renamed=renamed,
         dropped=[name for name in contents.tensors if name not in names],
         added=added,
-        assumed=assumed,
         notes=notes,
     )
+    _apply_config(checkpoint, contents, _OPENAI.issubset(map(unwrap, contents.tensors)))
+    return checkpoint
 
 
 def _channels_last(state: State) -> None:
@@ -112,18 +112,48 @@ def _channels_last(state: State) -> None:
             state[name] = rearrange(state[name], "(c p q) -> (p q c)", p=side, q=side)
 
 
-def _facts(contents: Contents, openai: bool) -> tuple[Act, Any, Any, list[str]]:
-    """Return GELU flavour, mean, std and what of it is assumed. Raises `DataError` for a tower that dpn cannot hold."""
+# What a vision_cfg may say that is in the tensors, or does not matter for a trained tower.
+_HARMLESS = {
+    *("layers", "width", "mlp_ratio", "patch_size", "ls_init_value", "patch_dropout", "no_ln_pre", "output_tokens"),
+    *("input_patchnorm", "pos_embed_type", "final_ln_after_pool", "attn_pooler_queries", "attn_pooler_heads"),
+    *("n_queries", "timm_model_pretrained"),
+}
+
+
+def _apply_config(checkpoint: Checkpoint, contents: Contents, openai: bool) -> None:
+    """Take from `open_clip_config.json` what the tensors do not say. Raises `DataError` for what dpn cannot hold."""
     model = contents.config.get("model_cfg", contents.config)
-    vision = model.get("vision_cfg", {})
-    if vision.get("pool_type", "tok") != "tok" or vision.get("global_average_pool") or vision.get("attentional_pool"):
+    vision = dict(model.get("vision_cfg", {}))
+    pooling = [vision.pop(key, None) for key in ("pool_type", "global_average_pool", "attentional_pool")]
+    if pooling[0] not in (None, "tok") or pooling[1] or pooling[2]:
         raise DataError("an open_clip tower that does not pool by its class token; dpn reads pool_type 'tok'")
-    act: Act = "quick_gelu" if model.get("quick_gelu", openai) else "gelu"
-    assumed = [] if "quick_gelu" in model or openai or vision else ["erf GELU (a bare file does not say QuickGELU)"]
+    norm, act = vision.pop("norm_kwargs", None) or {}, vision.pop("act_kwargs", None) or {}
+    head_width, image = vision.pop("head_width", None), vision.pop("image_size", None)
+    strange = [key for key, value in vision.items() if value and key not in _HARMLESS]
+    strange += [key for key in (*norm, *act) if key not in ("eps", "approximate")]
+    if strange:
+        raise DataError(f"an open_clip tower with {', '.join(strange)} in its vision_cfg, which dpn does not know")
+    patch = checkpoint.state["patch_embed.proj.weight"].shape[-2:]
+    if "quick_gelu" in model or openai:
+        checkpoint.act = "quick_gelu" if model.get("quick_gelu", openai) else "gelu"
+    if act.get("approximate") == "tanh":
+        checkpoint.act = "gelu_tanh"
+    checkpoint.eps = norm.get("eps", checkpoint.eps)
+    if image is not None:
+        height, width = (image, image) if isinstance(image, int) else image
+        checkpoint.grid = height // patch[0], width // patch[1]
+    described = "vision_cfg" in model
+    width = checkpoint.state["patch_embed.proj.weight"].shape[0]
+    head_width = head_width or 64  # open_clip's default
+    checkpoint.heads = width // head_width if width % head_width == 0 else None
+    if not described and not openai:
+        checkpoint.assumed |= {"eps": "eps 1e-5", "act": "erf GELU (a bare file does not say QuickGELU)"}
+        checkpoint.assumed |= {"pool": "pool=tok", "heads": "64 features a head"}
     inputs = contents.config.get("preprocess_cfg", {})
     if "mean" in inputs and "std" in inputs:
-        return act, tuple(inputs["mean"]), tuple(inputs["std"]), assumed
-    return act, CLIP_MEAN, CLIP_STD, [*assumed, "CLIP's mean and std"]
+        checkpoint.mean, checkpoint.std = tuple(inputs["mean"]), tuple(inputs["std"])
+    else:
+        checkpoint.assumed["mean"] = "CLIP's mean and std"
 
 
 def read_trunk(contents: Contents) -> Checkpoint:
@@ -131,7 +161,9 @@ def read_trunk(contents: Contents) -> Checkpoint:
     names = {name: unwrap(name).removeprefix("visual.trunk.") for name in contents.tensors}
     trunk = {name: ours for name, ours in names.items() if unwrap(name).startswith("visual.trunk.")}
     vision = contents.config.get("model_cfg", {}).get("vision_cfg", {})
-    config = {"architecture": vision["timm_model_name"]} if "timm_model_name" in vision else {}
+    config: dict[str, Any] = {"architecture": vision["timm_model_name"]} if "timm_model_name" in vision else {}
+    if pool := vision.get("timm_pool"):
+        config["global_pool"] = {"tok": "token"}.get(pool, pool)
     inner = Contents(
         {ours: contents.tensors[name] for name, ours in trunk.items()},
         config=config | contents.config.get("preprocess_cfg", {}),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
+from dpn_cli.arch import Pool
 from dpn_cli.checkpoints.layout import (
     Act,
     Checkpoint,
@@ -17,7 +18,6 @@ from dpn_cli.checkpoints.layout import (
     fold_layer_scale,
     rename,
     rows_first,
-    split_class_position,
     stem_of,
     unwrap,
 )
@@ -49,17 +49,8 @@ def read(contents: Contents) -> Checkpoint:
     """Read a VisionTransformer's state dict; a `config.json` beside it says what the tensors do not."""
     state, renamed = rename(contents.tensors)
     notes = fold_layer_scale(state)
-    checkpoint = Checkpoint(state, "timm", stem_of(state), 1e-6, "gelu", renamed=renamed, notes=notes)
-    return place_class_token(_described(checkpoint, contents))
-
-
-def place_class_token(checkpoint: Checkpoint) -> Checkpoint:
-    """Give the class token its position, where the table has an entry more than the grid (or than a square)."""
-    has_slot = None
-    if checkpoint.grid is not None and "pos_embed" in checkpoint.state:
-        has_slot = checkpoint.state["pos_embed"].shape[1] == checkpoint.grid[0] * checkpoint.grid[1] + 1
-    checkpoint.notes += split_class_position(checkpoint.state, has_slot)
-    return checkpoint
+    checkpoint = Checkpoint(state, "timm", stem_of(state), 1e-6, "gelu", renamed=renamed, notes=notes, class_slot=None)
+    return _described(checkpoint, contents)
 
 
 def read_naflex(contents: Contents) -> Checkpoint:
@@ -68,7 +59,6 @@ def read_naflex(contents: Contents) -> Checkpoint:
     notes = []
     if state["patch_embed.proj.weight"].ndim == 2:
         state["patch_embed.proj.weight"] = rows_first(state["patch_embed.proj.weight"])
-        notes.append("patches are read as (row, column, channel), timm's default for its linear projection")
     rows, columns = (state.pop(f"embeds.pos_embed_{axis}", None) for axis in "yx")
     if rows is not None and columns is not None:
         state["pos_embed"] = rows[:, :, None] + columns[:, None]
@@ -87,22 +77,38 @@ def read_naflex(contents: Contents) -> Checkpoint:
 def _described(checkpoint: Checkpoint, contents: Contents) -> Checkpoint:
     """Take from `config.json` what it says about the network; say what is assumed where it says nothing."""
     checkpoint.notes += contents.notes
+    state, assumed = checkpoint.state, checkpoint.assumed
     config = contents.config or json.loads(contents.metadata.get(KEY, "{}"))
-    if "norm_pre.weight" in checkpoint.state:
-        checkpoint.added += add_zero_bias(checkpoint.state, ["patch_embed.proj.weight"])
+    if "norm_pre.weight" in state:
+        checkpoint.added += add_zero_bias(state, ["patch_embed.proj.weight"])
     if name := config.get("architecture"):
-        apply_facts(checkpoint, build_empty(name, config.get("model_args") or {}))
+        arguments = dict(config.get("model_args") or {})
+        if config.get("global_pool") is not None:
+            arguments.setdefault("global_pool", config["global_pool"])
+        apply_facts(checkpoint, build_empty(name, arguments))
         checkpoint.eps = config.get("norm_eps", checkpoint.eps)
-        checkpoint.notes.append(f"eps, GELU and heads are those of timm's {name}, which the description names")
+        checkpoint.notes.append(f"eps, GELU, heads and pooling are those of timm's {name}, which the description names")
+        checkpoint.added += add_zero_bias(state, [name for name in state if name.endswith("attn.qkv.weight")])
     else:
-        if "norm_pre.weight" in checkpoint.state:
+        if "norm_pre.weight" in state:
             checkpoint.eps = 1e-5  # timm's CLIP models, the only ones with this norm, use torch's default
-        checkpoint.assumed.append(f"eps {checkpoint.eps:g} and erf GELU (a bare timm file does not say)")
+        if "cls_token" in state and "fc_norm.weight" in state:
+            raise DataError(
+                "a class token beside a norm after the pooling: timm then averages over patches, which dpn does "
+                "without a class token only"
+            )
+        assumed["eps"] = f"eps {checkpoint.eps:g} (a bare timm file does not say)"
+        assumed["act"] = "erf GELU, in pre-norm blocks"
+        if "cls_token" in state:
+            assumed["pool"] = "pool=tok"
+        if checkpoint.format != "timm":
+            assumed["positions"] = "no rotary positions"
+            assumed["order"] = "patches with the channel last, timm's default for its linear projection"
     inputs = config.get("pretrained_cfg", config)
     if "mean" in inputs and "std" in inputs:
         checkpoint.mean, checkpoint.std = tuple(inputs["mean"]), tuple(inputs["std"])
     else:
-        checkpoint.assumed.append("mean = std = 0.5 on pixels in [0, 1]")
+        assumed["mean"] = "mean = std = 0.5 on pixels in [0, 1]"
     return checkpoint
 
 
@@ -111,27 +117,44 @@ def build_empty(name: str, arguments: dict[str, Any]) -> nn.Module:
     import timm
 
     if not timm.is_model(name):
-        raise DataError(
-            f"its config.json names {name!r}, which timm does not have; pass a copy of the weight file alone"
-        )
-    with torch.device("meta"):
-        model: nn.Module = timm.create_model(name, pretrained=False, **arguments)
+        raise DataError(f"its description names {name!r}, which timm does not have; pass a copy of the weights alone")
+    try:
+        with torch.device("meta"):
+            model: nn.Module = timm.create_model(name, pretrained=False, **arguments)
+    except (TypeError, ValueError, AssertionError, RuntimeError, KeyError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise DataError(f"timm cannot build {name} with the arguments that its description names ({reason})") from error
     return model
 
 
 def apply_facts(checkpoint: Checkpoint, model: Any) -> None:
-    """Take eps, GELU, heads and grid from a timm model's own modules. Raises `DataError` for another kind of model."""
+    """Take eps, GELU, heads, grid and pooling from a timm model's own modules.
+
+    Raises `DataError` for another kind of model, or one that computes what `dpn_cli.vit` does not.
+    """
     from timm.models.naflexvit import NaFlexVit
     from timm.models.vision_transformer import Block, VisionTransformer
 
     kind = type(model)
     if kind not in (VisionTransformer, NaFlexVit) or type(model.blocks[0]) is not Block:
-        what = f"a {kind.__name__}" + (f" of {type(model.blocks[0]).__name__}s" if kind is VisionTransformer else "")
-        raise DataError(f"{what}; dpn reads timm's VisionTransformer and NaFlexVit of pre-norm Blocks")
+        inside = f" of {type(model.blocks[0]).__name__}s" if hasattr(model, "blocks") else ""
+        raise DataError(f"a {kind.__name__}{inside}; dpn reads timm's VisionTransformer and NaFlexVit of Blocks")
     act = _ACTS.get(type(model.blocks[0].mlp.act).__name__)
-    if act is None:
-        raise DataError(f"its activation is {type(model.blocks[0].mlp.act).__name__}; dpn reads {', '.join(_ACTS)}")
-    checkpoint.act, checkpoint.eps = act, model.blocks[0].norm1.eps
-    checkpoint.heads = model.blocks[0].attn.num_heads
+    heads = model.blocks[0].attn.num_heads
+    pool = {("token", 1): "tok", ("avg", 0): "gap", ("map", 0): "map"}.get((model.global_pool, model.num_prefix_tokens))
+    unlike = {
+        f"the activation {type(model.blocks[0].mlp.act).__name__}": act is None,
+        f"pooling {model.global_pool!r} over {model.num_prefix_tokens} tokens beside the patches": pool is None
+        or model.pool_include_prefix,
+        "another number of heads in its pooling": model.attn_pool is not None and model.attn_pool.num_heads != heads,
+        "rotary positions": getattr(model, "rope", None) is not None,
+        "patches with the channel first": kind is NaFlexVit and not model.embeds.channels_last,
+        "patches that are no squares": kind is NaFlexVit and len(set(model.embeds.patch_size)) > 1,
+    }
+    for what, holds in unlike.items():
+        if holds:
+            raise DataError(f"its model has {what}; dpn's has not")
+    checkpoint.act, checkpoint.eps, checkpoint.heads = act or "gelu", model.blocks[0].norm1.eps, heads
+    checkpoint.pool = cast(Pool, pool)
     if kind is VisionTransformer:
         checkpoint.grid = tuple(model.patch_embed.grid_size)

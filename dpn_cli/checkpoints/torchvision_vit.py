@@ -10,7 +10,6 @@ from dpn_cli.checkpoints.layout import (
     Checkpoint,
     Contents,
     rename,
-    split_class_position,
     stem_of,
     unwrap,
 )
@@ -39,7 +38,6 @@ def matches(names: Collection[str]) -> bool:
 def read(contents: Contents) -> Checkpoint:
     """Read a VisionTransformer: eps 1e-6, erf GELU, ImageNet's mean and std, pre-logits with tanh where present."""
     state, renamed = rename(contents.tensors, _RULES)
-    notes = split_class_position(state, has_slot=True) + contents.notes
     return Checkpoint(
         state,
         "torchvision",
@@ -49,6 +47,8 @@ def read(contents: Contents) -> Checkpoint:
         mean=IMAGENET_MEAN,
         std=IMAGENET_STD,
         renamed=renamed,
-        assumed=["ImageNet's mean and std, as for all of torchvision's weights"],
-        notes=notes,
+        pool="tok",
+        class_slot=True,
+        assumed={"mean": "ImageNet's mean and std, as for all of torchvision's weights"},
+        notes=contents.notes,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 from dpn_cli.checkpoints.layout import (
     Act,
@@ -11,7 +12,6 @@ from dpn_cli.checkpoints.layout import (
     add_zero_bias,
     fuse_qkv,
     rename,
-    split_class_position,
     stem_of,
     unwrap,
 )
@@ -79,12 +79,26 @@ def read(contents: Contents) -> Checkpoint:
         renamed=renamed,
         dropped=dropped,
         added=added,
-        notes=split_class_position(state, has_slot=True) + contents.notes,
+        grid=_grid(config),
+        pool="tok",
+        class_slot=True,
+        notes=contents.notes,
     )
     if not config:
-        checkpoint.assumed.append("eps 1e-12 and erf GELU, ViTConfig's defaults (no config.json beside the file)")
+        checkpoint.assumed["eps"] = "eps 1e-12, ViTConfig's default (no config.json beside the file)"
+        checkpoint.assumed["act"] = "erf GELU, ViTConfig's default"
     if "image_mean" in inputs and "image_std" in inputs:
         checkpoint.mean, checkpoint.std = tuple(inputs["image_mean"]), tuple(inputs["image_std"])
     else:
-        checkpoint.assumed.append("mean = std = 0.5 on pixels in [0, 1]")
+        checkpoint.assumed["mean"] = "mean = std = 0.5 on pixels in [0, 1]"
     return checkpoint
+
+
+def _grid(config: dict[str, Any]) -> tuple[int, int] | None:
+    """Return the patches per column and row that a configuration states."""
+    if "image_size" not in config or "patch_size" not in config:
+        return None
+    image, patch = (
+        (size, size) if isinstance(size, int) else tuple(size) for size in (config["image_size"], config["patch_size"])
+    )
+    return image[0] // patch[0], image[1] // patch[1]

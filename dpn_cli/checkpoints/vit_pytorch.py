@@ -14,7 +14,6 @@ from dpn_cli.checkpoints.layout import (
     add_zero_bias,
     rename,
     rows_first,
-    split_class_position,
     stem_of,
     unwrap,
 )
@@ -67,15 +66,14 @@ def read(contents: Contents) -> Checkpoint:
             state[name] = state[name][None]
     if "cls_token" in state and state["cls_token"].shape[1] == 0:
         del state["cls_token"]  # pool="mean" since 1.16: a class token of no rows
-    notes = split_class_position(state, has_slot=True) + contents.notes
-    assumed = ["mean = std = 0.5 on pixels in [0, 1] (the library normalises nothing)"]
+    assumed = {"mean": "mean = std = 0.5 on pixels in [0, 1] (the library normalises nothing)"}
     if "cls_token" in state:
-        assumed.append("pool=cls (a file of pool=mean looks the same in versions that kept the class token)")
+        assumed["pool"] = "pool=cls (a file of pool=mean looks the same in versions that kept the class token)"
     added = _complete_attention(state)
     inner, heads = state["blocks.0.attn.qkv.weight"].shape[0] // 3, None
     if inner % HEAD_WIDTH == 0:
         heads = inner // HEAD_WIDTH
-        assumed.append(f"{heads} heads of dim_head {HEAD_WIDTH}")
+        assumed["heads"] = f"{heads} heads of dim_head {HEAD_WIDTH}"
     return Checkpoint(
         state,
         "vit-pytorch",
@@ -86,7 +84,8 @@ def read(contents: Contents) -> Checkpoint:
         renamed=renamed,
         added=added,
         assumed=assumed,
-        notes=notes,
+        class_slot="cls_token" in state,
+        notes=contents.notes,
         posemb="learn" if "pos_embed" in state else "sincos2d",
     )
 

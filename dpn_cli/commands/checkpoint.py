@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 from rich.console import Console as RichConsole
+from rich.markup import escape
 from rich.table import Table
 
 from dpn_cli import options
@@ -222,7 +223,7 @@ def _print_inspection(found: dict[str, Any]) -> None:
         "loaded at": f"{_by(found['image_size'])} pixels",
     }
     for name, value in rows.items():
-        table.add_row(name, value)
+        table.add_row(name, escape(value))
     RichConsole(highlight=False, soft_wrap=True).print(table)
     _print_lists(found)
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
@@ -62,7 +63,8 @@ def train_crop(image: Image.Image, where: str, size: Size, generator: torch.Gene
     """Decode a random crop of an opened image, resized to (3, *size) uint8.
 
     ``exact`` decodes all of the image and resizes the crop as the reference does. ``fast`` lets the JPEG decoder shrink
-    the image by 2, 4 or 8 where the crop stays at least as large as `size`: other pixels, see benchmarks/README.md.
+    the image by 2, 4 or 8 where the crop stays at least as large as `size`, and resizes in integers, which rounds where
+    the reference cuts off: other pixels, see benchmarks/README.md.
     Raises `DataError` when the image is unreadable.
     """
     top, left, height, width = inception_box((image.height, image.width), generator)
@@ -74,8 +76,11 @@ def train_crop(image: Image.Image, where: str, size: Size, generator: torch.Gene
             down, across = image.height / full[0], image.width / full[1]
             top, left = round(top * down), round(left * across)
             height, width = max(1, round(height * down)), max(1, round(width * across))
-    pixels = decode(image, where)
-    return resize(pixels[top : top + height, left : left + width], size)
+    crop = decode(image, where)[top : top + height, left : left + width]
+    if how == "exact":
+        return resize(crop, size)
+    channels = torch.from_numpy(crop.copy()).permute(2, 0, 1)
+    return F.interpolate(channels[None], size, mode="bilinear", align_corners=False)[0]
 
 
 def small_size(size: Size, side: int) -> Size:

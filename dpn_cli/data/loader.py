@@ -128,12 +128,18 @@ def crop_batches(
                 on_skip(skipped)
             images, labels = (tensor.to(world.device, non_blocking=True) for tensor in (images, labels))
             generator = torch.Generator().manual_seed(fold(seed, FLIP, step))
-            flipped = (torch.rand(batch_size, generator=generator) < 0.5)[mine].to(world.device)
-            images = torch.where(flipped[:, None, None, None], images.flip(-1), images)
+            flipped = (torch.rand(batch_size, generator=generator) < 0.5)[mine].nonzero()[:, 0].to(world.device)
+            images[flipped] = images[flipped].flip(-1)
             batch = {"image": images, "label": labels}
             yield {**batch, **mixing(batch, augmentation.mixup, seed, step)} if augmentation.mixup else batch
 
     return batches
+
+
+def blend(first: Tensor, other: Tensor, share: Tensor) -> Tensor:
+    """Return ``share * first + (1 - share) * other``, with one share per row."""
+    weight = share.reshape(-1, *([1] * (first.ndim - 1)))
+    return weight * first + (1 - weight) * other
 
 
 def mixing(batch: Batch, strength: float, seed: int, step: int) -> Batch:

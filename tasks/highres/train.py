@@ -15,7 +15,7 @@ from dpn_cli.classifier import WEIGHTS, Classifier, load_classifier, predict, re
 from dpn_cli.console import Console
 from dpn_cli.data.classified import ClassData, Source, describe_imagenet, open_class_data
 from dpn_cli.data.labelled import fingerprint
-from dpn_cli.data.loader import Augmentation, crop_batches, worker_count
+from dpn_cli.data.loader import Augmentation, blend, crop_batches, worker_count
 from dpn_cli.distributed import World
 from dpn_cli.errors import DataError
 from dpn_cli.freeze import freeze
@@ -145,9 +145,8 @@ def loss_of(recipe: HighresRecipe, model: Backbone, classes: int) -> engine.Loss
     def loss(trainable: nn.Module, batch: engine.Batch) -> Tensor:
         image, target = model.normalize(batch["image"]), one_hot(batch["label"])
         if "mix" in batch:
-            share = batch["mix"][:, None, None, None]
-            image = share * image + (1 - share) * model.normalize(batch["other_image"])
-            target = batch["mix"][:, None] * target + (1 - batch["mix"][:, None]) * one_hot(batch["other_label"])
+            image = blend(image, model.normalize(batch["other_image"]), batch["mix"])
+            target = blend(target, one_hot(batch["other_label"]), batch["mix"])
         return LOSSES[recipe.loss](trainable(image).float(), target)
 
     return loss

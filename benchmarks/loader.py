@@ -1,0 +1,107 @@
+"""Images per second of the training loader beside timm's, and how far fast decoding's pixels are from exact ones.
+
+    python benchmarks/loader.py [--workers 2]
+
+JPEGs of 500 x 375 at quality 90, crops of 384; both loaders decode with Pillow, run in turns and give uint8 batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from timm.data import create_dataset, create_loader
+
+from dpn_cli.data.classified import ClassFolders
+from dpn_cli.data.crops import Decode, train_crop
+from dpn_cli.data.loader import Augmentation, crop_batches
+from dpn_cli.distributed import World
+
+IMAGES, BATCH, SIZE, ROUNDS, STEPS = 256, 32, 384, 5, 16
+HOW: tuple[Decode, Decode] = ("exact", "fast")
+
+
+def write_pictures(root: Path, size: tuple[int, int], count: int) -> Path:
+    """Write pictures with the spectrum of photographs (amplitude falls with the frequency)."""
+    generator = np.random.default_rng(0)
+    frequency = np.hypot(*np.meshgrid(np.fft.fftfreq(size[1]), np.fft.fftfreq(size[0]), indexing="ij"))
+    for number in range(count):
+        noise = np.fft.fft2(generator.normal(size=(3, size[1], size[0])))
+        field = np.fft.ifft2(noise / np.maximum(frequency, 1 / max(size))).real
+        field = (field - field.mean()) / field.std() * 55 + 120
+        picture = Image.fromarray(field.clip(0, 255).astype(np.uint8).transpose(1, 2, 0))
+        folder = root / f"class{number % 4}"
+        folder.mkdir(parents=True, exist_ok=True)
+        picture.save(folder / f"{number:04d}.jpg", quality=90)
+    return root
+
+
+def ours(root: Path, decode: Decode, workers: int) -> Iterator[Any]:
+    """Start our loader."""
+    world, augmentation = World(0, 1, torch.device("cpu")), Augmentation((SIZE, SIZE), decode)
+    return crop_batches(ClassFolders(root), augmentation, BATCH, 0, world, workers=workers)(0)
+
+
+def timms(root: Path, workers: int) -> Iterator[Any]:
+    """Start timm's loader, without colour jitter and with bilinear resizing."""
+    data, shape, device = create_dataset("", root=str(root)), (3, SIZE, SIZE), torch.device("cpu")
+    plain = {"use_prefetcher": False, "color_jitter": 0, "interpolation": "bilinear", "persistent_workers": False}
+    loader = create_loader(data, shape, BATCH, is_training=True, num_workers=workers, device=device, **plain)
+    return itertools.chain.from_iterable(itertools.repeat(loader))
+
+
+def rate(stream: Iterator[Any]) -> float:
+    """Return images per second after the workers have started."""
+    for _ in range(4):
+        next(stream)
+    began = time.perf_counter()
+    for _ in range(STEPS):
+        next(stream)
+    return STEPS * BATCH / (time.perf_counter() - began)
+
+
+def pixel_difference(root: Path) -> list[float]:
+    """Return mean absolute differences of fast from exact crops, in grey levels."""
+    differences = []
+    for number, path in enumerate(sorted(root.rglob("*.jpg"))):
+        exact, fast = (
+            train_crop(Image.open(path), "", (SIZE, SIZE), torch.Generator().manual_seed(number), how) for how in HOW
+        )
+        differences.append((exact.float() - fast.float()).abs().mean().item())
+    return differences
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--workers", type=int, default=2)
+    workers = parser.parse_args().workers
+    with tempfile.TemporaryDirectory() as folder:
+        for size in ((500, 375), (1600, 1200)):
+            count = IMAGES if size[0] == 500 else 48
+            root = write_pictures(Path(folder) / str(size[0]), size, count)
+            kinds: dict[str, Callable[[], Iterator[Any]]] = {
+                "timm": lambda root=root: timms(root, workers),
+                "exact": lambda root=root: ours(root, "exact", workers),
+                "fast": lambda root=root: ours(root, "fast", workers),
+            }
+            rates: dict[str, list[float]] = {name: [] for name in kinds}
+            for _ in range(ROUNDS if size[0] == 500 else 2):
+                for name, start in kinds.items():
+                    rates[name].append(rate(start()))
+            middle = {name: float(np.median(values)) for name, values in rates.items()}
+            kilobytes = sum(path.stat().st_size for path in root.rglob("*.jpg")) / count / 1000
+            print(f"{size[0]} x {size[1]}, {kilobytes:.0f} kB each, {workers} workers:")
+            for name, value in middle.items():
+                ratio = value / middle["timm"]
+                print(f"  {name:6s} {value:6.1f} images/s, {value / workers:6.1f} per core, {ratio:.2f} x timm")
+            differences = pixel_difference(root)
+            mean, worst = np.mean(differences), max(differences)
+            print(f"  fast differs from exact by {mean:.2f} grey levels on average, by {worst:.2f} in the worst image")

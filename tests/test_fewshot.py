@@ -1,0 +1,39 @@
+"""The few-shot probe against big_vision's evaluator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from conftest import Arrays
+
+from tasks.evaluate.fewshot import choose, pick, probe
+
+
+@pytest.mark.parametrize("case", ["n_lt_d", "n_ge_d", "const_feat"])
+@pytest.mark.parametrize("l2", [1, 1024, 32768])
+def test_accuracies_are_big_visions(case: str, l2: int, golden: Callable[[str], Arrays]) -> None:
+    arrays = golden("fewshot_lsr")
+    x_train, y_train, x_test, y_test = (arrays[f"{case}/{name}"] for name in ("x_train", "y_train", "x_test", "y_test"))
+    assert probe(x_train, y_train, x_test, y_test, int(arrays[f"{case}/num_classes"]), l2) == pytest.approx(
+        float(arrays[f"{case}/l2_{l2}/accuracy"]), abs=1e-7
+    )
+
+
+def test_examples_are_drawn_as_big_vision_draws_them(golden: Callable[[str], Arrays]) -> None:
+    arrays = golden("fewshot_evaluator")
+    x, y, classes = arrays["x_train"], arrays["y_train"], int(arrays["num_classes"])
+    for seed in range(3):
+        assert choose(y, classes, 5, seed).tolist() == arrays[f"selected_idx_seed{seed}_5shot"].tolist()
+        for column, shots in enumerate(arrays["shots"].tolist()):
+            accuracy = probe(
+                *pick(x, y, classes, shots, seed), arrays["x_test"], arrays["y_test"], classes, float(arrays["l2_reg"])
+            )
+            assert accuracy == pytest.approx(float(arrays["accuracy"][seed, column]), abs=1e-7)
+
+
+def test_more_shots_hold_the_fewer_ones() -> None:
+    y = np.arange(60) % 4
+    fewer, more = (set(choose(y, 4, shots, 1).tolist()) for shots in (3, 9))
+    assert fewer < more
