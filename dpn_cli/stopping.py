@@ -50,3 +50,9 @@ def check() -> None:
     number = requested()
     if number is not None:
         raise StoppedError(number)
+
+
+def leave_to_parent(worker: int) -> None:
+    """Let a data-loading process ignore the signals: schedulers send them to every process, and the parent stops it."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

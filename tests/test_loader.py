@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -68,6 +71,16 @@ def test_workers_and_resuming_change_nothing(folder: ClassFolders) -> None:
     same(take(folder, 0, 6, workers=2), whole)
     same(take(folder, 4, 2, workers=1), whole[4:])
     assert not torch.equal(whole[0]["image"], whole[3]["image"])
+
+
+def test_a_signal_to_every_process_leaves_the_decoding_ones_alive(folder: ClassFolders) -> None:
+    whole = take(folder, 0, 6)
+    batches = crop_batches(folder, Augmentation((24, 32)), 6, 7, ALONE, workers=2)(0)
+    first = next(batches)
+    for worker in multiprocessing.active_children():
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            os.kill(worker.pid or 0, number)
+    same([first, *itertools.islice(batches, 5)], whole)
 
 
 def test_an_epoch_sees_every_image_once_even_inside_a_batch(folder: ClassFolders) -> None:

@@ -10,6 +10,7 @@ import yaml
 
 from dpn_cli import recipe
 from dpn_cli.errors import DpnError
+from tasks.highres.recipe import HighresRecipe
 from tasks.vtab.recipe import VtabRecipe, resolve, settle
 
 BASE: dict[str, Any] = recipe.read_recipe("vtab")
@@ -22,8 +23,9 @@ def build(*layers: dict[str, Any]) -> VtabRecipe:
 @pytest.mark.parametrize("name", list(recipe.shipped_recipes()))
 def test_every_shipped_recipe_builds_and_survives_a_round_trip(name: str) -> None:
     plain = recipe.read_recipe(name)
-    built = recipe.build(VtabRecipe, plain, name)
-    assert recipe.build(VtabRecipe, yaml.safe_load(recipe.dump(built)), name) == built
+    schema = HighresRecipe if name.startswith("highres") else VtabRecipe
+    built: Any = recipe.build(schema, plain, name)
+    assert recipe.build(schema, yaml.safe_load(recipe.dump(built)), name) == built
     assert all(getattr(built.about, key) for key in ("paper", "table", "command", "expected"))
 
 
@@ -99,7 +101,8 @@ def test_later_layers_win_key_by_key(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("vtap", "did you mean 'vtab'"), ("nowhere.yaml", "no such file; shipped recipes are vtab")]
+    ("name", "message"),
+    [("vtap", "did you mean 'vtab'"), ("nowhere.yaml", "no such file; shipped recipes are highres")],
 )
 def test_unknown_recipes_are_named(name: str, message: str) -> None:
     with pytest.raises(DpnError, match=message):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from dpn_cli import stopping
 from dpn_cli.data.crops import Decode, Size, train_crop
 from dpn_cli.data.labelled import Labelled
 from dpn_cli.data.pixels import rows_of_step
@@ -118,6 +119,7 @@ def crop_batches(
             batch_sampler=_Steps(len(split.labels), batch_size, seed, start, mine),
             num_workers=workers,
             collate_fn=_collate,
+            worker_init_fn=stopping.leave_to_parent,
             pin_memory=world.device.type == "cuda",
         )
         for step, loaded in enumerate(loader, start):

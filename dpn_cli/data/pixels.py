@@ -91,7 +91,11 @@ def stream(
     rows = range(len(split.labels)) if rows is None else rows
     count = (min(8, os.cpu_count() or 1) if len(rows) >= WORTH_WORKERS else 0) if workers == "auto" else workers
     loader: DataLoader[Any] = DataLoader(
-        _Transformed(split, transform, rows), batch_size, num_workers=count, collate_fn=_collate
+        _Transformed(split, transform, rows),
+        batch_size,
+        num_workers=count,
+        collate_fn=_collate,
+        worker_init_fn=stopping.leave_to_parent,
     )
     for part, bad in loader:
         if bad and not skip_bad:
