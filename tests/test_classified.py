@@ -5,15 +5,19 @@ from __future__ import annotations
 import io
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 from test_loader import pictures
+from timm.data import ImageNetInfo
 
 from dpn_cli.data.classified import (
+    ClassData,
     ClassFolders,
     Source,
     _minival_size,
+    describe_imagenet,
     hash_order,
     hold_out,
     open_class_data,
@@ -160,3 +164,20 @@ def test_shards_that_are_none_say_so(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=message):
             open_split(Source(f"wds:{tmp_path / name}"), "train")
     assert [path.name for path in expand(str(tmp_path / "{text,unlabelled}.tar"))] == ["text.tar", "unlabelled.tar"]
+
+
+def test_imagenets_folders_are_recognised_and_counted() -> None:
+    class Counted:
+        def __init__(self, images: int) -> None:
+            self.labels = range(images)
+
+    official = tuple(ImageNetInfo("imagenet-1k").label_names())
+
+    def say(train: int, classes: tuple[str, ...]) -> str | None:
+        parts: list[Any] = [Counted(train), Counted(12_812), Counted(50_000)]
+        return describe_imagenet(ClassData(parts[0], parts[1], parts[2], classes))
+
+    assert say(1_268_355, official) == "ImageNet-1k: official class order, 1281167 + 50000 images"
+    assert "are official; numbers are not comparable" in str(say(1_000_000, official))
+    assert "100 of 1000" in str(say(1_268_355, official[:100]))
+    assert say(10, ("cat", "dog")) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -12,10 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_engine import loss_fn, random_batches, small
+from test_loader import pictures
 from test_vtab import run
 from torch.multiprocessing.spawn import spawn as spawn_processes
 
 from dpn_cli import distributed, engine
+from dpn_cli.data.classified import ClassFolders
+from dpn_cli.data.pixels import resize
 from dpn_cli.distributed import World
 from dpn_cli.engine import Batch, Outputs, Training
 from dpn_cli.errors import NonFiniteError
@@ -23,6 +27,7 @@ from dpn_cli.memory import MicroBatch
 from dpn_cli.metrics import Top1
 from dpn_cli.recipe import Optim, Runtime, Schedule
 from dpn_cli.runstate import Checkpoints
+from dpn_cli.scoring import score
 
 CPU = torch.device("cpu")
 
@@ -147,7 +152,36 @@ def test_uneven_shares_are_counted_once_each(tmp_path: Path) -> None:
     assert [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)] == ["0", "0"]
 
 
-JOBS = {"train": train_job, "memory": memory_job, "stop": stop_job, "nan": nan_job, "score": score_job}
+def picture_job(world: World, folder: Path) -> None:
+    """Score 7 pictures, of which rank 1 has three, with logits that are right for four."""
+    split = ClassFolders(folder / "pictures")
+
+    def logits_of(images: torch.Tensor) -> torch.Tensor:
+        red = images[:, 0].float().mean((1, 2)) > images[:, 1].float().mean((1, 2))
+        return torch.stack([red.float(), 1 - red.float()], 1)
+
+    scores = score(
+        logits_of, split, lambda pixels: resize(pixels, (8, 8)), 2, world, loss="softmax", batch_size=2, workers=0
+    )
+    assert (scores.images, scores.right5) == (7, 7)
+    assert scores.confusion.tolist() == [[4, 0], [0, 3]]
+    assert scores.loss == pytest.approx(math.log(1 + math.exp(-1)))
+
+
+JOBS = {
+    "train": train_job,
+    "memory": memory_job,
+    "stop": stop_job,
+    "nan": nan_job,
+    "score": score_job,
+    "pictures": picture_job,
+}
+
+
+def test_every_picture_is_scored_once_over_ranks(tmp_path: Path) -> None:
+    pictures(tmp_path / "pictures", classes=2, each=4)
+    (tmp_path / "pictures" / "class1" / "003.jpg").unlink()
+    spawn("pictures", tmp_path)
 
 
 def test_the_command_runs_under_torchrun(digits: Path, tmp_path: Path) -> None:
