@@ -233,10 +233,11 @@ WRONG = [
 
 @pytest.mark.parametrize(("arguments", "code", "message"), WRONG)
 def test_wrong_commands_end_with_one_line_and_their_code(
-    arguments: list[str], code: int, message: str, tmp_path: Path
+    arguments: list[str], code: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = dpn("finetune", "vtab", "-o", str(tmp_path / "run"), "-q", *arguments, cwd=tmp_path, HF_HUB_OFFLINE="1")
-    assert done.returncode == code, done.stderr
+    monkeypatch.chdir(tmp_path)
+    done = run("finetune", "vtab", "-o", str(tmp_path / "run"), "-q", *arguments)
+    assert done.exit_code == code, done.stderr
     assert message in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
     assert done.stdout == ""

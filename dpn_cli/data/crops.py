@@ -99,18 +99,22 @@ def eval_crop(pixels: Pixels, resize_side: int, size: Size) -> Tensor:
     if resized[0] < size[0] or resized[1] < size[1]:
         raise ValueError(f"cannot cut {size} from an image resized to {resized}")
     top, left = (resized[0] - size[0]) // 2, (resized[1] - size[1]) // 2
-    rows = area_weights(full[0], resized[0])[top : top + size[0]]
-    columns = area_weights(full[1], resized[1])[left : left + size[1]]
+    rows = area_weights(full[0], resized[0], top, size[0])
+    columns = area_weights(full[1], resized[1], left, size[1])
     channels = torch.from_numpy(pixels.astype(np.float32)).permute(2, 0, 1)
     resized_pixels = rows @ channels @ columns.T
     # Weights of a third do not add up to one exactly, and a flat 255 must not become 254.
     return (resized_pixels + 1e-3).clamp(0, 255).to(torch.uint8)
 
 
-@lru_cache(maxsize=256)
-def area_weights(old: int, new: int) -> Tensor:
-    """Return (new, old): how much of each old pixel lies under each new one, as TensorFlow's area resizing has it."""
-    edges = torch.arange(new + 1, dtype=torch.float64) * (old / new)
+@lru_cache(maxsize=32)
+def area_weights(old: int, new: int, first: int, count: int) -> Tensor:
+    """Return (count, old): how much of each old pixel lies under each of `count` new ones from `first` on.
+
+    TensorFlow's area resizing from `old` to `new` pixels. Only what is cut out is computed: a picture of 1 x 5000
+    would be two million pixels wide.
+    """
+    edges = torch.arange(first, first + count + 1, dtype=torch.float64) * (old / new)
     begin, end = edges[:-1, None], edges[1:, None]
     pixel = torch.arange(old, dtype=torch.float64)
     overlap = (torch.minimum(end, pixel + 1) - torch.maximum(begin, pixel)).clamp(min=0)
