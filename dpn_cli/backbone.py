@@ -170,20 +170,23 @@ def export_backbone(model: Backbone, path: Path, extra: Mapping[str, str] | None
 
 def describe_backbone(model: Backbone) -> dict[str, str]:
     """Return the safetensors metadata with which `load_backbone` builds this network again."""
+    return describe(as_checkpoint(model, {}))
+
+
+def as_checkpoint(model: Backbone, state: State) -> Checkpoint:
+    """Return what a reader would of this network, with `state` for its tensors."""
     config = model.config
-    return describe(
-        Checkpoint(
-            {},
-            "dpn",
-            config.stem,
-            config.eps,
-            config.act,
-            heads=config.size.heads,
-            grid=config.grid,
-            mean=model.mean,
-            std=model.std,
-            posemb=config.posemb,
-        )
+    return Checkpoint(
+        state,
+        "dpn",
+        config.stem,
+        config.eps,
+        config.act,
+        heads=config.size.heads,
+        grid=config.grid,
+        mean=model.mean,
+        std=model.std,
+        posemb=config.posemb,
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -17,11 +17,11 @@ from dpn_cli.backbone import Backbone, export_backbone, load_whole
 from dpn_cli.data.crops import Size, eval_crop
 from dpn_cli.data.pixels import Transform
 from dpn_cli.errors import DataError, DpnError
+from dpn_cli.losses import Loss
 from dpn_cli.sources import open_checkpoint
 
 KEY = "classifier"
 WEIGHTS = "weights.safetensors"
-Loss = Literal["sigmoid", "softmax"]
 
 
 @dataclass

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -19,4 +21,5 @@ def softmax_xent(logits: Tensor, target: Tensor) -> Tensor:
     return -(target * logits.log_softmax(-1)).sum(-1).mean()
 
 
+Loss = Literal["sigmoid", "softmax"]
 LOSSES = {"sigmoid": sigmoid_xent, "softmax": softmax_xent}

@@ -29,6 +29,11 @@ def _pixels(value: object) -> object:
     return value
 
 
+def listed(value: object) -> object:
+    """Accept ``"a,b"`` for ["a", "b"]."""
+    return [word.strip() for word in value.split(",")] if isinstance(value, str) else value
+
+
 Pixels = Annotated[Positive | tuple[Positive, Positive], BeforeValidator(_pixels)]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from dpn_cli.backbone import Backbone, export_backbone, load_backbone, load_whole
+from dpn_cli.backbone import Backbone, as_checkpoint, export_backbone, load_backbone, load_whole
 from dpn_cli.checkpoints import Checkpoint
 from dpn_cli.convert import origin
 from dpn_cli.errors import DataError, DpnError
@@ -132,18 +132,8 @@ def _tokens(model: Backbone, patches: Tensor, norm_in: tuple[Tensor, Tensor]) ->
 def _with_stem(plain: Backbone, norms: dict[str, Tensor]) -> Backbone:
     """Return the network with a DPN stem of the given norms; the rest is shared."""
     config = plain.config
-    described = Checkpoint(
-        {**plain.state_dict(), **{f"patch_embed.{name}": value for name, value in norms.items()}},
-        "dpn",
-        "dpn",
-        config.eps,
-        config.act,
-        heads=config.size.heads,
-        grid=config.grid,
-        mean=plain.mean,
-        std=plain.std,
-        posemb=config.posemb,
-    )
+    state = {**plain.state_dict(), **{f"patch_embed.{name}": value for name, value in norms.items()}}
+    described = replace(as_checkpoint(plain, state), stem="dpn")
     return load_backbone(
         checkpoint=described,
         image_size=config.image_size,

@@ -14,9 +14,7 @@ from dpn_cli import distributed, stopping
 from dpn_cli.data.labelled import Labelled
 from dpn_cli.data.pixels import Transform, stream
 from dpn_cli.distributed import World
-from dpn_cli.losses import LOSSES
-
-LossName = Literal["sigmoid", "softmax"]
+from dpn_cli.losses import LOSSES, Loss
 
 
 @dataclass
@@ -49,7 +47,7 @@ def score(
     classes: int,
     world: World,
     *,
-    loss: LossName,
+    loss: Loss,
     batch_size: int,
     workers: int | Literal["auto"] = "auto",
     skip_bad: bool = False,

@@ -9,6 +9,7 @@ import typer
 
 from dpn_cli import options, recipe
 from dpn_cli.commands import one_line_errors
+from dpn_cli.commands.keys import recipe_flags
 from dpn_cli.console import Console
 from tasks.highres import recipe as highres_recipe
 
@@ -65,38 +66,7 @@ def highres(
     verbose: options.Verbose = False,
 ) -> None:
     """384 px fine-tuning of ImageNet-1k (Tables 1 and 2), or of any folder of labelled pictures."""
-    flags = recipe.from_flags(
-        {
-            "backbone.arch": arch,
-            "backbone.stem": stem,
-            "backbone.checkpoint": checkpoint,
-            "backbone.image_size": image_size,
-            "backbone.drop_path": drop_path,
-            "freeze": freeze,
-            "data.source": data,
-            "data.val_source": val_data,
-            "data.val_fraction": val_fraction,
-            "data.image_column": image_column,
-            "data.label_column": label_column,
-            "data.decode": decode,
-            "data.skip_bad_images": skip_bad_images,
-            "lr": lr,
-            "optim.layer_decay": layer_decay,
-            "loss": loss,
-            "mixup": mixup,
-            "ema": ema,
-            "seed": seed,
-            "schedule.steps": steps,
-            "epochs": epochs,
-            "batch_size": batch_size,
-            "runtime.precision": precision,
-            "runtime.compile": compile,
-            "runtime.micro_batch_size": micro_batch_size,
-            "runtime.device": device,
-            "runtime.workers": workers,
-            "runtime.report_to": report_to,
-        }
-    )
+    flags = recipe.from_flags(recipe_flags(locals()))
     console = Console(quiet=quiet)
     with one_line_errors(verbose):
         plain = highres_recipe.resolve(config, flags, recipe.from_settings(settings or []))

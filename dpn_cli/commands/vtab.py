@@ -10,6 +10,7 @@ from rich.console import Console as RichConsole
 
 from dpn_cli import options, recipe
 from dpn_cli.commands import one_line_errors
+from dpn_cli.commands.keys import recipe_flags
 from dpn_cli.console import Console
 from dpn_cli.errors import SweepError
 from tasks.vtab import recipe as vtab_recipe
@@ -93,29 +94,7 @@ def vtab(
     verbose: options.Verbose = False,
 ) -> None:
     """VTAB-1k: 19 tasks of 1000 images, three learning rates chosen on 200, three seeds (Table 3)."""
-    flags = recipe.from_flags(
-        {
-            "backbone.arch": arch,
-            "backbone.stem": stem,
-            "backbone.checkpoint": checkpoint,
-            "backbone.image_size": image_size,
-            "compare": compare,
-            "data.source": data,
-            "data.tasks": tasks,
-            "data.skip_bad_images": skip_bad_images,
-            "protocol": protocol,
-            "lrs": lrs,
-            "seeds": seeds,
-            "schedule.steps": steps,
-            "batch_size": batch_size,
-            "runtime.precision": precision,
-            "runtime.compile": compile,
-            "runtime.micro_batch_size": micro_batch_size,
-            "runtime.device": device,
-            "runtime.workers": workers,
-            "runtime.report_to": report_to,
-        }
-    )
+    flags = recipe.from_flags(recipe_flags(locals()))
     console = Console(quiet=quiet)
     with one_line_errors(verbose):
         plain = vtab_recipe.resolve(config, flags, recipe.from_settings(settings or []))

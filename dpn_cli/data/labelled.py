@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -85,16 +86,16 @@ def _unreadable(where: str, error: Exception) -> DataError:
     )
 
 
-class Images:
+class Images(ABC):
     """What all kinds of labelled images share: decoding what they open."""
 
+    @abstractmethod
     def open(self, index: int) -> Image.Image:
         """Open an image, not decoded yet."""
-        raise NotImplementedError
 
+    @abstractmethod
     def where(self, index: int) -> str:
         """Name the place of an image for messages."""
-        raise NotImplementedError
 
     def pixels(self, index: int) -> Pixels:
         """Decode an image to (height, width, 3). Raises `DataError` with its place when it is unreadable."""

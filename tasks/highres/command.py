@@ -10,7 +10,7 @@ from dpn_cli.data.classified import open_class_data
 from dpn_cli.distributed import World
 from dpn_cli.run import run_in_folder
 from tasks.highres.recipe import HighresRecipe, in_steps
-from tasks.highres.train import DEMO_NOTE, _source, measure_step, run
+from tasks.highres.train import DEMO_NOTE, measure_step, run, source_of
 
 
 def start(
@@ -39,7 +39,7 @@ def start(
 
 
 def _dry_run(recipe: HighresRecipe, world: World, console: Console) -> None:
-    data = open_class_data(_source(recipe), recipe.data.minival)
+    data = open_class_data(source_of(recipe), recipe.data.minival)
     recipe = in_steps(recipe, len(data.train.labels))
     seconds = measure_step(recipe, data, world, console)
     console.info(

@@ -10,14 +10,21 @@ from pydantic import BeforeValidator, Field, model_validator
 from dpn_cli.arch import check_image_size, parse_arch
 from dpn_cli.errors import DpnError
 from dpn_cli.home import find_data, find_weights, home
-from dpn_cli.recipe import About, Backbone, Optim, Plain, Positive, Runtime, Schedule, Section, merge, read_recipe
+from dpn_cli.recipe import (
+    About,
+    Backbone,
+    Optim,
+    Plain,
+    Positive,
+    Runtime,
+    Schedule,
+    Section,
+    listed,
+    merge,
+    read_recipe,
+)
 
 Share = Annotated[float, Field(gt=0, lt=1)]
-
-
-def _listed(value: object) -> object:
-    """Accept ``"a,b"`` for ["a", "b"]."""
-    return [word.strip() for word in value.split(",")] if isinstance(value, str) else value
 
 
 class Data(Section):
@@ -46,7 +53,7 @@ class HighresRecipe(Section):
     loss: Literal["sigmoid", "softmax"] = "sigmoid"
     mixup: Annotated[float, Field(ge=0)] = 0.0
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
-    freeze: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()
+    freeze: Annotated[tuple[str, ...], BeforeValidator(listed)] = ()
     batch_size: Positive
     eval_batch_size: Positive = 64
     evaluate_every: Positive = 2500

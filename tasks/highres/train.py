@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from dpn_cli import distributed, engine
@@ -41,7 +40,7 @@ def run(recipe: HighresRecipe, folder: RunFolder, world: World, console: Console
 
     Raises `DpnError` and its kin; what was trained until then is kept.
     """
-    data = open_class_data(_source(recipe), recipe.data.minival)
+    data = open_class_data(source_of(recipe), recipe.data.minival)
     recipe = in_steps(recipe, len(data.train.labels))
     facts = _check_data(recipe, data, folder, world, console)
     weights = folder.path / WEIGHTS
@@ -73,7 +72,8 @@ def run(recipe: HighresRecipe, folder: RunFolder, world: World, console: Console
     return result
 
 
-def _source(recipe: HighresRecipe) -> Source:
+def source_of(recipe: HighresRecipe) -> Source:
+    """Return where the recipe's images are."""
     data = recipe.data
     return Source(data.source or "demo", data.val_source, data.val_fraction, data.image_column, data.label_column)
 
@@ -251,5 +251,4 @@ def measure_step(recipe: HighresRecipe, data: ClassData, world: World, console: 
     done = engine.fit(
         trainable, loss, batches, None, training, recipe.runtime, world, engine.Outputs(warn=console.warn), micro
     )
-    torch.cuda.empty_cache()
     return done.seconds / 2

@@ -11,23 +11,30 @@ from pydantic import BeforeValidator, Field, model_validator
 from dpn_cli.arch import Stem, check_image_size, parse_arch
 from dpn_cli.errors import DpnError
 from dpn_cli.home import find_data, find_weights, home
-from dpn_cli.recipe import About, Backbone, Optim, Plain, Positive, Runtime, Schedule, Section, merge, read_recipe
+from dpn_cli.recipe import (
+    About,
+    Backbone,
+    Optim,
+    Plain,
+    Positive,
+    Runtime,
+    Schedule,
+    Section,
+    listed,
+    merge,
+    read_recipe,
+)
 from tasks.vtab.table import choose_tasks
 
 # Pixels per side of the built-in scenes (dpn_cli.data.scenes.SCENE_SIZE, which imports too much for this module).
 DEMO_PIXELS = 64
 
 
-def _listed(value: object) -> object:
-    """Accept ``"a,b"`` for ["a", "b"]."""
-    return [word.strip() for word in value.split(",")] if isinstance(value, str) else value
-
-
 def _counted(value: object) -> object:
     """Accept a number of seeds, 3 standing for 0, 1, 2, and ``"0,1,2"``."""
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
-    return list(range(value)) if isinstance(value, int) else _listed(value)
+    return list(range(value)) if isinstance(value, int) else listed(value)
 
 
 def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -44,7 +51,7 @@ class Data(Section):
     """Where the tasks' images are, and how they become pixels."""
 
     source: str | None = None
-    tasks: Annotated[tuple[str, ...], BeforeValidator(_listed), Field(min_length=1)] = ("all",)
+    tasks: Annotated[tuple[str, ...], BeforeValidator(listed), Field(min_length=1)] = ("all",)
     resize: Positive | None = None
     image_column: str | None = None
     label_column: str | None = None
@@ -58,9 +65,9 @@ class VtabRecipe(Section):
     backbone: Backbone = Backbone()
     data: Data = Data()
     protocol: Literal["paper", "vtab"] = "paper"
-    lrs: Annotated[tuple[Lr, ...], BeforeValidator(_listed), Field(min_length=1)]
+    lrs: Annotated[tuple[Lr, ...], BeforeValidator(listed), Field(min_length=1)]
     seeds: Annotated[tuple[Seed, ...], BeforeValidator(_counted), Field(min_length=1)] = (0, 1, 2)
-    compare: Annotated[tuple[Stem, ...], BeforeValidator(_listed)] = ()
+    compare: Annotated[tuple[Stem, ...], BeforeValidator(listed)] = ()
     loss: Literal["sigmoid", "softmax"] = "sigmoid"
     batch_size: Positive
     eval_batch_size: Positive = 250

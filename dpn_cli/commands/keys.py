@@ -1,0 +1,35 @@
+"""Which recipe key each command-line option sets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# The recipe key of every option that is one, whatever the command.
+RECIPE_KEYS = {
+    "arch": "backbone.arch",
+    "stem": "backbone.stem",
+    "checkpoint": "backbone.checkpoint",
+    "image_size": "backbone.image_size",
+    "drop_path": "backbone.drop_path",
+    "data": "data.source",
+    "val_data": "data.val_source",
+    "val_fraction": "data.val_fraction",
+    "tasks": "data.tasks",
+    "image_column": "data.image_column",
+    "label_column": "data.label_column",
+    "decode": "data.decode",
+    "skip_bad_images": "data.skip_bad_images",
+    "layer_decay": "optim.layer_decay",
+    "steps": "schedule.steps",
+    **{name: name for name in ("compare", "protocol", "lr", "lrs", "seed", "seeds", "loss", "mixup", "ema", "freeze")},
+    **{name: name for name in ("epochs", "batch_size")},
+    **{
+        name: f"runtime.{name}"
+        for name in ("precision", "compile", "micro_batch_size", "device", "workers", "report_to")
+    },
+}
+
+
+def recipe_flags(given: Mapping[str, object]) -> dict[str, object]:
+    """Return by recipe key those of a command's arguments that are recipe keys."""
+    return {RECIPE_KEYS[name]: value for name, value in given.items() if name in RECIPE_KEYS}
