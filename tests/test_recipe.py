@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from dpn_cli import recipe
+from dpn_cli.commands.recipes import schema_of
 from dpn_cli.errors import DpnError
-from tasks.highres.recipe import HighresRecipe
 from tasks.vtab.recipe import VtabRecipe, resolve, settle
 
 BASE: dict[str, Any] = recipe.read_recipe("vtab")
@@ -23,10 +23,16 @@ def build(*layers: dict[str, Any]) -> VtabRecipe:
 @pytest.mark.parametrize("name", list(recipe.shipped_recipes()))
 def test_every_shipped_recipe_builds_and_survives_a_round_trip(name: str) -> None:
     plain = recipe.read_recipe(name)
-    schema = HighresRecipe if name.startswith("highres") else VtabRecipe
+    schema = schema_of(plain, name)
     built: Any = recipe.build(schema, plain, name)
     assert recipe.build(schema, yaml.safe_load(recipe.dump(built)), name) == built
     assert all(getattr(built.about, key) for key in ("paper", "table", "command", "expected"))
+
+
+@pytest.mark.parametrize("about", [{}, {"about": 3}, {"about": {"command": "dpn finetune vtabs"}}])
+def test_a_recipe_of_no_command_is_told_what_there_is(about: dict[str, Any]) -> None:
+    with pytest.raises(DpnError, match="mine.yaml: about.command is .* write one of 'dpn finetune vtab …'"):
+        schema_of(about, "mine.yaml")
 
 
 def test_appendix_e_is_what_the_paper_prints() -> None:

@@ -10,12 +10,27 @@ from rich.table import Table
 
 from dpn_cli import recipe
 from dpn_cli.commands import one_line_errors
+from dpn_cli.errors import DpnError
 from tasks.highres.recipe import HighresRecipe
 from tasks.vtab.recipe import VtabRecipe
+
+# The schema of each command's recipes; a recipe says its command in ``about.command``.
+SCHEMAS: dict[str, type[recipe.Section]] = {"finetune vtab": VtabRecipe, "finetune highres": HighresRecipe}
 
 app = typer.Typer(
     help="List the shipped recipes, or show one.", invoke_without_command=True, epilog="Example: dpn recipes show vtab"
 )
+
+
+def schema_of(plain: recipe.Plain, name: str) -> type[recipe.Section]:
+    """Return the schema of a recipe. Raises `DpnError` when ``about.command`` is none of dpn's commands."""
+    about = plain.get("about")
+    command = str(about.get("command")) if isinstance(about, dict) else ""
+    for words, schema in SCHEMAS.items():
+        if f"{command} ".startswith(f"dpn {words} "):
+            return schema
+    known = ", ".join(f"'dpn {words} …'" for words in SCHEMAS)
+    raise DpnError(f"{name}: about.command is {command!r}, which is no command with a recipe; write one of {known}")
 
 
 @app.callback()
@@ -41,5 +56,4 @@ def show(
     """Print a recipe with every key resolved."""
     with one_line_errors():
         plain = recipe.read_recipe(name)
-        schema = VtabRecipe if "protocol" in plain or "lrs" in plain else HighresRecipe
-        print(recipe.dump(recipe.build(schema, plain, name)), end="")
+        print(recipe.dump(recipe.build(schema_of(plain, name), plain, name)), end="")
