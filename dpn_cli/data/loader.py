@@ -13,13 +13,14 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from dpn_cli import stopping
 from dpn_cli.data.crops import Decode, Size, train_crop
-from dpn_cli.data.labelled import Labelled
-from dpn_cli.data.pixels import rows_of_step
+from dpn_cli.data.labelled import Labelled, decode
+from dpn_cli.data.pixels import resize, rows_of_step
 from dpn_cli.data.randaugment import rand_augment
 from dpn_cli.distributed import World
 from dpn_cli.engine import Batch, Batches
@@ -38,7 +39,7 @@ Loaded = tuple[Tensor, int, int] | DataError
 @dataclass(frozen=True)
 class Augmentation:
     """How training images are made: size in pixels, decoding, the mixup strength p of Beta(p, p), and RandAugment's
-    number of operations and their magnitude.
+    number of operations and their magnitude. Inception crops, or the whole image squeezed to that size.
     """
 
     size: Size
@@ -46,6 +47,7 @@ class Augmentation:
     mixup: float = 0.0
     layers: int = 0
     magnitude: float = 0.0
+    crop: Literal["inception", "whole"] = "inception"
 
 
 class _Crops(Dataset[Loaded]):
@@ -60,7 +62,7 @@ class _Crops(Dataset[Loaded]):
             generator = torch.Generator().manual_seed(fold(self.seed, CROP, step, place))
             try:
                 image, where = self.split.open(at), self.split.where(at)
-                crop = train_crop(image, where, self.augmentation.size, generator, self.augmentation.decode)
+                crop = self._cut(image, where, generator)
                 if self.augmentation.layers:
                     crop = self._augmented(crop, step, place)
                 return crop, int(self.split.labels[at]), skipped
@@ -68,6 +70,11 @@ class _Crops(Dataset[Loaded]):
                 last = error  # raised in a worker process it would come back wrapped in that process's traceback
         assert last is not None
         return last
+
+    def _cut(self, image: Image.Image, where: str, generator: torch.Generator) -> Tensor:
+        if self.augmentation.crop == "whole":
+            return resize(decode(image, where), self.augmentation.size)
+        return train_crop(image, where, self.augmentation.size, generator, self.augmentation.decode)
 
     def _augmented(self, crop: Tensor, step: int, place: int) -> Tensor:
         """Mirror every second crop, then augment it: shearing turns about a corner, so the order matters."""

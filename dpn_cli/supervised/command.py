@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dpn_cli.classifier import WEIGHTS
 from dpn_cli.console import Console
 from dpn_cli.data.classified import ClassData, Source, open_class_data
 from dpn_cli.distributed import World
@@ -15,13 +16,18 @@ from dpn_cli.supervised.recipe import SupervisedRecipe, in_steps
 from dpn_cli.supervised.train import check_batch, measure_step, train_classifier
 
 OpenData = Callable[[SupervisedRecipe], ClassData]
+Train = Callable[[ClassData, RunFolder, World], dict[str, Any]]
 
 
 def open_data(recipe: SupervisedRecipe) -> ClassData:
     """Open the recipe's training images, minival and validation images. Raises `DataError`."""
+    return open_class_data(source_of(recipe), recipe.data.minival)
+
+
+def source_of(recipe: SupervisedRecipe) -> Source:
+    """Return where the recipe's images are."""
     data = recipe.data
-    source = Source(data.source or "demo", data.val_source, data.val_fraction, data.image_column, data.label_column)
-    return open_class_data(source, data.minival)
+    return Source(data.source or "demo", data.val_source, data.val_fraction, data.image_column, data.label_column)
 
 
 def start(
@@ -34,16 +40,20 @@ def start(
     dry_run: bool,
     console: Console,
     open_data: OpenData = open_data,
+    train: Train | None = None,
 ) -> dict[str, Any] | None:
     """Train and return the result; None on ranks that do not lead and after a dry run.
 
+    `open_data` and `train` are for tasks that do it otherwise.
     Raises `DpnError` and its kin, each with the exit code of its cause.
     """
     arch = (recipe.backbone.arch or Path(recipe.backbone.checkpoint or "scratch").stem).replace("/", "-")
     path = output_dir or Path("runs") / (f"{task}_demo" if recipe.demo else task) / f"{arch}-{recipe.backbone.stem}"
 
-    def train(folder: RunFolder, world: World) -> dict[str, Any]:
+    def run(folder: RunFolder, world: World) -> dict[str, Any]:
         data = open_data(recipe)
+        if train is not None:
+            return train(data, folder, world)
         return train_classifier(in_steps(recipe, len(data.train.labels)), data, task, folder, world, console)
 
     def try_out(world: World) -> None:
@@ -58,16 +68,19 @@ def start(
             f"{steps * seconds / 3600:.3g} hours here, and evaluation"
         )
 
-    return run_in_folder(
+    result = run_in_folder(
         recipe,
         recipe.runtime.device,
         path,
-        train,
+        run,
         try_out if dry_run else None,
         resume=resume,
         overwrite=overwrite,
         console=console,
     )
+    if result is not None:
+        console.info(f"weights: {path / result.get('weights', WEIGHTS)}, for --checkpoint of any command")
+    return result
 
 
 def describe(result: dict[str, Any]) -> str:

@@ -19,6 +19,7 @@ from dpn_cli.recipe import (
     Schedule,
     Section,
     listed,
+    read_recipe,
 )
 
 Share = Annotated[float, Field(gt=0, lt=1)]
@@ -36,6 +37,7 @@ class Data(Section):
     decode: Literal["exact", "fast"] = "exact"
     eval_resize: Positive | None = None
     skip_bad_images: bool = False
+    crop: Literal["inception", "whole"] = "inception"
 
 
 class Network(Backbone):
@@ -85,34 +87,43 @@ class SupervisedRecipe(Section):
     @property
     def demo(self) -> bool:
         """Whether the data are the built-in scenes."""
-        return self.data.source == "demo"
-
-    def warmup_of(self, steps: int) -> int:
-        """Return the warm-up of a duration that was given in epochs: a tenth."""
-        return steps // 10
+        return (self.data.source or "").split(":")[0] == "demo"
 
 
 RecipeT = TypeVar("RecipeT", bound=SupervisedRecipe)
 
 
-def check_asked(asked: Mapping[str, Any], shown: str) -> Plain:
-    """Return the schedule that a command asks for, once its layers are merged.
+def duration(asked: Mapping[str, Any], shipped: str) -> Plain:
+    """Return what the steps that a command asks for change in the shipped recipe beside the steps themselves.
 
-    Raises `DpnError` for a section that is a value, and when steps and epochs are both given.
+    The warm-up keeps its share of the duration unless it is given too. Raises `DpnError` for a section that is a value,
+    when steps and epochs are both given, and for a warm-up in steps when epochs decide how many steps there are.
     """
     for section in ("data", "backbone", "schedule"):
         if not isinstance(asked.get(section, {}), dict):
-            raise DpnError(f"{section}: a section of keys, not a value; see dpn recipes show {shown}")
+            raise DpnError(f"{section}: a section of keys, not a value; see dpn recipes show {shipped}")
     schedule: Plain = asked.get("schedule", {})
     if "steps" in schedule and asked.get("epochs") is not None:
         raise DpnError(f"--steps {schedule['steps']} and --epochs {asked['epochs']}: give one of them")
-    return schedule
+    if asked.get("epochs") is not None and "warmup" in schedule:
+        raise DpnError(
+            f"--epochs {asked['epochs']} and schedule.warmup={schedule['warmup']}: epochs become steps when the images "
+            "are counted, and the warm-up keeps its share of them; give --steps to set both"
+        )
+    if not isinstance(schedule.get("steps"), int):
+        return {}
+    usual = read_recipe(shipped)["schedule"]
+    return {"epochs": None, "schedule": {"warmup": schedule["steps"] * usual["warmup"] // usual["steps"]}}
 
 
 def in_steps(recipe: RecipeT, images: int) -> RecipeT:
-    """Return the recipe with its duration in steps: big_vision rounds epochs x images / batch, at least to one."""
+    """Return the recipe with its duration in steps: big_vision rounds epochs x images / batch, at least to one.
+
+    The warm-up keeps its share of the duration.
+    """
     if recipe.epochs is None:
         return recipe
     steps = max(1, round(recipe.epochs * images / recipe.batch_size))
-    schedule = recipe.schedule.model_copy(update={"steps": steps, "warmup": recipe.warmup_of(steps)})
+    warmup = steps * recipe.schedule.warmup // recipe.schedule.steps
+    schedule = recipe.schedule.model_copy(update={"steps": steps, "warmup": warmup})
     return recipe.model_copy(update={"schedule": schedule})

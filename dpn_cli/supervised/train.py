@@ -34,11 +34,18 @@ SAMPLE = 100
 
 
 def train_classifier(
-    recipe: SupervisedRecipe, data: ClassData, task: str, folder: RunFolder, world: World, console: Console
+    recipe: SupervisedRecipe,
+    data: ClassData,
+    task: str,
+    folder: RunFolder,
+    world: World,
+    console: Console,
+    notes: Json | None = None,
 ) -> Json:
     """Train in `folder`, or finish what is there, and return the result, which is written there too.
 
-    The recipe's duration is in steps. Raises `DpnError` and its kin; what was trained until then is kept.
+    The recipe's duration is in steps; `notes` join the result.
+    Raises `DpnError` and its kin; what was trained until then is kept.
     """
     facts = _check_data(recipe, data, folder, world, console)
     weights = folder.path / WEIGHTS
@@ -67,6 +74,7 @@ def train_classifier(
         "steps": recipe.schedule.steps,
         "timing": trained["timing"],
         "data": facts["data"],
+        **(notes or {}),
     }
     if world.leads:
         folder.finish(result)
@@ -175,7 +183,7 @@ def loss_of(recipe: SupervisedRecipe, model: Backbone, classes: int) -> engine.L
 def augmentation_of(recipe: SupervisedRecipe, size: tuple[int, int]) -> Augmentation:
     """Return how the recipe makes training images of `size`."""
     augment = recipe.randaugment
-    return Augmentation(size, recipe.data.decode, recipe.mixup, augment.layers, augment.magnitude)
+    return Augmentation(size, recipe.data.decode, recipe.mixup, augment.layers, augment.magnitude, recipe.data.crop)
 
 
 class _Training:

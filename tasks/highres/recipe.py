@@ -9,7 +9,7 @@ from dpn_cli.arch import check_image_size, parse_arch
 from dpn_cli.errors import DpnError
 from dpn_cli.home import find_data, find_weights, home
 from dpn_cli.recipe import Plain, merge, read_recipe
-from dpn_cli.supervised.recipe import SupervisedRecipe, check_asked
+from dpn_cli.supervised.recipe import SupervisedRecipe, duration
 
 
 class HighresRecipe(SupervisedRecipe):
@@ -23,12 +23,10 @@ def resolve(config: str | None, flags: Mapping[str, Any], settings: Mapping[str,
     Raises `DpnError` when steps and epochs are both given.
     """
     asked = merge(read_recipe(config) if config else {}, flags, settings)
-    schedule = check_asked(asked, "highres")
-    source = asked.get("data", {}).get("source") or find_data("imagenet")
-    shorter = {"schedule": {"warmup": schedule["steps"] // 10}} if isinstance(schedule.get("steps"), int) else {}
-    return merge(
-        read_recipe("highres_demo" if source == "demo" else "highres"), shorter, asked, {"data": {"source": source}}
-    )
+    data = asked.get("data")
+    source = (data.get("source") if isinstance(data, dict) else None) or find_data("imagenet")
+    shipped = "highres_demo" if source == "demo" else "highres"
+    return merge(read_recipe(shipped), duration(asked, shipped), asked, {"data": {"source": source}})
 
 
 def settle(recipe: HighresRecipe) -> HighresRecipe:
