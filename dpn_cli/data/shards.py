@@ -51,7 +51,7 @@ class Shards(Images):
         self.places: list[tuple[int, int, int]] = []  # shard, offset, bytes
         labels = []
         for shard, path in enumerate(self.paths):
-            for name, offset, size, label in _members(path):
+            for name, offset, size, label in members(path):
                 self.names.append(f"{path.name}/{name}")
                 self.places.append((shard, offset, size))
                 labels.append(label)
@@ -82,7 +82,7 @@ class Shards(Images):
             return open_image(io.BytesIO(file.read(size)), self.where(index))
 
 
-def _members(path: Path) -> Iterator[tuple[str, int, int, int]]:
+def members(path: Path) -> Iterator[tuple[str, int, int, int]]:
     """Yield name, offset, size and label of every picture of a shard, in its order."""
     pictures: dict[str, tuple[str, int, int]] = {}
     labels: dict[str, int] = {}
