@@ -84,7 +84,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_the_recipe_is_appendix_c(
-    arch: str, randaugment: tuple[int, int], mixup: float, dropout: float, drop_path: float, pre_logits: bool
+    arch: str, randaugment: tuple[int, float], mixup: float, dropout: float, drop_path: float, pre_logits: bool
 ) -> None:
     recipe = built(arch)
     assert (recipe.randaugment.layers, recipe.randaugment.magnitude) == randaugment
@@ -149,6 +149,18 @@ def test_wrong_input_is_one_line(arguments: list[str], message: str, photos: Pat
     errors = [line for line in done.stderr.splitlines() if "error:" in line]
     assert len(errors) == 1
     assert re.search(message, errors[0]), errors
+
+
+def test_without_data_it_is_the_demo_unless_an_arch_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = recipes.build(PretrainRecipe, resolve("imagenet", None, None, None, {}, {}), "test")
+    assert (recipe.backbone.arch, recipe.data.source, recipe.demo) == ("nano/8", "demo:objects", True)
+    with pytest.raises(DpnError, match=r"no images to train B/16 on: neither \$DPN_DATA_DIR/imagenet nor ./imagenet"):
+        resolve("imagenet", None, None, None, {"backbone": {"arch": "B/16"}}, {})
+    asked = {"backbone": {"arch": "mu/8"}, "data": {"source": "demo"}}
+    assert resolve("imagenet", None, None, None, asked, {})["backbone"]["arch"] == "mu/8"
 
 
 def test_batches_are_divided_or_refused_never_rounded() -> None:

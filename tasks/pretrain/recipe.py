@@ -61,10 +61,16 @@ def resolve(
         raise DpnError(f"--recipe {name!r}: choose {' or '.join(RECIPES)}{did_you_mean(name, RECIPES)}")
     asked = merge(read_recipe(config) if config else {}, flags, settings)
     data = asked.get("data")
-    source = (data.get("source") if isinstance(data, dict) else None) or find_data(name)
-    shipped = "pretrain_demo" if source == "demo" else RECIPES[name]
+    given = data.get("source") if isinstance(data, dict) else None
+    source = given or find_data(name)
     section = asked.get("backbone")
     arch = section.get("arch") if isinstance(section, dict) else None
+    if source == "demo" and not given and arch:
+        raise DpnError(
+            f"--data: no images to train {arch} on: neither $DPN_DATA_DIR/{name} nor ./{name} is there; name them with "
+            "--data, or leave --arch out to train the small demo tower on built-in scenes"
+        )
+    shipped = "pretrain_demo" if source == "demo" else RECIPES[name]
     row = {} if source == "demo" else _row_of(arch, level)
     if name == "sun397" and row:
         row = {"backbone": {"pre_logits": row["backbone"]["pre_logits"]}}  # the stages search for the others
