@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import math
+import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from dpn_cli.classifier import load_classifier
 from dpn_cli.commands import tower
 from dpn_cli.console import Console
 from dpn_cli.distributed import World
-from dpn_cli.errors import DpnError, NonFiniteError, StoppedError
+from dpn_cli.errors import DataError, DpnError, NonFiniteError, StoppedError
 from dpn_cli.losses import sigmoid_xent
 from dpn_cli.memory import MicroBatch
 from dpn_cli.recipe import Runtime
@@ -119,6 +120,8 @@ def test_presets_and_levels_say_what_differs() -> None:
     fixed = built("B/32", schedule={"steps": 9290})
     assert (fixed.epochs, fixed.schedule.warmup) == (None, 1000)
     assert "schedule.steps: 9290 (92897)" in differences(fixed)
+    both = built("S/16", preset="short", schedule={"steps": 929})
+    assert (both.epochs, both.schedule.warmup, both.batch_size) == (None, 100, 1024)
     odd = built("H/14", level="light2", mixup=0.3)
     assert (odd.randaugment.magnitude, odd.mixup, odd.backbone.dropout) == (10, 0.3, 0)
 
@@ -132,6 +135,8 @@ def test_presets_and_levels_say_what_differs() -> None:
         (["--arch", "H/14"], "Appendix C has lines for .* only; say how strongly"),
         ([], "--arch is needed: Ti/16"),
         (["--arch", "S/16", "--augment", "medium3"], "choose one of none.*did you mean 'medium"),
+        (["--arch", "S/16", "--recipe", "sun397", "--preset", "short"], "shortens the recipe of ImageNet, not sun397"),
+        (["--arch", "S/16", "--set", "schedule=3"], "schedule: a section of keys, not a value"),
         (["--arch", "S/16", "--preset", "long"], "--preset 'long': there is one, short"),
         (["--arch", "S/16", "--recipe", "jft"], "--recipe 'jft': choose imagenet or sun397"),
         (["sun397", "--recipe", "imagenet", "--arch", "S/16"], "give one of them"),
@@ -140,8 +145,6 @@ def test_presets_and_levels_say_what_differs() -> None:
     ],
 )
 def test_wrong_input_is_one_line(arguments: list[str], message: str, photos: Path, tmp_path: Path) -> None:
-    import re
-
     done = run(
         "pretrain", *arguments, "--data", str(photos), "--set", "data.val_fraction=0.2", "-o", str(tmp_path / "r")
     )
@@ -299,8 +302,6 @@ def test_a_stopped_run_goes_on_to_the_same_weights(photos: Path, tmp_path: Path)
 
 
 def test_too_few_images_for_a_probe_are_named_before_training(photos: Path, tmp_path: Path) -> None:
-    from dpn_cli.errors import DataError
-
     with pytest.raises(DataError, match=r"--eval-fewshot 40: class class\d has \d+ training images to draw from"):
         train(small(photos, fewshot=40), tmp_path / "run")
 
@@ -391,8 +392,6 @@ def test_wrong_stages_are_named_before_training(places: Path, stages: list[dict[
 
 
 def test_a_sweep_needs_three_splits(photos: Path, tmp_path: Path) -> None:
-    from dpn_cli.errors import DataError
-
     with pytest.raises(DataError, match=r"no val and no test images; a sweep chooses on val and reports test"):
         train(sweep(photos, [{"epochs": 1}]), tmp_path / "sweep")
 
