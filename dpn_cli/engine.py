@@ -33,6 +33,16 @@ Evaluate = Callable[[], dict[str, float]]
 
 
 @dataclass(frozen=True)
+class Looks:
+    """When a training is evaluated: at its end and every so many steps; ``best`` is where `watch` was highest."""
+
+    evaluate: Evaluate | None
+    every: int = 0
+    watch: str = "accuracy"
+    keep_best: bool = True
+
+
+@dataclass(frozen=True)
 class Training:
     """What is trained for how long: all that decides the final weights beside model, data and loss."""
 
@@ -79,6 +89,7 @@ def fit(
     *,
     evaluate_every: int = 0,
     watch: str = "accuracy",
+    keep_best: bool = True,
 ) -> FitResult:
     """Train `model` and evaluate it at the end, and every `evaluate_every` steps.
 
@@ -93,6 +104,7 @@ def fit(
         world: this rank.
         outputs: checkpoints, log and display. A checkpoint found there is resumed from, bit for bit on a CPU.
         micro: the micro-batch; the global batch never changes, whatever memory does.
+        keep_best: whether the weights with the best metric are saved, as ``best``.
 
     Raises:
         NonFiniteError: loss or gradient norm is NaN or infinite; before the optimizer step.
@@ -101,18 +113,21 @@ def fit(
     """
     if training.batch_size % world.size:
         refuse_batch(training.batch_size, world.size)
-    loop = _Loop(model, loss_fn, training, runtime, world, outputs, micro)
-    start, best = loop.resume()
+    looks = Looks(evaluate, evaluate_every, watch, keep_best)
+    loop = _Loop(model, loss_fn, training, runtime, world, outputs, micro, looks)
+    start, due = loop.resume()
     if world.size > 1:
         loop.probe(batches(start))
     stream, steps, schedule = batches(start), training.schedule.steps, training.schedule
     result = FitResult(start, math.nan, 0.0, 0.0, micro.size)
     log_every = max(1, steps // 50)
     began = time.perf_counter()
+    if due:
+        result.metrics = loop.look(start)
     batch = loop.fetch(stream, result) if start < steps else None
     for step in range(start, steps):
         if (number := stopping.requested()) is not None:
-            loop.save("last", step, best)
+            loop.save("last", step)
             raise StoppedError(number)
         assert batch is not None, f"the batches ended before step {step}"
         last = step + 1 == steps
@@ -125,12 +140,9 @@ def fit(
         if last or (step + 1) % log_every == 0:
             loop.report(result, lr, norm, (step + 1 - start) * training.batch_size)
         if evaluate and (last or (evaluate_every and (step + 1) % evaluate_every == 0)):
-            result.metrics = loop.evaluate(evaluate, step + 1)
-            if evaluate_every and result.metrics[watch] > best:
-                best = result.metrics[watch]
-                loop.save("best", step + 1, best)
-        if not last and (step + 1) % runtime.checkpoint_every == 0:
-            loop.save("last", step + 1, best)
+            result.metrics = loop.look(step + 1)
+        elif not last and (step + 1) % runtime.checkpoint_every == 0:
+            loop.save("last", step + 1)
     result.micro_batch = micro.size
     if loop.ema:
         loop.ema.finish()
@@ -180,9 +192,11 @@ class _Loop:
         world: World,
         outputs: Outputs,
         micro: MicroBatch,
+        looks: Looks,
     ) -> None:
         self.model, self.loss_fn, self.training, self.runtime = model, loss_fn, training, runtime
-        self.world, self.outputs, self.micro = world, outputs, micro
+        self.world, self.outputs, self.micro, self.looks = world, outputs, micro, looks
+        self.best = -math.inf
         self.network = unwrap(model)
         self.parameters = [p for p in self.network.parameters() if p.requires_grad]
         self.optimizer = build_optimizer(self.network.named_parameters(), training.optim, training.lr)
@@ -190,21 +204,24 @@ class _Loop:
         self.ema = Ema(self.network, training.ema) if training.ema else None
         self.model.train()
 
-    def resume(self) -> tuple[int, float]:
-        """Restore the last checkpoint; returns its step (0 without one) and the best metric so far."""
+    def resume(self) -> tuple[int, bool]:
+        """Restore the last checkpoint; returns its step (0 without one), and whether it has to be evaluated."""
         saved = self.outputs.checkpoints.load("last", self.outputs.warn) if self.outputs.checkpoints else None
-        step, best = (saved[1]["step"], saved[1]["best"]) if saved else (0, None)
+        state: dict[str, Any] = saved[1] if saved else {"step": 0, "best": None}
+        step, due = int(state["step"]), bool(state.get("due"))
+        self.best = -math.inf if state["best"] is None else state["best"]
         if saved:
             restore(self.network, self.optimizer, self.ema, *saved)
         if self.outputs.log and self.world.leads:
-            self.outputs.log.truncate(step)
-        return step, -math.inf if best is None else best
+            self.outputs.log.truncate(step, evaluated=not due)
+        return step, due
 
-    def save(self, name: str, step: int, best: float) -> None:
-        """Save the state after `step` steps."""
+    def save(self, name: str, step: int, *, due: bool = False) -> None:
+        """Save the state after `step` steps; with `due` it has yet to be evaluated."""
         if self.outputs.checkpoints and self.world.leads:
             tensors, groups = state_of(self.network, self.optimizer, self.ema)
-            state = {"step": step, "best": best if math.isfinite(best) else None, "groups": groups}
+            best = self.best if math.isfinite(self.best) else None
+            state = {"step": step, "best": best, "groups": groups, "due": due}
             self.outputs.checkpoints.save(name, tensors, state)
         distributed.barrier()
 
@@ -294,8 +311,12 @@ class _Loop:
             self.outputs.warn(f"out of memory: micro-batches of {self.micro.size} on every rank")
         self.optimizer.zero_grad(set_to_none=True)
 
-    def evaluate(self, evaluate: Evaluate, step: int) -> dict[str, float]:
-        """Run the task's evaluation with the model in eval mode, and log it."""
+    def look(self, step: int) -> dict[str, float]:
+        """Evaluate and log; on the way, what a signal during the evaluation would lose is saved, and the best."""
+        evaluate, watch = self.looks.evaluate, self.looks.watch
+        assert evaluate
+        if self.looks.every:
+            self.save("last", step, due=True)
         self.model.eval()
         averaged = self.ema.applied() if self.ema else nullcontext()
         with averaged, torch.inference_mode(), precision_of(self.runtime, self.world.device):
@@ -303,6 +324,10 @@ class _Loop:
         self.model.train()
         if self.outputs.log and self.world.leads:
             self.outputs.log.write({"step": step, **metrics})
+        if self.looks.every and metrics[watch] > self.best:
+            self.best = metrics[watch]
+            if self.looks.keep_best:
+                self.save("best", step)
         return metrics
 
     def report(self, result: FitResult, lr: float, norm: float, images: int) -> None:

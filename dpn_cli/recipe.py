@@ -40,7 +40,7 @@ Pixels = Annotated[Positive | tuple[Positive, Positive], BeforeValidator(_pixels
 class Section(BaseModel):
     """A part of a recipe: unknown keys are errors, values never change after validation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class About(Section):

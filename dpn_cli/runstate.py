@@ -110,13 +110,21 @@ class MetricsLog:
         text = self.path.read_text(encoding="utf-8") if self.path.is_file() else ""
         return [json.loads(line) for line in text.splitlines()]
 
-    def truncate(self, step: int) -> None:
-        """Drop records after `step`, which a resumed run will write again (a half-written last line too)."""
+    def truncate(self, step: int, *, evaluated: bool = True) -> None:
+        """Drop records after `step`, which a resumed run will write again (a half-written last line too).
+
+        Unless the step was `evaluated` before it was saved, that goes for its evaluation too.
+        """
+
+        def stays(record: dict[str, Any]) -> bool:
+            at = record.get("step", 0)
+            return bool(at < step or (at == step and (evaluated or "lr" in record)))
+
         if self.path.is_file():
             kept = []
             for line in self.path.read_text(encoding="utf-8").splitlines():
                 try:
-                    kept += [line] if json.loads(line).get("step", 0) <= step else []
+                    kept += [line] if stays(json.loads(line)) else []
                 except json.JSONDecodeError:
                     continue
             replace_text(self.path, "".join(f"{line}\n" for line in kept))

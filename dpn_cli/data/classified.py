@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from dpn_cli.errors import DataError
 
 # The share of the training images that chooses between checkpoints, and what it grows to where that is next to nothing.
 MINIVAL_SHARE, MINIVAL_LEAST, MINIVAL_MOST_SHARE = 0.01, 50, 0.1
+SPLITS = ("train", "val", "test")
 IMAGENET_IMAGES = 1_281_167, 50_000
 # What is asked of the built-in scenes, and the numbers of the scenes in every split. Pre-training has scenes of its
 # own: no other task trains or tests on them.
@@ -128,7 +130,7 @@ def open_class_data(source: Source, minival: float | None) -> ClassData:
         train, val = hold_out(train, source.val_fraction)
     else:
         val, val_classes = found
-        _check_classes(source, classes, val_classes)
+        check_classes(source, classes, val_classes)
     count = _minival_size(len(train.labels), minival)
     order = hash_order(train)
     cut = len(order) - count
@@ -145,7 +147,7 @@ def _minival_size(images: int, share: float | None) -> int:
 
 def hash_order(split: Labelled) -> list[int]:
     """Order images by a hash of their names: shuffled alike on every machine, whatever else is in the data set."""
-    digests = [hashlib.sha256(split.key(index).encode()).digest() for index in range(len(split.labels))]
+    digests = [hashlib.sha256(os.fsencode(split.key(index))).digest() for index in range(len(split.labels))]
     return sorted(range(len(digests)), key=digests.__getitem__)
 
 
@@ -169,7 +171,7 @@ def open_tuning_data(source: Source) -> ClassData:
 
     Raises `DataError` when one of the three is missing, or their classes differ.
     """
-    found = {split: open_split(source, split) for split in ("train", "val", "test") if has_split(source, split)}
+    found = {split: open_split(source, split) for split in own_splits(source)}
     missing = [split for split in ("val", "test") if split not in found]
     if missing:
         raise DataError(
@@ -177,9 +179,17 @@ def open_tuning_data(source: Source) -> ClassData:
             "it needs train/CLASS, val/CLASS and test/CLASS, or the splits train, validation and test of hf:OWNER/NAME"
         )
     (train, classes), (val, val_classes), (test, test_classes) = found.values()
-    _check_classes(source, classes, val_classes)
-    _check_classes(source, classes, test_classes)
+    check_classes(source, classes, val_classes)
+    check_classes(source, classes, test_classes)
     return ClassData(train, val, test, classes)
+
+
+def own_splits(source: Source) -> list[str]:
+    """Return which of ``train``, ``val`` and ``test`` a data set has, none of them standing in for another."""
+    own = [split for split in SPLITS if has_split(source, split)]
+    if source.place.startswith("hf:") and "val" in own and _hub_split(source.place, "val") == "test":
+        own.remove("val")
+    return own
 
 
 def has_split(source: Source, split: str) -> bool:
@@ -235,11 +245,13 @@ def _hub_split(place: str, split: str) -> str | None:
     from dpn_cli.data.labelled import load_hub
 
     found = load_hub(*_hub_name(place), True)
+    # Sets without a validation split are commonly scored on their test split.
     wanted = {"train": ("train",), "val": ("validation", "val", "valid", "test"), "test": ("test",)}
     return next((name for name in wanted[split] if name in found), None)
 
 
-def _check_classes(source: Source, train: Sequence[str], val: Sequence[str]) -> None:
+def check_classes(source: Source, train: Sequence[str], val: Sequence[str]) -> None:
+    """Raise `DataError` when two splits have different classes."""
     if tuple(train) == tuple(val):
         return
     missing, extra = sorted(set(train) - set(val)), sorted(set(val) - set(train))

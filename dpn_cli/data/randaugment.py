@@ -51,7 +51,7 @@ def _lookup(table: npt.NDArray[Any], image: Image) -> Image:
 
 
 def _posterize(image: Image, share: float) -> Image:
-    kept = max(int(share * 4), 1)  # TensorFlow shifts a byte by seven at most
+    kept = min(max(int(share * 4), 1), 8)  # TensorFlow shifts a byte by seven at most
     return image & np.uint8(256 - (1 << (8 - kept)))
 
 

@@ -113,7 +113,7 @@ def _check_data(recipe: SupervisedRecipe, data: ClassData, folder: RunFolder, wo
             f"--data {recipe.data.source}: the images have changed since this run began; start another with -o"
         )
     if recipe.fewshot:
-        check_shots("--eval-fewshot", _shot_pool(data.train).labels, data.classes, recipe.fewshot)
+        _check_probe(recipe.fewshot, data)
     if note := describe_imagenet(data):
         console.info(note)
     console.info(
@@ -131,6 +131,16 @@ def _check_data(recipe: SupervisedRecipe, data: ClassData, folder: RunFolder, wo
                     if not recipe.data.skip_bad_images:
                         raise
     return found
+
+
+def _check_probe(shots: int, data: ClassData) -> None:
+    """Raise `DpnError` when there is nothing to test the few-shot probe on, or too little to draw from."""
+    if not data.minival.labels:
+        raise DpnError(
+            f"--eval-fewshot {shots}: the probe is tested on minival, and there is none (data.minival); leave some "
+            "images to it, or probe the finished run with 'dpn eval fewshot'"
+        )
+    check_shots("--eval-fewshot", _shot_pool(data.train).labels, data.classes, shots)
 
 
 def _change(before: list[str], now: list[str]) -> str:
@@ -240,6 +250,7 @@ class _Training:
                 engine.Outputs(checkpoints, log, tick, console.warn),
                 MicroBatch.choose(recipe.runtime, recipe.batch_size // world.size, model, world.device),
                 evaluate_every=min(recipe.evaluate_every, max(1, recipe.schedule.steps // 4)) if watched else 0,
+                keep_best=recipe.select == "best",
             )
         if skipped:
             console.warn(f"{sum(skipped)} times an unreadable training image was replaced by the next one")
@@ -267,12 +278,26 @@ class _Training:
         scores = evaluate(self.classifier, self.data.minival, self.recipe, self.world)
         metrics = {"accuracy": scores.top1, "minival_loss": scores.loss}
         if self.recipe.fewshot:
-            accuracy = self.fewshot(self.recipe.fewshot) if self.world.leads else 0.0
-            metrics[f"fewshot_{self.recipe.fewshot}"] = distributed.from_leader(accuracy)
+            metrics[f"fewshot_{self.recipe.fewshot}"] = self.fewshot(self.recipe.fewshot)
         return metrics
 
     def fewshot(self, shots: int) -> float:
-        """Return the accuracy in percent on minival of a probe on a few training images per class."""
+        """Return the accuracy in percent on minival of a probe on a few training images per class.
+
+        Rank 0 does it; what stops it there stops all ranks.
+        """
+        accuracy, problem = 0.0, None
+        if self.world.leads:
+            try:
+                accuracy = self._probe(shots)
+            except DpnError as error:
+                problem = error
+        accuracy, problem = distributed.from_leader((accuracy, problem))
+        if problem is not None:
+            raise problem
+        return accuracy
+
+    def _probe(self, shots: int) -> float:
         pool, classes = _shot_pool(self.data.train), len(self.data.classes)
         rows = choose(torch.as_tensor(pool.labels).numpy(), classes, shots, 0).tolist()
         recipe, device = self.recipe, self.world.device
