@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import signal
 import tarfile
@@ -18,7 +19,15 @@ from test_loader import pictures
 
 from dpn_cli import stopping
 from dpn_cli.data import pack as packs
-from dpn_cli.data.classified import ClassFolders, Source, hash_order, open_class_data, open_split
+from dpn_cli.data.classified import (
+    ClassFolders,
+    Source,
+    hash_order,
+    open_class_data,
+    open_split,
+    open_tuning_data,
+    own_splits,
+)
 from dpn_cli.data.pack import Packed, Packing, pack
 from dpn_cli.errors import DataError, DpnError, StoppedError
 
@@ -68,7 +77,8 @@ def test_pictures_are_made_smaller_and_never_larger(
         split = Packed(tmp_path / packing.encode, "train")
         sizes = {split.open(index).size for index in range(61)}
         assert sizes == {(25, 20), (7, 10)}
-        assert {split.open(index).format for index in range(61)} == {{"jpeg": "JPEG", "ppm": "PPM"}[packing.encode]}
+        formats = {"jpeg": {"JPEG", "PNG"}, "ppm": {"PPM"}}[packing.encode]  # a picture that fits keeps its bytes
+        assert {split.open(index).format for index in range(61)} == formats
     exact, source = Packed(tmp_path / "ppm", "train"), ClassFolders(folder / "train")
     row = next(index for index in range(61) if source.key(index) == exact.key(0))
     small = Image.fromarray(source.pixels(row)).resize((25, 20), Image.Resampling.BICUBIC)
@@ -119,13 +129,25 @@ def test_a_stopped_packing_goes_on_and_mends_what_is_damaged(
     Packed(out, "train").pixels(25)
 
 
+def shorten(path: Path) -> None:
+    path.write_text(path.read_text()[:300])
+
+
+def replace(path: Path, old: str, new: str) -> None:
+    path.write_text(path.read_text().replace(old, new))
+
+
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
         (lambda out: (out / "train" / "000001.tar").unlink(), r"000001.tar: a damaged pack \(missing\); pack the data"),
         (lambda out: (out / "train" / "000001.tar").write_bytes(b"x"), r"\(1 bytes instead of \d+\)"),
         (lambda out: (out / "train" / "000000.npz").write_bytes(b"PK"), "000000.npz: a damaged pack"),
-        (lambda out: (out / "manifest.json").write_text("{"), "manifest.json: no manifest of 'dpn data pack'"),
+        (lambda out: shorten(out / "manifest.json"), "manifest.json: no whole manifest .* delete the pack"),
+        (
+            lambda out: replace(out / "manifest.json", '"complete": true', '"whole": 1'),
+            "no whole manifest .'complete'.",
+        ),
     ],
 )
 def test_missing_and_damaged_shards_are_named(
@@ -175,3 +197,86 @@ def test_the_command_packs_and_says_what_it_did(folder: Path, tmp_path: Path) ->
         done = run("data", "pack", "--data", str(folder), "--out", str(tmp_path / "q"), *arguments)
         assert done.exit_code in (2, 3)
         assert message in done.stderr
+
+
+def test_splits_with_other_classes_are_refused_before_anything_is_written(folder: Path, tmp_path: Path) -> None:
+    shutil.rmtree(folder / "val" / "class0")
+    done = run("data", "pack", "--data", str(folder), "--out", str(tmp_path / "p"))
+    assert done.exit_code == 3
+    assert "different classes: only in training: class0" in done.stderr
+    assert not (tmp_path / "p").exists()
+    done = run("data", "pack", "--data", str(folder), "--out", str(folder / "pack"))
+    assert done.exit_code == 2
+    assert "inside --data" in done.stderr
+
+
+def hub(root: Path, **splits: list[int]) -> Path:
+    """A local data set of parquet files: one white picture per label."""
+    import datasets
+
+    buffer = io.BytesIO()
+    Image.new("RGB", (9, 9), "white").save(buffer, "PNG")
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])})
+    root.mkdir()
+    for name, labels in splits.items():
+        rows = {"image": [{"bytes": buffer.getvalue(), "path": None}] * len(labels), "label": labels}
+        datasets.Dataset.from_dict(rows, features=features).to_parquet(root / f"{name}-00000-of-00001.parquet")
+    return root
+
+
+def test_hub_splits_without_labels_are_left_out_and_none_stands_in_for_another(tmp_path: Path) -> None:
+    place = hub(tmp_path / "hub", train=[0, 1, 0, 1], validation=[0, 1], test=[-1, -1])
+    done = run("data", "pack", "--data", f"hf:{place}", "--out", str(tmp_path / "p"), "--size", "keep", "--json")
+    assert done.exit_code == 0, done.output
+    assert set(json.loads(done.stdout)) == {"train", "val"}
+    assert "test has no labels and is left out" in done.stderr.replace("\n", " ")
+    split = Packed(tmp_path / "p", "train")
+    assert (split.classes, split.open(0).format) == (("a", "b"), "PNG")
+    two = hub(tmp_path / "two", train=[0, 1, 0, 1], test=[0, 1])
+    assert own_splits(Source(f"hf:{two}")) == ["train", "test"]
+    with pytest.raises(DataError, match="no val images; a sweep chooses on val and reports test"):
+        open_tuning_data(Source(f"hf:{two}"))
+
+
+def test_a_pack_of_one_split_validates_another_data_set(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("data", "pack", "--data", str(folder / "val"), "--out", str(tmp_path / "v"), "-q").exit_code == 0
+    data = open_class_data(Source(str(folder), val_place=str(tmp_path / "v")), None)
+    assert len(data.val.labels) == 12
+    with pytest.raises(DataError, match="a pack of train, without val"):
+        open_split(Source(str(tmp_path / "v")), "val")
+    (folder / "manifest.json").write_text('{"splits": {"train": {}}, "classes": []}')
+    assert len(open_split(Source(str(folder)), "train")[0].labels) == 60  # somebody else's manifest
+
+
+def test_what_an_encoding_cannot_hold_is_named_or_left_out(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Image.new("RGB", (70_000, 21)).save(folder / "train" / "class1" / "wide.png")
+    with pytest.raises(DataError, match=r"wide.png: 66667x20 pixels cannot be stored as jpeg"):
+        packed(folder, tmp_path / "pack", Packing(20), monkeypatch)
+    shutil.rmtree(tmp_path / "pack")
+    manifest, _ = packed(folder, tmp_path / "pack", Packing(20), monkeypatch, skip_bad=True)
+    assert sum(entry["left_out"] for entry in manifest["splits"]["train"].values()) == 1
+
+
+def test_quality_and_index_digest_are_heeded(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    for quality in (30, 95):
+        packed(folder, tmp_path / str(quality), Packing(20, quality=quality), monkeypatch)
+        sizes.append(sum(Packed(tmp_path / str(quality), "train").sizes))
+    assert sizes[0] < 0.9 * sizes[1]  # of files of 700 bytes, most of it headers
+    index = tmp_path / "30" / "train" / "000002.npz"
+    index.write_bytes((tmp_path / "30" / "train" / "000001.npz").read_bytes())
+    _, told = packed(folder, tmp_path / "30", Packing(20, quality=30), monkeypatch)
+    assert len(told) == 1
+
+
+def test_file_names_that_are_no_text_are_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = pictures(tmp_path / "photos", classes=1, each=2)
+    (root / "class0" / "000.jpg").rename(os.fsdecode(os.fsencode(root) + b"/class0/\xff.jpg"))
+    done = run("data", "pack", "--data", str(root), "--out", str(tmp_path / "p"), "--size", "keep", "-q")
+    assert done.exit_code == 0, done.output
+    split = Packed(tmp_path / "p", "train")
+    assert os.fsencode(next(key for key in map(split.key, range(2)) if "001" not in key)) == b"class0/\xff.jpg"

@@ -63,12 +63,19 @@ def pack(
             raise DpnError(f"--encode {encode!r}: jpeg or ppm")
         how: Literal["jpeg", "ppm"] = "jpeg" if encode == "jpeg" else "ppm"
         from dpn_cli import stopping
-        from dpn_cli.data.classified import Source, has_split, hash_order, open_split
+        from dpn_cli.data.classified import Source, check_classes, hash_order, open_split, own_splits
         from dpn_cli.data.pack import Packing, pack
 
         console = Console(quiet=quiet)
         source = Source(data, image_column=image_column, label_column=label_column)
-        found = {name: open_split(source, name) for name in ("train", "val", "test") if has_split(source, name)}
+        if out.expanduser().resolve().is_relative_to(Path(data).expanduser().resolve()):
+            raise DpnError(f"--out {out}: inside --data {data}, where its shards would be taken for pictures")
+        found = {name: open_split(source, name) for name in own_splits(source)}
+        for name in [name for name, (split, _) in found.items() if min(split.labels) < 0]:
+            console.warn(f"{name} has no labels and is left out")
+            del found[name]
+        for name in found:
+            check_classes(source, found["train"][1], found[name][1])
         packing = Packing(None if size == "keep" else int(size), how, quality)
         with stopping.listen():
             manifest = pack(

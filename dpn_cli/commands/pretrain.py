@@ -177,7 +177,7 @@ def pretrain(
             print(json.dumps(result, indent=2) if as_json else describe(result))
 
 
-@plan.command("pretrain", epilog="Example: dpn plan pretrain --arch B/16 --images 1281167")
+@plan.command("pretrain", epilog="Example: dpn plan pretrain --arch B/16 --images 1268355")
 def plan_pretrain(
     name: Name = None,
     arch: options.Arch = None,
@@ -189,7 +189,8 @@ def plan_pretrain(
         typer.Option(
             "--images",
             min=1,
-            help="Training images, where the data are not here. \\[default: those of --data, else ImageNet-1k's]",
+            help="Images to train on (minival is none of them), where the data are not here. "
+            "\\[default: those of --data, else ImageNet-1k's]",
             rich_help_panel=options.DATA,
             show_default=False,
         ),

@@ -229,7 +229,9 @@ def open_split(source: Source, split: str) -> tuple[Labelled, tuple[str, ...]]:
             "'demo' is the built-in data, hf:OWNER/NAME a hub data set, wds:PATTERN webdataset shards"
         )
     if is_pack(root):
-        packed = Packed(root, split)
+        named = read_manifest(root)["splits"]
+        alone = source.val_place is not None and split == "val" and len(named) == 1
+        packed = Packed(root, next(iter(named)) if alone else split)
         return packed, packed.classes
     inner = root / split
     folders = ClassFolders(inner if inner.is_dir() else root)

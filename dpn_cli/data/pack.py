@@ -6,16 +6,15 @@ each, in an order that is shuffled by the pictures' names; ``SPLIT/000000.npz`` 
 
 from __future__ import annotations
 
-import functools
 import io
 import json
+import os
 import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +27,7 @@ from dpn_cli.data.shards import members
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.files import file_digest, replace_file, replace_json
 
-MANIFEST = "manifest.json"
+MANIFEST, FORMAT = "manifest.json", "dpn-pack-1"
 SHARD_IMAGES = 1000
 Json = dict[str, Any]
 
@@ -59,6 +58,7 @@ def pack(
     `StoppedError` after a signal.
     """
     described: Json = {
+        "format": FORMAT,
         **asdict(packing),
         "skip_bad": skip_bad,
         "classes": list(classes),
@@ -74,17 +74,18 @@ def pack(
         left = {
             shard: rows for shard, rows in jobs.items() if not _intact(out / name / f"{shard}.tar", done.get(shard))
         }
-        write = functools.partial(_write_shard, split, out / name, packing, skip_bad)
-        with ProcessPoolExecutor(workers, initializer=stopping.leave_to_parent, initargs=(0,)) as pool:
-            pending = iter(left.items())
-            running = [(shard, pool.submit(write, shard, rows)) for shard, rows in islice(pending, 2 * workers)]
-            while running:
-                shard, future = running.pop(0)
-                done[shard] = future.result()
+        # A split has a million names: every process gets it once.
+        given = (split, out / name, packing, skip_bad)
+        pool = ProcessPoolExecutor(workers, initializer=_begin_process, initargs=given)
+        try:
+            futures = {pool.submit(_write_shard, shard, rows): shard for shard, rows in left.items()}
+            for future in as_completed(futures):
+                done[futures[future]] = future.result()
                 replace_json(out / MANIFEST, manifest)
-                stopping.check_here()
                 progress(f"{name}: {len(done)} of {len(jobs)} shards")
-                running += [(shard, pool.submit(write, shard, rows)) for shard, rows in islice(pending, 1)]
+                stopping.check_here()
+        finally:
+            pool.shutdown(cancel_futures=True)
         manifest["splits"][name] = dict(sorted(done.items()))
     manifest["complete"] = True
     replace_json(out / MANIFEST, manifest)
@@ -94,7 +95,9 @@ def pack(
 def _begin(out: Path, described: Json) -> Json:
     """Return the manifest to go on with. Raises `DpnError` when `out` holds something else."""
     path = out / MANIFEST
-    if path.is_file():
+    if out.is_file():
+        raise DpnError(f"--out {out}: a file; name a folder")
+    if is_pack(out):
         manifest = read_manifest(out)
         changed = [key for key, value in described.items() if manifest.get(key) != value]
         if changed:
@@ -116,18 +119,24 @@ def _intact(path: Path, entry: Json | None) -> bool:
     return (file_digest(path), file_digest(index)) == (entry["sha256"], entry["index_sha256"])
 
 
-def _write_shard(
-    split: Labelled, folder: Path, packing: Packing, skip_bad: bool, shard: str, rows: Sequence[int]
-) -> Json:
+_given: list[Any] = []  # what `_begin_process` was given, for all shards that the process writes
+
+
+def _begin_process(split: Labelled, folder: Path, packing: Packing, skip_bad: bool) -> None:
+    stopping.leave_to_parent(0)
+    _given[:] = split, folder, packing, skip_bad
+
+
+def _write_shard(shard: str, rows: Sequence[int]) -> Json:
     """Write one shard and its index; returns its entry of the manifest."""
+    split, folder, packing, skip_bad = _given
     keys, labels, sums = list[str](), list[int](), list[int]()
-    suffix = {"jpeg": "jpg", "ppm": "ppm"}[packing.encode]
 
     def fill(temporary: Path) -> None:
         with tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as archive:
             for place, row in enumerate(rows):
                 try:
-                    encoded = _encoded(split.open(row), split.where(row), packing)
+                    suffix, encoded = _encoded(split.open(row), split.where(row), packing)
                 except DataError:
                     if not skip_bad:
                         raise
@@ -145,7 +154,7 @@ def _write_shard(
     digest = replace_file(path, fill)
     places = [(offset, size) for _, offset, size, _ in members(path)] if keys else []
     index = {
-        "keys": np.array([key.encode() for key in keys], dtype=np.bytes_),
+        "keys": np.array([os.fsencode(key) for key in keys], dtype=np.bytes_),
         "labels": np.array(labels, dtype=np.int32),
         "crc32": np.array(sums, dtype=np.uint32),
         "offsets": np.array([offset for offset, _ in places], dtype=np.int64),
@@ -165,42 +174,71 @@ def _write_shard(
     }
 
 
-def _encoded(image: Image.Image, where: str, packing: Packing) -> bytes:
-    """Return a picture as it is stored; one that need not change keeps its bytes. It is decoded in any case."""
-    file = getattr(image, "fp", None)
+# The ending of pictures that keep their bytes, by Pillow's name of the format.
+KEPT = {
+    "JPEG": "jpg",
+    "MPO": "jpg",
+    "PNG": "png",
+    "WEBP": "webp",
+    "BMP": "bmp",
+    "GIF": "gif",
+    "TIFF": "tif",
+    "PPM": "ppm",
+}
+
+
+def _encoded(image: Image.Image, where: str, packing: Packing) -> tuple[str, bytes]:
+    """Return a picture as it is stored, with its ending; one that need not change keeps its bytes.
+
+    It is decoded in any case. Raises `DataError` for one that is unreadable, or that the encoding cannot hold.
+    """
+    file, kind = getattr(image, "fp", None), image.format or ""
     original = b""
-    if image.format == "JPEG" and file is not None:
+    if kind in KEPT and file is not None:
         file.seek(0)
         original = file.read()
         image = open_image(io.BytesIO(original), where)
     pixels = Image.fromarray(decode(image, where))
     short = min(pixels.size)
-    small = packing.size is None or short <= packing.size
-    if small and original and packing.encode == "jpeg":
-        return original
-    if not small:
-        assert packing.size is not None
+    if packing.size is None or short <= packing.size:
+        if original and packing.encode == "jpeg":
+            return KEPT[kind], original
+    else:
         width, height = (max(1, round(side * packing.size / short)) for side in pixels.size)
         pixels = pixels.resize((width, height), Image.Resampling.BICUBIC)  # antialiased, as Pillow's always are
     buffer = io.BytesIO()
-    pixels.save(buffer, packing.encode, quality=packing.quality)
-    return buffer.getvalue()
+    try:
+        pixels.save(buffer, packing.encode, quality=packing.quality)
+    except OSError as error:
+        size = "x".join(map(str, pixels.size))
+        raise DataError(
+            f"{where}: {size} pixels cannot be stored as {packing.encode} ({error}); use --encode ppm, or leave it out "
+            "and count it with --skip-bad-images"
+        ) from error
+    return {"jpeg": "jpg", "ppm": "ppm"}[packing.encode], buffer.getvalue()
 
 
 def read_manifest(root: Path) -> Json:
     """Return a pack's manifest. Raises `DataError` when it is damaged."""
     try:
         manifest: Json = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
-        if not isinstance(manifest["splits"], dict) or not isinstance(manifest["classes"], list):
-            raise TypeError("splits and classes")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{root / MANIFEST}: no manifest of 'dpn data pack' ({error}); pack the data again") from error
+        shards = [shard for split in manifest["splits"].values() for shard in split.values()]
+        if not all(isinstance(shard[key], int) for shard in shards for key in ("bytes", "images")):
+            raise TypeError("bytes and images are numbers")
+        if not isinstance(manifest["classes"], list) or not isinstance(manifest["complete"], bool):
+            raise TypeError("classes are a list, complete is true or false")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{root / MANIFEST}: no whole manifest ({error}); delete the pack and make it again") from error
     return manifest
 
 
 def is_pack(root: Path) -> bool:
-    """Tell whether a folder is a packed data set."""
-    return (root / MANIFEST).is_file()
+    """Tell whether a folder is a packed data set, by its manifest's first line."""
+    try:
+        with (root / MANIFEST).open(encoding="utf-8") as file:
+            return FORMAT in file.read(100)
+    except (OSError, ValueError):
+        return False
 
 
 class Packed(Images):
@@ -211,6 +249,8 @@ class Packed(Images):
 
     def __init__(self, root: Path, split: str) -> None:
         manifest = read_manifest(root)
+        if split not in manifest["splits"]:
+            raise DataError(f"--data {root}: a pack of {', '.join(manifest['splits'])}, without {split}")
         again = f"pack the data into {root} again: what is intact is kept"
         if not manifest["complete"]:
             raise DataError(f"--data {root}: the packing has not finished; {again}")
@@ -241,7 +281,7 @@ class Packed(Images):
 
     def key(self, index: int) -> str:
         """Return a picture's name in the data set that was packed."""
-        return bytes(self.keys[index]).decode()
+        return os.fsdecode(bytes(self.keys[index]))
 
     def open(self, index: int) -> Image.Image:
         """Open a picture, not decoded yet. Raises `DataError` when its bytes have changed since it was packed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,32 +39,36 @@ def start(
     overwrite: bool,
     dry_run: bool,
     console: Console,
+    folder: str | None = None,
     open_data: OpenData = open_data,
     train: Train | None = None,
+    runs: Sequence[SupervisedRecipe] = (),
 ) -> dict[str, Any] | None:
     """Train and return the result; None on ranks that do not lead and after a dry run.
 
-    `open_data` and `train` are for tasks that do it otherwise.
+    The run's folder is below ``runs/`` in `folder`, or one named after the task. `open_data`, `train` and the list of
+    `runs` are for tasks that do more than one training.
     Raises `DpnError` and its kin, each with the exit code of its cause.
     """
     arch = (recipe.backbone.arch or Path(recipe.backbone.checkpoint or "scratch").stem).replace("/", "-")
-    path = output_dir or Path("runs") / (f"{task}_demo" if recipe.demo else task) / f"{arch}-{recipe.backbone.stem}"
+    kind = f"{task}_demo" if recipe.demo else folder or task
+    path = output_dir or Path("runs") / kind / f"{arch}-{recipe.backbone.stem}"
 
-    def run(folder: RunFolder, world: World) -> dict[str, Any]:
+    def run(opened: RunFolder, world: World) -> dict[str, Any]:
         data = open_data(recipe)
         if train is not None:
-            return train(data, folder, world)
-        return train_classifier(in_steps(recipe, len(data.train.labels)), data, task, folder, world, console)
+            return train(data, opened, world)
+        return train_classifier(in_steps(recipe, len(data.train.labels)), data, task, opened, world, console)
 
     def try_out(world: World) -> None:
         data = open_data(recipe)
-        counted = in_steps(recipe, len(data.train.labels))
-        check_batch(counted, world)
-        seconds = measure_step(counted, data, world, console)
-        steps = counted.schedule.steps
+        counted = [in_steps(each, len(data.train.labels)) for each in runs or [recipe]]
+        check_batch(recipe, world)
+        seconds = measure_step(counted[-1], data, world, console)
+        steps = sum(each.schedule.steps for each in counted)
         console.info(
             f"dry run passed: {len(data.train.labels)} + {len(data.minival.labels)} + {len(data.val.labels)} images, "
-            f"{len(data.classes)} classes, {steps} steps at {seconds:.3g} s a step: about "
+            f"{len(data.classes)} classes, {steps} steps in {len(counted)} trainings at {seconds:.3g} s a step: about "
             f"{steps * seconds / 3600:.3g} hours here, and evaluation"
         )
 

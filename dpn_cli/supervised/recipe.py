@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -19,7 +18,7 @@ from dpn_cli.recipe import (
     Schedule,
     Section,
     listed,
-    read_recipe,
+    merge,
 )
 
 Share = Annotated[float, Field(gt=0, lt=1)]
@@ -48,10 +47,10 @@ class Network(Backbone):
 
 
 class RandAugment(Section):
-    """How many random operations an image goes through, and how strong they are (10 is the reference's full level)."""
+    """How many random operations an image goes through, and how strong they are; the reference goes to 20."""
 
     layers: Annotated[int, Field(ge=0)] = 0
-    magnitude: NonNegative = 0.0
+    magnitude: Annotated[float, Field(ge=0, le=30)] = 0.0
 
 
 class SupervisedRecipe(Section):
@@ -93,37 +92,54 @@ class SupervisedRecipe(Section):
 RecipeT = TypeVar("RecipeT", bound=SupervisedRecipe)
 
 
-def duration(asked: Mapping[str, Any], shipped: str) -> Plain:
-    """Return what the steps that a command asks for change in the shipped recipe beside the steps themselves.
+def layered(shipped: Plain, config: Plain, command: Plain, shown: str) -> Plain:
+    """Merge what a command was asked for over a shipped recipe, so that its duration stays one thing.
 
-    The warm-up keeps its share of the duration unless it is given too. Raises `DpnError` for a section that is a value,
-    when steps and epochs are both given, and for a warm-up in steps when epochs decide how many steps there are.
+    `config` is ``--config``'s file, `command` the flags and settings, which win. Steps put epochs aside, also those of
+    the layer below, and the warm-up keeps its share of the duration unless it is given too. In a file with both, epochs
+    decide, as in the shipped recipes. Raises `DpnError` for a section that is a value, for steps and epochs in one
+    command, and for a warm-up in steps when epochs decide how many steps there are.
     """
-    for section in ("data", "backbone", "schedule"):
-        if not isinstance(asked.get(section, {}), dict):
-            raise DpnError(f"{section}: a section of keys, not a value; see dpn recipes show {shipped}")
-    schedule: Plain = asked.get("schedule", {})
-    if "steps" in schedule and asked.get("epochs") is not None:
-        raise DpnError(f"--steps {schedule['steps']} and --epochs {asked['epochs']}: give one of them")
-    if asked.get("epochs") is not None and "warmup" in schedule:
+    for layer in (config, command):
+        for section in ("data", "backbone", "schedule"):
+            if not isinstance(layer.get(section, {}), dict):
+                raise DpnError(f"{section}: a section of keys, not a value; see dpn recipes show {shown}")
+    asked = command.get("schedule", {})
+    steps, epochs = asked.get("steps"), command.get("epochs")
+    if steps is not None and epochs is not None:
+        raise DpnError(f"--steps {steps} and --epochs {epochs}: give one of them")
+    if epochs is not None and "warmup" in asked:
         raise DpnError(
-            f"--epochs {asked['epochs']} and schedule.warmup={schedule['warmup']}: epochs become steps when the images "
-            "are counted, and the warm-up keeps its share of them; give --steps to set both"
+            f"--epochs {epochs} and schedule.warmup={asked['warmup']}: epochs become steps when the images are counted "
+            "and the warm-up keeps its share of them; give --steps to set both"
         )
-    if not isinstance(schedule.get("steps"), int):
+    merged = merge(shipped, _in_its_own_steps(config, shipped), config)
+    return merge(merged, _in_its_own_steps(command, merged), command)
+
+
+def _in_its_own_steps(layer: Plain, below: Plain) -> Plain:
+    """Return what the steps of a layer change beside the steps themselves."""
+    schedule, usual = layer.get("schedule", {}), below["schedule"]
+    steps = schedule.get("steps")
+    if steps is None or layer.get("epochs") is not None:
         return {}
-    usual = read_recipe(shipped)["schedule"]
-    return {"epochs": None, "schedule": {"warmup": schedule["steps"] * usual["warmup"] // usual["steps"]}}
+    if not isinstance(steps, int):
+        raise DpnError(f"schedule.steps: a whole number of steps (got {steps!r})")
+    return {"epochs": None, "schedule": {"warmup": steps * usual.get("warmup", 0) // usual["steps"]}}
 
 
 def in_steps(recipe: RecipeT, images: int) -> RecipeT:
     """Return the recipe with its duration in steps: big_vision rounds epochs x images / batch, at least to one.
 
-    The warm-up keeps its share of the duration.
+    The warm-up keeps its share of the duration. Raises `DpnError` for other parts of a schedule that count steps.
     """
     if recipe.epochs is None:
         return recipe
+    schedule = recipe.schedule
+    if schedule.decay_from is not None or schedule.cooldown or schedule.stairs:
+        raise DpnError(
+            "schedule: decay_from, cooldown and stairs count steps, and the duration is in epochs; give --steps"
+        )
     steps = max(1, round(recipe.epochs * images / recipe.batch_size))
-    warmup = steps * recipe.schedule.warmup // recipe.schedule.steps
-    schedule = recipe.schedule.model_copy(update={"steps": steps, "warmup": warmup})
-    return recipe.model_copy(update={"schedule": schedule})
+    counted = schedule.model_copy(update={"steps": steps, "warmup": steps * schedule.warmup // schedule.steps})
+    return recipe.model_copy(update={"schedule": counted})

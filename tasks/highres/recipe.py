@@ -9,7 +9,7 @@ from dpn_cli.arch import check_image_size, parse_arch
 from dpn_cli.errors import DpnError
 from dpn_cli.home import find_data, find_weights, home
 from dpn_cli.recipe import Plain, merge, read_recipe
-from dpn_cli.supervised.recipe import SupervisedRecipe, duration
+from dpn_cli.supervised.recipe import SupervisedRecipe, layered
 
 
 class HighresRecipe(SupervisedRecipe):
@@ -19,14 +19,14 @@ class HighresRecipe(SupervisedRecipe):
 def resolve(config: str | None, flags: Mapping[str, Any], settings: Mapping[str, Any]) -> Plain:
     """Merge the layers of the recipe; without data it becomes the demo's.
 
-    A duration that is given brings its warm-up along, a tenth of it as in the paper, unless that is given too.
-    Raises `DpnError` when steps and epochs are both given.
+    Raises `DpnError` as `layered` does.
     """
-    asked = merge(read_recipe(config) if config else {}, flags, settings)
-    data = asked.get("data")
-    source = (data.get("source") if isinstance(data, dict) else None) or find_data("imagenet")
+    asked, command = read_recipe(config) if config else {}, merge(flags, settings)
+    places = (layer.get("data") for layer in (command, asked))
+    given = next((place["source"] for place in places if isinstance(place, dict) and place.get("source")), None)
+    source = given or find_data("imagenet")
     shipped = "highres_demo" if source == "demo" else "highres"
-    return merge(read_recipe(shipped), duration(asked, shipped), asked, {"data": {"source": source}})
+    return merge(layered(read_recipe(shipped), asked, command, shipped), {"data": {"source": source}})
 
 
 def settle(recipe: HighresRecipe) -> HighresRecipe:

@@ -17,7 +17,8 @@ from dpn_cli.runstate import RunFolder
 from dpn_cli.supervised import command
 from dpn_cli.supervised.recipe import SupervisedRecipe, in_steps
 from dpn_cli.supervised.train import train_classifier
-from tasks.pretrain.recipe import PretrainRecipe, cells, differences
+from tasks.pretrain.recipe import PretrainRecipe, cells, differences, runs_of
+from tasks.pretrain.table import PAPER
 
 Json = dict[str, Any]
 DEMO_NOTE = (
@@ -35,7 +36,8 @@ def start(
     """
     if recipe.demo:
         console.info(DEMO_NOTE)
-    if differing := differences(recipe):
+    differing = differences(recipe)
+    if differing:
         console.info(f"differs from Appendix C, whose value follows in brackets: {'; '.join(differing)}")
 
     def train(data: ClassData, folder: RunFolder, world: World) -> Json:
@@ -54,12 +56,22 @@ def start(
         overwrite=overwrite,
         dry_run=dry_run,
         console=console,
-        open_data=_open_tuning if recipe.stages else command.open_data,
+        folder=_folder(recipe),
+        open_data=open_tuning if recipe.stages else command.open_data,
         train=train,
+        runs=runs_of(recipe) if recipe.stages else (),
     )
 
 
-def _open_tuning(recipe: SupervisedRecipe) -> ClassData:
+def _folder(recipe: PretrainRecipe) -> str:
+    """Return the folder below ``runs/``: one for each recipe, so that none stands in another's way."""
+    if recipe.stages:
+        return "pretrain_sweep"
+    return "pretrain" if recipe.epochs is None or recipe.epochs == PAPER["epochs"] else f"pretrain_{recipe.epochs:g}ep"
+
+
+def open_tuning(recipe: SupervisedRecipe) -> ClassData:
+    """Open the three splits of a sweep: `minival` is the one to choose on, `val` the one to test on."""
     return open_tuning_data(command.source_of(recipe))
 
 
@@ -81,7 +93,7 @@ class _Sweep:
                 self._cell(f"stage{number}/{name}", cell, searching, f"{place} of {len(runs)}")
                 for place, (name, cell) in enumerate(runs, 1)
             ]
-            scores = [-1.0 if result is None else result["minival_top1"] for result in results]
+            scores = [-1.0 if result["minival_top1"] is None else result["minival_top1"] for result in results]
             if max(scores) < 0:
                 raise NonFiniteError(f"stage {number}: every run ended with a loss that is no number; lower lr")
             best = scores.index(max(scores))
@@ -89,10 +101,7 @@ class _Sweep:
             stages.append(
                 {
                     "epochs": stage.epochs,
-                    "top1": {
-                        name: None if result is None else result["minival_top1"]
-                        for (name, _), result in zip(runs, results, strict=True)
-                    },
+                    "top1": {name: result["minival_top1"] for (name, _), result in zip(runs, results, strict=True)},
                     "chosen": runs[best][0],
                 }
             )
@@ -100,7 +109,7 @@ class _Sweep:
         last = len(self.recipe.stages)
         ((name, final),) = cells(chosen, self.recipe.stages[-1])
         result = self._cell(f"stage{last}/{name}", final, self.data, "1 of 1")
-        if result is None:
+        if result["minival_top1"] is None:
             raise NonFiniteError(f"stage {last}: the loss is no number; lower lr")
         weights = f"stage{last}/{name}/{WEIGHTS}"
         whole = {**result, "stages": stages, "weights": weights}
@@ -108,8 +117,8 @@ class _Sweep:
             self.folder.finish(whole)
         return whole
 
-    def _cell(self, place: str, recipe: PretrainRecipe, data: ClassData, shown: str) -> Json | None:
-        """Run one training or return its result; None when its loss became no number."""
+    def _cell(self, place: str, recipe: PretrainRecipe, data: ClassData, shown: str) -> Json:
+        """Run one training or return its result, without a score when its loss became no number."""
         folder = open_folder(self.folder.path / place, recipe, self.world, resume=True, overwrite=False)
         if (result := folder.result) is not None:
             return result
@@ -119,7 +128,10 @@ class _Sweep:
             result = train_classifier(counted, data, "pretrain", folder, self.world, self.console)
         except NonFiniteError as error:
             self.console.warn(f"{place}: {error}")
-            return None
+            result = {"task": "pretrain", "minival_top1": None, "error": str(error)}
+            if self.world.leads:
+                folder.finish(result)
+            return result
         if data.val is data.minival and self.world.leads:
             (folder.path / WEIGHTS).unlink()  # a search leaves its numbers, not a network per cell
         barrier()

@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from dpn_cli import engine
-from dpn_cli.distributed import join
+from dpn_cli.distributed import World, join
 from dpn_cli.recipe import Runtime
 from dpn_cli.supervised.command import open_data
 from dpn_cli.supervised.recipe import in_steps
-from dpn_cli.supervised.train import load_network
-from tasks.pretrain.recipe import PretrainRecipe, cells
+from dpn_cli.supervised.train import check_batch, load_network
+from tasks.pretrain.command import open_tuning
+from tasks.pretrain.recipe import PretrainRecipe, runs_of
 
 # Training images where the data are not at hand: train[:99%] of ImageNet-1k, TFDS' sun397 split, and their classes.
 USUAL = {False: (1_268_355, 1000), True: (76_128, 397)}
@@ -36,17 +37,20 @@ def estimate(recipe: PretrainRecipe, images: int | None, *, here: bool, ranks: i
     """
     usual, classes = USUAL[bool(recipe.stages)]
     if here:
-        data = open_data(recipe)
+        data = (open_tuning if recipe.stages else open_data)(recipe)
         usual, classes = len(data.train.labels), len(data.classes)
     images = images or usual
-    runs = [cell for stage in recipe.stages for _, cell in cells(recipe, stage)] or [recipe]
+    check_batch(recipe, World(0, ranks, torch.device("cpu")))
+    runs = runs_of(recipe)
     steps = [in_steps(run, images).schedule.steps for run in runs]
     flops, parameters = training_flops(recipe, classes)
     work = flops * recipe.batch_size * sum(steps)
     with join(recipe.runtime.device) as world:
         rate = matrix_rate(recipe.runtime, world.device)
         device = str(world.device)
-    moments = (2 if recipe.optim.state_dtype == "bfloat16" else 4) + 4
+    state = 4 + (2 if recipe.optim.state_dtype == "bfloat16" else 4) + 4 + (4 if recipe.ema else 0)
+    # The last state, the one before it, and one that is being written; the best one likewise.
+    copies = 3 + (2 if recipe.select == "best" else 0)
     seconds = work / rate / ranks
     return {
         "task": "plan pretrain",
@@ -66,7 +70,7 @@ def estimate(recipe: PretrainRecipe, images: int | None, *, here: bool, ranks: i
         "hours": seconds / 3600 / SHARE,
         "images_per_second_needed": recipe.batch_size * sum(steps) / seconds * SHARE,
         "weights_bytes": 4 * parameters,
-        "checkpoints_bytes": 2 * parameters * (4 + moments),
+        "checkpoints_bytes": copies * parameters * state,
     }
 
 

@@ -11,23 +11,21 @@ from pydantic import Field, model_validator
 from dpn_cli.arch import check_image_size, did_you_mean, parse_arch
 from dpn_cli.errors import DpnError
 from dpn_cli.home import find_data
-from dpn_cli.recipe import Plain, Section, build, from_settings, merge, read_recipe
-from dpn_cli.supervised.recipe import SupervisedRecipe, duration
-from tasks.pretrain.table import APPENDIX_C, LEVELS, SHORT, augmented, regularized
+from dpn_cli.recipe import Plain, Section, build, from_flags, merge, read_recipe
+from dpn_cli.supervised.recipe import SupervisedRecipe, layered
+from tasks.pretrain.table import APPENDIX_C, LEVELS, PAPER, SHORT, augmented, regularized
 
 RECIPES = {"imagenet": "pretrain", "sun397": "pretrain_sun397"}
 # The built-in scenes with the question that takes most of them in.
 DEMO_OBJECTS = "demo:objects"
 LEAST_MINIVAL = 0.01
-# Sections that say where and how a run runs, not what it computes.
-APART = ("about", "data", "runtime")
 
 
 class Stage(Section):
     """One stage of a sweep: every combination of the grid's values is trained, the best one is carried on."""
 
     epochs: Annotated[float, Field(gt=0)]
-    grid: dict[str, tuple[float, ...]] = Field(default_factory=dict)
+    grid: dict[str, Annotated[tuple[float, ...], Field(min_length=1)]] = Field(default_factory=dict)
 
 
 class PretrainRecipe(SupervisedRecipe):
@@ -56,38 +54,57 @@ def resolve(
 ) -> Plain:
     """Merge the layers of the recipe `name`; without data it becomes the demo's.
 
-    Later layers win: shipped recipe, Appendix C's line of the architecture, preset, augmentation level, then what was
-    asked. Raises `DpnError` for an architecture without a line, unless the level is given.
+    Later layers win: shipped recipe, Appendix C's line of the architecture, ``--config``, preset, augmentation level,
+    flags and settings. Raises `DpnError` for an architecture without a line, unless the level is given, and for what a
+    sweep's stages decide.
     """
     if name not in RECIPES:
         raise DpnError(f"--recipe {name!r}: choose {' or '.join(RECIPES)}{did_you_mean(name, RECIPES)}")
-    asked = merge(read_recipe(config) if config else {}, flags, settings)
-    data = asked.get("data")
-    given = data.get("source") if isinstance(data, dict) else None
+    file, command = read_recipe(config) if config else {}, merge(flags, settings)
+    given = _last("data", "source", file, command)
+    arch = _last("backbone", "arch", file, command)
     source = given or find_data(name)
-    section = asked.get("backbone")
-    arch = section.get("arch") if isinstance(section, dict) else None
-    if source == "demo" and not given and arch:
+    demo = source in ("demo", DEMO_OBJECTS)
+    if demo and name != "imagenet":
+        raise DpnError(
+            f"--data: {name} needs train/CLASS, val/CLASS and test/CLASS; name the folder (there is no demo)"
+        )
+    if demo and not given and arch:
         raise DpnError(
             f"--data: no images to train {arch} on: neither $DPN_DATA_DIR/{name} nor ./{name} is there; name them with "
             "--data, or leave --arch out to train the small demo tower on built-in scenes"
         )
-    demo = source in ("demo", DEMO_OBJECTS)
     if preset and (demo or name != "imagenet"):
         raise DpnError(f"--preset {preset}: shortens the recipe of ImageNet, not {'the demo' if demo else name}")
-    shipped = "pretrain_demo" if demo else RECIPES[name]
-    row = {} if demo else _row_of(arch, level)
-    if name == "sun397" and row:
-        row = {"backbone": {"pre_logits": row["backbone"]["pre_logits"]}}  # the stages search for the others
-    return merge(
-        read_recipe(shipped),
-        row,
-        SHORT if preset else {},
-        augmented(_level(level)) if level else {},
-        duration(asked, shipped),
-        asked,
-        {"data": {"source": DEMO_OBJECTS if demo else source}},
+    shipped = read_recipe("pretrain_demo" if demo else RECIPES[name])
+    row = {} if demo else _row_of(arch, level, searched=name == "sun397")
+    plain = layered(
+        merge(shipped, row),
+        merge(file, SHORT if preset else {}, augmented(_level(level)) if level else {}),
+        command,
+        "pretrain",
     )
+    if plain.get("stages"):
+        _check_searched(plain, command)
+    return merge(plain, {"data": {"source": DEMO_OBJECTS if demo else source}})
+
+
+def _last(section: str, key: str, *layers: Plain) -> Any:
+    """Return the value that the last layer with one gives a key."""
+    sections = [layer.get(section) for layer in layers]
+    return next((each[key] for each in reversed(sections) if isinstance(each, dict) and each.get(key)), None)
+
+
+def _check_searched(plain: Plain, command: Plain) -> None:
+    """Raise `DpnError` for what a command sets and the stages, or the splits of a sweep, decide."""
+    grids = [stage.get("grid", {}) for stage in plain["stages"] if isinstance(stage, dict)]
+    decided = {"epochs", "schedule.steps", "data.val_fraction", "data.minival", "data.val_source"}.union(*grids)
+    for key, value in _flat(command):
+        if key in decided and value is not None:
+            raise DpnError(
+                f"{key}={value}: a sweep's stages decide it; change them (--set 'stages=[{{epochs: 5, grid: {{...}}}}, "
+                "...]', --config), or train once with the recipe of imagenet"
+            )
 
 
 def _level(level: str) -> Any:
@@ -96,13 +113,16 @@ def _level(level: str) -> Any:
     return level
 
 
-def _row_of(arch: object, level: str | None) -> Plain:
-    """Return the recipe keys of Appendix C's line for `arch`."""
+def _row_of(arch: object, level: str | None, *, searched: bool) -> Plain:
+    """Return the recipe keys of Appendix C's line for `arch`; of a search, those that it leaves alone."""
     if not isinstance(arch, str):
         raise DpnError(f"--arch is needed: {', '.join(APPENDIX_C)} have a line in Appendix C; any SIZE/PATCH works")
     parse_arch(arch)
-    if arch in APPENDIX_C:
-        return regularized(APPENDIX_C[arch])
+    row = APPENDIX_C.get(arch)
+    if searched:
+        return {"backbone": {"pre_logits": row.pre_logits if row else True}}
+    if row:
+        return regularized(row)
     if level is None:
         raise DpnError(
             f"--arch {arch}: Appendix C has lines for {', '.join(APPENDIX_C)} only; say how strongly to augment it "
@@ -119,10 +139,13 @@ def settle(recipe: PretrainRecipe) -> PretrainRecipe:
     patch = parse_arch(backbone.arch)[1]
     check_image_size(backbone.image_size or 224, (patch, patch))
     for stage in recipe.stages:
-        runs = len(list(cells(recipe, stage)))
-        if stage is recipe.stages[-1] and runs != 1:
+        names = [name for name, _ in cells(recipe, stage)]
+        if len(set(names)) != len(names):
+            raise DpnError(f"stages: a grid of {stage.epochs:g} epochs names a run twice ({', '.join(names)})")
+        if stage is recipe.stages[-1] and len(names) != 1:
             raise DpnError(
-                f"stages: the last one is scored on the test split, so it is one training, not {runs}: empty its grid"
+                f"stages: the last one is scored on the test split, so it is one training, not {len(names)}: empty its "
+                "grid"
             )
     return recipe
 
@@ -133,25 +156,31 @@ def cells(recipe: PretrainRecipe, stage: Stage) -> Iterator[tuple[str, PretrainR
     Raises `DpnError` for a grid key that is no recipe key, or a value that it does not take.
     """
     for values in itertools.product(*stage.grid.values()):
-        settings = [f"{key}={value:g}" for key, value in zip(stage.grid, values, strict=True)]
-        plain = merge(recipe.model_dump(), {"stages": (), "epochs": stage.epochs}, from_settings(settings))
-        yield (
-            ",".join(setting.rpartition(".")[2] for setting in settings) or "only",
-            build(PretrainRecipe, plain, f"stage {stage.epochs:g} epochs, {', '.join(settings)}"),
-        )
+        settings = dict(zip(stage.grid, values, strict=True))
+        name = ",".join(f"{key.rpartition('.')[2]}={value:.12g}" for key, value in settings.items())
+        plain = merge(recipe.model_dump(), {"stages": (), "epochs": stage.epochs}, from_flags(settings))
+        yield name or "only", build(PretrainRecipe, plain, f"stage of {stage.epochs:g} epochs, {name}")
 
 
-def differences(recipe: PretrainRecipe) -> list[str]:
-    """Return what differs from Appendix C for this architecture as ``key: here (there)``; none for other recipes."""
+def runs_of(recipe: PretrainRecipe) -> list[PretrainRecipe]:
+    """Return all trainings of a recipe; those after a sweep's first stage with the grid's values only."""
+    return [cell for stage in recipe.stages for _, cell in cells(recipe, stage)] or [recipe]
+
+
+def differences(recipe: PretrainRecipe) -> list[str] | None:
+    """Return what differs from Appendix C for this architecture as ``key: here (there)``.
+
+    None where there is nothing to compare with: other recipes, and architectures without a line.
+    """
     arch = recipe.backbone.arch or ""
     if recipe.demo or recipe.stages or arch not in APPENDIX_C:
-        return []
-    paper = build(PretrainRecipe, merge(read_recipe("pretrain"), regularized(APPENDIX_C[arch])), "pretrain")
-    here, there = (dict(_flat(each.model_dump(mode="json", exclude=set(APART)))) for each in (recipe, paper))
-    skipped = {"backbone.arch", "backbone.stem", "seed", "fewshot"}
+        return None
+    here = dict(_flat(recipe.model_dump(mode="json")))
+    paper = {**PAPER, **dict(_flat(regularized(APPENDIX_C[arch])))}
+    steps = ("schedule.steps", "schedule.warmup")
     if recipe.epochs is not None:
-        skipped |= {"schedule.steps", "schedule.warmup"}
-    return [f"{key}: {here[key]} ({there[key]})" for key in here if key not in skipped and here[key] != there[key]]
+        paper = {key: value for key, value in paper.items() if key not in steps}
+    return [f"{key}: {here[key]} ({value})" for key, value in paper.items() if here[key] != value]
 
 
 def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
