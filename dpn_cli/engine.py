@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dpn_cli import distributed, stopping
 from dpn_cli.console import Tick
+from dpn_cli.coupled import CoupledLoss, GivenGradient, first_pass
 from dpn_cli.distributed import World
 from dpn_cli.errors import DpnError, NonFiniteError, OutOfMemoryError, StoppedError
 from dpn_cli.memory import MicroBatch, is_out_of_memory
@@ -26,7 +27,7 @@ from dpn_cli.trainstate import Ema, restore, state_of
 
 Batch = dict[str, Tensor]
 LossFn = Callable[[nn.Module, Batch], Tensor]
-"""Loss of a batch: a scalar, the mean over its rows."""
+"""Loss of a batch: a scalar, the mean over its rows; a `CoupledLoss` where each row's loss depends on the others."""
 Batches = Callable[[int], Iterator[Batch]]
 """``batches(step)`` yields this rank's rows of every global batch from a step on: a pure function of the step."""
 Evaluate = Callable[[], dict[str, float]]
@@ -250,19 +251,24 @@ class _Loop:
     def _accumulate(self, batch: Batch, step: int, rows_at_most: int | None = None) -> Tensor | None:
         """Add up the gradients of a batch in micro-batches; returns the loss, or None when memory ran out."""
         rows = len(next(iter(batch.values())))
-        loss = torch.zeros((), device=self.world.device)
+        loss, loss_fn, done = torch.zeros((), device=self.world.device), self.loss_fn, 0
+        probing, coupled = rows_at_most is not None, None
         try:
-            for begin in range(0, rows_at_most or rows, self.micro.size):
-                part = {name: value[begin : begin + self.micro.size] for name, value in batch.items()}
-                weight = len(next(iter(part.values()))) / rows
-                # Dropout and drop path: a function of where in the training, never of what ran before.
-                torch.manual_seed(fold(self.training.seed, step, self.world.rank * rows + begin))
-                joined = begin + self.micro.size >= rows and rows_at_most is None
-                with self._no_sync(not joined):
+            if isinstance(loss_fn, CoupledLoss) and (probing or self.micro.size < rows):
+                coupled, loss_fn = loss_fn, GivenGradient(loss_fn)
+                with precision_of(self.runtime, self.world.device):
+                    # A probe must not wait for the other ranks, which a coupled loss may do.
+                    parts = None if probing else self._parts(batch, step, rows)
+                    loss, batch = first_pass(coupled, self.model, batch, parts)
+            for part in self._parts(batch, step, rows_at_most or rows):
+                count = len(next(iter(part.values())))
+                done += count
+                with self._no_sync(probing or done < rows):
                     with precision_of(self.runtime, self.world.device):
-                        value = self.loss_fn(self.model, part)
-                    (value * weight).backward()  # type: ignore[no-untyped-call]
-                loss += value.detach().float() * weight
+                        value = loss_fn(self.model, part)
+                    (value * (count / rows)).backward()  # type: ignore[no-untyped-call]
+                if coupled is None:
+                    loss += value.detach().float() * (count / rows)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -273,6 +279,14 @@ class _Loop:
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()
         return None
+
+    def _parts(self, batch: Batch, step: int, upto: int) -> Iterator[Batch]:
+        """Yield the micro-batches of a batch, each with the random state that belongs to it."""
+        rows = len(next(iter(batch.values())))
+        for begin in range(0, upto, self.micro.size):
+            # Dropout and drop path: a function of where in the training, never of what ran before.
+            torch.manual_seed(fold(self.training.seed, step, self.world.rank * rows + begin))
+            yield {name: value[begin : begin + self.micro.size] for name, value in batch.items()}
 
     def _no_sync(self, apart: bool) -> Any:
         return self.model.no_sync() if apart and isinstance(self.model, DistributedDataParallel) else nullcontext()

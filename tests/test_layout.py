@@ -43,6 +43,7 @@ LAYERS = {
     "dpn_cli.recipe": 3,
     "dpn_cli.hub": 3,
     "dpn_cli.metrics": 3,
+    "dpn_cli.coupled": 3,
     "dpn_cli.losses": 3,
     "dpn_cli.memory": 4,
     "dpn_cli.statistics": 3,
