@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from dpn_cli import __version__
-from dpn_cli.commands import checkpoint, evaluate, highres, recipes, vtab
+from dpn_cli.commands import checkpoint, evaluate, highres, lit, recipes, vtab
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -27,6 +27,7 @@ finetune.command(
     epilog="Example: dpn finetune highres --checkpoint B-32.npz --data photos --val-fraction 0.2 --epochs 8"
 )(highres.highres)
 app.add_typer(finetune, name="finetune")
+app.add_typer(lit.app, name="lit")
 app.add_typer(evaluate.app, name="eval")
 app.command(epilog="Example: dpn predict runs/highres/B-32-dpn photo.jpg")(evaluate.predict)
 app.command(epilog="Example: dpn export runs/highres/B-32-dpn --to onnx -o export")(evaluate.export)

@@ -180,7 +180,7 @@ def open_split(source: Source, split: str) -> tuple[Labelled, tuple[str, ...]]:
         return shards, shards.classes
     if place.startswith("hf:"):
         found = _hub_split(place, split)
-        name, config = _hub_name(place)
+        name, config = hub_name(place)
         hub = HubSplit(name, config, found or split, source.image_column, source.label_column, alone=True)
         return hub, hub.classes or tuple(map(str, range(1 + max(hub.labels))))
     root = Path(place).expanduser()
@@ -194,7 +194,8 @@ def open_split(source: Source, split: str) -> tuple[Labelled, tuple[str, ...]]:
     return folders, folders.classes
 
 
-def _hub_name(place: str) -> tuple[str, str]:
+def hub_name(place: str) -> tuple[str, str]:
+    """Split ``hf:NAME[:CONFIGURATION]`` into its two parts."""
     name, _, config = place.removeprefix("hf:").partition(":")
     return name, config or "default"
 
@@ -202,7 +203,7 @@ def _hub_name(place: str) -> tuple[str, str]:
 def _hub_split(place: str, split: str) -> str | None:
     from dpn_cli.data.labelled import load_hub
 
-    found = load_hub(*_hub_name(place), True)
+    found = load_hub(*hub_name(place), True)
     wanted = ("train",) if split == "train" else ("validation", "val", "valid", "test")
     return next((name for name in wanted if name in found), None)
 
