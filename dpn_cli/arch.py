@@ -36,9 +36,10 @@ class Size:
     heads: int
 
 
-# big_vision's decode_variant; mu is its test-sized variant.
+# big_vision's decode_variant; mu is its test-sized variant, nano ours for the demo tower.
 SIZES: dict[str, Size] = {
     "mu": Size(32, 1, 128, 2),
+    "nano": Size(64, 4, 256, 2),
     "Ti": Size(192, 12, 768, 3),
     "S": Size(384, 12, 1536, 6),
     "B": Size(768, 12, 3072, 12),

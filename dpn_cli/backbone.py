@@ -85,6 +85,8 @@ def load_backbone(
     pool: Pool | None = None,
     pre_logits: bool | None = None,
     drop_path: float = 0.0,
+    drop_path_rescale: bool = True,
+    dropout: float = 0.0,
     grad_checkpointing: bool = False,
     align_corners: bool = True,
     seed: int = 0,
@@ -102,6 +104,8 @@ def load_backbone(
         pool: ``"tok"``, ``"gap"`` or ``"map"``; None takes the checkpoint's, or ``"tok"`` from scratch.
         pre_logits: from scratch only: add the dense tanh layer before the head.
         drop_path: stochastic depth rate of the last block; block l of L gets l / (L - 1) of it.
+        drop_path_rescale: divide what is kept by the share that is (Scenic, timm); big_vision does not.
+        dropout: rate after the position embedding, the attention and both layers of the MLP.
         grad_checkpointing: trade time for memory in the blocks.
         align_corners: how position embeddings are resampled, see `resample_posemb`.
         seed: of the initialisation from scratch.
@@ -110,6 +114,7 @@ def load_backbone(
         DpnError: unknown arch or stem, or a checkpoint that is another network; lists ``-`` and ``+`` tensors.
         DataError: a missing, damaged or unreachable file.
     """
+    dropped: dict[str, Any] = {"drop_path": drop_path, "drop_path_rescale": drop_path_rescale, "dropout": dropout}
     if checkpoint is None or checkpoint == "none":
         if arch is None:
             raise DpnError("--arch is needed to train from scratch; with --checkpoint it is inferred")
@@ -122,8 +127,8 @@ def load_backbone(
             pool or "tok",
             bool(pre_logits),
             num_classes=num_classes,
-            drop_path=drop_path,
         )
+        config = replace(config, **dropped)
         report = LoadReport("from scratch", f"big_vision init, seed {seed}")
         model = Backbone(config, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), report)
         model.initialize(seed)
@@ -131,7 +136,7 @@ def load_backbone(
         source = open_checkpoint(checkpoint) if isinstance(checkpoint, str) else checkpoint
         if stem is not None:
             _check_stem_agrees(source, check_stem(stem))
-        config = replace(config_of(source, arch, pool, image_size), num_classes=num_classes, drop_path=drop_path)
+        config = replace(config_of(source, arch, pool, image_size), num_classes=num_classes, **dropped)
         if pre_logits is not None and pre_logits != config.pre_logits:
             raise DpnError(
                 f"backbone.pre_logits={pre_logits}: {source.source} was trained with "
@@ -264,7 +269,7 @@ def config_of(
 
 
 # Widths with one usual number of heads: the standard sizes, shape-optimised, giant and gigantic ViTs.
-USUAL_HEADS = {size.width: size.heads for name, size in SIZES.items() if name != "mu"}
+USUAL_HEADS = {size.width: size.heads for name, size in SIZES.items() if name not in ("mu", "nano")}
 USUAL_HEADS |= {1152: 16, 1408: 16, 1536: 16, 1664: 16}
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from dpn_cli import __version__
-from dpn_cli.commands import checkpoint, evaluate, highres, lit, recipes, vtab
+from dpn_cli.commands import checkpoint, evaluate, highres, lit, pretrain, recipes, vtab
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -28,6 +28,8 @@ finetune.command(
 )(highres.highres)
 app.add_typer(finetune, name="finetune")
 app.add_typer(lit.app, name="lit")
+app.command(epilog="Example: dpn pretrain imagenet --arch B/32 --data imagenet")(pretrain.pretrain)
+app.add_typer(pretrain.plan, name="plan")
 app.add_typer(evaluate.app, name="eval")
 app.command(epilog="Example: dpn predict runs/highres/B-32-dpn photo.jpg")(evaluate.predict)
 app.command(epilog="Example: dpn export runs/highres/B-32-dpn --to onnx -o export")(evaluate.export)

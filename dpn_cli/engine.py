@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -101,10 +101,7 @@ def fit(
         StoppedError: a signal asked to stop; the state is saved.
     """
     if training.batch_size % world.size:
-        raise DpnError(
-            f"--batch-size {training.batch_size}: not divisible by the {world.size} ranks; "
-            f"use {training.batch_size // world.size * world.size or world.size}"
-        )
+        refuse_batch(training.batch_size, world.size)
     loop = _Loop(model, loss_fn, training, runtime, world, outputs, micro)
     start, best = loop.resume()
     if world.size > 1:
@@ -139,6 +136,13 @@ def fit(
     if loop.ema:
         loop.ema.finish()
     return result
+
+
+def refuse_batch(batch_size: int, ranks: int) -> NoReturn:
+    """Raise the `DpnError` for a batch that the ranks do not divide."""
+    raise DpnError(
+        f"--batch-size {batch_size}: not divisible by the {ranks} ranks; use {batch_size // ranks * ranks or ranks}"
+    )
 
 
 def prepare(model: nn.Module, runtime: Runtime, world: World) -> nn.Module:

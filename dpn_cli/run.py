@@ -35,7 +35,7 @@ def run_in_folder(
         if dry_run:
             dry_run(world)
             return None
-        folder = _open(path, recipe, world, resume=resume, overwrite=overwrite)
+        folder = open_folder(path, recipe, world, resume=resume, overwrite=overwrite)
         result = folder.result
         if result is None:
             console.info(f"run folder {path}")
@@ -52,8 +52,8 @@ def run_in_folder(
         return result if world.leads else None
 
 
-def _open(path: Path, recipe: Section, world: World, *, resume: bool, overwrite: bool) -> RunFolder:
-    """Open the folder on rank 0 and tell all ranks how that went."""
+def open_folder(path: Path, recipe: Section, world: World, *, resume: bool, overwrite: bool) -> RunFolder:
+    """Open a run folder on rank 0 and tell all ranks how that went. Raises as `RunFolder.open` does."""
     problem: DpnError | None = None
     if world.leads:
         try:

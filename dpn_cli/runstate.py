@@ -105,6 +105,11 @@ class MetricsLog:
         if self.on_record:
             self.on_record(record)
 
+    def records(self) -> list[dict[str, Any]]:
+        """Return all records, in their order."""
+        text = self.path.read_text(encoding="utf-8") if self.path.is_file() else ""
+        return [json.loads(line) for line in text.splitlines()]
+
     def truncate(self, step: int) -> None:
         """Drop records after `step`, which a resumed run will write again (a half-written last line too)."""
         if self.path.is_file():

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from timm.layers import Attention, Mlp
+from timm.layers import Attention, DropPath, Mlp
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
@@ -37,6 +37,8 @@ class ViTConfig:
     act: Literal["gelu_tanh", "gelu", "quick_gelu"] = "gelu_tanh"  # flax's gelu is the tanh form
     num_classes: int = 0
     drop_path: float = 0.0
+    drop_path_rescale: bool = True  # big_vision's stochastic depth leaves what is kept as it is
+    dropout: float = 0.0
     pre_norm: bool = False  # CLIP's ln_pre: a norm of all tokens, class token and positions included
     fc_norm: bool = False  # the final norm follows the pooling instead of the blocks
     attn_width: int | None = None  # heads times head width where that is not the trunk's width
@@ -74,6 +76,8 @@ class DPNViT(VisionTransformer):
             pre_norm=config.pre_norm,
             fc_norm=config.fc_norm,
             drop_path_rate=config.drop_path,
+            pos_drop_rate=config.dropout,  # big_vision drops after the positions, the attention and both MLP layers
+            proj_drop_rate=config.dropout,
             embed_layer=partial(PatchStem, stem=config.stem, eps=config.eps),
             norm_layer=partial(nn.LayerNorm, eps=config.eps),
             act_layer=config.act,
@@ -85,7 +89,12 @@ class DPNViT(VisionTransformer):
         if config.attn_width is not None:
             for block in self.blocks:
                 head_width = config.attn_width // size.heads
-                block.attn = Attention(size.width, size.heads, attn_head_dim=head_width, qkv_bias=True)
+                block.attn = Attention(
+                    size.width, size.heads, attn_head_dim=head_width, qkv_bias=True, proj_drop=config.dropout
+                )
+        for module in self.modules():
+            if isinstance(module, DropPath):
+                module.scale_by_keep = config.drop_path_rescale
         if config.posemb == "sincos2d":
             self.pos_embed.requires_grad_(False)
 

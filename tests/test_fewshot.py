@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import Arrays
 
-from tasks.evaluate.fewshot import choose, pick, probe
+from dpn_cli.fewshot import choose, pick, probe
 
 
 @pytest.mark.parametrize("case", ["n_lt_d", "n_ge_d", "const_feat"])

@@ -28,10 +28,11 @@ from dpn_cli.errors import DpnError, StoppedError
 from dpn_cli.freeze import freeze
 from dpn_cli.optim import build_optimizer, set_lr
 from dpn_cli.recipe import Optim
+from dpn_cli.supervised.recipe import in_steps
 from dpn_cli.trainstate import Ema
 from tasks.evaluate.classification import match_classes, per_class, real_accuracy, worst_pairs
 from tasks.highres.command import start
-from tasks.highres.recipe import HighresRecipe, in_steps, resolve, settle
+from tasks.highres.recipe import HighresRecipe, resolve, settle
 
 SMALL: dict[str, Any] = {
     "backbone": {"arch": "mu/8", "checkpoint": "none", "pool": "gap", "image_size": 32},

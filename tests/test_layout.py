@@ -23,6 +23,8 @@ LAYERS = {
     "dpn_cli.retrofit": 7,
     "dpn_cli.convert": 6,
     "dpn_cli.scoring": 7,
+    "dpn_cli.fewshot": 7,
+    "dpn_cli.supervised": 7,
     "dpn_cli.classifier": 7,
     "dpn_cli.home": 1,
     "dpn_cli.run": 5,

@@ -75,7 +75,8 @@ def highres(
             print(recipe.dump(built), end="")
             return
         built = highres_recipe.settle(built)
-        from tasks.highres.command import describe, start  # torch loads here
+        from dpn_cli.supervised.command import describe  # torch loads here
+        from tasks.highres.command import start
 
         result = start(built, output_dir, resume=resume, overwrite=overwrite, dry_run=dry_run, console=console)
         if result is not None:

@@ -11,6 +11,8 @@ RECIPE_KEYS = {
     "checkpoint": "backbone.checkpoint",
     "image_size": "backbone.image_size",
     "drop_path": "backbone.drop_path",
+    "dropout": "backbone.dropout",
+    "eval_fewshot": "fewshot",
     "data": "data.source",
     "val_data": "data.val_source",
     "val_fraction": "data.val_fraction",

@@ -11,6 +11,7 @@ from dpn_cli import options, recipe
 from dpn_cli.commands import one_line_errors
 from dpn_cli.commands import options_lit as own
 from dpn_cli.commands.keys import recipe_flags
+from dpn_cli.commands.tower import demo_tower
 from dpn_cli.console import Console
 from tasks.lit import recipe as lit_recipe
 
@@ -26,9 +27,12 @@ def _resolve(given: dict[str, Any], config: str | None, settings: list[str] | No
     return recipe.build(lit_recipe.LitRecipe, plain, "recipe")
 
 
-def _settle(built: lit_recipe.LitRecipe) -> lit_recipe.LitRecipe:
-    """Decide the image tower; without one the demo's starts from random weights."""
-    return lit_recipe.settle(built)
+def _settle(built: lit_recipe.LitRecipe, console: Console) -> lit_recipe.LitRecipe:
+    """Decide the image tower; the demo makes its own where none is named."""
+    settled = lit_recipe.settle(built)
+    if settled.backbone.checkpoint is not None:
+        return settled
+    return lit_recipe.settle(built, demo_tower(built.backbone.stem, console))
 
 
 @app.command(epilog="Example: dpn lit train --checkpoint B-32-dpn.npz --data pairs.csv -b 4096 --steps 5000")
@@ -80,7 +84,7 @@ def train(
         if print_config:
             print(recipe.dump(built), end="")
             return
-        built = _settle(built)
+        built = _settle(built, console)
         from tasks.lit.command import describe, start  # torch loads here
 
         result = start(built, output_dir, resume=resume, overwrite=overwrite, dry_run=dry_run, console=console)
@@ -117,9 +121,10 @@ def cache(
     """Encode all images once and keep the features, as 'train' does by itself; goes on where it was stopped."""
     given = dict(locals())
     with one_line_errors(verbose):
-        built = _settle(_resolve(given, config, settings))
+        console = Console(quiet=quiet)
+        built = _settle(_resolve(given, config, settings), console)
         from tasks.lit.command import describe_cache, fill_cache
 
-        result = fill_cache(built, Console(quiet=quiet))
+        result = fill_cache(built, console)
         if result is not None:
             print(json.dumps(result, indent=2) if as_json else describe_cache(result))

@@ -13,6 +13,7 @@ from dpn_cli.commands import one_line_errors
 from dpn_cli.errors import DpnError
 from tasks.highres.recipe import HighresRecipe
 from tasks.lit.recipe import LitRecipe
+from tasks.pretrain.recipe import PretrainRecipe
 from tasks.vtab.recipe import VtabRecipe
 
 # The schema of each command's recipes; a recipe says its command in ``about.command``.
@@ -20,6 +21,7 @@ SCHEMAS: dict[str, type[recipe.Section]] = {
     "finetune vtab": VtabRecipe,
     "finetune highres": HighresRecipe,
     "lit train": LitRecipe,
+    "pretrain": PretrainRecipe,
 }
 
 app = typer.Typer(

@@ -13,13 +13,19 @@ from PIL import Image
 
 from dpn_cli.data.images import SUFFIXES
 from dpn_cli.data.labelled import HubSplit, Images, Labelled, SceneSplit, open_image
+from dpn_cli.data.scenes import LABELS
 from dpn_cli.data.shards import Shards
 from dpn_cli.errors import DataError
 
 # The share of the training images that chooses between checkpoints, and what it grows to where that is next to nothing.
 MINIVAL_SHARE, MINIVAL_LEAST, MINIVAL_MOST_SHARE = 0.01, 50, 0.1
 IMAGENET_IMAGES = 1_281_167, 50_000
-DEMO_TASK, DEMO_SPLITS = "demo_color", {"train": (0, 1000), "val": (1000, 2000)}
+# What is asked of the built-in scenes, and the numbers of the scenes in every split. Pre-training has scenes of its
+# own: no other task trains or tests on them.
+DEMO: dict[str, tuple[str, dict[str, tuple[int, int]]]] = {
+    "demo": ("demo_color", {"train": (0, 1000), "val": (1000, 2000)}),
+    "demo:objects": ("demo_object", {"train": (1_000_000, 1_010_000), "val": (1_010_000, 1_011_000)}),
+}
 
 
 @dataclass(frozen=True)
@@ -157,11 +163,31 @@ def hold_out(split: Labelled, fraction: float) -> tuple[Labelled, Labelled]:
     return Part(split, rest), Part(split, sorted(apart))
 
 
+def open_tuning_data(source: Source) -> ClassData:
+    """Open a data set with a test split: `minival` is the whole validation split, and `val` the test split.
+
+    Raises `DataError` when one of the three is missing, or their classes differ.
+    """
+    found = {split: open_split(source, split) for split in ("train", "val", "test") if has_split(source, split)}
+    missing = [split for split in ("val", "test") if split not in found]
+    if missing:
+        raise DataError(
+            f"--data {source.place}: no {' and no '.join(missing)} images; a sweep chooses on val and reports test, so "
+            "it needs train/CLASS, val/CLASS and test/CLASS, or the splits train, validation and test of hf:OWNER/NAME"
+        )
+    (train, classes), (val, val_classes), (test, test_classes) = found.values()
+    _check_classes(source, classes, val_classes)
+    _check_classes(source, classes, test_classes)
+    return ClassData(train, val, test, classes)
+
+
 def has_split(source: Source, split: str) -> bool:
-    """Tell whether a data set has validation (or training) images of its own."""
+    """Tell whether a data set has images of its own for ``train``, ``val`` or ``test``."""
     if split == "val" and source.val_place:
         return True
-    if source.place == "demo" or split == "train":
+    if source.place in DEMO:
+        return split in DEMO[source.place][1]
+    if split == "train":
         return True
     if source.place.startswith("hf:"):
         return _hub_split(source.place, split) is not None
@@ -169,12 +195,11 @@ def has_split(source: Source, split: str) -> bool:
 
 
 def open_split(source: Source, split: str) -> tuple[Labelled, tuple[str, ...]]:
-    """Open ``train`` or ``val`` of a data set; returns it with the names of its classes. Raises `DataError`."""
+    """Open a split of a data set; returns it with the names of its classes. Raises `DataError`."""
     place = source.val_place if split == "val" and source.val_place else source.place
-    if place == "demo":
-        from dpn_cli.data.scenes import LABELS
-
-        return SceneSplit(DEMO_TASK, *DEMO_SPLITS[split]), tuple(LABELS[DEMO_TASK])
+    if place in DEMO:
+        task, splits = DEMO[place]
+        return SceneSplit(task, *splits[split]), tuple(LABELS[task])
     if place.startswith("wds:"):
         shards = Shards(place.removeprefix("wds:"))
         return shards, shards.classes
@@ -204,8 +229,8 @@ def _hub_split(place: str, split: str) -> str | None:
     from dpn_cli.data.labelled import load_hub
 
     found = load_hub(*hub_name(place), True)
-    wanted = ("train",) if split == "train" else ("validation", "val", "valid", "test")
-    return next((name for name in wanted if name in found), None)
+    wanted = {"train": ("train",), "val": ("validation", "val", "valid", "test"), "test": ("test",)}
+    return next((name for name in wanted[split] if name in found), None)
 
 
 def _check_classes(source: Source, train: Sequence[str], val: Sequence[str]) -> None:

@@ -13,13 +13,15 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from dpn_cli import stopping
 from dpn_cli.data.crops import Decode, Size, train_crop
-from dpn_cli.data.labelled import Labelled
-from dpn_cli.data.pixels import rows_of_step
+from dpn_cli.data.labelled import Labelled, decode
+from dpn_cli.data.pixels import resize, rows_of_step
+from dpn_cli.data.randaugment import rand_augment
 from dpn_cli.distributed import World
 from dpn_cli.engine import Batch, Batches
 from dpn_cli.errors import DataError
@@ -28,7 +30,7 @@ from dpn_cli.seeds import fold
 # An unreadable image is replaced by the next readable one of the data set, within this many.
 REPLACEMENTS = 10
 # Streams of draws that must not meet: crops, flips, mixing.
-CROP, FLIP, MIX = 1, 2, 3
+CROP, FLIP, MIX, RANDAUGMENT = 1, 2, 3, 4
 
 Item = tuple[int, int, int]  # step, place in the global batch, row of the data set
 Loaded = tuple[Tensor, int, int] | DataError
@@ -36,11 +38,16 @@ Loaded = tuple[Tensor, int, int] | DataError
 
 @dataclass(frozen=True)
 class Augmentation:
-    """How training images are made: size in pixels, decoding, and the mixup strength p of Beta(p, p)."""
+    """How training images are made: size in pixels, decoding, the mixup strength p of Beta(p, p), and RandAugment's
+    number of operations and their magnitude. Inception crops, or the whole image squeezed to that size.
+    """
 
     size: Size
     decode: Decode = "exact"
     mixup: float = 0.0
+    layers: int = 0
+    magnitude: float = 0.0
+    crop: Literal["inception", "whole"] = "inception"
 
 
 class _Crops(Dataset[Loaded]):
@@ -55,12 +62,26 @@ class _Crops(Dataset[Loaded]):
             generator = torch.Generator().manual_seed(fold(self.seed, CROP, step, place))
             try:
                 image, where = self.split.open(at), self.split.where(at)
-                crop = train_crop(image, where, self.augmentation.size, generator, self.augmentation.decode)
+                crop = self._cut(image, where, generator)
+                if self.augmentation.layers:
+                    crop = self._augmented(crop, step, place)
                 return crop, int(self.split.labels[at]), skipped
             except DataError as error:
                 last = error  # raised in a worker process it would come back wrapped in that process's traceback
         assert last is not None
         return last
+
+    def _cut(self, image: Image.Image, where: str, generator: torch.Generator) -> Tensor:
+        if self.augmentation.crop == "whole":
+            return resize(decode(image, where), self.augmentation.size)
+        return train_crop(image, where, self.augmentation.size, generator, self.augmentation.decode)
+
+    def _augmented(self, crop: Tensor, step: int, place: int) -> Tensor:
+        """Mirror every second crop, then augment it: shearing turns about a corner, so the order matters."""
+        generator = torch.Generator().manual_seed(fold(self.seed, RANDAUGMENT, step, place))
+        if torch.rand((), generator=generator) < 0.5:
+            crop = crop.flip(-1)
+        return rand_augment(crop, self.augmentation.layers, self.augmentation.magnitude, generator)
 
 
 class _Steps(Sampler[list[Item]]):
@@ -129,9 +150,10 @@ def crop_batches(
             if skipped:
                 on_skip(skipped)
             images, labels = (tensor.to(world.device, non_blocking=True) for tensor in (images, labels))
-            generator = torch.Generator().manual_seed(fold(seed, FLIP, step))
-            flipped = (torch.rand(batch_size, generator=generator) < 0.5)[mine].nonzero()[:, 0].to(world.device)
-            images[flipped] = images[flipped].flip(-1)
+            if not augmentation.layers:
+                generator = torch.Generator().manual_seed(fold(seed, FLIP, step))
+                flipped = (torch.rand(batch_size, generator=generator) < 0.5)[mine].nonzero()[:, 0].to(world.device)
+                images[flipped] = images[flipped].flip(-1)
             batch = {"image": images, "label": labels}
             yield {**batch, **mixing(batch, augmentation.mixup, seed, step)} if augmentation.mixup else batch
 

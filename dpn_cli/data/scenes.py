@@ -85,13 +85,15 @@ class Scene:
     noise_seed: int
 
 
-# What can be asked of a scene, and the names of the classes. Independent of each other and uniform over the classes.
+# What can be asked of a scene, and the names of the classes. Uniform over the classes and independent of each other,
+# but for the last, which asks for colour and shape at once.
 LABELS: dict[str, tuple[str, ...]] = {
     "demo_shape": SHAPES,
     "demo_color": tuple(COLORS),
     "demo_light": LIGHTS,
     "demo_count": ("1", "2", "3", "4"),
     "demo_position": ("far left", "left", "right", "far right"),
+    "demo_object": tuple(f"{color} {shape}" for color in COLORS for shape in SHAPES),
 }
 
 
@@ -223,6 +225,7 @@ def label(scene: Scene, task: str) -> int:
         "demo_light": LIGHTS.index(scene.light),
         "demo_count": len(scene.objects) - 1,
         "demo_position": _range_bin(main.x, 4),
+        "demo_object": list(COLORS).index(main.color) * len(SHAPES) + SHAPES.index(main.shape),
     }
     if task not in indices:
         raise ValueError(f"unknown demo task {task!r}; the demo tasks are {', '.join(indices)}")

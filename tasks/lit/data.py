@@ -93,8 +93,8 @@ def open_split(source: Source, split: str) -> Captioned:
         return read_folder(path, source.image_column, source.caption_column, source.skip_bad)
     if not path.is_file():
         raise DataError(
-            f"--data {place}: no such file or folder; pass a .csv or .tsv with file and caption, COCO's captions .json, "
-            "a folder of pictures with .txt beside them, wds:PATTERN, hf:OWNER/NAME, or demo"
+            f"--data {place}: no such file or folder; pass a .csv or .tsv with file and caption, COCO's captions "
+            ".json, a folder of pictures with .txt beside them, wds:PATTERN, hf:OWNER/NAME, or demo"
         )
     if path.suffix == ".json":
         return read_coco(path, root, KARPATHY[split] if has_splits(path) else None, source.skip_bad)

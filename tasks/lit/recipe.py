@@ -90,7 +90,7 @@ def resolve(config: str | None, flags: Mapping[str, Any], settings: Mapping[str,
 
 
 def settle(recipe: LitRecipe, demo_checkpoint: str | None = None) -> LitRecipe:
-    """Return the recipe with its image tower decided; `demo_checkpoint` is the demo's.
+    """Return the recipe with its image tower decided; `demo_checkpoint` is the demo's, and None stays.
 
     Raises `DpnError` for a text tower or an image size that there is not, for skipping without a cache, and when real
     data meet no weights.
@@ -110,8 +110,8 @@ def settle(recipe: LitRecipe, demo_checkpoint: str | None = None) -> LitRecipe:
         check_image_size(backbone.image_size or 224, (patch, patch))
     checkpoint = backbone.checkpoint or find_weights(backbone.arch, (backbone.stem,))
     if checkpoint is None and recipe.demo:
-        checkpoint = demo_checkpoint or "none"
-    if checkpoint is None:
+        checkpoint = "none" if backbone.arch else demo_checkpoint
+    if checkpoint is None and not recipe.demo:
         name = f"{(backbone.arch or 'ARCH').replace('/', '-')}-{backbone.stem}.safetensors"
         raise DpnError(
             "--checkpoint: LiT needs a trained image tower and no weights were given. Ways out: --checkpoint FILE "

@@ -1,0 +1,102 @@
+"""From a settled recipe to a result: data, output folder, ranks, the dry run, and the text of a result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dpn_cli.classifier import WEIGHTS
+from dpn_cli.console import Console
+from dpn_cli.data.classified import ClassData, Source, open_class_data
+from dpn_cli.distributed import World
+from dpn_cli.run import run_in_folder
+from dpn_cli.runstate import RunFolder
+from dpn_cli.supervised.recipe import SupervisedRecipe, in_steps
+from dpn_cli.supervised.train import check_batch, measure_step, train_classifier
+
+OpenData = Callable[[SupervisedRecipe], ClassData]
+Train = Callable[[ClassData, RunFolder, World], dict[str, Any]]
+
+
+def open_data(recipe: SupervisedRecipe) -> ClassData:
+    """Open the recipe's training images, minival and validation images. Raises `DataError`."""
+    return open_class_data(source_of(recipe), recipe.data.minival)
+
+
+def source_of(recipe: SupervisedRecipe) -> Source:
+    """Return where the recipe's images are."""
+    data = recipe.data
+    return Source(data.source or "demo", data.val_source, data.val_fraction, data.image_column, data.label_column)
+
+
+def start(
+    recipe: SupervisedRecipe,
+    task: str,
+    output_dir: Path | None,
+    *,
+    resume: bool,
+    overwrite: bool,
+    dry_run: bool,
+    console: Console,
+    open_data: OpenData = open_data,
+    train: Train | None = None,
+) -> dict[str, Any] | None:
+    """Train and return the result; None on ranks that do not lead and after a dry run.
+
+    `open_data` and `train` are for tasks that do it otherwise.
+    Raises `DpnError` and its kin, each with the exit code of its cause.
+    """
+    arch = (recipe.backbone.arch or Path(recipe.backbone.checkpoint or "scratch").stem).replace("/", "-")
+    path = output_dir or Path("runs") / (f"{task}_demo" if recipe.demo else task) / f"{arch}-{recipe.backbone.stem}"
+
+    def run(folder: RunFolder, world: World) -> dict[str, Any]:
+        data = open_data(recipe)
+        if train is not None:
+            return train(data, folder, world)
+        return train_classifier(in_steps(recipe, len(data.train.labels)), data, task, folder, world, console)
+
+    def try_out(world: World) -> None:
+        data = open_data(recipe)
+        counted = in_steps(recipe, len(data.train.labels))
+        check_batch(counted, world)
+        seconds = measure_step(counted, data, world, console)
+        steps = counted.schedule.steps
+        console.info(
+            f"dry run passed: {len(data.train.labels)} + {len(data.minival.labels)} + {len(data.val.labels)} images, "
+            f"{len(data.classes)} classes, {steps} steps at {seconds:.3g} s a step: about "
+            f"{steps * seconds / 3600:.3g} hours here, and evaluation"
+        )
+
+    result = run_in_folder(
+        recipe,
+        recipe.runtime.device,
+        path,
+        run,
+        try_out if dry_run else None,
+        resume=resume,
+        overwrite=overwrite,
+        console=console,
+    )
+    if result is not None:
+        console.info(f"weights: {path / result.get('weights', WEIGHTS)}, for --checkpoint of any command")
+    return result
+
+
+def describe(result: dict[str, Any]) -> str:
+    """Return the result as a few lines for a person."""
+    images = result["images"]
+    height, width = result["image_size"]
+    if result["minival_top1"] is None:
+        chosen = "no minival: the last step is scored"
+    else:
+        which = "last" if result["best_step"] == result["steps"] else "best"
+        share = f"{result['minival_top1']:.2f} % of {images['minival']} images"
+        chosen = f"{which} on minival: {share} at step {result['best_step']}"
+    skipped = f", {result['skipped']} unreadable ones left out" if result["skipped"] else ""
+    return (
+        f"{result['arch']} stem {result['stem']} at {height}x{width}, {result['classes']} classes\n"
+        f"validation: top-1 {result['top1']:.2f} %, top-5 {result['top5']:.2f} %, loss {result['loss']:.4g} "
+        f"({images['val']} images{skipped})\n"
+        f"{chosen}; {result['steps']} steps on {images['train']} images"
+    )

@@ -1,0 +1,317 @@
+"""Training one classifier: data checked, trained, its checkpoint chosen, validation scored once."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpn_cli import distributed, engine
+from dpn_cli.arch import size_name
+from dpn_cli.backbone import Backbone, load_backbone
+from dpn_cli.classifier import WEIGHTS, Classifier, load_classifier, predict, resize_for, save_classifier
+from dpn_cli.console import Console
+from dpn_cli.data.classified import ClassData, Part, describe_imagenet, hash_order
+from dpn_cli.data.labelled import Labelled, fingerprint
+from dpn_cli.data.loader import Augmentation, blend, crop_batches, worker_count
+from dpn_cli.distributed import World
+from dpn_cli.errors import DataError, DpnError
+from dpn_cli.fewshot import POOL, check_shots, choose, encode, probe
+from dpn_cli.freeze import freeze
+from dpn_cli.losses import LOSSES
+from dpn_cli.memory import MicroBatch
+from dpn_cli.runstate import Checkpoints, MetricsLog, RunFolder, describe_device
+from dpn_cli.scoring import Scores, score
+from dpn_cli.supervised.recipe import SupervisedRecipe
+from dpn_cli.trackers import build_tracker
+from dpn_cli.trainstate import evaluated_weights
+
+Json = dict[str, Any]
+# Training images that are decoded before training, to see whether the files are images at all.
+SAMPLE = 100
+
+
+def train_classifier(
+    recipe: SupervisedRecipe,
+    data: ClassData,
+    task: str,
+    folder: RunFolder,
+    world: World,
+    console: Console,
+    notes: Json | None = None,
+) -> Json:
+    """Train in `folder`, or finish what is there, and return the result, which is written there too.
+
+    The recipe's duration is in steps; `notes` join the result.
+    Raises `DpnError` and its kin; what was trained until then is kept.
+    """
+    facts = _check_data(recipe, data, folder, world, console)
+    weights = folder.path / WEIGHTS
+    if not distributed.from_leader(weights.is_file()):
+        check_batch(recipe, world)
+        _Training(recipe, data, facts, task, folder, world, console).run()
+    classifier = load_classifier(str(folder.path))
+    classifier.model.to(world.device).eval()
+    scores = evaluate(classifier, data.val, recipe, world)
+    trained = classifier.facts
+    result = {
+        "task": task,
+        "arch": trained["arch"],
+        "stem": recipe.backbone.stem,
+        "image_size": list(classifier.model.config.image_size),
+        "parameters": trained["parameters"],
+        "classes": len(data.classes),
+        "images": {"train": len(data.train.labels), "minival": len(data.minival.labels), "val": scores.images},
+        "skipped": scores.skipped,
+        "top1": scores.top1,
+        "top5": scores.top5,
+        "loss": scores.loss,
+        "minival_top1": trained["minival_top1"],
+        "best_step": trained["best_step"],
+        "curve": trained["curve"],
+        "steps": recipe.schedule.steps,
+        "timing": trained["timing"],
+        "data": facts["data"],
+        **(notes or {}),
+    }
+    if world.leads:
+        folder.finish(result)
+    return result
+
+
+def check_batch(recipe: SupervisedRecipe, world: World) -> None:
+    """Raise `DpnError` unless ranks and micro-batches divide the batch: it is never rounded."""
+    batch, micro = recipe.batch_size, recipe.runtime.micro_batch_size
+    if batch % world.size:
+        engine.refuse_batch(batch, world.size)
+    share = batch // world.size
+    if micro != "auto" and share > micro and share % micro:
+        fits = max(size for size in range(1, micro) if share % size == 0)
+        raise DpnError(
+            f"--micro-batch-size {micro}: does not divide the {share} images of a rank (--batch-size {batch} over "
+            f"{world.size} ranks); use {fits}, or auto"
+        )
+
+
+def _check_data(recipe: SupervisedRecipe, data: ClassData, folder: RunFolder, world: World, console: Console) -> Json:
+    """Decode a sample, and see that a resumed run meets the classes and images it began with."""
+    found: Json = {
+        "classes": list(data.classes),
+        "data": {name: fingerprint(getattr(data, name)) for name in ("train", "minival", "val")},
+    }
+    path = folder.path / "run.json"
+    before = distributed.from_leader(json.loads(path.read_text("utf-8")) if path.is_file() else {})
+    if "classes" in before and before["classes"] != found["classes"]:
+        raise DataError(
+            f"--data {recipe.data.source}: {len(found['classes'])} classes now, {len(before['classes'])} others when "
+            f"this run began ({_change(before['classes'], found['classes'])}); start another with -o"
+        )
+    if "data" in before and before["data"] != found["data"]:
+        raise DataError(
+            f"--data {recipe.data.source}: the images have changed since this run began; start another with -o"
+        )
+    if recipe.fewshot:
+        check_shots("--eval-fewshot", _shot_pool(data.train).labels, data.classes, recipe.fewshot)
+    if note := describe_imagenet(data):
+        console.info(note)
+    console.info(
+        f"{len(data.train.labels)} images to train on, {len(data.minival.labels)} in minival, "
+        f"{len(data.val.labels)} to validate, {len(data.classes)} classes; {recipe.schedule.steps} steps of "
+        f"{recipe.batch_size}, {recipe.schedule.steps * recipe.batch_size / len(data.train.labels):.2f} epochs"
+    )
+    if world.leads:
+        folder.update(device=describe_device(world.device), ranks=world.size, status="running", **found)
+        for split in (data.train, data.minival, data.val):
+            for index in range(0, len(split.labels), max(1, len(split.labels) // SAMPLE)):
+                try:
+                    split.pixels(index)
+                except DataError:
+                    if not recipe.data.skip_bad_images:
+                        raise
+    return found
+
+
+def _change(before: list[str], now: list[str]) -> str:
+    gone, new = sorted(set(before) - set(now)), sorted(set(now) - set(before))
+    return f"gone: {', '.join(gone[:3]) or 'none'}; new: {', '.join(new[:3]) or 'none'}"
+
+
+def _shot_pool(train: Labelled) -> Labelled:
+    return train if len(train.labels) <= POOL else Part(train, sorted(hash_order(train)[:POOL]))
+
+
+def load_network(recipe: SupervisedRecipe, classes: int) -> Backbone:
+    """Load the recipe's network with a new head of zero weights. Raises as `load_backbone` does."""
+    section = recipe.backbone
+    model = load_backbone(
+        section.arch,
+        stem=section.stem,
+        checkpoint=section.checkpoint,
+        image_size=section.image_size or 384,
+        num_classes=classes,
+        pool=section.pool,
+        pre_logits=section.pre_logits,
+        drop_path=section.drop_path,
+        drop_path_rescale=section.drop_path_rescale,
+        dropout=section.dropout,
+        grad_checkpointing=section.grad_checkpointing,
+        seed=recipe.seed,
+    )
+    assert isinstance(model.head, nn.Linear)
+    nn.init.constant_(model.head.bias, recipe.head_bias)
+    return model
+
+
+def loss_of(recipe: SupervisedRecipe, model: Backbone, classes: int) -> engine.LossFn:
+    """Return the engine's loss of a batch: images are normalised, and mixed where the batch says, on the device."""
+
+    def one_hot(labels: Tensor) -> Tensor:
+        return nn.functional.one_hot(labels, classes).float()
+
+    def loss(trainable: nn.Module, batch: engine.Batch) -> Tensor:
+        image, target = model.normalize(batch["image"]), one_hot(batch["label"])
+        if "mix" in batch:
+            image = blend(image, model.normalize(batch["other_image"]), batch["mix"])
+            target = blend(target, one_hot(batch["other_label"]), batch["mix"])
+        return LOSSES[recipe.loss](trainable(image).float(), target)
+
+    return loss
+
+
+def augmentation_of(recipe: SupervisedRecipe, size: tuple[int, int]) -> Augmentation:
+    """Return how the recipe makes training images of `size`."""
+    augment = recipe.randaugment
+    return Augmentation(size, recipe.data.decode, recipe.mixup, augment.layers, augment.magnitude, recipe.data.crop)
+
+
+class _Training:
+    """One training and what it needs at every evaluation."""
+
+    def __init__(
+        self,
+        recipe: SupervisedRecipe,
+        data: ClassData,
+        facts: Json,
+        task: str,
+        folder: RunFolder,
+        world: World,
+        console: Console,
+    ) -> None:
+        self.recipe, self.data, self.facts, self.task = recipe, data, facts, task
+        self.folder, self.world, self.console = folder, world, console
+        self.model = load_network(recipe, len(data.classes))
+        console.info(self.model.report.summary())
+        if recipe.freeze:
+            console.info(f"{freeze(self.model, recipe.freeze) / 1e6:.2f} M weights are frozen")
+        side = recipe.data.eval_resize or resize_for(self.model.config.image_size)
+        self.classifier = Classifier(self.model, data.classes, recipe.loss, side, {})
+
+    def run(self) -> None:
+        """Train, take the last or the best checkpoint, and write the classifier's file."""
+        recipe, data, world, console, model = self.recipe, self.data, self.world, self.console, self.model
+        if world.leads:
+            self.folder.update(backbone=model.report.to_dict())
+        skipped: list[int] = []
+        batches = crop_batches(
+            data.train,
+            augmentation_of(recipe, model.config.image_size),
+            recipe.batch_size,
+            recipe.seed,
+            world,
+            workers=worker_count(recipe.runtime.workers, world.device, world.size),
+            skip_bad=recipe.data.skip_bad_images,
+            on_skip=skipped.append,
+        )
+        watched = bool(data.minival.labels)
+        checkpoints = Checkpoints(self.folder.path / "checkpoints")
+        track = build_tracker(recipe.runtime.report_to if world.leads else "none", self.folder.path, console)
+        log = MetricsLog(self.folder.path / "metrics.jsonl", lambda record: track(self.task, record))
+        with console.progress(self.task) as tick:
+            done = engine.fit(
+                engine.prepare(model, recipe.runtime, world),
+                loss_of(recipe, model, len(data.classes)),
+                batches,
+                self.minival if watched else None,
+                engine.Training(recipe.optim, recipe.schedule, recipe.lr, recipe.batch_size, recipe.seed, recipe.ema),
+                recipe.runtime,
+                world,
+                engine.Outputs(checkpoints, log, tick, console.warn),
+                MicroBatch.choose(recipe.runtime, recipe.batch_size // world.size, model, world.device),
+                evaluate_every=min(recipe.evaluate_every, max(1, recipe.schedule.steps // 4)) if watched else 0,
+            )
+        if skipped:
+            console.warn(f"{sum(skipped)} times an unreadable training image was replaced by the next one")
+        best = checkpoints.load("best", console.warn) if watched and recipe.select == "best" else None
+        if best:
+            model.load_state_dict(evaluated_weights(best[0]))
+        config = model.config
+        self.classifier.facts = {
+            "arch": f"{size_name(config.size) or config.size}/{config.patch[0]}",
+            "parameters": model.report.parameters,
+            "minival_top1": best[1]["best"] if best else done.metrics.get("accuracy"),
+            "best_step": best[1]["step"] if best else recipe.schedule.steps,
+            "curve": [record for record in log.records() if "accuracy" in record],
+            "timing": {"train_seconds": round(done.seconds, 2), "wait_seconds": round(done.wait_seconds, 2)},
+            "recipe": recipe.model_dump(mode="json"),
+            "data": self.facts["data"],
+        }
+        if world.leads:
+            save_classifier(self.classifier, self.folder.path / WEIGHTS)
+            checkpoints.clear()
+        distributed.barrier()
+
+    def minival(self) -> dict[str, float]:
+        """Score minival, and probe the representation where the recipe asks for it."""
+        scores = evaluate(self.classifier, self.data.minival, self.recipe, self.world)
+        metrics = {"accuracy": scores.top1, "minival_loss": scores.loss}
+        if self.recipe.fewshot:
+            accuracy = self.fewshot(self.recipe.fewshot) if self.world.leads else 0.0
+            metrics[f"fewshot_{self.recipe.fewshot}"] = distributed.from_leader(accuracy)
+        return metrics
+
+    def fewshot(self, shots: int) -> float:
+        """Return the accuracy in percent on minival of a probe on a few training images per class."""
+        pool, classes = _shot_pool(self.data.train), len(self.data.classes)
+        rows = choose(torch.as_tensor(pool.labels).numpy(), classes, shots, 0).tolist()
+        recipe, device = self.recipe, self.world.device
+        bad = recipe.data.skip_bad_images
+        size = recipe.eval_batch_size
+        train = encode(self.model, pool, recipe.runtime, device, size, rows=rows, skip_bad=bad)
+        test = encode(self.model, self.data.minival, recipe.runtime, device, size, skip_bad=bad)
+        return 100 * probe(*train, *test, classes)
+
+
+def evaluate(classifier: Classifier, split: Labelled, recipe: SupervisedRecipe, world: World) -> Scores:
+    """Score a split with the recipe's precision and loader."""
+    with engine.precision_of(recipe.runtime, world.device):
+        return score(
+            lambda images: predict(classifier, images),
+            split,
+            classifier.transform,
+            len(classifier.classes),
+            world,
+            loss=recipe.loss,
+            batch_size=recipe.eval_batch_size,
+            workers=recipe.runtime.workers,
+            skip_bad=recipe.data.skip_bad_images,
+        )
+
+
+def measure_step(recipe: SupervisedRecipe, data: ClassData, world: World, console: Console) -> float:
+    """Train two steps, keeping nothing; returns the seconds of a step."""
+    model = load_network(recipe, len(data.classes))
+    console.info(model.report.summary())
+    if recipe.freeze:
+        freeze(model, recipe.freeze)
+    schedule = recipe.schedule.model_copy(update={"steps": 2, "warmup": 0, "decay_from": None})
+    training = engine.Training(recipe.optim, schedule, recipe.lr, recipe.batch_size, recipe.seed, recipe.ema)
+    augmentation = augmentation_of(recipe, model.config.image_size)
+    batches = crop_batches(data.train, augmentation, recipe.batch_size, recipe.seed, world, workers=0)
+    micro = MicroBatch.choose(recipe.runtime, recipe.batch_size // world.size, model, world.device)
+    trainable, loss = engine.prepare(model, recipe.runtime, world), loss_of(recipe, model, len(data.classes))
+    done = engine.fit(
+        trainable, loss, batches, None, training, recipe.runtime, world, engine.Outputs(warn=console.warn), micro
+    )
+    return done.seconds / 2
