@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import typer
+from rich.console import Console as RichConsole
+from rich.table import Table
 
 from dpn_cli import options, recipe
 from dpn_cli.commands import one_line_errors
@@ -13,6 +16,7 @@ from dpn_cli.commands import options_lit as own
 from dpn_cli.commands.keys import recipe_flags
 from dpn_cli.commands.tower import demo_tower
 from dpn_cli.console import Console
+from dpn_cli.errors import DpnError
 from tasks.lit import recipe as lit_recipe
 
 app = typer.Typer(
@@ -128,3 +132,134 @@ def cache(
         result = fill_cache(built, console)
         if result is not None:
             print(json.dumps(result, indent=2) if as_json else describe_cache(result))
+
+
+def _runtime(device: str | None, precision: str | None, workers: str | None = None) -> recipe.Runtime:
+    given = {"device": device, "precision": precision, "workers": workers}
+    return recipe.build(recipe.Runtime, {name: value for name, value in given.items() if value is not None}, "options")
+
+
+@app.command("eval", epilog="Example: dpn lit eval runs/lit/B-32-dpn --data imagenet --prompts clip_best")
+def evaluate(
+    run: own.Run,
+    data: own.EvalData,
+    split: own.Split = "val",
+    retrieval: own.Retrieval = False,
+    prompts: own.Prompts = None,
+    class_names: own.ClassNames = None,
+    tokenizer: own.TokenizerOption = None,
+    images: own.Images = None,
+    image_column: options.ImageColumn = None,
+    label_column: options.LabelColumn = None,
+    caption_column: own.CaptionColumn = None,
+    skip_bad_images: own.SkipBad = None,
+    force: own.Force = False,
+    cache_dir: own.CacheDir = None,
+    batch_size: own.AtOnce = 64,
+    precision: options.Precision = None,
+    device: options.Device = None,
+    workers: options.Workers = None,
+    output_dir: own.ResultDir = None,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
+) -> None:
+    """Zero-shot accuracy on labelled images, or recall at 1, 5 and 10 on captioned ones."""
+    with one_line_errors(verbose):
+        if split not in ("train", "val", "test"):
+            raise DpnError(f"--split {split!r}: choose train, val or test")
+        runtime = _runtime(device, precision, workers)
+        from tasks.lit.data import Source
+        from tasks.lit.evaluate import Asked, describe
+        from tasks.lit.evaluate import evaluate as score
+
+        source = Source(
+            data,
+            images=images,
+            image_column=image_column,
+            caption_column=caption_column,
+            skip_bad=bool(skip_bad_images),
+        )
+        captioned = retrieval or data.endswith((".csv", ".tsv", ".json"))
+        asked = Asked(
+            run, source, captioned, split, label_column, prompts, class_names, tokenizer, batch_size, force, cache_dir,
+            output_dir,
+        )  # fmt: skip
+        result = score(asked, runtime, Console(quiet=quiet))
+        if result is not None:
+            print(json.dumps(result, indent=2) if as_json else describe(result))
+
+
+@app.command(epilog='Example: dpn lit predict runs/lit/B-32-dpn photo.jpg --labels "a cat,a dog"')
+def predict(
+    run: own.Run,
+    images: own.Pictures,
+    labels: own.Labels,
+    prompts: own.PredictPrompts = "plain",
+    top: own.Top = 3,
+    precision: options.Precision = None,
+    device: options.Device = None,
+    as_json: options.Json = False,
+    verbose: options.Verbose = False,
+) -> None:
+    """Which of some labels fits a picture best."""
+    with one_line_errors(verbose):
+        runtime = _runtime(device, precision)
+        from tasks.lit.use import label
+
+        results = label(run, images, labels.split(","), prompts, top, runtime)
+        if as_json:
+            print(json.dumps(results, indent=2))
+            return
+        table = Table("picture", "label", "probability", "cosine", box=None, padding=(0, 2, 0, 0))
+        for result in results:
+            for place, found in enumerate(result["labels"]):
+                shown = "" if place else result["image"]
+                table.add_row(shown, found["label"], f"{found['probability']:.1%}", f"{found['cosine']:.3f}")
+        RichConsole(highlight=False, soft_wrap=True).print(table)
+
+
+@app.command(epilog='Example: dpn lit search runs/lit/B-32-dpn --images photos --query "a dog on a beach"')
+def search(
+    run: own.Run,
+    images: own.SearchFolder,
+    query: own.Query,
+    top: own.Top = 10,
+    skip_bad_images: own.SkipBad = None,
+    cache_dir: own.CacheDir = None,
+    precision: options.Precision = None,
+    device: options.Device = None,
+    workers: options.Workers = None,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
+) -> None:
+    """The pictures of a folder that are nearest to a sentence; each is encoded once, for all queries to come."""
+    with one_line_errors(verbose):
+        runtime = _runtime(device, precision, workers)
+        from tasks.lit.use import search as find
+
+        found = find(run, images, query, top, runtime, cache_dir, bool(skip_bad_images), Console(quiet=quiet))
+        if as_json:
+            print(json.dumps(found, indent=2))
+            return
+        for place in found:
+            print(f"{place['cosine']:.3f}  {place['image']}")
+
+
+@app.command(epilog="Example: dpn lit export runs/lit/B-32-dpn -o export")
+def export(
+    run: own.Run,
+    output_dir: own.ExportDir = Path("export"),
+    as_json: options.Json = False,
+    verbose: options.Verbose = False,
+) -> None:
+    """Write both towers and the tokenizer as safetensors and JSON, with a model card, after comparing features."""
+    with one_line_errors(verbose):
+        from tasks.lit.use import export as write
+
+        done = write(run, output_dir)
+        if as_json:
+            print(json.dumps(done, indent=2))
+        else:
+            print(f"{done['path']}: gives the features of {run}; {done['config']} and README.md describe it")

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from dpn_cli.arch import SIZES
-from dpn_cli.options import DATA, MODEL, RUNTIME, TRAIN
+from dpn_cli.options import DATA, MODEL, OUTPUT, RUNTIME, TRAIN
 
 
 def _option(panel: str, *names: str, help: str) -> Any:
@@ -90,3 +90,43 @@ MicroBatch = Annotated[
 Run = Annotated[str, typer.Argument(help="A run's folder, an export's, or its weights.safetensors.")]
 Top = Annotated[int, typer.Option("--top", "-k", min=1, help="How many to print.")]
 Pictures = Annotated[list[Path], typer.Argument(help="Pictures, or folders of pictures.")]
+EvalData = Annotated[
+    str,
+    _option(
+        DATA,
+        "--data",
+        help="Labelled images (folder with val/CLASS or CLASS, hf:OWNER/NAME\\[:CONFIGURATION], wds:PATTERN, demo), or "
+        "captioned ones (.csv, .tsv, .json; with --retrieval the other kinds of 'lit train' too).",
+    ),
+]
+Split = Annotated[str, _option(DATA, "--split", help="val, test (of captions) or train. \\[default: val]")]
+Retrieval = Annotated[bool, _option(DATA, "--retrieval", help="Read --data as captioned images and score retrieval.")]
+Prompts = Annotated[
+    str | None,
+    _option(
+        MODEL,
+        "--prompts",
+        help="clip_paper (81 templates), clip_best (8), plain, or a file, one a line. \\[default: clip_paper]",
+    ),
+]
+ClassNames = Annotated[
+    str | None,
+    _option(
+        DATA,
+        "--class-names",
+        help="imagenet, or a file with a name per class. \\[default: open_clip's for ImageNet's folders, else the "
+        "folders' own]",
+    ),
+]
+Force = Annotated[bool, _option(DATA, "--force", help="Print an accuracy that is not above chance.")]
+AtOnce = Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Images at a time.", rich_help_panel=RUNTIME)]
+ResultDir = Annotated[
+    Path | None, typer.Option("--output-dir", "-o", help="Folder for result.json.", rich_help_panel=OUTPUT)
+]
+Labels = Annotated[str, _option(MODEL, "--labels", help="What the pictures may show, comma separated.")]
+PredictPrompts = Annotated[
+    str, _option(MODEL, "--prompts", help="As for eval: plain takes the labels as they are. \\[default: plain]")
+]
+SearchFolder = Annotated[Path, _option(DATA, "--images", help="Folder of pictures.")]
+Query = Annotated[str, _option(MODEL, "--query", help="What to look for, a sentence.")]
+ExportDir = Annotated[Path, typer.Option("--output-dir", "-o", help="Folder for towers, description and card.")]

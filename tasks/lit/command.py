@@ -18,11 +18,11 @@ from tasks.lit.batches import cached_batches, tokenize
 from tasks.lit.cache import BATCH, Features, cached_features
 from tasks.lit.captions import Subset
 from tasks.lit.data import open_pairs
+from tasks.lit.encode import cache_root, describe_retrieval
 from tasks.lit.loss import ContrastiveLoss
 from tasks.lit.recipe import LitRecipe, in_steps
-from tasks.lit.retrieval import chance
 from tasks.lit.tokens import open_tokenizer
-from tasks.lit.train import cache_root, load_tower, new_text_tower, run, source_of, wanted_of
+from tasks.lit.train import load_tower, new_text_tower, recipe_wants, run, source_of
 
 DEMO_NOTE = (
     "This is the demo: generated scenes, their sentences and a small image tower. Nothing here is a number of the "
@@ -60,7 +60,7 @@ def fill_cache(recipe: LitRecipe, console: Console) -> dict[str, Any] | None:
         tokenizer = open_tokenizer(recipe.text.tokenizer, recipe.text.context, recipe.text.clean)
         tower = load_tower(recipe, world)
         console.info(tower.report.summary())
-        root, wanted = cache_root(recipe.cache.folder), wanted_of(recipe, tower, world)
+        root, wanted = cache_root(recipe.cache.folder), recipe_wants(recipe, tower, world)
         features = cached_features(data, wanted, root, world, console)
         held_out = cached_features(val, wanted, root, world, console)
         if not world.leads:
@@ -87,7 +87,7 @@ def _dry_run(recipe: LitRecipe, world: World, console: Console) -> None:
     tokenizer = open_tokenizer(recipe.text.tokenizer, recipe.text.context, recipe.text.clean)
     tower = load_tower(recipe, world)
     console.info(tower.report.summary())
-    wanted, some = wanted_of(recipe, tower, world), Subset(data, range(min(BATCH, len(data.captions))))
+    wanted, some = recipe_wants(recipe, tower, world), Subset(data, range(min(BATCH, len(data.captions))))
     began = time.perf_counter()
     found = wanted.encode(torch.stack([resize(some.pixels(row), wanted.size) for row in some.labels]))
     encoding = (time.perf_counter() - began) / len(found) * (len(data.captions) + len(val.captions))
@@ -118,20 +118,13 @@ def _dry_run(recipe: LitRecipe, world: World, console: Console) -> None:
 
 def describe(result: dict[str, Any]) -> str:
     """Return a training's result as a few lines for a person."""
-    found, images = result["retrieval"], result["retrieval"]["images"]
-    ways = {"image_to_text": "image to text", "text_to_image": "text to image"}
-    recall = [
-        f"{name}: " + ", ".join(f"R@{k} {found[f'{way}@{k}']:.2f} %" for k in (1, 5, 10)) for way, name in ways.items()
-    ]
     left_out = sum(result["left_out"].values())
     lines = [
         f"{result['arch']} stem {result['stem']}, text tower {result['text']['size']}, {result['tokenizer']['name']}, "
         f"loss {result['loss']} {result['train_loss']:.4g}, temperature {result['temperature']:.3g}",
         f"{result['steps']} steps of {result['batch_size']} on {result['pairs']['images']} images with "
         f"{result['pairs']['captions']} captions ({left_out} left out, {result['cut']} captions cut)",
-        f"retrieval on {images} held-out images with {found['captions']} captions "
-        f"(chance R@5 {chance(images, 5):.2f} %)",
-        *(f"  {line}" for line in recall),
+        "held out: " + describe_retrieval(result["retrieval"]),
     ]
     if "zeroshot" in result:
         scored = result["zeroshot"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,17 +15,16 @@ from dpn_cli.backbone import Backbone, load_backbone
 from dpn_cli.console import Console
 from dpn_cli.distributed import World
 from dpn_cli.errors import DataError, DpnError
-from dpn_cli.home import home
 from dpn_cli.memory import MicroBatch
 from dpn_cli.runstate import Checkpoints, MetricsLog, RunFolder, describe_device
 from dpn_cli.trackers import build_tracker
 from tasks.lit.batches import Texts, cached_batches, encoded_batches, tokenize
-from tasks.lit.cache import BATCH, Features, Wanted, cached_features, data_fingerprint, digest_of, encoder
+from tasks.lit.cache import BATCH, Features, Wanted, cached_features, data_fingerprint, digest_of
 from tasks.lit.captions import Captioned
 from tasks.lit.data import DEMO_SPLITS, SceneClasses, Source, open_pairs
+from tasks.lit.encode import cache_root, retrieval_scores, wanted_of
 from tasks.lit.loss import ContrastiveLoss
 from tasks.lit.recipe import LitRecipe, in_steps
-from tasks.lit.retrieval import recalls
 from tasks.lit.text import TextTower
 from tasks.lit.tokens import Tokenizer, open_tokenizer
 from tasks.lit.towers import WEIGHTS, Towers, load_towers, save_towers
@@ -49,11 +47,6 @@ def source_of(recipe: LitRecipe) -> Source:
     )
 
 
-def cache_root(folder: str | None) -> Path:
-    """Return the folder of all caches: the one asked for, or $DPN_HOME/cache/lit."""
-    return Path(folder).expanduser() if folder else home() / "cache" / "lit"
-
-
 def load_tower(recipe: LitRecipe, world: World) -> Backbone:
     """Load the image tower, frozen for good. Raises as `load_backbone` does."""
     section = recipe.backbone
@@ -70,25 +63,15 @@ def load_tower(recipe: LitRecipe, world: World) -> Backbone:
     return tower
 
 
-def wanted_of(recipe: LitRecipe, tower: Backbone, world: World) -> Wanted:
-    """Return how the recipe's images are encoded, and by what."""
-    facts = {
-        "weights": digest_of(tower),
-        "pool": tower.config.pool,
-        "mean": list(tower.mean),
-        "std": list(tower.std),
-        "resize": "bilinear, no antialias",
-        "precision": f"{recipe.runtime.precision} on {world.device.type}",
-    }
-    return Wanted(
-        encoder(tower, world.device, engine.precision_of(recipe.runtime, world.device)),
-        tower.embed_dim,
-        tower.config.image_size,
-        facts,
-        recipe.cache.views,
-        recipe.seed,
-        recipe.runtime.workers,
-        recipe.data.skip_bad_images,
+def recipe_wants(recipe: LitRecipe, tower: Backbone, world: World) -> Wanted:
+    """Return how the images that are trained on are encoded."""
+    return wanted_of(
+        tower,
+        recipe.runtime,
+        world,
+        views=recipe.cache.views,
+        seed=recipe.seed,
+        skip_bad=recipe.data.skip_bad_images,
     )
 
 
@@ -110,8 +93,9 @@ def run(recipe: LitRecipe, folder: RunFolder, world: World, console: Console) ->
     towers = load_towers(str(folder.path)).to(world.device)
     if digest_of(tower) != before or digest_of(towers.image) != before:
         raise AssertionError("the image tower has changed")
-    plain = replace(wanted_of(recipe, tower, world), views=0)
-    scores = retrieval_scores(towers, val, plain, recipe, world, console)
+    plain = replace(recipe_wants(recipe, tower, world), views=0)
+    root = cache_root(recipe.cache.folder) if recipe.cache.use else None
+    scores = retrieval_scores(towers, val, plain, root, recipe.runtime, world, console)
     result = {
         "task": "lit",
         "arch": towers.facts["arch"],
@@ -119,7 +103,7 @@ def run(recipe: LitRecipe, folder: RunFolder, world: World, console: Console) ->
         "text": {"size": size_name(towers.text.size), "context": tokenizer.context},
         "tokenizer": tokenizer.to_dict(),
         "loss": recipe.loss,
-        **scores,
+        "retrieval": scores,
         **{name: towers.facts[name] for name in ("pairs", "left_out", "cut", "train_loss", "temperature", "timing")},
         "steps": towers.facts["steps"],
         "batch_size": recipe.batch_size,
@@ -192,7 +176,7 @@ def _train(
 ) -> None:
     """Train the text tower and write both towers' file."""
     in_steps(recipe, len(data.captions))  # a batch that is too large is told before anything is encoded
-    wanted = wanted_of(recipe, tower, world)
+    wanted = recipe_wants(recipe, tower, world)
     features, good, texts = prepare_data(recipe, data, tokenizer, wanted, world, console)
     recipe = in_steps(recipe, len(good))
     text = new_text_tower(recipe, tower, tokenizer)
@@ -243,26 +227,6 @@ def _train(
         save_towers(Towers(tower, text, tokenizer, recipe.loss, trained), folder.path / WEIGHTS)
         checkpoints.clear()
     distributed.barrier()
-
-
-def retrieval_scores(
-    towers: Towers, data: Captioned, wanted: Wanted, recipe: LitRecipe, world: World, console: Console
-) -> Json:
-    """Return recalls on captioned images, whose features are cached where the recipe caches."""
-    if recipe.cache.use:
-        features = cached_features(data, wanted, cache_root(recipe.cache.folder), world, console)
-        good = [row for row in range(len(data.captions)) if row not in set(features.bad)]
-        images = features.rows(torch.tensor(good)).float()
-    else:
-        good = list(range(len(data.captions)))
-        prepared = (torch.stack([towers.prepare(data.pixels(row)) for row in good[i : i + BATCH]])
-                    for i in range(0, len(good), BATCH))  # fmt: skip
-        images = torch.cat([wanted.encode(part) for part in prepared])
-    owner = torch.tensor([index for index, row in enumerate(good) for _ in data.captions[row]])
-    with engine.precision_of(recipe.runtime, world.device):
-        texts = towers.encode_texts([text for row in good for text in data.captions[row]])
-    found = recalls(images.to(world.device), texts, owner.to(world.device))
-    return {"retrieval": {**found, "images": len(good), "captions": len(owner)}}
 
 
 def demo_zeroshot(towers: Towers, recipe: LitRecipe, world: World) -> Json:

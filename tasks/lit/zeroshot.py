@@ -123,8 +123,10 @@ def build_classifier(towers: Towers, names: Sequence[str], templates: Sequence[s
     return torch.cat(found)
 
 
-def classifier_of(towers: Towers, names: Sequence[str], templates: Sequence[str], kept: Path | None) -> Tensor:
-    """Return the classifier, from the folder `kept` where it was built before; towers, names, prompts decide."""
+def classifier_of(
+    towers: Towers, names: Sequence[str], templates: Sequence[str], kept: Path | None, world: World
+) -> Tensor:
+    """Return the classifier, from the folder `kept` where it was built before; tower, names and prompts decide."""
     if kept is None:
         return build_classifier(towers, names, templates)
     facts = json.dumps([digest_of(towers.text), towers.tokenizer.to_dict(), list(names), list(templates)])
@@ -134,7 +136,8 @@ def classifier_of(towers: Towers, names: Sequence[str], templates: Sequence[str]
     except (OSError, SafetensorError, KeyError):
         weights = build_classifier(towers, names, templates)
     tensors = {"classes": weights.cpu()}
-    replace_file(path, lambda to: save_file(tensors, to))
+    if world.leads:
+        replace_file(path, lambda to: save_file(tensors, to))
     return weights
 
 
