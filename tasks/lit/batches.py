@@ -19,7 +19,7 @@ from dpn_cli.distributed import World
 from dpn_cli.engine import Batch, Batches
 from dpn_cli.files import replace_file
 from dpn_cli.seeds import fold
-from tasks.lit.cache import LARGER, Features, Wanted
+from tasks.lit.cache import Features, Wanted
 from tasks.lit.captions import Captioned
 from tasks.lit.tokens import Tokenizer
 
@@ -132,10 +132,8 @@ def encoded_batches(
 
     def batches(start: int) -> Iterator[Batch]:
         share = batch_size // world.size
-        size = (round(wanted.size[0] * LARGER), round(wanted.size[1] * LARGER)) if wanted.views else wanted.size
-        parts = stream(
-            data, partial(resize, size=size), share, rows=_Rows(rows, start, steps, share), workers=wanted.workers
-        )
+        read = partial(resize, size=wanted.read_size)
+        parts = stream(data, read, share, rows=_Rows(rows, start, steps, share), workers=wanted.workers)
         for step, part in enumerate(parts, start):
             images = part.images
             if wanted.views:

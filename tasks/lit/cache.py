@@ -57,6 +57,12 @@ class Wanted:
     workers: int | Literal["auto"] = "auto"
     skip_bad: bool = False
 
+    @property
+    def read_size(self) -> tuple[int, int]:
+        """The size that images are read in: larger where views are cut from them."""
+        height, width = (round(side * LARGER) if self.views else side for side in self.size)
+        return height, width
+
 
 class Features:
     """Unit features of images, (n, views, d), read from the disk as they are asked for."""
@@ -177,7 +183,7 @@ def _spot_check(folder: Path, data: Captioned, wanted: Wanted) -> str | None:
         if not _sound(folder, number, None) or row in _sidecar(folder, number)["bad"]:
             continue
         stored = torch.from_numpy(np.load(_file(folder, number), mmap_mode="r")[row % SHARD].astype(np.float32))
-        now = wanted.encode(_views(_larger(data.pixels(row), wanted)[None], [row], wanted)).cpu()
+        now = wanted.encode(_views(resize(data.pixels(row), wanted.read_size)[None], [row], wanted)).cpu()
         if not (stored * now).sum(-1).min() > SPOT_COSINE:
             return f"{data.where(row)} gives other features now"
     return None
@@ -198,11 +204,6 @@ def _sound(folder: Path, number: int, console: Console | None) -> bool:
     return False
 
 
-def _larger(pixels: npt.NDArray[np.uint8], wanted: Wanted) -> Tensor:
-    height, width = (round(side * LARGER) if wanted.views else side for side in wanted.size)
-    return resize(pixels, (height, width))
-
-
 def _views(images: Tensor, rows: Sequence[int], wanted: Wanted) -> Tensor:
     """Return the views (b * views, 3, h, w) of images (b, 3, H, W): a function of seed, image and view alone."""
     if not wanted.views:
@@ -220,7 +221,12 @@ def _encode(data: Captioned, wanted: Wanted, folder: Path, shards: Sequence[int]
     """Encode whole shards one after the other and put each in its place when it is complete."""
     pending = [row for number in shards for row in range(number * SHARD, min((number + 1) * SHARD, len(data.captions)))]
     parts = stream(
-        data, partial(_larger, wanted=wanted), BATCH, rows=pending, workers=wanted.workers, skip_bad=wanted.skip_bad
+        data,
+        partial(resize, size=wanted.read_size),
+        BATCH,
+        rows=pending,
+        workers=wanted.workers,
+        skip_bad=wanted.skip_bad,
     )
     rows, features = list[int](), list[Tensor]()
     # SHARD is a multiple of BATCH and only the last shard of all is short, so no batch lies in two shards.
