@@ -9,13 +9,14 @@ import re
 import shutil
 import tarfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, DatasetDict, Features, Image, Sequence, Value
+from datasets import Dataset, Features, Image, Sequence, Value
 from open_clip.tokenizer import SimpleTokenizer
 from PIL import Image as Pil
 from test_distributed import CPU, spawn
@@ -123,20 +124,19 @@ def hub(root: Path) -> str:
     for name, part in splits.items():
         (root / "data").mkdir(parents=True, exist_ok=True)
         Dataset.from_list(part, features=features).to_parquet(root / "data" / f"{name}-00000-of-00001.parquet")
-    assert DatasetDict is not None
     return f"hf:{root}"
 
 
 @pytest.mark.parametrize(
-    ("write", "extra"),
-    [(table, {}), (tabs, {"images": "images"}), (official, {}), (folder, {}), (shards, {}),
-     (lambda root: shards(root, "json"), {})],
+    ("write", "images"),
+    [(table, ""), (tabs, "images"), (official, ""), (folder, ""), (shards, ""),
+     (lambda root: shards(root, "json"), "")],
 )  # fmt: skip
 def test_every_source_gives_the_same_pictures_and_sentences(
-    write: Callable[[Path], str], extra: dict[str, str], tmp_path: Path
+    write: Callable[[Path], str], images: str, tmp_path: Path
 ) -> None:
     place = write(tmp_path)
-    found = open_split(Source(place, **{name: str(tmp_path / value) for name, value in extra.items()}), "train")
+    found = open_split(Source(place, images=str(tmp_path / images) if images else None), "train")
     first = [captions[0] for captions in found.captions]
     assert first == SENTENCES
     assert found.captions[0] == (("a dog", "a small dog") if write in (table, official) else ("a dog",))
@@ -220,7 +220,7 @@ def test_flawed_data_are_named(kind: str, message: str, tmp_path: Path) -> None:
 def test_tokens_are_open_clips_and_longer_texts_keep_their_end() -> None:
     texts = [*SENTENCES, "Many words, " * 12]
     for clean in ("canonicalize", "lower", "whitespace"):
-        tokenizer = Tokenizer(16, clean)  # type: ignore[arg-type]
+        tokenizer = Tokenizer(16, clean)
         tokens, cut = tokenizer.encode(texts)
         expected = SimpleTokenizer(context_length=16, clean=clean)(texts)
         assert np.array_equal(tokens, expected.numpy())
@@ -416,12 +416,12 @@ def ranks_job(world: World, folder: Path) -> None:
     cache.SHARD, cache.BATCH = 4, 2
     split = open_split(Source(f"wds:{folder}/one.tar"), "train")
     tower = load_backbone("mu/8", image_size=16, seed=0).eval()
-    want = wanted_of(tower, Runtime(workers=2), world)
+    want = wanted_of(tower, Runtime(workers=0), world)
     features = cached_features(split, want, folder / "cache", world, QUIET)
     np.save(folder / f"rank{world.rank}.npy", np.concatenate(features.shards))
 
 
-def test_one_shard_is_enough_for_two_workers_on_two_ranks(tmp_path: Path) -> None:
+def test_one_shard_is_enough_for_two_ranks(tmp_path: Path) -> None:
     write_shard(tmp_path / "one.tar", range(11), text=lambda number: f"sentence {number}")
     spawn(ranks_job, tmp_path)
     split = open_split(Source(f"wds:{tmp_path}/one.tar"), "train")
@@ -430,6 +430,21 @@ def test_one_shard_is_enough_for_two_workers_on_two_ranks(tmp_path: Path) -> Non
         together = np.load(tmp_path / f"rank{rank}.npy")
         assert np.abs(together - np.concatenate(alone.shards)).max() < 1e-3
     assert len(list((tmp_path / "cache").glob("*/*.npy"))) == 3
+
+
+def test_one_shard_is_enough_for_two_workers(tmp_path: Path) -> None:
+    write_shard(tmp_path / "one.tar", range(11), text=lambda number: f"sentence {number}")
+    split = open_split(Source(f"wds:{tmp_path}/one.tar"), "train")
+    both = replace(wanted(), workers=2)
+    alone, found = (
+        cached_features(split, want, tmp_path / name, ALONE, QUIET) for name, want in (("a", wanted()), ("b", both))
+    )
+    assert all(np.array_equal(one, other) for one, other in zip(alone.shards, found.shards, strict=True))
+    texts = tokenize(split, Tokenizer(8, "lower"))
+    plain, several = (
+        list(encoded_batches(split, want, texts, 4, 5, ALONE, steps=3, micro=4)(0)) for want in (wanted(), both)
+    )
+    assert all(torch.equal(one["image"], other["image"]) for one, other in zip(plain, several, strict=True))
 
 
 def test_batches_are_a_function_of_the_step(tmp_path: Path) -> None:

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console as RichConsole
-from rich.table import Table
 
 from dpn_cli import options, recipe
 from dpn_cli.commands import one_line_errors
@@ -211,12 +209,10 @@ def predict(
         if as_json:
             print(json.dumps(results, indent=2))
             return
-        table = Table("picture", "label", "probability", "cosine", box=None, padding=(0, 2, 0, 0))
         for result in results:
-            for place, found in enumerate(result["labels"]):
-                shown = "" if place else result["image"]
-                table.add_row(shown, found["label"], f"{found['probability']:.1%}", f"{found['cosine']:.3f}")
-        RichConsole(highlight=False, soft_wrap=True).print(table)
+            print(result["image"])
+            for found in result["labels"]:
+                print(f"  {found['probability']:6.1%}  cosine {found['cosine']:+.3f}  {found['label']}")
 
 
 @app.command(epilog='Example: dpn lit search runs/lit/B-32-dpn --images photos --query "a dog on a beach"')

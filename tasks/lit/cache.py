@@ -101,7 +101,7 @@ def digest_of(tower: torch.nn.Module) -> str:
     found = hashlib.sha256()
     for name, value in sorted(tower.state_dict().items()):
         found.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
-        found.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        found.update(value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 

@@ -65,7 +65,7 @@ def search(
         towers = load_towers(place).to(world.device)
         files = Files()
         for path in find_pictures([folder]):
-            files.add(path.parent, path.name, (query,), str(folder))
+            files.add(folder, path.relative_to(folder).as_posix(), (query,), str(folder))
         wanted = wanted_of(towers.image, runtime, world, skip_bad=skip_bad)
         features, good = encoded(files, wanted, cache_root(cache_dir), world, console)
         with engine.precision_of(runtime, world.device):

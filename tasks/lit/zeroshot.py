@@ -85,14 +85,14 @@ def class_names(folders: Sequence[str], asked: str | None) -> tuple[list[str], s
     """Return a name per class for prompts, and where the names come from.
 
     `folders` are the data set's own names; those of ImageNet (wnids, or the numbers 0 to 999) get open_clip's names.
-    `asked` is ``imagenet``, or a file with one name per line in the order of the classes. Raises `DataError` when that
-    is another number of names.
+    `asked` is ``imagenet``, or a file with one name per line in the order of the classes; of several names (``a, b``)
+    the first is taken. Raises `DataError` when that is another number of names.
     """
     if asked not in (None, "imagenet"):
         names = _lines(Path(asked or "").expanduser(), f"--class-names {asked}: imagenet, or a file of names")
         if len(names) != len(folders):
             raise DataError(f"--class-names {asked}: {len(names)} names for the {len(folders)} classes of --data")
-        return names, str(asked)
+        return [name.split(",")[0] for name in names], str(asked)
     from open_clip.zero_shot_metadata import IMAGENET_CLASSNAMES
     from timm.data import ImageNetInfo
 
@@ -104,12 +104,12 @@ def class_names(folders: Sequence[str], asked: str | None) -> tuple[list[str], s
     if asked == "imagenet":
         unknown = next(name for name in folders if name not in place)
         raise DataError(f"--class-names imagenet: {unknown!r} is no ImageNet class folder")
-    return [name.replace("_", " ") for name in folders], "the names of --data's classes"
+    return [name.replace("_", " ").split(",")[0] for name in folders], "the names of --data's classes"
 
 
 def prompts_of(names: Sequence[str], templates: Sequence[str]) -> list[list[str]]:
-    """Return for every class its prompts, canonicalised; of names in a row (``a, b``) the first is taken."""
-    return [[canonicalize_text(template.replace("{}", name.split(",")[0])) for template in templates] for name in names]
+    """Return for every class its prompts, canonicalised."""
+    return [[canonicalize_text(template.replace("{}", name)) for template in templates] for name in names]
 
 
 def build_classifier(towers: Towers, names: Sequence[str], templates: Sequence[str]) -> Tensor:
