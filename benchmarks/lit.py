@@ -1,6 +1,6 @@
 """What cached features save in LiT, and what caching costs.
 
-    python benchmarks/lit.py [--arch B/32] [--text B] [--batch 16] [--steps 3] [--rounds 3] [--images 256]
+    python benchmarks/lit.py [--arch B/32] [--text B] [--batch 64] [--steps 2] [--rounds 3] [--images 256]
 
 1. One training step with cached features, with the frozen tower in the loop, and of open_clip with its image tower
    locked (a timm ViT, open_clip's TextTransformer, ClipLoss, AdamW), measured in turns in one process; beside them the
@@ -185,7 +185,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--arch", default="B/32")
     parser.add_argument("--text", default="B")
-    for name, value in (("--batch", 16), ("--steps", 3), ("--rounds", 3), ("--images", 256)):
+    for name, value in (("--batch", 64), ("--steps", 2), ("--rounds", 3), ("--images", 256)):
         parser.add_argument(name, type=int, default=value)
     asked = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -145,7 +145,7 @@ def evaluate(
     retrieval: own.Retrieval = False,
     prompts: own.Prompts = None,
     class_names: own.ClassNames = None,
-    tokenizer: own.TokenizerOption = None,
+    tokenizer: own.RunTokenizer = None,
     images: own.Images = None,
     image_column: options.ImageColumn = None,
     label_column: options.LabelColumn = None,

@@ -90,6 +90,10 @@ MicroBatch = Annotated[
 Run = Annotated[str, typer.Argument(help="A run's folder, an export's, or its weights.safetensors.")]
 Top = Annotated[int, typer.Option("--top", "-k", min=1, help="How many to print.")]
 Pictures = Annotated[list[Path], typer.Argument(help="Pictures, or folders of pictures.")]
+RunTokenizer = Annotated[
+    str | None,
+    _option(MODEL, "--tokenizer", help="Only a check: another file than the run's is refused. \\[default: the run's]"),
+]
 EvalData = Annotated[
     str,
     _option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -17,8 +18,9 @@ from dpn_cli import stopping
 from dpn_cli.data.pixels import augment, resize, rows_of_step, stream, to_device
 from dpn_cli.distributed import World
 from dpn_cli.engine import Batch, Batches
-from dpn_cli.files import replace_file
+from dpn_cli.errors import DataError
 from dpn_cli.seeds import fold
+from tasks.lit.arrays import facts_of, save_array
 from tasks.lit.cache import Features, Wanted
 from tasks.lit.captions import Captioned
 from tasks.lit.tokens import Tokenizer
@@ -54,16 +56,12 @@ def tokenize(data: Captioned, tokenizer: Tokenizer, root: Path | None = None) ->
     for text in texts:
         named.update(f"{text}\0".encode())
     path = root / f"tokens-{named.hexdigest()[:16]}.npy"
-    if not path.is_file():
-        tokens, cut = _encode(texts, tokenizer)
-
-        def save(temporary: Path) -> None:
-            with temporary.open("wb") as file:
-                np.save(file, np.concatenate([tokens, np.full((1, tokens.shape[1]), cut, dtype=np.int32)]))
-
-        replace_file(path, save)
-    stored = np.load(path)  # the last row repeats how many texts were cut
-    return Texts(torch.from_numpy(stored[:-1]), first, int(stored[-1, 0]))
+    with contextlib.suppress(DataError):  # a damaged file is written again
+        if facts := facts_of(path):
+            return Texts(torch.from_numpy(np.load(path)), first, facts["cut"])
+    tokens, cut = _encode(texts, tokenizer)
+    save_array(path, tokens, cut=cut)
+    return Texts(torch.from_numpy(tokens), first, cut)
 
 
 def _encode(texts: Sequence[str], tokenizer: Tokenizer) -> tuple[np.ndarray[tuple[int, ...], np.dtype[np.int32]], int]:

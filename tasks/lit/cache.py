@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,12 +25,13 @@ from torch import Tensor
 
 from dpn_cli import distributed, stopping
 from dpn_cli.backbone import Backbone
-from dpn_cli.console import Console
+from dpn_cli.console import LINE_EVERY, Console
 from dpn_cli.data.pixels import augment, resize, stream
 from dpn_cli.distributed import World
 from dpn_cli.errors import DataError
-from dpn_cli.files import file_digest, replace_file, replace_json
+from dpn_cli.files import replace_json
 from dpn_cli.seeds import fold
+from tasks.lit.arrays import facts_of, save_array
 from tasks.lit.captions import Captioned
 
 # Images per shard: what a killed run encodes again. A multiple of every batch size that encoding uses.
@@ -131,31 +133,39 @@ def cached_features(data: Captioned, wanted: Wanted, root: Path, world: World, c
     folder = root / hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     if world.leads:
         _check_folder(folder, facts, data, wanted, console)
-    distributed.barrier()
-    count = -(-len(data.captions) // SHARD)
-    missing = [number for number in range(count) if not _sound(folder, number, console if world.leads else None)]
-    distributed.barrier()  # no rank writes before all have looked
+    files = [_file(folder, number) for number in range(-(-len(data.captions) // SHARD))]
+    found = distributed.from_leader(_whole(files, console) if world.leads else None)
+    assert found is not None
+    missing = [number for number, facts in enumerate(found) if facts is None]
     if missing:
         rows = sum(min(SHARD, len(data.captions) - number * SHARD) for number in missing)
         console.info(f"encoding {rows} images once, into {folder}")
-        _encode(data, wanted, folder, missing[world.rank :: world.size])
-    distributed.barrier()
-    bad = [row for number in range(count) for row in _sidecar(folder, number)["bad"]]
+        _encode(data, wanted, folder, missing[world.rank :: world.size], console)
+        distributed.barrier()
+        found = [facts or facts_of(file) for file, facts in zip(files, found, strict=True)]
+    bad = [row for facts in found if facts for row in facts["bad"]]
     if bad and not wanted.skip_bad:
         raise DataError(
             f"{data.where(bad[0])}: not a readable image, as are {len(bad) - 1} others; fetch them again, or leave "
             "them out and count them with --skip-bad-images"
         )
-    return Features([np.load(_file(folder, number), mmap_mode="r") for number in range(count)], bad)
+    return Features([np.load(file, mmap_mode="r") for file in files], bad)
+
+
+def _whole(files: Sequence[Path], console: Console) -> list[dict[str, Any] | None]:
+    """Return what was saved with each shard, None for those to be encoded; damaged ones are said."""
+    found: list[dict[str, Any] | None] = []
+    for file in files:
+        try:
+            found.append(facts_of(file))
+        except DataError as error:
+            console.warn(f"{error}; its images are encoded again")
+            found.append(None)
+    return found
 
 
 def _file(folder: Path, number: int) -> Path:
     return folder / f"features-{number:05d}.npy"
-
-
-def _sidecar(folder: Path, number: int) -> dict[str, Any]:
-    described: dict[str, Any] = json.loads(_file(folder, number).with_suffix(".json").read_text(encoding="utf-8"))
-    return described
 
 
 def _check_folder(folder: Path, facts: dict[str, Any], data: Captioned, wanted: Wanted, console: Console) -> None:
@@ -179,29 +189,18 @@ def _spot_check(folder: Path, data: Captioned, wanted: Wanted) -> str | None:
     """Encode a few images of the finished shards again; returns what is wrong with the stored features."""
     count = len(data.captions)
     for row in range(0, count, -(-count // SPOT_CHECKS)):
-        number = row // SHARD
-        if not _sound(folder, number, None) or row in _sidecar(folder, number)["bad"]:
+        file = _file(folder, row // SHARD)
+        try:
+            facts = facts_of(file)
+        except DataError:  # said, and mended, later
             continue
-        stored = torch.from_numpy(np.load(_file(folder, number), mmap_mode="r")[row % SHARD].astype(np.float32))
+        if facts is None or row in facts["bad"]:
+            continue
+        stored = torch.from_numpy(np.load(file, mmap_mode="r")[row % SHARD].astype(np.float32))
         now = wanted.encode(_views(resize(data.pixels(row), wanted.read_size)[None], [row], wanted)).cpu()
         if not (stored * now).sum(-1).min() > SPOT_COSINE:
             return f"{data.where(row)} gives other features now"
     return None
-
-
-def _sound(folder: Path, number: int, console: Console | None) -> bool:
-    """Tell whether a shard is there and whole; a damaged one is said, if somebody listens."""
-    path = _file(folder, number)
-    if not path.with_suffix(".json").is_file():
-        return False
-    try:
-        if file_digest(path) == _sidecar(folder, number)["sha256"]:
-            return True
-    except (OSError, ValueError, KeyError):
-        pass
-    if console:
-        console.warn(f"{path}: damaged (its digest differs); its images are encoded again")
-    return False
 
 
 def _views(images: Tensor, rows: Sequence[int], wanted: Wanted) -> Tensor:
@@ -217,7 +216,7 @@ def _views(images: Tensor, rows: Sequence[int], wanted: Wanted) -> Tensor:
     return torch.cat(found)
 
 
-def _encode(data: Captioned, wanted: Wanted, folder: Path, shards: Sequence[int]) -> None:
+def _encode(data: Captioned, wanted: Wanted, folder: Path, shards: Sequence[int], console: Console) -> None:
     """Encode whole shards one after the other and put each in its place when it is complete."""
     pending = [row for number in shards for row in range(number * SHARD, min((number + 1) * SHARD, len(data.captions)))]
     parts = stream(
@@ -228,7 +227,7 @@ def _encode(data: Captioned, wanted: Wanted, folder: Path, shards: Sequence[int]
         workers=wanted.workers,
         skip_bad=wanted.skip_bad,
     )
-    rows, features = list[int](), list[Tensor]()
+    rows, features, shown = list[int](), list[Tensor](), time.monotonic()
     # SHARD is a multiple of BATCH and only the last shard of all is short, so no batch lies in two shards.
     for begin, part in zip(range(0, len(pending), BATCH), parts, strict=True):
         stopping.check_here()
@@ -243,18 +242,11 @@ def _encode(data: Captioned, wanted: Wanted, folder: Path, shards: Sequence[int]
             whole = torch.zeros(count, max(1, wanted.views), wanted.width, dtype=torch.float16)
             if rows:
                 whole[torch.tensor(rows) - number * SHARD] = torch.cat(features)
-            _write(folder, number, whole, sorted(set(range(number * SHARD, number * SHARD + count)) - set(rows)))
+            if not whole.isfinite().all():
+                raise DataError("the image tower's features are not finite: its weights are damaged")
+            bad = sorted(set(range(number * SHARD, number * SHARD + count)) - set(rows))
+            save_array(_file(folder, number), whole.numpy(), bad=bad)
             rows, features = [], []
-
-
-def _write(folder: Path, number: int, features: Tensor, bad: Sequence[int]) -> None:
-    if not features.isfinite().all():
-        raise DataError("the image tower's features are not finite: its weights are damaged")
-
-    def save(path: Path) -> None:
-        with path.open("wb") as file:
-            np.save(file, features.numpy())
-
-    path = _file(folder, number)
-    digest = replace_file(path, save)
-    replace_json(path.with_suffix(".json"), {"sha256": digest, "rows": len(features), "bad": list(bad)})
+            if time.monotonic() - shown >= LINE_EVERY:
+                shown = time.monotonic()
+                console.info(f"{end} of {len(pending)} images encoded")

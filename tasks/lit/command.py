@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def fill_cache(recipe: LitRecipe, console: Console) -> dict[str, Any] | None:
         console.info(tower.report.summary())
         root, wanted = cache_root(recipe.cache.folder), recipe_wants(recipe, tower, world)
         features = cached_features(data, wanted, root, world, console)
-        held_out = cached_features(val, wanted, root, world, console)
+        held_out = cached_features(val, replace(wanted, views=0), root, world, console)
         if not world.leads:
             return None
         texts = tokenize(data, tokenizer, root)
