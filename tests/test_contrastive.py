@@ -1,10 +1,8 @@
-"""Contrastive losses: recorded values, open_clip's, micro-batches in two passes, and two ranks."""
+"""Contrastive losses: recorded values, open_clip's, micro-batches in two passes."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from conftest import Arrays
 from open_clip.loss import ClipLoss, SigLipLoss
-from test_distributed import CPU, spawn
+from test_distributed import CPU
 from torch import Tensor, nn
 
 from dpn_cli import engine
@@ -29,6 +27,7 @@ from tasks.lit.text import TextTower
 
 ALONE = World(0, 1, CPU)
 ROWS, WIDTH, CONTEXT = 12, 8, 5
+KINDS: tuple[Kind, ...] = ("softmax", "siglip")
 
 
 def tower(bias: float | None = None) -> TextTower:
@@ -140,25 +139,6 @@ def train(world: World, kind: Kind, micro: int) -> dict[str, float]:
     )
     weights = {name: value.double().norm().item() for name, value in engine.unwrap(model).state_dict().items()}
     return {**weights, **{f"loss {step}": loss for step, loss in enumerate(seen)}}
-
-
-def ranks_job(world: World, folder: Path) -> None:
-    for kind in KINDS:
-        for micro in (6, 2):
-            (folder / f"{kind}-{micro}-{world.rank}.json").write_text(json.dumps(train(world, kind, micro)))
-
-
-KINDS: tuple[Kind, ...] = ("softmax", "siglip")
-
-
-def test_two_ranks_of_half_the_batch_train_as_one(tmp_path: Path) -> None:
-    spawn(ranks_job, tmp_path)
-    for kind in KINDS:
-        alone = train(ALONE, kind, ROWS)
-        for micro in (6, 2):
-            for rank in (0, 1):
-                together = json.loads((tmp_path / f"{kind}-{micro}-{rank}.json").read_text())
-                assert together == pytest.approx(alone, rel=2e-5)
 
 
 def test_only_matrices_are_decayed() -> None:

@@ -19,7 +19,7 @@ import torch
 from datasets import Dataset, Features, Image, Sequence, Value
 from open_clip.tokenizer import SimpleTokenizer
 from PIL import Image as Pil
-from test_distributed import CPU, spawn
+from test_distributed import CPU
 
 from dpn_cli import stopping
 from dpn_cli.backbone import load_backbone
@@ -410,26 +410,6 @@ def test_unreadable_images_are_named_or_left_out_and_counted(tmp_path: Path) -> 
     assert features.bad == [1, 4]
     with pytest.raises(DataError, match=r"1.png: not a readable image, as are 1 others"):
         cached_features(split, wanted(), tmp_path / "cache", ALONE, QUIET)
-
-
-def ranks_job(world: World, folder: Path) -> None:
-    cache.SHARD, cache.BATCH = 4, 2
-    split = open_split(Source(f"wds:{folder}/one.tar"), "train")
-    tower = load_backbone("mu/8", image_size=16, seed=0).eval()
-    want = wanted_of(tower, Runtime(workers=0), world)
-    features = cached_features(split, want, folder / "cache", world, QUIET)
-    np.save(folder / f"rank{world.rank}.npy", np.concatenate(features.shards))
-
-
-def test_one_shard_is_enough_for_two_ranks(tmp_path: Path) -> None:
-    write_shard(tmp_path / "one.tar", range(11), text=lambda number: f"sentence {number}")
-    spawn(ranks_job, tmp_path)
-    split = open_split(Source(f"wds:{tmp_path}/one.tar"), "train")
-    alone = cached_features(split, wanted(), tmp_path / "alone", ALONE, QUIET)
-    for rank in (0, 1):
-        together = np.load(tmp_path / f"rank{rank}.npy")
-        assert np.abs(together - np.concatenate(alone.shards)).max() < 1e-3
-    assert len(list((tmp_path / "cache").glob("*/*.npy"))) == 3
 
 
 def test_one_shard_is_enough_for_two_workers(tmp_path: Path) -> None:
