@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -131,4 +132,7 @@ def parallel(model: nn.Module, world: World) -> nn.Module:
         return model
     devices = [world.device.index] if world.device.type == "cuda" else None
     # Buffers are constants here; broadcasting them would tie ranks together in every forward pass.
-    return DistributedDataParallel(model, device_ids=devices, broadcast_buffers=False)
+    with warnings.catch_warnings():
+        # torch 2.15 would rather have the option's new name, which torch 2.11 does not know.
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+        return DistributedDataParallel(model, device_ids=devices, broadcast_buffers=False)

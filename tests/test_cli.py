@@ -50,6 +50,10 @@ def run(*arguments: str) -> Result:
         ["finetune", "vtab", "--help"],
         ["lit", "--help"],
         ["lit", "train", "--help"],
+        ["pretrain", "--help"],
+        ["pretrain", "--print-config"],
+        ["plan", "pretrain", "--help"],
+        ["data", "pack", "--help"],
         ["recipes"],
         ["recipes", "show", "vtab"],
         ["finetune", "vtab", "--print-config"],
@@ -141,6 +145,9 @@ def test_the_set_of_options_is_frozen_and_each_says_its_default() -> None:
         ["checkpoint", "inspect", "--help"],
         ["checkpoint", "convert", "--help"],
         ["checkpoint", "retrofit", "--help"],
+        ["pretrain", "--help"],
+        ["plan", "pretrain", "--help"],
+        ["data", "pack", "--help"],
     ],
 )
 def test_every_help_page_has_an_example_to_copy(command: list[str]) -> None:

@@ -13,6 +13,7 @@ from PIL import Image
 
 from dpn_cli.data.images import SUFFIXES
 from dpn_cli.data.labelled import HubSplit, Images, Labelled, SceneSplit, open_image
+from dpn_cli.data.pack import Packed, is_pack, read_manifest
 from dpn_cli.data.scenes import LABELS
 from dpn_cli.data.shards import Shards
 from dpn_cli.errors import DataError
@@ -91,6 +92,10 @@ class Part(Images):
         """Name the place of an image in the split that this is a part of."""
         return self.whole.where(self.rows[index])
 
+    def key(self, index: int) -> str:
+        """Return an image's name in the split that this is a part of."""
+        return self.whole.key(self.rows[index])
+
     def open(self, index: int) -> Image.Image:
         """Open an image, not decoded yet."""
         return self.whole.open(self.rows[index])
@@ -138,13 +143,9 @@ def _minival_size(images: int, share: float | None) -> int:
     return images - math.floor(images * (1 - share))
 
 
-def _key(split: Labelled, index: int) -> str:
-    return split.key(index) if isinstance(split, ClassFolders | Shards) else str(index)
-
-
 def hash_order(split: Labelled) -> list[int]:
     """Order images by a hash of their names: shuffled alike on every machine, whatever else is in the data set."""
-    digests = [hashlib.sha256(_key(split, index).encode()).digest() for index in range(len(split.labels))]
+    digests = [hashlib.sha256(split.key(index).encode()).digest() for index in range(len(split.labels))]
     return sorted(range(len(digests)), key=digests.__getitem__)
 
 
@@ -191,7 +192,10 @@ def has_split(source: Source, split: str) -> bool:
         return True
     if source.place.startswith("hf:"):
         return _hub_split(source.place, split) is not None
-    return not source.place.startswith("wds:") and (Path(source.place).expanduser() / split).is_dir()
+    root = Path(source.place).expanduser()
+    if is_pack(root):
+        return split in read_manifest(root)["splits"]
+    return not source.place.startswith("wds:") and (root / split).is_dir()
 
 
 def open_split(source: Source, split: str) -> tuple[Labelled, tuple[str, ...]]:
@@ -214,6 +218,9 @@ def open_split(source: Source, split: str) -> tuple[Labelled, tuple[str, ...]]:
             f"--data {place}: no such folder; it holds train/CLASS/PICTURE.jpg and val/CLASS/PICTURE.jpg. "
             "'demo' is the built-in data, hf:OWNER/NAME a hub data set, wds:PATTERN webdataset shards"
         )
+    if is_pack(root):
+        packed = Packed(root, split)
+        return packed, packed.classes
     inner = root / split
     folders = ClassFolders(inner if inner.is_dir() else root)
     return folders, folders.classes

@@ -35,6 +35,9 @@ class Labelled(Protocol):
     def where(self, index: int) -> str:
         """Name the place of an image for messages: file and line, or data set and row."""
 
+    def key(self, index: int) -> str:
+        """Return the name of an image inside the data set, wherever that is; its number where it has none."""
+
     def open(self, index: int) -> Image.Image:
         """Open an image, not decoded yet. Raises `DataError` with its place when it is no image."""
 
@@ -96,6 +99,10 @@ class Images(ABC):
     @abstractmethod
     def where(self, index: int) -> str:
         """Name the place of an image for messages."""
+
+    def key(self, index: int) -> str:
+        """Return the name of an image inside the data set; its number where it has none."""
+        return str(index)
 
     def pixels(self, index: int) -> Pixels:
         """Decode an image to (height, width, 3). Raises `DataError` with its place when it is unreadable."""

@@ -100,9 +100,7 @@ def _contrast(image: Image, share: float) -> Image:
 
 
 def _sharpness(image: Image, share: float) -> Image:
-    smooth = image.copy()
-    smooth[:, 1:-1, 1:-1] = _smooth(image)
-    return _blend(smooth.astype(np.float32), image.astype(np.float32), _factor(share))
+    return _blend(_smooth(image).astype(np.float32), image.astype(np.float32), _factor(share))
 
 
 def _blend(first: npt.NDArray[np.float32] | np.float32, second: npt.NDArray[np.float32], factor: float) -> Image:
@@ -124,21 +122,24 @@ def _grey(image: Image) -> npt.NDArray[np.float32]:
 
 
 def _smooth(image: Image) -> Image:
-    """Return PIL's smoothing of the inner pixels (3, h-2, w-2): neighbours count one, the pixel five, of thirteen."""
+    """Smooth the inner pixels as PIL does: neighbours count one, the pixel itself five, of thirteen."""
     wide = image.astype(np.uint16)
     rows = wide[:, :-2] + wide[:, 1:-1] + wide[:, 2:]
     total = rows[:, :, :-2] + rows[:, :, 1:-1] + rows[:, :, 2:] + 4 * wide[:, 1:-1, 1:-1]
-    smooth = total // 13
+    mean = total // 13
+    smooth = image.copy()
+    smooth[:, 1:-1, 1:-1] = mean
     # TensorFlow convolves in float32: where thirteen divides the total, rounding may leave it just below.
-    even = np.nonzero(smooth * 13 == total)
-    floats = np.zeros(len(even[0]), dtype=np.float32)
-    for row, column in itertools.product(range(3), repeat=2):
-        weight = np.float32(5 if row == column == 1 else 1) / np.float32(13)
-        values = image[even[0], even[1] + row, even[2] + column].astype(np.float64)
-        floats = (floats + values * weight).astype(np.float32)  # rounded once, as a fused multiply-add is
-    smooth[even] = floats
-    inner: Image = smooth.astype(np.uint8)
-    return inner
+    even = np.zeros(image.shape, dtype=np.bool_)
+    even[:, 1:-1, 1:-1] = mean * 13 == total
+    at, values = np.flatnonzero(even), image.ravel()
+    floats = np.zeros(len(at), dtype=np.float32)
+    for row, column in itertools.product((-1, 0, 1), repeat=2):
+        weight = float(np.float32(1 if row or column else 5) / np.float32(13))
+        products = values[at + row * image.shape[2] + column].astype(np.float64) * weight
+        floats = (floats + products).astype(np.float32)  # rounded once, as a fused multiply-add is
+    smooth.ravel()[at] = floats
+    return smooth
 
 
 def _rotate(image: Image, degrees: float) -> Image:
@@ -152,23 +153,22 @@ def _rotate(image: Image, degrees: float) -> Image:
 
 
 def _affine(image: Image, to_x: tuple[Any, Any, Any], to_y: tuple[Any, Any, Any]) -> Image:
-    """Take every pixel (x, y) from the one nearest to (a x + b y + c) with (a, b, c) `to_x` and `to_y`."""
+    """Take every pixel (x, y) from the one nearest to (a x + b y + c) with (a, b, c) `to_x` and `to_y`.
+
+    Halves are rounded away from zero, as C rounds them.
+    """
     _, height, width = image.shape
     x, y = np.arange(width, dtype=np.float32), np.arange(height, dtype=np.float32)[:, None]
+    half = np.float32(0.5)
     from_x, from_y = (
-        _nearest(np.float32(a) * x + np.float32(b) * y + np.float32(c)) for a, b, c in (to_x, to_y)
-    )  # each (h, w)
-    inside = (from_x >= 0) & (from_x < width) & (from_y >= 0) & (from_y < height)
-    place = np.where(inside, from_y * width + from_x, height * width)
+        np.float32(a) * x + np.float32(b) * y + np.float32(c) for a, b, c in (to_x, to_y)
+    )  # each (h, w) or, where it depends on one of them alone, (1, w) or (h, 1)
+    inside = (from_x > -half) & (from_x < width - half) & (from_y > -half) & (from_y < height - half)
+    place = (from_y + half).astype(np.intp) * width + (from_x + half).astype(np.intp)
+    place[~inside] = height * width
     filled = np.full((3, height * width + 1), FILL, dtype=np.uint8)
     filled[:, :-1] = image.reshape(3, -1)
-    moved: Image = filled[:, place]
-    return moved
-
-
-def _nearest(coordinate: npt.NDArray[np.float32]) -> npt.NDArray[np.int32]:
-    """Round half away from zero, as C does; numpy rounds half to even."""
-    return (np.sign(coordinate) * np.floor(np.abs(coordinate) + np.float32(0.5))).astype(np.int32)
+    return np.stack([channel.take(place) for channel in filled])
 
 
 OPERATIONS: dict[str, Callable[[Image, float, Centre], Image]] = {

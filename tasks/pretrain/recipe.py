@@ -16,6 +16,8 @@ from dpn_cli.supervised.recipe import SupervisedRecipe, duration
 from tasks.pretrain.table import APPENDIX_C, LEVELS, SHORT, augmented, regularized
 
 RECIPES = {"imagenet": "pretrain", "sun397": "pretrain_sun397"}
+# The built-in scenes with the question that takes most of them in.
+DEMO_OBJECTS = "demo:objects"
 LEAST_MINIVAL = 0.01
 # Sections that say where and how a run runs, not what it computes.
 APART = ("about", "data", "runtime")
@@ -61,20 +63,31 @@ def resolve(
         raise DpnError(f"--recipe {name!r}: choose {' or '.join(RECIPES)}{did_you_mean(name, RECIPES)}")
     asked = merge(read_recipe(config) if config else {}, flags, settings)
     data = asked.get("data")
-    source = (data.get("source") if isinstance(data, dict) else None) or find_data(name)
-    shipped = "pretrain_demo" if source == "demo" else RECIPES[name]
+    given = data.get("source") if isinstance(data, dict) else None
+    source = given or find_data(name)
     section = asked.get("backbone")
     arch = section.get("arch") if isinstance(section, dict) else None
-    row = {} if source == "demo" else _row_of(arch, level)
+    if source == "demo" and not given and arch:
+        raise DpnError(
+            f"--data: no images to train {arch} on: neither $DPN_DATA_DIR/{name} nor ./{name} is there; name them with "
+            "--data, or leave --arch out to train the small demo tower on built-in scenes"
+        )
+    demo = source in ("demo", DEMO_OBJECTS)
+    if preset and (demo or name != "imagenet"):
+        raise DpnError(f"--preset {preset}: shortens the recipe of ImageNet, not {'the demo' if demo else name}")
+    shipped = "pretrain_demo" if demo else RECIPES[name]
+    row = {} if demo else _row_of(arch, level)
     if name == "sun397" and row:
         row = {"backbone": {"pre_logits": row["backbone"]["pre_logits"]}}  # the stages search for the others
-    asked = merge(
-        SHORT if preset == "short" else {},
+    return merge(
+        read_recipe(shipped),
+        row,
+        SHORT if preset else {},
         augmented(_level(level)) if level else {},
+        duration(asked, shipped),
         asked,
-        {"data": {"source": "demo:objects" if source == "demo" else source}},
+        {"data": {"source": DEMO_OBJECTS if demo else source}},
     )
-    return merge(read_recipe(shipped), row, duration(asked, shipped), asked)
 
 
 def _level(level: str) -> Any:

@@ -1,0 +1,180 @@
+"""Pre-training beside timm: the step, the loader with RandAugment, and packed data.
+
+    python benchmarks/pretrain.py [step|loader|packed ...] [--workers 1]
+
+Step: S/16 at 224 px, plain and DPN, 16 images, Adam; ours reads JPEGs and crops them, the bare loop has one batch of
+noise; augmentation off. Loaders: 500 x 375 JPEGs at quality 90, crops of 224, measured in turns in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import timm
+import torch
+from loader import rate, write_pictures
+from step import bare_steps
+from timm.data import create_dataset, create_loader
+from torch import nn
+
+from dpn_cli.backbone import Backbone, load_backbone
+from dpn_cli.data.classified import ClassFolders, hash_order
+from dpn_cli.data.crops import train_crop
+from dpn_cli.data.labelled import Labelled
+from dpn_cli.data.loader import Augmentation, crop_batches
+from dpn_cli.data.pack import Packed, Packing, pack
+from dpn_cli.distributed import World
+from dpn_cli.engine import Outputs, Training, fit
+from dpn_cli.losses import sigmoid_xent
+from dpn_cli.memory import MicroBatch
+from dpn_cli.recipe import Optim, Runtime, Schedule
+
+ROWS, SIZE, CLASSES, BATCH, IMAGES = 16, 224, 1000, 32, 256
+CPU = World(0, 1, torch.device("cpu"))
+ADAM = Optim(name="adam", weight_decay=1e-4, decay_unit="schedule")
+
+
+def trained(model: Backbone, folder: Labelled, steps: int) -> tuple[list[float], float]:
+    """Train on the folder; returns the seconds of every step, and the share that was spent waiting for data."""
+    times = [time.perf_counter()]
+    batches = crop_batches(folder, Augmentation((SIZE, SIZE)), ROWS, 0, CPU, workers=1)
+
+    def loss(trainable: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        target = nn.functional.one_hot(batch["label"], CLASSES).float()
+        return sigmoid_xent(trainable(model.normalize(batch["image"])).float(), target)
+
+    outputs = Outputs(tick=lambda tick: times.append(time.perf_counter()))
+    training = Training(ADAM, Schedule(steps=steps), 1e-3, ROWS, 0)
+    done = fit(model, loss, batches, None, training, Runtime(), CPU, outputs, MicroBatch(ROWS))
+    return [after - before for before, after in itertools.pairwise(times)], done.wait_seconds / done.seconds
+
+
+def step(folder: Labelled, rounds: int, steps: int) -> None:
+    """Print our images per second over those of a bare loop."""
+    stock = timm.create_model("vit_small_patch16_224", num_classes=CLASSES)
+    plain, dual = (load_backbone("S/16", stem=stem, num_classes=CLASSES) for stem in ("none", "dpn"))
+    target = nn.functional.one_hot(torch.arange(ROWS), CLASSES).float()
+    noise = {"image": torch.randn(ROWS, 3, SIZE, SIZE), "label": target}
+    for label, model, other in (("plain, bare loop over timm's", plain, stock), ("DPN, over the same", dual, dual)):
+        bare = bare_steps(other, noise, Runtime(), CPU.device)
+        times: tuple[list[float], list[float]] = ([], [])
+        waits = []
+        for _ in range(rounds):
+            times[1].extend(bare(steps + 1)[1:])
+            seconds, wait = trained(model, folder, steps + 1)
+            times[0].extend(seconds[1:])
+            waits.append(wait)
+        first, second = (statistics.median(values) for values in times)
+        print(
+            f"S/16 {label}: {ROWS / first:.2f} : {ROWS / second:.2f} images/s = {second / first:.3f}; "
+            f"{statistics.median(waits):.1%} waiting for data, its start included",
+            flush=True,
+        )
+
+
+def compare(kinds: dict[str, Callable[[], Iterator[Any]]], workers: int, rounds: int) -> None:
+    """Print images per second of loaders that are run in turns, each also over the first."""
+    rates: dict[str, list[float]] = {name: [] for name in kinds}
+    for _ in range(rounds):
+        for name, start in kinds.items():
+            rates[name].append(rate(start()))
+    middle = {name: float(np.median(values)) for name, values in rates.items()}
+    first = next(iter(middle.values()))
+    for name, value in middle.items():
+        print(f"  {name:28s} {value:6.1f} images/s, {value / workers:6.1f} a process, {value / first:.2f} x the first")
+
+
+def ours(split: Labelled, workers: int, **how: Any) -> Iterator[Any]:
+    """Start our loader."""
+    return crop_batches(split, Augmentation((SIZE, SIZE), **how), BATCH, 0, CPU, workers=workers)(0)
+
+
+def timms(root: Path, workers: int, policy: str | None) -> Iterator[Any]:
+    """Start timm's loader with an augmentation policy, bilinear."""
+    plain = {"use_prefetcher": False, "color_jitter": 0, "interpolation": "bilinear", "persistent_workers": False}
+    loader = create_loader(
+        create_dataset("", root=str(root)),
+        (3, SIZE, SIZE),
+        BATCH,
+        is_training=True,
+        num_workers=workers,
+        device=CPU.device,
+        auto_augment=policy,
+        **plain,
+    )
+    return itertools.chain.from_iterable(itertools.repeat(loader))
+
+
+def loaders(root: Path, workers: int, rounds: int) -> None:
+    """Print rates with RandAugment, two operations, beside timm's."""
+    print(f"loaders with RandAugment (2, 15), {workers} processes:")
+    folder = ClassFolders(root)
+    compare(
+        {
+            "timm rand-m9-n2": lambda: timms(root, workers, "rand-m9-n2"),
+            "timm rand-m9-n2-p1.0": lambda: timms(root, workers, "rand-m9-n2-p1.0"),
+            "ours, exact": lambda: ours(folder, workers, layers=2, magnitude=15),
+            "ours, fast": lambda: ours(folder, workers, decode="fast", layers=2, magnitude=15),
+        },
+        workers,
+        rounds,
+    )
+
+
+def packed(root: Path, workers: int, rounds: int) -> None:
+    """Print rates of packs over that of the folder, their sizes, and how far their crops are from the folder's."""
+    folder = ClassFolders(root)
+    kinds: dict[str, Callable[[], Iterator[Any]]] = {"folder": lambda: ours(folder, workers)}
+    packings = (Packing(None), Packing(320), Packing(256), Packing(320, "ppm"), Packing(256, "ppm"))
+    order = hash_order(folder)
+    for packing in packings:
+        name = f"pack {packing.encode} {packing.size or 'keep'}"
+        out = root.with_name(name.replace(" ", "-"))
+        splits = {"train": (folder, order)}
+        pack(splits, folder.classes, out, packing, workers=2, skip_bad=False, progress=lambda text: None)
+        split = Packed(out, "train")
+        kinds[name] = lambda split=split: ours(split, workers)  # type: ignore[misc]
+        if packing.encode == "jpeg":
+            kinds[f"{name}, fast"] = lambda split=split: ours(split, workers, decode="fast")  # type: ignore[misc]
+        differences = []
+        for place, row in enumerate(order[:64]):
+            generators = [torch.Generator().manual_seed(place) for _ in range(2)]
+            one, other = (
+                train_crop(image, "", (SIZE, SIZE), generator, "exact").float()
+                for image, generator in zip((folder.open(row), split.open(place)), generators, strict=True)
+            )
+            differences.append((one - other).abs().mean().item())
+        kilobytes = sum(split.sizes) / len(order) / 1000
+        print(f"{name}: {kilobytes:.0f} kB an image, crops differ by {np.mean(differences):.2f} grey levels on average")
+    print(f"folder and packs, {workers} processes:")
+    compare(kinds, workers, rounds)
+
+
+def main() -> None:
+    """Run what was asked for."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("parts", nargs="*", default=["step", "loader", "packed"])
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as place:
+        root = write_pictures(Path(place) / "folder", (500, 375), IMAGES)
+        if "step" in asked.parts:
+            step(ClassFolders(root), asked.rounds, asked.steps)
+        if "loader" in asked.parts:
+            loaders(root, asked.workers, asked.rounds)
+        if "packed" in asked.parts:
+            packed(root, asked.workers, asked.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""Packed data sets: a folder of webdataset shards that is written once, with an index and a digest for each.
+
+``manifest.json`` says what was packed and lists the shards; ``SPLIT/000000.tar`` holds pictures with a ``.cls`` beside
+each, in an order that is shuffled by the pictures' names; ``SPLIT/000000.npz`` says where in it each picture lies.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from PIL import Image
+
+from dpn_cli import stopping
+from dpn_cli.data.labelled import Images, Labelled, decode, fingerprint, open_image
+from dpn_cli.data.shards import members
+from dpn_cli.errors import DataError, DpnError
+from dpn_cli.files import file_digest, replace_file, replace_json
+
+MANIFEST = "manifest.json"
+SHARD_IMAGES = 1000
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How pictures are stored: shorter side in pixels at most (None keeps it), as ``jpeg`` or uncompressed ``ppm``."""
+
+    size: int | None = 320
+    encode: Literal["jpeg", "ppm"] = "jpeg"
+    quality: int = 90
+
+
+def pack(
+    splits: Mapping[str, tuple[Labelled, Sequence[int]]],
+    classes: Sequence[str],
+    out: Path,
+    packing: Packing,
+    *,
+    workers: int,
+    skip_bad: bool,
+    progress: Callable[[str], None],
+) -> Json:
+    """Write splits, each with the order of its pictures, as shards into `out`; returns the manifest.
+
+    Shards that an earlier call finished are kept when their digests agree, and written again when not. Raises
+    `DpnError` when `out` holds something else, `DataError` for an unreadable picture unless `skip_bad` leaves it out,
+    `StoppedError` after a signal.
+    """
+    described: Json = {
+        **asdict(packing),
+        "skip_bad": skip_bad,
+        "classes": list(classes),
+        "sources": {name: fingerprint(split) for name, (split, _) in splits.items()},
+    }
+    manifest = _begin(out, described)
+    for name, (split, order) in splits.items():
+        (out / name).mkdir(parents=True, exist_ok=True)
+        (out / name / "classnames.txt").write_text("".join(f"{line}\n" for line in classes), encoding="utf-8")
+        done: dict[str, Json] = manifest["splits"].setdefault(name, {})
+        starts = range(0, len(order), SHARD_IMAGES)
+        jobs = {f"{number:06d}": order[start : start + SHARD_IMAGES] for number, start in enumerate(starts)}
+        left = {
+            shard: rows for shard, rows in jobs.items() if not _intact(out / name / f"{shard}.tar", done.get(shard))
+        }
+        write = functools.partial(_write_shard, split, out / name, packing, skip_bad)
+        with ProcessPoolExecutor(workers, initializer=stopping.leave_to_parent, initargs=(0,)) as pool:
+            pending = iter(left.items())
+            running = [(shard, pool.submit(write, shard, rows)) for shard, rows in islice(pending, 2 * workers)]
+            while running:
+                shard, future = running.pop(0)
+                done[shard] = future.result()
+                replace_json(out / MANIFEST, manifest)
+                stopping.check_here()
+                progress(f"{name}: {len(done)} of {len(jobs)} shards")
+                running += [(shard, pool.submit(write, shard, rows)) for shard, rows in islice(pending, 1)]
+        manifest["splits"][name] = dict(sorted(done.items()))
+    manifest["complete"] = True
+    replace_json(out / MANIFEST, manifest)
+    return manifest
+
+
+def _begin(out: Path, described: Json) -> Json:
+    """Return the manifest to go on with. Raises `DpnError` when `out` holds something else."""
+    path = out / MANIFEST
+    if path.is_file():
+        manifest = read_manifest(out)
+        changed = [key for key, value in described.items() if manifest.get(key) != value]
+        if changed:
+            raise DpnError(
+                f"--out {out}: holds a pack with another {', '.join(changed)}; pass another --out, or delete it first"
+            )
+        return manifest
+    if out.is_dir() and any(out.iterdir()):
+        raise DpnError(f"--out {out}: the folder holds something that is no pack; pass another --out")
+    manifest = {**described, "complete": False, "splits": {}}
+    replace_json(path, manifest)
+    return manifest
+
+
+def _intact(path: Path, entry: Json | None) -> bool:
+    index = path.with_suffix(".npz")
+    if entry is None or not path.is_file() or not index.is_file():
+        return False
+    return (file_digest(path), file_digest(index)) == (entry["sha256"], entry["index_sha256"])
+
+
+def _write_shard(
+    split: Labelled, folder: Path, packing: Packing, skip_bad: bool, shard: str, rows: Sequence[int]
+) -> Json:
+    """Write one shard and its index; returns its entry of the manifest."""
+    keys, labels, sums = list[str](), list[int](), list[int]()
+    suffix = {"jpeg": "jpg", "ppm": "ppm"}[packing.encode]
+
+    def fill(temporary: Path) -> None:
+        with tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as archive:
+            for place, row in enumerate(rows):
+                try:
+                    encoded = _encoded(split.open(row), split.where(row), packing)
+                except DataError:
+                    if not skip_bad:
+                        raise
+                    continue
+                label = int(split.labels[row])
+                for ending, content in ((suffix, encoded), ("cls", str(label).encode())):
+                    member = tarfile.TarInfo(f"{shard}{place:04d}.{ending}")
+                    member.size = len(content)
+                    archive.addfile(member, io.BytesIO(content))
+                keys.append(split.key(row))
+                labels.append(label)
+                sums.append(zlib.crc32(encoded))
+
+    path = folder / f"{shard}.tar"
+    digest = replace_file(path, fill)
+    places = [(member.offset, member.size) for member in members(path, ())] if keys else []
+    index = {
+        "keys": np.array([key.encode() for key in keys], dtype=np.bytes_),
+        "labels": np.array(labels, dtype=np.int32),
+        "crc32": np.array(sums, dtype=np.uint32),
+        "offsets": np.array([offset for offset, _ in places], dtype=np.int64),
+        "sizes": np.array([size for _, size in places], dtype=np.int32),
+    }
+
+    def save(temporary: Path) -> None:
+        with temporary.open("wb") as file:
+            np.savez_compressed(file, allow_pickle=False, **index)
+
+    return {
+        "images": len(keys),
+        "left_out": len(rows) - len(keys),
+        "bytes": path.stat().st_size,
+        "sha256": digest,
+        "index_sha256": replace_file(path.with_suffix(".npz"), save),
+    }
+
+
+def _encoded(image: Image.Image, where: str, packing: Packing) -> bytes:
+    """Return a picture as it is stored; one that need not change keeps its bytes. It is decoded in any case."""
+    file = getattr(image, "fp", None)
+    original = b""
+    if image.format == "JPEG" and file is not None:
+        file.seek(0)
+        original = file.read()
+        image = open_image(io.BytesIO(original), where)
+    pixels = Image.fromarray(decode(image, where))
+    short = min(pixels.size)
+    small = packing.size is None or short <= packing.size
+    if small and original and packing.encode == "jpeg":
+        return original
+    if not small:
+        assert packing.size is not None
+        width, height = (max(1, round(side * packing.size / short)) for side in pixels.size)
+        pixels = pixels.resize((width, height), Image.Resampling.BICUBIC)  # antialiased, as Pillow's always are
+    buffer = io.BytesIO()
+    pixels.save(buffer, packing.encode, quality=packing.quality)
+    return buffer.getvalue()
+
+
+def read_manifest(root: Path) -> Json:
+    """Return a pack's manifest. Raises `DataError` when it is damaged."""
+    try:
+        manifest: Json = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
+        if not isinstance(manifest["splits"], dict) or not isinstance(manifest["classes"], list):
+            raise TypeError("splits and classes")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{root / MANIFEST}: no manifest of 'dpn data pack' ({error}); pack the data again") from error
+    return manifest
+
+
+def is_pack(root: Path) -> bool:
+    """Tell whether a folder is a packed data set."""
+    return (root / MANIFEST).is_file()
+
+
+class Packed(Images):
+    """One split of a packed data set, read at random; every picture's checksum is compared when it is read.
+
+    Raises `DataError` for a pack that is not complete, a missing shard or one of another size, and a damaged index.
+    """
+
+    def __init__(self, root: Path, split: str) -> None:
+        manifest = read_manifest(root)
+        again = f"pack the data into {root} again: what is intact is kept"
+        if not manifest["complete"]:
+            raise DataError(f"--data {root}: the packing has not finished; {again}")
+        shards: dict[str, Json] = manifest["splits"][split]
+        self.classes: tuple[str, ...] = tuple(manifest["classes"])
+        self.paths = [root / split / f"{shard}.tar" for shard in shards]
+        parts: dict[str, list[Any]] = {name: [] for name in ("keys", "labels", "crc32", "offsets", "sizes", "shard")}
+        for number, (path, entry) in enumerate(zip(self.paths, shards.values(), strict=True)):
+            size = path.stat().st_size if path.is_file() else None
+            if size != entry["bytes"]:
+                found = "missing" if size is None else f"{size} bytes instead of {entry['bytes']}"
+                raise DataError(f"{path}: a damaged pack ({found}); {again}")
+            try:
+                with np.load(path.with_suffix(".npz"), allow_pickle=False) as index:
+                    for name, arrays in parts.items():
+                        arrays.append(np.full(entry["images"], number) if name == "shard" else index[name])
+            except (OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+                raise DataError(f"{path.with_suffix('.npz')}: a damaged pack ({error}); {again}") from error
+        joined: dict[str, Any] = {name: np.concatenate(arrays) for name, arrays in parts.items()}
+        self.labels: Sequence[int] = joined["labels"].tolist()
+        self.sizes: Sequence[int] = joined["sizes"].tolist()
+        self.keys, self.crc32 = joined["keys"], joined["crc32"]
+        self.shard, self.offsets = joined["shard"], joined["offsets"]
+
+    def where(self, index: int) -> str:
+        """Name a picture's shard, and what it was called before it was packed."""
+        return f"{self.paths[self.shard[index]]} ({self.key(index)})"
+
+    def key(self, index: int) -> str:
+        """Return a picture's name in the data set that was packed."""
+        return bytes(self.keys[index]).decode()
+
+    def open(self, index: int) -> Image.Image:
+        """Open a picture, not decoded yet. Raises `DataError` when its bytes have changed since it was packed."""
+        with self.paths[self.shard[index]].open("rb") as file:
+            file.seek(int(self.offsets[index]))
+            content = file.read(self.sizes[index])
+        if zlib.crc32(content) != self.crc32[index]:
+            raise DataError(f"{self.where(index)}: damaged since it was packed; pack the data again: the rest is kept")
+        return open_image(io.BytesIO(content), self.where(index))

@@ -1,0 +1,177 @@
+"""Packed data sets: the same images and splits as before, resumable, and damage is noticed."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import signal
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from test_cli import run
+from test_loader import pictures
+
+from dpn_cli import stopping
+from dpn_cli.data import pack as packs
+from dpn_cli.data.classified import ClassFolders, Source, hash_order, open_class_data, open_split
+from dpn_cli.data.pack import Packed, Packing, pack
+from dpn_cli.errors import DataError, DpnError, StoppedError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    pictures(tmp_path / "photos" / "train", each=20)
+    pictures(tmp_path / "photos" / "val", each=4)
+    return tmp_path / "photos"
+
+
+def packed(source: Path, out: Path, packing: Packing, monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> Any:
+    monkeypatch.setattr(packs, "SHARD_IMAGES", 25)
+    splits = {name: open_split(Source(str(source)), name)[0] for name in ("train", "val")}
+    told: list[str] = []
+    options: Any = {"workers": 1, "skip_bad": False, "progress": told.append, **arguments}
+    ordered = {name: (split, hash_order(split)) for name, split in splits.items()}
+    return pack(ordered, open_split(Source(str(source)), "train")[1], out, packing, **options), told
+
+
+def test_a_kept_pack_holds_the_files_own_bytes_and_the_same_splits(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "pack"
+    manifest, _ = packed(folder, out, Packing(size=None), monkeypatch)
+    assert [entry["images"] for entry in manifest["splits"]["train"].values()] == [25, 25, 10]
+    split, files = Packed(out, "train"), ClassFolders(folder / "train")
+    at = {files.key(index): index for index in range(60)}
+    for index in range(60):
+        row = at[split.key(index)]
+        assert split.labels[index] == files.labels[row]
+        assert split.sizes[index] == files.sizes[row]
+        np.testing.assert_array_equal(split.pixels(index), files.pixels(row))
+    ours, theirs = (open_class_data(Source(str(place)), None) for place in (out, folder))
+    assert ours.classes == theirs.classes
+    for name in ("train", "minival", "val"):
+        one, other = getattr(ours, name), getattr(theirs, name)
+        assert {one.key(i) for i in range(len(one.labels))} == {other.key(i) for i in range(len(other.labels))}, name
+
+
+def test_pictures_are_made_smaller_and_never_larger(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Image.fromarray(np.zeros((10, 7, 4), dtype=np.uint8)).save(folder / "train" / "class0" / "small.png")
+    for packing in (Packing(20, "jpeg"), Packing(20, "ppm")):
+        packed(folder, tmp_path / packing.encode, packing, monkeypatch)
+        split = Packed(tmp_path / packing.encode, "train")
+        sizes = {split.open(index).size for index in range(61)}
+        assert sizes == {(25, 20), (7, 10)}
+        assert {split.open(index).format for index in range(61)} == {{"jpeg": "JPEG", "ppm": "PPM"}[packing.encode]}
+    exact, source = Packed(tmp_path / "ppm", "train"), ClassFolders(folder / "train")
+    row = next(index for index in range(61) if source.key(index) == exact.key(0))
+    small = Image.fromarray(source.pixels(row)).resize((25, 20), Image.Resampling.BICUBIC)
+    np.testing.assert_array_equal(exact.pixels(0), np.asarray(small))
+
+
+def test_other_libraries_read_the_shards(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed(folder, tmp_path / "pack", Packing(size=None), monkeypatch)
+    with tarfile.open(tmp_path / "pack" / "train" / "000000.tar") as archive:
+        names = archive.getnames()
+        assert names[:2] == ["0000000000.jpg", "0000000000.cls"]
+        picture = archive.extractfile(names[0])
+        assert picture
+        assert Image.open(io.BytesIO(picture.read())).size == (50, 40)
+    shards, classes = open_split(Source(f"wds:{tmp_path}/pack/train/*.tar"), "train")
+    assert list(shards.labels) == list(Packed(tmp_path / "pack", "train").labels)
+    assert classes == ("class0", "class1", "class2")
+
+
+def test_a_stopped_packing_goes_on_and_mends_what_is_damaged(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, packing = tmp_path / "pack", Packing(20)
+    whole, _ = packed(folder, tmp_path / "whole", packing, monkeypatch)
+
+    def stop(text: str) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    with stopping.listen(), pytest.raises(StoppedError):
+        packed(folder, out, packing, monkeypatch, progress=stop)
+    with pytest.raises(DataError, match="has not finished; pack the data into"):
+        open_split(Source(str(out)), "train")
+    kept = (out / "train" / "000000.tar").stat().st_mtime_ns
+    again, _ = packed(folder, out, packing, monkeypatch)
+    assert again == whole
+    assert (out / "train" / "000000.tar").stat().st_mtime_ns == kept
+    damaged = out / "train" / "000001.tar"
+    content = bytearray(damaged.read_bytes())
+    content[600] ^= 1
+    damaged.write_bytes(content)
+    split = Packed(out, "train")
+    with pytest.raises(DataError, match=r"000001.tar \(class./...\.jpg\): damaged since it was packed"):
+        split.open(25)
+    (out / "val" / "000000.npz").unlink()
+    mended, told = packed(folder, out, packing, monkeypatch)
+    assert mended == whole
+    assert len(told) == 2
+    Packed(out, "train").pixels(25)
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda out: (out / "train" / "000001.tar").unlink(), r"000001.tar: a damaged pack \(missing\); pack the data"),
+        (lambda out: (out / "train" / "000001.tar").write_bytes(b"x"), r"\(1 bytes instead of \d+\)"),
+        (lambda out: (out / "train" / "000000.npz").write_bytes(b"PK"), "000000.npz: a damaged pack"),
+        (lambda out: (out / "manifest.json").write_text("{"), "manifest.json: no manifest of 'dpn data pack'"),
+    ],
+)
+def test_missing_and_damaged_shards_are_named(
+    harm: Any, message: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed(folder, tmp_path / "pack", Packing(20), monkeypatch)
+    harm(tmp_path / "pack")
+    with pytest.raises(DataError, match=message):
+        open_class_data(Source(str(tmp_path / "pack")), None)
+
+
+def test_packs_of_other_things_and_other_folders_are_left_alone(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed(folder, tmp_path / "pack", Packing(20), monkeypatch)
+    with pytest.raises(DpnError, match="holds a pack with another size; pass another --out"):
+        packed(folder, tmp_path / "pack", Packing(30), monkeypatch)
+    (folder / "train" / "class0" / "000.jpg").unlink()
+    with pytest.raises(DpnError, match="another sources"):
+        packed(folder, tmp_path / "pack", Packing(20), monkeypatch)
+    with pytest.raises(DpnError, match="holds something that is no pack"):
+        packed(folder, folder, Packing(20), monkeypatch)
+
+
+def test_unreadable_pictures_are_named_or_counted(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "train" / "class1" / "003.jpg").write_bytes(b"no picture")
+    with pytest.raises(DataError, match=r"003.jpg: not a readable image"):
+        packed(folder, tmp_path / "pack", Packing(20), monkeypatch)
+    shutil.rmtree(tmp_path / "pack")
+    manifest, _ = packed(folder, tmp_path / "pack", Packing(20), monkeypatch, skip_bad=True)
+    assert sum(entry["left_out"] for entry in manifest["splits"]["train"].values()) == 1
+    assert len(Packed(tmp_path / "pack", "train").labels) == 59
+
+
+def test_the_command_packs_and_says_what_it_did(folder: Path, tmp_path: Path) -> None:
+    done = run("data", "pack", "--data", str(folder), "--out", str(tmp_path / "p"), "--size", "20", "--json", "-q")
+    assert done.exit_code == 0, done.output
+    result = json.loads(done.stdout)
+    assert (result["train"]["images"], result["val"]["images"], result["train"]["shards"]) == (60, 12, 1)
+    for arguments, message in [
+        (["--size", "0"], "--size '0': a number of pixels, or keep"),
+        (["--encode", "webp"], "--encode 'webp': jpeg or ppm"),
+        (["--data", "nowhere"], "--data nowhere: no such folder"),
+    ]:
+        done = run("data", "pack", "--data", str(folder), "--out", str(tmp_path / "q"), *arguments)
+        assert done.exit_code in (2, 3)
+        assert message in done.stderr
