@@ -180,6 +180,11 @@ def test_what_changes_between_run_and_resume_is_refused(photos: Path, tmp_path: 
     recipe = small(data / "pairs.csv", schedule={"steps": 2, "warmup": 0})
     train(recipe, tmp_path / "run")
     (tmp_path / "run" / "result.json").unlink()
+    table = (data / "pairs.csv").read_text()
+    (data / "pairs.csv").write_text(table.replace("a temple", "two temples", 1))
+    with pytest.raises(DataError, match="the captions have changed since this run began"):
+        train(recipe, tmp_path / "run", resume=True)
+    (data / "pairs.csv").write_text(table)
     shutil.copy(data / "temple00.png", data / "temple01.png")
     with pytest.raises(DataError, match="the images have changed since this run began"):
         train(recipe, tmp_path / "run", resume=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
@@ -40,6 +41,14 @@ class Captioned(Images):
     @abstractmethod
     def key(self, index: int) -> str:
         """Return an image's name inside the data set."""
+
+
+def captions_fingerprint(data: Captioned) -> str:
+    """Return a hash over all sentences, in order."""
+    found = hashlib.sha256()
+    for several in data.captions:
+        found.update("\n".join((*several, "")).encode())
+    return found.hexdigest()
 
 
 class Subset(Captioned):

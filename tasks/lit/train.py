@@ -20,7 +20,7 @@ from dpn_cli.runstate import Checkpoints, MetricsLog, RunFolder, describe_device
 from dpn_cli.trackers import build_tracker
 from tasks.lit.batches import Texts, cached_batches, encoded_batches, tokenize
 from tasks.lit.cache import BATCH, Features, Wanted, cached_features, data_fingerprint, digest_of
-from tasks.lit.captions import Captioned
+from tasks.lit.captions import Captioned, captions_fingerprint
 from tasks.lit.data import DEMO_SPLITS, SceneClasses, Source, open_pairs
 from tasks.lit.encode import cache_root, retrieval_scores, wanted_of
 from tasks.lit.loss import ContrastiveLoss
@@ -91,8 +91,7 @@ def run(recipe: LitRecipe, folder: RunFolder, world: World, console: Console) ->
     if not distributed.from_leader((folder.path / WEIGHTS).is_file()):
         _train(recipe, train, tower, tokenizer, facts, folder, world, console)
     towers = load_towers(str(folder.path)).to(world.device)
-    if digest_of(tower) != before or digest_of(towers.image) != before:
-        raise AssertionError("the image tower has changed")
+    assert digest_of(tower) == digest_of(towers.image) == before, "the image tower has changed"
     plain = replace(recipe_wants(recipe, tower, world), views=0)
     root = cache_root(recipe.cache.folder) if recipe.cache.use else None
     scores = retrieval_scores(towers, val, plain, root, recipe.runtime, world, console)
@@ -117,14 +116,15 @@ def run(recipe: LitRecipe, folder: RunFolder, world: World, console: Console) ->
 
 
 def _check_data(train: Captioned, val: Captioned, tokenizer: Tokenizer, folder: RunFolder, world: World) -> Json:
-    """See that a resumed run meets the images and the tokenizer it began with."""
+    """See that a resumed run meets the images, captions and tokenizer it began with."""
     found: Json = {
         "data": {"train": data_fingerprint(train), "val": data_fingerprint(val)},
+        "captions": {"train": captions_fingerprint(train), "val": captions_fingerprint(val)},
         "tokenizer": tokenizer.to_dict(),
     }
     path = folder.path / "run.json"
     before = distributed.from_leader(json.loads(path.read_text("utf-8")) if path.is_file() else {})
-    for name, word in (("data", "images"), ("tokenizer", "tokenizer")):
+    for name, word in (("data", "images"), ("captions", "captions"), ("tokenizer", "tokenizer")):
         if name in before and before[name] != found[name]:
             raise DataError(f"{folder.path}: the {word} have changed since this run began; start another with -o")
     if world.leads:
@@ -143,7 +143,7 @@ def new_text_tower(recipe: LitRecipe, tower: Backbone, tokenizer: Tokenizer) -> 
     )
 
 
-def prepare_data(
+def _prepare(
     recipe: LitRecipe, data: Captioned, tokenizer: Tokenizer, wanted: Wanted, world: World, console: Console
 ) -> tuple[Features | None, Tensor, Texts]:
     """Return the cached features (None without a cache), which images they are of, and all captions as tokens."""
@@ -177,7 +177,7 @@ def _train(
     """Train the text tower and write both towers' file."""
     in_steps(recipe, len(data.captions))  # a batch that is too large is told before anything is encoded
     wanted = recipe_wants(recipe, tower, world)
-    features, good, texts = prepare_data(recipe, data, tokenizer, wanted, world, console)
+    features, good, texts = _prepare(recipe, data, tokenizer, wanted, world, console)
     recipe = in_steps(recipe, len(good))
     text = new_text_tower(recipe, tower, tokenizer)
     console.info(
