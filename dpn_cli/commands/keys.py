@@ -1,8 +1,10 @@
-"""Which recipe key each command-line option sets."""
+"""From command-line options to recipe keys, and to how a command runs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+
+from dpn_cli import recipe
 
 # The recipe key of every option that is one, whatever the command.
 RECIPE_KEYS = {
@@ -42,3 +44,9 @@ RECIPE_KEYS = {
 def recipe_flags(given: Mapping[str, object]) -> dict[str, object]:
     """Return by recipe key those of a command's arguments that are recipe keys."""
     return {RECIPE_KEYS[name]: value for name, value in given.items() if name in RECIPE_KEYS}
+
+
+def runtime_of(device: str | None, precision: str | None, workers: str | None = None) -> recipe.Runtime:
+    """Return how to run a command that has no recipe. Raises `DpnError` for a value that there is not."""
+    given = {"device": device, "precision": precision, "workers": workers}
+    return recipe.build(recipe.Runtime, {name: value for name, value in given.items() if value is not None}, "options")

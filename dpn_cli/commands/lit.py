@@ -11,7 +11,7 @@ import typer
 from dpn_cli import options, recipe
 from dpn_cli.commands import one_line_errors
 from dpn_cli.commands import options_lit as own
-from dpn_cli.commands.keys import recipe_flags
+from dpn_cli.commands.keys import recipe_flags, runtime_of
 from dpn_cli.commands.tower import demo_tower
 from dpn_cli.console import Console
 from dpn_cli.errors import DpnError
@@ -132,11 +132,6 @@ def cache(
             print(json.dumps(result, indent=2) if as_json else describe_cache(result))
 
 
-def _runtime(device: str | None, precision: str | None, workers: str | None = None) -> recipe.Runtime:
-    given = {"device": device, "precision": precision, "workers": workers}
-    return recipe.build(recipe.Runtime, {name: value for name, value in given.items() if value is not None}, "options")
-
-
 @app.command("eval", epilog="Example: dpn lit eval runs/lit/B-32-dpn --data imagenet --prompts clip_best")
 def evaluate(
     run: own.Run,
@@ -166,7 +161,7 @@ def evaluate(
     with one_line_errors(verbose):
         if split not in ("train", "val", "test"):
             raise DpnError(f"--split {split!r}: choose train, val or test")
-        runtime = _runtime(device, precision, workers)
+        runtime = runtime_of(device, precision, workers)
         from tasks.lit.data import Source
         from tasks.lit.evaluate import Asked, describe
         from tasks.lit.evaluate import evaluate as score
@@ -202,7 +197,7 @@ def predict(
 ) -> None:
     """Which of some labels fits a picture best."""
     with one_line_errors(verbose):
-        runtime = _runtime(device, precision)
+        runtime = runtime_of(device, precision)
         from tasks.lit.use import label
 
         results = label(run, images, labels.split(","), prompts, top, runtime)
@@ -232,7 +227,7 @@ def search(
 ) -> None:
     """The pictures of a folder that are nearest to a sentence; each is encoded once, for all queries to come."""
     with one_line_errors(verbose):
-        runtime = _runtime(device, precision, workers)
+        runtime = runtime_of(device, precision, workers)
         from tasks.lit.use import search as find
 
         found = find(run, images, query, top, runtime, cache_dir, bool(skip_bad_images), Console(quiet=quiet))
