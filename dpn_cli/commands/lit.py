@@ -114,6 +114,7 @@ def cache(
     precision: options.Precision = None,
     device: options.Device = None,
     workers: options.Workers = None,
+    resume: own.CacheResume = False,
     config: options.Config = None,
     settings: options.Settings = None,
     as_json: options.Json = False,

@@ -87,6 +87,9 @@ MicroBatch = Annotated[
         help="Texts per forward pass, or auto; the loss is that of the whole batch all the same. \\[default: auto]",
     ),
 ]
+CacheResume = Annotated[
+    bool, _option(OUTPUT, "--resume", help="Taken for the sake of scripts: a stopped cache goes on in any case.")
+]
 Run = Annotated[str, typer.Argument(help="A run's folder, an export's, or its weights.safetensors.")]
 Top = Annotated[int, typer.Option("--top", "-k", min=1, help="How many to print.")]
 Pictures = Annotated[list[Path], typer.Argument(help="Pictures, or folders of pictures.")]
