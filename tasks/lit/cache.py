@@ -35,7 +35,7 @@ from tasks.lit.arrays import facts_of, save_array
 from tasks.lit.captions import Captioned
 
 # Images per shard: what a killed run encodes again. A multiple of every batch size that encoding uses.
-SHARD, BATCH = 4096, 128
+SHARD, BATCH = 4096, 64
 # Augmented views are cut at random from images this much larger, and mirrored (big_vision's resize, random_crop, flip).
 LARGER = 8 / 7
 # Images of an existing cache that are encoded again, to see that it holds what it says; cosine they must reach.
