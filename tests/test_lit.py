@@ -466,5 +466,5 @@ def test_a_foreign_backbone_is_no_run(tmp_path: Path) -> None:
     export_backbone(load_backbone("mu/8", image_size=16), tmp_path / "one.safetensors")
     with pytest.raises(DataError, match="one network and not two towers; 'dpn lit train --checkpoint"):
         load_towers(str(tmp_path / "one.safetensors"))
-    with pytest.raises(DpnError, match="no run"):
+    with pytest.raises(DpnError, match="no run of lit in it"):
         load_towers(str(tmp_path))

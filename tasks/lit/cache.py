@@ -191,13 +191,13 @@ def _spot_check(folder: Path, data: Captioned, wanted: Wanted) -> str | None:
     for row in range(0, count, -(-count // SPOT_CHECKS)):
         file = _file(folder, row // SHARD)
         try:
-            facts = facts_of(file)
-        except DataError:  # said, and mended, later
+            facts, pixels = facts_of(file), data.pixels(row)
+        except DataError:  # a damaged shard is said, and mended, later; an image that is gone has been encoded
             continue
         if facts is None or row in facts["bad"]:
             continue
         stored = torch.from_numpy(np.load(file, mmap_mode="r")[row % SHARD].astype(np.float32))
-        now = wanted.encode(_views(resize(data.pixels(row), wanted.read_size)[None], [row], wanted)).cpu()
+        now = wanted.encode(_views(resize(pixels, wanted.read_size)[None], [row], wanted)).cpu()
         if not (stored * now).sum(-1).min() > SPOT_COSINE:
             return f"{data.where(row)} gives other features now"
     return None

@@ -105,10 +105,10 @@ def load_towers(place: str) -> Towers:
         path = path / WEIGHTS
         if not path.is_file():
             unfinished = (path.parent / "run.json").is_file()
-            raise DataError(
-                f"{place}: "
-                + ("the run has not finished training; finish it with --resume" if unfinished else "no run")
+            reason = (
+                "the run has not finished training; finish it with --resume" if unfinished else "no run of lit in it"
             )
+            raise DataError(f"{place}: {reason}")
     try:
         with safe_open(path, framework="pt") as file:
             described = json.loads((file.metadata() or {}).get(KEY, "null"))
