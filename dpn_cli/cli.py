@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from dpn_cli import __version__
-from dpn_cli.commands import checkpoint, data, evaluate, highres, pretrain, recipes, vtab
+from dpn_cli.commands import checkpoint, data, evaluate, highres, lit, pretrain, recipes, vtab
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -27,6 +27,7 @@ finetune.command(
     epilog="Example: dpn finetune highres --checkpoint B-32.npz --data photos --val-fraction 0.2 --epochs 8"
 )(highres.highres)
 app.add_typer(finetune, name="finetune")
+app.add_typer(lit.app, name="lit")
 app.command(epilog="Example: dpn pretrain imagenet --arch B/32 --data imagenet")(pretrain.pretrain)
 app.add_typer(pretrain.plan, name="plan")
 app.add_typer(evaluate.app, name="eval")

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -82,6 +82,33 @@ def reduce_over_ranks(value: torch.Tensor, how: dist.ReduceOp.RedOpType = dist.R
         value = value.cuda() if dist.get_backend() == "nccl" else value.clone()
         dist.all_reduce(value, how)
     return value
+
+
+class _Gather(torch.autograd.Function):
+    """All ranks' rows, in the order of ranks; each rank's rows receive the gradients of all."""
+
+    @staticmethod
+    def forward(context: Any, rows: torch.Tensor) -> torch.Tensor:
+        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, rows)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient)
+        return gradient.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def gather(rows: torch.Tensor) -> torch.Tensor:
+    """Return the rows (n, d) of all ranks (ranks * n, d), with gradients; every rank has as many.
+
+    The gradients of all ranks' losses add up, so the mean over ranks, which DDP takes, is that of the mean loss.
+    """
+    if not dist.is_initialized():
+        return rows
+    gathered: torch.Tensor = _Gather.apply(rows.contiguous())
+    return gathered
 
 
 def from_leader(value: ValueT) -> ValueT:

@@ -15,18 +15,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dpn_cli import distributed, stopping
 from dpn_cli.console import Tick
+from dpn_cli.coupled import Batch as Batch
 from dpn_cli.distributed import World
-from dpn_cli.errors import DpnError, NonFiniteError, OutOfMemoryError, StoppedError
-from dpn_cli.memory import MicroBatch, is_out_of_memory
-from dpn_cli.optim import build_optimizer, clip_gradients, lr_factor, set_lr
+from dpn_cli.errors import DpnError, NonFiniteError, StoppedError
+from dpn_cli.gradients import Gradients
+from dpn_cli.gradients import LossFn as LossFn
+from dpn_cli.memory import MicroBatch
+from dpn_cli.optim import build_optimizer, lr_factor, set_lr
 from dpn_cli.recipe import Optim, Runtime, Schedule
 from dpn_cli.runstate import Checkpoints, MetricsLog
-from dpn_cli.seeds import fold
 from dpn_cli.trainstate import Ema, restore, state_of
 
-Batch = dict[str, Tensor]
-LossFn = Callable[[nn.Module, Batch], Tensor]
-"""Loss of a batch: a scalar, the mean over its rows."""
 Batches = Callable[[int], Iterator[Batch]]
 """``batches(step)`` yields this rank's rows of every global batch from a step on: a pure function of the step."""
 Evaluate = Callable[[], dict[str, float]]
@@ -117,7 +116,7 @@ def fit(
     loop = _Loop(model, loss_fn, training, runtime, world, outputs, micro, looks)
     start, due = loop.resume()
     if world.size > 1:
-        loop.probe(batches(start))
+        loop.gradients.probe(next(batches(start)))
     stream, steps, schedule = batches(start), training.schedule.steps, training.schedule
     result = FitResult(start, math.nan, 0.0, 0.0, micro.size)
     log_every = max(1, steps // 50)
@@ -132,7 +131,7 @@ def fit(
         assert batch is not None, f"the batches ended before step {step}"
         last = step + 1 == steps
         lr = training.lr * lr_factor(schedule, step)
-        pending = loop.backward(batch, step)
+        pending = loop.gradients.backward(batch, step)
         # A GPU is still busy with the gradients: the next batch is made meanwhile.
         batch = None if last else loop.fetch(stream, result)
         result.loss, norm = loop.update(pending, step, lr)
@@ -194,13 +193,22 @@ class _Loop:
         micro: MicroBatch,
         looks: Looks,
     ) -> None:
-        self.model, self.loss_fn, self.training, self.runtime = model, loss_fn, training, runtime
-        self.world, self.outputs, self.micro, self.looks = world, outputs, micro, looks
+        self.model, self.training, self.runtime = model, training, runtime
+        self.world, self.outputs, self.looks = world, outputs, looks
         self.best = -math.inf
         self.network = unwrap(model)
-        self.parameters = [p for p in self.network.parameters() if p.requires_grad]
         self.optimizer = build_optimizer(self.network.named_parameters(), training.optim, training.lr)
-        self.optimizer.zero_grad(set_to_none=True)  # what a training that ended in an error may have left behind
+        self.gradients = Gradients(
+            model,
+            self.network,
+            loss_fn,
+            lambda: precision_of(runtime, world.device),
+            training.seed,
+            training.optim.clip_norm,
+            world,
+            micro,
+            outputs.warn,
+        )
         self.ema = Ema(self.network, training.ema) if training.ema else None
         self.model.train()
 
@@ -237,22 +245,6 @@ class _Loop:
             result.wait_seconds += time.perf_counter() - began
         return batch
 
-    def backward(self, batch: Batch, step: int) -> Tensor:
-        """Compute and clip the gradients of a batch; returns (loss over this rank's rows, global norm), pending."""
-        while (loss := self._accumulate(batch, step)) is None:
-            if self.world.size > 1 or self.micro.fixed:
-                # The other ranks wait inside their backward pass: they cannot be told to start over.
-                raise OutOfMemoryError(
-                    f"out of memory at step {step} with micro-batches of {self.micro.size}; "
-                    f"resume with --micro-batch-size {max(1, self.micro.size // 2)}"
-                )
-            self.micro.halve()
-            self.outputs.warn(
-                f"out of memory: micro-batches of {self.micro.size} from here on, "
-                f"the batch stays {self.training.batch_size}"
-            )
-        return torch.stack([loss, clip_gradients(self.parameters, self.training.optim.clip_norm)])
-
     def update(self, pending: Tensor, step: int, lr: float) -> tuple[float, float]:
         """Do the optimizer step if loss and norm are numbers, and return them."""
         loss_value, norm_value = pending.tolist()
@@ -267,49 +259,6 @@ class _Loop:
         if self.ema:
             self.ema.update(step)
         return loss_value, norm_value
-
-    def _accumulate(self, batch: Batch, step: int, rows_at_most: int | None = None) -> Tensor | None:
-        """Add up the gradients of a batch in micro-batches; returns the loss, or None when memory ran out."""
-        rows = len(next(iter(batch.values())))
-        loss = torch.zeros((), device=self.world.device)
-        try:
-            for begin in range(0, rows_at_most or rows, self.micro.size):
-                part = {name: value[begin : begin + self.micro.size] for name, value in batch.items()}
-                weight = len(next(iter(part.values()))) / rows
-                # Dropout and drop path: a function of where in the training, never of what ran before.
-                torch.manual_seed(fold(self.training.seed, step, self.world.rank * rows + begin))
-                joined = begin + self.micro.size >= rows and rows_at_most is None
-                with self._no_sync(not joined):
-                    with precision_of(self.runtime, self.world.device):
-                        value = self.loss_fn(self.model, part)
-                    (value * weight).backward()  # type: ignore[no-untyped-call]
-                loss += value.detach().float() * weight
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-        else:
-            return loss
-        # Outside the handler, which holds on to the tensors of the failed pass.
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.world.device.type == "cuda":
-            torch.cuda.empty_cache()
-        return None
-
-    def _no_sync(self, apart: bool) -> Any:
-        return self.model.no_sync() if apart and isinstance(self.model, DistributedDataParallel) else nullcontext()
-
-    def probe(self, stream: Iterator[Batch]) -> None:
-        """Find a micro-batch that every rank has the memory for, before the ranks depend on each other."""
-        batch = next(stream)
-        while distributed.max_over_ranks(self._accumulate(batch, 0, rows_at_most=self.micro.size) is None):
-            if self.micro.fixed:
-                raise OutOfMemoryError(
-                    f"out of memory with micro-batches of {self.micro.size}; use --micro-batch-size "
-                    f"{max(1, self.micro.size // 2)}, or auto"
-                )
-            self.micro.halve()
-            self.outputs.warn(f"out of memory: micro-batches of {self.micro.size} on every rank")
-        self.optimizer.zero_grad(set_to_none=True)
 
     def look(self, step: int) -> dict[str, float]:
         """Evaluate and log; on the way, what a signal during the evaluation would lose is saved, and the best."""

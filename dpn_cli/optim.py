@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dpn_cli.recipe import Optim, Schedule
 
 # Weights that are no matrices in big_vision's sense ("/kernel"), whatever their number of axes.
-NO_KERNEL = ("pos_embed", "cls_token")
+NO_KERNEL = ("pos_embed", "cls_token", "positional_embedding", "token_embedding.weight")
 
 
 def lr_factor(schedule: Schedule, step: int) -> float:
@@ -46,7 +46,7 @@ def is_decayed(name: str, parameter: Tensor, mask: str) -> bool:
     """Tell whether weight decay applies: "kernels" is big_vision's rule, "not_1d" Scenic's."""
     if mask == "not_1d":
         return parameter.ndim != 1
-    return parameter.ndim > 1 and name.rsplit(".", 1)[-1] not in NO_KERNEL
+    return parameter.ndim > 1 and not name.endswith(NO_KERNEL)
 
 
 def layer_of(name: str) -> int | None:

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,16 +33,20 @@ from dpn_cli.scoring import score
 CPU = torch.device("cpu")
 
 
-def main(rank: int, folder: str, job: str) -> None:
+Job = str | Callable[[World, Path], None]
+
+
+def main(rank: int, folder: str, job: Job) -> None:
     """Run one job as one of two ranks; everything happens inside, so that gloo leaves in order."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    JOBS[job](World(rank, 2, CPU), Path(folder))
+    work = JOBS[job] if isinstance(job, str) else job
+    work(World(rank, 2, CPU), Path(folder))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def spawn(job: str, folder: Path) -> None:
+def spawn(job: Job, folder: Path) -> None:
     spawn_processes(main, args=(str(folder), job), nprocs=2)  # type: ignore[no-untyped-call]
 
 

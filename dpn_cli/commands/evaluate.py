@@ -11,8 +11,9 @@ from rich.console import Console as RichConsole
 from rich.table import Table
 from typer.core import TyperGroup
 
-from dpn_cli import options, recipe
+from dpn_cli import options
 from dpn_cli.commands import one_line_errors
+from dpn_cli.commands.keys import runtime_of
 from dpn_cli.console import Console
 from dpn_cli.errors import DpnError
 
@@ -43,11 +44,6 @@ DataOption = Annotated[
         rich_help_panel=options.DATA,
     ),
 ]
-
-
-def _runtime(device: str | None, precision: str | None, workers: str | None) -> recipe.Runtime:
-    given = {"device": device, "precision": precision, "workers": workers}
-    return recipe.build(recipe.Runtime, {name: value for name, value in given.items() if value is not None}, "options")
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:
@@ -88,7 +84,7 @@ def score(
     with one_line_errors(verbose):
         if split not in ("val", "train"):
             raise DpnError(f"--split {split!r}: choose val or train")
-        runtime = _runtime(device, precision, workers)
+        runtime = runtime_of(device, precision, workers)
         size = options.parse_pair("--image-size", image_size)
         from dpn_cli.data.classified import Source
         from tasks.evaluate.classification import Asked, describe, evaluate
@@ -127,7 +123,7 @@ def fewshot(
         chosen, draws = _numbers("--shots", shots), _numbers("--seeds", seeds)
         if min(chosen) < 1:
             raise DpnError(f"--shots {shots}: at least one image per class")
-        runtime = _runtime(device, precision, workers)
+        runtime = runtime_of(device, precision, workers)
         size = options.parse_pair("--image-size", image_size)
         from dpn_cli.data.classified import Source
         from tasks.evaluate.fewshot import describe, fewshot
@@ -158,7 +154,7 @@ def predict(
 ) -> None:
     """The classes of pictures with their probabilities, prepared as the run's own images were."""
     with one_line_errors(verbose):
-        runtime = _runtime(device, precision, None)
+        runtime = runtime_of(device, precision, None)
         from tasks.evaluate.prediction import classify
 
         results = classify(run, images, top, runtime)

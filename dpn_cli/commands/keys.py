@@ -1,8 +1,10 @@
-"""Which recipe key each command-line option sets."""
+"""From command-line options to recipe keys, and to how a command runs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+
+from dpn_cli import recipe
 
 # The recipe key of every option that is one, whatever the command.
 RECIPE_KEYS = {
@@ -22,6 +24,13 @@ RECIPE_KEYS = {
     "decode": "data.decode",
     "skip_bad_images": "data.skip_bad_images",
     "layer_decay": "optim.layer_decay",
+    "images": "data.images",
+    "caption_column": "data.caption_column",
+    "text_size": "text.size",
+    "tokenizer": "text.tokenizer",
+    "cache": "cache.use",
+    "cache_dir": "cache.folder",
+    "views": "cache.views",
     "steps": "schedule.steps",
     **{name: name for name in ("compare", "protocol", "lr", "lrs", "seed", "seeds", "loss", "mixup", "ema", "freeze")},
     **{name: name for name in ("epochs", "batch_size")},
@@ -35,3 +44,9 @@ RECIPE_KEYS = {
 def recipe_flags(given: Mapping[str, object]) -> dict[str, object]:
     """Return by recipe key those of a command's arguments that are recipe keys."""
     return {RECIPE_KEYS[name]: value for name, value in given.items() if name in RECIPE_KEYS}
+
+
+def runtime_of(device: str | None, precision: str | None, workers: str | None = None) -> recipe.Runtime:
+    """Return how to run a command that has no recipe. Raises `DpnError` for a value that there is not."""
+    given = {"device": device, "precision": precision, "workers": workers}
+    return recipe.build(recipe.Runtime, {name: value for name, value in given.items() if value is not None}, "options")

@@ -12,6 +12,7 @@ from dpn_cli import recipe
 from dpn_cli.commands import one_line_errors
 from dpn_cli.errors import DpnError
 from tasks.highres.recipe import HighresRecipe
+from tasks.lit.recipe import LitRecipe
 from tasks.pretrain.recipe import PretrainRecipe
 from tasks.vtab.recipe import VtabRecipe
 
@@ -19,6 +20,7 @@ from tasks.vtab.recipe import VtabRecipe
 SCHEMAS: dict[str, type[recipe.Section]] = {
     "finetune vtab": VtabRecipe,
     "finetune highres": HighresRecipe,
+    "lit train": LitRecipe,
     "pretrain": PretrainRecipe,
 }
 

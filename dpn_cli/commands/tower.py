@@ -19,7 +19,7 @@ def demo_tower(stem: str, console: Console) -> str:
     if path.is_file():
         console.info(f"image tower: {path}, made by the recipe of 'dpn pretrain --data demo'")
         return str(path)
-    console.info(f"no image tower yet: the recipe of 'dpn pretrain --data demo' makes {path} first, for all demos to come")
+    console.info(f"no image tower yet: 'dpn pretrain --data demo' first makes {path}, for all demos to come")
     plain = pretrain_recipe.resolve("imagenet", None, None, None, {"data": {"source": "demo"}}, {})
     built = recipe.build(
         pretrain_recipe.PretrainRecipe, recipe.merge(plain, {"backbone": {"stem": stem}}), "demo tower"

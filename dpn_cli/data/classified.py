@@ -219,7 +219,7 @@ def open_split(source: Source, split: str) -> tuple[Labelled, tuple[str, ...]]:
         return shards, shards.classes
     if place.startswith("hf:"):
         found = _hub_split(place, split)
-        name, config = _hub_name(place)
+        name, config = hub_name(place)
         hub = HubSplit(name, config, found or split, source.image_column, source.label_column, alone=True)
         return hub, hub.classes or tuple(map(str, range(1 + max(hub.labels))))
     root = Path(place).expanduser()
@@ -238,7 +238,8 @@ def open_split(source: Source, split: str) -> tuple[Labelled, tuple[str, ...]]:
     return folders, folders.classes
 
 
-def _hub_name(place: str) -> tuple[str, str]:
+def hub_name(place: str) -> tuple[str, str]:
+    """Split ``hf:NAME[:CONFIGURATION]`` into its two parts."""
     name, _, config = place.removeprefix("hf:").partition(":")
     return name, config or "default"
 
@@ -246,7 +247,7 @@ def _hub_name(place: str) -> tuple[str, str]:
 def _hub_split(place: str, split: str) -> str | None:
     from dpn_cli.data.labelled import load_hub
 
-    found = load_hub(*_hub_name(place), True)
+    found = load_hub(*hub_name(place), True)
     # Sets without a validation split are commonly scored on their test split.
     wanted = {"train": ("train",), "val": ("validation", "val", "valid", "test"), "test": ("test",)}
     return next((name for name in wanted[split] if name in found), None)

@@ -145,38 +145,28 @@ class FileList(Images):
         return open_image(self.paths[index], self.where(index))
 
 
-class HubSplit(Images):
-    """A split of a Hugging Face data set (hub name or local folder) with an image and a label column.
+class HubPictures(Images):
+    """The image column of a split of a Hugging Face data set (hub name or local folder).
 
-    Raises `DataError` when the data set is out of reach, has no such split, or not exactly one column of each kind.
+    Raises `DataError` when the data set is out of reach, has no such split, or not exactly one such column.
     """
 
-    def __init__(self, name: str, config: str, split: str, image: str | None, label: str | None, alone: bool) -> None:
+    def __init__(self, name: str, config: str, split: str, image: str | None, alone: bool) -> None:
         self.place = f"hf:{name} ({config}), split {split}"
         splits = load_hub(name, config, alone)
         if split not in splits:
             raise DataError(f"{self.place}: missing; the data set has {', '.join(sorted(splits))}")
         rows = splits[split]
-        self.image = self._column(rows, image, "image", ("Image",))
-        self.label = self._column(rows, label, "label", ("ClassLabel",))
-        self.classes: tuple[str, ...] = tuple(getattr(rows.features[self.label], "names", None) or ())
+        self.image = self.column(rows, image, "image", ("Image",))
         import datasets
         import pyarrow.compute
 
         self.rows = rows.cast_column(self.image, datasets.Image(decode=False))
-        self.labels: Sequence[int] = [self._class(index, value) for index, value in enumerate(self.rows[self.label])]
         encoded = pyarrow.compute.struct_field(self.rows.data.column(self.image), "bytes")
         self.sizes: Sequence[int] = pyarrow.compute.binary_length(encoded).fill_null(0).to_pylist()
 
-    def _class(self, index: int, value: object) -> int:
-        if not isinstance(value, int):
-            raise DataError(
-                f"{self.where(index)}: label {value!r} is no class number; name another column with "
-                "--set data.label_column=NAME"
-            )
-        return value
-
-    def _column(self, rows: Any, asked: str | None, kind: str, types: tuple[str, ...]) -> str:
+    def column(self, rows: Any, asked: str | None, kind: str, types: tuple[str, ...]) -> str:
+        """Return the column that was asked for, or the only one of a kind. Raises `DataError` naming the columns."""
         if asked is not None and asked in rows.column_names:
             return asked
         fitting = [name for name, feature in rows.features.items() if type(feature).__name__ in types]
@@ -198,6 +188,27 @@ class HubSplit(Images):
         stored = self.rows[index][self.image]
         source = io.BytesIO(stored["bytes"]) if stored["bytes"] is not None else Path(stored["path"])
         return open_image(source, self.where(index))
+
+
+class HubSplit(HubPictures):
+    """A split of a Hugging Face data set with an image and a label column.
+
+    Raises `DataError` as `HubPictures` does, and for labels that are no class numbers.
+    """
+
+    def __init__(self, name: str, config: str, split: str, image: str | None, label: str | None, alone: bool) -> None:
+        super().__init__(name, config, split, image, alone)
+        self.label = self.column(self.rows, label, "label", ("ClassLabel",))
+        self.classes: tuple[str, ...] = tuple(getattr(self.rows.features[self.label], "names", None) or ())
+        self.labels: Sequence[int] = [self._class(index, value) for index, value in enumerate(self.rows[self.label])]
+
+    def _class(self, index: int, value: object) -> int:
+        if not isinstance(value, int):
+            raise DataError(
+                f"{self.where(index)}: label {value!r} is no class number; name another column with "
+                "--set data.label_column=NAME"
+            )
+        return value
 
 
 @cache

@@ -128,8 +128,9 @@ def crop_batches(
 ) -> Batches:
     """Return the engine's ``batches``: ``image`` (b, 3, h, w) uint8 and ``label`` (b,), this rank's rows.
 
-    With mixup there are ``other_image`` and ``other_label``, this rank's rows rolled by one, and ``mix`` (b,), the share of
-    the first. Raises `DataError` naming the first unreadable image, unless `skip_bad` replaces it and tells `on_skip`.
+    With mixup there are ``other_image`` and ``other_label``, this rank's rows rolled by one, and ``mix`` (b,), the
+    share of the first. Raises `DataError` naming the first unreadable image, unless `skip_bad` replaces it and tells
+    `on_skip`.
     """
     share = batch_size // world.size
     mine = slice(world.rank * share, (world.rank + 1) * share)

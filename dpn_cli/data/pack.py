@@ -152,7 +152,7 @@ def _write_shard(shard: str, rows: Sequence[int]) -> Json:
 
     path = folder / f"{shard}.tar"
     digest = replace_file(path, fill)
-    places = [(offset, size) for _, offset, size, _ in members(path)] if keys else []
+    places = [(member.offset, member.size) for member in members(path, ())] if keys else []
     index = {
         "keys": np.array([os.fsencode(key) for key in keys], dtype=np.bytes_),
         "labels": np.array(labels, dtype=np.int32),

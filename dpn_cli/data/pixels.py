@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +17,10 @@ from torch.utils.data import DataLoader, Dataset
 from dpn_cli import stopping
 from dpn_cli.data.labelled import Labelled, Pixels
 from dpn_cli.distributed import World
-from dpn_cli.engine import Batch, Batches
 from dpn_cli.errors import DataError
+
+if TYPE_CHECKING:
+    from dpn_cli.engine import Batch, Batches
 
 # Below this many images the start of worker processes costs more than they save.
 WORTH_WORKERS = 4000

@@ -1,4 +1,4 @@
-"""webdataset shards: tar files of pictures with a label beside each, read at random."""
+"""webdataset shards: tar files of pictures with other files of the same name, read at random."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import io
 import itertools
 import re
 import tarfile
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from PIL import Image
@@ -37,34 +39,36 @@ def expand(pattern: str) -> list[Path]:
     return found
 
 
-class Shards(Images):
-    """The pictures of uncompressed tar files, each with a ``.cls`` (a class number) of the same name.
+@dataclass(frozen=True)
+class Member:
+    """A picture in a shard: its name, where its bytes are, and the content of the files of the same name by ending."""
 
-    An index of the files is made once; pictures are then read in any order. Class names are those in a
-    ``classnames.txt`` beside the shards, else the numbers. Raises `DataError` for a shard that is no tar file, a
-    picture without a label or a label that is no number.
+    name: str
+    offset: int
+    size: int
+    beside: dict[str, bytes]
+
+
+class ShardPictures(Images):
+    """The pictures of uncompressed tar files, read in any order; an index of the files is made once.
+
+    What stands beside the pictures is passed to `take` one by one. Raises `DataError` for a shard that is no tar file.
     """
 
-    def __init__(self, pattern: str) -> None:
+    def __init__(self, pattern: str, endings: tuple[str, ...]) -> None:
         self.paths = expand(pattern)
         self.names: list[str] = []
         self.places: list[tuple[int, int, int]] = []  # shard, offset, bytes
-        labels = []
         for shard, path in enumerate(self.paths):
-            for name, offset, size, label in members(path):
-                self.names.append(f"{path.name}/{name}")
-                self.places.append((shard, offset, size))
-                labels.append(label)
-        if not labels:
-            raise DataError(f"--data wds:{pattern}: no picture with a .cls beside it")
-        self.labels: Sequence[int] = labels
+            for member in members(path, endings):
+                if self.take(path, member):
+                    self.names.append(f"{path.name}/{member.name}")
+                    self.places.append((shard, member.offset, member.size))
         self.sizes: Sequence[int] = [size for _, _, size in self.places]
-        listed = self.paths[0].parent / "classnames.txt"
-        count = 1 + max(labels)
-        names = listed.read_text("utf-8").splitlines() if listed.is_file() else [str(i) for i in range(count)]
-        if len(names) < count:
-            raise DataError(f"{listed}: {len(names)} names, and the shards have the classes 0 to {count - 1}")
-        self.classes = tuple(names)
+
+    @abstractmethod
+    def take(self, path: Path, member: Member) -> bool:
+        """Note what belongs to a picture of shard `path`; False leaves the picture out."""
 
     def where(self, index: int) -> str:
         """Name a picture's shard and its name in it."""
@@ -82,10 +86,44 @@ class Shards(Images):
             return open_image(io.BytesIO(file.read(size)), self.where(index))
 
 
-def members(path: Path) -> Iterator[tuple[str, int, int, int]]:
-    """Yield name, offset, size and label of every picture of a shard, in its order."""
+class Shards(ShardPictures):
+    """The pictures of uncompressed tar files, each with a ``.cls`` (a class number) of the same name.
+
+    Class names are those in a ``classnames.txt`` beside the shards, else the numbers. Raises `DataError` for a shard
+    that is no tar file, a picture without a label or a label that is no number.
+    """
+
+    def __init__(self, pattern: str) -> None:
+        labels: list[int] = []
+        self.labels: Sequence[int] = labels
+        self._append = labels.append
+        super().__init__(pattern, ("cls",))
+        if not labels:
+            raise DataError(f"--data wds:{pattern}: no picture with a .cls beside it")
+        listed = self.paths[0].parent / "classnames.txt"
+        count = 1 + max(labels)
+        names = listed.read_text("utf-8").splitlines() if listed.is_file() else [str(i) for i in range(count)]
+        if len(names) < count:
+            raise DataError(f"{listed}: {len(names)} names, and the shards have the classes 0 to {count - 1}")
+        self.classes = tuple(names)
+
+    def take(self, path: Path, member: Member) -> bool:
+        """Note a picture's class."""
+        try:
+            label = int(member.beside.get("cls", b"-1"))
+        except ValueError as error:
+            raise DataError(f"{path}: {member.name}: its .cls is no number ({error})") from error
+        if label < 0:
+            key = PurePosixPath(member.name).with_suffix("")
+            raise DataError(f"{path}: {member.name} has no {key}.cls with a class number")
+        self._append(label)
+        return True
+
+
+def members(path: Path, endings: tuple[str, ...]) -> Iterator[Member]:
+    """Yield every picture of a shard in its order, with the files beside it that have one of the endings."""
     pictures: dict[str, tuple[str, int, int]] = {}
-    labels: dict[str, int] = {}
+    beside: dict[str, dict[str, bytes]] = {}
     try:
         with tarfile.open(path, "r:") as archive:
             for member in archive:
@@ -93,14 +131,11 @@ def members(path: Path) -> Iterator[tuple[str, int, int, int]]:
                 key = str(PurePosixPath(member.name).with_name(stem))
                 if f".{ending.lower()}" in SUFFIXES:
                     pictures[key] = member.name, member.offset_data, member.size
-                elif ending == "cls":
-                    file = archive.extractfile(member)
-                    labels[key] = int(file.read()) if file else -1
+                elif ending in endings and (file := archive.extractfile(member)):
+                    beside.setdefault(key, {})[ending] = file.read()
     except (tarfile.TarError, OSError, ValueError) as error:
         raise DataError(
-            f"{path}: not an uncompressed tar file of pictures and .cls numbers ({' '.join(str(error).split())[:120]})"
+            f"{path}: not an uncompressed tar file of pictures ({' '.join(str(error).split())[:120]})"
         ) from error
     for key, (name, offset, size) in pictures.items():
-        if labels.get(key, -1) < 0:
-            raise DataError(f"{path}: {name} has no {key}.cls with a class number")
-        yield name, offset, size, labels[key]
+        yield Member(name, offset, size, beside.get(key, {}))

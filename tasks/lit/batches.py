@@ -1,0 +1,150 @@
+"""Training batches of image features and tokens, from the cache or from the images themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpn_cli import stopping
+from dpn_cli.data.pixels import augment, resize, rows_of_step, stream, to_device
+from dpn_cli.distributed import World
+from dpn_cli.engine import Batch, Batches
+from dpn_cli.errors import DataError
+from dpn_cli.seeds import fold
+from tasks.lit.arrays import facts_of, save_array
+from tasks.lit.cache import Features, Wanted
+from tasks.lit.captions import Captioned
+from tasks.lit.tokens import Tokenizer
+
+# Streams of draws that must not meet: captions, views, crops.
+CAPTION, VIEW, CROP = 1, 2, 3
+# Captions that are turned into tokens between two looks for a stop signal.
+CHUNK = 10_000
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Tokens (texts, context) of all captions of all images; image i has those from `first[i]` up to `first[i + 1]`."""
+
+    tokens: Tensor
+    first: Tensor
+    cut: int
+
+    def of(self, images: Tensor, draws: Tensor) -> Tensor:
+        """Return the tokens (b, context) of one caption of each image (b,), chosen by a draw from [0, 1)."""
+        begin, end = self.first[images], self.first[images + 1]
+        return self.tokens[begin + (draws * (end - begin)).long()].long()
+
+
+def tokenize(data: Captioned, tokenizer: Tokenizer, root: Path | None = None) -> Texts:
+    """Turn all captions into tokens, once: below `root` they are kept under a hash of texts and tokenizer."""
+    texts = [text for several in data.captions for text in several]
+    first = torch.tensor([0, *map(len, data.captions)]).cumsum(0)
+    if root is None:
+        tokens, cut = _encode(texts, tokenizer)
+        return Texts(torch.from_numpy(tokens), first, cut)
+    named = hashlib.sha256(json.dumps(tokenizer.to_dict()).encode())
+    for text in texts:
+        named.update(f"{text}\0".encode())
+    path = root / f"tokens-{named.hexdigest()[:16]}.npy"
+    with contextlib.suppress(DataError):  # a damaged file is written again
+        if facts := facts_of(path):
+            return Texts(torch.from_numpy(np.load(path)), first, facts["cut"])
+    tokens, cut = _encode(texts, tokenizer)
+    save_array(path, tokens, cut=cut)
+    return Texts(torch.from_numpy(tokens), first, cut)
+
+
+def _encode(texts: Sequence[str], tokenizer: Tokenizer) -> tuple[np.ndarray[tuple[int, ...], np.dtype[np.int32]], int]:
+    parts, cut = [], 0
+    for begin in range(0, len(texts), CHUNK):
+        stopping.check_here()
+        tokens, longer = tokenizer.encode(texts[begin : begin + CHUNK])
+        parts.append(tokens)
+        cut += longer
+    return np.concatenate(parts), cut
+
+
+def draws(count: int, seed: int, kind: int, step: int) -> Tensor:
+    """Return `count` numbers from [0, 1): a function of seed, what they are for, and step."""
+    return torch.rand(count, generator=torch.Generator().manual_seed(fold(seed, kind, step)))
+
+
+def cached_batches(features: Features, good: Tensor, texts: Texts, batch_size: int, seed: int, world: World) -> Batches:
+    """Return the engine's ``batches``: ``image`` (b, d) in float16 and ``tokens`` (b, context), this rank's rows.
+
+    Images are those of `good`, in shuffled epochs; one caption and one view of each is drawn anew at every visit.
+    """
+    mine = _share(batch_size, world)
+
+    def batches(start: int) -> Iterator[Batch]:
+        step = start
+        while True:
+            images = good[rows_of_step(len(good), batch_size, seed, step)][mine]
+            views = (draws(batch_size, seed, VIEW, step)[mine] * features.views).long()
+            yield {
+                "image": to_device(features.rows(images, views), world.device),
+                "tokens": to_device(texts.of(images, draws(batch_size, seed, CAPTION, step)[mine]), world.device),
+            }
+            step += 1
+
+    return batches
+
+
+class _Rows(Sequence[int]):
+    """The images of this rank in all batches from a step on, one after the other."""
+
+    def __init__(self, rows: Callable[[int], list[int]], start: int, steps: int, share: int) -> None:
+        self.rows, self.start, self.steps, self.share = rows, start, steps, share
+
+    def __len__(self) -> int:
+        return (self.steps - self.start) * self.share
+
+    def __getitem__(self, index: int) -> int:  # type: ignore[override]  # no slices
+        step, place = divmod(index, self.share)
+        return self.rows(self.start + step)[place]
+
+
+def encoded_batches(
+    data: Captioned, wanted: Wanted, texts: Texts, batch_size: int, seed: int, world: World, *, steps: int, micro: int
+) -> Batches:
+    """Return the same batches without a cache: every image is read and encoded at every visit.
+
+    With ``wanted.views`` it is cut and mirrored anew each time. At most `micro` images are in the tower at once.
+    """
+    mine = _share(batch_size, world)
+
+    @lru_cache(maxsize=4)
+    def rows(step: int) -> list[int]:
+        listed: list[int] = rows_of_step(len(data.captions), batch_size, seed, step)[mine].tolist()
+        return listed
+
+    def batches(start: int) -> Iterator[Batch]:
+        share = batch_size // world.size
+        read = partial(resize, size=wanted.read_size)
+        parts = stream(data, read, share, rows=_Rows(rows, start, steps, share), workers=wanted.workers)
+        for step, part in enumerate(parts, start):
+            images = part.images
+            if wanted.views:
+                generator = torch.Generator().manual_seed(fold(seed, CROP, step))
+                places = torch.arange(batch_size) - mine.start  # all ranks draw for the whole batch
+                images = augment(images, places, wanted.size, crop=True, flip=True, generator=generator, mine=mine)
+            found = torch.cat([wanted.encode(images[i : i + micro]) for i in range(0, len(images), micro)])
+            chosen = texts.of(part.labels, draws(batch_size, seed, CAPTION, step)[mine])
+            yield {"image": to_device(found, world.device), "tokens": to_device(chosen, world.device)}
+
+    return batches
+
+
+def _share(batch_size: int, world: World) -> slice:
+    share = batch_size // world.size
+    return slice(world.rank * share, (world.rank + 1) * share)

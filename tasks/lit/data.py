@@ -1,0 +1,118 @@
+"""Which captioned images a run trains on and which it is scored on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dpn_cli.data import scenes
+from dpn_cli.data.classified import hub_name
+from dpn_cli.data.labelled import SceneSplit, load_hub
+from dpn_cli.errors import DataError
+from tasks.lit.captions import (
+    Captioned,
+    HubPairs,
+    ScenePairs,
+    ShardPairs,
+    Subset,
+    has_splits,
+    read_coco,
+    read_folder,
+    read_table,
+)
+
+# Karpathy's splits: the images that COCO's validation set lends to training are "restval".
+KARPATHY = {"train": ("train", "restval"), "val": ("val",), "test": ("test",)}
+HUB = {"train": ("train",), "val": ("validation", "val", "valid", "test"), "test": ("test", "validation", "val")}
+# Held out where a data set has no validation images: a hundredth, at least 50 or a tenth where that is less, and not
+# more than COCO's test split has.
+HELD_OUT_SHARE, HELD_OUT_LEAST, HELD_OUT_MOST_SHARE, HELD_OUT_MOST = 0.01, 50, 0.1, 5000
+# Numbers of scenes; the last ones are far from any that another demo trains on.
+DEMO_SPLITS = {"train": (0, 8000), "val": (900_000, 901_000), "test": (900_000, 901_000)}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where captioned images are: what ``--data`` and its companions say.
+
+    `place` is a .csv, .tsv or .json file, a folder, ``hf:NAME[:CONFIGURATION]``, ``wds:PATTERN`` or ``demo``.
+    """
+
+    place: str
+    val_place: str | None = None
+    val_fraction: float | None = None
+    images: str | None = None
+    image_column: str | None = None
+    caption_column: str | None = None
+    skip_bad: bool = False
+
+
+def open_pairs(source: Source) -> tuple[Captioned, Captioned]:
+    """Return the images to train on, and the ones to score retrieval on: the data set's own, or held out."""
+    if source.val_place or _has_split(source, "val"):
+        return open_split(source, "train"), open_split(source, "val")
+    whole = open_split(source, "train")
+    count = len(whole.captions)
+    share = max(int(count * HELD_OUT_SHARE), min(HELD_OUT_LEAST, int(count * HELD_OUT_MOST_SHARE)))
+    held = min(share, HELD_OUT_MOST) if source.val_fraction is None else round(count * source.val_fraction)
+    if not 0 < held < count:
+        raise DataError(
+            f"--data {source.place}: {count} images are too few to hold some out; name others with --val-data"
+        )
+    order = sorted(range(count), key=lambda index: hashlib.sha256(whole.key(index).encode()).digest())
+    train = Subset(whole, sorted(order[:-held]))
+    train.dropped = whole.dropped
+    return train, Subset(whole, sorted(order[-held:]))
+
+
+def _has_split(source: Source, split: str) -> bool:
+    place = source.place
+    if place == "demo":
+        return True
+    if place.startswith("hf:"):
+        return _hub_split(place, split) is not None
+    return place.endswith(".json") and has_splits(Path(place).expanduser())
+
+
+def open_split(source: Source, split: str) -> Captioned:
+    """Open ``train``, ``val`` or ``test`` of a data set; one without splits is opened whole. Raises `DataError`."""
+    place = source.val_place if source.val_place and split != "train" else source.place
+    if place == "demo":
+        return ScenePairs(*DEMO_SPLITS[split])
+    if place.startswith("wds:"):
+        return ShardPairs(place.removeprefix("wds:"), source.skip_bad)
+    if place.startswith("hf:"):
+        name, config = hub_name(place)
+        found = _hub_split(place, split) or split
+        return HubPairs(name, config, found, source.image_column, source.caption_column, source.skip_bad)
+    path = Path(place).expanduser()
+    root = Path(source.images).expanduser() if source.images else path if path.is_dir() else path.parent
+    if path.is_dir():
+        return read_folder(path, source.image_column, source.caption_column, source.skip_bad)
+    if not path.is_file():
+        raise DataError(
+            f"--data {place}: no such file or folder; pass a .csv or .tsv with file and caption, COCO's captions "
+            ".json, a folder of pictures with .txt beside them, wds:PATTERN, hf:OWNER/NAME, or demo"
+        )
+    if path.suffix == ".json":
+        return read_coco(path, root, KARPATHY[split] if has_splits(path) else None, source.skip_bad)
+    return read_table(path, root, source.image_column, source.caption_column, source.skip_bad)
+
+
+def _hub_split(place: str, split: str) -> str | None:
+    found = load_hub(*hub_name(place), True)
+    return next((name for name in HUB[split] if name in found), None)
+
+
+class SceneClasses(SceneSplit):
+    """Held-out scenes with what the main object is: one of the 24 pairs of a colour and a shape."""
+
+    classes = tuple(f"{color} {shape}" for color in scenes.COLORS for shape in scenes.SHAPES)
+
+    def __init__(self, start: int, stop: int) -> None:
+        self.start = start
+        mains = [scenes.sample_scene(0, number).objects[0] for number in range(start, stop)]
+        self.labels: Sequence[int] = [self.classes.index(f"{main.color} {main.shape}") for main in mains]
+        self.sizes: Sequence[int] = [3 * scenes.SCENE_SIZE**2] * len(mains)

@@ -1,0 +1,88 @@
+"""The towers at work on whole data sets: features of all images, from the cache where there is one, and recalls."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpn_cli import engine
+from dpn_cli.backbone import Backbone
+from dpn_cli.console import Console
+from dpn_cli.data.pixels import resize
+from dpn_cli.distributed import World
+from dpn_cli.home import home
+from dpn_cli.recipe import Runtime
+from tasks.lit.cache import BATCH, Wanted, cached_features, digest_of, encoder
+from tasks.lit.captions import Captioned
+from tasks.lit.retrieval import chance, recalls
+from tasks.lit.towers import Towers
+
+
+def cache_root(folder: str | None) -> Path:
+    """Return the folder of all caches: the one asked for, or $DPN_HOME/cache/lit."""
+    return Path(folder).expanduser() if folder else home() / "cache" / "lit"
+
+
+def wanted_of(
+    tower: Backbone, runtime: Runtime, world: World, *, views: int = 0, seed: int = 0, skip_bad: bool = False
+) -> Wanted:
+    """Return how images are encoded, with all that it depends on."""
+    facts = {
+        "weights": digest_of(tower),
+        "pool": tower.config.pool,
+        "mean": list(tower.mean),
+        "std": list(tower.std),
+        "resize": "bilinear, no antialias",
+        "precision": f"{runtime.precision} on {world.device.type}",
+    }
+    encode = encoder(tower, world.device, engine.precision_of(runtime, world.device))
+    return Wanted(encode, tower.embed_dim, tower.config.image_size, facts, views, seed, runtime.workers, skip_bad)
+
+
+def encoded(
+    data: Captioned, wanted: Wanted, root: Path | None, world: World, console: Console
+) -> tuple[Tensor, list[int]]:
+    """Return the features (n, d) of all readable images in float32, and which images they are.
+
+    Without `root` nothing is kept. Raises as `cached_features` does.
+    """
+    everything = list(range(len(data.captions)))
+    if root is None:
+        parts = []
+        for begin in range(0, len(everything), BATCH):
+            some = everything[begin : begin + BATCH]
+            parts.append(wanted.encode(torch.stack([resize(data.pixels(row), wanted.size) for row in some])))
+        return torch.cat(parts), everything
+    features = cached_features(data, wanted, root, world, console)
+    bad = set(features.bad)
+    good = [row for row in everything if row not in bad]
+    return features.rows(torch.tensor(good)).float(), good
+
+
+def retrieval_scores(
+    towers: Towers, data: Captioned, wanted: Wanted, root: Path | None, runtime: Runtime, world: World, console: Console
+) -> dict[str, Any]:
+    """Return recalls on captioned images, both ways, beside what chance would give."""
+    images, good = encoded(data, wanted, root, world, console)
+    owner = torch.tensor([index for index, row in enumerate(good) for _ in data.captions[row]])
+    with engine.precision_of(runtime, world.device):
+        texts = towers.encode_texts([text for row in good for text in data.captions[row]])
+    found = recalls(images.to(world.device), texts, owner.to(world.device))
+    counts = {"images": len(good), "captions": len(owner), "unreadable": len(data.captions) - len(good)}
+    return {**found, "chance@5": chance(len(good), 5), **counts}
+
+
+def describe_retrieval(found: dict[str, Any]) -> str:
+    """Return recalls as lines for a person."""
+    ways = {"image_to_text": "image to text", "text_to_image": "text to image"}
+    unreadable = f", {found['unreadable']} unreadable ones left out" if found["unreadable"] else ""
+    lines = [
+        f"retrieval on {found['images']} images with {found['captions']} captions (chance R@5 {found['chance@5']:.2f} %"
+        f"{unreadable})"
+    ]
+    for way, name in ways.items():
+        lines.append(f"  {name}: " + ", ".join(f"R@{k} {found[f'{way}@{k}']:.2f} %" for k in (1, 5, 10)))
+    return "\n".join(lines)

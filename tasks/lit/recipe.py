@@ -1,0 +1,141 @@
+"""The schema of the LiT recipe, and where data and weights come from when the command does not say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from dpn_cli.arch import SIZES, check_image_size, nearest, parse_arch
+from dpn_cli.errors import DpnError
+from dpn_cli.home import find_weights, home
+from dpn_cli.recipe import About, Backbone, Optim, Plain, Positive, Runtime, Schedule, Section, merge, read_recipe
+
+
+class Data(Section):
+    """Where the captioned images are; `images` is the folder that their names are relative to."""
+
+    source: str | None = None
+    val_source: str | None = None
+    val_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
+    images: str | None = None
+    image_column: str | None = None
+    caption_column: str | None = None
+    skip_bad_images: bool = False
+
+
+class Text(Section):
+    """The text tower and what it reads; `size` is the image tower's unless given."""
+
+    size: str | None = None
+    tokenizer: str | None = None
+    clean: Literal["canonicalize", "lower", "whitespace"] = "canonicalize"
+    context: Annotated[int, Field(ge=3)] = 16
+
+
+class Cache(Section):
+    """Whether features of the frozen tower are kept, where, and of how many augmented views (0: of the plain image)."""
+
+    use: bool = True
+    folder: str | None = None
+    views: Annotated[int, Field(ge=0)] = 0
+
+
+class LitRecipe(Section):
+    """All that ``dpn lit train`` does."""
+
+    about: About
+    backbone: Backbone = Backbone()
+    data: Data = Data()
+    text: Text = Text()
+    cache: Cache = Cache()
+    loss: Literal["softmax", "siglip"] = "softmax"
+    temperature: Annotated[float, Field(gt=0)] = 10.0
+    bias: float = -10.0
+    lr: Annotated[float, Field(gt=0)]
+    seed: Annotated[int, Field(ge=0)] = 0
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    batch_size: Positive
+    optim: Optim = Optim()
+    schedule: Schedule
+    runtime: Runtime = Runtime()
+
+    @property
+    def demo(self) -> bool:
+        """Whether the data are the built-in scenes."""
+        return self.data.source == "demo"
+
+
+def resolve(config: str | None, flags: Mapping[str, Any], settings: Mapping[str, Any]) -> Plain:
+    """Merge the layers of the recipe; without data it becomes the demo's.
+
+    A duration that is given brings its warm-up along, in the recipe's proportion, unless that is given too.
+    Raises `DpnError` when steps and epochs are both given.
+    """
+    asked = merge(read_recipe(config) if config else {}, flags, settings)
+    for section in ("data", "schedule", "backbone"):
+        if not isinstance(asked.get(section, {}), dict):
+            raise DpnError(f"{section}: a section of keys, not a value; see dpn recipes show lit")
+    schedule = asked.get("schedule", {})
+    if "steps" in schedule and asked.get("epochs") is not None:
+        raise DpnError(f"--steps {schedule['steps']} and --epochs {asked['epochs']}: give one of them")
+    source = asked.get("data", {}).get("source") or "demo"
+    base = read_recipe("lit_demo" if source == "demo" else "lit")
+    shorter: Plain = {}
+    if isinstance(schedule.get("steps"), int):
+        whole = base["schedule"]
+        shorter = {"schedule": {"warmup": int(schedule["steps"] * whole["warmup"] / whole["steps"])}}
+    return merge(base, shorter, asked, {"data": {"source": source}})
+
+
+def settle(recipe: LitRecipe, demo_checkpoint: str | None = None) -> LitRecipe:
+    """Return the recipe with its image tower decided; `demo_checkpoint` is the demo's, and None stays.
+
+    Raises `DpnError` for a text tower or an image size that there is not, for skipping without a cache, and when real
+    data meet no weights.
+    """
+    backbone, size = recipe.backbone, recipe.text.size
+    if size is not None and size not in SIZES:
+        close = nearest(size, SIZES)
+        raise DpnError(
+            f"--text-size {size!r}: choose one of {', '.join(SIZES)}" + (f"; did you mean {close!r}?" if close else "")
+        )
+    if recipe.data.skip_bad_images and not recipe.cache.use:
+        raise DpnError(
+            "--skip-bad-images with --no-cache: only the cache knows which images are readable before training"
+        )
+    if backbone.arch:
+        patch = parse_arch(backbone.arch)[1]
+        check_image_size(backbone.image_size or 224, (patch, patch))
+    checkpoint = backbone.checkpoint or find_weights(backbone.arch, (backbone.stem,))
+    if checkpoint is None and recipe.demo:
+        checkpoint = "none" if backbone.arch else demo_checkpoint
+    if checkpoint is None and not recipe.demo:
+        name = f"{(backbone.arch or 'ARCH').replace('/', '-')}-{backbone.stem}.safetensors"
+        raise DpnError(
+            "--checkpoint: LiT needs a trained image tower and no weights were given. Ways out: --checkpoint FILE "
+            "('dpn checkpoint inspect' says what is read); --stem none --checkpoint "
+            f"timm:vit_base_patch32_224.augreg_in21k; put {name} into {home() / 'weights'}; --data demo to look around"
+        )
+    if checkpoint == "none" and not backbone.arch:
+        raise DpnError("--arch is needed for an image tower from scratch; with --checkpoint it is inferred")
+    return recipe.model_copy(update={"backbone": backbone.model_copy(update={"checkpoint": checkpoint})})
+
+
+def in_steps(recipe: LitRecipe, images: int) -> LitRecipe:
+    """Return the recipe with its duration in steps: big_vision rounds epochs x images / batch, at least to one.
+
+    Raises `DpnError` for a batch that is larger than the data set.
+    """
+    if recipe.batch_size > images:
+        raise DpnError(
+            f"--batch-size {recipe.batch_size}: larger than the {images} images to train on, so that an image would be "
+            f"its own negative; use at most {images}"
+        )
+    if recipe.epochs is None:
+        return recipe
+    steps = max(1, round(recipe.epochs * images / recipe.batch_size))
+    warmup = int(steps * recipe.schedule.warmup / recipe.schedule.steps)
+    schedule = recipe.schedule.model_copy(update={"steps": steps, "warmup": warmup})
+    return recipe.model_copy(update={"schedule": schedule})

@@ -1,0 +1,53 @@
+"""Retrieval: which of all sentences is nearest to an image, and which of all images to a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dpn_cli import stopping
+
+AT = (1, 5, 10)
+ROWS = 512  # whose similarities to everything exist at one time
+
+
+def recalls(images: Tensor, texts: Tensor, owner: Tensor, at: Sequence[int] = AT) -> dict[str, float]:
+    """Return recall@k in percent, both ways, as ``image_to_text@1`` and so on.
+
+    An image is a hit when one of its sentences is among the k nearest, a sentence when its image is. Equal similarities
+    are ranked by their order in the data, so that features which are all alike score as chance does.
+
+    Args:
+        images: unit features (n, d).
+        texts: unit features (m, d).
+        owner: which image (m,) each text belongs to; every image has one.
+        at: the ks.
+    """
+    to_text, to_image = [], []
+    for begin in range(0, len(images), ROWS):
+        stopping.check_here()
+        rows = torch.arange(begin, min(begin + ROWS, len(images)), device=images.device)
+        own = owner[None, :] == rows[:, None]
+        to_text.append(_best_ranks(images[rows] @ texts.T, own))
+    for begin in range(0, len(texts), ROWS):
+        stopping.check_here()
+        part = slice(begin, begin + ROWS)
+        own = torch.arange(len(images), device=images.device)[None, :] == owner[part, None]
+        to_image.append(_best_ranks(texts[part] @ images.T, own))
+    ways = {"image_to_text": torch.cat(to_text), "text_to_image": torch.cat(to_image)}
+    return {f"{way}@{k}": 100 * (ranks < k).double().mean().item() for way, ranks in ways.items() for k in at}
+
+
+def _best_ranks(similarity: Tensor, own: Tensor) -> Tensor:
+    """Return how many columns come before the best of a row's own ones (b,), for similarities (b, n)."""
+    best, place = similarity.masked_fill(~own, -torch.inf).max(-1, keepdim=True)
+    first = (own & (similarity == best)).int().argmax(-1, keepdim=True)
+    before = torch.arange(similarity.shape[-1], device=place.device) < first
+    return ((similarity > best) | ((similarity == best) & before)).sum(-1)
+
+
+def chance(images: int, k: int) -> float:
+    """Return recall@k in percent of a blind draw among as many images."""
+    return 100 * min(1.0, k / images)

@@ -1,0 +1,153 @@
+"""Both towers and the tokenizer in one file, and what can be done with them: encode images, encode texts.
+
+Nothing here needs the parts that train.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dpn_cli.arch import Size, size_name
+from dpn_cli.backbone import Backbone, describe_backbone, load_backbone
+from dpn_cli.checkpoints import ours
+from dpn_cli.checkpoints.layout import Contents
+from dpn_cli.data.labelled import Pixels
+from dpn_cli.data.pixels import resize
+from dpn_cli.errors import DataError
+from dpn_cli.files import replace_file
+from tasks.lit.text import TextTower
+from tasks.lit.tokens import Tokenizer
+
+KEY, WEIGHTS = "lit", "weights.safetensors"
+TEXTS = 256  # that go through the tower at once
+
+
+@dataclass
+class Towers:
+    """An image tower, the text tower trained against it, and the tokenizer; `facts` say how they came about."""
+
+    image: Backbone
+    text: TextTower
+    tokenizer: Tokenizer
+    loss: Literal["softmax", "siglip"]
+    facts: dict[str, Any]
+
+    def to(self, device: torch.device) -> Towers:
+        """Move both towers, and put them into eval mode."""
+        self.image.to(device).eval()
+        self.text.to(device).eval()
+        return self
+
+    def prepare(self, pixels: Pixels) -> Tensor:
+        """Resize decoded pixels (h, w, 3) to what the image tower takes: (3, *size) uint8."""
+        return resize(pixels, self.image.config.image_size)
+
+    @torch.no_grad()
+    def encode_images(self, images: Tensor) -> Tensor:
+        """Return unit features (b, d) in float32 of uint8 images (b, 3, *size)."""
+        device = self.image.input_mean.device
+        return F.normalize(self.image(self.image.normalize(images.to(device))).float(), dim=-1)
+
+    @torch.no_grad()
+    def encode_texts(self, texts: Sequence[str]) -> Tensor:
+        """Return unit features (n, d) in float32."""
+        device = self.text.log_temperature.device
+        parts = []
+        for begin in range(0, len(texts), TEXTS):
+            tokens, _ = self.tokenizer.encode(texts[begin : begin + TEXTS])
+            parts.append(self.text.encode(torch.from_numpy(tokens).long().to(device)))
+        return torch.cat(parts)
+
+    @torch.no_grad()
+    def probabilities(self, similarity: Tensor) -> Tensor:
+        """Map cosines (b, texts) to probabilities: of each text alone for the siglip loss, else adding up to one."""
+        logits = similarity * self.text.log_temperature.exp()
+        return logits.softmax(-1) if self.text.bias is None else (logits + self.text.bias).sigmoid()
+
+
+def describe(towers: Towers) -> dict[str, Any]:
+    """Return all that is not a tensor, as plain values."""
+    text = towers.text
+    return {
+        "image": {**describe_backbone(towers.image), "image_size": list(towers.image.config.image_size)},
+        "text": {"size": asdict(text.size), "size_name": size_name(text.size), "pool": "last", "causal": False},
+        "tokenizer": towers.tokenizer.to_dict(),
+        "loss": towers.loss,
+        "facts": towers.facts,
+    }
+
+
+def save_towers(towers: Towers, path: Path) -> str:
+    """Write both towers and the tokenizer as one safetensors file; returns its SHA-256. Raises `SaveError`."""
+    tensors = {f"image.{name}": value for name, value in towers.image.state_dict().items()}
+    tensors |= {f"text.{name}": value for name, value in towers.text.state_dict().items()}
+    if towers.tokenizer.model is not None:
+        tensors["tokenizer.model"] = torch.from_numpy(np.frombuffer(towers.tokenizer.model, dtype=np.uint8).copy())
+    state = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    return replace_file(path, lambda to: save_file(state, to, {KEY: json.dumps(describe(towers))}))
+
+
+def load_towers(place: str) -> Towers:
+    """Load a run's folder, an export's, or the file in one of them. Raises `DataError` for anything else."""
+    path = Path(place).expanduser()
+    if path.is_dir():
+        path = path / WEIGHTS
+        if not path.is_file():
+            unfinished = (path.parent / "run.json").is_file()
+            reason = (
+                "the run has not finished training; finish it with --resume" if unfinished else "no run of lit in it"
+            )
+            raise DataError(f"{place}: {reason}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            described = json.loads((file.metadata() or {}).get(KEY, "null"))
+            if described is None:
+                raise DataError(
+                    f"{place}: one network and not two towers; 'dpn lit train --checkpoint {place}' trains one"
+                )
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError, ValueError) as error:
+        raise DataError(f"{place}: no file of two towers ({' '.join(str(error).split())[:120]})") from error
+    try:
+        return _build(described, tensors, str(path))
+    except (KeyError, RuntimeError, TypeError) as error:
+        raise DataError(f"{place}: its towers are damaged ({' '.join(str(error).split())[:120]})") from error
+
+
+def _build(described: dict[str, Any], tensors: dict[str, Tensor], place: str) -> Towers:
+    image, text, about = described["image"], described["text"], described["tokenizer"]
+    source = ours.read(Contents(_under("image.", tensors), {ours.KEY: image[ours.KEY]}))
+    source.source = place
+    model = tensors.get("tokenizer.model")
+    tokenizer = Tokenizer(
+        about["context"], about["clean"], None if model is None else model.numpy().tobytes(), about["name"]
+    )
+    if tokenizer.digest != about["digest"]:
+        raise DataError(f"{place}: trained with another version of {about['name']} than the one that is installed")
+    tower = TextTower(
+        Size(**text["size"]),
+        tokenizer.vocabulary,
+        tokenizer.context,
+        tensors["text.transformer.text_projection"].shape[1],
+        1.0,
+        0.0 if "text.bias" in tensors else None,
+        seed=0,
+    )
+    tower.load_state_dict(_under("text.", tensors))
+    backbone = load_backbone(checkpoint=source, stem=None, image_size=tuple(image["image_size"]))
+    return Towers(backbone, tower, tokenizer, described["loss"], described["facts"])
+
+
+def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

@@ -1,0 +1,238 @@
+"""LiT: data checked, images encoded once, the text tower trained, both towers kept in one file, retrieval scored."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpn_cli import distributed, engine
+from dpn_cli.arch import SIZES, size_name
+from dpn_cli.backbone import Backbone, load_backbone
+from dpn_cli.console import Console
+from dpn_cli.distributed import World
+from dpn_cli.errors import DataError, DpnError
+from dpn_cli.memory import MicroBatch
+from dpn_cli.runstate import Checkpoints, MetricsLog, RunFolder, describe_device
+from dpn_cli.trackers import build_tracker
+from tasks.lit.batches import Texts, cached_batches, encoded_batches, tokenize
+from tasks.lit.cache import BATCH, Features, Wanted, cached_features, data_fingerprint, digest_of
+from tasks.lit.captions import Captioned, captions_fingerprint
+from tasks.lit.data import DEMO_SPLITS, SceneClasses, Source, open_pairs
+from tasks.lit.encode import cache_root, retrieval_scores, wanted_of
+from tasks.lit.loss import ContrastiveLoss
+from tasks.lit.recipe import LitRecipe, in_steps
+from tasks.lit.text import TextTower
+from tasks.lit.tokens import Tokenizer, open_tokenizer
+from tasks.lit.towers import WEIGHTS, Towers, load_towers, save_towers
+from tasks.lit.zeroshot import build_classifier, classify, prompt_set
+
+Json = dict[str, Any]
+
+
+def source_of(recipe: LitRecipe) -> Source:
+    """Return where the recipe's captioned images are."""
+    data = recipe.data
+    return Source(
+        data.source or "demo",
+        data.val_source,
+        data.val_fraction,
+        data.images,
+        data.image_column,
+        data.caption_column,
+        data.skip_bad_images,
+    )
+
+
+def load_tower(recipe: LitRecipe, world: World) -> Backbone:
+    """Load the image tower, frozen for good. Raises as `load_backbone` does."""
+    section = recipe.backbone
+    tower = load_backbone(
+        section.arch,
+        stem=section.stem,
+        checkpoint=section.checkpoint,
+        image_size=section.image_size or 224,
+        pool=section.pool,
+        pre_logits=section.pre_logits,
+        seed=recipe.seed,
+    )
+    tower.requires_grad_(False).to(world.device).eval()
+    return tower
+
+
+def recipe_wants(recipe: LitRecipe, tower: Backbone, world: World) -> Wanted:
+    """Return how the images that are trained on are encoded."""
+    return wanted_of(
+        tower,
+        recipe.runtime,
+        world,
+        views=recipe.cache.views,
+        seed=recipe.seed,
+        skip_bad=recipe.data.skip_bad_images,
+    )
+
+
+def run(recipe: LitRecipe, folder: RunFolder, world: World, console: Console) -> Json:
+    """Run or finish a training in `folder` and return its result, which is written there too.
+
+    Raises `DpnError` and its kin; what was encoded and trained until then is kept.
+    """
+    train, val = open_pairs(source_of(recipe))
+    tokenizer = open_tokenizer(recipe.text.tokenizer, recipe.text.context, recipe.text.clean)
+    tower = load_tower(recipe, world)
+    before = digest_of(tower)
+    facts = _check_data(train, val, tokenizer, folder, world)
+    if world.leads:
+        folder.update(backbone=tower.report.to_dict())
+    console.info(tower.report.summary())
+    if not distributed.from_leader((folder.path / WEIGHTS).is_file()):
+        _train(recipe, train, tower, tokenizer, facts, folder, world, console)
+    towers = load_towers(str(folder.path)).to(world.device)
+    assert digest_of(tower) == digest_of(towers.image) == before, "the image tower has changed"
+    plain = replace(recipe_wants(recipe, tower, world), views=0)
+    root = cache_root(recipe.cache.folder) if recipe.cache.use else None
+    scores = retrieval_scores(towers, val, plain, root, recipe.runtime, world, console)
+    result = {
+        "task": "lit",
+        "arch": towers.facts["arch"],
+        "stem": recipe.backbone.stem,
+        "text": {"size": size_name(towers.text.size), "context": tokenizer.context},
+        "tokenizer": tokenizer.to_dict(),
+        "loss": recipe.loss,
+        "retrieval": scores,
+        **{name: towers.facts[name] for name in ("pairs", "left_out", "cut", "train_loss", "temperature", "timing")},
+        "steps": towers.facts["steps"],
+        "batch_size": recipe.batch_size,
+        "image_tower": before,
+        "data": facts["data"],
+        **({"zeroshot": demo_zeroshot(towers, recipe, world)} if recipe.demo else {}),
+    }
+    if world.leads:
+        folder.finish(result)
+    return result
+
+
+def _check_data(train: Captioned, val: Captioned, tokenizer: Tokenizer, folder: RunFolder, world: World) -> Json:
+    """See that a resumed run meets the images, captions and tokenizer it began with."""
+    found: Json = {
+        "data": {"train": data_fingerprint(train), "val": data_fingerprint(val)},
+        "captions": {"train": captions_fingerprint(train), "val": captions_fingerprint(val)},
+        "tokenizer": tokenizer.to_dict(),
+    }
+    path = folder.path / "run.json"
+    before = distributed.from_leader(json.loads(path.read_text("utf-8")) if path.is_file() else {})
+    for name, word in (("data", "images"), ("captions", "captions"), ("tokenizer", "tokenizer")):
+        if name in before and before[name] != found[name]:
+            raise DataError(f"{folder.path}: the {word} have changed since this run began; start another with -o")
+    if world.leads:
+        folder.update(device=describe_device(world.device), ranks=world.size, status="running", **found)
+    return found
+
+
+def new_text_tower(recipe: LitRecipe, tower: Backbone, tokenizer: Tokenizer) -> TextTower:
+    """Return the text tower before training. Raises `DpnError` when the image tower has no size that it could take."""
+    name = recipe.text.size or size_name(tower.config.size)
+    if name is None:
+        raise DpnError(f"--text-size: the image tower is no standard size, so say one of {', '.join(SIZES)}")
+    bias = recipe.bias if recipe.loss == "siglip" else None
+    return TextTower(
+        SIZES[name], tokenizer.vocabulary, tokenizer.context, tower.embed_dim, recipe.temperature, bias, recipe.seed
+    )
+
+
+def _prepare(
+    recipe: LitRecipe, data: Captioned, tokenizer: Tokenizer, wanted: Wanted, world: World, console: Console
+) -> tuple[Features | None, Tensor, Texts]:
+    """Return the cached features (None without a cache), which images they are of, and all captions as tokens."""
+    root = cache_root(recipe.cache.folder)
+    features = cached_features(data, wanted, root, world, console) if recipe.cache.use else None
+    bad = set(features.bad) if features else set()
+    good = torch.tensor([row for row in range(len(data.captions)) if row not in bad])
+    if world.leads:
+        tokenize(data, tokenizer, root)
+    distributed.barrier()
+    texts = tokenize(data, tokenizer, root)
+    console.info(
+        f"{len(good)} images with {len(texts.tokens)} captions to train on; {texts.cut} captions are longer than "
+        f"{tokenizer.context} tokens and are cut, their end token kept"
+    )
+    if bad or data.dropped:
+        console.warn(f"{len(bad)} unreadable images and {data.dropped} without text or file are left out")
+    return features, good, texts
+
+
+def _train(
+    recipe: LitRecipe,
+    data: Captioned,
+    tower: Backbone,
+    tokenizer: Tokenizer,
+    facts: Json,
+    folder: RunFolder,
+    world: World,
+    console: Console,
+) -> None:
+    """Train the text tower and write both towers' file."""
+    in_steps(recipe, len(data.captions))  # a batch that is too large is told before anything is encoded
+    wanted = recipe_wants(recipe, tower, world)
+    features, good, texts = _prepare(recipe, data, tokenizer, wanted, world, console)
+    recipe = in_steps(recipe, len(good))
+    text = new_text_tower(recipe, tower, tokenizer)
+    console.info(
+        f"text tower {recipe.text.size or size_name(tower.config.size)}: "
+        f"{sum(p.numel() for p in text.parameters()) / 1e6:.2f} M weights to train, the image tower is frozen; "
+        f"{recipe.schedule.steps} steps of {recipe.batch_size} pairs, "
+        f"{recipe.schedule.steps * recipe.batch_size / len(good):.2f} epochs"
+    )
+    micro = MicroBatch.choose(recipe.runtime, recipe.batch_size // world.size, text, world.device)
+    if features is None:
+        batches = encoded_batches(
+            data, wanted, texts, recipe.batch_size, recipe.seed, world, steps=recipe.schedule.steps, micro=BATCH
+        )
+    else:
+        batches = cached_batches(features, good, texts, recipe.batch_size, recipe.seed, world)
+    checkpoints = Checkpoints(folder.path / "checkpoints")
+    track = build_tracker(recipe.runtime.report_to if world.leads else "none", folder.path, console)
+    log = MetricsLog(folder.path / "metrics.jsonl", lambda record: track("lit", record))
+    with console.progress("lit") as tick:
+        done = engine.fit(
+            engine.prepare(text, recipe.runtime, world),
+            ContrastiveLoss(recipe.loss, world),
+            batches,
+            None,
+            engine.Training(recipe.optim, recipe.schedule, recipe.lr, recipe.batch_size, recipe.seed),
+            recipe.runtime,
+            world,
+            engine.Outputs(checkpoints, log, tick, console.warn),
+            micro,
+        )
+    loss = distributed.reduce_over_ranks(torch.tensor(done.loss)).item() / world.size
+    config = tower.config
+    left_out = {"without_text_or_file": data.dropped, "unreadable": len(data.captions) - len(good)}
+    trained = {
+        "arch": f"{size_name(config.size) or config.size}/{config.patch[0]}",
+        "pairs": {"images": len(good), "captions": len(texts.tokens)},
+        "left_out": left_out,
+        "cut": texts.cut,
+        "train_loss": loss,
+        "temperature": text.log_temperature.exp().item(),
+        "steps": recipe.schedule.steps,
+        "timing": {"train_seconds": round(done.seconds, 2), "wait_seconds": round(done.wait_seconds, 2)},
+        "recipe": recipe.model_dump(mode="json"),
+        "data": facts["data"],
+    }
+    if world.leads:
+        save_towers(Towers(tower, text, tokenizer, recipe.loss, trained), folder.path / WEIGHTS)
+        checkpoints.clear()
+    distributed.barrier()
+
+
+def demo_zeroshot(towers: Towers, recipe: LitRecipe, world: World) -> Json:
+    """Return the zero-shot accuracy on held-out scenes: which of 24 coloured shapes is the largest object."""
+    split = SceneClasses(*DEMO_SPLITS["val"])
+    with engine.precision_of(recipe.runtime, world.device):
+        weights = build_classifier(towers, split.classes, prompt_set("demo"))
+        scores = classify(towers, weights, split, world, workers=0, batch_size=BATCH, skip_bad=False)
+    return {"top1": scores.top1, "classes": len(split.classes), "chance": 100 / len(split.classes), "prompts": "demo"}

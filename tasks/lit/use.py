@@ -1,0 +1,132 @@
+"""`dpn lit predict`, `search` and `export`: pictures to labels, a sentence to pictures, towers for elsewhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dpn_cli import engine, stopping
+from dpn_cli.console import Console
+from dpn_cli.convert import PROOF_IMAGES, PROOF_SEED
+from dpn_cli.data.images import find_pictures
+from dpn_cli.data.labelled import decode, open_image
+from dpn_cli.distributed import join
+from dpn_cli.errors import DpnError
+from dpn_cli.files import replace_json, replace_text
+from dpn_cli.recipe import Runtime
+from tasks.lit.captions import Files
+from tasks.lit.encode import cache_root, encoded, wanted_of
+from tasks.lit.towers import WEIGHTS, Towers, describe, load_towers, save_towers
+from tasks.lit.zeroshot import build_classifier, prompt_set
+
+Json = dict[str, Any]
+AT_ONCE = 32
+
+
+def label(
+    place: str, pictures: Sequence[Path], labels: Sequence[str], prompts: str, top: int, runtime: Runtime
+) -> list[Json]:
+    """Return for every picture its `top` best labels with cosine and probability. Raises `DpnError` without labels."""
+    names = [name.strip() for name in labels if name.strip()]
+    if not names:
+        raise DpnError('--labels: no label in it; write them with commas, e.g. --labels "a red circle,a blue square"')
+    with join(runtime.device) as world:
+        towers = load_towers(place).to(world.device)
+        paths, results = find_pictures(pictures), list[Json]()
+        autocast = engine.precision_of(runtime, world.device)
+        with autocast:
+            classes = build_classifier(towers, names, prompt_set(prompts))
+        for begin in range(0, len(paths), AT_ONCE):
+            part = paths[begin : begin + AT_ONCE]
+            images = torch.stack([towers.prepare(decode(open_image(path, str(path)), str(path))) for path in part])
+            with autocast:
+                features = towers.encode_images(images)
+            cosine = features @ classes.T
+            chances = towers.probabilities(cosine)
+            best = cosine.topk(min(top, len(names)), dim=-1).indices
+            for path, row, values, chance in zip(part, best.tolist(), cosine.tolist(), chances.tolist(), strict=True):
+                found = [{"label": names[i], "cosine": values[i], "probability": chance[i]} for i in row]
+                results.append({"image": str(path), "labels": found})
+    return results
+
+
+def search(
+    place: str, folder: Path, query: str, top: int, runtime: Runtime, cache_dir: str | None, skip_bad: bool,
+    console: Console,
+) -> list[Json]:  # fmt: skip
+    """Return the `top` pictures of a folder that are nearest to a sentence; their features are cached."""
+    if not query.strip():
+        raise DpnError("--query: an empty sentence")
+    with stopping.listen(), join(runtime.device) as world:
+        towers = load_towers(place).to(world.device)
+        files = Files()
+        for path in find_pictures([folder]):
+            files.add(folder, path.relative_to(folder).as_posix(), (query,), str(folder))
+        wanted = wanted_of(towers.image, runtime, world, skip_bad=skip_bad)
+        features, good = encoded(files, wanted, cache_root(cache_dir), world, console)
+        with engine.precision_of(runtime, world.device):
+            asked = build_classifier(towers, [query], prompt_set("plain"))
+        cosine = (features.to(world.device) @ asked.T)[:, 0]
+        best = cosine.topk(min(top, len(good)))
+        return [
+            {"image": files.where(good[row]), "cosine": value}
+            for row, value in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        ]
+
+
+def export(place: str, folder: Path) -> Json:
+    """Write towers and tokenizer as ``weights.safetensors`` and ``config.json``, load them again and compare.
+
+    Raises `DpnError` when what was loaded gives other features.
+    """
+    towers = load_towers(place).to(torch.device("cpu"))
+    size = towers.image.config.image_size
+    images = torch.randint(256, (PROOF_IMAGES, 3, *size), generator=torch.Generator().manual_seed(PROOF_SEED))
+    digest = save_towers(towers, folder / WEIGHTS)
+    replace_json(folder / "config.json", {**describe(towers), "sha256": digest})
+    again = load_towers(str(folder)).to(torch.device("cpu"))
+    texts = ["a red circle", "two small objects"]
+    same = torch.equal(towers.encode_images(images.to(torch.uint8)), again.encode_images(images.to(torch.uint8)))
+    if not same or not torch.equal(towers.encode_texts(texts), again.encode_texts(texts)):
+        raise DpnError(f"{folder}: loaded again, the towers give other features")
+    replace_text(folder / "README.md", model_card(towers, digest))
+    return {"path": str(folder / WEIGHTS), "config": str(folder / "config.json"), "digest": digest}
+
+
+def model_card(towers: Towers, digest: str) -> str:
+    """Return a model card in Markdown: what it is, how it was made, how to use it."""
+    facts, (height, width), tokenizer = towers.facts, towers.image.config.image_size, towers.tokenizer
+    lines = [
+        "---",
+        "library_name: dpn",
+        "pipeline_tag: zero-shot-image-classification",
+        "---",
+        f"# LiT: image tower {facts['arch']} with stem `{towers.image.config.stem}`, and a text tower",
+        "",
+        f"- Images: RGB, resized to {height} x {width} bilinearly without antialiasing, in [0, 1], minus "
+        f"{list(towers.image.mean)}, divided by {list(towers.image.std)}.",
+        f"- Texts: {tokenizer.name}, {tokenizer.context} tokens, cleaning `{tokenizer.clean}`, end token kept.",
+        f"- Trained on {facts['pairs']['images']} images with {facts['pairs']['captions']} captions, {facts['steps']} "
+        f"steps, loss {towers.loss}; the image tower was frozen.",
+        f"- sha256 of `{WEIGHTS}`: {digest}",
+        "",
+        "```python",
+        "from tasks.lit.towers import load_towers",
+        "",
+        'towers = load_towers("FOLDER")',
+        "images = towers.encode_images(torch.stack([towers.prepare(pixels)]))  # pixels: (h, w, 3) uint8",
+        'texts = towers.encode_texts(["a red circle", "a blue square"])',
+        "print(towers.probabilities(images @ texts.T))",
+        "```",
+        "",
+        "The recipe it was trained with:",
+        "",
+        "```json",
+        json.dumps(facts["recipe"], indent=2),
+        "```",
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,179 @@
+"""Zero-shot classification: class names in prompts, one unit feature per class, the nearest class wins.
+
+As big_vision's discriminative_classifier: the text is canonicalised, prompts are averaged and normalised again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from open_clip.tokenizer import canonicalize_text
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dpn_cli import stopping
+from dpn_cli.data.labelled import Labelled
+from dpn_cli.distributed import World
+from dpn_cli.errors import DataError
+from dpn_cli.files import replace_file
+from dpn_cli.scoring import Scores, score
+from tasks.lit.cache import digest_of
+from tasks.lit.data import DEMO_SPLITS
+from tasks.lit.towers import Towers
+
+CLASSES = 64  # classes whose prompts go through the text tower between two looks for a stop signal
+DEMO_PROMPTS = 32
+
+
+@cache
+def prompt_set(name: str) -> tuple[str, ...]:
+    """Return the templates of ``clip_paper`` (81), ``clip_best`` (8), ``plain``, ``demo``, or of a file, one a line.
+
+    Raises `DataError` for another name, and for a template without ``{}``.
+    """
+    from open_clip.zero_shot_metadata import OPENAI_IMAGENET_TEMPLATES, SIMPLE_IMAGENET_TEMPLATES
+
+    known = {"clip_paper": OPENAI_IMAGENET_TEMPLATES, "clip_best": SIMPLE_IMAGENET_TEMPLATES, "plain": ()}
+    if name in known:  # big_vision adds the bare name to both of CLIP's lists
+        return (*(template("{}") for template in known[name]), "{}")
+    if name == "demo":
+        return _demo_prompts()
+    path = Path(name).expanduser()
+    lines = _lines(path, f"--prompts {name}: choose {', '.join(known)}, demo, or a file of templates")
+    without = [line for line in lines if "{}" not in line]
+    if without:
+        raise DataError(f"--prompts {name}: {without[0]!r} has no {{}} for the class name")
+    return tuple(lines)
+
+
+def _demo_prompts() -> tuple[str, ...]:
+    """Return sentences as the built-in scenes have them, with a blank for the object."""
+    from dpn_cli.data import scenes
+
+    found: dict[str, None] = {}
+    for number in range(DEMO_SPLITS["train"][1]):
+        scene = scenes.sample_scene(0, number)
+        main = scene.objects[0]
+        found[scenes.caption(scene).replace(f"{main.color} {main.shape}", "{}", 1)] = None
+        if len(found) == DEMO_PROMPTS:
+            break
+    return tuple(found)
+
+
+def _lines(path: Path, otherwise: str) -> list[str]:
+    if not path.is_file():
+        raise DataError(f"{otherwise} (no such file)")
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: no text file") from error
+    if not lines:
+        raise DataError(f"{path}: an empty file")
+    return lines
+
+
+def class_names(folders: Sequence[str], asked: str | None) -> tuple[list[str], str]:
+    """Return a name per class for prompts, and where the names come from.
+
+    `folders` are the data set's own names; those of ImageNet (wnids, or the numbers 0 to 999) get open_clip's names.
+    `asked` is ``imagenet``, or a file with one name per line in the order of the classes; of several names (``a, b``)
+    the first is taken. Raises `DataError` when that is another number of names.
+    """
+    if asked not in (None, "imagenet"):
+        names = _lines(Path(asked or "").expanduser(), f"--class-names {asked}: imagenet, or a file of names")
+        if len(names) != len(folders):
+            raise DataError(f"--class-names {asked}: {len(names)} names for the {len(folders)} classes of --data")
+        return [name.split(",")[0] for name in names], str(asked)
+    from open_clip.zero_shot_metadata import IMAGENET_CLASSNAMES
+    from timm.data import ImageNetInfo
+
+    place = {name: index for index, name in enumerate(ImageNetInfo("imagenet-1k").label_names())}
+    if len(folders) == len(place) and all(name.isdecimal() for name in folders):
+        place = {str(index): index for index in range(len(place))}
+    if all(name in place for name in folders):
+        return [IMAGENET_CLASSNAMES[place[name]] for name in folders], "open_clip's ImageNet names"
+    if asked == "imagenet":
+        unknown = next(name for name in folders if name not in place)
+        raise DataError(f"--class-names imagenet: {unknown!r} is no ImageNet class folder")
+    return [name.replace("_", " ").split(",")[0] for name in folders], "the names of --data's classes"
+
+
+def prompts_of(names: Sequence[str], templates: Sequence[str]) -> list[list[str]]:
+    """Return for every class its prompts, canonicalised."""
+    return [[canonicalize_text(template.replace("{}", name)) for template in templates] for name in names]
+
+
+def build_classifier(towers: Towers, names: Sequence[str], templates: Sequence[str]) -> Tensor:
+    """Return one unit feature per class (classes, d): the mean over its prompts' unit features, normalised again."""
+    found = []
+    for begin in range(0, len(names), CLASSES):
+        stopping.check_here()
+        prompts = prompts_of(names[begin : begin + CLASSES], templates)
+        features = towers.encode_texts([text for several in prompts for text in several])
+        found.append(F.normalize(features.reshape(len(prompts), len(templates), -1).mean(1), dim=-1))
+    return torch.cat(found)
+
+
+def classifier_of(
+    towers: Towers, names: Sequence[str], templates: Sequence[str], kept: Path | None, world: World
+) -> Tensor:
+    """Return the classifier, from the folder `kept` where it was built before; tower, names and prompts decide."""
+    if kept is None:
+        return build_classifier(towers, names, templates)
+    facts = json.dumps([digest_of(towers.text), towers.tokenizer.to_dict(), list(names), list(templates)])
+    path = kept / f"zeroshot-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.safetensors"
+    try:
+        return load_file(path)["classes"].to(towers.text.log_temperature.device)
+    except (OSError, SafetensorError, KeyError):
+        weights = build_classifier(towers, names, templates)
+    tensors = {"classes": weights.cpu()}
+    if world.leads:
+        replace_file(path, lambda to: save_file(tensors, to))
+    return weights
+
+
+def classify(
+    towers: Towers, weights: Tensor, split: Labelled, world: World, *, workers: Any, batch_size: int, skip_bad: bool
+) -> Scores:
+    """Score the nearest class of every image of a split."""
+    scale = towers.text.log_temperature.exp().detach()
+
+    def logits(images: Tensor) -> Tensor:
+        features = towers.encode_images(images)
+        with torch.autocast(features.device.type, enabled=False):  # cosines in bfloat16 would tie
+            return scale * (features @ weights.T)
+
+    return score(
+        logits,
+        split,
+        towers.prepare,
+        len(weights),
+        world,
+        loss="softmax",
+        batch_size=batch_size,
+        workers=workers,
+        skip_bad=skip_bad,
+    )
+
+
+def check_order(scores: Scores, classes: int) -> None:
+    """Refuse an accuracy that is not above chance: names in another order than the labels look like that.
+
+    Of a good network and a permutation of the names about one class in all keeps its own. Raises `DataError`.
+    """
+    chance = 100 / classes
+    if scores.top1 <= chance + 100 * 2 * math.sqrt((1 - 1 / classes) / classes / scores.images):
+        raise DataError(
+            f"zero-shot accuracy {scores.top1:.2f} % is not above chance ({chance:.2f} % of {classes} classes, "
+            f"{scores.images} images): the class names are probably in another order than the labels (--class-names), "
+            "or the towers know nothing of these classes; --force prints the number all the same"
+        )

@@ -1,0 +1,470 @@
+"""`dpn lit`: training, stops, zero-shot scores beside open_clip's, retrieval beside a loop, and what follows a run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import GOLDENS
+from open_clip import build_zero_shot_classifier
+from open_clip.tokenizer import SimpleTokenizer
+from open_clip.zero_shot_metadata import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES
+from PIL import Image
+from safetensors.torch import load_file
+from test_cli import ROOT, run
+from test_lit_data import write_pictures, write_table
+from timm.data import ImageNetInfo
+from torch import Tensor
+
+from dpn_cli import recipe as recipes
+from dpn_cli import stopping
+from dpn_cli.arch import Size
+from dpn_cli.backbone import load_backbone
+from dpn_cli.console import Console
+from dpn_cli.errors import DataError, DpnError, StoppedError
+from dpn_cli.scoring import Scores
+from tasks.lit.cache import digest_of
+from tasks.lit.command import start
+from tasks.lit.recipe import LitRecipe, in_steps, resolve, settle
+from tasks.lit.retrieval import recalls
+from tasks.lit.text import TextTower
+from tasks.lit.tokens import Tokenizer
+from tasks.lit.towers import Towers, load_towers, save_towers
+from tasks.lit.train import load_tower
+from tasks.lit.zeroshot import build_classifier, check_order, class_names, prompt_set, prompts_of
+
+SMALL: dict[str, Any] = {
+    "backbone": {"arch": "nano/8", "checkpoint": "none", "pool": "gap", "image_size": 32},
+    "text": {"size": "mu", "context": 12},
+    "temperature": 100.0,
+    "batch_size": 64,
+    "lr": 5e-3,
+    "optim": {"weight_decay": 0.0},
+    "schedule": {"steps": 300, "warmup": 20},
+    "runtime": {"workers": 0, "checkpoint_every": 10},
+}
+ROWS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """64 cuttings of two photographs, each with a sentence that says where it is from."""
+    from sklearn.datasets import load_sample_images
+
+    root = tmp_path_factory.mktemp("photos")
+    rows = []
+    for name, pixels in zip(("a temple", "a flower"), load_sample_images().images, strict=True):
+        for number in range(32):
+            down, across = divmod(number, 8)
+            file = f"{name[2:]}{number:02d}.png"
+            Image.fromarray(pixels[down * 100 : down * 100 + 64, across * 75 : across * 75 + 64]).save(root / file)
+            rows.append((file, f"{name}, row {ROWS[down]}, column {ROWS[across]}."))
+    write_table(root / "pairs.csv", rows)
+    return root
+
+
+def small(source: Path | str, **changes: Any) -> LitRecipe:
+    data = {"source": str(source), "val_source": str(source)} if str(source) != "demo" else {"source": "demo"}
+    plain = resolve(None, recipes.merge(SMALL, {"data": data}, changes), {})
+    return settle(recipes.build(LitRecipe, plain, "test"))
+
+
+def train(recipe: LitRecipe, path: Path, **arguments: Any) -> dict[str, Any]:
+    options = {"resume": False, "overwrite": False, "dry_run": False, **arguments}
+    result = start(recipe, path, console=Console(quiet=True), **options)
+    assert result is not None
+    return result
+
+
+@pytest.fixture(scope="module")
+def finished(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    path = tmp_path_factory.mktemp("run") / "run"
+    cache = {"cache": {"folder": str(path.parent / "cache")}}
+    return path, train(small(photos / "pairs.csv", **cache), path)
+
+
+def test_the_recipe_is_the_papers() -> None:
+    plain = resolve(None, {"data": {"source": "x"}, "backbone": {"checkpoint": "x"}}, {})
+    built = recipes.build(LitRecipe, plain, "test")
+    optim, schedule = built.optim, built.schedule
+    assert (schedule.steps, schedule.warmup, schedule.decay, built.batch_size, built.lr) == (
+        55_000,
+        10_000,
+        "cosine",
+        16_384,
+        1e-3,
+    )
+    assert (optim.name, optim.betas, optim.weight_decay, optim.decay_unit) == ("adam", (0.9, 0.999), 1e-4, "schedule")
+    assert (built.loss, built.temperature, built.text.context, built.cache.use) == ("softmax", 10, 16, True)
+    shorter = recipes.build(LitRecipe, resolve(None, {"data": {"source": "x"}, "schedule": {"steps": 550}}, {}), "test")
+    assert shorter.schedule.warmup == 100
+    assert in_steps(built.model_copy(update={"epochs": 2.0, "batch_size": 10}), 100).schedule.steps == 20
+
+
+def test_64_photographs_and_sentences_are_learnt_by_heart(finished: tuple[Path, dict[str, Any]]) -> None:
+    path, result = finished
+    found = result["retrieval"]
+    assert (found["image_to_text@1"], found["text_to_image@1"]) == (100, 100)
+    assert (found["images"], found["captions"], found["chance@5"]) == (64, 64, 100 * 5 / 64)
+    assert result["tokenizer"]["kind"] == "bpe"
+    assert result["tokenizer"]["clean"] == "canonicalize"
+    assert result["train_loss"] < 0.1
+    assert json.loads((path / "result.json").read_text()) == result
+    assert json.loads((path / "run.json").read_text())["status"] == "finished"
+    assert not (path / "checkpoints").exists()
+
+
+def test_the_image_tower_stays_as_it_was_and_out_of_the_optimizer(
+    finished: tuple[Path, dict[str, Any]], photos: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path, result = finished
+    before = load_backbone("nano/8", pool="gap", image_size=32, seed=0)
+    after = load_towers(str(path)).image
+    assert digest_of(before) == digest_of(after) == result["image_tower"]
+    assert all(torch.equal(value, after.state_dict()[name]) for name, value in before.state_dict().items())
+
+    from dpn_cli import engine
+
+    seen: dict[str, Any] = {}
+
+    def fit(model: torch.nn.Module, *arguments: Any, **more: Any) -> Any:
+        seen["names"] = {name.split(".")[0] for name, _ in model.named_parameters()}
+        return original(model, *arguments, **more)
+
+    original = engine.fit
+    monkeypatch.setattr(engine, "fit", fit)
+    train(small(photos / "pairs.csv", schedule={"steps": 2, "warmup": 0}), tmp_path / "run")
+    assert seen["names"] == {"transformer", "log_temperature"}
+    from dpn_cli.distributed import World
+
+    tower = load_tower(small(photos / "pairs.csv"), World(0, 1, torch.device("cpu")))
+    assert not tower.training
+    assert not any(parameter.requires_grad for parameter in tower.parameters())
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"batch_size": 16},
+        {"batch_size": 16, "runtime": {"micro_batch_size": 5}, "loss": "siglip", "cache": {"views": 2}},
+        {"batch_size": 16, "cache": {"use": False, "views": 1}},
+    ],
+)
+def test_a_stopped_run_ends_where_an_unbroken_one_does(
+    extra: dict[str, Any], photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = small(photos / "pairs.csv", **recipes.merge({"schedule": {"steps": 12, "warmup": 2}}, extra))
+    train(recipe, tmp_path / "whole")
+    calls = iter(range(1000))
+    monkeypatch.setattr(stopping, "requested", lambda: signal.SIGTERM if next(calls) == 7 else None)
+    with pytest.raises(StoppedError):
+        train(recipe, tmp_path / "broken")
+    monkeypatch.undo()
+    train(recipe, tmp_path / "broken", resume=True)
+    whole, broken = (load_file(tmp_path / name / "weights.safetensors") for name in ("whole", "broken"))
+    assert all(torch.equal(value, broken[name]) for name, value in whole.items())
+
+
+def test_what_changes_between_run_and_resume_is_refused(photos: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(photos, data)
+    recipe = small(data / "pairs.csv", schedule={"steps": 2, "warmup": 0})
+    train(recipe, tmp_path / "run")
+    (tmp_path / "run" / "result.json").unlink()
+    table = (data / "pairs.csv").read_text()
+    (data / "pairs.csv").write_text(table.replace("a temple", "two temples", 1))
+    with pytest.raises(DataError, match="the captions have changed since this run began"):
+        train(recipe, tmp_path / "run", resume=True)
+    (data / "pairs.csv").write_text(table)
+    shutil.copy(data / "temple00.png", data / "temple01.png")
+    with pytest.raises(DataError, match="the images have changed since this run began"):
+        train(recipe, tmp_path / "run", resume=True)
+
+
+def towers(bias: float | None = None) -> Towers:
+    image = load_backbone("mu/8", image_size=16, seed=1)
+    text = TextTower(Size(32, 1, 128, 2), 49408, 16, 32, 10.0, bias, seed=2)
+    return Towers(image, text, Tokenizer(16, "canonicalize"), "softmax", {}).to(torch.device("cpu"))
+
+
+class OpenClipModel(torch.nn.Module):
+    """What `build_zero_shot_classifier` asks of a model, made of open_clip's own transformer."""
+
+    def __init__(self, own: Towers) -> None:
+        super().__init__()
+        self.text = own.text.transformer
+
+    def encode_text(self, text: Tensor, normalize: bool = False) -> Tensor:
+        features: Tensor = self.text(text)
+        return F.normalize(features, dim=-1) if normalize else features
+
+
+def test_the_zero_shot_classifier_is_open_clips() -> None:
+    own, names = towers(), IMAGENET_CLASSNAMES[:70]
+    ours = build_classifier(own, names, prompt_set("clip_paper"))
+    templates = [*OPENAI_IMAGENET_TEMPLATES, lambda name: name]
+    tokenizer = SimpleTokenizer(context_length=16, clean="canonicalize")
+    theirs = build_zero_shot_classifier(OpenClipModel(own), tokenizer, names, templates, num_classes_per_batch=7)
+    torch.testing.assert_close(ours, theirs.T, atol=2e-6, rtol=0)
+
+
+def test_prompts_and_names_are_big_visions(tmp_path: Path) -> None:
+    assert [len(prompt_set(name)) for name in ("clip_paper", "clip_best", "plain")] == [81, 8, 1]
+    assert prompt_set("clip_best")[-1] == "{}"
+    assert prompts_of(["Great_Dane"], ["itap of a {}.", "{}"]) == [["itap of a great dane", "great dane"]]
+    wnids = ImageNetInfo("imagenet-1k").label_names()
+    assert class_names(wnids, None) == (list(IMAGENET_CLASSNAMES), "open_clip's ImageNet names")
+    assert class_names([str(number) for number in range(1000)], None)[0] == list(IMAGENET_CLASSNAMES)
+    assert class_names([wnids[7], wnids[3]], None)[0] == [IMAGENET_CLASSNAMES[7], IMAGENET_CLASSNAMES[3]]
+    assert class_names(["red_car", "bus"], None) == (["red car", "bus"], "the names of --data's classes")
+    (tmp_path / "names.txt").write_text("one, uno\ntwo\n")
+    assert class_names(["a", "b"], str(tmp_path / "names.txt"))[0] == ["one", "two"]
+    with pytest.raises(DataError, match=r"names.txt: 2 names for the 3 classes"):
+        class_names(["a", "b", "c"], str(tmp_path / "names.txt"))
+    with pytest.raises(DataError, match="'dog' is no ImageNet class folder"):
+        class_names(["dog"], "imagenet")
+    with pytest.raises(DataError, match=r"'one, uno' has no \{\} for the class name"):
+        prompt_set(str(tmp_path / "names.txt"))
+    with pytest.raises(DataError, match="choose clip_paper, clip_best, plain, demo, or a file"):
+        prompt_set("clip_wrst")
+
+
+def brute_force(images: Tensor, texts: Tensor, owner: Tensor, k: int) -> tuple[float, float]:
+    similarity = (images @ texts.T).tolist()
+    to_text = to_image = 0
+    for row, values in enumerate(similarity):
+        order = sorted(range(len(values)), key=lambda i, values=values: -values[i])  # type: ignore[misc]
+        to_text += any(int(owner[i]) == row for i in order[:k])
+    for number in range(len(texts)):
+        column = [values[number] for values in similarity]
+        order = sorted(range(len(column)), key=lambda i, column=column: -column[i])  # type: ignore[misc]
+        to_image += int(owner[number]) in order[:k]
+    return 100 * to_text / len(images), 100 * to_image / len(texts)
+
+
+@pytest.mark.parametrize("levels", [None, 2, 1])
+def test_recall_is_a_brute_force_loops(levels: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tasks.lit.retrieval.ROWS", 7)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(20, 4, generator=generator)
+    owner = torch.cat([torch.arange(20), torch.randint(20, (25,), generator=generator)])
+    texts = images[owner] + torch.randn(45, 4, generator=generator)
+    if levels:  # many equal similarities; with one level all are equal, as from a network that knows nothing
+        images, texts = ((value > 0).float() * (levels - 1) for value in (images, texts))
+    found = recalls(images, texts, owner)
+    for k in (1, 5, 10):
+        assert (found[f"image_to_text@{k}"], found[f"text_to_image@{k}"]) == pytest.approx(
+            brute_force(images, texts, owner, k)
+        )
+
+
+def scores(right: int, images: int, classes: int) -> Scores:
+    return Scores(images, right, right, 0.0, 0, torch.diag(torch.tensor([right] + [0] * (classes - 1))))
+
+
+def test_an_accuracy_that_chance_explains_is_refused() -> None:
+    check_order(scores(400, 1000, 10), 10)
+    for right in (0, 100, 110):
+        with pytest.raises(DataError, match="class names are probably in another order than the labels"):
+            check_order(scores(right, 1000, 10), 10)
+
+
+def test_a_wrong_order_of_names_is_found_in_a_trained_run(
+    finished: tuple[Path, dict[str, Any]], photos: Path, tmp_path: Path
+) -> None:
+    for file in photos.glob("*.png"):
+        folder = tmp_path / "data" / file.stem[:6].rstrip("0123456789")
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, folder / file.name)
+    for name, words in (("right", "a flower\na temple\n"), ("wrong", "a temple\na flower\n")):
+        (tmp_path / name).write_text(words)
+    templates = [f"{{}}, row {row}, column {column}." for row in ROWS[:4] for column in ROWS]
+    (tmp_path / "templates").write_text("\n".join(templates))
+    base = ["lit", "eval", str(finished[0]), "--data", str(tmp_path / "data"), "--prompts", str(tmp_path / "templates"),
+            "-q", "--json"]  # fmt: skip
+    done = run(*base, "--class-names", str(tmp_path / "right"), "-o", str(tmp_path / "report"))
+    result = json.loads(done.stdout)
+    assert result["top1"] > 75
+    assert (result["classes"], result["images"], result["prompts"]["templates"]) == (2, 64, 32)
+    assert result["class_names"] == str(tmp_path / "right")
+    assert result["tokenizer"]["name"] == "open_clip BPE"
+    assert json.loads((tmp_path / "report" / "result.json").read_text()) == result
+    kept = list(finished[0].glob("zeroshot-*.safetensors"))
+    assert run(*base, "--class-names", str(tmp_path / "right")).stdout == done.stdout
+    assert len(list(finished[0].glob("zeroshot-*.safetensors"))) == len(kept) == 1  # built once
+    refused = run(*base, "--class-names", str(tmp_path / "wrong"))
+    assert refused.exit_code == 3
+    assert "--force prints the number" in refused.stderr
+    forced = json.loads(run(*base, "--class-names", str(tmp_path / "wrong"), "--force").stdout)
+    assert forced["top1"] == pytest.approx(100 - result["top1"])
+
+
+def test_what_follows_a_run(finished: tuple[Path, dict[str, Any]], photos: Path, tmp_path: Path) -> None:
+    place = str(finished[0])
+    scored = run("lit", "eval", place, "--data", str(photos / "pairs.csv"), "-q")
+    assert "image to text: R@1 100.00 %" in scored.stdout
+    labels = "a flower row first column first, a temple row second column third"
+    guessed = run("lit", "predict", place, str(photos / "temple10.png"), "--labels", labels, "--json")
+    (guess,) = json.loads(guessed.stdout)
+    assert guess["labels"][0]["label"] == "a temple row second column third"
+    assert sum(entry["probability"] for entry in guess["labels"]) == pytest.approx(1)
+    assert "temple10.png" in run("lit", "predict", place, str(photos / "temple10.png"), "--labels", labels).stdout
+    for _ in range(2):  # the second time from the cache
+        found = run("lit", "search", place, "--images", str(photos), "--query", "A temple, row second, column third",
+                    "-k", "3", "--json", "-q", "--cache-dir", str(tmp_path / "cache"))  # fmt: skip
+        listed = json.loads(found.stdout)
+        assert [len(listed), Path(listed[0]["image"]).name] == [3, "temple10.png"]
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_an_export_loads_without_the_parts_that_train(
+    finished: tuple[Path, dict[str, Any]], photos: Path, tmp_path: Path
+) -> None:
+    done = run("lit", "export", str(finished[0]), "-o", str(tmp_path / "out"), "--json")
+    assert done.exit_code == 0, done.output
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["sha256"] == json.loads(done.stdout)["digest"]
+    assert config["sha256"] in (tmp_path / "out" / "README.md").read_text()
+    script = (
+        "import sys, json, numpy, torch\nfrom PIL import Image\nfrom tasks.lit.towers import load_towers\n"
+        "towers = load_towers(sys.argv[1])\n"
+        "pixels = numpy.asarray(Image.open(sys.argv[2]))\n"
+        "images = towers.encode_images(torch.stack([towers.prepare(pixels)]))\n"
+        "texts = towers.encode_texts(['a temple row second column third'])\n"
+        "training = {name for name in sys.modules if name in ('dpn_cli.engine', 'dpn_cli.optim', 'tasks.lit.train')}\n"
+        "print(json.dumps([(images @ texts.T).item(), sorted(training)]))"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "out"), str(photos / "temple10.png")],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert loaded.returncode == 0, loaded.stderr
+    cosine, training = json.loads(loaded.stdout)
+    assert training == []
+    own = load_towers(str(finished[0])).to(torch.device("cpu"))
+    pixels = np.asarray(Image.open(photos / "temple10.png"))
+    expected = own.encode_images(own.prepare(pixels)[None]) @ own.encode_texts(["a temple row second column third"]).T
+    assert cosine == pytest.approx(expected.item(), abs=1e-6)
+
+
+def test_towers_survive_a_file_with_siglips_bias_and_a_tokenizer_of_their_own(tmp_path: Path) -> None:
+    pytest.importorskip("sentencepiece")
+    import sentencepiece
+
+    (tmp_path / "text.txt").write_text("\n".join(["a dog and a cat", "two red cars"] * 9))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text.txt"), model_prefix=str(tmp_path / "small"), vocab_size=30, minloglevel=2,
+        hard_vocab_limit=False,
+    )  # fmt: skip
+    tokenizer = Tokenizer(8, "lower", (tmp_path / "small.model").read_bytes(), "small.model")
+    text = TextTower(Size(32, 1, 128, 2), tokenizer.vocabulary, 8, 32, 10.0, -3.0, seed=2)
+    own = Towers(load_backbone("mu/8", image_size=16), text, tokenizer, "siglip", {"a": 1}).to(torch.device("cpu"))
+    save_towers(own, tmp_path / "weights.safetensors")
+    again = load_towers(str(tmp_path)).to(torch.device("cpu"))
+    assert torch.equal(own.encode_texts(["a Dog", "cars"]), again.encode_texts(["a Dog", "cars"]))
+    assert (again.tokenizer.to_dict(), again.loss, again.facts) == (tokenizer.to_dict(), "siglip", {"a": 1})
+    chances = again.probabilities(torch.tensor([[0.3, 0.3]]))
+    torch.testing.assert_close(chances, torch.full((1, 2), 10 * 0.3 - 3.0).sigmoid())
+
+
+def test_the_demo_says_what_it_is_and_the_cache_command_fills_the_trainings_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.lit.data.DEMO_SPLITS", dict.fromkeys(("train", "val", "test"), (0, 150)))
+    monkeypatch.setattr("tasks.lit.train.DEMO_SPLITS", {"val": (0, 150)})
+    monkeypatch.chdir(tmp_path)
+    network = ["--data", "demo", "--arch", "mu/16", "--checkpoint", "none", "--set", "backbone.pool=gap"]
+    filled = run("lit", "cache", *network, "--json", "-q")
+    assert filled.exit_code == 0, filled.output
+    assert json.loads(filled.stdout)["images"] == 150
+    done = run("lit", "train", *network, "--text-size", "mu", "--steps", "3", "-b", "50", "-j", "0", "-o", "run")
+    assert done.exit_code == 0, done.output
+    assert "This is the demo: generated scenes" in done.stderr
+    assert "encoding" not in done.stderr
+    assert "x chance" in done.stdout
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (result["zeroshot"]["classes"], result["zeroshot"]["chance"]) == (24, pytest.approx(100 / 24))
+    dry = run("lit", "train", *network, "--dry-run", "-o", "dry", "-b", "50")
+    assert dry.exit_code == 0, dry.output
+    assert "dry run passed: 150 images, 150 held out" in " ".join(dry.stderr.split())
+    assert not (tmp_path / "dry").exists()
+
+
+TOWER = ["--arch", "mu/8", "--checkpoint", "none", "--image-size", "32"]
+WRONG: list[tuple[list[str], int, str]] = [
+    (["train", "--data", "PAIRS"], 2, "LiT needs a trained image tower and no weights were given. Ways out"),
+    (["train", "--data", "PAIRS", *TOWER, "-b", "61"], 2, "--batch-size 61: larger than the 58 images to train on"),
+    (["train", "--data", "PAIRS", *TOWER, "--text-size", "b"], 2, "--text-size 'b': choose one of mu"),
+    (["train", "--data", "PAIRS", *TOWER, "--no-cache", "--skip-bad-images"], 2, "--skip-bad-images with --no-cache"),
+    (["train", "--data", "PAIRS", *TOWER, "--tokenizer", "no.model"], 3, "no.model: no such file"),
+    (["train", "--data", "PAIRS", *TOWER, "--steps", "5", "--epochs", "1"], 2, "give one of them"),
+    (["train", "--data", "PAIRS", *TOWER, "--loss", "hinge"], 2, "loss: input should be 'softmax' or 'siglip'"),
+    (["train", "--data", "nowhere", *TOWER], 3, "no such file or folder"),
+    (["train", "--data", "demo", "--arch", "mu/7"], 2, "nearest size that fits"),
+    (["cache", "--data", "BROKEN", *TOWER], 3, "1.png: not a readable image"),
+    (["train", "--data", "EMPTY", *TOWER, "-b", "2"], 3, "a pair without text"),
+    (["eval", "nowhere", "--data", "demo"], 3, "nowhere: no file of two towers"),
+    (["eval", str(GOLDENS / "vit_dpn.io.npz"), "--data", "demo"], 3, "no file of two towers"),
+    (["eval", "RUN", "--data", "PAIRS", "--tokenizer", "PIECES"], 3, "the run was trained with open_clip BPE"),
+    (["eval", "RUN", "--data", "demo", "--split", "best"], 2, "choose train, val or test"),
+    (["eval", "RUN", "--data", "demo", "--prompts", "clip_wrst"], 3, "choose clip_paper"),
+    (["predict", "RUN", "PICTURE", "--labels", " , "], 2, "--labels: no label in it"),
+    (["predict", "RUN", "nowhere.png", "--labels", "a"], 3, "no such picture"),
+    (["search", "RUN", "--images", "nowhere", "--query", "a"], 3, "no such picture"),
+    (["search", "RUN", "--images", "PHOTOS", "--query", " "], 2, "--query: an empty sentence"),
+]
+
+
+@pytest.fixture(scope="module")
+def places(
+    finished: tuple[Path, dict[str, Any]], photos: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("places")
+    names = write_pictures(root / "broken", 12)
+    (root / "broken" / "1.png").write_bytes(b"no picture")
+    broken = write_table(root / "broken" / "pairs.csv", [(name, "a") for name in names])
+    empty = write_table(root / "broken" / "empty.csv", [(names[0], "a"), (names[2], ""), (names[3], "c")])
+    import sentencepiece
+
+    (root / "text.txt").write_text("\n".join(["a dog and a cat", "two red cars"] * 9))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(root / "text.txt"), model_prefix=str(root / "small"), vocab_size=30, minloglevel=2,
+        hard_vocab_limit=False,
+    )  # fmt: skip
+    return {
+        "PAIRS": str(photos / "pairs.csv"), "PHOTOS": str(photos), "PICTURE": str(photos / "temple10.png"),
+        "RUN": str(finished[0]), "BROKEN": str(broken), "EMPTY": str(empty), "PIECES": str(root / "small.model"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "code", "message"), WRONG)
+def test_wrong_commands_end_with_one_line(
+    arguments: list[str], code: int, message: str, places: dict[str, str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    quiet = [] if arguments[0] == "predict" else ["-q"]
+    done = run("lit", *(places.get(word, word) for word in arguments), *quiet)
+    assert done.exit_code == code, done.output
+    assert message in " ".join(done.stderr.split())
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert done.stdout == ""
+
+
+def test_a_foreign_backbone_is_no_run(tmp_path: Path) -> None:
+    from dpn_cli.backbone import export_backbone
+
+    export_backbone(load_backbone("mu/8", image_size=16), tmp_path / "one.safetensors")
+    with pytest.raises(DataError, match="one network and not two towers; 'dpn lit train --checkpoint"):
+        load_towers(str(tmp_path / "one.safetensors"))
+    with pytest.raises(DpnError, match="no run of lit in it"):
+        load_towers(str(tmp_path))

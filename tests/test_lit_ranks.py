@@ -1,0 +1,66 @@
+"""LiT on two processes, gloo, on the CPU: the loss is the whole batch's, and every image is encoded once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_contrastive import ALONE, KINDS, ROWS, train
+from test_distributed import spawn
+
+from dpn_cli.backbone import load_backbone
+from dpn_cli.console import Console
+from dpn_cli.distributed import World
+from dpn_cli.recipe import Runtime
+from tasks.lit import cache
+from tasks.lit.cache import cached_features
+from tasks.lit.captions import ShardPairs
+from tasks.lit.encode import wanted_of
+
+MICROS = (6, 2)
+
+
+def features(folder: Path, name: str, world: World) -> np.ndarray[tuple[int, ...], np.dtype[np.float16]]:
+    """Encode the images of the only shard into a cache of that name."""
+    split = ShardPairs(str(folder / "one.tar"), skip_bad=False)
+    want = wanted_of(load_backbone("mu/8", image_size=16, seed=0).eval(), Runtime(workers=0), world)
+    return np.concatenate(cached_features(split, want, folder / name, world, Console(quiet=True)).shards)
+
+
+def ranks_job(world: World, folder: Path) -> None:
+    cache.SHARD, cache.BATCH = 4, 2
+    np.save(folder / f"rank{world.rank}.npy", features(folder, "together", world))
+    for kind in KINDS:
+        for micro in MICROS:
+            (folder / f"{kind}-{micro}-{world.rank}.json").write_text(json.dumps(train(world, kind, micro)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from test_lit_data import write_shard  # not needed by the ranks
+
+    root = tmp_path_factory.mktemp("ranks")
+    write_shard(root / "one.tar", range(11), text=lambda number: f"sentence {number}")
+    spawn(ranks_job, root)
+    return root
+
+
+def test_two_ranks_of_half_the_batch_train_as_one(folder: Path) -> None:
+    for kind in KINDS:
+        alone = train(ALONE, kind, ROWS)
+        for micro in MICROS:
+            for rank in (0, 1):
+                together = json.loads((folder / f"{kind}-{micro}-{rank}.json").read_text())
+                assert together == pytest.approx(alone, rel=2e-5)
+
+
+def test_one_shard_is_enough_for_two_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "SHARD", 4)
+    monkeypatch.setattr(cache, "BATCH", 2)
+    alone = features(folder, "alone", ALONE)
+    for rank in (0, 1):
+        together = np.load(folder / f"rank{rank}.npy")
+        assert np.abs(together - alone).max() < 1e-3
+    assert len(list((folder / "together").glob("*/*.npy"))) == 3
