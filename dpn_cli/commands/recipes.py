@@ -12,10 +12,15 @@ from dpn_cli import recipe
 from dpn_cli.commands import one_line_errors
 from dpn_cli.errors import DpnError
 from tasks.highres.recipe import HighresRecipe
+from tasks.segment.recipe import SegmentRecipe
 from tasks.vtab.recipe import VtabRecipe
 
 # The schema of each command's recipes; a recipe says its command in ``about.command``.
-SCHEMAS: dict[str, type[recipe.Section]] = {"finetune vtab": VtabRecipe, "finetune highres": HighresRecipe}
+SCHEMAS: dict[str, type[recipe.Section]] = {
+    "finetune vtab": VtabRecipe,
+    "finetune highres": HighresRecipe,
+    "segment": SegmentRecipe,
+}
 
 app = typer.Typer(
     help="List the shipped recipes, or show one.", invoke_without_command=True, epilog="Example: dpn recipes show vtab"

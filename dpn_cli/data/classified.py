@@ -164,7 +164,7 @@ def has_split(source: Source, split: str) -> bool:
     if source.place == "demo" or split == "train":
         return True
     if source.place.startswith("hf:"):
-        return _hub_split(source.place, split) is not None
+        return hub_split(source.place, split) is not None
     return not source.place.startswith("wds:") and (Path(source.place).expanduser() / split).is_dir()
 
 
@@ -179,8 +179,8 @@ def open_split(source: Source, split: str) -> tuple[Labelled, tuple[str, ...]]:
         shards = Shards(place.removeprefix("wds:"))
         return shards, shards.classes
     if place.startswith("hf:"):
-        found = _hub_split(place, split)
-        name, config = _hub_name(place)
+        found = hub_split(place, split)
+        name, config = hub_name(place)
         hub = HubSplit(name, config, found or split, source.image_column, source.label_column, alone=True)
         return hub, hub.classes or tuple(map(str, range(1 + max(hub.labels))))
     root = Path(place).expanduser()
@@ -194,15 +194,17 @@ def open_split(source: Source, split: str) -> tuple[Labelled, tuple[str, ...]]:
     return folders, folders.classes
 
 
-def _hub_name(place: str) -> tuple[str, str]:
+def hub_name(place: str) -> tuple[str, str]:
+    """Split ``hf:NAME[:CONFIGURATION]`` into name and configuration."""
     name, _, config = place.removeprefix("hf:").partition(":")
     return name, config or "default"
 
 
-def _hub_split(place: str, split: str) -> str | None:
+def hub_split(place: str, split: str) -> str | None:
+    """Return what a hub data set calls its ``train`` or ``val`` split, or None when it has none."""
     from dpn_cli.data.labelled import load_hub
 
-    found = load_hub(*_hub_name(place), True)
+    found = load_hub(*hub_name(place), True)
     wanted = ("train",) if split == "train" else ("validation", "val", "valid", "test")
     return next((name for name in wanted if name in found), None)
 
