@@ -102,7 +102,7 @@ def test_the_whole_image_goes_through_a_network_of_its_size(network: LinearSegme
     found = label_map(network, [image], (44, 61), Plan(32, None, (128, 32)))
     assert network.vit.pos_embed is own
     large = load_backbone("mu/8", image_size=(48, 64), num_classes=CLASSES)
-    table = F.interpolate(own.detach().unflatten(1, (4, 4)).permute(0, 3, 1, 2), (6, 8), mode="bilinear")
+    table = F.interpolate(own.detach().view(1, 4, 4, -1).permute(0, 3, 1, 2), (6, 8), mode="bilinear")
     state = {**network.vit.state_dict(), "pos_embed": table.flatten(2).transpose(1, 2)}
     large.load_state_dict(state)
     x = F.pad(large.normalize(image[None]), (0, 3, 0, 4))
@@ -206,14 +206,10 @@ def test_scores_are_scenics(golden: Callable[[str], Arrays]) -> None:
 def test_labels_that_are_left_out_weigh_nothing(golden: Callable[[str], Arrays]) -> None:
     recorded = golden("segmentation_cm_edge")
     truth, found = torch.from_numpy(recorded["y_true"]), torch.from_numpy(recorded["y_pred"])
-    inside = (truth >= 0) & (truth < 4)
-    label = torch.where(inside, truth, IGNORE).to(torch.uint8)
-    expected = torch.zeros(4, 4, dtype=torch.int64)
-    for t, f in zip(truth[inside].tolist(), found[inside].tolist(), strict=True):
-        expected[t, f] += 1
-    assert torch.equal(count_pixels(found, label, 4), expected)
-    inside_only = recorded["cm_numpy"] if recorded["cm_numpy"].sum() == inside.sum().item() else expected.numpy()
-    assert np.array_equal(expected.numpy(), inside_only)
+    # Scenic counts labels beyond the last class to it; here a mask with one never gets this far.
+    label = torch.where((truth >= 0) & (truth < IGNORE), truth.clamp(max=3), IGNORE).to(torch.uint8)
+    assert torch.equal(count_pixels(found, label, 4), torch.from_numpy(recorded["cm_numpy"]).long())
+    assert not count_pixels(found, torch.full_like(label, IGNORE), 4).any()
 
 
 def test_scores_are_mmsegmentations() -> None:

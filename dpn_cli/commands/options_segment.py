@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from dpn_cli.options import DATA, MODEL, TRAIN
+from dpn_cli.options import DATA, MODEL, OUTPUT, TRAIN
 
 CropSize = Annotated[
     str | None,
@@ -189,5 +190,24 @@ MultiScale = Annotated[
         "--multi-scale",
         help="Average the probabilities at 0.5, 0.75, 1, 1.25, 1.5 and 1.75 times the size, mirrored too.",
         rich_help_panel=DATA,
+    ),
+]
+EvalData = Annotated[
+    str | None,
+    typer.Option(
+        "--data",
+        help="Data set in another place than the run's, of the same classes and values. \\[default: the run's]",
+        rich_help_panel=DATA,
+        show_default=False,
+    ),
+]
+ReportDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--output-dir",
+        "-o",
+        help="Folder for result.json and per_class.csv. \\[default: none]",
+        rich_help_panel=OUTPUT,
+        show_default=False,
     ),
 ]

@@ -69,9 +69,7 @@ def ade20k(
     _train("ade20k", locals())
 
 
-@app.command(
-    epilog="Example: dpn segment folder --arch B/16 --checkpoint B-16-dpn.npz --data DIR --epochs 20"
-)
+@app.command(epilog="Example: dpn segment folder --arch B/16 --checkpoint B-16-dpn.npz --data DIR --epochs 20")
 def folder(
     arch: options.Arch = None,
     stem: options.StemOption = None,
@@ -128,3 +126,68 @@ def _train(name: str, given: Mapping[str, Any]) -> None:
         result = start(built, given["output_dir"], console=console, **keep)
         if result is not None:
             print(json.dumps(result, indent=2) if given["as_json"] else describe(result))
+
+
+@app.command("eval", epilog="Example: dpn segment eval runs/segment_ade20k/B-16-dpn --multi-scale -o report")
+def evaluate(
+    run: Run,
+    data: own.EvalData = None,
+    mode: own.Mode = None,
+    size: own.Size = None,
+    stride: own.Stride = None,
+    multi_scale: own.MultiScale = False,
+    precision: options.Precision = None,
+    device: options.Device = None,
+    workers: options.Workers = None,
+    output_dir: own.ReportDir = None,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
+) -> None:
+    """The mIoU of a run on its validation images: per class with -o, in windows or whole, at one scale or many."""
+    with one_line_errors(verbose):
+        runtime = _runtime(device, precision, workers)
+        given = {"mode": mode, "size": size, "stride": stride}
+        recipe.build(
+            segment_recipe.Evaluation, {key: value for key, value in given.items() if value is not None}, "options"
+        )
+        from tasks.segment.command import describe_scores
+        from tasks.segment.evaluation import Asked, evaluate
+
+        scales = MULTI_SCALE if multi_scale else None
+        asked = Asked(run, data, mode, size, stride, scales, multi_scale or None, output_dir)
+        result = evaluate(asked, runtime, Console(quiet=quiet))
+        if result is not None:
+            print(json.dumps(result, indent=2) if as_json else describe_scores(result))
+
+
+@app.command(epilog="Example: dpn segment predict runs/segment_ade20k/B-16-dpn photo.jpg -o predictions")
+def predict(
+    run: Run,
+    images: Annotated[list[Path], typer.Argument(help="Pictures, or folders of pictures.")],
+    output_dir: Annotated[Path, typer.Option("--output-dir", "-o", help="Folder for what is written.")] = Path(
+        "predictions"
+    ),
+    precision: options.Precision = None,
+    device: options.Device = None,
+    as_json: options.Json = False,
+    verbose: options.Verbose = False,
+) -> None:
+    """Label maps of pictures: the classes' numbers, a coloured overlay and a legend, as PNG files."""
+    with one_line_errors(verbose):
+        runtime = _runtime(device, precision, None)
+        from tasks.segment.prediction import predict
+
+        results = predict(run, images, output_dir, runtime)
+        if as_json:
+            print(json.dumps(results, indent=2))
+            return
+        for result in results:
+            named = ", ".join(f"{one['name']} {one['share']:.1%}" for one in result["classes"][:6])
+            more = f" and {len(result['classes']) - 6} more" if len(result["classes"]) > 6 else ""
+            print(f"{result['image']}: {named}{more}\n  {result['labels']}  {result['overlay']}  {result['legend']}")
+
+
+def _runtime(device: str | None, precision: str | None, workers: str | None) -> recipe.Runtime:
+    given = {"device": device, "precision": precision, "workers": workers}
+    return recipe.build(recipe.Runtime, {name: value for name, value in given.items() if value is not None}, "options")

@@ -46,3 +46,19 @@ def find_images(source: str, most: int, seed: int) -> Labelled:
         raise DataError(f"--data {source}: no image in it or below it ({', '.join(sorted(SUFFIXES))})")
     order = np.random.default_rng(seed).permutation(len(paths))[:most]
     return ImageFiles([paths[i] for i in order])
+
+
+def find_pictures(given: Sequence[Path]) -> list[Path]:
+    """Return the pictures among files and folders. Raises `DataError` for a missing one or a folder without any."""
+    found: list[Path] = []
+    for path in given:
+        if path.is_dir():
+            inside = sorted(entry for entry in path.rglob("*") if entry.suffix.lower() in SUFFIXES)
+            if not inside:
+                raise DataError(f"{path}: no picture in this folder ({', '.join(sorted(SUFFIXES))})")
+            found += inside
+        elif path.is_file():
+            found.append(path)
+        else:
+            raise DataError(f"{path}: no such picture")
+    return found

@@ -10,27 +10,10 @@ import torch
 
 from dpn_cli import engine
 from dpn_cli.classifier import load_classifier, predict, readable
-from dpn_cli.data.images import SUFFIXES
+from dpn_cli.data.images import find_pictures
 from dpn_cli.data.labelled import decode, open_image
 from dpn_cli.distributed import join
-from dpn_cli.errors import DataError
 from dpn_cli.recipe import Runtime
-
-
-def find_pictures(given: Sequence[Path]) -> list[Path]:
-    """Return the pictures among files and folders. Raises `DataError` for a missing one or a folder without any."""
-    found: list[Path] = []
-    for path in given:
-        if path.is_dir():
-            inside = sorted(entry for entry in path.rglob("*") if entry.suffix.lower() in SUFFIXES)
-            if not inside:
-                raise DataError(f"{path}: no picture in this folder ({', '.join(sorted(SUFFIXES))})")
-            found += inside
-        elif path.is_file():
-            found.append(path)
-        else:
-            raise DataError(f"{path}: no such picture")
-    return found
 
 
 def classify(

@@ -97,17 +97,17 @@ def read_mask(image: Image.Image, where: str) -> RawMask:
 
     Raises `DataError` for a picture in colours, for values beyond 16 bits, and for damaged data.
     """
-    if image.mode not in _MODES:
-        raise DataError(
-            f"{where}: a picture in colours ({image.mode}), where a mask has one class number per pixel. It looks like "
-            "a coloured rendering, or the full ADE20K release, whose masks are coded in colours; "
-            "ADEChallengeData2016 has the class numbers"
-        )
-    try:
-        with image:
+    with image:
+        if image.mode not in _MODES:
+            raise DataError(
+                f"{where}: a picture in colours ({image.mode}), where a mask has one class number per pixel. It looks "
+                "like a coloured rendering, or the full ADE20K release, whose masks are coded in colours; "
+                "ADEChallengeData2016 has the class numbers"
+            )
+        try:
             raw = np.asarray(image)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise unreadable(where, error) from error
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            raise unreadable(where, error) from error
     if raw.dtype in (np.uint8, np.uint16):
         return raw
     if raw.min() < 0 or raw.max() >= 2**16:

@@ -66,6 +66,7 @@ def initialize_head(vit: Backbone, how: Literal["truncated_normal", "lecun_norma
     Appendix G does not say which.
     """
     generator = torch.Generator().manual_seed(seed)
+    assert isinstance(vit.head, nn.Linear)
     weight = torch.zeros(vit.head.weight.shape)
     if how == "truncated_normal":
         nn.init.trunc_normal_(weight, std=0.02, generator=generator)

@@ -6,7 +6,7 @@ import hashlib
 import io
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -126,7 +126,7 @@ class FolderPairs(Pairs):
         return open_image(self.masks[index], self.where_mask(index))
 
 
-def _files(folder: Path, kinds: Sequence[str] | set[str]) -> dict[str, Path]:
+def _files(folder: Path, kinds: Collection[str]) -> dict[str, Path]:
     """Return the files of some kinds by their name without ending, in alphabetical order."""
     found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in kinds and path.name[0] != ".")
     return {path.relative_to(folder).with_suffix("").as_posix(): path for path in found}
@@ -156,7 +156,7 @@ class HubPairs(Pairs):
                 f"{self.place}: which columns hold images and masks? The columns of pictures are "
                 f"{', '.join(pictures) or 'none'}; name them with --image-column and --mask-column"
             )
-        self.columns = image, mask
+        self.columns = str(image), str(mask)
         for name in self.columns:
             rows = rows.cast_column(name, datasets.Image(decode=False))
         self.rows = rows

@@ -57,8 +57,8 @@ class SegmentData:
 def open_data(recipe: SegmentRecipe) -> SegmentData:
     """Open a recipe's data. Raises `DataError`, and `DpnError` when the fraction leaves too few images for a batch."""
     data = recipe.data
-    classes, rule = classes_of(data), rule_of(data)
     whole = open_pairs(data, "train")
+    classes, rule = classes_of(data), rule_of(data)
     train = take(whole, data.fraction)
     if len(train) < recipe.batch_size:
         left = f"--fraction {data.fraction:g} leaves {len(train)} of {len(whole)}" if data.fraction < 1 else ""

@@ -57,7 +57,8 @@ def crop_labels(labels: Labels, size: Size, box: Box) -> Labels:
         np.minimum((np.arange(first, first + count) * (1 / (new / old))).astype(np.int64), old - 1)
         for first, count, new, old in ((top, height, size[0], labels.shape[0]), (left, width, size[1], labels.shape[1]))
     )
-    return labels[rows].take(columns, axis=1)
+    cropped: Labels = labels[rows].take(columns, axis=1)
+    return cropped
 
 
 def augment(pixels: Pixels, labels: Labels, how: Augmentation, draw: Draw) -> tuple[Tensor, Tensor]:

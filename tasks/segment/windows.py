@@ -92,7 +92,8 @@ class View:
     def tile(self, rows: slice, columns: slice) -> Tensor:
         """Return the logits (rows, columns, classes) of a part of the map."""
         part = self.across[columns] @ self.logits
-        return (self.down[rows] @ part.flatten(1)).unflatten(1, part.shape[1:])
+        tile = self.down[rows] @ part.flatten(1)
+        return tile.view(len(tile), *part.shape[1:])
 
 
 def view(network: LinearSegmenter, image: Tensor, out: Size, plan: Plan, *, flip: bool) -> View:
