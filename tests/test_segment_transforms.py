@@ -74,7 +74,11 @@ def test_an_example_is_mmsegmentations_for_the_same_draws() -> None:
     for number in range(40):
         pixels, labels = example(number)
         replay = Replay(number)
-        item = {"img": pixels[..., ::-1].copy(), "gt_seg_map": labels.copy(), "seg_fields": ["gt_seg_map"]}
+        item: dict[str, Any] = {
+            "img": pixels[..., ::-1].copy(),
+            "gt_seg_map": labels.copy(),
+            "seg_fields": ["gt_seg_map"],
+        }
         item["img_shape"] = pixels.shape[:2]
         draws = {name: getattr(replay, name) for name in ("random_sample", "randint", "uniform", "choice")}
         with mock.patch.multiple(np.random, **draws), mock.patch.object(theirs.transforms, "random", replay):
