@@ -54,7 +54,7 @@ class LabelRule:
 
     def labels(self, raw: RawMask, where: str) -> Labels:
         """Map raw values (h, w) to labels. Raises `DataError` naming values that stand for no class."""
-        labels: Labels = self.table[raw]
+        labels: Labels = self.table.take(raw)
         if (labels == _UNKNOWN).any():
             raise DataError(self.explain(np.unique(raw).tolist(), where))
         return labels
