@@ -40,7 +40,8 @@ from dpn_cli.memory import MicroBatch
 from dpn_cli.recipe import Optim, Runtime, Schedule
 from tasks.segment.labels import LabelRule
 from tasks.segment.loader import segment_batches
-from tasks.segment.network import LinearSegmenter, initialize_head, normalized, segmentation_loss, use_imagenet_inputs
+from tasks.segment.loss import segmentation_loss
+from tasks.segment.network import LinearSegmenter, initialize_head, normalized, use_imagenet_inputs
 from tasks.segment.pairs import FolderPairs
 from tasks.segment.scoring import count_pixels
 from tasks.segment.transforms import Augmentation

@@ -18,7 +18,8 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 from dpn_cli.backbone import load_backbone
 from tasks.segment.classes import Class
 from tasks.segment.labels import IGNORE
-from tasks.segment.network import LinearSegmenter, initialize_head, normalized, segmentation_loss
+from tasks.segment.loss import UpsampledCrossEntropy, segmentation_loss
+from tasks.segment.network import LinearSegmenter, initialize_head, normalized
 from tasks.segment.scoring import SegmentScores, count_pixels
 from tasks.segment.windows import Plan, axis_matrix, label_map, resize_rows, starts, view
 
@@ -172,6 +173,21 @@ def test_the_loss_and_its_gradient_are_scenics(golden: Callable[[str], Arrays]) 
         for i in range(len(label))
     ]
     assert torch.stack(parts).mean().item() == pytest.approx(loss.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("size", [(48, 80), (17, 300), (3, 4)])
+def test_the_loss_in_strips_is_torchs_own(size: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(5)
+    logits = (9 * torch.randn(2, 6, 7, 11, generator=generator)).permute(0, 3, 1, 2).requires_grad_()
+    label = torch.randint(0, 12, (2, *size), generator=generator)
+    label[label == 11] = IGNORE
+    ours = UpsampledCrossEntropy.apply(logits, label.to(torch.uint8))  # type: ignore[no-untyped-call]
+    (gradient,) = torch.autograd.grad(3 * ours, logits)
+    upsampled = F.interpolate(logits, size, mode="bilinear", align_corners=False)
+    theirs = F.cross_entropy(upsampled, label, ignore_index=IGNORE, reduction="sum")
+    (expected,) = torch.autograd.grad(3 * theirs, logits)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_batch_without_a_labelled_pixel_has_no_loss() -> None:

@@ -7,15 +7,12 @@ from contextlib import contextmanager
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
 from dpn_cli.backbone import Backbone
 from dpn_cli.data.crops import Size
-from dpn_cli.engine import Batch
 from dpn_cli.vit import TRUNCATED_NORMAL_STD, resample_posemb
-from tasks.segment.labels import IGNORE
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # Parts of a ViT that patch tokens never meet; the final norm is one more unless the recipe wants it.
@@ -90,14 +87,3 @@ def normalized(vit: Backbone, image: Tensor, extent: Tensor) -> Tensor:
     rows = torch.arange(image.shape[-2], device=image.device) < extent[:, :1]
     columns = torch.arange(image.shape[-1], device=image.device) < extent[:, 1:]
     return vit.normalize(image).mul_((rows[:, None, :, None] & columns[:, None, None, :]).float())
-
-
-def segmentation_loss(logits: Tensor, batch: Batch) -> Tensor:
-    """Return the cross-entropy per labelled pixel of logits per patch (b, classes, h/p, w/p), upsampled to the labels.
-
-    It is divided by the labelled pixels of the whole batch, so micro-batches and ranks add up to the batch's mean.
-    """
-    label = batch["label"].long()
-    upsampled = F.interpolate(logits.float(), label.shape[-2:], mode="bilinear", align_corners=False)
-    total = F.cross_entropy(upsampled, label, ignore_index=IGNORE, reduction="sum")
-    return total / (len(label) * batch["valid"][0]).clamp(min=1)

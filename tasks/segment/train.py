@@ -23,11 +23,11 @@ from tasks.segment.check import SAMPLE, check_masks
 from tasks.segment.classes import Class, classes_of, rule_of
 from tasks.segment.labels import LabelRule
 from tasks.segment.loader import segment_batches
+from tasks.segment.loss import segmentation_loss
 from tasks.segment.network import (
     LinearSegmenter,
     initialize_head,
     normalized,
-    segmentation_loss,
     use_imagenet_inputs,
 )
 from tasks.segment.pairs import Pairs, fingerprint, list_digest, open_pairs, take
