@@ -181,7 +181,7 @@ def test_the_loss_in_strips_is_torchs_own(size: tuple[int, int]) -> None:
     logits = (9 * torch.randn(2, 6, 7, 11, generator=generator)).permute(0, 3, 1, 2).requires_grad_()
     label = torch.randint(0, 12, (2, *size), generator=generator)
     label[label == 11] = IGNORE
-    ours = UpsampledCrossEntropy.apply(logits, label.to(torch.uint8))  # type: ignore[no-untyped-call]
+    ours = UpsampledCrossEntropy.apply(logits, label.to(torch.uint8))
     (gradient,) = torch.autograd.grad(3 * ours, logits)
     upsampled = F.interpolate(logits, size, mode="bilinear", align_corners=False)
     theirs = F.cross_entropy(upsampled, label, ignore_index=IGNORE, reduction="sum")

@@ -22,7 +22,7 @@ def segmentation_loss(logits: Tensor, batch: Batch) -> Tensor:
     It is divided by the labelled pixels of the whole batch, so micro-batches and ranks add up to the batch's mean.
     """
     label = batch["label"]
-    total: Tensor = UpsampledCrossEntropy.apply(logits.float(), label)  # type: ignore[no-untyped-call]
+    total: Tensor = UpsampledCrossEntropy.apply(logits.float(), label)
     return total / (len(label) * batch["valid"][0]).clamp(min=1)
 
 
@@ -46,7 +46,7 @@ class UpsampledCrossEntropy(torch.autograd.Function):
             for image, target, slope in zip(logits, label, gradient, strict=True):
                 wide = image @ across.T
                 slopes = torch.zeros_like(wide)
-                for part, truth in zip(down.split(rows), target.split(rows), strict=True):
+                for part, truth in zip(torch.split(down, rows), torch.split(target, rows), strict=True):
                     value, strip = _cross_entropy(part @ wide, truth)
                     total += value
                     slopes += part.T @ strip
