@@ -112,6 +112,7 @@ class SegmentRecipe(Section):
 def resolve(recipe: str, config: str | None, flags: Mapping[str, Any], settings: Mapping[str, Any]) -> Plain:
     """Merge the layers over the command's `recipe` (``ade20k`` or ``segment``); without data it becomes the demo's.
 
+    Steps that are given replace epochs, and shorten a warm-up to a tenth of them.
     Raises `DpnError` when steps and epochs are both given, or a folder's command has no data.
     """
     asked = merge(read_recipe(config) if config else {}, flags, settings)
@@ -128,8 +129,9 @@ def resolve(recipe: str, config: str | None, flags: Mapping[str, Any], settings:
             "hf:OWNER/NAME, or demo"
         )
     base = read_recipe("ade20k_demo" if source == "demo" else recipe)
-    if steps is not None:
+    if isinstance(steps, int):
         base["epochs"] = None
+        base["schedule"]["warmup"] = min(base["schedule"]["warmup"], steps // 10)
     return merge(base, asked, {"data": {"source": source}})
 
 
