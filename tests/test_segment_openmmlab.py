@@ -6,14 +6,18 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from test_segment_windows import mmseg
 
 from dpn_cli.backbone import load_backbone
 from dpn_cli.errors import DpnError
-from tasks.segment.classes import Class
+from tasks.segment.classes import Class, ade20k
+from tasks.segment.labels import LabelRule
 from tasks.segment.network import LinearSegmenter, initialize_head, use_imagenet_inputs
+from tasks.segment.pairs import FolderPairs
 from tasks.segment.recipe import Data, Evaluation
 from tasks.segment.segmenter import Segmenter, save_segmenter
 from tasks.segment.windows import Plan, label_map
@@ -91,3 +95,29 @@ def test_a_head_of_other_classes_is_refused(segmenter: Segmenter, tmp_path: Path
     save_segmenter(segmenter, weights)
     with pytest.raises(DpnError, match="no head of 4 classes"):
         build(str(weights), str(weights), classes=4)
+
+
+def test_labels_and_pairs_are_those_of_its_ade20k_data_set(tmp_path: Path) -> None:
+    mmseg()
+    from mmseg.datasets import ADE20KDataset
+    from mmseg.utils import register_all_modules
+
+    register_all_modules()
+    for kind in ("images", "annotations"):
+        (tmp_path / kind / "training").mkdir(parents=True)
+    raw = np.random.default_rng(0).integers(0, 151, (4, 30, 40), dtype=np.uint8)
+    for index, mask in enumerate(raw):
+        Image.fromarray(mask).save(tmp_path / "annotations" / "training" / f"ADE_train_{index:08d}.png")
+        Image.fromarray(np.stack([mask] * 3, -1)).save(tmp_path / "images" / "training" / f"ADE_train_{index:08d}.jpg")
+    prefix = {"img_path": "images/training", "seg_map_path": "annotations/training"}
+    pipeline = [{"type": "LoadImageFromFile"}, {"type": "LoadAnnotations"}]
+    theirs = ADE20KDataset(data_root=str(tmp_path), data_prefix=prefix, pipeline=pipeline)
+    ours, rule = FolderPairs(tmp_path, "training"), LabelRule(150, 1, 0)
+    assert len(ours) == len(theirs) == 4
+    assert [one.name for one in ade20k()] == [name.strip() for name in theirs.metainfo["classes"]]
+    assert [list(one.color) for one in ade20k()] == theirs.metainfo["palette"]
+    for index in range(4):
+        pixels, mask = ours.load(index)
+        item = theirs[index]
+        assert np.array_equal(rule.labels(mask, "here"), item["gt_seg_map"])
+        assert np.abs(pixels[..., ::-1].astype(int) - item["img"]).mean() < 1  # another JPEG decoder
