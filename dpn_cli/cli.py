@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from dpn_cli import __version__
-from dpn_cli.commands import checkpoint, data, evaluate, highres, lit, pretrain, recipes, vtab
+from dpn_cli.commands import checkpoint, data, evaluate, highres, lit, pretrain, recipes, segment, vtab
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -33,6 +33,7 @@ app.add_typer(pretrain.plan, name="plan")
 app.add_typer(evaluate.app, name="eval")
 app.command(epilog="Example: dpn predict runs/highres/B-32-dpn photo.jpg")(evaluate.predict)
 app.command(epilog="Example: dpn export runs/highres/B-32-dpn --to onnx -o export")(evaluate.export)
+app.add_typer(segment.app, name="segment")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(data.app, name="data")
 app.add_typer(recipes.app, name="recipes")

@@ -54,6 +54,8 @@ def run(*arguments: str) -> Result:
         ["pretrain", "--print-config"],
         ["plan", "pretrain", "--help"],
         ["data", "pack", "--help"],
+        ["segment", "--help"],
+        ["segment", "ade20k", "--fraction", "0.25", "--print-config"],
         ["recipes"],
         ["recipes", "show", "vtab"],
         ["finetune", "vtab", "--print-config"],
@@ -148,6 +150,8 @@ def test_the_set_of_options_is_frozen_and_each_says_its_default() -> None:
         ["pretrain", "--help"],
         ["plan", "pretrain", "--help"],
         ["data", "pack", "--help"],
+        ["segment", "--help"],
+        *(["segment", name, "--help"] for name in ("ade20k", "folder", "eval", "predict")),
     ],
 )
 def test_every_help_page_has_an_example_to_copy(command: list[str]) -> None:

@@ -115,7 +115,7 @@ def test_the_wheel_holds_every_module_and_recipe_and_works_alone(tmp_path: Path)
         archive.extractall(installed)
     expected = {str(path.relative_to(ROOT)) for path in MODULES}
     expected |= {f"dpn_cli/configs/{path.name}" for path in (ROOT / "configs").iterdir()}
-    expected |= {"dpn_cli/py.typed", "tasks/py.typed"}
+    expected |= {"dpn_cli/py.typed", "tasks/py.typed", "tasks/segment/ade20k.csv"}
     assert expected <= names
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"dpn_cli", "tasks"}
     script = (

@@ -108,7 +108,7 @@ def test_later_layers_win_key_by_key(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("vtap", "did you mean 'vtab'"), ("nowhere.yaml", "no such file; shipped recipes are highres")],
+    [("vtap", "did you mean 'vtab'"), ("nowhere.yaml", "no such file; shipped recipes are ade20k")],
 )
 def test_unknown_recipes_are_named(name: str, message: str) -> None:
     with pytest.raises(DpnError, match=message):

@@ -23,6 +23,7 @@ RECIPE_KEYS = {
     "label_column": "data.label_column",
     "decode": "data.decode",
     "skip_bad_images": "data.skip_bad_images",
+    **{name: f"data.{name}" for name in ("fraction", "classes", "label_offset", "ignore_label", "mask_column")},
     "layer_decay": "optim.layer_decay",
     "images": "data.images",
     "caption_column": "data.caption_column",

@@ -14,6 +14,7 @@ from dpn_cli.errors import DpnError
 from tasks.highres.recipe import HighresRecipe
 from tasks.lit.recipe import LitRecipe
 from tasks.pretrain.recipe import PretrainRecipe
+from tasks.segment.recipe import SegmentRecipe
 from tasks.vtab.recipe import VtabRecipe
 
 # The schema of each command's recipes; a recipe says its command in ``about.command``.
@@ -22,6 +23,7 @@ SCHEMAS: dict[str, type[recipe.Section]] = {
     "finetune highres": HighresRecipe,
     "lit train": LitRecipe,
     "pretrain": PretrainRecipe,
+    "segment": SegmentRecipe,
 }
 
 app = typer.Typer(

@@ -187,7 +187,7 @@ def open_tuning_data(source: Source) -> ClassData:
 def own_splits(source: Source) -> list[str]:
     """Return which of ``train``, ``val`` and ``test`` a data set has, none of them standing in for another."""
     own = [split for split in SPLITS if has_split(source, split)]
-    if source.place.startswith("hf:") and "val" in own and _hub_split(source.place, "val") == "test":
+    if source.place.startswith("hf:") and "val" in own and hub_split(source.place, "val") == "test":
         own.remove("val")
     return own
 
@@ -201,7 +201,7 @@ def has_split(source: Source, split: str) -> bool:
     if split == "train":
         return True
     if source.place.startswith("hf:"):
-        return _hub_split(source.place, split) is not None
+        return hub_split(source.place, split) is not None
     root = Path(source.place).expanduser()
     if is_pack(root):
         return split in read_manifest(root)["splits"]
@@ -218,7 +218,7 @@ def open_split(source: Source, split: str) -> tuple[Labelled, tuple[str, ...]]:
         shards = Shards(place.removeprefix("wds:"))
         return shards, shards.classes
     if place.startswith("hf:"):
-        found = _hub_split(place, split)
+        found = hub_split(place, split)
         name, config = hub_name(place)
         hub = HubSplit(name, config, found or split, source.image_column, source.label_column, alone=True)
         return hub, hub.classes or tuple(map(str, range(1 + max(hub.labels))))
@@ -244,7 +244,8 @@ def hub_name(place: str) -> tuple[str, str]:
     return name, config or "default"
 
 
-def _hub_split(place: str, split: str) -> str | None:
+def hub_split(place: str, split: str) -> str | None:
+    """Return what a hub data set calls its ``train`` or ``val`` split, or None when it has none."""
     from dpn_cli.data.labelled import load_hub
 
     found = load_hub(*hub_name(place), True)

@@ -62,7 +62,7 @@ def open_image(file: Path | io.BytesIO, where: str) -> Image.Image:
     try:
         return Image.open(file)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise _unreadable(where, error) from error
+        raise unreadable(where, error) from error
 
 
 def decode(image: Image.Image, where: str) -> Pixels:
@@ -79,10 +79,11 @@ def decode(image: Image.Image, where: str) -> Pixels:
                 return np.repeat(grey[..., None], 3, axis=2)
             return np.asarray(image.convert("RGB"))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise _unreadable(where, error) from error
+        raise unreadable(where, error) from error
 
 
-def _unreadable(where: str, error: Exception) -> DataError:
+def unreadable(where: str, error: Exception) -> DataError:
+    """Describe a damaged or missing image in one line."""
     return DataError(
         f"{where}: not a readable image ({str(error)[:120]}); fetch it again, "
         "or leave it out and count it with --skip-bad-images"

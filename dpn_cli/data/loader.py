@@ -84,7 +84,7 @@ class _Crops(Dataset[Loaded]):
         return rand_augment(crop, self.augmentation.layers, self.augmentation.magnitude, generator)
 
 
-class _Steps(Sampler[list[Item]]):
+class Steps(Sampler[list[Item]]):
     """The items of this rank's share of every batch from a step on, without end."""
 
     def __init__(self, images: int, batch_size: int, seed: int, start: int, mine: slice) -> None:
@@ -138,7 +138,7 @@ def crop_batches(
     def batches(start: int) -> Iterator[Batch]:
         loader: DataLoader[Any] = DataLoader(
             _Crops(split, augmentation, seed, skip_bad),
-            batch_sampler=_Steps(len(split.labels), batch_size, seed, start, mine),
+            batch_sampler=Steps(len(split.labels), batch_size, seed, start, mine),
             num_workers=workers,
             collate_fn=_collate,
             worker_init_fn=stopping.leave_to_parent,

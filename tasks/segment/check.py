@@ -1,0 +1,34 @@
+"""Data checked before anything is trained: a sample of masks, their values and their sizes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dpn_cli.errors import DataError
+from tasks.segment.labels import IGNORE, LabelRule
+from tasks.segment.pairs import Pairs
+
+SAMPLE = 200
+
+
+def check_masks(pairs: Pairs, rule: LabelRule, sample: int = SAMPLE) -> set[int]:
+    """Read `sample` masks spread over a split; returns the labels that occur in them, 255 (ignored) left out.
+
+    Raises `DataError` naming the first mask whose values stand for no class, with a guess from the values of all, the
+    first mask that is a picture in colours, or of another size than its image.
+    """
+    values: set[int] = set()
+    wrong: str | None = None
+    for index in sorted({int(place) for place in np.linspace(0, len(pairs) - 1, min(sample, len(pairs)))}):
+        where = pairs.where_mask(index)
+        with pairs.open(index) as image:
+            mask = pairs.load_mask(index, (image.height, image.width))
+        found = np.unique(mask).tolist()
+        values.update(found)
+        wrong = wrong or (where if rule.unknown(found) else None)
+    if wrong:
+        raise DataError(rule.explain(sorted(values), wrong))
+    labels = {int(rule.table[value]) for value in values} - {IGNORE}
+    if not labels:
+        raise DataError(f"{pairs.where_mask(0)} and the masks after it: every pixel is ignored; allowed are {rule}")
+    return labels

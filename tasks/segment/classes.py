@@ -1,0 +1,68 @@
+"""Names and colours of classes."""
+
+from __future__ import annotations
+
+import colorsys
+import csv
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from dpn_cli.data.scenes import MASK_CLASSES
+from dpn_cli.errors import DataError, DpnError
+from tasks.segment.labels import LabelRule
+from tasks.segment.recipe import Data
+
+Color = tuple[int, int, int]
+# Neighbouring numbers get colours far apart: each hue is a golden section of the circle further.
+GOLDEN = 0.618033988749895
+
+
+@dataclass(frozen=True)
+class Class:
+    """A class of pixels; the colour is for people."""
+
+    name: str
+    color: Color
+
+
+def classes_of(data: Data) -> tuple[Class, ...]:
+    """Return the classes of a recipe's data set in order.
+
+    Raises `DpnError` when a folder or hub data set comes without names, `DataError` when the file of names is wrong.
+    """
+    if data.source == "demo":
+        return tuple(Class(name, color_of(index)) for index, name in enumerate(MASK_CLASSES))
+    if data.dataset == "ade20k":
+        return ade20k()
+    listed = Path(data.classes or Path(data.source or "") / "classes.txt").expanduser()
+    if not listed.is_file():
+        raise DpnError(f"--classes: the names of the classes are needed, one per line, in a file ({listed} is missing)")
+    names = [line.strip() for line in listed.read_text("utf-8").splitlines()]
+    while names and not names[-1]:
+        names.pop()
+    empty = [str(number) for number, name in enumerate(names, 1) if not name]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if empty or twice:
+        problem = f"line {empty[0]} is empty" if empty else f"{twice[0]!r} stands there twice"
+        raise DataError(f"--classes {listed}: {problem}; one class name per line")
+    return tuple(Class(name, color_of(index)) for index, name in enumerate(names))
+
+
+def rule_of(data: Data) -> LabelRule:
+    """Return which number in the masks of a recipe's data set is which class."""
+    return LabelRule(len(classes_of(data)), data.label_offset, data.ignore_label)
+
+
+def ade20k() -> tuple[Class, ...]:
+    """Return ADE20K's 150 classes in the order of the scene-parsing benchmark, with the colours of its toolkit."""
+    rows = csv.DictReader((files("tasks.segment") / "ade20k.csv").read_text("utf-8").splitlines())
+    return tuple(Class(row["name"], (int(row["red"]), int(row["green"]), int(row["blue"]))) for row in rows)
+
+
+def color_of(index: int) -> Color:
+    """Return a colour for class number `index`, the first one grey: it is the background more often than not."""
+    if index == 0:
+        return 120, 120, 120
+    red, green, blue = colorsys.hsv_to_rgb(index * GOLDEN % 1, (0.9, 0.6)[index // 7 % 2], (0.95, 0.7)[index // 3 % 2])
+    return round(255 * red), round(255 * green), round(255 * blue)

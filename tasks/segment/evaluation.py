@@ -1,0 +1,84 @@
+"""`dpn segment eval`: a finished segmenter scored on validation images, in the run's way or another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dpn_cli import distributed, engine, stopping
+from dpn_cli.console import Console
+from dpn_cli.distributed import join
+from dpn_cli.errors import DataError
+from dpn_cli.files import replace_json, replace_text
+from dpn_cli.recipe import Runtime
+from tasks.segment.check import check_masks
+from tasks.segment.classes import classes_of
+from tasks.segment.pairs import fingerprint, open_pairs
+from tasks.segment.recipe import Data, Evaluation
+from tasks.segment.scoring import score
+from tasks.segment.segmenter import load_segmenter
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What ``dpn segment eval`` was asked to do; None keeps what the run did."""
+
+    run: str
+    source: str | None = None
+    mode: str | None = None
+    size: str | None = None
+    stride: int | None = None
+    scales: tuple[float, ...] | None = None
+    flip: bool | None = None
+    output_dir: Path | None = None
+
+    def evaluation(self, before: Evaluation) -> Evaluation:
+        """Return the run's way of evaluating with what was asked in place of it."""
+        given = {"mode": self.mode, "size": self.size, "stride": self.stride, "scales": self.scales, "flip": self.flip}
+        return Evaluation.model_validate(
+            {**before.model_dump(), **{key: value for key, value in given.items() if value is not None}}
+        )
+
+
+def evaluate(asked: Asked, runtime: Runtime, console: Console) -> dict[str, Any] | None:
+    """Score a segmenter and return the result, written to `output_dir` too; None on ranks that do not lead.
+
+    Raises `DataError` when data and segmenter do not fit each other.
+    """
+    with stopping.listen(), join(runtime.device) as world:
+        segmenter = load_segmenter(asked.run)
+        data = segmenter.data if asked.source is None else _data_at(segmenter.data, asked.source)
+        names = [one.name for one in classes_of(data)]
+        if names != [one.name for one in segmenter.classes]:
+            raise DataError(f"--data {data.source}: its {len(names)} classes are not those that the run was trained on")
+        pairs = open_pairs(data, "val")
+        if world.leads:
+            check_masks(pairs, segmenter.rule)
+        evaluation = asked.evaluation(segmenter.evaluation)
+        console.info(f"{len(pairs)} images of {len(names)} classes")
+        segmenter.network.to(world.device)
+        with engine.precision_of(runtime, world.device):
+            plan = segmenter.plan(evaluation)
+            scores = score(segmenter.network, pairs, segmenter.rule, plan, world, workers=runtime.workers)
+        result = {
+            "task": "segment eval",
+            "network": asked.run,
+            "data": data.source,
+            "fingerprint": fingerprint(pairs),
+            "arch": segmenter.arch,
+            "classes": len(names),
+            **scores.to_dict(),
+            "evaluation": evaluation.model_dump(mode="json"),
+        }
+        if asked.output_dir and world.leads:
+            replace_json(asked.output_dir / "result.json", result)
+            replace_text(asked.output_dir / "per_class.csv", scores.per_class(segmenter.classes))
+        distributed.barrier()
+        return result if world.leads else None
+
+
+def _data_at(data: Data, source: str) -> Data:
+    """Return a data section with another place; the names of a folder's classes stay those of the run."""
+    listed = data.classes or (None if data.dataset == "ade20k" else str(Path(data.source or "") / "classes.txt"))
+    return data.model_copy(update={"source": source, "classes": listed})

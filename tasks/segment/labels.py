@@ -1,0 +1,115 @@
+"""Which number in a mask is which class: the one place where raw values become labels, and where they are checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from dpn_cli.data.labelled import unreadable
+from dpn_cli.errors import DataError, DpnError
+from tasks.segment.recipe import MOST_CLASSES
+
+Labels = npt.NDArray[np.uint8]
+RawMask = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
+
+IGNORE = 255
+"""The label of pixels that neither loss nor score looks at."""
+_UNKNOWN = 254
+# Modes of PIL with one number per pixel: black and white, grey, palette (the index counts), 16 and 32 bits.
+_MODES = ("1", "L", "P", "I;16", "I;16B", "I")
+
+
+@dataclass(frozen=True)
+class LabelRule:
+    """Raw value ``label_offset`` + c is class c of `classes`, `ignore` is not looked at, any other value is an error.
+
+    ADE20K's is (150, 1, 0): raw 0 is "other" and ignored, 1…150 are the classes 0…149.
+    """
+
+    classes: int
+    offset: int = 0
+    ignore: int | None = IGNORE
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.classes <= MOST_CLASSES:
+            raise DpnError(f"{self.classes} classes: segmentation takes 2 to {MOST_CLASSES}")
+
+    @cached_property
+    def table(self) -> Labels:
+        """Label of every raw value of 16 bits."""
+        table = np.full(2**16, _UNKNOWN, np.uint8)
+        table[self.offset : self.offset + self.classes] = np.arange(self.classes)
+        if self.ignore is not None:
+            table[self.ignore] = IGNORE
+        return table
+
+    def __str__(self) -> str:
+        ignored = "" if self.ignore is None else f", {self.ignore} ignored"
+        return f"{self.offset}…{self.offset + self.classes - 1} for the {self.classes} classes{ignored}"
+
+    def labels(self, raw: RawMask, where: str) -> Labels:
+        """Map raw values (h, w) to labels. Raises `DataError` naming values that stand for no class."""
+        labels: Labels = self.table.take(raw)
+        if (labels == _UNKNOWN).any():
+            raise DataError(self.explain(np.unique(raw).tolist(), where))
+        return labels
+
+    def unknown(self, values: Sequence[int]) -> list[int]:
+        """Return those of some raw values that stand for no class."""
+        return [value for value in values if self.table[value] == _UNKNOWN]
+
+    def raw(self, labels: Labels) -> RawMask:
+        """Return the raw values of labels without ignored pixels, in as few bits as they need."""
+        bits = np.uint8 if self.offset + self.classes <= 256 else np.uint16
+        return (labels.astype(np.uint16) + self.offset).astype(bits)  # type: ignore[return-value]  # one of the two
+
+    def explain(self, values: Sequence[int], where: str) -> str:
+        """Say what is wrong with the raw values of a mask, and which convention they look like."""
+        unknown = self.unknown(values)
+        shown = ", ".join(map(str, unknown[:5])) + (", …" if len(unknown) > 5 else "")
+        return f"{where}: the mask holds {shown}; allowed are {self}. {self._guess(values)}"
+
+    def _guess(self, values: Sequence[int]) -> str:
+        usual = {
+            "starts at 0 and ignores 255": LabelRule(self.classes, 0, 255),
+            "starts at 1 and ignores 0": LabelRule(self.classes, 1, 0),
+        }
+        for name, rule in usual.items():
+            if (rule.offset, rule.ignore) != (self.offset, self.ignore) and not rule.unknown(values):
+                return (
+                    f"It looks like one that {name}: "
+                    f"dpn segment folder --label-offset {rule.offset} --ignore-label {rule.ignore}"
+                )
+        if set(values) <= {0, 255}:
+            return "It looks like a black-and-white picture of one object: its values have to be class numbers"
+        if len(self.unknown(values)) == 1:
+            return "It looks like a class too many, or another value to ignore (dpn segment folder --ignore-label)"
+        return "It looks like masks of another data set, or grey pictures of coloured masks"
+
+
+def read_mask(image: Image.Image, where: str) -> RawMask:
+    """Decode an opened mask to its raw values (h, w).
+
+    Raises `DataError` for a picture in colours, for values beyond 16 bits, and for damaged data.
+    """
+    with image:
+        if image.mode not in _MODES:
+            raise DataError(
+                f"{where}: a picture in colours ({image.mode}), where a mask has one class number per pixel. It looks "
+                "like a coloured rendering, or the full ADE20K release, whose masks are coded in colours; "
+                "ADEChallengeData2016 has the class numbers"
+            )
+        try:
+            raw = np.asarray(image)
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            raise unreadable(where, error) from error
+    if raw.dtype in (np.uint8, np.uint16):
+        return raw
+    if raw.min() < 0 or raw.max() >= 2**16:
+        raise DataError(f"{where}: the mask holds {raw.min()} to {raw.max()}, which are no class numbers")
+    return raw.astype(np.uint16)

@@ -1,0 +1,75 @@
+"""Training batches of image crops with their labels, made by worker processes: a function of seed, step and place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from dpn_cli import distributed, stopping
+from dpn_cli.data.loader import Item, Steps
+from dpn_cli.distributed import World
+from dpn_cli.engine import Batch, Batches
+from dpn_cli.errors import DataError
+from dpn_cli.seeds import fold
+from tasks.segment.labels import IGNORE, LabelRule
+from tasks.segment.pairs import Pairs
+from tasks.segment.transforms import Augmentation, augment, pad
+
+Example = tuple[Tensor, Tensor, Tensor] | DataError
+
+
+class _Examples(Dataset[Example]):
+    def __init__(self, pairs: Pairs, rule: LabelRule, how: Augmentation, seed: int) -> None:
+        self.pairs, self.rule, self.how, self.seed = pairs, rule, how, seed
+
+    def __getitem__(self, item: Item) -> Example:
+        step, place, row = item
+        try:
+            pixels, raw = self.pairs.load(row)
+            labels = self.rule.labels(raw, self.pairs.where_mask(row))
+        except DataError as error:
+            return error  # raised in a worker process it would come back wrapped in that process's traceback
+        draw = np.random.default_rng(fold(self.seed, step, place)).random
+        return pad(*augment(pixels, labels, self.how, draw), self.how.crop)
+
+
+def _collate(examples: Sequence[Example]) -> list[Tensor] | DataError:
+    bad = next((example for example in examples if isinstance(example, DataError)), None)
+    return bad or [torch.stack(parts) for parts in zip(*(e for e in examples if isinstance(e, tuple)), strict=True)]
+
+
+def segment_batches(
+    pairs: Pairs, rule: LabelRule, how: Augmentation, batch_size: int, seed: int, world: World, *, workers: int
+) -> Batches:
+    """Return the engine's ``batches``: this rank's rows of ``image`` (b, 3, h, w) and ``label`` (b, h, w), both uint8.
+
+    ``extent`` (b, 2) is how many rows and columns of an image are real, the rest is padding. ``valid`` (b,) is the mean
+    number of labelled pixels per image of the whole batch, over all ranks: what the loss divides by.
+    Raises `DataError` naming the first image or mask that is unreadable or wrong.
+    """
+    share = batch_size // world.size
+    mine = slice(world.rank * share, (world.rank + 1) * share)
+
+    def batches(start: int) -> Iterator[Batch]:
+        loader: DataLoader[Any] = DataLoader(
+            _Examples(pairs, rule, how, seed),
+            batch_sampler=Steps(len(pairs), batch_size, seed, start, mine),
+            num_workers=workers,
+            collate_fn=_collate,
+            worker_init_fn=stopping.leave_to_parent,
+            pin_memory=world.device.type == "cuda",
+        )
+        for loaded in loader:
+            if isinstance(loaded, DataError):
+                raise loaded
+            image, label, extent = (tensor.to(world.device, non_blocking=True) for tensor in loaded)
+            labelled = distributed.reduce_over_ranks((label != IGNORE).sum().float())
+            valid = (labelled / batch_size).expand(len(label))
+            yield {"image": image, "label": label, "extent": extent, "valid": valid}
+
+    return batches

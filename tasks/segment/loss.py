@@ -1,0 +1,73 @@
+"""The cross-entropy per pixel, without a map of all classes: logits are upsampled a strip of rows at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpn_cli.engine import Batch
+from tasks.segment.labels import IGNORE
+from tasks.segment.windows import resize_rows
+
+# Pixels of a strip: what a core's cache holds, and on a GPU a whole image of 512.
+STRIP_PIXELS = {"cpu": 2**15}
+LARGEST_STRIP = 2**18
+
+
+def segmentation_loss(logits: Tensor, batch: Batch) -> Tensor:
+    """Return the cross-entropy per labelled pixel of logits per patch (b, classes, h/p, w/p), upsampled to the labels.
+
+    It is divided by the labelled pixels of the whole batch, so micro-batches and ranks add up to the batch's mean.
+    """
+    label = batch["label"]
+    total: Tensor = UpsampledCrossEntropy.apply(logits.float(), label)
+    return total / (len(label) * batch["valid"][0]).clamp(min=1)
+
+
+class UpsampledCrossEntropy(torch.autograd.Function):
+    """``F.cross_entropy(F.interpolate(logits, label's size, mode="bilinear"), label, reduction="sum")``.
+
+    The gradient is made beside the value, so that a strip of upsampled logits is never needed again: of 150 classes at
+    512 x 512, torch's own keeps 150 MiB an image, several times over.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, label: Tensor) -> Tensor:
+        """Return the sum over labelled pixels, for logits (b, k, h, w) float32 and labels (b, H, W) uint8."""
+        sizes = zip(logits.shape[-2:], label.shape[-2:], strict=True)
+        down, across = (
+            resize_rows(torch.eye(old, dtype=torch.float64), new).float().to(logits.device) for old, new in sizes
+        )
+        rows = max(1, STRIP_PIXELS.get(logits.device.type, LARGEST_STRIP) // label.shape[-1])
+        gradient, total = torch.empty_like(logits), logits.new_zeros(())
+        with torch.autocast(logits.device.type, enabled=False):
+            for image, target, slope in zip(logits, label, gradient, strict=True):
+                wide = image @ across.T
+                slopes = torch.zeros_like(wide)
+                for part, truth in zip(torch.split(down, rows), torch.split(target, rows), strict=True):
+                    value, strip = _cross_entropy(part @ wide, truth)
+                    total += value
+                    slopes += part.T @ strip
+                slope.copy_(slopes @ across)
+        ctx.save_for_backward(gradient)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of the logits."""
+        (gradient,) = ctx.saved_tensors
+        return gradient * upstream[0], None
+
+
+def _cross_entropy(scores: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum over labelled pixels and its gradient (k, h, w), in the place of the scores (k, h, w)."""
+    known = truth != IGNORE
+    own = truth.long().masked_fill(~known, 0)[None]
+    scores -= scores.amax(0)
+    right = scores.gather(0, own)[0]
+    normalizer = scores.exp_().sum(0)
+    value = ((normalizer.log() - right) * known).sum()
+    scores *= known / normalizer
+    return value, scores.scatter_add_(0, own, -known[None].float())

@@ -1,0 +1,284 @@
+"""Images with their masks: a folder in ADE20K's layout, a hub data set, or the built-in scenes."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from dpn_cli.data import scenes
+from dpn_cli.data.classified import hub_name, hub_split
+from dpn_cli.data.crops import Size
+from dpn_cli.data.images import SUFFIXES
+from dpn_cli.data.labelled import Pixels, decode, load_hub, open_image
+from dpn_cli.errors import DataError
+from tasks.segment.labels import RawMask, read_mask
+from tasks.segment.recipe import Data
+
+SPLITS = {"train": "training", "val": "validation"}
+DEMO_SPLITS = {"train": (0, 1000), "val": (1000, 1200)}
+MASK_SUFFIXES = (".png", ".tif", ".tiff", ".bmp")
+# What data sets on the hub call their column of masks.
+MASK_COLUMNS = ("annotation", "mask", "label", "labels", "segmentation", "segmentation_mask", "semantic_segmentation")
+
+
+class Pairs(ABC):
+    """A split: image number i and its mask, each opened when it is asked for.
+
+    `names` tell the pairs apart, in alphabetical order or a hub data set's own; `sizes` are the encoded bytes of
+    image and mask.
+    """
+
+    names: Sequence[str]
+    sizes: Sequence[tuple[int, int]]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @abstractmethod
+    def where(self, index: int) -> str:
+        """Name the place of an image for messages."""
+
+    @abstractmethod
+    def where_mask(self, index: int) -> str:
+        """Name the place of a mask for messages."""
+
+    @abstractmethod
+    def open(self, index: int) -> Image.Image:
+        """Open an image, not decoded yet. Raises `DataError` with its place when it is no image."""
+
+    @abstractmethod
+    def open_mask(self, index: int) -> Image.Image:
+        """Open a mask, not decoded yet. Raises `DataError` with its place when it is no image."""
+
+    def load(self, index: int) -> tuple[Pixels, RawMask]:
+        """Decode a pair to pixels (h, w, 3) and raw mask (h, w).
+
+        Raises `DataError` with its place when one is unreadable, or they differ in size.
+        """
+        pixels = decode(self.open(index), self.where(index))
+        return pixels, self.load_mask(index, (pixels.shape[0], pixels.shape[1]))
+
+    def load_mask(self, index: int, size: Size) -> RawMask:
+        """Decode a mask to its raw values. Raises `DataError` when it is unreadable or not of its image's size."""
+        mask = read_mask(self.open_mask(index), self.where_mask(index))
+        if mask.shape != size:
+            raise DataError(
+                f"{self.where_mask(index)}: the mask has {mask.shape[1]}x{mask.shape[0]} pixels, its image "
+                f"{size[1]}x{size[0]}; a mask has one value for every pixel of its image"
+            )
+        return mask
+
+
+class FolderPairs(Pairs):
+    """``images/SPLIT/NAME.jpg`` with ``annotations/SPLIT/NAME.png``, folders inside them included.
+
+    Raises `DataError` for a missing folder, an image without annotation and an annotation without image.
+    """
+
+    def __init__(self, root: Path, split: str) -> None:
+        folders = root / "images" / split, root / "annotations" / split
+        for folder in folders:
+            if not folder.is_dir():
+                raise DataError(
+                    f"{folder}: missing; a data set holds images/training/NAME.jpg with "
+                    "annotations/training/NAME.png, and the same for validation"
+                )
+        images, masks = (
+            _files(folder, kinds) for folder, kinds in zip(folders, (SUFFIXES, MASK_SUFFIXES), strict=True)
+        )
+        for given, wanted, what in ((images, masks, "annotation"), (masks, images, "image")):
+            alone = [name for name in given if name not in wanted]
+            if alone:
+                folder = folders[1] if what == "annotation" else folders[0]
+                raise DataError(
+                    f"{given[alone[0]]}: no {what} of that name in {folder} "
+                    f"({len(alone)} of {len(given)} have none); every image needs its mask"
+                )
+        if not images:
+            raise DataError(f"{folders[0]}: no picture in it ({', '.join(sorted(SUFFIXES))})")
+        self.names = list(images)
+        self.images, self.masks = list(images.values()), [masks[name] for name in images]
+        self.sizes = [(a.stat().st_size, b.stat().st_size) for a, b in zip(self.images, self.masks, strict=True)]
+
+    def where(self, index: int) -> str:
+        """Name an image's file."""
+        return str(self.images[index])
+
+    def where_mask(self, index: int) -> str:
+        """Name a mask's file."""
+        return str(self.masks[index])
+
+    def open(self, index: int) -> Image.Image:
+        """Open an image, not decoded yet."""
+        return open_image(self.images[index], self.where(index))
+
+    def open_mask(self, index: int) -> Image.Image:
+        """Open a mask, not decoded yet."""
+        return open_image(self.masks[index], self.where_mask(index))
+
+
+def _files(folder: Path, kinds: Collection[str]) -> dict[str, Path]:
+    """Return the files of some kinds by their name without ending, in alphabetical order."""
+    found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in kinds and path.name[0] != ".")
+    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in found}
+
+
+class HubPairs(Pairs):
+    """A split of a Hugging Face data set (hub name or local folder) with a column of images and one of masks.
+
+    Raises `DataError` when it is out of reach, or it is not clear which columns are meant.
+    """
+
+    def __init__(self, place: str, split: str, image: str | None, mask: str | None) -> None:
+        import datasets
+
+        found = hub_split(place, split)
+        rows = load_hub(*hub_name(place), True)
+        if found is None:
+            raise DataError(f"--data {place}: no {split} split; the data set has {', '.join(sorted(rows))}")
+        rows = rows[found]
+        self.place = f"{place}, split {found}"
+        pictures = [name for name, feature in rows.features.items() if type(feature).__name__ == "Image"]
+        mask = mask or next((name for name in MASK_COLUMNS if name in pictures), None)
+        others = [name for name in pictures if name != mask]
+        image = image or ("image" if "image" in others else others[0] if len(others) == 1 else None)
+        if image not in pictures or mask not in pictures:
+            raise DataError(
+                f"{self.place}: which columns hold images and masks? The columns of pictures are "
+                f"{', '.join(pictures) or 'none'}; name them with --image-column and --mask-column"
+            )
+        self.columns = str(image), str(mask)
+        for name in self.columns:
+            rows = rows.cast_column(name, datasets.Image(decode=False))
+        self.rows = rows
+        self.names = [f"row {index}" for index in range(len(rows))]
+        lengths = [self._lengths(name) for name in self.columns]
+        self.sizes = list(zip(*lengths, strict=True))
+
+    def _lengths(self, column: str) -> list[int]:
+        import pyarrow.compute
+
+        encoded = pyarrow.compute.struct_field(self.rows.data.column(column), "bytes")
+        return list(pyarrow.compute.binary_length(encoded).fill_null(0).to_pylist())
+
+    def _open(self, index: int, column: int, where: str) -> Image.Image:
+        stored: Any = self.rows[index][self.columns[column]]
+        return open_image(io.BytesIO(stored["bytes"]) if stored["bytes"] is not None else Path(stored["path"]), where)
+
+    def where(self, index: int) -> str:
+        """Name data set, split and row."""
+        return f"{self.place}, row {index}"
+
+    def where_mask(self, index: int) -> str:
+        """Name data set, split, row and column."""
+        return f"{self.where(index)}, column {self.columns[1]}"
+
+    def open(self, index: int) -> Image.Image:
+        """Open an image, not decoded yet."""
+        return self._open(index, 0, self.where(index))
+
+    def open_mask(self, index: int) -> Image.Image:
+        """Open a mask, not decoded yet."""
+        return self._open(index, 1, self.where_mask(index))
+
+
+class ScenePairs(Pairs):
+    """The built-in scenes with their masks, 64x64; scene numbers `start` up to `stop`."""
+
+    def __init__(self, start: int, stop: int) -> None:
+        self.start = start
+        self.names = [f"scene {number:04d}" for number in range(start, stop)]
+        self.sizes = [(3 * scenes.SCENE_SIZE**2, scenes.SCENE_SIZE**2)] * len(self.names)  # scenes are not encoded
+
+    def where(self, index: int) -> str:
+        """Name the scene's number."""
+        return f"demo {self.names[index]}"
+
+    def where_mask(self, index: int) -> str:
+        """Name the scene's number."""
+        return f"mask of demo {self.names[index]}"
+
+    def open(self, index: int) -> Image.Image:
+        """Return the picture of a scene."""
+        return Image.fromarray(_scene(self.start + index)[0])
+
+    def open_mask(self, index: int) -> Image.Image:
+        """Return the mask of a scene."""
+        return Image.fromarray(_scene(self.start + index)[1])
+
+
+@cache
+def _scene(number: int) -> tuple[Pixels, Pixels]:
+    return scenes.render(scenes.sample_scene(0, number))  # 16 kB each, drawn once per process
+
+
+class PairsPart(Pairs):
+    """Some rows of a split."""
+
+    def __init__(self, whole: Pairs, rows: Sequence[int]) -> None:
+        self.whole, self.rows = whole, list(rows)
+        self.names = [whole.names[row] for row in self.rows]
+        self.sizes = [whole.sizes[row] for row in self.rows]
+
+    def where(self, index: int) -> str:
+        """Name the place of an image in the whole."""
+        return self.whole.where(self.rows[index])
+
+    def where_mask(self, index: int) -> str:
+        """Name the place of a mask in the whole."""
+        return self.whole.where_mask(self.rows[index])
+
+    def open(self, index: int) -> Image.Image:
+        """Open an image, not decoded yet."""
+        return self.whole.open(self.rows[index])
+
+    def open_mask(self, index: int) -> Image.Image:
+        """Open a mask, not decoded yet."""
+        return self.whole.open_mask(self.rows[index])
+
+
+def open_pairs(data: Data, split: str) -> Pairs:
+    """Open ``train`` or ``val`` of a recipe's data set. Raises `DataError`."""
+    place = data.source or "demo"
+    if place == "demo":
+        return ScenePairs(*DEMO_SPLITS[split])
+    if place.startswith("hf:"):
+        return HubPairs(place, split, data.image_column, data.mask_column)
+    root = Path(place).expanduser()
+    if not root.is_dir():
+        raise DataError(
+            f"--data {place}: no such folder; it holds images/{{training,validation}} and "
+            "annotations/{training,validation}. 'demo' is the built-in data, hf:OWNER/NAME a hub data set"
+        )
+    return FolderPairs(root, SPLITS[split])
+
+
+def take(pairs: Pairs, fraction: float) -> Pairs:
+    """Return a share of a split, rounded down: the first pairs of one fixed shuffle, so smaller shares lie in larger.
+
+    App. G does not say which images; the shuffle is NumPy's legacy generator with seed 0, the same on every machine.
+    """
+    if fraction == 1:
+        return pairs
+    order = np.random.RandomState(0).permutation(len(pairs))
+    return PairsPart(pairs, sorted(order[: math.floor(fraction * len(pairs) + 1e-9)].tolist()))
+
+
+def list_digest(pairs: Pairs) -> str:
+    """Return a hash of the names in a split: which images, wherever they are."""
+    return hashlib.sha256("\n".join(pairs.names).encode()).hexdigest()[:16]
+
+
+def fingerprint(pairs: Pairs) -> str:
+    """Return a hash of the names and encoded sizes of a split, which tells copies of a data set apart."""
+    lines = (f"{name} {image} {mask}" for name, (image, mask) in zip(pairs.names, pairs.sizes, strict=True))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

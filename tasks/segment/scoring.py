@@ -1,0 +1,146 @@
+"""How well label maps fit: one confusion of pixels over a data set, summed over ranks, divided once."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from dpn_cli import distributed, stopping
+from dpn_cli.data.loader import worker_count
+from dpn_cli.distributed import World
+from dpn_cli.errors import DataError
+from tasks.segment.classes import Class
+from tasks.segment.labels import IGNORE, LabelRule
+from tasks.segment.network import LinearSegmenter
+from tasks.segment.pairs import Pairs
+from tasks.segment.transforms import resize_image
+from tasks.segment.windows import Plan, label_map
+
+Item = tuple[list[Tensor], Tensor] | DataError
+
+
+def count_pixels(found: Tensor, label: Tensor, classes: int) -> Tensor:
+    """Return the confusion (classes, classes) int64 of label maps of one shape, rows the truth; 255 is left out."""
+    seen = label != IGNORE
+    return torch.bincount(label[seen].long() * classes + found[seen], minlength=classes**2).view(classes, classes)
+
+
+@dataclass(frozen=True)
+class SegmentScores:
+    """The confusion of a data set's pixels, (classes, classes) int64, rows the truth."""
+
+    confusion: Tensor
+    images: int
+
+    @property
+    def iou(self) -> Tensor:
+        """Intersection over union per class in percent; NaN for classes in neither truth nor prediction."""
+        right = self.confusion.diagonal().double()
+        return 100 * right / (self.confusion.sum(0) + self.confusion.sum(1) - right)
+
+    @property
+    def recall(self) -> Tensor:
+        """Share of a class's pixels that are right, in percent; NaN for classes that do not occur."""
+        return 100 * self.confusion.diagonal().double() / self.confusion.sum(1)
+
+    @property
+    def miou(self) -> float:
+        """Mean IoU in percent, over the classes that occur in truth or prediction."""
+        return self.iou.nanmean().item()
+
+    @property
+    def pixel_accuracy(self) -> float:
+        """Share of labelled pixels that are right, in percent."""
+        return 100 * int(self.confusion.trace()) / int(self.confusion.sum())
+
+    @property
+    def mean_accuracy(self) -> float:
+        """Mean recall in percent, over the classes that occur."""
+        return self.recall.nanmean().item()
+
+    @property
+    def majority_miou(self) -> float:
+        """What mIoU it would be to call every pixel the most frequent class: the score of no skill."""
+        support = self.confusion.sum(1)
+        return 100 * int(support.max()) / int(support.sum()) / int((support > 0).sum())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the numbers of a result."""
+        return {
+            "miou": self.miou,
+            "pixel_accuracy": self.pixel_accuracy,
+            "mean_accuracy": self.mean_accuracy,
+            "majority_miou": self.majority_miou,
+            "classes_seen": int((self.confusion.sum(1) > 0).sum()),
+            "pixels": int(self.confusion.sum()),
+            "images": self.images,
+        }
+
+    def per_class(self, classes: Sequence[Class]) -> str:
+        """Return a CSV of every class: pixels of truth and prediction, IoU, recall and precision in percent."""
+        text = io.StringIO()
+        table = csv.writer(text, lineterminator="\n")
+        table.writerow(["class", "name", "pixels", "predicted", "iou", "recall", "precision"])
+        precision = 100 * self.confusion.diagonal().double() / self.confusion.sum(0)
+        for index, one in enumerate(classes):
+            shares = [values[index].item() for values in (self.iou, self.recall, precision)]
+            counts = int(self.confusion[index].sum()), int(self.confusion[:, index].sum())
+            table.writerow([index, one.name, *counts, *("" if share != share else f"{share:.2f}" for share in shares)])
+        return text.getvalue()
+
+
+class _Sized(Dataset[Item]):
+    def __init__(self, pairs: Pairs, rows: Sequence[int], rule: LabelRule, plan: Plan) -> None:
+        self.pairs, self.rows, self.rule, self.plan = pairs, rows, rule, plan
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Item:
+        row = self.rows[index]
+        try:
+            pixels, raw = self.pairs.load(row)
+            labels = self.rule.labels(raw, self.pairs.where_mask(row))
+        except DataError as error:
+            return error  # raised in a worker process it would come back wrapped in that process's traceback
+        full = pixels.shape[0], pixels.shape[1]
+        images = [resize_image(pixels, self.plan.size(full, ratio)) for ratio in self.plan.ratios]
+        return images, torch.from_numpy(labels)
+
+
+def score(
+    network: LinearSegmenter, pairs: Pairs, rule: LabelRule, plan: Plan, world: World, *, workers: int | Literal["auto"]
+) -> SegmentScores:
+    """Score a network on a split at the labels' own sizes, each image once whatever the ranks.
+
+    Raises `DataError` for an unreadable image or a wrong mask, `StoppedError` when a signal asks to stop.
+    """
+    rows = range(world.rank, len(pairs), world.size)
+    loader: DataLoader[Any] = DataLoader(
+        _Sized(pairs, rows, rule, plan),
+        batch_size=None,
+        num_workers=worker_count(workers, world.device, world.size),
+        worker_init_fn=stopping.leave_to_parent,
+    )
+    items = iter(loader)
+    confusion = torch.zeros(rule.classes, rule.classes, dtype=torch.int64, device=world.device)
+    # Rank 0 has the most rows; all ranks go round as often as it, because they decide together when to stop.
+    for _ in range(-(-len(pairs) // world.size)):
+        stopping.check()
+        item = next(items, None)
+        if isinstance(item, DataError):
+            raise item
+        if item is None:
+            continue
+        images, label = [image.to(world.device) for image in item[0]], item[1].to(world.device)
+        with torch.inference_mode():
+            found = label_map(network, images, (label.shape[0], label.shape[1]), plan)
+        confusion += count_pixels(found, label, rule.classes)
+    return SegmentScores(distributed.reduce_over_ranks(confusion).cpu(), len(pairs))

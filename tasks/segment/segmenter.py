@@ -1,0 +1,105 @@
+"""A trained segmentation network in one file: the ViT with its head, the classes, and how images are seen."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from dpn_cli.arch import size_name
+from dpn_cli.backbone import export_backbone, load_whole
+from dpn_cli.errors import DataError
+from dpn_cli.sources import open_checkpoint
+from tasks.segment.classes import Class
+from tasks.segment.labels import LabelRule
+from tasks.segment.network import LinearSegmenter
+from tasks.segment.recipe import Data, Evaluation
+from tasks.segment.windows import Plan
+
+KEY = "segmenter"
+WEIGHTS = "weights.safetensors"
+
+
+@dataclass
+class Segmenter:
+    """A network with its classes; `data` and `evaluation` are what it was trained with."""
+
+    network: LinearSegmenter
+    classes: tuple[Class, ...]
+    data: Data
+    evaluation: Evaluation
+    facts: dict[str, Any]
+
+    @property
+    def rule(self) -> LabelRule:
+        """Which raw value is which class in the masks that it was trained on."""
+        return LabelRule(len(self.classes), self.data.label_offset, self.data.ignore_label)
+
+    @property
+    def arch(self) -> str:
+        """The network's size and patch."""
+        config = self.network.vit.config
+        return f"{size_name(config.size) or config.size}/{config.patch[0]}"
+
+    def plan(self, evaluation: Evaluation | None = None) -> Plan:
+        """Return how images are seen; the stride is two thirds of the window unless it is given (341 for 512)."""
+        asked = evaluation or self.evaluation
+        window = self.network.vit.config.image_size[0]
+        stride = asked.stride or max(1, window * 2 // 3)
+        return Plan(
+            window,
+            min(stride, window) if asked.mode == "slide" else None,
+            self.data.scale,
+            asked.size == "native",
+            asked.scales,
+            asked.flip,
+            asked.batch_size,
+        )
+
+
+def save_segmenter(segmenter: Segmenter, path: Path) -> str:
+    """Write a segmenter as one safetensors file; returns its SHA-256. Raises `SaveError`."""
+    described = {
+        "classes": [asdict(one) for one in segmenter.classes],
+        "final_norm": segmenter.network.final_norm,
+        "data": segmenter.data.model_dump(mode="json"),
+        "evaluation": segmenter.evaluation.model_dump(mode="json"),
+        "facts": segmenter.facts,
+    }
+    return export_backbone(segmenter.network.vit, path, {KEY: json.dumps(described)})
+
+
+def load_segmenter(place: str) -> Segmenter:
+    """Load a segmenter from a run's folder or its weights.safetensors.
+
+    Raises `DataError` when the run has not finished, or the file is of another kind.
+    """
+    path = Path(place).expanduser()
+    if (path / "run.json").is_file():
+        path = path / WEIGHTS
+        if not path.is_file():
+            raise DataError(f"{place}: the run has not finished training; finish it with --resume")
+    if not path.is_file():
+        raise DataError(f"{place}: no such run; pass the folder of a 'dpn segment' run, or its {WEIGHTS}")
+    source = open_checkpoint(str(path))
+    described = _description(path)
+    if not described:
+        raise DataError(f"{place}: not a segmentation network; train one with 'dpn segment ade20k' or 'folder'")
+    vit = load_whole(source, None)
+    return Segmenter(
+        LinearSegmenter(vit, final_norm=described["final_norm"]).eval(),
+        tuple(Class(one["name"], tuple(one["color"])) for one in described["classes"]),
+        Data.model_validate(described["data"]),
+        Evaluation.model_validate(described["evaluation"]),
+        described["facts"],
+    )
+
+
+def _description(path: Path) -> dict[str, Any]:
+    if path.suffix != ".safetensors":
+        return {}
+    with safe_open(path, framework="pt") as file:
+        return dict(json.loads((file.metadata() or {}).get(KEY, "{}")))
