@@ -203,7 +203,7 @@ def test_inputs_are_normalised_with_the_checkpoints_own_range() -> None:
     ("arguments", "message"),
     [
         ({"arch": "B/31x"}, "use SIZE/PATCH"),
-        ({"arch": "Q/16"}, "one of mu, Ti, S, B, L, H"),
+        ({"arch": "Q/16"}, "one of mu, nano, Ti, S, B, L, H"),
         ({"arch": "B/32", "stem": "dnp"}, "did you mean 'dpn'"),
         ({"arch": "B/32", "image_size": 100}, "nearest size that fits is 96x96"),
         ({}, "--arch is needed"),

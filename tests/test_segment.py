@@ -156,7 +156,10 @@ def test_without_data_it_is_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     built = recipes.build(SegmentRecipe, resolve("ade20k", None, {"data": {"fraction": "1/4"}}, {}), "test")
     assert built.demo
-    assert settle(built).backbone.checkpoint == "none"
+    assert settle(built).backbone.checkpoint is None  # the command makes the demo tower
+    assert settle(built, "tower").backbone.checkpoint == "tower"
+    scratch = built.model_copy(update={"backbone": built.backbone.model_copy(update={"arch": "mu/8"})})
+    assert settle(scratch, "tower").backbone.checkpoint == "none"
     (tmp_path / "ADEChallengeData2016").mkdir()
     with pytest.raises(DpnError, match="no weights were given. Ways out"):
         settle(recipes.build(SegmentRecipe, resolve("ade20k", None, {"backbone": {"arch": "B/16"}}, {}), "test"))
@@ -223,7 +226,13 @@ def test_pictures_are_segmented_and_the_result_says_what_it_is(finished: tuple[P
 
 
 def test_the_demo_learns_more_than_the_background(tmp_path: Path) -> None:
-    recipe = settle(recipes.build(SegmentRecipe, resolve("ade20k", None, {"schedule": {"steps": 250}}, {}), "test"))
+    recipe = settle(
+        recipes.build(
+            SegmentRecipe,
+            resolve("ade20k", None, {"backbone": {"arch": "mu/8"}, "lr": 1e-2, "schedule": {"steps": 250}}, {}),
+            "test",
+        )
+    )
     recipe = recipe.model_copy(update={"runtime": recipe.runtime.model_copy(update={"workers": 0})})
     result = train(recipe, tmp_path / "run")
     assert result["dataset"] == "demo"

@@ -12,7 +12,8 @@ import typer
 from dpn_cli import options, recipe
 from dpn_cli.commands import one_line_errors
 from dpn_cli.commands import options_segment as own
-from dpn_cli.commands.keys import recipe_flags
+from dpn_cli.commands.keys import recipe_flags, runtime_of
+from dpn_cli.commands.tower import demo_tower
 from dpn_cli.console import Console
 from tasks.segment import recipe as segment_recipe
 
@@ -110,6 +111,14 @@ def folder(
     _train("segment", locals())
 
 
+def _settle(built: segment_recipe.SegmentRecipe, console: Console) -> segment_recipe.SegmentRecipe:
+    """Decide the backbone; the demo makes its own where none is named."""
+    settled = segment_recipe.settle(built)
+    if settled.backbone.checkpoint is not None:
+        return settled
+    return segment_recipe.settle(built, demo_tower(built.backbone.stem, console))
+
+
 def _train(name: str, given: Mapping[str, Any]) -> None:
     """Train by the recipe `name` with a command's arguments, and print the result."""
     flags, console = recipe.from_flags(recipe_flags(given)), Console(quiet=given["quiet"])
@@ -119,7 +128,7 @@ def _train(name: str, given: Mapping[str, Any]) -> None:
         if given["print_config"]:
             print(recipe.dump(built), end="")
             return
-        built = segment_recipe.settle(built)
+        built = _settle(built, console)
         from tasks.segment.command import describe, start  # torch loads here
 
         keep = {key: given[key] for key in ("resume", "overwrite", "dry_run")}
@@ -146,7 +155,7 @@ def evaluate(
 ) -> None:
     """The mIoU of a run on its validation images: per class with -o, in windows or whole, at one scale or many."""
     with one_line_errors(verbose):
-        runtime = _runtime(device, precision, workers)
+        runtime = runtime_of(device, precision, workers)
         given = {"mode": mode, "size": size, "stride": stride}
         recipe.build(
             segment_recipe.Evaluation, {key: value for key, value in given.items() if value is not None}, "options"
@@ -175,7 +184,7 @@ def predict(
 ) -> None:
     """Label maps of pictures: the classes' numbers, a coloured overlay and a legend, as PNG files."""
     with one_line_errors(verbose):
-        runtime = _runtime(device, precision, None)
+        runtime = runtime_of(device, precision, None)
         from tasks.segment.prediction import predict
 
         results = predict(run, images, output_dir, runtime)
@@ -186,8 +195,3 @@ def predict(
             named = ", ".join(f"{one['name']} {one['share']:.1%}" for one in result["classes"][:6])
             more = f" and {len(result['classes']) - 6} more" if len(result["classes"]) > 6 else ""
             print(f"{result['image']}: {named}{more}\n  {result['labels']}  {result['overlay']}  {result['legend']}")
-
-
-def _runtime(device: str | None, precision: str | None, workers: str | None) -> recipe.Runtime:
-    given = {"device": device, "precision": precision, "workers": workers}
-    return recipe.build(recipe.Runtime, {name: value for name, value in given.items() if value is not None}, "options")

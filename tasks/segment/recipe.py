@@ -135,8 +135,8 @@ def resolve(recipe: str, config: str | None, flags: Mapping[str, Any], settings:
     return merge(base, asked, {"data": {"source": source}})
 
 
-def settle(recipe: SegmentRecipe) -> SegmentRecipe:
-    """Return the recipe with its checkpoint decided.
+def settle(recipe: SegmentRecipe, demo_checkpoint: str | None = None) -> SegmentRecipe:
+    """Return the recipe with its checkpoint decided; `demo_checkpoint` is the demo's, and None stays.
 
     Raises `DpnError` for a crop that the patch does not divide, and when real data meet no weights.
     """
@@ -145,8 +145,10 @@ def settle(recipe: SegmentRecipe) -> SegmentRecipe:
         patch = parse_arch(backbone.arch)[1]
         check_image_size(backbone.image_size or 512, (patch, patch))
     found = find_weights(backbone.arch, (backbone.stem,))
-    checkpoint = backbone.checkpoint or found or ("none" if recipe.demo else None)
-    if checkpoint is None:
+    checkpoint = backbone.checkpoint or found
+    if checkpoint is None and recipe.demo:
+        checkpoint = "none" if backbone.arch else demo_checkpoint
+    if checkpoint is None and not recipe.demo:
         name = f"{(backbone.arch or 'ARCH').replace('/', '-')}-{backbone.stem}.safetensors"
         raise DpnError(
             "--checkpoint: segmentation starts from a pre-trained network and no weights were given. Ways out: "
