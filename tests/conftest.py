@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.multiprocessing.spawn import start_processes
 
 GOLDENS = Path(__file__).parent / "goldens"
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -40,6 +42,12 @@ def golden() -> Callable[[str], Arrays]:
             return {key: arrays[key] for key in arrays.files}
 
     return read
+
+
+def run_ranks(main: Callable[..., None], *arguments: object) -> None:
+    """Call ``main(rank, *arguments)`` in two processes; they come from one that has imported the libraries already."""
+    multiprocessing.set_forkserver_preload(["torch.distributed", "timm", "open_clip", "dpn_cli.engine"])
+    start_processes(main, args=arguments, nprocs=2, start_method="forkserver")  # type: ignore[no-untyped-call]
 
 
 def nchw(image: np.ndarray[Any, Any]) -> Tensor:

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import run_ranks
 from test_engine import loss_fn, random_batches, small
 from test_loader import pictures
 from test_vtab import run
-from torch.multiprocessing.spawn import spawn as spawn_processes
 
 from dpn_cli import distributed, engine
 from dpn_cli.data.classified import ClassFolders
@@ -47,7 +47,7 @@ def main(rank: int, folder: str, job: Job) -> None:
 
 
 def spawn(job: Job, folder: Path) -> None:
-    spawn_processes(main, args=(str(folder), job), nprocs=2)  # type: ignore[no-untyped-call]
+    run_ranks(main, str(folder), job)
 
 
 def share(world: World) -> engine.Batches:

@@ -33,6 +33,7 @@ from dpn_cli.data.loader import Augmentation, crop_batches
 from dpn_cli.data.pixels import resize, rows_of_step
 from dpn_cli.distributed import World
 from dpn_cli.errors import DataError, DpnError, NonFiniteError, StoppedError
+from dpn_cli.gradients import Gradients
 from dpn_cli.losses import LOSSES, sigmoid_xent
 from dpn_cli.memory import MicroBatch
 from dpn_cli.recipe import Runtime
@@ -578,7 +579,7 @@ def test_a_signal_during_the_last_evaluation_loses_nothing(
     assert stopping_evaluation.seen == 4
     monkeypatch.undo()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine._Loop, "backward", None)  # nothing is left to train
+        patch.setattr(Gradients, "backward", None)  # nothing is left to train
         resumed = train(recipe, tmp_path / "cut", resume=True)
     assert resumed["curve"] == whole["curve"]
     assert resumed["top1"] == whole["top1"]

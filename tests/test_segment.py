@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import run_ranks
 from PIL import Image
 from safetensors.torch import load_file
 from test_cli import run
-from torch.multiprocessing.spawn import spawn
 
 from dpn_cli import recipe as recipes
 from dpn_cli import stopping
@@ -473,7 +473,7 @@ def _rank(rank: int, size: int, folder: str, shapes: str) -> None:
 
 
 def test_two_ranks_train_and_score_as_one(shapes: Path, tmp_path: Path) -> None:
-    spawn(_rank, args=(2, str(tmp_path), str(shapes)), nprocs=2)  # type: ignore[no-untyped-call]
+    run_ranks(_rank, 2, str(tmp_path), str(shapes))
     _rank(0, 1, str(tmp_path), str(shapes))
     alone, *ranks = (
         json.loads((tmp_path / name).read_text()) for name in ("0-of-1.json", "0-of-2.json", "1-of-2.json")
