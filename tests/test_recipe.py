@@ -11,6 +11,9 @@ import yaml
 from dpn_cli import recipe
 from dpn_cli.commands.recipes import schema_of
 from dpn_cli.errors import DpnError
+from tasks.highres import recipe as highres_recipe
+from tasks.lit import recipe as lit_recipe
+from tasks.segment import recipe as segment_recipe
 from tasks.vtab.recipe import VtabRecipe, resolve, settle
 
 BASE: dict[str, Any] = recipe.read_recipe("vtab")
@@ -156,3 +159,15 @@ def test_the_demo_fits_its_recipe_to_the_network(arch: str, size: int, steps: in
     plain = resolve(None, {"data": {"source": "demo"}, "backbone": {"arch": arch}}, {})
     built = settle(recipe.build(VtabRecipe, plain, "recipe"))
     assert (built.backbone.image_size, built.backbone.checkpoint, built.schedule.steps) == (size, "none", steps)
+
+
+@pytest.mark.parametrize("task", ["lit", "segment", "highres"])
+def test_the_steps_of_a_command_win_over_the_epochs_of_a_file(task: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("epochs: 9\nbackbone: {arch: B/16}\ndata: {source: x}\n")
+    asked = str(tmp_path / "mine.yaml"), {"schedule": {"steps": 1000}}, {}
+    plain = {
+        "lit": lambda: lit_recipe.resolve(*asked),
+        "segment": lambda: segment_recipe.resolve("segment", *asked),
+        "highres": lambda: highres_recipe.resolve(*asked),
+    }[task]()
+    assert (plain["epochs"], plain["schedule"]["steps"], plain["data"]["source"]) == (None, 1000, "x")

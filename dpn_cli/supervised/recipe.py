@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -115,6 +115,12 @@ def layered(shipped: Plain, config: Plain, command: Plain, shown: str) -> Plain:
         )
     merged = merge(shipped, _in_its_own_steps(config, shipped), config)
     return merge(merged, _in_its_own_steps(command, merged), command)
+
+
+def last_given(section: str, key: str, *layers: Plain) -> Any:
+    """Return the value that the last layer with one gives a key of a section; None without one."""
+    sections = [layer.get(section) for layer in layers]
+    return next((each[key] for each in reversed(sections) if isinstance(each, dict) and each.get(key)), None)
 
 
 def _in_its_own_steps(layer: Plain, below: Plain) -> Plain:

@@ -9,7 +9,7 @@ from dpn_cli.arch import check_image_size, parse_arch
 from dpn_cli.errors import DpnError
 from dpn_cli.home import find_data, find_weights, home
 from dpn_cli.recipe import Plain, merge, read_recipe
-from dpn_cli.supervised.recipe import SupervisedRecipe, layered
+from dpn_cli.supervised.recipe import SupervisedRecipe, last_given, layered
 
 
 class HighresRecipe(SupervisedRecipe):
@@ -22,9 +22,7 @@ def resolve(config: str | None, flags: Mapping[str, Any], settings: Mapping[str,
     Raises `DpnError` as `layered` does.
     """
     asked, command = read_recipe(config) if config else {}, merge(flags, settings)
-    places = (layer.get("data") for layer in (command, asked))
-    given = next((place["source"] for place in places if isinstance(place, dict) and place.get("source")), None)
-    source = given or find_data("imagenet")
+    source = last_given("data", "source", asked, command) or find_data("imagenet")
     shipped = "highres_demo" if source == "demo" else "highres"
     return merge(layered(read_recipe(shipped), asked, command, shipped), {"data": {"source": source}})
 

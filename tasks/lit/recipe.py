@@ -11,6 +11,7 @@ from dpn_cli.arch import SIZES, check_image_size, nearest, parse_arch
 from dpn_cli.errors import DpnError
 from dpn_cli.home import find_weights, home
 from dpn_cli.recipe import About, Backbone, Optim, Plain, Positive, Runtime, Schedule, Section, merge, read_recipe
+from dpn_cli.supervised.recipe import last_given, layered
 
 
 class Data(Section):
@@ -70,23 +71,12 @@ class LitRecipe(Section):
 def resolve(config: str | None, flags: Mapping[str, Any], settings: Mapping[str, Any]) -> Plain:
     """Merge the layers of the recipe; without data it becomes the demo's.
 
-    A duration that is given brings its warm-up along, in the recipe's proportion, unless that is given too.
-    Raises `DpnError` when steps and epochs are both given.
+    Raises `DpnError` as `layered` does.
     """
-    asked = merge(read_recipe(config) if config else {}, flags, settings)
-    for section in ("data", "schedule", "backbone"):
-        if not isinstance(asked.get(section, {}), dict):
-            raise DpnError(f"{section}: a section of keys, not a value; see dpn recipes show lit")
-    schedule = asked.get("schedule", {})
-    if "steps" in schedule and asked.get("epochs") is not None:
-        raise DpnError(f"--steps {schedule['steps']} and --epochs {asked['epochs']}: give one of them")
-    source = asked.get("data", {}).get("source") or "demo"
-    base = read_recipe("lit_demo" if source == "demo" else "lit")
-    shorter: Plain = {}
-    if isinstance(schedule.get("steps"), int):
-        whole = base["schedule"]
-        shorter = {"schedule": {"warmup": int(schedule["steps"] * whole["warmup"] / whole["steps"])}}
-    return merge(base, shorter, asked, {"data": {"source": source}})
+    file, command = read_recipe(config) if config else {}, merge(flags, settings)
+    source = last_given("data", "source", file, command) or "demo"
+    shipped = "lit_demo" if source == "demo" else "lit"
+    return merge(layered(read_recipe(shipped), file, command, shipped), {"data": {"source": source}})
 
 
 def settle(recipe: LitRecipe, demo_checkpoint: str | None = None) -> LitRecipe:

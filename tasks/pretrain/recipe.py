@@ -12,7 +12,7 @@ from dpn_cli.arch import check_image_size, did_you_mean, parse_arch
 from dpn_cli.errors import DpnError
 from dpn_cli.home import find_data
 from dpn_cli.recipe import Plain, Section, build, from_flags, merge, read_recipe
-from dpn_cli.supervised.recipe import SupervisedRecipe, layered
+from dpn_cli.supervised.recipe import SupervisedRecipe, last_given, layered
 from tasks.pretrain.table import APPENDIX_C, LEVELS, PAPER, SHORT, augmented, regularized
 
 RECIPES = {"imagenet": "pretrain", "sun397": "pretrain_sun397"}
@@ -61,8 +61,8 @@ def resolve(
     if name not in RECIPES:
         raise DpnError(f"--recipe {name!r}: choose {' or '.join(RECIPES)}{did_you_mean(name, RECIPES)}")
     file, command = read_recipe(config) if config else {}, merge(flags, settings)
-    given = _last("data", "source", file, command)
-    arch = _last("backbone", "arch", file, command)
+    given = last_given("data", "source", file, command)
+    arch = last_given("backbone", "arch", file, command)
     source = given or find_data(name)
     demo = source in ("demo", DEMO_OBJECTS)
     if demo and name != "imagenet":
@@ -87,12 +87,6 @@ def resolve(
     if plain.get("stages"):
         _check_searched(plain, command)
     return merge(plain, {"data": {"source": DEMO_OBJECTS if demo else source}})
-
-
-def _last(section: str, key: str, *layers: Plain) -> Any:
-    """Return the value that the last layer with one gives a key."""
-    sections = [layer.get(section) for layer in layers]
-    return next((each[key] for each in reversed(sections) if isinstance(each, dict) and each.get(key)), None)
 
 
 def _check_searched(plain: Plain, command: Plain) -> None:

@@ -25,6 +25,7 @@ from dpn_cli.recipe import (
     merge,
     read_recipe,
 )
+from dpn_cli.supervised.recipe import last_given, layered
 
 ADE20K = "ADEChallengeData2016"
 MOST_CLASSES = 254
@@ -113,26 +114,17 @@ def resolve(recipe: str, config: str | None, flags: Mapping[str, Any], settings:
     """Merge the layers over the command's `recipe` (``ade20k`` or ``segment``); without data it becomes the demo's.
 
     Steps that are given replace epochs, and shorten a warm-up to a tenth of them.
-    Raises `DpnError` when steps and epochs are both given, or a folder's command has no data.
+    Raises `DpnError` as `layered` does, and when a folder's command has no data.
     """
-    asked = merge(read_recipe(config) if config else {}, flags, settings)
-    for section in ("data", "backbone", "schedule"):
-        if not isinstance(asked.get(section, {}), dict):
-            raise DpnError(f"{section}: a section of keys, not a value; see dpn recipes show {recipe}")
-    steps = asked.get("schedule", {}).get("steps")
-    if steps is not None and asked.get("epochs") is not None:
-        raise DpnError(f"--steps {steps} and --epochs {asked['epochs']}: give one of them")
-    source = asked.get("data", {}).get("source") or (find_data(ADE20K) if recipe == "ade20k" else None)
+    file, command = read_recipe(config) if config else {}, merge(flags, settings)
+    source = last_given("data", "source", file, command) or (find_data(ADE20K) if recipe == "ade20k" else None)
     if source is None:
         raise DpnError(
             "--data: which data set? A folder with images/{training,validation} and annotations/{training,validation}, "
             "hf:OWNER/NAME, or demo"
         )
-    base = read_recipe("ade20k_demo" if source == "demo" else recipe)
-    if isinstance(steps, int):
-        base["epochs"] = None
-        base["schedule"]["warmup"] = min(base["schedule"]["warmup"], steps // 10)
-    return merge(base, asked, {"data": {"source": source}})
+    shipped = "ade20k_demo" if source == "demo" else recipe
+    return merge(layered(read_recipe(shipped), file, command, shipped), {"data": {"source": source}})
 
 
 def settle(recipe: SegmentRecipe, demo_checkpoint: str | None = None) -> SegmentRecipe:
