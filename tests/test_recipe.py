@@ -164,7 +164,7 @@ def test_the_demo_fits_its_recipe_to_the_network(arch: str, size: int, steps: in
 @pytest.mark.parametrize("task", ["lit", "segment", "highres"])
 def test_the_steps_of_a_command_win_over_the_epochs_of_a_file(task: str, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("epochs: 9\nbackbone: {arch: B/16}\ndata: {source: x}\n")
-    asked = str(tmp_path / "mine.yaml"), {"schedule": {"steps": 1000}}, {}
+    asked: Any = str(tmp_path / "mine.yaml"), {"schedule": {"steps": 1000}}, {}
     plain = {
         "lit": lambda: lit_recipe.resolve(*asked),
         "segment": lambda: segment_recipe.resolve("segment", *asked),
