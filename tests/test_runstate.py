@@ -84,3 +84,18 @@ def test_records_after_the_resumed_step_are_written_again(tmp_path: Path) -> Non
         file.write('{"step": 4, "lo')  # killed in the middle of a line
     log.truncate(2)
     assert [json.loads(line)["step"] for line in log.path.read_text().splitlines()] == [1, 2]
+
+
+def test_an_evaluation_that_will_be_done_again_leaves_the_log(tmp_path: Path) -> None:
+    records = [
+        {"step": 2, "lr": 0.1},
+        {"step": 2, "accuracy": 1.0},
+        {"step": 4, "lr": 0.1},
+        {"step": 4, "accuracy": 2.0},
+    ]
+    for evaluated, kept in ((True, 4), (False, 3)):
+        log = MetricsLog(tmp_path / f"{evaluated}.jsonl")
+        for record in (*records, {"step": 5, "lr": 0.1}):
+            log.write(record)
+        log.truncate(4, evaluated=evaluated)
+        assert log.records() == records[:kept]
