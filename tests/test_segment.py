@@ -145,9 +145,8 @@ def test_epochs_scale_with_the_images_that_are_left() -> None:
     steps = {images: in_steps(built, images).schedule.steps for images in (1263, 2526, 5052, 10105, 20210)}
     assert list(steps.values()) == [9984, 20096, 40320, 80768, 161_664]
     assert resolve("segment", None, {"data": {"source": "x"}, "schedule": {"steps": 5}}, {})["epochs"] is None
-    assert (
-        resolve("ade20k", None, {"data": {"source": "demo"}, "schedule": {"steps": 30}}, {})["schedule"]["warmup"] == 3
-    )
+    shorter = resolve("ade20k", None, {"data": {"source": "demo"}, "schedule": {"steps": 240}}, {})["schedule"]
+    assert (shorter["steps"], shorter["warmup"]) == (240, 10)  # the demo's 50 of 1,200, kept as a share
     with pytest.raises(DpnError, match="--steps 5 and --epochs 2: give one of them"):
         resolve("ade20k", None, {"schedule": {"steps": 5}, "epochs": 2}, {})
 
