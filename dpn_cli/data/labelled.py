@@ -77,7 +77,7 @@ def decode(image: Image.Image, where: str) -> Pixels:
             if image.mode.startswith("I"):  # PIL would clip 16-bit values instead of scaling them
                 grey = (np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8)
                 return np.repeat(grey[..., None], 3, axis=2)
-            return np.asarray(image.convert("RGB"))
+            return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise unreadable(where, error) from error
 

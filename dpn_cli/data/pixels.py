@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -46,9 +47,14 @@ def resize(pixels: Pixels, size: tuple[int, int]) -> Tensor:
     is cut off, not rounded. PIL and torchvision antialias; that is another operation.
     """
     image = rearrange(torch.from_numpy(pixels.copy()), "h w c -> 1 c h w")
-    if tuple(image.shape[-2:]) != tuple(size):
-        image = F.interpolate(image.float(), size, mode="bilinear", align_corners=False).clamp(0, 255).to(torch.uint8)
-    return image[0]
+    if tuple(image.shape[-2:]) == tuple(size):
+        return image[0]
+    return whole_levels(F.interpolate(image.float(), size, mode="bilinear", align_corners=False)[0])
+
+
+def whole_levels(image: Tensor) -> Tensor:
+    """Cut the fraction off grey levels in float32, on the CPU: NumPy's conversion takes a fifth of torch's time."""
+    return torch.from_numpy(image.numpy().astype(np.uint8))
 
 
 Item = tuple[Tensor, int] | DataError

@@ -20,7 +20,7 @@ from tasks.segment.labels import IGNORE, LabelRule
 from tasks.segment.pairs import Pairs
 from tasks.segment.transforms import Augmentation, augment, pad
 
-Example = tuple[Tensor, Tensor, Tensor] | DataError
+Example = tuple[Tensor, Tensor, Tensor, Tensor] | DataError
 
 
 class _Examples(Dataset[Example]):
@@ -35,7 +35,8 @@ class _Examples(Dataset[Example]):
         except DataError as error:
             return error  # raised in a worker process it would come back wrapped in that process's traceback
         draw = np.random.default_rng(fold(self.seed, step, place)).random
-        return pad(*augment(pixels, labels, self.how, draw), self.how.crop)
+        image, target, extent = pad(*augment(pixels, labels, self.how, draw), self.how.crop)
+        return image, target, extent, torch.tensor(float(np.count_nonzero(target.numpy() != IGNORE)))
 
 
 def _collate(examples: Sequence[Example]) -> list[Tensor] | DataError:
@@ -67,8 +68,8 @@ def segment_batches(
         for loaded in loader:
             if isinstance(loaded, DataError):
                 raise loaded
-            image, label, extent = (tensor.to(world.device, non_blocking=True) for tensor in loaded)
-            labelled = distributed.reduce_over_ranks((label != IGNORE).sum().float())
+            image, label, extent, known = (tensor.to(world.device, non_blocking=True) for tensor in loaded)
+            labelled = distributed.reduce_over_ranks(known.sum())
             valid = (labelled / batch_size).expand(len(label))
             yield {"image": image, "label": label, "extent": extent, "valid": valid}
 

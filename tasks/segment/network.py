@@ -86,4 +86,4 @@ def normalized(vit: Backbone, image: Tensor, extent: Tensor) -> Tensor:
     """Normalise uint8 images (b, 3, h, w) whose real size is `extent` (b, 2); padding becomes zero."""
     rows = torch.arange(image.shape[-2], device=image.device) < extent[:, :1]
     columns = torch.arange(image.shape[-1], device=image.device) < extent[:, 1:]
-    return vit.normalize(image).mul_((rows[:, None, :, None] & columns[:, None, None, :]).float())
+    return vit.normalize(image).mul_(rows[:, None, :, None] & columns[:, None, None, :])

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dpn_cli.data.crops import Box, Size
 from dpn_cli.data.labelled import Pixels
+from dpn_cli.data.pixels import whole_levels
 from tasks.segment.labels import IGNORE, Labels
 
 Draw = Callable[[], float]
@@ -69,16 +70,15 @@ def augment(pixels: Pixels, labels: Labels, how: Augmentation, draw: Draw) -> tu
     ratio = how.ratio[0] + draw() * (how.ratio[1] - how.ratio[0])
     longest, shortest = int(how.scale[0] * ratio), int(how.scale[1] * ratio)
     size = fit_into((pixels.shape[0], pixels.shape[1]), longest, shortest)
-    box = _crop_box(labels, size, how, draw)
-    top, left, height, width = box
-    target = torch.from_numpy(crop_labels(labels, size, box))
+    (top, left, height, width), cropped = _crop(labels, size, how, draw)
+    target = torch.from_numpy(cropped)
     image = resize_image(pixels, size)[:, top : top + height, left : left + width]
     if draw() < 0.5:
         image, target = image.flip(-1), target.flip(-1)
     return photometric_distortion(image, draw) if how.photometric else image, target
 
 
-def _crop_box(labels: Labels, size: Size, how: Augmentation, draw: Draw) -> Box:
+def _crop(labels: Labels, size: Size, how: Augmentation, draw: Draw) -> tuple[Box, Labels]:
     """Draw crops until one has two classes and none of them covers `cat_max` of it, or the tries are used up."""
     height, width = min(how.crop[0], size[0]), min(how.crop[1], size[1])
 
@@ -86,14 +86,14 @@ def _crop_box(labels: Labels, size: Size, how: Augmentation, draw: Draw) -> Box:
         top = int(draw() * (size[0] - height + 1))
         return top, int(draw() * (size[1] - width + 1)), height, width
 
+    for _ in range(CROP_TRIES if how.cat_max < 1 else 0):
+        chosen = box()
+        cropped = crop_labels(labels, size, chosen)
+        counts = torch.bincount(torch.from_numpy(cropped).flatten(), minlength=IGNORE + 1)[:IGNORE]  # NumPy's is slower
+        if counts.count_nonzero() > 1 and int(counts.max()) / int(counts.sum()) < how.cat_max:
+            return chosen, cropped
     chosen = box()
-    if how.cat_max < 1:
-        for _ in range(CROP_TRIES):
-            counts = np.bincount(crop_labels(labels, size, chosen).ravel(), minlength=IGNORE + 1)[:IGNORE]
-            if (counts > 0).sum() > 1 and counts.max() / counts.sum() < how.cat_max:
-                break
-            chosen = box()
-    return chosen
+    return chosen, crop_labels(labels, size, chosen)
 
 
 def photometric_distortion(image: Tensor, draw: Draw) -> Tensor:
@@ -108,7 +108,7 @@ def photometric_distortion(image: Tensor, draw: Draw) -> Tensor:
     def between(low: float, high: float) -> float:
         return low + draw() * (high - low)
 
-    x = image.float().contiguous()
+    x = image.contiguous().float()
     if happens():
         x = (x + between(-BRIGHTNESS, BRIGHTNESS)).clamp_(0, 255).floor_()
     contrast_first = happens()
@@ -120,7 +120,7 @@ def photometric_distortion(image: Tensor, draw: Draw) -> Tensor:
         x = turn_hue(x, int(draw() * 2 * HUE) - HUE)
     if not contrast_first and happens():
         x = (x * between(*CONTRAST)).clamp_(0, 255).floor_()
-    return torch.from_numpy(x.numpy().astype(np.uint8))  # five times as fast as torch's own conversion
+    return whole_levels(x)
 
 
 def scale_saturation(rgb: Tensor, factor: float) -> Tensor:
