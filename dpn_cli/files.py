@@ -6,12 +6,46 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-from dpn_cli.errors import SaveError
+from dpn_cli.errors import DpnError, SaveError
+
+# Seconds after which a claimed folder is given up: worker processes notice within five that their run was killed.
+PATIENCE = 10.0
+
+
+@contextlib.contextmanager
+def claimed(folder: Path, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
+    """Keep other processes that claim a folder out of it, by a locked file beside it.
+
+    Raises `DpnError` when another process is still in it after `PATIENCE`; with `on_wait` that is called instead, and
+    waiting goes on. Nobody is kept out where the system gives no locks, or no right to make the file.
+    """
+    folder = folder.absolute()
+    lock = FileLock(folder.with_name(f".{folder.name}.lock"))
+    with contextlib.suppress(OSError):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        while not lock.is_locked:
+            try:
+                lock.acquire(timeout=PATIENCE)
+            except Timeout as error:
+                if on_wait is None:
+                    raise DpnError(
+                        f"{folder}: another process is at work in this folder; wait until it has ended, or name "
+                        "another folder"
+                    ) from error
+                on_wait()
+    try:
+        yield
+    finally:
+        if lock.is_locked:
+            with contextlib.suppress(OSError):
+                Path(lock.lock_file).unlink()  # still held: who waits for it sees that it is gone, and makes a new one
+            lock.release()
 
 
 def file_digest(path: Path) -> str:

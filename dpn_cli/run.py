@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from dpn_cli import stopping
 from dpn_cli.console import Console
 from dpn_cli.distributed import World, from_leader, join
 from dpn_cli.errors import DpnError, StoppedError
+from dpn_cli.files import claimed
 from dpn_cli.recipe import Section
 from dpn_cli.runstate import RunFolder
 
@@ -31,11 +33,11 @@ def run_in_folder(
 
     None on ranks that do not lead, and after a dry run. Raises `DpnError` and its kin.
     """
-    with stopping.listen(), join(device) as world:
+    with stopping.listen(), join(device) as world, ExitStack() as claims:
         if dry_run:
             dry_run(world)
             return None
-        folder = open_folder(path, recipe, world, resume=resume, overwrite=overwrite)
+        folder = open_folder(path, recipe, world, resume=resume, overwrite=overwrite, claims=claims)
         result = folder.result
         if result is None:
             console.info(f"run folder {path}")
@@ -52,11 +54,18 @@ def run_in_folder(
         return result if world.leads else None
 
 
-def open_folder(path: Path, recipe: Section, world: World, *, resume: bool, overwrite: bool) -> RunFolder:
-    """Open a run folder on rank 0 and tell all ranks how that went. Raises as `RunFolder.open` does."""
+def open_folder(
+    path: Path, recipe: Section, world: World, *, resume: bool, overwrite: bool, claims: ExitStack | None = None
+) -> RunFolder:
+    """Open a run folder on rank 0 and tell all ranks how that went; no other process may use it until `claims` closes.
+
+    Raises as `RunFolder.open` does, and `DpnError` for a folder in which another process is at work.
+    """
     problem: DpnError | None = None
     if world.leads:
         try:
+            if claims:
+                claims.enter_context(claimed(path))
             RunFolder.open(path, recipe.model_dump(mode="json"), resume=resume, overwrite=overwrite)
         except DpnError as error:
             problem = error

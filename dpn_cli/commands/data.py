@@ -65,6 +65,7 @@ def pack(
         from dpn_cli import stopping
         from dpn_cli.data.classified import Source, check_classes, hash_order, open_split, own_splits
         from dpn_cli.data.pack import Packing, pack
+        from dpn_cli.files import claimed
 
         console = Console(quiet=quiet)
         source = Source(data, image_column=image_column, label_column=label_column)
@@ -77,7 +78,7 @@ def pack(
         for name in found:
             check_classes(source, found["train"][1], found[name][1])
         packing = Packing(None if size == "keep" else int(size), how, quality)
-        with stopping.listen():
+        with stopping.listen(), claimed(out):
             manifest = pack(
                 {name: (split, hash_order(split)) for name, (split, _) in found.items()},
                 found["train"][1],

@@ -12,6 +12,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from dpn_cli.console import LINE_EVERY, Console
 from dpn_cli.data.pixels import augment, resize, stream
 from dpn_cli.distributed import World
 from dpn_cli.errors import DataError
-from dpn_cli.files import replace_json
+from dpn_cli.files import claimed, replace_json
 from dpn_cli.seeds import fold
 from tasks.lit.arrays import facts_of, save_array
 from tasks.lit.captions import Captioned
@@ -131,6 +132,19 @@ def cached_features(data: Captioned, wanted: Wanted, root: Path, world: World, c
         "dtype": "float16",
     }
     folder = root / hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+    def wait() -> None:
+        stopping.check_here()
+        console.info(f"waiting for another process, which encodes images into {folder}")
+
+    with claimed(folder, wait) if world.leads else nullcontext():
+        return _encoded(folder, facts, data, wanted, world, console)
+
+
+def _encoded(
+    folder: Path, facts: dict[str, Any], data: Captioned, wanted: Wanted, world: World, console: Console
+) -> Features:
+    """Return the features of a cache's folder, after encoding what is not there yet."""
     if world.leads:
         _check_folder(folder, facts, data, wanted, console)
     files = [_file(folder, number) for number in range(-(-len(data.captions) // SHARD))]

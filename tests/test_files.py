@@ -1,0 +1,87 @@
+"""Folders that two processes want at once."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dpn_cli import files
+from dpn_cli.cli import app
+from dpn_cli.errors import DpnError
+from dpn_cli.files import claimed
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from dpn_cli.files import claimed
+
+with claimed(Path(sys.argv[1])):
+    print("here", flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def another_process_in(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout
+        assert other.stdout.readline() == "here\n"
+        yield other
+        other.kill()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "PATIENCE", 0.0)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_folder_belongs_to_one_process_until_it_ends_or_dies(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "run"
+    with another_process_in(folder) as other:
+        with pytest.raises(DpnError, match="run: another process is at work"), claimed(folder):
+            pytest.fail("two processes are in one folder")
+        with claimed(folder.with_name("other run")):
+            pass
+        other.send_signal(signal.SIGKILL)
+        other.wait()
+        with claimed(folder):
+            assert [path.name for path in folder.parent.iterdir()] == [".run.lock"]
+    assert not list(folder.parent.iterdir())
+
+
+@pytest.mark.usefixtures("impatient")
+def test_who_waits_gets_the_folder_when_it_is_free(tmp_path: Path) -> None:
+    with another_process_in(tmp_path / "cache") as other:
+        waits = []
+
+        def wait() -> None:
+            waits.append(1)
+            other.kill()
+            other.wait()
+
+        with claimed(tmp_path / "cache", wait):
+            assert waits
+
+
+@pytest.mark.usefixtures("impatient")
+def test_commands_leave_a_folder_in_use_alone(tmp_path: Path) -> None:
+    commands = {
+        "finetune highres --data demo --arch mu/8 --checkpoint none --steps 1 --overwrite -o": tmp_path / "run",
+        "data pack --data demo --out": tmp_path / "packed",
+    }
+    for command, folder in commands.items():
+        with another_process_in(folder):
+            done = CliRunner().invoke(app, [*command.split(), str(folder)])
+            assert done.exit_code == 2
+            assert "another process is at work in this folder" in done.stderr
+            assert not folder.exists()
