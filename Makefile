@@ -9,7 +9,7 @@ demo: $(VENV)/.installed
 	$(RUN)/dpn finetune vtab --data demo --compare none,dpn --overwrite
 
 test: $(VENV)/.installed
-	$(RUN)/python -m pytest
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(VENV)/.installed
 	$(RUN)/ruff check .
