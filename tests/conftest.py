@@ -23,12 +23,13 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 @pytest.fixture(autouse=True)
-def _own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _same_start(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     home = tmp_path_factory.mktemp("home")
     for name in ("DPN_HOME", "HF_HOME", "HF_DATASETS_CACHE"):
         monkeypatch.setenv(name, str(home / name.lower()))
     monkeypatch.delenv("DPN_DATA_DIR", raising=False)
     threads = torch.get_num_threads()
+    torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)
 
@@ -68,6 +69,25 @@ def write_task(folder: Path, images: Arrays, labels: Arrays) -> Path:
     return folder
 
 
+def pictures(root: Path, classes: int = 3, each: int = 5, size: tuple[int, int] = (50, 40)) -> Path:
+    """Smooth pictures whose colour tells the class, as JPEG."""
+    g = np.random.default_rng(0)
+    for label in range(classes):
+        (root / f"class{label}").mkdir(parents=True)
+        for number in range(each):
+            patches = g.integers(0, 90, (4, 4, 3), dtype=np.uint8)
+            patches[..., label % 3] += 150
+            picture = Image.fromarray(patches).resize(size, Image.Resampling.BICUBIC)
+            picture.save(root / f"class{label}" / f"{number:03d}.jpg", quality=95)
+    return root
+
+
+@pytest.fixture(scope="session")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three classes of 30 pictures."""
+    return pictures(tmp_path_factory.mktemp("photos"), classes=3, each=30)
+
+
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """scikit-learn's handwritten digits as the svhn folder of a VTAB-1k: 800 / 200 / 797 images of 8 x 8."""
@@ -84,3 +104,14 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {name: data.target[order][cut] for name, cut in cuts.items()},
     )
     return root
+
+
+@pytest.fixture
+def toy(digits: Path) -> Callable[..., dict[str, Any]]:
+    """Run the VTAB command's toy recipe on the handwritten digits."""
+    from test_vtab import run
+
+    def go(output: Path, *settings: str, **arguments: Any) -> dict[str, Any]:
+        return run(digits, output, "data.tasks=svhn", *settings, **arguments)
+
+    return go

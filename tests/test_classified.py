@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import pictures
 from PIL import Image
-from test_loader import pictures
 from timm.data import ImageNetInfo
 
 from dpn_cli.data.classified import (

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import run_ranks
+from conftest import pictures, run_ranks
 from test_engine import loss_fn, random_batches, small
-from test_loader import pictures
 from test_vtab import run
 
 from dpn_cli import distributed, engine

@@ -23,7 +23,7 @@ from dpn_cli.backbone import Backbone, load_backbone
 from dpn_cli.console import Tick
 from dpn_cli.distributed import World
 from dpn_cli.engine import Batch, Outputs, Training
-from dpn_cli.errors import DpnError, NonFiniteError, OutOfMemoryError, StoppedError
+from dpn_cli.errors import NonFiniteError, StoppedError
 from dpn_cli.losses import sigmoid_xent
 from dpn_cli.memory import MicroBatch
 from dpn_cli.recipe import Optim, Runtime, Schedule
@@ -177,52 +177,6 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(optim: Optim, tmp_pa
     assert same(whole, resumed)
 
 
-def test_accumulated_micro_batches_give_the_gradient_of_the_batch() -> None:
-    models = [small(), small(), small()]
-    for model, size in zip(models, (8, 3, 1), strict=True):
-        train(model, 5, micro=MicroBatch(size))
-    for name, value in models[0].state_dict().items():
-        for other in models[1:]:
-            torch.testing.assert_close(other.state_dict()[name], value, atol=1e-6, rtol=1e-5)
-
-
-def test_running_out_of_memory_halves_the_micro_batch_and_keeps_the_batch() -> None:
-    most = 2
-    warnings: list[str] = []
-
-    def hungry(model: nn.Module, batch: Batch) -> Tensor:
-        loss = loss_fn(model, batch)
-        if len(batch["image"]) > most:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return loss
-
-    model, reference, micro = small(), small(), MicroBatch(8)
-    result = train(model, 4, loss=hungry, micro=micro, outputs=Outputs(warn=warnings.append))
-    train(reference, 4, micro=MicroBatch(2))
-    assert (micro.size, result.micro_batch) == (2, 2)
-    assert same(model, reference)
-    assert [text for text in warnings if "micro-batches of 2 from here on, the batch stays 8" in text]
-
-
-def test_running_out_of_memory_with_one_image_is_an_error_of_its_own() -> None:
-    def hopeless(model: nn.Module, batch: Batch) -> Tensor:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
-
-    with pytest.raises(OutOfMemoryError, match="one image at a time") as caught:
-        train(small(), loss=hopeless, outputs=Outputs(warn=lambda text: None))
-    assert caught.value.exit_code == 4
-    with pytest.raises(OutOfMemoryError, match="--micro-batch-size 2"):
-        train(small(), loss=hopeless, micro=MicroBatch(4, fixed=True))
-
-
-def test_other_errors_are_not_taken_for_memory() -> None:
-    def wrong(model: nn.Module, batch: Batch) -> Tensor:
-        raise RuntimeError("shape mismatch")
-
-    with pytest.raises(RuntimeError, match="shape mismatch"):
-        train(small(), loss=wrong)
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_loss_that_is_no_number_stops_before_the_update(value: float) -> None:
     def spoiled(model: nn.Module, batch: Batch) -> Tensor:
@@ -317,28 +271,6 @@ def test_learning_rate_and_wait_share_are_logged(tmp_path: Path) -> None:
     assert [record["lr"] for record in records[:4]] == pytest.approx([0, 0.1, 0.075, 0.025])
     assert all(0 <= record["wait_share"] <= 1 for record in records[:4])
     assert records[4] == {"step": 4, "accuracy": 12.5}
-
-
-def test_a_batch_that_ranks_cannot_share_is_refused() -> None:
-    with pytest.raises(DpnError, match="--batch-size 8: not divisible by the 3 ranks; use 6"):
-        engine.fit(
-            small(),
-            loss_fn,
-            random_batches(),
-            None,
-            Training(Optim(), Schedule(steps=1), 0.1, 8, 0),
-            Runtime(),
-            World(0, 3, torch.device("cpu")),
-            Outputs(),
-            MicroBatch(8),
-        )
-
-
-def test_automatic_micro_batches_fit_a_cpu_and_respect_the_recipe() -> None:
-    large = load_backbone("Ti/16", image_size=224)
-    assert MicroBatch.choose(Runtime(), 512, large, torch.device("cpu")).size == 16
-    assert MicroBatch.choose(Runtime(), 512, small(), torch.device("cpu")).size == 512
-    assert MicroBatch.choose(Runtime(micro_batch_size=7), 512, large, torch.device("cpu")) == MicroBatch(7, True)
 
 
 def test_precision_follows_the_recipe_and_the_device() -> None:

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import timm
 import torch
-from conftest import GOLDENS
+from conftest import GOLDENS, pictures
 from safetensors.torch import load_file
 from test_cli import run
-from test_loader import pictures
 from timm.optim import param_groups_layer_decay
 from torch import nn
 

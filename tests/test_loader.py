@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from conftest import Arrays
+from conftest import Arrays, pictures
 from PIL import Image
 
 from dpn_cli.data.classified import ClassFolders
@@ -24,19 +24,6 @@ from dpn_cli.errors import DataError
 
 CPU = torch.device("cpu")
 ALONE = World(0, 1, CPU)
-
-
-def pictures(root: Path, classes: int = 3, each: int = 5, size: tuple[int, int] = (50, 40)) -> Path:
-    """Smooth pictures whose colour tells the class, as JPEG."""
-    g = np.random.default_rng(0)
-    for label in range(classes):
-        (root / f"class{label}").mkdir(parents=True)
-        for number in range(each):
-            patches = g.integers(0, 90, (4, 4, 3), dtype=np.uint8)
-            patches[..., label % 3] += 150
-            picture = Image.fromarray(patches).resize(size, Image.Resampling.BICUBIC)
-            picture.save(root / f"class{label}" / f"{number:03d}.jpg", quality=95)
-    return root
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import pictures
 from PIL import Image
 from test_cli import run
-from test_loader import pictures
 
 from dpn_cli import stopping
 from dpn_cli.data import pack as packs

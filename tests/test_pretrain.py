@@ -7,23 +7,20 @@ import dataclasses
 import itertools
 import json
 import math
-import re
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import Arrays
+from conftest import Arrays, pictures
 from test_cli import run
-from test_loader import pictures
 from torch import Tensor, nn
 
 from dpn_cli import engine
 from dpn_cli import recipe as recipes
-from dpn_cli.arch import SIZES
 from dpn_cli.backbone import load_backbone
 from dpn_cli.classifier import load_classifier
 from dpn_cli.commands import tower
@@ -32,7 +29,7 @@ from dpn_cli.data.classified import ClassFolders, Part
 from dpn_cli.data.loader import Augmentation, crop_batches
 from dpn_cli.data.pixels import resize, rows_of_step
 from dpn_cli.distributed import World
-from dpn_cli.errors import DataError, DpnError, NonFiniteError, StoppedError
+from dpn_cli.errors import DataError, DpnError, StoppedError
 from dpn_cli.gradients import Gradients
 from dpn_cli.losses import LOSSES, sigmoid_xent
 from dpn_cli.memory import MicroBatch
@@ -40,11 +37,9 @@ from dpn_cli.recipe import Runtime
 from dpn_cli.runstate import RunFolder
 from dpn_cli.supervised import train as training
 from dpn_cli.supervised.command import open_data
-from dpn_cli.supervised.recipe import in_steps
-from dpn_cli.supervised.train import check_batch, load_network
+from dpn_cli.supervised.train import load_network
 from tasks.pretrain import command
-from tasks.pretrain.plan import describe, estimate, training_flops
-from tasks.pretrain.recipe import PretrainRecipe, cells, differences, resolve, settle
+from tasks.pretrain.recipe import PretrainRecipe, resolve, settle
 
 ALONE = World(0, 1, torch.device("cpu"))
 SMALL: dict[str, Any] = {
@@ -74,129 +69,6 @@ def train(recipe: PretrainRecipe, path: Path, **arguments: Any) -> dict[str, Any
     result = command.start(recipe, path, console=Console(quiet=True), **options)
     assert result is not None
     return result
-
-
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pictures(tmp_path_factory.mktemp("photos"), classes=3, each=30)
-
-
-@pytest.mark.parametrize(
-    ("arch", "randaugment", "mixup", "dropout", "drop_path", "pre_logits"),
-    [
-        ("Ti/16", (2, 0), 0.0, 0.0, 0.0, True),
-        ("S/32", (2, 15), 0.2, 0.0, 0.0, False),
-        ("S/16", (2, 15), 0.5, 0.0, 0.0, True),
-        ("B/32", (2, 15), 0.5, 0.1, 0.1, True),
-        ("B/16", (2, 15), 0.5, 0.1, 0.1, True),
-        ("L/16", (2, 15), 0.5, 0.1, 0.1, True),
-    ],
-)
-def test_the_recipe_is_appendix_c(
-    arch: str, randaugment: tuple[int, float], mixup: float, dropout: float, drop_path: float, pre_logits: bool
-) -> None:
-    recipe = built(arch)
-    assert (recipe.randaugment.layers, recipe.randaugment.magnitude) == randaugment
-    assert (recipe.mixup, recipe.backbone.dropout, recipe.backbone.drop_path) == (mixup, dropout, drop_path)
-    assert recipe.backbone.pre_logits == pre_logits
-    assert not recipe.backbone.drop_path_rescale
-    assert (recipe.lr, recipe.batch_size, recipe.loss, recipe.head_bias) == (1e-3, 4096, "sigmoid", -6.9)
-    optim = recipe.optim
-    assert (optim.name, optim.betas, optim.eps, optim.clip_norm) == ("adam", (0.9, 0.999), 1e-8, 1.0)
-    assert (optim.weight_decay, optim.decay_unit, optim.decay_mask) == (1e-4, "schedule", "kernels")
-    counted = in_steps(recipe, 1_268_355).schedule  # train[:99%]
-    assert (counted.steps, counted.warmup, counted.decay) == (92_897, 10_000, "cosine")
-    # One thing is not the paper's unless it is asked for.
-    assert differences(recipe) == ["optim.state_dtype: float32 (bfloat16)"]
-    assert differences(built(arch, optim={"state_dtype": "bfloat16"})) == []
-
-
-def test_presets_and_levels_say_what_differs() -> None:
-    parity: dict[str, Any] = {"optim": {"state_dtype": "bfloat16"}}
-    short = built("S/16", preset="short", **parity)
-    assert differences(short) == [
-        "epochs: 90.0 (300.0)",
-        "batch_size: 1024 (4096)",
-        "loss: softmax (sigmoid)",
-        "head_bias: 0.0 (-6.9)",
-        "randaugment.magnitude: 10.0 (15.0)",
-        "mixup: 0.2 (0.5)",
-    ]
-    assert in_steps(short, 1_268_355).schedule.steps == 111_477
-    assert differences(built("B/32", level="strong2", **parity)) == [
-        "randaugment.magnitude: 20.0 (15.0)",
-        "mixup: 0.8 (0.5)",
-    ]
-    assert differences(built("B/32", backbone={"stem": "rms"}, **parity)) == []
-    assert differences(built("B/32", data={"decode": "fast", "minival": 0.3}, **parity)) == [
-        "data.decode: fast (exact)",
-        "data.minival: 0.3 (None)",
-    ]
-    assert differences(built("S/8", level="medium2")) is None
-    fixed = built("B/32", schedule={"steps": 9290})
-    assert (fixed.epochs, fixed.schedule.warmup) == (None, 1000)
-    assert {"schedule.steps: 9290 (92897)", "epochs: None (300.0)"} < set(differences(fixed) or ())
-    both = built("S/16", preset="short", schedule={"steps": 929})
-    assert (both.epochs, both.schedule.warmup, both.batch_size) == (None, 100, 1024)
-    odd = built("H/14", level="light2", mixup=0.3)
-    assert (odd.randaugment.magnitude, odd.mixup, odd.backbone.dropout) == (10, 0.3, 0)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--arch", "S/16", "--steps", "5", "--epochs", "2"], "--steps 5 and --epochs 2.0: give one of them"),
-        (["--arch", "S/16", "--epochs", "2", "--set", "schedule.warmup=3"], "keeps its share of them; give --steps"),
-        (["--arch", "S/16", "--set", "data.minival=0.001"], r"fewer than 1 % of the images for minival: use at least"),
-        (["--arch", "S/16", "--eval-fewshot", "2", "--set", "data.minival=0"], "tested on minival, and there is none"),
-        (["--arch", "S/16", "--epochs", "1", "--set", "schedule.cooldown=9"], "cooldown and stairs count steps"),
-        (["--arch", "S/16", "--epochs", "inf"], "epochs: input should be a finite number"),
-        (["--arch", "S/16", "--set", "schedule.steps=20.0"], "schedule.steps: a whole number of steps .got 20.0"),
-        (["--arch", "S/16", "--set", "randaugment.magnitude=31"], "randaugment.magnitude: input should be less"),
-        (["sun397", "--arch", "S/16", "--epochs", "5"], "epochs=5.0: a sweep's stages decide it; change them"),
-        (["sun397", "--arch", "S/16", "--lr", "0.1"], "lr=0.1: a sweep's stages decide it"),
-        (["sun397", "--arch", "S/16", "--data", "demo"], "sun397 needs train/CLASS, val/CLASS and test/CLASS"),
-        (["--arch", "H/14"], "Appendix C has lines for .* only; say how strongly"),
-        ([], "--arch is needed: Ti/16"),
-        (["--arch", "S/16", "--augment", "medium3"], "choose one of none.*did you mean 'medium"),
-        (["--arch", "S/16", "--recipe", "sun397", "--preset", "short"], "shortens the recipe of ImageNet, not sun397"),
-        (["--arch", "S/16", "--set", "schedule=3"], "schedule: a section of keys, not a value"),
-        (["--arch", "S/16", "--preset", "long"], "--preset 'long': there is one, short"),
-        (["--arch", "S/16", "--recipe", "jft"], "--recipe 'jft': choose imagenet or sun397"),
-        (["sun397", "--recipe", "imagenet", "--arch", "S/16"], "give one of them"),
-        (["--arch", "S/16", "--image-size", "100"], "the patch 16x16 does not divide it"),
-        (["--arch", "B/32", "--micro-batch-size", "3", "-b", "16"], "does not divide the 16 images of a rank .* use 2"),
-    ],
-)
-def test_wrong_input_is_one_line(arguments: list[str], message: str, photos: Path, tmp_path: Path) -> None:
-    split = [] if "sun397" in arguments else ["--set", "data.val_fraction=0.2"]
-    done = run("pretrain", "--data", str(photos), "-o", str(tmp_path / "r"), *split, *arguments)
-    assert done.exit_code == 2, done.output
-    errors = [line for line in done.stderr.splitlines() if "error:" in line]
-    assert len(errors) == 1
-    assert re.search(message, errors[0]), errors
-
-
-def test_without_data_it_is_the_demo_unless_an_arch_was_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    recipe = recipes.build(PretrainRecipe, resolve("imagenet", None, None, None, {}, {}), "test")
-    assert (recipe.backbone.arch, recipe.data.source, recipe.demo) == ("nano/8", "demo:objects", True)
-    with pytest.raises(DpnError, match=r"no images to train B/16 on: neither \$DPN_DATA_DIR/imagenet nor ./imagenet"):
-        resolve("imagenet", None, None, None, {"backbone": {"arch": "B/16"}}, {})
-    asked = {"backbone": {"arch": "mu/8"}, "data": {"source": "demo"}}
-    assert resolve("imagenet", None, None, None, asked, {})["backbone"]["arch"] == "mu/8"
-
-
-def test_batches_are_divided_or_refused_never_rounded() -> None:
-    recipe = built("S/16", batch_size=100)
-    with pytest.raises(DpnError, match="--batch-size 100: not divisible by the 3 ranks; use 99"):
-        check_batch(recipe, World(0, 3, torch.device("cpu")))
-    micro = built("S/16", batch_size=96, runtime={"micro_batch_size": 20})
-    with pytest.raises(DpnError, match=r"20: does not divide the 48 images of a rank \(--batch-size 96 over 2 ranks\)"):
-        check_batch(micro, World(0, 2, torch.device("cpu")))
-    check_batch(built("S/16", batch_size=96, runtime={"micro_batch_size": 16}), World(0, 2, torch.device("cpu")))
 
 
 def test_the_first_loss_is_the_papers() -> None:
@@ -329,128 +201,6 @@ def test_too_few_images_for_a_probe_are_named_before_training(photos: Path, tmp_
         train(small(photos, fewshot=40), tmp_path / "run")
 
 
-@pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("places")
-    for split, each in (("train", 12), ("val", 4), ("test", 5)):
-        pictures(root / split, classes=3, each=each)
-    return root
-
-
-def sweep(places: Path, stages: Sequence[Mapping[str, Any]]) -> PretrainRecipe:
-    asked = recipes.merge(
-        SMALL, {"backbone": {"arch": "nano/8"}, "data": {"source": str(places), "val_fraction": None}, "stages": stages}
-    )
-    asked.pop("schedule")
-    asked.pop("lr")
-    asked["backbone"].pop("dropout")
-    return settle(recipes.build(PretrainRecipe, resolve("sun397", None, "none", None, asked, {}), "test"))
-
-
-def test_appendix_f_searches_what_the_paper_says() -> None:
-    flags = {"backbone": {"arch": "B/32"}, "data": {"source": "sun397"}}
-    recipe = settle(recipes.build(PretrainRecipe, resolve("sun397", None, None, None, flags, {}), "test"))
-    first, second, third = (list(cells(recipe, stage)) for stage in recipe.stages)
-    assert {(c.lr, c.optim.weight_decay, c.backbone.dropout) for _, c in first} == set(
-        itertools.product((1e-3, 3e-4, 1e-4), (0.03, 0.1), (0.0, 0.1))
-    )
-    assert {c.randaugment.layers for _, c in first} == {0}
-    assert {(c.mixup, c.randaugment.magnitude) for _, c in second} == set(
-        itertools.product((0.0, 0.2, 0.5), (0, 5, 10, 15))
-    )
-    assert [(name, c.epochs) for name, c in third] == [("only", 600)]
-    assert in_steps(third[0][1], 76_128).schedule.steps == 44_606
-
-
-def test_a_sweep_chooses_on_validation_and_scores_test_once(
-    places: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stages: list[dict[str, Any]] = [
-        {"epochs": 2, "grid": {"lr": [1e38, 3.5e-3, 1.5e-6]}},
-        {"epochs": 1, "grid": {"mixup": [0, 0.5]}},
-        {"epochs": 8},
-    ]
-    recipe, scored = sweep(places, stages), list[int]()
-    evaluate = training.evaluate
-
-    def watch(classifier: Any, split: Any, *arguments: Any) -> Any:
-        scored.append(len(split.labels))
-        return evaluate(classifier, split, *arguments)
-
-    monkeypatch.setattr(training, "evaluate", watch)
-    result = train(recipe, tmp_path / "sweep")
-    assert result["images"] == {"train": 36, "minival": 12, "val": 15}
-    assert scored.count(15) == 1
-    assert result["stages"][0]["top1"]["lr=1e+38"] is None  # its loss is no number
-    top1 = {name: value for name, value in result["stages"][0]["top1"].items() if value is not None}
-    assert result["stages"][0]["chosen"] == max(top1, key=lambda name: top1[name])
-    final = json.loads((tmp_path / "sweep" / "stage3" / "only" / "result.json").read_text())
-    assert final["top1"] == result["top1"]
-    chosen = load_classifier(str(tmp_path / "sweep" / "stage3" / "only")).facts["recipe"]
-    assert set(result["stages"][0]["top1"]) == {"lr=1.5e-06", "lr=0.0035", "lr=1e+38"}
-    assert f"lr={chosen['lr']:g}" == result["stages"][0]["chosen"] == "lr=0.0035"
-    assert f"mixup={chosen['mixup']:g}" == result["stages"][1]["chosen"]
-    assert load_classifier(str(tmp_path / "sweep" / result["weights"])).facts["minival_top1"] == final["minival_top1"]
-    kept = [str(path.parent.name) for path in (tmp_path / "sweep").rglob("weights.safetensors")]
-    assert kept == ["only"]
-    assert "stage 1, 3 runs of 2 epochs" in command.describe(result)
-    (tmp_path / "sweep" / "result.json").unlink()
-    scored.clear()
-    assert train(recipe, tmp_path / "sweep", resume=True)["top1"] == result["top1"]
-    assert not [count for count in scored if count == 15]
-
-
-def test_a_sweep_whose_runs_all_fail_says_so(places: Path, tmp_path: Path) -> None:
-    with pytest.raises(NonFiniteError, match="stage 1: every run ended with a loss that is no number; lower lr"):
-        train(sweep(places, [{"epochs": 2, "grid": {"lr": [1e38]}}, {"epochs": 1}]), tmp_path / "sweep")
-
-
-@pytest.mark.parametrize(
-    ("stages", "message"),
-    [
-        ([{"epochs": 1, "grid": {"lr": [1e-3, 1e-4]}}], "it is one training, not 2: empty its grid"),
-        ([{"epochs": 1, "grid": {"lrr": [1e-3]}}, {"epochs": 1}], "lrr: unknown key; did you mean 'lr'"),
-        ([{"epochs": 1, "grid": {"lr": [-1]}}, {"epochs": 1}], "lr: input should be greater than 0"),
-        ([{"epochs": 1, "grid": {"lr": []}}, {"epochs": 1}], "stages.0.grid.lr: .* at least 1 item"),
-        ([{"epochs": 1, "grid": {"lr": [0.5, 0.5]}}, {"epochs": 1}], "names a run twice"),
-    ],
-)
-def test_wrong_stages_are_named_before_training(places: Path, stages: list[dict[str, Any]], message: str) -> None:
-    with pytest.raises(DpnError, match=message):
-        sweep(places, stages)
-
-
-def test_a_sweep_needs_three_splits(photos: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no val and no test images; a sweep chooses on val and reports test"):
-        train(sweep(photos, [{"epochs": 1}]), tmp_path / "sweep")
-
-
-def test_the_plan_counts_what_the_network_multiplies() -> None:
-    recipe = built("S/16")
-    flops, parameters = training_flops(recipe, 1000)
-    size, tokens = SIZES["S"], 197
-    block = tokens * (4 * size.width**2 + 2 * size.width * size.mlp)
-    dense = size.depth * block + 196 * 768 * size.width + size.width**2 + size.width * 1000
-    attention = size.depth * 2 * tokens**2 * size.width
-    # Backward is twice forward; that of attention computes one of its two products again.
-    assert flops == pytest.approx(2 * (3 * dense + 3.5 * attention), rel=1e-3)
-    assert parameters == sum(p.numel() for p in load_network(recipe, 1000).parameters())
-    result = estimate(recipe, 1_268_355, here=False, ranks=8)
-    assert (result["steps"], result["images"]) == (92_897, 1_268_355)
-    assert result["flops"] == flops * 4096 * 92_897
-    seconds = result["hours_at_matrix_rate"] * 3600
-    assert seconds == pytest.approx(result["flops"] / result["matrix_flops_per_second"] / 8)
-    assert "92,897 steps of 4,096" in describe(result)
-
-
-def test_the_plan_reads_packed_and_other_data(photos: Path) -> None:
-    done = run("plan", "pretrain", "--arch", "Ti/16", "--data", str(photos), "--set", "data.val_fraction=0.5", "--json")
-    assert done.exit_code == 0, done.output
-    result = json.loads(done.stdout)
-    assert result["images"] == 41
-    assert result["steps"] == round(300 * 41 / 4096)
-
-
 def test_the_demo_trains_a_tower(tmp_path: Path) -> None:
     done = run("pretrain", "--data", "demo", "--steps", "3", "-b", "8", "-j", "0", "-o", str(tmp_path / "run"))
     assert done.exit_code == 0, done.output
@@ -539,33 +289,6 @@ def test_the_probe_is_tested_on_minival(tmp_path: Path) -> None:
         scores.append(trained.fewshot(5))
     assert scores[0] > 90
     assert scores[1] == pytest.approx(100 - scores[0])
-
-
-def test_appendix_f_is_what_its_recipe_says() -> None:
-    recipe = recipes.build(
-        PretrainRecipe,
-        resolve("sun397", None, None, None, {"backbone": {"arch": "B/32"}, "data": {"source": "sun397"}}, {}),
-        "test",
-    )
-    assert (recipe.optim.decay_unit, recipe.optim.clip_norm, recipe.optim.name) == ("lr", 1.0, "adam")
-    assert (recipe.head_bias, recipe.loss, recipe.batch_size) == (-6.0, "sigmoid", 1024)
-    assert recipe.backbone.pre_logits
-    assert (recipe.schedule.warmup, recipe.schedule.steps) == (4460, 44606)
-
-
-def test_recipes_that_dpn_wrote_can_be_given_back_and_flags_win(photos: Path, tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    whole = built("S/16")
-    path.write_text(recipes.dump(whole))
-    again = recipes.build(PretrainRecipe, resolve("imagenet", None, None, str(path), {}, {}), "test")
-    assert again == whole
-    shorter = recipes.build(
-        PretrainRecipe, resolve("imagenet", None, None, str(path), {"schedule": {"steps": 929}}, {}), "test"
-    )
-    assert (shorter.epochs, shorter.schedule.steps, shorter.schedule.warmup) == (None, 929, 100)
-    path.write_text("epochs: 9\nmixup: 0.9\nbatch_size: 64\nbackbone: {arch: S/16}\ndata: {source: x}\n")
-    strong = recipes.build(PretrainRecipe, resolve("imagenet", "short", "strong2", str(path), {}, {}), "test")
-    assert (strong.mixup, strong.batch_size, strong.epochs) == (0.8, 1024, 90)
 
 
 def test_a_signal_during_the_last_evaluation_loses_nothing(

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Arrays
+from conftest import Arrays, pictures
 from PIL import Image, ImageOps
 
 from dpn_cli.data import randaugment
@@ -89,7 +89,6 @@ def test_only_the_signed_operations_have_a_direction() -> None:
 
 
 def test_the_loader_mirrors_before_it_augments_whatever_the_workers(tmp_path: Path) -> None:
-    from test_loader import pictures
 
     split = ClassFolders(pictures(tmp_path))
     augmentation = Augmentation((24, 32), layers=2, magnitude=15)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import run_ranks
+from conftest import pictures, run_ranks
 from PIL import Image
 from safetensors.torch import load_file
 from test_cli import run
@@ -421,7 +421,6 @@ def test_other_runs_and_other_classes_are_refused(own: Path, tmp_path: Path) -> 
         train(recipe, tmp_path / "none")
     from test_highres import small as small_classifier
     from test_highres import train as train_classifier
-    from test_loader import pictures
 
     photos = pictures(tmp_path / "photos", classes=3, each=12)
     train_classifier(small_classifier(photos, schedule={"steps": 1}, data={"minival": 0.0}), tmp_path / "classifier")

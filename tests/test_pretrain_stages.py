@@ -1,0 +1,129 @@
+"""`dpn pretrain sun397`: Appendix F's stages, each with a grid, chosen on the validation split."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import pictures
+from test_pretrain import SMALL, train
+
+from dpn_cli import recipe as recipes
+from dpn_cli.classifier import load_classifier
+from dpn_cli.errors import DataError, DpnError, NonFiniteError
+from dpn_cli.supervised import train as training
+from dpn_cli.supervised.recipe import in_steps
+from tasks.pretrain import command
+from tasks.pretrain.recipe import PretrainRecipe, cells, resolve, settle
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("places")
+    for split, each in (("train", 12), ("val", 4), ("test", 5)):
+        pictures(root / split, classes=3, each=each)
+    return root
+
+
+def sweep(places: Path, stages: Sequence[Mapping[str, Any]]) -> PretrainRecipe:
+    asked = recipes.merge(
+        SMALL, {"backbone": {"arch": "nano/8"}, "data": {"source": str(places), "val_fraction": None}, "stages": stages}
+    )
+    asked.pop("schedule")
+    asked.pop("lr")
+    asked["backbone"].pop("dropout")
+    return settle(recipes.build(PretrainRecipe, resolve("sun397", None, "none", None, asked, {}), "test"))
+
+
+def test_appendix_f_searches_what_the_paper_says() -> None:
+    flags = {"backbone": {"arch": "B/32"}, "data": {"source": "sun397"}}
+    recipe = settle(recipes.build(PretrainRecipe, resolve("sun397", None, None, None, flags, {}), "test"))
+    first, second, third = (list(cells(recipe, stage)) for stage in recipe.stages)
+    assert {(c.lr, c.optim.weight_decay, c.backbone.dropout) for _, c in first} == set(
+        itertools.product((1e-3, 3e-4, 1e-4), (0.03, 0.1), (0.0, 0.1))
+    )
+    assert {c.randaugment.layers for _, c in first} == {0}
+    assert {(c.mixup, c.randaugment.magnitude) for _, c in second} == set(
+        itertools.product((0.0, 0.2, 0.5), (0, 5, 10, 15))
+    )
+    assert [(name, c.epochs) for name, c in third] == [("only", 600)]
+    assert in_steps(third[0][1], 76_128).schedule.steps == 44_606
+
+
+def test_a_sweep_chooses_on_validation_and_scores_test_once(
+    places: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages: list[dict[str, Any]] = [
+        {"epochs": 2, "grid": {"lr": [1e38, 3.5e-3, 1.5e-6]}},
+        {"epochs": 1, "grid": {"mixup": [0, 0.5]}},
+        {"epochs": 8},
+    ]
+    recipe, scored = sweep(places, stages), list[int]()
+    evaluate = training.evaluate
+
+    def watch(classifier: Any, split: Any, *arguments: Any) -> Any:
+        scored.append(len(split.labels))
+        return evaluate(classifier, split, *arguments)
+
+    monkeypatch.setattr(training, "evaluate", watch)
+    result = train(recipe, tmp_path / "sweep")
+    assert result["images"] == {"train": 36, "minival": 12, "val": 15}
+    assert scored.count(15) == 1
+    assert result["stages"][0]["top1"]["lr=1e+38"] is None  # its loss is no number
+    top1 = {name: value for name, value in result["stages"][0]["top1"].items() if value is not None}
+    assert result["stages"][0]["chosen"] == max(top1, key=lambda name: top1[name])
+    final = json.loads((tmp_path / "sweep" / "stage3" / "only" / "result.json").read_text())
+    assert final["top1"] == result["top1"]
+    chosen = load_classifier(str(tmp_path / "sweep" / "stage3" / "only")).facts["recipe"]
+    assert set(result["stages"][0]["top1"]) == {"lr=1.5e-06", "lr=0.0035", "lr=1e+38"}
+    assert f"lr={chosen['lr']:g}" == result["stages"][0]["chosen"] == "lr=0.0035"
+    assert f"mixup={chosen['mixup']:g}" == result["stages"][1]["chosen"]
+    assert load_classifier(str(tmp_path / "sweep" / result["weights"])).facts["minival_top1"] == final["minival_top1"]
+    kept = [str(path.parent.name) for path in (tmp_path / "sweep").rglob("weights.safetensors")]
+    assert kept == ["only"]
+    assert "stage 1, 3 runs of 2 epochs" in command.describe(result)
+    (tmp_path / "sweep" / "result.json").unlink()
+    scored.clear()
+    assert train(recipe, tmp_path / "sweep", resume=True)["top1"] == result["top1"]
+    assert not [count for count in scored if count == 15]
+
+
+def test_a_sweep_whose_runs_all_fail_says_so(places: Path, tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteError, match="stage 1: every run ended with a loss that is no number; lower lr"):
+        train(sweep(places, [{"epochs": 2, "grid": {"lr": [1e38]}}, {"epochs": 1}]), tmp_path / "sweep")
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ([{"epochs": 1, "grid": {"lr": [1e-3, 1e-4]}}], "it is one training, not 2: empty its grid"),
+        ([{"epochs": 1, "grid": {"lrr": [1e-3]}}, {"epochs": 1}], "lrr: unknown key; did you mean 'lr'"),
+        ([{"epochs": 1, "grid": {"lr": [-1]}}, {"epochs": 1}], "lr: input should be greater than 0"),
+        ([{"epochs": 1, "grid": {"lr": []}}, {"epochs": 1}], "stages.0.grid.lr: .* at least 1 item"),
+        ([{"epochs": 1, "grid": {"lr": [0.5, 0.5]}}, {"epochs": 1}], "names a run twice"),
+    ],
+)
+def test_wrong_stages_are_named_before_training(places: Path, stages: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(DpnError, match=message):
+        sweep(places, stages)
+
+
+def test_a_sweep_needs_three_splits(photos: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no val and no test images; a sweep chooses on val and reports test"):
+        train(sweep(photos, [{"epochs": 1}]), tmp_path / "sweep")
+
+
+def test_appendix_f_is_what_its_recipe_says() -> None:
+    recipe = recipes.build(
+        PretrainRecipe,
+        resolve("sun397", None, None, None, {"backbone": {"arch": "B/32"}, "data": {"source": "sun397"}}, {}),
+        "test",
+    )
+    assert (recipe.optim.decay_unit, recipe.optim.clip_norm, recipe.optim.name) == ("lr", 1.0, "adam")
+    assert (recipe.head_bias, recipe.loss, recipe.batch_size) == (-6.0, "sigmoid", 1024)
+    assert recipe.backbone.pre_logits
+    assert (recipe.schedule.warmup, recipe.schedule.steps) == (4460, 44606)
