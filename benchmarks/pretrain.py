@@ -2,8 +2,9 @@
 
     python benchmarks/pretrain.py [step|loader|packed ...] [--workers 1]
 
-Step: S/16 at 224 px, plain and DPN, 16 images, Adam; ours reads JPEGs and crops them, the bare loop has one batch of
-noise; augmentation off. Loaders: 500 x 375 JPEGs at quality 90, crops of 224, measured in turns in one process.
+Step: S/16 at 224 px, plain and DPN, 16 images, Adam, augmentation off: `fit` on one batch in memory and on JPEGs that
+another process decodes and crops, beside a bare loop on the batch in memory. Loaders: 500 x 375 JPEGs at quality 90,
+crops of 224, measured in turns in one process.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from dpn_cli.data.labelled import Labelled
 from dpn_cli.data.loader import Augmentation, crop_batches
 from dpn_cli.data.pack import Packed, Packing, pack
 from dpn_cli.distributed import World
-from dpn_cli.engine import Outputs, Training, fit
+from dpn_cli.engine import Batches, Outputs, Training, fit
 from dpn_cli.losses import sigmoid_xent
 from dpn_cli.memory import MicroBatch
 from dpn_cli.recipe import Optim, Runtime, Schedule
@@ -42,10 +43,9 @@ CPU = World(0, 1, torch.device("cpu"))
 ADAM = Optim(name="adam", weight_decay=1e-4, decay_unit="schedule")
 
 
-def trained(model: Backbone, folder: Labelled, steps: int) -> tuple[list[float], float]:
-    """Train on the folder; returns the seconds of every step, and the share that was spent waiting for data."""
+def trained(model: Backbone, batches: Batches, steps: int) -> tuple[list[float], float]:
+    """Train; returns the seconds of every step, and the share that was spent waiting for data."""
     times = [time.perf_counter()]
-    batches = crop_batches(folder, Augmentation((SIZE, SIZE)), ROWS, 0, CPU, workers=1)
 
     def loss(trainable: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         target = nn.functional.one_hot(batch["label"], CLASSES).float()
@@ -58,26 +58,33 @@ def trained(model: Backbone, folder: Labelled, steps: int) -> tuple[list[float],
 
 
 def step(folder: Labelled, rounds: int, steps: int) -> None:
-    """Print our images per second over those of a bare loop."""
+    """Print our images per second, from memory and from files, over those of a bare loop."""
     stock = timm.create_model("vit_small_patch16_224", num_classes=CLASSES)
     plain, dual = (load_backbone("S/16", stem=stem, num_classes=CLASSES) for stem in ("none", "dpn"))
     target = nn.functional.one_hot(torch.arange(ROWS), CLASSES).float()
     noise = {"image": torch.randn(ROWS, 3, SIZE, SIZE), "label": target}
+    memory = {"image": torch.randint(256, (ROWS, 3, SIZE, SIZE), dtype=torch.uint8), "label": torch.arange(ROWS)}
+    sources: dict[str, Batches] = {
+        "memory": lambda start: itertools.repeat(memory),
+        "JPEGs": crop_batches(folder, Augmentation((SIZE, SIZE)), ROWS, 0, CPU, workers=1),
+    }
     for label, model, other in (("plain, bare loop over timm's", plain, stock), ("DPN, over the same", dual, dual)):
         bare = bare_steps(other, noise, Runtime(), CPU.device)
-        times: tuple[list[float], list[float]] = ([], [])
-        waits = []
+        times: dict[str, list[float]] = {name: [] for name in ("bare", *sources)}
+        waits: dict[str, list[float]] = {name: [] for name in sources}
         for _ in range(rounds):
-            times[1].extend(bare(steps + 1)[1:])
-            seconds, wait = trained(model, folder, steps + 1)
-            times[0].extend(seconds[1:])
-            waits.append(wait)
-        first, second = (statistics.median(values) for values in times)
-        print(
-            f"S/16 {label}: {ROWS / first:.2f} : {ROWS / second:.2f} images/s = {second / first:.3f}; "
-            f"{statistics.median(waits):.1%} waiting for data, its start included",
-            flush=True,
-        )
+            times["bare"].extend(bare(steps + 1)[1:])
+            for name, batches in sources.items():
+                seconds, wait = trained(model, batches, steps + 1)
+                times[name].extend(seconds[1:])
+                waits[name].append(wait)
+        middle = {name: statistics.median(values) for name, values in times.items()}
+        for name in sources:
+            print(
+                f"S/16 {label}, from {name}: {ROWS / middle[name]:.2f} : {ROWS / middle['bare']:.2f} images/s = "
+                f"{middle['bare'] / middle[name]:.3f}; {statistics.median(waits[name]):.1%} waiting for data",
+                flush=True,
+            )
 
 
 def compare(kinds: dict[str, Callable[[], Iterator[Any]]], workers: int, rounds: int) -> None:
