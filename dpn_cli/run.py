@@ -64,7 +64,7 @@ def open_folder(
     problem: DpnError | None = None
     if world.leads:
         try:
-            if claims:
+            if claims is not None:
                 claims.enter_context(claimed(path))
             RunFolder.open(path, recipe.model_dump(mode="json"), resume=resume, overwrite=overwrite)
         except DpnError as error:
