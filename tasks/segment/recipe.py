@@ -25,7 +25,7 @@ from dpn_cli.recipe import (
     merge,
     read_recipe,
 )
-from dpn_cli.supervised.recipe import last_given, layered
+from dpn_cli.supervised.recipe import counted, last_given, layered
 
 ADE20K = "ADEChallengeData2016"
 MOST_CLASSES = 254
@@ -157,8 +157,11 @@ def settle(recipe: SegmentRecipe, demo_checkpoint: str | None = None) -> Segment
 
 
 def in_steps(recipe: SegmentRecipe, images: int) -> SegmentRecipe:
-    """Return the recipe with its duration in steps: App. G rounds the steps of an epoch down (20210 // 16 = 1263)."""
+    """Return the recipe with its duration in steps: App. G rounds the steps of an epoch down (20210 // 16 = 1263).
+
+    Raises `DpnError` as `counted` does.
+    """
     if recipe.epochs is None:
         return recipe
     steps = max(1, round(recipe.epochs * (images // recipe.batch_size)))
-    return recipe.model_copy(update={"schedule": recipe.schedule.model_copy(update={"steps": steps})})
+    return recipe.model_copy(update={"schedule": counted(recipe.schedule, steps)})
