@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
+from PIL import Image
 
 from dpn_cli import recipe as recipes
-from dpn_cli.errors import DpnError
-from tasks.segment.recipe import SegmentRecipe, in_steps, resolve
+from dpn_cli.errors import DataError, DpnError
+from tasks.segment.classes import classes_of
+from tasks.segment.labels import LabelRule
+from tasks.segment.pairs import FolderPairs
+from tasks.segment.recipe import Data, SegmentRecipe, in_steps, resolve
 
 
 def built(source: str, **changes: object) -> SegmentRecipe:
@@ -18,3 +25,42 @@ def test_the_warm_up_keeps_its_share_of_epochs() -> None:
     assert (schedule.steps, schedule.warmup) == (24, 1)  # the demo's 50 of 1200
     with pytest.raises(DpnError, match="decay_from, cooldown and stairs count steps"):
         in_steps(built("demo", epochs=1, schedule={"cooldown": 100}), 384)
+
+
+@pytest.mark.parametrize(
+    ("offset", "ignore", "message"),
+    [
+        (0, 0, "--ignore-label 0: this is class number 0 as well, as the 3 classes have 0…2"),
+        (1, 3, "--ignore-label 3: this is class number 2 as well"),
+        (65534, 0, "--label-offset 65534: the last class would be 65536; masks hold 65535 at most"),
+    ],
+)
+def test_a_value_stands_for_one_thing(offset: int, ignore: int, message: str) -> None:
+    with pytest.raises(DpnError, match=message):
+        LabelRule(3, offset, ignore)
+    assert LabelRule(3, 65533, 0).labels(np.array([65535], np.uint16), "").tolist() == [2]
+
+
+def test_class_names_are_read_as_editors_write_them(tmp_path: Path) -> None:
+    listed, data = tmp_path / "classes.txt", Data(source=str(tmp_path))
+    listed.write_bytes(b"\xef\xbb\xbfstra\xc3\x9fe\r\n sky \r\n\r\n")
+    assert [one.name for one in classes_of(data)] == ["straße", "sky"]
+    listed.write_bytes(b"stra\xdfe\nsky\n")
+    with pytest.raises(DataError, match=r"classes.txt: not text in UTF-8 \(.*0xdf"):
+        classes_of(data)
+
+
+def small_pairs(root: Path, names: list[str]) -> Path:
+    for kind, ending in (("images", ".png"), ("annotations", ".png")):
+        (root / kind / "training").mkdir(parents=True)
+        for name in names:
+            Image.new("L", (4, 3), 1).save(root / kind / "training" / f"{name}{ending}")
+    return root
+
+
+def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
+    root = small_pairs(tmp_path, ["a", "b.1", "b.2"])
+    assert list(FolderPairs(root, "training").names) == ["a", "b.1", "b.2"]
+    Image.new("RGB", (4, 3)).save(root / "images" / "training" / "a.jpg")
+    with pytest.raises(DataError, match=r"training/a.jpg and a.png: two files of one name"):
+        FolderPairs(root, "training")

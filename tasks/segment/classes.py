@@ -38,7 +38,10 @@ def classes_of(data: Data) -> tuple[Class, ...]:
     listed = Path(data.classes or Path(data.source or "") / "classes.txt").expanduser()
     if not listed.is_file():
         raise DpnError(f"--classes: the names of the classes are needed, one per line, in a file ({listed} is missing)")
-    names = [line.strip() for line in listed.read_text("utf-8").splitlines()]
+    try:
+        names = [line.strip() for line in listed.read_text("utf-8-sig").splitlines()]  # editors put a mark before it
+    except UnicodeDecodeError as error:
+        raise DataError(f"--classes {listed}: not text in UTF-8 ({error}); save it as such") from error
     while names and not names[-1]:
         names.pop()
     empty = [str(number) for number, name in enumerate(names, 1) if not name]
