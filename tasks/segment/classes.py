@@ -35,7 +35,7 @@ def classes_of(data: Data) -> tuple[Class, ...]:
         return tuple(Class(name, color_of(index)) for index, name in enumerate(MASK_CLASSES))
     if data.dataset == "ade20k":
         return ade20k()
-    listed = Path(data.classes or Path(data.source or "") / "classes.txt").expanduser()
+    listed = listed_in(data)
     if not listed.is_file():
         raise DpnError(f"--classes: the names of the classes are needed, one per line, in a file ({listed} is missing)")
     try:
@@ -50,6 +50,11 @@ def classes_of(data: Data) -> tuple[Class, ...]:
         problem = f"line {empty[0]} is empty" if empty else f"{twice[0]!r} stands there twice"
         raise DataError(f"--classes {listed}: {problem}; one class name per line")
     return tuple(Class(name, color_of(index)) for index, name in enumerate(names))
+
+
+def listed_in(data: Data) -> Path:
+    """Return the file that names the classes of a folder or hub data set, whether it is there or not."""
+    return Path(data.classes or Path(data.source or "") / "classes.txt").expanduser()
 
 
 def rule_of(data: Data) -> LabelRule:

@@ -1,0 +1,66 @@
+"""`segment eval` and `predict` on a network that nobody trained: places of data, places of reports, signals, memory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from test_cli import run
+from test_segment import NAMES, write_scenes
+
+from dpn_cli import stopping
+from dpn_cli.backbone import load_backbone
+from tasks.segment.classes import Class, color_of
+from tasks.segment.network import LinearSegmenter, initialize_head
+from tasks.segment.recipe import Data, Evaluation
+from tasks.segment.segmenter import Segmenter, save_segmenter
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with data, and a run that was trained on them when they were somewhere else."""
+    write_scenes(tmp_path / "data", {"training": 1, "validation": 3})
+    vit = load_backbone("mu/16", image_size=64, num_classes=len(NAMES), seed=1)
+    initialize_head(vit, "lecun_normal", 2)
+    classes = tuple(Class(name, color_of(index)) for index, name in enumerate(NAMES))
+    data = Data(source=str(tmp_path / "gone"), label_offset=1, ignore_label=0, scale=(256, 64))
+    segmenter = Segmenter(LinearSegmenter(vit, final_norm=False), classes, data, Evaluation(), {})
+    save_segmenter(segmenter, tmp_path / "run" / "weights.safetensors")
+    (tmp_path / "run" / "run.json").write_text("{}")
+    return tmp_path
+
+
+def test_data_in_another_place_need_no_names_of_their_own(place: Path) -> None:
+    command = ["segment", "eval", str(place / "run"), "--data", str(place / "data"), "--json", "-q", "-j", "0"]
+    listed = json.loads(run(*command).stdout)
+    (place / "data" / "classes.txt").unlink()
+    assert json.loads(run(*command).stdout) == listed
+    (place / "data" / "classes.txt").write_text("sky\nsea\n")
+    other = run(*command)
+    assert other.exit_code == 3
+    assert "its 2 classes are not those that the run was trained on" in other.stderr
+    gone = run(*command[:3], "-q")
+    assert gone.exit_code == 3
+    assert f"--data {place / 'gone'}: no such folder" in " ".join(gone.stderr.split())
+
+
+def test_a_report_never_replaces_a_run(place: Path) -> None:
+    (place / "run" / "result.json").write_text("mine")
+    done = run("segment", "eval", str(place / "run"), "--data", str(place / "data"), "-o", str(place / "run"))
+    assert done.exit_code == 2
+    assert "the folder holds a run, and its result.json would be replaced" in done.stderr
+    assert (place / "run" / "result.json").read_text() == "mine"
+    shutil.rmtree(place / "data")  # a place that cannot be written is found before anything is read
+    done = run("segment", "eval", str(place / "run"), "-o", str(place / "run" / "run.json" / "report"), "-q")
+    assert done.exit_code == 1
+    assert "report: not written" in done.stderr
+
+
+def test_a_stopped_evaluation_says_that_nothing_was_written(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopping, "requested", lambda: signal.SIGTERM)
+    done = run("segment", "eval", str(place / "run"), "--data", str(place / "data"), "-j", "0", "-q")
+    assert done.exit_code == 75
+    assert done.stderr.strip() == "error: stopped by SIGTERM; nothing was written"
