@@ -195,6 +195,20 @@ def test_a_batch_without_a_labelled_pixel_has_no_loss() -> None:
     assert segmentation_loss(torch.randn(2, 3, 2, 2), batch).item() == 0
 
 
+def test_micro_batches_of_sparse_masks_add_up() -> None:
+    logits = torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(0))
+    label = torch.full((4, 8, 8), IGNORE, dtype=torch.uint8)
+    label[1, 2, 3] = 2  # a pixel for four images
+    whole = segmentation_loss(logits, {"label": label, "valid": torch.full((4,), 0.25)})
+    upsampled = F.interpolate(logits, (8, 8), mode="bilinear")
+    torch.testing.assert_close(whole, F.cross_entropy(upsampled, label.long(), ignore_index=IGNORE))
+    parts = [
+        segmentation_loss(logits[i : i + 1], {"label": label[i : i + 1], "valid": torch.tensor([0.25])})
+        for i in range(4)
+    ]
+    torch.testing.assert_close(torch.stack(parts).mean(), whole)
+
+
 def test_padding_is_zero_after_normalising(network: LinearSegmenter) -> None:
     image = picture(32, 32)[None]
     out = normalized(network.vit, image, torch.tensor([[20, 12]]))
