@@ -7,6 +7,7 @@ import shutil
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 from test_cli import run
 from test_segment import NAMES, write_scenes
@@ -14,7 +15,9 @@ from test_segment import NAMES, write_scenes
 from dpn_cli import stopping
 from dpn_cli.backbone import load_backbone
 from tasks.segment.classes import Class, color_of
+from tasks.segment.labels import LabelRule
 from tasks.segment.network import LinearSegmenter, initialize_head
+from tasks.segment.prediction import STRENGTH, draw_labels, draw_overlay
 from tasks.segment.recipe import Data, Evaluation
 from tasks.segment.segmenter import Segmenter, save_segmenter
 
@@ -64,3 +67,18 @@ def test_a_stopped_evaluation_says_that_nothing_was_written(place: Path, monkeyp
     done = run("segment", "eval", str(place / "run"), "--data", str(place / "data"), "-j", "0", "-q")
     assert done.exit_code == 75
     assert done.stderr.strip() == "error: stopped by SIGTERM; nothing was written"
+
+
+def test_what_is_drawn_has_the_classes_colors() -> None:
+    rng = np.random.default_rng(0)
+    classes = [Class(str(index), tuple(rng.integers(0, 256, 3).tolist())) for index in range(254)]
+    labels = np.arange(254, dtype=np.uint8).repeat(2).reshape(2, 254)
+    pixels = rng.integers(0, 256, (2, 254, 3), dtype=np.uint8)
+    colors = np.array([one.color for one in classes])[labels]
+    overlay = np.asarray(draw_overlay(pixels, labels, classes))
+    assert np.abs(overlay - ((1 - STRENGTH) * pixels + STRENGTH * colors)).max() <= 1
+    drawn = draw_labels(labels, LabelRule(254, 2, 0), classes)
+    assert np.array_equal(np.asarray(drawn), labels + 2)  # the file holds the data set's numbers
+    assert np.array_equal(np.asarray(drawn.convert("RGB")), colors)
+    wide = draw_labels(labels, LabelRule(254, 1000, 0), classes)
+    assert np.array_equal(np.asarray(wide), labels.astype(int) + 1000)
