@@ -1,4 +1,4 @@
-"""Recipe, labels, class names and pairs of segmentation: what a command says becomes what is trained on, or an error."""
+"""Recipe, labels, class names and pairs of segmentation: what was asked for, or an error that helps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dpn_cli import recipe as recipes
 from dpn_cli.errors import DataError, DpnError
 from tasks.segment.classes import classes_of
 from tasks.segment.labels import LabelRule
-from tasks.segment.pairs import FolderPairs
+from tasks.segment.pairs import FolderPairs, open_pairs
 from tasks.segment.recipe import Data, SegmentRecipe, in_steps, resolve
 
 
@@ -64,3 +64,14 @@ def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
     Image.new("RGB", (4, 3)).save(root / "images" / "training" / "a.jpg")
     with pytest.raises(DataError, match=r"training/a.jpg and a.png: two files of one name"):
         FolderPairs(root, "training")
+
+
+def test_the_cap_of_the_longer_side_comes_first() -> None:
+    assert built("demo", data={"source": "demo", "scale": [64, 64]}).data.scale == (64, 64)
+    with pytest.raises(DpnError, match=r"the longer side's cap comes first \(got \[64, 256\]\)"):
+        built("demo", data={"source": "demo", "scale": [64, 256]})
+
+
+def test_a_hub_data_set_without_a_name_ends_with_one_line() -> None:
+    with pytest.raises(DataError, match=r"--data hf:: not loaded"):
+        open_pairs(Data(source="hf:"), "train")

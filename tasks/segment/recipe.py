@@ -56,6 +56,12 @@ class Data(Section):
     scale: tuple[Positive, Positive] = (2048, 512)
     inputs: Literal["imagenet", "checkpoint"] = "imagenet"
 
+    @model_validator(mode="after")
+    def _longer_first(self) -> Data:
+        if self.scale[0] < self.scale[1]:
+            raise ValueError(f"scale: the longer side's cap comes first (got {list(self.scale)})")
+        return self
+
 
 class Augment(Section):
     """The training transforms of mmsegmentation's ADE20K pipeline."""
