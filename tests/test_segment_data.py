@@ -72,6 +72,19 @@ def test_the_cap_of_the_longer_side_comes_first() -> None:
         built("demo", data={"source": "demo", "scale": [64, 256]})
 
 
+def test_a_row_without_a_mask_is_named(tmp_path: Path) -> None:
+    import datasets
+
+    stored = {"bytes": (small_pairs(tmp_path, ["a"]) / "images" / "training" / "a.png").read_bytes(), "path": None}
+    rows = {"image": [stored, stored], "mask": [stored, None]}
+    features = datasets.Features({name: datasets.Image() for name in rows})
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "hub" / "train-0.parquet")
+    pairs = open_pairs(Data(source=f"hf:{tmp_path / 'hub'}"), "train")
+    assert pairs.load(0)[1].tolist() == [[1] * 4] * 3
+    with pytest.raises(DataError, match="row 1, column mask: empty; every image needs its mask"):
+        pairs.load(1)
+
+
 def test_a_hub_data_set_without_a_name_ends_with_one_line() -> None:
     with pytest.raises(DataError, match=r"--data hf:: not loaded"):
         open_pairs(Data(source="hf:"), "train")

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from test_cli import run
-from test_segment import NAMES, write_scenes
+from test_segment import NAMES, small, train, write_scenes
 
 from dpn_cli import stopping
 from dpn_cli.backbone import load_backbone
@@ -82,3 +82,12 @@ def test_what_is_drawn_has_the_classes_colors() -> None:
     assert np.array_equal(np.asarray(drawn.convert("RGB")), colors)
     wide = draw_labels(labels, LabelRule(254, 1000, 0), classes)
     assert np.array_equal(np.asarray(wide), labels.astype(int) + 1000)
+
+
+def test_a_run_that_was_killed_after_its_training_leaves_no_checkpoints(tmp_path: Path) -> None:
+    recipe = small(write_scenes(tmp_path / "data", {"training": 8, "validation": 2}), schedule={"steps": 1})
+    result = train(recipe, tmp_path / "run")
+    (tmp_path / "run" / "result.json").unlink()
+    (tmp_path / "run" / "checkpoints" / "last").mkdir(parents=True)
+    assert train(recipe, tmp_path / "run", resume=True) == result
+    assert not (tmp_path / "run" / "checkpoints").exists()

@@ -181,6 +181,8 @@ class HubPairs(Pairs):
 
     def _open(self, index: int, column: int, where: str) -> Image.Image:
         stored: Any = self.rows[index][self.columns[column]]
+        if stored is None:
+            raise DataError(f"{where}: empty; every image needs its mask")
         return open_image(io.BytesIO(stored["bytes"]) if stored["bytes"] is not None else Path(stored["path"]), where)
 
     def where(self, index: int) -> str:
