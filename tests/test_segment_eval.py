@@ -5,21 +5,29 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from PIL import Image
 from test_cli import run
 from test_segment import NAMES, small, train, write_scenes
 
 from dpn_cli import stopping
 from dpn_cli.backbone import load_backbone
+from dpn_cli.data.labelled import decode
 from tasks.segment.classes import Class, color_of
 from tasks.segment.labels import LabelRule
 from tasks.segment.network import LinearSegmenter, initialize_head
 from tasks.segment.prediction import STRENGTH, draw_labels, draw_overlay
 from tasks.segment.recipe import Data, Evaluation
-from tasks.segment.segmenter import Segmenter, save_segmenter
+from tasks.segment.scoring import SegmentScores
+from tasks.segment.segmenter import Segmenter, load_segmenter, save_segmenter
+from tasks.segment.transforms import resize_image
+from tasks.segment.windows import Plan, label_map
 
 
 @pytest.fixture
@@ -48,6 +56,45 @@ def test_data_in_another_place_need_no_names_of_their_own(place: Path) -> None:
     gone = run(*command[:3], "-q")
     assert gone.exit_code == 3
     assert f"--data {place / 'gone'}: no such folder" in " ".join(gone.stderr.split())
+
+
+def test_a_run_is_scored_as_the_command_says(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Plan] = []
+
+    def score(*arguments: Any, **_: Any) -> SegmentScores:
+        seen.append(arguments[3])
+        return SegmentScores(torch.eye(5, dtype=torch.int64), 3)
+
+    monkeypatch.setattr("tasks.segment.evaluation.score", score)
+    command = ["segment", "eval", str(place / "run"), "--data", str(place / "data"), "--json", "-q"]
+    run(*command)
+    run(*command, "--stride", "9", "--size", "native", "--multi-scale")
+    whole = json.loads(run(*command, "--mode", "whole").stdout)
+    assert (whole["evaluation"]["mode"], whole["miou"]) == ("whole", 100)
+    plain = Plan(64, 42, (256, 64))
+    scales = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75)  # Segmenter's
+    many = replace(plain, stride=9, native=True, ratios=scales, flip=True)
+    assert seen == [plain, many, replace(plain, stride=None)]
+
+
+def test_a_prediction_is_the_label_map_of_the_runs_plan(place: Path) -> None:
+    own = load_segmenter(str(place / "run"))
+    own.evaluation = Evaluation(scales=(1.0, 1.5), flip=True)
+    save_segmenter(own, place / "run" / "weights.safetensors")
+    picture = place / "data" / "images" / "validation" / "0000.jpg"
+    with Image.open(picture) as opened:
+        opened.resize((150, 90)).save(place / "wide.png")
+    done = json.loads(
+        run("segment", "predict", str(place / "run"), str(place / "wide.png"), "-o", str(place), "--json").stdout
+    )
+    pixels = decode(Image.open(place / "wide.png"), "")
+    images = [resize_image(pixels, size) for size in ((64, 107), (96, 160))]
+    with torch.inference_mode():
+        expected = label_map(own.network, images, (90, 150), own.plan()).numpy() + 1  # raw numbers begin at 1
+    with Image.open(place / "wide.labels.png") as written:
+        assert np.array_equal(np.asarray(written), expected)
+    shares = {one["value"]: one["share"] for one in done[0]["classes"]}
+    assert shares == {int(value): pytest.approx((expected == value).mean()) for value in np.unique(expected)}
 
 
 def test_a_report_never_replaces_a_run(place: Path) -> None:

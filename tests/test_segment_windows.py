@@ -126,6 +126,7 @@ def test_images_are_resized_as_asked() -> None:
     assert plan.size((600, 800), 0.5) == (256, 341)
     native = Plan(512, 341, (2048, 512), native=True)
     assert native.size((600, 800), 1.0) == (600, 800)
+    assert native.size((600, 800), 0.5) == (300, 400)
     assert native.size((256, 300), 1.0) == (512, 600)
     assert native.size((10, 5000), 1.0) == (10, 5000)  # never made larger than the cap
     assert native.size((10_000, 600), 1.0) == (10_000, 600)
