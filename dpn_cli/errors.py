@@ -42,9 +42,11 @@ class SaveError(DpnError):
 
 
 class StoppedError(DpnError):
-    """A signal asked the run to stop, and its state is saved."""
+    """A signal asked the run to stop, and its state is saved if there is one to save."""
 
-    def __init__(self, signal_number: int) -> None:
+    def __init__(self, signal_number: int, *, saved: bool = True) -> None:
         name = signal.Signals(signal_number).name
-        super().__init__(f"stopped by {name}; the state is saved: run the same command with --resume to go on")
+        then = "the state is saved: run the same command with --resume to go on" if saved else "nothing was written"
+        super().__init__(f"stopped by {name}; {then}")
+        self.signal_number = signal_number
         self.exit_code = 130 if signal_number == signal.SIGINT else 75

@@ -185,6 +185,19 @@ class Checkpoints:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
+def open_report(path: Path) -> None:
+    """Make the folder of a report before the work that fills it.
+
+    Raises `DpnError` when it holds a run, whose result would be lost, and `SaveError` when it cannot be made.
+    """
+    if (path / "run.json").is_file():
+        raise DpnError(f"-o {path}: the folder holds a run, and its result.json would be replaced; pass another -o")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise save_error(path, error) from error
+
+
 def describe_device(device: torch.device) -> str:
     """Return the name of the hardware behind a torch device."""
     if device.type == "cuda":

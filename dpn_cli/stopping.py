@@ -16,8 +16,11 @@ _received: list[int] = []  # signal handlers belong to the process, and so does 
 
 
 @contextmanager
-def listen() -> Iterator[None]:
-    """Note stop signals instead of dying from them; a second Ctrl-C ends the process at once."""
+def listen(*, resumable: bool = True) -> Iterator[None]:
+    """Note stop signals instead of dying from them; a second Ctrl-C ends the process at once.
+
+    What is not `resumable` has saved nothing when it stops, and its error says so.
+    """
 
     def note(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and signal.SIGINT in _received:
@@ -27,6 +30,10 @@ def listen() -> Iterator[None]:
     before = {number: signal.signal(number, note) for number in SIGNALS}
     try:
         yield
+    except StoppedError as error:
+        if resumable:
+            raise
+        raise StoppedError(error.signal_number, saved=False) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

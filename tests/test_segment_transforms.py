@@ -15,6 +15,7 @@ from test_segment_windows import mmseg
 
 from tasks.segment.labels import IGNORE
 from tasks.segment.transforms import (
+    CROP_TRIES,
     Augmentation,
     augment,
     crop_labels,
@@ -125,6 +126,15 @@ def test_a_crop_of_one_class_is_drawn_again() -> None:
     assert np.mean([share < 0.75 for share in shares]) > 0.9  # half of all crops without the rule
     _, target = augment(pixels, np.zeros_like(labels), how, np.random.default_rng(0).random)
     assert not target.any()  # the last draw is kept even so
+
+
+def test_ignored_pixels_are_no_second_class() -> None:
+    labels = np.full((20, 20), 3, np.uint8)
+    labels[::2] = IGNORE
+    draw = mock.Mock(side_effect=np.random.default_rng(0).random)
+    how = Augmentation((10, 10), (20, 20), (1.0, 1.0), photometric=False)
+    augment(np.zeros((20, 20, 3), np.uint8), labels, how, draw)
+    assert draw.call_count == 1 + 2 * (1 + CROP_TRIES) + 1  # the ratio, a crop and all tries, the flip
 
 
 def test_an_image_smaller_than_the_crop_is_padded() -> None:

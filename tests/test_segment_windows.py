@@ -126,6 +126,7 @@ def test_images_are_resized_as_asked() -> None:
     assert plan.size((600, 800), 0.5) == (256, 341)
     native = Plan(512, 341, (2048, 512), native=True)
     assert native.size((600, 800), 1.0) == (600, 800)
+    assert native.size((600, 800), 0.5) == (300, 400)
     assert native.size((256, 300), 1.0) == (512, 600)
     assert native.size((10, 5000), 1.0) == (10, 5000)  # never made larger than the cap
     assert native.size((10_000, 600), 1.0) == (10_000, 600)
@@ -193,6 +194,20 @@ def test_the_loss_in_strips_is_torchs_own(size: tuple[int, int]) -> None:
 def test_a_batch_without_a_labelled_pixel_has_no_loss() -> None:
     batch = {"label": torch.full((2, 8, 8), IGNORE, dtype=torch.uint8), "valid": torch.zeros(2)}
     assert segmentation_loss(torch.randn(2, 3, 2, 2), batch).item() == 0
+
+
+def test_micro_batches_of_sparse_masks_add_up() -> None:
+    logits = torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(0))
+    label = torch.full((4, 8, 8), IGNORE, dtype=torch.uint8)
+    label[1, 2, 3] = 2  # a pixel for four images
+    whole = segmentation_loss(logits, {"label": label, "valid": torch.full((4,), 0.25)})
+    upsampled = F.interpolate(logits, (8, 8), mode="bilinear")
+    torch.testing.assert_close(whole, F.cross_entropy(upsampled, label.long(), ignore_index=IGNORE))
+    parts = [
+        segmentation_loss(logits[i : i + 1], {"label": label[i : i + 1], "valid": torch.tensor([0.25])})
+        for i in range(4)
+    ]
+    torch.testing.assert_close(torch.stack(parts).mean(), whole)
 
 
 def test_padding_is_zero_after_normalising(network: LinearSegmenter) -> None:

@@ -85,8 +85,8 @@ def decode(image: Image.Image, where: str) -> Pixels:
 def unreadable(where: str, error: Exception) -> DataError:
     """Describe a damaged or missing image in one line."""
     return DataError(
-        f"{where}: not a readable image ({str(error)[:120]}); fetch it again, "
-        "or leave it out and count it with --skip-bad-images"
+        f"{where}: not a readable image ({str(error)[:120]}); fetch it again, or leave it out, "
+        "which commands with --skip-bad-images do and count"
     )
 
 
@@ -226,7 +226,7 @@ def load_hub(name: str, config: str, alone: bool) -> Any:
         chosen = config if config in configs else configs[0] if alone and len(configs) == 1 else None
         if chosen is not None:
             return datasets.load_dataset(name, chosen)
-    except (OSError, ValueError, RuntimeError) as error:  # ConnectionError and FileNotFoundError among them
+    except (OSError, ValueError, RuntimeError, IndexError) as error:  # the last one for an empty name
         raise DataError(
             f"--data hf:{name}: not loaded ({str(error).splitlines()[0][:160]}). On a machine with a "
             f"network: 'hf download --repo-type dataset {name}', then copy the hub cache here, or pass "

@@ -141,11 +141,17 @@ def in_steps(recipe: RecipeT, images: int) -> RecipeT:
     """
     if recipe.epochs is None:
         return recipe
-    schedule = recipe.schedule
+    steps = max(1, round(recipe.epochs * images / recipe.batch_size))
+    return recipe.model_copy(update={"schedule": counted(recipe.schedule, steps)})
+
+
+def counted(schedule: Schedule, steps: int) -> Schedule:
+    """Return the schedule of a duration that was counted from epochs; the warm-up keeps its share of it.
+
+    Raises `DpnError` for other parts of a schedule that count steps.
+    """
     if schedule.decay_from is not None or schedule.cooldown or schedule.stairs:
         raise DpnError(
             "schedule: decay_from, cooldown and stairs count steps, and the duration is in epochs; give --steps"
         )
-    steps = max(1, round(recipe.epochs * images / recipe.batch_size))
-    counted = schedule.model_copy(update={"steps": steps, "warmup": steps * schedule.warmup // schedule.steps})
-    return recipe.model_copy(update={"schedule": counted})
+    return schedule.model_copy(update={"steps": steps, "warmup": steps * schedule.warmup // schedule.steps})

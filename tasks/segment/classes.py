@@ -35,10 +35,13 @@ def classes_of(data: Data) -> tuple[Class, ...]:
         return tuple(Class(name, color_of(index)) for index, name in enumerate(MASK_CLASSES))
     if data.dataset == "ade20k":
         return ade20k()
-    listed = Path(data.classes or Path(data.source or "") / "classes.txt").expanduser()
+    listed = listed_in(data)
     if not listed.is_file():
         raise DpnError(f"--classes: the names of the classes are needed, one per line, in a file ({listed} is missing)")
-    names = [line.strip() for line in listed.read_text("utf-8").splitlines()]
+    try:
+        names = [line.strip() for line in listed.read_text("utf-8-sig").splitlines()]  # editors put a mark before it
+    except UnicodeDecodeError as error:
+        raise DataError(f"--classes {listed}: not text in UTF-8 ({error}); save it as such") from error
     while names and not names[-1]:
         names.pop()
     empty = [str(number) for number, name in enumerate(names, 1) if not name]
@@ -47,6 +50,11 @@ def classes_of(data: Data) -> tuple[Class, ...]:
         problem = f"line {empty[0]} is empty" if empty else f"{twice[0]!r} stands there twice"
         raise DataError(f"--classes {listed}: {problem}; one class name per line")
     return tuple(Class(name, color_of(index)) for index, name in enumerate(names))
+
+
+def listed_in(data: Data) -> Path:
+    """Return the file that names the classes of a folder or hub data set, whether it is there or not."""
+    return Path(data.classes or Path(data.source or "") / "classes.txt").expanduser()
 
 
 def rule_of(data: Data) -> LabelRule:

@@ -12,12 +12,13 @@ from dpn_cli.distributed import join
 from dpn_cli.errors import DataError
 from dpn_cli.files import replace_json, replace_text
 from dpn_cli.recipe import Runtime
+from dpn_cli.runstate import open_report
 from tasks.segment.check import check_masks
-from tasks.segment.classes import classes_of
+from tasks.segment.classes import classes_of, listed_in
 from tasks.segment.pairs import fingerprint, open_pairs
 from tasks.segment.recipe import Data, Evaluation
 from tasks.segment.scoring import score
-from tasks.segment.segmenter import load_segmenter
+from tasks.segment.segmenter import Segmenter, load_segmenter
 
 
 @dataclass(frozen=True)
@@ -44,19 +45,19 @@ class Asked:
 def evaluate(asked: Asked, runtime: Runtime, console: Console) -> dict[str, Any] | None:
     """Score a segmenter and return the result, written to `output_dir` too; None on ranks that do not lead.
 
-    Raises `DataError` when data and segmenter do not fit each other.
+    Raises `DataError` when data and segmenter do not fit each other, `DpnError` when `output_dir` holds a run.
     """
-    with stopping.listen(), join(runtime.device) as world:
+    with stopping.listen(resumable=False), join(runtime.device) as world:
+        if asked.output_dir and world.leads:
+            open_report(asked.output_dir)
         segmenter = load_segmenter(asked.run)
-        data = segmenter.data if asked.source is None else _data_at(segmenter.data, asked.source)
-        names = [one.name for one in classes_of(data)]
-        if names != [one.name for one in segmenter.classes]:
-            raise DataError(f"--data {data.source}: its {len(names)} classes are not those that the run was trained on")
+        data = segmenter.data if asked.source is None else segmenter.data.model_copy(update={"source": asked.source})
+        _check_classes(data, segmenter)
         pairs = open_pairs(data, "val")
         if world.leads:
             check_masks(pairs, segmenter.rule)
         evaluation = asked.evaluation(segmenter.evaluation)
-        console.info(f"{len(pairs)} images of {len(names)} classes")
+        console.info(f"{len(pairs)} images of {len(segmenter.classes)} classes")
         segmenter.network.to(world.device)
         with engine.precision_of(runtime, world.device):
             plan = segmenter.plan(evaluation)
@@ -67,7 +68,7 @@ def evaluate(asked: Asked, runtime: Runtime, console: Console) -> dict[str, Any]
             "data": data.source,
             "fingerprint": fingerprint(pairs),
             "arch": segmenter.arch,
-            "classes": len(names),
+            "classes": len(segmenter.classes),
             **scores.to_dict(),
             "evaluation": evaluation.model_dump(mode="json"),
         }
@@ -78,7 +79,10 @@ def evaluate(asked: Asked, runtime: Runtime, console: Console) -> dict[str, Any]
         return result if world.leads else None
 
 
-def _data_at(data: Data, source: str) -> Data:
-    """Return a data section with another place; the names of a folder's classes stay those of the run."""
-    listed = data.classes or (None if data.dataset == "ade20k" else str(Path(data.source or "") / "classes.txt"))
-    return data.model_copy(update={"source": source, "classes": listed})
+def _check_classes(data: Data, segmenter: Segmenter) -> None:
+    """Raise `DataError` for data of other classes than the run's; where no names are listed, the run's hold."""
+    if data.dataset == "folder" and data.source != "demo" and not listed_in(data).is_file():
+        return
+    names = [one.name for one in classes_of(data)]
+    if names != [one.name for one in segmenter.classes]:
+        raise DataError(f"--data {data.source}: its {len(names)} classes are not those that the run was trained on")

@@ -38,6 +38,15 @@ class LabelRule:
     def __post_init__(self) -> None:
         if not 2 <= self.classes <= MOST_CLASSES:
             raise DpnError(f"{self.classes} classes: segmentation takes 2 to {MOST_CLASSES}")
+        last = self.offset + self.classes - 1
+        if last >= 2**16:
+            raise DpnError(f"--label-offset {self.offset}: the last class would be {last}; masks hold 65535 at most")
+        if self.ignore is not None and self.offset <= self.ignore <= last:
+            raise DpnError(
+                f"--ignore-label {self.ignore}: this is class number {self.ignore - self.offset} as well, as the "
+                f"{self.classes} classes have {self.offset}…{last} (--label-offset {self.offset}). Leave its name out "
+                "of the classes, or give a value that none of them has"
+            )
 
     @cached_property
     def table(self) -> Labels:

@@ -14,6 +14,8 @@ from tasks.segment.windows import resize_rows
 # Pixels of a strip: what a core's cache holds, and on a GPU a whole image of 512.
 STRIP_PIXELS = {"cpu": 2**15}
 LARGEST_STRIP = 2**18
+# Below one labelled pixel in a batch of 65,536.
+SMALLEST_SHARE = 1e-5
 
 
 def segmentation_loss(logits: Tensor, batch: Batch) -> Tensor:
@@ -23,7 +25,8 @@ def segmentation_loss(logits: Tensor, batch: Batch) -> Tensor:
     """
     label = batch["label"]
     total: Tensor = UpsampledCrossEntropy.apply(logits.float(), label)
-    return total / (len(label) * batch["valid"][0]).clamp(min=1)
+    # Micro-batches of sparse masks have less than one pixel of the mean; where no pixel is labelled the total is zero.
+    return total / (len(label) * batch["valid"][0]).clamp(min=SMALLEST_SHARE)
 
 
 class UpsampledCrossEntropy(torch.autograd.Function):

@@ -18,6 +18,7 @@ model = {
         "pad_val": 0,
         "seg_pad_val": 255,
         "size": crop,
+        "test_cfg": {"size": crop},  # images of more than 4:1 are lower than a window
     },
     "backbone": {"type": "DPNBackbone", "arch": "B/16", "stem": "dpn", "image_size": 512, "drop_path": 0.1},
     "decode_head": {
@@ -75,3 +76,8 @@ optim_wrapper["paramwise_cfg"] = {"norm_decay_mult": 0.0, "bias_decay_mult": 0.0
 param_scheduler = [{"type": "PolyLR", "eta_min": 0.0, "power": 0.9, "begin": 0, "end": iterations, "by_epoch": False}]
 train_cfg = {"type": "IterBasedTrainLoop", "max_iters": iterations, "val_interval": 16_000}
 val_cfg, test_cfg = {"type": "ValLoop"}, {"type": "TestLoop"}
+log_processor = {"by_epoch": False}
+default_hooks = {
+    "logger": {"type": "LoggerHook", "interval": 50, "log_metric_by_epoch": False},
+    "checkpoint": {"type": "CheckpointHook", "by_epoch": False, "interval": 16_000, "max_keep_ckpts": 2},
+}

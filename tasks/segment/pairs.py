@@ -81,7 +81,8 @@ class Pairs(ABC):
 class FolderPairs(Pairs):
     """``images/SPLIT/NAME.jpg`` with ``annotations/SPLIT/NAME.png``, folders inside them included.
 
-    Raises `DataError` for a missing folder, an image without annotation and an annotation without image.
+    Raises `DataError` for a missing folder, an image without annotation, an annotation without image, and two of one
+    name.
     """
 
     def __init__(self, root: Path, split: str) -> None:
@@ -127,9 +128,17 @@ class FolderPairs(Pairs):
 
 
 def _files(folder: Path, kinds: Collection[str]) -> dict[str, Path]:
-    """Return the files of some kinds by their name without ending, in alphabetical order."""
-    found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in kinds and path.name[0] != ".")
-    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in found}
+    """Return the files of some kinds by their name without ending, in alphabetical order.
+
+    Raises `DataError` when two differ in nothing but the ending.
+    """
+    found: dict[str, Path] = {}
+    for path in sorted(path for path in folder.rglob("*") if path.suffix.lower() in kinds and path.name[0] != "."):
+        name = path.relative_to(folder).with_suffix("").as_posix()
+        if name in found:
+            raise DataError(f"{found[name]} and {path.name}: two files of one name, and it pairs images with masks")
+        found[name] = path
+    return found
 
 
 class HubPairs(Pairs):
@@ -172,6 +181,8 @@ class HubPairs(Pairs):
 
     def _open(self, index: int, column: int, where: str) -> Image.Image:
         stored: Any = self.rows[index][self.columns[column]]
+        if stored is None:
+            raise DataError(f"{where}: empty; every image needs its mask")
         return open_image(io.BytesIO(stored["bytes"]) if stored["bytes"] is not None else Path(stored["path"]), where)
 
     def where(self, index: int) -> str:

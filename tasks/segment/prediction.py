@@ -46,7 +46,7 @@ def predict(run: str, pictures: Sequence[Path], output_dir: Path, runtime: Runti
             images = [resize_image(pixels, plan.size(size, ratio)).to(world.device) for ratio in plan.ratios]
             with torch.inference_mode(), engine.precision_of(runtime, world.device):
                 labels: Labels = label_map(segmenter.network, images, size, plan).cpu().numpy()
-            counts = np.bincount(labels.ravel(), minlength=len(segmenter.classes))
+            counts = np.array(Image.fromarray(labels).histogram())
             order = [int(index) for index in np.argsort(-counts, kind="stable") if counts[index]]
             shares = [(segmenter.classes[index], counts[index] / labels.size) for index in order]
             drawn = {
@@ -95,8 +95,9 @@ def draw_labels(labels: Labels, rule: LabelRule, classes: Sequence[Class]) -> Im
 
 def draw_overlay(pixels: Pixels, labels: Labels, classes: Sequence[Class]) -> Image.Image:
     """Return the picture with the classes' colours laid over it."""
-    colors = np.array([one.color for one in classes], np.float32)[labels]
-    return Image.fromarray((pixels * np.float32(1 - STRENGTH) + colors * np.float32(STRENGTH)).astype(np.uint8))
+    drawn = Image.fromarray(labels)
+    drawn.putpalette([value for one in classes for value in one.color])
+    return Image.blend(Image.fromarray(pixels), drawn.convert("RGB"), STRENGTH)
 
 
 def draw_legend(shares: Sequence[tuple[Class, float]]) -> Image.Image:

@@ -25,7 +25,7 @@ from dpn_cli.recipe import (
     merge,
     read_recipe,
 )
-from dpn_cli.supervised.recipe import last_given, layered
+from dpn_cli.supervised.recipe import counted, last_given, layered
 
 ADE20K = "ADEChallengeData2016"
 MOST_CLASSES = 254
@@ -55,6 +55,12 @@ class Data(Section):
     mask_column: str | None = None
     scale: tuple[Positive, Positive] = (2048, 512)
     inputs: Literal["imagenet", "checkpoint"] = "imagenet"
+
+    @model_validator(mode="after")
+    def _longer_first(self) -> Data:
+        if self.scale[0] < self.scale[1]:
+            raise ValueError(f"scale: the longer side's cap comes first (got {list(self.scale)})")
+        return self
 
 
 class Augment(Section):
@@ -157,8 +163,11 @@ def settle(recipe: SegmentRecipe, demo_checkpoint: str | None = None) -> Segment
 
 
 def in_steps(recipe: SegmentRecipe, images: int) -> SegmentRecipe:
-    """Return the recipe with its duration in steps: App. G rounds the steps of an epoch down (20210 // 16 = 1263)."""
+    """Return the recipe with its duration in steps: App. G rounds the steps of an epoch down (20210 // 16 = 1263).
+
+    Raises `DpnError` as `counted` does.
+    """
     if recipe.epochs is None:
         return recipe
     steps = max(1, round(recipe.epochs * (images // recipe.batch_size)))
-    return recipe.model_copy(update={"schedule": recipe.schedule.model_copy(update={"steps": steps})})
+    return recipe.model_copy(update={"schedule": counted(recipe.schedule, steps)})

@@ -29,7 +29,8 @@ Item = tuple[list[Tensor], Tensor] | DataError
 def count_pixels(found: Tensor, label: Tensor, classes: int) -> Tensor:
     """Return the confusion (classes, classes) int64 of label maps of one shape, rows the truth; 255 is left out."""
     seen = label != IGNORE
-    return torch.bincount(label[seen].long() * classes + found[seen], minlength=classes**2).view(classes, classes)
+    # 32 bits a pixel: pictures of 10,000 x 10,000 are scored in one go.
+    return torch.bincount(label[seen].int() * classes + found[seen], minlength=classes**2).view(classes, classes)
 
 
 @dataclass(frozen=True)

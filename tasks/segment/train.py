@@ -79,6 +79,8 @@ def run(recipe: SegmentRecipe, folder: RunFolder, world: World, console: Console
     facts = _check_data(recipe, data, folder, world, console)
     if not distributed.from_leader((folder.path / WEIGHTS).is_file()):
         _train(recipe, data, facts, folder, world, console)
+    if world.leads:
+        Checkpoints(folder.path / "checkpoints").clear()  # a run that was killed here finds them again
     segmenter = load_segmenter(str(folder.path))
     segmenter.network.to(world.device)
     scores = evaluate(segmenter, data, recipe, world)
@@ -241,7 +243,6 @@ def _train(
     }
     if world.leads:
         save_segmenter(segmenter, folder.path / WEIGHTS)
-        checkpoints.clear()
     distributed.barrier()
 
 

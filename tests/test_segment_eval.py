@@ -1,0 +1,140 @@
+"""`segment eval` and `predict` on a network that nobody trained: places of data, places of reports, signals, memory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from test_cli import run
+from test_segment import NAMES, small, train, write_scenes
+
+from dpn_cli import stopping
+from dpn_cli.backbone import load_backbone
+from dpn_cli.data.labelled import decode
+from tasks.segment.classes import Class, color_of
+from tasks.segment.labels import LabelRule
+from tasks.segment.network import LinearSegmenter, initialize_head
+from tasks.segment.prediction import STRENGTH, draw_labels, draw_overlay
+from tasks.segment.recipe import Data, Evaluation
+from tasks.segment.scoring import SegmentScores
+from tasks.segment.segmenter import Segmenter, load_segmenter, save_segmenter
+from tasks.segment.transforms import resize_image
+from tasks.segment.windows import Plan, label_map
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with data, and a run that was trained on them when they were somewhere else."""
+    write_scenes(tmp_path / "data", {"training": 1, "validation": 3})
+    vit = load_backbone("mu/16", image_size=64, num_classes=len(NAMES), seed=1)
+    initialize_head(vit, "lecun_normal", 2)
+    classes = tuple(Class(name, color_of(index)) for index, name in enumerate(NAMES))
+    data = Data(source=str(tmp_path / "gone"), label_offset=1, ignore_label=0, scale=(256, 64))
+    segmenter = Segmenter(LinearSegmenter(vit, final_norm=False), classes, data, Evaluation(), {})
+    save_segmenter(segmenter, tmp_path / "run" / "weights.safetensors")
+    (tmp_path / "run" / "run.json").write_text("{}")
+    return tmp_path
+
+
+def test_data_in_another_place_need_no_names_of_their_own(place: Path) -> None:
+    command = ["segment", "eval", str(place / "run"), "--data", str(place / "data"), "--json", "-q", "-j", "0"]
+    listed = json.loads(run(*command).stdout)
+    (place / "data" / "classes.txt").unlink()
+    assert json.loads(run(*command).stdout) == listed
+    (place / "data" / "classes.txt").write_text("sky\nsea\n")
+    other = run(*command)
+    assert other.exit_code == 3
+    assert "its 2 classes are not those that the run was trained on" in other.stderr
+    gone = run(*command[:3], "-q")
+    assert gone.exit_code == 3
+    assert f"--data {place / 'gone'}: no such folder" in " ".join(gone.stderr.split())
+
+
+def test_a_run_is_scored_as_the_command_says(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Plan] = []
+
+    def score(*arguments: Any, **_: Any) -> SegmentScores:
+        seen.append(arguments[3])
+        return SegmentScores(torch.eye(5, dtype=torch.int64), 3)
+
+    monkeypatch.setattr("tasks.segment.evaluation.score", score)
+    command = ["segment", "eval", str(place / "run"), "--data", str(place / "data"), "--json", "-q"]
+    run(*command)
+    run(*command, "--stride", "9", "--size", "native", "--multi-scale")
+    whole = json.loads(run(*command, "--mode", "whole").stdout)
+    assert (whole["evaluation"]["mode"], whole["miou"]) == ("whole", 100)
+    plain = Plan(64, 42, (256, 64))
+    scales = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75)  # Segmenter's
+    many = replace(plain, stride=9, native=True, ratios=scales, flip=True)
+    assert seen == [plain, many, replace(plain, stride=None)]
+
+
+def test_a_prediction_is_the_label_map_of_the_runs_plan(place: Path) -> None:
+    own = load_segmenter(str(place / "run"))
+    own.evaluation = Evaluation(scales=(1.0, 1.5), flip=True)
+    save_segmenter(own, place / "run" / "weights.safetensors")
+    picture = place / "data" / "images" / "validation" / "0000.jpg"
+    with Image.open(picture) as opened:
+        opened.resize((150, 90)).save(place / "wide.png")
+    done = json.loads(
+        run("segment", "predict", str(place / "run"), str(place / "wide.png"), "-o", str(place), "--json").stdout
+    )
+    pixels = decode(Image.open(place / "wide.png"), "")
+    images = [resize_image(pixels, size) for size in ((64, 107), (96, 160))]
+    with torch.inference_mode():
+        expected = label_map(own.network, images, (90, 150), own.plan()).numpy() + 1  # raw numbers begin at 1
+    with Image.open(place / "wide.labels.png") as written:
+        assert np.array_equal(np.asarray(written), expected)
+    shares = {one["value"]: one["share"] for one in done[0]["classes"]}
+    assert shares == {int(value): pytest.approx((expected == value).mean()) for value in np.unique(expected)}
+
+
+def test_a_report_never_replaces_a_run(place: Path) -> None:
+    (place / "run" / "result.json").write_text("mine")
+    done = run("segment", "eval", str(place / "run"), "--data", str(place / "data"), "-o", str(place / "run"))
+    assert done.exit_code == 2
+    assert "the folder holds a run, and its result.json would be replaced" in done.stderr
+    assert (place / "run" / "result.json").read_text() == "mine"
+    shutil.rmtree(place / "data")  # a place that cannot be written is found before anything is read
+    done = run("segment", "eval", str(place / "run"), "-o", str(place / "run" / "run.json" / "report"), "-q")
+    assert done.exit_code == 1
+    assert "report: not written" in done.stderr
+
+
+def test_a_stopped_evaluation_says_that_nothing_was_written(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopping, "requested", lambda: signal.SIGTERM)
+    done = run("segment", "eval", str(place / "run"), "--data", str(place / "data"), "-j", "0", "-q")
+    assert done.exit_code == 75
+    assert done.stderr.strip() == "error: stopped by SIGTERM; nothing was written"
+
+
+def test_what_is_drawn_has_the_classes_colors() -> None:
+    rng = np.random.default_rng(0)
+    classes = [Class(str(index), tuple(rng.integers(0, 256, 3).tolist())) for index in range(254)]
+    labels = np.arange(254, dtype=np.uint8).repeat(2).reshape(2, 254)
+    pixels = rng.integers(0, 256, (2, 254, 3), dtype=np.uint8)
+    colors = np.array([one.color for one in classes])[labels]
+    overlay = np.asarray(draw_overlay(pixels, labels, classes))
+    assert np.abs(overlay - ((1 - STRENGTH) * pixels + STRENGTH * colors)).max() <= 1
+    drawn = draw_labels(labels, LabelRule(254, 2, 0), classes)
+    assert np.array_equal(np.asarray(drawn), labels + 2)  # the file holds the data set's numbers
+    assert np.array_equal(np.asarray(drawn.convert("RGB")), colors)
+    wide = draw_labels(labels, LabelRule(254, 1000, 0), classes)
+    assert np.array_equal(np.asarray(wide), labels.astype(int) + 1000)
+
+
+def test_a_run_that_was_killed_after_its_training_leaves_no_checkpoints(tmp_path: Path) -> None:
+    recipe = small(write_scenes(tmp_path / "data", {"training": 8, "validation": 2}), schedule={"steps": 1})
+    result = train(recipe, tmp_path / "run")
+    (tmp_path / "run" / "result.json").unlink()
+    (tmp_path / "run" / "checkpoints" / "last").mkdir(parents=True)
+    assert train(recipe, tmp_path / "run", resume=True) == result
+    assert not (tmp_path / "run" / "checkpoints").exists()
