@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
 import shutil
 import tarfile
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -83,6 +85,24 @@ def tabs(root: Path) -> str:
     return str(write_table(root / "pairs.tsv", rows, ("filepath", "title")))
 
 
+def with_byte_order_mark(root: Path) -> str:
+    place = Path(table(root))
+    place.write_text(place.read_text(), encoding="utf-8-sig")  # as Excel writes it
+    return str(place)
+
+
+def coco(root: Path) -> str:
+    names = write_pictures(root / "coco" / "train2017")
+    listed = {
+        "images": [{"id": number, "file_name": name} for number, name in enumerate(names)],
+        "annotations": [{"image_id": number, "caption": text} for number, text in enumerate(SENTENCES)],
+    }
+    place = root / "coco" / "annotations" / "captions_train2017.json"
+    place.parent.mkdir()
+    place.write_text(json.dumps(listed))
+    return str(place)
+
+
 def karpathy(root: Path) -> str:
     splits = ["train", "train", "restval", "train", "val", "test"]
     images = [
@@ -129,7 +149,8 @@ def hub(root: Path) -> str:
 
 @pytest.mark.parametrize(
     ("write", "images"),
-    [(table, ""), (tabs, "images"), (official, ""), (folder, ""), (shards, ""),
+    [(table, ""), (with_byte_order_mark, ""), (tabs, "images"), (official, ""), (coco, ""), (coco, "coco"),
+     (coco, "coco/val2017"), (folder, ""), (shards, ""),
      (lambda root: shards(root, "json"), "")],
 )  # fmt: skip
 def test_every_source_gives_the_same_pictures_and_sentences(
@@ -139,7 +160,9 @@ def test_every_source_gives_the_same_pictures_and_sentences(
     found = open_split(Source(place, images=str(tmp_path / images) if images else None), "train")
     first = [captions[0] for captions in found.captions]
     assert first == SENTENCES
-    assert found.captions[0] == (("a dog", "a small dog") if write in (table, official) else ("a dog",))
+    assert found.captions[0] == (
+        ("a dog", "a small dog") if write in (table, with_byte_order_mark, official) else ("a dog",)
+    )
     for number in found.labels:
         expected = np.asarray(Pil.open(io.BytesIO(picture(number))))
         assert np.array_equal(found.pixels(number), expected)
@@ -188,6 +211,12 @@ def broken(root: Path, kind: str) -> str:
             return str(root / "x.json")
         case "folder":
             return str(root)
+        case "encoding":
+            for name in names:
+                (root / name).with_suffix(".txt").write_bytes("ein Vögelchen".encode("latin-1"))
+            return str(root)
+        case "long":
+            rows.append(("a sentence in the wrong column " * 20, "d"))
         case "shard":
             write_shard(root / "0.tar", range(3), text=lambda number: "")
             return f"wds:{root}/0.tar"
@@ -202,6 +231,8 @@ def broken(root: Path, kind: str) -> str:
     [
         ("text", r"pairs.csv, line 4: 2.png: a pair without text; .*--skip-bad-images"),
         ("file", r"pairs.csv, line 5: .*9.png: no such image; name their folder with --images"),
+        ("long", r"pairs.csv, line 5: .*a sentence in the wrong column: no such image"),
+        ("encoding", r"0.txt: not a text in UTF-8 \(invalid .* at byte 5\)"),
         ("columns", r"which column holds the image\? The columns are 'a', 'b'; name one with --image-column"),
         ("json", "neither Karpathy's captions JSON"),
         ("folder", "0.txt: 0.png: a pair without text"),
@@ -215,6 +246,19 @@ def test_flawed_data_are_named(kind: str, message: str, tmp_path: Path) -> None:
     if kind in ("text", "file"):
         found = open_split(Source(broken(tmp_path, kind), skip_bad=True), "train")
         assert (len(found.captions), found.dropped) == (2 if kind == "text" else 3, 1)
+
+
+def test_captions_in_shards_are_img2datasets(tmp_path: Path) -> None:
+    write_shard(tmp_path / "0.tar", range(2), text=lambda number: f"two lines\nof caption {number}")
+    assert open_split(Source(f"wds:{tmp_path}/0.tar"), "train").captions[1] == ("two lines\nof caption 1",)
+    described = [{"caption": "a dog", "title": "a page"}, {"captions": ["a dog", "two dogs"], "text": None}]
+    with tarfile.open(tmp_path / "1.tar", "w") as archive:
+        for number, fields in enumerate(described):
+            for ending, content in (("png", picture(number)), ("json", json.dumps(fields).encode())):
+                info = tarfile.TarInfo(f"{number}.{ending}")
+                info.size = len(content)
+                archive.addfile(info, io.BytesIO(content))
+    assert open_split(Source(f"wds:{tmp_path}/1.tar"), "train").captions == [("a dog",), ("a dog", "two dogs")]
 
 
 def test_tokens_are_open_clips_and_longer_texts_keep_their_end() -> None:
@@ -347,6 +391,14 @@ def without_description(root: Path) -> None:
     (only(root) / "cache.json").write_text("{")
 
 
+def of_another_form(root: Path) -> None:
+    (only(root) / "cache.json").write_text("[]")
+
+
+def of_shards_of_another_form(root: Path) -> None:
+    next(only(root).glob("features*.json")).write_text("[]")
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -354,6 +406,8 @@ def without_description(root: Path) -> None:
         (of_other_weights, "it is of another weights"),
         (of_other_features, "gives other features now"),
         (without_description, "cache.json cannot be read"),
+        (of_another_form, "cache.json cannot be read"),
+        (of_shards_of_another_form, "damaged (its digest differs)"),
     ],
 )
 def test_damaged_and_foreign_caches_are_made_again(
@@ -366,6 +420,35 @@ def test_damaged_and_foreign_caches_are_made_again(
     after = cached_features(split, wanted(), tmp_path / "cache", ALONE, Console(quiet=True))
     assert message in capsys.readouterr().err
     assert all(np.array_equal(one, other) for one, other in zip(before, after.shards, strict=True))
+
+
+@pytest.mark.parametrize("of", [data, lambda root: open_split(Source(shards(root)), "train")])
+def test_images_changed_in_place_are_encoded_again(
+    of: Callable[[Path], Captioned], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cache, "SPOT_CHECKS", 1)  # looks at the first image only
+    before = of(tmp_path)
+    old = np.array(cached_features(before, wanted(), tmp_path / "cache", ALONE, QUIET).shards[0])
+    original = Captioned.pixels
+    # Another picture of as many bytes.
+    monkeypatch.setattr(
+        Captioned, "pixels", lambda split, row: np.flip(original(split, row), 1) if row == 2 else original(split, row)
+    )
+    for path in (*tmp_path.glob("*.png"), *tmp_path.glob("*.tar")):
+        os.utime(path, (time.time() + 5,) * 2)
+    after = of(tmp_path) if of is not data else open_split(Source(str(tmp_path / "pairs.csv")), "train")
+    new = cached_features(after, wanted(), tmp_path / "cache", ALONE, QUIET).shards[0]
+    assert "gives other features now" in capsys.readouterr().err
+    assert [row for row in range(4) if not np.array_equal(old[row], new[row])] == [2]
+
+
+def test_networks_of_the_same_tensors_have_caches_of_their_own(tmp_path: Path) -> None:
+    split, stems = data(tmp_path), ("none", "dpn_no_affine")
+    towers = [load_backbone("mu/8", stem=stem, image_size=16, seed=0).eval() for stem in stems]
+    assert cache.digest_of(towers[0]) == cache.digest_of(towers[1])
+    for tower in towers:
+        cached_features(split, wanted_of(tower, Runtime(workers=0), ALONE), tmp_path / "cache", ALONE, QUIET)
+    assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
 def test_other_weights_data_or_views_have_a_cache_of_their_own(tmp_path: Path) -> None:
