@@ -30,7 +30,7 @@ from dpn_cli import stopping
 from dpn_cli.arch import Size
 from dpn_cli.backbone import load_backbone
 from dpn_cli.console import Console
-from dpn_cli.errors import DataError, DpnError, StoppedError
+from dpn_cli.errors import DataError, DpnError, SaveError, StoppedError
 from dpn_cli.scoring import Scores
 from tasks.lit.cache import digest_of
 from tasks.lit.command import start
@@ -278,6 +278,64 @@ def test_an_accuracy_that_chance_explains_is_refused() -> None:
             check_order(scores(right, 1000, 10), 10)
 
 
+def test_a_run_that_may_only_be_read_is_scored_and_bf16_has_a_classifier_of_its_own(
+    finished: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.lit.evaluate.DEMO_SPLITS", {"test": (900_000, 900_004)})
+    monkeypatch.setattr("tasks.lit.zeroshot.DEMO_PROMPTS", 2)
+    shutil.copytree(finished[0], tmp_path / "run", ignore=shutil.ignore_patterns("zeroshot-*"))
+    score = ["lit", "eval", str(tmp_path / "run"), "--data", "demo", "--prompts", "plain", "--force", "-q"]
+    for precision in ("fp32", "bf16"):
+        assert run(*score, "--precision", precision).exit_code == 0
+    assert len(list((tmp_path / "run").glob("zeroshot-*.safetensors"))) == 2
+
+    def refuse(path: Path, write: Any) -> str:
+        raise SaveError(f"{path}: not written")
+
+    monkeypatch.setattr("tasks.lit.zeroshot.replace_file", refuse)
+    shutil.copytree(tmp_path / "run", tmp_path / "locked", ignore=shutil.ignore_patterns("zeroshot-*"))
+    done = run("lit", "eval", str(tmp_path / "locked"), *score[3:])
+    assert done.exit_code == 0, done.output
+
+
+def test_labelled_test_images_are_scored_or_there_are_none(
+    finished: tuple[Path, dict[str, Any]], photos: Path, tmp_path: Path
+) -> None:
+    for split, count in (("val", 1), ("test", 3)):
+        for name in ("temple", "flower"):
+            folder = tmp_path / split / f"a {name}"
+            folder.mkdir(parents=True)
+            for number in range(count):
+                shutil.copy(photos / f"{name}{number:02d}.png", folder)
+    weights = str(finished[0] / "weights.safetensors")
+    score = ["lit", "eval", weights, "--data", str(tmp_path), "--force", "-q", "--json", "--prompts", "plain"]
+    for split, images in (("val", 2), ("test", 6)):
+        result = json.loads(run(*score, "--split", split).stdout)
+        assert (result["split"], result["images"], result["classes"]) == (split, images, 2)
+    shutil.rmtree(tmp_path / "test")
+    refused = run(*score, "--split", "test")
+    assert (refused.exit_code, refused.stdout) == (3, "")
+    assert "has no labelled test images; choose val or train" in refused.stderr
+
+
+def test_an_unreadable_image_to_be_scored_on_is_told_before_the_training(photos: Path, tmp_path: Path) -> None:
+    names = write_pictures(tmp_path, 3)
+    (tmp_path / "1.png").write_bytes(b"no picture")
+    val = write_table(tmp_path / "val.csv", [(name, "a") for name in names])
+    held_out = {"data": {"val_source": str(val)}, "schedule": {"steps": 2, "warmup": 0}}
+    with pytest.raises(DataError, match=r"1\.png: not a readable image"):
+        train(small(photos / "pairs.csv", **held_out), tmp_path / "run")
+    assert not (tmp_path / "run" / "weights.safetensors").exists()
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    for name in names:
+        (tmp_path / name).write_bytes(b"no picture")
+    with pytest.raises(DataError, match=r"0\.png: not a readable image, and no other one is"):
+        train(
+            small(photos / "pairs.csv", **recipes.merge(held_out, {"data": {"skip_bad_images": True}})),
+            tmp_path / "run",
+        )
+
+
 def test_a_wrong_order_of_names_is_found_in_a_trained_run(
     finished: tuple[Path, dict[str, Any]], photos: Path, tmp_path: Path
 ) -> None:
@@ -318,6 +376,13 @@ def test_what_follows_a_run(finished: tuple[Path, dict[str, Any]], photos: Path,
     assert guess["labels"][0]["label"] == "a temple row second column third"
     assert sum(entry["probability"] for entry in guess["labels"]) == pytest.approx(1)
     assert "temple10.png" in run("lit", "predict", place, str(photos / "temple10.png"), "--labels", labels).stdout
+    shutil.copy(photos / "temple10.png", tmp_path / "a.png")
+    (tmp_path / "b.png").write_bytes(b"no picture")
+    half = run("lit", "predict", place, str(tmp_path), "--labels", labels, "--json", "--skip-bad-images")
+    assert [Path(guess["image"]).name for guess in json.loads(half.stdout)] == ["a.png"]
+    assert "warning" in half.stderr
+    assert "b.png: not a readable image" in " ".join(half.stderr.split())
+    assert run("lit", "predict", place, str(tmp_path), "--labels", labels).exit_code == 3
     for _ in range(2):  # the second time from the cache
         found = run("lit", "search", place, "--images", str(photos), "--query", "A temple, row second, column third",
                     "-k", "3", "--json", "-q", "--cache-dir", str(tmp_path / "cache"))  # fmt: skip
@@ -393,6 +458,7 @@ def test_the_demo_says_what_it_is_and_the_cache_command_fills_the_trainings_cach
     assert "x chance" in done.stdout
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert (result["zeroshot"]["classes"], result["zeroshot"]["chance"]) == (24, pytest.approx(100 / 24))
+    assert "encoding" not in run("lit", "eval", "run", "--data", "demo", "--retrieval").stderr  # nor by what follows
     dry = run("lit", "train", *network, "--dry-run", "-o", "dry", "-b", "50")
     assert dry.exit_code == 0, dry.output
     assert "dry run passed: 150 images, 150 held out" in " ".join(dry.stderr.split())
@@ -417,7 +483,10 @@ WRONG: list[tuple[list[str], int, str]] = [
     (["eval", "RUN", "--data", "PAIRS", "--tokenizer", "PIECES"], 3, "the run was trained with open_clip BPE"),
     (["eval", "RUN", "--data", "demo", "--split", "best"], 2, "choose train, val or test"),
     (["eval", "RUN", "--data", "demo", "--prompts", "clip_wrst"], 3, "choose clip_paper"),
+    (["train", "--data", "PAIRS", *TOWER, "-b", "1"], 2, "--batch-size 1: the softmax loss of a pair without others"),
     (["predict", "RUN", "PICTURE", "--labels", " , "], 2, "--labels: no label in it"),
+    (["predict", "RUN", "PICTURE", "--labels", "..., !"], 2, "--labels: no label in it"),
+    (["search", "RUN", "--images", "PHOTOS", "--query", "?"], 2, "--query: an empty sentence"),
     (["predict", "RUN", "nowhere.png", "--labels", "a"], 3, "no such picture"),
     (["search", "RUN", "--images", "nowhere", "--query", "a"], 3, "no such picture"),
     (["search", "RUN", "--images", "PHOTOS", "--query", " "], 2, "--query: an empty sentence"),

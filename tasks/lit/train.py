@@ -88,12 +88,15 @@ def run(recipe: LitRecipe, folder: RunFolder, world: World, console: Console) ->
     if world.leads:
         folder.update(backbone=tower.report.to_dict())
     console.info(tower.report.summary())
+    plain = replace(recipe_wants(recipe, tower, world), views=0)
+    root = cache_root(recipe.cache.folder) if recipe.cache.use else None
     if not distributed.from_leader((folder.path / WEIGHTS).is_file()):
+        in_steps(recipe, len(train.captions))  # what cannot be trained is told before anything is encoded
+        if root:  # and an unreadable image to be scored on before anything is trained
+            cached_features(val, plain, root, world, console)
         _train(recipe, train, tower, tokenizer, facts, folder, world, console)
     towers = load_towers(str(folder.path)).to(world.device)
     assert digest_of(tower) == digest_of(towers.image) == before, "the image tower has changed"
-    plain = replace(recipe_wants(recipe, tower, world), views=0)
-    root = cache_root(recipe.cache.folder) if recipe.cache.use else None
     scores = retrieval_scores(towers, val, plain, root, recipe.runtime, world, console)
     result = {
         "task": "lit",
@@ -175,7 +178,6 @@ def _train(
     console: Console,
 ) -> None:
     """Train the text tower and write both towers' file."""
-    in_steps(recipe, len(data.captions))  # a batch that is too large is told before anything is encoded
     wanted = recipe_wants(recipe, tower, world)
     features, good, texts = _prepare(recipe, data, tokenizer, wanted, world, console)
     recipe = in_steps(recipe, len(good))
