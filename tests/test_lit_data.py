@@ -26,7 +26,7 @@ from test_distributed import CPU
 from dpn_cli import stopping
 from dpn_cli.backbone import load_backbone
 from dpn_cli.console import Console
-from dpn_cli.data.pixels import resize, rows_of_step
+from dpn_cli.data.pixels import resize, rows_of_step, stream
 from dpn_cli.distributed import World
 from dpn_cli.errors import DataError, DpnError, StoppedError
 from dpn_cli.recipe import Runtime
@@ -530,12 +530,23 @@ def test_batches_are_a_function_of_the_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("views", [0, 2])
-def test_batches_without_a_cache_are_the_same_and_resume(views: int, tmp_path: Path) -> None:
+def test_batches_without_a_cache_are_the_same_and_resume(
+    views: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     split, want = data(tmp_path, 10), wanted(views=views)
     texts = tokenize(split, Tokenizer(8, "lower"))
+    read: list[int] = []
+
+    def streamed(*arguments: Any, **more: Any) -> Any:
+        for part in stream(*arguments, **more):
+            read.append(len(part.images))
+            yield part
+
+    monkeypatch.setattr("tasks.lit.batches.stream", streamed)
     batches = encoded_batches(split, want, texts, 4, 5, ALONE, steps=4, micro=3)
     whole = list(batches(0))
     assert len(whole) == 4
+    assert read == [2] * 8  # never a whole batch, of which every worker would keep several
     (last,) = list(batches(3))
     assert torch.equal(last["image"], whole[3]["image"])
     halves = [
