@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dpn_cli.errors import DataError, SaveError
+from dpn_cli.files import file_digest, replace_file
 from dpn_cli.runstate import Checkpoints, MetricsLog
 
 
@@ -31,6 +32,21 @@ def test_a_damaged_last_falls_back_to_the_one_before_and_says_so(tmp_path: Path)
     (tmp_path / "last.previous" / "sha256").unlink()
     with pytest.raises(DataError, match="no checkpoint there is intact"):
         checkpoints.load("last", warnings.append)
+
+
+def test_two_processes_may_write_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "features.npy"
+
+    def write(temporary: Path) -> None:
+        temporary.write_text("one")
+        with monkeypatch.context() as other:
+            other.setattr("os.getpid", lambda: 1)
+            replace_file(path, lambda theirs: theirs.write_text("two"))
+
+    digest = replace_file(path, write)
+    assert path.read_text() == "one"
+    assert file_digest(path) == digest
+    assert list(tmp_path.iterdir()) == [path]
 
 
 FILL_AND_SAVE = """
