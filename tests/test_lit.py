@@ -267,6 +267,18 @@ def test_recall_is_a_brute_force_loops(levels: int | None, monkeypatch: pytest.M
         )
 
 
+def test_features_that_are_no_numbers_never_score(tmp_path: Path) -> None:
+    images = torch.eye(20)
+    found = recalls(images, images * torch.nan, torch.arange(20))
+    assert set(found.values()) == {0.0}
+    own = towers()
+    with torch.no_grad():
+        own.text.log_temperature.fill_(torch.nan)
+    save_towers(own, tmp_path / "weights.safetensors")
+    with pytest.raises(DataError, match="no file of two towers .weights that are no numbers"):
+        load_towers(str(tmp_path))
+
+
 def scores(right: int, images: int, classes: int) -> Scores:
     return Scores(images, right, right, 0.0, 0, torch.diag(torch.tensor([right] + [0] * (classes - 1))))
 
