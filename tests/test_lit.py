@@ -348,6 +348,22 @@ def test_an_unreadable_image_to_be_scored_on_is_told_before_the_training(photos:
         )
 
 
+def test_pairs_that_are_left_out_are_counted_and_not_trained_on(tmp_path: Path) -> None:
+    names = write_pictures(tmp_path, 12)
+    for name in (names[2], names[9]):
+        (tmp_path / name).write_bytes(b"no picture")
+    pairs = [(name, "" if name == names[5] else f"sentence {name}") for name in names]
+    place = write_table(tmp_path / "pairs.csv", [*pairs, (names[1], "another one")])
+    asked = {"data": {"skip_bad_images": True}, "schedule": {"steps": 2, "warmup": 0}, "batch_size": 9}
+    result = train(small(place, **asked), tmp_path / "run")
+    assert result["pairs"] == {"images": 9, "captions": 10}
+    assert result["left_out"] == {"without_text_or_file": 1, "unreadable": 2}
+    counts = {name: result["retrieval"][name] for name in ("images", "captions", "unreadable")}
+    assert counts == {"images": 9, "captions": 10, "unreadable": 2}
+    with pytest.raises(DpnError, match="--batch-size 10: larger than the 9 images to train on"):
+        train(small(place, **{**asked, "batch_size": 10}), tmp_path / "more")
+
+
 def test_a_wrong_order_of_names_is_found_in_a_trained_run(
     finished: tuple[Path, dict[str, Any]], photos: Path, tmp_path: Path
 ) -> None:

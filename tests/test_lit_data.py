@@ -359,6 +359,35 @@ def test_views_are_a_function_of_seed_and_image(tmp_path: Path) -> None:
     assert np.array_equal(seeded.shards[0], one.shards[0])
 
 
+def test_views_are_cut_from_a_larger_image_and_every_second_one_is_mirrored(tmp_path: Path) -> None:
+    want = wanted(views=20)
+    images = torch.randint(256, (1, 3, *want.read_size), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    assert want.read_size == (18, 18)
+    cuts = [images[0, :, top : top + 16, left : left + 16] for top in range(3) for left in range(3)]
+    views = cache._views(images, [7], want)
+    plain, mirrored = (
+        [
+            number
+            for view in views
+            for number, cut in enumerate(cuts)
+            if torch.equal(view, cut.flip(-1) if flip else cut)
+        ]
+        for flip in (False, True)
+    )
+    assert len(plain) + len(mirrored) == 20
+    assert min(len(plain), len(mirrored)) > 4
+    assert len({*plain, *mirrored}) > 4
+
+
+def test_one_of_several_views_is_drawn_at_every_visit(tmp_path: Path) -> None:
+    features = cache.Features([np.arange(24, dtype=np.float16).reshape(8, 3, 1)[at : at + 4] for at in (0, 4)], ())
+    texts = tokenize(data(tmp_path, 8), Tokenizer(8, "lower"))
+    stream = cached_batches(features, torch.arange(8), texts, 8, 0, ALONE)(0)
+    visits = [sorted(next(stream)["image"][:, 0].int().tolist()) for _ in range(20)]
+    assert all([view // 3 for view in visit] == list(range(8)) for visit in visits)
+    assert {view for visit in visits for view in visit} == set(range(24))
+
+
 def only(root: Path) -> Path:
     (found,) = (root / "cache").iterdir()
     return found

@@ -39,6 +39,10 @@ class Texts:
     first: Tensor
     cut: int
 
+    def count(self, images: Tensor) -> int:
+        """Return how many captions images (n,) have together."""
+        return int((self.first[images + 1] - self.first[images]).sum())
+
     def of(self, images: Tensor, draws: Tensor) -> Tensor:
         """Return the tokens (b, context) of one caption of each image (b,), chosen by a draw from [0, 1)."""
         begin, end = self.first[images], self.first[images + 1]

@@ -153,13 +153,13 @@ def _prepare(
     root = cache_root(recipe.cache.folder)
     features = cached_features(data, wanted, root, world, console) if recipe.cache.use else None
     bad = set(features.bad) if features else set()
-    good = torch.tensor([row for row in range(len(data.captions)) if row not in bad])
+    good = torch.tensor([row for row in range(len(data.captions)) if row not in bad], dtype=torch.long)
     if world.leads:
         tokenize(data, tokenizer, root)
     distributed.barrier()
     texts = tokenize(data, tokenizer, root)
     console.info(
-        f"{len(good)} images with {len(texts.tokens)} captions to train on; {texts.cut} captions are longer than "
+        f"{len(good)} images with {texts.count(good)} captions to train on; {texts.cut} captions are longer than "
         f"{tokenizer.context} tokens and are cut, their end token kept"
     )
     if bad or data.dropped:
@@ -215,7 +215,7 @@ def _train(
     left_out = {"without_text_or_file": data.dropped, "unreadable": len(data.captions) - len(good)}
     trained = {
         "arch": f"{size_name(config.size) or config.size}/{config.patch[0]}",
-        "pairs": {"images": len(good), "captions": len(texts.tokens)},
+        "pairs": {"images": len(good), "captions": texts.count(good)},
         "left_out": left_out,
         "cut": texts.cut,
         "train_loss": loss,
