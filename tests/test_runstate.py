@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from dpn_cli.errors import DataError, SaveError
 from dpn_cli.files import file_digest, replace_file
@@ -47,6 +48,12 @@ def test_two_processes_may_write_one_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert path.read_text() == "one"
     assert file_digest(path) == digest
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_weights_can_be_read_by_whoever_can_read_the_rest(tmp_path: Path) -> None:
+    (tmp_path / "plain").touch()
+    replace_file(tmp_path / "weights", lambda to: save_file({"w": torch.ones(1)}, to))
+    assert (tmp_path / "weights").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
 FILL_AND_SAVE = """
