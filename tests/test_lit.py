@@ -174,7 +174,9 @@ def test_a_stopped_run_ends_where_an_unbroken_one_does(
     assert all(torch.equal(value, broken[name]) for name, value in whole.items())
 
 
-def test_what_changes_between_run_and_resume_is_refused(photos: Path, tmp_path: Path) -> None:
+def test_what_changes_between_run_and_resume_is_refused(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = tmp_path / "data"
     shutil.copytree(photos, data)
     recipe = small(data / "pairs.csv", schedule={"steps": 2, "warmup": 0})
@@ -185,6 +187,12 @@ def test_what_changes_between_run_and_resume_is_refused(photos: Path, tmp_path: 
     with pytest.raises(DataError, match="the captions have changed since this run began"):
         train(recipe, tmp_path / "run", resume=True)
     (data / "pairs.csv").write_text(table)
+    monkeypatch.setattr("tasks.lit.tokens.default_bpe", lambda: __file__)  # as another version of open_clip would
+    with pytest.raises(DataError, match="the tokenizer or its settings have changed since this run began"):
+        train(recipe, tmp_path / "run", resume=True)
+    with pytest.raises(DataError, match="trained with another version of open_clip BPE than the one that is installed"):
+        load_towers(str(tmp_path / "run"))
+    monkeypatch.undo()
     shutil.copy(data / "temple00.png", data / "temple01.png")
     with pytest.raises(DataError, match="the images have changed since this run began"):
         train(recipe, tmp_path / "run", resume=True)
@@ -464,6 +472,14 @@ def test_towers_survive_a_file_with_siglips_bias_and_a_tokenizer_of_their_own(tm
     save_towers(own, tmp_path / "weights.safetensors")
     again = load_towers(str(tmp_path)).to(torch.device("cpu"))
     assert torch.equal(own.encode_texts(["a Dog", "cars"]), again.encode_texts(["a Dog", "cars"]))
+    images = torch.randint(256, (3, 3, 16, 16), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    for towers in (own, again):
+        for features in (towers.encode_images(images), towers.encode_texts(["a Dog", "cars"])):
+            torch.testing.assert_close(features.norm(dim=-1), torch.ones(len(features)))
+    with torch.no_grad():
+        own.text.log_temperature.fill_(1.5)
+    save_towers(own, tmp_path / "other" / "weights.safetensors")
+    assert load_towers(str(tmp_path / "other")).text.log_temperature.item() == 1.5
     assert (again.tokenizer.to_dict(), again.loss, again.facts) == (tokenizer.to_dict(), "siglip", {"a": 1})
     chances = again.probabilities(torch.tensor([[0.3, 0.3]]))
     torch.testing.assert_close(chances, torch.full((1, 2), 10 * 0.3 - 3.0).sigmoid())

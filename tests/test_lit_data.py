@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import io
 import json
@@ -180,6 +181,7 @@ def test_splits_are_the_data_sets_own(tmp_path: Path) -> None:
     assert np.array_equal(train.pixels(2), np.asarray(Pil.open(io.BytesIO(picture(2)))))
     train, val = open_pairs(Source("demo"))
     assert (len(train.captions), len(val.captions)) == (8000, 1000)
+    assert {train.key(index) for index in train.labels}.isdisjoint(val.key(index) for index in val.labels)
     assert train.captions[0][0].startswith("a large ")
 
 
@@ -478,6 +480,30 @@ def test_networks_of_the_same_tensors_have_caches_of_their_own(tmp_path: Path) -
     for tower in towers:
         cached_features(split, wanted_of(tower, Runtime(workers=0), ALONE), tmp_path / "cache", ALONE, QUIET)
     assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_whatever_changes_features_has_a_cache_of_its_own(tmp_path: Path) -> None:
+    tower, split = load_backbone("mu/8", pool="gap", image_size=16, seed=0).eval(), data(tmp_path)
+    shifted, larger = copy.deepcopy(tower), load_backbone("mu/8", pool="gap", image_size=24, seed=0).eval()
+    shifted.mean = (0.1, 0.2, 0.3)
+    plain = Runtime(workers=0)
+    wants = [
+        wanted_of(tower, plain, ALONE),
+        wanted_of(shifted, plain, ALONE),
+        wanted_of(tower, Runtime(workers=0, precision="bf16"), ALONE),
+        replace(wanted_of(tower, plain, ALONE), size=larger.config.image_size),
+        *(wanted_of(tower, plain, ALONE, views=1, seed=seed) for seed in (0, 1)),
+    ]
+    for number, want in enumerate(wants, 1):
+        cached_features(split, replace(want, encode=lambda x: torch.ones(len(x), 32)), tmp_path / "cache", ALONE, QUIET)
+        assert len(list((tmp_path / "cache").iterdir())) == number
+
+
+def test_features_that_are_no_numbers_are_not_kept(tmp_path: Path) -> None:
+    want = replace(wanted(), encode=lambda images: torch.full((len(images), 32), torch.nan))
+    with pytest.raises(DataError, match="features are not finite: its weights are damaged"):
+        cached_features(data(tmp_path), want, tmp_path / "cache", ALONE, QUIET)
+    assert not list((tmp_path / "cache").glob("*/*.npy"))
 
 
 def test_other_weights_data_or_views_have_a_cache_of_their_own(tmp_path: Path) -> None:

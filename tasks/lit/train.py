@@ -127,7 +127,7 @@ def _check_data(train: Captioned, val: Captioned, tokenizer: Tokenizer, folder: 
     }
     path = folder.path / "run.json"
     before = distributed.from_leader(json.loads(path.read_text("utf-8")) if path.is_file() else {})
-    for name, word in (("data", "images"), ("captions", "captions"), ("tokenizer", "tokenizer")):
+    for name, word in (("data", "images"), ("captions", "captions"), ("tokenizer", "tokenizer or its settings")):
         if name in before and before[name] != found[name]:
             raise DataError(f"{folder.path}: the {word} have changed since this run began; start another with -o")
     if world.leads:
