@@ -30,6 +30,7 @@ from dpn_cli import stopping
 from dpn_cli.arch import Size
 from dpn_cli.backbone import load_backbone
 from dpn_cli.console import Console
+from dpn_cli.distributed import World
 from dpn_cli.errors import DataError, DpnError, SaveError, StoppedError
 from dpn_cli.scoring import Scores
 from tasks.lit.cache import digest_of
@@ -40,7 +41,7 @@ from tasks.lit.text import TextTower
 from tasks.lit.tokens import Tokenizer
 from tasks.lit.towers import Towers, load_towers, save_towers
 from tasks.lit.train import load_tower
-from tasks.lit.zeroshot import build_classifier, check_order, class_names, prompt_set, prompts_of
+from tasks.lit.zeroshot import build_classifier, check_order, class_names, classifier_of, prompt_set, prompts_of
 
 SMALL: dict[str, Any] = {
     "backbone": {"arch": "nano/8", "checkpoint": "none", "pool": "gap", "image_size": 32},
@@ -144,8 +145,6 @@ def test_the_image_tower_stays_as_it_was_and_out_of_the_optimizer(
     monkeypatch.setattr(engine, "fit", fit)
     train(small(photos / "pairs.csv", schedule={"steps": 2, "warmup": 0}), tmp_path / "run")
     assert seen["names"] == {"transformer", "log_temperature"}
-    from dpn_cli.distributed import World
-
     tower = load_tower(small(photos / "pairs.csv"), World(0, 1, torch.device("cpu")))
     assert not tower.training
     assert not any(parameter.requires_grad for parameter in tower.parameters())
@@ -198,9 +197,9 @@ def test_what_changes_between_run_and_resume_is_refused(
         train(recipe, tmp_path / "run", resume=True)
 
 
-def towers(bias: float | None = None) -> Towers:
+def towers(seed: int = 2) -> Towers:
     image = load_backbone("mu/8", image_size=16, seed=1)
-    text = TextTower(Size(32, 1, 128, 2), 49408, 16, 32, 10.0, bias, seed=2)
+    text = TextTower(Size(32, 1, 128, 2), 49408, 16, 32, 10.0, None, seed)
     return Towers(image, text, Tokenizer(16, "canonicalize"), "softmax", {}).to(torch.device("cpu"))
 
 
@@ -223,6 +222,17 @@ def test_the_zero_shot_classifier_is_open_clips() -> None:
     tokenizer = SimpleTokenizer(context_length=16, clean="canonicalize")
     theirs = build_zero_shot_classifier(OpenClipModel(own), tokenizer, names, templates, num_classes_per_batch=7)
     torch.testing.assert_close(ours, theirs.T, atol=2e-6, rtol=0)
+
+
+def test_a_kept_classifier_is_of_its_tower_names_and_prompts(tmp_path: Path) -> None:
+    alone = World(0, 1, torch.device("cpu"))
+    asked = [(["a cat", "a dog"], ["{}"]), (["a dog", "a cat"], ["{}"]), (["a cat", "a dog"], ["one {}", "{}"])]
+    for _ in range(2):  # the second time from the folder
+        for own in (towers(2), towers(3)):
+            for names, templates in asked:
+                found = classifier_of(own, names, templates, tmp_path, alone)
+                assert torch.equal(found, build_classifier(own, names, templates))
+        assert len(list(tmp_path.iterdir())) == 6
 
 
 def test_prompts_and_names_are_big_visions(tmp_path: Path) -> None:
@@ -362,12 +372,19 @@ def test_pairs_that_are_left_out_are_counted_and_not_trained_on(tmp_path: Path) 
         (tmp_path / name).write_bytes(b"no picture")
     pairs = [(name, "" if name == names[5] else f"sentence {name}") for name in names]
     place = write_table(tmp_path / "pairs.csv", [*pairs, (names[1], "another one")])
-    asked = {"data": {"skip_bad_images": True}, "schedule": {"steps": 2, "warmup": 0}, "batch_size": 9}
+    asked: dict[str, Any] = {
+        "data": {"skip_bad_images": True},
+        "cache": {"folder": str(tmp_path / "cache"), "views": 2},
+        "schedule": {"steps": 2, "warmup": 0},
+        "batch_size": 9,
+    }
     result = train(small(place, **asked), tmp_path / "run")
     assert result["pairs"] == {"images": 9, "captions": 10}
     assert result["left_out"] == {"without_text_or_file": 1, "unreadable": 2}
     counts = {name: result["retrieval"][name] for name in ("images", "captions", "unreadable")}
     assert counts == {"images": 9, "captions": 10, "unreadable": 2}
+    kept = [json.loads(path.read_text())["views"] for path in (tmp_path / "cache").glob("*/cache.json")]
+    assert sorted(kept) == [0, 2]  # retrieval is scored on the plain images
     with pytest.raises(DpnError, match="--batch-size 10: larger than the 9 images to train on"):
         train(small(place, **{**asked, "batch_size": 10}), tmp_path / "more")
 
@@ -413,11 +430,13 @@ def test_what_follows_a_run(finished: tuple[Path, dict[str, Any]], photos: Path,
     assert sum(entry["probability"] for entry in guess["labels"]) == pytest.approx(1)
     assert "temple10.png" in run("lit", "predict", place, str(photos / "temple10.png"), "--labels", labels).stdout
     shutil.copy(photos / "temple10.png", tmp_path / "a.png")
-    (tmp_path / "b.png").write_bytes(b"no picture")
+    (tmp_path / "0.png").write_bytes(b"no picture")
     half = run("lit", "predict", place, str(tmp_path), "--labels", labels, "--json", "--skip-bad-images")
     assert [Path(guess["image"]).name for guess in json.loads(half.stdout)] == ["a.png"]
     assert "warning" in half.stderr
-    assert "b.png: not a readable image" in " ".join(half.stderr.split())
+    assert "0.png: not a readable image" in " ".join(half.stderr.split())
+    found = run("lit", "search", place, "--images", str(tmp_path), "--query", "a", "--json", "--skip-bad-images")
+    assert [Path(entry["image"]).name for entry in json.loads(found.stdout)] == ["a.png"]
     assert run("lit", "predict", place, str(tmp_path), "--labels", labels).exit_code == 3
     for _ in range(2):  # the second time from the cache
         found = run("lit", "search", place, "--images", str(photos), "--query", "A temple, row second, column third",

@@ -615,6 +615,14 @@ def test_batches_without_a_cache_are_the_same_and_resume(
         assert torch.equal(cached["tokens"], last["tokens"])
 
 
+def test_without_a_cache_an_image_is_cut_anew_at_every_visit(tmp_path: Path) -> None:
+    split = data(tmp_path, 1)
+    want = replace(wanted(views=1), encode=lambda images: images.flatten(1).float())
+    texts = tokenize(split, Tokenizer(8, "lower"))
+    visits = list(encoded_batches(split, want, texts, 1, 5, ALONE, steps=10, micro=1)(0))
+    assert len({visit["image"].numpy().tobytes() for visit in visits}) > 4
+
+
 def test_one_of_several_captions_is_drawn_at_every_visit(tmp_path: Path) -> None:
     files = Files()
     for name in write_pictures(tmp_path, 4):
