@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,9 +35,9 @@ from dpn_cli.recipe import Runtime
 from tasks.lit import cache
 from tasks.lit.batches import cached_batches, encoded_batches, tokenize
 from tasks.lit.cache import Wanted, cached_features
-from tasks.lit.captions import Captioned, Files
+from tasks.lit.captions import Captioned, Files, HubPairs
 from tasks.lit.data import Source, open_pairs, open_split
-from tasks.lit.encode import wanted_of
+from tasks.lit.encode import retrieval_scores, wanted_of
 from tasks.lit.tokens import Tokenizer, open_tokenizer
 
 ALONE, QUIET = World(0, 1, CPU), Console(quiet=True)
@@ -185,6 +186,15 @@ def test_splits_are_the_data_sets_own(tmp_path: Path) -> None:
     assert train.captions[0][0].startswith("a large ")
 
 
+def test_a_hub_data_set_that_names_files_has_their_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [str(tmp_path / name) for name in write_pictures(tmp_path, 2)]
+    rows = {"image": [*paths, "zip://1.png::gone.zip"], "text": ["a", "b", "c"]}
+    found = Dataset.from_dict(rows, features=Features({"image": Image(), "text": Value("string")}))
+    monkeypatch.setattr("dpn_cli.data.labelled.load_hub", lambda *of: {"train": found})
+    split = HubPairs("x", "default", "train", None, None, skip_bad=False)
+    assert list(split.sizes) == [len(picture(0)), len(picture(1)), 0]
+
+
 def test_without_own_images_some_are_held_out_alike_everywhere(tmp_path: Path) -> None:
     names = write_pictures(tmp_path, 40)
     source = Source(str(write_table(tmp_path / "pairs.csv", [(name, f"sentence {name}") for name in names])))
@@ -261,6 +271,18 @@ def test_captions_in_shards_are_img2datasets(tmp_path: Path) -> None:
                 info.size = len(content)
                 archive.addfile(info, io.BytesIO(content))
     assert open_split(Source(f"wds:{tmp_path}/1.tar"), "train").captions == [("a dog",), ("a dog", "two dogs")]
+
+
+def test_pairs_without_text_are_counted_in_every_source(tmp_path: Path) -> None:
+    write_shard(tmp_path / "0.tar", range(3), text=lambda number: " " if number == 1 else "a dog")
+    rows = {"image": [{"bytes": picture(number), "path": None} for number in range(3)], "text": ["a", None, "b"]}
+    features = Features({"image": Image(), "text": Value("string")})
+    (tmp_path / "hub").mkdir()
+    Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "hub" / "train-00000-of-00001.parquet")
+    for place in (f"wds:{tmp_path}/0.tar", f"hf:{tmp_path}/hub"):
+        found = open_split(Source(place, skip_bad=True), "train")
+        assert (len(found.captions), found.dropped) == (2, 1)
+        assert np.array_equal(found.pixels(1), np.asarray(Pil.open(io.BytesIO(picture(2)))))
 
 
 def test_tokens_are_open_clips_and_longer_texts_keep_their_end() -> None:
@@ -548,6 +570,15 @@ def test_unreadable_images_are_named_or_left_out_and_counted(tmp_path: Path) -> 
     assert features.bad == [1, 4]
     with pytest.raises(DataError, match=r"1.png: not a readable image, as are 1 others"):
         cached_features(split, wanted(), tmp_path / "cache", ALONE, QUIET)
+
+
+def test_sentences_belong_to_the_images_that_could_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    split: Any = SimpleNamespace(captions=[("0",), ("1", "1"), ("2",), ("3", "3")])
+    towers: Any = SimpleNamespace(encode_texts=lambda texts: torch.eye(4)[[int(text) for text in texts]])
+    monkeypatch.setattr("tasks.lit.encode.encoded", lambda *of: (torch.eye(4)[[0, 2, 3]], [0, 2, 3]))
+    found = retrieval_scores(towers, split, wanted(), None, Runtime(), ALONE, QUIET)
+    assert {found["image_to_text@1"], found["text_to_image@1"]} == {100}
+    assert (found["images"], found["captions"], found["unreadable"]) == (3, 4, 1)
 
 
 def test_one_shard_is_enough_for_two_workers(tmp_path: Path) -> None:
