@@ -69,10 +69,13 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> str:
     Raises `SaveError` when writing fails, and whatever else `write` raises, with the old file untouched and no
     rest left behind.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # others may write the same file of a shared cache
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.touch()
+        mode = temporary.stat().st_mode
         write(temporary)
+        temporary.chmod(mode)  # safetensors makes files that nobody else can read
         flush(temporary)
         digest = file_digest(temporary)
         temporary.replace(path)

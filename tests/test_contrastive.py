@@ -141,6 +141,20 @@ def train(world: World, kind: Kind, micro: int) -> dict[str, float]:
     return {**weights, **{f"loss {step}": loss for step, loss in enumerate(seen)}}
 
 
+def test_every_token_sees_all_others_and_the_last_one_is_the_texts() -> None:
+    model, tokens = tower(), pairs()["tokens"]
+    with torch.no_grad():
+        model.transformer.positional_embedding.zero_()
+        mixed = torch.cat([tokens[:, :-1].flip(1), tokens[:, -1:]], dim=1)
+        # Without positions and without a mask the order of the others is nothing to the last token, even in two layers.
+        torch.testing.assert_close(model.encode(mixed), model.encode(tokens))
+        other = tokens.clone()
+        other[:, -1] = (other[:, -1] + 1) % 30
+        turned = torch.cat([tokens[:, -1:], tokens[:, :-1]], dim=1)
+        for changed in (other, turned):
+            assert (model.encode(changed) - model.encode(tokens)).norm(dim=-1).min() > 1e-3
+
+
 def test_only_matrices_are_decayed() -> None:
     decayed = {name for name, value in tower(-1.0).named_parameters() if is_decayed(name, value, "kernels")}
     kinds = {name.split("resblocks.")[-1].split(".", 1)[-1] for name in decayed}

@@ -30,7 +30,8 @@ from dpn_cli import stopping
 from dpn_cli.arch import Size
 from dpn_cli.backbone import load_backbone
 from dpn_cli.console import Console
-from dpn_cli.errors import DataError, DpnError, StoppedError
+from dpn_cli.distributed import World
+from dpn_cli.errors import DataError, DpnError, SaveError, StoppedError
 from dpn_cli.scoring import Scores
 from tasks.lit.cache import digest_of
 from tasks.lit.command import start
@@ -40,7 +41,7 @@ from tasks.lit.text import TextTower
 from tasks.lit.tokens import Tokenizer
 from tasks.lit.towers import Towers, load_towers, save_towers
 from tasks.lit.train import load_tower
-from tasks.lit.zeroshot import build_classifier, check_order, class_names, prompt_set, prompts_of
+from tasks.lit.zeroshot import build_classifier, check_order, class_names, classifier_of, prompt_set, prompts_of
 
 SMALL: dict[str, Any] = {
     "backbone": {"arch": "nano/8", "checkpoint": "none", "pool": "gap", "image_size": 32},
@@ -144,8 +145,6 @@ def test_the_image_tower_stays_as_it_was_and_out_of_the_optimizer(
     monkeypatch.setattr(engine, "fit", fit)
     train(small(photos / "pairs.csv", schedule={"steps": 2, "warmup": 0}), tmp_path / "run")
     assert seen["names"] == {"transformer", "log_temperature"}
-    from dpn_cli.distributed import World
-
     tower = load_tower(small(photos / "pairs.csv"), World(0, 1, torch.device("cpu")))
     assert not tower.training
     assert not any(parameter.requires_grad for parameter in tower.parameters())
@@ -174,7 +173,9 @@ def test_a_stopped_run_ends_where_an_unbroken_one_does(
     assert all(torch.equal(value, broken[name]) for name, value in whole.items())
 
 
-def test_what_changes_between_run_and_resume_is_refused(photos: Path, tmp_path: Path) -> None:
+def test_what_changes_between_run_and_resume_is_refused(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = tmp_path / "data"
     shutil.copytree(photos, data)
     recipe = small(data / "pairs.csv", schedule={"steps": 2, "warmup": 0})
@@ -185,14 +186,20 @@ def test_what_changes_between_run_and_resume_is_refused(photos: Path, tmp_path: 
     with pytest.raises(DataError, match="the captions have changed since this run began"):
         train(recipe, tmp_path / "run", resume=True)
     (data / "pairs.csv").write_text(table)
+    monkeypatch.setattr("tasks.lit.tokens.default_bpe", lambda: __file__)  # as another version of open_clip would
+    with pytest.raises(DataError, match="the tokenizer or its settings have changed since this run began"):
+        train(recipe, tmp_path / "run", resume=True)
+    with pytest.raises(DataError, match="trained with another version of open_clip BPE than the one that is installed"):
+        load_towers(str(tmp_path / "run"))
+    monkeypatch.undo()
     shutil.copy(data / "temple00.png", data / "temple01.png")
     with pytest.raises(DataError, match="the images have changed since this run began"):
         train(recipe, tmp_path / "run", resume=True)
 
 
-def towers(bias: float | None = None) -> Towers:
+def towers(seed: int = 2) -> Towers:
     image = load_backbone("mu/8", image_size=16, seed=1)
-    text = TextTower(Size(32, 1, 128, 2), 49408, 16, 32, 10.0, bias, seed=2)
+    text = TextTower(Size(32, 1, 128, 2), 49408, 16, 32, 10.0, None, seed)
     return Towers(image, text, Tokenizer(16, "canonicalize"), "softmax", {}).to(torch.device("cpu"))
 
 
@@ -215,6 +222,17 @@ def test_the_zero_shot_classifier_is_open_clips() -> None:
     tokenizer = SimpleTokenizer(context_length=16, clean="canonicalize")
     theirs = build_zero_shot_classifier(OpenClipModel(own), tokenizer, names, templates, num_classes_per_batch=7)
     torch.testing.assert_close(ours, theirs.T, atol=2e-6, rtol=0)
+
+
+def test_a_kept_classifier_is_of_its_tower_names_and_prompts(tmp_path: Path) -> None:
+    alone = World(0, 1, torch.device("cpu"))
+    asked = [(["a cat", "a dog"], ["{}"]), (["a dog", "a cat"], ["{}"]), (["a cat", "a dog"], ["one {}", "{}"])]
+    for _ in range(2):  # the second time from the folder
+        for own in (towers(2), towers(3)):
+            for names, templates in asked:
+                found = classifier_of(own, names, templates, tmp_path, alone)
+                assert torch.equal(found, build_classifier(own, names, templates))
+        assert len(list(tmp_path.iterdir())) == 6
 
 
 def test_prompts_and_names_are_big_visions(tmp_path: Path) -> None:
@@ -267,6 +285,18 @@ def test_recall_is_a_brute_force_loops(levels: int | None, monkeypatch: pytest.M
         )
 
 
+def test_features_that_are_no_numbers_never_score(tmp_path: Path) -> None:
+    images = torch.eye(20)
+    found = recalls(images, images * torch.nan, torch.arange(20))
+    assert set(found.values()) == {0.0}
+    own = towers()
+    with torch.no_grad():
+        own.text.log_temperature.fill_(torch.nan)
+    save_towers(own, tmp_path / "weights.safetensors")
+    with pytest.raises(DataError, match="no file of two towers .weights that are no numbers"):
+        load_towers(str(tmp_path))
+
+
 def scores(right: int, images: int, classes: int) -> Scores:
     return Scores(images, right, right, 0.0, 0, torch.diag(torch.tensor([right] + [0] * (classes - 1))))
 
@@ -276,6 +306,87 @@ def test_an_accuracy_that_chance_explains_is_refused() -> None:
     for right in (0, 100, 110):
         with pytest.raises(DataError, match="class names are probably in another order than the labels"):
             check_order(scores(right, 1000, 10), 10)
+
+
+def test_a_run_that_may_only_be_read_is_scored_and_bf16_has_a_classifier_of_its_own(
+    finished: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.lit.evaluate.DEMO_SPLITS", {"test": (900_000, 900_004)})
+    monkeypatch.setattr("tasks.lit.zeroshot.DEMO_PROMPTS", 2)
+    shutil.copytree(finished[0], tmp_path / "run", ignore=shutil.ignore_patterns("zeroshot-*"))
+    score = ["lit", "eval", str(tmp_path / "run"), "--data", "demo", "--prompts", "plain", "--force", "-q"]
+    for precision in ("fp32", "bf16"):
+        assert run(*score, "--precision", precision).exit_code == 0
+    assert len(list((tmp_path / "run").glob("zeroshot-*.safetensors"))) == 2
+
+    def refuse(path: Path, write: Any) -> str:
+        raise SaveError(f"{path}: not written")
+
+    monkeypatch.setattr("tasks.lit.zeroshot.replace_file", refuse)
+    shutil.copytree(tmp_path / "run", tmp_path / "locked", ignore=shutil.ignore_patterns("zeroshot-*"))
+    done = run("lit", "eval", str(tmp_path / "locked"), *score[3:])
+    assert done.exit_code == 0, done.output
+
+
+def test_labelled_test_images_are_scored_or_there_are_none(
+    finished: tuple[Path, dict[str, Any]], photos: Path, tmp_path: Path
+) -> None:
+    for split, count in (("val", 1), ("test", 3)):
+        for name in ("temple", "flower"):
+            folder = tmp_path / split / f"a {name}"
+            folder.mkdir(parents=True)
+            for number in range(count):
+                shutil.copy(photos / f"{name}{number:02d}.png", folder)
+    weights = str(finished[0] / "weights.safetensors")
+    score = ["lit", "eval", weights, "--data", str(tmp_path), "--force", "-q", "--json", "--prompts", "plain"]
+    for split, images in (("val", 2), ("test", 6)):
+        result = json.loads(run(*score, "--split", split).stdout)
+        assert (result["split"], result["images"], result["classes"]) == (split, images, 2)
+    shutil.rmtree(tmp_path / "test")
+    refused = run(*score, "--split", "test")
+    assert (refused.exit_code, refused.stdout) == (3, "")
+    assert "has no labelled test images; choose val or train" in refused.stderr
+
+
+def test_an_unreadable_image_to_be_scored_on_is_told_before_the_training(photos: Path, tmp_path: Path) -> None:
+    names = write_pictures(tmp_path, 3)
+    (tmp_path / "1.png").write_bytes(b"no picture")
+    val = write_table(tmp_path / "val.csv", [(name, "a") for name in names])
+    held_out = {"data": {"val_source": str(val)}, "schedule": {"steps": 2, "warmup": 0}}
+    with pytest.raises(DataError, match=r"1\.png: not a readable image"):
+        train(small(photos / "pairs.csv", **held_out), tmp_path / "run")
+    assert not (tmp_path / "run" / "weights.safetensors").exists()
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    for name in names:
+        (tmp_path / name).write_bytes(b"no picture")
+    with pytest.raises(DataError, match=r"0\.png: not a readable image, and no other one is"):
+        train(
+            small(photos / "pairs.csv", **recipes.merge(held_out, {"data": {"skip_bad_images": True}})),
+            tmp_path / "run",
+        )
+
+
+def test_pairs_that_are_left_out_are_counted_and_not_trained_on(tmp_path: Path) -> None:
+    names = write_pictures(tmp_path, 12)
+    for name in (names[2], names[9]):
+        (tmp_path / name).write_bytes(b"no picture")
+    pairs = [(name, "" if name == names[5] else f"sentence {name}") for name in names]
+    place = write_table(tmp_path / "pairs.csv", [*pairs, (names[1], "another one")])
+    asked: dict[str, Any] = {
+        "data": {"skip_bad_images": True},
+        "cache": {"folder": str(tmp_path / "cache"), "views": 2},
+        "schedule": {"steps": 2, "warmup": 0},
+        "batch_size": 9,
+    }
+    result = train(small(place, **asked), tmp_path / "run")
+    assert result["pairs"] == {"images": 9, "captions": 10}
+    assert result["left_out"] == {"without_text_or_file": 1, "unreadable": 2}
+    counts = {name: result["retrieval"][name] for name in ("images", "captions", "unreadable")}
+    assert counts == {"images": 9, "captions": 10, "unreadable": 2}
+    kept = [json.loads(path.read_text())["views"] for path in (tmp_path / "cache").glob("*/cache.json")]
+    assert sorted(kept) == [0, 2]  # retrieval is scored on the plain images
+    with pytest.raises(DpnError, match="--batch-size 10: larger than the 9 images to train on"):
+        train(small(place, **{**asked, "batch_size": 10}), tmp_path / "more")
 
 
 def test_a_wrong_order_of_names_is_found_in_a_trained_run(
@@ -318,6 +429,15 @@ def test_what_follows_a_run(finished: tuple[Path, dict[str, Any]], photos: Path,
     assert guess["labels"][0]["label"] == "a temple row second column third"
     assert sum(entry["probability"] for entry in guess["labels"]) == pytest.approx(1)
     assert "temple10.png" in run("lit", "predict", place, str(photos / "temple10.png"), "--labels", labels).stdout
+    shutil.copy(photos / "temple10.png", tmp_path / "a.png")
+    (tmp_path / "0.png").write_bytes(b"no picture")
+    half = run("lit", "predict", place, str(tmp_path), "--labels", labels, "--json", "--skip-bad-images")
+    assert [Path(guess["image"]).name for guess in json.loads(half.stdout)] == ["a.png"]
+    assert "warning" in half.stderr
+    assert "0.png: not a readable image" in " ".join(half.stderr.split())
+    found = run("lit", "search", place, "--images", str(tmp_path), "--query", "a", "--json", "--skip-bad-images")
+    assert [Path(entry["image"]).name for entry in json.loads(found.stdout)] == ["a.png"]
+    assert run("lit", "predict", place, str(tmp_path), "--labels", labels).exit_code == 3
     for _ in range(2):  # the second time from the cache
         found = run("lit", "search", place, "--images", str(photos), "--query", "A temple, row second, column third",
                     "-k", "3", "--json", "-q", "--cache-dir", str(tmp_path / "cache"))  # fmt: skip
@@ -371,6 +491,14 @@ def test_towers_survive_a_file_with_siglips_bias_and_a_tokenizer_of_their_own(tm
     save_towers(own, tmp_path / "weights.safetensors")
     again = load_towers(str(tmp_path)).to(torch.device("cpu"))
     assert torch.equal(own.encode_texts(["a Dog", "cars"]), again.encode_texts(["a Dog", "cars"]))
+    images = torch.randint(256, (3, 3, 16, 16), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    for towers in (own, again):
+        for features in (towers.encode_images(images), towers.encode_texts(["a Dog", "cars"])):
+            torch.testing.assert_close(features.norm(dim=-1), torch.ones(len(features)))
+    with torch.no_grad():
+        own.text.log_temperature.fill_(1.5)
+    save_towers(own, tmp_path / "other" / "weights.safetensors")
+    assert load_towers(str(tmp_path / "other")).text.log_temperature.item() == 1.5
     assert (again.tokenizer.to_dict(), again.loss, again.facts) == (tokenizer.to_dict(), "siglip", {"a": 1})
     chances = again.probabilities(torch.tensor([[0.3, 0.3]]))
     torch.testing.assert_close(chances, torch.full((1, 2), 10 * 0.3 - 3.0).sigmoid())
@@ -393,6 +521,7 @@ def test_the_demo_says_what_it_is_and_the_cache_command_fills_the_trainings_cach
     assert "x chance" in done.stdout
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert (result["zeroshot"]["classes"], result["zeroshot"]["chance"]) == (24, pytest.approx(100 / 24))
+    assert "encoding" not in run("lit", "eval", "run", "--data", "demo", "--retrieval").stderr  # nor by what follows
     dry = run("lit", "train", *network, "--dry-run", "-o", "dry", "-b", "50")
     assert dry.exit_code == 0, dry.output
     assert "dry run passed: 150 images, 150 held out" in " ".join(dry.stderr.split())
@@ -417,7 +546,10 @@ WRONG: list[tuple[list[str], int, str]] = [
     (["eval", "RUN", "--data", "PAIRS", "--tokenizer", "PIECES"], 3, "the run was trained with open_clip BPE"),
     (["eval", "RUN", "--data", "demo", "--split", "best"], 2, "choose train, val or test"),
     (["eval", "RUN", "--data", "demo", "--prompts", "clip_wrst"], 3, "choose clip_paper"),
+    (["train", "--data", "PAIRS", *TOWER, "-b", "1"], 2, "--batch-size 1: the softmax loss of a pair without others"),
     (["predict", "RUN", "PICTURE", "--labels", " , "], 2, "--labels: no label in it"),
+    (["predict", "RUN", "PICTURE", "--labels", "..., !"], 2, "--labels: no label in it"),
+    (["search", "RUN", "--images", "PHOTOS", "--query", "?"], 2, "--query: an empty sentence"),
     (["predict", "RUN", "nowhere.png", "--labels", "a"], 3, "no such picture"),
     (["search", "RUN", "--images", "nowhere", "--query", "a"], 3, "no such picture"),
     (["search", "RUN", "--images", "PHOTOS", "--query", " "], 2, "--query: an empty sentence"),

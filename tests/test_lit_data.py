@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import io
 import json
+import os
 import re
 import shutil
 import tarfile
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,16 +28,16 @@ from test_distributed import CPU
 from dpn_cli import stopping
 from dpn_cli.backbone import load_backbone
 from dpn_cli.console import Console
-from dpn_cli.data.pixels import resize, rows_of_step
+from dpn_cli.data.pixels import resize, rows_of_step, stream
 from dpn_cli.distributed import World
 from dpn_cli.errors import DataError, DpnError, StoppedError
 from dpn_cli.recipe import Runtime
 from tasks.lit import cache
 from tasks.lit.batches import cached_batches, encoded_batches, tokenize
 from tasks.lit.cache import Wanted, cached_features
-from tasks.lit.captions import Captioned, Files
+from tasks.lit.captions import Captioned, Files, HubPairs
 from tasks.lit.data import Source, open_pairs, open_split
-from tasks.lit.encode import wanted_of
+from tasks.lit.encode import retrieval_scores, wanted_of
 from tasks.lit.tokens import Tokenizer, open_tokenizer
 
 ALONE, QUIET = World(0, 1, CPU), Console(quiet=True)
@@ -83,6 +87,24 @@ def tabs(root: Path) -> str:
     return str(write_table(root / "pairs.tsv", rows, ("filepath", "title")))
 
 
+def with_byte_order_mark(root: Path) -> str:
+    place = Path(table(root))
+    place.write_text(place.read_text(), encoding="utf-8-sig")  # as Excel writes it
+    return str(place)
+
+
+def coco(root: Path) -> str:
+    names = write_pictures(root / "coco" / "train2017")
+    listed = {
+        "images": [{"id": number, "file_name": name} for number, name in enumerate(names)],
+        "annotations": [{"image_id": number, "caption": text} for number, text in enumerate(SENTENCES)],
+    }
+    place = root / "coco" / "annotations" / "captions_train2017.json"
+    place.parent.mkdir()
+    place.write_text(json.dumps(listed))
+    return str(place)
+
+
 def karpathy(root: Path) -> str:
     splits = ["train", "train", "restval", "train", "val", "test"]
     images = [
@@ -129,7 +151,8 @@ def hub(root: Path) -> str:
 
 @pytest.mark.parametrize(
     ("write", "images"),
-    [(table, ""), (tabs, "images"), (official, ""), (folder, ""), (shards, ""),
+    [(table, ""), (with_byte_order_mark, ""), (tabs, "images"), (official, ""), (coco, ""), (coco, "coco"),
+     (coco, "coco/val2017"), (folder, ""), (shards, ""),
      (lambda root: shards(root, "json"), "")],
 )  # fmt: skip
 def test_every_source_gives_the_same_pictures_and_sentences(
@@ -139,7 +162,9 @@ def test_every_source_gives_the_same_pictures_and_sentences(
     found = open_split(Source(place, images=str(tmp_path / images) if images else None), "train")
     first = [captions[0] for captions in found.captions]
     assert first == SENTENCES
-    assert found.captions[0] == (("a dog", "a small dog") if write in (table, official) else ("a dog",))
+    assert found.captions[0] == (
+        ("a dog", "a small dog") if write in (table, with_byte_order_mark, official) else ("a dog",)
+    )
     for number in found.labels:
         expected = np.asarray(Pil.open(io.BytesIO(picture(number))))
         assert np.array_equal(found.pixels(number), expected)
@@ -157,7 +182,17 @@ def test_splits_are_the_data_sets_own(tmp_path: Path) -> None:
     assert np.array_equal(train.pixels(2), np.asarray(Pil.open(io.BytesIO(picture(2)))))
     train, val = open_pairs(Source("demo"))
     assert (len(train.captions), len(val.captions)) == (8000, 1000)
+    assert {train.key(index) for index in train.labels}.isdisjoint(val.key(index) for index in val.labels)
     assert train.captions[0][0].startswith("a large ")
+
+
+def test_a_hub_data_set_that_names_files_has_their_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [str(tmp_path / name) for name in write_pictures(tmp_path, 2)]
+    rows = {"image": [*paths, "zip://1.png::gone.zip"], "text": ["a", "b", "c"]}
+    found = Dataset.from_dict(rows, features=Features({"image": Image(), "text": Value("string")}))
+    monkeypatch.setattr("dpn_cli.data.labelled.load_hub", lambda *of: {"train": found})
+    split = HubPairs("x", "default", "train", None, None, skip_bad=False)
+    assert list(split.sizes) == [len(picture(0)), len(picture(1)), 0]
 
 
 def test_without_own_images_some_are_held_out_alike_everywhere(tmp_path: Path) -> None:
@@ -188,6 +223,12 @@ def broken(root: Path, kind: str) -> str:
             return str(root / "x.json")
         case "folder":
             return str(root)
+        case "encoding":
+            for name in names:
+                (root / name).with_suffix(".txt").write_bytes("ein Vögelchen".encode("latin-1"))
+            return str(root)
+        case "long":
+            rows.append(("a sentence in the wrong column " * 20, "d"))
         case "shard":
             write_shard(root / "0.tar", range(3), text=lambda number: "")
             return f"wds:{root}/0.tar"
@@ -202,6 +243,8 @@ def broken(root: Path, kind: str) -> str:
     [
         ("text", r"pairs.csv, line 4: 2.png: a pair without text; .*--skip-bad-images"),
         ("file", r"pairs.csv, line 5: .*9.png: no such image; name their folder with --images"),
+        ("long", r"pairs.csv, line 5: .*a sentence in the wrong column: no such image"),
+        ("encoding", r"0.txt: not a text in UTF-8 \(invalid .* at byte 5\)"),
         ("columns", r"which column holds the image\? The columns are 'a', 'b'; name one with --image-column"),
         ("json", "neither Karpathy's captions JSON"),
         ("folder", "0.txt: 0.png: a pair without text"),
@@ -215,6 +258,31 @@ def test_flawed_data_are_named(kind: str, message: str, tmp_path: Path) -> None:
     if kind in ("text", "file"):
         found = open_split(Source(broken(tmp_path, kind), skip_bad=True), "train")
         assert (len(found.captions), found.dropped) == (2 if kind == "text" else 3, 1)
+
+
+def test_captions_in_shards_are_img2datasets(tmp_path: Path) -> None:
+    write_shard(tmp_path / "0.tar", range(2), text=lambda number: f"two lines\nof caption {number}")
+    assert open_split(Source(f"wds:{tmp_path}/0.tar"), "train").captions[1] == ("two lines\nof caption 1",)
+    described = [{"caption": "a dog", "title": "a page"}, {"captions": ["a dog", "two dogs"], "text": None}]
+    with tarfile.open(tmp_path / "1.tar", "w") as archive:
+        for number, fields in enumerate(described):
+            for ending, content in (("png", picture(number)), ("json", json.dumps(fields).encode())):
+                info = tarfile.TarInfo(f"{number}.{ending}")
+                info.size = len(content)
+                archive.addfile(info, io.BytesIO(content))
+    assert open_split(Source(f"wds:{tmp_path}/1.tar"), "train").captions == [("a dog",), ("a dog", "two dogs")]
+
+
+def test_pairs_without_text_are_counted_in_every_source(tmp_path: Path) -> None:
+    write_shard(tmp_path / "0.tar", range(3), text=lambda number: " " if number == 1 else "a dog")
+    rows = {"image": [{"bytes": picture(number), "path": None} for number in range(3)], "text": ["a", None, "b"]}
+    features = Features({"image": Image(), "text": Value("string")})
+    (tmp_path / "hub").mkdir()
+    Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "hub" / "train-00000-of-00001.parquet")
+    for place in (f"wds:{tmp_path}/0.tar", f"hf:{tmp_path}/hub"):
+        found = open_split(Source(place, skip_bad=True), "train")
+        assert (len(found.captions), found.dropped) == (2, 1)
+        assert np.array_equal(found.pixels(1), np.asarray(Pil.open(io.BytesIO(picture(2)))))
 
 
 def test_tokens_are_open_clips_and_longer_texts_keep_their_end() -> None:
@@ -315,6 +383,35 @@ def test_views_are_a_function_of_seed_and_image(tmp_path: Path) -> None:
     assert np.array_equal(seeded.shards[0], one.shards[0])
 
 
+def test_views_are_cut_from_a_larger_image_and_every_second_one_is_mirrored(tmp_path: Path) -> None:
+    want = wanted(views=20)
+    images = torch.randint(256, (1, 3, *want.read_size), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    assert want.read_size == (18, 18)
+    cuts = [images[0, :, top : top + 16, left : left + 16] for top in range(3) for left in range(3)]
+    views = cache._views(images, [7], want)
+    plain, mirrored = (
+        [
+            number
+            for view in views
+            for number, cut in enumerate(cuts)
+            if torch.equal(view, cut.flip(-1) if flip else cut)
+        ]
+        for flip in (False, True)
+    )
+    assert len(plain) + len(mirrored) == 20
+    assert min(len(plain), len(mirrored)) > 4
+    assert len({*plain, *mirrored}) > 4
+
+
+def test_one_of_several_views_is_drawn_at_every_visit(tmp_path: Path) -> None:
+    features = cache.Features([np.arange(24, dtype=np.float16).reshape(8, 3, 1)[at : at + 4] for at in (0, 4)], ())
+    texts = tokenize(data(tmp_path, 8), Tokenizer(8, "lower"))
+    stream = cached_batches(features, torch.arange(8), texts, 8, 0, ALONE)(0)
+    visits = [sorted(next(stream)["image"][:, 0].int().tolist()) for _ in range(20)]
+    assert all([view // 3 for view in visit] == list(range(8)) for visit in visits)
+    assert {view for visit in visits for view in visit} == set(range(24))
+
+
 def only(root: Path) -> Path:
     (found,) = (root / "cache").iterdir()
     return found
@@ -347,6 +444,14 @@ def without_description(root: Path) -> None:
     (only(root) / "cache.json").write_text("{")
 
 
+def of_another_form(root: Path) -> None:
+    (only(root) / "cache.json").write_text("[]")
+
+
+def of_shards_of_another_form(root: Path) -> None:
+    next(only(root).glob("features*.json")).write_text("[]")
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -354,6 +459,8 @@ def without_description(root: Path) -> None:
         (of_other_weights, "it is of another weights"),
         (of_other_features, "gives other features now"),
         (without_description, "cache.json cannot be read"),
+        (of_another_form, "cache.json cannot be read"),
+        (of_shards_of_another_form, "damaged (its digest differs)"),
     ],
 )
 def test_damaged_and_foreign_caches_are_made_again(
@@ -366,6 +473,59 @@ def test_damaged_and_foreign_caches_are_made_again(
     after = cached_features(split, wanted(), tmp_path / "cache", ALONE, Console(quiet=True))
     assert message in capsys.readouterr().err
     assert all(np.array_equal(one, other) for one, other in zip(before, after.shards, strict=True))
+
+
+@pytest.mark.parametrize("of", [data, lambda root: open_split(Source(shards(root)), "train")])
+def test_images_changed_in_place_are_encoded_again(
+    of: Callable[[Path], Captioned], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cache, "SPOT_CHECKS", 1)  # looks at the first image only
+    before = of(tmp_path)
+    old = np.array(cached_features(before, wanted(), tmp_path / "cache", ALONE, QUIET).shards[0])
+    original = Captioned.pixels
+    # Another picture of as many bytes.
+    monkeypatch.setattr(
+        Captioned, "pixels", lambda split, row: np.flip(original(split, row), 1) if row == 2 else original(split, row)
+    )
+    for path in (*tmp_path.glob("*.png"), *tmp_path.glob("*.tar")):
+        os.utime(path, (time.time() + 5,) * 2)
+    after = of(tmp_path) if of is not data else open_split(Source(str(tmp_path / "pairs.csv")), "train")
+    new = cached_features(after, wanted(), tmp_path / "cache", ALONE, QUIET).shards[0]
+    assert "gives other features now" in capsys.readouterr().err
+    assert [row for row in range(4) if not np.array_equal(old[row], new[row])] == [2]
+
+
+def test_networks_of_the_same_tensors_have_caches_of_their_own(tmp_path: Path) -> None:
+    split, stems = data(tmp_path), ("none", "dpn_no_affine")
+    towers = [load_backbone("mu/8", stem=stem, image_size=16, seed=0).eval() for stem in stems]
+    assert cache.digest_of(towers[0]) == cache.digest_of(towers[1])
+    for tower in towers:
+        cached_features(split, wanted_of(tower, Runtime(workers=0), ALONE), tmp_path / "cache", ALONE, QUIET)
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_whatever_changes_features_has_a_cache_of_its_own(tmp_path: Path) -> None:
+    tower, split = load_backbone("mu/8", pool="gap", image_size=16, seed=0).eval(), data(tmp_path)
+    shifted, larger = copy.deepcopy(tower), load_backbone("mu/8", pool="gap", image_size=24, seed=0).eval()
+    shifted.mean = (0.1, 0.2, 0.3)
+    plain = Runtime(workers=0)
+    wants = [
+        wanted_of(tower, plain, ALONE),
+        wanted_of(shifted, plain, ALONE),
+        wanted_of(tower, Runtime(workers=0, precision="bf16"), ALONE),
+        replace(wanted_of(tower, plain, ALONE), size=larger.config.image_size),
+        *(wanted_of(tower, plain, ALONE, views=1, seed=seed) for seed in (0, 1)),
+    ]
+    for number, want in enumerate(wants, 1):
+        cached_features(split, replace(want, encode=lambda x: torch.ones(len(x), 32)), tmp_path / "cache", ALONE, QUIET)
+        assert len(list((tmp_path / "cache").iterdir())) == number
+
+
+def test_features_that_are_no_numbers_are_not_kept(tmp_path: Path) -> None:
+    want = replace(wanted(), encode=lambda images: torch.full((len(images), 32), torch.nan))
+    with pytest.raises(DataError, match="features are not finite: its weights are damaged"):
+        cached_features(data(tmp_path), want, tmp_path / "cache", ALONE, QUIET)
+    assert not list((tmp_path / "cache").glob("*/*.npy"))
 
 
 def test_other_weights_data_or_views_have_a_cache_of_their_own(tmp_path: Path) -> None:
@@ -412,6 +572,15 @@ def test_unreadable_images_are_named_or_left_out_and_counted(tmp_path: Path) -> 
         cached_features(split, wanted(), tmp_path / "cache", ALONE, QUIET)
 
 
+def test_sentences_belong_to_the_images_that_could_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    split: Any = SimpleNamespace(captions=[("0",), ("1", "1"), ("2",), ("3", "3")])
+    towers: Any = SimpleNamespace(encode_texts=lambda texts: torch.eye(4)[[int(text) for text in texts]])
+    monkeypatch.setattr("tasks.lit.encode.encoded", lambda *of: (torch.eye(4)[[0, 2, 3]], [0, 2, 3]))
+    found = retrieval_scores(towers, split, wanted(), None, Runtime(), ALONE, QUIET)
+    assert {found["image_to_text@1"], found["text_to_image@1"]} == {100}
+    assert (found["images"], found["captions"], found["unreadable"]) == (3, 4, 1)
+
+
 def test_one_shard_is_enough_for_two_workers(tmp_path: Path) -> None:
     write_shard(tmp_path / "one.tar", range(11), text=lambda number: f"sentence {number}")
     split = open_split(Source(f"wds:{tmp_path}/one.tar"), "train")
@@ -447,12 +616,23 @@ def test_batches_are_a_function_of_the_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("views", [0, 2])
-def test_batches_without_a_cache_are_the_same_and_resume(views: int, tmp_path: Path) -> None:
+def test_batches_without_a_cache_are_the_same_and_resume(
+    views: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     split, want = data(tmp_path, 10), wanted(views=views)
     texts = tokenize(split, Tokenizer(8, "lower"))
+    read: list[int] = []
+
+    def streamed(*arguments: Any, **more: Any) -> Any:
+        for part in stream(*arguments, **more):
+            read.append(len(part.images))
+            yield part
+
+    monkeypatch.setattr("tasks.lit.batches.stream", streamed)
     batches = encoded_batches(split, want, texts, 4, 5, ALONE, steps=4, micro=3)
     whole = list(batches(0))
     assert len(whole) == 4
+    assert read == [2] * 8  # never a whole batch, of which every worker would keep several
     (last,) = list(batches(3))
     assert torch.equal(last["image"], whole[3]["image"])
     halves = [
@@ -464,6 +644,14 @@ def test_batches_without_a_cache_are_the_same_and_resume(views: int, tmp_path: P
         cached = next(cached_batches(features, torch.arange(10), texts, 4, 5, ALONE)(3))
         torch.testing.assert_close(cached["image"].float(), last["image"], atol=1e-3, rtol=0)
         assert torch.equal(cached["tokens"], last["tokens"])
+
+
+def test_without_a_cache_an_image_is_cut_anew_at_every_visit(tmp_path: Path) -> None:
+    split = data(tmp_path, 1)
+    want = replace(wanted(views=1), encode=lambda images: images.flatten(1).float())
+    texts = tokenize(split, Tokenizer(8, "lower"))
+    visits = list(encoded_batches(split, want, texts, 1, 5, ALONE, steps=10, micro=1)(0))
+    assert len({visit["image"].numpy().tobytes() for visit in visits}) > 4
 
 
 def test_one_of_several_captions_is_drawn_at_every_visit(tmp_path: Path) -> None:

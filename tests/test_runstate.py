@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from dpn_cli.errors import DataError, SaveError
+from dpn_cli.files import file_digest, replace_file
 from dpn_cli.runstate import Checkpoints, MetricsLog
 
 
@@ -31,6 +33,27 @@ def test_a_damaged_last_falls_back_to_the_one_before_and_says_so(tmp_path: Path)
     (tmp_path / "last.previous" / "sha256").unlink()
     with pytest.raises(DataError, match="no checkpoint there is intact"):
         checkpoints.load("last", warnings.append)
+
+
+def test_two_processes_may_write_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "features.npy"
+
+    def write(temporary: Path) -> None:
+        temporary.write_text("one")
+        with monkeypatch.context() as other:
+            other.setattr("os.getpid", lambda: 1)
+            replace_file(path, lambda theirs: theirs.write_text("two"))
+
+    digest = replace_file(path, write)
+    assert path.read_text() == "one"
+    assert file_digest(path) == digest
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_weights_can_be_read_by_whoever_can_read_the_rest(tmp_path: Path) -> None:
+    (tmp_path / "plain").touch()
+    replace_file(tmp_path / "weights", lambda to: save_file({"w": torch.ones(1)}, to))
+    assert (tmp_path / "weights").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
 FILL_AND_SAVE = """

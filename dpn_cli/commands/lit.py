@@ -191,6 +191,7 @@ def predict(
     labels: own.Labels,
     prompts: own.PredictPrompts = "plain",
     top: own.Top = 3,
+    skip_bad_images: own.SkipBad = None,
     precision: options.Precision = None,
     device: options.Device = None,
     as_json: options.Json = False,
@@ -201,7 +202,8 @@ def predict(
         runtime = runtime_of(device, precision)
         from tasks.lit.use import label
 
-        results = label(run, images, labels.split(","), prompts, top, runtime)
+        skip = bool(skip_bad_images)
+        results = label(run, images, labels.split(","), prompts, top, runtime, skip, Console(quiet=False))
         if as_json:
             print(json.dumps(results, indent=2))
             return

@@ -106,7 +106,7 @@ EvalData = Annotated[
         "captioned ones (.csv, .tsv, .json; with --retrieval the other kinds of 'lit train' too).",
     ),
 ]
-Split = Annotated[str, _option(DATA, "--split", help="val, test (of captions) or train. \\[default: val]")]
+Split = Annotated[str, _option(DATA, "--split", help="val, test or train. \\[default: val]")]
 Retrieval = Annotated[bool, _option(DATA, "--retrieval", help="Read --data as captioned images and score retrieval.")]
 Prompts = Annotated[
     str | None,

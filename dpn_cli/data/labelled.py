@@ -163,8 +163,12 @@ class HubPictures(Images):
         import pyarrow.compute
 
         self.rows = rows.cast_column(self.image, datasets.Image(decode=False))
-        encoded = pyarrow.compute.struct_field(self.rows.data.column(self.image), "bytes")
-        self.sizes: Sequence[int] = pyarrow.compute.binary_length(encoded).fill_null(0).to_pylist()
+        stored = self.rows.data.column(self.image)
+        sizes = pyarrow.compute.binary_length(pyarrow.compute.struct_field(stored, "bytes")).to_pylist()
+        files = pyarrow.compute.struct_field(stored, "path").to_pylist()
+        self.sizes: Sequence[int] = [
+            _size_of(file) if size is None else size for size, file in zip(sizes, files, strict=True)
+        ]
 
     def column(self, rows: Any, asked: str | None, kind: str, types: tuple[str, ...]) -> str:
         """Return the column that was asked for, or the only one of a kind. Raises `DataError` naming the columns."""
@@ -189,6 +193,11 @@ class HubPictures(Images):
         stored = self.rows[index][self.image]
         source = io.BytesIO(stored["bytes"]) if stored["bytes"] is not None else Path(stored["path"])
         return open_image(source, self.where(index))
+
+
+def _size_of(file: str | None) -> int:
+    """Return the size of a picture that a data set only names, as folders of pictures do; zero where it is no file."""
+    return Path(file).stat().st_size if file and Path(file).is_file() else 0
 
 
 class HubSplit(HubPictures):

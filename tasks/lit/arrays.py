@@ -36,6 +36,6 @@ def facts_of(path: Path) -> dict[str, Any] | None:
         facts: dict[str, Any] = json.loads(described.read_text(encoding="utf-8"))
         if facts["sha256"] == file_digest(path):
             return facts
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         pass
     raise DataError(f"{path}: damaged (its digest differs)")

@@ -39,6 +39,10 @@ class Texts:
     first: Tensor
     cut: int
 
+    def count(self, images: Tensor) -> int:
+        """Return how many captions images (n,) have together."""
+        return int((self.first[images + 1] - self.first[images]).sum())
+
     def of(self, images: Tensor, draws: Tensor) -> Tensor:
         """Return the tokens (b, context) of one caption of each image (b,), chosen by a draw from [0, 1)."""
         begin, end = self.first[images], self.first[images + 1]
@@ -119,7 +123,8 @@ def encoded_batches(
 ) -> Batches:
     """Return the same batches without a cache: every image is read and encoded at every visit.
 
-    With ``wanted.views`` it is cut and mirrored anew each time. At most `micro` images are in the tower at once.
+    With ``wanted.views`` it is cut and mirrored anew each time. At most `micro` images are read ahead by a worker, and
+    are in the tower, at once: the largest share of the batch that divides it.
     """
     mine = _share(batch_size, world)
 
@@ -130,17 +135,21 @@ def encoded_batches(
 
     def batches(start: int) -> Iterator[Batch]:
         share = batch_size // world.size
+        count = next(size for size in range(min(micro, share), 0, -1) if share % size == 0)
         read = partial(resize, size=wanted.read_size)
-        parts = stream(data, read, share, rows=_Rows(rows, start, steps, share), workers=wanted.workers)
-        for step, part in enumerate(parts, start):
-            images = part.images
-            if wanted.views:
-                generator = torch.Generator().manual_seed(fold(seed, CROP, step))
-                places = torch.arange(batch_size) - mine.start  # all ranks draw for the whole batch
-                images = augment(images, places, wanted.size, crop=True, flip=True, generator=generator, mine=mine)
-            found = torch.cat([wanted.encode(images[i : i + micro]) for i in range(0, len(images), micro)])
-            chosen = texts.of(part.labels, draws(batch_size, seed, CAPTION, step)[mine])
-            yield {"image": to_device(found, world.device), "tokens": to_device(chosen, world.device)}
+        parts = stream(data, read, count, rows=_Rows(rows, start, steps, share), workers=wanted.workers)
+        for step in range(start, steps):
+            found = []
+            for begin, part in zip(range(mine.start, mine.stop, count), parts, strict=False):
+                images = part.images
+                if wanted.views:
+                    generator = torch.Generator().manual_seed(fold(seed, CROP, step))
+                    places = torch.arange(batch_size) - begin  # the draws are the whole batch's
+                    here = slice(begin, begin + count)
+                    images = augment(images, places, wanted.size, crop=True, flip=True, generator=generator, mine=here)
+                found.append(wanted.encode(images))
+            chosen = texts.of(torch.tensor(rows(step)), draws(batch_size, seed, CAPTION, step)[mine])
+            yield {"image": to_device(torch.cat(found), world.device), "tokens": to_device(chosen, world.device)}
 
     return batches
 

@@ -41,6 +41,8 @@ SHARD, BATCH = 4096, 64
 LARGER = 8 / 7
 # Images of an existing cache that are encoded again, to see that it holds what it says; cosine they must reach.
 SPOT_CHECKS, SPOT_COSINE = 8, 0.999
+# So many more of those whose files were written after that: all of a few that were changed, a sample of a copied set.
+LATER_CHECKS = 256
 VERSION = 1
 
 Encode = Callable[[Tensor], Tensor]
@@ -117,7 +119,7 @@ def data_fingerprint(data: Captioned) -> str:
 def cached_features(data: Captioned, wanted: Wanted, root: Path, world: World, console: Console) -> Features:
     """Return the features of all images from the cache below `root`, encoding what is not there yet, once.
 
-    Ranks share the work, and the folder. Damaged shards, and caches of something else under this name, are said and
+    Ranks share the work, and the folder; another process that fills the same one is waited for. Damaged shards, and caches of something else under this name, are said and
     made again. Raises `DataError` for an unreadable image unless they are skipped, `StoppedError` when a signal asks to
     stop; finished shards are kept.
     """
@@ -138,17 +140,15 @@ def cached_features(data: Captioned, wanted: Wanted, root: Path, world: World, c
         console.info(f"waiting for another process, which encodes images into {folder}")
 
     with claimed(folder, wait) if world.leads else nullcontext():
-        return _encoded(folder, facts, data, wanted, world, console)
+        return _filled(folder, facts, data, wanted, world, console)
 
 
-def _encoded(
+def _filled(
     folder: Path, facts: dict[str, Any], data: Captioned, wanted: Wanted, world: World, console: Console
 ) -> Features:
     """Return the features of a cache's folder, after encoding what is not there yet."""
-    if world.leads:
-        _check_folder(folder, facts, data, wanted, console)
     files = [_file(folder, number) for number in range(-(-len(data.captions) // SHARD))]
-    found = distributed.from_leader(_whole(files, console) if world.leads else None)
+    found = distributed.from_leader(_finished(files, facts, data, wanted, console) if world.leads else None)
     assert found is not None
     missing = [number for number, facts in enumerate(found) if facts is None]
     if missing:
@@ -158,6 +158,8 @@ def _encoded(
         distributed.barrier()
         found = [facts or facts_of(file) for file, facts in zip(files, found, strict=True)]
     bad = [row for facts in found if facts for row in facts["bad"]]
+    if len(bad) == len(data.captions):
+        raise DataError(f"{data.where(0)}: not a readable image, and no other one is; nothing is left to work with")
     if bad and not wanted.skip_bad:
         raise DataError(
             f"{data.where(bad[0])}: not a readable image, as are {len(bad) - 1} others; fetch them again, or leave "
@@ -182,39 +184,52 @@ def _file(folder: Path, number: int) -> Path:
     return folder / f"features-{number:05d}.npy"
 
 
-def _check_folder(folder: Path, facts: dict[str, Any], data: Captioned, wanted: Wanted, console: Console) -> None:
-    """Make the folder, or look whether the one that is there holds what its name says; clear it if not."""
+def _finished(
+    files: Sequence[Path], facts: dict[str, Any], data: Captioned, wanted: Wanted, console: Console
+) -> list[dict[str, Any] | None]:
+    """Return `_whole` of a cache that holds what its name says; another one is cleared, and a new one begun."""
+    folder = files[0].parent
     path = folder / "cache.json"
     if folder.is_dir():
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            other = [name for name, value in facts.items() if found.get(name) != value]
-            problem = f"it is of another {', '.join(other)}" if other else _spot_check(folder, data, wanted)
-        except (OSError, ValueError) as error:
+            described = json.loads(path.read_text(encoding="utf-8"))
+            other = [name for name, value in facts.items() if described.get(name) != value]
+            problem = f"it is of another {', '.join(other)}" if other else None
+        except (OSError, ValueError, AttributeError) as error:
             problem = f"cache.json cannot be read ({error})"
         if problem is None:
-            return
+            found = _whole(files, console)
+            problem = _spot_check(files, found, data, wanted)
+            if problem is None:
+                return found
         console.warn(f"cache {folder}: {problem}; its images are encoded again")
         shutil.rmtree(folder)
     replace_json(path, facts)
+    return [None] * len(files)
 
 
-def _spot_check(folder: Path, data: Captioned, wanted: Wanted) -> str | None:
+def _spot_check(
+    files: Sequence[Path], found: Sequence[dict[str, Any] | None], data: Captioned, wanted: Wanted
+) -> str | None:
     """Encode a few images of the finished shards again; returns what is wrong with the stored features."""
-    count = len(data.captions)
-    for row in range(0, count, -(-count // SPOT_CHECKS)):
-        file = _file(folder, row // SHARD)
+    bad = {row for facts in found if facts for row in facts["bad"]}
+    rows = [row for row in range(len(data.captions)) if found[row // SHARD] and row not in bad]
+    encoded = [file.stat().st_mtime_ns if facts else 0 for file, facts in zip(files, found, strict=True)]
+    later = [row for row in rows if data.written and data.written[row] > encoded[row // SHARD]]
+    for row in (*_spread(rows, SPOT_CHECKS), *_spread(later, LATER_CHECKS)):
         try:
-            facts, pixels = facts_of(file), data.pixels(row)
-        except DataError:  # a damaged shard is said, and mended, later; an image that is gone has been encoded
+            pixels = data.pixels(row)
+        except DataError:  # an image that is gone has been encoded
             continue
-        if facts is None or row in facts["bad"]:
-            continue
-        stored = torch.from_numpy(np.load(file, mmap_mode="r")[row % SHARD].astype(np.float32))
+        stored = torch.from_numpy(np.load(files[row // SHARD], mmap_mode="r")[row % SHARD].astype(np.float32))
         now = wanted.encode(_views(resize(pixels, wanted.read_size)[None], [row], wanted)).cpu()
         if not (stored * now).sum(-1).min() > SPOT_COSINE:
             return f"{data.where(row)} gives other features now"
     return None
+
+
+def _spread(rows: Sequence[int], count: int) -> Sequence[int]:
+    return rows[:: -(-len(rows) // count) or 1]
 
 
 def _views(images: Tensor, rows: Sequence[int], wanted: Wanted) -> Tensor:

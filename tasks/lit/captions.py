@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import os
+import stat
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -27,10 +29,14 @@ BESIDE = ("txt", "json")
 
 
 class Captioned(Images):
-    """Images, each with one or more sentences; `dropped` counts the ones left out for having none."""
+    """Images, each with one or more sentences; `dropped` counts the ones left out for having none.
+
+    `written` is when each image's file was last written, in nanoseconds; empty where that is not known.
+    """
 
     captions: Sequence[tuple[str, ...]]
     sizes: Sequence[int]
+    written: Sequence[int] = ()
     dropped: int = 0
 
     @property
@@ -58,6 +64,7 @@ class Subset(Captioned):
         self.whole, self.rows = whole, list(rows)
         self.captions = [whole.captions[row] for row in self.rows]
         self.sizes = [whole.sizes[row] for row in self.rows]
+        self.written = [whole.written[row] for row in self.rows] if whole.written else ()
 
     def key(self, index: int) -> str:
         """Return an image's name inside the data set."""
@@ -81,21 +88,23 @@ class Files(Captioned):
         self.keys: list[str] = []
         self.captions: list[tuple[str, ...]] = []
         self.sizes: list[int] = []
+        self.written: list[int] = []
 
     def add(self, root: Path, name: str, raw: Iterable[object], place: str) -> None:
         """Add a picture; one without text, or that is not there, is an error or left out."""
         path = root / name
         found = sentences(raw, f"{place}: {name}", self.skip_bad)
-        size = path.stat().st_size if path.is_file() else None
-        if size is None and not self.skip_bad:
+        status = _status(path)
+        if status is None and not self.skip_bad:
             raise DataError(f"{place}: {path}: no such image; name their folder with --images")
-        if not found or size is None:
+        if not found or status is None:
             self.dropped += 1
             return
         self.paths.append(path)
         self.keys.append(name)
         self.captions.append(found)
-        self.sizes.append(size)
+        self.sizes.append(status.st_size)
+        self.written.append(status.st_mtime_ns)
 
     def key(self, index: int) -> str:
         """Return a picture's name inside the data set."""
@@ -108,6 +117,15 @@ class Files(Captioned):
     def open(self, index: int) -> Image.Image:
         """Open a picture, not decoded yet."""
         return open_image(self.paths[index], self.where(index))
+
+
+def _status(path: Path) -> os.stat_result | None:
+    """Return what the system knows of a file; None when there is none, as of a name that no file can have."""
+    try:
+        found = path.stat()
+    except (OSError, ValueError):
+        return None
+    return found if stat.S_ISREG(found.st_mode) else None
 
 
 def sentences(raw: Iterable[object], where: str, skip_bad: bool) -> tuple[str, ...]:
@@ -125,7 +143,7 @@ def read_table(path: Path, root: Path, image: str | None, caption: str | None, s
     """
     files, gathered, lines = Files(skip_bad), dict[str, list[object]](), dict[str, int]()
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:  # Excel writes a byte-order mark
             tabs = "\t" in file.readline()  # open_clip's tables are tab-separated and called .csv
             file.seek(0)
             rows = csv.DictReader(file, delimiter="\t" if tabs else ",")
@@ -166,6 +184,7 @@ def read_coco(path: Path, root: Path, splits: Sequence[str] | None, skip_bad: bo
         listed: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         images = listed["images"]
         karpathy = "annotations" not in listed
+        root = root if karpathy else _coco_folder(path, root)
         texts: dict[object, list[object]] = {}
         for note in listed.get("annotations", ()):
             texts.setdefault(note["image_id"], []).append(note["caption"])
@@ -183,6 +202,12 @@ def read_coco(path: Path, root: Path, splits: Sequence[str] | None, skip_bad: bo
     if not files.captions:
         raise DataError(f"{path}: no captions{'' if splits is None else ' of the split ' + ' or '.join(splits)}")
     return files
+
+
+def _coco_folder(path: Path, root: Path) -> Path:
+    """Return ``val2017`` in or beside `root` for COCO's own ``captions_val2017.json``, where there is such a folder."""
+    _, found, split = path.stem.partition("captions_")
+    return next((place / split for place in (root, root.parent) if found and (place / split).is_dir()), root)
 
 
 def has_splits(path: Path) -> bool:
@@ -205,7 +230,10 @@ def read_folder(root: Path, image: str | None, caption: str | None, skip_bad: bo
     files = Files(skip_bad)
     for path in sorted(path for path in root.rglob("*") if path.suffix.lower() in SUFFIXES):
         text = path.with_suffix(".txt")
-        raw = text.read_text(encoding="utf-8").splitlines() if text.is_file() else ()
+        try:
+            raw = text.read_text(encoding="utf-8-sig").splitlines() if text.is_file() else ()
+        except UnicodeDecodeError as error:
+            raise DataError(f"{text}: not a text in UTF-8 ({error.reason} at byte {error.start})") from error
         files.add(root, path.relative_to(root).as_posix(), raw, str(text))
     if not files.captions:
         raise DataError(
@@ -215,7 +243,10 @@ def read_folder(root: Path, image: str | None, caption: str | None, skip_bad: bo
 
 
 class ShardPairs(ShardPictures, Captioned):
-    """Webdataset shards as img2dataset writes them: pictures with a .txt, or a .json that has a caption."""
+    """Webdataset shards as img2dataset writes them: pictures with a .txt, or a .json that has a caption.
+
+    A .txt is one caption, whatever its lines; of a .json the first field with a caption's name counts, as of a table.
+    """
 
     def __init__(self, pattern: str, skip_bad: bool) -> None:
         self.skip_bad = skip_bad
@@ -223,17 +254,20 @@ class ShardPairs(ShardPictures, Captioned):
         super().__init__(pattern, BESIDE)
         if not self.captions:
             raise DataError(f"--data wds:{pattern}: no picture with a .txt or .json beside it")
+        times = [path.stat().st_mtime_ns for path in self.paths]
+        self.written = [times[shard] for shard, _, _ in self.places]
 
     def take(self, path: Path, member: Member) -> bool:
         """Note a picture's sentences."""
         where = f"{path}: {member.name}"
         try:
             described = json.loads(member.beside.get("json", b"{}")) if "txt" not in member.beside else {}
-            text = member.beside.get("txt", b"").decode("utf-8")
+            text = member.beside.get("txt", b"").decode("utf-8-sig")
         except ValueError as error:
             raise DataError(f"{where}: its .txt or .json cannot be read ({error})") from error
         fields = described if isinstance(described, dict) else {}
-        found = sentences(text.splitlines() or map(fields.get, CAPTION_COLUMNS), where, self.skip_bad)
+        caption = text or next(filter(None, map(fields.get, CAPTION_COLUMNS)), "")
+        found = sentences(caption if isinstance(caption, list) else [caption], where, self.skip_bad)
         self.dropped += not found
         self.captions += [found] if found else []
         return bool(found)

@@ -39,7 +39,8 @@ def start(
     Raises `DpnError` and its kin, each with the exit code of its cause.
     """
     arch = (recipe.backbone.arch or Path(recipe.backbone.checkpoint or "scratch").stem).replace("/", "-")
-    path = output_dir or Path("runs") / ("lit_demo" if recipe.demo else "lit") / f"{arch}-{recipe.backbone.stem}"
+    name = f"{arch.removesuffix(f'-{recipe.backbone.stem}')}-{recipe.backbone.stem}"  # weights may be named by the stem
+    path = output_dir or Path("runs") / ("lit_demo" if recipe.demo else "lit") / name
     if recipe.demo:
         console.info(DEMO_NOTE)
     return run_in_folder(

@@ -32,7 +32,7 @@ def wanted_of(
     """Return how images are encoded, with all that it depends on."""
     facts = {
         "weights": digest_of(tower),
-        "pool": tower.config.pool,
+        "network": repr(tower.config),  # stems, activations, heads: two networks may have the same tensors
         "mean": list(tower.mean),
         "std": list(tower.std),
         "resize": "bilinear, no antialias",

@@ -92,7 +92,8 @@ def _zeroshot(towers: Towers, asked: Asked, runtime: Runtime, world: World, cons
         )  # fmt: skip
     if not asked.force:
         check_order(scores, len(names))
-    return _zeroshot_result(scores, split, names, origin, chosen, templates)
+    found = _zeroshot_result(scores, split, names, origin, chosen, templates)
+    return {"split": asked.split, **found}
 
 
 def _labelled(asked: Asked) -> tuple[Labelled, Sequence[str]]:
@@ -101,7 +102,9 @@ def _labelled(asked: Asked) -> tuple[Labelled, Sequence[str]]:
         split = SceneClasses(*DEMO_SPLITS["test"])
         return split, split.classes
     where = classified.Source(source.place, image_column=source.image_column, label_column=asked.label_column)
-    return classified.open_split(where, "train" if asked.split == "train" else "val")
+    if asked.split == "test" and not classified.has_split(where, "test"):
+        raise DataError(f"--split test: --data {source.place} has no labelled test images; choose val or train")
+    return classified.open_split(where, asked.split)
 
 
 def _zeroshot_result(

@@ -123,6 +123,8 @@ def in_steps(recipe: LitRecipe, images: int) -> LitRecipe:
             f"--batch-size {recipe.batch_size}: larger than the {images} images to train on, so that an image would be "
             f"its own negative; use at most {images}"
         )
+    if recipe.batch_size == 1 and recipe.loss == "softmax":
+        raise DpnError("--batch-size 1: the softmax loss of a pair without others is zero; use at least 2")
     if recipe.epochs is None:
         return recipe
     steps = max(1, round(recipe.epochs * images / recipe.batch_size))

@@ -45,7 +45,8 @@ def _best_ranks(similarity: Tensor, own: Tensor) -> Tensor:
     best, place = similarity.masked_fill(~own, -torch.inf).max(-1, keepdim=True)
     first = (own & (similarity == best)).int().argmax(-1, keepdim=True)
     before = torch.arange(similarity.shape[-1], device=place.device) < first
-    return ((similarity > best) | ((similarity == best) & before)).sum(-1)
+    # What is no number comes first, so that features which are none never score.
+    return (~(similarity <= best) | ((similarity == best) & before)).sum(-1)
 
 
 def chance(images: int, k: int) -> float:

@@ -117,6 +117,8 @@ def load_towers(place: str) -> Towers:
                     f"{place}: one network and not two towers; 'dpn lit train --checkpoint {place}' trains one"
                 )
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
+                raise ValueError("weights that are no numbers")
     except (OSError, SafetensorError, ValueError) as error:
         raise DataError(f"{place}: no file of two towers ({' '.join(str(error).split())[:120]})") from error
     try:

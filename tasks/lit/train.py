@@ -88,12 +88,15 @@ def run(recipe: LitRecipe, folder: RunFolder, world: World, console: Console) ->
     if world.leads:
         folder.update(backbone=tower.report.to_dict())
     console.info(tower.report.summary())
+    plain = replace(recipe_wants(recipe, tower, world), views=0)
+    root = cache_root(recipe.cache.folder) if recipe.cache.use else None
     if not distributed.from_leader((folder.path / WEIGHTS).is_file()):
+        in_steps(recipe, len(train.captions))  # what cannot be trained is told before anything is encoded
+        if root:  # and an unreadable image to be scored on before anything is trained
+            cached_features(val, plain, root, world, console)
         _train(recipe, train, tower, tokenizer, facts, folder, world, console)
     towers = load_towers(str(folder.path)).to(world.device)
     assert digest_of(tower) == digest_of(towers.image) == before, "the image tower has changed"
-    plain = replace(recipe_wants(recipe, tower, world), views=0)
-    root = cache_root(recipe.cache.folder) if recipe.cache.use else None
     scores = retrieval_scores(towers, val, plain, root, recipe.runtime, world, console)
     result = {
         "task": "lit",
@@ -124,7 +127,7 @@ def _check_data(train: Captioned, val: Captioned, tokenizer: Tokenizer, folder: 
     }
     path = folder.path / "run.json"
     before = distributed.from_leader(json.loads(path.read_text("utf-8")) if path.is_file() else {})
-    for name, word in (("data", "images"), ("captions", "captions"), ("tokenizer", "tokenizer")):
+    for name, word in (("data", "images"), ("captions", "captions"), ("tokenizer", "tokenizer or its settings")):
         if name in before and before[name] != found[name]:
             raise DataError(f"{folder.path}: the {word} have changed since this run began; start another with -o")
     if world.leads:
@@ -150,13 +153,13 @@ def _prepare(
     root = cache_root(recipe.cache.folder)
     features = cached_features(data, wanted, root, world, console) if recipe.cache.use else None
     bad = set(features.bad) if features else set()
-    good = torch.tensor([row for row in range(len(data.captions)) if row not in bad])
+    good = torch.tensor([row for row in range(len(data.captions)) if row not in bad], dtype=torch.long)
     if world.leads:
         tokenize(data, tokenizer, root)
     distributed.barrier()
     texts = tokenize(data, tokenizer, root)
     console.info(
-        f"{len(good)} images with {len(texts.tokens)} captions to train on; {texts.cut} captions are longer than "
+        f"{len(good)} images with {texts.count(good)} captions to train on; {texts.cut} captions are longer than "
         f"{tokenizer.context} tokens and are cut, their end token kept"
     )
     if bad or data.dropped:
@@ -175,7 +178,6 @@ def _train(
     console: Console,
 ) -> None:
     """Train the text tower and write both towers' file."""
-    in_steps(recipe, len(data.captions))  # a batch that is too large is told before anything is encoded
     wanted = recipe_wants(recipe, tower, world)
     features, good, texts = _prepare(recipe, data, tokenizer, wanted, world, console)
     recipe = in_steps(recipe, len(good))
@@ -213,7 +215,7 @@ def _train(
     left_out = {"without_text_or_file": data.dropped, "unreadable": len(data.captions) - len(good)}
     trained = {
         "arch": f"{size_name(config.size) or config.size}/{config.patch[0]}",
-        "pairs": {"images": len(good), "captions": len(texts.tokens)},
+        "pairs": {"images": len(good), "captions": texts.count(good)},
         "left_out": left_out,
         "cut": texts.cut,
         "train_loss": loss,

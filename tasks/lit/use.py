@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from open_clip.tokenizer import canonicalize_text
+from torch import Tensor
 
 from dpn_cli import engine, stopping
 from dpn_cli.console import Console
@@ -15,7 +17,7 @@ from dpn_cli.convert import PROOF_IMAGES, PROOF_SEED
 from dpn_cli.data.images import find_pictures
 from dpn_cli.data.labelled import decode, open_image
 from dpn_cli.distributed import join
-from dpn_cli.errors import DpnError
+from dpn_cli.errors import DataError, DpnError
 from dpn_cli.files import replace_json, replace_text
 from dpn_cli.recipe import Runtime
 from tasks.lit.captions import Files
@@ -28,10 +30,14 @@ AT_ONCE = 32
 
 
 def label(
-    place: str, pictures: Sequence[Path], labels: Sequence[str], prompts: str, top: int, runtime: Runtime
-) -> list[Json]:
-    """Return for every picture its `top` best labels with cosine and probability. Raises `DpnError` without labels."""
-    names = [name.strip() for name in labels if name.strip()]
+    place: str, pictures: Sequence[Path], labels: Sequence[str], prompts: str, top: int, runtime: Runtime,
+    skip_bad: bool, console: Console,
+) -> list[Json]:  # fmt: skip
+    """Return for every picture its `top` best labels with cosine and probability.
+
+    Raises `DpnError` without labels, `DataError` for an unreadable picture unless those are skipped and said.
+    """
+    names = [name.strip() for name in labels if canonicalize_text(name)]
     if not names:
         raise DpnError('--labels: no label in it; write them with commas, e.g. --labels "a red circle,a blue square"')
     with join(runtime.device) as world:
@@ -41,10 +47,11 @@ def label(
         with autocast:
             classes = build_classifier(towers, names, prompt_set(prompts))
         for begin in range(0, len(paths), AT_ONCE):
-            part = paths[begin : begin + AT_ONCE]
-            images = torch.stack([towers.prepare(decode(open_image(path, str(path)), str(path))) for path in part])
+            part, images = _read(towers, paths[begin : begin + AT_ONCE], skip_bad, console)
+            if not part:
+                continue
             with autocast:
-                features = towers.encode_images(images)
+                features = towers.encode_images(torch.stack(images))
             cosine = features @ classes.T
             chances = towers.probabilities(cosine)
             best = cosine.topk(min(top, len(names)), dim=-1).indices
@@ -54,12 +61,26 @@ def label(
     return results
 
 
+def _read(towers: Towers, paths: Sequence[Path], skip_bad: bool, console: Console) -> tuple[list[Path], list[Tensor]]:
+    """Return the readable pictures of some, and their pixels as the image tower takes them."""
+    found, images = list[Path](), list[Tensor]()
+    for path in paths:
+        try:
+            images.append(towers.prepare(decode(open_image(path, str(path)), str(path))))
+            found.append(path)
+        except DataError as error:
+            if not skip_bad:
+                raise
+            console.warn(str(error))
+    return found, images
+
+
 def search(
     place: str, folder: Path, query: str, top: int, runtime: Runtime, cache_dir: str | None, skip_bad: bool,
     console: Console,
 ) -> list[Json]:  # fmt: skip
     """Return the `top` pictures of a folder that are nearest to a sentence; their features are cached."""
-    if not query.strip():
+    if not canonicalize_text(query):
         raise DpnError("--query: an empty sentence")
     with stopping.listen(), join(runtime.device) as world:
         towers = load_towers(place).to(world.device)

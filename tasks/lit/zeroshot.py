@@ -5,6 +5,7 @@ As big_vision's discriminative_classifier: the text is canonicalised, prompts ar
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -23,7 +24,7 @@ from torch import Tensor
 from dpn_cli import stopping
 from dpn_cli.data.labelled import Labelled
 from dpn_cli.distributed import World
-from dpn_cli.errors import DataError
+from dpn_cli.errors import DataError, SaveError
 from dpn_cli.files import replace_file
 from dpn_cli.scoring import Scores, score
 from tasks.lit.cache import digest_of
@@ -126,18 +127,21 @@ def build_classifier(towers: Towers, names: Sequence[str], templates: Sequence[s
 def classifier_of(
     towers: Towers, names: Sequence[str], templates: Sequence[str], kept: Path | None, world: World
 ) -> Tensor:
-    """Return the classifier, from the folder `kept` where it was built before; tower, names and prompts decide."""
+    """Return the classifier, from the folder `kept` where it was built before of the same tower, names and prompts."""
     if kept is None:
         return build_classifier(towers, names, templates)
-    facts = json.dumps([digest_of(towers.text), towers.tokenizer.to_dict(), list(names), list(templates)])
+    device = towers.text.log_temperature.device
+    bf16 = torch.is_autocast_enabled(device.type)
+    facts = json.dumps([digest_of(towers.text), towers.tokenizer.to_dict(), list(names), list(templates), bf16])
     path = kept / f"zeroshot-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.safetensors"
     try:
-        return load_file(path)["classes"].to(towers.text.log_temperature.device)
+        return load_file(path)["classes"].to(device)
     except (OSError, SafetensorError, KeyError):
         weights = build_classifier(towers, names, templates)
     tensors = {"classes": weights.cpu()}
     if world.leads:
-        replace_file(path, lambda to: save_file(tensors, to))
+        with contextlib.suppress(SaveError):  # a run that may only be read is scored all the same
+            replace_file(path, lambda to: save_file(tensors, to))
     return weights
 
 
