@@ -119,9 +119,9 @@ def data_fingerprint(data: Captioned) -> str:
 def cached_features(data: Captioned, wanted: Wanted, root: Path, world: World, console: Console) -> Features:
     """Return the features of all images from the cache below `root`, encoding what is not there yet, once.
 
-    Ranks share the work, and the folder; another process that fills the same one is waited for. Damaged shards, and caches of something else under this name, are said and
-    made again. Raises `DataError` for an unreadable image unless they are skipped, `StoppedError` when a signal asks to
-    stop; finished shards are kept.
+    Ranks share the work, and the folder; another process that fills the same one is waited for. Damaged shards, and
+    caches of something else under this name, are said and made again. Raises `DataError` for an unreadable image unless
+    they are skipped, `StoppedError` when a signal asks to stop; finished shards are kept.
     """
     facts = {
         **wanted.facts,
