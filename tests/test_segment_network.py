@@ -17,7 +17,7 @@ from dpn_cli.distributed import World
 from dpn_cli.engine import Outputs
 from tasks.segment import train
 from tasks.segment.classes import Class
-from tasks.segment.labels import LabelRule
+from tasks.segment.labels import IGNORE, LabelRule
 from tasks.segment.loader import segment_batches
 from tasks.segment.network import LinearSegmenter, initialize_head
 from tasks.segment.pairs import PairsPart, ScenePairs, list_digest
@@ -127,6 +127,13 @@ def test_every_visit_of_an_image_is_another_example() -> None:
     examples = [*steps(0), *steps(1)]
     assert len({image.numpy().tobytes() for image in examples}) == len(examples) == 16
     assert all(torch.equal(*both) for both in zip(steps(1), examples[8:], strict=True))
+
+
+def test_the_loss_divides_by_the_labelled_pixels_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dpn_cli.distributed.reduce_over_ranks", lambda count: count + 1000)  # another rank's
+    how, rank = Augmentation((48, 48), (256, 64)), World(0, 2, torch.device("cpu"))
+    batch = next(iter(segment_batches(ScenePairs(0, 4), LabelRule(5, 1, 0), how, 4, 0, rank, workers=0)(0)))
+    assert batch["valid"].tolist() == [((batch["label"] != IGNORE).sum().item() + 1000) / 4] * 2
 
 
 def test_padding_reaches_the_network_as_zero() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from test_segment_windows import mmseg
 
@@ -31,6 +32,7 @@ def segmenter() -> Segmenter:
     vit = load_backbone("mu/8", image_size=32, num_classes=CLASSES, seed=1)
     use_imagenet_inputs(vit)
     initialize_head(vit, "lecun_normal", 2)
+    vit.get_parameter("head.bias").data.copy_(torch.linspace(-0.5, 0.5, CLASSES))
     classes = tuple(Class(str(index), (index, 0, 0)) for index in range(CLASSES))
     return Segmenter(LinearSegmenter(vit, final_norm=False).eval(), classes, Data(scale=(128, 32)), Evaluation(), {})
 
@@ -90,6 +92,25 @@ def test_encoder_decoder_learns_through_our_backbone() -> None:
     idle = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     assert not idle
     assert model.decode_head.conv_seg.weight.grad.abs().sum() > 0
+
+
+def test_the_backbone_is_resized_and_decayed_as_in_app_g(segmenter: Segmenter, tmp_path: Path) -> None:
+    weights = tmp_path / "weights.safetensors"
+    save_segmenter(segmenter, weights)
+    model = build(None, str(weights))
+    from mmengine.config import Config
+    from mmengine.optim import build_optim_wrapper
+
+    from tasks.segment.openmmlab import DPNBackbone
+
+    config = Config.fromfile(CONFIG)
+    groups = build_optim_wrapper(model, config.optim_wrapper).optimizer.param_groups
+    assert all({p.ndim != 1 for p in group["params"]} == {group["weight_decay"] == 0.01} for group in groups)
+    loads = [step for name in ("train", "test") for step in config[f"{name}_pipeline"] if "reduce_zero_label" in step]
+    assert [step.reduce_zero_label for step in loads] == [True, True]
+    small = segmenter.network.vit.pos_embed.detach().view(1, 4, 4, -1).permute(0, 3, 1, 2)
+    large = F.interpolate(small, (8, 8), mode="bilinear", align_corners=False).flatten(2).transpose(1, 2)
+    torch.testing.assert_close(DPNBackbone(checkpoint=str(weights), image_size=64).vit.pos_embed.data, large)
 
 
 def test_a_head_of_other_classes_is_refused(segmenter: Segmenter, tmp_path: Path) -> None:
