@@ -108,7 +108,8 @@ def test_the_recipe_is_the_papers() -> None:
     assert (built.loss, built.temperature, built.text.context, built.cache.use) == ("softmax", 10, 16, True)
     shorter = recipes.build(LitRecipe, resolve(None, {"data": {"source": "x"}, "schedule": {"steps": 550}}, {}), "test")
     assert shorter.schedule.warmup == 100
-    assert in_steps(built.model_copy(update={"epochs": 2.0, "batch_size": 10}), 100).schedule.steps == 20
+    by_epochs = in_steps(built.model_copy(update={"epochs": 2.0, "batch_size": 10}), 100).schedule
+    assert (by_epochs.steps, by_epochs.warmup) == (20, 3)  # the recipe's share of warm-up
 
 
 def test_64_photographs_and_sentences_are_learnt_by_heart(finished: tuple[Path, dict[str, Any]]) -> None:
