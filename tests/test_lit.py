@@ -108,7 +108,8 @@ def test_the_recipe_is_the_papers() -> None:
     assert (built.loss, built.temperature, built.text.context, built.cache.use) == ("softmax", 10, 16, True)
     shorter = recipes.build(LitRecipe, resolve(None, {"data": {"source": "x"}, "schedule": {"steps": 550}}, {}), "test")
     assert shorter.schedule.warmup == 100
-    assert in_steps(built.model_copy(update={"epochs": 2.0, "batch_size": 10}), 100).schedule.steps == 20
+    by_epochs = in_steps(built.model_copy(update={"epochs": 2.0, "batch_size": 10}), 100).schedule
+    assert (by_epochs.steps, by_epochs.warmup) == (20, 3)  # the recipe's share of warm-up
 
 
 def test_64_photographs_and_sentences_are_learnt_by_heart(finished: tuple[Path, dict[str, Any]]) -> None:
@@ -224,7 +225,9 @@ def test_the_zero_shot_classifier_is_open_clips() -> None:
     torch.testing.assert_close(ours, theirs.T, atol=2e-6, rtol=0)
 
 
-def test_a_kept_classifier_is_of_its_tower_names_and_prompts(tmp_path: Path) -> None:
+def test_a_kept_classifier_is_of_its_tower_names_prompts_and_precision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     alone = World(0, 1, torch.device("cpu"))
     asked = [(["a cat", "a dog"], ["{}"]), (["a dog", "a cat"], ["{}"]), (["a cat", "a dog"], ["one {}", "{}"])]
     for _ in range(2):  # the second time from the folder
@@ -233,6 +236,19 @@ def test_a_kept_classifier_is_of_its_tower_names_and_prompts(tmp_path: Path) -> 
                 found = classifier_of(own, names, templates, tmp_path, alone)
                 assert torch.equal(found, build_classifier(own, names, templates))
         assert len(list(tmp_path.iterdir())) == 6
+    own, (names, templates) = towers(2), asked[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        half = classifier_of(own, names, templates, tmp_path, alone)
+    assert not torch.equal(half, build_classifier(own, names, templates))
+    assert len(list(tmp_path.iterdir())) == 7
+
+    def refuse(path: Path, write: Any) -> str:
+        raise SaveError(f"{path}: not written")
+
+    monkeypatch.setattr("tasks.lit.zeroshot.replace_file", refuse)  # as in a folder that may only be read
+    assert torch.equal(
+        classifier_of(own, names, templates, tmp_path / "locked", alone), build_classifier(own, names, templates)
+    )
 
 
 def test_prompts_and_names_are_big_visions(tmp_path: Path) -> None:
@@ -306,26 +322,6 @@ def test_an_accuracy_that_chance_explains_is_refused() -> None:
     for right in (0, 100, 110):
         with pytest.raises(DataError, match="class names are probably in another order than the labels"):
             check_order(scores(right, 1000, 10), 10)
-
-
-def test_a_run_that_may_only_be_read_is_scored_and_bf16_has_a_classifier_of_its_own(
-    finished: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tasks.lit.evaluate.DEMO_SPLITS", {"test": (900_000, 900_004)})
-    monkeypatch.setattr("tasks.lit.zeroshot.DEMO_PROMPTS", 2)
-    shutil.copytree(finished[0], tmp_path / "run", ignore=shutil.ignore_patterns("zeroshot-*"))
-    score = ["lit", "eval", str(tmp_path / "run"), "--data", "demo", "--prompts", "plain", "--force", "-q"]
-    for precision in ("fp32", "bf16"):
-        assert run(*score, "--precision", precision).exit_code == 0
-    assert len(list((tmp_path / "run").glob("zeroshot-*.safetensors"))) == 2
-
-    def refuse(path: Path, write: Any) -> str:
-        raise SaveError(f"{path}: not written")
-
-    monkeypatch.setattr("tasks.lit.zeroshot.replace_file", refuse)
-    shutil.copytree(tmp_path / "run", tmp_path / "locked", ignore=shutil.ignore_patterns("zeroshot-*"))
-    done = run("lit", "eval", str(tmp_path / "locked"), *score[3:])
-    assert done.exit_code == 0, done.output
 
 
 def test_labelled_test_images_are_scored_or_there_are_none(

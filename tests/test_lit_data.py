@@ -410,6 +410,8 @@ def test_one_of_several_views_is_drawn_at_every_visit(tmp_path: Path) -> None:
     visits = [sorted(next(stream)["image"][:, 0].int().tolist()) for _ in range(20)]
     assert all([view // 3 for view in visit] == list(range(8)) for visit in visits)
     assert {view for visit in visits for view in visit} == set(range(24))
+    single = cached_batches(features, torch.arange(1), texts, 1, 0, ALONE)(0)
+    assert {int(next(single)["image"]) for _ in range(20)} == {0, 1, 2}
 
 
 def only(root: Path) -> Path:
