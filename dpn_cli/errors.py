@@ -41,12 +41,13 @@ class SaveError(DpnError):
     exit_code = 1
 
 
-class StoppedError(DpnError):
-    """A signal asked the run to stop, and its state is saved if there is one to save."""
+RESUME = "the state is saved: run the same command with --resume to go on"
 
-    def __init__(self, signal_number: int, *, saved: bool = True) -> None:
-        name = signal.Signals(signal_number).name
-        then = "the state is saved: run the same command with --resume to go on" if saved else "nothing was written"
-        super().__init__(f"stopped by {name}; {then}")
+
+class StoppedError(DpnError):
+    """A signal asked the work to stop; `then` says what is left of it and how it goes on."""
+
+    def __init__(self, signal_number: int, then: str = RESUME) -> None:
+        super().__init__(f"stopped by {signal.Signals(signal_number).name}; {then}")
         self.signal_number = signal_number
         self.exit_code = 130 if signal_number == signal.SIGINT else 75

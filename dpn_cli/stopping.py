@@ -8,18 +8,21 @@ from contextlib import contextmanager
 from types import FrameType
 
 from dpn_cli import distributed
-from dpn_cli.errors import StoppedError
+from dpn_cli.errors import RESUME, StoppedError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# What is said of work that has no --resume: evaluations, and what is kept part by part.
+NO_RESULT = "no result was written"
+GOES_ON = "what is finished is kept: run the same command again to go on"
 
 _received: list[int] = []  # signal handlers belong to the process, and so does what they note
 
 
 @contextmanager
-def listen(*, resumable: bool = True) -> Iterator[None]:
+def listen(then: str = RESUME) -> Iterator[None]:
     """Note stop signals instead of dying from them; a second Ctrl-C ends the process at once.
 
-    What is not `resumable` has saved nothing when it stops, and its error says so.
+    `then` is what the error says of work that was stopped.
     """
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -31,9 +34,7 @@ def listen(*, resumable: bool = True) -> Iterator[None]:
     try:
         yield
     except StoppedError as error:
-        if resumable:
-            raise
-        raise StoppedError(error.signal_number, saved=False) from None
+        raise StoppedError(error.signal_number, then) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""Folders that two processes want at once."""
+"""Folders that two processes want at once, or that hold something else; and what stopped work says."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from dpn_cli import files
 from dpn_cli.cli import app
-from dpn_cli.errors import DpnError
+from dpn_cli.errors import DpnError, StoppedError
 from dpn_cli.files import claimed
 
 HOLD = """
@@ -85,3 +85,38 @@ def test_commands_leave_a_folder_in_use_alone(tmp_path: Path) -> None:
             assert done.exit_code == 2
             assert "another process is at work in this folder" in done.stderr
             assert not folder.exists()
+
+
+@pytest.mark.parametrize("command", ["eval", "lit eval", "segment eval"])
+def test_a_report_never_takes_the_place_of_a_run(command: str, tmp_path: Path) -> None:
+    for name in ("run.json", "result.json"):
+        (tmp_path / name).write_text("mine")
+    done = CliRunner().invoke(app, [*command.split(), "weights", "--data", "demo", "-o", str(tmp_path)])
+    assert done.exit_code == 2
+    assert "the folder holds a run, and its result.json would be replaced" in done.stderr
+    assert (tmp_path / "result.json").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("command", "then"),
+    [
+        ("eval fewshot weights --data demo", "no result was written"),
+        ("data pack --data demo --out packed", "what is finished is kept: run the same command again to go on"),
+        (
+            "lit cache --checkpoint none --arch mu/8 --data demo",
+            "what is finished is kept: run the same command again to go on",
+        ),
+    ],
+)
+def test_what_is_stopped_says_how_it_goes_on(
+    command: str, then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*arguments: object, **named: object) -> None:
+        raise StoppedError(signal.SIGTERM)
+
+    for place in ("tasks.evaluate.fewshot.load_backbone", "dpn_cli.data.pack.pack", "tasks.lit.command.open_pairs"):
+        monkeypatch.setattr(place, stop)
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, [*command.split(), "-q"])
+    assert done.exit_code == 75
+    assert done.stderr.strip() == f"error: stopped by SIGTERM; {then}"

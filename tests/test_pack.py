@@ -230,6 +230,8 @@ def test_hub_splits_without_labels_are_left_out_and_none_stands_in_for_another(t
     assert done.exit_code == 0, done.output
     assert set(json.loads(done.stdout)) == {"train", "val"}
     assert "test has no labels and is left out" in done.stderr.replace("\n", " ")
+    with pytest.raises(DataError, match="its test images have labels of -1, which is none"):
+        open_split(Source(f"hf:{place}"), "test")
     split = Packed(tmp_path / "p", "train")
     assert (split.classes, split.open(0).format) == (("a", "b"), "PNG")
     two = hub(tmp_path / "two", train=[0, 1, 0, 1], test=[0, 1])

@@ -36,6 +36,25 @@ def test_resize_equals_the_reference(
         assert antialiased.mean() > 5 * off.mean()
 
 
+def test_pictures_of_200_million_pixels_are_opened(tmp_path: Path) -> None:
+    Image.new("1", (20_000, 10_000)).save(tmp_path / "scan.png")
+    with open_image(tmp_path / "scan.png", "") as scan:
+        assert scan.size == (20_000, 10_000)
+
+
+@pytest.mark.parametrize("header", [b"P6\n5 4\n255\n", b"P6 # 4:3\n5 4 255\n", b"P6\n5 4\n254\n", b"P5\n5 4\n255\n"])
+def test_ppm_files_are_read_as_pillow_reads_them(header: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "picture.ppm"
+    values = np.random.default_rng(0).integers(0, 255, (4, 5, 3 if header[:2] == b"P6" else 1), dtype=np.uint8)
+    path.write_bytes(header + values.tobytes())
+    with Image.open(path) as image:
+        expected = np.asarray(image.convert("RGB"))
+    assert np.array_equal(decode(open_image(path, "it"), "it"), expected)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DataError, match="it: not a readable image"):
+        decode(open_image(path, "it"), "it")
+
+
 def test_resize_keeps_an_image_of_the_right_size() -> None:
     image = np.random.default_rng(0).integers(0, 256, (9, 7, 3), dtype=np.uint8)
     assert np.array_equal(resize(image, (9, 7)).permute(1, 2, 0).numpy(), image)

@@ -241,7 +241,8 @@ def test_the_demo_learns_more_than_the_background(tmp_path: Path) -> None:
 def test_a_stopped_run_ends_where_an_unbroken_one_does(
     shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = small(shapes, schedule={"steps": 14}, backbone={"drop_path": 0.1}, augment={"cat_max": 0.75})
+    common: dict[str, Any] = {"schedule": {"steps": 14}, "backbone": {"arch": "nano/8", "drop_path": 0.3}}
+    recipe = small(shapes, augment={"cat_max": 0.75}, **common)
     train(recipe, tmp_path / "whole")
     calls = iter(range(1000))
     monkeypatch.setattr(stopping, "requested", lambda: signal.SIGTERM if next(calls) == 7 else None)
@@ -252,8 +253,9 @@ def test_a_stopped_run_ends_where_an_unbroken_one_does(
     train(again, tmp_path / "broken", resume=True)
     whole, broken = (load_file(tmp_path / name / "weights.safetensors") for name in ("whole", "broken"))
     assert all(torch.equal(value, broken[name]) for name, value in whole.items())
+    other = small(shapes, data={"fraction": 0.5}, **common)
     with pytest.raises(DpnError, match="data.fraction: 1.0 there, 0.5 now"):
-        train(small(shapes, schedule={"steps": 14}, data={"fraction": 0.5}), tmp_path / "broken", resume=True)
+        train(other, tmp_path / "broken", resume=True)
 
 
 def test_masks_that_change_between_run_and_resume_are_refused(own: Path, tmp_path: Path) -> None:

@@ -109,11 +109,11 @@ def test_a_report_never_replaces_a_run(place: Path) -> None:
     assert "report: not written" in done.stderr
 
 
-def test_a_stopped_evaluation_says_that_nothing_was_written(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_evaluation_says_that_there_is_no_result(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stopping, "requested", lambda: signal.SIGTERM)
     done = run("segment", "eval", str(place / "run"), "--data", str(place / "data"), "-j", "0", "-q")
     assert done.exit_code == 75
-    assert done.stderr.strip() == "error: stopped by SIGTERM; nothing was written"
+    assert done.stderr.strip() == "error: stopped by SIGTERM; no result was written"
 
 
 def test_what_is_drawn_has_the_classes_colors() -> None:

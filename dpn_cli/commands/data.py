@@ -71,14 +71,14 @@ def pack(
         source = Source(data, image_column=image_column, label_column=label_column)
         if out.expanduser().resolve().is_relative_to(Path(data).expanduser().resolve()):
             raise DpnError(f"--out {out}: inside --data {data}, where its shards would be taken for pictures")
-        found = {name: open_split(source, name) for name in own_splits(source)}
+        found = {name: open_split(source, name, unlabelled=True) for name in own_splits(source)}
         for name in [name for name, (split, _) in found.items() if min(split.labels) < 0]:
             console.warn(f"{name} has no labels and is left out")
             del found[name]
         for name in found:
             check_classes(source, found["train"][1], found[name][1])
         packing = Packing(None if size == "keep" else int(size), how, quality)
-        with stopping.listen(), claimed(out):
+        with stopping.listen(stopping.GOES_ON), claimed(out):
             manifest = pack(
                 {name: (split, hash_order(split)) for name, (split, _) in found.items()},
                 found["train"][1],

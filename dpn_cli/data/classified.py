@@ -208,9 +208,20 @@ def has_split(source: Source, split: str) -> bool:
     return not source.place.startswith("wds:") and (root / split).is_dir()
 
 
-def open_split(source: Source, split: str) -> tuple[Labelled, tuple[str, ...]]:
-    """Open a split of a data set; returns it with the names of its classes. Raises `DataError`."""
+def open_split(source: Source, split: str, *, unlabelled: bool = False) -> tuple[Labelled, tuple[str, ...]]:
+    """Open a split of a data set; returns it with the names of its classes.
+
+    Raises `DataError`, also for withheld labels (-1, as many hub data sets have in their test split) unless
+    `unlabelled` allows them.
+    """
     place = source.val_place if split == "val" and source.val_place else source.place
+    found, classes = _open(source, place, split)
+    if not unlabelled and min(found.labels, default=0) < 0:
+        raise DataError(f"--data {place}: its {split} images have labels of -1, which is none; choose another split")
+    return found, classes
+
+
+def _open(source: Source, place: str, split: str) -> tuple[Labelled, tuple[str, ...]]:
     if place in DEMO:
         task, splits = DEMO[place]
         return SceneSplit(task, *splits[split]), tuple(LABELS[task])

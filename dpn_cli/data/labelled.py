@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cache
@@ -13,12 +14,16 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
+from PIL.PpmImagePlugin import PpmImageFile
 
 from dpn_cli.data import scenes
 from dpn_cli.errors import DataError
 from dpn_cli.hub import offline
 
 Pixels = npt.NDArray[np.uint8]
+
+# Scans and satellite pictures are data: Pillow's own limit warns from 89 million pixels on and refuses twice that.
+Image.MAX_IMAGE_PIXELS = 2**29
 
 
 class Labelled(Protocol):
@@ -73,6 +78,8 @@ def decode(image: Image.Image, where: str) -> Pixels:
     """
     try:
         with image:
+            if (stored := _stored_pixels(image)) is not None:
+                return stored
             image.load()
             if image.mode.startswith("I"):  # PIL would clip 16-bit values instead of scaling them
                 grey = (np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8)
@@ -80,6 +87,16 @@ def decode(image: Image.Image, where: str) -> Pixels:
             return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise unreadable(where, error) from error
+
+
+def _stored_pixels(image: Image.Image) -> Pixels | None:
+    """Return the pixels of an opened picture that lie in its file as they are, a PPM's: Pillow copies them twice."""
+    if not isinstance(image, PpmImageFile) or image.mode != "RGB" or [tile[0] for tile in image.tile] != ["raw"]:
+        return None
+    assert image.fp is not None
+    image.fp.seek(image.tile[0][2])
+    shape = image.height, image.width, 3
+    return np.frombuffer(image.fp.read(math.prod(shape)), np.uint8).reshape(shape)
 
 
 def unreadable(where: str, error: Exception) -> DataError:

@@ -23,6 +23,7 @@ from dpn_cli.distributed import World, join
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.files import replace_json, replace_text
 from dpn_cli.recipe import Runtime
+from dpn_cli.runstate import open_report
 from dpn_cli.scoring import Scores, score
 
 WORST_PAIRS = 10
@@ -45,9 +46,11 @@ class Asked:
 def evaluate(asked: Asked, runtime: Runtime, console: Console) -> dict[str, Any] | None:
     """Score a classifier and return the result, written to `output_dir` too; None on ranks that do not lead.
 
-    Raises `DataError` when data and classifier do not fit each other.
+    Raises `DataError` when data and classifier do not fit each other, `DpnError` when `output_dir` holds a run.
     """
-    with stopping.listen(), join(runtime.device) as world:
+    with stopping.listen(stopping.NO_RESULT), join(runtime.device) as world:
+        if asked.output_dir and world.leads:
+            open_report(asked.output_dir)
         classifier = load_classifier(asked.place, asked.image_size)
         split, names = open_split(asked.source, asked.split)
         columns = match_classes(classifier.classes, names)

@@ -36,7 +36,7 @@ def fewshot(
     Features are what the head reads (after pre-logits and tanh where there are). Raises `DataError` when a class has
     fewer images than the largest number of shots.
     """
-    with stopping.listen(), join(runtime.device) as world:
+    with stopping.listen(stopping.NO_RESULT), join(runtime.device) as world:
         if world.size > 1:
             raise DpnError("eval fewshot: run on one rank")
         model = load_backbone(arch, stem=None, checkpoint=checkpoint, image_size=image_size)

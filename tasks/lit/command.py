@@ -57,7 +57,7 @@ def start(
 
 def fill_cache(recipe: LitRecipe, console: Console) -> dict[str, Any] | None:
     """Encode all images of a recipe once and turn the captions into tokens; None on ranks that do not lead."""
-    with stopping.listen(), join(recipe.runtime.device) as world:
+    with stopping.listen(stopping.GOES_ON), join(recipe.runtime.device) as world:
         data, val = open_pairs(source_of(recipe))
         tokenizer = open_tokenizer(recipe.text.tokenizer, recipe.text.context, recipe.text.clean)
         tower = load_tower(recipe, world)

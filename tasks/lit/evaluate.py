@@ -15,6 +15,7 @@ from dpn_cli.distributed import World, join
 from dpn_cli.errors import DataError
 from dpn_cli.files import replace_json
 from dpn_cli.recipe import Runtime
+from dpn_cli.runstate import open_report
 from dpn_cli.scoring import Scores
 from tasks.lit.data import DEMO_SPLITS, SceneClasses, Source, open_split
 from tasks.lit.encode import cache_root, describe_retrieval, retrieval_scores, wanted_of
@@ -46,9 +47,12 @@ class Asked:
 def evaluate(asked: Asked, runtime: Runtime, console: Console) -> Json | None:
     """Score a run and return the result, written to `output_dir` too; None on ranks that do not lead.
 
-    Raises `DataError` when the data, the class names or the tokenizer do not belong to the run.
+    Raises `DataError` when the data, the class names or the tokenizer do not belong to the run, `DpnError` when
+    `output_dir` holds one.
     """
-    with stopping.listen(), join(runtime.device) as world:
+    with stopping.listen(stopping.NO_RESULT), join(runtime.device) as world:
+        if asked.output_dir and world.leads:
+            open_report(asked.output_dir)
         towers = load_towers(asked.place).to(world.device)
         check_tokenizer(towers, asked.tokenizer)
         scored = _retrieval if asked.retrieval else _zeroshot

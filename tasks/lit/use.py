@@ -82,7 +82,7 @@ def search(
     """Return the `top` pictures of a folder that are nearest to a sentence; their features are cached."""
     if not canonicalize_text(query):
         raise DpnError("--query: an empty sentence")
-    with stopping.listen(), join(runtime.device) as world:
+    with stopping.listen(stopping.NO_RESULT), join(runtime.device) as world:
         towers = load_towers(place).to(world.device)
         files = Files()
         for path in find_pictures([folder]):

@@ -47,7 +47,7 @@ def evaluate(asked: Asked, runtime: Runtime, console: Console) -> dict[str, Any]
 
     Raises `DataError` when data and segmenter do not fit each other, `DpnError` when `output_dir` holds a run.
     """
-    with stopping.listen(resumable=False), join(runtime.device) as world:
+    with stopping.listen(stopping.NO_RESULT), join(runtime.device) as world:
         if asked.output_dir and world.leads:
             open_report(asked.output_dir)
         segmenter = load_segmenter(asked.run)
