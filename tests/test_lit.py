@@ -230,6 +230,26 @@ def test_pairs_that_are_left_out_are_counted_and_not_trained_on(tmp_path: Path) 
         train(small(place, **{**asked, "batch_size": 10}), tmp_path / "more")
 
 
+def test_labelled_test_images_are_scored_or_there_are_none(
+    finished: tuple[Path, dict[str, Any]], photos: Path, tmp_path: Path
+) -> None:
+    for split, count in (("val", 1), ("test", 3)):
+        for name in ("temple", "flower"):
+            folder = tmp_path / split / f"a {name}"
+            folder.mkdir(parents=True)
+            for number in range(count):
+                shutil.copy(photos / f"{name}{number:02d}.png", folder)
+    weights = str(finished[0] / "weights.safetensors")
+    score = ["lit", "eval", weights, "--data", str(tmp_path), "--force", "-q", "--json", "--prompts", "plain"]
+    for split, images in (("val", 2), ("test", 6)):
+        result = json.loads(run(*score, "--split", split).stdout)
+        assert (result["split"], result["images"], result["classes"]) == (split, images, 2)
+    shutil.rmtree(tmp_path / "test")
+    refused = run(*score, "--split", "test")
+    assert (refused.exit_code, refused.stdout) == (3, "")
+    assert "has no labelled test images; choose val or train" in refused.stderr
+
+
 def test_a_wrong_order_of_names_is_found_in_a_trained_run(
     finished: tuple[Path, dict[str, Any]], photos: Path, tmp_path: Path
 ) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import torch.nn.functional as F
 from open_clip import build_zero_shot_classifier
 from open_clip.tokenizer import SimpleTokenizer
 from open_clip.zero_shot_metadata import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES
-from test_cli import run
 from timm.data import ImageNetInfo
 from torch import Tensor
 
@@ -153,23 +150,3 @@ def test_an_accuracy_that_chance_explains_is_refused() -> None:
     for right in (0, 100, 110):
         with pytest.raises(DataError, match="class names are probably in another order than the labels"):
             check_order(scores(right, 1000, 10), 10)
-
-
-def test_labelled_test_images_are_scored_or_there_are_none(
-    finished: tuple[Path, dict[str, Any]], photos: Path, tmp_path: Path
-) -> None:
-    for split, count in (("val", 1), ("test", 3)):
-        for name in ("temple", "flower"):
-            folder = tmp_path / split / f"a {name}"
-            folder.mkdir(parents=True)
-            for number in range(count):
-                shutil.copy(photos / f"{name}{number:02d}.png", folder)
-    weights = str(finished[0] / "weights.safetensors")
-    score = ["lit", "eval", weights, "--data", str(tmp_path), "--force", "-q", "--json", "--prompts", "plain"]
-    for split, images in (("val", 2), ("test", 6)):
-        result = json.loads(run(*score, "--split", split).stdout)
-        assert (result["split"], result["images"], result["classes"]) == (split, images, 2)
-    shutil.rmtree(tmp_path / "test")
-    refused = run(*score, "--split", "test")
-    assert (refused.exit_code, refused.stdout) == (3, "")
-    assert "has no labelled test images; choose val or train" in refused.stderr
