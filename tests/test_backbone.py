@@ -195,7 +195,9 @@ def test_export_and_load_agree_to_the_bit_for_every_stem(stem: Stem, tmp_path: P
 def test_inputs_are_normalised_with_the_checkpoints_own_range() -> None:
     model = load_backbone("mu/8", image_size=8)
     pixels = torch.tensor([0, 255, 51], dtype=torch.uint8).reshape(1, 3, 1, 1)
-    assert model.normalize(pixels).flatten().tolist() == pytest.approx([-1, 1, -0.6])
+    for given in (pixels, floats := pixels.float()):
+        assert model.normalize(given).flatten().tolist() == pytest.approx([-1, 1, -0.6])
+    assert torch.equal(floats, pixels.float())  # what was given stays as it was
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,10 @@ import pytest
 import torch
 from PIL import Image as Pil
 from test_distributed import CPU
+from test_files import another_process_in
 from test_lit_data import picture, shards, write_pictures, write_shard, write_table
 
-from dpn_cli import stopping
+from dpn_cli import files, stopping
 from dpn_cli.backbone import load_backbone
 from dpn_cli.console import Console
 from dpn_cli.data.pixels import resize, rows_of_step, stream
@@ -269,6 +270,22 @@ def test_a_stopped_cache_goes_on_behind_its_last_shard(tmp_path: Path, monkeypat
     again = cached_features(split, want, tmp_path / "cache", ALONE, QUIET)
     assert sorted(seen) == [0, *range(4, 11)]  # 0 is the spot check
     assert all(np.array_equal(one, other) for one, other in zip(whole.shards, again.shards, strict=True))
+
+
+def test_a_cache_that_another_process_fills_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    what, pairs, waits = wanted(), data(tmp_path / "pictures"), list[int]()
+    cached_features(pairs, what, tmp_path / "cache", ALONE, QUIET)
+    (folder,) = (tmp_path / "cache").iterdir()
+    monkeypatch.setattr(files, "PATIENCE", 0.0)
+    with another_process_in(folder) as other:
+
+        def end() -> None:
+            other.kill()
+            waits.append(other.wait())
+
+        monkeypatch.setattr(stopping, "check_here", end)
+        assert len(cached_features(pairs, what, tmp_path / "cache", ALONE, QUIET)) == 6
+    assert len(waits) == 1
 
 
 def test_unreadable_images_are_named_or_left_out_and_counted(tmp_path: Path) -> None:
