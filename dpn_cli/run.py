@@ -12,10 +12,16 @@ from dpn_cli.console import Console
 from dpn_cli.distributed import World, from_leader, join
 from dpn_cli.errors import DpnError, StoppedError
 from dpn_cli.files import claimed
-from dpn_cli.recipe import Section
+from dpn_cli.recipe import Backbone, Section
 from dpn_cli.runstate import RunFolder
 
 Result = dict[str, Any]
+
+
+def run_name(backbone: Backbone, stems: str) -> str:
+    """Return ARCH-STEM, what a run's folder is called; the weights' name stands for an unsaid arch, and may end so."""
+    arch = (backbone.arch or Path(backbone.checkpoint or "scratch").stem).replace("/", "-")
+    return f"{arch.removesuffix(f'-{stems}')}-{stems}"
 
 
 def run_in_folder(

@@ -16,6 +16,8 @@ from dpn_cli import files
 from dpn_cli.cli import app
 from dpn_cli.errors import DpnError, StoppedError
 from dpn_cli.files import claimed
+from dpn_cli.recipe import Backbone
+from dpn_cli.run import run_name
 
 HOLD = """
 import sys, time
@@ -85,6 +87,13 @@ def test_commands_leave_a_folder_in_use_alone(tmp_path: Path) -> None:
             assert done.exit_code == 2
             assert "another process is at work in this folder" in done.stderr
             assert not folder.exists()
+
+
+def test_runs_are_named_by_network_and_stem_once() -> None:
+    assert run_name(Backbone(arch="B/32", checkpoint="x/y.npz"), "dpn") == "B-32-dpn"
+    assert run_name(Backbone(checkpoint="x/B-32-dpn.npz"), "dpn") == "B-32-dpn"
+    assert run_name(Backbone(checkpoint="x/B-32-dpn.npz"), "none-vs-dpn") == "B-32-dpn-none-vs-dpn"
+    assert run_name(Backbone(), "rms") == "scratch-rms"
 
 
 @pytest.mark.parametrize("command", ["eval", "lit eval", "segment eval"])

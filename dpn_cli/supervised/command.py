@@ -10,7 +10,7 @@ from dpn_cli.classifier import WEIGHTS
 from dpn_cli.console import Console
 from dpn_cli.data.classified import ClassData, Source, open_class_data
 from dpn_cli.distributed import World
-from dpn_cli.run import run_in_folder
+from dpn_cli.run import run_in_folder, run_name
 from dpn_cli.runstate import RunFolder
 from dpn_cli.supervised.recipe import SupervisedRecipe, in_steps
 from dpn_cli.supervised.train import check_batch, measure_step, train_classifier
@@ -50,9 +50,8 @@ def start(
     `runs` are for tasks that do more than one training.
     Raises `DpnError` and its kin, each with the exit code of its cause.
     """
-    arch = (recipe.backbone.arch or Path(recipe.backbone.checkpoint or "scratch").stem).replace("/", "-")
     kind = f"{task}_demo" if recipe.demo else folder or task
-    path = output_dir or Path("runs") / kind / f"{arch}-{recipe.backbone.stem}"
+    path = output_dir or Path("runs") / kind / run_name(recipe.backbone, recipe.backbone.stem)
 
     def run(opened: RunFolder, world: World) -> dict[str, Any]:
         data = open_data(recipe)

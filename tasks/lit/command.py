@@ -14,7 +14,7 @@ from dpn_cli.console import Console
 from dpn_cli.data.pixels import resize
 from dpn_cli.distributed import World, join
 from dpn_cli.memory import MicroBatch
-from dpn_cli.run import run_in_folder
+from dpn_cli.run import run_in_folder, run_name
 from tasks.lit.batches import cached_batches, tokenize
 from tasks.lit.cache import BATCH, Features, cached_features
 from tasks.lit.captions import Subset
@@ -38,8 +38,7 @@ def start(
 
     Raises `DpnError` and its kin, each with the exit code of its cause.
     """
-    arch = (recipe.backbone.arch or Path(recipe.backbone.checkpoint or "scratch").stem).replace("/", "-")
-    name = f"{arch.removesuffix(f'-{recipe.backbone.stem}')}-{recipe.backbone.stem}"  # weights may be named by the stem
+    name = run_name(recipe.backbone, recipe.backbone.stem)
     path = output_dir or Path("runs") / ("lit_demo" if recipe.demo else "lit") / name
     if recipe.demo:
         console.info(DEMO_NOTE)

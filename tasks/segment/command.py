@@ -7,7 +7,7 @@ from typing import Any
 
 from dpn_cli.console import Console
 from dpn_cli.distributed import World
-from dpn_cli.run import run_in_folder
+from dpn_cli.run import run_in_folder, run_name
 from tasks.segment.recipe import SegmentRecipe, in_steps
 from tasks.segment.train import DEMO_NOTE, describe_length, measure_step, open_data, run
 
@@ -19,7 +19,7 @@ def start(
 
     Raises `DpnError` and its kin, each with the exit code of its cause.
     """
-    arch = (recipe.backbone.arch or Path(recipe.backbone.checkpoint or "scratch").stem).replace("/", "-")
+    name = run_name(recipe.backbone, recipe.backbone.stem)
     task = "segment_demo" if recipe.demo else f"segment_{recipe.data.dataset}"
     share = f"-{recipe.data.fraction:g}" if recipe.data.fraction < 1 else ""
     if recipe.demo:
@@ -27,7 +27,7 @@ def start(
     return run_in_folder(
         recipe,
         recipe.runtime.device,
-        output_dir or Path("runs") / task / f"{arch}-{recipe.backbone.stem}{share}",
+        output_dir or Path("runs") / task / f"{name}{share}",
         lambda folder, world: run(recipe, folder, world, console),
         (lambda world: _dry_run(recipe, world, console)) if dry_run else None,
         resume=resume,

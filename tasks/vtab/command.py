@@ -9,7 +9,7 @@ from typing import Any
 from dpn_cli import engine
 from dpn_cli.console import Console
 from dpn_cli.distributed import World, from_leader
-from dpn_cli.run import run_in_folder
+from dpn_cli.run import run_in_folder, run_name
 from dpn_cli.runstate import Checkpoints
 from tasks.vtab.bench import Bench
 from tasks.vtab.cells import Cell
@@ -43,8 +43,9 @@ def start(
 
 def default_folder(recipe: VtabRecipe) -> Path:
     """Return runs/vtab/ARCH-STEM, so that another network or demo never meets this run's folder."""
-    arch = (recipe.backbone.arch or Path(recipe.backbone.checkpoint or "scratch").stem).replace("/", "-")
-    return Path("runs") / ("vtab_demo" if recipe.demo else "vtab") / f"{arch}-{'-vs-'.join(recipe.stems)}"
+    return (
+        Path("runs") / ("vtab_demo" if recipe.demo else "vtab") / run_name(recipe.backbone, "-vs-".join(recipe.stems))
+    )
 
 
 def _dry_run(recipe: VtabRecipe, world: World, console: Console) -> None:
