@@ -91,11 +91,11 @@ def describe(result: dict[str, Any]) -> str:
     images = result["images"]
     height, width = result["image_size"]
     if result["minival_top1"] is None:
-        chosen = "no minival: the last step is scored"
+        chosen = "the last step is scored; there was no minival to watch"
     else:
-        which = "last" if result["best_step"] == result["steps"] else "best"
-        share = f"{result['minival_top1']:.2f} % of {images['minival']} images"
-        chosen = f"{which} on minival: {share} at step {result['best_step']}"
+        last = result["best_step"] == result["steps"]
+        which = "the last step is scored" if last else f"step {result['best_step']} was best on minival and is scored"
+        chosen = f"{which}; minival: top-1 {result['minival_top1']:.2f} % ({images['minival']} images)"
     skipped = f", {result['skipped']} unreadable ones left out" if result["skipped"] else ""
     return (
         f"{result['arch']} stem {result['stem']} at {height}x{width}, {result['classes']} classes\n"

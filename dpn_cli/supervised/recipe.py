@@ -68,7 +68,7 @@ class SupervisedRecipe(Section):
     mixup: NonNegative = 0.0
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     freeze: Annotated[tuple[str, ...], BeforeValidator(listed)] = ()
-    select: Literal["best", "last"] = "best"
+    select: Literal["best", "last"] = "last"
     fewshot: Positive | None = None
     batch_size: Positive
     eval_batch_size: Positive = 64

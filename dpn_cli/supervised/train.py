@@ -174,6 +174,12 @@ def load_network(recipe: SupervisedRecipe, classes: int) -> Backbone:
     return model
 
 
+def look_every(recipe: SupervisedRecipe) -> int:
+    """Return the steps between two looks at minival: the recipe's, or a quarter of a training shorter than that."""
+    steps = recipe.schedule.steps
+    return recipe.evaluate_every if recipe.evaluate_every < steps else max(1, steps // 4)
+
+
 def loss_of(recipe: SupervisedRecipe, model: Backbone, classes: int) -> engine.LossFn:
     """Return the engine's loss of a batch: images are normalised, and mixed where the batch says, on the device."""
 
@@ -249,7 +255,7 @@ class _Training:
                 world,
                 engine.Outputs(checkpoints, log, tick, console.warn),
                 MicroBatch.choose(recipe.runtime, recipe.batch_size // world.size, model, world.device),
-                evaluate_every=min(recipe.evaluate_every, max(1, recipe.schedule.steps // 4)) if watched else 0,
+                evaluate_every=look_every(recipe) if watched else 0,
                 keep_best=recipe.select == "best",
             )
         if skipped:

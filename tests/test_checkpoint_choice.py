@@ -1,0 +1,60 @@
+"""Which checkpoint a classifier's training keeps: the last one, as Appendix D does, or minival's best where asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_highres import small, train
+
+from dpn_cli import recipe as recipes
+from dpn_cli.scoring import Scores
+from dpn_cli.supervised import train as training
+from dpn_cli.supervised.command import describe
+from tasks.highres.recipe import HighresRecipe, resolve
+
+
+@pytest.fixture
+def falling(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Make every look at images score less than the one before; gives the weights of each look."""
+    seen: list[dict[str, Any]] = []
+
+    def score(classifier: Any, split: Any, *_: Any) -> Scores:
+        seen.append({name: value.clone() for name, value in classifier.model.state_dict().items()})
+        return Scores(100, 90 - len(seen), 100, 1.0, 0, torch.zeros(3, 3))
+
+    monkeypatch.setattr(training, "evaluate", score)
+    return seen
+
+
+def test_the_last_step_is_kept_unless_the_best_is_asked_for(
+    falling: list[dict[str, Any]], photos: Path, tmp_path: Path
+) -> None:
+    seen = falling
+    for select, expected in (({}, 8), ({"select": "last"}, 8), ({"select": "best"}, 2)):
+        seen.clear()
+        result = train(small(photos, schedule={"steps": 8}, **select), tmp_path / str(select))
+        assert result["best_step"] == expected
+        kept, look = load_file(tmp_path / str(select) / "weights.safetensors"), seen[expected // 2 - 1]
+        assert all(torch.equal(value, kept[name]) for name, value in look.items())
+        said = "step 2 was best on minival" if expected == 2 else "the last step is scored"
+        assert said in describe(result)
+
+
+@pytest.mark.parametrize(("steps", "every", "looks"), [(8, 4, [4, 8]), (9, 4, [4, 8, 9]), (8, 2500, [2, 4, 6, 8])])
+def test_minival_is_looked_at_when_the_recipe_says(
+    steps: int, every: int, looks: list[int], photos: Path, tmp_path: Path
+) -> None:
+    """Appendix D evaluates every 2500 of 5000 steps; a training shorter than that is looked at four times."""
+    result = train(small(photos, schedule={"steps": steps}, evaluate_every=every), tmp_path / "run")
+    assert [record["step"] for record in result["curve"]] == looks
+
+
+def test_appendix_d_chooses_no_checkpoint() -> None:
+    plain = resolve(None, {"data": {"source": "imagenet"}, "backbone": {"arch": "B/32"}}, {})
+    built = recipes.build(HighresRecipe, plain, "test")
+    assert (built.select, built.evaluate_every, built.schedule.steps) == ("last", 2500, 5000)
+    assert built.about.table == "Table 1 left (App. D)"
