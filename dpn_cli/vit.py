@@ -101,7 +101,8 @@ class DPNViT(VisionTransformer):
     def _pos_embed(self, x: Tensor) -> Tensor:
         x = self.norm_posemb(x + self.pos_embed)
         if self.cls_token is not None:
-            x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1)
+            # shape[0] and not len(x), which is a plain int: torch.export would take the batch for a constant.
+            x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1)
         dropped: Tensor = self.pos_drop(x)
         return dropped
 

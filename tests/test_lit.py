@@ -314,7 +314,10 @@ def test_an_export_loads_without_the_parts_that_train(
     assert done.exit_code == 0, done.output
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["sha256"] == json.loads(done.stdout)["digest"]
-    assert config["sha256"] in (tmp_path / "out" / "README.md").read_text()
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert config["sha256"] in card
+    assert '"batch_size"' in card
+    assert "ImageNet" not in card
     script = (
         "import sys, json, numpy, torch\nfrom PIL import Image\nfrom tasks.lit.towers import load_towers\n"
         "towers = load_towers(sys.argv[1])\n"

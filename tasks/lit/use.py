@@ -121,6 +121,8 @@ def export(place: str, folder: Path) -> Json:
 def model_card(towers: Towers, digest: str) -> str:
     """Return a model card in Markdown: what it is, how it was made, how to use it."""
     facts, (height, width), tokenizer = towers.facts, towers.image.config.image_size, towers.tokenizer
+    # A recipe's heading names the paper's numbers, whose images and captions nobody else has.
+    recipe = {key: value for key, value in facts["recipe"].items() if key != "about"}
     lines = [
         "---",
         "library_name: dpn",
@@ -147,7 +149,7 @@ def model_card(towers: Towers, digest: str) -> str:
         "The recipe it was trained with:",
         "",
         "```json",
-        json.dumps(facts["recipe"], indent=2),
+        json.dumps(recipe, indent=2),
         "```",
     ]
     return "\n".join(lines) + "\n"
