@@ -50,6 +50,7 @@ LAYERS = {
     "dpn_cli.losses": 3,
     "dpn_cli.memory": 4,
     "dpn_cli.statistics": 3,
+    "dpn_cli.sanity": 3,
     "dpn_cli.console": 3,
     "dpn_cli.distributed": 2,
     "dpn_cli.files": 2,
