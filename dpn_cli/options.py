@@ -333,7 +333,7 @@ HighresSteps = Annotated[
     int | None,
     typer.Option(
         "--steps",
-        help="Optimizer steps, a tenth of them warm-up. \\[default: 5000]",
+        help="Optimizer steps; fewer than the default shorten the warm-up as much. \\[default: 5000]",
         rich_help_panel=TRAIN,
         show_default=False,
     ),

@@ -5,7 +5,7 @@ Layers, later ones win: schema defaults < shipped recipe < ``--config`` < flags 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -18,6 +18,8 @@ from dpn_cli.arch import Pool, Stem, did_you_mean, parse_arch
 from dpn_cli.errors import DpnError
 
 Plain = dict[str, Any]
+# Takes a line for the person at the terminal.
+Say = Callable[[str], None]
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 
@@ -112,6 +114,26 @@ class Schedule(Section):
                 f"add --set schedule.warmup={self.steps // 12}"
             )
         return self
+
+
+def unsaid(line: str) -> None:
+    """Drop a line: nobody is at the terminal."""
+
+
+def scaled_warmup(steps: int, warmup: int, usual: int, say: Say) -> int:
+    """Return the warm-up of a training of `steps` by a recipe that has `warmup` of `usual` steps.
+
+    A shorter training than the recipe's has its share of it, and says so; a longer one warms up no longer.
+    """
+    if steps >= usual:
+        return warmup
+    share = steps * warmup // usual
+    if warmup:
+        say(
+            f"the training is shorter than the recipe's ({steps} steps, not {usual}), and so is its warm-up: "
+            f"{share} steps, not {warmup}"
+        )
+    return share
 
 
 class Runtime(Section):

@@ -87,7 +87,7 @@ def test_presets_and_levels_say_what_differs() -> None:
     ("arguments", "message"),
     [
         (["--arch", "S/16", "--steps", "5", "--epochs", "2"], "--steps 5 and --epochs 2.0: give one of them"),
-        (["--arch", "S/16", "--epochs", "2", "--set", "schedule.warmup=3"], "keeps its share of them; give --steps"),
+        (["--arch", "S/16", "--epochs", "2", "--set", "schedule.warmup=3"], "decide the warm-up too; give --steps"),
         (["--arch", "S/16", "--set", "data.minival=0.001"], r"fewer than 1 % of the images for minival: use at least"),
         (["--arch", "S/16", "--eval-fewshot", "2", "--set", "data.minival=0"], "tested on minival, and there is none"),
         (["--arch", "S/16", "--epochs", "1", "--set", "schedule.cooldown=9"], "cooldown and stairs count steps"),

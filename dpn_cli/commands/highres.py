@@ -69,7 +69,7 @@ def highres(
     flags = recipe.from_flags(recipe_flags(locals()))
     console = Console(quiet=quiet)
     with one_line_errors(verbose):
-        plain = highres_recipe.resolve(config, flags, recipe.from_settings(settings or []))
+        plain = highres_recipe.resolve(config, flags, recipe.from_settings(settings or []), console.info)
         built = recipe.build(highres_recipe.HighresRecipe, plain, "recipe")
         if print_config:
             print(recipe.dump(built), end="")

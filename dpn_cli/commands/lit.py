@@ -24,8 +24,11 @@ app = typer.Typer(
 )
 
 
-def _resolve(given: dict[str, Any], config: str | None, settings: list[str] | None) -> lit_recipe.LitRecipe:
-    plain = lit_recipe.resolve(config, recipe.from_flags(recipe_flags(given)), recipe.from_settings(settings or []))
+def _resolve(
+    given: dict[str, Any], config: str | None, settings: list[str] | None, console: Console
+) -> lit_recipe.LitRecipe:
+    flags, asked = recipe.from_flags(recipe_flags(given)), recipe.from_settings(settings or [])
+    plain = lit_recipe.resolve(config, flags, asked, console.info)
     return recipe.build(lit_recipe.LitRecipe, plain, "recipe")
 
 
@@ -82,7 +85,7 @@ def train(
     given = dict(locals())
     console = Console(quiet=quiet)
     with one_line_errors(verbose):
-        built = _resolve(given, config, settings)
+        built = _resolve(given, config, settings, console)
         if print_config:
             print(recipe.dump(built), end="")
             return
@@ -125,7 +128,7 @@ def cache(
     given = dict(locals())
     with one_line_errors(verbose):
         console = Console(quiet=quiet)
-        built = _settle(_resolve(given, config, settings), console)
+        built = _settle(_resolve(given, config, settings, console), console)
         from tasks.lit.command import describe_cache, fill_cache
 
         result = fill_cache(built, console)

@@ -69,7 +69,8 @@ Steps = Annotated[
     typer.Option(
         "--steps",
         min=1,
-        help="Optimizer steps, instead of --epochs; the warm-up keeps its share. \\[default: the recipe's epochs]",
+        help="Optimizer steps, instead of --epochs; fewer than the recipe's shorten the warm-up as much. "
+        "\\[default: the recipe's epochs]",
         rich_help_panel=options.TRAIN,
         show_default=False,
     ),
@@ -105,6 +106,7 @@ def _built(
     config: str | None,
     flags: Mapping[str, Any],
     settings: list[str] | None,
+    console: Console,
 ) -> pretrain_recipe.PretrainRecipe:
     """Merge options into a recipe. Raises `DpnError`."""
     if name and recipe_name and name != recipe_name:
@@ -112,8 +114,9 @@ def _built(
     if preset not in (None, "short"):
         raise DpnError(f"--preset {preset!r}: there is one, short")
     which: Literal["short"] | None = "short" if preset else None
+    asked = recipe.from_settings(settings or [])
     plain = pretrain_recipe.resolve(
-        name or recipe_name or "imagenet", which, augment, config, flags, recipe.from_settings(settings or [])
+        name or recipe_name or "imagenet", which, augment, config, flags, asked, console.info
     )
     return recipe.build(pretrain_recipe.PretrainRecipe, plain, "recipe")
 
@@ -165,7 +168,7 @@ def pretrain(
     flags = recipe.from_flags(recipe_flags(locals()))
     console = Console(quiet=quiet)
     with one_line_errors(verbose):
-        built = _built(name, recipe_name, preset, augment, config, flags, settings)
+        built = _built(name, recipe_name, preset, augment, config, flags, settings, console)
         if print_config:
             print(recipe.dump(built), end="")
             return
@@ -213,7 +216,8 @@ def plan_pretrain(
     given = {name: value for name, value in locals().items() if name != "data"}
     with one_line_errors(verbose):
         flags = recipe.from_flags({**recipe_flags(given), "data.source": data or "imagenet"})
-        built = pretrain_recipe.settle(_built(name, recipe_name, preset, augment, config, flags, settings))
+        asked = _built(name, recipe_name, preset, augment, config, flags, settings, Console())
+        built = pretrain_recipe.settle(asked)
         from tasks.pretrain.plan import describe, estimate  # torch loads here
 
         result = estimate(built, images, here=data is not None, ranks=ranks)

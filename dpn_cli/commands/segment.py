@@ -123,7 +123,8 @@ def _train(name: str, given: Mapping[str, Any]) -> None:
     """Train by the recipe `name` with a command's arguments, and print the result."""
     flags, console = recipe.from_flags(recipe_flags(given)), Console(quiet=given["quiet"])
     with one_line_errors(given["verbose"]):
-        plain = segment_recipe.resolve(name, given["config"], flags, recipe.from_settings(given["settings"] or []))
+        asked = recipe.from_settings(given["settings"] or [])
+        plain = segment_recipe.resolve(name, given["config"], flags, asked, console.info)
         built = recipe.build(segment_recipe.SegmentRecipe, plain, "recipe")
         if given["print_config"]:
             print(recipe.dump(built), end="")

@@ -57,7 +57,8 @@ def start(
         data = open_data(recipe)
         if train is not None:
             return train(data, opened, world)
-        return train_classifier(in_steps(recipe, len(data.train.labels)), data, task, opened, world, console)
+        counted = in_steps(recipe, len(data.train.labels), console.info)
+        return train_classifier(counted, data, task, opened, world, console)
 
     def try_out(world: World) -> None:
         data = open_data(recipe)

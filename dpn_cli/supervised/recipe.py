@@ -15,10 +15,13 @@ from dpn_cli.recipe import (
     Plain,
     Positive,
     Runtime,
+    Say,
     Schedule,
     Section,
     listed,
     merge,
+    scaled_warmup,
+    unsaid,
 )
 
 Share = Annotated[float, Field(gt=0, lt=1)]
@@ -92,11 +95,11 @@ class SupervisedRecipe(Section):
 RecipeT = TypeVar("RecipeT", bound=SupervisedRecipe)
 
 
-def layered(shipped: Plain, config: Plain, command: Plain, shown: str) -> Plain:
+def layered(shipped: Plain, config: Plain, command: Plain, shown: str, say: Say = unsaid) -> Plain:
     """Merge what a command was asked for over a shipped recipe, so that its duration stays one thing.
 
     `config` is ``--config``'s file, `command` the flags and settings, which win. Steps put epochs aside, also those of
-    the layer below, and the warm-up keeps its share of the duration unless it is given too. In a file with both, epochs
+    the layer below, and a warm-up that is not given too shrinks with a shorter training. In a file with both, epochs
     decide, as in the shipped recipes. Raises `DpnError` for a section that is a value, for steps and epochs in one
     command, and for a warm-up in steps when epochs decide how many steps there are.
     """
@@ -111,10 +114,10 @@ def layered(shipped: Plain, config: Plain, command: Plain, shown: str) -> Plain:
     if epochs is not None and "warmup" in asked:
         raise DpnError(
             f"--epochs {epochs} and schedule.warmup={asked['warmup']}: epochs become steps when the images are counted "
-            "and the warm-up keeps its share of them; give --steps to set both"
+            "and decide the warm-up too; give --steps to set both"
         )
-    merged = merge(shipped, _in_its_own_steps(config, shipped), config)
-    return merge(merged, _in_its_own_steps(command, merged), command)
+    merged = merge(shipped, _in_its_own_steps(config, shipped, say), config)
+    return merge(merged, _in_its_own_steps(command, merged, say), command)
 
 
 def last_given(section: str, key: str, *layers: Plain) -> Any:
@@ -123,7 +126,7 @@ def last_given(section: str, key: str, *layers: Plain) -> Any:
     return next((each[key] for each in reversed(sections) if isinstance(each, dict) and each.get(key)), None)
 
 
-def _in_its_own_steps(layer: Plain, below: Plain) -> Plain:
+def _in_its_own_steps(layer: Plain, below: Plain, say: Say) -> Plain:
     """Return what the steps of a layer change beside the steps themselves."""
     schedule, usual = layer.get("schedule", {}), below["schedule"]
     steps = schedule.get("steps")
@@ -131,22 +134,26 @@ def _in_its_own_steps(layer: Plain, below: Plain) -> Plain:
         return {}
     if not isinstance(steps, int):
         raise DpnError(f"schedule.steps: a whole number of steps (got {steps!r})")
-    return {"epochs": None, "schedule": {"warmup": steps * usual.get("warmup", 0) // usual["steps"]}}
+    warmup = usual.get("warmup", 0)
+    # What is wrong with the steps below is said when the whole recipe is checked.
+    if "warmup" in schedule or not (isinstance(warmup, int) and isinstance(usual["steps"], int) and steps > 0):
+        return {"epochs": None}
+    return {"epochs": None, "schedule": {"warmup": scaled_warmup(steps, warmup, usual["steps"], say)}}
 
 
-def in_steps(recipe: RecipeT, images: int) -> RecipeT:
+def in_steps(recipe: RecipeT, images: int, say: Say = unsaid) -> RecipeT:
     """Return the recipe with its duration in steps: big_vision rounds epochs x images / batch, at least to one.
 
-    The warm-up keeps its share of the duration. Raises `DpnError` for other parts of a schedule that count steps.
+    The warm-up is that of `scaled_warmup`. Raises `DpnError` for other parts of a schedule that count steps.
     """
     if recipe.epochs is None:
         return recipe
     steps = max(1, round(recipe.epochs * images / recipe.batch_size))
-    return recipe.model_copy(update={"schedule": counted(recipe.schedule, steps)})
+    return recipe.model_copy(update={"schedule": counted(recipe.schedule, steps, say)})
 
 
-def counted(schedule: Schedule, steps: int) -> Schedule:
-    """Return the schedule of a duration that was counted from epochs; the warm-up keeps its share of it.
+def counted(schedule: Schedule, steps: int, say: Say = unsaid) -> Schedule:
+    """Return the schedule of a duration that was counted from epochs; the warm-up is that of `scaled_warmup`.
 
     Raises `DpnError` for other parts of a schedule that count steps.
     """
@@ -154,4 +161,5 @@ def counted(schedule: Schedule, steps: int) -> Schedule:
         raise DpnError(
             "schedule: decay_from, cooldown and stairs count steps, and the duration is in epochs; give --steps"
         )
-    return schedule.model_copy(update={"steps": steps, "warmup": steps * schedule.warmup // schedule.steps})
+    warmup = scaled_warmup(steps, schedule.warmup, schedule.steps, say)
+    return schedule.model_copy(update={"steps": steps, "warmup": warmup})

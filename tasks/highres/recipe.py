@@ -8,7 +8,7 @@ from typing import Any
 from dpn_cli.arch import check_image_size, parse_arch
 from dpn_cli.errors import DpnError
 from dpn_cli.home import find_data, find_weights, home
-from dpn_cli.recipe import Plain, merge, read_recipe
+from dpn_cli.recipe import Plain, Say, merge, read_recipe, unsaid
 from dpn_cli.supervised.recipe import SupervisedRecipe, last_given, layered
 
 
@@ -16,15 +16,15 @@ class HighresRecipe(SupervisedRecipe):
     """All that ``dpn finetune highres`` does."""
 
 
-def resolve(config: str | None, flags: Mapping[str, Any], settings: Mapping[str, Any]) -> Plain:
-    """Merge the layers of the recipe; without data it becomes the demo's.
+def resolve(config: str | None, flags: Mapping[str, Any], settings: Mapping[str, Any], say: Say = unsaid) -> Plain:
+    """Merge the layers of the recipe; without data it becomes the demo's. What a duration changes goes to `say`.
 
     Raises `DpnError` as `layered` does.
     """
     asked, command = read_recipe(config) if config else {}, merge(flags, settings)
     source = last_given("data", "source", asked, command) or find_data("imagenet")
     shipped = "highres_demo" if source == "demo" else "highres"
-    return merge(layered(read_recipe(shipped), asked, command, shipped), {"data": {"source": source}})
+    return merge(layered(read_recipe(shipped), asked, command, shipped, say), {"data": {"source": source}})
 
 
 def settle(recipe: HighresRecipe) -> HighresRecipe:

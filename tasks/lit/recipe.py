@@ -10,7 +10,21 @@ from pydantic import Field
 from dpn_cli.arch import SIZES, check_image_size, nearest, parse_arch
 from dpn_cli.errors import DpnError
 from dpn_cli.home import find_weights, home
-from dpn_cli.recipe import About, Backbone, Optim, Plain, Positive, Runtime, Schedule, Section, merge, read_recipe
+from dpn_cli.recipe import (
+    About,
+    Backbone,
+    Optim,
+    Plain,
+    Positive,
+    Runtime,
+    Say,
+    Schedule,
+    Section,
+    merge,
+    read_recipe,
+    scaled_warmup,
+    unsaid,
+)
 from dpn_cli.supervised.recipe import last_given, layered
 
 
@@ -68,15 +82,15 @@ class LitRecipe(Section):
         return self.data.source == "demo"
 
 
-def resolve(config: str | None, flags: Mapping[str, Any], settings: Mapping[str, Any]) -> Plain:
-    """Merge the layers of the recipe; without data it becomes the demo's.
+def resolve(config: str | None, flags: Mapping[str, Any], settings: Mapping[str, Any], say: Say = unsaid) -> Plain:
+    """Merge the layers of the recipe; without data it becomes the demo's. What a duration changes goes to `say`.
 
     Raises `DpnError` as `layered` does.
     """
     file, command = read_recipe(config) if config else {}, merge(flags, settings)
     source = last_given("data", "source", file, command) or "demo"
     shipped = "lit_demo" if source == "demo" else "lit"
-    return merge(layered(read_recipe(shipped), file, command, shipped), {"data": {"source": source}})
+    return merge(layered(read_recipe(shipped), file, command, shipped, say), {"data": {"source": source}})
 
 
 def settle(recipe: LitRecipe, demo_checkpoint: str | None = None) -> LitRecipe:
@@ -113,7 +127,7 @@ def settle(recipe: LitRecipe, demo_checkpoint: str | None = None) -> LitRecipe:
     return recipe.model_copy(update={"backbone": backbone.model_copy(update={"checkpoint": checkpoint})})
 
 
-def in_steps(recipe: LitRecipe, images: int) -> LitRecipe:
+def in_steps(recipe: LitRecipe, images: int, say: Say = unsaid) -> LitRecipe:
     """Return the recipe with its duration in steps: big_vision rounds epochs x images / batch, at least to one.
 
     Raises `DpnError` for a batch that is larger than the data set.
@@ -128,6 +142,6 @@ def in_steps(recipe: LitRecipe, images: int) -> LitRecipe:
     if recipe.epochs is None:
         return recipe
     steps = max(1, round(recipe.epochs * images / recipe.batch_size))
-    warmup = int(steps * recipe.schedule.warmup / recipe.schedule.steps)
+    warmup = scaled_warmup(steps, recipe.schedule.warmup, recipe.schedule.steps, say)
     schedule = recipe.schedule.model_copy(update={"steps": steps, "warmup": warmup})
     return recipe.model_copy(update={"schedule": schedule})

@@ -180,7 +180,7 @@ def _train(
     """Train the text tower and write both towers' file."""
     wanted = recipe_wants(recipe, tower, world)
     features, good, texts = _prepare(recipe, data, tokenizer, wanted, world, console)
-    recipe = in_steps(recipe, len(good))
+    recipe = in_steps(recipe, len(good), console.info)
     text = new_text_tower(recipe, tower, tokenizer)
     console.info(
         f"text tower {recipe.text.size or size_name(tower.config.size)}: "

@@ -43,7 +43,7 @@ def start(
     def train(data: ClassData, folder: RunFolder, world: World) -> Json:
         if recipe.stages:
             return _Sweep(recipe, data, folder, world, console).run()
-        counted = in_steps(recipe, len(data.train.labels))
+        counted = in_steps(recipe, len(data.train.labels), console.info)
         return train_classifier(
             counted, data, "pretrain", folder, world, console, {"differs_from_appendix_c": differing}
         )

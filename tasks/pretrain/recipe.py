@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from dpn_cli.arch import check_image_size, did_you_mean, parse_arch
 from dpn_cli.errors import DpnError
 from dpn_cli.home import find_data
-from dpn_cli.recipe import Plain, Section, build, from_flags, merge, read_recipe
+from dpn_cli.recipe import Plain, Say, Section, build, from_flags, merge, read_recipe, unsaid
 from dpn_cli.supervised.recipe import SupervisedRecipe, last_given, layered
 from tasks.pretrain.table import APPENDIX_C, LEVELS, PAPER, SHORT, augmented, regularized
 
@@ -51,8 +51,9 @@ def resolve(
     config: str | None,
     flags: Mapping[str, Any],
     settings: Mapping[str, Any],
+    say: Say = unsaid,
 ) -> Plain:
-    """Merge the layers of the recipe `name`; without data it becomes the demo's.
+    """Merge the layers of the recipe `name`; without data it becomes the demo's. What a duration changes goes to `say`.
 
     Later layers win: shipped recipe, Appendix C's line of the architecture, ``--config``, preset, augmentation level,
     flags and settings. Raises `DpnError` for an architecture without a line, unless the level is given, and for what a
@@ -83,6 +84,7 @@ def resolve(
         merge(file, SHORT if preset else {}, augmented(_level(level)) if level else {}),
         command,
         "pretrain",
+        say,
     )
     if plain.get("stages"):
         _check_searched(plain, command)

@@ -19,11 +19,13 @@ from dpn_cli.recipe import (
     Plain,
     Positive,
     Runtime,
+    Say,
     Schedule,
     Section,
     listed,
     merge,
     read_recipe,
+    unsaid,
 )
 from dpn_cli.supervised.recipe import counted, last_given, layered
 
@@ -116,10 +118,12 @@ class SegmentRecipe(Section):
         return self.data.source == "demo"
 
 
-def resolve(recipe: str, config: str | None, flags: Mapping[str, Any], settings: Mapping[str, Any]) -> Plain:
+def resolve(
+    recipe: str, config: str | None, flags: Mapping[str, Any], settings: Mapping[str, Any], say: Say = unsaid
+) -> Plain:
     """Merge the layers over the command's `recipe` (``ade20k`` or ``segment``); without data it becomes the demo's.
 
-    Steps that are given replace epochs, and shorten a warm-up to a tenth of them.
+    Steps that are given replace epochs; what they change beside goes to `say`.
     Raises `DpnError` as `layered` does, and when a folder's command has no data.
     """
     file, command = read_recipe(config) if config else {}, merge(flags, settings)
@@ -130,7 +134,7 @@ def resolve(recipe: str, config: str | None, flags: Mapping[str, Any], settings:
             "hf:OWNER/NAME, or demo"
         )
     shipped = "ade20k_demo" if source == "demo" else recipe
-    return merge(layered(read_recipe(shipped), file, command, shipped), {"data": {"source": source}})
+    return merge(layered(read_recipe(shipped), file, command, shipped, say), {"data": {"source": source}})
 
 
 def settle(recipe: SegmentRecipe, demo_checkpoint: str | None = None) -> SegmentRecipe:
@@ -162,7 +166,7 @@ def settle(recipe: SegmentRecipe, demo_checkpoint: str | None = None) -> Segment
     return recipe.model_copy(update={"backbone": backbone.model_copy(update={"checkpoint": checkpoint})})
 
 
-def in_steps(recipe: SegmentRecipe, images: int) -> SegmentRecipe:
+def in_steps(recipe: SegmentRecipe, images: int, say: Say = unsaid) -> SegmentRecipe:
     """Return the recipe with its duration in steps: App. G rounds the steps of an epoch down (20210 // 16 = 1263).
 
     Raises `DpnError` as `counted` does.
@@ -170,4 +174,4 @@ def in_steps(recipe: SegmentRecipe, images: int) -> SegmentRecipe:
     if recipe.epochs is None:
         return recipe
     steps = max(1, round(recipe.epochs * (images // recipe.batch_size)))
-    return recipe.model_copy(update={"schedule": counted(recipe.schedule, steps)})
+    return recipe.model_copy(update={"schedule": counted(recipe.schedule, steps, say)})

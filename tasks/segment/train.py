@@ -75,7 +75,7 @@ def run(recipe: SegmentRecipe, folder: RunFolder, world: World, console: Console
     Raises `DpnError` and its kin; what was trained until then is kept.
     """
     data = open_data(recipe)
-    recipe = in_steps(recipe, len(data.train))
+    recipe = in_steps(recipe, len(data.train), console.info)
     facts = _check_data(recipe, data, folder, world, console)
     if not distributed.from_leader((folder.path / WEIGHTS).is_file()):
         _train(recipe, data, facts, folder, world, console)
