@@ -33,11 +33,11 @@ class ViTConfig:
     pool: Pool = "tok"
     pre_logits: bool = False
     posemb: Literal["learn", "sincos2d"] = "learn"
-    eps: float = 1e-6  # flax's LayerNorm default, arXiv 2302.01327 App. B; torch's is 1e-5
+    eps: float = 1e-6  # flax's LayerNorm default, since arXiv 2302.01327 states none; torch's is 1e-5
     act: Literal["gelu_tanh", "gelu", "quick_gelu"] = "gelu_tanh"  # flax's gelu is the tanh form
     num_classes: int = 0
     drop_path: float = 0.0
-    drop_path_rescale: bool = True  # big_vision's stochastic depth leaves what is kept as it is
+    drop_path_rescale: bool = True  # Scenic's and timm's rule; big_vision's MLP-Mixer leaves what is kept as it is
     dropout: float = 0.0
     pre_norm: bool = False  # CLIP's ln_pre: a norm of all tokens, class token and positions included
     fc_norm: bool = False  # the final norm follows the pooling instead of the blocks

@@ -32,6 +32,24 @@ def test_every_shipped_recipe_builds_and_survives_a_round_trip(name: str) -> Non
     assert all(getattr(built.about, key) for key in ("paper", "table", "command", "expected"))
 
 
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("pretrain", "drop_path_rescale"),
+        ("pretrain_sun397", "drop_path_rescale"),
+        ("pretrain_sun397", "batch_size"),
+        ("highres", "eval_resize"),
+        ("ade20k", "head_init"),
+        ("lit", "lr"),
+        ("vtab", "lrs"),
+    ],
+)
+def test_what_the_paper_does_not_state_says_so(name: str, key: str) -> None:
+    text = (recipe.recipe_dir() / f"{name}.yaml").read_text()
+    (line,) = [line for line in text.splitlines() if line.strip().startswith(f"{key}:")]
+    assert "not in the paper" in line
+
+
 @pytest.mark.parametrize("about", [{}, {"about": 3}, {"about": {"command": "dpn finetune vtabs"}}])
 def test_a_recipe_of_no_command_is_told_what_there_is(about: dict[str, Any]) -> None:
     with pytest.raises(DpnError, match="mine.yaml: about.command is .* write one of 'dpn finetune vtab …'"):

@@ -55,7 +55,6 @@ PAPER: Plain = {
     "backbone.checkpoint": "none",
     "backbone.image_size": 224,
     "backbone.pool": None,
-    "backbone.drop_path_rescale": False,
     "data.crop": "inception",
     "data.decode": "exact",
     "data.minival": None,
