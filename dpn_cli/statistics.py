@@ -1,4 +1,4 @@
-"""Summaries of repeated measurements: n, mean, standard error and a t-interval, and differences in pairs."""
+"""Summaries of repeated measurements: n, mean, standard error and a t-interval, and paired differences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from scipy.special import stdtrit
 class Summary:
     """Values of one quantity with their mean, standard error s/sqrt(n) and two-sided 95 % t-interval.
 
-    Standard error and interval are None for a single value: one run says nothing about spread.
+    Standard error and interval are None for a single value, which says nothing about the spread.
     """
 
     values: tuple[float, ...]
@@ -40,16 +40,22 @@ class Summary:
         return f"{self.mean:.2f}" + (f" ± {self.stderr:.2f}" if self.stderr is not None else "")
 
 
-def summarize(values: Sequence[float]) -> Summary:
-    """Summarize one value or more."""
+# The values that an accuracy in percent can take, and a difference of two of them.
+PERCENT = (0.0, 100.0)
+PERCENT_DIFFERENCE = (-100.0, 100.0)
+
+
+def summarize(values: Sequence[float], within: tuple[float, float] = (-math.inf, math.inf)) -> Summary:
+    """Summarize one value or more; the interval is clipped to `within`, the range that the quantity can take."""
     mean, n = fmean(values), len(values)
     if n < 2:
         return Summary(tuple(values), mean, None, None)
     stderr = stdev(values) / math.sqrt(n)
     reach = float(stdtrit(n - 1, 0.975)) * stderr
-    return Summary(tuple(values), mean, stderr, (mean - reach, mean + reach))
+    low, high = within
+    return Summary(tuple(values), mean, stderr, (max(low, mean - reach), min(high, mean + reach)))
 
 
 def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> Summary:
-    """Summarize ours - theirs, value by value (same seed, or same task)."""
-    return summarize([a - b for a, b in zip(ours, theirs, strict=True)])
+    """Summarize ours - theirs in percent, value by value (same seed, or same task)."""
+    return summarize([a - b for a, b in zip(ours, theirs, strict=True)], PERCENT_DIFFERENCE)

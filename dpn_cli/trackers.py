@@ -57,4 +57,14 @@ def _wandb(path: Path) -> Track:
     import wandb
 
     run = wandb.init(project="dpn", dir=str(path), name=path.name)
-    return lambda label, record: run.log({f"{label}/{key}": value for key, value in _numbers(record).items()})
+    labels: set[str] = set()
+
+    def write(label: str, record: dict[str, Any]) -> None:
+        if label not in labels:
+            # Each training of a sweep counts its own steps, and wandb drops records whose global step goes back.
+            run.define_metric(f"{label}/*", step_metric=f"{label}/step")
+            labels.add(label)
+        values = {"step": record["step"], **_numbers(record)}
+        run.log({f"{label}/{key}": value for key, value in values.items()})
+
+    return write

@@ -5,10 +5,14 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
 MODULES = [path for package in ("dpn_cli", "tasks") for path in sorted((ROOT / package).rglob("*.py"))]
@@ -143,3 +147,21 @@ def test_nothing_in_the_repository_names_a_machine_or_a_registry() -> None:
         if path.suffix != ".npz" and path.is_file():
             text = path.read_text(encoding="utf-8")
             assert not [word for word in forbidden if word in text], name
+
+
+def test_the_lowest_versions_that_are_promised_are_the_ones_that_are_tested() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    rows = [*project["dependencies"], *(row for extra in project["optional-dependencies"].values() for row in extra)]
+    required = [Requirement(row) for row in rows]
+    pinned = {}
+    for name in ("constraints.txt", "constraints-oldest.txt"):
+        lines = [line.split("==") for line in (ROOT / name).read_text().splitlines() if not line.startswith("#")]
+        pinned[name] = {canonicalize_name(package): Version(version) for package, version in lines}
+    untested = {"dpn-cli", "wandb"}  # itself, and a service that no test can reach
+    for requirement in required:
+        if requirement.name in untested:
+            continue
+        newest, oldest = (versions[canonicalize_name(requirement.name)] for versions in pinned.values())
+        assert newest in requirement.specifier, requirement
+        (floor,) = (Version(part.version) for part in requirement.specifier if part.operator == ">=")
+        assert oldest == floor, requirement

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from scipy import stats
 
-from dpn_cli.statistics import paired_difference, summarize
+from dpn_cli.statistics import PERCENT, paired_difference, summarize
 
 
 def test_summary_equals_scipy() -> None:
@@ -30,3 +30,10 @@ def test_pairing_removes_what_the_pairs_share() -> None:
     assert ours.ci95 == pytest.approx(tuple(result.confidence_interval(0.95)))
     with pytest.raises(ValueError, match="zip"):
         paired_difference([1.0], shared)
+
+
+def test_an_interval_of_accuracies_stays_within_what_an_accuracy_can_be() -> None:
+    # Two seeds at 99.5 and 100: the t-interval of one degree of freedom alone would reach 102.9.
+    assert summarize([99.5, 100.0], PERCENT).ci95 == pytest.approx((96.573, 100.0), abs=1e-3)
+    assert summarize([0.5, 0.0], PERCENT).ci95 == pytest.approx((0.0, 3.427), abs=1e-3)
+    assert paired_difference([100.0, 0.0], [0.0, 50.0]).ci95 == (-100.0, 100.0)

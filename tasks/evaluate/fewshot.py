@@ -14,7 +14,7 @@ from dpn_cli.distributed import join
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.fewshot import POOL, check_shots, encode, pick, probe
 from dpn_cli.recipe import Runtime
-from dpn_cli.statistics import summarize
+from dpn_cli.statistics import PERCENT, summarize
 
 
 def fewshot(
@@ -76,7 +76,7 @@ def fewshot(
             "images": {"train": len(y_train), "test": len(y_test)},
             "image_size": list(model.config.image_size),
             "accuracy": {
-                str(shot): {"seeds": list(by_seed), **summarize(list(by_seed.values())).to_dict()}
+                str(shot): {"seeds": list(by_seed), **summarize(list(by_seed.values()), PERCENT).to_dict()}
                 for shot, by_seed in accuracy.items()
             },
         }

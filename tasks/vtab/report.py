@@ -16,7 +16,7 @@ from rich.table import Table
 
 from dpn_cli.arch import Stem
 from dpn_cli.files import replace_text
-from dpn_cli.statistics import Summary, paired_difference, summarize
+from dpn_cli.statistics import PERCENT, PERCENT_DIFFERENCE, Summary, paired_difference, summarize
 from tasks.vtab.cells import TaskOutcome
 from tasks.vtab.recipe import VtabRecipe
 from tasks.vtab.table import GROUPS, PAPER_COLUMNS, TASKS
@@ -32,7 +32,7 @@ TOY_NOTE = (
     "From scratch, the plain stem often wins at this size: Dual PatchNorm hides brightness and contrast from "
     "the network, and its gains in the paper come from long pre-training. The difference is what came out."
 )
-LEGEND = "Accuracy in %: mean ± standard error over n seeds, and the 95 % t-interval of the mean."
+LEGEND = "Accuracy in %: mean ± standard error over n seeds, and the 95 % t-interval of the mean, clipped to 0 … 100."
 
 
 def build_result(
@@ -73,7 +73,7 @@ def _stem_result(outcomes: Sequence[TaskOutcome], recipe: VtabRecipe) -> Json:
             "lr": outcome.lr,
             "edge": _edge(outcome.lr, recipe.lrs),
             "val": {f"{lr:g}": [outcome.val.get(lr, {}).get(seed) for seed in recipe.seeds] for lr in recipe.lrs},
-            "test": summarize(test).to_dict() if complete else None,
+            "test": summarize(test, PERCENT).to_dict() if complete else None,
             "test_images": outcome.test_images,
             "test_images_in_vtab": outcome.task.test,
             "chance": round(100 / outcome.task.classes, 2),
@@ -86,7 +86,9 @@ def _stem_result(outcomes: Sequence[TaskOutcome], recipe: VtabRecipe) -> Json:
     whole = [part for part in groups.values() if part is not None]
     mean_groups = None
     if len(whole) == len(GROUPS):
-        mean_groups = summarize([fmean(values) for values in zip(*(part.values for part in whole), strict=True)])
+        mean_groups = summarize(
+            [fmean(values) for values in zip(*(part.values for part in whole), strict=True)], PERCENT
+        )
     return {
         "mean19": everything and round(everything.mean, 4),
         "mean_groups": mean_groups and round(mean_groups.mean, 4),
@@ -103,7 +105,7 @@ def _mean_of(tasks: Json, names: Sequence[str]) -> Summary | None:
     scores = [tasks[name]["test"] for name in names]
     if not scores or any(score is None for score in scores):
         return None
-    return summarize([fmean(values) for values in zip(*(score["values"] for score in scores), strict=True)])
+    return summarize([fmean(values) for values in zip(*(score["values"] for score in scores), strict=True)], PERCENT)
 
 
 def _edge(lr: float | None, lrs: Sequence[float]) -> str | None:
@@ -121,7 +123,7 @@ def _differences(stems: Sequence[Stem], by_stem: Mapping[Stem, Json]) -> list[Js
         for name, task in by_stem[stem]["tasks"].items():
             if task["test"] and base[name]["test"]:
                 tasks[name] = paired_difference(task["test"]["values"], base[name]["test"]["values"])
-        overall = summarize([difference.mean for difference in tasks.values()]) if tasks else None
+        overall = summarize([d.mean for d in tasks.values()], PERCENT_DIFFERENCE) if tasks else None
         rows.append(
             {
                 "stem": stem,

@@ -1,0 +1,206 @@
+"""Which weights, seeds and options reach a training, and which of its weights are evaluated and kept."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_cli import run as dpn_run
+from test_engine import ALONE, loss_fn, random_batches, small
+from torch import Tensor
+
+from dpn_cli import engine
+from dpn_cli.console import Console
+from dpn_cli.distributed import World
+from dpn_cli.engine import Outputs, Training
+from dpn_cli.gradients import Gradients
+from dpn_cli.memory import MicroBatch
+from dpn_cli.recipe import Optim, Runtime, Schedule
+from dpn_cli.runstate import Checkpoints
+from dpn_cli.trackers import build_tracker
+from dpn_cli.trainstate import evaluated_weights
+
+DECAY = 0.6
+STEPS = 6
+
+
+def trajectory(ema: float | None, folder: Path | None = None) -> tuple[list[Tensor], Tensor]:
+    """Train for six steps; returns a kernel as each evaluation sees it (after every step), and as it is in the end."""
+    model, seen, scores = small(), [], iter([1.0, 2.0, 9.0, 3.0, 4.0, 5.0])
+    head = model.get_parameter("head.weight")
+
+    def evaluate() -> dict[str, float]:
+        seen.append(head.detach().clone())
+        return {"accuracy": next(scores)}
+
+    engine.fit(
+        model,
+        loss_fn,
+        random_batches(),
+        evaluate,
+        Training(Optim(), Schedule(steps=STEPS, warmup=1), 0.1, 8, seed=3, ema=ema),
+        Runtime(),
+        ALONE,
+        Outputs(Checkpoints(folder) if folder else None),
+        MicroBatch(8),
+        evaluate_every=1,
+    )
+    return seen, head.detach().clone()
+
+
+def test_averaged_weights_are_evaluated_kept_as_best_and_left_in_the_model(tmp_path: Path) -> None:
+    raw, _ = trajectory(None)
+    averaged, final = trajectory(DECAY, tmp_path)
+    expected, average = [], small().get_parameter("head.weight").detach().clone()
+    for step, weight in enumerate(raw):
+        decay = min(DECAY, (1 + step) / (10 + step))
+        average = decay * average + (1 - decay) * weight
+        expected.append(average)
+    torch.testing.assert_close(averaged, expected)
+    torch.testing.assert_close(final, expected[-1])
+    best = Checkpoints(tmp_path).load("best", pytest.fail)
+    assert best is not None
+    assert best[1]["step"] == 3
+    torch.testing.assert_close(evaluated_weights(best[0])["head.weight"], expected[2])
+    assert not torch.allclose(expected[2], raw[2])  # or nothing above would tell averages from weights
+
+
+@pytest.mark.parametrize("select", ["last", "best"])
+def test_the_kept_file_of_a_run_holds_the_averaged_weights(
+    select: str, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scores make the second of four evaluations the best one; its weights as they were scored are kept."""
+    from dpn_cli.supervised import train as training
+
+    seen: list[Tensor] = []
+    scores = iter([1.0, 9.0, 2.0, 3.0])
+    original = training._Training.minival
+
+    def scored(self: Any) -> dict[str, float]:
+        seen.append(self.model.head.weight.detach().clone())
+        return {**original(self), "accuracy": next(scores)}
+
+    monkeypatch.setattr(training._Training, "minival", scored)
+    done = dpn_run(
+        "finetune", "highres", "--data", str(photos), "--val-fraction", "0.2", "--arch", "mu/8", "--checkpoint", "none",
+        "--image-size", "32", "-b", "8", "--steps", "8", "--lr", "0.01", "--ema", "0.9", "-j", "0", "--device", "cpu",
+        "--set", f"select={select}", "--set", "evaluate_every=2", "-o", str(tmp_path / "run"), "-q",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    kept = load_file(tmp_path / "run" / "weights.safetensors")["head.weight"]
+    torch.testing.assert_close(kept, seen[1 if select == "best" else 3])
+    assert not torch.equal(seen[1], seen[3])
+
+
+def test_dropout_differs_by_rank_and_not_by_what_ran_before() -> None:
+    batch = next(random_batches()(0))
+
+    def gradient(world: World, step: int = 0) -> Tensor:
+        model = small(dropout=0.5)
+        model.train()
+        gradients = Gradients(
+            model, model, loss_fn, lambda: torch.autocast("cpu", enabled=False), 3, None, world, MicroBatch(8), print
+        )
+        torch.rand(7)
+        gradients.backward(batch, step)
+        grad = model.get_parameter("head.weight").grad
+        assert isinstance(grad, Tensor)
+        return grad
+
+    first, second = World(0, 2, torch.device("cpu")), World(1, 2, torch.device("cpu"))
+    assert torch.equal(gradient(first), gradient(first))
+    assert not torch.equal(gradient(first), gradient(second))
+    assert not torch.equal(gradient(first), gradient(first, step=1))
+
+
+class _FirstStepError(Exception):
+    pass
+
+
+COMMANDS = {
+    "highres": ["finetune", "highres", "--data", "demo", "--checkpoint", "none"],
+    "pretrain": ["pretrain", "--data", "demo"],
+    "segment": ["segment", "ade20k", "--data", "demo", "--checkpoint", "none"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_seed_reaches_initial_weights_and_batches(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts: list[tuple[Tensor, Tensor]] = []
+
+    def stopped(model: Any, loss: Any, batches: Any, *rest: Any, **more: Any) -> None:
+        stream: Iterator[engine.Batch] = batches(0)
+        weights = torch.cat([value.detach().flatten() for value in engine.unwrap(model).parameters()])
+        starts.append((weights, next(stream)["image"].clone()))
+        raise _FirstStepError
+
+    monkeypatch.setattr(engine, "fit", stopped)
+    for seed in ("0", "1", "1"):
+        done = dpn_run(
+            *COMMANDS[command], "--arch", "mu/8", "-b", "8", "--steps", "4", "-j", "0",
+            "--device", "cpu", "--seed", seed, "--image-size", "32", "--overwrite", "-o", str(tmp_path / "run"), "-q",
+        )  # fmt: skip
+        assert isinstance(done.exception, _FirstStepError), done.output
+    (weights0, images0), (weights1, images1), (weights2, images2) = starts
+    assert not torch.equal(weights0, weights1)
+    assert not torch.equal(images0, images1)
+    assert torch.equal(weights1, weights2)
+    assert torch.equal(images1, images2)
+
+
+def test_tensorboard_holds_what_the_log_holds(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    track = build_tracker("tensorboard", tmp_path, Console(quiet=True))
+    track("cell", {"step": 3, "loss": 0.5, "note": "text stays out"})
+    track("cell", {"step": 5, "loss": 0.25})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert events.Tags()["scalars"] == ["cell/loss"]
+    assert [(event.step, event.value) for event in events.Scalars("cell/loss")] == [(3, 0.5), (5, 0.25)]
+
+
+def test_report_to_reaches_the_tracker_in_a_run(photos: Path, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    done = dpn_run(
+        "finetune", "highres", "--data", str(photos), "--val-fraction", "0.2", "--arch", "mu/8", "--checkpoint", "none",
+        "--image-size", "32", "-b", "8", "--steps", "4", "-j", "0", "--device", "cpu", "--report-to", "tensorboard",
+        "-o", str(tmp_path / "run"), "-q",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("highres/loss")] == [1, 2, 3, 4]
+
+
+def test_wandb_gets_numbers_and_its_failure_never_stops_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logged: list[dict[str, float]] = []
+    metrics: list[tuple[str, str]] = []
+
+    def log(values: dict[str, float]) -> None:
+        if len(logged) == 2:
+            raise OSError("unreachable")
+        logged.append(values)
+
+    def define_metric(name: str, step_metric: str) -> None:
+        metrics.append((name, step_metric))
+
+    started = SimpleNamespace(log=log, define_metric=define_metric)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **arguments: started))
+    track = build_tracker("wandb", tmp_path, Console())
+    for label, step in (("first", 5), ("second", 1), ("second", 2), ("second", 3)):
+        track(label, {"step": step, "loss": 0.5, "note": "text stays out"})
+    assert logged == [{"first/step": 5, "first/loss": 0.5}, {"second/step": 1, "second/loss": 0.5}]
+    assert metrics == [("first/*", "first/step"), ("second/*", "second/step")]
+    assert capsys.readouterr().err.count("stopped working (unreachable)") == 1
