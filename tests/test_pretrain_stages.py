@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from test_pretrain import SMALL, train
 
 from dpn_cli import recipe as recipes
 from dpn_cli.classifier import load_classifier
-from dpn_cli.errors import DataError, DpnError, NonFiniteError
+from dpn_cli.errors import DataError, DpnError, NonFiniteError, StoppedError
 from dpn_cli.supervised import train as training
 from dpn_cli.supervised.recipe import in_steps
 from tasks.pretrain import command
@@ -54,7 +56,7 @@ def test_appendix_f_searches_what_the_paper_says() -> None:
     assert in_steps(third[0][1], 76_128).schedule.steps == 44_606
 
 
-def test_a_sweep_chooses_on_validation_and_scores_test_once(
+def test_a_sweep_chooses_on_validation_and_scores_each_row_of_the_table_once_on_test(
     places: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stages: list[dict[str, Any]] = [
@@ -62,17 +64,24 @@ def test_a_sweep_chooses_on_validation_and_scores_test_once(
         {"epochs": 1, "grid": {"mixup": [0, 0.5]}},
         {"epochs": 8},
     ]
-    recipe, scored = sweep(places, stages), list[int]()
+    recipe, scored = sweep(places, stages), list[tuple[str, float]]()
     evaluate = training.evaluate
 
     def watch(classifier: Any, split: Any, *arguments: Any) -> Any:
-        scored.append(len(split.labels))
-        return evaluate(classifier, split, *arguments)
+        scores = evaluate(classifier, split, *arguments)
+        if len(split.labels) == 15:  # only test has as many
+            tried = classifier.facts["recipe"]
+            scored.append((f"lr={tried['lr']:g} mixup={tried['mixup']:g} epochs={tried['epochs']:g}", scores.top1))
+        return scores
 
     monkeypatch.setattr(training, "evaluate", watch)
+    monkeypatch.setattr(command, "evaluate", watch)
     result = train(recipe, tmp_path / "sweep")
     assert result["images"] == {"train": 36, "minival": 12, "val": 15}
-    assert scored.count(15) == 1
+    rows = [stage["test_top1"] for stage in result["stages"]] + [result["top1"]]
+    mixup = result["stages"][1]["chosen"]
+    runs = ["lr=0.0035 mixup=0 epochs=2", f"lr=0.0035 {mixup} epochs=1", f"lr=0.0035 {mixup} epochs=8"]
+    assert scored == list(zip(runs, rows, strict=True))
     assert result["stages"][0]["top1"]["lr=1e+38"] is None  # its loss is no number
     top1 = {name: value for name, value in result["stages"][0]["top1"].items() if value is not None}
     assert result["stages"][0]["chosen"] == max(top1, key=lambda name: top1[name])
@@ -85,11 +94,40 @@ def test_a_sweep_chooses_on_validation_and_scores_test_once(
     assert load_classifier(str(tmp_path / "sweep" / result["weights"])).facts["minival_top1"] == final["minival_top1"]
     kept = [str(path.parent.name) for path in (tmp_path / "sweep").rglob("weights.safetensors")]
     assert kept == ["only"]
-    assert "stage 1, 3 runs of 2 epochs" in command.describe(result)
+    assert re.search(
+        r"stage 1, 3 runs of 2 epochs: lr=0.0035, .* on validation, .* % on test", command.describe(result)
+    )
     (tmp_path / "sweep" / "result.json").unlink()
     scored.clear()
-    assert train(recipe, tmp_path / "sweep", resume=True)["top1"] == result["top1"]
-    assert not [count for count in scored if count == 15]
+    assert train(recipe, tmp_path / "sweep", resume=True) == result
+    assert scored == []
+
+
+def test_a_search_keeps_one_network_until_its_stage_is_scored(
+    places: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stop while the chosen network is scored loses nothing: the next start scores it."""
+    recipe = sweep(places, [{"epochs": 1, "grid": {"lr": [1e-6, 3e-3, 1e-5]}}, {"epochs": 1}])
+    evaluate, kept = training.evaluate, list[list[str]]()
+
+    def note(classifier: Any, split: Any, *arguments: Any) -> Any:
+        kept.append(sorted(path.parent.name for path in (tmp_path / "sweep").rglob("weights.safetensors")))
+        return evaluate(classifier, split, *arguments)
+
+    def stop(*arguments: Any) -> Any:
+        raise StoppedError(signal.SIGTERM)
+
+    monkeypatch.setattr(training, "evaluate", note)
+    monkeypatch.setattr(command, "evaluate", stop)
+    with pytest.raises(StoppedError):
+        train(recipe, tmp_path / "sweep")
+    assert max(map(len, kept)) == 2  # the best so far, and the one that has just been trained
+    (left,) = (tmp_path / "sweep").rglob("weights.safetensors")
+    monkeypatch.setattr(command, "evaluate", evaluate)
+    result = train(recipe, tmp_path / "sweep", resume=True)
+    assert result["stages"][0]["chosen"] == left.parent.name
+    assert result["stages"][0]["test_top1"] is not None
+    assert not left.is_file()
 
 
 def test_a_sweep_whose_runs_all_fail_says_so(places: Path, tmp_path: Path) -> None:

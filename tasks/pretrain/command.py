@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dpn_cli.classifier import WEIGHTS
+from dpn_cli.classifier import WEIGHTS, load_classifier
 from dpn_cli.console import Console
 from dpn_cli.data.classified import ClassData, open_tuning_data
-from dpn_cli.distributed import World, barrier
+from dpn_cli.distributed import World, barrier, from_leader
 from dpn_cli.errors import NonFiniteError
+from dpn_cli.files import replace_json
 from dpn_cli.run import open_folder
 from dpn_cli.runstate import RunFolder
 from dpn_cli.supervised import command
 from dpn_cli.supervised.recipe import SupervisedRecipe, in_steps
-from dpn_cli.supervised.train import train_classifier
-from tasks.pretrain.recipe import PretrainRecipe, cells, differences, runs_of
+from dpn_cli.supervised.train import evaluate, train_classifier
+from tasks.pretrain.recipe import PretrainRecipe, Stage, cells, differences, runs_of
 from tasks.pretrain.table import PAPER
 
 Json = dict[str, Any]
@@ -84,38 +86,67 @@ class _Sweep:
         self.recipe, self.data, self.folder, self.world, self.console = recipe, data, folder, world, console
 
     def run(self) -> Json:
-        """Run all stages; only the last one, a single training, is scored on the test split."""
-        searching = replace(self.data, val=self.data.minival)
+        """Run all stages; what each of them chose is scored once on the test split, a row of Table 7 each."""
         chosen, stages = self.recipe, list[Json]()
         for number, stage in enumerate(self.recipe.stages[:-1], 1):
-            runs = list(cells(chosen, stage))
-            results = [
-                self._cell(f"stage{number}/{name}", cell, searching, f"{place} of {len(runs)}")
-                for place, (name, cell) in enumerate(runs, 1)
-            ]
-            scores = [-1.0 if result["minival_top1"] is None else result["minival_top1"] for result in results]
-            if max(scores) < 0:
-                raise NonFiniteError(f"stage {number}: every run ended with a loss that is no number; lower lr")
-            best = scores.index(max(scores))
-            chosen = runs[best][1]
-            stages.append(
-                {
-                    "epochs": stage.epochs,
-                    "top1": {name: result["minival_top1"] for (name, _), result in zip(runs, results, strict=True)},
-                    "chosen": runs[best][0],
-                }
-            )
-            self.console.info(f"stage {number}: {runs[best][0]} is best, {scores[best]:.2f} % on the validation split")
-        last = len(self.recipe.stages)
+            chosen, row = self._search(number, chosen, stage)
+            stages.append(row)
+        number = len(self.recipe.stages)
         ((name, final),) = cells(chosen, self.recipe.stages[-1])
-        result = self._cell(f"stage{last}/{name}", final, self.data, "1 of 1")
+        result = self._cell(f"stage{number}/{name}", final, self.data, "1 of 1")
         if result["minival_top1"] is None:
-            raise NonFiniteError(f"stage {last}: the loss is no number; lower lr")
-        weights = f"stage{last}/{name}/{WEIGHTS}"
-        whole = {**result, "stages": stages, "weights": weights}
+            raise NonFiniteError(f"stage {number}: the loss is no number; lower lr")
+        whole = {**result, "stages": stages, "weights": f"stage{number}/{name}/{WEIGHTS}"}
         if self.world.leads:
             self.folder.finish(whole)
         return whole
+
+    def _search(self, number: int, chosen: PretrainRecipe, stage: Stage) -> tuple[PretrainRecipe, Json]:
+        """Train a stage's grid; returns the run that is best on validation, and the stage's numbers.
+
+        A search leaves its numbers, not a network per run: only the best one so far is kept, until it is scored.
+        """
+        searching, runs = replace(self.data, val=self.data.minival), list(cells(chosen, stage))
+        place = f"stage{number}"
+        top1: dict[str, float | None] = {}
+        best, score = "", -1.0
+        for count, (name, recipe) in enumerate(runs, 1):
+            result = self._cell(f"{place}/{name}", recipe, searching, f"{count} of {len(runs)}")
+            found = top1[name] = result["minival_top1"]
+            loser = name
+            if found is not None and found > score:
+                best, loser, score = name, best, found
+            if loser:
+                self._drop(f"{place}/{loser}")
+        if not best:
+            raise NonFiniteError(f"stage {number}: every run ended with a loss that is no number; lower lr")
+        chosen = dict(runs)[best]
+        self.console.info(f"stage {number}: {best} is best, {score:.2f} % on the validation split")
+        row = {"epochs": stage.epochs, "top1": top1, "chosen": best, "test_top1": self._test(place, best, chosen)}
+        return chosen, row
+
+    def _test(self, place: str, name: str, recipe: PretrainRecipe) -> float | None:
+        """Score a stage's choice on the test split, or return its score; None where its network is gone."""
+        kept, scored = self.folder.path / place / name, self.folder.path / place / "test.json"
+        row: Json | None = from_leader(json.loads(scored.read_text("utf-8")) if scored.is_file() else None)
+        if row is None:
+            if not from_leader((kept / WEIGHTS).is_file()):
+                self.console.warn(f"{kept / WEIGHTS}: no such file, so this run is not scored on the test split")
+                return None
+            classifier = load_classifier(str(kept))
+            classifier.model.to(self.world.device).eval()
+            row = {"run": name, "top1": evaluate(classifier, self.data.val, recipe, self.world).top1}
+            if self.world.leads:
+                replace_json(scored, row)
+        self._drop(f"{place}/{name}")
+        top1: float = row["top1"]
+        return top1
+
+    def _drop(self, place: str) -> None:
+        """Delete a run's network, once no rank reads it any more."""
+        barrier()
+        if self.world.leads:
+            (self.folder.path / place / WEIGHTS).unlink(missing_ok=True)
 
     def _cell(self, place: str, recipe: PretrainRecipe, data: ClassData, shown: str) -> Json:
         """Run one training or return its result, without a score when its loss became no number."""
@@ -131,10 +162,6 @@ class _Sweep:
             result = {"task": "pretrain", "minival_top1": None, "error": str(error)}
             if self.world.leads:
                 folder.finish(result)
-            return result
-        if data.val is data.minival and self.world.leads:
-            (folder.path / WEIGHTS).unlink()  # a search leaves its numbers, not a network per cell
-        barrier()
         return result
 
 
@@ -146,6 +173,10 @@ def describe(result: Json) -> str:
         values: Sequence[float] = [value for value in top1.values() if value is not None]
         lines.append(
             f"stage {number}, {len(top1)} runs of {stage['epochs']:g} epochs: {stage['chosen']}, "
-            f"{max(values):.2f} % on validation"
+            f"{max(values):.2f} % on validation, {_percent(stage['test_top1'])} on test"
         )
     return "\n".join([*lines, command.describe(result)])
+
+
+def _percent(value: float | None) -> str:
+    return "no score" if value is None else f"{value:.2f} %"
