@@ -146,7 +146,8 @@ def test_a_class_that_appears_between_run_and_resume_is_refused(photos: Path, tm
 
 def test_what_follows_a_run(finished: tuple[Path, dict[str, Any]], photos: Path, tmp_path: Path) -> None:
     path, _ = finished
-    scored = run("eval", str(path), "--data", str(photos), "-o", str(tmp_path / "report"), "--json", "-q")
+    everything = ("--data", str(photos), "--split", "all", "--json", "-q")
+    scored = run("eval", str(path), "-o", str(tmp_path / "report"), *everything)
     report = json.loads(scored.stdout)
     assert report["images"] == 90
     assert report["top1"] > 80

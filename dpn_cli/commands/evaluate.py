@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console as RichConsole
@@ -16,6 +16,9 @@ from dpn_cli.commands import one_line_errors
 from dpn_cli.commands.keys import runtime_of
 from dpn_cli.console import Console
 from dpn_cli.errors import DpnError
+
+if TYPE_CHECKING:
+    from tasks.evaluate.parts import Split
 
 
 class _ScoreByDefault(TyperGroup):
@@ -57,7 +60,14 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
 def score(
     network: Network,
     data: DataOption,
-    split: Annotated[str, typer.Option("--split", help="val or train.", rich_help_panel=options.DATA)] = "val",
+    split: Annotated[
+        str | None,
+        typer.Option(
+            "--split",
+            help="train, val or all. \\[default: val, which of a run's own data are the images that it set apart]",
+            rich_help_panel=options.DATA,
+        ),
+    ] = None,
     image_column: options.ImageColumn = None,
     label_column: options.LabelColumn = None,
     skip_bad_images: options.SkipBadImages = None,
@@ -82,16 +92,16 @@ def score(
 ) -> None:
     """Top-1, top-5 and loss of a classifier, its classes one by one, and what it confuses."""
     with one_line_errors(verbose):
-        if split not in ("val", "train"):
-            raise DpnError(f"--split {split!r}: choose val or train")
+        if split not in (None, "train", "val", "all"):
+            raise DpnError(f"--split {split}: choose train, val or all")
         runtime = runtime_of(device, precision, workers)
         size = options.parse_pair("--image-size", image_size)
         from dpn_cli.data.classified import Source
         from tasks.evaluate.classification import Asked, describe, evaluate
 
         source = Source(data, image_column=image_column, label_column=label_column)
-        which: Literal["train", "val"] = "train" if split == "train" else "val"
-        asked = Asked(network, source, which, size, real, batch_size, bool(skip_bad_images), output_dir)
+        chosen = cast("Split | None", split)
+        asked = Asked(network, source, chosen, size, real, batch_size, bool(skip_bad_images), output_dir)
         _print(evaluate(asked, runtime, Console(quiet=quiet)), describe, as_json)
 
 

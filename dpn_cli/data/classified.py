@@ -98,6 +98,10 @@ class Part(Images):
         """Return an image's name in the split that this is a part of."""
         return self.whole.key(self.rows[index])
 
+    def content(self, index: int) -> bytes:
+        """Return what an image is stored as."""
+        return self.whole.content(self.rows[index])
+
     def open(self, index: int) -> Image.Image:
         """Open an image, not decoded yet."""
         return self.whole.open(self.rows[index])

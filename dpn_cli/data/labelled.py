@@ -46,6 +46,9 @@ class Labelled(Protocol):
     def open(self, index: int) -> Image.Image:
         """Open an image, not decoded yet. Raises `DataError` with its place when it is no image."""
 
+    def content(self, index: int) -> bytes:
+        """Return what an image is stored as: equal bytes are the same picture. Raises `DataError` as `open` does."""
+
     def pixels(self, index: int) -> Pixels:
         """Decode an image to (height, width, 3). Raises `DataError` with its place when it is unreadable."""
 
@@ -121,6 +124,17 @@ class Images(ABC):
     def key(self, index: int) -> str:
         """Return the name of an image inside the data set; its number where it has none."""
         return str(index)
+
+    def content(self, index: int) -> bytes:
+        """Return the bytes of an image's file, or the pixels of one that has none or is decoded when it is opened."""
+        try:
+            with self.open(index) as image:
+                if (file := getattr(image, "fp", None)) is None:
+                    return image.tobytes()
+                file.seek(0)
+                return bytes(file.read())
+        except OSError as error:
+            raise unreadable(self.where(index), error) from error
 
     def pixels(self, index: int) -> Pixels:
         """Decode an image to (height, width, 3). Raises `DataError` with its place when it is unreadable."""
@@ -275,6 +289,10 @@ class SceneSplit(Images):
     def where(self, index: int) -> str:
         """Name the scene's number."""
         return f"demo scene {self.start + index}"
+
+    def content(self, index: int) -> bytes:
+        """Return the scene's number, which decides its pixels."""
+        return self.where(index).encode()
 
     def open(self, index: int) -> Image.Image:
         """Return the picture of a scene, 64x64."""

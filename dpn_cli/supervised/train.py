@@ -16,6 +16,7 @@ from dpn_cli.console import Console
 from dpn_cli.data.classified import ClassData, Part, describe_imagenet, hash_order
 from dpn_cli.data.labelled import Labelled, fingerprint
 from dpn_cli.data.loader import Augmentation, blend, crop_batches, worker_count
+from dpn_cli.data.trained_on import record
 from dpn_cli.distributed import World
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.fewshot import POOL, check_shots, choose, encode, probe
@@ -273,6 +274,7 @@ class _Training:
             "timing": {"train_seconds": round(done.seconds, 2), "wait_seconds": round(done.wait_seconds, 2)},
             "recipe": recipe.model_dump(mode="json"),
             "data": self.facts["data"],
+            "trained_on": record(data.train) if world.leads else None,
         }
         if world.leads:
             save_classifier(self.classifier, self.folder.path / WEIGHTS)

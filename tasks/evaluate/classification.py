@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,14 +17,16 @@ from torch import Tensor
 from dpn_cli import distributed, engine, stopping
 from dpn_cli.classifier import Classifier, load_classifier, predict, readable
 from dpn_cli.console import Console
-from dpn_cli.data.classified import Source, open_split
+from dpn_cli.data.classified import Source
 from dpn_cli.data.labelled import Labelled, fingerprint
+from dpn_cli.data.trained_on import Known, look_up
 from dpn_cli.distributed import World, join
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.files import replace_json, replace_text
 from dpn_cli.recipe import Runtime
 from dpn_cli.runstate import open_report
 from dpn_cli.scoring import Scores, score
+from tasks.evaluate.parts import Split, open_part
 
 WORST_PAIRS = 10
 
@@ -35,7 +37,7 @@ class Asked:
 
     place: str
     source: Source
-    split: Literal["train", "val"] = "val"
+    split: Split | None = None
     image_size: tuple[int, int] | None = None
     real: Path | None = None
     batch_size: int = 64
@@ -52,14 +54,21 @@ def evaluate(asked: Asked, runtime: Runtime, console: Console) -> dict[str, Any]
         if asked.output_dir and world.leads:
             open_report(asked.output_dir)
         classifier = load_classifier(asked.place, asked.image_size)
-        split, names = open_split(asked.source, asked.split)
+        split, names, part = open_part(asked.source, asked.split, classifier.facts)
         columns = match_classes(classifier.classes, names)
-        console.info(f"{len(split.labels)} images of {len(names)} classes" + _columns_note(classifier, columns))
+        console.info(
+            f"{len(split.labels)} images of {len(names)} classes"
+            + (f", {part}" if part else "")
+            + _columns_note(classifier, columns)
+        )
+        known = look_up(split, classifier.facts.get("trained_on"), world)
+        if warning := known and known.warning():
+            console.warn(warning)
         real = read_real(asked.real, split) if asked.real else None
         if real and world.size > 1:
             raise DpnError("--real: run on one rank")
         scores = _score(classifier, split, columns, asked, runtime, world, keep=bool(real))
-        result = _result(asked, classifier, names, scores, split)
+        result = _result(asked, classifier, names, scores, split, part, known)
         if real:
             result["real"] = real_accuracy(scores.predictions, real)
         if asked.output_dir and world.leads:
@@ -123,13 +132,22 @@ def _score(
 
 
 def _result(
-    asked: Asked, classifier: Classifier, names: Sequence[str], scores: Scores, split: Labelled
+    asked: Asked,
+    classifier: Classifier,
+    names: Sequence[str],
+    scores: Scores,
+    split: Labelled,
+    part: str | None,
+    known: Known | None,
 ) -> dict[str, Any]:
     words = readable(names)
     return {
         "task": "eval",
         "network": asked.place,
         "data": asked.source.val_place or asked.source.place,
+        "split": asked.split or "val",
+        "part": part,
+        "trained_on": known.to_dict() if known else None,
         "fingerprint": fingerprint(split),
         "image_size": list(classifier.model.config.image_size),
         "resize_side": classifier.resize_side,
@@ -175,10 +193,10 @@ def read_real(path: Path, split: Labelled) -> list[list[int]]:
     """
     try:
         labels = json.loads(path.read_text("utf-8"))
-        assert isinstance(labels, list)
-        assert all(isinstance(entry, list) for entry in labels)
-    except (OSError, ValueError, AssertionError) as error:
-        raise DataError(f"--real {path}: not the ReaL file, a JSON list with a list of labels per image") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"--real {path}: cannot be read as JSON ({' '.join(str(error).split())[:120]})") from error
+    if not isinstance(labels, list) or not all(isinstance(entry, list) for entry in labels):
+        raise DataError(f"--real {path}: not the ReaL file, a JSON list with a list of labels per image")
     found = []
     for index in range(len(split.labels)):
         number = re.search(r"ILSVRC2012_val_(\d{8})", split.where(index))
@@ -200,7 +218,10 @@ def describe(result: dict[str, Any]) -> str:
     lines = [
         f"top-1 {result['top1']:.2f} %, top-5 {result['top5']:.2f} %, loss {result['loss']:.4g} on "
         f"{result['images']} images of {result['classes']} classes{skipped}"
+        + (f" ({result['part']})" if result["part"] else "")
     ]
+    if result["trained_on"] and (warning := Known(**result["trained_on"]).warning()):
+        lines.append(f"WARNING: {warning}")
     if "real" in result:
         lines.append(f"ReaL {result['real']['top1']:.2f} % of {result['real']['images']} images with labels")
     if result["worst_pairs"]:

@@ -74,6 +74,10 @@ class Subset(Captioned):
         """Name an image's place."""
         return self.whole.where(self.rows[index])
 
+    def content(self, index: int) -> bytes:
+        """Return what an image is stored as."""
+        return self.whole.content(self.rows[index])
+
     def open(self, index: int) -> Image.Image:
         """Open an image, not decoded yet."""
         return self.whole.open(self.rows[index])
