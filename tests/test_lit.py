@@ -408,7 +408,7 @@ WRONG: list[tuple[list[str], int, str]] = [
     (["eval", "nowhere", "--data", "demo"], 3, "nowhere: no file of two towers"),
     (["eval", str(GOLDENS / "vit_dpn.io.npz"), "--data", "demo"], 3, "no file of two towers"),
     (["eval", "RUN", "--data", "PAIRS", "--tokenizer", "PIECES"], 3, "the run was trained with open_clip BPE"),
-    (["eval", "RUN", "--data", "demo", "--split", "best"], 2, "choose train, val or test"),
+    (["eval", "RUN", "--data", "demo", "--split", "best"], 2, "choose train, val, test or all"),
     (["eval", "RUN", "--data", "demo", "--prompts", "clip_wrst"], 3, "choose clip_paper"),
     (["train", "--data", "PAIRS", *TOWER, "-b", "1"], 2, "--batch-size 1: the softmax loss of a pair without others"),
     (["predict", "RUN", "PICTURE", "--labels", " , "], 2, "--labels: no label in it"),

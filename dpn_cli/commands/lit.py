@@ -140,7 +140,7 @@ def cache(
 def evaluate(
     run: own.Run,
     data: own.EvalData,
-    split: own.Split = "val",
+    split: own.Split = None,
     retrieval: own.Retrieval = False,
     prompts: own.Prompts = None,
     class_names: own.ClassNames = None,
@@ -163,8 +163,8 @@ def evaluate(
 ) -> None:
     """Zero-shot accuracy on labelled images, or recall at 1, 5 and 10 on captioned ones."""
     with one_line_errors(verbose):
-        if split not in ("train", "val", "test"):
-            raise DpnError(f"--split {split!r}: choose train, val or test")
+        if split not in (None, "train", "val", "test", "all"):
+            raise DpnError(f"--split {split}: choose train, val, test or all")
         runtime = runtime_of(device, precision, workers)
         from tasks.lit.data import Source
         from tasks.lit.evaluate import Asked, describe

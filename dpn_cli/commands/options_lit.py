@@ -106,7 +106,14 @@ EvalData = Annotated[
         "captioned ones (.csv, .tsv, .json; with --retrieval the other kinds of 'lit train' too).",
     ),
 ]
-Split = Annotated[str, _option(DATA, "--split", help="val, test or train. \\[default: val]")]
+Split = Annotated[
+    str | None,
+    _option(
+        DATA,
+        "--split",
+        help="train, val, test or all. \\[default: val, which of a run's own pairs are those that it held out]",
+    ),
+]
 Retrieval = Annotated[bool, _option(DATA, "--retrieval", help="Read --data as captioned images and score retrieval.")]
 Prompts = Annotated[
     str | None,

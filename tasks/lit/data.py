@@ -51,7 +51,7 @@ class Source:
 
 def open_pairs(source: Source) -> tuple[Captioned, Captioned]:
     """Return the images to train on, and the ones to score retrieval on: the data set's own, or held out."""
-    if source.val_place or _has_split(source, "val"):
+    if source.val_place or has_split(source, "val"):
         return open_split(source, "train"), open_split(source, "val")
     whole = open_split(source, "train")
     count = len(whole.captions)
@@ -67,7 +67,8 @@ def open_pairs(source: Source) -> tuple[Captioned, Captioned]:
     return train, Subset(whole, sorted(order[-held:]))
 
 
-def _has_split(source: Source, split: str) -> bool:
+def has_split(source: Source, split: str) -> bool:
+    """Tell whether a data set says itself which of its pairs are ``train``, ``val`` or ``test``."""
     place = source.place
     if place == "demo":
         return True

@@ -11,14 +11,16 @@ from dpn_cli import engine, stopping
 from dpn_cli.console import Console
 from dpn_cli.data import classified
 from dpn_cli.data.labelled import Labelled, fingerprint
+from dpn_cli.data.trained_on import Known, look_up
 from dpn_cli.distributed import World, join
 from dpn_cli.errors import DataError
 from dpn_cli.files import replace_json
 from dpn_cli.recipe import Runtime
 from dpn_cli.runstate import open_report
 from dpn_cli.scoring import Scores
-from tasks.lit.data import DEMO_SPLITS, SceneClasses, Source, open_split
+from tasks.lit.data import DEMO_SPLITS, SceneClasses, Source
 from tasks.lit.encode import cache_root, describe_retrieval, retrieval_scores, wanted_of
+from tasks.lit.parts import open_part
 from tasks.lit.tokens import open_tokenizer
 from tasks.lit.towers import Towers, load_towers
 from tasks.lit.zeroshot import check_order, class_names, classifier_of, classify, prompt_set
@@ -33,7 +35,7 @@ class Asked:
     place: str
     source: Source
     retrieval: bool = False
-    split: str = "val"
+    split: str | None = None
     label_column: str | None = None
     prompts: str | None = None
     class_names: str | None = None
@@ -87,6 +89,7 @@ def _zeroshot(towers: Towers, asked: Asked, runtime: Runtime, world: World, cons
     chosen = asked.prompts or ("demo" if asked.source.place == "demo" else "clip_paper")
     templates = prompt_set(chosen)
     console.info(f"{len(split.labels)} images of {len(names)} classes; {len(templates)} prompts a class")
+    known = _known(towers, split, world, console)
     run = Path(asked.place).expanduser()
     with engine.precision_of(runtime, world.device):
         weights = classifier_of(towers, names, templates, run if (run / "run.json").is_file() else None, world)
@@ -97,7 +100,7 @@ def _zeroshot(towers: Towers, asked: Asked, runtime: Runtime, world: World, cons
     if not asked.force:
         check_order(scores, len(names))
     found = _zeroshot_result(scores, split, names, origin, chosen, templates)
-    return {"split": asked.split, **found}
+    return {"split": asked.split or "val", "trained_on": known.to_dict() if known else None, **found}
 
 
 def _labelled(asked: Asked) -> tuple[Labelled, Sequence[str]]:
@@ -106,9 +109,20 @@ def _labelled(asked: Asked) -> tuple[Labelled, Sequence[str]]:
         split = SceneClasses(*DEMO_SPLITS["test"])
         return split, split.classes
     where = classified.Source(source.place, image_column=source.image_column, label_column=asked.label_column)
-    if asked.split == "test" and not classified.has_split(where, "test"):
+    chosen = asked.split or "val"
+    if chosen == "all":
+        raise DataError("--split all: of captioned images only; choose train, val or test")
+    if chosen == "test" and not classified.has_split(where, "test"):
         raise DataError(f"--split test: --data {source.place} has no labelled test images; choose val or train")
-    return classified.open_split(where, asked.split)
+    return classified.open_split(where, chosen)
+
+
+def _known(towers: Towers, split: Labelled, world: World, console: Console) -> Known | None:
+    """Count the images that the text tower was trained on, and warn of them."""
+    known = look_up(split, towers.facts.get("trained_on"), world)
+    if warning := known and known.warning():
+        console.warn(warning)
+    return known
 
 
 def _zeroshot_result(
@@ -129,11 +143,16 @@ def _zeroshot_result(
 
 
 def _retrieval(towers: Towers, asked: Asked, runtime: Runtime, world: World, console: Console) -> Json:
-    data = open_split(asked.source, asked.split)
-    console.info(f"{len(data.captions)} images with {sum(map(len, data.captions))} captions")
+    data, part = open_part(asked.source, asked.split, towers.facts)
+    captions = sum(map(len, data.captions))
+    console.info(f"{len(data.captions)} images with {captions} captions" + (f", {part}" if part else ""))
+    known = _known(towers, data, world, console)
     wanted = wanted_of(towers.image, runtime, world, skip_bad=asked.source.skip_bad)
     root = cache_root(asked.cache_dir)
     return {
+        "split": asked.split or "val",
+        "part": part,
+        "trained_on": known.to_dict() if known else None,
         "retrieval": retrieval_scores(towers, data, wanted, root, runtime, world, console),
         "left_out": data.dropped,
     }
@@ -141,12 +160,16 @@ def _retrieval(towers: Towers, asked: Asked, runtime: Runtime, world: World, con
 
 def describe(result: Json) -> str:
     """Return the result as lines for a person."""
+    known = result["trained_on"] and Known(**result["trained_on"]).warning()
+    warned = f"\nWARNING: {known}" if known else ""
     if "retrieval" in result:
-        return describe_retrieval(result["retrieval"])
+        part = f"{result['part']}: " if result["part"] else ""
+        return part + describe_retrieval(result["retrieval"]) + warned
     skipped = f", {result['skipped']} unreadable ones left out" if result["skipped"] else ""
     prompts = result["prompts"]
     return (
         f"zero-shot: top-1 {result['top1']:.2f} %, top-5 {result['top5']:.2f} % on {result['images']} images of "
         f"{result['classes']} classes (chance {result['chance']:.2f} %{skipped})\n"
         f"prompts {prompts['set']} ({prompts['templates']}), {result['class_names']}, {result['tokenizer']['name']}"
+        + warned
     )

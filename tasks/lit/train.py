@@ -13,6 +13,7 @@ from dpn_cli import distributed, engine
 from dpn_cli.arch import SIZES, size_name
 from dpn_cli.backbone import Backbone, load_backbone
 from dpn_cli.console import Console
+from dpn_cli.data.trained_on import record
 from dpn_cli.distributed import World
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.memory import MicroBatch
@@ -20,7 +21,7 @@ from dpn_cli.runstate import Checkpoints, MetricsLog, RunFolder, describe_device
 from dpn_cli.trackers import build_tracker
 from tasks.lit.batches import Texts, cached_batches, encoded_batches, tokenize
 from tasks.lit.cache import BATCH, Features, Wanted, cached_features, data_fingerprint, digest_of
-from tasks.lit.captions import Captioned, captions_fingerprint
+from tasks.lit.captions import Captioned, Subset, captions_fingerprint
 from tasks.lit.data import DEMO_SPLITS, SceneClasses, Source, open_pairs
 from tasks.lit.encode import cache_root, retrieval_scores, wanted_of
 from tasks.lit.loss import ContrastiveLoss
@@ -224,6 +225,7 @@ def _train(
         "timing": {"train_seconds": round(done.seconds, 2), "wait_seconds": round(done.wait_seconds, 2)},
         "recipe": recipe.model_dump(mode="json"),
         "data": facts["data"],
+        "trained_on": record(Subset(data, good.tolist())) if world.leads else None,
     }
     if world.leads:
         save_towers(Towers(tower, text, tokenizer, recipe.loss, trained), folder.path / WEIGHTS)
