@@ -7,8 +7,6 @@ import time
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from dpn_cli import engine
 from dpn_cli.distributed import World, join
@@ -17,6 +15,7 @@ from dpn_cli.supervised.command import open_data
 from dpn_cli.supervised.recipe import in_steps
 from dpn_cli.supervised.train import check_batch, load_network
 from tasks.pretrain.command import open_tuning
+from tasks.pretrain.flops import training_flops
 from tasks.pretrain.recipe import PretrainRecipe, runs_of
 
 # Training images where the data are not at hand: train[:99%] of ImageNet-1k, TFDS' sun397 split, and their classes.
@@ -43,7 +42,9 @@ def estimate(recipe: PretrainRecipe, images: int | None, *, here: bool, ranks: i
     check_batch(recipe, World(0, ranks, torch.device("cpu")))
     runs = runs_of(recipe)
     steps = [in_steps(run, images).schedule.steps for run in runs]
-    flops, parameters = training_flops(recipe, classes)
+    model = load_network(recipe, classes)
+    flops = training_flops(model.config, grad_checkpointing=recipe.backbone.grad_checkpointing)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     work = flops * recipe.batch_size * sum(steps)
     with join(recipe.runtime.device) as world:
         rate = matrix_rate(recipe.runtime, world.device)
@@ -72,17 +73,6 @@ def estimate(recipe: PretrainRecipe, images: int | None, *, here: bool, ranks: i
         "weights_bytes": 4 * parameters,
         "checkpoints_bytes": copies * parameters * state,
     }
-
-
-def training_flops(recipe: PretrainRecipe, classes: int) -> tuple[int, int]:
-    """Return FLOPs of one image forward and backward (a multiply-add is two), and the number of weights."""
-    model = load_network(recipe, classes)
-    model.train()
-    image = torch.zeros(1, 3, *model.config.image_size)
-    with FlopCounterMode(display=False) as counter:
-        logits: Tensor = model(image)
-        logits.sum().backward()  # type: ignore[no-untyped-call]
-    return counter.get_total_flops(), sum(parameter.numel() for parameter in model.parameters())
 
 
 def matrix_rate(runtime: Runtime, device: torch.device) -> float:

@@ -1,0 +1,73 @@
+"""The closed formula of a ViT's multiply-adds against torch's counter, torchvision's and timm's published figures."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+import torch
+import torchvision
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from dpn_cli.arch import SIZES, Pool, Stem
+from dpn_cli.backbone import load_backbone
+from dpn_cli.vit import ViTConfig
+from tasks.pretrain.flops import count, training_flops
+
+
+def config(letter: str, patch: int, side: int = 224) -> ViTConfig:
+    return ViTConfig(SIZES[letter], (patch, patch), (side, side), num_classes=1000)
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "letter", "patch", "side"),
+    [
+        ("ViT_B_16", "IMAGENET1K_V1", "B", 16, 224),
+        ("ViT_B_16", "IMAGENET1K_SWAG_E2E_V1", "B", 16, 384),
+        ("ViT_B_32", "IMAGENET1K_V1", "B", 32, 224),
+        ("ViT_L_16", "IMAGENET1K_SWAG_E2E_V1", "L", 16, 512),
+        ("ViT_L_32", "IMAGENET1K_V1", "L", 32, 224),
+        ("ViT_H_14", "IMAGENET1K_SWAG_E2E_V1", "H", 14, 518),
+    ],
+)
+def test_forward_is_what_torchvision_publishes(name: str, weights: str, letter: str, patch: int, side: int) -> None:
+    published: Any = getattr(getattr(torchvision.models, f"{name}_Weights"), weights)
+    assert round(count(config(letter, patch, side)).forward / 1e9, 3) == published.meta["_ops"]
+
+
+# GMACs of vit_tiny, vit_small and vit_base_patch16_224 in timm's benchmark tables, which count the norms too.
+@pytest.mark.parametrize(("letter", "gmacs"), [("Ti", 1.26), ("S", 4.61), ("B", 17.58)])
+def test_forward_is_what_timm_publishes(letter: str, gmacs: float) -> None:
+    assert count(config(letter, 16)).forward / 1e9 == pytest.approx(gmacs, rel=6e-3)
+
+
+def counted(stem: Stem, pool: Pool, *, pre_logits: bool, checkpointing: bool) -> tuple[ViTConfig, int, int]:
+    """Count a small network in torch, with attention as plain matrix products."""
+    model = load_backbone(
+        "nano/8", stem=stem, image_size=(32, 48), num_classes=10, pool=pool, pre_logits=pre_logits,
+        grad_checkpointing=checkpointing,
+    ).train()  # fmt: skip
+    image = torch.randn(1, 3, 32, 48)
+    with sdpa_kernel(SDPBackend.MATH):
+        with FlopCounterMode(display=False) as forward:
+            model(image)
+        with FlopCounterMode(display=False) as both:
+            model(image).sum().backward()
+    return model.config, forward.get_total_flops(), both.get_total_flops()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("pool", get_args(Pool))
+@pytest.mark.parametrize("stem", get_args(Stem))
+def test_the_formula_is_torchs_count_of_plain_products(stem: Stem, pool: Pool, checkpointing: bool) -> None:
+    shape, forward, both = counted(stem, pool, pre_logits=pool == "gap", checkpointing=checkpointing)
+    macs = count(shape)
+    assert forward == 2 * macs.forward
+    # Plain attention keeps its first product for backward; fused attention, which is counted, does not.
+    assert both == training_flops(shape, grad_checkpointing=checkpointing) - macs.attention
+
+
+def test_small_16_needs_28_gflop_for_an_image_whatever_torch_counts() -> None:
+    shape = ViTConfig(SIZES["S"], (16, 16), (224, 224), stem="dpn", pre_logits=True, num_classes=1000)
+    assert training_flops(shape) == pytest.approx(27.95e9, rel=1e-3)
