@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -26,8 +26,11 @@ from dpn_cli.recipe import Optim, Runtime, Schedule
 from dpn_cli.runstate import Checkpoints, MetricsLog
 from dpn_cli.trainstate import Ema, restore, state_of
 
-Batches = Callable[[int], Iterator[Batch]]
-"""``batches(step)`` yields this rank's rows of every global batch from a step on: a pure function of the step."""
+Batches = Callable[[int], Generator[Batch, None, None]]
+"""``batches(step)`` yields this rank's rows of every global batch from a step on: a pure function of the step.
+
+Who iterates closes the generator: processes that read the data end with it.
+"""
 Evaluate = Callable[[], dict[str, float]]
 
 
@@ -116,32 +119,34 @@ def fit(
     loop = _Loop(model, loss_fn, training, runtime, world, outputs, micro, looks)
     start, due = loop.resume()
     if world.size > 1:
-        loop.gradients.probe(next(batches(start)))
-    stream, steps, schedule = batches(start), training.schedule.steps, training.schedule
+        with closing(batches(start)) as stream:
+            loop.gradients.probe(next(stream))
+    steps, schedule = training.schedule.steps, training.schedule
     result = FitResult(start, math.nan, 0.0, 0.0, micro.size)
     log_every = max(1, steps // 50)
     began = time.perf_counter()
     if due:
         result.metrics = loop.look(start)
-    batch = loop.fetch(stream, result) if start < steps else None
-    for step in range(start, steps):
-        if (number := stopping.requested()) is not None:
-            loop.save("last", step)
-            raise StoppedError(number)
-        assert batch is not None, f"the batches ended before step {step}"
-        last = step + 1 == steps
-        lr = training.lr * lr_factor(schedule, step)
-        pending = loop.gradients.backward(batch, step)
-        # A GPU is still busy with the gradients: the next batch is made meanwhile.
-        batch = None if last else loop.fetch(stream, result)
-        result.loss, norm = loop.update(pending, step, lr)
-        result.steps, result.seconds = step + 1, time.perf_counter() - began
-        if last or (step + 1) % log_every == 0:
-            loop.report(result, lr, norm, (step + 1 - start) * training.batch_size)
-        if evaluate and (last or (evaluate_every and (step + 1) % evaluate_every == 0)):
-            result.metrics = loop.look(step + 1)
-        elif not last and (step + 1) % runtime.checkpoint_every == 0:
-            loop.save("last", step + 1)
+    with closing(batches(start)) as stream:
+        batch = loop.fetch(stream, result) if start < steps else None
+        for step in range(start, steps):
+            if (number := stopping.requested()) is not None:
+                loop.save("last", step)
+                raise StoppedError(number)
+            assert batch is not None, f"the batches ended before step {step}"
+            last = step + 1 == steps
+            lr = training.lr * lr_factor(schedule, step)
+            pending = loop.gradients.backward(batch, step)
+            # A GPU is still busy with the gradients: the next batch is made meanwhile.
+            batch = None if last else loop.fetch(stream, result)
+            result.loss, norm = loop.update(pending, step, lr)
+            result.steps, result.seconds = step + 1, time.perf_counter() - began
+            if last or (step + 1) % log_every == 0:
+                loop.report(result, lr, norm, (step + 1 - start) * training.batch_size)
+            if evaluate and (last or (evaluate_every and (step + 1) % evaluate_every == 0)):
+                result.metrics = loop.look(step + 1)
+            elif not last and (step + 1) % runtime.checkpoint_every == 0:
+                loop.save("last", step + 1)
     result.micro_batch = micro.size
     if loop.ema:
         loop.ema.finish()

@@ -41,6 +41,12 @@ class SaveError(DpnError):
     exit_code = 1
 
 
+class WorkerError(DpnError):
+    """A process that reads the data has died; what was saved before is intact."""
+
+    exit_code = 1
+
+
 RESUME = "the state is saved: run the same command with --resume to go on"
 
 
@@ -49,5 +55,9 @@ class StoppedError(DpnError):
 
     def __init__(self, signal_number: int, then: str = RESUME) -> None:
         super().__init__(f"stopped by {signal.Signals(signal_number).name}; {then}")
-        self.signal_number = signal_number
+        self.signal_number, self.then = signal_number, then
         self.exit_code = 130 if signal_number == signal.SIGINT else 75
+
+    def __reduce__(self) -> tuple[type[StoppedError], tuple[int, str]]:
+        """Keep the arguments when one rank tells the others."""
+        return StoppedError, (self.signal_number, self.then)

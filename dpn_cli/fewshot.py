@@ -60,13 +60,14 @@ def encode(
     """
     features, labels = [], []
     transform = partial(square_crop, size=model.config.image_size)
-    for part in stream(split, transform, batch_size, rows=rows, workers=runtime.workers, skip_bad=skip_bad):
-        stopping.check_here()
-        if len(part.images):
-            with torch.inference_mode(), engine.precision_of(runtime, device):
-                tokens = model.forward_features(model.normalize(part.images.to(device)))
-                features.append(model.forward_head(tokens, pre_logits=True).double().cpu())
-            labels.append(part.labels)
+    with stream(split, transform, batch_size, rows=rows, workers=runtime.workers, skip_bad=skip_bad) as parts:
+        for part in parts:
+            stopping.check_here()
+            if len(part.images):
+                with torch.inference_mode(), engine.precision_of(runtime, device):
+                    tokens = model.forward_features(model.normalize(part.images.to(device)))
+                    features.append(model.forward_head(tokens, pre_logits=True).double().cpu())
+                labels.append(part.labels)
     return torch.cat(features).numpy(), torch.cat(labels).numpy()
 
 

@@ -65,28 +65,32 @@ def score(
     confusion = MulticlassConfusionMatrix(classes, validate_args=False).to(world.device)
     sums = torch.zeros(4, dtype=torch.float64)  # images, right among five, loss, skipped
     rows = range(world.rank, len(split.labels), world.size)
-    parts = stream(split, transform, batch_size, rows=rows, workers=workers, skip_bad=skip_bad)
     predictions: list[int] = []
-    # Rank 0 has the most rows; all ranks go round as often as it, because they decide together when to stop.
-    for _ in range(0, -(-len(split.labels) // world.size), batch_size):
-        stopping.check()
-        part = next(parts, None)
-        if part is None:
-            continue
-        sums[3] += part.skipped
-        if not len(part.images):
-            continue
-        labels = part.labels.to(world.device)
-        with torch.inference_mode():
-            logits = logits_of(part.images.to(world.device)).float()
-            logits = logits if columns is None else logits[:, columns]
-            confusion.update(logits, labels)
-            best = logits.topk(min(5, classes), dim=-1).indices
-            value = LOSSES[loss](logits, F.one_hot(labels, classes).float()) * len(labels)
-        sums[:3] += torch.tensor([len(labels), int((best == labels[:, None]).sum()), value.item()])
-        if keep_predictions:
-            predictions += best[:, 0].tolist()
+    with stream(split, transform, batch_size, rows=rows, workers=workers, skip_bad=skip_bad) as parts:
+        # Rank 0 has the most rows; all ranks go round as often as it, because they decide together when to stop.
+        for _ in range(0, -(-len(split.labels) // world.size), batch_size):
+            stopping.check()
+            part = next(parts, None)
+            if part is None:
+                continue
+            sums[3] += part.skipped
+            if not len(part.images):
+                continue
+            labels = part.labels.to(world.device)
+            with torch.inference_mode():
+                logits = logits_of(part.images.to(world.device)).float()
+                logits = logits if columns is None else logits[:, columns]
+                confusion.update(logits, labels)
+                best = logits.topk(min(5, classes), dim=-1).indices
+                value = LOSSES[loss](logits, F.one_hot(labels, classes).float()) * len(labels)
+            sums[:3] += torch.tensor([len(labels), int((best == labels[:, None]).sum()), value.item()])
+            if keep_predictions:
+                predictions += best[:, 0].tolist()
     images, right5, total, skipped = distributed.reduce_over_ranks(sums).tolist()
     table = confusion.compute().cpu()
-    assert int(table.sum()) == images == len(split.labels) - skipped, (int(table.sum()), images, skipped)
+    if not int(table.sum()) == images == len(split.labels) - skipped:
+        raise RuntimeError(
+            f"{int(images)} images were scored and {int(table.sum())} of them counted in the confusion matrix, but the "
+            f"split has {len(split.labels)}, of which {int(skipped)} are unreadable"
+        )
     return Scores(int(images), int(table.trace()), int(right5), total / images, int(skipped), table, predictions)

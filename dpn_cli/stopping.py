@@ -1,19 +1,23 @@
-"""SIGTERM, SIGINT and SIGUSR1 ask a run to stop; it does so at the next step, with its state saved."""
+"""SIGTERM, SIGHUP, SIGINT and SIGUSR1 ask a run to stop; it does so at the next step, with its state saved."""
 
 from __future__ import annotations
 
+import os
 import signal
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from dpn_cli import distributed
-from dpn_cli.errors import RESUME, StoppedError
+from dpn_cli.errors import RESUME, StoppedError, WorkerError
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)
 # What is said of work that has no --resume: evaluations, and what is kept part by part.
 NO_RESULT = "no result was written"
 GOES_ON = "what is finished is kept: run the same command again to go on"
+# What is said of a run that could not save its state when it ended.
+LAST_SAVED = "run the same command with --resume to go on from the last saved state"
 
 _received: list[int] = []  # signal handlers belong to the process, and so does what they note
 
@@ -22,23 +26,38 @@ _received: list[int] = []  # signal handlers belong to the process, and so does 
 def listen(then: str = RESUME) -> Iterator[None]:
     """Note stop signals instead of dying from them; a second Ctrl-C ends the process at once.
 
-    `then` is what the error says of work that was stopped.
+    `then` is what the error says of work that was stopped. A process that nohup started does not heed SIGHUP.
     """
 
     def note(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and signal.SIGINT in _received:
             raise KeyboardInterrupt
+        if number == signal.SIGHUP:
+            _leave_lost_terminal()
         _received.append(number)
 
-    before = {number: signal.signal(number, note) for number in SIGNALS}
+    heeded = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in heeded}
     try:
         yield
     except StoppedError as error:
         raise StoppedError(error.signal_number, then) from None
+    except WorkerError as error:
+        raise WorkerError(f"{error}; {LAST_SAVED if then == RESUME else then}") from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
         _received.clear()
+
+
+def _leave_lost_terminal() -> None:
+    """Write to nowhere what would go to a terminal that has closed: writing to that is an error."""
+    for descriptor in (1, 2):
+        with suppress(OSError):
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)
 
 
 def requested() -> int | None:
@@ -58,9 +77,3 @@ def check() -> None:
     number = requested()
     if number is not None:
         raise StoppedError(number)
-
-
-def leave_to_parent(worker: int) -> None:
-    """Let a data-loading process ignore the signals: schedulers send them to every process, and the parent stops it."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
@@ -81,8 +81,8 @@ def after_one_step(kind: Kind, micro: MicroBatch, loss: ContrastiveLoss | None =
     before = [p.detach().clone() for p in model.parameters()]
     training = Training(Optim(momentum=0.0, clip_norm=None), Schedule(steps=1), 1.0, ROWS, seed=0)
     done = engine.fit(
-        model, loss or ContrastiveLoss(kind, ALONE), lambda start: iter([pairs()]), None, training, Runtime(), ALONE,
-        Outputs(warn=lambda text: None), micro,
+        model, loss or ContrastiveLoss(kind, ALONE), lambda start: (pairs() for _ in range(1)), None, training,
+        Runtime(), ALONE, Outputs(warn=lambda text: None), micro,
     )  # fmt: skip
     return done.loss, [one - p.detach() for one, p in zip(before, model.parameters(), strict=True)]
 
@@ -127,7 +127,7 @@ def train(world: World, kind: Kind, micro: int) -> dict[str, float]:
     model = engine.prepare(tower(-1.0 if kind == "siglip" else None), Runtime(), world)
     mine = slice(world.rank * ROWS // world.size, (world.rank + 1) * ROWS // world.size)
 
-    def batches(start: int) -> Iterator[Batch]:
+    def batches(start: int) -> Generator[Batch, None, None]:
         for step in range(start, 3):
             yield {name: value[mine] for name, value in pairs(step).items()}
 

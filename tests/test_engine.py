@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def random_batches(rows: int = 8, classes: int = 3) -> engine.Batches:
-    def batches(start: int) -> Iterator[Batch]:
+    def batches(start: int) -> Generator[Batch, None, None]:
         step = start
         while True:
             generator = torch.Generator().manual_seed(step)
@@ -116,7 +116,7 @@ def test_whole_training_steps_equal_big_vision(
         checkpoint=str(GOLDENS / f"{source}.params.npz"), stem=stem, image_size=32, num_classes=10, head="load"
     )
 
-    def batches(start: int) -> Iterator[Batch]:
+    def batches(start: int) -> Generator[Batch, None, None]:
         for step in range(start, 4):
             yield {"image": nchw(np.roll(image, step, axis=2)), "label": torch.from_numpy(arrays["labels"][step])}
 
@@ -163,7 +163,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(optim: Optim, tmp_pa
     train(whole, 10, optim=optim)
     checkpoints = Checkpoints(tmp_path)
 
-    def broken(start: int) -> Iterator[Batch]:
+    def broken(start: int) -> Generator[Batch, None, None]:
         stream = random_batches()(start)
         for _ in range(start, 7):
             yield next(stream)
@@ -213,7 +213,7 @@ def test_a_signal_saves_the_state_and_names_its_exit_code(number: int, code: int
     whole, stopped, resumed = small(), small(), small(seed=9)
     train(whole, 6)
 
-    def interrupting(start: int) -> Iterator[Batch]:
+    def interrupting(start: int) -> Generator[Batch, None, None]:
         for step, batch in enumerate(random_batches()(start), start):
             if step == 3 and start == 0:
                 os.kill(os.getpid(), number)
@@ -235,7 +235,7 @@ def test_best_is_the_best_and_survives_a_resume(tmp_path: Path) -> None:
     def evaluate() -> dict[str, float]:
         return {"accuracy": next(scores)}
 
-    def broken(start: int) -> Iterator[Batch]:
+    def broken(start: int) -> Generator[Batch, None, None]:
         stream = random_batches()(start)
         for _ in range(start, 7):
             yield next(stream)
@@ -287,7 +287,7 @@ def test_bf16_training_learns_like_fp32() -> None:
         result = engine.fit(
             model,
             loss_fn,
-            lambda start: iter(lambda: next(random_batches()(0)), None),
+            lambda start: (next(random_batches()(0)) for _ in range(30)),
             None,
             Training(Optim(), Schedule(steps=30), 0.1, 8, 0),
             Runtime.model_validate({"precision": precision}),
@@ -342,7 +342,7 @@ def test_kill_nine_in_the_middle_of_a_save_loses_nothing(tmp_path: Path) -> None
     warnings: list[str] = []
     steps: list[int] = []
 
-    def watched(start: int) -> Iterator[Batch]:
+    def watched(start: int) -> Generator[Batch, None, None]:
         steps.append(start)
         return random_batches()(start)
 

@@ -6,7 +6,8 @@ import copy
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from test_lit_data import picture, shards, write_pictures, write_shard, write_ta
 from dpn_cli import files, stopping
 from dpn_cli.backbone import load_backbone
 from dpn_cli.console import Console
-from dpn_cli.data.pixels import resize, rows_of_step, stream
+from dpn_cli.data.pixels import PixelSet, resize, rows_of_step, stream
 from dpn_cli.distributed import World
 from dpn_cli.errors import DataError, StoppedError
 from dpn_cli.recipe import Runtime
@@ -364,10 +365,15 @@ def test_batches_without_a_cache_are_the_same_and_resume(
     texts = tokenize(split, Tokenizer(8, "lower"))
     read: list[int] = []
 
-    def streamed(*arguments: Any, **more: Any) -> Any:
-        for part in stream(*arguments, **more):
-            read.append(len(part.images))
-            yield part
+    @contextmanager
+    def streamed(*arguments: Any, **more: Any) -> Iterator[Iterator[PixelSet]]:
+        def noted(parts: Iterator[PixelSet]) -> Iterator[PixelSet]:
+            for part in parts:
+                read.append(len(part.images))
+                yield part
+
+        with stream(*arguments, **more) as parts:
+            yield noted(parts)
 
     monkeypatch.setattr("tasks.lit.batches.stream", streamed)
     batches = encoded_batches(split, want, texts, 4, 5, ALONE, steps=4, micro=3)

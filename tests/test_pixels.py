@@ -155,7 +155,8 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_list_file_gives_its_images_in_order_once(folder: Path) -> None:
     split = FileList(folder, "test")
-    parts = list(stream(split, partial(resize, size=(6, 6)), 2))
+    with stream(split, partial(resize, size=(6, 6)), 2) as decoded:
+        parts = list(decoded)
     assert [len(part.labels) for part in parts] == [2, 2, 1]
     assert torch.cat([part.images for part in parts])[:, :, 0, 0].tolist() == [[i, 2 * i, 3 * i] for i in range(5)]
     assert torch.cat([part.labels for part in parts]).tolist() == [0, 1, 0, 1, 0]

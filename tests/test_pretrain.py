@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +123,7 @@ def test_twenty_four_steps_follow_the_reference_chain() -> None:
     images = torch.randn(24, 8, 3, 32, 32, generator=g, dtype=torch.float64)
     labels = nn.functional.one_hot(torch.randint(10, (24, 8), generator=g), 10).double()
 
-    def batches(start: int) -> Iterator[engine.Batch]:
+    def batches(start: int) -> Generator[engine.Batch, None, None]:
         for step in range(start, 24):
             yield {"image": images[step], "label": labels[step]}
 

@@ -7,21 +7,21 @@ before: a resumed training goes on inside an epoch as if nothing had happened.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Dataset, Sampler
 
-from dpn_cli import stopping
 from dpn_cli.data.crops import Decode, Size, train_crop
 from dpn_cli.data.labelled import Labelled, decode
 from dpn_cli.data.pixels import resize, rows_of_step
 from dpn_cli.data.randaugment import rand_augment
+from dpn_cli.data.workers import open_loader
 from dpn_cli.distributed import World
 from dpn_cli.engine import Batch, Batches
 from dpn_cli.errors import DataError
@@ -135,28 +135,28 @@ def crop_batches(
     share = batch_size // world.size
     mine = slice(world.rank * share, (world.rank + 1) * share)
 
-    def batches(start: int) -> Iterator[Batch]:
-        loader: DataLoader[Any] = DataLoader(
+    def batches(start: int) -> Generator[Batch, None, None]:
+        with open_loader(
             _Crops(split, augmentation, seed, skip_bad),
+            workers,
             batch_sampler=Steps(len(split.labels), batch_size, seed, start, mine),
-            num_workers=workers,
             collate_fn=_collate,
-            worker_init_fn=stopping.leave_to_parent,
             pin_memory=world.device.type == "cuda",
-        )
-        for step, loaded in enumerate(loader, start):
-            if isinstance(loaded, DataError):
-                raise loaded
-            images, labels, skipped = loaded
-            if skipped:
-                on_skip(skipped)
-            images, labels = (tensor.to(world.device, non_blocking=True) for tensor in (images, labels))
-            if not augmentation.layers:
-                generator = torch.Generator().manual_seed(fold(seed, FLIP, step))
-                flipped = (torch.rand(batch_size, generator=generator) < 0.5)[mine].nonzero()[:, 0].to(world.device)
-                images[flipped] = images[flipped].flip(-1)
-            batch = {"image": images, "label": labels}
-            yield {**batch, **mixing(batch, augmentation.mixup, seed, step)} if augmentation.mixup else batch
+        ) as items:
+            for step, loaded in enumerate(items, start):
+                if isinstance(loaded, DataError):
+                    raise loaded
+                images, labels, skipped = loaded
+                if skipped:
+                    on_skip(skipped)
+                images, labels = (tensor.to(world.device, non_blocking=True) for tensor in (images, labels))
+                if not augmentation.layers:
+                    generator = torch.Generator().manual_seed(fold(seed, FLIP, step))
+                    flipped = (torch.rand(batch_size, generator=generator) < 0.5)[mine].nonzero()[:, 0]
+                    flipped = flipped.to(world.device)
+                    images[flipped] = images[flipped].flip(-1)
+                batch = {"image": images, "label": labels}
+                yield {**batch, **mixing(batch, augmentation.mixup, seed, step)} if augmentation.mixup else batch
 
     return batches
 

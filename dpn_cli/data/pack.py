@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import multiprocessing
 import os
 import tarfile
 import zipfile
@@ -24,7 +25,8 @@ from PIL import Image
 from dpn_cli import stopping
 from dpn_cli.data.labelled import Images, Labelled, decode, fingerprint, open_image
 from dpn_cli.data.shards import members
-from dpn_cli.errors import DataError, DpnError
+from dpn_cli.data.workers import kill, leave_to_parent, watched
+from dpn_cli.errors import DataError, DpnError, WorkerError
 from dpn_cli.files import file_digest, replace_file, replace_json
 
 MANIFEST, FORMAT = "manifest.json", "dpn-pack-1"
@@ -79,11 +81,15 @@ def pack(
         pool = ProcessPoolExecutor(workers, initializer=_begin_process, initargs=given)
         try:
             futures = {pool.submit(_write_shard, shard, rows): shard for shard, rows in left.items()}
-            for future in as_completed(futures):
-                done[futures[future]] = future.result()
-                replace_json(out / MANIFEST, manifest)
-                progress(f"{name}: {len(done)} of {len(jobs)} shards")
-                stopping.check_here()
+            with watched(multiprocessing.active_children()):
+                for future in as_completed(futures):
+                    done[futures[future]] = future.result()
+                    replace_json(out / MANIFEST, manifest)
+                    progress(f"{name}: {len(done)} of {len(jobs)} shards")
+                    stopping.check_here()
+        except WorkerError:
+            kill(multiprocessing.active_children())  # they may wait for a lock that the dead one holds
+            raise
         finally:
             pool.shutdown(cancel_futures=True)
         manifest["splits"][name] = dict(sorted(done.items()))
@@ -123,7 +129,7 @@ _given: list[Any] = []  # what `_begin_process` was given, for all shards that t
 
 
 def _begin_process(split: Labelled, folder: Path, packing: Packing, skip_bad: bool) -> None:
-    stopping.leave_to_parent(0)
+    leave_to_parent(0)
     _given[:] = split, folder, packing, skip_bad
 
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from dpn_cli import stopping
 from dpn_cli.data.labelled import Labelled, Pixels
+from dpn_cli.data.workers import open_loader
 from dpn_cli.distributed import World
 from dpn_cli.errors import DataError
 
@@ -83,6 +85,7 @@ def _collate(items: list[Item]) -> tuple[PixelSet, list[DataError]]:
     return PixelSet(images, torch.tensor([label for _, label in good], dtype=torch.int64), len(bad)), bad
 
 
+@contextmanager
 def stream(
     split: Labelled,
     transform: Transform,
@@ -91,21 +94,20 @@ def stream(
     rows: Sequence[int] | None = None,
     workers: int | Literal["auto"] = "auto",
     skip_bad: bool = False,
-) -> Iterator[PixelSet]:
+) -> Iterator[Iterator[PixelSet]]:
     """Decode and transform `rows` of a split (all without it) in order, `batch_size` at a time, each image once.
 
-    Raises `DataError` naming the first unreadable image, unless `skip_bad` leaves those out and counts them.
+    The processes that do it end with the block. Raises `DataError` naming the first unreadable image, unless
+    `skip_bad` leaves those out and counts them, and `WorkerError` when such a process dies.
     """
     rows = range(len(split.labels)) if rows is None else rows
     count = (min(8, os.cpu_count() or 1) if len(rows) >= WORTH_WORKERS else 0) if workers == "auto" else workers
-    loader: DataLoader[Any] = DataLoader(
-        _Transformed(split, transform, rows),
-        batch_size,
-        num_workers=count,
-        collate_fn=_collate,
-        worker_init_fn=stopping.leave_to_parent,
-    )
-    for part, bad in loader:
+    with open_loader(_Transformed(split, transform, rows), count, batch_size=batch_size, collate_fn=_collate) as loaded:
+        yield _good(loaded, skip_bad)
+
+
+def _good(loaded: Iterator[tuple[PixelSet, list[DataError]]], skip_bad: bool) -> Iterator[PixelSet]:
+    for part, bad in loaded:
         if bad and not skip_bad:
             raise bad[0]
         yield part
@@ -116,9 +118,10 @@ def load(
 ) -> PixelSet:
     """Decode and resize a whole split into memory: 3 * h * w bytes an image."""
     parts = []
-    for part in stream(split, partial(resize, size=size), 64, workers=workers, skip_bad=skip_bad):
-        stopping.check_here()
-        parts.append(part)
+    with stream(split, partial(resize, size=size), 64, workers=workers, skip_bad=skip_bad) as decoded:
+        for part in decoded:
+            stopping.check_here()
+            parts.append(part)
     return PixelSet(
         torch.cat([part.images for part in parts if len(part.images)]),
         torch.cat([part.labels for part in parts]),
@@ -192,7 +195,7 @@ def shuffled_batches(
     share = batch_size // world.size
     mine = slice(world.rank * share, (world.rank + 1) * share)
 
-    def batches(start: int) -> Iterator[Batch]:
+    def batches(start: int) -> Generator[Batch, None, None]:
         step = start
         while True:
             rows = rows_of_step(len(pixels.images), batch_size, seed, step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -90,7 +90,7 @@ def cached_batches(features: Features, good: Tensor, texts: Texts, batch_size: i
     """
     mine = _share(batch_size, world)
 
-    def batches(start: int) -> Iterator[Batch]:
+    def batches(start: int) -> Generator[Batch, None, None]:
         step = start
         while True:
             images = good[rows_of_step(len(good), batch_size, seed, step)][mine]
@@ -133,23 +133,24 @@ def encoded_batches(
         listed: list[int] = rows_of_step(len(data.captions), batch_size, seed, step)[mine].tolist()
         return listed
 
-    def batches(start: int) -> Iterator[Batch]:
+    def cut(images: Tensor, step: int, begin: int) -> Tensor:
+        generator = torch.Generator().manual_seed(fold(seed, CROP, step))
+        places = torch.arange(batch_size) - begin  # the draws are the whole batch's
+        here = slice(begin, begin + len(images))
+        return augment(images, places, wanted.size, crop=True, flip=True, generator=generator, mine=here)
+
+    def batches(start: int) -> Generator[Batch, None, None]:
         share = batch_size // world.size
         count = next(size for size in range(min(micro, share), 0, -1) if share % size == 0)
         read = partial(resize, size=wanted.read_size)
-        parts = stream(data, read, count, rows=_Rows(rows, start, steps, share), workers=wanted.workers)
-        for step in range(start, steps):
-            found = []
-            for begin, part in zip(range(mine.start, mine.stop, count), parts, strict=False):
-                images = part.images
-                if wanted.views:
-                    generator = torch.Generator().manual_seed(fold(seed, CROP, step))
-                    places = torch.arange(batch_size) - begin  # the draws are the whole batch's
-                    here = slice(begin, begin + count)
-                    images = augment(images, places, wanted.size, crop=True, flip=True, generator=generator, mine=here)
-                found.append(wanted.encode(images))
-            chosen = texts.of(torch.tensor(rows(step)), draws(batch_size, seed, CAPTION, step)[mine])
-            yield {"image": to_device(torch.cat(found), world.device), "tokens": to_device(chosen, world.device)}
+        visits = _Rows(rows, start, steps, share)
+        with stream(data, read, count, rows=visits, workers=wanted.workers) as parts:
+            for step in range(start, steps):
+                found = []
+                for begin, part in zip(range(mine.start, mine.stop, count), parts, strict=False):
+                    found.append(wanted.encode(cut(part.images, step, begin) if wanted.views else part.images))
+                chosen = texts.of(torch.tensor(rows(step)), draws(batch_size, seed, CAPTION, step)[mine])
+                yield {"image": to_device(torch.cat(found), world.device), "tokens": to_device(chosen, world.device)}
 
     return batches
 

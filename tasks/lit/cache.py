@@ -248,34 +248,28 @@ def _views(images: Tensor, rows: Sequence[int], wanted: Wanted) -> Tensor:
 def _encode(data: Captioned, wanted: Wanted, folder: Path, shards: Sequence[int], console: Console) -> None:
     """Encode whole shards one after the other and put each in its place when it is complete."""
     pending = [row for number in shards for row in range(number * SHARD, min((number + 1) * SHARD, len(data.captions)))]
-    parts = stream(
-        data,
-        partial(resize, size=wanted.read_size),
-        BATCH,
-        rows=pending,
-        workers=wanted.workers,
-        skip_bad=wanted.skip_bad,
-    )
     rows, features, shown = list[int](), list[Tensor](), time.monotonic()
-    # SHARD is a multiple of BATCH and only the last shard of all is short, so no batch lies in two shards.
-    for begin, part in zip(range(0, len(pending), BATCH), parts, strict=True):
-        stopping.check_here()
-        number, end = pending[begin] // SHARD, min(begin + BATCH, len(pending))
-        if len(part.images):
-            here = part.labels.tolist()
-            found = wanted.encode(_views(part.images, here, wanted))
-            rows += here
-            features.append(found.reshape(len(here), max(1, wanted.views), -1).half())
-        if end == len(pending) or pending[end] // SHARD != number:
-            count = min(SHARD, len(data.captions) - number * SHARD)
-            whole = torch.zeros(count, max(1, wanted.views), wanted.width, dtype=torch.float16)
-            if rows:
-                whole[torch.tensor(rows) - number * SHARD] = torch.cat(features)
-            if not whole.isfinite().all():
-                raise DataError("the image tower's features are not finite: its weights are damaged")
-            bad = sorted(set(range(number * SHARD, number * SHARD + count)) - set(rows))
-            save_array(_file(folder, number), whole.numpy(), bad=bad)
-            rows, features = [], []
-            if time.monotonic() - shown >= LINE_EVERY:
-                shown = time.monotonic()
-                console.info(f"{end} of {len(pending)} images encoded")
+    resized = partial(resize, size=wanted.read_size)
+    with stream(data, resized, BATCH, rows=pending, workers=wanted.workers, skip_bad=wanted.skip_bad) as parts:
+        # SHARD is a multiple of BATCH and only the last shard of all is short, so no batch lies in two shards.
+        for begin, part in zip(range(0, len(pending), BATCH), parts, strict=True):
+            stopping.check_here()
+            number, end = pending[begin] // SHARD, min(begin + BATCH, len(pending))
+            if len(part.images):
+                here = part.labels.tolist()
+                found = wanted.encode(_views(part.images, here, wanted))
+                rows += here
+                features.append(found.reshape(len(here), max(1, wanted.views), -1).half())
+            if end == len(pending) or pending[end] // SHARD != number:
+                count = min(SHARD, len(data.captions) - number * SHARD)
+                whole = torch.zeros(count, max(1, wanted.views), wanted.width, dtype=torch.float16)
+                if rows:
+                    whole[torch.tensor(rows) - number * SHARD] = torch.cat(features)
+                if not whole.isfinite().all():
+                    raise DataError("the image tower's features are not finite: its weights are damaged")
+                bad = sorted(set(range(number * SHARD, number * SHARD + count)) - set(rows))
+                save_array(_file(folder, number), whole.numpy(), bad=bad)
+                rows, features = [], []
+                if time.monotonic() - shown >= LINE_EVERY:
+                    shown = time.monotonic()
+                    console.info(f"{end} of {len(pending)} images encoded")

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Generator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from dpn_cli import distributed, stopping
+from dpn_cli import distributed
 from dpn_cli.data.loader import Item, Steps
+from dpn_cli.data.workers import open_loader
 from dpn_cli.distributed import World
 from dpn_cli.engine import Batch, Batches
 from dpn_cli.errors import DataError
@@ -56,21 +56,20 @@ def segment_batches(
     share = batch_size // world.size
     mine = slice(world.rank * share, (world.rank + 1) * share)
 
-    def batches(start: int) -> Iterator[Batch]:
-        loader: DataLoader[Any] = DataLoader(
+    def batches(start: int) -> Generator[Batch, None, None]:
+        with open_loader(
             _Examples(pairs, rule, how, seed),
+            workers,
             batch_sampler=Steps(len(pairs), batch_size, seed, start, mine),
-            num_workers=workers,
             collate_fn=_collate,
-            worker_init_fn=stopping.leave_to_parent,
             pin_memory=world.device.type == "cuda",
-        )
-        for loaded in loader:
-            if isinstance(loaded, DataError):
-                raise loaded
-            image, label, extent, known = (tensor.to(world.device, non_blocking=True) for tensor in loaded)
-            labelled = distributed.reduce_over_ranks(known.sum())
-            valid = (labelled / batch_size).expand(len(label))
-            yield {"image": image, "label": label, "extent": extent, "valid": valid}
+        ) as items:
+            for loaded in items:
+                if isinstance(loaded, DataError):
+                    raise loaded
+                image, label, extent, known = (tensor.to(world.device, non_blocking=True) for tensor in loaded)
+                labelled = distributed.reduce_over_ranks(known.sum())
+                valid = (labelled / batch_size).expand(len(label))
+                yield {"image": image, "label": label, "extent": extent, "valid": valid}
 
     return batches

@@ -10,10 +10,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from dpn_cli import distributed, stopping
 from dpn_cli.data.loader import worker_count
+from dpn_cli.data.workers import open_loader
 from dpn_cli.distributed import World
 from dpn_cli.errors import DataError
 from tasks.segment.classes import Class
@@ -124,24 +125,19 @@ def score(
     Raises `DataError` for an unreadable image or a wrong mask, `StoppedError` when a signal asks to stop.
     """
     rows = range(world.rank, len(pairs), world.size)
-    loader: DataLoader[Any] = DataLoader(
-        _Sized(pairs, rows, rule, plan),
-        batch_size=None,
-        num_workers=worker_count(workers, world.device, world.size),
-        worker_init_fn=stopping.leave_to_parent,
-    )
-    items = iter(loader)
+    count = worker_count(workers, world.device, world.size)
     confusion = torch.zeros(rule.classes, rule.classes, dtype=torch.int64, device=world.device)
-    # Rank 0 has the most rows; all ranks go round as often as it, because they decide together when to stop.
-    for _ in range(-(-len(pairs) // world.size)):
-        stopping.check()
-        item = next(items, None)
-        if isinstance(item, DataError):
-            raise item
-        if item is None:
-            continue
-        images, label = [image.to(world.device) for image in item[0]], item[1].to(world.device)
-        with torch.inference_mode():
-            found = label_map(network, images, (label.shape[0], label.shape[1]), plan)
-        confusion += count_pixels(found, label, rule.classes)
+    with open_loader(_Sized(pairs, rows, rule, plan), count, batch_size=None) as items:
+        # Rank 0 has the most rows; all ranks go round as often as it, because they decide together when to stop.
+        for _ in range(-(-len(pairs) // world.size)):
+            stopping.check()
+            item = next(items, None)
+            if isinstance(item, DataError):
+                raise item
+            if item is None:
+                continue
+            images, label = [image.to(world.device) for image in item[0]], item[1].to(world.device)
+            with torch.inference_mode():
+                found = label_map(network, images, (label.shape[0], label.shape[1]), plan)
+            confusion += count_pixels(found, label, rule.classes)
     return SegmentScores(distributed.reduce_over_ranks(confusion).cpu(), len(pairs))

@@ -138,28 +138,24 @@ class Bench:
         test, size = self.data.test, self.recipe.eval_batch_size
         counts = [Top1(self.task.classes, self.world.device) for _ in weights]
         rows = range(self.world.rank, len(test.labels), self.world.size)
-        parts = stream(
-            test,
-            partial(resize, size=self.size),
-            size,
-            rows=rows,
-            workers=self.recipe.runtime.workers,
-            skip_bad=self.recipe.data.skip_bad_images,
-        )
+        workers, skip_bad = self.recipe.runtime.workers, self.recipe.data.skip_bad_images
         skipped = 0
         self.model.eval()
-        # Rank 0 has the most rows; all ranks go round as often as it, because they decide together when to stop.
-        for _ in range(0, -(-len(test.labels) // self.world.size), size):
-            stopping.check()
-            part = next(parts, None)
-            skipped += part.skipped if part else 0
-            if part is None or not len(part.images):
-                continue
-            with torch.inference_mode(), engine.precision_of(self.recipe.runtime, self.world.device):
-                images = self.model.normalize(part.images.to(self.world.device))
-                labels = part.labels.to(self.world.device)
-                for state, count in zip(weights, counts, strict=True):
-                    count.update(torch.func.functional_call(self.model, state, (images,)), labels)
+        with stream(
+            test, partial(resize, size=self.size), size, rows=rows, workers=workers, skip_bad=skip_bad
+        ) as parts:
+            # Rank 0 has the most rows; all ranks go round as often as it, because they decide together when to stop.
+            for _ in range(0, -(-len(test.labels) // self.world.size), size):
+                stopping.check()
+                part = next(parts, None)
+                skipped += part.skipped if part else 0
+                if part is None or not len(part.images):
+                    continue
+                with torch.inference_mode(), engine.precision_of(self.recipe.runtime, self.world.device):
+                    images = self.model.normalize(part.images.to(self.world.device))
+                    labels = part.labels.to(self.world.device)
+                    for state, count in zip(weights, counts, strict=True):
+                        count.update(torch.func.functional_call(self.model, state, (images,)), labels)
         skipped = int(distributed.reduce_over_ranks(torch.tensor(skipped)))
         if skipped:
             self.console.warn(f"{self.task.name}: {skipped} unreadable test images are left out of the score")

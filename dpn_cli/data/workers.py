@@ -1,0 +1,134 @@
+"""Worker processes that read data: they end with the block that uses them, and their death is one clear error."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from types import FrameType
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset
+
+from dpn_cli.errors import DpnError, WorkerError
+from dpn_cli.stopping import SIGNALS
+
+# Seconds that a worker has to finish what it is reading once nobody wants it; then it is killed.
+PATIENCE = 2.0
+# Seconds that a process takes to end after its connections have closed.
+DYING = 1.0
+# Why the system ends a process with a signal that nobody sent.
+CAUSES = {
+    signal.SIGKILL: "the machine has probably run out of memory; use a smaller -j",
+    signal.SIGBUS: "shared memory (/dev/shm) is probably full; enlarge it, or use a smaller -j",
+}
+
+_watched: list[Sequence[BaseProcess]] = []  # child processes belong to the process, and so does the list of them
+
+
+def leave_to_parent(worker: int) -> None:
+    """Make this worker process ignore stop signals, which schedulers send to every process, and end with its parent."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+@contextmanager
+def open_loader(dataset: Dataset[Any], workers: int, **options: Any) -> Iterator[Iterator[Any]]:
+    """Iterate over a data set through a `DataLoader` whose workers end with the block, however it ends.
+
+    `options` are the loader's. Raises `WorkerError` inside the block as soon as a worker dies.
+    """
+    items = iter(DataLoader(dataset, num_workers=workers, worker_init_fn=leave_to_parent, **options))
+    # The loader itself stops its workers when it is collected as garbage: whatever keeps a frame keeps them alive.
+    processes: Sequence[BaseProcess] = getattr(items, "_workers", [])
+    try:
+        with watched(processes):
+            yield items
+    finally:
+        if processes:
+            _end(items, processes)
+
+
+@contextmanager
+def watched(processes: Sequence[BaseProcess]) -> Iterator[None]:
+    """Raise `WorkerError` inside the block, wherever it is, as soon as one of the child processes dies."""
+    _watched.append(processes)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, _notice)  # in place of the loader's, which raises a RuntimeError
+    try:
+        _raise_for_dead(processes)
+        yield
+    except DpnError:
+        raise
+    except Exception:
+        # Who reads from a worker meets its end as a lost connection or a RuntimeError, perhaps before it has ended.
+        wait([process.sentinel for process in processes], DYING)
+        _raise_for_dead(processes)
+        raise
+    finally:
+        _forget(processes)
+
+
+def _notice(number: int, frame: FrameType | None) -> None:
+    for processes in list(_watched):
+        _raise_for_dead(processes)
+
+
+def _raise_for_dead(processes: Sequence[BaseProcess]) -> None:
+    for process in processes:
+        if code := process.exitcode:
+            _forget(processes)  # it is said once, not again while other workers end because of it
+            raise WorkerError(_describe(process.pid, code)) from None
+
+
+def _describe(pid: int | None, code: int) -> str:
+    if code > 0:
+        return f"data-loading process {pid} ended with exit code {code}; -j 0 reads without processes and shows why"
+    number = signal.Signals(-code)
+    cause = CAUSES.get(number, "-j 0 reads without such processes")
+    return f"data-loading process {pid} was killed by {number.name}: {cause}"
+
+
+def _forget(processes: Sequence[BaseProcess]) -> None:
+    _watched[:] = [others for others in _watched if others is not processes]
+
+
+def _end(items: Any, processes: Sequence[BaseProcess]) -> None:
+    """Stop a loader's workers. They ignore SIGTERM, so those that are busy for long are killed: they keep nothing."""
+    late = threading.Timer(PATIENCE, kill, [processes])
+    late.start()
+    try:
+        items._shutdown_workers()
+    finally:
+        late.cancel()
+        late.join()
+        kill(processes)
+
+
+def kill(processes: Sequence[BaseProcess]) -> None:
+    """Kill processes and wait until they have ended."""
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()
+
+
+@atexit.register
+def _kill_all() -> None:
+    """Leave no worker to multiprocessing's exit, which sends them a SIGTERM and waits for ever."""
+    for processes in _watched:
+        kill(processes)

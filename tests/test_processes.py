@@ -1,0 +1,200 @@
+"""The real program in real processes: it ends, whatever happens to it or to the processes that read its data."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import pictures
+from typer.testing import CliRunner
+
+from dpn_cli import stopping
+from dpn_cli.cli import app
+from dpn_cli.runstate import Checkpoints
+
+ROOT = Path(__file__).parents[1]
+LIMIT = 120.0
+# As the program's own start, but that garbage keeps what it holds: nothing ends because it happens to be collected.
+DPN = (sys.executable, "-c", "import gc; gc.disable(); from dpn_cli.cli import main; main()")
+OPTIONS = ("--arch", "mu/8", "--checkpoint", "none", "--image-size", "16", "-b", "8", "--device", "cpu", "-q")
+ENDLESS = ("--steps", "1000000", "--set", "runtime.checkpoint_every=5")
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("photos")
+    pictures(root / "train", classes=3, each=8, size=(20, 20))
+    pictures(root / "val", classes=3, each=4, size=(20, 20))
+    return root
+
+
+def highres(folder: Path, out: Path, *more: str) -> list[str]:
+    options = ("--lr", "0.01", "--set", "data.minival=0", "-j", "2", *more)
+    return ["finetune", "highres", "--data", str(folder), "-o", str(out), *OPTIONS, *options]
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT), *([os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else [])])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, env=environment(), capture_output=True, text=True, check=False, timeout=LIMIT, stdin=subprocess.DEVNULL
+    )
+
+
+@contextmanager
+def started(*command: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """Start a program at the head of a process group of its own, none of which outlives the block."""
+    options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    process = subprocess.Popen(command, env=environment(), text=True, start_new_session=True, **options)
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def wait_until(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    for _ in range(int(LIMIT / 0.05)):
+        if condition():
+            return
+        with suppress(subprocess.TimeoutExpired):
+            code = process.wait(0.05)
+            raise AssertionError(f"ended with {code}: {process.stderr.read() if process.stderr else ''}")
+    raise AssertionError("it did not happen")
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def in_training(out: Path, process: subprocess.Popen[str]) -> list[int]:
+    """Wait until a training has saved its state; returns the processes that read its data."""
+    wait_until((out / "checkpoints" / "last").is_dir, process)
+    found = children(process.pid)
+    assert len(found) == 2
+    return found
+
+
+def saved_step(out: Path) -> int:
+    saved = Checkpoints(out / "checkpoints").load("last", print)
+    assert saved is not None
+    return int(saved[1]["step"])
+
+
+def resume(folder: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resume a run, and stop it after three steps more."""
+    before, asked = saved_step(out), iter([None, None, None, signal.SIGTERM])
+    assert before >= 5
+    monkeypatch.setattr(stopping, "requested", lambda: next(asked))
+    resumed = CliRunner().invoke(app, [*highres(folder, out, *ENDLESS), "--resume"])
+    assert resumed.exit_code == 75, resumed.output
+    assert saved_step(out) == before + 3
+
+
+def test_a_run_ends_after_its_result(folder: Path, tmp_path: Path) -> None:
+    done = run(*DPN, *highres(folder, tmp_path / "run", "--steps", "2"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "validation: top-1" in done.stdout
+
+
+def test_a_run_on_two_ranks_ends_after_its_result(folder: Path, tmp_path: Path) -> None:
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python")
+    done = run(*torchrun, *DPN, *highres(folder, tmp_path / "run", "--steps", "2", "-j", "1"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("validation: top-1") == 1
+
+
+def test_a_run_that_fails_ends(folder: Path, tmp_path: Path) -> None:
+    done = run(*DPN, *highres(folder, tmp_path / "run", "--steps", "50", "--lr", "1e38"))
+    assert done.returncode == 5, done.stderr
+    assert "error: step" in done.stderr
+
+
+def test_a_killed_worker_ends_the_run_with_one_line(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    with started(*DPN, *highres(folder, out, *ENDLESS)) as process:
+        killed = in_training(out, process)[1]
+        os.kill(killed, signal.SIGKILL)
+        _, errors = process.communicate(timeout=LIMIT)
+    assert process.returncode == 1
+    assert errors.count("\n") == 1
+    assert f"error: data-loading process {killed} was killed by SIGKILL" in errors
+    assert "--resume" in errors
+    assert json.loads((out / "run.json").read_text())["status"] == "failed"
+    resume(folder, out, monkeypatch)
+
+
+def test_a_signal_to_all_processes_stops_the_run_with_its_state_saved(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    with started(*DPN, *highres(folder, out, *ENDLESS)) as process:
+        in_training(out, process)
+        os.killpg(process.pid, signal.SIGTERM)
+        _, errors = process.communicate(timeout=LIMIT)
+    assert process.returncode == 75, errors
+    assert "error: stopped by SIGTERM; the state is saved" in errors
+    resume(folder, out, monkeypatch)
+
+
+def test_a_run_whose_terminal_closes_stops_with_its_state_saved(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    arguments = [argument for argument in highres(folder, out, *ENDLESS) if argument != "-q"]  # with a progress bar
+    code = (
+        "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "  # the terminal of its session
+        "from dpn_cli.cli import main; main()"
+    )
+    ours, theirs = pty.openpty()
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    with started(sys.executable, "-c", code, *arguments, **streams) as process:
+        os.close(theirs)
+        in_training(out, process)
+        before = json.loads((out / "run.json").read_text())
+        os.close(ours)
+        assert process.wait(LIMIT) == 75
+    assert before["status"] == "running"
+    assert json.loads((out / "run.json").read_text())["status"] == "stopped"
+
+
+PACK_AND_WAIT = """
+import sys
+from dpn_cli.cli import main
+from dpn_cli.data import pack
+
+fifo = sys.argv.pop()
+pack._encoded = lambda *given: open(fifo).read()
+main()
+"""
+
+
+@pytest.mark.parametrize("victim", ["worker", "program"])
+def test_packing_ends_with_all_its_processes_when_one_is_killed(victim: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")  # nobody writes to it, so who reads it waits for ever
+    folder = pictures(tmp_path / "photos", classes=2, each=2)
+    command = ("data", "pack", "--data", str(folder), "--out", str(tmp_path / "pack"), "-j", "2", "-q")
+    with started(sys.executable, "-c", PACK_AND_WAIT, *command, str(tmp_path / "fifo")) as process:
+        wait_until(lambda: len(children(process.pid)) == 2, process)
+        killed = children(process.pid)[0] if victim == "worker" else process.pid
+        os.kill(killed, signal.SIGKILL)
+        _, errors = process.communicate(timeout=LIMIT)  # until no process has the pipes open
+    if victim == "worker":
+        assert process.returncode == 1
+        assert errors.startswith(f"error: data-loading process {killed} was killed by SIGKILL")
+        assert "what is finished is kept" in errors
