@@ -26,8 +26,8 @@ from dpn_cli.backbone import load_backbone
 from dpn_cli.console import Console
 from dpn_cli.distributed import World
 from dpn_cli.errors import DataError, DpnError, StoppedError
-from tasks.lit.cache import digest_of
 from tasks.lit.command import start
+from tasks.lit.features import digest_of
 from tasks.lit.recipe import LitRecipe, in_steps, resolve, settle
 from tasks.lit.text import TextTower
 from tasks.lit.tokens import Tokenizer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from test_contrastive import ALONE, KINDS, ROWS, train
 from test_distributed import spawn
 
+from dpn_cli import distributed
 from dpn_cli.backbone import load_backbone
 from dpn_cli.console import Console
 from dpn_cli.distributed import World
@@ -32,6 +34,11 @@ def features(folder: Path, name: str, world: World) -> np.ndarray[tuple[int, ...
 def ranks_job(world: World, folder: Path) -> None:
     cache.SHARD, cache.BATCH = 4, 2
     np.save(folder / f"rank{world.rank}.npy", features(folder, "together", world))
+    distributed.barrier()
+    if world.leads:
+        (folder / "other.tar").replace(folder / "one.tar")
+    distributed.barrier()
+    np.save(folder / f"rank{world.rank}-again.npy", features(folder, "together", world))
     for kind in KINDS:
         for micro in MICROS:
             (folder / f"{kind}-{micro}-{world.rank}.json").write_text(json.dumps(train(world, kind, micro)))
@@ -39,10 +46,15 @@ def ranks_job(world: World, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from test_lit_data import write_shard  # not needed by the ranks
+    from test_lit_data import picture, write_shard  # not needed by the ranks
 
     root = tmp_path_factory.mktemp("ranks")
     write_shard(root / "one.tar", range(11), text=lambda number: f"sentence {number}")
+    shutil.copy(root / "one.tar", root / "first.tar")
+    content = (root / "one.tar").read_bytes()
+    for number in (2, 9):  # in the shards of two ranks
+        content = content.replace(picture(number), picture(20 + number))
+    (root / "other.tar").write_bytes(content)
     spawn(ranks_job, root)
     return root
 
@@ -56,11 +68,16 @@ def test_two_ranks_of_half_the_batch_train_as_one(folder: Path) -> None:
                 assert together == pytest.approx(alone, rel=2e-5)
 
 
-def test_one_shard_is_enough_for_two_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_shard_is_enough_for_two_ranks_and_both_notice_changed_images(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cache, "SHARD", 4)
     monkeypatch.setattr(cache, "BATCH", 2)
+    other = features(folder, "other", ALONE)
+    (folder / "first.tar").replace(folder / "one.tar")
     alone = features(folder, "alone", ALONE)
+    assert np.flatnonzero(np.abs(other - alone).max((1, 2)) > 0.01).tolist() == [2, 9]
     for rank in (0, 1):
-        together = np.load(folder / f"rank{rank}.npy")
-        assert np.abs(together - alone).max() < 1e-3
+        assert np.abs(np.load(folder / f"rank{rank}.npy") - alone).max() < 1e-3
+        assert np.abs(np.load(folder / f"rank{rank}-again.npy") - other).max() < 1e-3
     assert len(list((folder / "together").glob("*/*.npy"))) == 3

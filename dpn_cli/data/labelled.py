@@ -200,6 +200,9 @@ class HubPictures(Images):
         self.sizes: Sequence[int] = [
             _size_of(file) if size is None else size for size, file in zip(sizes, files, strict=True)
         ]
+        self.files: Sequence[str | None] = [  # of the pictures that are not stored in the data set itself
+            file if size is None else None for size, file in zip(sizes, files, strict=True)
+        ]
 
     def column(self, rows: Any, asked: str | None, kind: str, types: tuple[str, ...]) -> str:
         """Return the column that was asked for, or the only one of a kind. Raises `DataError` naming the columns."""

@@ -21,8 +21,8 @@ from dpn_cli.engine import Batch, Batches
 from dpn_cli.errors import DataError
 from dpn_cli.seeds import fold
 from tasks.lit.arrays import facts_of, save_array
-from tasks.lit.cache import Features, Wanted
 from tasks.lit.captions import Captioned
+from tasks.lit.features import Features, Wanted
 from tasks.lit.tokens import Tokenizer
 
 # Streams of draws that must not meet: captions, views, crops.

@@ -1,8 +1,12 @@
 """Features of a frozen image tower, computed once per image and kept in memory-mapped shards.
 
-A cache is a folder named by a hash of all that decides its content: weights, preprocessing, data, views. ``cache.json``
-says what it is, ``features-00000.npy`` (rows, views, d) in float16 holds unit features, and ``features-00000.json`` the
-shard's digest and the rows whose image is unreadable.
+A cache is a folder named by a hash of what decides its content: weights, preprocessing, the images' names and sizes,
+views. ``cache.json`` says what it is, ``features-00000.npy`` (rows, views, d) in float16 holds unit features, and
+``features-00000.json`` the shard's digest and two lists over its rows: ``stamps`` of the images' files
+(`captions.stamp_of`), and ``contents``, digests of the encoded images (empty for an unreadable one).
+
+An image whose stamp has changed is read again, and encoded again if its content differs. A few images are encoded again
+every time, stamp or not, as a check on the cache itself.
 """
 
 from __future__ import annotations
@@ -10,104 +14,34 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from dpn_cli import distributed, stopping
-from dpn_cli.backbone import Backbone
-from dpn_cli.console import LINE_EVERY, Console
-from dpn_cli.data.pixels import augment, resize, stream
+from dpn_cli.console import Console
+from dpn_cli.data.pixels import resize
 from dpn_cli.distributed import World
 from dpn_cli.errors import DataError
 from dpn_cli.files import claimed, replace_json
-from dpn_cli.seeds import fold
-from tasks.lit.arrays import facts_of, save_array
 from tasks.lit.captions import Captioned
+from tasks.lit.features import Features, Wanted
+from tasks.lit.fill import Shard, content_digest, fill
 
-# Images per shard: what a killed run encodes again. A multiple of every batch size that encoding uses.
+# Images per shard, which is what a killed run encodes again, and per batch that goes through the tower.
 SHARD, BATCH = 4096, 64
-# Augmented views are cut at random from images this much larger, and mirrored (big_vision's resize, random_crop, flip).
-LARGER = 8 / 7
-# Images of an existing cache that are encoded again, to see that it holds what it says; cosine they must reach.
+# How many images of an existing cache are encoded again, to see that it holds what it says; cosine they must reach.
 SPOT_CHECKS, SPOT_COSINE = 8, 0.999
-# So many more of those whose files were written after that: all of a few that were changed, a sample of a copied set.
-LATER_CHECKS = 256
-VERSION = 1
+# VERSION is part of a cache's name. LAYOUT is not, so that a cache of another layout is found, and replaced.
+VERSION, LAYOUT = 1, 2
 
-Encode = Callable[[Tensor], Tensor]
-"""uint8 images (b, 3, h, w) to unit features (b, d) in float32, on the CPU."""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What is encoded how: `encode`, the width of its features and the facts that it depends on, beside the data."""
-
-    encode: Encode
-    width: int
-    size: tuple[int, int]
-    facts: dict[str, Any]
-    views: int = 0
-    seed: int = 0
-    workers: int | Literal["auto"] = "auto"
-    skip_bad: bool = False
-
-    @property
-    def read_size(self) -> tuple[int, int]:
-        """The size that images are read in: larger where views are cut from them."""
-        height, width = (round(side * LARGER) if self.views else side for side in self.size)
-        return height, width
-
-
-class Features:
-    """Unit features of images, (n, views, d), read from the disk as they are asked for."""
-
-    def __init__(self, shards: Sequence[npt.NDArray[np.float16]], bad: Sequence[int]) -> None:
-        self.shards, self.bad = shards, list(bad)
-        self.views, self.width = shards[0].shape[1:]
-
-    def __len__(self) -> int:
-        return sum(map(len, self.shards))
-
-    def rows(self, rows: Tensor, views: Tensor | None = None) -> Tensor:
-        """Return the features (b, d) of images (b,), of their first view or the given ones, in float16."""
-        wanted = rows.numpy()
-        view = np.zeros_like(wanted) if views is None else views.numpy()
-        found = np.empty((len(wanted), self.width), dtype=np.float16)
-        shard, inside = wanted // SHARD, wanted % SHARD
-        for number in np.unique(shard):
-            here = np.flatnonzero(shard == number)
-            found[here] = self.shards[number][inside[here], view[here]]
-        return torch.from_numpy(found)
-
-
-def encoder(tower: Backbone, device: torch.device, autocast: torch.autocast) -> Encode:
-    """Return what maps uint8 images (b, 3, h, w) to unit features (b, d) of the frozen tower."""
-
-    def encode(images: Tensor) -> Tensor:
-        with torch.no_grad(), autocast:
-            return F.normalize(tower(tower.normalize(images.to(device))).float(), dim=-1).cpu()
-
-    return encode
-
-
-def digest_of(tower: torch.nn.Module) -> str:
-    """Return a SHA-256 over a network's tensors, whatever file they came from."""
-    found = hashlib.sha256()
-    for name, value in sorted(tower.state_dict().items()):
-        found.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
-        found.update(value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+Json = dict[str, Any]
+Plan = dict[int, dict[int, str]]
+"""Numbers of shards, and of each the rows to read with the stamps that their files have now."""
 
 
 def data_fingerprint(data: Captioned) -> str:
@@ -119,9 +53,10 @@ def data_fingerprint(data: Captioned) -> str:
 def cached_features(data: Captioned, wanted: Wanted, root: Path, world: World, console: Console) -> Features:
     """Return the features of all images from the cache below `root`, encoding what is not there yet, once.
 
-    Ranks share the work, and the folder; another process that fills the same one is waited for. Damaged shards, and
-    caches of something else under this name, are said and made again. Raises `DataError` for an unreadable image unless
-    they are skipped, `StoppedError` when a signal asks to stop; finished shards are kept.
+    Ranks share the work, and the folder; another process that fills the same one is waited for. Damaged shards, caches
+    of something else under this name, and images that have changed are reported and encoded again. Finished shards are
+    kept whatever happens. Raises `DataError` for an unreadable image unless they are skipped, `StoppedError` when a
+    signal asks to stop.
     """
     facts = {
         **wanted.facts,
@@ -140,55 +75,46 @@ def cached_features(data: Captioned, wanted: Wanted, root: Path, world: World, c
         console.info(f"waiting for another process, which encodes images into {folder}")
 
     with claimed(folder, wait) if world.leads else nullcontext():
-        return _filled(folder, facts, data, wanted, world, console)
+        return _filled(folder, {**facts, "layout": LAYOUT}, data, wanted, world, console)
 
 
-def _filled(
-    folder: Path, facts: dict[str, Any], data: Captioned, wanted: Wanted, world: World, console: Console
-) -> Features:
-    """Return the features of a cache's folder, after encoding what is not there yet."""
-    files = [_file(folder, number) for number in range(-(-len(data.captions) // SHARD))]
-    found = distributed.from_leader(_finished(files, facts, data, wanted, console) if world.leads else None)
-    assert found is not None
-    missing = [number for number, facts in enumerate(found) if facts is None]
-    if missing:
-        rows = sum(min(SHARD, len(data.captions) - number * SHARD) for number in missing)
-        console.info(f"encoding {rows} images once, into {folder}")
-        _encode(data, wanted, folder, missing[world.rank :: world.size], console)
+def _filled(folder: Path, facts: Json, data: Captioned, wanted: Wanted, world: World, console: Console) -> Features:
+    """Return the features of a cache's folder, after encoding what is not there yet or has changed."""
+    total = len(data.captions)
+    shards = [
+        Shard(folder / f"features-{number:05d}.npy", first, min(SHARD, total - first))
+        for number, first in enumerate(range(0, total, SHARD))
+    ]
+    found, plan, bad = list[Json | None](), Plan(), list[int]()
+    if world.leads:
+        found, distrust = _finished(shards, facts, data, wanted, console)
+        plan = _plan(shards, found, data, distrust, console)
+    plan = distributed.from_leader(plan)
+    if plan:
+        mine = sorted(plan)[world.rank :: world.size]
+        fill(data, wanted, [(shards[number], plan[number]) for number in mine], BATCH, console)
         distributed.barrier()
-        found = [facts or facts_of(file) for file, facts in zip(files, found, strict=True)]
-    bad = [row for facts in found if facts for row in facts["bad"]]
-    if len(bad) == len(data.captions):
+    if world.leads:
+        bad = _unreadable(shards, found, plan, console)
+    bad = distributed.from_leader(bad)
+    if len(bad) == total:
         raise DataError(f"{data.where(0)}: not a readable image, and no other one is; nothing is left to work with")
     if bad and not wanted.skip_bad:
         raise DataError(
             f"{data.where(bad[0])}: not a readable image, as are {len(bad) - 1} others; fetch them again, or leave "
             "them out and count them with --skip-bad-images"
         )
-    return Features([np.load(file, mmap_mode="r") for file in files], bad)
-
-
-def _whole(files: Sequence[Path], console: Console) -> list[dict[str, Any] | None]:
-    """Return what was saved with each shard, None for those to be encoded; damaged ones are said."""
-    found: list[dict[str, Any] | None] = []
-    for file in files:
-        try:
-            found.append(facts_of(file))
-        except DataError as error:
-            console.warn(f"{error}; its images are encoded again")
-            found.append(None)
-    return found
-
-
-def _file(folder: Path, number: int) -> Path:
-    return folder / f"features-{number:05d}.npy"
+    return Features([np.load(shard.file, mmap_mode="r") for shard in shards], bad)
 
 
 def _finished(
-    files: Sequence[Path], facts: dict[str, Any], data: Captioned, wanted: Wanted, console: Console
-) -> list[dict[str, Any] | None]:
-    """Return `_whole` of a cache that holds what its name says; another one is cleared, and a new one begun."""
-    folder = files[0].parent
+    shards: Sequence[Shard], facts: Json, data: Captioned, wanted: Wanted, console: Console
+) -> tuple[list[Json | None], bool]:
+    """Return what was saved with each shard, None for those to be encoded, and whether stamps are not to be trusted.
+
+    A cache that does not hold what its name says is cleared, and a new one begun.
+    """
+    folder = shards[0].file.parent
     path = folder / "cache.json"
     if folder.is_dir():
         try:
@@ -198,78 +124,101 @@ def _finished(
         except (OSError, ValueError, AttributeError) as error:
             problem = f"cache.json cannot be read ({error})"
         if problem is None:
-            found = _whole(files, console)
-            problem = _spot_check(files, found, data, wanted)
+            found = _whole(shards, console)
+            problem, replaced = _spot_check(shards, found, data, wanted)
+            if replaced is not None:
+                console.warn(f"{replaced} was replaced and its date and inode do not show it; all images are compared")
             if problem is None:
-                return found
+                return found, replaced is not None
         console.warn(f"cache {folder}: {problem}; its images are encoded again")
         shutil.rmtree(folder)
     replace_json(path, facts)
-    return [None] * len(files)
+    return [None] * len(shards), False
+
+
+def _whole(shards: Sequence[Shard], console: Console) -> list[Json | None]:
+    """Return what was saved with each shard, None for those to be encoded; damaged ones are reported."""
+    found: list[Json | None] = []
+    for shard in shards:
+        try:
+            found.append(shard.facts())
+        except DataError as error:
+            console.warn(f"{error}; its images are encoded again")
+            found.append(None)
+    return found
 
 
 def _spot_check(
-    files: Sequence[Path], found: Sequence[dict[str, Any] | None], data: Captioned, wanted: Wanted
-) -> str | None:
-    """Encode a few images of the finished shards again; returns what is wrong with the stored features."""
-    bad = {row for facts in found if facts for row in facts["bad"]}
-    rows = [row for row in range(len(data.captions)) if found[row // SHARD] and row not in bad]
-    encoded = [file.stat().st_mtime_ns if facts else 0 for file, facts in zip(files, found, strict=True)]
-    later = [row for row in rows if data.written and data.written[row] > encoded[row // SHARD]]
-    for row in (*_spread(rows, SPOT_CHECKS), *_spread(later, LATER_CHECKS)):
+    shards: Sequence[Shard], found: Sequence[Json | None], data: Captioned, wanted: Wanted
+) -> tuple[str | None, str | None]:
+    """Read and encode a few images of the finished shards again.
+
+    Returns what is wrong with the stored features, and the place of an image that was replaced although its stamp is
+    the same; None where nothing is.
+    """
+    replaced = None
+    contents = {
+        shard.first + place: content
+        for shard, facts in zip(shards, found, strict=True)
+        if facts
+        for place, content in enumerate(facts["contents"])
+        if content
+    }
+    for row in _spread(list(contents), SPOT_CHECKS):
+        shard, saved = shards[row // SHARD], found[row // SHARD]
+        assert saved is not None
         try:
-            pixels = data.pixels(row)
+            content, pixels = content_digest(data, row), data.pixels(row)
         except DataError:  # an image that is gone has been encoded
             continue
-        stored = torch.from_numpy(np.load(files[row // SHARD], mmap_mode="r")[row % SHARD].astype(np.float32))
-        now = wanted.encode(_views(resize(pixels, wanted.read_size)[None], [row], wanted)).cpu()
+        if content != contents[row]:
+            replaced = data.where(row) if data.stamps[row] == saved["stamps"][row - shard.first] else replaced
+            continue
+        stored = torch.from_numpy(np.load(shard.file, mmap_mode="r")[row - shard.first].astype(np.float32))
+        now = wanted.encode_views(resize(pixels, wanted.read_size)[None], [row])[0]
         if not (stored * now).sum(-1).min() > SPOT_COSINE:
-            return f"{data.where(row)} gives other features now"
-    return None
+            return f"{data.where(row)} gives other features now", replaced
+    return None, replaced
 
 
 def _spread(rows: Sequence[int], count: int) -> Sequence[int]:
     return rows[:: -(-len(rows) // count) or 1]
 
 
-def _views(images: Tensor, rows: Sequence[int], wanted: Wanted) -> Tensor:
-    """Return the views (b * views, 3, h, w) of images (b, 3, H, W): a function of seed, image and view alone."""
-    if not wanted.views:
-        return images
-    found = []
-    for image, row in zip(images, rows, strict=True):
-        for view in range(wanted.views):
-            generator = torch.Generator().manual_seed(fold(wanted.seed, row, view))
-            cut = partial(augment, image[None], torch.tensor([0]), wanted.size, generator=generator, mine=slice(0, 1))
-            found.append(cut(crop=True, flip=True))
-    return torch.cat(found)
+def _plan(
+    shards: Sequence[Shard], found: Sequence[Json | None], data: Captioned, distrust: bool, console: Console
+) -> Plan:
+    """Return which rows are to be read: all of new shards, and those whose files have other stamps now."""
+    plan = Plan()
+    new = compared = 0
+    for number, (shard, facts) in enumerate(zip(shards, found, strict=True)):
+        now = data.stamps[shard.first : shard.first + shard.count]
+        before = [""] * shard.count if facts is None or distrust else facts["stamps"]
+        pairs = enumerate(zip(now, before, strict=True), shard.first)
+        rows = {row: stamp for row, (stamp, old) in pairs if not stamp or stamp != old}
+        if rows:
+            plan[number] = rows
+        new, compared = (new + len(rows), compared) if facts is None else (new, compared + len(rows))
+    if new:
+        console.info(f"encoding {new} images once, into {shards[0].file.parent}")
+    if compared:
+        console.info(
+            f"comparing {compared} images with the encoded ones: their files have other dates or inodes than before, "
+            "as copies have"
+        )
+    return plan
 
 
-def _encode(data: Captioned, wanted: Wanted, folder: Path, shards: Sequence[int], console: Console) -> None:
-    """Encode whole shards one after the other and put each in its place when it is complete."""
-    pending = [row for number in shards for row in range(number * SHARD, min((number + 1) * SHARD, len(data.captions)))]
-    rows, features, shown = list[int](), list[Tensor](), time.monotonic()
-    resized = partial(resize, size=wanted.read_size)
-    with stream(data, resized, BATCH, rows=pending, workers=wanted.workers, skip_bad=wanted.skip_bad) as parts:
-        # SHARD is a multiple of BATCH and only the last shard of all is short, so no batch lies in two shards.
-        for begin, part in zip(range(0, len(pending), BATCH), parts, strict=True):
-            stopping.check_here()
-            number, end = pending[begin] // SHARD, min(begin + BATCH, len(pending))
-            if len(part.images):
-                here = part.labels.tolist()
-                found = wanted.encode(_views(part.images, here, wanted))
-                rows += here
-                features.append(found.reshape(len(here), max(1, wanted.views), -1).half())
-            if end == len(pending) or pending[end] // SHARD != number:
-                count = min(SHARD, len(data.captions) - number * SHARD)
-                whole = torch.zeros(count, max(1, wanted.views), wanted.width, dtype=torch.float16)
-                if rows:
-                    whole[torch.tensor(rows) - number * SHARD] = torch.cat(features)
-                if not whole.isfinite().all():
-                    raise DataError("the image tower's features are not finite: its weights are damaged")
-                bad = sorted(set(range(number * SHARD, number * SHARD + count)) - set(rows))
-                save_array(_file(folder, number), whole.numpy(), bad=bad)
-                rows, features = [], []
-                if time.monotonic() - shown >= LINE_EVERY:
-                    shown = time.monotonic()
-                    console.info(f"{end} of {len(pending)} images encoded")
+def _unreadable(shards: Sequence[Shard], before: Sequence[Json | None], plan: Plan, console: Console) -> list[int]:
+    """Return the rows of unreadable images; says how many images had changed."""
+    bad, changed, compared = list[int](), 0, 0
+    for number, (shard, old) in enumerate(zip(shards, before, strict=True)):
+        facts = shard.facts() if number in plan else old
+        assert facts is not None
+        bad += [shard.first + place for place, content in enumerate(facts["contents"]) if not content]
+        if old is not None:
+            compared += shard.count
+            changed += sum(one != other for one, other in zip(old["contents"], facts["contents"], strict=True))
+    if changed:
+        console.warn(f"{changed} of {compared} images changed since they were encoded; these were encoded again")
+    return bad

@@ -1,8 +1,7 @@
-"""Images with sentences: tables, COCO's JSON, folders, webdataset shards, hub data sets, the built-in scenes."""
+"""Images with sentences: picture files, webdataset shards, hub data sets, the built-in scenes."""
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
 import os
@@ -10,33 +9,28 @@ import stat
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from PIL import Image
 
 from dpn_cli.data import scenes
-from dpn_cli.data.images import SUFFIXES
 from dpn_cli.data.labelled import HubPictures, Images, SceneSplit, open_image
 from dpn_cli.data.shards import Member, ShardPictures
 from dpn_cli.errors import DataError
 
-# Column names that are understood without being asked for: open_clip's, img2dataset's, Hugging Face's image folders'.
-FILE_COLUMNS = ("file", "filepath", "file_name", "filename", "image", "path", "image_path")
+# Names of caption columns that are understood without being asked for: open_clip's, img2dataset's, Hugging Face's.
 CAPTION_COLUMNS = ("caption", "captions", "text", "title", "sentence", "sentences")
-# A folder's captions may stand in one of these instead of a .txt beside each picture.
-TABLES = ("captions.csv", "captions.tsv", "captions.json", "metadata.csv")
 BESIDE = ("txt", "json")
 
 
 class Captioned(Images):
     """Images, each with one or more sentences; `dropped` counts the ones left out for having none.
 
-    `written` is when each image's file was last written, in nanoseconds; empty where that is not known.
+    `stamps` change when an image's file is replaced or written to (`stamp_of`); ``""`` stands for an unknown stamp.
     """
 
     captions: Sequence[tuple[str, ...]]
     sizes: Sequence[int]
-    written: Sequence[int] = ()
+    stamps: Sequence[str]
     dropped: int = 0
 
     @property
@@ -64,7 +58,7 @@ class Subset(Captioned):
         self.whole, self.rows = whole, list(rows)
         self.captions = [whole.captions[row] for row in self.rows]
         self.sizes = [whole.sizes[row] for row in self.rows]
-        self.written = [whole.written[row] for row in self.rows] if whole.written else ()
+        self.stamps = [whole.stamps[row] for row in self.rows]
 
     def key(self, index: int) -> str:
         """Return an image's name inside the data set."""
@@ -92,7 +86,7 @@ class Files(Captioned):
         self.keys: list[str] = []
         self.captions: list[tuple[str, ...]] = []
         self.sizes: list[int] = []
-        self.written: list[int] = []
+        self.stamps: list[str] = []
 
     def add(self, root: Path, name: str, raw: Iterable[object], place: str) -> None:
         """Add a picture; one without text, or that is not there, is an error or left out."""
@@ -108,7 +102,7 @@ class Files(Captioned):
         self.keys.append(name)
         self.captions.append(found)
         self.sizes.append(status.st_size)
-        self.written.append(status.st_mtime_ns)
+        self.stamps.append(stamp_of(status))
 
     def key(self, index: int) -> str:
         """Return a picture's name inside the data set."""
@@ -121,6 +115,17 @@ class Files(Captioned):
     def open(self, index: int) -> Image.Image:
         """Open a picture, not decoded yet."""
         return open_image(self.paths[index], self.where(index))
+
+
+def stamp_of(status: os.stat_result | None) -> str:
+    """Return what changes when a file is replaced or written to: size, both times, inode; ``""`` without a file.
+
+    Modification times can be set and travel with a copy. The time of the last change to the inode cannot be set, and a
+    file that is renamed to another's name brings its own inode.
+    """
+    if status is None:
+        return ""
+    return f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
 
 
 def _status(path: Path) -> os.stat_result | None:
@@ -140,112 +145,6 @@ def sentences(raw: Iterable[object], where: str, skip_bad: bool) -> tuple[str, .
     return found
 
 
-def read_table(path: Path, root: Path, image: str | None, caption: str | None, skip_bad: bool) -> Files:
-    """Read a .csv or .tsv with a header; rows of the same file are sentences of one picture.
-
-    Raises `DataError` naming file and line.
-    """
-    files, gathered, lines = Files(skip_bad), dict[str, list[object]](), dict[str, int]()
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:  # Excel writes a byte-order mark
-            tabs = "\t" in file.readline()  # open_clip's tables are tab-separated and called .csv
-            file.seek(0)
-            rows = csv.DictReader(file, delimiter="\t" if tabs else ",")
-            columns = list(rows.fieldnames or ())
-            by_file = _column(path, columns, image, "image", FILE_COLUMNS)
-            by_text = _column(path, columns, caption, "caption", CAPTION_COLUMNS)
-            for row in rows:
-                name = (row[by_file] or "").strip()
-                if not name:
-                    raise DataError(f"{path}, line {rows.line_num}: no file in the column {by_file!r}")
-                gathered.setdefault(name, []).append(row[by_text])
-                lines.setdefault(name, rows.line_num)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path}: not a readable table ({' '.join(str(error).split())[:120]})") from error
-    for name, raw in gathered.items():
-        files.add(root, name, raw, f"{path}, line {lines[name]}")
-    return files
-
-
-def _column(path: Path, columns: Sequence[str], asked: str | None, kind: str, usual: Sequence[str]) -> str:
-    wanted = [asked] if asked else usual
-    found = next((name for name in wanted if name in columns), None)
-    if found is None:
-        raise DataError(
-            f"{path}: which column holds the {kind}? The columns are {', '.join(map(repr, columns)) or 'none'}; "
-            f"name one with --{kind}-column NAME"
-        )
-    return found
-
-
-def read_coco(path: Path, root: Path, splits: Sequence[str] | None, skip_bad: bool) -> Files:
-    """Read COCO's captions JSON: Karpathy's (``sentences``, `splits` of it) or the official one (``annotations``).
-
-    Raises `DataError` for a file of neither form, and when Karpathy's has none of the splits.
-    """
-    files = Files(skip_bad)
-    try:
-        listed: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        images = listed["images"]
-        karpathy = "annotations" not in listed
-        root = root if karpathy else _coco_folder(path, root)
-        texts: dict[object, list[object]] = {}
-        for note in listed.get("annotations", ()):
-            texts.setdefault(note["image_id"], []).append(note["caption"])
-        for image in images:
-            if not karpathy:
-                files.add(root, image["file_name"], texts.get(image["id"], ()), str(path))
-            elif splits is None or image["split"] in splits:
-                raw = [sentence["raw"] for sentence in image["sentences"]]
-                files.add(root, str(Path(image.get("filepath", "")) / image["filename"]), raw, str(path))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(
-            f"{path}: neither Karpathy's captions JSON (images with filename, split, sentences) nor COCO's own "
-            f"(images, annotations): {type(error).__name__} {' '.join(str(error).split())[:80]}"
-        ) from error
-    if not files.captions:
-        raise DataError(f"{path}: no captions{'' if splits is None else ' of the split ' + ' or '.join(splits)}")
-    return files
-
-
-def _coco_folder(path: Path, root: Path) -> Path:
-    """Return ``val2017`` in or beside `root` for COCO's own ``captions_val2017.json``, where there is such a folder."""
-    _, found, split = path.stem.partition("captions_")
-    return next((place / split for place in (root, root.parent) if found and (place / split).is_dir()), root)
-
-
-def has_splits(path: Path) -> bool:
-    """Tell whether a captions JSON is Karpathy's, which says of every image to which split it belongs."""
-    try:
-        return any("split" in image for image in json.loads(path.read_text(encoding="utf-8"))["images"][:1])
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def read_folder(root: Path, image: str | None, caption: str | None, skip_bad: bool) -> Files:
-    """Read a folder of pictures with a .txt of the same name beside each, one sentence a line, or with a table.
-
-    Raises `DataError` when there is neither.
-    """
-    table = next((root / name for name in TABLES if (root / name).is_file()), None)
-    if table is not None:
-        read = read_coco(table, root, None, skip_bad) if table.suffix == ".json" else None
-        return read or read_table(table, root, image, caption, skip_bad)
-    files = Files(skip_bad)
-    for path in sorted(path for path in root.rglob("*") if path.suffix.lower() in SUFFIXES):
-        text = path.with_suffix(".txt")
-        try:
-            raw = text.read_text(encoding="utf-8-sig").splitlines() if text.is_file() else ()
-        except UnicodeDecodeError as error:
-            raise DataError(f"{text}: not a text in UTF-8 ({error.reason} at byte {error.start})") from error
-        files.add(root, path.relative_to(root).as_posix(), raw, str(text))
-    if not files.captions:
-        raise DataError(
-            f"{root}: no pictures with a .txt of the same name beside them, and none of {', '.join(TABLES)} in it"
-        )
-    return files
-
-
 class ShardPairs(ShardPictures, Captioned):
     """Webdataset shards as img2dataset writes them: pictures with a .txt, or a .json that has a caption.
 
@@ -258,8 +157,8 @@ class ShardPairs(ShardPictures, Captioned):
         super().__init__(pattern, BESIDE)
         if not self.captions:
             raise DataError(f"--data wds:{pattern}: no picture with a .txt or .json beside it")
-        times = [path.stat().st_mtime_ns for path in self.paths]
-        self.written = [times[shard] for shard, _, _ in self.places]
+        stamps = [stamp_of(_status(path)) for path in self.paths]
+        self.stamps = [stamps[shard] for shard, _, _ in self.places]
 
     def take(self, path: Path, member: Member) -> bool:
         """Note a picture's sentences."""
@@ -296,6 +195,9 @@ class HubPairs(HubPictures, Captioned):
                 captions.append(found)
         self.captions, self.dropped = captions, len(texts) - len(kept)
         self.rows, self.sizes, self.kept = self.rows.select(kept), [self.sizes[row] for row in kept], kept
+        stored = " ".join(stamp_of(_status(Path(part["filename"]))) for part in self.rows.cache_files)
+        files = [self.files[row] for row in kept]
+        self.stamps = [stored if file is None else stamp_of(_status(Path(file))) for file in files]
 
     def key(self, index: int) -> str:
         """Return the row's number."""
@@ -313,6 +215,7 @@ class ScenePairs(SceneSplit, Captioned):
         self.start = start
         self.captions = [(scenes.caption(scenes.sample_scene(0, i)),) for i in range(start, stop)]
         self.sizes = [3 * scenes.SCENE_SIZE**2] * len(self.captions)
+        self.stamps = ["generated"] * len(self.captions)
 
     def key(self, index: int) -> str:
         """Return the scene's number."""

@@ -16,10 +16,11 @@ from dpn_cli.distributed import World, join
 from dpn_cli.memory import MicroBatch
 from dpn_cli.run import run_in_folder, run_name
 from tasks.lit.batches import cached_batches, tokenize
-from tasks.lit.cache import BATCH, Features, cached_features
+from tasks.lit.cache import BATCH, cached_features
 from tasks.lit.captions import Subset
 from tasks.lit.data import open_pairs
 from tasks.lit.encode import cache_root, describe_retrieval
+from tasks.lit.features import Features
 from tasks.lit.loss import ContrastiveLoss
 from tasks.lit.recipe import LitRecipe, in_steps
 from tasks.lit.tokens import open_tokenizer

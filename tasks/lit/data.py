@@ -11,17 +11,8 @@ from dpn_cli.data import scenes
 from dpn_cli.data.classified import hub_name
 from dpn_cli.data.labelled import SceneSplit, load_hub
 from dpn_cli.errors import DataError
-from tasks.lit.captions import (
-    Captioned,
-    HubPairs,
-    ScenePairs,
-    ShardPairs,
-    Subset,
-    has_splits,
-    read_coco,
-    read_folder,
-    read_table,
-)
+from tasks.lit.captions import Captioned, HubPairs, ScenePairs, ShardPairs, Subset
+from tasks.lit.tables import has_splits, read_coco, read_folder, read_table
 
 # Karpathy's splits: the images that COCO's validation set lends to training are "restval".
 KARPATHY = {"train": ("train", "restval"), "val": ("val",), "test": ("test",)}

@@ -15,8 +15,9 @@ from dpn_cli.data.pixels import resize
 from dpn_cli.distributed import World
 from dpn_cli.home import home
 from dpn_cli.recipe import Runtime
-from tasks.lit.cache import BATCH, Wanted, cached_features, digest_of, encoder
+from tasks.lit.cache import BATCH, cached_features
 from tasks.lit.captions import Captioned
+from tasks.lit.features import Wanted, digest_of, encoder
 from tasks.lit.retrieval import chance, recalls
 from tasks.lit.towers import Towers
 

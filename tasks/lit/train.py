@@ -20,10 +20,11 @@ from dpn_cli.memory import MicroBatch
 from dpn_cli.runstate import Checkpoints, MetricsLog, RunFolder, describe_device
 from dpn_cli.trackers import build_tracker
 from tasks.lit.batches import Texts, cached_batches, encoded_batches, tokenize
-from tasks.lit.cache import BATCH, Features, Wanted, cached_features, data_fingerprint, digest_of
+from tasks.lit.cache import BATCH, cached_features, data_fingerprint
 from tasks.lit.captions import Captioned, Subset, captions_fingerprint
 from tasks.lit.data import DEMO_SPLITS, SceneClasses, Source, open_pairs
 from tasks.lit.encode import cache_root, retrieval_scores, wanted_of
+from tasks.lit.features import Features, Wanted, digest_of
 from tasks.lit.loss import ContrastiveLoss
 from tasks.lit.recipe import LitRecipe, in_steps
 from tasks.lit.text import TextTower

@@ -84,9 +84,7 @@ def search(
         raise DpnError("--query: an empty sentence")
     with stopping.listen(stopping.NO_RESULT), join(runtime.device) as world:
         towers = load_towers(place).to(world.device)
-        files = Files()
-        for path in find_pictures([folder]):
-            files.add(folder, path.relative_to(folder).as_posix(), (query,), str(folder))
+        files = pictures_in(folder, query)
         wanted = wanted_of(towers.image, runtime, world, skip_bad=skip_bad)
         features, good = encoded(files, wanted, cache_root(cache_dir), world, console)
         with engine.precision_of(runtime, world.device):
@@ -97,6 +95,14 @@ def search(
             {"image": files.where(good[row]), "cosine": value}
             for row, value in zip(best.indices.tolist(), best.values.tolist(), strict=True)
         ]
+
+
+def pictures_in(folder: Path, query: str) -> Files:
+    """Return the pictures of a folder and those below it, each with the query as its sentence."""
+    files = Files()
+    for path in find_pictures([folder]):
+        files.add(folder, path.relative_to(folder).as_posix(), (query,), str(folder))
+    return files
 
 
 def export(place: str, folder: Path) -> Json:

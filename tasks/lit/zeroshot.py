@@ -27,8 +27,8 @@ from dpn_cli.distributed import World
 from dpn_cli.errors import DataError, SaveError
 from dpn_cli.files import replace_file
 from dpn_cli.scoring import Scores, score
-from tasks.lit.cache import digest_of
 from tasks.lit.data import DEMO_SPLITS
+from tasks.lit.features import digest_of
 from tasks.lit.towers import Towers
 
 CLASSES = 64  # classes whose prompts go through the text tower between two looks for a stop signal

@@ -1,0 +1,106 @@
+"""Features of a frozen image tower: what images are encoded how, and the features as they are read from the disk."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dpn_cli.backbone import Backbone
+from dpn_cli.data.pixels import augment
+from dpn_cli.seeds import fold
+
+# Augmented views are cut at random from images this much larger, and mirrored (big_vision's resize, random_crop, flip).
+LARGER = 8 / 7
+
+Encode = Callable[[Tensor], Tensor]
+"""uint8 images (b, 3, h, w) to unit features (b, d) in float32, on the CPU."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is encoded how: `encode`, the width of its features and the facts that it depends on, beside the data."""
+
+    encode: Encode
+    width: int
+    size: tuple[int, int]
+    facts: dict[str, Any]
+    views: int = 0
+    seed: int = 0
+    workers: int | Literal["auto"] = "auto"
+    skip_bad: bool = False
+
+    @property
+    def read_size(self) -> tuple[int, int]:
+        """The size that images are read in: larger where views are cut from them."""
+        height, width = (round(side * LARGER) if self.views else side for side in self.size)
+        return height, width
+
+    def encode_views(self, images: Tensor, rows: Sequence[int]) -> Tensor:
+        """Encode images (b, 3, *read_size), which are those of `rows`; returns features (b, views, d)."""
+        return self.encode(views_of(images, rows, self)).reshape(len(images), max(1, self.views), -1)
+
+
+class Features:
+    """Unit features of images, (n, views, d), read from the disk as they are asked for.
+
+    All shards but the last have the same number of rows; `bad` are the rows of unreadable images.
+    """
+
+    def __init__(self, shards: Sequence[npt.NDArray[np.float16]], bad: Sequence[int]) -> None:
+        self.shards, self.bad = shards, list(bad)
+        self.views, self.width = shards[0].shape[1:]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.shards))
+
+    def rows(self, rows: Tensor, views: Tensor | None = None) -> Tensor:
+        """Return the features (b, d) of images (b,), of their first view or the given ones, in float16."""
+        wanted = rows.numpy()
+        view = np.zeros_like(wanted) if views is None else views.numpy()
+        found = np.empty((len(wanted), self.width), dtype=np.float16)
+        shard, inside = np.divmod(wanted, len(self.shards[0]))
+        for number in np.unique(shard):
+            here = np.flatnonzero(shard == number)
+            found[here] = self.shards[number][inside[here], view[here]]
+        return torch.from_numpy(found)
+
+
+def encoder(tower: Backbone, device: torch.device, autocast: torch.autocast) -> Encode:
+    """Return what maps uint8 images (b, 3, h, w) to unit features (b, d) of the frozen tower."""
+
+    def encode(images: Tensor) -> Tensor:
+        with torch.no_grad(), autocast:
+            return F.normalize(tower(tower.normalize(images.to(device))).float(), dim=-1).cpu()
+
+    return encode
+
+
+def digest_of(tower: torch.nn.Module) -> str:
+    """Return a SHA-256 over a network's tensors, whatever file they came from."""
+    found = hashlib.sha256()
+    for name, value in sorted(tower.state_dict().items()):
+        found.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+        found.update(value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def views_of(images: Tensor, rows: Sequence[int], wanted: Wanted) -> Tensor:
+    """Return the views (b * views, 3, h, w) of images (b, 3, H, W): a function of seed, image and view alone."""
+    if not wanted.views:
+        return images
+    found = []
+    for image, row in zip(images, rows, strict=True):
+        for view in range(wanted.views):
+            generator = torch.Generator().manual_seed(fold(wanted.seed, row, view))
+            cut = partial(augment, image[None], torch.tensor([0]), wanted.size, generator=generator, mine=slice(0, 1))
+            found.append(cut(crop=True, flip=True))
+    return torch.cat(found)

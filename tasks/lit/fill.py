@@ -1,0 +1,206 @@
+"""Encoding images into the shards of a cache: all of a new shard, of an older one those that have changed."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+from torch import Tensor
+
+from dpn_cli import stopping
+from dpn_cli.console import LINE_EVERY, Console
+from dpn_cli.data.labelled import Images, Pixels
+from dpn_cli.data.pixels import PixelSet, resize, stream
+from dpn_cli.errors import DataError, SaveError
+from dpn_cli.files import replace_json
+from tasks.lit.arrays import facts_of, save_array
+from tasks.lit.captions import Captioned
+from tasks.lit.features import Wanted
+
+# Bytes of a content's digest; images that are read between two looks for a stop signal.
+DIGEST, AT_ONCE = 16, 256
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The file of `count` consecutive rows from `first` on."""
+
+    file: Path
+    first: int
+    count: int
+
+    def facts(self) -> Json | None:
+        """Return ``stamps`` and ``contents`` of the rows, or None before they are saved. Raises `DataError`."""
+        facts = facts_of(self.file)
+        if facts is not None and not len(facts.get("stamps", ())) == len(facts.get("contents", ())) == self.count:
+            raise DataError(f"{self.file}: damaged (its description is of other rows)")
+        return facts
+
+
+Work = Sequence[tuple[Shard, dict[int, str]]]
+"""Shards, and of each the rows to read with the stamps that their files have now."""
+
+
+def content_digest(data: Captioned, row: int) -> str:
+    """Return a digest of an encoded image as hex. Raises `DataError` when it cannot be read."""
+    return hashlib.sha256(data.content(row)).digest()[:DIGEST].hex()
+
+
+def fill(data: Captioned, wanted: Wanted, work: Work, batch: int, console: Console) -> None:
+    """Encode the rows of new shards, and of other shards the rows whose content has changed.
+
+    Every shard is saved as soon as it is whole. Raises `DataError` for an unreadable image unless they are skipped, and
+    for features that are not finite.
+    """
+    shown, parts = time.monotonic(), list[_Part]()
+    for number, (shard, stamps) in enumerate(work):
+        rows = _changed(data, shard, stamps)
+        if rows:
+            parts.append(_Part(shard, stamps, rows))
+        if time.monotonic() - shown >= LINE_EVERY:
+            shown = time.monotonic()
+            console.info(f"{number + 1} of {len(work)} shards compared")
+    if parts:
+        _encode(data, wanted, parts, batch, console)
+
+
+def _changed(data: Captioned, shard: Shard, stamps: dict[int, str]) -> list[int]:
+    """Return which rows of a shard are to be encoded; the others get the stamps that their files have now."""
+    try:
+        facts = shard.facts()
+    except DataError:
+        facts = None
+    if facts is None:
+        return list(stamps)
+    contents = dict(zip(stamps, _contents(data, list(stamps)), strict=True))
+    same = [row for row, content in contents.items() if content and content == facts["contents"][row - shard.first]]
+    for row in same:
+        facts["stamps"][row - shard.first] = stamps[row]
+    if same:
+        with contextlib.suppress(SaveError):  # a cache that may only be read is compared again the next time
+            replace_json(shard.file.with_suffix(".json"), facts)
+    return sorted(stamps.keys() - set(same))
+
+
+def _contents(data: Captioned, rows: Sequence[int]) -> list[str]:
+    """Return the digests of some encoded images, "" for one that cannot be read."""
+
+    def digest(row: int) -> str:
+        try:
+            return content_digest(data, row)
+        except DataError:
+            return ""
+
+    found: list[str] = []
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # reading and hashing need no interpreter
+        for begin in range(0, len(rows), AT_ONCE):
+            stopping.check_here()
+            found += pool.map(digest, rows[begin : begin + AT_ONCE])
+    return found
+
+
+class _Part:
+    """A shard whose rows are being encoded."""
+
+    def __init__(self, shard: Shard, stamps: dict[int, str], rows: Sequence[int]) -> None:
+        self.shard, self.now, self.rows, self.left = shard, stamps, rows, len(rows)
+        self.features: npt.NDArray[np.float16] | None = None
+
+    def _open(self, wanted: Wanted) -> npt.NDArray[np.float16]:
+        facts = self.shard.facts() if self.left < self.shard.count else None
+        if facts is None:
+            self.stamps, self.contents = [""] * self.shard.count, [""] * self.shard.count
+            return np.zeros((self.shard.count, max(1, wanted.views), wanted.width), np.float16)
+        self.stamps, self.contents = facts["stamps"], facts["contents"]
+        kept: npt.NDArray[np.float16] = np.load(self.shard.file)
+        return kept
+
+    def put(self, row: int, features: Tensor | None, content: str, wanted: Wanted) -> None:
+        """Take a row's features (views, d), None for an unreadable image; the last row saves the shard."""
+        if self.features is None:
+            self.features = self._open(wanted)
+        place = row - self.shard.first
+        self.features[place] = 0 if features is None else features.numpy()
+        self.stamps[place], self.contents[place] = self.now[row], content
+        self.left -= 1
+        if not self.left:
+            save_array(self.shard.file, self.features, stamps=self.stamps, contents=self.contents)
+            self.features = None
+
+
+class _Reader(Images):
+    """Images as `stream` reads them: pixels of one size, and behind them a digest of the encoded image.
+
+    The digest is taken first, so that an image that is replaced in between counts as changed the next time.
+    """
+
+    def __init__(self, data: Captioned, size: tuple[int, int]) -> None:
+        self.data, self.size, self.labels, self.sizes = data, size, data.labels, data.sizes
+        self._digest = b""
+
+    def where(self, index: int) -> str:
+        """Name an image's place."""
+        return self.data.where(index)
+
+    def open(self, index: int) -> Image.Image:
+        """Open an image, not decoded yet."""
+        return self.data.open(index)
+
+    def pixels(self, index: int) -> Pixels:
+        """Decode an image to (height, width, 3), and note its digest for `resized`, which follows."""
+        self._digest = bytes.fromhex(content_digest(self.data, index))
+        return self.data.pixels(index)
+
+    def resized(self, pixels: Pixels) -> Tensor:
+        """Return the resized image and the digest as one row of bytes."""
+        digest = torch.frombuffer(bytearray(self._digest), dtype=torch.uint8)
+        return torch.cat([resize(pixels, self.size).flatten(), digest])
+
+    def split(self, read: PixelSet) -> tuple[Tensor, list[str]]:
+        """Return the images (b, 3, h, w) and the digests of what was read."""
+        images = read.images[:, :-DIGEST].view(-1, 3, *self.size)
+        return images, [bytes(row.tolist()).hex() for row in read.images[:, -DIGEST:]]
+
+
+def _encode(data: Captioned, wanted: Wanted, parts: Sequence[_Part], batch: int, console: Console) -> None:
+    """Encode the rows of some shards, all in one stream of images."""
+    owners = [part for part in parts for _ in part.rows]
+    pending = [row for part in parts for row in part.rows]
+    reader, shown = _Reader(data, wanted.read_size), time.monotonic()
+    resized, skip = reader.resized, wanted.skip_bad
+    with stream(reader, resized, batch, rows=pending, workers=wanted.workers, skip_bad=skip) as stretches:
+        for begin, stretch in zip(range(0, len(pending), batch), stretches, strict=True):
+            stopping.check_here()
+            found = _features(reader, stretch, wanted)
+            end = min(begin + batch, len(pending))
+            for part, row in zip(owners[begin:end], pending[begin:end], strict=True):
+                features, content = found.get(row, (None, ""))
+                part.put(row, features, content, wanted)
+            if time.monotonic() - shown >= LINE_EVERY:
+                shown = time.monotonic()
+                console.info(f"{end} of {len(pending)} images encoded")
+
+
+def _features(reader: _Reader, stretch: PixelSet, wanted: Wanted) -> dict[int, tuple[Tensor, str]]:
+    """Return features (views, d) and digest of every image that could be read, by its row."""
+    if not len(stretch.images):
+        return {}
+    images, contents = reader.split(stretch)
+    rows = stretch.labels.tolist()
+    features = wanted.encode_views(images, rows).half()
+    if not features.isfinite().all():
+        raise DataError("the image tower's features are not finite: its weights are damaged")
+    return dict(zip(rows, zip(features, contents, strict=True), strict=True))

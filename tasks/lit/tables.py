@@ -1,0 +1,123 @@
+"""Captioned pictures that lie in files of their own: tables, COCO's JSON, folders with a text beside each picture."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dpn_cli.data.images import SUFFIXES
+from dpn_cli.errors import DataError
+from tasks.lit.captions import CAPTION_COLUMNS, Files
+
+FILE_COLUMNS = ("file", "filepath", "file_name", "filename", "image", "path", "image_path")
+# A folder's captions may stand in one of these instead of a .txt beside each picture.
+TABLES = ("captions.csv", "captions.tsv", "captions.json", "metadata.csv")
+
+
+def read_table(path: Path, root: Path, image: str | None, caption: str | None, skip_bad: bool) -> Files:
+    """Read a .csv or .tsv with a header; rows of the same file are sentences of one picture.
+
+    Raises `DataError` naming file and line.
+    """
+    files, gathered, lines = Files(skip_bad), dict[str, list[object]](), dict[str, int]()
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:  # Excel writes a byte-order mark
+            tabs = "\t" in file.readline()  # open_clip's tables are tab-separated and called .csv
+            file.seek(0)
+            rows = csv.DictReader(file, delimiter="\t" if tabs else ",")
+            columns = list(rows.fieldnames or ())
+            by_file = _column(path, columns, image, "image", FILE_COLUMNS)
+            by_text = _column(path, columns, caption, "caption", CAPTION_COLUMNS)
+            for row in rows:
+                name = (row[by_file] or "").strip()
+                if not name:
+                    raise DataError(f"{path}, line {rows.line_num}: no file in the column {by_file!r}")
+                gathered.setdefault(name, []).append(row[by_text])
+                lines.setdefault(name, rows.line_num)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path}: not a readable table ({' '.join(str(error).split())[:120]})") from error
+    for name, raw in gathered.items():
+        files.add(root, name, raw, f"{path}, line {lines[name]}")
+    return files
+
+
+def _column(path: Path, columns: Sequence[str], asked: str | None, kind: str, usual: Sequence[str]) -> str:
+    wanted = [asked] if asked else usual
+    found = next((name for name in wanted if name in columns), None)
+    if found is None:
+        raise DataError(
+            f"{path}: which column holds the {kind}? The columns are {', '.join(map(repr, columns)) or 'none'}; "
+            f"name one with --{kind}-column NAME"
+        )
+    return found
+
+
+def read_coco(path: Path, root: Path, splits: Sequence[str] | None, skip_bad: bool) -> Files:
+    """Read COCO's captions JSON: Karpathy's (``sentences``, `splits` of it) or the official one (``annotations``).
+
+    Raises `DataError` for a file of neither form, and when Karpathy's has none of the splits.
+    """
+    files = Files(skip_bad)
+    try:
+        listed: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        images = listed["images"]
+        karpathy = "annotations" not in listed
+        root = root if karpathy else _coco_folder(path, root)
+        texts: dict[object, list[object]] = {}
+        for note in listed.get("annotations", ()):
+            texts.setdefault(note["image_id"], []).append(note["caption"])
+        for image in images:
+            if not karpathy:
+                files.add(root, image["file_name"], texts.get(image["id"], ()), str(path))
+            elif splits is None or image["split"] in splits:
+                raw = [sentence["raw"] for sentence in image["sentences"]]
+                files.add(root, str(Path(image.get("filepath", "")) / image["filename"]), raw, str(path))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{path}: neither Karpathy's captions JSON (images with filename, split, sentences) nor COCO's own "
+            f"(images, annotations): {type(error).__name__} {' '.join(str(error).split())[:80]}"
+        ) from error
+    if not files.captions:
+        raise DataError(f"{path}: no captions{'' if splits is None else ' of the split ' + ' or '.join(splits)}")
+    return files
+
+
+def _coco_folder(path: Path, root: Path) -> Path:
+    """Return ``val2017`` in or beside `root` for COCO's own ``captions_val2017.json``, where there is such a folder."""
+    _, found, split = path.stem.partition("captions_")
+    return next((place / split for place in (root, root.parent) if found and (place / split).is_dir()), root)
+
+
+def has_splits(path: Path) -> bool:
+    """Tell whether a captions JSON is Karpathy's, which says of every image to which split it belongs."""
+    try:
+        return any("split" in image for image in json.loads(path.read_text(encoding="utf-8"))["images"][:1])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def read_folder(root: Path, image: str | None, caption: str | None, skip_bad: bool) -> Files:
+    """Read a folder of pictures with a .txt of the same name beside each, one sentence a line, or with a table.
+
+    Raises `DataError` when there is neither.
+    """
+    table = next((root / name for name in TABLES if (root / name).is_file()), None)
+    if table is not None:
+        read = read_coco(table, root, None, skip_bad) if table.suffix == ".json" else None
+        return read or read_table(table, root, image, caption, skip_bad)
+    files = Files(skip_bad)
+    for path in sorted(path for path in root.rglob("*") if path.suffix.lower() in SUFFIXES):
+        text = path.with_suffix(".txt")
+        try:
+            raw = text.read_text(encoding="utf-8-sig").splitlines() if text.is_file() else ()
+        except UnicodeDecodeError as error:
+            raise DataError(f"{text}: not a text in UTF-8 ({error.reason} at byte {error.start})") from error
+        files.add(root, path.relative_to(root).as_posix(), raw, str(text))
+    if not files.captions:
+        raise DataError(
+            f"{root}: no pictures with a .txt of the same name beside them, and none of {', '.join(TABLES)} in it"
+        )
+    return files

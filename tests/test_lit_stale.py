@@ -1,0 +1,295 @@
+"""The feature cache of `dpn lit` notices replaced images, however they were replaced, and encodes only those again."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import tarfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset, Features, Image, Value
+from test_distributed import CPU
+from test_lit_data import coco, folder, karpathy, official, picture, table, write_pictures
+from torch import Tensor
+
+from dpn_cli.backbone import load_backbone
+from dpn_cli.console import Console
+from dpn_cli.data.labelled import load_hub
+from dpn_cli.data.pixels import resize
+from dpn_cli.distributed import World
+from dpn_cli.errors import DataError, SaveError
+from dpn_cli.recipe import Runtime
+from tasks.lit import cache
+from tasks.lit.cache import cached_features
+from tasks.lit.captions import Captioned
+from tasks.lit.data import Source, open_split
+from tasks.lit.encode import wanted_of
+from tasks.lit.features import Wanted
+from tasks.lit.use import pictures_in
+
+ALONE, QUIET = World(0, 1, CPU), Console(quiet=True)
+OTHER = 50  # the number of a picture that is in no data set, of as many bytes as those that are
+OLD, OLDER = 1_500_000_000, 1_400_000_000
+
+
+@pytest.fixture(autouse=True)
+def _small_shards_and_no_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "SHARD", 4)
+    monkeypatch.setattr(cache, "BATCH", 2)
+    monkeypatch.setattr(cache, "_spot_check", lambda *of: (None, None))  # nothing is noticed by a lucky sample
+
+
+@pytest.fixture(scope="module")
+def plain() -> Wanted:
+    return wanted_of(load_backbone("mu/8", image_size=16, seed=0).eval(), Runtime(workers=0), ALONE)
+
+
+class Counted:
+    """What is wanted of a cache, counting the images that go through the tower."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self.images = 0
+        self.wanted = replace(wanted, encode=self.encode)
+        self.plain = wanted.encode
+
+    def encode(self, images: Tensor) -> Tensor:
+        self.images += len(images)
+        return self.plain(images)
+
+
+def write_tar(path: Path, numbers: Sequence[int]) -> None:
+    with tarfile.open(path, "w") as archive:
+        for place, number in enumerate(numbers):
+            for name, content in ((f"{place}.png", picture(number)), (f"{place}.txt", b"a dog")):
+                info = tarfile.TarInfo(name)
+                info.size = len(content)
+                archive.addfile(info, io.BytesIO(content))
+
+
+def shards(root: Path) -> str:
+    root.mkdir(parents=True)
+    for number in (0, 1):
+        write_tar(root / f"{number}.tar", range(3 * number, 3 * number + 3))
+    return f"wds:{root}/{{0,1}}.tar"
+
+
+def class_folders(root: Path) -> str:
+    for number, name in enumerate(write_pictures(root)):
+        (root / f"class{number % 2}").mkdir(exist_ok=True)
+        (root / name).rename(root / f"class{number % 2}" / name)
+    return f"search:{root}"
+
+
+def hub_folder(root: Path) -> str:
+    rows = [{"file_name": name, "text": "a dog"} for name in write_pictures(root / "train")]
+    (root / "train" / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return f"hf:{root}"
+
+
+def opened(place: str) -> Captioned:
+    """Open a data set as a new process does."""
+    load_hub.cache_clear()
+    folder = place.removeprefix("search:")
+    return open_split(Source(place), "train") if folder == place else pictures_in(Path(folder), "a dog")
+
+
+def files_below(root: Path) -> list[Path]:
+    return sorted(path for path in root.rglob("*") if path.suffix in (".png", ".tar"))
+
+
+def expected(data: Captioned, wanted: Wanted) -> Tensor:
+    return wanted.encode(torch.stack([resize(data.pixels(row), wanted.size) for row in data.labels]))
+
+
+def copied_with_its_date(old: Path, new: Path, files: list[Path]) -> int:
+    shutil.copy2(new, old)  # cp -p
+    return 1
+
+
+def copied_with_the_old_ones_date(old: Path, new: Path, files: list[Path]) -> int:
+    shutil.copy(new, old)
+    os.utime(old, (OLD, OLD))
+    return 1
+
+
+def renamed_over(old: Path, new: Path, files: list[Path]) -> int:
+    new.replace(old)  # rsync -a
+    return 1
+
+
+def swapped(old: Path, new: Path, files: list[Path]) -> int:
+    old.rename(new)
+    other = files[2 % len(files)]
+    other.rename(old)
+    new.rename(other)
+    return 6 if old.suffix == ".tar" else 2
+
+
+def one_of_all_that_were_dated_anew(old: Path, new: Path, files: list[Path]) -> int:
+    shutil.copy(new, old)
+    for path in files:
+        os.utime(path)
+    return 1
+
+
+WAYS = (
+    copied_with_its_date,
+    copied_with_the_old_ones_date,
+    renamed_over,
+    swapped,
+    one_of_all_that_were_dated_anew,
+)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("source", [table, coco, karpathy, official, folder, class_folders, hub_folder, shards])
+def test_replaced_images_are_encoded_again_and_no_others(
+    source: Callable[[Path], str],
+    way: Callable[[Path, Path, list[Path]], int],
+    plain: Wanted,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    place, spare = source(tmp_path / "data"), tmp_path / "spare"
+    files = files_below(tmp_path / "data")
+    for path in files:
+        os.utime(path, (OLD, OLD))  # as unpacked
+    write_tar(spare, [OTHER, 4, 5]) if files[0].suffix == ".tar" else spare.write_bytes(picture(OTHER))
+    os.utime(spare, (OLDER, OLDER))
+    assert spare.stat().st_size == files[0].stat().st_size
+    before = opened(place)
+    old = cached_features(before, plain, tmp_path / "cache", ALONE, QUIET).rows(torch.arange(len(before.labels)))
+    changed = way(files[1], spare, files)
+    counted, after = Counted(plain), opened(place)
+    capsys.readouterr()
+    for _ in range(2):
+        new = cached_features(after, counted.wanted, tmp_path / "cache", ALONE, QUIET).rows(
+            torch.arange(len(after.labels))
+        )
+        torch.testing.assert_close(new.float(), expected(after, plain), atol=5e-4, rtol=0)
+    assert ((new - old).abs().amax(1) > 0.01).sum() == counted.images == changed
+    assert f"{changed} of {len(new)} images changed since they were encoded" in capsys.readouterr().err
+
+
+def all_rows(data: Captioned, wanted: Wanted, root: Path) -> Tensor:
+    return cached_features(data, wanted, root, ALONE, Console()).rows(torch.arange(len(data.labels)))
+
+
+def test_a_hub_data_set_that_is_written_anew_is_compared(plain: Wanted, tmp_path: Path) -> None:
+    def write(*numbers: int) -> Captioned:
+        rows = {"image": [{"bytes": picture(number), "path": None} for number in numbers], "text": ["a"] * len(numbers)}
+        features = Features({"image": Image(), "text": Value("string")})
+        (tmp_path / "hub").mkdir(exist_ok=True)
+        Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "hub" / "train-00000-of-00001.parquet")
+        return opened(f"hf:{tmp_path}/hub")
+
+    all_rows(write(0, 1, 2, 3, 4), plain, tmp_path / "cache")
+    after, counted = write(0, 1, OTHER, 3, 4), Counted(plain)
+    torch.testing.assert_close(
+        all_rows(after, counted.wanted, tmp_path / "cache").float(), expected(after, plain), atol=5e-4, rtol=0
+    )
+    assert counted.images == 1
+
+
+@pytest.mark.parametrize("source", [table, class_folders, hub_folder, shards])
+def test_a_copied_folder_is_compared_once_and_not_encoded(
+    source: Callable[[Path], str],
+    plain: Wanted,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    place = source(tmp_path / "data")
+    before = all_rows(opened(place), plain, tmp_path / "cache")
+    shutil.copytree(tmp_path / "data", tmp_path / "copy", copy_function=shutil.copy)  # all files and dates are new
+    shutil.rmtree(tmp_path / "data")
+    counted, data = Counted(plain), opened(place.replace(f"{tmp_path}/data", f"{tmp_path}/copy"))
+    capsys.readouterr()
+    assert torch.equal(all_rows(data, counted.wanted, tmp_path / "cache"), before)
+    assert counted.images == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "comparing 6 images with the encoded ones: their files have other dates or inodes than before" in said
+    assert "changed since" not in said
+    assert torch.equal(all_rows(data, counted.wanted, tmp_path / "cache"), before)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_copied_folder_is_compared_also_where_the_cache_may_only_be_read(
+    plain: Wanted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = table(tmp_path / "data")
+    before = all_rows(opened(place), plain, tmp_path / "cache")
+    for path in files_below(tmp_path / "data"):
+        os.utime(path)
+
+    def refuse(path: Path, value: object) -> None:
+        raise SaveError(f"{path}: not written")
+
+    monkeypatch.setattr("tasks.lit.fill.replace_json", refuse)
+    counted = Counted(plain)
+    assert torch.equal(all_rows(opened(place), counted.wanted, tmp_path / "cache"), before)
+    assert counted.images == 0
+
+
+def test_a_sample_notices_what_stamps_do_not_show(
+    plain: Wanted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.undo()  # samples are taken
+    monkeypatch.setattr(cache, "SHARD", 4)
+    monkeypatch.setattr("tasks.lit.captions.stamp_of", lambda status: "the same")  # as of a system without inodes
+    place = table(tmp_path)
+    all_rows(opened(place), plain, tmp_path / "cache")
+    for number in (1, 5):
+        (tmp_path / f"{number}.png").write_bytes(picture(OTHER + number))
+    monkeypatch.setattr(cache, "SPOT_CHECKS", 3)  # of the images 0, 2, 4
+    all_rows(opened(place), plain, tmp_path / "cache")
+    assert "changed" not in capsys.readouterr().err
+    monkeypatch.setattr(cache, "SPOT_CHECKS", 6)
+    counted, data = Counted(plain), opened(place)
+    new = all_rows(data, counted.wanted, tmp_path / "cache")
+    torch.testing.assert_close(new.float(), expected(data, plain), atol=5e-4, rtol=0)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "5.png was replaced and its date and inode do not show it; all images are compared" in said
+    assert "2 of 6 images changed since they were encoded" in said
+    assert counted.images == 4 + 2  # samples, and what had changed
+
+
+def test_an_image_replaced_while_it_is_read_counts_as_changed_the_next_time(
+    plain: Wanted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = table(tmp_path)
+    data = opened(place)
+    original = data.pixels
+
+    def replaced(row: int) -> Any:
+        pixels = original(row)
+        if row == 2:
+            (tmp_path / "2.png").write_bytes(picture(OTHER))
+        return pixels
+
+    monkeypatch.setattr(data, "pixels", replaced)
+    all_rows(data, plain, tmp_path / "cache")
+    again = opened(place)
+    torch.testing.assert_close(
+        all_rows(again, plain, tmp_path / "cache").float(), expected(again, plain), atol=5e-4, rtol=0
+    )
+
+
+def test_images_become_unreadable_and_readable_again(plain: Wanted, tmp_path: Path) -> None:
+    place, skipping = table(tmp_path), replace(plain, skip_bad=True)
+    before = all_rows(opened(place), plain, tmp_path / "cache")
+    (tmp_path / "3.png").write_bytes(bytes(len(picture(3))))
+    with pytest.raises(DataError, match=r"3.png: not a readable image"):
+        all_rows(opened(place), plain, tmp_path / "cache")
+    found = cached_features(opened(place), skipping, tmp_path / "cache", ALONE, QUIET)
+    assert (found.bad, found.rows(torch.tensor([3])).abs().sum().item()) == ([3], 0)
+    (tmp_path / "3.png").write_bytes(picture(3))
+    counted = Counted(plain)
+    assert torch.equal(all_rows(opened(place), counted.wanted, tmp_path / "cache"), before)
+    assert counted.images == 1
