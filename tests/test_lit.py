@@ -341,7 +341,6 @@ def test_an_export_loads_without_the_parts_that_train(
 
 
 def test_towers_survive_a_file_with_siglips_bias_and_a_tokenizer_of_their_own(tmp_path: Path) -> None:
-    pytest.importorskip("sentencepiece")
     import sentencepiece
 
     (tmp_path / "text.txt").write_text("\n".join(["a dog and a cat", "two red cars"] * 9))

@@ -15,6 +15,7 @@ import argparse
 import importlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -72,21 +73,49 @@ def copy_of_the_checkout(folder: Path) -> Path:
 
 
 def outcome(mutation: Mutation, copy: Path, limit: int) -> str:
-    """Apply a mutation in `copy`, run its tests, take it back; returns ``noticed``, ``timeout`` or ``survived``."""
+    """Apply a mutation in `copy`, run its tests, take it back; returns ``noticed``, ``timeout`` or ``survived``.
+
+    Raises `RuntimeError` when pytest cannot run the tests at all.
+    """
     path = copy / mutation.file
     before = path.read_text("utf-8")
     path.write_text(mutation.applied(copy), "utf-8")
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *mutation.tests.split()]
-    environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    # Files one by one: the first failure is enough, and most mutations fail in the first file.
     try:
-        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=limit, check=False)
-    except subprocess.TimeoutExpired:
-        return "timeout"
+        for test in mutation.tests.split():
+            code = _tested(test, copy, limit)
+            if code is None:
+                return "timeout"
+            if code > 1:
+                raise RuntimeError(f"{mutation.breaks}: pytest could not run {test} (exit code {code})")
+            if code:
+                return "noticed"
     finally:
         path.write_text(before, "utf-8")
-    if done.returncode > 1:
-        raise RuntimeError(f"{mutation.breaks}: pytest could not run: {done.stdout.decode()[-500:]}")
-    return "noticed" if done.returncode else "survived"
+    return "survived"
+
+
+def _tested(test: str, copy: Path, limit: int) -> int | None:
+    """Return pytest's exit code for one file or test of `copy`, or None when it ran into the limit."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", test]
+    environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    with subprocess.Popen(
+        command, cwd=copy, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    ) as process:
+        try:
+            return process.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # with whatever processes the test has started
+            return None
+
+
+def _problem(mutation: Mutation) -> str | None:
+    try:
+        mutation.applied(ROOT)
+    except ValueError as error:
+        return str(error)
+    missing = [test for test in mutation.tests.split() if not (ROOT / test).is_file()]
+    return f"{mutation.group}: {mutation.breaks}: no such test: {', '.join(missing)}" if missing else None
 
 
 def main() -> None:
@@ -99,8 +128,8 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="only see that every mutation applies to its file")
     asked = parser.parse_args()
     chosen = [m for m in mutations(asked.groups or LISTS) if asked.match in m.breaks]
-    for mutation in chosen:
-        mutation.applied(ROOT)
+    if stale := [problem for mutation in chosen if (problem := _problem(mutation))]:
+        raise SystemExit("\n".join([f"{len(stale)} mutations do not apply any more:", *stale]))
     print(f"{len(chosen)} mutations apply", flush=True)
     if asked.check:
         return

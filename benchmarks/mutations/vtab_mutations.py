@@ -15,7 +15,7 @@ MUTATIONS = [
      "validation on training images", T),
     (BENCH, "drop_path=section.drop_path", "drop_path=0.0",
      "stochastic depth never reaches the network", T),
-    (BENCH, "        self.model.eval()\n        # Rank 0", "        self.model.train()\n        # Rank 0",
+    (BENCH, "        self.model.eval()\n        with stream", "        self.model.train()\n        with stream",
      "the test split is scored in training mode", T),
     (BENCH, "torch.func.functional_call(self.model, state,", "torch.func.functional_call(self.model, weights[0],",
      "every seed is scored with the first seed's weights", T),

@@ -39,8 +39,7 @@ Loaded = tuple[Tensor, int, int] | DataError
 @dataclass(frozen=True)
 class Augmentation:
     """How training images are made: size in pixels, decoding, the mixup strength p of Beta(p, p), and RandAugment's
-    number of operations and their magnitude. Inception crops, or the whole image squeezed to that size; with `flip`
-    every second image is mirrored.
+    number of operations and their magnitude. Inception crops, or the whole image squeezed to that size.
     """
 
     size: Size
@@ -49,7 +48,6 @@ class Augmentation:
     layers: int = 0
     magnitude: float = 0.0
     crop: Literal["inception", "whole"] = "inception"
-    flip: bool = True
 
 
 class _Crops(Dataset[Loaded]):
@@ -81,8 +79,7 @@ class _Crops(Dataset[Loaded]):
     def _augmented(self, crop: Tensor, step: int, place: int) -> Tensor:
         """Mirror every second crop, then augment it: shearing turns about a corner, so the order matters."""
         generator = torch.Generator().manual_seed(fold(self.seed, RANDAUGMENT, step, place))
-        mirrored = bool(torch.rand((), generator=generator) < 0.5)
-        if mirrored and self.augmentation.flip:
+        if torch.rand((), generator=generator) < 0.5:
             crop = crop.flip(-1)
         return rand_augment(crop, self.augmentation.layers, self.augmentation.magnitude, generator)
 
@@ -153,7 +150,7 @@ def crop_batches(
                 if skipped:
                     on_skip(skipped)
                 images, labels = (tensor.to(world.device, non_blocking=True) for tensor in (images, labels))
-                if augmentation.flip and not augmentation.layers:
+                if not augmentation.layers:
                     generator = torch.Generator().manual_seed(fold(seed, FLIP, step))
                     flipped = (torch.rand(batch_size, generator=generator) < 0.5)[mine].nonzero()[:, 0]
                     flipped = flipped.to(world.device)

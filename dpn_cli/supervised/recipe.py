@@ -40,7 +40,6 @@ class Data(Section):
     eval_resize: Positive | None = None
     skip_bad_images: bool = False
     crop: Literal["inception", "whole"] = "inception"
-    flip: bool = True
 
 
 class Network(Backbone):

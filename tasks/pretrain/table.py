@@ -56,7 +56,6 @@ PAPER: Plain = {
     "backbone.image_size": 224,
     "backbone.pool": None,
     "data.crop": "inception",
-    "data.flip": True,
     "data.decode": "exact",
     "data.minival": None,
     "data.eval_resize": None,

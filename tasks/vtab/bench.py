@@ -127,7 +127,8 @@ class Bench:
         for part in torch.split(rows, self.recipe.eval_batch_size):
             counts.update(self.model(self.model.normalize(pixels.images[part])), pixels.labels[part])
         right, images = counts.compute()
-        assert images == len(pixels.images), f"scored {images} of {len(pixels.images)} images"
+        if images != len(pixels.images):
+            raise RuntimeError(f"{self.task.name}: {images} images were scored, but the split has {len(pixels.images)}")
         return {"accuracy": 100 * right / images}
 
     def count_test(self, weights: Sequence[dict[str, Tensor]]) -> list[tuple[int, int]]:
@@ -160,5 +161,9 @@ class Bench:
         if skipped:
             self.console.warn(f"{self.task.name}: {skipped} unreadable test images are left out of the score")
         totals = [count.compute() for count in counts]
-        assert all(images + skipped == len(test.labels) for _, images in totals), (totals, skipped)
+        if any(images + skipped != len(test.labels) for _, images in totals):
+            raise RuntimeError(
+                f"{self.task.name}: {[images for _, images in totals]} images were scored and {skipped} are "
+                f"unreadable, but the test split has {len(test.labels)}"
+            )
         return totals
