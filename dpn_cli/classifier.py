@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dpn_cli.backbone import Backbone, export_backbone, load_whole
 from dpn_cli.data.crops import Size, eval_crop
-from dpn_cli.data.pixels import Transform
+from dpn_cli.data.pixels import Transform, resize
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.losses import Loss
 from dpn_cli.sources import open_checkpoint
@@ -26,18 +26,32 @@ WEIGHTS = "weights.safetensors"
 
 @dataclass
 class Classifier:
-    """A network with a head; `resize_side` is the shorter side before the central crop, in pixels."""
+    """A network with a head.
+
+    `resize_side` is the shorter side in pixels before the central crop; None takes the whole picture, squeezed.
+    """
 
     model: Backbone
     classes: tuple[str, ...]
     loss: Loss
-    resize_side: int
+    resize_side: int | None
     facts: dict[str, Any]
 
     @property
     def transform(self) -> Transform:
         """Decoded pixels (h, w, 3) to what the network takes, (3, *size) uint8."""
-        return partial(eval_crop, resize_side=self.resize_side, size=self.model.config.image_size)
+        size = self.model.config.image_size
+        if self.resize_side is None:
+            return partial(resize, size=size)
+        return partial(eval_crop, resize_side=self.resize_side, size=size)
+
+    @property
+    def preparation(self) -> str:
+        """How a decoded picture becomes the network's input, in words."""
+        height, width = self.model.config.image_size
+        if self.resize_side is None:
+            return f"resized whole to {height} x {width}, bilinear without antialiasing"
+        return f"shorter side resized to {self.resize_side} by area, centre of {height} x {width} cut out"
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Map logits (b, classes) to probabilities: each on its own for the sigmoid loss, else adding up to one."""
@@ -82,7 +96,9 @@ def load_classifier(place: str, image_size: Size | None = None) -> Classifier:
     described = _description(path)
     size = model.config.image_size
     if described:
-        side = described["resize_side"] if image_size is None else resize_for(size)
+        side = described["resize_side"]
+        if image_size is not None and side is not None:
+            side = resize_for(size)
         return Classifier(model, tuple(described["classes"]), described["loss"], side, described["facts"])
     return Classifier(model, imagenet_classes(len(head)), "softmax", resize_for(size), {"classes": "assumed"})
 

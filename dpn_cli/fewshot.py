@@ -14,7 +14,7 @@ from torch import Tensor
 from dpn_cli import engine, stopping
 from dpn_cli.backbone import Backbone
 from dpn_cli.data.labelled import Labelled, Pixels
-from dpn_cli.data.pixels import resize, stream
+from dpn_cli.data.pixels import Transform, resize, stream
 from dpn_cli.errors import DataError
 from dpn_cli.recipe import Runtime
 
@@ -53,13 +53,15 @@ def encode(
     *,
     rows: Sequence[int] | None = None,
     skip_bad: bool = False,
+    transform: Transform | None = None,
 ) -> tuple[Array, Array]:
     """Return what the head reads of every image of `rows`, (n, d) in float64, and its class (n,).
 
-    With `skip_bad` unreadable images are left out. Raises `DataError` naming the first one otherwise.
+    Images are prepared by `square_crop` unless `transform` is given. With `skip_bad` unreadable images are left out;
+    otherwise raises `DataError` naming the first one.
     """
     features, labels = [], []
-    transform = partial(square_crop, size=model.config.image_size)
+    transform = transform or partial(square_crop, size=model.config.image_size)
     with stream(split, transform, batch_size, rows=rows, workers=runtime.workers, skip_bad=skip_bad) as parts:
         for part in parts:
             stopping.check_here()

@@ -302,38 +302,11 @@ Loss = Annotated[
     str | None,
     typer.Option("--loss", help="sigmoid or softmax. \\[default: sigmoid]", rich_help_panel=TRAIN, show_default=False),
 ]
-Mixup = Annotated[
-    float | None,
-    typer.Option(
-        "--mixup",
-        help="Strength p of mixup, Beta(p, p); 0 for none. \\[default: 0]",
-        rich_help_panel=TRAIN,
-        show_default=False,
-    ),
-]
-EmaOption = Annotated[
-    float | None,
-    typer.Option(
-        "--ema",
-        help="Decay of the averaged weights that are evaluated and kept. \\[default: none]",
-        rich_help_panel=TRAIN,
-        show_default=False,
-    ),
-]
 Seed = Annotated[
     int | None,
     typer.Option(
         "--seed",
         help="Of order, crops and a head from scratch. \\[default: 0]",
-        rich_help_panel=TRAIN,
-        show_default=False,
-    ),
-]
-HighresSteps = Annotated[
-    int | None,
-    typer.Option(
-        "--steps",
-        help="Optimizer steps; fewer than the default shorten the warm-up as much. \\[default: 5000]",
         rich_help_panel=TRAIN,
         show_default=False,
     ),

@@ -36,13 +36,18 @@ def crop_warning(crop: tuple[int, int], pictures: Sequence[tuple[int, int]]) -> 
     )
 
 
+def class_floors(counts: Sequence[int]) -> dict[str, float]:
+    """Return accuracies in percent that need no learning, given how many scored images each class has."""
+    return {"chance": 100 / len(counts), "most_frequent_class": 100 * max(counts) / sum(counts)}
+
+
 def result_warning(metric: str, value: float, floors: Mapping[str, float], answers: int | None = None) -> str | None:
     """Warn after training when a score is not above what guessing gives.
 
     Args:
         metric: what was scored, for the message: ``"validation top-1"``.
         value: the score in percent.
-        floors: scores in percent that need no learning, by name: ``{"chance": 10.0}``.
+        floors: scores in percent that need no learning, by name: ``{"chance": 10.0}``; see `class_floors`.
         answers: how many independent right-or-wrong answers the score counts. A score above the floor by luck is then
             still not above it (one-sided binomial test at 5 %). None for scores that are no such count (mIoU).
 
@@ -54,9 +59,10 @@ def result_warning(metric: str, value: float, floors: Mapping[str, float], answe
         return None
     if value >= floor >= 100:
         return None  # nothing can be above a floor of 100 %
+    words = {"most_frequent_class": "what always naming the most frequent class gives"}.get(name, name)
     counted = "" if answers is None else f" of {answers}"
     return (
-        f"NOTHING LEARNT: {metric} {value:.2f} %{counted} is not above {name} ({floor:.2f} %). Look at the curve of "
+        f"NOTHING LEARNT: {metric} {value:.2f} %{counted} is not above {words} ({floor:.2f} %). Look at the curve of "
         "the loss, then change the learning rate, the length of the training or the data"
     )
 

@@ -15,6 +15,7 @@ from dpn_cli.data.labelled import Labelled
 from dpn_cli.data.pixels import Transform, stream
 from dpn_cli.distributed import World
 from dpn_cli.losses import LOSSES, Loss
+from dpn_cli.sanity import class_floors
 
 
 @dataclass
@@ -38,6 +39,11 @@ class Scores:
     def top5(self) -> float:
         """Percent of images whose class is among the five best (of fewer classes: all of them)."""
         return 100 * self.right5 / self.images
+
+    @property
+    def floors(self) -> dict[str, float]:
+        """Accuracies in percent that need no learning, by name."""
+        return class_floors(self.confusion.sum(1).tolist())
 
 
 def score(

@@ -24,7 +24,7 @@ def falling(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     def score(classifier: Any, split: Any, *_: Any) -> Scores:
         seen.append({name: value.clone() for name, value in classifier.model.state_dict().items()})
-        return Scores(100, 90 - len(seen), 100, 1.0, 0, torch.zeros(3, 3))
+        return Scores(100, 90 - len(seen), 100, 1.0, 0, torch.ones(3, 3))
 
     monkeypatch.setattr(training, "evaluate", score)
     return seen

@@ -15,8 +15,9 @@ from test_pretrain import built
 from dpn_cli import recipe as recipes
 from dpn_cli.distributed import World
 from dpn_cli.errors import DpnError
+from dpn_cli.supervised.check import check_batch
 from dpn_cli.supervised.recipe import in_steps
-from dpn_cli.supervised.train import check_batch, load_network
+from dpn_cli.supervised.train import load_network
 from tasks.pretrain.plan import describe, estimate
 from tasks.pretrain.recipe import PretrainRecipe, differences, resolve
 

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
+import test_highres as highres
+import test_lit as lit
 from scipy.stats import binom
 
+from dpn_cli import engine
 from dpn_cli.sanity import crop_warning, result_warning
+from tasks.vtab.bench import Bench
 
 
 @pytest.mark.parametrize(
@@ -31,10 +40,12 @@ def test_other_crops_are_not(pictures: list[tuple[int, int]]) -> None:
 
 
 def test_a_score_has_to_beat_the_highest_floor_by_more_than_luck() -> None:
-    floors = {"chance": 10.0, "always naming the most frequent class": 20.0}
+    floors = {"chance": 10.0, "most_frequent_class": 20.0}
     warning = result_warning("validation top-1", 15.0, floors, 100)
     assert warning is not None
-    assert "NOTHING LEARNT: validation top-1 15.00 % of 100 is not above always naming the most frequent" in warning
+    assert (
+        "NOTHING LEARNT: validation top-1 15.00 % of 100 is not above what always naming the most frequent" in warning
+    )
     # The one-sided binomial test of 100 answers at 20 %: 27 may be luck, 28 is not.
     assert binom.sf(26, 100, 0.2) > 0.05 > binom.sf(27, 100, 0.2)
     assert result_warning("", 27.0, floors, 100) is not None
@@ -47,3 +58,62 @@ def test_a_score_has_to_beat_the_highest_floor_by_more_than_luck() -> None:
 def test_one_class_alone_is_no_reason_to_warn() -> None:
     assert result_warning("", 100.0, {"chance": 100.0}, 50) is None
     assert result_warning("", 90.0, {"chance": 100.0}, 50) is not None
+
+
+def lines(capsys: pytest.CaptureFixture[str], start: str) -> list[str]:
+    return [line for line in capsys.readouterr().err.splitlines() if start in line]
+
+
+def test_classification_says_that_nothing_was_learnt_and_keeps_the_floors(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, count in (("a", 30), ("b", 15), ("c", 15)):  # the same pictures in every class
+        (tmp_path / "same" / name).mkdir(parents=True)
+        for number in range(count):
+            shutil.copy(photos / "class0" / f"{number:03d}.jpg", tmp_path / "same" / name)
+    result = highres.train(highres.small(tmp_path / "same", schedule={"steps": 2}), tmp_path / "run")
+    assert result["floors"] == {"chance": pytest.approx(100 / 3), "most_frequent_class": 50.0}
+    (line,) = lines(capsys, "NOTHING LEARNT")
+    assert f"validation top-1 {result['top1']:.2f} % of 12 is not above what always naming the most frequent" in line
+    highres.train(highres.small(photos), tmp_path / "learnt")
+    assert not lines(capsys, "NOTHING LEARNT")
+
+
+def test_a_centre_that_shows_next_to_nothing_is_said_before_training(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "fit", lambda *given, **named: pytest.fail("said too late"))
+    recipe = highres.small(photos, data={"eval_resize": 160})
+    with pytest.raises(pytest.fail.Exception, match="said too late"):
+        highres.train(recipe, tmp_path / "run")
+    (line,) = lines(capsys, "crops of")
+    assert "crops of 32x32 cover 3.2 % of the pictures, which are cropped at 160x200 (median)" in line
+
+
+def test_vtab_says_which_task_was_not_learnt(
+    toy: Callable[..., dict[str, Any]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # 86 or 87 of the 797 test images are of the most frequent class.
+    for right, said in ((87, 1), (400, 0)):
+        monkeypatch.setattr(Bench, "count_test", lambda self, weights, right=right: [(right, 797)] * len(weights))
+        toy(tmp_path / str(right), "lrs=1e-2", "seeds=1", "schedule.steps=2")
+        found = lines(capsys, "NOTHING LEARNT: svhn dpn: test top-1")
+        assert len(found) == said
+        assert all("10.92 % of 797 is not above what always naming the most frequent class" in line for line in found)
+
+
+def test_lit_says_that_retrieval_and_zero_shot_are_at_chance(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.lit.train.DEMO_SPLITS", {"train": (0, 32), "val": (1000, 1032)})
+    monkeypatch.setattr("tasks.lit.data.DEMO_SPLITS", {"train": (0, 32), "val": (1000, 1032)})
+    lit.train(lit.small("demo", lr=1e-9, batch_size=32, schedule={"steps": 1, "warmup": 0}), tmp_path / "run")
+    said = lines(capsys, "NOTHING LEARNT")
+    assert [line.split(": ")[2].split(" %")[0].rsplit(" ", 1)[0] for line in said] == [
+        "held-out image to text R@5",
+        "held-out text to image R@5",
+        "zero-shot top-1",
+    ]

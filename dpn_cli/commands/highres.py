@@ -9,6 +9,7 @@ import typer
 
 from dpn_cli import options, recipe
 from dpn_cli.commands import one_line_errors
+from dpn_cli.commands import options_classify as own
 from dpn_cli.commands.keys import recipe_flags
 from dpn_cli.console import Console
 from tasks.highres import recipe as highres_recipe
@@ -38,14 +39,15 @@ def highres(
     image_column: options.ImageColumn = None,
     label_column: options.LabelColumn = None,
     decode: options.Decode = None,
+    flip: own.Flip = None,
     skip_bad_images: options.SkipBadImages = None,
     lr: options.Lr = None,
     layer_decay: options.LayerDecay = None,
     loss: options.Loss = None,
-    mixup: options.Mixup = None,
-    ema: options.EmaOption = None,
+    mixup: own.Mixup = None,
+    ema: own.EmaOption = None,
     seed: options.Seed = None,
-    steps: options.HighresSteps = None,
+    steps: own.HighresSteps = None,
     epochs: options.Epochs = None,
     batch_size: options.BatchSize = None,
     precision: options.Precision = None,

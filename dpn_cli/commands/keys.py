@@ -22,6 +22,7 @@ RECIPE_KEYS = {
     "image_column": "data.image_column",
     "label_column": "data.label_column",
     "decode": "data.decode",
+    "flip": "data.flip",
     "skip_bad_images": "data.skip_bad_images",
     **{name: f"data.{name}" for name in ("fraction", "classes", "label_offset", "ignore_label", "mask_column")},
     "layer_decay": "optim.layer_decay",

@@ -10,6 +10,7 @@ import typer
 
 from dpn_cli import options, recipe
 from dpn_cli.commands import one_line_errors
+from dpn_cli.commands import options_classify as own
 from dpn_cli.commands.keys import recipe_flags
 from dpn_cli.console import Console
 from dpn_cli.errors import DpnError
@@ -134,13 +135,14 @@ def pretrain(
     image_column: options.ImageColumn = None,
     label_column: options.LabelColumn = None,
     decode: options.Decode = None,
+    flip: own.Flip = None,
     skip_bad_images: options.SkipBadImages = None,
     preset: Preset = None,
     augment: Augment = None,
-    mixup: options.Mixup = None,
+    mixup: own.Mixup = None,
     lr: options.Lr = None,
     loss: options.Loss = None,
-    ema: options.EmaOption = None,
+    ema: own.EmaOption = None,
     seed: options.Seed = None,
     steps: Steps = None,
     epochs: options.Epochs = None,

@@ -39,7 +39,8 @@ Loaded = tuple[Tensor, int, int] | DataError
 @dataclass(frozen=True)
 class Augmentation:
     """How training images are made: size in pixels, decoding, the mixup strength p of Beta(p, p), and RandAugment's
-    number of operations and their magnitude. Inception crops, or the whole image squeezed to that size.
+    number of operations and their magnitude. Inception crops, or the whole image squeezed to that size; with `flip`
+    every second image is mirrored.
     """
 
     size: Size
@@ -48,6 +49,7 @@ class Augmentation:
     layers: int = 0
     magnitude: float = 0.0
     crop: Literal["inception", "whole"] = "inception"
+    flip: bool = True
 
 
 class _Crops(Dataset[Loaded]):
@@ -79,7 +81,8 @@ class _Crops(Dataset[Loaded]):
     def _augmented(self, crop: Tensor, step: int, place: int) -> Tensor:
         """Mirror every second crop, then augment it: shearing turns about a corner, so the order matters."""
         generator = torch.Generator().manual_seed(fold(self.seed, RANDAUGMENT, step, place))
-        if torch.rand((), generator=generator) < 0.5:
+        mirrored = bool(torch.rand((), generator=generator) < 0.5)
+        if mirrored and self.augmentation.flip:
             crop = crop.flip(-1)
         return rand_augment(crop, self.augmentation.layers, self.augmentation.magnitude, generator)
 
@@ -150,7 +153,7 @@ def crop_batches(
                 if skipped:
                     on_skip(skipped)
                 images, labels = (tensor.to(world.device, non_blocking=True) for tensor in (images, labels))
-                if not augmentation.layers:
+                if augmentation.flip and not augmentation.layers:
                     generator = torch.Generator().manual_seed(fold(seed, FLIP, step))
                     flipped = (torch.rand(batch_size, generator=generator) < 0.5)[mine].nonzero()[:, 0]
                     flipped = flipped.to(world.device)

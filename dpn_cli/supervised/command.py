@@ -12,8 +12,9 @@ from dpn_cli.data.classified import ClassData, Source, open_class_data
 from dpn_cli.distributed import World
 from dpn_cli.run import run_in_folder, run_name
 from dpn_cli.runstate import RunFolder
+from dpn_cli.supervised.check import check_batch
 from dpn_cli.supervised.recipe import SupervisedRecipe, in_steps
-from dpn_cli.supervised.train import check_batch, measure_step, train_classifier
+from dpn_cli.supervised.train import measure_step, train_classifier
 
 OpenData = Callable[[SupervisedRecipe], ClassData]
 Train = Callable[[ClassData, RunFolder, World], dict[str, Any]]

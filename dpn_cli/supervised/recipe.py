@@ -40,6 +40,7 @@ class Data(Section):
     eval_resize: Positive | None = None
     skip_bad_images: bool = False
     crop: Literal["inception", "whole"] = "inception"
+    flip: bool = True
 
 
 class Network(Backbone):

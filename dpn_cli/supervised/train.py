@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import torch
@@ -11,27 +10,27 @@ from torch import Tensor, nn
 from dpn_cli import distributed, engine
 from dpn_cli.arch import size_name
 from dpn_cli.backbone import Backbone, load_backbone
-from dpn_cli.classifier import WEIGHTS, Classifier, load_classifier, predict, resize_for, save_classifier
+from dpn_cli.classifier import WEIGHTS, Classifier, load_classifier, predict, save_classifier
 from dpn_cli.console import Console
-from dpn_cli.data.classified import ClassData, Part, describe_imagenet, hash_order
-from dpn_cli.data.labelled import Labelled, fingerprint
+from dpn_cli.data.classified import ClassData
+from dpn_cli.data.labelled import Labelled
 from dpn_cli.data.loader import Augmentation, blend, crop_batches, worker_count
 from dpn_cli.data.trained_on import record
 from dpn_cli.distributed import World
-from dpn_cli.errors import DataError, DpnError
-from dpn_cli.fewshot import POOL, check_shots, choose, encode, probe
+from dpn_cli.errors import DpnError
+from dpn_cli.fewshot import choose, encode, probe
 from dpn_cli.freeze import freeze
 from dpn_cli.losses import LOSSES
 from dpn_cli.memory import MicroBatch
-from dpn_cli.runstate import Checkpoints, MetricsLog, RunFolder, describe_device
+from dpn_cli.runstate import Checkpoints, MetricsLog, RunFolder
+from dpn_cli.sanity import result_warning
 from dpn_cli.scoring import Scores, score
+from dpn_cli.supervised.check import check_batch, check_data, input_size, resize_side_of, shot_pool
 from dpn_cli.supervised.recipe import SupervisedRecipe
 from dpn_cli.trackers import build_tracker
 from dpn_cli.trainstate import evaluated_weights
 
 Json = dict[str, Any]
-# Training images that are decoded before training, to see whether the files are images at all.
-SAMPLE = 100
 
 
 def train_classifier(
@@ -48,7 +47,7 @@ def train_classifier(
     The recipe's duration is in steps; `notes` join the result.
     Raises `DpnError` and its kin; what was trained until then is kept.
     """
-    facts = _check_data(recipe, data, folder, world, console)
+    facts = check_data(recipe, data, folder, world, console)
     weights = folder.path / WEIGHTS
     if not distributed.from_leader(weights.is_file()):
         check_batch(recipe, world)
@@ -69,6 +68,7 @@ def train_classifier(
         "top1": scores.top1,
         "top5": scores.top5,
         "loss": scores.loss,
+        "floors": scores.floors,
         "minival_top1": trained["minival_top1"],
         "best_step": trained["best_step"],
         "curve": trained["curve"],
@@ -77,80 +77,11 @@ def train_classifier(
         "data": facts["data"],
         **(notes or {}),
     }
+    if warning := result_warning("validation top-1", scores.top1, scores.floors, scores.images):
+        console.warn(warning)
     if world.leads:
         folder.finish(result)
     return result
-
-
-def check_batch(recipe: SupervisedRecipe, world: World) -> None:
-    """Raise `DpnError` unless ranks and micro-batches divide the batch: it is never rounded."""
-    batch, micro = recipe.batch_size, recipe.runtime.micro_batch_size
-    if batch % world.size:
-        engine.refuse_batch(batch, world.size)
-    share = batch // world.size
-    if micro != "auto" and share > micro and share % micro:
-        fits = max(size for size in range(1, micro) if share % size == 0)
-        raise DpnError(
-            f"--micro-batch-size {micro}: does not divide the {share} images of a rank (--batch-size {batch} over "
-            f"{world.size} ranks); use {fits}, or auto"
-        )
-
-
-def _check_data(recipe: SupervisedRecipe, data: ClassData, folder: RunFolder, world: World, console: Console) -> Json:
-    """Decode a sample, and see that a resumed run meets the classes and images it began with."""
-    found: Json = {
-        "classes": list(data.classes),
-        "data": {name: fingerprint(getattr(data, name)) for name in ("train", "minival", "val")},
-    }
-    path = folder.path / "run.json"
-    before = distributed.from_leader(json.loads(path.read_text("utf-8")) if path.is_file() else {})
-    if "classes" in before and before["classes"] != found["classes"]:
-        raise DataError(
-            f"--data {recipe.data.source}: {len(found['classes'])} classes now, {len(before['classes'])} others when "
-            f"this run began ({_change(before['classes'], found['classes'])}); start another with -o"
-        )
-    if "data" in before and before["data"] != found["data"]:
-        raise DataError(
-            f"--data {recipe.data.source}: the images have changed since this run began; start another with -o"
-        )
-    if recipe.fewshot:
-        _check_probe(recipe.fewshot, data)
-    if note := describe_imagenet(data):
-        console.info(note)
-    console.info(
-        f"{len(data.train.labels)} images to train on, {len(data.minival.labels)} in minival, "
-        f"{len(data.val.labels)} to validate, {len(data.classes)} classes; {recipe.schedule.steps} steps of "
-        f"{recipe.batch_size}, {recipe.schedule.steps * recipe.batch_size / len(data.train.labels):.2f} epochs"
-    )
-    if world.leads:
-        folder.update(device=describe_device(world.device), ranks=world.size, status="running", **found)
-        for split in (data.train, data.minival, data.val):
-            for index in range(0, len(split.labels), max(1, len(split.labels) // SAMPLE)):
-                try:
-                    split.pixels(index)
-                except DataError:
-                    if not recipe.data.skip_bad_images:
-                        raise
-    return found
-
-
-def _check_probe(shots: int, data: ClassData) -> None:
-    """Raise `DpnError` when there is nothing to test the few-shot probe on, or too little to draw from."""
-    if not data.minival.labels:
-        raise DpnError(
-            f"--eval-fewshot {shots}: the probe is tested on minival, and there is none (data.minival); leave some "
-            "images to it, or probe the finished run with 'dpn eval fewshot'"
-        )
-    check_shots("--eval-fewshot", _shot_pool(data.train).labels, data.classes, shots)
-
-
-def _change(before: list[str], now: list[str]) -> str:
-    gone, new = sorted(set(before) - set(now)), sorted(set(now) - set(before))
-    return f"gone: {', '.join(gone[:3]) or 'none'}; new: {', '.join(new[:3]) or 'none'}"
-
-
-def _shot_pool(train: Labelled) -> Labelled:
-    return train if len(train.labels) <= POOL else Part(train, sorted(hash_order(train)[:POOL]))
 
 
 def load_network(recipe: SupervisedRecipe, classes: int) -> Backbone:
@@ -160,7 +91,7 @@ def load_network(recipe: SupervisedRecipe, classes: int) -> Backbone:
         section.arch,
         stem=section.stem,
         checkpoint=section.checkpoint,
-        image_size=section.image_size or 384,
+        image_size=input_size(recipe),
         num_classes=classes,
         pool=section.pool,
         pre_logits=section.pre_logits,
@@ -200,7 +131,10 @@ def loss_of(recipe: SupervisedRecipe, model: Backbone, classes: int) -> engine.L
 def augmentation_of(recipe: SupervisedRecipe, size: tuple[int, int]) -> Augmentation:
     """Return how the recipe makes training images of `size`."""
     augment = recipe.randaugment
-    return Augmentation(size, recipe.data.decode, recipe.mixup, augment.layers, augment.magnitude, recipe.data.crop)
+    data = recipe.data
+    return Augmentation(
+        size, data.decode, recipe.mixup, augment.layers, augment.magnitude, crop=data.crop, flip=data.flip
+    )
 
 
 class _Training:
@@ -222,7 +156,7 @@ class _Training:
         console.info(self.model.report.summary())
         if recipe.freeze:
             console.info(f"{freeze(self.model, recipe.freeze) / 1e6:.2f} M weights are frozen")
-        side = recipe.data.eval_resize or resize_for(self.model.config.image_size)
+        side = resize_side_of(recipe, self.model.config.image_size)
         self.classifier = Classifier(self.model, data.classes, recipe.loss, side, {})
 
     def run(self) -> None:
@@ -306,13 +240,15 @@ class _Training:
         return accuracy
 
     def _probe(self, shots: int) -> float:
-        pool, classes = _shot_pool(self.data.train), len(self.data.classes)
+        pool, classes = shot_pool(self.data.train), len(self.data.classes)
         rows = choose(torch.as_tensor(pool.labels).numpy(), classes, shots, 0).tolist()
         recipe, device = self.recipe, self.world.device
         bad = recipe.data.skip_bad_images
         size = recipe.eval_batch_size
-        train = encode(self.model, pool, recipe.runtime, device, size, rows=rows, skip_bad=bad)
-        test = encode(self.model, self.data.minival, recipe.runtime, device, size, skip_bad=bad)
+        # The probe's own crop would hide the edges of pictures that the network is trained on whole.
+        whole = self.classifier.transform if self.classifier.resize_side is None else None
+        train = encode(self.model, pool, recipe.runtime, device, size, rows=rows, skip_bad=bad, transform=whole)
+        test = encode(self.model, self.data.minival, recipe.runtime, device, size, skip_bad=bad, transform=whole)
         return 100 * probe(*train, *test, classes)
 
 

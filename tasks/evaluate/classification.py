@@ -151,6 +151,7 @@ def _result(
         "fingerprint": fingerprint(split),
         "image_size": list(classifier.model.config.image_size),
         "resize_side": classifier.resize_side,
+        "image_preparation": classifier.preparation,
         "images": scores.images,
         "skipped": scores.skipped,
         "classes": len(names),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from dpn_cli.distributed import World
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.memory import MicroBatch
 from dpn_cli.runstate import Checkpoints, MetricsLog, RunFolder, describe_device
+from dpn_cli.sanity import result_warning
 from dpn_cli.trackers import build_tracker
 from tasks.lit.batches import Texts, cached_batches, encoded_batches, tokenize
 from tasks.lit.cache import BATCH, cached_features, data_fingerprint
@@ -115,9 +117,25 @@ def run(recipe: LitRecipe, folder: RunFolder, world: World, console: Console) ->
         "data": facts["data"],
         **({"zeroshot": demo_zeroshot(towers, recipe, world)} if recipe.demo else {}),
     }
+    for warning in _warnings(result):
+        console.warn(warning)
     if world.leads:
         folder.finish(result)
     return result
+
+
+def _warnings(result: Json) -> Iterator[str]:
+    """Yield what to say of scores that are not above chance."""
+    found, scored = result["retrieval"], result.get("zeroshot")
+    scores = [
+        (f"held-out {way.replace('_', ' ')} R@5", found[f"{way}@5"], {"chance": found["chance@5"]}, found[count])
+        for way, count in (("image_to_text", "images"), ("text_to_image", "captions"))
+    ]
+    if scored:
+        scores.append(("zero-shot top-1", scored["top1"], scored["floors"], scored["images"]))
+    for score in scores:
+        if warning := result_warning(*score):
+            yield warning
 
 
 def _check_data(train: Captioned, val: Captioned, tokenizer: Tokenizer, folder: RunFolder, world: World) -> Json:
@@ -240,4 +258,11 @@ def demo_zeroshot(towers: Towers, recipe: LitRecipe, world: World) -> Json:
     with engine.precision_of(recipe.runtime, world.device):
         weights = build_classifier(towers, split.classes, prompt_set("demo"))
         scores = classify(towers, weights, split, world, workers=0, batch_size=BATCH, skip_bad=False)
-    return {"top1": scores.top1, "classes": len(split.classes), "chance": 100 / len(split.classes), "prompts": "demo"}
+    return {
+        "top1": scores.top1,
+        "images": scores.images,
+        "classes": len(split.classes),
+        "chance": 100 / len(split.classes),
+        "floors": scores.floors,
+        "prompts": "demo",
+    }

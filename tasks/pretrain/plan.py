@@ -11,9 +11,10 @@ import torch
 from dpn_cli import engine
 from dpn_cli.distributed import World, join
 from dpn_cli.recipe import Runtime
+from dpn_cli.supervised.check import check_batch
 from dpn_cli.supervised.command import open_data
 from dpn_cli.supervised.recipe import in_steps
-from dpn_cli.supervised.train import check_batch, load_network
+from dpn_cli.supervised.train import load_network
 from tasks.pretrain.command import open_tuning
 from tasks.pretrain.flops import training_flops
 from tasks.pretrain.recipe import PretrainRecipe, runs_of

@@ -56,6 +56,7 @@ PAPER: Plain = {
     "backbone.image_size": 224,
     "backbone.pool": None,
     "data.crop": "inception",
+    "data.flip": True,
     "data.decode": "exact",
     "data.minival": None,
     "data.eval_resize": None,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from statistics import fmean
 
+import numpy as np
 from safetensors.torch import load_file
 
 from dpn_cli import distributed, engine
@@ -18,6 +19,7 @@ from dpn_cli.distributed import World
 from dpn_cli.errors import DataError, NonFiniteError, OutOfMemoryError, SaveError
 from dpn_cli.files import replace_json
 from dpn_cli.runstate import Checkpoints, MetricsLog, RunFolder, describe_device
+from dpn_cli.sanity import class_floors, result_warning
 from dpn_cli.trackers import Track, build_tracker
 from tasks.vtab.bench import Bench, load_network
 from tasks.vtab.cells import Cell, Json, Ledger, TaskOutcome, choose_lr, read_json
@@ -143,6 +145,11 @@ class TaskSweep:
         if distributed.from_leader(all(cell.done(self.recipe.schedule.steps) for cell in chosen)):
             self._score(chosen)
             self._discard(chosen)
+            counts = np.bincount(np.asarray(self.data.test.labels), minlength=self.task.classes)
+            metric = f"{self.task.name} {self.stem}: test top-1"
+            mean = fmean(outcome.test.values())
+            if warning := result_warning(metric, mean, class_floors(counts.tolist()), outcome.test_images):
+                self.console.warn(warning)
         return outcome
 
     def _cell(self, lr: float, seed: int, split: str = "train800") -> Cell:

@@ -1,0 +1,118 @@
+"""Pictures that are not ImageNet's: shown alike in training and evaluation, mirrored or not, learnt by default."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import test_highres as highres
+import torch
+import yaml
+from PIL import Image
+from test_cli import run
+
+from dpn_cli.backbone import load_backbone
+from dpn_cli.classifier import Classifier, load_classifier, save_classifier
+from dpn_cli.data.classified import ClassFolders
+from dpn_cli.data.crops import eval_crop
+from dpn_cli.data.loader import Augmentation, crop_batches
+from dpn_cli.data.pixels import resize, rows_of_step
+from dpn_cli.distributed import World
+from dpn_cli.supervised import train as training
+from dpn_cli.supervised.check import resize_side_of
+
+ALONE = World(0, 1, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def edges(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Wide pictures whose classes differ in a strip at the left edge, which a central crop cuts off."""
+    root, generator = tmp_path_factory.mktemp("edges"), np.random.default_rng(0)
+    for label in range(2):
+        (root / f"class{label}").mkdir()
+        for number in range(30):
+            pixels = generator.integers(0, 60, (16, 64, 3), dtype=np.uint8)
+            pixels[:, :8] += np.uint8(190 * label)
+            Image.fromarray(pixels).save(root / f"class{label}" / f"{number:02d}.png")
+    return root
+
+
+def test_pictures_that_train_whole_are_evaluated_whole(edges: Path, tmp_path: Path) -> None:
+    recipe = highres.small(
+        edges, backbone={"arch": "mu/8", "image_size": 32}, data={"crop": "whole", "flip": False, "minival": 0.2}
+    )
+    result = highres.train(recipe, tmp_path / "run")
+    assert result["top1"] > 80  # the centre says nothing: chance is 50
+    scored = run("eval", str(tmp_path / "run"), "--data", str(edges), "--json", "-q")
+    assert yaml.safe_load(scored.stdout)["top1"] > 80
+    split = ClassFolders(edges)
+    trained = next(crop_batches(split, Augmentation((32, 32), crop="whole", flip=False), 6, 3, ALONE, workers=0)(0))
+    transform = load_classifier(str(tmp_path / "run")).transform
+    for place, row in enumerate(rows_of_step(60, 6, 3, 0).tolist()):
+        assert torch.equal(transform(split.pixels(row)), trained["image"][place])
+
+
+def test_the_probe_during_training_sees_whole_pictures_too(edges: Path, tmp_path: Path) -> None:
+    data = {"crop": "whole", "flip": False, "minival": 0.3}
+    recipe = highres.small(edges, backbone={"arch": "mu/8", "image_size": 32}, data=data, fewshot=5)
+    result = highres.train(recipe, tmp_path / "run")
+    assert result["curve"][-1]["fewshot_5"] == 100
+
+
+def test_how_a_classifier_takes_its_pictures_is_kept(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 90, 3), dtype=np.uint8)
+    model = load_backbone("mu/8", image_size=32, num_classes=2)
+    for side, words in ((None, "resized whole to 32 x 32"), (36, "shorter side resized to 36 by area")):
+        save_classifier(Classifier(model, ("a", "b"), "softmax", side, {}), tmp_path / "weights.safetensors")
+        again = load_classifier(str(tmp_path / "weights.safetensors"))
+        larger = load_classifier(str(tmp_path / "weights.safetensors"), (48, 48))
+        expected = [resize(pixels, (s, s)) if side is None else eval_crop(pixels, side, (s, s)) for s in (32,)]
+        assert torch.equal(again.transform(pixels), expected[0])
+        assert words in again.preparation
+        # At another size pictures stay whole, or keep the proportion of the centre.
+        assert larger.resize_side == (None if side is None else 55)
+
+
+def test_a_crop_that_is_asked_for_is_the_one_of_the_evaluation(edges: Path) -> None:
+    recipe = highres.small(edges, data={"crop": "whole", "eval_resize": 40})
+    assert resize_side_of(recipe, (32, 32)) == 40
+    assert resize_side_of(highres.small(edges), (32, 32)) == 37
+
+
+@pytest.mark.parametrize("layers", [0, 2])
+def test_pictures_are_mirrored_unless_flips_are_off(layers: int, edges: Path) -> None:
+    split = ClassFolders(edges)
+
+    def images(flip: bool) -> torch.Tensor:
+        how = Augmentation((16, 64), layers=layers, magnitude=0.0, crop="whole", flip=flip)
+        stream = crop_batches(split, how, 8, 3, ALONE, workers=0)(0)
+        return torch.cat([next(stream)["image"] for _ in range(5)])
+
+    rows = [row for step in range(5) for row in rows_of_step(60, 8, 3, step).tolist()]
+    whole = torch.stack([resize(split.pixels(row), (16, 64)) for row in rows])
+    flipped, plain = images(True), images(False)
+    changed = (flipped != plain).flatten(1).any(1)
+    assert 10 < int(changed.sum()) < 30
+    assert torch.equal(plain[~changed], flipped[~changed])
+    if not layers:
+        assert torch.equal(plain, whole)
+        assert torch.equal(flipped[changed], whole[changed].flip(-1))
+
+
+@pytest.mark.parametrize("command", [["finetune", "highres"], ["pretrain", "--augment", "none"]])
+def test_flips_are_an_option_of_both_commands(command: list[str]) -> None:
+    def flips(*asked: str) -> Any:
+        done = run(*command, "--arch", "mu/8", "--data", "x", *asked, "--print-config")
+        assert done.exit_code == 0, done.output
+        return yaml.safe_load(done.stdout)["data"]["flip"]
+
+    assert flips("--no-flip") is False
+    assert flips("--flip") is True
+
+
+def test_the_flip_key_reaches_the_training_images(edges: Path) -> None:
+    for flip in (True, False):
+        augmentation = training.augmentation_of(highres.small(edges, data={"flip": flip}), (32, 32))
+        assert augmentation.flip is flip
