@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from dpn_cli.arch import SIZES, Pool, Size, Stem, check_image_size, check_stem, parse_arch, size_name
 from dpn_cli.checkpoints import Checkpoint, State, describe
 from dpn_cli.checkpoints.layout import settle_positions
 from dpn_cli.errors import DataError, DpnError
-from dpn_cli.files import replace_file
 from dpn_cli.sources import open_checkpoint
 from dpn_cli.vit import DPNViT, ViTConfig, posemb_sincos2d, resample_posemb
+from dpn_cli.weights import write_weights
 
 HEAD = ("head.weight", "head.bias")
 Rgb = tuple[float, float, float]
@@ -169,9 +168,7 @@ def export_backbone(model: Backbone, path: Path, extra: Mapping[str, str] | None
 
     `load_backbone` reads it back to the bit. The write is atomic. Raises `SaveError` when it fails.
     """
-    state = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
-    metadata = {**describe_backbone(model), **(extra or {})}
-    return replace_file(path, lambda temporary: save_file(state, temporary, metadata))
+    return write_weights(path, model.state_dict(), {**describe_backbone(model), **(extra or {})})
 
 
 def describe_backbone(model: Backbone) -> dict[str, str]:

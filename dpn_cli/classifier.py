@@ -10,18 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
+from dpn_cli import kinds
 from dpn_cli.backbone import Backbone, export_backbone, load_whole
 from dpn_cli.data.crops import Size, eval_crop
 from dpn_cli.data.pixels import Transform, resize
-from dpn_cli.errors import DataError, DpnError
+from dpn_cli.errors import DpnError
+from dpn_cli.kinds import WEIGHTS as WEIGHTS
+from dpn_cli.kinds import Kind, resolve
 from dpn_cli.losses import Loss
 from dpn_cli.sources import open_checkpoint
 
-KEY = "classifier"
-WEIGHTS = "weights.safetensors"
+KEY: Kind = "classifier"
 
 
 @dataclass
@@ -69,23 +70,19 @@ def save_classifier(classifier: Classifier, path: Path) -> str:
         "classes": classifier.classes,
         "loss": classifier.loss,
         "resize_side": classifier.resize_side,
+        "image_size": list(classifier.model.config.image_size),
         "facts": classifier.facts,
     }
-    return export_backbone(classifier.model, path, {KEY: json.dumps(described)})
+    return export_backbone(classifier.model, path, {kinds.KEY: KEY, KEY: json.dumps(described)})
 
 
-def load_classifier(place: str, image_size: Size | None = None) -> Classifier:
-    """Load a classifier from a run's folder, or from a checkpoint with a head.
+def load_classifier(place: str, image_size: Size | None = None, command: str = "dpn predict") -> Classifier:
+    """Load a classifier for `command` from a run's folder, or from a checkpoint with a head.
 
     A checkpoint of another origin does not name its classes: for 1000 outputs they are ImageNet's, else numbers.
-    Raises `DataError` when there is nothing to load, `DpnError` when it has no head.
+    Raises `DataError` when there is nothing to load or it is of another kind, `DpnError` when it has no head.
     """
-    path = Path(place).expanduser()
-    if (path / "run.json").is_file():
-        path = path / WEIGHTS
-        if not path.is_file():
-            raise DataError(f"{place}: the run has not finished training; finish it with --resume")
-        place = str(path)
+    place = resolve(place, command)
     source = open_checkpoint(place)
     head = source.state.get("head.weight")
     if head is None:
@@ -93,21 +90,15 @@ def load_classifier(place: str, image_size: Size | None = None) -> Classifier:
             f"{place}: the network has no head, so it tells no classes; train one with 'dpn finetune highres'"
         )
     model = load_whole(source, image_size)
-    described = _description(path)
     size = model.config.image_size
-    if described:
+    if KEY in source.about:
+        described = json.loads(source.about[KEY])
         side = described["resize_side"]
-        if image_size is not None and side is not None:
+        converted = described.get("image_size", list(size)) != list(size)
+        if side is not None and (converted or image_size is not None):
             side = resize_for(size)
         return Classifier(model, tuple(described["classes"]), described["loss"], side, described["facts"])
     return Classifier(model, imagenet_classes(len(head)), "softmax", resize_for(size), {"classes": "assumed"})
-
-
-def _description(path: Path) -> dict[str, Any]:
-    if path.suffix != ".safetensors" or not path.is_file():
-        return {}
-    with safe_open(path, framework="pt") as file:
-        return dict(json.loads((file.metadata() or {}).get(KEY, "{}")))
 
 
 def imagenet_classes(count: int) -> tuple[str, ...]:

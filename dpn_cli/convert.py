@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dpn_cli import __version__
@@ -21,7 +21,9 @@ from dpn_cli.checkpoints.layout import Rgb
 from dpn_cli.checkpoints.timm_vit import KEY
 from dpn_cli.errors import DpnError
 from dpn_cli.files import replace_file
+from dpn_cli.kinds import kind_of
 from dpn_cli.vit import DPNViT
+from dpn_cli.weights import save_weights
 
 TOLERANCE = 1e-5
 PROOF_IMAGES, PROOF_SEED = 4, 0
@@ -63,6 +65,7 @@ def inspect(source: Checkpoint, image_size: int | tuple[int, int] | None = None)
     return {
         "source": source.source,
         "format": source.format,
+        "kind": kind_of(source.about),
         "digest": source.digest,
         "arch": f"{name}/{patch}" if name else None,
         "width": size.width,
@@ -104,13 +107,14 @@ def convert(
     """
     model = load_whole(source, image_size)
     state = model.state_dict() if to == "dpn" else timm_state(model)
-    metadata = {**(describe_backbone(model) if to == "dpn" else describe_timm(model)), "origin": origin(model)}
+    described = describe_backbone(model) if to == "dpn" else describe_timm(model)
+    metadata = {**described, **source.about, "origin": origin(model)}
     images = torch.randn(PROOF_IMAGES, 3, *model.config.image_size, generator=torch.Generator().manual_seed(PROOF_SEED))
     error = 0.0
 
     def write(temporary: Path) -> None:
         nonlocal error
-        save_file({name: value.detach().contiguous() for name, value in state.items()}, temporary, metadata)
+        save_weights(temporary, state, metadata)
         again = load_whole(read_file(temporary), None) if to == "dpn" else build_timm(temporary)
         error = distance(model, again, images)
         if not error <= TOLERANCE:

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
@@ -96,6 +97,15 @@ def replace_text(path: Path, text: str) -> None:
 def replace_json(path: Path, value: object) -> None:
     """Put a value as JSON in the place of a file's content, atomically. Raises `SaveError`."""
     replace_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """Return the object in a JSON file, or None when there is no such file or it holds something else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def save_error(path: Path, error: Exception) -> SaveError:

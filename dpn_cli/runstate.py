@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dpn_cli import kinds
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.files import file_digest, flush, replace_json, replace_text, save_error
 
@@ -84,7 +85,7 @@ class RunFolder:
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write result.json and mark the run finished."""
         replace_json(self.path / "result.json", result)
-        self.update(status="finished")
+        self.update(status="finished", **{key: result[key] for key in (kinds.DIGEST,) if key in result})
 
 
 class MetricsLog:

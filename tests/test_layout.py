@@ -46,6 +46,8 @@ LAYERS = {
     "dpn_cli.vit": 4,
     "dpn_cli.checkpoints": 4,
     "dpn_cli.stopping": 3,
+    "dpn_cli.weights": 3,
+    "dpn_cli.kinds": 3,
     "dpn_cli.stem": 3,
     "dpn_cli.recipe": 3,
     "dpn_cli.hub": 3,

@@ -405,7 +405,7 @@ WRONG: list[tuple[list[str], int, str]] = [
     (["cache", "--data", "BROKEN", *TOWER], 3, "1.png: not a readable image"),
     (["train", "--data", "EMPTY", *TOWER, "-b", "2"], 3, "a pair without text"),
     (["eval", "nowhere", "--data", "demo"], 3, "nowhere: no file of two towers"),
-    (["eval", str(GOLDENS / "vit_dpn.io.npz"), "--data", "demo"], 3, "no file of two towers"),
+    (["eval", str(GOLDENS / "vit_dpn.io.npz"), "--data", "demo"], 3, "not a file of two LiT towers"),
     (["eval", "RUN", "--data", "PAIRS", "--tokenizer", "PIECES"], 3, "the run was trained with open_clip BPE"),
     (["eval", "RUN", "--data", "demo", "--split", "best"], 2, "choose train, val, test or all"),
     (["eval", "RUN", "--data", "demo", "--prompts", "clip_wrst"], 3, "choose clip_paper"),
@@ -459,7 +459,7 @@ def test_a_foreign_backbone_is_no_run(tmp_path: Path) -> None:
     from dpn_cli.backbone import export_backbone
 
     export_backbone(load_backbone("mu/8", image_size=16), tmp_path / "one.safetensors")
-    with pytest.raises(DataError, match="one network and not two towers; 'dpn lit train --checkpoint"):
+    with pytest.raises(DataError, match="not a file of two LiT towers; 'dpn lit train --checkpoint"):
         load_towers(str(tmp_path / "one.safetensors"))
     with pytest.raises(DpnError, match="no run of lit in it"):
         load_towers(str(tmp_path))

@@ -70,10 +70,10 @@ def test_a_kept_classifier_is_of_its_tower_names_prompts_and_precision(
     assert not torch.equal(half, build_classifier(own, names, templates))
     assert len(list(tmp_path.iterdir())) == 7
 
-    def refuse(path: Path, write: Any) -> str:
+    def refuse(path: Path, *_: Any) -> str:
         raise SaveError(f"{path}: not written")
 
-    monkeypatch.setattr("tasks.lit.zeroshot.replace_file", refuse)  # as in a folder that may only be read
+    monkeypatch.setattr("tasks.lit.zeroshot.write_weights", refuse)  # as in a folder that may only be read
     assert torch.equal(
         classifier_of(own, names, templates, tmp_path / "locked", alone), build_classifier(own, names, templates)
     )

@@ -326,7 +326,7 @@ def test_other_runs_and_other_classes_are_refused(own: Path, tmp_path: Path) -> 
     photos = pictures(tmp_path / "photos", classes=3, each=12)
     train_classifier(small_classifier(photos, schedule={"steps": 1}, data={"minival": 0.0}), tmp_path / "classifier")
     done = run("segment", "predict", str(tmp_path / "classifier"), "x.jpg")
-    assert "not a segmentation network" in done.stderr
+    assert "is a classification run; use 'dpn predict'" in done.stderr
 
 
 def test_a_hub_data_set_gives_the_same_pairs(shapes: Path, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from dpn_cli.checkpoints.ours import describe
 from dpn_cli.checkpoints.refused import reason_against
 from dpn_cli.errors import DataError
 from dpn_cli.files import file_digest
+from dpn_cli.kinds import DESCRIPTIONS, KEY, digest_in_run, resolve
 
 __all__ = ["FORMATS", "Act", "Checkpoint", "State", "check_facts", "describe", "formats_of", "read_file"]
 
@@ -54,6 +55,7 @@ def read_file(path: Path) -> Checkpoint:
     Raises `DataError` when there is no such file, or it is damaged or of no known format.
     No pickled object is ever executed: NumPy's and PyTorch's loaders are restricted to plain arrays.
     """
+    path = Path(resolve(str(path), "--checkpoint"))
     try:
         if path.is_dir():
             path = weights_in(path)
@@ -61,9 +63,15 @@ def read_file(path: Path) -> Checkpoint:
             raise DataError("no such file")
         contents = _contents(path)
         checkpoint = _read(_only_format(contents), contents)
+        checkpoint.source, checkpoint.digest = str(path), file_digest(path)
+        if digest_in_run(path) not in (None, checkpoint.digest):
+            raise DataError(
+                "not the file that its run wrote (another SHA-256 is in run.json); bring that one back, or keep this "
+                "one in a folder of its own"
+            )
     except DataError as error:
         raise DataError(f"--checkpoint {path}: {error}") from error
-    checkpoint.source, checkpoint.digest = str(path), file_digest(path)
+    checkpoint.about = {key: text for key, text in contents.metadata.items() if key in (KEY, *DESCRIPTIONS)}
     return checkpoint
 
 

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.lib import format as npy
-from safetensors import safe_open
 from torch import Tensor
 
 from dpn_cli.checkpoints.layout import Contents, State
 from dpn_cli.errors import DataError
+from dpn_cli.weights import read_weights
 
 # A trained network hardly compresses; archives that unpack to more than both of these are not weights.
 MOST_UNPACKED, MOST_RATIO = 2**30, 100
@@ -154,8 +154,7 @@ def _from_numpy(name: str, array: np.ndarray[Any, Any]) -> Tensor:
 
 
 def _read_safetensors(path: Path) -> Contents:
-    with safe_open(path, framework="pt") as file:
-        return Contents({name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {})  # noqa: SIM118
+    return Contents(*read_weights(path))
 
 
 def _read_torch(path: Path) -> Contents:

@@ -51,6 +51,7 @@ class Checkpoint:
     token, before `settle_positions`; None where the format allows both. `renamed` maps names of the file to ours,
     `dropped` lists what is no weight of the image tower, `added` what the format does without and ours has, with the
     value that leaves the function as it is. `assumed` holds, by fact, what the file does not state; `notes` the rest.
+    `about` is what a file of ours says of more than the network: its kind, and the description of that kind.
     """
 
     state: State
@@ -70,6 +71,7 @@ class Checkpoint:
     added: list[str] = field(default_factory=list)
     assumed: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    about: dict[str, str] = field(default_factory=dict)
     digest: str = ""
     source: str = ""
 

@@ -131,7 +131,9 @@ def retrofit(
     """Give a plain ViT a DPN stem whose tokens are as near as they can be: a start for training."""
     with one_line_errors(verbose):
         _check_target(target, overwrite)
-        opened = _open(source, eps, act, heads, grid, mean, std)
+        from dpn_cli.kinds import resolve
+
+        opened = _open(resolve(source, "dpn checkpoint retrofit"), eps, act, heads, grid, mean, std)
         import torch
 
         from dpn_cli.backbone import config_of
@@ -210,6 +212,7 @@ def _print_inspection(found: dict[str, Any]) -> None:
     rows = {
         "file": found["source"],
         "format": found["format"],
+        "kind": found["kind"],
         "sha256": found["digest"] or "-",
         "size": f"{found['arch'] or 'no standard size'} ({size}{attention})",
         "parameters": f"{found['parameters'] / 1e6:.2f} M",

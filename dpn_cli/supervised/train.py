@@ -20,6 +20,7 @@ from dpn_cli.distributed import World
 from dpn_cli.errors import DpnError
 from dpn_cli.fewshot import choose, encode, probe
 from dpn_cli.freeze import freeze
+from dpn_cli.kinds import DIGEST
 from dpn_cli.losses import LOSSES
 from dpn_cli.memory import MicroBatch
 from dpn_cli.runstate import Checkpoints, MetricsLog, RunFolder
@@ -75,6 +76,7 @@ def train_classifier(
         "steps": recipe.schedule.steps,
         "timing": trained["timing"],
         "data": facts["data"],
+        DIGEST: classifier.model.report.digest,
         **(notes or {}),
     }
     if warning := result_warning("validation top-1", scores.top1, scores.floors, scores.images):
@@ -163,7 +165,7 @@ class _Training:
         """Train, take the last or the best checkpoint, and write the classifier's file."""
         recipe, data, world, console, model = self.recipe, self.data, self.world, self.console, self.model
         if world.leads:
-            self.folder.update(backbone=model.report.to_dict())
+            self.folder.update(backbone=model.report.to_dict(), **{DIGEST: None})
         skipped: list[int] = []
         batches = crop_batches(
             data.train,

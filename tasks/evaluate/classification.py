@@ -53,7 +53,7 @@ def evaluate(asked: Asked, runtime: Runtime, console: Console) -> dict[str, Any]
     with stopping.listen(stopping.NO_RESULT), join(runtime.device) as world:
         if asked.output_dir and world.leads:
             open_report(asked.output_dir)
-        classifier = load_classifier(asked.place, asked.image_size)
+        classifier = load_classifier(asked.place, asked.image_size, "dpn eval")
         split, names, part = open_part(asked.source, asked.split, classifier.facts)
         columns = match_classes(classifier.classes, names)
         console.info(

@@ -46,7 +46,7 @@ def export(place: str, folder: Path, kind: Kind) -> dict[str, Any]:
 
     Raises `DpnError` when the written network gives other outputs (it is not kept then) or a library is missing.
     """
-    classifier = load_classifier(place)
+    classifier = load_classifier(place, command="dpn export")
     classifier.model.eval()
     deployed = _Deployed(classifier).eval()
     size = classifier.model.config.image_size

@@ -13,6 +13,7 @@ from dpn_cli.data.labelled import Labelled, fingerprint
 from dpn_cli.distributed import join
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.fewshot import POOL, check_shots, encode, pick, probe
+from dpn_cli.kinds import resolve
 from dpn_cli.recipe import Runtime
 from dpn_cli.statistics import PERCENT, summarize
 
@@ -39,7 +40,8 @@ def fewshot(
     with stopping.listen(stopping.NO_RESULT), join(runtime.device) as world:
         if world.size > 1:
             raise DpnError("eval fewshot: run on one rank")
-        model = load_backbone(arch, stem=None, checkpoint=checkpoint, image_size=image_size)
+        place = resolve(checkpoint, "dpn eval fewshot")
+        model = load_backbone(arch, stem=None, checkpoint=place, image_size=image_size)
         console.info(model.report.summary())
         model.to(world.device).eval()
         train, names = open_split(source, "train")

@@ -14,10 +14,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch import Tensor
 
+from dpn_cli import kinds
 from dpn_cli.arch import Size, size_name
 from dpn_cli.backbone import Backbone, describe_backbone, load_backbone
 from dpn_cli.checkpoints import ours
@@ -25,11 +25,13 @@ from dpn_cli.checkpoints.layout import Contents
 from dpn_cli.data.labelled import Pixels
 from dpn_cli.data.pixels import resize
 from dpn_cli.errors import DataError
-from dpn_cli.files import replace_file
+from dpn_cli.kinds import WEIGHTS as WEIGHTS
+from dpn_cli.kinds import resolve
+from dpn_cli.weights import read_weights, write_weights
 from tasks.lit.text import TextTower
 from tasks.lit.tokens import Tokenizer
 
-KEY, WEIGHTS = "lit", "weights.safetensors"
+KEY = "lit"
 TEXTS = 256  # that go through the tower at once
 
 
@@ -94,31 +96,21 @@ def save_towers(towers: Towers, path: Path) -> str:
     tensors |= {f"text.{name}": value for name, value in towers.text.state_dict().items()}
     if towers.tokenizer.model is not None:
         tensors["tokenizer.model"] = torch.from_numpy(np.frombuffer(towers.tokenizer.model, dtype=np.uint8).copy())
-    state = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    return replace_file(path, lambda to: save_file(state, to, {KEY: json.dumps(describe(towers))}))
+    return write_weights(path, tensors, {kinds.KEY: "towers", KEY: json.dumps(describe(towers))})
 
 
-def load_towers(place: str) -> Towers:
-    """Load a run's folder, an export's, or the file in one of them. Raises `DataError` for anything else."""
-    path = Path(place).expanduser()
+def load_towers(place: str, command: str = "dpn lit eval") -> Towers:
+    """Load a run's folder, an export's, or the file in one of them, for `command`. Raises `DataError` for others."""
+    path = Path(resolve(place, command)).expanduser()
     if path.is_dir():
-        path = path / WEIGHTS
-        if not path.is_file():
-            unfinished = (path.parent / "run.json").is_file()
-            reason = (
-                "the run has not finished training; finish it with --resume" if unfinished else "no run of lit in it"
-            )
-            raise DataError(f"{place}: {reason}")
+        raise DataError(f"{place}: no run of lit in it")
     try:
-        with safe_open(path, framework="pt") as file:
-            described = json.loads((file.metadata() or {}).get(KEY, "null"))
-            if described is None:
-                raise DataError(
-                    f"{place}: one network and not two towers; 'dpn lit train --checkpoint {place}' trains one"
-                )
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
-                raise ValueError("weights that are no numbers")
+        tensors, metadata = read_weights(path)
+        described = json.loads(metadata[KEY])
+        if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
+            raise ValueError("weights that are no numbers")
+    except DataError as error:
+        raise DataError(f"{place}: {error}") from error
     except (OSError, SafetensorError, ValueError) as error:
         raise DataError(f"{place}: no file of two towers ({' '.join(str(error).split())[:120]})") from error
     try:

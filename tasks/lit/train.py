@@ -17,6 +17,8 @@ from dpn_cli.console import Console
 from dpn_cli.data.trained_on import record
 from dpn_cli.distributed import World
 from dpn_cli.errors import DataError, DpnError
+from dpn_cli.files import file_digest
+from dpn_cli.kinds import DIGEST, resolve
 from dpn_cli.memory import MicroBatch
 from dpn_cli.runstate import Checkpoints, MetricsLog, RunFolder, describe_device
 from dpn_cli.sanity import result_warning
@@ -57,7 +59,7 @@ def load_tower(recipe: LitRecipe, world: World) -> Backbone:
     tower = load_backbone(
         section.arch,
         stem=section.stem,
-        checkpoint=section.checkpoint,
+        checkpoint=section.checkpoint and resolve(section.checkpoint, "dpn lit train"),
         image_size=section.image_size or 224,
         pool=section.pool,
         pre_logits=section.pre_logits,
@@ -90,7 +92,7 @@ def run(recipe: LitRecipe, folder: RunFolder, world: World, console: Console) ->
     before = digest_of(tower)
     facts = _check_data(train, val, tokenizer, folder, world)
     if world.leads:
-        folder.update(backbone=tower.report.to_dict())
+        folder.update(backbone=tower.report.to_dict(), **{DIGEST: None})
     console.info(tower.report.summary())
     plain = replace(recipe_wants(recipe, tower, world), views=0)
     root = cache_root(recipe.cache.folder) if recipe.cache.use else None
@@ -115,6 +117,7 @@ def run(recipe: LitRecipe, folder: RunFolder, world: World, console: Console) ->
         "batch_size": recipe.batch_size,
         "image_tower": before,
         "data": facts["data"],
+        DIGEST: file_digest(folder.path / WEIGHTS),
         **({"zeroshot": demo_zeroshot(towers, recipe, world)} if recipe.demo else {}),
     }
     for warning in _warnings(result):

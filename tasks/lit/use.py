@@ -41,7 +41,7 @@ def label(
     if not names:
         raise DpnError('--labels: no label in it; write them with commas, e.g. --labels "a red circle,a blue square"')
     with join(runtime.device) as world:
-        towers = load_towers(place).to(world.device)
+        towers = load_towers(place, "dpn lit predict").to(world.device)
         paths, results = find_pictures(pictures), list[Json]()
         autocast = engine.precision_of(runtime, world.device)
         with autocast:
@@ -83,7 +83,7 @@ def search(
     if not canonicalize_text(query):
         raise DpnError("--query: an empty sentence")
     with stopping.listen(stopping.NO_RESULT), join(runtime.device) as world:
-        towers = load_towers(place).to(world.device)
+        towers = load_towers(place, "dpn lit search").to(world.device)
         files = pictures_in(folder, query)
         wanted = wanted_of(towers.image, runtime, world, skip_bad=skip_bad)
         features, good = encoded(files, wanted, cache_root(cache_dir), world, console)
@@ -110,7 +110,7 @@ def export(place: str, folder: Path) -> Json:
 
     Raises `DpnError` when what was loaded gives other features.
     """
-    towers = load_towers(place).to(torch.device("cpu"))
+    towers = load_towers(place, "dpn lit export").to(torch.device("cpu"))
     size = towers.image.config.image_size
     images = torch.randint(256, (PROOF_IMAGES, 3, *size), generator=torch.Generator().manual_seed(PROOF_SEED))
     digest = save_towers(towers, folder / WEIGHTS)

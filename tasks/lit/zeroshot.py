@@ -18,15 +18,14 @@ import torch
 import torch.nn.functional as F
 from open_clip.tokenizer import canonicalize_text
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dpn_cli import stopping
 from dpn_cli.data.labelled import Labelled
 from dpn_cli.distributed import World
 from dpn_cli.errors import DataError, SaveError
-from dpn_cli.files import replace_file
 from dpn_cli.scoring import Scores, score
+from dpn_cli.weights import read_weights, write_weights
 from tasks.lit.data import DEMO_SPLITS
 from tasks.lit.features import digest_of
 from tasks.lit.towers import Towers
@@ -135,13 +134,12 @@ def classifier_of(
     facts = json.dumps([digest_of(towers.text), towers.tokenizer.to_dict(), list(names), list(templates), bf16])
     path = kept / f"zeroshot-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.safetensors"
     try:
-        return load_file(path)["classes"].to(device)
-    except (OSError, SafetensorError, KeyError):
+        return read_weights(path)[0]["classes"].to(device)
+    except (OSError, SafetensorError, DataError, KeyError):
         weights = build_classifier(towers, names, templates)
-    tensors = {"classes": weights.cpu()}
     if world.leads:
         with contextlib.suppress(SaveError):  # a run that may only be read is scored all the same
-            replace_file(path, lambda to: save_file(tensors, to))
+            write_weights(path, {"classes": weights}, {})
     return weights
 
 

@@ -50,7 +50,7 @@ def evaluate(asked: Asked, runtime: Runtime, console: Console) -> dict[str, Any]
     with stopping.listen(stopping.NO_RESULT), join(runtime.device) as world:
         if asked.output_dir and world.leads:
             open_report(asked.output_dir)
-        segmenter = load_segmenter(asked.run)
+        segmenter = load_segmenter(asked.run, "dpn segment eval")
         data = segmenter.data if asked.source is None else segmenter.data.model_copy(update={"source": asked.source})
         _check_classes(data, segmenter)
         pairs = open_pairs(data, "val")

@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-
+from dpn_cli import kinds
 from dpn_cli.arch import size_name
 from dpn_cli.backbone import export_backbone, load_whole
 from dpn_cli.errors import DataError
+from dpn_cli.kinds import WEIGHTS as WEIGHTS
+from dpn_cli.kinds import Kind, resolve
 from dpn_cli.sources import open_checkpoint
 from tasks.segment.classes import Class
 from tasks.segment.labels import LabelRule
@@ -19,8 +20,7 @@ from tasks.segment.network import LinearSegmenter
 from tasks.segment.recipe import Data, Evaluation
 from tasks.segment.windows import Plan
 
-KEY = "segmenter"
-WEIGHTS = "weights.safetensors"
+KEY: Kind = "segmenter"
 
 
 @dataclass
@@ -69,25 +69,19 @@ def save_segmenter(segmenter: Segmenter, path: Path) -> str:
         "evaluation": segmenter.evaluation.model_dump(mode="json"),
         "facts": segmenter.facts,
     }
-    return export_backbone(segmenter.network.vit, path, {KEY: json.dumps(described)})
+    return export_backbone(segmenter.network.vit, path, {kinds.KEY: KEY, KEY: json.dumps(described)})
 
 
-def load_segmenter(place: str) -> Segmenter:
-    """Load a segmenter from a run's folder or its weights.safetensors.
+def load_segmenter(place: str, command: str = "dpn segment predict") -> Segmenter:
+    """Load a segmenter for `command` from a run's folder or its weights.safetensors.
 
     Raises `DataError` when the run has not finished, or the file is of another kind.
     """
-    path = Path(place).expanduser()
-    if (path / "run.json").is_file():
-        path = path / WEIGHTS
-        if not path.is_file():
-            raise DataError(f"{place}: the run has not finished training; finish it with --resume")
+    path = Path(resolve(place, command))
     if not path.is_file():
         raise DataError(f"{place}: no such run; pass the folder of a 'dpn segment' run, or its {WEIGHTS}")
     source = open_checkpoint(str(path))
-    described = _description(path)
-    if not described:
-        raise DataError(f"{place}: not a segmentation network; train one with 'dpn segment ade20k' or 'folder'")
+    described = json.loads(source.about[KEY])
     vit = load_whole(source, None)
     return Segmenter(
         LinearSegmenter(vit, final_norm=described["final_norm"]).eval(),
@@ -96,10 +90,3 @@ def load_segmenter(place: str) -> Segmenter:
         Evaluation.model_validate(described["evaluation"]),
         described["facts"],
     )
-
-
-def _description(path: Path) -> dict[str, Any]:
-    if path.suffix != ".safetensors":
-        return {}
-    with safe_open(path, framework="pt") as file:
-        return dict(json.loads((file.metadata() or {}).get(KEY, "{}")))

@@ -16,6 +16,7 @@ from dpn_cli.distributed import World
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.files import replace_text
 from dpn_cli.freeze import freeze
+from dpn_cli.kinds import DIGEST
 from dpn_cli.memory import MicroBatch
 from dpn_cli.runstate import Checkpoints, MetricsLog, RunFolder, describe_device
 from dpn_cli.trackers import build_tracker
@@ -101,6 +102,7 @@ def run(recipe: SegmentRecipe, folder: RunFolder, world: World, console: Console
         "seed": recipe.seed,
         "timing": segmenter.facts["timing"],
         "data": facts["data"],
+        DIGEST: segmenter.network.vit.report.digest,
     }
     if world.leads:
         replace_text(folder.path / "per_class.csv", scores.per_class(data.classes))
@@ -229,7 +231,7 @@ def _train(
     network = build_network(recipe, len(data.classes))
     console.info(network.vit.report.summary())
     if world.leads:
-        folder.update(backbone=network.vit.report.to_dict())
+        folder.update(backbone=network.vit.report.to_dict(), **{DIGEST: None})
     checkpoints = Checkpoints(folder.path / "checkpoints")
     track = build_tracker(recipe.runtime.report_to if world.leads else "none", folder.path, console)
     log = MetricsLog(folder.path / "metrics.jsonl", lambda record: track("segment", record))

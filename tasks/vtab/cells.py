@@ -10,8 +10,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from safetensors import SafetensorError
+from torch import Tensor
+
 from dpn_cli.arch import Stem
+from dpn_cli.errors import DataError
 from dpn_cli.files import replace_text
+from dpn_cli.weights import read_weights
 from tasks.vtab.table import Task
 
 Json = dict[str, Any]
@@ -39,6 +44,13 @@ class Cell:
     def weights(self) -> Path:
         """The file of the trained weights, which lasts until it is no longer needed."""
         return self.path / "weights.safetensors"
+
+    def load(self) -> dict[str, Tensor]:
+        """Return the trained weights, by the names of the network. Raises `DataError` when the file is damaged."""
+        try:
+            return read_weights(self.weights)[0]
+        except (DataError, OSError, SafetensorError) as error:
+            raise DataError(f"{self.weights}: {error}; delete {self.path}, and --resume trains it again") from error
 
     def done(self, steps: int) -> Json | None:
         """Return the marker of a training that went all its `steps`, or None."""

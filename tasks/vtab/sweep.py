@@ -9,7 +9,6 @@ from functools import cached_property
 from statistics import fmean
 
 import numpy as np
-from safetensors.torch import load_file
 
 from dpn_cli import distributed, engine
 from dpn_cli.arch import Stem, size_name
@@ -213,7 +212,7 @@ class TaskSweep:
             began, device = time.perf_counter(), self.world.device
             if self.world.leads:
                 self.ledger.add([(cell, {"images": len(self.data.test.labels), "accuracy": None}) for cell in todo])
-            weights = [load_file(cell.weights, device=str(device)) for cell in todo]
+            weights = [{name: value.to(device) for name, value in cell.load().items()} for cell in todo]
             rows = [
                 (cell, {"images": images, "right": right, "accuracy": 100 * right / images})
                 for cell, (right, images) in zip(todo, self.bench.count_test(weights), strict=True)
