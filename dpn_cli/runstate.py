@@ -25,7 +25,7 @@ from torch import Tensor
 
 from dpn_cli import kinds
 from dpn_cli.errors import DataError, DpnError
-from dpn_cli.files import file_digest, flush, replace_json, replace_text, save_error
+from dpn_cli.files import file_digest, flush, read_object, replace_json, replace_text, save_error
 
 # A resumed run may run elsewhere and otherwise; it may not compute something else.
 MAY_CHANGE = ("runtime", "allow_failed", "keep_weights")
@@ -43,6 +43,11 @@ class RunFolder:
         """The finished run's result, or None."""
         path = self.path / "result.json"
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What run.json says; nothing when it is missing or damaged."""
+        return read_object(self.path / "run.json") or {}
 
     @classmethod
     def open(cls, path: Path, recipe: Mapping[str, Any], *, resume: bool, overwrite: bool) -> RunFolder:
@@ -78,9 +83,7 @@ class RunFolder:
 
     def update(self, **fields: Any) -> None:
         """Set fields of run.json."""
-        path = self.path / "run.json"
-        run = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        replace_json(path, {**run, **fields, "updated": _now()})
+        replace_json(self.path / "run.json", {**self.facts, **fields, "updated": _now()})
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write result.json and mark the run finished."""

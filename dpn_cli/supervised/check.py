@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from dpn_cli import distributed, engine
@@ -43,8 +42,7 @@ def check_data(recipe: SupervisedRecipe, data: ClassData, folder: RunFolder, wor
         "classes": list(data.classes),
         "data": {name: fingerprint(getattr(data, name)) for name in ("train", "minival", "val")},
     }
-    path = folder.path / "run.json"
-    before = distributed.from_leader(json.loads(path.read_text("utf-8")) if path.is_file() else {})
+    before = distributed.from_leader(folder.facts)
     if "classes" in before and before["classes"] != found["classes"]:
         raise DataError(
             f"--data {recipe.data.source}: {len(found['classes'])} classes now, {len(before['classes'])} others when "

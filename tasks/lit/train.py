@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -148,8 +147,7 @@ def _check_data(train: Captioned, val: Captioned, tokenizer: Tokenizer, folder: 
         "captions": {"train": captions_fingerprint(train), "val": captions_fingerprint(val)},
         "tokenizer": tokenizer.to_dict(),
     }
-    path = folder.path / "run.json"
-    before = distributed.from_leader(json.loads(path.read_text("utf-8")) if path.is_file() else {})
+    before = distributed.from_leader(folder.facts)
     for name, word in (("data", "images"), ("captions", "captions"), ("tokenizer", "tokenizer or its settings")):
         if name in before and before[name] != found[name]:
             raise DataError(f"{folder.path}: the {word} have changed since this run began; start another with -o")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,8 +134,7 @@ def _check_data(recipe: SegmentRecipe, data: SegmentData, folder: RunFolder, wor
         "classes": [one.name for one in data.classes],
         "data": {"train": fingerprint(data.train), "val": fingerprint(data.val)},
     }
-    path = folder.path / "run.json"
-    before = distributed.from_leader(json.loads(path.read_text("utf-8")) if path.is_file() else {})
+    before = distributed.from_leader(folder.facts)
     for key, what in (("classes", "classes"), ("data", "images or masks")):
         if key in before and before[key] != found[key]:
             raise DataError(

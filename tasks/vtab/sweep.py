@@ -37,7 +37,7 @@ def run(recipe: VtabRecipe, folder: RunFolder, world: World, console: Console) -
     tasks = choose_tasks(recipe.data.tasks, recipe.demo)
     data = {task: open_task(recipe.data, task) for task in tasks}
     fingerprints = {task.name: entry.fingerprints for task, entry in data.items()}
-    facts = distributed.from_leader(read_json(folder.path / "run.json")) or {}
+    facts = distributed.from_leader(folder.facts)
     if facts.get("data", fingerprints) != fingerprints:
         raise DataError(f"{recipe.data.source}: the data have changed since this run began; start another with -o")
     for stem in recipe.stems:
@@ -51,7 +51,7 @@ def run(recipe: VtabRecipe, folder: RunFolder, world: World, console: Console) -
         for stem in recipe.stems
         for task in tasks
     ]
-    facts = read_json(folder.path / "run.json") or {}
+    facts = folder.facts
     result = build_result(recipe, outcomes, recipe.backbone.arch or facts.get("arch", ""), fingerprints, timing(folder))
     if world.leads:
         write_csv(folder.path / "result.csv", outcomes)
