@@ -101,7 +101,7 @@ class _StopError(Exception):
 
 def test_examples_are_made_as_the_recipe_says(monkeypatch: pytest.MonkeyPatch) -> None:
     augment = {"ratio": [0.7, 1.5], "cat_max": 0.6, "photometric": False}
-    recipe = small("demo", augment=augment, data={"scale": [300, 70]})
+    recipe = small("demo", augment=augment, data={"scale": [300, 70], "flip": False})
     data = train.open_data(recipe)
     segmenter = Segmenter(train.build_network(recipe, 5), data.classes, recipe.data, recipe.evaluation, {})
     seen: list[Any] = []
@@ -113,7 +113,7 @@ def test_examples_are_made_as_the_recipe_says(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(train, "segment_batches", batches)
     with pytest.raises(_StopError):
         train.fit(recipe, data, segmenter, ALONE, Outputs())
-    assert astuple(seen[2]) == ((64, 64), (300, 70), (0.7, 1.5), 0.6, False)
+    assert astuple(seen[2]) == ((64, 64), (300, 70), (0.7, 1.5), 0.6, False, False)
 
 
 def test_every_visit_of_an_image_is_another_example() -> None:
@@ -169,6 +169,7 @@ def test_images_are_seen_as_the_run_or_the_command_says() -> None:
     assert own.plan(Evaluation(size="native")).native
     assert own.plan(Evaluation(stride=7)).stride == 7
     assert own.plan(Evaluation(stride=99)).stride == 32
+    assert segmenter(Data(), Evaluation()).plan().scale == (128, 32)  # of the network's windows
 
 
 def test_a_segmenter_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
@@ -190,7 +191,7 @@ def test_a_segmenter_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
     assert maps[0].float().std() > 0
 
 
-def test_a_folders_recipe_is_adeks() -> None:
+def test_a_folders_recipe_differs_from_adeks_where_pictures_do() -> None:
     from dpn_cli import recipe as recipes
     from tasks.segment.recipe import resolve
 
@@ -198,10 +199,13 @@ def test_a_folders_recipe_is_adeks() -> None:
         recipes.build(SegmentRecipe, resolve(name, None, {"data": {"source": "x"}}, {}), name)
         for name in ("ade20k", "segment")
     )
-    same = ("lr", "batch_size", "optim", "schedule", "augment", "final_norm", "head_init", "backbone")
+    same = ("lr", "batch_size", "optim", "schedule", "head_init", "backbone")
     assert all(getattr(ade, key) == getattr(folder, key) for key in same)
     assert folder.epochs == 128
     assert (folder.data.label_offset, folder.data.ignore_label) == (0, 255)
     assert (ade.data.label_offset, ade.data.ignore_label, ade.augment.photometric) == (1, 0, True)
+    assert (ade.data.caps(28), ade.data.inputs, ade.augment.ratio) == ((2048, 512), "imagenet", (0.5, 2.0))
+    assert (folder.data.caps(28), folder.data.inputs, folder.augment.ratio) == ((112, 28), "checkpoint", (1, 1))
+    assert (ade.final_norm, folder.final_norm, ade.data.flip, folder.data.flip) == (False, True, True, True)
     assert (ade.evaluation.mode, ade.evaluation.size, ade.evaluation.scales) == ("slide", "resize", (1.0,))
     assert (ade.head_init, ade.epochs, ade.evaluate_every) == ("truncated_normal", None, 16_000)

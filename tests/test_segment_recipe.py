@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
+from test_cli import run
 
 from dpn_cli import recipe as recipes
 from dpn_cli.errors import DataError, DpnError
@@ -65,6 +67,13 @@ def test_epochs_scale_with_the_images_that_are_left() -> None:
     assert (shorter["steps"], shorter["warmup"]) == (240, 10)  # the demo's 50 of 1,200, kept as a share
     with pytest.raises(DpnError, match="--steps 5 and --epochs 2: give one of them"):
         resolve("ade20k", None, {"schedule": {"steps": 5}, "epochs": 2}, {})
+
+
+def test_flags_reach_the_recipe() -> None:
+    for command, flag, expected in (("folder", "--no-flip", False), ("ade20k", "--flip", True), ("folder", "-q", True)):
+        shown = run("segment", command, "--data", "somewhere", "--image-size", "28", flag, "--print-config")
+        recipe = yaml.safe_load(shown.stdout)
+        assert (recipe["data"]["flip"], recipe["backbone"]["image_size"]) == (expected, 28)
 
 
 def test_without_data_it_is_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import colorsys
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -136,6 +137,23 @@ def test_ignored_pixels_are_no_second_class() -> None:
     how = Augmentation((10, 10), (20, 20), (1.0, 1.0), photometric=False)
     augment(np.zeros((20, 20, 3), np.uint8), labels, how, draw)
     assert draw.call_count == 1 + 2 * (1 + CROP_TRIES) + 1  # the ratio, a crop and all tries, the flip
+
+
+def test_pictures_are_mirrored_unless_that_is_switched_off() -> None:
+    pixels, labels = example(5)
+    plain = Augmentation((60, 60), (400, 100))
+    mirrored = 0
+    for seed in range(20):
+        draws = [np.random.default_rng(seed).random for _ in range(2)]
+        (image, target), (upright, truth) = (
+            augment(pixels, labels, replace(plain, flip=flip, photometric=False), draw)
+            for flip, draw in zip((True, False), draws, strict=True)
+        )
+        same = torch.equal(image, upright) and torch.equal(target, truth)
+        assert same or (torch.equal(image.flip(-1), upright) and torch.equal(target.flip(-1), truth))
+        mirrored += not same
+        assert draws[0]() == draws[1]()  # what is drawn later does not depend on it
+    assert 4 < mirrored < 16
 
 
 def test_an_image_smaller_than_the_crop_is_padded() -> None:

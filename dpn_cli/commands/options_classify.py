@@ -1,4 +1,4 @@
-"""Options of the commands that train a classifier: `dpn finetune highres` and `dpn pretrain`."""
+"""Options of `dpn finetune highres` and `dpn pretrain`, which train a classifier; segment has `--flip` too."""
 
 from __future__ import annotations
 

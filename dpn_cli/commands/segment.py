@@ -13,6 +13,7 @@ from dpn_cli import options, recipe
 from dpn_cli.commands import one_line_errors
 from dpn_cli.commands import options_segment as own
 from dpn_cli.commands.keys import recipe_flags, runtime_of
+from dpn_cli.commands.options_classify import Flip
 from dpn_cli.commands.tower import demo_tower
 from dpn_cli.console import Console
 from tasks.segment import recipe as segment_recipe
@@ -44,6 +45,7 @@ def ade20k(
     fraction: own.FractionOption = None,
     image_column: own.ImageColumn = None,
     mask_column: own.MaskColumn = None,
+    flip: Flip = None,
     lr: own.Lr = None,
     seed: own.Seed = None,
     steps: own.AdeSteps = None,
@@ -85,6 +87,7 @@ def folder(
     fraction: own.FractionOption = None,
     image_column: own.ImageColumn = None,
     mask_column: own.MaskColumn = None,
+    flip: Flip = None,
     lr: own.Lr = None,
     seed: own.Seed = None,
     steps: own.FolderSteps = None,

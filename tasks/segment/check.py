@@ -1,12 +1,14 @@
-"""Data checked before anything is trained: a sample of masks, their values and their sizes."""
+"""Data checked before anything is trained: a sample of masks, their values and their sizes, and what crops show."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from dpn_cli.errors import DataError
+from dpn_cli.sanity import crop_warning
 from tasks.segment.labels import IGNORE, LabelRule
 from tasks.segment.pairs import Pairs
+from tasks.segment.transforms import Augmentation, fit_into
 
 SAMPLE = 200
 
@@ -19,7 +21,7 @@ def check_masks(pairs: Pairs, rule: LabelRule, sample: int = SAMPLE) -> set[int]
     """
     values: set[int] = set()
     wrong: str | None = None
-    for index in sorted({int(place) for place in np.linspace(0, len(pairs) - 1, min(sample, len(pairs)))}):
+    for index in _spread(pairs, sample):
         where = pairs.where_mask(index)
         with pairs.open(index) as image:
             mask = pairs.load_mask(index, (image.height, image.width))
@@ -32,3 +34,21 @@ def check_masks(pairs: Pairs, rule: LabelRule, sample: int = SAMPLE) -> set[int]
     if not labels:
         raise DataError(f"{pairs.where_mask(0)} and the masks after it: every pixel is ignored; allowed are {rule}")
     return labels
+
+
+def check_crops(pairs: Pairs, how: Augmentation, sample: int = SAMPLE) -> str | None:
+    """Return a warning when training crops show next to nothing of a split's pictures; reads no more than their sizes.
+
+    The pictures have the size that they are cropped at, in the middle of the random ratios.
+    """
+    longest, shortest = (int(cap * sum(how.ratio) / 2) for cap in how.scale)
+    sizes = []
+    for index in _spread(pairs, sample):
+        with pairs.open(index) as image:
+            sizes.append(fit_into((image.height, image.width), longest, shortest))
+    return crop_warning(how.crop, sizes)
+
+
+def _spread(pairs: Pairs, sample: int) -> list[int]:
+    """Return up to `sample` places in a split, evenly spread from the first to the last."""
+    return sorted({int(place) for place in np.linspace(0, len(pairs) - 1, min(sample, len(pairs)))})

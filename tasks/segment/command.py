@@ -9,6 +9,7 @@ from dpn_cli.console import Console
 from dpn_cli.distributed import World
 from dpn_cli.run import run_in_folder, run_name
 from tasks.segment.recipe import SegmentRecipe, in_steps
+from tasks.segment.segmenter import WEIGHTS
 from tasks.segment.train import DEMO_NOTE, describe_length, measure_step, open_data, run
 
 
@@ -24,16 +25,20 @@ def start(
     share = f"-{recipe.data.fraction:g}" if recipe.data.fraction < 1 else ""
     if recipe.demo:
         console.info(DEMO_NOTE)
-    return run_in_folder(
+    path = output_dir or Path("runs") / task / f"{name}{share}"
+    result = run_in_folder(
         recipe,
         recipe.runtime.device,
-        output_dir or Path("runs") / task / f"{name}{share}",
+        path,
         lambda folder, world: run(recipe, folder, world, console),
         (lambda world: _dry_run(recipe, world, console)) if dry_run else None,
         resume=resume,
         overwrite=overwrite,
         console=console,
     )
+    if result is not None:
+        console.info(f"weights: {path / WEIGHTS}, for 'dpn segment eval' and 'predict'")
+    return result
 
 
 def _dry_run(recipe: SegmentRecipe, world: World, console: Console) -> None:

@@ -31,6 +31,8 @@ from dpn_cli.supervised.recipe import counted, last_given, layered
 
 ADE20K = "ADEChallengeData2016"
 MOST_CLASSES = 254
+# How many times the shorter side's cap the longer side's is where the recipe has no scale.
+LONGEST = 4
 
 
 def _fraction(value: object) -> object:
@@ -55,14 +57,19 @@ class Data(Section):
     ignore_label: Annotated[int, Field(ge=0, le=65535)] | None = 255
     image_column: str | None = None
     mask_column: str | None = None
-    scale: tuple[Positive, Positive] = (2048, 512)
-    inputs: Literal["imagenet", "checkpoint"] = "imagenet"
+    scale: tuple[Positive, Positive] | None = None
+    inputs: Literal["imagenet", "checkpoint"] = "checkpoint"
+    flip: bool = True
 
     @model_validator(mode="after")
     def _longer_first(self) -> Data:
-        if self.scale[0] < self.scale[1]:
+        if self.scale and self.scale[0] < self.scale[1]:
             raise ValueError(f"scale: the longer side's cap comes first (got {list(self.scale)})")
         return self
+
+    def caps(self, crop: int) -> tuple[int, int]:
+        """Return the caps of a picture's longer and shorter side in pixels: `scale`, else 4 and 1 crops."""
+        return self.scale or (LONGEST * crop, crop)
 
 
 class Augment(Section):

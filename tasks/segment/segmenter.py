@@ -52,7 +52,7 @@ class Segmenter:
         return Plan(
             window,
             min(stride, window) if asked.mode == "slide" else None,
-            self.data.scale,
+            self.data.caps(window),
             asked.size == "native",
             asked.scales,
             asked.flip,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from dpn_cli import distributed, engine
 from dpn_cli.backbone import load_backbone
 from dpn_cli.console import Console
+from dpn_cli.data.crops import Size
 from dpn_cli.data.loader import worker_count
 from dpn_cli.distributed import World
 from dpn_cli.errors import DataError, DpnError
@@ -18,8 +19,9 @@ from dpn_cli.freeze import freeze
 from dpn_cli.kinds import DIGEST
 from dpn_cli.memory import MicroBatch
 from dpn_cli.runstate import Checkpoints, MetricsLog, RunFolder, describe_device
+from dpn_cli.sanity import result_warning
 from dpn_cli.trackers import build_tracker
-from tasks.segment.check import SAMPLE, check_masks
+from tasks.segment.check import SAMPLE, check_crops, check_masks
 from tasks.segment.classes import Class, classes_of, rule_of
 from tasks.segment.labels import LabelRule
 from tasks.segment.loader import segment_batches
@@ -106,6 +108,9 @@ def run(recipe: SegmentRecipe, folder: RunFolder, world: World, console: Console
     if world.leads:
         replace_text(folder.path / "per_class.csv", scores.per_class(data.classes))
         folder.finish(result)
+        floor = {"calling every pixel the most frequent class": scores.majority_miou}
+        if warning := result_warning("validation mIoU", scores.miou, floor):
+            console.warn(warning)
     return result
 
 
@@ -183,6 +188,12 @@ def build_network(recipe: SegmentRecipe, classes: int) -> LinearSegmenter:
     return LinearSegmenter(vit, final_norm=recipe.final_norm)
 
 
+def augmentation_of(recipe: SegmentRecipe, crop: Size) -> Augmentation:
+    """Return how the recipe makes training examples for a network that takes crops of `crop`."""
+    augment, data = recipe.augment, recipe.data
+    return Augmentation(crop, data.caps(crop[0]), augment.ratio, augment.cat_max, augment.photometric, data.flip)
+
+
 def loss_of(network: LinearSegmenter) -> engine.LossFn:
     """Return the engine's loss of a batch; images are normalised on the device."""
 
@@ -201,9 +212,8 @@ def fit(
     workers: int | None = None,
 ) -> engine.FitResult:
     """Train the segmenter's network in place."""
-    network, augment = segmenter.network, recipe.augment
-    crop = network.vit.config.image_size
-    how = Augmentation(crop, recipe.data.scale, augment.ratio, augment.cat_max, augment.photometric)
+    network = segmenter.network
+    how = augmentation_of(recipe, network.vit.config.image_size)
     workers = worker_count(recipe.runtime.workers, world.device, world.size) if workers is None else workers
     batches = segment_batches(data.train, data.rule, how, recipe.batch_size, recipe.seed, world, workers=workers)
     asked = recipe.evaluate_every or 0
@@ -223,11 +233,20 @@ def fit(
     )
 
 
+def _load_checked(recipe: SegmentRecipe, data: SegmentData, world: World, console: Console) -> LinearSegmenter:
+    """Load the recipe's network, say what was loaded, and warn of crops that show next to nothing."""
+    network = build_network(recipe, len(data.classes))
+    console.info(network.vit.report.summary())
+    how = augmentation_of(recipe, network.vit.config.image_size)
+    if world.leads and (warning := check_crops(data.train, how)):
+        console.warn(warning)
+    return network
+
+
 def _train(
     recipe: SegmentRecipe, data: SegmentData, facts: Json, folder: RunFolder, world: World, console: Console
 ) -> None:
-    network = build_network(recipe, len(data.classes))
-    console.info(network.vit.report.summary())
+    network = _load_checked(recipe, data, world, console)
     if world.leads:
         folder.update(backbone=network.vit.report.to_dict(), **{DIGEST: None})
     checkpoints = Checkpoints(folder.path / "checkpoints")
@@ -261,8 +280,7 @@ def evaluate(segmenter: Segmenter, data: SegmentData, recipe: SegmentRecipe, wor
 
 def measure_step(recipe: SegmentRecipe, data: SegmentData, world: World, console: Console) -> float:
     """Train two steps and keep nothing; returns the seconds of a step."""
-    network = build_network(recipe, len(data.classes))
-    console.info(network.vit.report.summary())
+    network = _load_checked(recipe, data, world, console)
     check_masks(data.train, data.rule)
     check_masks(data.val, data.rule)
     schedule = recipe.schedule.model_copy(update={"steps": 2, "warmup": 0, "decay_from": None})

@@ -28,13 +28,17 @@ BRIGHTNESS, CONTRAST, SATURATION, HUE = 32.0, (0.5, 1.5), (0.5, 1.5), 18
 
 @dataclass(frozen=True)
 class Augmentation:
-    """How a training example is made; `scale` caps the longer and the shorter side before the random ratio."""
+    """How a training example is made; `scale` caps the longer and the shorter side before the random ratio.
+
+    With `flip`, every second example is mirrored.
+    """
 
     crop: Size
     scale: tuple[int, int] = (2048, 512)
     ratio: tuple[float, float] = (0.5, 2.0)
     cat_max: float = 0.75
     photometric: bool = True
+    flip: bool = True
 
 
 def fit_into(size: Size, longest: int, shortest: int) -> Size:
@@ -73,7 +77,7 @@ def augment(pixels: Pixels, labels: Labels, how: Augmentation, draw: Draw) -> tu
     (top, left, height, width), cropped = _crop(labels, size, how, draw)
     target = torch.from_numpy(cropped)
     image = resize_image(pixels, size)[:, top : top + height, left : left + width]
-    if draw() < 0.5:
+    if draw() < 0.5 and how.flip:
         image, target = image.flip(-1), target.flip(-1)
     return photometric_distortion(image, draw) if how.photometric else image, target
 
