@@ -119,10 +119,22 @@ def test_a_run_on_two_ranks_ends_after_its_result(folder: Path, tmp_path: Path) 
     assert done.stdout.count("validation: top-1") == 1
 
 
-def test_a_run_that_fails_ends(folder: Path, tmp_path: Path) -> None:
-    done = run(*DPN, *highres(folder, tmp_path / "run", "--steps", "50", "--lr", "1e38"))
-    assert done.returncode == 5, done.stderr
-    assert "error: step" in done.stderr
+BREAK = """
+from dpn_cli.cli import main
+from dpn_cli.gradients import Gradients
+
+def backward(*given):
+    raise ValueError("broken in training")
+
+Gradients.backward = backward
+main()
+"""
+
+
+def test_a_run_that_breaks_ends(folder: Path, tmp_path: Path) -> None:
+    done = run(sys.executable, "-c", BREAK, *highres(folder, tmp_path / "run", "--steps", "2"))
+    assert done.returncode == 1
+    assert "ValueError: broken in training" in done.stderr
 
 
 def test_a_killed_worker_ends_the_run_with_one_line(
