@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,22 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from programs import LIMIT
 from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
 GOLDENS = Path(__file__).parent / "goldens"
 Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Iterator[None]:
+    """End the tests' process when one of them hangs."""
+    faulthandler.dump_traceback_later(2 * LIMIT, exit=True)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(autouse=True)
@@ -45,10 +58,22 @@ def golden() -> Callable[[str], Arrays]:
     return read
 
 
-def run_ranks(main: Callable[..., None], *arguments: object) -> None:
-    """Call ``main(rank, *arguments)`` in two processes; they come from one that has imported the libraries already."""
+def run_ranks(main: Callable[..., None], *arguments: object, limit: float = LIMIT) -> None:
+    """Call ``main(rank, *arguments)`` in two processes; they come from one that has imported the libraries already.
+
+    Raises `TimeoutError` after the limit in seconds: ranks that wait for each other wait for ever.
+    """
     multiprocessing.set_forkserver_preload(["torch.distributed", "timm", "open_clip", "dpn_cli.engine"])
-    start_processes(main, args=arguments, nprocs=2, start_method="forkserver")  # type: ignore[no-untyped-call]
+    ranks = start_processes(main, args=arguments, nprocs=2, join=False, start_method="forkserver")  # type: ignore[no-untyped-call]
+    until = time.monotonic() + limit
+    try:
+        while not ranks.join(max(0.0, until - time.monotonic())):
+            if time.monotonic() >= until:
+                raise TimeoutError(f"the ranks did not end within {limit:g} s")
+    finally:
+        for process in ranks.processes:
+            process.kill()
+            process.join()
 
 
 def nchw(image: np.ndarray[Any, Any]) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import GOLDENS
+from programs import environment, run_program
 from typer.testing import CliRunner, Result
 
 from dpn_cli import recipe
@@ -18,17 +18,10 @@ from dpn_cli import recipe
 ROOT = Path(__file__).parents[1]
 
 
-def dpn(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+def dpn(*arguments: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run the command line as a user does, in a process of its own."""
-    path = os.pathsep.join([str(ROOT), *([os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else [])])
-    return subprocess.run(
-        [sys.executable, "-m", "dpn_cli", *arguments],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": path, "COLUMNS": "100", **environment},
-    )
+    command = [sys.executable, "-m", "dpn_cli", *arguments]
+    return run_program(command, cwd=cwd, env=environment(**{"COLUMNS": "100", **variables}))
 
 
 def run(*arguments: str) -> Result:
@@ -71,9 +64,7 @@ def test_help_and_recipes_load_neither_torch_nor_timm(command: Sequence[str]) ->
         "heavy = {'torch', 'timm', 'torchvision', 'datasets', 'scipy', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, *command], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = run_program([sys.executable, "-c", script, *command], cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout
 
@@ -174,14 +165,7 @@ def test_every_help_page_has_an_example_to_copy(command: list[str]) -> None:
 def test_shell_completion_knows_archs_stems_tasks_and_recipes(line: str, expected: str) -> None:
     script = "import sys; sys.argv = ['dpn']\nfrom dpn_cli.cli import main\nmain()"
     asked = {"_DPN_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **asked},
-    )
+    done = run_program([sys.executable, "-c", script], cwd=ROOT, env=environment(**asked))
     assert expected in done.stdout.split(), done.stdout + done.stderr
 
 

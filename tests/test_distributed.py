@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import pictures, run_ranks
+from programs import run_program
 from test_engine import loss_fn, random_batches, small
 from test_vtab import run
 
@@ -82,6 +83,15 @@ def test_two_ranks_train_the_network_of_one(tmp_path: Path) -> None:
         for micro in (4, 1):
             together = json.loads((tmp_path / f"rank{rank}-{micro}.json").read_text())
             assert together == pytest.approx(alone, rel=1e-5, abs=1e-5)
+
+
+def deadlock(rank: int) -> None:
+    multiprocessing.Barrier(2).wait()  # one of its own, at which no other rank arrives
+
+
+def test_ranks_that_wait_for_ever_fail_their_test() -> None:
+    with pytest.raises(TimeoutError, match="the ranks did not end within 1 s"):
+        run_ranks(deadlock, limit=1)
 
 
 def memory_job(world: World, folder: Path) -> None:
@@ -230,14 +240,7 @@ def test_the_command_runs_under_torchrun(digits: Path, tmp_path: Path) -> None:
         str(tmp_path / "two"),
         *arguments,
     ]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parents[1],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    done = run_program(command, cwd=Path(__file__).parents[1])
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("VTAB-1k · mu/8") == 1
     two = json.loads((tmp_path / "two" / "result.json").read_text())["tasks"]["svhn"]

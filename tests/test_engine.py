@@ -6,7 +6,6 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import GOLDENS, Arrays, nchw
+from programs import run_program
 from torch import Tensor, nn
 
 from dpn_cli import engine, stopping
@@ -334,9 +334,7 @@ train(small(), 10, outputs=Outputs(Checkpoints(Path(sys.argv[1]))), checkpoint_e
 
 
 def test_kill_nine_in_the_middle_of_a_save_loses_nothing(tmp_path: Path) -> None:
-    process = subprocess.run(
-        [sys.executable, "-c", SAVE_AND_DIE, str(tmp_path)], cwd=Path(__file__).parent, check=False
-    )
+    process = run_program([sys.executable, "-c", SAVE_AND_DIE, str(tmp_path)], cwd=Path(__file__).parent)
     assert process.returncode == -signal.SIGKILL
     whole, resumed = small(), small(seed=9)
     warnings: list[str] = []

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from programs import started
 from typer.testing import CliRunner
 
 from dpn_cli import files
@@ -32,9 +33,7 @@ with claimed(Path(sys.argv[1])):
 
 @contextmanager
 def another_process_in(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
+    with started([sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE) as other:
         assert other.stdout
         assert other.stdout.readline() == "here\n"
         yield other

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import subprocess
+import os
 import sys
 import tomllib
 import zipfile
@@ -13,6 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+from programs import run_program
 
 ROOT = Path(__file__).parents[1]
 MODULES = [path for package in ("dpn_cli", "tasks") for path in sorted((ROOT / package).rglob("*.py"))]
@@ -109,12 +110,8 @@ def test_files_can_be_read_in_one_sitting(path: Path) -> None:
 
 
 def test_the_wheel_holds_every_module_and_recipe_and_works_alone(tmp_path: Path) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-    )
+    built = run_program([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)], cwd=ROOT)
+    assert built.returncode == 0, built.stderr
     (wheel,) = tmp_path.glob("*.whl")
     installed = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
@@ -129,21 +126,27 @@ def test_the_wheel_holds_every_module_and_recipe_and_works_alone(tmp_path: Path)
         "import dpn_cli.cli, sys; assert dpn_cli.__file__.startswith(sys.argv[1]), dpn_cli.__file__\n"
         "sys.argv = ['dpn', 'recipes']\ndpn_cli.cli.main()"
     )
-    done = subprocess.run(
+    done = run_program(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(installed)!r})\n{script}", str(installed)],
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
+        env=os.environ,
     )
     assert done.returncode == 0, done.stderr
     for path in (ROOT / "configs").iterdir():
         assert path.stem in done.stdout
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").glob("test_*.py")), ids=lambda path: path.stem)
+def test_what_a_test_starts_has_a_time_limit(path: Path) -> None:
+    called = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
+    without = {"run", "call", "check_call", "check_output", "Popen", "getoutput"}
+    assert not called & {f"subprocess.{name}" for name in without}, "use programs.run_program or started"
+    assert not called & {"start_processes", "mp.spawn", "os.system", "os.fork"}, "use conftest.run_ranks"
+
+
 def test_nothing_in_the_repository_names_a_machine_or_a_registry() -> None:
     forbidden = ("pypi" + ".org", "python" + "hosted", "/root" + "/", "file:" + "///")
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+    tracked = run_program(["git", "ls-files"], cwd=ROOT).stdout.split()
     for name in tracked:
         path = ROOT / name
         if path.suffix != ".npz" and path.is_file():

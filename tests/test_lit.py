@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 import torch
 from conftest import GOLDENS
 from PIL import Image
+from programs import run_program
 from safetensors.torch import load_file
 from test_cli import ROOT, run
 from test_lit_data import write_pictures, write_table
@@ -327,10 +327,7 @@ def test_an_export_loads_without_the_parts_that_train(
         "training = {name for name in sys.modules if name in ('dpn_cli.engine', 'dpn_cli.optim', 'tasks.lit.train')}\n"
         "print(json.dumps([(images @ texts.T).item(), sorted(training)]))"
     )
-    loaded = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "out"), str(photos / "temple10.png")],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    loaded = run_program([sys.executable, "-c", script, str(tmp_path / "out"), str(photos / "temple10.png")], cwd=ROOT)
     assert loaded.returncode == 0, loaded.stderr
     cosine, training = json.loads(loaded.stdout)
     assert training == []

@@ -8,21 +8,19 @@ import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import pictures
+from programs import LIMIT, children, run_program, started
 from typer.testing import CliRunner
 
 from dpn_cli import stopping
 from dpn_cli.cli import app
 from dpn_cli.runstate import Checkpoints
 
-ROOT = Path(__file__).parents[1]
-LIMIT = 120.0
 # As the program's own start, but that garbage keeps what it holds: nothing ends because it happens to be collected.
 DPN = (sys.executable, "-c", "import gc; gc.disable(); from dpn_cli.cli import main; main()")
 OPTIONS = ("--arch", "mu/8", "--checkpoint", "none", "--image-size", "16", "-b", "8", "--device", "cpu", "-q")
@@ -44,30 +42,6 @@ def highres(folder: Path, out: Path, *more: str) -> list[str]:
     return ["finetune", "highres", "--data", str(folder), "-o", str(out), *OPTIONS, *options]
 
 
-def environment() -> dict[str, str]:
-    path = os.pathsep.join([str(ROOT), *([os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else [])])
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-
-
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, env=environment(), capture_output=True, text=True, check=False, timeout=LIMIT, stdin=subprocess.DEVNULL
-    )
-
-
-@contextmanager
-def started(*command: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """Start a program at the head of a process group of its own, none of which outlives the block."""
-    options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
-    process = subprocess.Popen(command, env=environment(), text=True, start_new_session=True, **options)
-    try:
-        yield process
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-
-
 def wait_until(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
     for _ in range(int(LIMIT / 0.05)):
         if condition():
@@ -76,10 +50,6 @@ def wait_until(condition: Callable[[], object], process: subprocess.Popen[str]) 
             code = process.wait(0.05)
             raise AssertionError(f"ended with {code}: {process.stderr.read() if process.stderr else ''}")
     raise AssertionError("it did not happen")
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def in_training(out: Path, process: subprocess.Popen[str]) -> list[int]:
@@ -107,14 +77,14 @@ def resume(folder: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_ends_after_its_result(folder: Path, tmp_path: Path) -> None:
-    done = run(*DPN, *highres(folder, tmp_path / "run", "--steps", "2"))
+    done = run_program([*DPN, *highres(folder, tmp_path / "run", "--steps", "2")])
     assert (done.returncode, done.stderr) == (0, "")
     assert "validation: top-1" in done.stdout
 
 
 def test_a_run_on_two_ranks_ends_after_its_result(folder: Path, tmp_path: Path) -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python")
-    done = run(*torchrun, *DPN, *highres(folder, tmp_path / "run", "--steps", "2", "-j", "1"))
+    done = run_program([*torchrun, *DPN, *highres(folder, tmp_path / "run", "--steps", "2", "-j", "1")])
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("validation: top-1") == 1
 
@@ -132,7 +102,7 @@ main()
 
 
 def test_a_run_that_breaks_ends(folder: Path, tmp_path: Path) -> None:
-    done = run(sys.executable, "-c", BREAK, *highres(folder, tmp_path / "run", "--steps", "2"))
+    done = run_program([sys.executable, "-c", BREAK, *highres(folder, tmp_path / "run", "--steps", "2")])
     assert done.returncode == 1
     assert "ValueError: broken in training" in done.stderr
 
@@ -141,7 +111,7 @@ def test_a_killed_worker_ends_the_run_with_one_line(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "run"
-    with started(*DPN, *highres(folder, out, *ENDLESS)) as process:
+    with started([*DPN, *highres(folder, out, *ENDLESS)]) as process:
         killed = in_training(out, process)[1]
         os.kill(killed, signal.SIGKILL)
         _, errors = process.communicate(timeout=LIMIT)
@@ -157,7 +127,7 @@ def test_a_signal_to_all_processes_stops_the_run_with_its_state_saved(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "run"
-    with started(*DPN, *highres(folder, out, *ENDLESS)) as process:
+    with started([*DPN, *highres(folder, out, *ENDLESS)], start_new_session=True) as process:
         in_training(out, process)
         os.killpg(process.pid, signal.SIGTERM)
         _, errors = process.communicate(timeout=LIMIT)
@@ -175,7 +145,7 @@ def test_a_run_whose_terminal_closes_stops_with_its_state_saved(folder: Path, tm
     )
     ours, theirs = pty.openpty()
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
-    with started(sys.executable, "-c", code, *arguments, **streams) as process:
+    with started([sys.executable, "-c", code, *arguments], start_new_session=True, **streams) as process:
         os.close(theirs)
         in_training(out, process)
         before = json.loads((out / "run.json").read_text())
@@ -201,7 +171,7 @@ def test_packing_ends_with_all_its_processes_when_one_is_killed(victim: str, tmp
     os.mkfifo(tmp_path / "fifo")  # nobody writes to it, so who reads it waits for ever
     folder = pictures(tmp_path / "photos", classes=2, each=2)
     command = ("data", "pack", "--data", str(folder), "--out", str(tmp_path / "pack"), "-j", "2", "-q")
-    with started(sys.executable, "-c", PACK_AND_WAIT, *command, str(tmp_path / "fifo")) as process:
+    with started([sys.executable, "-c", PACK_AND_WAIT, *command, str(tmp_path / "fifo")]) as process:
         wait_until(lambda: len(children(process.pid)) == 2, process)
         killed = children(process.pid)[0] if victim == "worker" else process.pid
         os.kill(killed, signal.SIGKILL)

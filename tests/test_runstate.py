@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from programs import run_program
 from safetensors.torch import save_file
 
 from dpn_cli.errors import DataError, SaveError
@@ -75,8 +75,8 @@ except SaveError as error:
 
 
 def test_a_disk_that_takes_no_more_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    script = [sys.executable, "-c", FILL_AND_SAVE, str(tmp_path)]
-    done = subprocess.run(script, capture_output=True, text=True, check=True)
+    done = run_program([sys.executable, "-c", FILL_AND_SAVE, str(tmp_path)])
+    assert done.returncode == 0, done.stderr
     assert "not written" in done.stdout
     assert "what was saved before is intact" in done.stdout
     loaded = Checkpoints(tmp_path).load("last", pytest.fail)
