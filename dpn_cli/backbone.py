@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -111,8 +111,9 @@ def load_backbone(
         seed: of the initialisation from scratch.
 
     Raises:
-        DpnError: unknown arch or stem, or a checkpoint that is another network; lists ``-`` and ``+`` tensors.
-        DataError: a missing, damaged or unreachable file.
+        DpnError: unknown arch or stem, or a checkpoint that is another network than asked for.
+        DataError: a missing, damaged or unreachable file, or one that holds no whole network; lists ``-`` and ``+``
+            tensors.
     """
     dropped: dict[str, Any] = {"drop_path": drop_path, "drop_path_rescale": drop_path_rescale, "dropout": dropout}
     if checkpoint is None or checkpoint == "none":
@@ -212,38 +213,38 @@ def config_of(
 ) -> ViTConfig:
     """Infer the architecture from tensor names and shapes and check it against `arch`.
 
-    Raises `DpnError` when the tensors are no whole ViT, or another one than asked for.
+    Raises `DataError` when the tensors are no whole ViT, `DpnError` when they are another one than asked for.
     """
     try:
         settle_positions(source)
     except DataError as error:
-        raise DpnError(f"--checkpoint {source.source}: {error}") from error
+        raise DataError(f"--checkpoint {source.source}: {error}") from error
     state = source.state
     if state.get("patch_embed.proj.weight", torch.empty(0, 0, 0, 0)).ndim != 4:
-        raise DpnError(f"--checkpoint {source.source}: its patch projection is not one of images; not a ViT of images")
+        raise DataError(f"--checkpoint {source.source}: its patch projection is not one of images; not a ViT of images")
     try:
         width, _, rows, columns = state["patch_embed.proj.weight"].shape
         depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
         mlp = state["blocks.0.mlp.fc1.weight"].shape[0]
         attn_width = state["blocks.0.attn.qkv.weight"].shape[0] // 3
     except (KeyError, ValueError, IndexError) as error:
-        raise DpnError(f"--checkpoint {source.source}: - {error.args[0]} is missing; not a whole ViT") from error
+        raise DataError(f"--checkpoint {source.source}: - {error.args[0]} is missing; not a whole ViT") from error
     if min(width, rows, columns, mlp, attn_width) < 1:
-        raise DpnError(f"--checkpoint {source.source}: its tensors are empty; not a whole ViT")
+        raise DataError(f"--checkpoint {source.source}: its tensors are empty; not a whole ViT")
     asked = parse_arch(arch) if arch else None
     heads = source.heads or (asked[0].heads if asked else _usual_heads(source, width))
-    if heads < 1 or attn_width % heads:
-        raise DpnError(
-            f"--checkpoint {source.source}: {heads} heads do not divide its attention's {attn_width} features; "
-            "state the number with 'dpn checkpoint convert --heads N'"
-        )
     size = Size(width, depth, mlp, heads)
     if asked and (asked != (size, rows) or rows != columns):
         found = f"{size_name(size) or size}/{rows}"
         raise DpnError(f"--arch {arch}: {source.source} is {found}; leave --arch out, or pass another checkpoint")
+    if heads < 1 or attn_width % heads:
+        raise DataError(
+            f"--checkpoint {source.source}: {heads} heads do not divide its attention's {attn_width} features; "
+            "state the number with 'dpn checkpoint convert --heads N'"
+        )
     own_pool: Pool = "map" if "attn_pool.latent" in state else "tok" if "cls_token" in state else "gap"
     if source.pool not in (None, own_pool):
-        raise DpnError(
+        raise DataError(
             f"--checkpoint {source.source}: its pool is {source.pool!r} and its tensors are those of {own_pool!r}"
         )
     if pool is not None and pool not in ("gap", own_pool):
@@ -300,14 +301,24 @@ def _load(source: Checkpoint, config: ViTConfig, head: str, align_corners: bool)
     expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     given = {name: tuple(value.shape) for name, value in state.items()}
     if expected != given:
-        raise DpnError(
-            f"--checkpoint {report.source}: another network than the one asked for ({_difference(expected, given)})"
-        )
+        _refuse(report.source, expected, given)
     own = {name: torch.empty(shape) for name, shape in expected.items()}
     for name, value in own.items():
         value.copy_(state.pop(name))  # one by one, so that a file's tensors are freed as they are copied
     model.load_state_dict(own, assign=True)
     return model
+
+
+def _refuse(source: str, expected: dict[str, tuple[int, ...]], given: dict[str, tuple[int, ...]]) -> NoReturn:
+    """Say what keeps tensors from being the network: a head of other classes than asked for, or the file itself."""
+    wrong = {name for name in {**expected, **given} if expected.get(name) != given.get(name)}
+    head, asked = given.get(HEAD[0], ()), expected.get(HEAD[0], ())
+    if wrong == set(HEAD) and len(head) == len(asked) == 2 and head[1] == asked[1]:
+        raise DpnError(f"--checkpoint {source}: its head has {head[0]} classes, not the {asked[0]} that were asked for")
+    raise DataError(
+        f"--checkpoint {source}: not the tensors of one whole ViT (- missing, + left over: "
+        f"{_difference(expected, given)}); save the network's state dict alone, and all of it"
+    )
 
 
 def _fit_state(state: State, model: Backbone, source: Checkpoint, head: str, align_corners: bool) -> None:

@@ -46,6 +46,10 @@ class Facts:
         assumed = {name: text for name, text in source.assumed.items() if name not in stated}
         notes = [f"{name} {value} as stated by the user" for name, value in stated.items()]
         applied = replace(source, **stated, assumed=assumed, notes=[*source.notes, *notes])
+        attention = source.state.get("blocks.0.attn.qkv.weight")
+        if self.heads and attention is not None and len(attention) // 3 % self.heads:
+            width = len(attention) // 3
+            raise DpnError(f"--heads {self.heads}: {self.heads} heads do not divide its attention's {width} features")
         try:
             check_facts(applied)
         except ValueError as error:

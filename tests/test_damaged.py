@@ -15,9 +15,10 @@ import pytest
 import torch
 from conftest import GOLDENS
 from safetensors.torch import save_file
+from test_formats import naflex, torchvision_vit, transformers_base
 from torch import Tensor
 
-from dpn_cli.backbone import export_backbone, load_backbone
+from dpn_cli.backbone import export_backbone, load_backbone, load_whole
 from dpn_cli.checkpoints import read_file
 from dpn_cli.errors import DataError, DpnError
 
@@ -113,7 +114,15 @@ def sources() -> dict[str, dict[str, Tensor]]:
     with np.load(GOLDENS / "open_clip_2.20.0_patchnorm.npz") as arrays:
         clip = {n.removeprefix("state/"): torch.from_numpy(arrays[n]) for n in arrays.files if "/" in n}
     plain = load_backbone("mu/8", stem="none", image_size=16, num_classes=3)
-    return {"big_vision": big_vision, "vit-pytorch": lucidrains, "open_clip": clip, "timm": plain.state_dict()}
+    return {
+        "big_vision": big_vision,
+        "vit-pytorch": lucidrains,
+        "open_clip": clip,
+        "timm": plain.state_dict(),
+        "timm NaFlexViT": naflex(dual=True)(16).state_dict(),
+        "torchvision": torchvision_vit(16).state_dict(),
+        "transformers": transformers_base(16).state_dict(),
+    }
 
 
 CONTAINERS = ("npz", "npz compressed", "safetensors", "torch", "torch legacy")
@@ -123,7 +132,7 @@ CONTAINERS = ("npz", "npz compressed", "safetensors", "torch", "torch legacy")
 def test_damaged_files_end_in_a_network_or_in_one_line(
     container: str, sources: dict[str, dict[str, Tensor]], tmp_path: Path
 ) -> None:
-    outcomes = {"whole": 0, "refused": 0}
+    outcomes, codes = {"whole": 0, "refused": 0}, set[int]()
     g = np.random.default_rng(CONTAINERS.index(container))
     names = list(sources)
     untouched = {name: to_bytes(state, container, tmp_path) for name, state in sources.items()}
@@ -136,9 +145,11 @@ def test_damaged_files_end_in_a_network_or_in_one_line(
             data = BYTES[number % len(BYTES)](untouched[name], g)
         path.write_bytes(data)
         try:
-            state = load_backbone(checkpoint=str(path), stem=None, image_size=32).state_dict()
+            source = read_file(path)
+            source.heads = source.heads or 2
+            state = load_whole(source, 32).state_dict()
         except DpnError as error:
-            message, outcome = str(error), "refused"
+            message, outcome, codes = str(error), "refused", codes | {error.exit_code}
         else:
             message, outcome = str(path), "whole"
             assert not any(value.is_meta for value in state.values())
@@ -146,6 +157,7 @@ def test_damaged_files_end_in_a_network_or_in_one_line(
         assert str(path) in message
         assert "\n" not in message
         outcomes[outcome] += 1
+    assert codes == {3}  # it is the file that is wrong, not the command
     assert outcomes["refused"] > outcomes["whole"] > 0  # flips inside a tensor leave another network, not a broken one
 
 

@@ -133,7 +133,7 @@ def settle_positions(checkpoint: Checkpoint) -> None:
     """Give the class token its own position entry, where there is one, and the rest of the table its grid.
 
     Adding the entry to the token is the same function. Without a stated grid the patches make a square. Doing it again
-    changes nothing. Raises `DataError` when they make none.
+    changes nothing. Raises `DataError` when they make none, and for an entry of a class token that is not there.
     """
     state, posemb = checkpoint.state, checkpoint.state.get("pos_embed")
     if posemb is None or posemb.ndim != 3:
@@ -145,6 +145,8 @@ def settle_positions(checkpoint: Checkpoint) -> None:
     if slot is None:
         slot = "cls_token" in state and (entries == grid[0] * grid[1] + 1 if grid else not _square(entries))
     if slot:
+        if "cls_token" not in state:
+            raise DataError("its positions have an entry for a class token, and it has no class token")
         state["cls_token"] = state["cls_token"].float() + posemb[:, :1].float()
         state["pos_embed"] = posemb[:, 1:]
         entries -= 1

@@ -66,6 +66,10 @@ def read(contents: Contents) -> Checkpoint:
             f"pooler_act {config.get('pooler_act', 'tanh')!r}; dpn reads 'vit', {', '.join(_ACTS)} and 'tanh'"
         )
     state, renamed = rename(contents.tensors, _RULES, inner=_inner)
+    if "cls_token" not in state:  # I-JEPA, Hiera, ViTPose, SegGPT, SAM: they name their patch embedding alike
+        raise DataError(
+            "a transformers model without a class token; dpn reads its ViTModel and ViTForImageClassification"
+        )
     dropped = ["embeddings.mask_token"] if state.pop("embeddings.mask_token", None) is not None else []
     fuse_qkv(state, renamed)
     added = add_zero_bias(state, [name for name in state if name.endswith("attn.qkv.weight")])
