@@ -16,6 +16,7 @@ from dpn_cli import kinds
 from dpn_cli.backbone import Backbone, export_backbone, load_whole
 from dpn_cli.data.crops import Size, eval_crop
 from dpn_cli.data.pixels import Transform, resize
+from dpn_cli.data.reading import Decoder
 from dpn_cli.errors import DpnError
 from dpn_cli.kinds import WEIGHTS as WEIGHTS
 from dpn_cli.kinds import Kind, resolve
@@ -30,6 +31,7 @@ class Classifier:
     """A network with a head.
 
     `resize_side` is the shorter side in pixels before the central crop; None takes the whole picture, squeezed.
+    `decoder` made the pixels of JPEGs.
     """
 
     model: Backbone
@@ -37,6 +39,7 @@ class Classifier:
     loss: Loss
     resize_side: int | None
     facts: dict[str, Any]
+    decoder: Decoder = "exact"
 
     @property
     def transform(self) -> Transform:
@@ -71,6 +74,7 @@ def save_classifier(classifier: Classifier, path: Path) -> str:
         "loss": classifier.loss,
         "resize_side": classifier.resize_side,
         "image_size": list(classifier.model.config.image_size),
+        "decoder": classifier.decoder,
         "facts": classifier.facts,
     }
     return export_backbone(classifier.model, path, {kinds.KEY: KEY, KEY: json.dumps(described)})
@@ -97,7 +101,14 @@ def load_classifier(place: str, image_size: Size | None = None, command: str = "
         converted = described.get("image_size", list(size)) != list(size)
         if side is not None and (converted or image_size is not None):
             side = resize_for(size)
-        return Classifier(model, tuple(described["classes"]), described["loss"], side, described["facts"])
+        return Classifier(
+            model,
+            tuple(described["classes"]),
+            described["loss"],
+            side,
+            described["facts"],
+            described.get("decoder", "pillow"),  # what made the pixels before files said it
+        )
     return Classifier(model, imagenet_classes(len(head)), "softmax", resize_for(size), {"classes": "assumed"})
 
 

@@ -17,6 +17,10 @@ class DataError(DpnError):
     exit_code = 3
 
 
+class PictureError(DataError):
+    """A picture cannot be read: one of those that ``--skip-bad-images`` leaves out."""
+
+
 class OutOfMemoryError(DpnError):
     """Memory ran out even with the smallest micro-batch."""
 

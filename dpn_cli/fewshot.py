@@ -13,8 +13,9 @@ from torch import Tensor
 
 from dpn_cli import engine, stopping
 from dpn_cli.backbone import Backbone
-from dpn_cli.data.labelled import Labelled, Pixels
+from dpn_cli.data.labelled import Labelled
 from dpn_cli.data.pixels import Transform, resize, stream
+from dpn_cli.data.reading import Pixels
 from dpn_cli.errors import DataError
 from dpn_cli.recipe import Runtime
 

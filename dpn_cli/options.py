@@ -280,7 +280,8 @@ Decode = Annotated[
     str | None,
     typer.Option(
         "--decode",
-        help="exact: the reference's pixels; fast: JPEGs shrunk while they are decoded. \\[default: exact]",
+        help="exact: the reference's pixels; fast: JPEGs shrunk while they are decoded; pillow: Pillow's pixels. "
+        "\\[default: exact]",
         rich_help_panel=DATA,
         show_default=False,
     ),

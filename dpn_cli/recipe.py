@@ -22,6 +22,8 @@ Plain = dict[str, Any]
 Say = Callable[[str], None]
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
+# Pillow's own limit: what it refuses as a decompression bomb.
+MAX_PIXELS = 2 * (1024**3 // 4 // 3)
 
 
 def _pixels(value: object) -> object:
@@ -71,6 +73,13 @@ class Backbone(Section):
         if self.arch is not None:
             parse_arch(self.arch)
         return self
+
+
+class Pictures(Section):
+    """How picture files are read: the decoder of JPEGs, and how many pixels a picture may have."""
+
+    decode: Literal["exact", "pillow"] = "exact"
+    max_pixels: Positive = MAX_PIXELS
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]

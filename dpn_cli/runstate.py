@@ -29,7 +29,7 @@ from dpn_cli.files import file_digest, flush, read_object, replace_json, replace
 
 # A resumed run may run elsewhere and otherwise; it may not compute something else.
 MAY_CHANGE = ("runtime", "allow_failed", "keep_weights")
-VERSIONS = ("dpn-cli", "torch", "torchvision", "timm", "numpy", "pillow", "safetensors")
+VERSIONS = ("dpn-cli", "torch", "torchvision", "timm", "numpy", "pillow", "simplejpeg", "safetensors")
 
 
 class RunFolder:

@@ -77,6 +77,8 @@ OPTIONS = {
     "--compare",
     "--data",
     "--tasks",
+    "--decode",
+    "--max-pixels",
     "--skip-bad-images",
     "--protocol",
     "--lrs",

@@ -22,8 +22,8 @@ from test_lit_data import picture, write_pictures, write_shard, write_table
 from dpn_cli import files, stopping
 from dpn_cli.backbone import load_backbone
 from dpn_cli.console import Console
-from dpn_cli.data.labelled import Pixels
 from dpn_cli.data.pixels import PixelSet, resize, rows_of_step, stream
+from dpn_cli.data.reading import Pixels
 from dpn_cli.distributed import World
 from dpn_cli.errors import DataError, StoppedError
 from dpn_cli.recipe import Runtime
@@ -305,7 +305,7 @@ def test_unreadable_images_are_named_or_left_out_and_counted(tmp_path: Path) -> 
     for number in (1, 4):  # the last one has a shard of its own
         (tmp_path / f"{number}.png").write_bytes(b"no picture")
     split = open_split(Source(str(tmp_path / "pairs.csv")), "train")
-    with pytest.raises(DataError, match=r"1.png: not a readable image .*--skip-bad-images"):
+    with pytest.raises(DataError, match=r"1.png: not a readable image .*fetch it again"):
         cached_features(split, wanted(), tmp_path / "cache", ALONE, QUIET)
     features = cached_features(split, wanted(skip_bad=True), tmp_path / "cache", ALONE, QUIET)
     assert features.bad == [1, 4]

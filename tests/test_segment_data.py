@@ -81,7 +81,7 @@ def test_a_row_without_a_mask_is_named(tmp_path: Path) -> None:
     datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "hub" / "train-0.parquet")
     pairs = open_pairs(Data(source=f"hf:{tmp_path / 'hub'}"), "train")
     assert pairs.load(0)[1].tolist() == [[1] * 4] * 3
-    with pytest.raises(DataError, match="row 1, column mask: empty; every image needs its mask"):
+    with pytest.raises(DataError, match="row 1, column mask: empty; every row needs its picture"):
         pairs.load(1)
 
 

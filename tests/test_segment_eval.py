@@ -18,7 +18,7 @@ from test_segment import NAMES, small, train, write_scenes
 
 from dpn_cli import stopping
 from dpn_cli.backbone import load_backbone
-from dpn_cli.data.labelled import decode
+from dpn_cli.data.reading import decode
 from tasks.segment.classes import Class, color_of
 from tasks.segment.labels import LabelRule
 from tasks.segment.network import LinearSegmenter, initialize_head

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 
 import typer
 from rich.console import Console as RichConsole
+from typer._click.globals import get_current_context  # Typer has no public name for it
 
-from dpn_cli.errors import DpnError
+from dpn_cli.errors import DpnError, PictureError
 
 
 @contextmanager
@@ -22,8 +23,15 @@ def one_line_errors(debug: bool = False) -> Iterator[None]:
         if debug:
             traceback.print_exc()
         RichConsole(stderr=True, soft_wrap=True, highlight=False).print("[bold red]error:[/]", end=" ")
-        print(error, file=sys.stderr)
+        print(f"{error}{_way_out(error)}", file=sys.stderr)
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
         print("interrupted at once: the state since the last checkpoint is lost", file=sys.stderr)
         raise typer.Exit(130) from None
+
+
+def _way_out(error: DpnError) -> str:
+    """Name ``--skip-bad-images`` after an unreadable picture where the command has that option and it was not given."""
+    context = get_current_context(silent=True)
+    skips = context.params.get("skip_bad_images", True) if context else True
+    return "; --skip-bad-images leaves it out and counts it" if isinstance(error, PictureError) and not skips else ""

@@ -13,6 +13,8 @@ from rich.table import Table
 
 from dpn_cli import options
 from dpn_cli.commands import one_line_errors
+from dpn_cli.commands import options_pictures as pictures
+from dpn_cli.commands.keys import pictures_of
 from dpn_cli.errors import DpnError
 
 if TYPE_CHECKING:
@@ -117,6 +119,8 @@ def retrofit(
     data: Annotated[str, typer.Option("--data", help="Folder of images to fit the norms on, or demo.")],
     images: Annotated[int, typer.Option("--images", min=4, help="How many of them, drawn by --seed.")] = 512,
     seed: Annotated[int, typer.Option("--seed", help="Of the draw.")] = 0,
+    decode: pictures.Decode = None,
+    max_pixels: pictures.MaxPixels = None,
     image_size: options.ImageSize = None,
     eps: Eps = None,
     act: ActOption = None,
@@ -131,6 +135,7 @@ def retrofit(
     """Give a plain ViT a DPN stem whose tokens are as near as they can be: a start for training."""
     with one_line_errors(verbose):
         _check_target(target, overwrite)
+        decoder, limit = pictures_of(decode, max_pixels)
         from dpn_cli.kinds import resolve
 
         opened = _open(resolve(source, "dpn checkpoint retrofit"), eps, act, heads, grid, mean, std)
@@ -139,10 +144,11 @@ def retrofit(
         from dpn_cli.backbone import config_of
         from dpn_cli.data.images import find_images
         from dpn_cli.data.pixels import load
+        from dpn_cli.data.reading import Reading
         from dpn_cli.retrofit import retrofit
 
         size = options.parse_pair("--image-size", image_size) or config_of(opened).image_size
-        pixels = load(find_images(data, images, seed), size).images
+        pixels = load(find_images(data, images, seed, Reading(decoder or "exact", limit)), size).images
         done = retrofit(opened, target, lambda: iter(torch.split(pixels, 32)), image_size=size)
         if as_json:
             print(json.dumps(done, indent=2))

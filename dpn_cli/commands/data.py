@@ -10,6 +10,8 @@ import typer
 
 from dpn_cli import options
 from dpn_cli.commands import one_line_errors
+from dpn_cli.commands import options_pictures as pictures
+from dpn_cli.commands.keys import pictures_of
 from dpn_cli.console import Console
 from dpn_cli.errors import DpnError
 
@@ -47,6 +49,8 @@ def pack(
     ] = 90,
     image_column: options.ImageColumn = None,
     label_column: options.LabelColumn = None,
+    decode: pictures.Decode = None,
+    max_pixels: pictures.MaxPixels = None,
     skip_bad_images: options.SkipBadImages = None,
     workers: Annotated[
         int, typer.Option("--workers", "-j", min=1, help="Processes.", rich_help_panel=options.RUNTIME)
@@ -62,13 +66,16 @@ def pack(
         if encode not in ("jpeg", "ppm"):
             raise DpnError(f"--encode {encode!r}: jpeg or ppm")
         how: Literal["jpeg", "ppm"] = "jpeg" if encode == "jpeg" else "ppm"
+        decoder, limit = pictures_of(decode, max_pixels)
         from dpn_cli import stopping
         from dpn_cli.data.classified import Source, check_classes, hash_order, open_split, own_splits
         from dpn_cli.data.pack import Packing, pack
+        from dpn_cli.data.reading import Reading
         from dpn_cli.files import claimed
 
         console = Console(quiet=quiet)
-        source = Source(data, image_column=image_column, label_column=label_column)
+        reading = Reading(decoder or "exact", limit)
+        source = Source(data, image_column=image_column, label_column=label_column, reading=reading)
         if out.expanduser().resolve().is_relative_to(Path(data).expanduser().resolve()):
             raise DpnError(f"--out {out}: inside --data {data}, where its shards would be taken for pictures")
         found = {name: open_split(source, name, unlabelled=True) for name in own_splits(source)}

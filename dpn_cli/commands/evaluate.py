@@ -13,7 +13,8 @@ from typer.core import TyperGroup
 
 from dpn_cli import options
 from dpn_cli.commands import one_line_errors
-from dpn_cli.commands.keys import runtime_of
+from dpn_cli.commands import options_pictures as pictures
+from dpn_cli.commands.keys import pictures_of, runtime_of
 from dpn_cli.console import Console
 from dpn_cli.errors import DpnError
 
@@ -70,6 +71,8 @@ def score(
     ] = None,
     image_column: options.ImageColumn = None,
     label_column: options.LabelColumn = None,
+    decode: pictures.RunsDecode = None,
+    max_pixels: pictures.MaxPixels = None,
     skip_bad_images: options.SkipBadImages = None,
     real: Annotated[
         Path | None,
@@ -96,12 +99,15 @@ def score(
             raise DpnError(f"--split {split}: choose train, val or all")
         runtime = runtime_of(device, precision, workers)
         size = options.parse_pair("--image-size", image_size)
+        decoder, limit = pictures_of(decode, max_pixels)
         from dpn_cli.data.classified import Source
         from tasks.evaluate.classification import Asked, describe, evaluate
 
         source = Source(data, image_column=image_column, label_column=label_column)
         chosen = cast("Split | None", split)
-        asked = Asked(network, source, chosen, size, real, batch_size, bool(skip_bad_images), output_dir)
+        asked = Asked(
+            network, source, chosen, size, real, batch_size, bool(skip_bad_images), output_dir, decoder, limit
+        )
         _print(evaluate(asked, runtime, Console(quiet=quiet)), describe, as_json)
 
 
@@ -113,6 +119,8 @@ def fewshot(
     val_fraction: options.ValFraction = None,
     image_column: options.ImageColumn = None,
     label_column: options.LabelColumn = None,
+    decode: pictures.Decode = None,
+    max_pixels: pictures.MaxPixels = None,
     skip_bad_images: options.SkipBadImages = None,
     shots: Annotated[str, typer.Option("--shots", help="Images per class, comma separated.")] = "1,5,10,25",
     seeds: Annotated[str, typer.Option("--seeds", help="Draws of the images, comma separated.")] = "0,1,2",
@@ -135,12 +143,14 @@ def fewshot(
             raise DpnError(f"--shots {shots}: at least one image per class")
         runtime = runtime_of(device, precision, workers)
         size = options.parse_pair("--image-size", image_size)
+        decoder, limit = pictures_of(decode, max_pixels)
         from dpn_cli.data.classified import Source
+        from dpn_cli.data.reading import Reading
         from tasks.evaluate.fewshot import describe, fewshot
 
         result = fewshot(
             checkpoint,
-            Source(data, val_data, val_fraction, image_column, label_column),
+            Source(data, val_data, val_fraction, image_column, label_column, Reading(decoder or "exact", limit)),
             chosen,
             draws,
             runtime,
@@ -157,6 +167,8 @@ def predict(
     run: Run,
     images: Annotated[list[Path], typer.Argument(help="Pictures, or folders of pictures.")],
     top: Annotated[int, typer.Option("--top", "-k", min=1, help="Classes per picture.")] = 3,
+    decode: pictures.RunsDecode = None,
+    max_pixels: pictures.MaxPixels = None,
     precision: options.Precision = None,
     device: options.Device = None,
     as_json: options.Json = False,
@@ -165,9 +177,10 @@ def predict(
     """The classes of pictures with their probabilities, prepared as the run's own images were."""
     with one_line_errors(verbose):
         runtime = runtime_of(device, precision, None)
+        decoder, limit = pictures_of(decode, max_pixels)
         from tasks.evaluate.prediction import classify
 
-        results = classify(run, images, top, runtime)
+        results = classify(run, images, top, runtime, decode=decoder, max_pixels=limit)
         if as_json:
             print(json.dumps(results, indent=2))
             return

@@ -10,6 +10,7 @@ import typer
 from dpn_cli import options, recipe
 from dpn_cli.commands import one_line_errors
 from dpn_cli.commands import options_classify as own
+from dpn_cli.commands import options_pictures as pictures
 from dpn_cli.commands.keys import recipe_flags
 from dpn_cli.console import Console
 from tasks.highres import recipe as highres_recipe
@@ -39,6 +40,7 @@ def highres(
     image_column: options.ImageColumn = None,
     label_column: options.LabelColumn = None,
     decode: options.Decode = None,
+    max_pixels: pictures.MaxPixels = None,
     flip: own.Flip = None,
     skip_bad_images: options.SkipBadImages = None,
     lr: options.Lr = None,

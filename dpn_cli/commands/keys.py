@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 from dpn_cli import recipe
 
@@ -23,6 +24,7 @@ RECIPE_KEYS = {
     "label_column": "data.label_column",
     "decode": "data.decode",
     "flip": "data.flip",
+    "max_pixels": "data.max_pixels",
     "skip_bad_images": "data.skip_bad_images",
     **{name: f"data.{name}" for name in ("fraction", "classes", "label_offset", "ignore_label", "mask_column")},
     "layer_decay": "optim.layer_decay",
@@ -52,3 +54,15 @@ def runtime_of(device: str | None, precision: str | None, workers: str | None = 
     """Return how to run a command that has no recipe. Raises `DpnError` for a value that there is not."""
     given = {"device": device, "precision": precision, "workers": workers}
     return recipe.build(recipe.Runtime, {name: value for name, value in given.items() if value is not None}, "options")
+
+
+def pictures_of(decode: str | None, max_pixels: int | None) -> tuple[Literal["exact", "pillow"] | None, int]:
+    """Return how a command without a recipe reads pictures: the decoder that was asked for, and the limit.
+
+    Raises `DpnError` for a value that there is not.
+    """
+    given = {"decode": decode, "max_pixels": max_pixels}
+    built = recipe.build(
+        recipe.Pictures, {name: value for name, value in given.items() if value is not None}, "options"
+    )
+    return (built.decode if decode else None), built.max_pixels

@@ -11,7 +11,8 @@ import typer
 from dpn_cli import options, recipe
 from dpn_cli.commands import one_line_errors
 from dpn_cli.commands import options_lit as own
-from dpn_cli.commands.keys import recipe_flags, runtime_of
+from dpn_cli.commands import options_pictures as pictures
+from dpn_cli.commands.keys import pictures_of, recipe_flags, runtime_of
 from dpn_cli.commands.tower import demo_tower
 from dpn_cli.console import Console
 from dpn_cli.errors import DpnError
@@ -54,6 +55,8 @@ def train(
     images: own.Images = None,
     image_column: options.ImageColumn = None,
     caption_column: own.CaptionColumn = None,
+    decode: pictures.Decode = None,
+    max_pixels: pictures.MaxPixels = None,
     skip_bad_images: own.SkipBad = None,
     cache: own.CacheOption = None,
     cache_dir: own.CacheDir = None,
@@ -110,6 +113,8 @@ def cache(
     images: own.Images = None,
     image_column: options.ImageColumn = None,
     caption_column: own.CaptionColumn = None,
+    decode: pictures.Decode = None,
+    max_pixels: pictures.MaxPixels = None,
     skip_bad_images: own.SkipBad = None,
     cache_dir: own.CacheDir = None,
     views: own.Views = None,
@@ -149,6 +154,8 @@ def evaluate(
     image_column: options.ImageColumn = None,
     label_column: options.LabelColumn = None,
     caption_column: own.CaptionColumn = None,
+    decode: pictures.RunsDecode = None,
+    max_pixels: pictures.MaxPixels = None,
     skip_bad_images: own.SkipBad = None,
     force: own.Force = False,
     cache_dir: own.CacheDir = None,
@@ -166,6 +173,7 @@ def evaluate(
         if split not in (None, "train", "val", "test", "all"):
             raise DpnError(f"--split {split}: choose train, val, test or all")
         runtime = runtime_of(device, precision, workers)
+        decoder, limit = pictures_of(decode, max_pixels)
         from tasks.lit.data import Source
         from tasks.lit.evaluate import Asked, describe
         from tasks.lit.evaluate import evaluate as score
@@ -180,7 +188,7 @@ def evaluate(
         captioned = retrieval or data.endswith((".csv", ".tsv", ".json"))
         asked = Asked(
             run, source, captioned, split, label_column, prompts, class_names, tokenizer, batch_size, force, cache_dir,
-            output_dir,
+            output_dir, decoder, limit,
         )  # fmt: skip
         result = score(asked, runtime, Console(quiet=quiet))
         if result is not None:
@@ -194,6 +202,8 @@ def predict(
     labels: own.Labels,
     prompts: own.PredictPrompts = "plain",
     top: own.Top = 3,
+    decode: pictures.RunsDecode = None,
+    max_pixels: pictures.MaxPixels = None,
     skip_bad_images: own.SkipBad = None,
     precision: options.Precision = None,
     device: options.Device = None,
@@ -203,10 +213,13 @@ def predict(
     """Which of some labels fits a picture best."""
     with one_line_errors(verbose):
         runtime = runtime_of(device, precision)
+        decoder, limit = pictures_of(decode, max_pixels)
         from tasks.lit.use import label
 
-        skip = bool(skip_bad_images)
-        results = label(run, images, labels.split(","), prompts, top, runtime, skip, Console(quiet=False))
+        results = label(
+            run, images, labels.split(","), prompts, top, runtime, bool(skip_bad_images), Console(quiet=False),
+            decode=decoder, max_pixels=limit,
+        )  # fmt: skip
         if as_json:
             print(json.dumps(results, indent=2))
             return
@@ -222,6 +235,8 @@ def search(
     images: own.SearchFolder,
     query: own.Query,
     top: own.Top = 10,
+    decode: pictures.RunsDecode = None,
+    max_pixels: pictures.MaxPixels = None,
     skip_bad_images: own.SkipBad = None,
     cache_dir: own.CacheDir = None,
     precision: options.Precision = None,
@@ -234,9 +249,13 @@ def search(
     """The pictures of a folder that are nearest to a sentence; each is encoded once, for all queries to come."""
     with one_line_errors(verbose):
         runtime = runtime_of(device, precision, workers)
+        decoder, limit = pictures_of(decode, max_pixels)
         from tasks.lit.use import search as find
 
-        found = find(run, images, query, top, runtime, cache_dir, bool(skip_bad_images), Console(quiet=quiet))
+        found = find(
+            run, images, query, top, runtime, cache_dir, bool(skip_bad_images), Console(quiet=quiet),
+            decode=decoder, max_pixels=limit,
+        )  # fmt: skip
         if as_json:
             print(json.dumps(found, indent=2))
             return

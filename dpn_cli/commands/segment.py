@@ -11,8 +11,9 @@ import typer
 
 from dpn_cli import options, recipe
 from dpn_cli.commands import one_line_errors
+from dpn_cli.commands import options_pictures as pictures
 from dpn_cli.commands import options_segment as own
-from dpn_cli.commands.keys import recipe_flags, runtime_of
+from dpn_cli.commands.keys import pictures_of, recipe_flags, runtime_of
 from dpn_cli.commands.options_classify import Flip
 from dpn_cli.commands.tower import demo_tower
 from dpn_cli.console import Console
@@ -45,6 +46,8 @@ def ade20k(
     fraction: own.FractionOption = None,
     image_column: own.ImageColumn = None,
     mask_column: own.MaskColumn = None,
+    decode: pictures.Decode = None,
+    max_pixels: pictures.MaxPixels = None,
     flip: Flip = None,
     lr: own.Lr = None,
     seed: own.Seed = None,
@@ -87,6 +90,8 @@ def folder(
     fraction: own.FractionOption = None,
     image_column: own.ImageColumn = None,
     mask_column: own.MaskColumn = None,
+    decode: pictures.Decode = None,
+    max_pixels: pictures.MaxPixels = None,
     flip: Flip = None,
     lr: own.Lr = None,
     seed: own.Seed = None,
@@ -149,6 +154,8 @@ def evaluate(
     size: own.Size = None,
     stride: own.Stride = None,
     multi_scale: own.MultiScale = False,
+    decode: pictures.RunsDecode = None,
+    max_pixels: pictures.MaxPixels = None,
     precision: options.Precision = None,
     device: options.Device = None,
     workers: options.Workers = None,
@@ -160,6 +167,7 @@ def evaluate(
     """The mIoU of a run on its validation images: per class with -o, in windows or whole, at one scale or many."""
     with one_line_errors(verbose):
         runtime = runtime_of(device, precision, workers)
+        decoder, limit = pictures_of(decode, max_pixels)
         given = {"mode": mode, "size": size, "stride": stride}
         recipe.build(
             segment_recipe.Evaluation, {key: value for key, value in given.items() if value is not None}, "options"
@@ -168,7 +176,9 @@ def evaluate(
         from tasks.segment.evaluation import Asked, evaluate
 
         scales = MULTI_SCALE if multi_scale else None
-        asked = Asked(run, data, mode, size, stride, scales, multi_scale or None, output_dir)
+        asked = Asked(
+            run, data, mode, size, stride, scales, multi_scale or None, output_dir, decoder, max_pixels and limit
+        )
         result = evaluate(asked, runtime, Console(quiet=quiet))
         if result is not None:
             print(json.dumps(result, indent=2) if as_json else describe_scores(result))
@@ -181,6 +191,8 @@ def predict(
     output_dir: Annotated[Path, typer.Option("--output-dir", "-o", help="Folder for what is written.")] = Path(
         "predictions"
     ),
+    decode: pictures.RunsDecode = None,
+    max_pixels: pictures.MaxPixels = None,
     precision: options.Precision = None,
     device: options.Device = None,
     as_json: options.Json = False,
@@ -189,9 +201,10 @@ def predict(
     """Label maps of pictures: the classes' numbers, a coloured overlay and a legend, as PNG files."""
     with one_line_errors(verbose):
         runtime = runtime_of(device, precision, None)
+        decoder, limit = pictures_of(decode, max_pixels)
         from tasks.segment.prediction import predict
 
-        results = predict(run, images, output_dir, runtime)
+        results = predict(run, images, output_dir, runtime, decode=decoder, max_pixels=limit)
         if as_json:
             print(json.dumps(results, indent=2))
             return

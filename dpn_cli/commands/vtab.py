@@ -10,6 +10,7 @@ from rich.console import Console as RichConsole
 
 from dpn_cli import options, recipe
 from dpn_cli.commands import one_line_errors
+from dpn_cli.commands import options_pictures as pictures
 from dpn_cli.commands.keys import recipe_flags
 from dpn_cli.console import Console
 from dpn_cli.errors import SweepError
@@ -70,6 +71,8 @@ def vtab(
     compare: CompareOption = None,
     data: DataOption = None,
     tasks: TasksOption = None,
+    decode: pictures.Decode = None,
+    max_pixels: pictures.MaxPixels = None,
     skip_bad_images: options.SkipBadImages = None,
     protocol: ProtocolOption = None,
     lrs: options.Lrs = None,

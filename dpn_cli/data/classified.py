@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from dpn_cli.data.images import SUFFIXES
-from dpn_cli.data.labelled import HubSplit, Images, Labelled, SceneSplit, open_image
+from dpn_cli.data.labelled import HubSplit, Images, Labelled, SceneSplit
 from dpn_cli.data.pack import Packed, is_pack, read_manifest
+from dpn_cli.data.reading import SUFFIXES, USUAL, Reading, find_files, open_image
 from dpn_cli.data.scenes import LABELS
 from dpn_cli.data.shards import Shards
 from dpn_cli.errors import DataError
@@ -44,6 +44,7 @@ class Source:
     val_fraction: float | None = None
     image_column: str | None = None
     label_column: str | None = None
+    reading: Reading = USUAL
 
 
 class ClassFolders(Images):
@@ -61,12 +62,12 @@ class ClassFolders(Images):
             raise DataError(f"{root}: no class folders; pictures go into {root}/CLASS/PICTURE.jpg")
         labels, sizes = [], []
         for label, name in enumerate(self.classes):
-            found = sorted(path for path in (root / name).rglob("*") if path.suffix.lower() in SUFFIXES)
+            found = find_files(root / name)
             if not found:
                 raise DataError(f"{root / name}: a class without pictures ({', '.join(sorted(SUFFIXES))}); remove it")
-            self.paths += found
+            self.paths += [path for path, _ in found]
             labels += [label] * len(found)
-            sizes += [path.stat().st_size for path in found]
+            sizes += [size for _, size in found]
         self.labels, self.sizes = labels, sizes
 
     def where(self, index: int) -> str:
@@ -79,14 +80,14 @@ class ClassFolders(Images):
 
     def open(self, index: int) -> Image.Image:
         """Open a picture, not decoded yet."""
-        return open_image(self.paths[index], self.where(index))
+        return open_image(self.paths[index], self.where(index), self.reading)
 
 
 class Part(Images):
     """Some images of a split, in the order of their numbers in it."""
 
     def __init__(self, whole: Labelled, rows: Sequence[int]) -> None:
-        self.whole, self.rows = whole, list(rows)
+        self.whole, self.rows, self.reading = whole, list(rows), whole.reading
         self.labels: Sequence[int] = [whole.labels[row] for row in self.rows]
         self.sizes: Sequence[int] = [whole.sizes[row] for row in self.rows]
 
@@ -220,6 +221,7 @@ def open_split(source: Source, split: str, *, unlabelled: bool = False) -> tuple
     """
     place = source.val_place if split == "val" and source.val_place else source.place
     found, classes = _open(source, place, split)
+    found.reading = source.reading
     if not unlabelled and min(found.labels, default=0) < 0:
         raise DataError(f"--data {place}: its {split} images have labels of -1, which is none; choose another split")
     return found, classes

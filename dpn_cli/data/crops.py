@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from dpn_cli.data.labelled import Pixels, decode
 from dpn_cli.data.pixels import resize
+from dpn_cli.data.reading import Pixels, decode, decoder_of
 
 Size = tuple[int, int]
 Box = tuple[int, int, int, int]
-Decode = Literal["exact", "fast"]
+Decode = Literal["exact", "fast", "pillow"]
 
 # inception_crop's arguments: share of the area, width over height.
 AREA, RATIO = (0.05, 1.0), (0.75, 1.33)
@@ -62,10 +62,10 @@ def _fit(height: int, width: int, ratio: float, draws: list[float]) -> Box | Non
 def train_crop(image: Image.Image, where: str, size: Size, generator: torch.Generator, how: Decode) -> Tensor:
     """Decode a random crop of an opened image, resized to (3, *size) uint8.
 
-    ``exact`` decodes all of the image and resizes the crop as the reference does. ``fast`` lets the JPEG decoder shrink
-    the image by 2, 4 or 8 where the crop stays at least as large as `size`, and resizes in integers, which rounds where
-    the reference cuts off: other pixels, see benchmarks/README.md.
-    Raises `DataError` when the image is unreadable.
+    ``exact`` decodes all of the image and resizes the crop as the reference does; ``pillow`` does the same with
+    Pillow's pixels of a JPEG. ``fast`` lets the JPEG decoder shrink the image by 2, 4 or 8 where the crop stays at
+    least as large as `size`, and resizes in integers, which rounds where the reference cuts off: other pixels, see
+    benchmarks/README.md. Raises `DataError` when the image is unreadable.
     """
     top, left, height, width = inception_box((image.height, image.width), generator)
     if how == "fast" and image.format == "JPEG":
@@ -76,8 +76,8 @@ def train_crop(image: Image.Image, where: str, size: Size, generator: torch.Gene
             down, across = image.height / full[0], image.width / full[1]
             top, left = round(top * down), round(left * across)
             height, width = max(1, round(height * down)), max(1, round(width * across))
-    crop = decode(image, where)[top : top + height, left : left + width]
-    if how == "exact":
+    crop = decode(image, where, decoder_of(how))[top : top + height, left : left + width]
+    if how != "fast":
         return resize(crop, size)
     channels = torch.from_numpy(crop.copy()).permute(2, 0, 1)
     return F.interpolate(channels[None], size, mode="bilinear", align_corners=False)[0]

@@ -8,19 +8,18 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from dpn_cli.data.labelled import Images, Labelled, SceneSplit, open_image
+from dpn_cli.data.labelled import Images, Labelled, SceneSplit
+from dpn_cli.data.reading import SUFFIXES, USUAL, Reading, find_files, open_image
 from dpn_cli.errors import DataError
-
-SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm"}
 
 
 class ImageFiles(Images):
     """Pictures by their paths; every label is zero."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self.paths = list(paths)
-        self.labels: Sequence[int] = [0] * len(self.paths)
-        self.sizes: Sequence[int] = [path.stat().st_size for path in self.paths]
+    def __init__(self, found: Sequence[tuple[Path, int]], reading: Reading = USUAL) -> None:
+        self.paths, self.reading = [path for path, _ in found], reading
+        self.labels: Sequence[int] = [0] * len(found)
+        self.sizes: Sequence[int] = [size for _, size in found]
 
     def where(self, index: int) -> str:
         """Name an image's file."""
@@ -28,10 +27,10 @@ class ImageFiles(Images):
 
     def open(self, index: int) -> Image.Image:
         """Open an image, not decoded yet."""
-        return open_image(self.paths[index], self.where(index))
+        return open_image(self.paths[index], self.where(index), self.reading)
 
 
-def find_images(source: str, most: int, seed: int) -> Labelled:
+def find_images(source: str, most: int, seed: int, reading: Reading = USUAL) -> Labelled:
     """Return up to `most` images of a folder and the folders in it, drawn by `seed`, or that many scenes of ``demo``.
 
     Raises `DataError` when there is no such folder or no image in it.
@@ -41,11 +40,11 @@ def find_images(source: str, most: int, seed: int) -> Labelled:
     folder = Path(source).expanduser()
     if not folder.is_dir():
         raise DataError(f"--data {source}: no such folder; pass a folder of images, or demo")
-    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
-    if not paths:
+    found = find_files(folder)
+    if not found:
         raise DataError(f"--data {source}: no image in it or below it ({', '.join(sorted(SUFFIXES))})")
-    order = np.random.default_rng(seed).permutation(len(paths))[:most]
-    return ImageFiles([paths[i] for i in order])
+    order = np.random.default_rng(seed).permutation(len(found))[:most]
+    return ImageFiles([found[i] for i in order], reading)
 
 
 def find_pictures(given: Sequence[Path]) -> list[Path]:
@@ -53,11 +52,11 @@ def find_pictures(given: Sequence[Path]) -> list[Path]:
     found: list[Path] = []
     for path in given:
         if path.is_dir():
-            inside = sorted(entry for entry in path.rglob("*") if entry.suffix.lower() in SUFFIXES)
+            inside = [entry for entry, _ in find_files(path)]
             if not inside:
                 raise DataError(f"{path}: no picture in this folder ({', '.join(sorted(SUFFIXES))})")
             found += inside
-        elif path.is_file():
+        elif path.exists() or path.is_symlink():
             found.append(path)
         else:
             raise DataError(f"{path}: no such picture")

@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import io
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
 from PIL import Image
-from PIL.PpmImagePlugin import PpmImageFile
 
 from dpn_cli.data import scenes
-from dpn_cli.errors import DataError
+from dpn_cli.data.reading import USUAL, Pixels, Reading, decode, file_size, open_image, unreadable
+from dpn_cli.errors import DataError, PictureError
 from dpn_cli.hub import offline
-
-Pixels = npt.NDArray[np.uint8]
-
-# Scans and satellite pictures are data: Pillow's own limit warns from 89 million pixels on and refuses twice that.
-Image.MAX_IMAGE_PIXELS = 2**29
 
 
 class Labelled(Protocol):
-    """Labelled images, decoded one at a time."""
+    """Labelled images, decoded one at a time, as `reading` says."""
+
+    reading: Reading
 
     @property
     def labels(self) -> Sequence[int]:
@@ -62,56 +56,16 @@ def fingerprint(split: Labelled) -> str:
     return hashlib.sha256("\n".join(f"{label} {size}" for label, size in rows).encode()).hexdigest()[:16]
 
 
-def open_image(file: Path | io.BytesIO, where: str) -> Image.Image:
-    """Open an image file without decoding it: its size is known, its pixels are not.
-
-    Raises `DataError` with the place when the file is missing or no image.
-    """
-    try:
-        return Image.open(file)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise unreadable(where, error) from error
-
-
-def decode(image: Image.Image, where: str) -> Pixels:
-    """Decode an opened image to RGB (height, width, 3) as TensorFlow's decode_image does, and close it.
-
-    Grey is repeated, transparency is dropped, 16-bit values keep their upper byte, of an animation the first frame
-    is taken, EXIF rotation is not applied. Raises `DataError` with the place when the data are damaged.
-    """
-    try:
-        with image:
-            if (stored := _stored_pixels(image)) is not None:
-                return stored
-            image.load()
-            if image.mode.startswith("I"):  # PIL would clip 16-bit values instead of scaling them
-                grey = (np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8)
-                return np.repeat(grey[..., None], 3, axis=2)
-            return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise unreadable(where, error) from error
-
-
-def _stored_pixels(image: Image.Image) -> Pixels | None:
-    """Return the pixels of an opened picture that lie in its file as they are, a PPM's: Pillow copies them twice."""
-    if not isinstance(image, PpmImageFile) or image.mode != "RGB" or [tile[0] for tile in image.tile] != ["raw"]:
-        return None
-    assert image.fp is not None
-    image.fp.seek(image.tile[0][2])
-    shape = image.height, image.width, 3
-    return np.frombuffer(image.fp.read(math.prod(shape)), np.uint8).reshape(shape)
-
-
-def unreadable(where: str, error: Exception) -> DataError:
-    """Describe a damaged or missing image in one line."""
-    return DataError(
-        f"{where}: not a readable image ({str(error)[:120]}); fetch it again, or leave it out, "
-        "which commands with --skip-bad-images do and count"
-    )
+def rows_to_check(split: Labelled, most: int) -> list[int]:
+    """Return which images to decode before long work: about `most` of them, and all that are empty or no files."""
+    spread = range(0, len(split.labels), max(1, len(split.labels) // most))
+    return sorted({*spread, *(row for row, size in enumerate(split.sizes) if not size)})
 
 
 class Images(ABC):
-    """What all kinds of labelled images share: decoding what they open."""
+    """What all kinds of labelled images share: decoding what they open, as `reading` says."""
+
+    reading: Reading = USUAL
 
     @abstractmethod
     def open(self, index: int) -> Image.Image:
@@ -138,7 +92,7 @@ class Images(ABC):
 
     def pixels(self, index: int) -> Pixels:
         """Decode an image to (height, width, 3). Raises `DataError` with its place when it is unreadable."""
-        return decode(self.open(index), self.where(index))
+        return decode(self.open(index), self.where(index), self.reading.decoder)
 
 
 class FileList(Images):
@@ -157,7 +111,7 @@ class FileList(Images):
         self.paths: list[Path] = []
         self.labels: list[int] = []
         self.sizes: list[int] = []
-        for number, line in enumerate(self.list.read_text(encoding="utf-8").splitlines(), 1):
+        for number, line in enumerate(self.list.read_text("utf-8", "surrogateescape").splitlines(), 1):
             name, _, label = line.strip().rpartition(" ")
             if not name or not label.lstrip("-").isdecimal():
                 raise DataError(f"{self.list}, line {number}: {line[:80]!r} is not '<image path> <label>'")
@@ -174,7 +128,7 @@ class FileList(Images):
 
     def open(self, index: int) -> Image.Image:
         """Open an image, not decoded yet."""
-        return open_image(self.paths[index], self.where(index))
+        return open_image(self.paths[index], self.where(index), self.reading)
 
 
 class HubPictures(Images):
@@ -198,7 +152,7 @@ class HubPictures(Images):
         sizes = pyarrow.compute.binary_length(pyarrow.compute.struct_field(stored, "bytes")).to_pylist()
         files = pyarrow.compute.struct_field(stored, "path").to_pylist()
         self.sizes: Sequence[int] = [
-            _size_of(file) if size is None else size for size, file in zip(sizes, files, strict=True)
+            file_size(Path(file or "")) if size is None else size for size, file in zip(sizes, files, strict=True)
         ]
         self.files: Sequence[str | None] = [  # of the pictures that are not stored in the data set itself
             file if size is None else None for size, file in zip(sizes, files, strict=True)
@@ -224,14 +178,14 @@ class HubPictures(Images):
 
     def open(self, index: int) -> Image.Image:
         """Open an image, not decoded yet."""
-        stored = self.rows[index][self.image]
-        source = io.BytesIO(stored["bytes"]) if stored["bytes"] is not None else Path(stored["path"])
-        return open_image(source, self.where(index))
+        return open_image(stored_file(self.rows[index][self.image], self.where(index)), self.where(index), self.reading)
 
 
-def _size_of(file: str | None) -> int:
-    """Return the size of a picture that a data set only names, as folders of pictures do; zero where it is no file."""
-    return Path(file).stat().st_size if file and Path(file).is_file() else 0
+def stored_file(stored: Any, where: str) -> Path | io.BytesIO:
+    """Return the picture of a hub data set's row, which holds its bytes or names its file. Raises `PictureError`."""
+    if stored is None or (stored["bytes"] is None and stored["path"] is None):
+        raise PictureError(f"{where}: empty; every row needs its picture")
+    return Path(stored["path"]) if stored["bytes"] is None else io.BytesIO(stored["bytes"])
 
 
 class HubSplit(HubPictures):

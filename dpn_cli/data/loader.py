@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from dpn_cli.data.crops import Decode, Size, train_crop
-from dpn_cli.data.labelled import Labelled, decode
+from dpn_cli.data.labelled import Labelled
 from dpn_cli.data.pixels import resize, rows_of_step
 from dpn_cli.data.randaugment import rand_augment
+from dpn_cli.data.reading import decode, decoder_of
 from dpn_cli.data.workers import open_loader
 from dpn_cli.distributed import World
 from dpn_cli.engine import Batch, Batches
@@ -75,7 +76,7 @@ class _Crops(Dataset[Loaded]):
 
     def _cut(self, image: Image.Image, where: str, generator: torch.Generator) -> Tensor:
         if self.augmentation.crop == "whole":
-            return resize(decode(image, where), self.augmentation.size)
+            return resize(decode(image, where, decoder_of(self.augmentation.decode)), self.augmentation.size)
         return train_crop(image, where, self.augmentation.size, generator, self.augmentation.decode)
 
     def _augmented(self, crop: Tensor, step: int, place: int) -> Tensor:

@@ -23,13 +23,16 @@ import numpy as np
 from PIL import Image
 
 from dpn_cli import stopping
-from dpn_cli.data.labelled import Images, Labelled, decode, fingerprint, open_image
+from dpn_cli.data.labelled import Images, Labelled, fingerprint
+from dpn_cli.data.reading import Reading, decode, open_image
 from dpn_cli.data.shards import members
 from dpn_cli.data.workers import kill, leave_to_parent, watched
 from dpn_cli.errors import DataError, DpnError, WorkerError
 from dpn_cli.files import file_digest, replace_file, replace_json
 
 MANIFEST, FORMAT = "manifest.json", "dpn-pack-1"
+# What packs were made with whose manifest does not say it.
+UNSAID = {"decode": "pillow"}
 SHARD_IMAGES = 1000
 Json = dict[str, Any]
 
@@ -63,6 +66,7 @@ def pack(
         "format": FORMAT,
         **asdict(packing),
         "skip_bad": skip_bad,
+        "decode": next(iter(splits.values()))[0].reading.decoder,
         "classes": list(classes),
         "sources": {name: fingerprint(split) for name, (split, _) in splits.items()},
     }
@@ -105,7 +109,7 @@ def _begin(out: Path, described: Json) -> Json:
         raise DpnError(f"--out {out}: a file; name a folder")
     if is_pack(out):
         manifest = read_manifest(out)
-        changed = [key for key, value in described.items() if manifest.get(key) != value]
+        changed = [key for key, value in described.items() if manifest.get(key, UNSAID.get(key)) != value]
         if changed:
             raise DpnError(
                 f"--out {out}: holds a pack with another {', '.join(changed)}; pass another --out, or delete it first"
@@ -142,7 +146,7 @@ def _write_shard(shard: str, rows: Sequence[int]) -> Json:
         with tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as archive:
             for place, row in enumerate(rows):
                 try:
-                    suffix, encoded = _encoded(split.open(row), split.where(row), packing)
+                    suffix, encoded = _encoded(split.open(row), split.where(row), packing, split.reading)
                 except DataError:
                     if not skip_bad:
                         raise
@@ -193,7 +197,7 @@ KEPT = {
 }
 
 
-def _encoded(image: Image.Image, where: str, packing: Packing) -> tuple[str, bytes]:
+def _encoded(image: Image.Image, where: str, packing: Packing, reading: Reading) -> tuple[str, bytes]:
     """Return a picture as it is stored, with its ending; one that need not change keeps its bytes.
 
     It is decoded in any case. Raises `DataError` for one that is unreadable, or that the encoding cannot hold.
@@ -203,11 +207,12 @@ def _encoded(image: Image.Image, where: str, packing: Packing) -> tuple[str, byt
     if kind in KEPT and file is not None:
         file.seek(0)
         original = file.read()
-        image = open_image(io.BytesIO(original), where)
-    pixels = Image.fromarray(decode(image, where))
+        image = open_image(io.BytesIO(original), where, reading)
+    shrunk = bool(getattr(image, "decoderconfig", ()))  # a JPEG above the limit is read smaller than it is
+    pixels = Image.fromarray(decode(image, where, reading.decoder))
     short = min(pixels.size)
     if packing.size is None or short <= packing.size:
-        if original and packing.encode == "jpeg":
+        if original and packing.encode == "jpeg" and not (shrunk and packing.size):
             return KEPT[kind], original
     else:
         width, height = (max(1, round(side * packing.size / short)) for side in pixels.size)
@@ -296,4 +301,4 @@ class Packed(Images):
             content = file.read(self.sizes[index])
         if zlib.crc32(content) != self.crc32[index]:
             raise DataError(f"{self.where(index)}: damaged since it was packed; pack the data again: the rest is kept")
-        return open_image(io.BytesIO(content), self.where(index))
+        return open_image(io.BytesIO(content), self.where(index), self.reading)

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from dpn_cli import stopping
-from dpn_cli.data.labelled import Labelled, Pixels
+from dpn_cli.data.labelled import Labelled
+from dpn_cli.data.reading import Pixels
 from dpn_cli.data.workers import open_loader
 from dpn_cli.distributed import World
 from dpn_cli.errors import DataError

@@ -13,8 +13,8 @@ from pathlib import Path, PurePosixPath
 
 from PIL import Image
 
-from dpn_cli.data.images import SUFFIXES
-from dpn_cli.data.labelled import Images, open_image
+from dpn_cli.data.labelled import Images
+from dpn_cli.data.reading import SUFFIXES, open_image
 from dpn_cli.errors import DataError
 
 
@@ -83,7 +83,7 @@ class ShardPictures(Images):
         shard, offset, size = self.places[index]
         with self.paths[shard].open("rb") as file:
             file.seek(offset)
-            return open_image(io.BytesIO(file.read(size)), self.where(index))
+            return open_image(io.BytesIO(file.read(size)), self.where(index), self.reading)
 
 
 class Shards(ShardPictures):

@@ -9,7 +9,7 @@ from dpn_cli.classifier import resize_for
 from dpn_cli.console import Console
 from dpn_cli.data.classified import ClassData, Part, describe_imagenet, hash_order
 from dpn_cli.data.crops import Size, small_size
-from dpn_cli.data.labelled import Labelled, fingerprint
+from dpn_cli.data.labelled import Labelled, fingerprint, rows_to_check
 from dpn_cli.distributed import World
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.fewshot import POOL, check_shots
@@ -70,9 +70,9 @@ def check_data(recipe: SupervisedRecipe, data: ClassData, folder: RunFolder, wor
 
 
 def _decode_some(split: Labelled, skip_bad: bool) -> list[Size]:
-    """Decode a sample of a split; returns the pictures' sizes. Raises `DataError` unless `skip_bad`."""
+    """Decode a sample of a split, and what is no file; returns sizes. Raises `DataError` unless `skip_bad`."""
     sizes = []
-    for index in range(0, len(split.labels), max(1, len(split.labels) // SAMPLE)):
+    for index in rows_to_check(split, SAMPLE):
         try:
             height, width, _ = split.pixels(index).shape
             sizes.append((height, width))

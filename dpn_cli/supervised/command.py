@@ -9,6 +9,7 @@ from typing import Any
 from dpn_cli.classifier import WEIGHTS
 from dpn_cli.console import Console
 from dpn_cli.data.classified import ClassData, Source, open_class_data
+from dpn_cli.data.reading import Reading, decoder_of
 from dpn_cli.distributed import World
 from dpn_cli.run import run_in_folder, run_name
 from dpn_cli.runstate import RunFolder
@@ -28,7 +29,14 @@ def open_data(recipe: SupervisedRecipe) -> ClassData:
 def source_of(recipe: SupervisedRecipe) -> Source:
     """Return where the recipe's images are."""
     data = recipe.data
-    return Source(data.source or "demo", data.val_source, data.val_fraction, data.image_column, data.label_column)
+    return Source(
+        data.source or "demo",
+        data.val_source,
+        data.val_fraction,
+        data.image_column,
+        data.label_column,
+        Reading(decoder_of(data.decode), data.max_pixels),
+    )
 
 
 def start(

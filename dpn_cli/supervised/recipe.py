@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from dpn_cli.errors import DpnError
 from dpn_cli.recipe import (
+    MAX_PIXELS,
     About,
     Backbone,
     NonNegative,
@@ -36,7 +37,8 @@ class Data(Section):
     minival: Annotated[float, Field(ge=0, lt=1)] | None = None
     image_column: str | None = None
     label_column: str | None = None
-    decode: Literal["exact", "fast"] = "exact"
+    decode: Literal["exact", "fast", "pillow"] = "exact"
+    max_pixels: Positive = MAX_PIXELS
     eval_resize: Positive | None = None
     skip_bad_images: bool = False
     crop: Literal["inception", "whole"] = "inception"

@@ -77,6 +77,7 @@ def train_classifier(
         "timing": trained["timing"],
         "data": facts["data"],
         DIGEST: classifier.model.report.digest,
+        "decoder": data.val.reading.describe(),
         **(notes or {}),
     }
     if warning := result_warning("validation top-1", scores.top1, scores.floors, scores.images):
@@ -159,7 +160,7 @@ class _Training:
         if recipe.freeze:
             console.info(f"{freeze(self.model, recipe.freeze) / 1e6:.2f} M weights are frozen")
         side = resize_side_of(recipe, self.model.config.image_size)
-        self.classifier = Classifier(self.model, data.classes, recipe.loss, side, {})
+        self.classifier = Classifier(self.model, data.classes, recipe.loss, side, {}, data.val.reading.decoder)
 
     def run(self) -> None:
         """Train, take the last or the best checkpoint, and write the classifier's file."""

@@ -7,7 +7,7 @@ import io
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ from dpn_cli.classifier import Classifier, load_classifier, predict, readable
 from dpn_cli.console import Console
 from dpn_cli.data.classified import Source
 from dpn_cli.data.labelled import Labelled, fingerprint
+from dpn_cli.data.reading import Decoder, Reading
 from dpn_cli.data.trained_on import Known, look_up
 from dpn_cli.distributed import World, join
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.files import replace_json, replace_text
-from dpn_cli.recipe import Runtime
+from dpn_cli.recipe import MAX_PIXELS, Runtime
 from dpn_cli.runstate import open_report
 from dpn_cli.scoring import Scores, score
 from tasks.evaluate.parts import Split, open_part
@@ -33,7 +34,7 @@ WORST_PAIRS = 10
 
 @dataclass(frozen=True)
 class Asked:
-    """What ``dpn eval`` was asked to do."""
+    """What ``dpn eval`` was asked to do; without `decode` JPEGs are decoded as they were for the training."""
 
     place: str
     source: Source
@@ -43,6 +44,8 @@ class Asked:
     batch_size: int = 64
     skip_bad_images: bool = False
     output_dir: Path | None = None
+    decode: Decoder | None = None
+    max_pixels: int = MAX_PIXELS
 
 
 def evaluate(asked: Asked, runtime: Runtime, console: Console) -> dict[str, Any] | None:
@@ -54,7 +57,8 @@ def evaluate(asked: Asked, runtime: Runtime, console: Console) -> dict[str, Any]
         if asked.output_dir and world.leads:
             open_report(asked.output_dir)
         classifier = load_classifier(asked.place, asked.image_size, "dpn eval")
-        split, names, part = open_part(asked.source, asked.split, classifier.facts)
+        reading = Reading(asked.decode or classifier.decoder, asked.max_pixels)
+        split, names, part = open_part(replace(asked.source, reading=reading), asked.split, classifier.facts)
         columns = match_classes(classifier.classes, names)
         console.info(
             f"{len(split.labels)} images of {len(names)} classes"
@@ -154,6 +158,7 @@ def _result(
         "image_preparation": classifier.preparation,
         "images": scores.images,
         "skipped": scores.skipped,
+        "decoder": split.reading.describe(),
         "classes": len(names),
         "top1": scores.top1,
         "top5": scores.top5,

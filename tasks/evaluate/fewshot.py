@@ -76,6 +76,7 @@ def fewshot(
             "fingerprints": {"train": fingerprint(train), "test": fingerprint(test)},
             "classes": len(names),
             "images": {"train": len(y_train), "test": len(y_test)},
+            "decoder": source.reading.describe(),
             "image_size": list(model.config.image_size),
             "accuracy": {
                 str(shot): {"seeds": list(by_seed), **summarize(list(by_seed.values()), PERCENT).to_dict()}

@@ -28,6 +28,7 @@ class Joined(Images):
 
     def __init__(self, parts: Sequence[Labelled]) -> None:
         self.parts = [part for part in parts if len(part.labels)]
+        self.reading = parts[0].reading
         self.starts = [0, *accumulate(len(part.labels) for part in self.parts)]
         self.labels: Sequence[int] = [label for part in self.parts for label in part.labels]
         self.sizes: Sequence[int] = [size for part in self.parts for size in part.sizes]
@@ -100,6 +101,7 @@ def _own_data(source: Source, split: Split, facts: Mapping[str, Any]) -> ClassDa
         asked.get("val_fraction"),
         source.image_column or asked.get("image_column"),
         source.label_column or asked.get("label_column"),
+        source.reading,
     )
     try:
         data = open_class_data(again, asked.get("minival"))

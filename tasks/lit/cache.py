@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -47,7 +48,7 @@ Plan = dict[int, dict[int, str]]
 def data_fingerprint(data: Captioned) -> str:
     """Return a hash over the images' names and encoded sizes, in order; places on this machine do not matter."""
     lines = (f"{data.key(index)} {size}" for index, size in enumerate(data.sizes))
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return hashlib.sha256(os.fsencode("\n".join(lines))).hexdigest()
 
 
 def cached_features(data: Captioned, wanted: Wanted, root: Path, world: World, console: Console) -> Features:
@@ -63,6 +64,7 @@ def cached_features(data: Captioned, wanted: Wanted, root: Path, world: World, c
         "version": VERSION,
         "data": data_fingerprint(data),
         "images": len(data.captions),
+        "decoder": data.reading.decoder,
         "image_size": list(wanted.size),
         "views": wanted.views,
         "seed": wanted.seed if wanted.views else None,

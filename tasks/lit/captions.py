@@ -13,7 +13,8 @@ from pathlib import Path
 from PIL import Image
 
 from dpn_cli.data import scenes
-from dpn_cli.data.labelled import HubPictures, Images, SceneSplit, open_image
+from dpn_cli.data.labelled import HubPictures, Images, SceneSplit
+from dpn_cli.data.reading import open_image
 from dpn_cli.data.shards import Member, ShardPictures
 from dpn_cli.errors import DataError
 
@@ -55,7 +56,7 @@ class Subset(Captioned):
     """Some images of a set, in the order of their numbers in it."""
 
     def __init__(self, whole: Captioned, rows: Sequence[int]) -> None:
-        self.whole, self.rows = whole, list(rows)
+        self.whole, self.rows, self.reading = whole, list(rows), whole.reading
         self.captions = [whole.captions[row] for row in self.rows]
         self.sizes = [whole.sizes[row] for row in self.rows]
         self.stamps = [whole.stamps[row] for row in self.rows]
@@ -114,7 +115,7 @@ class Files(Captioned):
 
     def open(self, index: int) -> Image.Image:
         """Open a picture, not decoded yet."""
-        return open_image(self.paths[index], self.where(index))
+        return open_image(self.paths[index], self.where(index), self.reading)
 
 
 def stamp_of(status: os.stat_result | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from dpn_cli.data import scenes
 from dpn_cli.data.classified import hub_name
 from dpn_cli.data.labelled import SceneSplit, load_hub
+from dpn_cli.data.reading import USUAL, Reading
 from dpn_cli.errors import DataError
 from tasks.lit.captions import Captioned, HubPairs, ScenePairs, ShardPairs, Subset
 from tasks.lit.tables import has_splits, read_coco, read_folder, read_table
@@ -38,6 +40,7 @@ class Source:
     image_column: str | None = None
     caption_column: str | None = None
     skip_bad: bool = False
+    reading: Reading = USUAL
 
 
 def open_pairs(source: Source) -> tuple[Captioned, Captioned]:
@@ -52,7 +55,7 @@ def open_pairs(source: Source) -> tuple[Captioned, Captioned]:
         raise DataError(
             f"--data {source.place}: {count} images are too few to hold some out; name others with --val-data"
         )
-    order = sorted(range(count), key=lambda index: hashlib.sha256(whole.key(index).encode()).digest())
+    order = sorted(range(count), key=lambda index: hashlib.sha256(os.fsencode(whole.key(index))).digest())
     train = Subset(whole, sorted(order[:-held]))
     train.dropped = whole.dropped
     return train, Subset(whole, sorted(order[-held:]))
@@ -70,6 +73,12 @@ def has_split(source: Source, split: str) -> bool:
 
 def open_split(source: Source, split: str) -> Captioned:
     """Open ``train``, ``val`` or ``test`` of a data set; one without splits is opened whole. Raises `DataError`."""
+    found = _open(source, split)
+    found.reading = source.reading
+    return found
+
+
+def _open(source: Source, split: str) -> Captioned:
     place = source.val_place if source.val_place and split != "train" else source.place
     if place == "demo":
         return ScenePairs(*DEMO_SPLITS[split])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,12 @@ from dpn_cli import engine, stopping
 from dpn_cli.console import Console
 from dpn_cli.data import classified
 from dpn_cli.data.labelled import Labelled, fingerprint
+from dpn_cli.data.reading import Decoder, Reading
 from dpn_cli.data.trained_on import Known, look_up
 from dpn_cli.distributed import World, join
 from dpn_cli.errors import DataError
 from dpn_cli.files import replace_json
-from dpn_cli.recipe import Runtime
+from dpn_cli.recipe import MAX_PIXELS, Runtime
 from dpn_cli.runstate import open_report
 from dpn_cli.scoring import Scores
 from tasks.lit.data import DEMO_SPLITS, SceneClasses, Source
@@ -44,6 +45,8 @@ class Asked:
     force: bool = False
     cache_dir: str | None = None
     output_dir: Path | None = None
+    decode: Decoder | None = None
+    max_pixels: int = MAX_PIXELS
 
 
 def evaluate(asked: Asked, runtime: Runtime, console: Console) -> Json | None:
@@ -57,12 +60,15 @@ def evaluate(asked: Asked, runtime: Runtime, console: Console) -> Json | None:
             open_report(asked.output_dir)
         towers = load_towers(asked.place).to(world.device)
         check_tokenizer(towers, asked.tokenizer)
+        reading = Reading(asked.decode or towers.decoder, asked.max_pixels)
+        asked = replace(asked, source=replace(asked.source, reading=reading))
         scored = _retrieval if asked.retrieval else _zeroshot
         result = {
             "task": "lit eval",
             "run": asked.place,
             "data": asked.source.place,
             "tokenizer": towers.tokenizer.to_dict(),
+            "decoder": reading.describe(),
             **scored(towers, asked, runtime, world, console),
         }
         if asked.output_dir and world.leads:
@@ -108,7 +114,9 @@ def _labelled(asked: Asked) -> tuple[Labelled, Sequence[str]]:
     if source.place == "demo":
         split = SceneClasses(*DEMO_SPLITS["test"])
         return split, split.classes
-    where = classified.Source(source.place, image_column=source.image_column, label_column=asked.label_column)
+    where = classified.Source(
+        source.place, image_column=source.image_column, label_column=asked.label_column, reading=source.reading
+    )
     chosen = asked.split or "val"
     if chosen == "all":
         raise DataError("--split all: of captioned images only; choose train, val or test")

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from dpn_cli import stopping
 from dpn_cli.console import LINE_EVERY, Console
-from dpn_cli.data.labelled import Images, Pixels
+from dpn_cli.data.labelled import Images
 from dpn_cli.data.pixels import PixelSet, resize, stream
+from dpn_cli.data.reading import Pixels
 from dpn_cli.errors import DataError, SaveError
 from dpn_cli.files import replace_json
 from tasks.lit.arrays import facts_of, save_array
@@ -148,7 +149,8 @@ class _Reader(Images):
     """
 
     def __init__(self, data: Captioned, size: tuple[int, int]) -> None:
-        self.data, self.size, self.labels, self.sizes = data, size, data.labels, data.sizes
+        self.data, self.size, self.reading = data, size, data.reading
+        self.labels, self.sizes = data.labels, data.sizes
         self._digest = b""
 
     def where(self, index: int) -> str:

@@ -14,6 +14,7 @@ from dpn_cli.recipe import (
     About,
     Backbone,
     Optim,
+    Pictures,
     Plain,
     Positive,
     Runtime,
@@ -28,7 +29,7 @@ from dpn_cli.recipe import (
 from dpn_cli.supervised.recipe import last_given, layered
 
 
-class Data(Section):
+class Data(Pictures):
     """Where the captioned images are; `images` is the folder that their names are relative to."""
 
     source: str | None = None

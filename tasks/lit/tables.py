@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dpn_cli.data.images import SUFFIXES
+from dpn_cli.data.reading import find_files
 from dpn_cli.errors import DataError
 from tasks.lit.captions import CAPTION_COLUMNS, Files
 
@@ -109,7 +109,7 @@ def read_folder(root: Path, image: str | None, caption: str | None, skip_bad: bo
         read = read_coco(table, root, None, skip_bad) if table.suffix == ".json" else None
         return read or read_table(table, root, image, caption, skip_bad)
     files = Files(skip_bad)
-    for path in sorted(path for path in root.rglob("*") if path.suffix.lower() in SUFFIXES):
+    for path, _ in find_files(root):
         text = path.with_suffix(".txt")
         try:
             raw = text.read_text(encoding="utf-8-sig").splitlines() if text.is_file() else ()

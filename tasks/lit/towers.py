@@ -22,8 +22,8 @@ from dpn_cli.arch import Size, size_name
 from dpn_cli.backbone import Backbone, describe_backbone, load_backbone
 from dpn_cli.checkpoints import ours
 from dpn_cli.checkpoints.layout import Contents
-from dpn_cli.data.labelled import Pixels
 from dpn_cli.data.pixels import resize
+from dpn_cli.data.reading import Decoder, Pixels
 from dpn_cli.errors import DataError
 from dpn_cli.kinds import WEIGHTS as WEIGHTS
 from dpn_cli.kinds import resolve
@@ -37,13 +37,17 @@ TEXTS = 256  # that go through the tower at once
 
 @dataclass
 class Towers:
-    """An image tower, the text tower trained against it, and the tokenizer; `facts` say how they came about."""
+    """An image tower, the text tower trained against it, and the tokenizer.
+
+    `facts` say how they came about; `decoder` made the pixels of JPEGs.
+    """
 
     image: Backbone
     text: TextTower
     tokenizer: Tokenizer
     loss: Literal["softmax", "siglip"]
     facts: dict[str, Any]
+    decoder: Decoder = "exact"
 
     def to(self, device: torch.device) -> Towers:
         """Move both towers, and put them into eval mode."""
@@ -86,6 +90,7 @@ def describe(towers: Towers) -> dict[str, Any]:
         "text": {"size": asdict(text.size), "size_name": size_name(text.size), "pool": "last", "causal": False},
         "tokenizer": towers.tokenizer.to_dict(),
         "loss": towers.loss,
+        "decoder": towers.decoder,
         "facts": towers.facts,
     }
 
@@ -140,7 +145,8 @@ def _build(described: dict[str, Any], tensors: dict[str, Tensor], place: str) ->
     )
     tower.load_state_dict(_under("text.", tensors))
     backbone = load_backbone(checkpoint=source, stem=None, image_size=tuple(image["image_size"]))
-    return Towers(backbone, tower, tokenizer, described["loss"], described["facts"])
+    decoder = described.get("decoder", "pillow")  # what made the pixels before files said it
+    return Towers(backbone, tower, tokenizer, described["loss"], described["facts"], decoder)
 
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from dpn_cli import distributed, engine
 from dpn_cli.arch import SIZES, size_name
 from dpn_cli.backbone import Backbone, load_backbone
 from dpn_cli.console import Console
+from dpn_cli.data.reading import Reading
 from dpn_cli.data.trained_on import record
 from dpn_cli.distributed import World
 from dpn_cli.errors import DataError, DpnError
@@ -49,6 +50,7 @@ def source_of(recipe: LitRecipe) -> Source:
         data.image_column,
         data.caption_column,
         data.skip_bad_images,
+        Reading(data.decode, data.max_pixels),
     )
 
 
@@ -117,6 +119,7 @@ def run(recipe: LitRecipe, folder: RunFolder, world: World, console: Console) ->
         "image_tower": before,
         "data": facts["data"],
         DIGEST: file_digest(folder.path / WEIGHTS),
+        "decoder": val.reading.describe(),
         **({"zeroshot": demo_zeroshot(towers, recipe, world)} if recipe.demo else {}),
     }
     for warning in _warnings(result):
@@ -248,7 +251,8 @@ def _train(
         "trained_on": record(Subset(data, good.tolist())) if world.leads else None,
     }
     if world.leads:
-        save_towers(Towers(tower, text, tokenizer, recipe.loss, trained), folder.path / WEIGHTS)
+        towers = Towers(tower, text, tokenizer, recipe.loss, trained, data.reading.decoder)
+        save_towers(towers, folder.path / WEIGHTS)
         checkpoints.clear()
     distributed.barrier()
 

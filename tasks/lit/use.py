@@ -15,11 +15,11 @@ from dpn_cli import engine, stopping
 from dpn_cli.console import Console
 from dpn_cli.convert import PROOF_IMAGES, PROOF_SEED
 from dpn_cli.data.images import find_pictures
-from dpn_cli.data.labelled import decode, open_image
+from dpn_cli.data.reading import Decoder, Reading, read_pixels
 from dpn_cli.distributed import join
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.files import replace_json, replace_text
-from dpn_cli.recipe import Runtime
+from dpn_cli.recipe import MAX_PIXELS, Runtime
 from tasks.lit.captions import Files
 from tasks.lit.encode import cache_root, encoded, wanted_of
 from tasks.lit.towers import WEIGHTS, Towers, describe, load_towers, save_towers
@@ -31,11 +31,12 @@ AT_ONCE = 32
 
 def label(
     place: str, pictures: Sequence[Path], labels: Sequence[str], prompts: str, top: int, runtime: Runtime,
-    skip_bad: bool, console: Console,
+    skip_bad: bool, console: Console, *, decode: Decoder | None = None, max_pixels: int = MAX_PIXELS,
 ) -> list[Json]:  # fmt: skip
     """Return for every picture its `top` best labels with cosine and probability.
 
-    Raises `DpnError` without labels, `DataError` for an unreadable picture unless those are skipped and said.
+    Without `decode` JPEGs are decoded as they were for the training. Raises `DpnError` without labels, `DataError` for
+    an unreadable picture unless those are skipped and said.
     """
     names = [name.strip() for name in labels if canonicalize_text(name)]
     if not names:
@@ -43,11 +44,12 @@ def label(
     with join(runtime.device) as world:
         towers = load_towers(place, "dpn lit predict").to(world.device)
         paths, results = find_pictures(pictures), list[Json]()
+        reading = Reading(decode or towers.decoder, max_pixels)
         autocast = engine.precision_of(runtime, world.device)
         with autocast:
             classes = build_classifier(towers, names, prompt_set(prompts))
         for begin in range(0, len(paths), AT_ONCE):
-            part, images = _read(towers, paths[begin : begin + AT_ONCE], skip_bad, console)
+            part, images = _read(towers, paths[begin : begin + AT_ONCE], reading, skip_bad, console)
             if not part:
                 continue
             with autocast:
@@ -61,12 +63,14 @@ def label(
     return results
 
 
-def _read(towers: Towers, paths: Sequence[Path], skip_bad: bool, console: Console) -> tuple[list[Path], list[Tensor]]:
+def _read(
+    towers: Towers, paths: Sequence[Path], reading: Reading, skip_bad: bool, console: Console
+) -> tuple[list[Path], list[Tensor]]:
     """Return the readable pictures of some, and their pixels as the image tower takes them."""
     found, images = list[Path](), list[Tensor]()
     for path in paths:
         try:
-            images.append(towers.prepare(decode(open_image(path, str(path)), str(path))))
+            images.append(towers.prepare(read_pixels(path, str(path), reading)))
             found.append(path)
         except DataError as error:
             if not skip_bad:
@@ -77,14 +81,18 @@ def _read(towers: Towers, paths: Sequence[Path], skip_bad: bool, console: Consol
 
 def search(
     place: str, folder: Path, query: str, top: int, runtime: Runtime, cache_dir: str | None, skip_bad: bool,
-    console: Console,
+    console: Console, *, decode: Decoder | None = None, max_pixels: int = MAX_PIXELS,
 ) -> list[Json]:  # fmt: skip
-    """Return the `top` pictures of a folder that are nearest to a sentence; their features are cached."""
+    """Return the `top` pictures of a folder that are nearest to a sentence; their features are cached.
+
+    Without `decode` JPEGs are decoded as they were for the training.
+    """
     if not canonicalize_text(query):
         raise DpnError("--query: an empty sentence")
     with stopping.listen(stopping.NO_RESULT), join(runtime.device) as world:
         towers = load_towers(place, "dpn lit search").to(world.device)
-        files = pictures_in(folder, query)
+        files = pictures_in(folder, query, skip_bad)
+        files.reading = Reading(decode or towers.decoder, max_pixels)
         wanted = wanted_of(towers.image, runtime, world, skip_bad=skip_bad)
         features, good = encoded(files, wanted, cache_root(cache_dir), world, console)
         with engine.precision_of(runtime, world.device):
@@ -97,9 +105,12 @@ def search(
         ]
 
 
-def pictures_in(folder: Path, query: str) -> Files:
-    """Return the pictures of a folder and those below it, each with the query as its sentence."""
-    files = Files()
+def pictures_in(folder: Path, query: str, skip_bad: bool = False) -> Files:
+    """Return the pictures of a folder and those below it, each with the query as its sentence.
+
+    Raises `DataError` for a picture's name without a file (a broken link) unless `skip_bad` leaves it out.
+    """
+    files = Files(skip_bad)
     for path in find_pictures([folder]):
         files.add(folder, path.relative_to(folder).as_posix(), (query,), str(folder))
     return files

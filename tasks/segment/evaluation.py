@@ -8,6 +8,7 @@ from typing import Any
 
 from dpn_cli import distributed, engine, stopping
 from dpn_cli.console import Console
+from dpn_cli.data.reading import Decoder
 from dpn_cli.distributed import join
 from dpn_cli.errors import DataError
 from dpn_cli.files import replace_json, replace_text
@@ -33,6 +34,8 @@ class Asked:
     scales: tuple[float, ...] | None = None
     flip: bool | None = None
     output_dir: Path | None = None
+    decode: Decoder | None = None
+    max_pixels: int | None = None
 
     def evaluation(self, before: Evaluation) -> Evaluation:
         """Return the run's way of evaluating with what was asked in place of it."""
@@ -51,7 +54,8 @@ def evaluate(asked: Asked, runtime: Runtime, console: Console) -> dict[str, Any]
         if asked.output_dir and world.leads:
             open_report(asked.output_dir)
         segmenter = load_segmenter(asked.run, "dpn segment eval")
-        data = segmenter.data if asked.source is None else segmenter.data.model_copy(update={"source": asked.source})
+        given = {"source": asked.source, "decode": asked.decode, "max_pixels": asked.max_pixels}
+        data = segmenter.data.model_copy(update={key: value for key, value in given.items() if value is not None})
         _check_classes(data, segmenter)
         pairs = open_pairs(data, "val")
         if world.leads:
@@ -67,6 +71,7 @@ def evaluate(asked: Asked, runtime: Runtime, console: Console) -> dict[str, Any]
             "network": asked.run,
             "data": data.source,
             "fingerprint": fingerprint(pairs),
+            "decoder": pairs.reading.describe(),
             "arch": segmenter.arch,
             "classes": len(segmenter.classes),
             **scores.to_dict(),

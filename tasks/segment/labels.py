@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from dpn_cli.data.labelled import unreadable
+from dpn_cli.data.reading import FAILURES, unreadable
 from dpn_cli.errors import DataError, DpnError
 from tasks.segment.recipe import MOST_CLASSES
 
@@ -115,7 +115,7 @@ def read_mask(image: Image.Image, where: str) -> RawMask:
             )
         try:
             raw = np.asarray(image)
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        except FAILURES as error:
             raise unreadable(where, error) from error
     if raw.dtype in (np.uint8, np.uint16):
         return raw

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -17,8 +16,8 @@ from PIL import Image
 from dpn_cli.data import scenes
 from dpn_cli.data.classified import hub_name, hub_split
 from dpn_cli.data.crops import Size
-from dpn_cli.data.images import SUFFIXES
-from dpn_cli.data.labelled import Pixels, decode, load_hub, open_image
+from dpn_cli.data.labelled import load_hub, stored_file
+from dpn_cli.data.reading import SUFFIXES, Pixels, Reading, decode, file_size, find_files, open_image
 from dpn_cli.errors import DataError
 from tasks.segment.labels import RawMask, read_mask
 from tasks.segment.recipe import Data
@@ -28,10 +27,12 @@ DEMO_SPLITS = {"train": (0, 1000), "val": (1000, 1200)}
 MASK_SUFFIXES = (".png", ".tif", ".tiff", ".bmp")
 # What data sets on the hub call their column of masks.
 MASK_COLUMNS = ("annotation", "mask", "label", "labels", "segmentation", "segmentation_mask", "semantic_segmentation")
+# An image that is read at a part of its size would not fit its mask.
+WHOLE = Reading(shrink=False)
 
 
 class Pairs(ABC):
-    """A split: image number i and its mask, each opened when it is asked for.
+    """A split: image number i and its mask, each opened when it is asked for, as `reading` says.
 
     `names` tell the pairs apart, in alphabetical order or a hub data set's own; `sizes` are the encoded bytes of
     image and mask.
@@ -39,6 +40,7 @@ class Pairs(ABC):
 
     names: Sequence[str]
     sizes: Sequence[tuple[int, int]]
+    reading: Reading = WHOLE
 
     def __len__(self) -> int:
         return len(self.names)
@@ -64,7 +66,7 @@ class Pairs(ABC):
 
         Raises `DataError` with its place when one is unreadable, or they differ in size.
         """
-        pixels = decode(self.open(index), self.where(index))
+        pixels = decode(self.open(index), self.where(index), self.reading.decoder)
         return pixels, self.load_mask(index, (pixels.shape[0], pixels.shape[1]))
 
     def load_mask(self, index: int, size: Size) -> RawMask:
@@ -108,7 +110,7 @@ class FolderPairs(Pairs):
             raise DataError(f"{folders[0]}: no picture in it ({', '.join(sorted(SUFFIXES))})")
         self.names = list(images)
         self.images, self.masks = list(images.values()), [masks[name] for name in images]
-        self.sizes = [(a.stat().st_size, b.stat().st_size) for a, b in zip(self.images, self.masks, strict=True)]
+        self.sizes = [(file_size(a), file_size(b)) for a, b in zip(self.images, self.masks, strict=True)]
 
     def where(self, index: int) -> str:
         """Name an image's file."""
@@ -120,11 +122,11 @@ class FolderPairs(Pairs):
 
     def open(self, index: int) -> Image.Image:
         """Open an image, not decoded yet."""
-        return open_image(self.images[index], self.where(index))
+        return open_image(self.images[index], self.where(index), self.reading)
 
     def open_mask(self, index: int) -> Image.Image:
         """Open a mask, not decoded yet."""
-        return open_image(self.masks[index], self.where_mask(index))
+        return open_image(self.masks[index], self.where_mask(index), self.reading)
 
 
 def _files(folder: Path, kinds: Collection[str]) -> dict[str, Path]:
@@ -133,7 +135,9 @@ def _files(folder: Path, kinds: Collection[str]) -> dict[str, Path]:
     Raises `DataError` when two differ in nothing but the ending.
     """
     found: dict[str, Path] = {}
-    for path in sorted(path for path in folder.rglob("*") if path.suffix.lower() in kinds and path.name[0] != "."):
+    for path, _ in find_files(folder, kinds):
+        if path.name[0] == ".":
+            continue
         name = path.relative_to(folder).with_suffix("").as_posix()
         if name in found:
             raise DataError(f"{found[name]} and {path.name}: two files of one name, and it pairs images with masks")
@@ -180,10 +184,7 @@ class HubPairs(Pairs):
         return list(pyarrow.compute.binary_length(encoded).fill_null(0).to_pylist())
 
     def _open(self, index: int, column: int, where: str) -> Image.Image:
-        stored: Any = self.rows[index][self.columns[column]]
-        if stored is None:
-            raise DataError(f"{where}: empty; every image needs its mask")
-        return open_image(io.BytesIO(stored["bytes"]) if stored["bytes"] is not None else Path(stored["path"]), where)
+        return open_image(stored_file(self.rows[index][self.columns[column]], where), where, self.reading)
 
     def where(self, index: int) -> str:
         """Name data set, split and row."""
@@ -236,7 +237,7 @@ class PairsPart(Pairs):
     """Some rows of a split."""
 
     def __init__(self, whole: Pairs, rows: Sequence[int]) -> None:
-        self.whole, self.rows = whole, list(rows)
+        self.whole, self.rows, self.reading = whole, list(rows), whole.reading
         self.names = [whole.names[row] for row in self.rows]
         self.sizes = [whole.sizes[row] for row in self.rows]
 
@@ -259,6 +260,12 @@ class PairsPart(Pairs):
 
 def open_pairs(data: Data, split: str) -> Pairs:
     """Open ``train`` or ``val`` of a recipe's data set. Raises `DataError`."""
+    pairs = _open_pairs(data, split)
+    pairs.reading = Reading(data.decode, data.max_pixels, shrink=False)
+    return pairs
+
+
+def _open_pairs(data: Data, split: str) -> Pairs:
     place = data.source or "demo"
     if place == "demo":
         return ScenePairs(*DEMO_SPLITS[split])
@@ -286,10 +293,10 @@ def take(pairs: Pairs, fraction: float) -> Pairs:
 
 def list_digest(pairs: Pairs) -> str:
     """Return a hash of the names in a split: which images, wherever they are."""
-    return hashlib.sha256("\n".join(pairs.names).encode()).hexdigest()[:16]
+    return hashlib.sha256(os.fsencode("\n".join(pairs.names))).hexdigest()[:16]
 
 
 def fingerprint(pairs: Pairs) -> str:
     """Return a hash of the names and encoded sizes of a split, which tells copies of a data set apart."""
     lines = (f"{name} {image} {mask}" for name, (image, mask) in zip(pairs.names, pairs.sizes, strict=True))
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    return hashlib.sha256(os.fsencode("\n".join(lines))).hexdigest()[:16]

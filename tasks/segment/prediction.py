@@ -12,11 +12,11 @@ from PIL import Image, ImageDraw, ImageFont
 
 from dpn_cli import engine
 from dpn_cli.data.images import find_pictures
-from dpn_cli.data.labelled import Pixels, decode, open_image
+from dpn_cli.data.reading import Decoder, Pixels, Reading, read_pixels
 from dpn_cli.distributed import join
 from dpn_cli.errors import DpnError
 from dpn_cli.files import replace_file
-from dpn_cli.recipe import Runtime
+from dpn_cli.recipe import MAX_PIXELS, Runtime
 from tasks.segment.classes import Class
 from tasks.segment.labels import LabelRule, Labels
 from tasks.segment.segmenter import load_segmenter
@@ -27,21 +27,31 @@ from tasks.segment.windows import label_map
 STRENGTH, ROW = 0.55, 22
 
 
-def predict(run: str, pictures: Sequence[Path], output_dir: Path, runtime: Runtime) -> list[dict[str, Any]]:
+def predict(
+    run: str,
+    pictures: Sequence[Path],
+    output_dir: Path,
+    runtime: Runtime,
+    *,
+    decode: Decoder | None = None,
+    max_pixels: int = MAX_PIXELS,
+) -> list[dict[str, Any]]:
     """Write for every picture NAME its label map, an overlay and a legend into `output_dir`.
 
     ``NAME.labels.png`` has the data set's raw class numbers at the picture's own size, ``NAME.overlay.png`` the
     classes' colours over the picture, ``NAME.legend.png`` the classes in it. Returns per picture the files, and the
-    classes with their share of the pixels, largest first. Raises `DataError` for a missing or unreadable picture.
+    classes with their share of the pixels, largest first. Without `decode` JPEGs are decoded as they were for the
+    training. Raises `DataError` for a missing or unreadable picture.
     """
     with join(runtime.device) as world:
         segmenter = load_segmenter(run)
         segmenter.network.to(world.device)
         plan, results = segmenter.plan(), []
+        reading = Reading(decode or segmenter.data.decode, max_pixels, shrink=False)
         paths = find_pictures(pictures)
         names = _distinct(paths)
         for path, name in zip(paths, names, strict=True):
-            pixels = decode(open_image(path, str(path)), str(path))
+            pixels = read_pixels(path, str(path), reading)
             size = pixels.shape[0], pixels.shape[1]
             images = [resize_image(pixels, plan.size(size, ratio)).to(world.device) for ratio in plan.ratios]
             with torch.inference_mode(), engine.precision_of(runtime, world.device):

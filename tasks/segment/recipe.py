@@ -16,6 +16,7 @@ from dpn_cli.recipe import (
     About,
     Backbone,
     Optim,
+    Pictures,
     Plain,
     Positive,
     Runtime,
@@ -46,7 +47,7 @@ def _fraction(value: object) -> object:
     return float(share)
 
 
-class Data(Section):
+class Data(Pictures):
     """Where images and masks are, and which number in a mask is which class."""
 
     dataset: Literal["ade20k", "folder"] = "folder"

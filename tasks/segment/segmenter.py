@@ -86,7 +86,7 @@ def load_segmenter(place: str, command: str = "dpn segment predict") -> Segmente
     return Segmenter(
         LinearSegmenter(vit, final_norm=described["final_norm"]).eval(),
         tuple(Class(one["name"], tuple(one["color"])) for one in described["classes"]),
-        Data.model_validate(described["data"]),
+        Data.model_validate({"decode": "pillow", **described["data"]}),  # Pillow decoded before files said it
         Evaluation.model_validate(described["evaluation"]),
         described["facts"],
     )

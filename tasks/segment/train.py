@@ -104,6 +104,7 @@ def run(recipe: SegmentRecipe, folder: RunFolder, world: World, console: Console
         "timing": segmenter.facts["timing"],
         "data": facts["data"],
         DIGEST: segmenter.network.vit.report.digest,
+        "decoder": data.val.reading.describe(),
     }
     if world.leads:
         replace_text(folder.path / "per_class.csv", scores.per_class(data.classes))

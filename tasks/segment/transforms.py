@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpn_cli.data.crops import Box, Size
-from dpn_cli.data.labelled import Pixels
 from dpn_cli.data.pixels import whole_levels
+from dpn_cli.data.reading import Pixels
 from tasks.segment.labels import IGNORE, Labels
 
 Draw = Callable[[], float]

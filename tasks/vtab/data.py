@@ -7,7 +7,8 @@ from pathlib import Path
 
 from dpn_cli import stopping
 from dpn_cli.console import Console
-from dpn_cli.data.labelled import FileList, HubSplit, Labelled, SceneSplit, fingerprint
+from dpn_cli.data.labelled import FileList, HubSplit, Labelled, SceneSplit, fingerprint, rows_to_check
+from dpn_cli.data.reading import Reading
 from dpn_cli.errors import DataError
 from tasks.vtab.recipe import Data
 from tasks.vtab.table import TRAIN, VAL, Task
@@ -33,6 +34,8 @@ def open_task(data: Data, task: Task) -> TaskData:
     number of training or validation images, or a label outside the task's classes.
     """
     splits = {name: _open_split(data, task, name) for name in ("train800", "val200", "test")}
+    for split in splits.values():
+        split.reading = Reading(data.decode, data.max_pixels)
     for name, expected in (("train800", TRAIN), ("val200", VAL)):
         found = len(splits[name].labels)
         if found != expected:
@@ -85,9 +88,7 @@ def check_images(tasks: dict[Task, TaskData], skip_bad: bool, console: Console) 
     jpeg = []
     for task, data in tasks.items():
         for split in (data.train800, data.val200, data.test):
-            count = len(split.labels)
-            every = 1 if split is not data.test else max(1, count // TEST_SAMPLE)
-            for index in range(0, count, every):
+            for index in rows_to_check(split, TEST_SAMPLE if split is data.test else len(split.labels)):
                 stopping.check_here()
                 try:
                     split.pixels(index)

@@ -15,6 +15,7 @@ from dpn_cli.recipe import (
     About,
     Backbone,
     Optim,
+    Pictures,
     Plain,
     Positive,
     Runtime,
@@ -47,7 +48,7 @@ Lr = Annotated[float, Field(gt=0)]
 Seed = Annotated[int, Field(ge=0)]
 
 
-class Data(Section):
+class Data(Pictures):
     """Where the tasks' images are, and how they become pixels."""
 
     source: str | None = None

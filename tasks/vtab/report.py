@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from dpn_cli.arch import Stem
+from dpn_cli.data.reading import Reading
 from dpn_cli.files import replace_text
 from dpn_cli.statistics import PERCENT, PERCENT_DIFFERENCE, Summary, paired_difference, summarize
 from tasks.vtab.cells import TaskOutcome
@@ -56,6 +57,7 @@ def build_result(
         "unit": "percent",
         **by_stem[main],
         "data": {"source": recipe.data.source, "fingerprints": dict(fingerprints)},
+        "decoder": Reading(recipe.data.decode).describe(),
         "timing": timing,
     }
     if recipe.compare:

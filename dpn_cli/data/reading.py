@@ -1,0 +1,172 @@
+"""Picture files: found in folders, opened with their size checked, and decoded to the pixels that TensorFlow gives."""
+
+from __future__ import annotations
+
+import io
+import math
+import stat
+from collections.abc import Collection
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import simplejpeg
+from PIL import Image, UnidentifiedImageError
+from PIL.JpegImagePlugin import JpegImageFile
+from PIL.PpmImagePlugin import PpmImageFile
+
+from dpn_cli.errors import PictureError
+from dpn_cli.recipe import MAX_PIXELS
+
+Pixels = npt.NDArray[np.uint8]
+Decoder = Literal["exact", "pillow"]
+
+SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm"}
+# What Pillow and NumPy raise for a picture that is damaged, missing, or larger than memory.
+FAILURES = (OSError, ValueError, SyntaxError, OverflowError, MemoryError, Image.DecompressionBombError)
+
+# `open_image` has a limit of its own, which the user can move; Pillow's would warn at half of it.
+Image.MAX_IMAGE_PIXELS = None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How picture files are read.
+
+    `decoder` makes the pixels of JPEGs: ``exact`` gives TensorFlow's, ``pillow`` Pillow's. Pictures of more than
+    `max_pixels` are refused, except JPEGs where `shrink` allows a half, quarter or eighth of their size.
+    """
+
+    decoder: Decoder = "exact"
+    max_pixels: int = MAX_PIXELS
+    shrink: bool = True
+
+    def describe(self) -> dict[str, str]:
+        """Return which library decodes what, with versions: the entry of a result file."""
+        pillow = f"pillow {metadata.version('pillow')}"
+        exact = f"simplejpeg {metadata.version('simplejpeg')}"
+        return {"jpeg": exact if self.decoder == "exact" else pillow, "other": pillow}
+
+
+USUAL = Reading()
+
+
+def decoder_of(decode: str) -> Decoder:
+    """Return the decoder of a recipe's ``data.decode``; ``fast`` differs from ``exact`` in its crops only."""
+    return "pillow" if decode == "pillow" else "exact"
+
+
+def find_files(folder: Path, suffixes: Collection[str] = SUFFIXES) -> list[tuple[Path, int]]:
+    """Return the pictures in a folder and below it in alphabetical order, with their sizes in bytes.
+
+    What has a picture's name and is no file (a broken link, a FIFO) counts as a picture of zero bytes: opening it
+    fails, and it is reported or left out as any other unreadable picture.
+    """
+    named = sorted(path for path in folder.rglob("*") if path.suffix.lower() in suffixes)
+    return [(path, file_size(path)) for path in named if not path.is_dir()]
+
+
+def file_size(path: Path) -> int:
+    """Return the size of a file in bytes; zero for what is no file, or is not there."""
+    try:
+        status = path.stat()
+    except OSError:
+        return 0
+    return status.st_size if stat.S_ISREG(status.st_mode) else 0
+
+
+def open_image(file: Path | io.BytesIO, where: str, reading: Reading = USUAL) -> Image.Image:
+    """Open an image file without decoding it: its size is known, its pixels are not.
+
+    A JPEG that is shrunk has its reduced size. Raises `PictureError` with the place when the file is missing, not a
+    regular file or no image, or when it has too many pixels.
+    """
+    try:
+        if isinstance(file, Path) and not stat.S_ISREG(file.stat().st_mode):
+            raise OSError("not a regular file")
+        image = Image.open(file)
+    except FAILURES as error:
+        raise unreadable(where, error) from error
+    width, height = image.size
+    if width * height > reading.max_pixels and not (reading.shrink and _shrunk(image, reading.max_pixels)):
+        image.close()
+        raise PictureError(
+            f"{where}: {width} x {height} pixels, more than the {reading.max_pixels} that are read; allow more with "
+            "--max-pixels, or make it smaller"
+        )
+    return image
+
+
+def _shrunk(image: Image.Image, most: int) -> bool:
+    """Let the JPEG decoder make a picture smaller, as little as possible. False when that is not small enough."""
+    width, height = image.size
+    for factor in (2, 4, 8):
+        if math.ceil(width / factor) * math.ceil(height / factor) <= most:
+            return image.draft(None, (max(1, width // factor), max(1, height // factor))) is not None
+    return False
+
+
+def decode(image: Image.Image, where: str, decoder: Decoder = "exact") -> Pixels:
+    """Decode an opened image to RGB (height, width, 3) as TensorFlow's decode_image does, and close it.
+
+    Grey is repeated, transparency is dropped, 16-bit values keep their upper byte, of an animation the first frame
+    is taken, EXIF rotation is not applied. Raises `PictureError` with the place when the data are damaged.
+    """
+    try:
+        with image:
+            if (stored := _stored_pixels(image)) is not None:
+                return stored
+            if decoder == "exact" and (exact := _jpeg_pixels(image)) is not None:
+                return exact
+            image.load()
+            if image.mode.startswith("I"):  # PIL would clip 16-bit values instead of scaling them
+                grey = (np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8)
+                return np.repeat(grey[..., None], 3, axis=2)
+            return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
+    except FAILURES as error:
+        raise unreadable(where, error) from error
+
+
+def read_pixels(file: Path | io.BytesIO, where: str, reading: Reading) -> Pixels:
+    """Return the pixels (height, width, 3) of a picture file. Raises `PictureError` as `open_image` and `decode` do."""
+    return decode(open_image(file, where, reading), where, reading.decoder)
+
+
+def _jpeg_pixels(image: Image.Image) -> Pixels | None:
+    """Return TensorFlow's pixels of a JPEG in grey or colour; None for other images, and where the decoder refuses.
+
+    TensorFlow's default is libjpeg's fast integer DCT with smooth chroma; Pillow has the accurate DCT.
+    """
+    drafted = getattr(image, "decoderconfig", ())
+    if not isinstance(image, JpegImageFile) or image.mode not in ("L", "RGB") or drafted or image.fp is None:
+        return None
+    image.fp.seek(0)
+    try:
+        pixels: Pixels = simplejpeg.decode_jpeg(image.fp.read(), fastdct=True, fastupsample=False)
+    except ValueError:
+        return None
+    return pixels if pixels.shape == (image.height, image.width, 3) else None
+
+
+def _stored_pixels(image: Image.Image) -> Pixels | None:
+    """Return the pixels of an opened picture that lie in its file as they are, a PPM's: Pillow copies them twice."""
+    if not isinstance(image, PpmImageFile) or image.mode != "RGB" or [tile[0] for tile in image.tile] != ["raw"]:
+        return None
+    assert image.fp is not None
+    image.fp.seek(image.tile[0][2])
+    shape = image.height, image.width, 3
+    return np.frombuffer(image.fp.read(math.prod(shape)), np.uint8).reshape(shape)
+
+
+def unreadable(where: str, error: Exception) -> PictureError:
+    """Describe a damaged or missing image in one line."""
+    if isinstance(error, UnidentifiedImageError):
+        reason = "of no known format"
+    elif isinstance(error, MemoryError):
+        reason = "its pixels do not fit into memory"
+    else:
+        reason = getattr(error, "strerror", None) or str(error)
+    return PictureError(f"{where}: not a readable image ({reason[:120]}); fetch it again, or remove it")
