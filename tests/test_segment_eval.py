@@ -24,7 +24,7 @@ from tasks.segment.labels import LabelRule
 from tasks.segment.network import LinearSegmenter, initialize_head
 from tasks.segment.prediction import STRENGTH, draw_labels, draw_overlay
 from tasks.segment.recipe import Data, Evaluation
-from tasks.segment.scoring import SegmentScores
+from tasks.segment.scoring import SegmentScores, score
 from tasks.segment.segmenter import Segmenter, load_segmenter, save_segmenter
 from tasks.segment.transforms import resize_image
 from tasks.segment.windows import Plan, label_map
@@ -75,6 +75,68 @@ def test_a_run_is_scored_as_the_command_says(place: Path, monkeypatch: pytest.Mo
     scales = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75)  # Segmenter's
     many = replace(plain, stride=9, native=True, ratios=scales, flip=True)
     assert seen == [plain, many, replace(plain, stride=None)]
+
+
+def enlarged(split: Path) -> None:
+    """Make the validation images and masks of a data set 150x90."""
+    for path in [*(split / "images" / "validation").iterdir(), *(split / "annotations" / "validation").iterdir()]:
+        with Image.open(path) as opened:
+            larger = opened.resize((150, 90), Image.Resampling.NEAREST)
+        larger.save(path)
+
+
+def test_both_sizes_are_scored_where_that_is_one_more_pass(place: Path) -> None:
+    enlarged(place / "data")
+    command = ["segment", "eval", str(place / "run"), "--data", str(place / "data"), "--json", "-q", "-j", "0"]
+    native, resized, both, many = (
+        json.loads(run(*command, *arguments).stdout)
+        for arguments in (["--size", "native"], ["--size", "resize"], ["--size", "both"], ["--multi-scale"])
+    )
+    assert native["miou"] != resized["miou"]
+    scores = ("miou", "pixel_accuracy", "mean_accuracy")
+    assert {key: both[key] for key in scores} == {key: native[key] for key in scores}
+    assert both["resized"] == {key: resized[key] for key in scores}
+    assert not any("resized" in result for result in (native, resized, many))
+    said = run(*(word for word in command if word != "--json"), "--size", "both").stdout
+    assert (
+        f"(3 images, slide, native size; all pixels of the most frequent class: mIoU {both['majority_miou']:.2f}"
+        in said
+    )
+    assert f"; resized: mIoU {resized['miou']:.2f} %" in said
+    own = load_segmenter(str(place / "run"))
+    own.evaluation = Evaluation(size="both")
+    save_segmenter(own, place / "run" / "weights.safetensors")
+    assert json.loads(run(*command).stdout)["resized"] == both["resized"]
+    assert json.loads(run(*command, "--multi-scale").stdout)["evaluation"]["size"] == "native"
+
+
+def test_a_training_is_looked_at_once_and_scored_at_both_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    enlarged(write_scenes(tmp_path / "data", {"training": 8, "validation": 2}))
+    seen: list[bool] = []
+
+    def scored(*arguments: Any, **options: Any) -> SegmentScores:
+        seen.append(arguments[3].native)
+        return score(*arguments, **options)
+
+    monkeypatch.setattr("tasks.segment.evaluation.score", scored)
+    settings = {"schedule": {"steps": 2}, "evaluate_every": 1, "evaluation": {"size": "both"}}
+    result = train(small(tmp_path / "data", **settings), tmp_path / "run")
+    assert seen == [True, True, True, False]  # steps 1 and 2, then the result
+    assert set(result["resized"]) == {"miou", "pixel_accuracy", "mean_accuracy"}
+    assert result["evaluation"]["size"] == "both"
+
+
+def test_a_photograph_is_sized_as_in_training_where_a_run_is_scored_at_both_sizes(place: Path) -> None:
+    own = load_segmenter(str(place / "run"))
+    labels = []
+    with Image.open(place / "data" / "images" / "validation" / "0000.jpg") as opened:
+        opened.resize((300, 200)).save(place / "large.png")
+    for size in ("native", "resize", "both"):
+        own.evaluation = Evaluation(size=size)
+        save_segmenter(own, place / "run" / "weights.safetensors")
+        run("segment", "predict", str(place / "run"), str(place / "large.png"), "-o", str(place))
+        labels.append((place / "large.labels.png").read_bytes())
+    assert labels[2] == labels[1] != labels[0]
 
 
 def test_a_prediction_is_the_label_map_of_the_runs_plan(place: Path) -> None:

@@ -207,5 +207,6 @@ def test_a_folders_recipe_differs_from_adeks_where_pictures_do() -> None:
     assert (ade.data.caps(28), ade.data.inputs, ade.augment.ratio) == ((2048, 512), "imagenet", (0.5, 2.0))
     assert (folder.data.caps(28), folder.data.inputs, folder.augment.ratio) == ((112, 28), "checkpoint", (1, 1))
     assert (ade.final_norm, folder.final_norm, ade.data.flip, folder.data.flip) == (False, True, True, True)
-    assert (ade.evaluation.mode, ade.evaluation.size, ade.evaluation.scales) == ("slide", "resize", (1.0,))
+    assert (ade.evaluation.mode, ade.evaluation.size, ade.evaluation.scales) == ("slide", "both", (1.0,))
+    assert folder.evaluation.size == "resize"  # as training sizes the pictures
     assert (ade.head_init, ade.epochs, ade.evaluate_every) == ("truncated_normal", None, 16_000)

@@ -170,7 +170,8 @@ Size = Annotated[
     str | None,
     typer.Option(
         "--size",
-        help="resize: shorter side to the recipe's, at most 2048 long; native. \\[default: the run's]",
+        help="native: the images' own size, enlarged to a window; resize: within the caps of the run's data.scale; "
+        "both: native, with resize beside it unless there are many scales. \\[default: the run's]",
         rich_help_panel=DATA,
         show_default=False,
     ),

@@ -65,7 +65,7 @@ def describe(result: dict[str, Any]) -> str:
 def describe_scores(result: dict[str, Any]) -> str:
     """Return the scores of a result as a line for a person."""
     how = result["evaluation"]
-    looks = [how["mode"], "native size" if how["size"] == "native" else "resized"]
+    looks = [how["mode"], "resized" if how["size"] == "resize" else "native size"]
     looks += ["scales " + ",".join(f"{scale:g}" for scale in how["scales"])] if how["scales"] != [1.0] else []
     looks += ["flip"] if how["flip"] else []
     unseen = result["classes"] - result["classes_seen"]
@@ -73,5 +73,6 @@ def describe_scores(result: dict[str, Any]) -> str:
         f"validation: mIoU {result['miou']:.2f} %, pixel accuracy {result['pixel_accuracy']:.2f} %, mean accuracy "
         f"{result['mean_accuracy']:.2f} % ({result['images']} images, {', '.join(looks)}; all pixels of the most "
         f"frequent class: mIoU {result['majority_miou']:.2f} %)"
+        + (f"; resized: mIoU {result['resized']['miou']:.2f} %" if "resized" in result else "")
         + (f"; {unseen} of {result['classes']} classes do not occur" if unseen else "")
     )

@@ -9,16 +9,16 @@ from typing import Any
 from dpn_cli import distributed, engine, stopping
 from dpn_cli.console import Console
 from dpn_cli.data.reading import Decoder
-from dpn_cli.distributed import join
+from dpn_cli.distributed import World, join
 from dpn_cli.errors import DataError
 from dpn_cli.files import replace_json, replace_text
 from dpn_cli.recipe import Runtime
 from dpn_cli.runstate import open_report
 from tasks.segment.check import check_masks
 from tasks.segment.classes import classes_of, listed_in
-from tasks.segment.pairs import fingerprint, open_pairs
+from tasks.segment.pairs import Pairs, fingerprint, open_pairs
 from tasks.segment.recipe import Data, Evaluation
-from tasks.segment.scoring import score
+from tasks.segment.scoring import SegmentScores, score
 from tasks.segment.segmenter import Segmenter, load_segmenter
 
 
@@ -63,9 +63,7 @@ def evaluate(asked: Asked, runtime: Runtime, console: Console) -> dict[str, Any]
         evaluation = asked.evaluation(segmenter.evaluation)
         console.info(f"{len(pairs)} images of {len(segmenter.classes)} classes")
         segmenter.network.to(world.device)
-        with engine.precision_of(runtime, world.device):
-            plan = segmenter.plan(evaluation)
-            scores = score(segmenter.network, pairs, segmenter.rule, plan, world, workers=runtime.workers)
+        scores, described = score_sizes(segmenter, pairs, evaluation, runtime, world)
         result = {
             "task": "segment eval",
             "network": asked.run,
@@ -74,14 +72,34 @@ def evaluate(asked: Asked, runtime: Runtime, console: Console) -> dict[str, Any]
             "decoder": pairs.reading.describe(),
             "arch": segmenter.arch,
             "classes": len(segmenter.classes),
-            **scores.to_dict(),
-            "evaluation": evaluation.model_dump(mode="json"),
+            **described,
         }
         if asked.output_dir and world.leads:
             replace_json(asked.output_dir / "result.json", result)
             replace_text(asked.output_dir / "per_class.csv", scores.per_class(segmenter.classes))
         distributed.barrier()
         return result if world.leads else None
+
+
+def score_once(
+    segmenter: Segmenter, pairs: Pairs, evaluation: Evaluation, runtime: Runtime, world: World
+) -> SegmentScores:
+    """Score a split in one way: at the images' own size where `evaluation` says both."""
+    with engine.precision_of(runtime, world.device):
+        plan = segmenter.plan(evaluation)
+        return score(segmenter.network, pairs, segmenter.rule, plan, world, workers=runtime.workers)
+
+
+def score_sizes(
+    segmenter: Segmenter, pairs: Pairs, evaluation: Evaluation, runtime: Runtime, world: World
+) -> tuple[SegmentScores, dict[str, Any]]:
+    """Score a split at the size, or both sizes, of `evaluation`; returns the scores and their part of a result."""
+    scores = score_once(segmenter, pairs, evaluation, runtime, world)
+    described = scores.to_dict()
+    if evaluation.beside:
+        resized = score_once(segmenter, pairs, evaluation.beside, runtime, world).to_dict()
+        described["resized"] = {key: resized[key] for key in ("miou", "pixel_accuracy", "mean_accuracy")}
+    return scores, {**described, "evaluation": evaluation.model_dump(mode="json")}
 
 
 def _check_classes(data: Data, segmenter: Segmenter) -> None:

@@ -1,5 +1,6 @@
 """A configuration of mmsegmentation: Appendix G of arXiv 2302.01327 with our backbone and linear head.
 
+Appendix G does not resize validation images; this does, as mmsegmentation's configurations do.
 Change ``decode_head`` (and the backbone's ``out_indices``) for UPerNet or a mask decoder. With OpenMMLab's tools:
 ``python tools/train.py openmmlab_ade20k.py --cfg-options model.backbone.checkpoint=B-16-dpn.npz``.
 """

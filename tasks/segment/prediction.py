@@ -46,7 +46,8 @@ def predict(
     with join(runtime.device) as world:
         segmenter = load_segmenter(run)
         segmenter.network.to(world.device)
-        plan, results = segmenter.plan(), []
+        # Photographs have any size: where a run is scored at two, that of its training suits them.
+        plan, results = segmenter.plan(segmenter.evaluation.beside), []
         reading = Reading(decode or segmenter.data.decode, max_pixels, shrink=False)
         paths = find_pictures(pictures)
         names = _distinct(paths)

@@ -82,14 +82,32 @@ class Augment(Section):
 
 
 class Evaluation(Section):
-    """How an image becomes a label map."""
+    """How an image becomes a label map.
+
+    With the size ``both``, the score at the images' own size is the result, and that after resizing stands beside it.
+    It becomes ``native`` with several scales or flips, where the other size takes more than one pass over the images.
+    """
 
     mode: Literal["slide", "whole"] = "slide"
-    size: Literal["resize", "native"] = "resize"
+    size: Literal["native", "resize", "both"] = "resize"
     stride: Positive | None = None
     scales: Annotated[tuple[Annotated[float, Field(gt=0, le=4)], ...], Field(min_length=1)] = (1.0,)
     flip: bool = False
     batch_size: Positive = 8
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_more_pass(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("size") == "both":
+            scales = given.get("scales")
+            if given.get("flip") or (isinstance(scales, list | tuple) and len(scales) > 1):
+                return {**given, "size": "native"}
+        return given
+
+    @property
+    def beside(self) -> Evaluation | None:
+        """The evaluation whose score stands beside the result; None without one."""
+        return self.model_copy(update={"size": "resize"}) if self.size == "both" else None
 
 
 class SegmentRecipe(Section):

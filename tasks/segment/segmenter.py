@@ -53,7 +53,7 @@ class Segmenter:
             window,
             min(stride, window) if asked.mode == "slide" else None,
             self.data.caps(window),
-            asked.size == "native",
+            asked.size != "resize",
             asked.scales,
             asked.flip,
             asked.batch_size,

@@ -23,6 +23,7 @@ from dpn_cli.sanity import result_warning
 from dpn_cli.trackers import build_tracker
 from tasks.segment.check import SAMPLE, check_crops, check_masks
 from tasks.segment.classes import Class, classes_of, rule_of
+from tasks.segment.evaluation import score_once, score_sizes
 from tasks.segment.labels import LabelRule
 from tasks.segment.loader import segment_batches
 from tasks.segment.loss import segmentation_loss
@@ -34,7 +35,7 @@ from tasks.segment.network import (
 )
 from tasks.segment.pairs import Pairs, fingerprint, list_digest, open_pairs, take
 from tasks.segment.recipe import SegmentRecipe, in_steps
-from tasks.segment.scoring import SegmentScores, score
+from tasks.segment.scoring import SegmentScores
 from tasks.segment.segmenter import WEIGHTS, Segmenter, load_segmenter, save_segmenter
 from tasks.segment.transforms import Augmentation
 
@@ -85,7 +86,7 @@ def run(recipe: SegmentRecipe, folder: RunFolder, world: World, console: Console
         Checkpoints(folder.path / "checkpoints").clear()  # a run that was killed here finds them again
     segmenter = load_segmenter(str(folder.path))
     segmenter.network.to(world.device)
-    scores = evaluate(segmenter, data, recipe, world)
+    scores, described = score_sizes(segmenter, data.val, recipe.evaluation, recipe.runtime, world)
     result = {
         "task": "segment",
         "dataset": "demo" if recipe.demo else recipe.data.dataset,
@@ -93,8 +94,7 @@ def run(recipe: SegmentRecipe, folder: RunFolder, world: World, console: Console
         "stem": recipe.backbone.stem,
         "crop": list(segmenter.network.vit.config.image_size),
         "classes": len(data.classes),
-        **scores.to_dict(),
-        "evaluation": recipe.evaluation.model_dump(mode="json"),
+        **described,
         "fraction": recipe.data.fraction,
         "train_images": len(data.train),
         "train_list": list_digest(data.train),
@@ -267,16 +267,8 @@ def _train(
 
 
 def evaluate(segmenter: Segmenter, data: SegmentData, recipe: SegmentRecipe, world: World) -> SegmentScores:
-    """Score the validation split with the recipe's evaluation, precision and loader."""
-    with engine.precision_of(recipe.runtime, world.device):
-        return score(
-            segmenter.network,
-            data.val,
-            data.rule,
-            segmenter.plan(recipe.evaluation),
-            world,
-            workers=recipe.runtime.workers,
-        )
+    """Score the validation split in one pass, with the recipe's evaluation, precision and loader."""
+    return score_once(segmenter, data.val, recipe.evaluation, recipe.runtime, world)
 
 
 def measure_step(recipe: SegmentRecipe, data: SegmentData, world: World, console: Console) -> float:
