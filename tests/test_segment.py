@@ -167,6 +167,17 @@ def test_masks_that_change_between_run_and_resume_are_refused(own: Path, tmp_pat
         train(recipe, tmp_path / "run", resume=True)
 
 
+def test_renamed_classes_are_refused_on_resume(own: Path, tmp_path: Path) -> None:
+    """The masks are the same, and the numbers in them have come to mean something else."""
+    recipe = small(own, schedule={"steps": 2})
+    train(recipe, tmp_path / "run")
+    for name in ("result.json", "weights.safetensors"):
+        (tmp_path / "run" / name).unlink()
+    (own / "classes.txt").write_text("\n".join([*NAMES[:3], NAMES[4], NAMES[3]]))
+    with pytest.raises(DataError, match="the classes have changed since this run began"):
+        train(recipe, tmp_path / "run", resume=True)
+
+
 def test_what_follows_a_run(finished: tuple[Path, dict[str, Any]], shapes: Path, tmp_path: Path) -> None:
     path, result = finished
     scored = run("segment", "eval", str(path), "-o", str(tmp_path / "report"), "--json", "-q", "-j", "0")
@@ -207,8 +218,8 @@ def test_a_long_picture_is_cut_into_windows_of_bounded_number(
     assert opened(json.loads(done.stdout)[0]["labels"]).size == (40, 10_000)
 
 
-def _spoil(root: Path, how: str) -> None:
-    image, mask = root / "images" / "training" / "0000.jpg", root / "annotations" / "training" / "0000.png"
+def _spoil(root: Path, how: str, split: str = "training") -> None:
+    image, mask = root / "images" / split / "0000.jpg", root / "annotations" / split / "0000.png"
     raw = np.asarray(opened(mask)).copy()
     if how == "size":
         Image.fromarray(raw[:32]).save(mask)
@@ -221,7 +232,7 @@ def _spoil(root: Path, how: str) -> None:
     elif how == "damaged":
         mask.write_bytes(b"not a picture")
     elif how == "ignored":
-        for path in (root / "annotations" / "training").iterdir():
+        for path in (root / "annotations" / split).iterdir():
             Image.fromarray(raw * 0).save(path)
     else:
         raw[0, 0] = int(how)
@@ -247,6 +258,17 @@ def test_spoilt_data_is_found_before_training(how: str, message: str, own: Path,
         train(small(own), tmp_path / "run")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(("how", "message"), [("6", "holds 6; allowed"), ("size", "has 64x32 pixels")])
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_spoilt_validation_masks_are_found_before_training(
+    how: str, message: str, dry_run: bool, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _spoil(own, how, "validation")
+    monkeypatch.setattr("tasks.segment.train.fit", lambda *_, **__: pytest.fail("trained"))
+    with pytest.raises(DataError, match=f"validation/0000.png: the mask {message}"):
+        train(small(own), tmp_path / "run", dry_run=dry_run)
 
 
 def test_a_mask_that_no_sample_met_stops_the_training_with_its_name(own: Path, tmp_path: Path) -> None:

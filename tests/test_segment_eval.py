@@ -58,6 +58,21 @@ def test_data_in_another_place_need_no_names_of_their_own(place: Path) -> None:
     assert f"--data {place / 'gone'}: no such folder" in " ".join(gone.stderr.split())
 
 
+def test_a_demo_segmenter_has_the_demos_classes_on_other_data_too(place: Path) -> None:
+    own = load_segmenter(str(place / "run"))
+    own.data = own.data.model_copy(update={"dataset": "ade20k", "source": "demo"})
+    save_segmenter(own, place / "run" / "weights.safetensors")
+    command = ["segment", "eval", str(place / "run"), "--data", str(place / "data"), "--json", "-q", "-j", "0"]
+    listed = run(*command)
+    assert listed.exit_code == 0, listed.stderr
+    (place / "data" / "classes.txt").write_text("\n".join(reversed(NAMES)))
+    other = run(*command)
+    assert other.exit_code == 3
+    assert f"--data {place / 'data'}: its 5 classes are not those" in " ".join(other.stderr.split())
+    (place / "data" / "classes.txt").unlink()
+    assert json.loads(run(*command).stdout) == json.loads(listed.stdout)
+
+
 def test_a_run_is_scored_as_the_command_says(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Plan] = []
 
@@ -108,6 +123,27 @@ def test_both_sizes_are_scored_where_that_is_one_more_pass(place: Path) -> None:
     save_segmenter(own, place / "run" / "weights.safetensors")
     assert json.loads(run(*command).stdout)["resized"] == both["resized"]
     assert json.loads(run(*command, "--multi-scale").stdout)["evaluation"]["size"] == "native"
+
+
+def test_a_run_is_scored_again_as_it_was_after_its_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    enlarged(write_scenes(tmp_path / "data", {"training": 8, "validation": 2}))
+    seen: list[Plan] = []
+
+    def scored(*arguments: Any, **options: Any) -> SegmentScores:
+        seen.append(arguments[3])
+        return score(*arguments, **options)
+
+    monkeypatch.setattr("tasks.segment.evaluation.score", scored)
+    way = {"size": "native", "stride": 50, "scales": [0.5, 1.0], "flip": True, "batch_size": 3}
+    result = train(small(tmp_path / "data", schedule={"steps": 1}, evaluation=way), tmp_path / "run")
+    again = json.loads(run("segment", "eval", str(tmp_path / "run"), "--json", "-q", "-j", "0").stdout)
+    assert seen == [Plan(64, 50, (256, 64), native=True, ratios=(0.5, 1.0), flip=True, batch_size=3)] * 2
+    assert again["evaluation"] == result["evaluation"] == {**way, "mode": "slide"}
+    assert again["miou"] == result["miou"]
+    whole = small(tmp_path / "data", schedule={"steps": 1}, evaluation={"mode": "whole"})
+    train(whole, tmp_path / "whole")
+    run("segment", "eval", str(tmp_path / "whole"), "-q", "-j", "0")
+    assert [plan.stride for plan in seen[2:]] == [None, None]
 
 
 def test_a_training_is_looked_at_once_and_scored_at_both_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,6 +139,21 @@ def test_ignored_pixels_are_no_second_class() -> None:
     assert draw.call_count == 1 + 2 * (1 + CROP_TRIES) + 1  # the ratio, a crop and all tries, the flip
 
 
+@pytest.mark.parametrize(
+    ("ignored", "most", "tries"),
+    [(0.5, 0.4, CROP_TRIES + 1), (0.8, 0.1, 1), (0.0, 0.74, 1), (0.0, 0.76, CROP_TRIES + 1)],
+)
+def test_ignored_pixels_are_outside_the_share_of_a_class(ignored: float, most: float, tries: int) -> None:
+    """The most frequent class may cover less than three quarters of the labelled pixels, however few they are."""
+    labels = np.full(100, 7, np.uint8)
+    labels[: int(100 * ignored)] = IGNORE
+    labels[int(100 * ignored) : int(100 * (ignored + most) + 0.5)] = 3
+    draw = mock.Mock(side_effect=np.random.default_rng(0).random)
+    how = Augmentation((10, 10), (10, 10), (1.0, 1.0), photometric=False)
+    augment(np.zeros((10, 10, 3), np.uint8), labels.reshape(10, 10), how, draw)
+    assert draw.call_count == 1 + 2 * tries + 1  # the ratio, the places of crops, the flip
+
+
 def test_pictures_are_mirrored_unless_that_is_switched_off() -> None:
     pixels, labels = example(5)
     plain = Augmentation((60, 60), (400, 100))

@@ -56,6 +56,8 @@ def evaluate(asked: Asked, runtime: Runtime, console: Console) -> dict[str, Any]
         segmenter = load_segmenter(asked.run, "dpn segment eval")
         given = {"source": asked.source, "decode": asked.decode, "max_pixels": asked.max_pixels}
         data = segmenter.data.model_copy(update={key: value for key, value in given.items() if value is not None})
+        if segmenter.data.source == "demo" and data.source != "demo":
+            data = data.model_copy(update={"dataset": "folder"})  # the demo's recipe is ADE20K's, its classes are not
         _check_classes(data, segmenter)
         pairs = open_pairs(data, "val")
         if world.leads:
