@@ -230,7 +230,8 @@ def test_a_signal_saves_the_state_and_names_its_exit_code(number: int, code: int
 
 
 def test_best_is_the_best_and_survives_a_resume(tmp_path: Path) -> None:
-    scores = iter([1.0, 5.0, 3.0, 3.0, 4.0, 2.0])  # the third is looked at again: nobody knows whether it was seen
+    # The third is evaluated again on resume; the fifth equals the best one, and the earlier one stays.
+    scores = iter([1.0, 5.0, 3.0, 3.0, 5.0, 2.0])
 
     def evaluate() -> dict[str, float]:
         return {"accuracy": next(scores)}
