@@ -119,6 +119,17 @@ def test_dropout_differs_by_rank_and_not_by_what_ran_before() -> None:
     assert not torch.equal(gradient(first), gradient(first, step=1))
 
 
+def test_the_seed_of_a_training_decides_its_dropout() -> None:
+    def trained(seed: int) -> Tensor:
+        model = small(dropout=0.5)
+        training = Training(Optim(), Schedule(steps=3), 0.1, 8, seed=seed)
+        engine.fit(model, loss_fn, random_batches(), None, training, Runtime(), ALONE, Outputs(), MicroBatch(8))
+        return model.get_parameter("head.weight").detach()
+
+    assert torch.equal(trained(1), trained(1))
+    assert not torch.equal(trained(1), trained(2))
+
+
 class _FirstStepError(Exception):
     pass
 
