@@ -188,6 +188,13 @@ def test_a_loss_that_is_no_number_stops_before_the_update(value: float) -> None:
     assert same(model, small())
 
 
+def test_a_loss_that_is_no_number_stops_a_training_whose_gradients_are_numbers() -> None:
+    model = small()
+    with pytest.raises(NonFiniteError, match="step 0: loss inf, gradient norm [0-9.]+;"):
+        train(model, loss=lambda network, batch: loss_fn(network, batch) + math.inf)
+    assert same(model, small())
+
+
 def test_a_gradient_that_is_no_number_stops_before_the_update() -> None:
     def spoiled(model: nn.Module, batch: Batch) -> Tensor:
         zero = next(model.parameters()).sum() * 0
