@@ -124,7 +124,8 @@ def test_the_seed_of_a_training_decides_its_dropout() -> None:
         model = small(dropout=0.5)
         training = Training(Optim(), Schedule(steps=3), 0.1, 8, seed=seed)
         engine.fit(model, loss_fn, random_batches(), None, training, Runtime(), ALONE, Outputs(), MicroBatch(8))
-        return model.get_parameter("head.weight").detach()
+        weight: Tensor = model.get_parameter("head.weight").detach()
+        return weight
 
     assert torch.equal(trained(1), trained(1))
     assert not torch.equal(trained(1), trained(2))
