@@ -70,7 +70,8 @@ class Backbone(DPNViT):
 
     def normalize(self, image: Tensor) -> Tensor:
         """Map uint8 pixels (b, 3, h, w) to the input range that the weights were trained with."""
-        floats = image.to(torch.float32, copy=True)  # one allocation: new memory costs more than the arithmetic
+        full = torch.promote_types(self.input_mean.dtype, torch.float32)
+        floats = image.to(full, copy=True)  # one allocation: new memory costs more than the arithmetic
         return floats.div_(255).sub_(self.input_mean).div_(self.input_std)
 
 

@@ -62,7 +62,7 @@ class PatchStem(PatchEmbed):
         self.norm = stem_norm(stem, "norm", embed_dim, eps)
 
     def forward(self, image: Tensor) -> Tensor:
-        """Return tokens (b, h*w, d) in float32 whatever the autocast precision.
+        """Return tokens (b, h*w, d) in float32 whatever the autocast precision; in float64 of weights in float64.
 
         Both norms take their statistics in float32. The projection follows autocast to bfloat16, whose range is
         float32's; in float16 its output can overflow before the second norm, so it stays in float32.
@@ -74,11 +74,12 @@ class PatchStem(PatchEmbed):
             )
         device = image.device.type
         bf16 = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
-        compute = torch.bfloat16 if bf16 else torch.float32
+        full = torch.promote_types(self.proj.weight.dtype, torch.float32)
+        compute = torch.bfloat16 if bf16 else full
         rows, columns = self.patch_size
         with torch.autocast(device, enabled=False):
-            patches = rearrange(image.float(), "b c (h p) (w q) -> b (h w) (p q c)", p=rows, q=columns)
+            patches = rearrange(image.to(full), "b c (h p) (w q) -> b (h w) (p q c)", p=rows, q=columns)
             weight = rearrange(self.proj.weight, "d c p q -> d (p q c)")
             x = F.linear(self.norm_in(patches).to(compute), weight.to(compute), self.proj.bias.to(compute))
-            tokens: Tensor = self.norm(x.float())
+            tokens: Tensor = self.norm(x.to(full))
         return tokens

@@ -311,3 +311,18 @@ def test_a_failed_export_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest
         export_backbone(model, path)
     assert load_file(path).keys() == before.keys()
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("pool", ["tok", "gap", "map"])
+@torch.no_grad()
+def test_a_network_in_float64_gives_the_outputs_of_the_one_in_float32(stem: Stem, pool: Any) -> None:
+    model = load_backbone("mu/8", stem=stem, pool=pool, pre_logits=True, image_size=16, num_classes=3).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    pixels = torch.randint(256, (2, 3, 16, 16), dtype=torch.uint8)
+    single = model(model.normalize(pixels))
+    double = model.double()(model.normalize(pixels))
+    assert (single.dtype, double.dtype) == (torch.float32, torch.float64)
+    torch.testing.assert_close(double.float(), single, atol=1e-5, rtol=1e-4)
+    assert not torch.equal(double.float().double(), double)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import Arrays, nchw
@@ -91,6 +93,24 @@ def test_statistics_stay_in_float32_under_autocast(dtype: torch.dtype) -> None:
         low = stem(image)
     assert low.dtype == torch.float32
     torch.testing.assert_close(low, exact, atol=0.05, rtol=0)
+
+
+def test_weights_in_float64_compute_in_float64() -> None:
+    stem = PatchStem(stem="dpn", eps=1e-6, embed_dim=16, img_size=16, patch_size=8).double()
+    for parameter in stem.parameters():
+        torch.nn.init.normal_(parameter)
+    image = torch.rand(2, 3, 16, 16, dtype=torch.float64)
+
+    def norm(x: np.ndarray[Any, Any], layer: Any) -> np.ndarray[Any, Any]:
+        centred = x - x.mean(-1, keepdims=True)
+        unit = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6)
+        scaled: np.ndarray[Any, Any] = unit * layer.weight.detach().numpy() + layer.bias.detach().numpy()
+        return scaled
+
+    patches = image.numpy().reshape(2, 3, 2, 8, 2, 8).transpose(0, 2, 4, 3, 5, 1).reshape(2, 4, 192)
+    kernel = stem.proj.weight.detach().numpy().transpose(2, 3, 1, 0).reshape(192, 16)
+    exact = norm(norm(patches, stem.norm_in) @ kernel + stem.proj.bias.detach().numpy(), stem.norm)
+    np.testing.assert_allclose(stem(image).detach().numpy(), exact, atol=1e-12)
 
 
 def test_dense_output_beyond_float16_range_does_not_overflow() -> None:
