@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 from conftest import GOLDENS, Arrays, nchw
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_cli import run
 from test_formats import perturbed
@@ -104,6 +106,20 @@ def test_timm_itself_gives_the_outputs_of_what_is_written_for_it(
     ).eval()
     assert (again.config.eps, again.config.act, again.config.size.heads) == (model.config.eps, model.config.act, 2)
     torch.testing.assert_close(again(image), model(image), rtol=1e-4, atol=1e-5)
+
+
+def test_timm_is_told_the_input_range(tmp_path: Path) -> None:
+    mean, std = (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
+    export_backbone(load_backbone("mu/8", stem="none", image_size=(16, 24)), tmp_path / "ours.safetensors")
+    source = Facts(mean=mean, std=std).apply(read_file(tmp_path / "ours.safetensors"))
+    convert(source, tmp_path / "timm.safetensors", to="timm")
+    with safe_open(tmp_path / "timm.safetensors", framework="pt") as file:
+        described = json.loads(file.metadata()["timm"])
+    told = timm.data.resolve_data_config(pretrained_cfg=described["pretrained_cfg"])
+    assert [tuple(told[key]) for key in ("mean", "std", "input_size")] == [mean, std, (3, 16, 24)]
+    again = load_backbone(checkpoint=str(tmp_path / "timm.safetensors"), stem="none", image_size=(16, 24))
+    assert (again.mean, again.std) == (mean, std)
+    assert not any("mean" in fact for fact in again.report.assumed)
 
 
 @pytest.mark.parametrize("stem", [stem for stem in STEMS if stem not in ("none", "post")])

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from dpn_cli.backbone import load_backbone
 from dpn_cli.checkpoints import formats_of, read_file
 from dpn_cli.checkpoints.layout import Contents
+from dpn_cli.convert import Facts
 
 NATIVE, LARGER = 32, 48
 Output = Callable[[Any, Tensor], Tensor]
@@ -77,13 +78,15 @@ def timm_vit(**arguments: Any) -> Build:
     )
 
 
-def naflex(*, dual: bool) -> Build:
+def naflex(*, dual: bool, rows: int | None = None, positions: str = "learned") -> Build:
+    """NaFlexViT with square grids, or as many rows of patches as given."""
+
     def build(size: int) -> Any:
-        grid = (size // 8, size // 8)
+        grid = (rows or size // 8, size // 8)
         model = NaFlexVit(
             NaFlexVitCfg(
                 patch_size=8, embed_dim=48, depth=2, num_heads=3, mlp_ratio=2, pos_embed_grid_size=grid,
-                class_token=True, global_pool="token", embed_proj_type="conv",
+                pos_embed=positions, class_token=True, global_pool="token", embed_proj_type="conv",
             ),
             num_classes=5,
         )  # fmt: skip
@@ -228,6 +231,43 @@ def test_the_network_is_the_sources_at_a_larger_image_too(name: str, tmp_path: P
     corners = load(save(theirs, name, tmp_path), name, LARGER, align_corners=False)
     if positions:
         assert distance(corners(image_of(LARGER)), output(larger, image_of(LARGER))) > 3e-4
+
+
+@torch.no_grad()
+def test_factorized_positions_lie_along_their_own_axes(tmp_path: Path) -> None:
+    theirs = perturbed(naflex(dual=False, rows=2, positions="factorized")(NATIVE))
+    assert theirs.embeds.pos_embed_y.shape[1] == 2
+    torch.save(theirs.state_dict(), tmp_path / "weights.pt")
+    source = read_file(tmp_path / "weights.pt")
+    source.heads = 3
+    ours = load_backbone(checkpoint=source, stem="none", image_size=None, num_classes=5, head="load").eval()
+    assert ours.config.image_size == (16, 32)
+    image = torch.randn(2, 3, 16, 32)
+    assert distance(ours(image), theirs(image)) < 1e-5
+    assert "factorized" in " ".join(ours.report.notes)
+
+
+@pytest.mark.parametrize("weights", [*torchvision.models.ViT_B_16_Weights, *torchvision.models.ViT_H_14_Weights])
+def test_torchvisions_input_range_is_that_of_its_weights(weights: Any, tmp_path: Path) -> None:
+    preset = weights.transforms()
+    torch.save(torchvision_plain(NATIVE).state_dict(), tmp_path / "weights.pt")
+    ours = load(tmp_path / "weights.pt", "torchvision", NATIVE)
+    pixels = torch.randint(256, (2, 3, NATIVE, NATIVE), dtype=torch.uint8)
+    theirs = torchvision.transforms.functional.normalize(pixels / 255, preset.mean, preset.std)
+    torch.testing.assert_close(ours.normalize(pixels), theirs, atol=1e-6, rtol=0)
+    assert any("ImageNet's mean and std" in fact for fact in ours.report.assumed)
+
+
+@torch.no_grad()
+def test_torchvisions_eps_is_assumed_and_can_be_stated(tmp_path: Path) -> None:
+    norm = partial(nn.LayerNorm, eps=1e-5)
+    theirs = perturbed(torchvision.models.VisionTransformer(32, 8, 2, 3, 48, 96, num_classes=5, norm_layer=norm))
+    path = save(theirs, "torchvision", tmp_path)
+    assert any("eps 1e-6" in fact for fact in load(path, "torchvision", NATIVE).report.assumed)
+    source = Facts(eps=1e-5, heads=3).apply(read_file(path))
+    ours = load_backbone(checkpoint=source, stem=None, image_size=NATIVE, num_classes=5, head="load").eval()
+    assert distance(ours(image_of()), theirs(image_of())) < 1e-5
+    assert not any("eps" in fact for fact in ours.report.assumed)
 
 
 def test_the_stem_is_told_by_names() -> None:

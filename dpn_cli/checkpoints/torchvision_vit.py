@@ -49,6 +49,9 @@ def read(contents: Contents) -> Checkpoint:
         renamed=renamed,
         pool="tok",
         class_slot=True,
-        assumed={"mean": "ImageNet's mean and std, as for all of torchvision's weights"},
+        assumed={
+            "eps": "eps 1e-6 (torchvision's default norm_layer; the file does not say)",
+            "mean": "ImageNet's mean and std, as for all of torchvision's weights",
+        },
         notes=contents.notes,
     )
