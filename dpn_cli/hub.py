@@ -32,25 +32,30 @@ def offline() -> bool:
     return bool(constants.HF_HUB_OFFLINE)
 
 
-def fetch(repo: str, filename: str) -> str:
-    """Return the local path of a file of a hub repository, from the cache when the hub is out of reach.
+def fetch_if_there(repo: str, filename: str) -> str | None:
+    """Return the local path of a file of a hub repository; None where it certainly has no such file.
 
-    Raises `DataError` when the file is neither reachable nor cached, saying what to fetch and where to put it.
+    Raises `DataError` when that cannot be told, because the download failed, or because the hub is out of reach and its
+    cache knows nothing of the file; it says what to fetch and where to put it.
     """
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     unreachable = offline()
     try:
         return hf_hub_download(repo, filename)
     except LocalEntryNotFoundError as error:
+        if unreachable and try_to_load_from_cache(repo, filename) is _CACHED_NO_EXIST:
+            return None
         raise DataError(
             f"hf-hub:{repo}: {'the hub is out of reach' if unreachable else 'the download failed'} and "
             f"{filename} is not in the local cache. On a machine with a network: "
             f"'hf download {repo} {filename}', copy the file here and pass its path instead"
         ) from error
-    except (EntryNotFoundError, HfHubHTTPError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except EntryNotFoundError:
+        return None
+    except Exception as error:  # the client's HTTP library has kinds of its own
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DataError(
             f"hf-hub:{repo}: cannot fetch {filename} ({reason}); check the name, or pass the path of a local file"
         ) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path, PurePosixPath
 
 from dpn_cli.arch import did_you_mean
@@ -11,7 +10,7 @@ from dpn_cli.checkpoints.containers import CONFIG_NAMES, INPUTS_NAME, WEIGHT_NAM
 from dpn_cli.checkpoints.layout import Contents
 from dpn_cli.checkpoints.timm_vit import apply_facts, build_empty
 from dpn_cli.errors import DataError, DpnError
-from dpn_cli.hub import fetch, offline
+from dpn_cli.hub import fetch_if_there, offline
 
 
 def open_checkpoint(checkpoint: str) -> Checkpoint:
@@ -34,25 +33,57 @@ def _from_hub(name: str) -> Checkpoint:
     repo, _, filename = rest.partition("/")
     if not owner or not repo:
         raise DpnError(f"--checkpoint hf-hub:{name}: write hf-hub:OWNER/NAME or hf-hub:OWNER/NAME/FILE")
-    weights = _fetch_first(f"{owner}/{repo}", (filename,) if filename else WEIGHT_NAMES)
+    repo = f"{owner}/{repo}"
+    weights = _fetch_first(repo, (filename,) if filename else WEIGHT_NAMES)
     if weights.name in WEIGHT_NAMES:
-        for described in (*CONFIG_NAMES, INPUTS_NAME):
-            with contextlib.suppress(DataError):  # libraries save some of them, or none
-                fetch(f"{owner}/{repo}", str(PurePosixPath(filename).with_name(described)) if filename else described)
+        _fetch_descriptions(repo, PurePosixPath(filename).parent, weights)
     checkpoint = read_file(weights)
     checkpoint.source = f"hf-hub:{name}"
     return checkpoint
 
 
 def _fetch_first(repo: str, names: tuple[str, ...]) -> Path:
-    first: DataError | None = None
+    """Fetch the first of some files that a repository has.
+
+    Raises `DataError` when it has none, and when the hub fails to say whether it has one: the next is another network.
+    """
+    unknown: DataError | None = None
     for name in names:
         try:
-            return Path(fetch(repo, name))
+            if path := fetch_if_there(repo, name):
+                return Path(path)
         except DataError as error:
-            first = first or error
-    assert first is not None
-    raise first
+            if not offline():
+                raise
+            unknown = unknown or error  # the cache knows what was fetched, and not what there is
+    raise unknown or DataError(f"hf-hub:{repo}: it has none of {', '.join(names)}; name the file: hf-hub:{repo}/FILE")
+
+
+def _fetch_descriptions(repo: str, folder: PurePosixPath, weights: Path) -> None:
+    """Fetch what a library saves beside weights, into their folder.
+
+    Raises `DataError` when it cannot be told whether there is any: eps, heads and inputs would be guessed.
+    """
+    unknown: DataError | None = None
+    found: dict[str, Path] = {}
+    try:
+        for name in CONFIG_NAMES:
+            try:
+                if path := fetch_if_there(repo, str(folder / name)):
+                    found[name] = Path(path)
+            except DataError as error:
+                if not offline():
+                    raise
+                unknown = unknown or error
+        if unknown and not found:
+            raise unknown
+        if "config.json" in found and b'"model_type"' in found["config.json"].read_bytes():
+            fetch_if_there(repo, str(folder / INPUTS_NAME))  # only transformers keeps the inputs apart
+    except DataError as error:
+        raise DataError(
+            f"{error}. That file describes the weights; --checkpoint {weights} reads them without it and assumes what "
+            "it would say"
+        ) from error
 
 
 def _from_timm_model(name: str) -> Checkpoint:

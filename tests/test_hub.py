@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 import timm
 import torch
+import transformers
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors.torch import save_file
 from test_backbone import DPN, perturbed
 
 from dpn_cli.backbone import load_backbone
 from dpn_cli.errors import DataError
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def fake_hub(repo: str, files: dict[str, Path]) -> None:
@@ -21,7 +25,7 @@ def fake_hub(repo: str, files: dict[str, Path]) -> None:
     from huggingface_hub import constants
 
     root = Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
-    snapshot = root / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
+    snapshot = root / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)
     (root / "refs").mkdir()
     (root / "refs" / "main").write_text(snapshot.name)
@@ -68,6 +72,106 @@ def test_timm_names_come_from_the_cache_with_timms_facts(tmp_path: Path) -> None
     assert (ours.mean, ours.config.size.heads, ours.config.act, ours.config.eps) == ((0.5, 0.5, 0.5), 3, "gelu", 1e-6)
     image = torch.randn(1, 3, 224, 224)
     torch.testing.assert_close(ours.forward_features(image), weights.forward_features(image), atol=1e-5, rtol=1e-5)
+
+
+def answers(monkeypatch: pytest.MonkeyPatch, files: dict[str, Path | Exception]) -> list[str]:
+    """Let the hub be in reach and answer with these files; of others it says that they are not there."""
+    asked: list[str] = []
+
+    def download(repo: str, filename: str) -> str:
+        asked.append(filename)
+        answer = files.get(filename, EntryNotFoundError("404 Client Error"))
+        if isinstance(answer, Exception):
+            raise answer
+        return str(answer)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    for module in ("hub", "sources"):
+        monkeypatch.setattr(f"dpn_cli.{module}.offline", lambda: False)
+    return asked
+
+
+FAILURES = {
+    "a server error": OSError("503 Server Error: Service Unavailable"),
+    "a lost connection": LocalEntryNotFoundError("an error happened while trying to locate the file"),
+    "a kind of its own": RuntimeError("the peer closed the connection\nwithout a word"),
+}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> dict[str, Path | Exception]:
+    """A ViT as transformers saves it, whose eps is not the default."""
+    kind: Any = transformers.ViTConfig
+    size = {"hidden_size": 192, "num_hidden_layers": 1, "num_attention_heads": 6, "intermediate_size": 64}
+    model: Any = transformers.ViTModel(kind(**size, image_size=32, patch_size=8, layer_norm_eps=1e-3))
+    model.save_pretrained(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text('{"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}')
+    return {path.name: path for path in tmp_path.iterdir() if path.is_file()}
+
+
+def test_a_description_that_is_certainly_not_there_leaves_facts_to_assume(
+    saved: dict[str, Path | Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = answers(monkeypatch, saved)
+    whole = load_backbone(checkpoint="hf-hub:someone/vit", stem="none", image_size=32)
+    assert (whole.config.eps, whole.config.size.heads, whole.mean) == (1e-3, 6, (0.1, 0.2, 0.3))
+    assert asked == ["model.safetensors", "config.json", "open_clip_config.json", "preprocessor_config.json"]
+    for name in ("config.json", "preprocessor_config.json"):
+        path = saved.pop(name)
+        assert isinstance(path, Path)
+        path.unlink()
+    bare = load_backbone(checkpoint="hf-hub:someone/vit", stem="none", image_size=32)
+    assert bare.config.eps == 1e-12
+    assert any("eps 1e-12" in fact for fact in bare.report.assumed)
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize("name", ["config.json", "open_clip_config.json", "preprocessor_config.json"])
+def test_a_description_that_cannot_be_fetched_is_an_error(
+    failure: str, name: str, saved: dict[str, Path | Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers(monkeypatch, {**saved, name: FAILURES[failure]})
+    with pytest.raises(DataError, match=rf"hf-hub:someone/vit: .*{name}.*That file describes the weights") as caught:
+        load_backbone(checkpoint="hf-hub:someone/vit", stem="none", image_size=32)
+    assert "\n" not in str(caught.value)
+    assert str(saved["model.safetensors"]) in str(caught.value)
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_weights_that_cannot_be_fetched_are_not_replaced_by_other_ones(
+    failure: str, saved: dict[str, Path | Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = answers(monkeypatch, {"model.safetensors": FAILURES[failure], "pytorch_model.bin": Path(DPN)})
+    with pytest.raises(DataError, match="hf-hub:someone/vit: "):
+        load_backbone(checkpoint="hf-hub:someone/vit", stem=None)
+    assert asked == ["model.safetensors"]
+
+
+def test_a_repository_without_weights_says_what_was_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers(monkeypatch, {})
+    with pytest.raises(
+        DataError, match=r"it has none of model.safetensors, .*; name the file: hf-hub:someone/vit/FILE"
+    ):
+        load_backbone(checkpoint="hf-hub:someone/vit", stem=None)
+
+
+@pytest.mark.usefixtures("_hub")
+def test_without_a_network_a_description_has_to_be_in_the_cache_or_known_not_to_be(
+    saved: dict[str, Path | Exception],
+) -> None:
+    from huggingface_hub import constants
+
+    weights = saved["model.safetensors"]
+    assert isinstance(weights, Path)
+    fake_hub("someone/vit", {"model.safetensors": weights})
+    with pytest.raises(DataError, match=r"out of reach and config.json is not in the local cache"):
+        load_backbone(checkpoint="hf-hub:someone/vit", stem="none", image_size=32)
+    gone = Path(constants.HF_HUB_CACHE) / "models--someone--vit" / ".no_exist" / COMMIT
+    gone.mkdir(parents=True)
+    for name in ("config.json", "open_clip_config.json"):
+        (gone / name).touch()  # as the client notes an answer of 404
+    ours = load_backbone(checkpoint="hf-hub:someone/vit", stem="none", image_size=32)
+    assert any("eps 1e-12" in fact for fact in ours.report.assumed)
 
 
 @pytest.mark.usefixtures("_hub")
