@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
 
 from dpn_cli import stopping
 from dpn_cli.console import Console
@@ -16,6 +19,7 @@ from dpn_cli.recipe import Backbone, Section
 from dpn_cli.runstate import RunFolder
 
 Result = dict[str, Any]
+RecipeT = TypeVar("RecipeT", bound=Section)
 
 
 def run_name(backbone: Backbone, stems: str) -> str:
@@ -25,17 +29,17 @@ def run_name(backbone: Backbone, stems: str) -> str:
 
 
 def run_in_folder(
-    recipe: Section,
+    recipe: RecipeT,
     device: str,
     path: Path,
-    run: Callable[[RunFolder, World], Result],
+    run: Callable[[RecipeT, RunFolder, World], Result],
     dry_run: Callable[[World], None] | None,
     *,
     resume: bool,
     overwrite: bool,
     console: Console,
 ) -> Result | None:
-    """Open the run folder `path` and call `run` in it, or return the result that is there.
+    """Open the run folder `path` and call `run` in it with the recipe, or return the result that is there.
 
     None on ranks that do not lead, and after a dry run. Raises `DpnError` and its kin.
     """
@@ -48,7 +52,7 @@ def run_in_folder(
         if result is None:
             console.info(f"run folder {path}")
             try:
-                result = run(folder, world)
+                result = run(as_begun(recipe, from_leader(folder.facts)), folder, world)
             except StoppedError:
                 if world.leads:
                     folder.update(status="stopped")
@@ -58,6 +62,18 @@ def run_in_folder(
                     folder.update(status="failed", error=str(error))
                 raise
         return result if world.leads else None
+
+
+def as_begun(recipe: RecipeT, facts: Mapping[str, Any]) -> RecipeT:
+    """Return the recipe with the decoder that the run of the given run.json began with.
+
+    ``exact`` was Pillow's decoder in runs that began before simplejpeg was among the versions.
+    """
+    data, versions = getattr(recipe, "data", None), facts.get("versions")
+    if versions is None or "simplejpeg" in versions or getattr(data, "decode", None) != "exact":
+        return recipe
+    assert isinstance(data, Section)
+    return recipe.model_copy(update={"data": data.model_copy(update={"decode": "pillow"})})
 
 
 def open_folder(
@@ -72,10 +88,22 @@ def open_folder(
         try:
             if claims is not None:
                 claims.enter_context(claimed(path))
-            RunFolder.open(path, recipe.model_dump(mode="json"), resume=resume, overwrite=overwrite)
+            wanted = recipe.model_dump(mode="json")
+            complete = partial(_completed, recipe, RunFolder(path).facts)
+            RunFolder.open(path, wanted, resume=resume, overwrite=overwrite, complete=complete)
         except DpnError as error:
             problem = error
     problem = from_leader(problem)
     if problem is not None:
         raise problem
     return RunFolder(path)
+
+
+def _completed(recipe: Section, facts: Mapping[str, Any], saved: Any) -> Any:
+    """Return a saved recipe in today's words: keys that it did not have at their defaults, and what ``exact`` was."""
+    try:
+        whole = type(recipe).model_validate(saved)
+    except ValidationError:
+        return saved  # what differs is listed key by key
+    unchanged = as_begun(recipe, facts) is recipe
+    return (as_begun(whole, facts) if unchanged else whole).model_dump(mode="json")

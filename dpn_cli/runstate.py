@@ -28,7 +28,7 @@ from dpn_cli.errors import DataError, DpnError
 from dpn_cli.files import file_digest, flush, read_object, replace_json, replace_text, save_error
 
 # A resumed run may run elsewhere and otherwise; it may not compute something else.
-MAY_CHANGE = ("runtime", "allow_failed", "keep_weights")
+MAY_CHANGE = ("runtime", "allow_failed", "keep_weights", "max_pixels")
 VERSIONS = ("dpn-cli", "torch", "torchvision", "timm", "numpy", "pillow", "simplejpeg", "safetensors")
 
 
@@ -50,11 +50,20 @@ class RunFolder:
         return read_object(self.path / "run.json") or {}
 
     @classmethod
-    def open(cls, path: Path, recipe: Mapping[str, Any], *, resume: bool, overwrite: bool) -> RunFolder:
+    def open(
+        cls,
+        path: Path,
+        recipe: Mapping[str, Any],
+        *,
+        resume: bool,
+        overwrite: bool,
+        complete: Callable[[Any], Any] = lambda saved: saved,
+    ) -> RunFolder:
         """Start a run in `path`, or go on with the one that is there.
 
-        Raises `DpnError` when the folder holds a run and neither `resume` nor `overwrite` says what to do with it,
-        when it holds something else than a run, or when `resume` meets another recipe (the keys are listed).
+        `complete` returns a saved recipe with all keys of today's. Raises `DpnError` when the folder holds a run and
+        neither `resume` nor `overwrite` says what to do with it, when it holds something else than a run, or when
+        `resume` meets another recipe (the keys are listed).
         """
         folder, config = cls(path), path / "config.yaml"
         ours = config.is_file() and (path / "run.json").is_file()
@@ -70,7 +79,7 @@ class RunFolder:
                 "--overwrite deletes it first, another -o keeps both"
             )
         elif ours:
-            changed = _differences(yaml.safe_load(config.read_text(encoding="utf-8")), recipe)
+            changed = _differences(complete(yaml.safe_load(config.read_text(encoding="utf-8"))), recipe)
             if changed:
                 raise DpnError(
                     f"-o {path}: the run there has another recipe ({'; '.join(changed)}); "

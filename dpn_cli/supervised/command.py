@@ -14,11 +14,11 @@ from dpn_cli.distributed import World
 from dpn_cli.run import run_in_folder, run_name
 from dpn_cli.runstate import RunFolder
 from dpn_cli.supervised.check import check_batch
-from dpn_cli.supervised.recipe import SupervisedRecipe, in_steps
+from dpn_cli.supervised.recipe import RecipeT, SupervisedRecipe, in_steps
 from dpn_cli.supervised.train import measure_step, train_classifier
 
 OpenData = Callable[[SupervisedRecipe], ClassData]
-Train = Callable[[ClassData, RunFolder, World], dict[str, Any]]
+Train = Callable[[RecipeT, ClassData, RunFolder, World], dict[str, Any]]
 
 
 def open_data(recipe: SupervisedRecipe) -> ClassData:
@@ -40,7 +40,7 @@ def source_of(recipe: SupervisedRecipe) -> Source:
 
 
 def start(
-    recipe: SupervisedRecipe,
+    recipe: RecipeT,
     task: str,
     output_dir: Path | None,
     *,
@@ -50,8 +50,8 @@ def start(
     console: Console,
     folder: str | None = None,
     open_data: OpenData = open_data,
-    train: Train | None = None,
-    runs: Sequence[SupervisedRecipe] = (),
+    train: Train[RecipeT] | None = None,
+    runs: Sequence[RecipeT] = (),
 ) -> dict[str, Any] | None:
     """Train and return the result; None on ranks that do not lead and after a dry run.
 
@@ -62,11 +62,11 @@ def start(
     kind = f"{task}_demo" if recipe.demo else folder or task
     path = output_dir or Path("runs") / kind / run_name(recipe.backbone, recipe.backbone.stem)
 
-    def run(opened: RunFolder, world: World) -> dict[str, Any]:
-        data = open_data(recipe)
+    def run(begun: RecipeT, opened: RunFolder, world: World) -> dict[str, Any]:
+        data = open_data(begun)
         if train is not None:
-            return train(data, opened, world)
-        counted = in_steps(recipe, len(data.train.labels), console.info)
+            return train(begun, data, opened, world)
+        counted = in_steps(begun, len(data.train.labels), console.info)
         return train_classifier(counted, data, task, opened, world, console)
 
     def try_out(world: World) -> None:

@@ -47,7 +47,7 @@ def start(
         recipe,
         recipe.runtime.device,
         path,
-        lambda folder, world: run(recipe, folder, world, console),
+        lambda begun, folder, world: run(begun, folder, world, console),
         (lambda world: _dry_run(recipe, world, console)) if dry_run else None,
         resume=resume,
         overwrite=overwrite,

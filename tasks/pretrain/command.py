@@ -42,10 +42,10 @@ def start(
     if differing:
         console.info(f"differs from Appendix C, whose value follows in brackets: {'; '.join(differing)}")
 
-    def train(data: ClassData, folder: RunFolder, world: World) -> Json:
-        if recipe.stages:
-            return _Sweep(recipe, data, folder, world, console).run()
-        counted = in_steps(recipe, len(data.train.labels), console.info)
+    def train(begun: PretrainRecipe, data: ClassData, folder: RunFolder, world: World) -> Json:
+        if begun.stages:
+            return _Sweep(begun, data, folder, world, console).run()
+        counted = in_steps(begun, len(data.train.labels), console.info)
         return train_classifier(
             counted, data, "pretrain", folder, world, console, {"differs_from_appendix_c": differing}
         )
