@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
 import tarfile
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from open_clip.tokenizer import SimpleTokenizer
 from PIL import Image as Pil
 
 from dpn_cli.errors import DataError, DpnError
+from tasks.lit.cache import data_fingerprint
 from tasks.lit.captions import HubPairs
 from tasks.lit.data import Source, open_pairs, open_split
 from tasks.lit.tokens import Tokenizer, open_tokenizer
@@ -45,15 +47,21 @@ def write_table(path: Path, rows: list[tuple[str, str]], header: tuple[str, str]
     return path
 
 
-def write_shard(path: Path, numbers: range, ending: str = "txt", text: Callable[[int], str] | None = None) -> None:
+def write_tar(path: Path, members: dict[str, bytes]) -> None:
     with tarfile.open(path, "w") as archive:
-        for number in numbers:
-            words = text(number) if text else SENTENCES[number]
-            beside = words if ending == "txt" else json.dumps({"caption": words, "key": f"{number:09d}"})
-            for name, content in ((f"{number:09d}.jpg", picture(number)), (f"{number:09d}.{ending}", beside.encode())):
-                info = tarfile.TarInfo(name)
-                info.size = len(content)
-                archive.addfile(info, io.BytesIO(content))
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+
+
+def write_shard(path: Path, numbers: range, ending: str = "txt", text: Callable[[int], str] | None = None) -> None:
+    members = dict[str, bytes]()
+    for number in numbers:
+        words = text(number) if text else SENTENCES[number]
+        beside = words if ending == "txt" else json.dumps({"caption": words, "key": f"{number:09d}"})
+        members |= {f"{number:09d}.jpg": picture(number), f"{number:09d}.{ending}": beside.encode()}
+    write_tar(path, members)
 
 
 def table(root: Path) -> str:
@@ -240,16 +248,81 @@ def test_flawed_data_are_named(kind: str, message: str, tmp_path: Path) -> None:
         assert (len(found.captions), found.dropped) == (2 if kind == "text" else 3, 1)
 
 
+DEEP = "[" * 100_000 + "]" * 100_000
+ONE = {"filename": "0.png", "split": "train", "sentences": [{"raw": "a dog"}]}
+OFFICIAL = {"images": [{"id": 1, "file_name": "0.png"}], "annotations": [{"image_id": 1, "caption": "a dog"}]}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (DEEP, "not readable as JSON .nested too deeply"),
+        (f'{{"images": {DEEP}}}', "not readable as JSON .nested too deeply"),
+        (f'{{"info": {DEEP}, "images": []}}', "not readable as JSON .nested too deeply"),
+        ("", "not readable as JSON .Expecting value"),
+        ('{"images": [{"filename"', "not readable as JSON .Expecting ':'"),
+        ('{"images": ' + "1" * 5000 + "}", "not readable as JSON .Exceeds the limit"),
+        ("null", "neither Karpathy's captions JSON"),
+        ("[]", "neither Karpathy's captions JSON"),
+        ('{"images": NaN}', "neither Karpathy's captions JSON"),
+        ('{"images": {"a": 1}}', "neither Karpathy's captions JSON"),
+        (json.dumps({"images": [[]]}), "neither Karpathy's captions JSON"),
+        (json.dumps({"images": [ONE, {**ONE, "sentences": None}]}), "neither Karpathy's captions JSON"),
+        (json.dumps({"images": [ONE, {**ONE, "filename": 5}]}), "neither Karpathy's captions JSON"),
+        (json.dumps({"images": [ONE, {**ONE, "filepath": []}]}), "neither Karpathy's captions JSON"),
+        (json.dumps({"images": [ONE, {**ONE, "filename": "a\0b"}]}), "no such image"),
+        (json.dumps({"images": [{**ONE, "split": ["train"]}]}), "no captions of the split train or restval"),
+        (json.dumps({**OFFICIAL, "annotations": None}), "neither Karpathy's captions JSON"),
+        (json.dumps({**OFFICIAL, "annotations": [{"image_id": [1], "caption": "a"}]}), "neither Karpathy's"),
+        (json.dumps({"images": [{**ONE, "sentences": [{"raw": "a \ud83d"}]}]}), "0.png: 'a .ud83d' holds half a"),
+    ],
+)  # fmt: skip
+def test_captions_json_of_any_form_ends_in_one_line(content: str, message: str, tmp_path: Path) -> None:
+    write_pictures(tmp_path, 1)
+    (tmp_path / "x.json").write_text(content)
+    with pytest.raises(DataError, match=f"x.json: .*{message}") as raised:
+        open_pairs(Source(str(tmp_path / "x.json")))
+    assert "\n" not in str(raised.value)
+    assert raised.value.exit_code == 3
+
+
+def test_captions_json_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    place = Path(karpathy(tmp_path))
+    place.write_text(place.read_text(), encoding="utf-8-sig")
+    assert open_split(Source(str(place)), "val").captions == [(SENTENCES[4],)]
+
+
+def test_texts_with_half_a_character_are_left_out_when_asked(tmp_path: Path) -> None:
+    write_pictures(tmp_path, 2)
+    halved = {**ONE, "sentences": [{"raw": "a \ud83d"}, {"raw": "a cat"}]}
+    (tmp_path / "x.json").write_text(json.dumps({"images": [halved, {**halved, "sentences": halved["sentences"][:1]}]}))
+    found = open_split(Source(str(tmp_path / "x.json"), skip_bad=True), "train")
+    assert (found.captions, found.dropped) == ([("a cat",)], 1)
+
+
+def test_a_description_in_a_shard_that_is_nested_too_deeply_is_named(tmp_path: Path) -> None:
+    write_tar(tmp_path / "0.tar", {"0.png": picture(0), "0.json": DEEP.encode()})
+    with pytest.raises(DataError, match="0.tar: 0.png: its .txt or .json cannot be read .maximum recursion"):
+        open_split(Source(f"wds:{tmp_path}/0.tar"), "train")
+
+
+def test_names_of_files_may_be_any_bytes(tmp_path: Path) -> None:
+    for number in range(12):
+        name = os.fsencode(tmp_path / str(number)) + b"\xff"
+        Path(os.fsdecode(name + b".png")).write_bytes(picture(number))
+        Path(os.fsdecode(name + b".txt")).write_text("a dog")
+    train, val = open_pairs(Source(str(tmp_path)))
+    assert (len(train.captions), len(val.captions)) == (11, 1)
+    assert len({data_fingerprint(train), data_fingerprint(val)}) == 2
+
+
 def test_captions_in_shards_are_img2datasets(tmp_path: Path) -> None:
     write_shard(tmp_path / "0.tar", range(2), text=lambda number: f"two lines\nof caption {number}")
     assert open_split(Source(f"wds:{tmp_path}/0.tar"), "train").captions[1] == ("two lines\nof caption 1",)
     described = [{"caption": "a dog", "title": "a page"}, {"captions": ["a dog", "two dogs"], "text": None}]
-    with tarfile.open(tmp_path / "1.tar", "w") as archive:
-        for number, fields in enumerate(described):
-            for ending, content in (("png", picture(number)), ("json", json.dumps(fields).encode())):
-                info = tarfile.TarInfo(f"{number}.{ending}")
-                info.size = len(content)
-                archive.addfile(info, io.BytesIO(content))
+    pictures = {f"{number}.png": picture(number) for number in range(2)}
+    texts = {f"{number}.json": json.dumps(fields).encode() for number, fields in enumerate(described)}
+    write_tar(tmp_path / "1.tar", pictures | texts)
     assert open_split(Source(f"wds:{tmp_path}/1.tar"), "train").captions == [("a dog",), ("a dog", "two dogs")]
 
 

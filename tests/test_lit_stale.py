@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import shutil
-import tarfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +14,7 @@ import pytest
 import torch
 from datasets import Dataset, Features, Image, Value
 from test_distributed import CPU
-from test_lit_data import coco, folder, karpathy, official, picture, table, write_pictures
+from test_lit_data import coco, folder, karpathy, official, picture, table, write_pictures, write_tar
 from torch import Tensor
 
 from dpn_cli.backbone import load_backbone
@@ -64,19 +62,15 @@ class Counted:
         return self.plain(images)
 
 
-def write_tar(path: Path, numbers: Sequence[int]) -> None:
-    with tarfile.open(path, "w") as archive:
-        for place, number in enumerate(numbers):
-            for name, content in ((f"{place}.png", picture(number)), (f"{place}.txt", b"a dog")):
-                info = tarfile.TarInfo(name)
-                info.size = len(content)
-                archive.addfile(info, io.BytesIO(content))
+def write_pairs(path: Path, numbers: Sequence[int]) -> None:
+    pairs = enumerate(numbers)
+    write_tar(path, {name: data for i, n in pairs for name, data in ((f"{i}.png", picture(n)), (f"{i}.txt", b"a dog"))})
 
 
 def shards(root: Path) -> str:
     root.mkdir(parents=True)
     for number in (0, 1):
-        write_tar(root / f"{number}.tar", range(3 * number, 3 * number + 3))
+        write_pairs(root / f"{number}.tar", range(3 * number, 3 * number + 3))
     return f"wds:{root}/{{0,1}}.tar"
 
 
@@ -161,7 +155,7 @@ def test_replaced_images_are_encoded_again_and_no_others(
     files = files_below(tmp_path / "data")
     for path in files:
         os.utime(path, (OLD, OLD))  # as unpacked
-    write_tar(spare, [OTHER, 4, 5]) if files[0].suffix == ".tar" else spare.write_bytes(picture(OTHER))
+    write_pairs(spare, [OTHER, 4, 5]) if files[0].suffix == ".tar" else spare.write_bytes(picture(OTHER))
     os.utime(spare, (OLDER, OLDER))
     assert spare.stat().st_size == files[0].stat().st_size
     before = opened(place)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import stat
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
@@ -21,6 +22,8 @@ from dpn_cli.errors import DataError
 # Names of caption columns that are understood without being asked for: open_clip's, img2dataset's, Hugging Face's.
 CAPTION_COLUMNS = ("caption", "captions", "text", "title", "sentence", "sentences")
 BESIDE = ("txt", "json")
+# JSON can hold these, UTF-8 cannot.
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 class Captioned(Images):
@@ -139,8 +142,15 @@ def _status(path: Path) -> os.stat_result | None:
 
 
 def sentences(raw: Iterable[object], where: str, skip_bad: bool) -> tuple[str, ...]:
-    """Return the sentences that are not empty; none at all is an error unless `skip_bad`."""
+    """Return the sentences that are not empty; none at all is an error unless `skip_bad`, as is half a character."""
     found = tuple(text.strip() for text in raw if isinstance(text, str) and text.strip())
+    if halved := next((text for text in found if _HALF.search(text)), None):
+        if not skip_bad:
+            raise DataError(
+                f"{where}: {halved[:60]!r} holds half a character (a surrogate), as texts do that were cut in UTF-16; "
+                "mend it, or leave such texts out with --skip-bad-images"
+            )
+        found = tuple(text for text in found if not _HALF.search(text))
     if not found and not skip_bad:
         raise DataError(f"{where}: a pair without text; write one, or leave such pairs out with --skip-bad-images")
     return found
@@ -167,7 +177,7 @@ class ShardPairs(ShardPictures, Captioned):
         try:
             described = json.loads(member.beside.get("json", b"{}")) if "txt" not in member.beside else {}
             text = member.beside.get("txt", b"").decode("utf-8-sig")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{where}: its .txt or .json cannot be read ({error})") from error
         fields = described if isinstance(described, dict) else {}
         caption = text or next(filter(None, map(fields.get, CAPTION_COLUMNS)), "")

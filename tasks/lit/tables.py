@@ -60,9 +60,8 @@ def read_coco(path: Path, root: Path, splits: Sequence[str] | None, skip_bad: bo
 
     Raises `DataError` for a file of neither form, and when Karpathy's has none of the splits.
     """
-    files = Files(skip_bad)
+    files, listed = Files(skip_bad), _read_json(path)
     try:
-        listed: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         images = listed["images"]
         karpathy = "annotations" not in listed
         root = root if karpathy else _coco_folder(path, root)
@@ -75,7 +74,7 @@ def read_coco(path: Path, root: Path, splits: Sequence[str] | None, skip_bad: bo
             elif splits is None or image["split"] in splits:
                 raw = [sentence["raw"] for sentence in image["sentences"]]
                 files.add(root, str(Path(image.get("filepath", "")) / image["filename"]), raw, str(path))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"{path}: neither Karpathy's captions JSON (images with filename, split, sentences) nor COCO's own "
             f"(images, annotations): {type(error).__name__} {' '.join(str(error).split())[:80]}"
@@ -83,6 +82,15 @@ def read_coco(path: Path, root: Path, splits: Sequence[str] | None, skip_bad: bo
     if not files.captions:
         raise DataError(f"{path}: no captions{'' if splits is None else ' of the split ' + ' or '.join(splits)}")
     return files
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8-sig"))
+    except RecursionError as error:
+        raise DataError(f"{path}: not readable as JSON (nested too deeply to hold captions)") from error
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: not readable as JSON ({' '.join(str(error).split())[:120]})") from error
 
 
 def _coco_folder(path: Path, root: Path) -> Path:
@@ -94,8 +102,8 @@ def _coco_folder(path: Path, root: Path) -> Path:
 def has_splits(path: Path) -> bool:
     """Tell whether a captions JSON is Karpathy's, which says of every image to which split it belongs."""
     try:
-        return any("split" in image for image in json.loads(path.read_text(encoding="utf-8"))["images"][:1])
-    except (OSError, ValueError, KeyError, TypeError):
+        return any("split" in image for image in _read_json(path)["images"][:1])
+    except (DataError, KeyError, TypeError):  # `read_coco` says what is wrong with it
         return False
 
 
