@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import GOLDENS
 from PIL import Image
 from programs import run_program
@@ -22,7 +23,7 @@ from test_lit_data import write_pictures, write_table
 
 from dpn_cli import recipe as recipes
 from dpn_cli import stopping
-from dpn_cli.arch import Size
+from dpn_cli.arch import STEMS, Size, Stem
 from dpn_cli.backbone import load_backbone
 from dpn_cli.console import Console
 from dpn_cli.distributed import World
@@ -336,6 +337,37 @@ def test_an_export_loads_without_the_parts_that_train(
     pixels = np.asarray(Image.open(photos / "temple10.png"))
     expected = own.encode_images(own.prepare(pixels)[None]) @ own.encode_texts(["a temple row second column third"]).T
     assert cosine == pytest.approx(expected.item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("stem", ["dpn", "pre", "dpn_no_affine", "post", "none"])
+def test_the_card_says_in_which_order_the_stems_norm_reads_a_patch(stem: Stem, tmp_path: Path) -> None:
+    image = load_backbone("mu/4", stem=stem, image_size=8, seed=1)
+    generator = torch.Generator().manual_seed(0)
+    for value in image.patch_embed.parameters():
+        value.data = torch.randn(value.shape, generator=generator)
+    text = TextTower(Size(32, 1, 128, 2), 49408, 16, 32, 10.0, None, seed=0)
+    facts = {"arch": "mu/4", "pairs": {"images": 1, "captions": 1}, "steps": 1, "recipe": {}}
+    save_towers(Towers(image, text, Tokenizer(16, "lower"), "softmax", facts), tmp_path / "weights.safetensors")
+    done = run("lit", "export", str(tmp_path / "weights.safetensors"), "-o", str(tmp_path / "out"))
+    assert done.exit_code == 0, done.output
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"Stem `{stem}`: {STEMS[stem]}" in card
+    assert ("(row, column, channel)" in card) == (stem in ("dpn", "pre"))
+    if stem != "dpn":
+        return
+    # What the card says, computed from the file.
+    tensors = load_file(tmp_path / "out" / "weights.safetensors")
+    pixels = torch.rand(1, 3, 8, 8, generator=generator)
+    patch = pixels[0, :, 4:, :4].permute(1, 2, 0).flatten()  # the third of four
+    first, second = (
+        [tensors[f"image.patch_embed.{norm}.{leaf}"] for leaf in ("weight", "bias")] for norm in ("norm_in", "norm")
+    )
+    weight, bias = tensors["image.patch_embed.proj.weight"], tensors["image.patch_embed.proj.bias"]
+    projected = (
+        weight.permute(0, 2, 3, 1).flatten(1) @ F.layer_norm(patch, patch.shape, first[0], first[1], 1e-6) + bias
+    )
+    expected = F.layer_norm(projected, projected.shape, second[0], second[1], 1e-6)
+    torch.testing.assert_close(image.patch_embed(pixels)[0, 2], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_towers_survive_a_file_with_siglips_bias_and_a_tokenizer_of_their_own(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -168,12 +169,15 @@ def of_nearly_the_same_features(root: Path) -> None:
 
 
 def of_an_earlier_version(root: Path) -> None:
-    # It kept no stamps, and wrote neither its layout nor what an image's content was.
-    described = json.loads((only(root) / "cache.json").read_text())
-    del described["layout"]
-    (only(root) / "cache.json").write_text(json.dumps(described))
+    # It kept no stamps and no contents, and its name was made of fewer facts.
+    facts = json.loads((only(root) / "cache.json").read_text())
+    del facts["decoder"]
+    facts["version"] = 1
+    name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    (only(root) / "cache.json").write_text(json.dumps(facts))
     for file in only(root).glob("features*.json"):
         file.write_text(json.dumps({"sha256": json.loads(file.read_text())["sha256"], "bad": []}))
+    only(root).rename(root / "cache" / name)
 
 
 def of_fewer_rows(root: Path) -> None:
@@ -204,7 +208,7 @@ def of_shards_of_another_form(root: Path) -> None:
         (without_description, "cache.json cannot be read"),
         (of_another_form, "cache.json cannot be read"),
         (of_shards_of_another_form, "damaged (its digest differs)"),
-        (of_an_earlier_version, "it is of another layout; its images are encoded again"),
+        (of_an_earlier_version, "earlier version, which did not know images that had changed; it is removed"),
         (of_fewer_rows, "damaged (its description is of other rows)"),
     ],
 )
@@ -218,6 +222,7 @@ def test_damaged_and_foreign_caches_are_made_again(
     after = cached_features(split, wanted(), tmp_path / "cache", ALONE, Console(quiet=True))
     assert message in capsys.readouterr().err
     assert all(np.array_equal(one, other) for one, other in zip(before, after.shards, strict=True))
+    assert only(tmp_path)
 
 
 def test_networks_of_the_same_tensors_have_caches_of_their_own(tmp_path: Path) -> None:

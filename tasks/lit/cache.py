@@ -37,8 +37,8 @@ from tasks.lit.fill import Shard, content_digest, fill
 SHARD, BATCH = 4096, 64
 # How many images of an existing cache are encoded again, to see that it holds what it says; cosine they must reach.
 SPOT_CHECKS, SPOT_COSINE = 8, 0.999
-# VERSION is part of a cache's name. LAYOUT is not, so that a cache of another layout is found, and replaced.
-VERSION, LAYOUT = 1, 2
+# Of what a cache holds. Version 1 kept neither stamps nor contents, and knew one decoder only.
+VERSION = 2
 
 Json = dict[str, Any]
 Plan = dict[int, dict[int, str]]
@@ -70,14 +70,31 @@ def cached_features(data: Captioned, wanted: Wanted, root: Path, world: World, c
         "seed": wanted.seed if wanted.views else None,
         "dtype": "float16",
     }
-    folder = root / hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    folder = root / _name(facts)
 
     def wait() -> None:
         stopping.check_here()
         console.info(f"waiting for another process, which encodes images into {folder}")
 
     with claimed(folder, wait) if world.leads else nullcontext():
-        return _filled(folder, {**facts, "layout": LAYOUT}, data, wanted, world, console)
+        if world.leads:
+            _remove_version_1(root, facts, console)
+        return _filled(folder, facts, data, wanted, world, console)
+
+
+def _name(facts: Json) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _remove_version_1(root: Path, facts: Json, console: Console) -> None:
+    """Remove the cache of the same features that version 1 made."""
+    former = root / _name({name: value for name, value in facts.items() if name != "decoder"} | {"version": 1})
+    if former.is_dir():
+        console.warn(
+            f"cache {former}: made by an earlier version, which did not know images that had changed; it is removed "
+            "and its images are encoded again"
+        )
+        shutil.rmtree(former, ignore_errors=True)
 
 
 def _filled(folder: Path, facts: Json, data: Captioned, wanted: Wanted, world: World, console: Console) -> Features:

@@ -12,6 +12,7 @@ from open_clip.tokenizer import canonicalize_text
 from torch import Tensor
 
 from dpn_cli import engine, stopping
+from dpn_cli.arch import STEMS
 from dpn_cli.console import Console
 from dpn_cli.convert import PROOF_IMAGES, PROOF_SEED
 from dpn_cli.data.images import find_pictures
@@ -137,6 +138,18 @@ def export(place: str, folder: Path) -> Json:
     return {"path": str(folder / WEIGHTS), "config": str(folder / "config.json"), "digest": digest}
 
 
+def _stem_lines(towers: Towers) -> list[str]:
+    """Say what the stem computes, and in which order a norm with weights of its own reads a patch."""
+    stem, norm = towers.image.config.stem, "patch_embed.norm_in.weight"
+    if norm not in towers.image.state_dict():
+        return [f"- Stem `{stem}`: {STEMS[stem]}."]
+    return [
+        f"- Stem `{stem}`: {STEMS[stem]}. p is the patch flattened as (row, column, channel): in this order the first "
+        f"norm reads it, and `image.{norm}` holds its weights. `image.patch_embed.proj.weight`, which is W, has the "
+        "axes (output, channel, row, column); permute it to (output, row, column, channel) before flattening it."
+    ]
+
+
 def model_card(towers: Towers, digest: str) -> str:
     """Return a model card in Markdown: what it is, how it was made, how to use it."""
     facts, (height, width), tokenizer = towers.facts, towers.image.config.image_size, towers.tokenizer
@@ -151,6 +164,7 @@ def model_card(towers: Towers, digest: str) -> str:
         "",
         f"- Images: RGB, resized to {height} x {width} bilinearly without antialiasing, in [0, 1], minus "
         f"{list(towers.image.mean)}, divided by {list(towers.image.std)}.",
+        *_stem_lines(towers),
         f"- Texts: {tokenizer.name}, {tokenizer.context} tokens, cleaning `{tokenizer.clean}`, end token kept.",
         f"- Trained on {facts['pairs']['images']} images with {facts['pairs']['captions']} captions, {facts['steps']} "
         f"steps, loss {towers.loss}; the image tower was frozen.",
