@@ -47,6 +47,9 @@ SIZES: dict[str, Size] = {
     "H": Size(1280, 32, 5120, 16),
 }
 
+# Pixels per side of an image, and of a patch, at most: four times what the largest published networks read.
+MOST_PIXELS = 16_384
+
 # Offered by shell completion; every SIZE/PATCH is accepted.
 COMMON_ARCHS = ("mu/8", "Ti/16", "S/32", "S/16", "B/32", "B/16", "L/16", "H/14")
 
@@ -56,14 +59,20 @@ def parse_arch(arch: str) -> tuple[Size, int]:
 
     Raises `DpnError` for another form or an unknown size, naming what is allowed.
     """
-    name, _, patch = arch.partition("/")
-    if name not in SIZES or not patch.isdecimal() or int(patch) < 1:
+    name, _, side = arch.partition("/")
+    patch = whole(side)
+    if name not in SIZES or not patch or patch > MOST_PIXELS:
         close = nearest(arch, (*COMMON_ARCHS, "Ti/8", "S/8", "B/8", "B/14", "L/14", "L/32"))
         hint = f"; did you mean {close!r}?" if close and name not in SIZES else ""
         raise DpnError(
             f"--arch {arch!r}: use SIZE/PATCH with SIZE one of {', '.join(SIZES)} and PATCH in pixels, e.g. B/32{hint}"
         )
-    return SIZES[name], int(patch)
+    return SIZES[name], patch
+
+
+def whole(text: str) -> int | None:
+    """Return the whole number that a text is in decimal digits, or None for another text."""
+    return int(text) if text.isdecimal() and len(text) < 20 else None
 
 
 def check_stem(stem: str) -> Stem:
@@ -76,6 +85,8 @@ def check_stem(stem: str) -> Stem:
 def check_image_size(image_size: int | tuple[int, int], patch: tuple[int, int]) -> tuple[int, int]:
     """Return (height, width) in pixels; raise `DpnError` unless the patch divides both."""
     height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
+    if max(height, width) > MOST_PIXELS:
+        raise DpnError(f"image size {height}x{width}: at most {MOST_PIXELS} pixels a side (--image-size)")
     if height < patch[0] or width < patch[1] or height % patch[0] or width % patch[1]:
         fit = max(1, round(height / patch[0])) * patch[0], max(1, round(width / patch[1])) * patch[1]
         raise DpnError(
@@ -91,8 +102,17 @@ def size_name(size: Size) -> str | None:
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str | None:
-    """Return the allowed name that is closest in spelling to `given`, or None when none is close."""
-    return next(iter(difflib.get_close_matches(given, list(allowed), n=1)), None)
+    """Return the allowed name that is closest in spelling to `given`, or starts nearly so; None when none is close."""
+
+    def likeness(name: str) -> float:
+        whole = difflib.SequenceMatcher(None, given, name).ratio()
+        starts = (name[: len(given) + more] for more in (-1, 0, 1)) if len(given) > 2 else ()
+        # A name that only starts like it is a little less likely than one that is all like it.
+        return max(whole, *(0.9 * difflib.SequenceMatcher(None, given, start).ratio() for start in starts), 0.0)
+
+    close = {name: likeness(name) for name in allowed if len(given) < 100}
+    best = max(close, key=lambda name: close[name], default=None)
+    return best if best is not None and close[best] >= 0.6 else None
 
 
 def did_you_mean(given: str, allowed: Iterable[str]) -> str:

@@ -2,14 +2,58 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import io
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
+from pydantic import Field, ValidationError
+from typer.core import TyperGroup
 
 from dpn_cli import __version__
+from dpn_cli.allowed import refusal
 from dpn_cli.commands import checkpoint, data, evaluate, highres, lit, pretrain, recipes, segment, vtab
+from dpn_cli.console import show_error
+
+
+class _OneLine(TyperGroup):
+    """The root command; what is wrong with a command line is said on one line, as any other mistake is."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        try:
+            code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+        except typer.TyperException as error:
+            if not standalone_mode:
+                raise
+            message, context = _told(error), getattr(error, "ctx", None)
+            if message:  # a command without arguments has printed its help instead
+                show_error(message + (f"; see '{context.command_path} --help'" if context else ""))
+            code = error.exit_code
+        if standalone_mode:
+            sys.exit(code or 0)
+        return code
+
+
+def _told(error: typer.TyperException) -> str:
+    """Return what is wrong with a command line; where a value is, what is allowed."""
+    parameter = getattr(error, "param", None)
+    if parameter is None or not isinstance(error.__cause__, ValidationError):
+        return error.format_message().strip().rstrip(".")
+    given, bounds = error.__cause__.errors()[0]["input"], Field(ge=parameter.min, le=parameter.max)
+    return f"{'/'.join(parameter.opts)}: {refusal(given, parameter.type_descriptor.annotation, [bounds])}"
+
 
 app = typer.Typer(
+    cls=_OneLine,
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
     rich_markup_mode="rich",
@@ -41,6 +85,8 @@ app.add_typer(recipes.app, name="recipes")
 
 def main() -> None:
     """Run the command line; the entry point of ``dpn``."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may know fewer characters than file names have
+        sys.stdout.reconfigure(errors="backslashreplace")
     app()
 
 

@@ -1,8 +1,13 @@
-"""What a person sees while a run goes on: stderr only, rank 0 only. Results go to stdout and not through here."""
+"""What a person sees: messages and progress on stderr from rank 0, results as text on stdout.
+
+Names of files, classes and tensors come from elsewhere: what a terminal would obey in them is shown as an escape.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +19,40 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 # Seconds between two lines of progress where stderr is no terminal.
 LINE_EVERY = 10.0
+# Characters of an error at most: what was given may be of any length.
+LONGEST = 2000
+# Control characters, those that end a line or turn the reading order, and halves of characters (names in no encoding).
+UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: object) -> str:
+    """Return text on one line that no terminal obeys: ``\\x1b[31m`` for the code that turns it red."""
+    return UNPRINTABLE.sub(_escaped, str(text))
+
+
+def _escaped(found: re.Match[str]) -> str:
+    code = ord(found.group())
+    undecoded = 0xDC80 <= code <= 0xDCFF  # how Python keeps a byte that is no UTF-8
+    return f"\\x{code - 0xDC00:02x}" if undecoded else found.group().encode("unicode_escape").decode()
+
+
+def cell(text: object) -> str:
+    """Return text for a cell of a table, where brackets would be rich's markup."""
+    return escape(printable(text))
+
+
+def show(text: str) -> None:
+    """Print lines of a result on stdout."""
+    print("\n".join(printable(line) for line in text.split("\n")))
+
+
+def show_error(error: object) -> None:
+    """Print an error on stderr, on one line; a very long one is cut in the middle."""
+    text = printable(error)
+    if len(text) > LONGEST:
+        text = f"{text[: LONGEST // 2]} … {text[-LONGEST // 2 :]}"
+    RichConsole(stderr=True, soft_wrap=True, highlight=False).print("[bold red]error:[/]", end=" ")
+    print(text, file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -45,11 +84,11 @@ class Console:
     def info(self, text: str) -> None:
         """Print a line unless -q was given."""
         if not self.quiet:
-            self.rich.print(escape(text))
+            self.rich.print(cell(text))
 
     def warn(self, text: str) -> None:
         """Print a warning, -q or not."""
-        self.rich.print(f"[yellow]warning:[/] {escape(text)}")
+        self.rich.print(f"[yellow]warning:[/] {cell(text)}")
 
     @contextmanager
     def progress(self, label: str) -> Iterator[Callable[[Tick], None]]:

@@ -27,7 +27,7 @@ def freeze(model: nn.Module, parts: tuple[str, ...]) -> int:
     depth = len(getattr(model, "blocks", []))
     prefixes: list[str] = []
     for part in parts:
-        blocks = re.fullmatch(r"blocks:(\d+)(?:-(\d+))?", part)
+        blocks = re.fullmatch(r"blocks:(\d{1,6})(?:-(\d{1,6}))?", part)
         if blocks:
             first, last = int(blocks[1]), int(blocks[2] or blocks[1])
             if not first <= last < depth:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dpn_cli.arch import COMMON_ARCHS, SIZES, STEMS
+from dpn_cli.arch import COMMON_ARCHS, MOST_PIXELS, SIZES, STEMS, whole
 from dpn_cli.errors import DpnError
 
 MODEL, DATA, TRAIN, RUNTIME, OUTPUT = "Model", "Data", "Training", "Runtime", "Output and recipe"
@@ -17,13 +17,14 @@ def parse_pair(option: str, text: str | None) -> tuple[int, int] | None:
     """Read ``N`` or ``HxW`` as (height, width). Raises `DpnError` for another form."""
     if text is None:
         return None
-    parts = text.lower().split("x")
-    if len(parts) > 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise DpnError(f"{option} {text!r}: write N or HxW, e.g. 384 or 384x512")
-    return int(parts[0]), int(parts[-1])
+    sides = [whole(part) or 0 for part in text.lower().split("x")]
+    if len(sides) > 2 or not all(0 < side <= MOST_PIXELS for side in sides):
+        raise DpnError(f"{option} {text!r}: write N or HxW, e.g. 384 or 384x512, at most {MOST_PIXELS} a side")
+    return sides[0], sides[-1]
 
 
-def _complete_arch(incomplete: str) -> list[str]:
+def complete_arch(incomplete: str) -> list[str]:
+    """Return the architectures that shell completion offers."""
     return [arch for arch in COMMON_ARCHS if arch.startswith(incomplete)]
 
 
@@ -36,7 +37,7 @@ Arch = Annotated[
     typer.Option(
         "--arch",
         help=f"ViT as SIZE/PATCH: {', '.join(SIZES)} and a patch side in pixels. \\[default: the checkpoint's]",
-        autocompletion=_complete_arch,
+        autocompletion=complete_arch,
         rich_help_panel=MODEL,
         show_default=False,
     ),

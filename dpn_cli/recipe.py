@@ -14,13 +14,20 @@ from typing import Annotated, Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from dpn_cli.arch import Pool, Stem, did_you_mean, parse_arch
+from dpn_cli.arch import MOST_PIXELS, Pool, Stem, did_you_mean, parse_arch, whole
 from dpn_cli.errors import DpnError
+from dpn_cli.explain import explain
+from dpn_cli.seeds import MOST_SEED
+from dpn_cli.yaml_text import DEEPEST, read_yaml
 
 Plain = dict[str, Any]
 # Takes a line for the person at the terminal.
 Say = Callable[[str], None]
+# Bytes of a recipe's file at most.
+MOST_BYTES = 1_000_000
 Positive = Annotated[int, Field(gt=0)]
+Seed = Annotated[int, Field(ge=0, le=MOST_SEED)]
+Side = Annotated[int, Field(gt=0, le=MOST_PIXELS)]
 NonNegative = Annotated[float, Field(ge=0)]
 # Pillow's own limit: what it refuses as a decompression bomb.
 MAX_PIXELS = 2 * (1024**3 // 4 // 3)
@@ -29,16 +36,22 @@ MAX_PIXELS = 2 * (1024**3 // 4 // 3)
 def _pixels(value: object) -> object:
     """Accept 224, "224", [224, 160] and "224x160" (height x width)."""
     if isinstance(value, str) and "x" in value:
-        return tuple(int(side) if side.isdecimal() else side for side in value.split("x"))
+        return tuple(whole(side) or side for side in value.split("x"))
     return value
 
 
 def listed(value: object) -> object:
-    """Accept ``"a,b"`` for ["a", "b"]."""
-    return [word.strip() for word in value.split(",")] if isinstance(value, str) else value
+    """Accept ``"a,b"`` for ["a", "b"], and 3 for [3]."""
+    if isinstance(value, str):
+        return [word.strip() for word in value.split(",")]
+    return [value] if isinstance(value, int | float) else value
 
 
-Pixels = Annotated[Positive | tuple[Positive, Positive], BeforeValidator(_pixels)]
+Pixels = Annotated[
+    Side | tuple[Side, Side],
+    BeforeValidator(_pixels),
+    Field(description=f"a side of at most {MOST_PIXELS} pixels, or height x width, e.g. 224 or 224x160"),
+]
 
 
 class Section(BaseModel):
@@ -178,11 +191,8 @@ def read_recipe(name: str) -> Plain:
 
     Raises `DpnError` when there is no such recipe, or the file holds no YAML mapping.
     """
-    path = Path(name)
-    if path.suffix in {".yaml", ".yml"}:
-        if not path.is_file():
-            raise DpnError(f"--config {name}: no such file; shipped recipes are {', '.join(shipped_recipes())}")
-        text = path.read_text(encoding="utf-8")
+    if Path(name).suffix in {".yaml", ".yml"}:
+        text = _read_text(name)
     elif name in set(shipped_recipes()):
         text = (recipe_dir() / f"{name}.yaml").read_text(encoding="utf-8")
     else:
@@ -191,12 +201,31 @@ def read_recipe(name: str) -> Plain:
             f"and not a .yaml file{did_you_mean(name, shipped_recipes())}"
         )
     try:
-        plain = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise DpnError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from error
+        plain = read_yaml(text)
+    except ValueError as error:
+        raise DpnError(f"{name}: {error}") from error
     if not isinstance(plain, dict):
         raise DpnError(f"{name}: a recipe is a mapping of keys to values; see 'dpn recipes show vtab'")
     return plain
+
+
+def _read_text(name: str) -> str:
+    """Read a recipe's file. Raises `DpnError` for one that is not there, not readable, too large or not UTF-8."""
+    try:
+        with Path(name).open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise DpnError(f"--config {name}: no such file; shipped recipes are {', '.join(shipped_recipes())}") from error
+    except (OSError, ValueError) as error:
+        raise DpnError(f"--config {name}: not readable ({getattr(error, 'strerror', None) or error})") from error
+    if len(data) > MOST_BYTES:
+        raise DpnError(f"--config {name}: larger than {MOST_BYTES // 1000} kB, which no recipe is")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DpnError(
+            f"--config {name}: not UTF-8 text (byte {data[error.start]:#04x} at {error.start}); save it as UTF-8"
+        ) from error
 
 
 def from_flags(flags: Mapping[str, object]) -> Plain:
@@ -213,12 +242,14 @@ def from_settings(settings: Sequence[str]) -> Plain:
     plain: Plain = {}
     for item in settings:
         key, equals, value = item.partition("=")
-        if not equals or not key:
+        if not equals or not all(key.split(".")):
             raise DpnError(f"--set {item!r}: write KEY=VALUE, e.g. --set optim.clip_norm=0.5")
+        if key.count(".") >= DEEPEST:
+            raise DpnError(f"--set {item!r}: no key of a recipe is nested that deep")
         try:
-            _put(plain, key, yaml.safe_load(value))
-        except yaml.YAMLError as error:
-            raise DpnError(f"--set {item!r}: the value is not valid YAML; quote it if it holds : or #") from error
+            _put(plain, key, read_yaml(value))
+        except ValueError as error:
+            raise DpnError(f"--set {item!r}: {error}; quote a value that holds : or #") from error
     return plain
 
 
@@ -237,8 +268,7 @@ def build(schema: type[SectionT], plain: Mapping[str, Any], source: str) -> Sect
     try:
         return schema.model_validate(dict(plain))
     except ValidationError as error:
-        lines = dict.fromkeys(_explain(schema, detail) for detail in error.errors())
-        raise DpnError(f"{source}: " + "; ".join(lines)) from error
+        raise DpnError(f"{source}: {explain(schema, plain, error)}") from error
 
 
 def dump(recipe: Section) -> str:
@@ -251,30 +281,5 @@ def _put(plain: Plain, dotted: str, value: object) -> None:
     for parent in parents:
         plain = plain.setdefault(parent, {})
         if not isinstance(plain, dict):
-            raise DpnError(f"--set {dotted}: {parent!r} is a value, not a section")
+            raise DpnError(f"--set {dotted!r}: {parent!r} is a value, not a section")
     plain[last] = value
-
-
-def _explain(schema: type[Section], detail: Any) -> str:
-    path = tuple(str(part) for part in detail["loc"] if not _is_union_tag(part))
-    dotted = ".".join(path)
-    if detail["type"] == "extra_forbidden":
-        close = did_you_mean(dotted, _keys(schema)) or did_you_mean(path[-1], _keys(schema))
-        return f"{dotted}: unknown key{close or '; see dpn recipes show'}"
-    message = detail["msg"].removeprefix("Value error, ")
-    message = message[:1].lower() + message[1:] if message.startswith("Input") else message
-    shown = not isinstance(detail["input"], dict) and detail["type"] != "value_error"
-    given = f" (got {detail['input']!r})" if shown else ""
-    return f"{dotted}: {message}{given}" if dotted else f"{message}{given}"
-
-
-def _is_union_tag(part: int | str) -> bool:
-    """Tell pydantic's labels for union members ("tuple[...]", "constrained-int") from keys of the recipe."""
-    return isinstance(part, str) and (part in {"int", "float", "str"} or not part.isidentifier())
-
-
-def _keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    for name, field in schema.model_fields.items():
-        yield prefix + name
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _keys(field.annotation, f"{prefix}{name}.")

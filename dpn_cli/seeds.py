@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+# What every library takes that draws random numbers.
+MOST_SEED = 2**32 - 1
+
 
 def fold(*numbers: int) -> int:
     """Fold numbers into one seed so that nearby steps get unrelated seeds (splitmix64's multiplier)."""

@@ -222,7 +222,11 @@ def test_print_config_shows_what_would_run() -> None:
 WRONG = [
     (["--arch", "B/31"], 2, "the patch 31x31 does not divide it"),
     (["--arch", "b/32"], 2, "use SIZE/PATCH"),
-    (["--stem", "dnp"], 2, "input should be 'none', 'pre'"),
+    (
+        ["--stem", "dnp"],
+        2,
+        "one of none, pre, post, post_posemb, dpn, dpn_no_affine, affine_only, rms (got 'dnp'); did you mean 'dpn'?",
+    ),
     (["--tasks", "svnh"], 2, "choose from all, natural"),
     (["--set", "optim.lrr=1"], 2, "optim.lrr: unknown key"),
     (["--arch", "B/32", "--data", "nowhere"], 2, "no weights were given. Ways out"),

@@ -62,6 +62,9 @@ LAYERS = {
     "dpn_cli.distributed": 2,
     "dpn_cli.files": 2,
     "dpn_cli.arch": 1,
+    "dpn_cli.allowed": 2,
+    "dpn_cli.explain": 2,
+    "dpn_cli.yaml_text": 1,
     "dpn_cli.errors": 0,
     "dpn_cli": 0,
 }

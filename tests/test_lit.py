@@ -429,7 +429,7 @@ WRONG: list[tuple[list[str], int, str]] = [
     (["train", "--data", "PAIRS", *TOWER, "--no-cache", "--skip-bad-images"], 2, "--skip-bad-images with --no-cache"),
     (["train", "--data", "PAIRS", *TOWER, "--tokenizer", "no.model"], 3, "no.model: no such file"),
     (["train", "--data", "PAIRS", *TOWER, "--steps", "5", "--epochs", "1"], 2, "give one of them"),
-    (["train", "--data", "PAIRS", *TOWER, "--loss", "hinge"], 2, "loss: input should be 'softmax' or 'siglip'"),
+    (["train", "--data", "PAIRS", *TOWER, "--loss", "hinge"], 2, "loss: one of softmax, siglip (got 'hinge')"),
     (["train", "--data", "nowhere", *TOWER], 3, "no such file or folder"),
     (["train", "--data", "demo", "--arch", "mu/7"], 2, "nearest size that fits"),
     (["cache", "--data", "BROKEN", *TOWER], 3, "1.png: not a readable image"),

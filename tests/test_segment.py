@@ -294,7 +294,7 @@ WRONG: list[tuple[list[str], int, str]] = [
     (["--image-size", "60"], 2, "the nearest size that fits is 64x64"),
     (["--image-size", "64x32"], 2, "crops and windows are square"),
     (["--set", "optim.layer_decay=0.9"], 2, "leave it at 1"),
-    (["--set", "evaluation.mode=slid"], 2, "input should be 'slide' or 'whole'"),
+    (["--set", "evaluation.mode=slid"], 2, "evaluation.mode: one of slide, whole (got 'slid'); did you mean 'slide'?"),
     (["--data", "nowhere"], 3, "no such folder; it holds images/{training,validation}"),
     (["--freeze", "nose"], 2, "choose from stem"),
 ]

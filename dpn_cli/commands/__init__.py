@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import typer
-from rich.console import Console as RichConsole
 from typer._click.globals import get_current_context  # Typer has no public name for it
 
+from dpn_cli.console import show_error
 from dpn_cli.errors import DpnError, PictureError
 
 
@@ -22,8 +22,7 @@ def one_line_errors(debug: bool = False) -> Iterator[None]:
     except DpnError as error:
         if debug:
             traceback.print_exc()
-        RichConsole(stderr=True, soft_wrap=True, highlight=False).print("[bold red]error:[/]", end=" ")
-        print(f"{error}{_way_out(error)}", file=sys.stderr)
+        show_error(f"{error}{_way_out(error)}")
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
         print("interrupted at once: the state since the last checkpoint is lost", file=sys.stderr)

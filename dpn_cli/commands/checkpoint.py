@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 from rich.console import Console as RichConsole
-from rich.markup import escape
 from rich.table import Table
 
 from dpn_cli import options
 from dpn_cli.commands import one_line_errors
 from dpn_cli.commands import options_pictures as pictures
 from dpn_cli.commands.keys import pictures_of
+from dpn_cli.console import cell, printable, show
 from dpn_cli.errors import DpnError
+from dpn_cli.seeds import MOST_SEED
 
 if TYPE_CHECKING:
     from dpn_cli.checkpoints import Checkpoint
@@ -64,10 +65,11 @@ def inspect_command(
 ) -> None:
     """Say what a weight file is, and what loading it would rename, resize, drop, add or assume."""
     with one_line_errors(verbose):
+        size = options.parse_pair("--image-size", image_size)
         opened = _open(source, eps, act, heads, grid, mean, std)
         from dpn_cli.convert import inspect
 
-        found = inspect(opened, options.parse_pair("--image-size", image_size))
+        found = inspect(opened, size)
         if as_json:
             print(json.dumps(found, indent=2))
         else:
@@ -95,16 +97,16 @@ def convert(
         _check_target(target, overwrite)
         if to not in ("dpn", "timm"):
             raise DpnError(f"--to {to!r}: choose dpn or timm")
+        size = options.parse_pair("--image-size", image_size)
         opened = _open(source, eps, act, heads, grid, mean, std)
         from dpn_cli.convert import convert
 
-        size = options.parse_pair("--image-size", image_size)
         done = convert(opened, target, image_size=size, to="timm" if to == "timm" else "dpn")
         if as_json:
             print(json.dumps(done, indent=2))
             return
         height, width = done["image_size"]
-        print(
+        show(
             f"{done['path']}: {done['layout']} layout, {done['parameters'] / 1e6:.2f} M parameters, {height}x{width} "
             f"pixels. Loaded again, it gives the outputs of {opened.source} on {done['images']} random images "
             f"(largest difference {done['difference']:.1e}, relative)."
@@ -117,8 +119,10 @@ def retrofit(
     source: Source,
     target: Target,
     data: Annotated[str, typer.Option("--data", help="Folder of images to fit the norms on, or demo.")],
-    images: Annotated[int, typer.Option("--images", min=4, help="How many of them, drawn by --seed.")] = 512,
-    seed: Annotated[int, typer.Option("--seed", help="Of the draw.")] = 0,
+    images: Annotated[
+        int, typer.Option("--images", min=4, max=100_000, help="How many of them, drawn by --seed.")
+    ] = 512,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=MOST_SEED, help="Of the draw.")] = 0,
     decode: pictures.Decode = None,
     max_pixels: pictures.MaxPixels = None,
     image_size: options.ImageSize = None,
@@ -135,6 +139,7 @@ def retrofit(
     """Give a plain ViT a DPN stem whose tokens are as near as they can be: a start for training."""
     with one_line_errors(verbose):
         _check_target(target, overwrite)
+        asked = options.parse_pair("--image-size", image_size)
         decoder, limit = pictures_of(decode, max_pixels)
         from dpn_cli.kinds import resolve
 
@@ -147,13 +152,13 @@ def retrofit(
         from dpn_cli.data.reading import Reading
         from dpn_cli.retrofit import retrofit
 
-        size = options.parse_pair("--image-size", image_size) or config_of(opened).image_size
+        size = asked or config_of(opened).image_size
         pixels = load(find_images(data, images, seed, Reading(decoder or "exact", limit)), size).images
         done = retrofit(opened, target, lambda: iter(torch.split(pixels, 32)), image_size=size)
         if as_json:
             print(json.dumps(done, indent=2))
             return
-        print(
+        show(
             f"{done['path']}: stem dpn, fitted on {done['patches']} patches of {len(pixels)} images "
             f"(mean contrast {done['contrast']:.3f}, mean brightness {done['brightness']:+.3f}).\n"
             f"Of the variance of the tokens of held-out images {done['survives']:.1%} survives "
@@ -232,7 +237,7 @@ def _print_inspection(found: dict[str, Any]) -> None:
         "loaded at": f"{_by(found['image_size'])} pixels",
     }
     for name, value in rows.items():
-        table.add_row(name, escape(value))
+        table.add_row(name, cell(value))
     RichConsole(highlight=False, soft_wrap=True).print(table)
     _print_lists(found)
 
@@ -240,12 +245,12 @@ def _print_inspection(found: dict[str, Any]) -> None:
 def _print_lists(report: dict[str, Any]) -> None:
     if report["renamed"]:
         first, *_, last = [f"{theirs} -> {ours}" for theirs, ours in report["renamed"].items()] * 2
-        print(f"renamed: {len(report['renamed'])} arrays, {first} ... {last}")
+        show(printable(f"renamed: {len(report['renamed'])} arrays, {first} ... {last}"))
     for name in ("resized", "dropped", "new", "assumed", "notes"):
         values = report[name]
         more = f" and {len(values) - 8} more (--json lists all)" if len(values) > 8 else ""
         if values:
-            print(f"{name}: {', '.join(values[:8])}{more}")
+            show(printable(f"{name}: {', '.join(values[:8])}{more}"))
 
 
 def _by(pair: list[int]) -> str:

@@ -9,10 +9,11 @@ from typing import Annotated, Any, Literal
 import typer
 
 from dpn_cli import options
+from dpn_cli.arch import MOST_PIXELS, whole
 from dpn_cli.commands import one_line_errors
 from dpn_cli.commands import options_pictures as pictures
 from dpn_cli.commands.keys import pictures_of
-from dpn_cli.console import Console
+from dpn_cli.console import Console, show
 from dpn_cli.errors import DpnError
 
 app = typer.Typer(
@@ -61,8 +62,9 @@ def pack(
 ) -> None:
     """Write images once into shards that read fast; run it again to go on after a stop, or to mend what is damaged."""
     with one_line_errors(verbose):
-        if size != "keep" and not (size.isdecimal() and int(size) > 0):
-            raise DpnError(f"--size {size!r}: a number of pixels, or keep")
+        pixels = None if size == "keep" else whole(size) or 0
+        if pixels is not None and not 0 < pixels <= MOST_PIXELS:
+            raise DpnError(f"--size {size!r}: a number of pixels up to {MOST_PIXELS}, or keep")
         if encode not in ("jpeg", "ppm"):
             raise DpnError(f"--encode {encode!r}: jpeg or ppm")
         how: Literal["jpeg", "ppm"] = "jpeg" if encode == "jpeg" else "ppm"
@@ -84,7 +86,7 @@ def pack(
             del found[name]
         for name in found:
             check_classes(source, found["train"][1], found[name][1])
-        packing = Packing(None if size == "keep" else int(size), how, quality)
+        packing = Packing(pixels, how, quality)
         with stopping.listen(stopping.GOES_ON), claimed(out):
             manifest = pack(
                 {name: (split, hash_order(split)) for name, (split, _) in found.items()},
@@ -96,7 +98,7 @@ def pack(
                 progress=console.info,
             )
         result = _summary(manifest)
-        print(json.dumps(result, indent=2) if as_json else _describe(out, result))
+        show(json.dumps(result, indent=2) if as_json else _describe(out, result))
 
 
 def _summary(manifest: dict[str, Any]) -> dict[str, Any]:

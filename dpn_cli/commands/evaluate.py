@@ -12,11 +12,13 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from dpn_cli import options
+from dpn_cli.arch import whole
 from dpn_cli.commands import one_line_errors
 from dpn_cli.commands import options_pictures as pictures
 from dpn_cli.commands.keys import pictures_of, runtime_of
-from dpn_cli.console import Console
+from dpn_cli.console import Console, cell, show
 from dpn_cli.errors import DpnError
+from dpn_cli.seeds import MOST_SEED
 
 if TYPE_CHECKING:
     from tasks.evaluate.parts import Split
@@ -50,11 +52,12 @@ DataOption = Annotated[
 ]
 
 
-def _numbers(option: str, text: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts):
-        raise DpnError(f"{option} {text!r}: write numbers with commas, e.g. 1,5,10")
-    return tuple(int(part) for part in parts)
+def _numbers(option: str, text: str, least: int, most: int) -> tuple[int, ...]:
+    numbers = tuple(whole(part.strip()) for part in text.split(","))
+    good = tuple(number for number in numbers if number is not None and least <= number <= most)
+    if len(set(good)) < len(numbers):
+        raise DpnError(f"{option} {text!r}: write numbers from {least} to {most}, each once, with commas, e.g. 1,5,10")
+    return good
 
 
 @app.command(epilog="Example: dpn eval runs/highres/B-32-dpn --data photos -o report")
@@ -138,9 +141,7 @@ def fewshot(
 ) -> None:
     """The paper's few-shot metric: ridge regression on the frozen representation of a few images per class."""
     with one_line_errors(verbose):
-        chosen, draws = _numbers("--shots", shots), _numbers("--seeds", seeds)
-        if min(chosen) < 1:
-            raise DpnError(f"--shots {shots}: at least one image per class")
+        chosen, draws = _numbers("--shots", shots, 1, 1_000_000), _numbers("--seeds", seeds, 0, MOST_SEED)
         runtime = runtime_of(device, precision, workers)
         size = options.parse_pair("--image-size", image_size)
         decoder, limit = pictures_of(decode, max_pixels)
@@ -187,7 +188,8 @@ def predict(
         table = Table("picture", "class", "probability", box=None, padding=(0, 2, 0, 0))
         for result in results:
             for place, guess in enumerate(result["classes"]):
-                table.add_row("" if place else result["image"], guess["name"], f"{guess['probability']:.1%}")
+                picture = "" if place else cell(result["image"])
+                table.add_row(picture, cell(guess["name"]), f"{guess['probability']:.1%}")
         RichConsole(highlight=False, soft_wrap=True).print(table)
 
 
@@ -210,7 +212,7 @@ def export(
         if as_json:
             print(json.dumps(done, indent=2))
         else:
-            print(
+            show(
                 f"{done['path']}: on {done['images']} random images it gives the outputs of {run} "
                 f"(largest difference {done['difference']:.1e}, relative); {done['card']} describes it"
             )
@@ -218,4 +220,4 @@ def export(
 
 def _print(result: dict[str, Any] | None, describe: Any, as_json: bool) -> None:
     if result is not None:
-        print(json.dumps(result, indent=2) if as_json else describe(result))
+        show(json.dumps(result, indent=2) if as_json else describe(result))

@@ -12,7 +12,7 @@ from dpn_cli.commands import one_line_errors
 from dpn_cli.commands import options_classify as own
 from dpn_cli.commands import options_pictures as pictures
 from dpn_cli.commands.keys import recipe_flags
-from dpn_cli.console import Console
+from dpn_cli.console import Console, show
 from tasks.highres import recipe as highres_recipe
 
 DataOption = Annotated[
@@ -84,4 +84,4 @@ def highres(
 
         result = start(built, output_dir, resume=resume, overwrite=overwrite, dry_run=dry_run, console=console)
         if result is not None:
-            print(json.dumps(result, indent=2) if as_json else describe(result))
+            show(json.dumps(result, indent=2) if as_json else describe(result))

@@ -14,7 +14,7 @@ from dpn_cli.commands import options_lit as own
 from dpn_cli.commands import options_pictures as pictures
 from dpn_cli.commands.keys import pictures_of, recipe_flags, runtime_of
 from dpn_cli.commands.tower import demo_tower
-from dpn_cli.console import Console
+from dpn_cli.console import Console, printable, show
 from dpn_cli.errors import DpnError
 from tasks.lit import recipe as lit_recipe
 
@@ -97,7 +97,7 @@ def train(
 
         result = start(built, output_dir, resume=resume, overwrite=overwrite, dry_run=dry_run, console=console)
         if result is not None:
-            print(json.dumps(result, indent=2) if as_json else describe(result))
+            show(json.dumps(result, indent=2) if as_json else describe(result))
 
 
 @app.command(epilog="Example: dpn lit cache --checkpoint B-32-dpn.npz --data pairs.csv")
@@ -138,7 +138,7 @@ def cache(
 
         result = fill_cache(built, console)
         if result is not None:
-            print(json.dumps(result, indent=2) if as_json else describe_cache(result))
+            show(json.dumps(result, indent=2) if as_json else describe_cache(result))
 
 
 @app.command("eval", epilog="Example: dpn lit eval runs/lit/B-32-dpn --data imagenet --prompts clip_best")
@@ -192,7 +192,7 @@ def evaluate(
         )  # fmt: skip
         result = score(asked, runtime, Console(quiet=quiet))
         if result is not None:
-            print(json.dumps(result, indent=2) if as_json else describe(result))
+            show(json.dumps(result, indent=2) if as_json else describe(result))
 
 
 @app.command(epilog='Example: dpn lit predict runs/lit/B-32-dpn photo.jpg --labels "a cat,a dog"')
@@ -224,9 +224,9 @@ def predict(
             print(json.dumps(results, indent=2))
             return
         for result in results:
-            print(result["image"])
+            show(printable(result["image"]))
             for found in result["labels"]:
-                print(f"  {found['probability']:6.1%}  cosine {found['cosine']:+.3f}  {found['label']}")
+                show(f"  {found['probability']:6.1%}  cosine {found['cosine']:+.3f}  {printable(found['label'])}")
 
 
 @app.command(epilog='Example: dpn lit search runs/lit/B-32-dpn --images photos --query "a dog on a beach"')
@@ -260,7 +260,7 @@ def search(
             print(json.dumps(found, indent=2))
             return
         for place in found:
-            print(f"{place['cosine']:.3f}  {place['image']}")
+            show(f"{place['cosine']:.3f}  {printable(place['image'])}")
 
 
 @app.command(epilog="Example: dpn lit export runs/lit/B-32-dpn -o export")
@@ -278,4 +278,4 @@ def export(
         if as_json:
             print(json.dumps(done, indent=2))
         else:
-            print(f"{done['path']}: gives the features of {run}; {done['config']} and README.md describe it")
+            show(f"{done['path']}: gives the features of {run}; {done['config']} and README.md describe it")

@@ -9,11 +9,12 @@ from typing import Annotated, Any, Literal
 import typer
 
 from dpn_cli import options, recipe
+from dpn_cli.arch import SIZES
 from dpn_cli.commands import one_line_errors
 from dpn_cli.commands import options_classify as own
 from dpn_cli.commands import options_pictures as pictures
 from dpn_cli.commands.keys import recipe_flags
-from dpn_cli.console import Console
+from dpn_cli.console import Console, show
 from dpn_cli.errors import DpnError
 from tasks.pretrain import recipe as pretrain_recipe
 from tasks.pretrain.table import APPENDIX_C, LEVELS
@@ -29,6 +30,18 @@ Name = Annotated[
     typer.Argument(
         metavar="[imagenet|sun397]",
         help="imagenet is Appendix C, for any labelled images; sun397 Appendix F's three stages. \\[default: imagenet]",
+        show_default=False,
+    ),
+]
+# Nothing is loaded, so no checkpoint says what the network is.
+Arch = Annotated[
+    str | None,
+    typer.Option(
+        "--arch",
+        help=f"ViT as SIZE/PATCH: {', '.join(SIZES)} and a patch side in pixels. "
+        "\\[default: none; the demo's is nano/8]",
+        autocompletion=options.complete_arch,
+        rich_help_panel=options.MODEL,
         show_default=False,
     ),
 ]
@@ -125,7 +138,7 @@ def _built(
 
 def pretrain(
     name: Name = None,
-    arch: options.Arch = None,
+    arch: Arch = None,
     stem: options.StemOption = None,
     image_size: options.ImageSize = None,
     dropout: Dropout = None,
@@ -181,13 +194,13 @@ def pretrain(
 
         result = start(built, output_dir, resume=resume, overwrite=overwrite, dry_run=dry_run, console=console)
         if result is not None:
-            print(json.dumps(result, indent=2) if as_json else describe(result))
+            show(json.dumps(result, indent=2) if as_json else describe(result))
 
 
 @plan.command("pretrain", epilog="Example: dpn plan pretrain --arch B/16 --images 1268355")
 def plan_pretrain(
     name: Name = None,
-    arch: options.Arch = None,
+    arch: Arch = None,
     stem: options.StemOption = None,
     image_size: options.ImageSize = None,
     data: DataOption = None,
@@ -225,4 +238,4 @@ def plan_pretrain(
         from tasks.pretrain.plan import describe, estimate  # torch loads here
 
         result = estimate(built, images, here=data is not None, ranks=ranks)
-        print(json.dumps(result, indent=2) if as_json else describe(result))
+        show(json.dumps(result, indent=2) if as_json else describe(result))

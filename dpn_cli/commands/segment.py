@@ -16,7 +16,7 @@ from dpn_cli.commands import options_segment as own
 from dpn_cli.commands.keys import pictures_of, recipe_flags, runtime_of
 from dpn_cli.commands.options_classify import Flip
 from dpn_cli.commands.tower import demo_tower
-from dpn_cli.console import Console
+from dpn_cli.console import Console, printable, show
 from tasks.segment import recipe as segment_recipe
 
 # Segmenter's test scales (arXiv 2105.05633), each plain and mirrored.
@@ -143,7 +143,7 @@ def _train(name: str, given: Mapping[str, Any]) -> None:
         keep = {key: given[key] for key in ("resume", "overwrite", "dry_run")}
         result = start(built, given["output_dir"], console=console, **keep)
         if result is not None:
-            print(json.dumps(result, indent=2) if given["as_json"] else describe(result))
+            show(json.dumps(result, indent=2) if given["as_json"] else describe(result))
 
 
 @app.command("eval", epilog="Example: dpn segment eval runs/segment_ade20k/B-16-dpn --multi-scale -o report")
@@ -181,7 +181,7 @@ def evaluate(
         )
         result = evaluate(asked, runtime, Console(quiet=quiet))
         if result is not None:
-            print(json.dumps(result, indent=2) if as_json else describe_scores(result))
+            show(json.dumps(result, indent=2) if as_json else describe_scores(result))
 
 
 @app.command(epilog="Example: dpn segment predict runs/segment_ade20k/B-16-dpn photo.jpg -o predictions")
@@ -209,6 +209,7 @@ def predict(
             print(json.dumps(results, indent=2))
             return
         for result in results:
-            named = ", ".join(f"{one['name']} {one['share']:.1%}" for one in result["classes"][:6])
+            named = ", ".join(f"{printable(one['name'])} {one['share']:.1%}" for one in result["classes"][:6])
             more = f" and {len(result['classes']) - 6} more" if len(result["classes"]) > 6 else ""
-            print(f"{result['image']}: {named}{more}\n  {result['labels']}  {result['overlay']}  {result['legend']}")
+            files = "  ".join(printable(result[name]) for name in ("labels", "overlay", "legend"))
+            show(f"{printable(result['image'])}: {named}{more}\n  {files}")

@@ -19,6 +19,8 @@ from dpn_cli.recipe import (
     Say,
     Schedule,
     Section,
+    Seed,
+    Side,
     listed,
     merge,
     scaled_warmup,
@@ -39,7 +41,7 @@ class Data(Section):
     label_column: str | None = None
     decode: Literal["exact", "fast", "pillow"] = "exact"
     max_pixels: Positive = MAX_PIXELS
-    eval_resize: Positive | None = None
+    eval_resize: Side | None = None
     skip_bad_images: bool = False
     crop: Literal["inception", "whole"] = "inception"
     flip: bool = True
@@ -66,7 +68,7 @@ class SupervisedRecipe(Section):
     backbone: Network = Network()
     data: Data = Data()
     lr: Annotated[float, Field(gt=0)]
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Seed = 0
     epochs: Annotated[float, Field(gt=0)] | None = None
     loss: Literal["sigmoid", "softmax"] = "sigmoid"
     head_bias: float = 0.0

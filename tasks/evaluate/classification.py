@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dpn_cli import distributed, engine, stopping
 from dpn_cli.classifier import Classifier, load_classifier, predict, readable
-from dpn_cli.console import Console
+from dpn_cli.console import Console, printable
 from dpn_cli.data.classified import Source
 from dpn_cli.data.labelled import Labelled, fingerprint
 from dpn_cli.data.reading import Decoder, Reading
@@ -232,8 +232,7 @@ def describe(result: dict[str, Any]) -> str:
         lines.append(f"ReaL {result['real']['top1']:.2f} % of {result['real']['images']} images with labels")
     if result["worst_pairs"]:
         lines.append("most frequent confusions:")
-    lines += [
-        f"  {pair['true']} taken for {pair['predicted']}: {pair['images']} ({pair['share']:.1f} %)"
-        for pair in result["worst_pairs"]
-    ]
+    for pair in result["worst_pairs"]:
+        true, predicted = printable(pair["true"]), printable(pair["predicted"])
+        lines.append(f"  {true} taken for {predicted}: {pair['images']} ({pair['share']:.1f} %)")
     return "\n".join(lines)

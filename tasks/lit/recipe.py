@@ -21,6 +21,7 @@ from dpn_cli.recipe import (
     Say,
     Schedule,
     Section,
+    Seed,
     merge,
     read_recipe,
     scaled_warmup,
@@ -70,7 +71,7 @@ class LitRecipe(Section):
     temperature: Annotated[float, Field(gt=0)] = 10.0
     bias: float = -10.0
     lr: Annotated[float, Field(gt=0)]
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Seed = 0
     epochs: Annotated[float, Field(gt=0)] | None = None
     batch_size: Positive
     optim: Optim = Optim()

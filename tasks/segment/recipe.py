@@ -23,6 +23,8 @@ from dpn_cli.recipe import (
     Say,
     Schedule,
     Section,
+    Seed,
+    Side,
     listed,
     merge,
     read_recipe,
@@ -58,7 +60,7 @@ class Data(Pictures):
     ignore_label: Annotated[int, Field(ge=0, le=65535)] | None = 255
     image_column: str | None = None
     mask_column: str | None = None
-    scale: tuple[Positive, Positive] | None = None
+    scale: tuple[Side, Side] | None = None
     inputs: Literal["imagenet", "checkpoint"] = "checkpoint"
     flip: bool = True
 
@@ -90,7 +92,7 @@ class Evaluation(Section):
 
     mode: Literal["slide", "whole"] = "slide"
     size: Literal["native", "resize", "both"] = "resize"
-    stride: Positive | None = None
+    stride: Side | None = None
     scales: Annotated[tuple[Annotated[float, Field(gt=0, le=4)], ...], Field(min_length=1)] = (1.0,)
     flip: bool = False
     batch_size: Positive = 8
@@ -121,7 +123,7 @@ class SegmentRecipe(Section):
     final_norm: bool = False
     head_init: Literal["truncated_normal", "lecun_normal", "zero"] = "truncated_normal"
     lr: Annotated[float, Field(gt=0)]
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Seed = 0
     epochs: Annotated[float, Field(gt=0)] | None = None
     freeze: Annotated[tuple[str, ...], BeforeValidator(listed)] = ()
     batch_size: Positive

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from dpn_cli.arch import Stem, check_image_size, parse_arch
+from dpn_cli.arch import Stem, check_image_size, parse_arch, whole
 from dpn_cli.errors import DpnError
 from dpn_cli.home import find_data, find_weights, home
 from dpn_cli.recipe import (
@@ -21,21 +21,27 @@ from dpn_cli.recipe import (
     Runtime,
     Schedule,
     Section,
+    Seed,
+    Side,
     listed,
     merge,
     read_recipe,
 )
+from dpn_cli.seeds import MOST_SEED
 from tasks.vtab.table import choose_tasks
 
+MOST_SEEDS = 1000
+SEEDS = f"how many seeds, at most {MOST_SEEDS}, or a list of them from 0 to {MOST_SEED}, e.g. 3 or 0,1,2"
 # Pixels per side of the built-in scenes (dpn_cli.data.scenes.SCENE_SIZE, which imports too much for this module).
 DEMO_PIXELS = 64
 
 
 def _counted(value: object) -> object:
     """Accept a number of seeds, 3 standing for 0, 1, 2, and ``"0,1,2"``."""
-    if isinstance(value, str) and value.isdecimal():
-        value = int(value)
-    return list(range(value)) if isinstance(value, int) else listed(value)
+    count = whole(value) if isinstance(value, str) else value
+    if isinstance(count, int) and not isinstance(count, bool) and count <= MOST_SEEDS:
+        return list(range(count))
+    return value if isinstance(count, int) else listed(value)
 
 
 def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -45,7 +51,6 @@ def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 Lr = Annotated[float, Field(gt=0)]
-Seed = Annotated[int, Field(ge=0)]
 
 
 class Data(Pictures):
@@ -53,7 +58,7 @@ class Data(Pictures):
 
     source: str | None = None
     tasks: Annotated[tuple[str, ...], BeforeValidator(listed), Field(min_length=1)] = ("all",)
-    resize: Positive | None = None
+    resize: Side | None = None
     image_column: str | None = None
     label_column: str | None = None
     skip_bad_images: bool = False
@@ -67,7 +72,7 @@ class VtabRecipe(Section):
     data: Data = Data()
     protocol: Literal["paper", "vtab"] = "paper"
     lrs: Annotated[tuple[Lr, ...], BeforeValidator(listed), Field(min_length=1)]
-    seeds: Annotated[tuple[Seed, ...], BeforeValidator(_counted), Field(min_length=1)] = (0, 1, 2)
+    seeds: Annotated[tuple[Seed, ...], BeforeValidator(_counted), Field(min_length=1, description=SEEDS)] = (0, 1, 2)
     compare: Annotated[tuple[Stem, ...], BeforeValidator(listed)] = ()
     loss: Literal["sigmoid", "softmax"] = "sigmoid"
     batch_size: Positive

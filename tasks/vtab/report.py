@@ -11,10 +11,10 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from dpn_cli.arch import Stem
+from dpn_cli.console import cell
 from dpn_cli.data.reading import Reading
 from dpn_cli.files import replace_text
 from dpn_cli.statistics import PERCENT, PERCENT_DIFFERENCE, Summary, paired_difference, summarize
@@ -172,7 +172,7 @@ def print_result(result: Json, console: Console) -> None:
 
 def _remarks(result: Json, part: Json) -> list[str]:
     """Say what a reader of the table should not overlook."""
-    lines = [f"[red]failed:[/] {escape(line)}" for line in part["failed"]]
+    lines = [f"[red]failed:[/] {cell(line)}" for line in part["failed"]]
     edges = [f"{name} ({task['edge']})" for name, task in part["tasks"].items() if task["edge"]]
     if edges:
         lines.append(
