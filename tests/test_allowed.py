@@ -84,7 +84,7 @@ def test_every_wrong_value_of_every_field_is_named_with_what_is_allowed(name: st
         ("pretrain_sun397", "stages=[{epochs: 1, grid: {lr: x}}]", "grid.lr: a list of one or more, each a number ("),
         ("pretrain_sun397", "stages=[{epochs: 1, grid: 3}]", "stages.0.grid: keys with values, each a list"),
         ("pretrain_sun397", "stages=[{}]", "stages.0.epochs: missing; a number above 0"),
-        ("ade20k", "data.scale=512", "data.scale: two values, each a whole number above 0 and at most 16384 ("),
+        ("ade20k", "data.scale=512", "data.scale: two values, each a whole number above 0 and at most 16384"),
         ("lit", "text.clean=canonical", "(got 'canonical'); did you mean 'canonicalize'?"),
     ],
 )  # fmt: skip
