@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from PIL import Image
 
 from dpn_cli.data import scenes
-from dpn_cli.data.reading import USUAL, Pixels, Reading, decode, file_size, open_image, unreadable
+from dpn_cli.data.reading import FAILURES, USUAL, Pixels, Reading, decode, file_size, open_image, unreadable
 from dpn_cli.errors import DataError, PictureError
 from dpn_cli.hub import offline
 
@@ -87,7 +87,7 @@ class Images(ABC):
                     return image.tobytes()
                 file.seek(0)
                 return bytes(file.read())
-        except OSError as error:
+        except FAILURES as error:
             raise unreadable(self.where(index), error) from error
 
     def pixels(self, index: int) -> Pixels:
