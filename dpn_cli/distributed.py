@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dpn_cli.errors import DpnError
+from dpn_cli.errors import DpnError, WorkerError
 
 ValueT = TypeVar("ValueT")
 
@@ -37,7 +37,8 @@ class World:
 def join(device: str) -> Iterator[World]:
     """Join the ranks that torchrun started, or run alone.
 
-    `device` is ``"auto"`` or a torch device name. Raises `DpnError` when there is no such device here.
+    `device` is ``"auto"`` or a torch device name. Raises `DpnError` when there is no such device here, and
+    `WorkerError` when another rank has ended before its time.
     """
     size, rank, local = (
         int(os.environ.get(name, default))
@@ -51,10 +52,22 @@ def join(device: str) -> Iterator[World]:
         return
     dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
     try:
-        yield World(rank, size, chosen)
-        dist.barrier()  # gloo aborts at exit when a rank leaves while another still talks to it
+        with lost_rank():
+            yield World(rank, size, chosen)
+            dist.barrier()  # gloo aborts at exit when a rank leaves while another still talks to it
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def lost_rank() -> Iterator[None]:
+    """Raise `WorkerError` for gloo's error about another rank that has ended."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "gloo" in str(error) and any(what in str(error) for what in ("by peer", "Broken pipe")):
+            raise WorkerError("another rank has ended; its own error says why") from error
+        raise
 
 
 def _device(name: str, local: int) -> torch.device:

@@ -46,7 +46,7 @@ class SaveError(DpnError):
 
 
 class WorkerError(DpnError):
-    """A process that reads the data has died; what was saved before is intact."""
+    """A process that this one needs, another rank or one that reads the data, has died; what was saved is intact."""
 
     exit_code = 1
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from dpn_cli import stopping
 from dpn_cli.console import Console
-from dpn_cli.distributed import World, from_leader, join
+from dpn_cli.distributed import World, from_leader, join, lost_rank
 from dpn_cli.errors import DpnError, StoppedError
 from dpn_cli.files import claimed
 from dpn_cli.recipe import Backbone, Section
@@ -52,7 +52,8 @@ def run_in_folder(
         if result is None:
             console.info(f"run folder {path}")
             try:
-                result = run(as_begun(recipe, from_leader(folder.facts)), folder, world)
+                with lost_rank():
+                    result = run(as_begun(recipe, from_leader(folder.facts)), folder, world)
             except StoppedError:
                 if world.leads:
                     folder.update(status="stopped")

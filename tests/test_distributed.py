@@ -23,7 +23,7 @@ from dpn_cli.data.classified import ClassFolders
 from dpn_cli.data.pixels import resize
 from dpn_cli.distributed import World
 from dpn_cli.engine import Batch, Outputs, Training
-from dpn_cli.errors import NonFiniteError
+from dpn_cli.errors import NonFiniteError, WorkerError
 from dpn_cli.memory import MicroBatch
 from dpn_cli.metrics import Top1
 from dpn_cli.recipe import Optim, Runtime, Schedule
@@ -92,6 +92,23 @@ def deadlock(rank: int) -> None:
 def test_ranks_that_wait_for_ever_fail_their_test() -> None:
     with pytest.raises(TimeoutError, match="the ranks did not end within 1 s"):
         run_ranks(deadlock, limit=1)
+
+
+def lost_job(world: World, folder: Path) -> None:
+    if world.rank == 0:
+        try:
+            with distributed.lost_rank():
+                distributed.barrier()
+        except WorkerError as error:
+            (folder / "error.txt").write_text(str(error))
+    os._exit(0)  # rank 1 at once, and nobody in order
+
+
+def test_a_rank_that_ends_is_one_clear_error_to_the_others(tmp_path: Path) -> None:
+    spawn("lost", tmp_path)
+    assert (tmp_path / "error.txt").read_text() == "another rank has ended; its own error says why"
+    with pytest.raises(RuntimeError, match="of something else"), distributed.lost_rank():
+        raise RuntimeError("of something else")
 
 
 def memory_job(world: World, folder: Path) -> None:
@@ -189,6 +206,7 @@ JOBS = {
     "nan": nan_job,
     "score": score_job,
     "pictures": picture_job,
+    "lost": lost_job,
 }
 
 

@@ -107,6 +107,20 @@ def test_a_run_that_breaks_ends(folder: Path, tmp_path: Path) -> None:
     assert "ValueError: broken in training" in done.stderr
 
 
+LEAVE_OPEN = """
+from dpn_cli.data.workers import open_loader
+
+loader = open_loader(range(100), 2)
+items = loader.__enter__()
+print(next(items).item())
+"""
+
+
+def test_a_program_that_leaves_workers_ends() -> None:
+    done = run_program([sys.executable, "-c", LEAVE_OPEN])
+    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
+
+
 def test_a_killed_worker_ends_the_run_with_one_line(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

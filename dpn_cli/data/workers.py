@@ -109,6 +109,8 @@ def _forget(processes: Sequence[BaseProcess]) -> None:
 
 def _end(items: Any, processes: Sequence[BaseProcess]) -> None:
     """Stop a loader's workers. They ignore SIGTERM, so those that are busy for long are killed: they keep nothing."""
+    if any(process.exitcode for process in processes):
+        kill(processes)  # they may wait for a lock that the dead one holds
     late = threading.Timer(PATIENCE, kill, [processes])
     late.start()
     try:
