@@ -91,7 +91,7 @@ def run(recipe: LitRecipe, folder: RunFolder, world: World, console: Console) ->
     tokenizer = open_tokenizer(recipe.text.tokenizer, recipe.text.context, recipe.text.clean)
     tower = load_tower(recipe, world)
     before = digest_of(tower)
-    facts = _check_data(train, val, tokenizer, folder, world)
+    facts = _check_data(train, val, tokenizer, before, folder, world)
     if world.leads:
         folder.update(backbone=tower.report.to_dict(), **{DIGEST: None})
     console.info(tower.report.summary())
@@ -103,7 +103,10 @@ def run(recipe: LitRecipe, folder: RunFolder, world: World, console: Console) ->
             cached_features(val, plain, root, world, console)
         _train(recipe, train, tower, tokenizer, facts, folder, world, console)
     towers = load_towers(str(folder.path)).to(world.device)
-    assert digest_of(tower) == digest_of(towers.image) == before, "the image tower has changed"
+    if digest_of(tower) != before:
+        raise DpnError(f"{folder.path}: the training changed the frozen image tower; its result is worth nothing")
+    if digest_of(towers.image) != before:
+        raise DataError(f"{folder.path / WEIGHTS}: holds another image tower than the run's; start another run with -o")
     scores = retrieval_scores(towers, val, plain, root, recipe.runtime, world, console)
     result = {
         "task": "lit",
@@ -143,17 +146,26 @@ def _warnings(result: Json) -> Iterator[str]:
             yield warning
 
 
-def _check_data(train: Captioned, val: Captioned, tokenizer: Tokenizer, folder: RunFolder, world: World) -> Json:
-    """See that a resumed run meets the images, captions and tokenizer it began with."""
+def _check_data(
+    train: Captioned, val: Captioned, tokenizer: Tokenizer, image_tower: str, folder: RunFolder, world: World
+) -> Json:
+    """See that a resumed run meets the images, captions, tokenizer and image tower it began with."""
     found: Json = {
         "data": {"train": data_fingerprint(train), "val": data_fingerprint(val)},
         "captions": {"train": captions_fingerprint(train), "val": captions_fingerprint(val)},
         "tokenizer": tokenizer.to_dict(),
+        "image_tower": image_tower,
     }
     before = distributed.from_leader(folder.facts)
-    for name, word in (("data", "images"), ("captions", "captions"), ("tokenizer", "tokenizer or its settings")):
+    words = {
+        "data": "images have",
+        "captions": "captions have",
+        "tokenizer": "tokenizer or its settings have",
+        "image_tower": "image tower's weights have",
+    }
+    for name, word in words.items():
         if name in before and before[name] != found[name]:
-            raise DataError(f"{folder.path}: the {word} have changed since this run began; start another with -o")
+            raise DataError(f"{folder.path}: the {word} changed since this run began; start another with -o")
     if world.leads:
         folder.update(device=describe_device(world.device), ranks=world.size, status="running", **found)
     return found
