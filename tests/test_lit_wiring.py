@@ -1,0 +1,303 @@
+"""What `dpn lit train` was asked reaches the training: data, seed, weights, views, captions; and what is scored."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from open_clip.tokenizer import SimpleTokenizer
+from PIL import Image
+from test_distributed import CPU
+from test_lit import small, train
+from test_lit_data import picture, write_pictures, write_table
+from torch import Tensor, nn
+
+from dpn_cli import engine
+from dpn_cli.arch import SIZES
+from dpn_cli.backbone import Backbone, export_backbone, load_backbone
+from dpn_cli.console import Console
+from dpn_cli.data.pixels import resize, rows_of_step
+from dpn_cli.data.reading import Reading
+from dpn_cli.distributed import World
+from dpn_cli.engine import Batch, Training
+from dpn_cli.errors import DataError, DpnError
+from dpn_cli.recipe import Runtime, merge
+from tasks.lit import cache
+from tasks.lit.batches import cached_batches, encoded_batches, tokenize
+from tasks.lit.cache import cached_features
+from tasks.lit.captions import Files
+from tasks.lit.data import Source, open_split
+from tasks.lit.encode import encoded, wanted_of
+from tasks.lit.features import Features, views_of
+from tasks.lit.loss import ContrastiveLoss
+from tasks.lit.recipe import LitRecipe
+from tasks.lit.retrieval import recalls
+from tasks.lit.text import TextTower
+from tasks.lit.tokens import Tokenizer
+from tasks.lit.towers import load_towers
+from tasks.lit.train import load_tower, source_of
+
+ALONE, QUIET = World(0, 1, CPU), Console(quiet=True)
+COLOURS = ("red", "blue", "green")
+TINY: dict[str, Any] = {
+    "backbone": {"arch": "mu/8", "pool": "gap", "image_size": 16},
+    "schedule": {"steps": 2, "warmup": 0},
+    "batch_size": 4,
+}
+
+
+def sentence(number: int) -> str:
+    return f"The {COLOURS[number % 3]} house, number {number}!"
+
+
+def write_pairs(root: Path, numbers: Sequence[int]) -> Path:
+    write_pictures(root, 1 + max(numbers))
+    return write_table(root / "pairs.csv", [(f"{number}.png", sentence(number)) for number in numbers])
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pairs(tmp_path_factory.mktemp("pairs"), range(12))
+
+
+def recipe_of(pairs: Path, **changes: Any) -> LitRecipe:
+    return small(pairs, **merge(TINY, changes))
+
+
+class ReachedError(Exception):
+    """Raised in the place of a training."""
+
+
+@dataclass
+class Reached:
+    """What a training is given."""
+
+    text: TextTower
+    loss: ContrastiveLoss
+    first: Batch
+    second: Batch
+    training: Training
+
+
+def reached(recipe: LitRecipe, path: Path, monkeypatch: pytest.MonkeyPatch) -> Reached:
+    """Run `dpn lit train` up to its training."""
+    found: list[Reached] = []
+
+    def fit(model: nn.Module, loss: Any, batches: Any, evaluate: None, training: Training, *others: Any) -> None:
+        visits = batches(0)
+        assert isinstance(model, TextTower)
+        found.append(Reached(model, loss, next(visits), next(visits), training))
+        visits.close()
+        raise ReachedError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "fit", fit)
+        with pytest.raises(ReachedError):
+            train(recipe, path)
+    return found[0]
+
+
+def by_hand(tower: Backbone, numbers: Sequence[int]) -> Tensor:
+    """Encode pictures with a tower, without the parts under test."""
+    images = [resize(np.asarray(Image.open(io.BytesIO(picture(number)))), (16, 16)) for number in numbers]
+    with torch.no_grad():
+        return F.normalize(tower.eval()(tower.normalize(torch.stack(images))), dim=-1)
+
+
+@pytest.mark.parametrize(
+    ("backbone", "use_cache"),
+    [({"pool": "gap"}, True), ({"pool": "tok"}, True), ({"pre_logits": True}, True), ({"stem": "none"}, False)],
+)
+def test_a_training_sees_the_chosen_towers_features_in_the_seeds_order(
+    backbone: dict[str, Any], use_cache: bool, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"backbone": backbone, "cache": {"use": use_cache}, "seed": 3}
+    found = reached(recipe_of(pairs, **changes), tmp_path / "run", monkeypatch)
+    options = {"stem": "dpn", "pool": "gap", **backbone}
+    tower = load_backbone("mu/8", image_size=16, seed=3, **options)
+    for step, batch in enumerate((found.first, found.second)):
+        rows = rows_of_step(12, 4, 3, step).tolist()
+        torch.testing.assert_close(batch["image"].float(), by_hand(tower, rows), atol=1e-3, rtol=0)
+        texts = SimpleTokenizer(context_length=12, clean="canonicalize")([sentence(row) for row in rows])
+        assert torch.equal(batch["tokens"], texts)
+
+
+def test_the_checkpoints_weights_are_the_towers(pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tower = load_backbone("mu/8", image_size=16, seed=9)
+    export_backbone(tower, tmp_path / "tower.safetensors")
+    backbone = {"arch": None, "pool": None, "checkpoint": str(tmp_path / "tower.safetensors")}
+    found = reached(recipe_of(pairs, backbone=backbone), tmp_path / "run", monkeypatch)
+    rows = rows_of_step(12, 4, 0, 0).tolist()
+    torch.testing.assert_close(found.first["image"].float(), by_hand(tower, rows), atol=1e-3, rtol=0)
+
+
+def test_the_recipes_values_reach_the_training(pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {
+        "seed": 5,
+        "lr": 0.25,
+        "loss": "siglip",
+        "temperature": 7.0,
+        "bias": -3.0,
+        "optim": {"weight_decay": 0.125},
+        "schedule": {"steps": 9, "warmup": 2},
+        "text": {"size": "nano", "context": 5, "clean": "whitespace"},
+    }
+    recipe = recipe_of(pairs, **changes)
+    found = reached(recipe, tmp_path / "run", monkeypatch)
+    assert found.training == Training(recipe.optim, recipe.schedule, 0.25, 4, 5)
+    assert (recipe.optim.weight_decay, recipe.schedule.steps) == (0.125, 9)
+    assert found.loss.kind == "siglip"
+    assert found.text.bias is not None
+    assert found.text.bias.item() == -3
+    assert found.text.log_temperature.exp().item() == pytest.approx(7)
+    by_seed = [TextTower(SIZES["nano"], 49408, 5, 32, 7.0, -3.0, seed).state_dict() for seed in (5, 0)]
+    assert all(torch.equal(value, by_seed[0][name]) for name, value in found.text.state_dict().items())
+    assert not all(torch.equal(value, by_seed[1][name]) for name, value in found.text.state_dict().items())
+    rows = rows_of_step(12, 4, 5, 0).tolist()
+    texts = SimpleTokenizer(context_length=5, clean="whitespace")([sentence(row) for row in rows])
+    assert torch.equal(found.first["tokens"], texts)
+
+
+def test_views_that_a_training_sees_are_of_its_seed(
+    pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_of(pairs, seed=3, cache={"views": 4})
+    found = reached(recipe, tmp_path / "run", monkeypatch)
+    want = wanted_of(load_tower(recipe, ALONE), Runtime(workers=0), ALONE, views=4, seed=3)
+    split, drawn = open_split(Source(str(pairs)), "train"), set()
+    for step, batch in enumerate((found.first, found.second)):
+        for row, feature in zip(rows_of_step(12, 4, 3, step).tolist(), batch["image"].float(), strict=True):
+            views = want.encode_views(resize(split.pixels(row), want.read_size)[None], [row])[0]
+            near = [view for view in range(4) if torch.allclose(feature, views[view], atol=1e-3, rtol=0)]
+            assert near
+            drawn.update(near)
+    assert len(drawn) > 1
+
+
+def test_views_are_of_the_image_whatever_stands_beside_it(
+    pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = wanted_of(load_tower(recipe_of(pairs), ALONE), Runtime(workers=0), ALONE, views=3, seed=1)
+    split, found = open_split(Source(str(pairs)), "train"), []
+    for batch in (2, 5):
+        monkeypatch.setattr(cache, "BATCH", batch)
+        found.append(cached_features(split, want, tmp_path / str(batch), ALONE, QUIET).shards[0])
+    assert np.abs(found[0] - found[1]).max() < 1e-3
+    image = torch.randint(256, (1, 3, *want.read_size), dtype=torch.uint8)
+    together = views_of(image.repeat(3, 1, 1, 1), [7, 7, 8], want)
+    assert torch.equal(together[:3], together[3:6])
+    assert not torch.equal(together[:3], together[6:])
+
+
+def test_the_view_tells_nothing_of_the_caption(tmp_path: Path) -> None:
+    files = Files()
+    for name in write_pictures(tmp_path, 8):
+        files.add(tmp_path, name, [f"{name} one", f"{name} two"], "here")
+    texts = tokenize(files, Tokenizer(8, "whitespace"))
+    features = Features([np.arange(16, dtype=np.float16).reshape(8, 2, 1)], ())
+    visits = cached_batches(features, torch.arange(8), texts, 8, 0, ALONE)(0)
+    captions = {tuple(row): number for number, row in enumerate(texts.tokens.tolist())}
+    seen: set[tuple[int, int]] = set()
+    for _ in range(30):
+        batch = next(visits)
+        tokens = [captions[tuple(row)] for row in batch["tokens"].tolist()]
+        seen.update(zip(batch["image"][:, 0].int().tolist(), tokens, strict=True))
+    assert seen == {(2 * image + view, 2 * image + text) for image in range(8) for view in (0, 1) for text in (0, 1)}
+
+
+def test_cuts_without_a_cache_are_of_the_seed_and_the_images_of_one_batch_differ(tmp_path: Path) -> None:
+    files = Files()
+    for name in write_pictures(tmp_path, 1) * 4:
+        files.add(tmp_path, name, ["a dog"], "here")
+    tower = load_backbone("mu/8", image_size=16, seed=0).eval()
+    want = wanted_of(tower, Runtime(workers=0), ALONE, views=1)
+    want = replace(want, encode=lambda images: images.flatten(1).float())
+    texts = tokenize(files, Tokenizer(8, "lower"))
+    visits = [next(encoded_batches(files, want, texts, 4, seed, ALONE, steps=1, micro=4)(0)) for seed in (5, 5, 6)]
+    same, again, other = (visit["image"] for visit in visits)
+    assert torch.equal(same, again)
+    assert not torch.equal(same, other)
+    assert len({image.numpy().tobytes() for image in same}) > 1
+
+
+@pytest.mark.parametrize("views", [0, 2])
+def test_retrieval_is_scored_on_the_held_out_pairs(views: int, pairs: Path, tmp_path: Path) -> None:
+    held = write_pairs(tmp_path / "held", range(20, 31))
+    recipe = recipe_of(pairs, data={"val_source": str(held)}, cache={"views": views})
+    result = train(recipe, tmp_path / "run")
+    towers = load_towers(str(tmp_path / "run")).to(CPU)
+    plain = wanted_of(towers.image, Runtime(workers=0), ALONE)
+    images, _ = encoded(open_split(Source(str(held)), "train"), plain, tmp_path / "cache", ALONE, QUIET)
+    torch.testing.assert_close(images, by_hand(towers.image, range(20, 31)), atol=1e-3, rtol=0)
+    expected = recalls(images, towers.encode_texts([sentence(number) for number in range(20, 31)]), torch.arange(11))
+    assert {name: result["retrieval"][name] for name in expected} == expected
+    assert (result["retrieval"]["images"], result["pairs"]["images"]) == (11, 12)
+    assert result["data"]["train"] != result["data"]["val"]
+
+
+def test_unreadable_images_are_not_trained_on_and_the_others_keep_their_captions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = write_pairs(tmp_path, range(12))
+    (tmp_path / "0.png").write_bytes(b"no picture")
+    recipe = recipe_of(place, data={"skip_bad_images": True}, batch_size=11)
+    found = reached(recipe, tmp_path / "run", monkeypatch)
+    assert found.first["image"].float().norm(dim=-1).min() > 0.9
+    texts = SimpleTokenizer(context_length=12, clean="canonicalize")([sentence(number) for number in range(1, 12)])
+    features = by_hand(load_tower(recipe, ALONE), range(1, 12))
+    for image, tokens in zip(found.first["image"].float(), found.first["tokens"], strict=True):
+        number = int((features @ image).argmax())
+        assert torch.equal(tokens, texts[number])
+
+
+def test_the_recipes_data_are_opened(pairs: Path) -> None:
+    data = {
+        "val_source": "other.csv",
+        "val_fraction": 0.25,
+        "images": "pictures",
+        "image_column": "a",
+        "caption_column": "b",
+        "skip_bad_images": True,
+        "decode": "pillow",
+        "max_pixels": 1000,
+    }
+    expected = Source(str(pairs), "other.csv", 0.25, "pictures", "a", "b", True, Reading("pillow", 1000))
+    assert source_of(recipe_of(pairs, data=data)) == expected
+
+
+def test_a_tower_that_changes_is_refused(pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    towers, original = list[Backbone](), engine.fit
+
+    def loaded(recipe: LitRecipe, world: World) -> Backbone:
+        towers.append(load_tower(recipe, world))
+        return towers[-1]
+
+    def fit(*arguments: Any) -> Any:
+        towers[-1].patch_embed.proj.weight.data += 1
+        return original(*arguments)
+
+    monkeypatch.setattr("tasks.lit.train.load_tower", loaded)
+    monkeypatch.setattr(engine, "fit", fit)
+    with pytest.raises(DpnError, match="the training changed the frozen image tower"):
+        train(recipe_of(pairs), tmp_path / "run")
+
+
+def test_a_run_goes_on_with_its_own_image_tower_only(pairs: Path, tmp_path: Path) -> None:
+    place = tmp_path / "tower.safetensors"
+    recipe = recipe_of(pairs, backbone={"arch": None, "pool": None, "checkpoint": str(place)})
+    export_backbone(load_backbone("mu/8", image_size=16, seed=1), place)
+    train(recipe, tmp_path / "run")
+    (tmp_path / "run" / "result.json").unlink()
+    content = place.read_bytes()
+    export_backbone(load_backbone("mu/8", image_size=16, seed=2), place)
+    with pytest.raises(DataError, match="the image tower's weights have changed since this run began"):
+        train(recipe, tmp_path / "run", resume=True)
+    place.write_bytes(content)
+    assert train(recipe, tmp_path / "run", resume=True)["retrieval"]["images"] == 12
