@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from dpn_cli import __version__
 from dpn_cli.arch import size_name
-from dpn_cli.backbone import Backbone, config_of, describe_backbone, load_backbone, load_whole
+from dpn_cli.backbone import Backbone, describe_backbone, load_backbone, load_whole
 from dpn_cli.checkpoints import Act, Checkpoint, check_facts, read_file
 from dpn_cli.checkpoints.layout import Rgb
 from dpn_cli.checkpoints.timm_vit import KEY
 from dpn_cli.errors import DpnError
 from dpn_cli.files import replace_file
+from dpn_cli.inferred import config_of
 from dpn_cli.kinds import kind_of
 from dpn_cli.vit import DPNViT
 from dpn_cli.weights import save_weights

@@ -39,6 +39,7 @@ LAYERS = {
     "dpn_cli.freeze": 4,
     "dpn_cli.seeds": 1,
     "dpn_cli.backbone": 5,
+    "dpn_cli.inferred": 4,
     "dpn_cli.sources": 4,
     "dpn_cli.trackers": 5,
     "dpn_cli.options": 4,

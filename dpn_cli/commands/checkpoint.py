@@ -146,10 +146,10 @@ def retrofit(
         opened = _open(resolve(source, "dpn checkpoint retrofit"), eps, act, heads, grid, mean, std)
         import torch
 
-        from dpn_cli.backbone import config_of
         from dpn_cli.data.images import find_images
         from dpn_cli.data.pixels import load
         from dpn_cli.data.reading import Reading
+        from dpn_cli.inferred import config_of
         from dpn_cli.retrofit import retrofit
 
         size = asked or config_of(opened).image_size
