@@ -114,7 +114,7 @@ def test_tensors_of_inspect(tmp_path: Path) -> None:
     odd = tmp_path / f"{BOLD}{RED}.npz"
     odd.write_bytes((GOLDENS / "vit_dpn.params.npz").read_bytes())
     text = harmless(run("checkpoint", "inspect", str(odd)))
-    assert f"{BOLD}{SHOWN[0]}.npz" in text.replace("\n", "")
+    assert f"{BOLD}{SHOWN[0]}.npz" in re.sub(r"\s", "", text)  # the column folds what is longer
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 from rich.console import Console as RichConsole
-from rich.table import Table
+from rich.table import Column, Table
 
 from dpn_cli import options
 from dpn_cli.commands import one_line_errors
@@ -219,7 +219,7 @@ def _print_inspection(found: dict[str, Any]) -> None:
     size = f"{found['width']} wide, {found['depth']} blocks, MLP {found['mlp']}, {found['heads']} heads"
     attention = "" if found["attn_width"] == found["width"] else f", attention {found['attn_width']} wide"
     parts = [name for name in ("pre_logits", "pre_norm", "fc_norm") if found[name]]
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table = Table(Column(), Column(overflow="fold"), box=None, show_header=False, padding=(0, 2, 0, 0))
     rows = {
         "file": found["source"],
         "format": found["format"],

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console as RichConsole
-from rich.table import Table
+from rich.table import Column, Table
 from typer.core import TyperGroup
 
 from dpn_cli import options
@@ -185,7 +185,7 @@ def predict(
         if as_json:
             print(json.dumps(results, indent=2))
             return
-        table = Table("picture", "class", "probability", box=None, padding=(0, 2, 0, 0))
+        table = Table(Column("picture", overflow="fold"), "class", "probability", box=None, padding=(0, 2, 0, 0))
         for result in results:
             for place, guess in enumerate(result["classes"]):
                 picture = "" if place else cell(result["image"])
