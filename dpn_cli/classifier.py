@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dpn_cli import kinds
 from dpn_cli.backbone import Backbone, export_backbone, load_whole
+from dpn_cli.checkpoints import Checkpoint
 from dpn_cli.data.crops import Size, eval_crop
 from dpn_cli.data.pixels import Transform, resize
 from dpn_cli.data.reading import Decoder
@@ -110,6 +111,11 @@ def load_classifier(place: str, image_size: Size | None = None, command: str = "
             described.get("decoder", "pillow"),  # what made the pixels before files said it
         )
     return Classifier(model, imagenet_classes(len(head)), "softmax", resize_for(size), {"classes": "assumed"})
+
+
+def facts_of(source: Checkpoint) -> dict[str, Any]:
+    """Return what a classifier's file tells of its training; nothing for a file of another origin."""
+    return dict(json.loads(source.about[KEY])["facts"]) if KEY in source.about else {}
 
 
 def imagenet_classes(count: int) -> tuple[str, ...]:

@@ -150,6 +150,19 @@ def test_images_of_the_training_are_told_by_content_whatever_they_are_called(
     assert "WARNING: the network was trained on 2 of these 4 images" in " ".join(text.split())
 
 
+def test_a_probe_says_so_too(finished: tuple[Path, Path]) -> None:
+    network, photos = finished
+    asked = ("--data", str(photos), "--val-fraction", "0.5", "--shots", "1")
+    done = run("eval", "fewshot", str(network / "weights.safetensors"), *asked, "--json", "-q")
+    known = json.loads(done.stdout)["trained_on"]
+    assert (known["of"], known["estimated"]) == (15, False)
+    assert 0 < known["images"] < 15
+    sentence = f"the network was trained on {known['images']} of these 15 images"
+    assert sentence in " ".join(done.stderr.split())
+    text = run("eval", "fewshot", str(network / "weights.safetensors"), *asked, "-q")
+    assert f"WARNING: {sentence}" in " ".join(text.stdout.split())
+
+
 def test_data_that_have_changed_are_scored_whole_and_it_is_said(tmp_path: Path) -> None:
     data = folders(tmp_path)
     train(small(data["source"], data=data, **ONCE), tmp_path / "run")

@@ -7,14 +7,17 @@ from typing import Any
 
 from dpn_cli import stopping
 from dpn_cli.backbone import load_backbone
+from dpn_cli.classifier import facts_of
 from dpn_cli.console import Console
 from dpn_cli.data.classified import Part, Source, has_split, hash_order, hold_out, open_split
 from dpn_cli.data.labelled import Labelled, fingerprint
+from dpn_cli.data.trained_on import Known, look_up
 from dpn_cli.distributed import join
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.fewshot import POOL, check_shots, encode, pick, probe
 from dpn_cli.kinds import resolve
 from dpn_cli.recipe import Runtime
+from dpn_cli.sources import open_checkpoint
 from dpn_cli.statistics import PERCENT, summarize
 
 
@@ -41,7 +44,9 @@ def fewshot(
         if world.size > 1:
             raise DpnError("eval fewshot: run on one rank")
         place = resolve(checkpoint, "dpn eval fewshot")
-        model = load_backbone(arch, stem=None, checkpoint=place, image_size=image_size)
+        opened = None if place == "none" else open_checkpoint(place)
+        facts = facts_of(opened) if opened else {}
+        model = load_backbone(arch, stem=None, checkpoint=opened, image_size=image_size)
         console.info(model.report.summary())
         model.to(world.device).eval()
         train, names = open_split(source, "train")
@@ -54,6 +59,9 @@ def fewshot(
         if len(train.labels) > pool:
             train = Part(train, sorted(hash_order(train)[:pool]))
         check_shots("--shots", train.labels, names, max(shots))
+        known = look_up(test, facts.get("trained_on"), world)
+        if warning := known and known.warning():
+            console.warn(warning)
         features = []
         for split in (train, test):
             features.append(encode(model, split, runtime, world.device, batch_size, skip_bad=skip_bad))
@@ -74,6 +82,7 @@ def fewshot(
             "network": checkpoint,
             "data": source.place,
             "fingerprints": {"train": fingerprint(train), "test": fingerprint(test)},
+            "trained_on": known.to_dict() if known else None,
             "classes": len(names),
             "images": {"train": len(y_train), "test": len(y_test)},
             "decoder": source.reading.describe(),
@@ -95,4 +104,6 @@ def describe(result: dict[str, Any]) -> str:
             f"{shots:>3}-shot {entry['mean']:6.2f} % ± {entry['stderr'] or 0:.2f} (95 % {low:.1f} ... {high:.1f}, "
             f"n = {entry['n']} draws)"
         )
+    if result["trained_on"] and (warning := Known(**result["trained_on"]).warning()):
+        lines.append(f"WARNING: {warning}")
     return "\n".join(lines)
