@@ -147,7 +147,10 @@ class HubPictures(Images):
         import datasets
         import pyarrow.compute
 
-        self.rows = rows.cast_column(self.image, datasets.Image(decode=False))
+        self.rows = rows
+        for name, feature in rows.features.items():  # others, too: a row is read with all its columns
+            if name == self.image or isinstance(feature, datasets.Image):
+                self.rows = self.rows.cast_column(name, datasets.Image(decode=False))
         stored = self.rows.data.column(self.image)
         sizes = pyarrow.compute.binary_length(pyarrow.compute.struct_field(stored, "bytes")).to_pylist()
         files = pyarrow.compute.struct_field(stored, "path").to_pylist()
