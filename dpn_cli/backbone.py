@@ -29,6 +29,7 @@ class LoadReport:
     source: str
     format: str
     digest: str = ""
+    network: str = ""
     parameters: int = 0
     renamed: dict[str, str] = field(default_factory=dict)
     resized: list[str] = field(default_factory=list)
@@ -39,7 +40,7 @@ class LoadReport:
 
     def summary(self) -> str:
         """Return the report in one line, names only where there are few."""
-        parts = [f"{self.source} ({self.format}, {self.parameters / 1e6:.2f} M parameters)"]
+        parts = [f"{self.network}: {self.source} ({self.format}, {self.parameters / 1e6:.2f} M parameters)"]
         parts += [f"{len(self.renamed)} arrays renamed"] if self.renamed else []
         lists = {"resized": self.resized, "dropped": self.dropped, "new": self.new, "assumed": self.assumed}
         parts += [f"{label} {shorten(names)}" for label, names in lists.items() if names]
@@ -78,7 +79,7 @@ class Backbone(DPNViT):
 def load_backbone(
     arch: str | None = None,
     *,
-    stem: str | None = "dpn",
+    stem: str | None = None,
     checkpoint: str | Checkpoint | None = None,
     image_size: int | tuple[int, int] | None = 224,
     num_classes: int = 0,
@@ -96,7 +97,7 @@ def load_backbone(
 
     Args:
         arch: ``"SIZE/PATCH"``; may be left out with a checkpoint, which then decides.
-        stem: one of Table 6's; must be the one that the checkpoint has. None takes the checkpoint's.
+        stem: one of Table 6's; must be the one that the checkpoint has. None takes the checkpoint's, dpn from scratch.
         checkpoint: see `open_checkpoint`, or one that is open; None or ``"none"`` starts from scratch.
         image_size: pixels, one number or (height, width); position embeddings are resampled to it. None takes
             the checkpoint's own size, and 224 from scratch.
@@ -146,6 +147,7 @@ def load_backbone(
             )
         model = _load(source, config, head, align_corners)
     model.report.parameters = sum(parameter.numel() for parameter in model.parameters())
+    model.report.network = str(model.config)
     model.set_grad_checkpointing(grad_checkpointing)
     return model
 
@@ -201,7 +203,7 @@ def _check_stem_agrees(source: Checkpoint, stem: Stem) -> None:
     retrofit = "'dpn checkpoint retrofit' for a start of training from this one; " if source.stem == "none" else ""
     raise DpnError(
         f"--stem {stem}: {source.source} has stem {source.stem!r} and its norms cannot be guessed. "
-        f"Ways out: --stem {source.stem} to use this network as it is; --checkpoint with weights that were trained "
+        f"Ways out: leave --stem out to use this network as it is; --checkpoint with weights that were trained "
         f"with stem {stem!r}; {retrofit if stem == 'dpn' else ''}--checkpoint none to train from scratch"
     )
 

@@ -46,7 +46,7 @@ StemOption = Annotated[
     str | None,
     typer.Option(
         "--stem",
-        help=f"Patch stem: {', '.join(STEMS)}. \\[default: dpn]",
+        help=f"Patch stem: {', '.join(STEMS)}. \\[default: the checkpoint's; dpn from scratch]",
         autocompletion=_complete_stem,
         rich_help_panel=MODEL,
         show_default=False,
@@ -66,7 +66,8 @@ ImageSize = Annotated[
     str | None,
     typer.Option(
         "--image-size",
-        help="Input size in pixels, N or HxW, a multiple of the patch. \\[default: 224]",
+        help="Input size in pixels, N or HxW, a multiple of the patch. \\[default: 384 in highres, 512 in segment, 224 "
+        "in vtab and pretrain, else the checkpoint's own]",
         rich_help_panel=MODEL,
         show_default=False,
     ),

@@ -73,7 +73,7 @@ class Backbone(Section):
     """Which ViT, and where its weights come from."""
 
     arch: str | None = None
-    stem: Stem = "dpn"
+    stem: Stem | None = None
     checkpoint: str | None = None
     image_size: Pixels | None = None
     pool: Pool | None = None

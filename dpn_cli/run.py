@@ -15,17 +15,37 @@ from dpn_cli.console import Console
 from dpn_cli.distributed import World, from_leader, join, lost_rank
 from dpn_cli.errors import DpnError, StoppedError
 from dpn_cli.files import claimed
+from dpn_cli.inferred import config_of
 from dpn_cli.recipe import Backbone, Section
 from dpn_cli.runstate import RunFolder
+from dpn_cli.sources import open_checkpoint
 
 Result = dict[str, Any]
 RecipeT = TypeVar("RecipeT", bound=Section)
+BackboneT = TypeVar("BackboneT", bound=Backbone)
 
 
-def run_name(backbone: Backbone, stems: str) -> str:
+def run_name(backbone: Backbone, stems: str | None = None) -> str:
     """Return ARCH-STEM, what a run's folder is called; the weights' name stands for an unsaid arch, and may end so."""
+    stems = stems or backbone.stem
     arch = (backbone.arch or Path(backbone.checkpoint or "scratch").stem).replace("/", "-")
     return f"{arch.removesuffix(f'-{stems}')}-{stems}"
+
+
+def with_own_stem(backbone: BackboneT, console: Console) -> BackboneT:
+    """Return a recipe's backbone with the stem that it leaves out: its checkpoint's, or dpn from scratch.
+
+    Says which network the checkpoint is. Raises as `open_checkpoint` and `config_of` do.
+    """
+    place = backbone.checkpoint or "none"
+    if backbone.stem is not None:
+        return backbone
+    if place == "none" or "{stem}" in place:
+        return backbone.model_copy(update={"stem": "dpn"})
+    source = open_checkpoint(place)
+    config = config_of(source, backbone.arch, backbone.pool, backbone.image_size)
+    console.info(f"{source.source}: {config}; its stem is used, since --stem was left out")
+    return backbone.model_copy(update={"stem": config.stem})
 
 
 def run_in_folder(

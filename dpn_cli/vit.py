@@ -15,7 +15,7 @@ from timm.layers import Attention, DropPath, Mlp
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from dpn_cli.arch import Pool, Size, Stem, check_image_size
+from dpn_cli.arch import Pool, Size, Stem, check_image_size, size_name
 from dpn_cli.stem import Affine, PatchStem, stem_norm
 
 # JAX divides by this so that a normal truncated at two sigma keeps its standard deviation.
@@ -47,6 +47,14 @@ class ViTConfig:
     def grid(self) -> tuple[int, int]:
         """Patches per column and row (h, w)."""
         return self.image_size[0] // self.patch[0], self.image_size[1] // self.patch[1]
+
+    @property
+    def arch(self) -> str:
+        """The network's name as ``--arch`` takes it: ``"B/32"``; other trunks are described."""
+        return f"{size_name(self.size) or self.size}/{self.patch[0]}"
+
+    def __str__(self) -> str:
+        return f"{self.arch}, stem {self.stem}, {self.image_size[0]}x{self.image_size[1]} px"
 
 
 class DPNViT(VisionTransformer):

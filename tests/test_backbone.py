@@ -208,8 +208,8 @@ def test_inputs_are_normalised_with_the_checkpoints_own_range() -> None:
         ({"arch": "B/32", "stem": "dnp"}, "did you mean 'dpn'"),
         ({"arch": "B/32", "image_size": 100}, "nearest size that fits is 96x96"),
         ({}, "--arch is needed"),
-        ({"checkpoint": DPN, "image_size": 32, "stem": "none"}, "Ways out: --stem dpn"),
-        ({"checkpoint": PLAIN, "image_size": 32}, "has stem 'none'.*Ways out.*--checkpoint none"),
+        ({"checkpoint": DPN, "image_size": 32, "stem": "none"}, "Ways out: leave --stem out"),
+        ({"checkpoint": PLAIN, "image_size": 32, "stem": "dpn"}, "has stem 'none'.*Ways out.*--checkpoint none"),
         ({"checkpoint": DPN, "arch": "S/16", "image_size": 32}, "--arch S/16: .* is Size.*/8; leave --arch out"),
         (
             {"checkpoint": DPN, "image_size": 32, "num_classes": 7, "head": "load"},
@@ -247,7 +247,8 @@ def test_one_norm_missing_is_another_stem_not_a_guess(tmp_path: Path) -> None:
         arrays.pop(f"ln0/{leaf}")
     np.savez(tmp_path / "post.npz", **arrays)
     with pytest.raises(DpnError, match="has stem 'post'"):
-        load_backbone(checkpoint=str(tmp_path / "post.npz"), image_size=32)
+        load_backbone(checkpoint=str(tmp_path / "post.npz"), stem="dpn", image_size=32)
+    assert load_backbone(checkpoint=str(tmp_path / "post.npz"), image_size=32).config.stem == "post"
 
 
 class Bomb:

@@ -219,20 +219,21 @@ def test_print_config_shows_what_would_run() -> None:
     assert (shown["runtime"]["compile"], shown["batch_size"], shown["data"]["source"]) == (True, 64, "x")
 
 
+PLAIN = str(GOLDENS / "vit_tok_repsize.params.npz")
 WRONG = [
     (["--arch", "B/31"], 2, "the patch 31x31 does not divide it"),
     (["--arch", "b/32"], 2, "use SIZE/PATCH"),
     (
         ["--stem", "dnp"],
         2,
-        "one of none, pre, post, post_posemb, dpn, dpn_no_affine, affine_only, rms (got 'dnp'); did you mean 'dpn'?",
+        "post_posemb, dpn, dpn_no_affine, affine_only, rms, or null (got 'dnp'); did you mean 'dpn'?",
     ),
     (["--tasks", "svnh"], 2, "choose from all, natural"),
     (["--set", "optim.lrr=1"], 2, "optim.lrr: unknown key"),
     (["--arch", "B/32", "--data", "nowhere"], 2, "no weights were given. Ways out"),
     (["--checkpoint", "none", "--data", "nowhere", "--arch", "mu/8"], 3, "no such folder"),
     (["--checkpoint", "missing.npz", "--data", "demo", "--arch", "mu/8"], 3, "no such file"),
-    (["--checkpoint", str(GOLDENS / "vit_tok_repsize.params.npz"), "--image-size", "32"], 2, "has stem 'none'"),
+    (["--checkpoint", PLAIN, "--stem", "dpn", "--image-size", "32"], 2, "has stem 'none'"),
     (["--checkpoint", "hf-hub:nobody/nothing"], 3, "not in the local cache"),
     (["--data", "hf:nobody/nothing", "--checkpoint", "none", "--arch", "mu/8"], 3, "not loaded"),
     (["--device", "cuda:7"], 2, "this machine has cpu"),

@@ -38,7 +38,7 @@ def _settle(built: lit_recipe.LitRecipe, console: Console) -> lit_recipe.LitReci
     settled = lit_recipe.settle(built)
     if settled.backbone.checkpoint is not None:
         return settled
-    return lit_recipe.settle(built, demo_tower(built.backbone.stem, console))
+    return lit_recipe.settle(built, demo_tower(built.backbone.stem or "dpn", console))
 
 
 @app.command(epilog="Example: dpn lit train --checkpoint B-32-dpn.npz --data pairs.csv -b 4096 --steps 5000")

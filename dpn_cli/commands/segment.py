@@ -124,7 +124,7 @@ def _settle(built: segment_recipe.SegmentRecipe, console: Console) -> segment_re
     settled = segment_recipe.settle(built)
     if settled.backbone.checkpoint is not None:
         return settled
-    return segment_recipe.settle(built, demo_tower(built.backbone.stem, console))
+    return segment_recipe.settle(built, demo_tower(built.backbone.stem or "dpn", console))
 
 
 def _train(name: str, given: Mapping[str, Any]) -> None:

@@ -60,7 +60,7 @@ def start(
     Raises `DpnError` and its kin, each with the exit code of its cause.
     """
     kind = f"{task}_demo" if recipe.demo else folder or task
-    path = output_dir or Path("runs") / kind / run_name(recipe.backbone, recipe.backbone.stem)
+    path = output_dir or Path("runs") / kind / run_name(recipe.backbone)
 
     def run(begun: RecipeT, opened: RunFolder, world: World) -> dict[str, Any]:
         data = open_data(begun)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from dpn_cli import distributed, engine
-from dpn_cli.arch import size_name
 from dpn_cli.backbone import Backbone, load_backbone
 from dpn_cli.classifier import WEIGHTS, Classifier, load_classifier, predict, save_classifier
 from dpn_cli.console import Console
@@ -203,7 +202,7 @@ class _Training:
             model.load_state_dict(evaluated_weights(best[0]))
         config = model.config
         self.classifier.facts = {
-            "arch": f"{size_name(config.size) or config.size}/{config.patch[0]}",
+            "arch": config.arch,
             "parameters": model.report.parameters,
             "minival_top1": best[1]["best"] if best else done.metrics.get("accuracy"),
             "best_step": best[1]["step"] if best else recipe.schedule.steps,

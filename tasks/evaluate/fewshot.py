@@ -86,6 +86,8 @@ def fewshot(
             "classes": len(names),
             "images": {"train": len(y_train), "test": len(y_test)},
             "decoder": source.reading.describe(),
+            "arch": model.config.arch,
+            "stem": model.config.stem,
             "image_size": list(model.config.image_size),
             "accuracy": {
                 str(shot): {"seeds": list(by_seed), **summarize(list(by_seed.values()), PERCENT).to_dict()}

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dpn_cli.console import Console
+from dpn_cli.run import with_own_stem
 from dpn_cli.supervised import command
 from tasks.highres.recipe import HighresRecipe
 
@@ -24,6 +25,7 @@ def start(
     """
     if recipe.demo:
         console.info(DEMO_NOTE)
+    recipe = recipe.model_copy(update={"backbone": with_own_stem(recipe.backbone, console)})
     return command.start(
         recipe, "highres", output_dir, resume=resume, overwrite=overwrite, dry_run=dry_run, console=console
     )

@@ -36,13 +36,13 @@ def settle(recipe: HighresRecipe) -> HighresRecipe:
     if backbone.arch:
         patch = parse_arch(backbone.arch)[1]
         check_image_size(backbone.image_size or 384, (patch, patch))
-    found = find_weights(backbone.arch, (backbone.stem,))
+    found = find_weights(backbone.arch, (backbone.stem or "dpn",))
     checkpoint = backbone.checkpoint or found or ("none" if recipe.demo else None)
     if checkpoint is None:
-        name = f"{(backbone.arch or 'ARCH').replace('/', '-')}-{backbone.stem}.safetensors"
+        name = f"{(backbone.arch or 'ARCH').replace('/', '-')}-{backbone.stem or 'dpn'}.safetensors"
         raise DpnError(
             "--checkpoint: fine-tuning starts from a trained network and no weights were given. Ways out: "
-            "--checkpoint FILE ('dpn checkpoint inspect' says what is read); --stem none --checkpoint "
+            "--checkpoint FILE ('dpn checkpoint inspect' says what is read); --checkpoint "
             f"timm:vit_base_patch32_224.augreg_in1k; put {name} into {home() / 'weights'}; --checkpoint none to train "
             "from scratch; --data demo to look around"
         )

@@ -14,7 +14,7 @@ from dpn_cli.console import Console
 from dpn_cli.data.pixels import resize
 from dpn_cli.distributed import World, join
 from dpn_cli.memory import MicroBatch
-from dpn_cli.run import run_in_folder, run_name
+from dpn_cli.run import run_in_folder, run_name, with_own_stem
 from tasks.lit.batches import cached_batches, tokenize
 from tasks.lit.cache import BATCH, cached_features
 from tasks.lit.captions import Subset
@@ -39,10 +39,10 @@ def start(
 
     Raises `DpnError` and its kin, each with the exit code of its cause.
     """
-    name = run_name(recipe.backbone, recipe.backbone.stem)
-    path = output_dir or Path("runs") / ("lit_demo" if recipe.demo else "lit") / name
     if recipe.demo:
         console.info(DEMO_NOTE)
+    recipe = recipe.model_copy(update={"backbone": with_own_stem(recipe.backbone, console)})
+    path = output_dir or Path("runs") / ("lit_demo" if recipe.demo else "lit") / run_name(recipe.backbone)
     return run_in_folder(
         recipe,
         recipe.runtime.device,
@@ -121,9 +121,11 @@ def _dry_run(recipe: LitRecipe, world: World, console: Console) -> None:
 def describe(result: dict[str, Any]) -> str:
     """Return a training's result as a few lines for a person."""
     left_out = sum(result["left_out"].values())
+    height, width = result["image_size"]
     lines = [
-        f"{result['arch']} stem {result['stem']}, text tower {result['text']['size']}, {result['tokenizer']['name']}, "
-        f"loss {result['loss']} {result['train_loss']:.4g}, temperature {result['temperature']:.3g}",
+        f"{result['arch']} stem {result['stem']} at {height}x{width}, text tower {result['text']['size']}, "
+        f"{result['tokenizer']['name']}, loss {result['loss']} {result['train_loss']:.4g}, "
+        f"temperature {result['temperature']:.3g}",
         f"{result['steps']} steps of {result['batch_size']} on {result['pairs']['images']} images with "
         f"{result['pairs']['captions']} captions ({left_out} left out, {result['cut']} captions cut)",
         "held out: " + describe_retrieval(result["retrieval"]),

@@ -29,6 +29,9 @@ from dpn_cli.recipe import (
 )
 from dpn_cli.supervised.recipe import last_given, layered
 
+# Input sizes of a tower from scratch: of real pictures, and of the built-in scenes.
+SCRATCH_PIXELS = {False: 224, True: 64}
+
 
 class Data(Pictures):
     """Where the captioned images are; `images` is the folder that their names are relative to."""
@@ -111,22 +114,24 @@ def settle(recipe: LitRecipe, demo_checkpoint: str | None = None) -> LitRecipe:
         raise DpnError(
             "--skip-bad-images with --no-cache: only the cache knows which images are readable before training"
         )
-    if backbone.arch:
-        patch = parse_arch(backbone.arch)[1]
-        check_image_size(backbone.image_size or 224, (patch, patch))
-    checkpoint = backbone.checkpoint or find_weights(backbone.arch, (backbone.stem,))
+    checkpoint = backbone.checkpoint or find_weights(backbone.arch, (backbone.stem or "dpn",))
     if checkpoint is None and recipe.demo:
         checkpoint = "none" if backbone.arch else demo_checkpoint
     if checkpoint is None and not recipe.demo:
-        name = f"{(backbone.arch or 'ARCH').replace('/', '-')}-{backbone.stem}.safetensors"
+        name = f"{(backbone.arch or 'ARCH').replace('/', '-')}-{backbone.stem or 'dpn'}.safetensors"
         raise DpnError(
             "--checkpoint: LiT needs a trained image tower and no weights were given. Ways out: --checkpoint FILE "
-            "('dpn checkpoint inspect' says what is read); --stem none --checkpoint "
+            "('dpn checkpoint inspect' says what is read); --checkpoint "
             f"timm:vit_base_patch32_224.augreg_in21k; put {name} into {home() / 'weights'}; --data demo to look around"
         )
     if checkpoint == "none" and not backbone.arch:
         raise DpnError("--arch is needed for an image tower from scratch; with --checkpoint it is inferred")
-    return recipe.model_copy(update={"backbone": backbone.model_copy(update={"checkpoint": checkpoint})})
+    pixels = backbone.image_size or (SCRATCH_PIXELS[recipe.demo] if checkpoint == "none" else None)
+    if backbone.arch and pixels:
+        patch = parse_arch(backbone.arch)[1]
+        check_image_size(pixels, (patch, patch))
+    settled = backbone.model_copy(update={"checkpoint": checkpoint, "image_size": pixels})
+    return recipe.model_copy(update={"backbone": settled})
 
 
 def in_steps(recipe: LitRecipe, images: int, say: Say = unsaid) -> LitRecipe:

@@ -61,7 +61,7 @@ def load_tower(recipe: LitRecipe, world: World) -> Backbone:
         section.arch,
         stem=section.stem,
         checkpoint=section.checkpoint and resolve(section.checkpoint, "dpn lit train"),
-        image_size=section.image_size or 224,
+        image_size=section.image_size,
         pool=section.pool,
         pre_logits=section.pre_logits,
         seed=recipe.seed,
@@ -112,6 +112,7 @@ def run(recipe: LitRecipe, folder: RunFolder, world: World, console: Console) ->
         "task": "lit",
         "arch": towers.facts["arch"],
         "stem": recipe.backbone.stem,
+        "image_size": list(towers.image.config.image_size),
         "text": {"size": size_name(towers.text.size), "context": tokenizer.context},
         "tokenizer": tokenizer.to_dict(),
         "loss": recipe.loss,
@@ -250,7 +251,7 @@ def _train(
     config = tower.config
     left_out = {"without_text_or_file": data.dropped, "unreadable": len(data.captions) - len(good)}
     trained = {
-        "arch": f"{size_name(config.size) or config.size}/{config.patch[0]}",
+        "arch": config.arch,
         "pairs": {"images": len(good), "captions": texts.count(good)},
         "left_out": left_out,
         "cut": texts.cut,

@@ -14,7 +14,7 @@ from dpn_cli.data.classified import ClassData, open_tuning_data
 from dpn_cli.distributed import World, barrier, from_leader
 from dpn_cli.errors import NonFiniteError
 from dpn_cli.files import replace_json
-from dpn_cli.run import open_folder
+from dpn_cli.run import open_folder, with_own_stem
 from dpn_cli.runstate import RunFolder
 from dpn_cli.supervised import command
 from dpn_cli.supervised.recipe import SupervisedRecipe, in_steps
@@ -38,6 +38,7 @@ def start(
     """
     if recipe.demo:
         console.info(DEMO_NOTE)
+    recipe = recipe.model_copy(update={"backbone": with_own_stem(recipe.backbone, console)})
     differing = differences(recipe)
     if differing:
         console.info(f"differs from Appendix C, whose value follows in brackets: {'; '.join(differing)}")

@@ -7,7 +7,7 @@ from typing import Any
 
 from dpn_cli.console import Console
 from dpn_cli.distributed import World
-from dpn_cli.run import run_in_folder, run_name
+from dpn_cli.run import run_in_folder, run_name, with_own_stem
 from tasks.segment.recipe import SegmentRecipe, in_steps
 from tasks.segment.segmenter import WEIGHTS
 from tasks.segment.train import DEMO_NOTE, describe_length, measure_step, open_data, run
@@ -20,7 +20,8 @@ def start(
 
     Raises `DpnError` and its kin, each with the exit code of its cause.
     """
-    name = run_name(recipe.backbone, recipe.backbone.stem)
+    recipe = recipe.model_copy(update={"backbone": with_own_stem(recipe.backbone, console)})
+    name = run_name(recipe.backbone)
     task = "segment_demo" if recipe.demo else f"segment_{recipe.data.dataset}"
     share = f"-{recipe.data.fraction:g}" if recipe.data.fraction < 1 else ""
     if recipe.demo:

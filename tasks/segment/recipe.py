@@ -174,15 +174,15 @@ def settle(recipe: SegmentRecipe, demo_checkpoint: str | None = None) -> Segment
     if backbone.arch:
         patch = parse_arch(backbone.arch)[1]
         check_image_size(backbone.image_size or 512, (patch, patch))
-    found = find_weights(backbone.arch, (backbone.stem,))
+    found = find_weights(backbone.arch, (backbone.stem or "dpn",))
     checkpoint = backbone.checkpoint or found
     if checkpoint is None and recipe.demo:
         checkpoint = "none" if backbone.arch else demo_checkpoint
     if checkpoint is None and not recipe.demo:
-        name = f"{(backbone.arch or 'ARCH').replace('/', '-')}-{backbone.stem}.safetensors"
+        name = f"{(backbone.arch or 'ARCH').replace('/', '-')}-{backbone.stem or 'dpn'}.safetensors"
         raise DpnError(
             "--checkpoint: segmentation starts from a pre-trained network and no weights were given. Ways out: "
-            "--checkpoint FILE ('dpn checkpoint inspect' says what is read); --stem none --checkpoint "
+            "--checkpoint FILE ('dpn checkpoint inspect' says what is read); --checkpoint "
             f"timm:vit_base_patch16_224.augreg_in1k; put {name} into {home() / 'weights'}; --checkpoint none for "
             "from scratch; --data demo to look around"
         )

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from dpn_cli import kinds
-from dpn_cli.arch import size_name
 from dpn_cli.backbone import export_backbone, load_whole
 from dpn_cli.errors import DataError
 from dpn_cli.kinds import WEIGHTS as WEIGHTS
@@ -42,7 +41,7 @@ class Segmenter:
     def arch(self) -> str:
         """The network's size and patch."""
         config = self.network.vit.config
-        return f"{size_name(config.size) or config.size}/{config.patch[0]}"
+        return config.arch
 
     def plan(self, evaluation: Evaluation | None = None) -> Plan:
         """Return how images are seen; the stride is two thirds of the window unless it is given (341 for 512)."""

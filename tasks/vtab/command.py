@@ -9,7 +9,7 @@ from typing import Any
 from dpn_cli import engine
 from dpn_cli.console import Console
 from dpn_cli.distributed import World, from_leader
-from dpn_cli.run import run_in_folder, run_name
+from dpn_cli.run import run_in_folder, run_name, with_own_stem
 from dpn_cli.runstate import Checkpoints
 from tasks.vtab.bench import Bench
 from tasks.vtab.cells import Cell
@@ -29,6 +29,8 @@ def start(
     """
     if recipe.demo:
         console.info(DEMO_NOTE)
+    if not recipe.compare:
+        recipe = recipe.model_copy(update={"backbone": with_own_stem(recipe.backbone, console)})
     return run_in_folder(
         recipe,
         recipe.runtime.device,

@@ -94,7 +94,7 @@ class VtabRecipe(Section):
     @property
     def stems(self) -> tuple[Stem, ...]:
         """The stems to run, one after another."""
-        return self.compare or (self.backbone.stem,)
+        return self.compare or (self.backbone.stem or "dpn",)
 
     @property
     def demo(self) -> bool:
@@ -148,6 +148,6 @@ def _no_weights(arch: str | None, stems: tuple[Stem, ...]) -> str:
     return (
         "--checkpoint: VTAB measures pre-trained networks and no weights were given. Ways out: --checkpoint FILE "
         "(big_vision .npz, timm or dpn .safetensors; write {stem} in the name with --compare); "
-        "--stem none --checkpoint timm:vit_base_patch32_224.augreg_in1k; "
+        "--checkpoint timm:vit_base_patch32_224.augreg_in1k; "
         f"put {wanted} into {home() / 'weights'}; --checkpoint none to train from scratch; --data demo to look around"
     )

@@ -11,7 +11,7 @@ from statistics import fmean
 import numpy as np
 
 from dpn_cli import distributed, engine
-from dpn_cli.arch import Stem, size_name
+from dpn_cli.arch import Stem
 from dpn_cli.backbone import export_backbone
 from dpn_cli.console import Console
 from dpn_cli.distributed import World
@@ -81,8 +81,7 @@ def _check_network(
             "of weights until its learning rate is chosen; free some space or pass another -o"
         )
     if world.leads:
-        arch = f"{size_name(config.size) or config.size}/{config.patch[0]}"
-        folder.update(arch=arch, **{f"backbone_{stem}": report.to_dict()})
+        folder.update(arch=config.arch, **{f"backbone_{stem}": report.to_dict()})
 
 
 def timing(folder: RunFolder) -> Json:
