@@ -91,7 +91,8 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> str:
 
 def replace_text(path: Path, text: str) -> None:
     """Put `text` in the place of a file's content, atomically. Raises `SaveError`."""
-    replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    # Bytes of a name that are no UTF-8 become escapes, which JSON and YAML read as they were.
+    replace_file(path, lambda temporary: temporary.write_text(text, "utf-8", "backslashreplace"))
 
 
 def replace_json(path: Path, value: object) -> None:

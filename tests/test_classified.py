@@ -15,6 +15,7 @@ from timm.data import ImageNetInfo
 from dpn_cli.data.classified import (
     ClassData,
     ClassFolders,
+    Part,
     Source,
     _minival_size,
     describe_imagenet,
@@ -23,6 +24,7 @@ from dpn_cli.data.classified import (
     open_class_data,
     open_split,
 )
+from dpn_cli.data.labelled import fingerprint
 from dpn_cli.data.shards import Shards, expand
 from dpn_cli.errors import DataError
 
@@ -55,7 +57,51 @@ def test_the_splits_are_a_rule_and_not_a_draw(tmp_path: Path) -> None:
     root.rename(moved)
     again = open_class_data(Source(str(moved), val_fraction=0.25), None)
     assert {Path(w).name for w in places[2]} == {Path(again.val.where(i)).name for i in range(10)}
-    assert hash_order(ClassFolders(moved))[:3] == hash_order(ClassFolders(moved))[:3]
+
+
+# Six names by their SHA-256, as sha256sum gives it: 0ab4, 4b61, 5844, 6172, 6b7d, 827d.
+ORDER = [f"class{name}.jpg" for name in ("1/000", "1/002", "0/001", "0/002", "1/001", "0/000")]
+
+
+def test_the_order_of_the_hashes_is_that_of_the_names_and_of_nothing_else(tmp_path: Path) -> None:
+    split = ClassFolders(pictures(tmp_path / "here", classes=2, each=3))
+    assert [split.key(row) for row in hash_order(split)] == ORDER
+    backwards = Part(split, range(5, -1, -1))
+    assert [backwards.key(row) for row in hash_order(backwards)] == ORDER
+    (tmp_path / "here").rename(tmp_path / "there")
+    moved = ClassFolders(tmp_path / "there")
+    for path in moved.paths:
+        path.write_bytes(b"another content")
+    assert [moved.key(row) for row in hash_order(moved)] == ORDER
+
+
+def test_labels_and_their_order_are_in_a_fingerprint(tmp_path: Path) -> None:
+    pictures(tmp_path, classes=2, each=2)
+    split = ClassFolders(tmp_path)
+    split.sizes = [700] * 4
+    whole = fingerprint(split)
+    for labels in ([1, 1, 0, 0], [0, 1, 0, 1], [0, 0, 1, 2]):
+        split.labels = labels
+        assert fingerprint(split) != whole
+    split.labels = [0, 0, 1, 1]
+    assert fingerprint(split) == whole
+    split.sizes = [700, 700, 700, 701]
+    assert fingerprint(split) != whole
+
+
+def test_members_of_one_name_in_two_folders_of_a_shard_are_two(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "two.tar", "w") as archive:
+        for number, place in enumerate(("a/1", "b/1", "b/c/1")):
+            buffer = io.BytesIO()
+            Image.new("RGB", (20, 10), (number * 20, 0, 0)).save(buffer, "PNG")
+            for name, content in ((f"{place}.png", buffer.getvalue()), (f"{place}.cls", str(number).encode())):
+                info = tarfile.TarInfo(name)
+                info.size = len(content)
+                archive.addfile(info, io.BytesIO(content))
+    split, _ = open_split(Source(f"wds:{tmp_path / 'two.tar'}"), "train")
+    assert [split.key(row) for row in range(3)] == ["two.tar/a/1.png", "two.tar/b/1.png", "two.tar/b/c/1.png"]
+    assert list(split.labels) == [0, 1, 2]
+    assert [int(split.pixels(row)[0, 0, 0]) for row in range(3)] == [0, 20, 40]
 
 
 def test_a_class_of_one_image_stays_in_training(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import socket
 import struct
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +31,26 @@ BOTH: tuple[Decoder, Decoder] = ("exact", "pillow")
 USUAL = Reading()
 
 
-@pytest.fixture(autouse=True)
-def _time_limit() -> Iterator[None]:
-    """End a test that waits for a FIFO after ten seconds, instead of never."""
+@contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    """End a block that waits for a FIFO, instead of never."""
 
     def give_up(number: int, frame: object) -> None:
         raise TimeoutError("the test hangs")
 
     before = signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(10)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(autouse=True)
+def _limited() -> Iterator[None]:
+    with time_limit(30):
+        yield
 
 
 def recorded(golden: Callable[[str], Arrays], number: int) -> tuple[bytes, Any, Any]:

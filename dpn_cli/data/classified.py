@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from dpn_cli.data.labelled import HubSplit, Images, Labelled, SceneSplit
+from dpn_cli.data.labelled import MOST_CLASSES, HubSplit, Images, Labelled, SceneSplit, number_names
 from dpn_cli.data.pack import Packed, is_pack, read_manifest
 from dpn_cli.data.reading import SUFFIXES, USUAL, Reading, find_files, open_image
 from dpn_cli.data.scenes import LABELS
@@ -216,15 +216,28 @@ def has_split(source: Source, split: str) -> bool:
 def open_split(source: Source, split: str, *, unlabelled: bool = False) -> tuple[Labelled, tuple[str, ...]]:
     """Open a split of a data set; returns it with the names of its classes.
 
-    Raises `DataError`, also for withheld labels (-1, as many hub data sets have in their test split) unless
-    `unlabelled` allows them.
+    Raises `DataError`, also when there are not at least two classes, or too many for a network, and for withheld
+    labels (-1, as many hub data sets have in their test split); `unlabelled` allows all of this, to store the images.
     """
     place = source.val_place if split == "val" and source.val_place else source.place
     found, classes = _open(source, place, split)
     found.reading = source.reading
-    if not unlabelled and min(found.labels, default=0) < 0:
-        raise DataError(f"--data {place}: its {split} images have labels of -1, which is none; choose another split")
+    if not unlabelled:
+        _check_labels(place, split, found.labels, classes)
     return found, classes
+
+
+def _check_labels(place: str, split: str, labels: Sequence[int], classes: Sequence[str]) -> None:
+    if min(labels, default=0) < 0:
+        raise DataError(f"--data {place}: its {split} images have labels of -1, which is none; choose another split")
+    if len(classes) < 2:
+        only = f"one class ({classes[0]})" if classes else "no classes"
+        raise DataError(
+            f"--data {place}: {only}, where two are the least that can be told apart; pictures go into one folder per "
+            "class: name the folder that holds these"
+        )
+    if len(classes) > MOST_CLASSES:
+        raise DataError(f"--data {place}: {len(classes)} classes; a network has at most {MOST_CLASSES}")
 
 
 def _open(source: Source, place: str, split: str) -> tuple[Labelled, tuple[str, ...]]:
@@ -238,7 +251,7 @@ def _open(source: Source, place: str, split: str) -> tuple[Labelled, tuple[str, 
         found = hub_split(place, split)
         name, config = hub_name(place)
         hub = HubSplit(name, config, found or split, source.image_column, source.label_column, alone=True)
-        return hub, hub.classes or tuple(map(str, range(1 + max(hub.labels))))
+        return hub, hub.classes or number_names(hub, place)
     root = Path(place).expanduser()
     if not root.is_dir():
         raise DataError(

@@ -17,6 +17,9 @@ from dpn_cli.data.reading import FAILURES, USUAL, Pixels, Reading, decode, file_
 from dpn_cli.errors import DataError, PictureError
 from dpn_cli.hub import offline
 
+# Classes of a network at most: a table of all confusions of more takes 8 GB.
+MOST_CLASSES = 2**15
+
 
 class Labelled(Protocol):
     """Labelled images, decoded one at a time, as `reading` says."""
@@ -54,6 +57,18 @@ def fingerprint(split: Labelled) -> str:
     """
     rows = zip(split.labels, split.sizes, strict=True)
     return hashlib.sha256("\n".join(f"{label} {size}" for label, size in rows).encode()).hexdigest()[:16]
+
+
+def number_names(split: Labelled, place: str) -> tuple[str, ...]:
+    """Return the class numbers 0, 1, ... of a split as names, for data sets that name no classes.
+
+    Raises `DataError`, naming the image, for a class number that is too large for one.
+    """
+    largest = max(split.labels)
+    if largest >= MOST_CLASSES:
+        where = split.where(list(split.labels).index(largest))
+        raise DataError(f"--data {place}: {where} has the class number {largest}; they go from 0 to {MOST_CLASSES - 1}")
+    return tuple(map(str, range(1 + largest)))
 
 
 def rows_to_check(split: Labelled, most: int) -> list[int]:

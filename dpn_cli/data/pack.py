@@ -73,7 +73,8 @@ def pack(
     manifest = _begin(out, described)
     for name, (split, order) in splits.items():
         (out / name).mkdir(parents=True, exist_ok=True)
-        (out / name / "classnames.txt").write_text("".join(f"{line}\n" for line in classes), encoding="utf-8")
+        names = "".join(f"{line}\n" for line in classes)
+        (out / name / "classnames.txt").write_text(names, "utf-8", "surrogateescape")
         done: dict[str, Json] = manifest["splits"].setdefault(name, {})
         starts = range(0, len(order), SHARD_IMAGES)
         jobs = {f"{number:06d}": order[start : start + SHARD_IMAGES] for number, start in enumerate(starts)}

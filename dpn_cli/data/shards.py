@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 
 from PIL import Image
 
-from dpn_cli.data.labelled import Images
+from dpn_cli.data.labelled import Images, number_names
 from dpn_cli.data.reading import SUFFIXES, open_image
 from dpn_cli.errors import DataError
 
@@ -21,21 +21,29 @@ from dpn_cli.errors import DataError
 def expand(pattern: str) -> list[Path]:
     """Return the files of ``shards/train-{000..009}.tar``, ``{a,b}.tar`` or ``*.tar``.
 
-    Raises `DataError` when none of them is there, or one that the pattern names is missing.
+    Raises `DataError` when none of them is there, one that the pattern names is missing, or one is no file.
     """
     if braces := re.search(r"\{([^{}]*)\}", pattern):
         ends = re.fullmatch(r"(\d+)\.\.(\d+)", braces[1])
         words = (
-            [f"{number:0{len(ends[1])}d}" for number in range(int(ends[1]), int(ends[2]) + 1)]
+            (f"{number:0{len(ends[1])}d}" for number in range(int(ends[1]), int(ends[2]) + 1))
             if ends
             else braces[1].split(",")
         )
         parts = (expand(pattern[: braces.start()] + word + pattern[braces.end() :]) for word in words)
         return list(itertools.chain.from_iterable(parts))
     path = Path(pattern).expanduser()
-    found = sorted(path.parent.glob(path.name))
+    if not path.name:
+        raise DataError(f"--data wds:{pattern}: which files? Write wds:shards/train-{{0000..1023}}.tar, or wds:*.tar")
+    try:
+        found = sorted(path.parent.glob(path.name))
+    except ValueError as error:
+        raise DataError(f"--data wds:{pattern}: no pattern of file names ({error})") from error
     if not found:
         raise DataError(f"--data wds:{pattern}: no such file")
+    for shard in found:
+        if not shard.is_file():
+            raise DataError(f"--data wds:{pattern}: {shard} is no file")
     return found
 
 
@@ -101,11 +109,12 @@ class Shards(ShardPictures):
         if not labels:
             raise DataError(f"--data wds:{pattern}: no picture with a .cls beside it")
         listed = self.paths[0].parent / "classnames.txt"
-        count = 1 + max(labels)
-        names = listed.read_text("utf-8").splitlines() if listed.is_file() else [str(i) for i in range(count)]
-        if len(names) < count:
-            raise DataError(f"{listed}: {len(names)} names, and the shards have the classes 0 to {count - 1}")
-        self.classes = tuple(names)
+        if not listed.is_file():
+            self.classes = number_names(self, f"wds:{pattern}")
+            return
+        self.classes = tuple(listed.read_text("utf-8", "surrogateescape").splitlines())
+        if len(self.classes) <= max(labels):
+            raise DataError(f"{listed}: {len(self.classes)} names, and the shards have the classes 0 to {max(labels)}")
 
     def take(self, path: Path, member: Member) -> bool:
         """Note a picture's class."""

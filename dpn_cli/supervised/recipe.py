@@ -91,6 +91,17 @@ class SupervisedRecipe(Section):
             raise ValueError("backbone.checkpoint: {stem} belongs to 'finetune vtab --compare'")
         return self
 
+    @model_validator(mode="after")
+    def _crop_fits(self) -> SupervisedRecipe:
+        size, side = self.backbone.image_size or 384, self.data.eval_resize
+        largest = size if isinstance(size, int) else max(size)
+        if side is not None and side < largest:
+            raise ValueError(
+                f"data.eval_resize: the image size ({largest}) or more, as the centre of that size is cut from what is "
+                f"resized (got {side})"
+            )
+        return self
+
     @property
     def demo(self) -> bool:
         """Whether the data are the built-in scenes."""

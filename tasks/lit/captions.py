@@ -17,7 +17,7 @@ from dpn_cli.data import scenes
 from dpn_cli.data.labelled import HubPictures, Images, SceneSplit
 from dpn_cli.data.reading import open_image
 from dpn_cli.data.shards import Member, ShardPictures
-from dpn_cli.errors import DataError
+from dpn_cli.errors import DataError, PictureError
 
 # Names of caption columns that are understood without being asked for: open_clip's, img2dataset's, Hugging Face's.
 CAPTION_COLUMNS = ("caption", "captions", "text", "title", "sentence", "sentences")
@@ -98,7 +98,9 @@ class Files(Captioned):
         found = sentences(raw, f"{place}: {name}", self.skip_bad)
         status = _status(path)
         if status is None and not self.skip_bad:
-            raise DataError(f"{place}: {path}: no such image; name their folder with --images")
+            if os.path.lexists(path):
+                open_image(path, str(path))  # says what it is instead of a file
+            raise PictureError(f"{place}: {path}: no such image; name their folder with --images")
         if not found or status is None:
             self.dropped += 1
             return

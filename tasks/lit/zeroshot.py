@@ -104,7 +104,8 @@ def class_names(folders: Sequence[str], asked: str | None) -> tuple[list[str], s
     if asked == "imagenet":
         unknown = next(name for name in folders if name not in place)
         raise DataError(f"--class-names imagenet: {unknown!r} is no ImageNet class folder")
-    return [name.replace("_", " ").split(",")[0] for name in folders], "the names of --data's classes"
+    words = [name.encode("utf-8", "replace").decode() for name in folders]  # a folder's bytes may be no UTF-8
+    return [name.replace("_", " ").split(",")[0] for name in words], "the names of --data's classes"
 
 
 def prompts_of(names: Sequence[str], templates: Sequence[str]) -> list[list[str]]:
