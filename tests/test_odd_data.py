@@ -112,6 +112,8 @@ def test_names_that_are_no_utf8_go_through_every_command(tmp_path: Path, monkeyp
     assert Path("report/per_class.csv").read_text("utf-8").splitlines()[1].startswith("caf\\udce9,")
     guessed = run("predict", "run", "photos", "--json", "--device", "cpu")
     assert {"photos/class1/" + CAFE + ".jpg"} < {one["image"] for one in json.loads(guessed.stdout)}
+    printed = run("predict", "run", "photos", "--device", "cpu")
+    assert (printed.exit_code, "caf\\xe9" in printed.stdout) == (0, True)
     assert run("export", "run", "-o", "export").exit_code == 0
     packed = run("data", "pack", "--data", "photos", "-o", "pack", "--size", "20", "-q")
     assert packed.exit_code == 0, packed.output
@@ -154,7 +156,7 @@ def test_masks_of_images_whose_names_are_no_utf8(place: Path, tmp_path: Path, mo
     save_run(odd, "segmenter", "exact")
     assert go("segment eval", odd, tmp_path, monkeypatch).exit_code == 0
     drawn = run("segment", "predict", str(odd / "segmenter"), str(odd / "scenes" / "images" / "validation"), "-o",
-                str(tmp_path / "drawn"), "--json")  # fmt: skip
+                str(tmp_path / "drawn"))  # fmt: skip
     assert drawn.exit_code == 0, drawn.output
     assert (tmp_path / "drawn" / f"{CAFE}.labels.png").is_file()
 
