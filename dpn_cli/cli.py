@@ -30,6 +30,7 @@ class _OneLine(TyperGroup):
         **extra: Any,
     ) -> Any:
         try:
+            _refuse_empty(sys.argv[1:] if args is None else args)
             code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
         except typer.TyperException as error:
             if not standalone_mode:
@@ -41,6 +42,15 @@ class _OneLine(TyperGroup):
         if standalone_mode:
             sys.exit(code or 0)
         return code
+
+
+def _refuse_empty(words: Sequence[str]) -> None:
+    """Raise `typer.BadParameter` for an empty argument: an unset variable must not stand for a default."""
+    for before, word in zip(("dpn", *words), words, strict=False):
+        option, equals, value = word.partition("=")
+        where = option if option.startswith("--") and equals else before
+        if not word or (option.startswith("--") and equals and not value):
+            raise typer.BadParameter(f"nothing after {where} (is a shell variable unset?)")
 
 
 def _told(error: typer.TyperException) -> str:

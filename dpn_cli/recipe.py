@@ -31,6 +31,7 @@ Side = Annotated[int, Field(gt=0, le=MOST_PIXELS)]
 NonNegative = Annotated[float, Field(ge=0)]
 # Pillow's own limit: what it refuses as a decompression bomb.
 MAX_PIXELS = 2 * (1024**3 // 4 // 3)
+EMPTY = "an empty value (is a shell variable unset?); write null for none"
 
 
 def _pixels(value: object) -> object:
@@ -206,6 +207,8 @@ def read_recipe(name: str) -> Plain:
         raise DpnError(f"{name}: {error}") from error
     if not isinstance(plain, dict):
         raise DpnError(f"{name}: a recipe is a mapping of keys to values; see 'dpn recipes show vtab'")
+    if (empty := _empty_in(plain)) is not None:
+        raise DpnError(f"{name}: {empty}: {EMPTY}")
     return plain
 
 
@@ -228,6 +231,16 @@ def _read_text(name: str) -> str:
         ) from error
 
 
+def _empty_in(value: object, key: str = "") -> str | None:
+    """Return the dotted key of an empty text in a value, or None: what is left out in a recipe is null."""
+    if value == "":
+        return key
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return next(
+        (found for name, part in parts if (found := _empty_in(part, f"{key}.{name}".lstrip("."))) is not None), None
+    )
+
+
 def from_flags(flags: Mapping[str, object]) -> Plain:
     """Turn ``{"optim.lr": 0.1, ...}`` into nested form, leaving out flags that were not given (None)."""
     plain: Plain = {}
@@ -247,9 +260,12 @@ def from_settings(settings: Sequence[str]) -> Plain:
         if key.count(".") >= DEEPEST:
             raise DpnError(f"--set {item!r}: no key of a recipe is nested that deep")
         try:
-            _put(plain, key, read_yaml(value))
+            found = read_yaml(value)
         except ValueError as error:
             raise DpnError(f"--set {item!r}: {error}; quote a value that holds : or #") from error
+        if not value or _empty_in(found) is not None:
+            raise DpnError(f"--set {item!r}: {EMPTY}")
+        _put(plain, key, found)
     return plain
 
 

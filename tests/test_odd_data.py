@@ -248,3 +248,26 @@ def test_a_classifier_is_saved_with_names_of_any_bytes(tmp_path: Path) -> None:
     save_classifier(Classifier(model, (CAFE, "b"), "softmax", 36, {}), tmp_path / "w.safetensors")
     guessed = run("predict", str(tmp_path / "w.safetensors"), str(pictures(tmp_path / "p", 1, 1)), "--json")
     assert CAFE in {one["name"] for one in json.loads(guessed.stdout)[0]["classes"]}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_unset_variable_never_stands_for_the_default(
+    name: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for more in (("--data", ""), ("--data=",)):
+        done = go(name, place, tmp_path, monkeypatch, *more)
+        assert done.exit_code == 2, done.output
+        assert "nothing after --data (is a shell variable unset?)" in done.stderr
+    assert go(name, place, tmp_path, monkeypatch, "").exit_code == 2
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_an_empty_value_of_a_recipe_is_refused_and_null_is_none(tmp_path: Path) -> None:
+    print_config = ("finetune", "highres", "--print-config")
+    for setting in ("data.source=", 'data.source=""', "backbone.checkpoint=''"):
+        done = run(*print_config, "--set", setting)
+        assert (done.exit_code, "write null for none" in done.stderr) == (2, True), done.output
+    assert run(*print_config, "--set", "data.source=null").exit_code == 0
+    (tmp_path / "a.yaml").write_text("data:\n  source: ''\n")
+    done = run(*print_config, "-c", str(tmp_path / "a.yaml"))
+    assert (done.exit_code, "a.yaml: data.source: an empty value" in " ".join(done.stderr.split())) == (2, True)
