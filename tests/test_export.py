@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ def classifier_file(path: Path, stem: Stem, pool: Pool, classes: tuple[str, ...]
 def runtime_of(kind: str, path: str) -> Callable[[Tensor], Tensor]:
     """Return the network in the hands of the library that the file is for."""
     if kind == "pt2":
-        return torch.export.load(path).module()
+        with warnings.catch_warnings(action="ignore"):  # torch 2.11 warns of a buffer of its own
+            return torch.export.load(path).module()
     if kind == "onnx":
         import onnxruntime
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,14 +57,16 @@ def export(place: str, folder: Path, kind: Kind) -> dict[str, Any]:
     with torch.no_grad():
         expected = deployed(pixels)
     allowed, difference = ONNX_TOLERANCE if kind == "onnx" else TOLERANCE, 0.0
-    write, read = {"safetensors": _safetensors, "pt2": _pt2, "onnx": _onnx}[kind](
-        classifier, deployed, pixels[: BATCHES[0]]
-    )
+    with _unheard():
+        write, read = {"safetensors": _safetensors, "pt2": _pt2, "onnx": _onnx}[kind](
+            classifier, deployed, pixels[: BATCHES[0]]
+        )
 
     def proven(temporary: Path) -> None:
         nonlocal difference
-        write(temporary)
-        run = read(temporary)
+        with _unheard():
+            write(temporary)
+            run = read(temporary)
         worst = [(_try(run, pixels[:n], folder / FILES[kind]) - expected[:n]).abs().max() for n in BATCHES]
         difference = float(torch.stack(worst).max() / expected.abs().max().clamp(min=1e-30))
         if not difference <= allowed:
@@ -83,6 +88,13 @@ def export(place: str, folder: Path, kind: Kind) -> dict[str, Any]:
 
 
 Outputs = Callable[[Tensor], Tensor]
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """Let torch's exporters warn of, and print, their own workings where nobody reads it: torch 2.11's do both."""
+    with warnings.catch_warnings(action="ignore"), redirect_stdout(io.StringIO()):
+        yield
 
 
 @torch.no_grad()
