@@ -3,7 +3,8 @@
 H = "tests/test_highres.py tests/test_training_wiring.py"
 P = "tests/test_pretrain.py tests/test_pretrain_recipe.py tests/test_pretrain_stages.py"
 V = "tests/test_eval_splits.py tests/test_highres.py"
-TRAIN, SCORING, CLASSIFIER = "dpn_cli/supervised/train.py", "dpn_cli/scoring.py", "dpn_cli/classifier.py"
+TRAIN, CHECK = "dpn_cli/supervised/train.py", "dpn_cli/supervised/check.py"
+SCORING, CLASSIFIER = "dpn_cli/scoring.py", "dpn_cli/classifier.py"
 
 MUTATIONS = [
     (TRAIN, "model.load_state_dict(evaluated_weights(best[0]))", "pass",
@@ -25,9 +26,9 @@ MUTATIONS = [
      "the head's bias is zero", H + " " + P),
     (TRAIN, "blend(target, one_hot(batch[\"other_label\"]), batch[\"mix\"])", "target",
      "mixup's labels are not mixed", H + " " + P),
-    (TRAIN, 'before["classes"] != found["classes"]', "False",
+    (CHECK, 'before["classes"] != found["classes"]', "False",
      "a resumed run takes other classes", H),
-    (TRAIN, 'before["data"] != found["data"]', "False",
+    (CHECK, 'before["data"] != found["data"]', "False",
      "a resumed run takes other images", H + " tests/test_loader.py"),
     (SCORING, "logits.topk(min(5, classes), dim=-1)", "logits.topk(min(4, classes), dim=-1)",
      "top-5 counts four", V),

@@ -70,7 +70,7 @@ MUTATIONS = [
      "a file is renamed before its bytes are on the disk", R),
     (STEM, "b (h w) (p q c)", "b (h w) (c p q)",
      "a patch is flattened channel by channel", V),
-    (STEM, "self.norm(x.float())", "self.norm(x)",
+    (STEM, "self.norm(x.to(full))", "self.norm(x)",
      "the second norm takes its statistics in bfloat16", V),
     (STEM, "elementwise_affine=stem != \"dpn_no_affine\"", "elementwise_affine=True",
      "the stem without scale and bias has them", V),

@@ -45,7 +45,7 @@ MUTATIONS = [
      "a learning rate with a failed seed is chosen", T),
     (CELLS, 'marker["steps"] == steps', "True",
      "a training of another length counts as done", T),
-    (DATA, "every = 1 if split is not data.test else", "every = 1 if split is data.train800 else",
+    (DATA, "TEST_SAMPLE if split is data.test else", "TEST_SAMPLE if split is not data.train800 else",
      "val200 is only sampled before training", T),
     (DATA, "0 <= label < task.classes", "0 <= label <= task.classes",
      "a label one beyond the classes passes", T),
