@@ -43,6 +43,6 @@ MUTATIONS = [
      "the retrofit is measured on the images that it was fitted on", "tests/test_convert.py"),
     (VIT, "align_corners=align_corners, antialias", "align_corners=False, antialias",
      "positions are resampled without aligned corners", "tests/test_vit.py"),
-    ("dpn_cli/backbone.py", 'native or 224, (rows, columns)', "224, (rows, columns)",
+    ("dpn_cli/inferred.py", 'native or 224, (rows, columns)', "224, (rows, columns)",
      "a checkpoint's own image size is ignored", F + " tests/test_convert.py"),
 ]  # fmt: skip
