@@ -335,6 +335,12 @@ def test_one_shard_is_enough_for_two_workers(tmp_path: Path) -> None:
         cached_features(split, want, tmp_path / name, ALONE, QUIET) for name, want in (("a", wanted()), ("b", both))
     )
     assert all(np.array_equal(one, other) for one, other in zip(alone.shards, found.shards, strict=True))
+    contents = [
+        [json.loads(path.read_text())["contents"] for path in sorted((tmp_path / name).glob("*/features*.json"))]
+        for name in "ab"
+    ]
+    assert contents[0] == contents[1]
+    assert len({digest for shard in contents[0] for digest in shard}) == 11
     texts = tokenize(split, Tokenizer(8, "lower"))
     plain, several = (
         list(encoded_batches(split, want, texts, 4, 5, ALONE, steps=3, micro=4)(0)) for want in (wanted(), both)

@@ -212,6 +212,23 @@ def test_the_view_tells_nothing_of_the_caption(tmp_path: Path) -> None:
     assert seen == {(2 * image + view, 2 * image + text) for image in range(8) for view in (0, 1) for text in (0, 1)}
 
 
+def test_views_and_captions_are_drawn_by_the_seed(tmp_path: Path) -> None:
+    files = Files()
+    (name,) = write_pictures(tmp_path, 1)
+    files.add(tmp_path, name, [f"caption {letter}" for letter in "abcdefgh"], "here")
+    texts = tokenize(files, Tokenizer(8, "whitespace"))
+    features = Features([np.arange(8, dtype=np.float16).reshape(1, 8, 1)], ())
+    drawn: list[list[list[int]]] = []
+    for seed in (5, 5, 6):
+        visits = cached_batches(features, torch.arange(1), texts, 1, seed, ALONE)(0)
+        batches = [next(visits) for _ in range(20)]
+        drawn.append([[*batch["image"][0].int().tolist(), *batch["tokens"][0].tolist()] for batch in batches])
+    assert drawn[0] == drawn[1]
+    views, captions = ([[row[part] for row in rows] for rows in drawn] for part in (slice(1), slice(1, None)))
+    assert views[0] != views[2]
+    assert captions[0] != captions[2]
+
+
 def test_cuts_without_a_cache_are_of_the_seed_and_the_images_of_one_batch_differ(tmp_path: Path) -> None:
     files = Files()
     for name in write_pictures(tmp_path, 1) * 4:

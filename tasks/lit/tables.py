@@ -123,6 +123,8 @@ def read_folder(root: Path, image: str | None, caption: str | None, skip_bad: bo
             raw = text.read_text(encoding="utf-8-sig").splitlines() if text.is_file() else ()
         except UnicodeDecodeError as error:
             raise DataError(f"{text}: not a text in UTF-8 ({error.reason} at byte {error.start})") from error
+        except OSError as error:
+            raise DataError(f"{text}: not readable ({error.strerror})") from error
         files.add(root, path.relative_to(root).as_posix(), raw, str(text))
     if not files.captions:
         raise DataError(
