@@ -117,7 +117,7 @@ def test_the_recipe_decides_batches_and_steps(monkeypatch: pytest.MonkeyPatch) -
         raise _StopError
 
     monkeypatch.setattr(training, "segment_batches", batches)
-    monkeypatch.setattr(training.engine, "fit", fit)
+    monkeypatch.setattr("dpn_cli.engine.fit", fit)
     with pytest.raises(_StopError):
         training.fit(recipe, data, segmenter, ALONE, Outputs())
     pairs, rule, _, batch_size, seed, _, job = seen
