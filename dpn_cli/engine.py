@@ -76,6 +76,7 @@ class Outputs:
     log: MetricsLog | None = None
     tick: Callable[[Tick], None] = lambda tick: None
     warn: Callable[[str], None] = print
+    info: Callable[[str], None] = lambda text: None
 
 
 def fit(
@@ -225,8 +226,12 @@ class _Loop:
         self.best = -math.inf if state["best"] is None else state["best"]
         if saved:
             restore(self.network, self.optimizer, self.ema, *saved)
+            self.outputs.info(f"continues after step {step} of {self.training.schedule.steps}, which was saved last")
         if self.outputs.log and self.world.leads:
             self.outputs.log.truncate(step, evaluated=not due)
+            if lost := self.outputs.log.note_lost(step, state.get("records", 0)):
+                path = self.outputs.log.path
+                self.outputs.warn(f"{path}: {lost} records up to step {step} are gone, and this run's curve lacks them")
         return step, due
 
     def save(self, name: str, step: int, *, due: bool = False) -> None:
@@ -234,7 +239,8 @@ class _Loop:
         if self.outputs.checkpoints and self.world.leads:
             tensors, groups = state_of(self.network, self.optimizer, self.ema)
             best = self.best if math.isfinite(self.best) else None
-            state = {"step": step, "best": best, "groups": groups, "due": due}
+            records = self.outputs.log.count() if self.outputs.log else 0
+            state = {"step": step, "best": best, "groups": groups, "due": due, "records": records}
             self.outputs.checkpoints.save(name, tensors, state)
         distributed.barrier()
 

@@ -6,7 +6,10 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,8 @@ from dpn_cli.errors import DpnError, SaveError
 
 # Seconds after which a claimed folder is given up: worker processes notice within five that their run was killed.
 PATIENCE = 10.0
+# What `replace_file` calls its temporary files: the process is the last number.
+LEFTOVER = re.compile(r"\..+\.\d+\.tmp")
 
 
 @contextlib.contextmanager
@@ -27,9 +32,11 @@ def claimed(folder: Path, on_wait: Callable[[], None] | None = None) -> Iterator
     waiting goes on. Nobody is kept out where the system gives no locks, or no right to make the file.
     """
     folder = folder.absolute()
-    lock = FileLock(folder.with_name(f".{folder.name}.lock"))
+    lock = FileLock(folder.parent / f".{folder.name}.lock")
     with contextlib.suppress(OSError):
         folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder.parent):
+            pass  # a lock waits for its turn where it could see at once that its file cannot be made
         while not lock.is_locked:
             try:
                 lock.acquire(timeout=PATIENCE)
@@ -47,6 +54,52 @@ def claimed(folder: Path, on_wait: Callable[[], None] | None = None) -> Iterator
             with contextlib.suppress(OSError):
                 Path(lock.lock_file).unlink()  # still held: who waits for it sees that it is gone, and makes a new one
             lock.release()
+
+
+def is_leftover(name: str) -> bool:
+    """Tell whether a name is that of the temporary file of a `replace_file` that may have been killed."""
+    return LEFTOVER.fullmatch(name) is not None
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete the temporary files that killed processes of this machine left in a folder of ours and those below."""
+    with contextlib.suppress(OSError):
+        for path in [path for path in folder.rglob(".*.tmp") if is_leftover(path.name)]:
+            owner = int(path.name.split(".")[-2])
+            if owner == os.getpid() or not _is_alive(owner):
+                path.unlink(missing_ok=True)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def make_folder(path: Path) -> None:
+    """Make the folder that ``-o`` names. Raises `DpnError` when there is something else, or none can be made."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise DpnError(f"-o {path}: a file and not a folder; pass another -o") from error
+    except OSError as error:
+        raise DpnError(f"-o {path}: the folder cannot be made ({error.strerror}); pass another -o") from error
+
+
+def clear_folder(path: Path, last: Sequence[str]) -> None:
+    """Delete what is in a folder; `last`, in their order, the files that tell whose it is. Raises `SaveError`."""
+    try:
+        for entry in sorted(path.iterdir(), key=lambda entry: last.index(entry.name) if entry.name in last else -1):
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+    except OSError as error:
+        raise SaveError(f"-o {path}: not emptied ({error}); empty it yourself, or pass another -o") from error
 
 
 def file_digest(path: Path) -> str:
@@ -104,7 +157,7 @@ def read_object(path: Path) -> dict[str, Any] | None:
     """Return the object in a JSON file, or None when there is no such file or it holds something else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 

@@ -11,13 +11,15 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from dpn_cli import stopping
+from dpn_cli.backbone import LoadReport
 from dpn_cli.console import Console
 from dpn_cli.distributed import World, from_leader, join, lost_rank
 from dpn_cli.errors import DpnError, StoppedError
 from dpn_cli.files import claimed
 from dpn_cli.inferred import config_of
+from dpn_cli.kinds import Kind
 from dpn_cli.recipe import Backbone, Section
-from dpn_cli.runstate import RunFolder
+from dpn_cli.runstate import Checkpoints, RunFolder
 from dpn_cli.sources import open_checkpoint
 
 Result = dict[str, Any]
@@ -48,6 +50,13 @@ def with_own_stem(backbone: BackboneT, console: Console) -> BackboneT:
     return backbone.model_copy(update={"stem": config.stem})
 
 
+def describe_start(report: LoadReport, checkpoints: Checkpoints | None) -> str:
+    """Say where the weights of a training come from: from the state that it saved, or how they were loaded."""
+    if checkpoints and checkpoints.begun:
+        return f"{report.parameters / 1e6:.2f} M parameters, from what this run saved in {checkpoints.path}"
+    return report.summary()
+
+
 def run_in_folder(
     recipe: RecipeT,
     device: str,
@@ -55,6 +64,7 @@ def run_in_folder(
     run: Callable[[RecipeT, RunFolder, World], Result],
     dry_run: Callable[[World], None] | None,
     *,
+    kind: Kind,
     resume: bool,
     overwrite: bool,
     console: Console,
@@ -63,11 +73,13 @@ def run_in_folder(
 
     None on ranks that do not lead, and after a dry run. Raises `DpnError` and its kin.
     """
+    if resume and overwrite:
+        raise DpnError("--resume --overwrite: the one continues the run that is there, the other deletes it; give one")
     with stopping.listen(), join(device) as world, ExitStack() as claims:
         if dry_run:
             dry_run(world)
             return None
-        folder = open_folder(path, recipe, world, resume=resume, overwrite=overwrite, claims=claims)
+        folder = open_folder(path, recipe, kind, world, console, resume=resume, overwrite=overwrite, claims=claims)
         result = folder.result
         if result is None:
             console.info(f"run folder {path}")
@@ -98,7 +110,15 @@ def as_begun(recipe: RecipeT, facts: Mapping[str, Any]) -> RecipeT:
 
 
 def open_folder(
-    path: Path, recipe: Section, world: World, *, resume: bool, overwrite: bool, claims: ExitStack | None = None
+    path: Path,
+    recipe: Section,
+    kind: Kind,
+    world: World,
+    console: Console,
+    *,
+    resume: bool,
+    overwrite: bool,
+    claims: ExitStack | None = None,
 ) -> RunFolder:
     """Open a run folder on rank 0 and tell all ranks how that went; no other process may use it until `claims` closes.
 
@@ -111,7 +131,7 @@ def open_folder(
                 claims.enter_context(claimed(path))
             wanted = recipe.model_dump(mode="json")
             complete = partial(_completed, recipe, RunFolder(path).facts)
-            RunFolder.open(path, wanted, resume=resume, overwrite=overwrite, complete=complete)
+            RunFolder.open(path, wanted, kind, resume=resume, overwrite=overwrite, complete=complete, warn=console.warn)
         except DpnError as error:
             problem = error
     problem = from_leader(problem)

@@ -9,11 +9,8 @@ from __future__ import annotations
 import json
 import platform
 import shutil
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +22,24 @@ from torch import Tensor
 
 from dpn_cli import kinds
 from dpn_cli.errors import DataError, DpnError
-from dpn_cli.files import file_digest, flush, read_object, replace_json, replace_text, save_error
+from dpn_cli.files import (
+    clear_folder,
+    file_digest,
+    flush,
+    is_leftover,
+    make_folder,
+    read_object,
+    remove_leftovers,
+    replace_json,
+    replace_text,
+    save_error,
+)
+from dpn_cli.provenance import differences, git_commit, now, read_recipe, recipe_digest, versions
 
-# A resumed run may run elsewhere and otherwise; it may not compute something else.
-MAY_CHANGE = ("runtime", "allow_failed", "keep_weights", "max_pixels")
-VERSIONS = ("dpn-cli", "torch", "torchvision", "timm", "numpy", "pillow", "simplejpeg", "safetensors")
+# The files that tell whose folder it is.
+IDENTITY = ("config.yaml", "run.json")
+# What stands in metrics.jsonl for records that were lost: how many.
+LOST = "lost_records"
 
 
 class RunFolder:
@@ -40,9 +50,8 @@ class RunFolder:
 
     @property
     def result(self) -> dict[str, Any] | None:
-        """The finished run's result, or None."""
-        path = self.path / "result.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        """The finished run's result; None when there is none, or it is damaged."""
+        return read_object(self.path / "result.json")
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -54,45 +63,103 @@ class RunFolder:
         cls,
         path: Path,
         recipe: Mapping[str, Any],
+        kind: kinds.Kind,
         *,
         resume: bool,
         overwrite: bool,
+        warn: Callable[[str], None],
         complete: Callable[[Any], Any] = lambda saved: saved,
     ) -> RunFolder:
-        """Start a run in `path`, or go on with the one that is there.
+        """Start a run in `path`, or go on with the one that is there, mending what can be mended of its description.
 
-        `complete` returns a saved recipe with all keys of today's. Raises `DpnError` when the folder holds a run and
-        neither `resume` nor `overwrite` says what to do with it, when it holds something else than a run, or when
-        `resume` meets another recipe (the keys are listed).
+        `complete` returns a saved recipe with all keys of today's.
+        Raises `DpnError` when the folder holds a run and neither `resume` nor `overwrite` says what to do with it,
+        when it holds something else than a run, or when `resume` meets a run of another kind or recipe (the keys are
+        listed); `DataError` when the recipe of the run there can no longer be read.
         """
-        folder, config = cls(path), path / "config.yaml"
-        ours = config.is_file() and (path / "run.json").is_file()
-        if path.is_dir() and any(path.iterdir()) and not ours:
-            raise DpnError(f"-o {path}: the folder holds something that is no run of dpn; pass another -o")
-        untouched = ours and {entry.name for entry in path.iterdir()} <= {"config.yaml", "run.json"}
-        if ours and (overwrite or untouched):
-            shutil.rmtree(path)  # a run that ended before it produced anything leaves nothing to lose
-        elif ours and not resume:
+        make_folder(path)
+        folder, names = cls(path), {entry.name for entry in path.iterdir() if not is_leftover(entry.name)}
+        if names and not folder._is_ours(names):
+            raise DpnError(f"-o {path}: the folder holds something other than a run of dpn; pass another -o")
+        remove_leftovers(path)
+        untouched = "run.json" in names and names <= set(IDENTITY)
+        if names and (overwrite or untouched):
+            clear_folder(path, last=IDENTITY)  # a run that ended before it produced anything leaves nothing to lose
+        elif names and not resume:
             state = "a finished run" if folder.result else "a run that has not finished"
             raise DpnError(
-                f"-o {path}: the folder holds {state}; --resume goes on with it, "
+                f"-o {path}: the folder holds {state}; --resume continues it, "
                 "--overwrite deletes it first, another -o keeps both"
             )
-        elif ours:
-            changed = _differences(complete(yaml.safe_load(config.read_text(encoding="utf-8"))), recipe)
+        elif names:
+            folder._continue(recipe, kind, warn, complete)
+            return folder
+        folder._begin(recipe, kind)
+        return folder
+
+    def _is_ours(self, names: set[str]) -> bool:
+        """Tell a run from other folders; one of the two files that describe it may be missing or damaged."""
+        with_versions = "dpn-cli" in str(self.facts.get("versions"))
+        return names >= set(IDENTITY) or with_versions or read_recipe(self.path / "config.yaml") is not None
+
+    def _begin(self, recipe: Mapping[str, Any], kind: kinds.Kind) -> None:
+        """Describe the run: run.json comes first, because it alone tells that the folder is ours."""
+        self.update(
+            kind=kind,
+            recipe=recipe_digest(recipe),
+            argv=sys.argv,
+            status="running",
+            started=now(),
+            versions=versions(),
+            git=git_commit(),
+        )
+        self._write_recipe(recipe)
+
+    def _write_recipe(self, recipe: Mapping[str, Any]) -> None:
+        replace_text(self.path / "config.yaml", yaml.safe_dump(dict(recipe), sort_keys=False, width=100))
+
+    def _continue(
+        self,
+        recipe: Mapping[str, Any],
+        kind: kinds.Kind,
+        warn: Callable[[str], None],
+        complete: Callable[[Any], Any],
+    ) -> None:
+        """See that the run there is the one that was asked for, and write again what is damaged of its description."""
+        path, facts = self.path, self.facts
+        there = facts.get(kinds.KEY, kind)
+        if there != kind:
+            raise DpnError(
+                f"-o {path}: the folder holds {kinds.NAMES[there][0]} and not {kinds.NAMES[kind][0]}; pass another -o"
+            )
+        before = read_recipe(path / "config.yaml")
+        changed = [] if before is None else differences(complete(before), recipe)
+        if facts.get("recipe") != recipe_digest(recipe):
+            if before is None:
+                raise DataError(
+                    f"{path / 'config.yaml'}: missing or damaged, so this recipe cannot be compared with that of the "
+                    "run there; restore the file, start again with --overwrite, or pass another -o"
+                )
             if changed:
                 raise DpnError(
                     f"-o {path}: the run there has another recipe ({'; '.join(changed)}); "
                     "give the same options to resume it, or pass another -o"
                 )
-            return folder
-        replace_text(config, yaml.safe_dump(dict(recipe), sort_keys=False, width=100))
-        folder.update(argv=sys.argv, status="running", started=_now(), versions=_versions(), git=_git())
-        return folder
+        if (path / "result.json").is_file() and self.result is None:
+            warn(f"{path / 'result.json'} is damaged and is made again")
+        if before is None or changed:
+            self._write_recipe(recipe)
+            warn(f"{path / 'config.yaml'} was missing or damaged and is written again")
+        if not facts:
+            self._begin(recipe, kind)
+            warn(
+                f"{path / 'run.json'} was missing or damaged and is written again; what it said about the data and "
+                "weights of the start is lost, so the run continues with those that are there now"
+            )
 
     def update(self, **fields: Any) -> None:
         """Set fields of run.json."""
-        replace_json(self.path / "run.json", {**self.facts, **fields, "updated": _now()})
+        replace_json(self.path / "run.json", {**self.facts, **fields, "updated": now()})
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write result.json and mark the run finished."""
@@ -119,9 +186,27 @@ class MetricsLog:
             self.on_record(record)
 
     def records(self) -> list[dict[str, Any]]:
-        """Return all records, in their order."""
-        text = self.path.read_text(encoding="utf-8") if self.path.is_file() else ""
-        return [json.loads(line) for line in text.splitlines()]
+        """Return all records that are whole, in their order."""
+        text = self.path.read_text(encoding="utf-8", errors="replace") if self.path.is_file() else ""
+        return [record for line in text.splitlines() if (record := _record(line)) is not None]
+
+    def count(self) -> int:
+        """Return how many records were written, those included that are noted as lost."""
+        return sum(record.get(LOST, 1) for record in self.records())
+
+    def note_lost(self, step: int, written: int) -> int:
+        """Compare the log with the number of records that were `written` up to `step`; note and return what is missing.
+
+        Raises `SaveError` as `write` does.
+        """
+        lost = max(0, written - self.count())
+        if lost:
+            self.write({"step": step, LOST: lost})
+        return lost
+
+    def lost(self) -> int:
+        """Return how many records are noted as lost."""
+        return sum(record.get(LOST, 0) for record in self.records())
 
     def truncate(self, step: int, *, evaluated: bool = True) -> None:
         """Drop records after `step`, which a resumed run will write again (a half-written last line too).
@@ -134,13 +219,8 @@ class MetricsLog:
             return bool(at < step or (at == step and (evaluated or "lr" in record)))
 
         if self.path.is_file():
-            kept = []
-            for line in self.path.read_text(encoding="utf-8").splitlines():
-                try:
-                    kept += [line] if stays(json.loads(line)) else []
-                except json.JSONDecodeError:
-                    continue
-            replace_text(self.path, "".join(f"{line}\n" for line in kept))
+            kept = [record for record in self.records() if stays(record)]
+            replace_text(self.path, "".join(f"{json.dumps(record)}\n" for record in kept))
 
 
 class Checkpoints:
@@ -148,6 +228,11 @@ class Checkpoints:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+
+    @property
+    def begun(self) -> bool:
+        """Whether a state was saved from which the training continues."""
+        return any((self.path / name).is_dir() for name in ("last", "last.previous"))
 
     def save(self, name: str, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Write tensors and plain values as `name`, keeping the one before it as ``name.previous``.
@@ -201,14 +286,11 @@ class Checkpoints:
 def open_report(path: Path) -> None:
     """Make the folder of a report before the work that fills it.
 
-    Raises `DpnError` when it holds a run, whose result would be lost, and `SaveError` when it cannot be made.
+    Raises `DpnError` when it holds a run, whose result would be lost, and when it cannot be made.
     """
+    make_folder(path)
     if (path / "run.json").is_file():
         raise DpnError(f"-o {path}: the folder holds a run, and its result.json would be replaced; pass another -o")
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise save_error(path, error) from error
 
 
 def describe_device(device: torch.device) -> str:
@@ -218,33 +300,10 @@ def describe_device(device: torch.device) -> str:
     return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
 
 
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
-    lines = []
-    for key in {**old, **new}:
-        before, now = old.get(key), new.get(key)
-        if isinstance(before, dict) and isinstance(now, dict) and key not in MAY_CHANGE:
-            lines += _differences(before, now, f"{prefix}{key}.")
-        elif before != now and key not in MAY_CHANGE:
-            lines.append(f"{prefix}{key}: {before} there, {now} now")
-    return lines
-
-
-def _versions() -> dict[str, str]:
-    return {"python": platform.python_version(), **{name: metadata.version(name) for name in VERSIONS}}
-
-
-def _git() -> str | None:
-    """Return the commit of the checkout that this code runs from, with + when it has changes."""
-    here = Path(__file__).parent
+def _record(line: str) -> dict[str, Any] | None:
+    """Return the record in a line of a log, or None for a line that was cut off."""
     try:
-        commit = subprocess.run(["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-        status = subprocess.run(
-            ["git", "-C", here, "status", "--porcelain", "-uno", "."], capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
+        record = json.loads(line)
+    except ValueError:
         return None
-    return commit.stdout.strip() + ("+" if status.stdout.strip() else "")
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    return record if isinstance(record, dict) else None

@@ -320,6 +320,42 @@ def test_a_compiled_step_trains_the_same_network(monkeypatch: pytest.MonkeyPatch
         torch.testing.assert_close(fast.state_dict()[name], value, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_lost_records_are_counted_once_however_often_a_run_is_resumed(evaluated: bool, tmp_path: Path) -> None:
+    warnings: list[str] = []
+    said: list[str] = []
+
+    def outputs() -> Outputs:
+        return Outputs(Checkpoints(tmp_path), MetricsLog(tmp_path / "m.jsonl"), warn=warnings.append, info=said.append)
+
+    def until(stop: int) -> None:
+        def broken(start: int) -> Generator[Batch, None, None]:
+            stream = random_batches()(start)
+            for _ in range(start, stop):
+                yield next(stream)
+            raise KeyboardInterrupt
+
+        arguments: dict[str, Any] = {"evaluate": lambda: {"accuracy": 1.0}} if evaluated else {}
+        with pytest.raises(KeyboardInterrupt):
+            train(small(), 12, batches=broken, outputs=outputs(), checkpoint_every=2, evaluate_every=3, **arguments)
+
+    until(5)
+    log = MetricsLog(tmp_path / "m.jsonl")
+    until(7)
+    assert (warnings, log.lost()) == ([], 0)
+    lines = log.path.read_text().splitlines()
+    log.path.write_text("".join(f"{line}\n" for line in lines[2:]))  # its start is gone
+    until(9)
+    until(9)
+    until(11)
+    assert log.lost() == 2
+    assert warnings == [f"{log.path}: 2 records up to step 6 are gone, and this run's curve lacks them"]
+    assert [line.split(",")[0] for line in said] == [f"continues after step {step} of 12" for step in (4, 6, 8, 8)]
+    log.path.unlink()
+    until(11)
+    assert "are gone" in warnings[1]
+
+
 SAVE_AND_DIE = """
 import os, signal, sys
 from pathlib import Path

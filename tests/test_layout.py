@@ -49,6 +49,7 @@ LAYERS = {
     "dpn_cli.checkpoints": 4,
     "dpn_cli.stopping": 3,
     "dpn_cli.weights": 3,
+    "dpn_cli.provenance": 4,
     "dpn_cli.kinds": 3,
     "dpn_cli.stem": 3,
     "dpn_cli.recipe": 3,

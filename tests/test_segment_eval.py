@@ -203,8 +203,8 @@ def test_a_report_never_replaces_a_run(place: Path) -> None:
     assert (place / "run" / "result.json").read_text() == "mine"
     shutil.rmtree(place / "data")  # a place that cannot be written is found before anything is read
     done = run("segment", "eval", str(place / "run"), "-o", str(place / "run" / "run.json" / "report"), "-q")
-    assert done.exit_code == 1
-    assert "report: not written" in done.stderr
+    assert done.exit_code == 2
+    assert "report: the folder cannot be made (Not a directory)" in done.stderr
 
 
 def test_a_stopped_evaluation_says_that_there_is_no_result(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

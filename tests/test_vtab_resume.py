@@ -127,7 +127,7 @@ def test_failed_cells_end_the_command_with_code_6(digits: Path, tmp_path: Path) 
 
 def test_an_output_folder_with_another_run_is_never_mixed_up(toy: Callable[..., Json], tmp_path: Path) -> None:
     toy(tmp_path / "run", "seeds=1", "lrs=[0.01]")
-    with pytest.raises(DpnError, match="holds a finished run; --resume goes on with it, --overwrite deletes it"):
+    with pytest.raises(DpnError, match="holds a finished run; --resume continues it, --overwrite deletes it"):
         toy(tmp_path / "run", "seeds=1", "lrs=[0.01]")
     with pytest.raises(DpnError, match=r"another recipe \(.*schedule.steps: 6 there, 7 now"):
         toy(tmp_path / "run", "seeds=1", "lrs=[0.01]", "schedule.steps=7", resume=True)
@@ -138,7 +138,7 @@ def test_an_output_folder_with_another_run_is_never_mixed_up(toy: Callable[..., 
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").touch()
     for arguments in ({"overwrite": True}, {"resume": True}, {}):
-        with pytest.raises(DpnError, match="something that is no run of dpn"):
+        with pytest.raises(DpnError, match="something other than a run of dpn"):
             toy(tmp_path / "photos", **arguments)
     assert (tmp_path / "photos" / "cat.jpg").exists()
 

@@ -28,7 +28,7 @@ from dpn_cli.data.reading import Reading, decode, open_image
 from dpn_cli.data.shards import members
 from dpn_cli.data.workers import kill, leave_to_parent, watched
 from dpn_cli.errors import DataError, DpnError, WorkerError
-from dpn_cli.files import file_digest, replace_file, replace_json
+from dpn_cli.files import file_digest, is_leftover, remove_leftovers, replace_file, replace_json
 
 MANIFEST, FORMAT = "manifest.json", "dpn-pack-1"
 # What packs were made with whose manifest does not say it.
@@ -71,6 +71,7 @@ def pack(
         "sources": {name: fingerprint(split) for name, (split, _) in splits.items()},
     }
     manifest = _begin(out, described)
+    remove_leftovers(out)
     for name, (split, order) in splits.items():
         (out / name).mkdir(parents=True, exist_ok=True)
         names = "".join(f"{line}\n" for line in classes)
@@ -116,7 +117,7 @@ def _begin(out: Path, described: Json) -> Json:
                 f"--out {out}: holds a pack with another {', '.join(changed)}; pass another --out, or delete it first"
             )
         return manifest
-    if out.is_dir() and any(out.iterdir()):
+    if out.is_dir() and not all(is_leftover(entry.name) for entry in out.iterdir()):
         raise DpnError(f"--out {out}: the folder holds something that is no pack; pass another --out")
     manifest = {**described, "complete": False, "splits": {}}
     replace_json(path, manifest)

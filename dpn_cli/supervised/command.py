@@ -87,6 +87,7 @@ def start(
         path,
         run,
         try_out if dry_run else None,
+        kind="classifier",
         resume=resume,
         overwrite=overwrite,
         console=console,
@@ -98,7 +99,7 @@ def start(
 
 def describe(result: dict[str, Any]) -> str:
     """Return the result as a few lines for a person."""
-    images = result["images"]
+    images, lost = result["images"], result.get("lost_records", 0)
     height, width = result["image_size"]
     if result["minival_top1"] is None:
         chosen = "the last step is scored; there was no minival to watch"
@@ -112,4 +113,5 @@ def describe(result: dict[str, Any]) -> str:
         f"validation: top-1 {result['top1']:.2f} %, top-5 {result['top5']:.2f} %, loss {result['loss']:.4g} "
         f"({images['val']} images{skipped})\n"
         f"{chosen}; {result['steps']} steps on {images['train']} images"
+        + (f"\nthe curve is incomplete: {lost} records of metrics.jsonl were lost" if lost else "")
     )

@@ -22,6 +22,7 @@ from dpn_cli.freeze import freeze
 from dpn_cli.kinds import DIGEST
 from dpn_cli.losses import LOSSES
 from dpn_cli.memory import MicroBatch
+from dpn_cli.run import describe_start
 from dpn_cli.runstate import Checkpoints, MetricsLog, RunFolder
 from dpn_cli.sanity import result_warning
 from dpn_cli.scoring import Scores, score
@@ -72,6 +73,7 @@ def train_classifier(
         "minival_top1": trained["minival_top1"],
         "best_step": trained["best_step"],
         "curve": trained["curve"],
+        "lost_records": trained.get("lost_records", 0),
         "steps": recipe.schedule.steps,
         "timing": trained["timing"],
         "data": facts["data"],
@@ -155,7 +157,8 @@ class _Training:
         self.recipe, self.data, self.facts, self.task = recipe, data, facts, task
         self.folder, self.world, self.console = folder, world, console
         self.model = load_network(recipe, len(data.classes))
-        console.info(self.model.report.summary())
+        self.checkpoints = Checkpoints(folder.path / "checkpoints")
+        console.info(describe_start(self.model.report, self.checkpoints))
         if recipe.freeze:
             console.info(f"{freeze(self.model, recipe.freeze) / 1e6:.2f} M weights are frozen")
         side = resize_side_of(recipe, self.model.config.image_size)
@@ -178,7 +181,7 @@ class _Training:
             on_skip=skipped.append,
         )
         watched = bool(data.minival.labels)
-        checkpoints = Checkpoints(self.folder.path / "checkpoints")
+        checkpoints = self.checkpoints
         track = build_tracker(recipe.runtime.report_to if world.leads else "none", self.folder.path, console)
         log = MetricsLog(self.folder.path / "metrics.jsonl", lambda record: track(self.task, record))
         with console.progress(self.task) as tick:
@@ -190,7 +193,7 @@ class _Training:
                 engine.Training(recipe.optim, recipe.schedule, recipe.lr, recipe.batch_size, recipe.seed, recipe.ema),
                 recipe.runtime,
                 world,
-                engine.Outputs(checkpoints, log, tick, console.warn),
+                engine.Outputs(checkpoints, log, tick, console.warn, console.info),
                 MicroBatch.choose(recipe.runtime, recipe.batch_size // world.size, model, world.device),
                 evaluate_every=look_every(recipe) if watched else 0,
                 keep_best=recipe.select == "best",
@@ -207,6 +210,7 @@ class _Training:
             "minival_top1": best[1]["best"] if best else done.metrics.get("accuracy"),
             "best_step": best[1]["step"] if best else recipe.schedule.steps,
             "curve": [record for record in log.records() if "accuracy" in record],
+            "lost_records": log.lost(),
             "timing": {"train_seconds": round(done.seconds, 2), "wait_seconds": round(done.wait_seconds, 2)},
             "recipe": recipe.model_dump(mode="json"),
             "data": self.facts["data"],

@@ -28,7 +28,7 @@ from dpn_cli.console import Console
 from dpn_cli.data.pixels import resize
 from dpn_cli.distributed import World
 from dpn_cli.errors import DataError
-from dpn_cli.files import claimed, replace_json
+from dpn_cli.files import claimed, remove_leftovers, replace_json
 from tasks.lit.captions import Captioned
 from tasks.lit.features import Features, Wanted
 from tasks.lit.fill import Shard, content_digest, fill
@@ -78,6 +78,7 @@ def cached_features(data: Captioned, wanted: Wanted, root: Path, world: World, c
 
     with claimed(folder, wait) if world.leads else nullcontext():
         if world.leads:
+            remove_leftovers(folder)
             _remove_version_1(root, facts, console)
         return _filled(folder, facts, data, wanted, world, console)
 

@@ -244,7 +244,7 @@ def _train(
             engine.Training(recipe.optim, recipe.schedule, recipe.lr, recipe.batch_size, recipe.seed),
             recipe.runtime,
             world,
-            engine.Outputs(checkpoints, log, tick, console.warn),
+            engine.Outputs(checkpoints, log, tick, console.warn, console.info),
             micro,
         )
     loss = distributed.reduce_over_ranks(torch.tensor(done.loss)).item() / world.size

@@ -151,7 +151,8 @@ class _Sweep:
 
     def _cell(self, place: str, recipe: PretrainRecipe, data: ClassData, shown: str) -> Json:
         """Run one training or return its result, without a score when its loss became no number."""
-        folder = open_folder(self.folder.path / place, recipe, self.world, resume=True, overwrite=False)
+        path = self.folder.path / place
+        folder = open_folder(path, recipe, "classifier", self.world, self.console, resume=True, overwrite=False)
         if (result := folder.result) is not None:
             return result
         self.console.info(f"{place} ({shown})")

@@ -33,6 +33,7 @@ def start(
         path,
         lambda begun, folder, world: run(begun, folder, world, console),
         (lambda world: _dry_run(recipe, world, console)) if dry_run else None,
+        kind="segmenter",
         resume=resume,
         overwrite=overwrite,
         console=console,

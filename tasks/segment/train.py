@@ -18,6 +18,7 @@ from dpn_cli.files import replace_text
 from dpn_cli.freeze import freeze
 from dpn_cli.kinds import DIGEST
 from dpn_cli.memory import MicroBatch
+from dpn_cli.run import describe_start
 from dpn_cli.runstate import Checkpoints, MetricsLog, RunFolder, describe_device
 from dpn_cli.sanity import result_warning
 from dpn_cli.trackers import build_tracker
@@ -234,10 +235,12 @@ def fit(
     )
 
 
-def _load_checked(recipe: SegmentRecipe, data: SegmentData, world: World, console: Console) -> LinearSegmenter:
+def _load_checked(
+    recipe: SegmentRecipe, data: SegmentData, world: World, console: Console, saved: Checkpoints | None = None
+) -> LinearSegmenter:
     """Load the recipe's network, say what was loaded, and warn of crops that show next to nothing."""
     network = build_network(recipe, len(data.classes))
-    console.info(network.vit.report.summary())
+    console.info(describe_start(network.vit.report, saved))
     how = augmentation_of(recipe, network.vit.config.image_size)
     if world.leads and (warning := check_crops(data.train, how)):
         console.warn(warning)
@@ -247,15 +250,15 @@ def _load_checked(recipe: SegmentRecipe, data: SegmentData, world: World, consol
 def _train(
     recipe: SegmentRecipe, data: SegmentData, facts: Json, folder: RunFolder, world: World, console: Console
 ) -> None:
-    network = _load_checked(recipe, data, world, console)
+    checkpoints = Checkpoints(folder.path / "checkpoints")
+    network = _load_checked(recipe, data, world, console, checkpoints)
     if world.leads:
         folder.update(backbone=network.vit.report.to_dict(), **{DIGEST: None})
-    checkpoints = Checkpoints(folder.path / "checkpoints")
     track = build_tracker(recipe.runtime.report_to if world.leads else "none", folder.path, console)
     log = MetricsLog(folder.path / "metrics.jsonl", lambda record: track("segment", record))
     segmenter = Segmenter(network, data.classes, recipe.data, recipe.evaluation, {})
     with console.progress("segment") as tick:
-        done = fit(recipe, data, segmenter, world, engine.Outputs(checkpoints, log, tick, console.warn))
+        done = fit(recipe, data, segmenter, world, engine.Outputs(checkpoints, log, tick, console.warn, console.info))
     segmenter.facts = {
         "timing": {"train_seconds": round(done.seconds, 2), "wait_seconds": round(done.wait_seconds, 2)},
         "recipe": recipe.model_dump(mode="json"),

@@ -37,6 +37,7 @@ def start(
         output_dir or default_folder(recipe),
         lambda begun, folder, world: run(begun, folder, world, console),
         (lambda world: _dry_run(recipe, world, console)) if dry_run else None,
+        kind="sweep",
         resume=resume,
         overwrite=overwrite,
         console=console,

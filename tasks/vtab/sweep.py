@@ -184,7 +184,12 @@ class TaskSweep:
         checkpoints = Checkpoints(cell.path / "checkpoints")
         log = MetricsLog(cell.path / "metrics.jsonl", lambda record: self.track(cell.label, record))
         with self.console.progress(cell.label) as tick:
-            result = self.bench.fit(cell, engine.Outputs(checkpoints, log, tick, self.console.warn))
+            result = self.bench.fit(
+                cell,
+                engine.Outputs(
+                    checkpoints, log, tick, self.console.warn, lambda text: self.console.info(f"{cell.label}: {text}")
+                ),
+            )
         marker: Json = {
             "steps": result.steps,
             "val_accuracy": result.metrics["accuracy"],

@@ -1,0 +1,213 @@
+"""Every command with a run folder, killed with `kill -9` at its start and in its training, then damaged and resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_highres
+import test_lit
+import test_pretrain
+import test_segment
+import test_vtab
+from conftest import pictures
+from test_lit_data import write_pictures, write_table
+from test_pretrain_stages import sweep
+
+from dpn_cli.console import Console
+from dpn_cli.files import file_digest
+from dpn_cli.runstate import Checkpoints, RunFolder
+from dpn_cli.supervised.command import describe
+
+LIMIT = 240  # seconds for all the runs that kill themselves
+STEPS: dict[str, Any] = {"schedule": {"steps": 4, "warmup": 0}, "runtime": {"workers": 0, "checkpoint_every": 2}}
+STAGES: list[dict[str, Any]] = [{"epochs": 1, "grid": {"lr": [1e-3]}}, {"epochs": 1}]
+Start = Callable[..., dict[str, Any]]
+
+
+def highres(data: Path, path: Path, **how: Any) -> dict[str, Any]:
+    return test_highres.train(test_highres.small(data / "photos", **STEPS), path, **how)
+
+
+def pretrain(data: Path, path: Path, **how: Any) -> dict[str, Any]:
+    return test_pretrain.train(test_pretrain.small(data / "photos", **STEPS), path, **how)
+
+
+def pretrain_sweep(data: Path, path: Path, **how: Any) -> dict[str, Any]:
+    recipe = sweep(data / "places", STAGES)
+    runtime = recipe.runtime.model_copy(update={"checkpoint_every": 1})
+    return test_pretrain.train(recipe.model_copy(update={"runtime": runtime}), path, **how)
+
+
+def vtab(data: Path, path: Path, **how: Any) -> dict[str, Any]:
+    toy = ["data.tasks=svhn", "seeds=1", "lrs=[0.01]", "schedule.steps=4", "schedule.warmup=0"]
+    return test_vtab.run(data / "vtab-1k", path, *toy, "runtime.checkpoint_every=2", **how)
+
+
+def lit(data: Path, path: Path, **how: Any) -> dict[str, Any]:
+    recipe = test_lit.small(data / "captioned" / "pairs.csv", batch_size=4, cache={"folder": str(data)}, **STEPS)
+    return test_lit.train(recipe, path, **how)
+
+
+def segment(data: Path, path: Path, **how: Any) -> dict[str, Any]:
+    return test_segment.train(test_segment.small(data / "scenes", batch_size=2, **STEPS), path, **how)
+
+
+RUNS: dict[str, tuple[Start, str]] = {
+    "highres": (highres, "classifier"),
+    "pretrain": (pretrain, "classifier"),
+    "pretrain sweep": (pretrain_sweep, "classifier"),
+    "vtab": (vtab, "sweep"),
+    "lit": (lit, "towers"),
+    "segment": (segment, "segmenter"),
+}
+
+
+def die(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_all(data: Path, folder: Path) -> None:
+    """Start every run twice, in processes that die between its first two files and after its first saved state."""
+    save = Checkpoints.save
+
+    def save_and_die(self: Checkpoints, name: str, *state: Any) -> None:
+        save(self, name, *state)
+        die()
+
+    for name, (start, _) in RUNS.items():
+        for moment, owner, method, deadly in (
+            ("begun", RunFolder, "_write_recipe", die),
+            ("trained", Checkpoints, "save", save_and_die),
+        ):
+            child = os.fork()
+            if child == 0:
+                try:
+                    setattr(owner, method, deadly)
+                    start(data, folder / moment / name)
+                    print(f"{name} was not killed", file=sys.stderr)
+                except BaseException:
+                    traceback.print_exc()
+                os._exit(1)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, (name, moment)
+
+
+@pytest.fixture(scope="module")
+def data(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("data")
+    pictures(root / "photos", classes=3, each=10)
+    for split in ("train", "val", "test"):
+        pictures(root / "places" / split, classes=3, each=6)
+    (root / "captioned").mkdir()
+    names = write_pictures(root / "captioned", 12)
+    write_table(root / "captioned" / "pairs.csv", [(name, f"picture {name}") for name in names])
+    test_segment.write_scenes(root / "scenes", {"training": 4, "validation": 2})
+    (root / "vtab-1k").symlink_to(digits)
+    return root
+
+
+@pytest.fixture(scope="module")
+def killed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("killed")
+    here = Path(__file__)
+    script = "import sys; from pathlib import Path; from test_killed_runs import kill_all; "
+    script += "kill_all(Path(sys.argv[1]), Path(sys.argv[2]))"
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(data), str(folder)], cwd=here.parent, check=False, timeout=LIMIT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_killed_between_its_first_files_starts_again(name: str, killed: Path, data: Path, tmp_path: Path) -> None:
+    start, kind = RUNS[name]
+    assert [entry.name for entry in (killed / "begun" / name).iterdir()] == ["run.json"]
+    for how in ({}, {"resume": True}, {"overwrite": True}):
+        if how and name not in ("highres", "vtab"):
+            continue  # it is one function for all of them
+        path = tmp_path / str(how)
+        shutil.copytree(killed / "begun" / name, path)
+        result = start(data, path, **how)
+        assert json.loads((path / "result.json").read_text()) == result
+        assert json.loads((path / "run.json").read_text())["kind"] == kind
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_killed_run_is_resumed_whatever_became_of_its_run_json(
+    name: str, killed: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start, kind = RUNS[name]
+    finished = dict[str, Any]()
+    for damage in ("none", "cut off" if name in ("pretrain", "lit") else "missing"):
+        path = tmp_path / damage
+        shutil.copytree(killed / "trained" / name, path)
+        if damage != "none":
+            (path / "run.json").write_text('{"kind": "cl')
+            (path / ".metrics.jsonl.999999999.tmp").write_text("left")
+        if damage == "missing":
+            (path / "run.json").unlink()
+        capsys.readouterr()
+        result = start(data, path, resume=True)
+        warned = "run.json was missing or damaged and is written again" in " ".join(capsys.readouterr().err.split())
+        assert warned is (damage != "none")
+        written = json.loads((path / "run.json").read_text())
+        assert (written["kind"], written["status"]) == (kind, "finished")
+        assert not list(path.rglob(".*.tmp"))
+        weights = path / result.get("weights", "weights.safetensors")
+        if name != "vtab":
+            assert file_digest(weights) == result["weights_sha256"] == written["weights_sha256"]
+        finished[damage] = {
+            key: value for key, value in result.items() if key not in ("timing", "weights_sha256", "floors")
+        }
+    first, second = finished.values()
+    assert first == second
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_resumed_run_says_where_it_continues(
+    name: str, killed: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(Console, "info", lambda self, text: said.append(text))
+    path = tmp_path / "run"
+    shutil.copytree(killed / "trained" / name, path)
+    last = json.loads(next(path.rglob("metrics.jsonl")).read_text().splitlines()[-1])
+    RUNS[name][0](data, path, resume=True)
+    continued = [line for line in said if "continues after step" in line]
+    assert len(continued) == 1
+    prefix = "svhn dpn lr 0.01 seed 0: " if name == "vtab" else ""
+    assert continued[0].startswith(f"{prefix}continues after step {last['step']} of ")
+    fresh = [line for line in said if line.startswith("from scratch")]
+    # A tower is frozen and no state of it is saved; the second stage of a sweep does start from scratch.
+    assert len(fresh) == {"lit": 1, "pretrain sweep": 1}.get(name, 0), fresh
+    shown = [line for line in said if "from what this run saved in" in line]
+    assert len(shown) == (name not in ("lit", "vtab"))
+
+
+@pytest.mark.parametrize("cut", ["deleted", "cut"])
+def test_a_result_says_that_its_curve_lacks_records(cut: str, killed: Path, data: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(killed / "trained" / "highres", path)
+    log = path / "metrics.jsonl"
+    lines = log.read_text().splitlines()
+    if cut == "deleted":
+        log.unlink()
+    else:
+        log.write_text(lines[0][:20] + "\n" + "\n".join(lines[1:]))
+    result = highres(data, path, resume=True)
+    assert result["lost_records"] == {"deleted": len(lines), "cut": 1}[cut]
+    assert "the curve is incomplete: " in describe(result)
+    whole = highres(data, Path(shutil.copytree(killed / "trained" / "highres", tmp_path / "whole")), resume=True)
+    assert whole["lost_records"] == 0
+    assert "incomplete" not in describe(whole)

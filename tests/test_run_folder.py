@@ -1,0 +1,252 @@
+"""Run folders that were left by killed processes or damaged later: what is mended, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from test_cli import run
+
+from dpn_cli import files, runstate
+from dpn_cli.errors import DataError, DpnError
+from dpn_cli.files import is_leftover, remove_leftovers
+from dpn_cli.runstate import RunFolder
+
+RECIPE: dict[str, Any] = {
+    "backbone": {"arch": "mu/8"},
+    "data": {"source": "photos"},
+    "optim": {"name": "adam"},
+    "runtime": {"workers": 0},
+    "schedule": {"steps": 5},
+}
+HOW: list[dict[str, Any]] = [{}, {"resume": True}, {"overwrite": True}]
+LIMIT = 60  # seconds that a process which kills itself may take
+
+
+def open_run(path: Path, recipe: dict[str, Any] = RECIPE, **how: Any) -> tuple[RunFolder, list[str]]:
+    warnings: list[str] = []
+    asked = {"resume": False, "overwrite": False, "kind": "classifier", **how}
+    return RunFolder.open(path, recipe, asked.pop("kind"), warn=warnings.append, **asked), warnings
+
+
+def killed_at(call: int, owner: object, name: str, work: Callable[[], object]) -> bool:
+    """Do some work in a process that dies when it calls a function for the n-th time; False when it did not."""
+
+    def child() -> None:
+        original, calls = getattr(owner, name), iter(range(call + 1))
+
+        def deadly(*arguments: Any, **named: Any) -> Any:
+            if next(calls) == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*arguments, **named)
+
+        setattr(owner, name, deadly)
+        work()
+        os._exit(0)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(LIMIT)
+    assert process.exitcode is not None, "the process neither died nor ended"
+    return process.exitcode == -signal.SIGKILL
+
+
+def test_a_kill_at_any_write_of_a_new_run_leaves_a_folder_that_opens(tmp_path: Path) -> None:
+    states = set()
+    for call in range(100):
+        killed = tmp_path / f"killed{call}"
+        if not killed_at(call, files, "flush", lambda path=killed: open_run(path)):  # type: ignore[misc]
+            break
+        states.add(tuple(sorted("tmp" if is_leftover(entry.name) else entry.name for entry in killed.iterdir())))
+        for how in HOW:
+            path = shutil.copytree(killed, tmp_path / f"{call}{''.join(how)}")
+            folder, warnings = open_run(path, **how)
+            assert sorted(entry.name for entry in path.iterdir()) == ["config.yaml", "run.json"]
+            assert yaml.safe_load((path / "config.yaml").read_text()) == RECIPE
+            assert (folder.facts["status"], warnings) == ("running", [])
+    assert states == {("tmp",), ("run.json",), ("run.json", "tmp"), ("config.yaml", "run.json")}
+
+
+def begun(path: Path) -> RunFolder:
+    """A run that has trained for a while."""
+    folder, _ = open_run(path)
+    folder.update(data={"train": "abc"})
+    (path / "checkpoints" / "last").mkdir(parents=True)
+    (path / "checkpoints" / "last" / "state.safetensors").write_text("precious")
+    (path / "metrics.jsonl").write_text('{"step": 1}\n')
+    return folder
+
+
+def test_a_kill_while_a_run_is_deleted_leaves_a_run(tmp_path: Path) -> None:
+    for call in range(100):
+        path = tmp_path / str(call)
+        begun(path)
+        (path / "result.json").write_text("{}")
+        if not killed_at(call, Path, "unlink", lambda path=path: open_run(path, overwrite=True)):  # type: ignore[misc]
+            break
+        assert (path / "run.json").is_file()
+        open_run(shutil.copytree(path, tmp_path / f"{call} resumed"), resume=True)
+        open_run(path, overwrite=True)
+        assert sorted(entry.name for entry in path.iterdir()) == ["config.yaml", "run.json"]
+    assert call > 2
+
+
+DAMAGE: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "missing": ("run.json", lambda path: path.unlink()),
+    "empty": ("run.json", lambda path: path.write_text("")),
+    "cut off": ("run.json", lambda path: path.write_text(path.read_text()[:40])),
+    "of another kind": ("run.json", lambda path: path.write_text("[1, 2]")),
+    "nested too deep": ("run.json", lambda path: path.write_text("[" * 100_000)),
+    "not text": ("run.json", lambda path: path.write_bytes(b"\xff\xfe{}")),
+    "missing recipe": ("config.yaml", lambda path: path.unlink()),
+    "recipe cut off": ("config.yaml", lambda path: path.write_text(path.read_text()[:30])),
+    "recipe cut in the last line": ("config.yaml", lambda path: path.write_text(path.read_text()[:-3])),
+    "recipe empty": ("config.yaml", lambda path: path.write_text("")),
+    "recipe nested too deep": ("config.yaml", lambda path: path.write_text("[" * 100_000)),
+    "recipe not text": ("config.yaml", lambda path: path.write_bytes(b"\xff\xfe")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_one_damaged_description_is_written_again_on_resume(damage: str, tmp_path: Path) -> None:
+    name, spoil = DAMAGE[damage]
+    begun(tmp_path)
+    before = json.loads((tmp_path / "run.json").read_text())
+    spoil(tmp_path / name)
+    with pytest.raises(DpnError, match="holds a run that has not finished; --resume continues it"):
+        open_run(tmp_path)
+    folder, (warning,) = open_run(tmp_path, resume=True)
+    assert f"{tmp_path / name} was missing or damaged and is written again" in warning
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == RECIPE
+    facts = folder.facts
+    assert {key: facts[key] for key in ("kind", "recipe", "status")} == {
+        key: before[key] for key in ("kind", "recipe", "status")
+    }
+    assert ("data" in facts) is (name == "config.yaml")
+    assert ("continues with those that are there now" in warning) is (name == "run.json")
+    assert (tmp_path / "checkpoints" / "last" / "state.safetensors").read_text() == "precious"
+    assert open_run(tmp_path, resume=True)[1] == []
+    spoil(tmp_path / name)
+    open_run(tmp_path, overwrite=True)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_damaged_description_does_not_let_another_recipe_in(tmp_path: Path) -> None:
+    other = {**RECIPE, "schedule": {"steps": 6}}
+    begun(tmp_path)
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(DpnError, match="another recipe .schedule.steps: 5 there, 6 now"):
+        open_run(tmp_path, other, resume=True)
+    open_run(tmp_path, {**RECIPE, "runtime": {"workers": 4}}, resume=True)
+    (tmp_path / "config.yaml").write_text("backbone: {")
+    with pytest.raises(DataError, match=r"config.yaml: missing or damaged, so this recipe cannot be compared"):
+        open_run(tmp_path, other, resume=True)
+    assert (tmp_path / "checkpoints").exists()
+
+
+def test_a_run_of_another_kind_is_not_resumed(tmp_path: Path) -> None:
+    begun(tmp_path)
+    with pytest.raises(DpnError, match="holds a classification run and not a LiT run; pass another -o"):
+        open_run(tmp_path, kind="towers", resume=True)
+
+
+def test_a_damaged_result_is_made_again(tmp_path: Path) -> None:
+    begun(tmp_path).finish({"top1": 50.0})
+    assert open_run(tmp_path, resume=True)[0].result == {"top1": 50.0}
+    (tmp_path / "result.json").write_text('{"top1": 5')
+    folder, (warning,) = open_run(tmp_path, resume=True)
+    assert folder.result is None
+    assert "result.json is damaged and is made again" in warning
+
+
+@pytest.mark.parametrize("name", ["run.json", "config.yaml", "cat.jpg"])
+def test_files_of_others_are_never_touched(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("backbone: mine\n")
+    for how in HOW:
+        with pytest.raises(DpnError, match="holds something other than a run of dpn"):
+            open_run(tmp_path, **how)
+    assert (tmp_path / name).read_text() == "backbone: mine\n"
+
+
+def test_leftovers_of_dead_processes_are_removed_and_of_living_ones_are_not(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    begun(folder)
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        dead = pool.apply(os.getpid)
+    pool.join()
+    living, own = os.getppid(), os.getpid()
+    names = {pid: f".weights.safetensors.{pid}.tmp" for pid in (dead, living, own)}
+    for name in (*names.values(), ".notes.tmp", "x.1.tmp"):
+        (folder / name).write_text("")
+        (folder / "checkpoints" / name).write_text("")
+    open_run(folder, resume=True)
+    for place in (folder, folder / "checkpoints"):
+        found = {path.name for path in place.iterdir() if path.suffix == ".tmp"}
+        assert found == {names[living], ".notes.tmp", "x.1.tmp"}
+    remove_leftovers(tmp_path / "nowhere")
+
+
+COMMAND = ["finetune", "highres", "--data", "demo", "--arch", "mu/8", "--checkpoint", "none", "--steps", "1", "-q"]
+
+
+def test_places_that_are_no_folders_are_named_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("mine")
+    said = {
+        "/": "-o /: the folder holds something other than a run of dpn",
+        "file": "-o file: a file and not a folder",
+        "file/below": "-o file/below: the folder cannot be made (Not a directory)",
+        "/proc/x": "-o /proc/x: the folder cannot be made (No such file or directory)",
+        "a" * 300: "the folder cannot be made (File name too long)",
+        "b" * 5000: "the folder cannot be made (File name too long)",
+    }
+    for place, message in said.items():
+        for command in (COMMAND, ["eval", "weights.npz", "--data", "demo"]):
+            if place == "/" and command[0] == "eval":
+                continue
+            done = run(*command, "-o", place)
+            assert done.exit_code == 2, done.output
+            assert message in done.stderr
+            assert len(done.stderr.strip().splitlines()) == 1
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "finetune vtab --arch mu/8",
+        "finetune highres --arch mu/8 --checkpoint none",
+        "pretrain imagenet --arch mu/8 --augment none",
+        "pretrain sun397 --arch mu/8 --augment none",
+        "lit train --checkpoint none --arch mu/8",
+        "segment ade20k --checkpoint none --arch mu/8",
+    ],
+)
+def test_resume_and_overwrite_together_are_refused(command: str, tmp_path: Path) -> None:
+    begun(tmp_path)
+    data = str(tmp_path) if "sun397" in command else "demo"
+    done = run(*command.split(), "--data", data, "-q", "-o", str(tmp_path), "--resume", "--overwrite")
+    assert done.exit_code == 2, done.output
+    assert "--resume --overwrite: the one continues the run that is there, the other deletes it" in done.stderr
+    assert (tmp_path / "checkpoints" / "last" / "state.safetensors").read_text() == "precious"
+
+
+def test_the_newest_state_of_a_description_is_what_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of an older version has neither kind nor digest of its recipe in run.json."""
+    begun(tmp_path)
+    facts = json.loads((tmp_path / "run.json").read_text())
+    (tmp_path / "run.json").write_text(json.dumps({key: facts[key] for key in ("argv", "versions", "data")}))
+    assert open_run(tmp_path, resume=True)[1] == []
+    with pytest.raises(DpnError, match="another recipe"):
+        open_run(tmp_path, {**RECIPE, "optim": {"name": "momentum"}}, resume=True)
+    monkeypatch.setattr(runstate, "versions", lambda: pytest.fail("a whole run.json was written again"))
+    open_run(tmp_path, resume=True)
