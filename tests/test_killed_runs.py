@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import test_pretrain
 import test_segment
 import test_vtab
 from conftest import pictures
+from programs import LIMIT, run_program
 from test_lit_data import write_pictures, write_table
 from test_pretrain_stages import sweep
 
@@ -28,7 +28,6 @@ from dpn_cli.files import file_digest
 from dpn_cli.runstate import Checkpoints, RunFolder
 from dpn_cli.supervised.command import describe
 
-LIMIT = 240  # seconds for all the runs that kill themselves
 STEPS: dict[str, Any] = {"schedule": {"steps": 4, "warmup": 0}, "runtime": {"workers": 0, "checkpoint_every": 2}}
 STAGES: list[dict[str, Any]] = [{"epochs": 1, "grid": {"lr": [1e-3]}}, {"epochs": 1}]
 Start = Callable[..., dict[str, Any]]
@@ -78,7 +77,7 @@ def die(*_: Any, **__: Any) -> None:
 
 def kill_all(data: Path, folder: Path) -> None:
     """Start every run twice, in processes that die between its first two files and after its first saved state."""
-    save = Checkpoints.save
+    save, fork = Checkpoints.save, multiprocessing.get_context("fork")
 
     def save_and_die(self: Checkpoints, name: str, *state: Any) -> None:
         save(self, name, *state)
@@ -89,16 +88,15 @@ def kill_all(data: Path, folder: Path) -> None:
             ("begun", RunFolder, "_write_recipe", die),
             ("trained", Checkpoints, "save", save_and_die),
         ):
-            child = os.fork()
-            if child == 0:
-                try:
-                    setattr(owner, method, deadly)
-                    start(data, folder / moment / name)
-                    print(f"{name} was not killed", file=sys.stderr)
-                except BaseException:
-                    traceback.print_exc()
-                os._exit(1)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, (name, moment)
+            process = fork.Process(target=_start, args=(start, data, folder / moment / name, owner, method, deadly))
+            process.start()
+            process.join(LIMIT)
+            assert process.exitcode == -signal.SIGKILL, (name, moment, process.exitcode)
+
+
+def _start(start: Start, data: Path, path: Path, owner: type, method: str, deadly: Callable[..., None]) -> None:
+    setattr(owner, method, deadly)
+    start(data, path)
 
 
 @pytest.fixture(scope="module")
@@ -121,10 +119,7 @@ def killed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     here = Path(__file__)
     script = "import sys; from pathlib import Path; from test_killed_runs import kill_all; "
     script += "kill_all(Path(sys.argv[1]), Path(sys.argv[2]))"
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(data), str(folder)], cwd=here.parent, check=False, timeout=LIMIT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-    )  # fmt: skip
+    done = run_program([sys.executable, "-c", script, str(data), str(folder)], cwd=here.parent)
     assert done.returncode == 0, done.stderr
     return folder
 
