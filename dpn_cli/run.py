@@ -53,7 +53,8 @@ def with_own_stem(backbone: BackboneT, console: Console) -> BackboneT:
 def describe_start(report: LoadReport, checkpoints: Checkpoints | None) -> str:
     """Say where the weights of a training come from: from the state that it saved, or how they were loaded."""
     if checkpoints and checkpoints.begun:
-        return f"{report.parameters / 1e6:.2f} M parameters, from what this run saved in {checkpoints.path}"
+        millions = report.parameters / 1e6
+        return f"{report.network}: from what this run saved in {checkpoints.path} ({millions:.2f} M parameters)"
     return report.summary()
 
 

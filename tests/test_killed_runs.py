@@ -183,9 +183,9 @@ def test_a_resumed_run_says_where_it_continues(
     assert len(continued) == 1
     prefix = "svhn dpn lr 0.01 seed 0: " if name == "vtab" else ""
     assert continued[0].startswith(f"{prefix}continues after step {last['step']} of ")
-    fresh = [line for line in said if line.startswith("from scratch")]
-    # A tower is frozen and no state of it is saved; the second stage of a sweep does start from scratch.
-    assert len(fresh) == {"lit": 1, "pretrain sweep": 1}.get(name, 0), fresh
+    fresh = [line for line in said if "from scratch (" in line]
+    # A frozen tower has no saved state; the second stage of a sweep and every new cell of VTAB do start from scratch.
+    assert len(fresh) == {"lit": 1, "pretrain sweep": 1, "vtab": 1}.get(name, 0), fresh
     shown = [line for line in said if "from what this run saved in" in line]
     assert len(shown) == (name not in ("lit", "vtab"))
 
