@@ -306,6 +306,22 @@ def test_a_tower_that_changes_is_refused(pairs: Path, tmp_path: Path, monkeypatc
         train(recipe_of(pairs), tmp_path / "run")
 
 
+def test_a_run_goes_on_with_its_own_held_out_pairs_only(pairs: Path, tmp_path: Path) -> None:
+    held = write_pairs(tmp_path / "held", range(20, 25))
+    recipe = recipe_of(pairs, data={"val_source": str(held)})
+    train(recipe, tmp_path / "run")
+    (tmp_path / "run" / "result.json").unlink()
+    table = held.read_text()
+    held.write_text(table.replace("house", "tower", 1))
+    with pytest.raises(DataError, match="the captions have changed since this run began"):
+        train(recipe, tmp_path / "run", resume=True)
+    held.write_text("".join(table.splitlines(keepends=True)[:-1]))
+    with pytest.raises(DataError, match="the images have changed since this run began"):
+        train(recipe, tmp_path / "run", resume=True)
+    held.write_text(table)
+    assert train(recipe, tmp_path / "run", resume=True)["retrieval"]["images"] == 5
+
+
 def test_a_run_goes_on_with_its_own_image_tower_only(pairs: Path, tmp_path: Path) -> None:
     place = tmp_path / "tower.safetensors"
     recipe = recipe_of(pairs, backbone={"arch": None, "pool": None, "checkpoint": str(place)})
