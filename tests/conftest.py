@@ -36,14 +36,15 @@ def pytest_runtest_protocol() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _same_start(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _same_start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     home = tmp_path_factory.mktemp("home")
-    for name in ("DPN_HOME", "HF_HOME", "HF_DATASETS_CACHE"):
-        monkeypatch.setenv(name, str(home / name.lower()))
-    monkeypatch.delenv("DPN_DATA_DIR", raising=False)
     threads = torch.get_num_threads()
     torch.manual_seed(0)
-    yield
+    with pytest.MonkeyPatch.context() as patch:  # a test that undoes its own patches keeps these
+        for name in ("DPN_HOME", "HF_HOME", "HF_DATASETS_CACHE"):
+            patch.setenv(name, str(home / name.lower()))
+        patch.delenv("DPN_DATA_DIR", raising=False)
+        yield
     torch.set_num_threads(threads)
 
 

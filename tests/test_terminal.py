@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,8 +13,9 @@ import pytest
 import torch
 from conftest import GOLDENS, pictures
 from PIL import Image
+from programs import environment, run_program
 from safetensors.torch import load_file, save_file
-from test_cli import ROOT, run
+from test_cli import run
 from typer.testing import Result
 
 from dpn_cli.backbone import export_backbone, load_backbone
@@ -162,13 +162,9 @@ def test_a_name_in_no_encoding_is_printed_by_a_terminal_of_any_encoding(classifi
     Image.fromarray(np.zeros((20, 20, 3), dtype=np.uint8)).save(tmp_path / "plain.png")
     (tmp_path / "plain.png").rename(odd)
     for encoding in ("utf-8", "ascii"):
-        done = subprocess.run(
-            [sys.executable, "-m", "dpn_cli", "predict", str(classifier / "weights.safetensors"), odd],
-            capture_output=True,
-            check=False,
-            timeout=120,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONIOENCODING": encoding, "COLUMNS": "300"},
+        done = run_program(
+            [sys.executable, "-m", "dpn_cli", "predict", str(classifier / "weights.safetensors"), str(odd)],
+            env=environment(PYTHONIOENCODING=encoding, COLUMNS="300"),
         )
         assert done.returncode == 0, done.stderr
-        assert rb"caf\xe9.png" in done.stdout
+        assert r"caf\xe9.png" in done.stdout
