@@ -12,6 +12,7 @@ from test_highres import small, train
 
 from dpn_cli import recipe as recipes
 from dpn_cli.scoring import Scores
+from dpn_cli.supervised import command
 from dpn_cli.supervised import train as training
 from dpn_cli.supervised.command import describe
 from tasks.highres.recipe import HighresRecipe, resolve
@@ -51,6 +52,25 @@ def test_minival_is_looked_at_when_the_recipe_says(
     """Appendix D evaluates every 2500 of 5000 steps; a training shorter than that is looked at four times."""
     result = train(small(photos, schedule={"steps": steps}, evaluate_every=every), tmp_path / "run")
     assert [record["step"] for record in result["curve"]] == looks
+
+
+def test_a_minival_that_is_too_small_to_choose_says_so(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for share, images, said in ((None, 7, True), (0.0, 0, True), (None, 7, False)):
+        recipe = small(photos, schedule={"steps": 1}, data={"minival": share}, select="best" if said else "last")
+        result = train(recipe, tmp_path / f"{share} {said}")
+        assert result["images"]["minival"] == images
+        warning = f"select=best chooses on {images} minival images" if images else "there is no minival to choose on"
+        assert (warning in capsys.readouterr().err) is said
+
+
+def test_only_a_minival_that_chooses_is_large(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "open_class_data", lambda source, share, chooses: (share, chooses))
+    assert [command.open_data(small(photos, select=select)) for select in ("last", "best")] == [
+        (None, False),
+        (None, True),
+    ]
 
 
 def test_appendix_d_chooses_no_checkpoint() -> None:

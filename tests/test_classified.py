@@ -37,11 +37,14 @@ def test_class_folders_are_read_in_alphabetical_order(tmp_path: Path) -> None:
     assert split.where(5) == str(tmp_path / "class2" / "001.jpg")
 
 
-def test_the_last_hundredth_chooses_and_small_data_sets_get_more() -> None:
+def test_the_last_hundredth_is_watched_and_small_data_sets_get_more() -> None:
     assert _minival_size(1_281_167, None) == 12_812  # train[99%:]
     assert _minival_size(1_281_167, 0.01) == 12_812
     assert (_minival_size(200, None), _minival_size(3000, None), _minival_size(9, None)) == (20, 50, 1)
     assert _minival_size(200, 0.0) == 0
+    # Fifty images choose nothing: to choose by, there are at least 500, or a tenth where that is less.
+    assert [_minival_size(images, None, True) for images in (200, 3000, 20_000, 1_281_167)] == [20, 300, 500, 12_812]
+    assert (_minival_size(3000, 0.02, True), _minival_size(3000, 0.0, True)) == (60, 0)
 
 
 def test_the_splits_are_a_rule_and_not_a_draw(tmp_path: Path) -> None:

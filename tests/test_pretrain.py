@@ -79,6 +79,15 @@ def test_the_first_loss_is_the_papers() -> None:
     assert loss.item() == pytest.approx(7.907, abs=1e-3)  # of big_vision with a head bias of -6.9
 
 
+@pytest.mark.parametrize(("classes", "bias"), [(2, -0.7), (10, -2.3), (397, -6.0), (1000, -6.9), (21_843, -10.0)])
+def test_the_heads_bias_follows_the_number_of_classes(classes: int, bias: float) -> None:
+    small_arch = {"backbone": {"arch": "mu/8", "image_size": 32}, "data": {"source": "imagenet"}}
+    for asked, expected in (({}, bias), ({"loss": "softmax"}, 0.0), ({"head_bias": 1.5}, 1.5)):
+        plain = resolve("imagenet", None, "none", None, recipes.merge(small_arch, asked), {})
+        model = load_network(settle(recipes.build(PretrainRecipe, plain, "test")), classes)
+        assert model.head.bias.unique().tolist() == [pytest.approx(expected)]
+
+
 def test_dropout_is_where_big_vision_has_it_and_drop_path_does_not_rescale() -> None:
     model = load_backbone("nano/8", image_size=32, dropout=0.25, drop_path=0.5, drop_path_rescale=False)
     rates = {name: module.p for name, module in model.named_modules() if isinstance(module, nn.Dropout)}

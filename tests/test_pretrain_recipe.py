@@ -41,7 +41,7 @@ def test_the_recipe_is_appendix_c(
     assert (recipe.mixup, recipe.backbone.dropout, recipe.backbone.drop_path) == (mixup, dropout, drop_path)
     assert recipe.backbone.pre_logits == pre_logits
     assert not recipe.backbone.drop_path_rescale
-    assert (recipe.lr, recipe.batch_size, recipe.loss, recipe.head_bias) == (1e-3, 4096, "sigmoid", -6.9)
+    assert (recipe.lr, recipe.batch_size, recipe.loss, recipe.head_bias) == (1e-3, 4096, "sigmoid", None)
     optim = recipe.optim
     assert (optim.name, optim.betas, optim.eps, optim.clip_norm) == ("adam", (0.9, 0.999), 1e-8, 1.0)
     assert (optim.weight_decay, optim.decay_unit, optim.decay_mask) == (1e-4, "schedule", "kernels")

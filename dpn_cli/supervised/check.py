@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from dpn_cli import distributed, engine
 from dpn_cli.classifier import resize_for
 from dpn_cli.console import Console
-from dpn_cli.data.classified import ClassData, Part, describe_imagenet, hash_order
+from dpn_cli.data.classified import MINIVAL_CHOOSES, ClassData, Part, describe_imagenet, hash_order
 from dpn_cli.data.crops import Size, small_size
 from dpn_cli.data.labelled import Labelled, fingerprint, rows_to_check
 from dpn_cli.distributed import World
@@ -61,6 +62,8 @@ def check_data(recipe: SupervisedRecipe, data: ClassData, folder: RunFolder, wor
         f"{len(data.val.labels)} to validate, {len(data.classes)} classes; {recipe.schedule.steps} steps of "
         f"{recipe.batch_size}, {recipe.schedule.steps * recipe.batch_size / len(data.train.labels):.2f} epochs"
     )
+    if recipe.select == "best" and (warning := _choice_warning(len(data.minival.labels))):
+        console.warn(warning)
     if world.leads:
         folder.update(device=describe_device(world.device), ranks=world.size, status="running", **found)
         sizes = [_decode_some(split, recipe.data.skip_bad_images) for split in (data.train, data.minival, data.val)]
@@ -87,6 +90,19 @@ def _crop_warning(recipe: SupervisedRecipe, pictures: list[Size]) -> str | None:
     size = input_size(recipe)
     side = resize_side_of(recipe, size)
     return None if side is None else crop_warning(size, [small_size(picture, side) for picture in pictures])
+
+
+def _choice_warning(images: int) -> str | None:
+    """Say when minival is too small to choose between checkpoints."""
+    if images >= MINIVAL_CHOOSES:
+        return None
+    if not images:
+        return "select=best: there is no minival to choose on, so the last step is kept; see data.minival"
+    uncertain = 100 * 1.96 * math.sqrt(0.25 / images)  # 95 % around an accuracy of a half
+    return (
+        f"select=best chooses on {images} minival images, on which an accuracy is uncertain by up to {uncertain:.0f} "
+        f"points; use select=last, or a minival of {MINIVAL_CHOOSES} images (data.minival)"
+    )
 
 
 def _check_probe(shots: int, data: ClassData) -> None:

@@ -23,7 +23,7 @@ Train = Callable[[RecipeT, ClassData, RunFolder, World], dict[str, Any]]
 
 def open_data(recipe: SupervisedRecipe) -> ClassData:
     """Open the recipe's training images, minival and validation images. Raises `DataError`."""
-    return open_class_data(source_of(recipe), recipe.data.minival)
+    return open_class_data(source_of(recipe), recipe.data.minival, chooses=recipe.select == "best")
 
 
 def source_of(recipe: SupervisedRecipe) -> Source:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -71,7 +72,7 @@ class SupervisedRecipe(Section):
     seed: Seed = 0
     epochs: Annotated[float, Field(gt=0)] | None = None
     loss: Literal["sigmoid", "softmax"] = "sigmoid"
-    head_bias: float = 0.0
+    head_bias: float | None = 0.0
     randaugment: RandAugment = RandAugment()
     mixup: NonNegative = 0.0
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -109,6 +110,17 @@ class SupervisedRecipe(Section):
 
 
 RecipeT = TypeVar("RecipeT", bound=SupervisedRecipe)
+
+
+def head_bias_of(recipe: SupervisedRecipe, classes: int) -> float:
+    """Return the bias that a new head starts with.
+
+    Left out, it makes the sigmoid loss start near the classes' base rate: -log(classes) to one decimal, which for
+    1000 classes is the -6.9 of arXiv 2302.01327 Appendix C. The softmax loss needs none.
+    """
+    if recipe.head_bias is not None:
+        return recipe.head_bias
+    return -round(math.log(classes), 1) if recipe.loss == "sigmoid" else 0.0
 
 
 def layered(shipped: Plain, config: Plain, command: Plain, shown: str, say: Say = unsaid) -> Plain:

@@ -27,7 +27,7 @@ from dpn_cli.runstate import Checkpoints, MetricsLog, RunFolder
 from dpn_cli.sanity import result_warning
 from dpn_cli.scoring import Scores, score
 from dpn_cli.supervised.check import check_batch, check_data, input_size, resize_side_of, shot_pool
-from dpn_cli.supervised.recipe import SupervisedRecipe
+from dpn_cli.supervised.recipe import SupervisedRecipe, head_bias_of
 from dpn_cli.trackers import build_tracker
 from dpn_cli.trainstate import evaluated_weights
 
@@ -64,6 +64,7 @@ def train_classifier(
         "image_size": list(classifier.model.config.image_size),
         "parameters": trained["parameters"],
         "classes": len(data.classes),
+        "head_bias": head_bias_of(recipe, len(data.classes)),
         "images": {"train": len(data.train.labels), "minival": len(data.minival.labels), "val": scores.images},
         "skipped": scores.skipped,
         "top1": scores.top1,
@@ -106,7 +107,7 @@ def load_network(recipe: SupervisedRecipe, classes: int) -> Backbone:
         seed=recipe.seed,
     )
     assert isinstance(model.head, nn.Linear)
-    nn.init.constant_(model.head.bias, recipe.head_bias)
+    nn.init.constant_(model.head.bias, head_bias_of(recipe, classes))
     return model
 
 
@@ -159,6 +160,9 @@ class _Training:
         self.model = load_network(recipe, len(data.classes))
         self.checkpoints = Checkpoints(folder.path / "checkpoints")
         console.info(describe_start(self.model.report, self.checkpoints))
+        if recipe.head_bias is None and recipe.loss == "sigmoid":
+            bias = head_bias_of(recipe, len(data.classes))
+            console.info(f"the head's bias starts at {bias:g}, -log of {len(data.classes)} classes")
         if recipe.freeze:
             console.info(f"{freeze(self.model, recipe.freeze) / 1e6:.2f} M weights are frozen")
         side = resize_side_of(recipe, self.model.config.image_size)

@@ -104,7 +104,8 @@ def _own_data(source: Source, split: Split, facts: Mapping[str, Any]) -> ClassDa
         source.reading,
     )
     try:
-        data = open_class_data(again, asked.get("minival"))
+        chooses = (facts.get("recipe") or {}).get("select") == "best"
+        data = open_class_data(again, asked.get("minival"), chooses=chooses)
     except DataError:
         return None
     found = {name: fingerprint(getattr(data, name)) for name in ("train", "minival", "val")}

@@ -12,13 +12,14 @@ from dpn_cli.arch import check_image_size, did_you_mean, parse_arch
 from dpn_cli.errors import DpnError
 from dpn_cli.home import find_data
 from dpn_cli.recipe import Plain, Say, Section, build, from_flags, merge, read_recipe, unsaid
-from dpn_cli.supervised.recipe import SupervisedRecipe, last_given, layered
+from dpn_cli.supervised.recipe import SupervisedRecipe, head_bias_of, last_given, layered
 from tasks.pretrain.table import APPENDIX_C, LEVELS, PAPER, SHORT, augmented, regularized
 
 RECIPES = {"imagenet": "pretrain", "sun397": "pretrain_sun397"}
 # The built-in scenes with the question that takes most of them in.
 DEMO_OBJECTS = "demo:objects"
 LEAST_MINIVAL = 0.01
+IMAGENET_CLASSES = 1000
 
 
 class Stage(Section):
@@ -171,7 +172,7 @@ def differences(recipe: PretrainRecipe) -> list[str] | None:
     arch = recipe.backbone.arch or ""
     if recipe.demo or recipe.stages or arch not in APPENDIX_C:
         return None
-    here = dict(_flat(recipe.model_dump(mode="json")))
+    here = {**dict(_flat(recipe.model_dump(mode="json"))), "head_bias": head_bias_of(recipe, IMAGENET_CLASSES)}
     paper = {**PAPER, **dict(_flat(regularized(APPENDIX_C[arch])))}
     steps = ("schedule.steps", "schedule.warmup")
     if recipe.epochs is not None:
