@@ -5,6 +5,7 @@ L = "tests/test_loader.py tests/test_pixels.py"
 X = "tests/test_crops.py tests/test_pixels.py"
 P = "tests/test_pack.py"
 LOADER, PIXELS, CROPS = "dpn_cli/data/loader.py", "dpn_cli/data/pixels.py", "dpn_cli/data/crops.py"
+READING, D, O = "dpn_cli/data/reading.py", "tests/test_reading.py tests/test_decoders.py", "tests/test_odd_data.py"
 CLASSIFIED, LABELLED, SHARDS = "dpn_cli/data/classified.py", "dpn_cli/data/labelled.py", "dpn_cli/data/shards.py"
 
 MUTATIONS = [
@@ -55,4 +56,41 @@ MUTATIONS = [
      "RandAugment's blends are stronger", "tests/test_randaugment.py"),
     ("dpn_cli/data/randaugment.py", "_levels >= threshold", "_levels > threshold",
      "RandAugment's solarize leaves the threshold itself alone", "tests/test_randaugment.py"),
+    (LABELLED, 'f"{label} {size}" for label, size in rows', 'f"{size}" for label, size in rows',
+     "labels are not in a split's fingerprint", C),
+    (SHARDS, "str(PurePosixPath(member.name).with_name(stem))", "stem",
+     "members of one name in two folders of a shard are one", C),
+    (READING, "fastdct=True", "fastdct=False",
+     "pictures: JPEGs have the accurate DCT, which is not TensorFlow's", D),
+    (READING, "fastupsample=False", "fastupsample=True",
+     "pictures: chroma is not smoothed", D),
+    (READING, "width * height > reading.max_pixels", "width * height > MAX_PIXELS",
+     "pictures: --max-pixels moves no limit", D),
+    (READING, "for factor in (2, 4, 8)", "for factor in (8,)",
+     "pictures: large JPEGs are read smaller than they need be", D),
+    (READING, "if isinstance(file, Path) and not stat.S_ISREG(file.stat().st_mode):", "if False:",
+     "pictures: a FIFO is waited for", "tests/test_reading.py"),
+    (READING, "if not path.is_dir()]", "]",
+     "pictures: a folder with a picture's name is one", D),
+    (CLASSIFIED, "found.reading = source.reading", "pass",
+     "pictures: of classes are decoded in the default way", D),
+    (CLASSIFIED, "self.whole, self.rows, self.reading = whole, list(rows), whole.reading",
+     "self.whole, self.rows = whole, list(rows)",
+     "pictures: of a part of a split are decoded in the default way", D),
+    ("dpn_cli/supervised/command.py", "Reading(decoder_of(data.decode), data.max_pixels)", "Reading()",
+     "pictures: a training evaluates with the default decoder", D),
+    ("tasks/lit/data.py", "found.reading = source.reading", "pass",
+     "pictures: with captions are decoded in the default way", D),
+    ("tasks/segment/pairs.py", "pairs.reading = Reading(data.decode, data.max_pixels, shrink=False)", "pass",
+     "pictures: with masks are decoded in the default way", D),
+    ("tasks/evaluate/classification.py", "asked.decode or classifier.decoder", 'asked.decode or "exact"',
+     "pictures: dpn eval decodes in another way than the run", D),
+    ("tasks/lit/fill.py", "self.data, self.size, self.reading = data, size, data.reading",
+     "self.data, self.size = data, size",
+     "pictures: the cache's reader decodes in the default way", D + " tests/test_lit_cache.py"),
+    ("dpn_cli/run.py", "run(as_begun(recipe, from_leader(folder.facts)), folder, world)", "run(recipe, folder, world)",
+     "pictures: a run of Pillow's time goes on with simplejpeg", D),
+    ("dpn_cli/supervised/check.py", "rows_to_check(split, SAMPLE)",
+     "range(0, len(split.labels), max(1, len(split.labels) // SAMPLE))",
+     "pictures: a broken link is met in the middle of training", O),
 ]  # fmt: skip
