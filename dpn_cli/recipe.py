@@ -166,7 +166,7 @@ class Runtime(Section):
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     compile: bool = False
     micro_batch_size: Positive | Literal["auto"] = "auto"
-    workers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    workers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = "auto"
     checkpoint_every: Positive = 500
     report_to: Literal["none", "tensorboard", "wandb"] = "none"
 

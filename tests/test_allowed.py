@@ -76,7 +76,7 @@ def test_every_wrong_value_of_every_field_is_named_with_what_is_allowed(name: st
         ("vtab", "seeds=1000000000", "seeds: how many seeds, at most 1000, or a list of them from 0 to 4294967295"),
         ("vtab", "seeds=true", "seeds: how many seeds"),
         ("highres", "seed=1180591620717411303424", "seed: a whole number from 0 to 4294967295 (got 11805916207174"),
-        ("highres", "runtime.workers=-1", "runtime.workers: a whole number of at least 0, or auto (got -1)"),
+        ("highres", "runtime.workers=-1", "runtime.workers: a whole number from 0 to 1024, or auto (got -1)"),
         ("highres", "optim.clip_norm=0", "optim.clip_norm: a number above 0, or null (got 0)"),
         ("highres", "schedule.stairs=[[1]]", "schedule.stairs: a list, each two values, a whole number and a number"),
         ("highres", "freeze={}", "freeze: a list, each text (got {})"),

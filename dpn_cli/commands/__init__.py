@@ -10,18 +10,26 @@ from contextlib import contextmanager
 import typer
 from typer._click.globals import get_current_context  # Typer has no public name for it
 
-from dpn_cli.console import show_error
-from dpn_cli.errors import DpnError, PictureError
+from dpn_cli.console import printable, show_error
+from dpn_cli.errors import DataError, DpnError, PictureError
 
 
 @contextmanager
 def one_line_errors(debug: bool = False) -> Iterator[None]:
-    """Print a `DpnError` as one line and exit with its code; anything else is a bug and keeps its traceback."""
+    """Print a `DpnError` as one line and exit with its code; anything else is a bug and keeps its traceback.
+
+    A file that the system refuses, for its name or its rights, is no bug wherever it is met.
+    """
     try:
-        yield
+        try:
+            yield
+        except OSError as error:
+            if error.filename is None:
+                raise
+            raise DataError(f"{error.filename}: {error.strerror}") from error
     except DpnError as error:
         if debug:
-            traceback.print_exc()
+            print("\n".join(map(printable, traceback.format_exc().split("\n"))), file=sys.stderr)
         show_error(f"{error}{_way_out(error)}")
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:

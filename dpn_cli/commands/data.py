@@ -54,7 +54,7 @@ def pack(
     max_pixels: pictures.MaxPixels = None,
     skip_bad_images: options.SkipBadImages = None,
     workers: Annotated[
-        int, typer.Option("--workers", "-j", min=1, help="Processes.", rich_help_panel=options.RUNTIME)
+        int, typer.Option("--workers", "-j", min=1, max=1024, help="Processes.", rich_help_panel=options.RUNTIME)
     ] = 2,
     as_json: options.Json = False,
     quiet: options.Quiet = False,

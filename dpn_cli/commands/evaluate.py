@@ -141,6 +141,8 @@ def fewshot(
 ) -> None:
     """The paper's few-shot metric: ridge regression on the frozen representation of a few images per class."""
     with one_line_errors(verbose):
+        if val_fraction is not None and not 0 < val_fraction < 1:
+            raise DpnError(f"--val-fraction {val_fraction}: a number above 0 and below 1")
         chosen, draws = _numbers("--shots", shots, 1, 1_000_000), _numbers("--seeds", seeds, 0, MOST_SEED)
         runtime = runtime_of(device, precision, workers)
         size = options.parse_pair("--image-size", image_size)
