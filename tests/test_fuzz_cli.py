@@ -63,7 +63,9 @@ TRAINED = ["--arch", "mu/8", "--image-size", "16", "-b", "4", "--steps", "2", "-
 GOOD: dict[str, list[str]] = {
     "pretrain": ["--data", "PHOTOS", "--val-fraction", "0.4", "--augment", "none", *TRAINED],
     "finetune highres": ["--data", "PHOTOS", "--val-fraction", "0.4", "--checkpoint", "none", *TRAINED],
-    "finetune vtab": ["--data", "demo", "--tasks", "demo_color", "--checkpoint", "none", "--set", "schedule.warmup=0", *TRAINED],
+    "finetune vtab": [
+        "--data", "demo", "--tasks", "demo_color", "--checkpoint", "none", "--set", "schedule.warmup=0", *TRAINED
+    ],
     "lit train": ["--data", "PAIRS", "--checkpoint", "none", "--text-size", "mu", "--cache-dir", "cache", *TRAINED],
     "lit cache": ["--data", "PAIRS", "--checkpoint", "none", "--cache-dir", "cache", *TRAINED[:4], "-j", "0"],
     "lit eval": ["CLASSIFIER", "--data", "PHOTOS"],

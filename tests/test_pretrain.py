@@ -85,7 +85,7 @@ def test_the_heads_bias_follows_the_number_of_classes(classes: int, bias: float)
     for asked, expected in (({}, bias), ({"loss": "softmax"}, 0.0), ({"head_bias": 1.5}, 1.5)):
         plain = resolve("imagenet", None, "none", None, recipes.merge(small_arch, asked), {})
         model = load_network(settle(recipes.build(PretrainRecipe, plain, "test")), classes)
-        assert model.head.bias.unique().tolist() == [pytest.approx(expected)]
+        assert model.get_parameter("head.bias").unique().tolist() == [pytest.approx(expected)]
 
 
 def test_dropout_is_where_big_vision_has_it_and_drop_path_does_not_rescale() -> None:
