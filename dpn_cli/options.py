@@ -28,7 +28,7 @@ def complete_arch(incomplete: str) -> list[str]:
     return [arch for arch in COMMON_ARCHS if arch.startswith(incomplete)]
 
 
-def _complete_stem(incomplete: str) -> list[tuple[str, str]]:
+def complete_stem(incomplete: str) -> list[tuple[str, str]]:
     return [(stem, text) for stem, text in STEMS.items() if stem.startswith(incomplete)]
 
 
@@ -47,7 +47,7 @@ StemOption = Annotated[
     typer.Option(
         "--stem",
         help=f"Patch stem: {', '.join(STEMS)}. \\[default: the checkpoint's; dpn from scratch]",
-        autocompletion=_complete_stem,
+        autocompletion=complete_stem,
         rich_help_panel=MODEL,
         show_default=False,
     ),
@@ -67,7 +67,7 @@ ImageSize = Annotated[
     typer.Option(
         "--image-size",
         help="Input size in pixels, N or HxW, a multiple of the patch. \\[default: 384 in highres, 512 in segment, 224 "
-        "in vtab and pretrain, else the checkpoint's own]",
+        "in vtab, else the checkpoint's own]",
         rich_help_panel=MODEL,
         show_default=False,
     ),

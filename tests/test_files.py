@@ -122,7 +122,7 @@ def test_what_is_stopped_says_how_it_goes_on(
     def stop(*arguments: object, **named: object) -> None:
         raise StoppedError(signal.SIGTERM)
 
-    for place in ("tasks.evaluate.fewshot.load_backbone", "dpn_cli.data.pack.pack", "tasks.lit.command.open_pairs"):
+    for place in ("tasks.evaluate.fewshot.resolve", "dpn_cli.data.pack.pack", "tasks.lit.command.open_pairs"):
         monkeypatch.setattr(place, stop)
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, [*command.split(), "-q"])

@@ -190,7 +190,7 @@ def test_the_command_packs_and_says_what_it_did(folder: Path, tmp_path: Path) ->
     result = json.loads(done.stdout)
     assert (result["train"]["images"], result["val"]["images"], result["train"]["shards"]) == (60, 12, 1)
     for arguments, message in [
-        (["--size", "0"], "--size '0': a number of pixels, or keep"),
+        (["--size", "0"], "--size '0': a number of pixels up to 16384, or keep"),
         (["--encode", "webp"], "--encode 'webp': jpeg or ppm"),
         (["--data", "nowhere"], "--data nowhere: no such folder"),
     ]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from dpn_cli import options, recipe
-from dpn_cli.arch import SIZES
+from dpn_cli.arch import SIZES, STEMS
 from dpn_cli.commands import one_line_errors
 from dpn_cli.commands import options_classify as own
 from dpn_cli.commands import options_pictures as pictures
@@ -41,6 +41,25 @@ Arch = Annotated[
         help=f"ViT as SIZE/PATCH: {', '.join(SIZES)} and a patch side in pixels. "
         "\\[default: none; the demo's is nano/8]",
         autocompletion=options.complete_arch,
+        rich_help_panel=options.MODEL,
+        show_default=False,
+    ),
+]
+Stem = Annotated[
+    str | None,
+    typer.Option(
+        "--stem",
+        help=f"Patch stem: {', '.join(STEMS)}. \\[default: dpn]",
+        autocompletion=options.complete_stem,
+        rich_help_panel=options.MODEL,
+        show_default=False,
+    ),
+]
+ImageSize = Annotated[
+    str | None,
+    typer.Option(
+        "--image-size",
+        help="Input size in pixels, N or HxW, a multiple of the patch. \\[default: 224; the demo's is 64]",
         rich_help_panel=options.MODEL,
         show_default=False,
     ),
@@ -139,8 +158,8 @@ def _built(
 def pretrain(
     name: Name = None,
     arch: Arch = None,
-    stem: options.StemOption = None,
-    image_size: options.ImageSize = None,
+    stem: Stem = None,
+    image_size: ImageSize = None,
     dropout: Dropout = None,
     drop_path: options.DropPath = None,
     data: DataOption = None,
@@ -201,8 +220,8 @@ def pretrain(
 def plan_pretrain(
     name: Name = None,
     arch: Arch = None,
-    stem: options.StemOption = None,
-    image_size: options.ImageSize = None,
+    stem: Stem = None,
+    image_size: ImageSize = None,
     data: DataOption = None,
     images: Annotated[
         int | None,

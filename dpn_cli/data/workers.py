@@ -76,7 +76,10 @@ def watched(processes: Sequence[BaseProcess]) -> Iterator[None]:
         raise
     except Exception:
         # Who reads from a worker meets its end as a lost connection or a RuntimeError, perhaps before it has ended.
-        wait([process.sentinel for process in processes], DYING)
+        closed = wait([process.sentinel for process in processes], DYING)
+        for process in processes:
+            if process.sentinel in closed:
+                process.join(DYING)  # its connections close a moment before it has an exit code
         _raise_for_dead(processes)
         raise
     finally:
