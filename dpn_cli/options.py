@@ -29,6 +29,7 @@ def complete_arch(incomplete: str) -> list[str]:
 
 
 def complete_stem(incomplete: str) -> list[tuple[str, str]]:
+    """Return the stems that begin with what was typed, with what each one is."""
     return [(stem, text) for stem, text in STEMS.items() if stem.startswith(incomplete)]
 
 
