@@ -22,7 +22,7 @@ MUTATIONS = [
      "all seeds see the same batches", H),
     (TRAIN, "        seed=recipe.seed,\n", "",
      "all seeds start from the same weights", H),
-    (TRAIN, "nn.init.constant_(model.head.bias, recipe.head_bias)", "pass",
+    (TRAIN, "nn.init.constant_(model.head.bias, head_bias_of(recipe, classes))", "pass",
      "the head's bias is zero", H + " " + P),
     (TRAIN, "blend(target, one_hot(batch[\"other_label\"]), batch[\"mix\"])", "target",
      "mixup's labels are not mixed", H + " " + P),
