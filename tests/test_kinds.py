@@ -252,7 +252,12 @@ def test_another_file_in_the_place_of_a_runs_weights_is_refused(files: dict[str,
 def test_a_damaged_cell_of_vtab_is_named(files: dict[str, Path], tmp_path: Path) -> None:
     cell = Cell("dpn", TASKS[0], 0.1, 0, "train800", tmp_path)
     flipped(files["network"], cell.weights, FLIPS["the middle"])
-    with pytest.raises(DataError, match="delete .* and --resume trains it again"):
+    with pytest.raises(DataError, match="the file is damaged: .* delete .* and --resume trains it again"):
+        cell.load()
+    shutil.copy(files["network"], cell.weights)
+    assert cell.load()
+    (tmp_path / "done.json").write_text('{"steps": 1, "weights_sha256": "abc"}')
+    with pytest.raises(DataError, match="not the file that this training wrote"):
         cell.load()
 
 

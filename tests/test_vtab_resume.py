@@ -12,7 +12,7 @@ from test_cli import dpn
 from test_vtab import Json, ledger
 
 from dpn_cli import engine
-from dpn_cli.errors import DpnError, NonFiniteError, SaveError
+from dpn_cli.errors import DataError, DpnError, NonFiniteError, SaveError
 from tasks.vtab.bench import Bench
 
 
@@ -149,3 +149,23 @@ def test_too_little_disk_is_said_before_training(
     monkeypatch.setattr("tasks.vtab.sweep.shutil.disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1000))
     with pytest.raises(SaveError, match="0.0 GB free, and the 6 cells of a task keep"):
         toy(tmp_path / "run")
+
+
+def test_damaged_files_of_a_sweep_are_named_in_one_line(toy: Callable[..., Json], tmp_path: Path) -> None:
+    settings = ["seeds=1", "lrs=[0.01]", "schedule.steps=2", "schedule.warmup=0"]
+    whole = toy(tmp_path / "run", *settings)
+    task = tmp_path / "run" / "cells" / "dpn" / "svhn"
+    damaged = {
+        task / "choice.json": "damaged .not a JSON object.; restore it, or delete it",
+        next(task.glob("*/done.json")): "damaged .not a JSON object.; restore it, or delete it",
+        tmp_path / "run" / "ledger.jsonl": "it tells which networks have met the test split",
+    }
+    for path, message in damaged.items():
+        content = path.read_text()
+        path.write_text(content[:-9])
+        (tmp_path / "run" / "result.json").write_text("{")  # a finished sweep is not looked at again
+        with pytest.raises(DataError, match=message):
+            toy(tmp_path / "run", *settings, resume=True)
+        path.write_text(content)
+    again = toy(tmp_path / "run", *settings, resume=True)
+    assert again["tasks"] == whole["tasks"]

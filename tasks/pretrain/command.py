@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from dpn_cli.console import Console
 from dpn_cli.data.classified import ClassData, open_tuning_data
 from dpn_cli.distributed import World, barrier, from_leader
 from dpn_cli.errors import NonFiniteError
-from dpn_cli.files import replace_json
+from dpn_cli.files import read_object, replace_json
 from dpn_cli.run import open_folder, with_own_stem
 from dpn_cli.runstate import RunFolder
 from dpn_cli.supervised import command
@@ -129,7 +128,7 @@ class _Sweep:
     def _test(self, place: str, name: str, recipe: PretrainRecipe) -> float | None:
         """Score a stage's choice on the test split, or return its score; None where its network is gone."""
         kept, scored = self.folder.path / place / name, self.folder.path / place / "test.json"
-        row: Json | None = from_leader(json.loads(scored.read_text("utf-8")) if scored.is_file() else None)
+        row: Json | None = from_leader(read_object(scored))
         if row is None:
             if not from_leader((kept / WEIGHTS).is_file()):
                 self.console.warn(f"{kept / WEIGHTS}: no such file, so this run is not scored on the test split")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dpn_cli.arch import Stem
 from dpn_cli.errors import DataError
-from dpn_cli.files import replace_text
+from dpn_cli.files import file_digest, read_object, replace_text
 from dpn_cli.weights import read_weights
 from tasks.vtab.table import Task
 
@@ -46,8 +46,14 @@ class Cell:
         return self.path / "weights.safetensors"
 
     def load(self) -> dict[str, Tensor]:
-        """Return the trained weights, by the names of the network. Raises `DataError` when the file is damaged."""
+        """Return the trained weights, by the names of the network.
+
+        Raises `DataError` when the file is damaged, or is not the one that the training wrote.
+        """
+        written = (read_json(self.path / "done.json") or {}).get("weights_sha256")
         try:
+            if written not in (None, file_digest(self.weights)):
+                raise DataError("not the file that this training wrote, whose SHA-256 is in done.json")
             return read_weights(self.weights)[0]
         except (DataError, OSError, SafetensorError) as error:
             raise DataError(f"{self.weights}: {error}; delete {self.path}, and --resume trains it again") from error
@@ -55,7 +61,7 @@ class Cell:
     def done(self, steps: int) -> Json | None:
         """Return the marker of a training that went all its `steps`, or None."""
         marker = read_json(self.path / "done.json")
-        return marker if marker and marker["steps"] == steps else None
+        return marker if marker and marker.get("steps") == steps else None
 
 
 @dataclass
@@ -79,8 +85,7 @@ class Ledger:
 
     def entry(self, cell: Cell) -> Json | None:
         """Return what a cell scored on test, or None when it never met it."""
-        text = self.path.read_text(encoding="utf-8") if self.path.is_file() else ""
-        for row in map(json.loads, text.splitlines()):
+        for row in self._rows():
             if row["accuracy"] is not None and (
                 row["stem"],
                 row["task"],
@@ -96,6 +101,15 @@ class Ledger:
             ):
                 return dict(row)
         return None
+
+    def _rows(self) -> list[Json]:
+        text = self.path.read_text(encoding="utf-8", errors="replace") if self.path.is_file() else ""
+        try:
+            return [dict(json.loads(line)) for line in text.splitlines()]
+        except (ValueError, TypeError) as error:
+            raise DataError(
+                f"{self.path}: damaged ({error}); restore it: it tells which networks have met the test split"
+            ) from error
 
     def add(self, rows: Sequence[tuple[Cell, Mapping[str, Any]]]) -> None:
         """Append that cells begin to meet the split (accuracy None) or what they scored, all of them or none."""
@@ -126,5 +140,8 @@ def choose_lr(val: Mapping[float, Mapping[int, float]], seeds: int) -> float | N
 
 
 def read_json(path: Path) -> Json | None:
-    """Return the object in a JSON file, or None when there is no such file."""
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+    """Return the object in a JSON file, or None when there is no such file. Raises `DataError` when it is damaged."""
+    value = read_object(path)
+    if value is None and path.is_file():
+        raise DataError(f"{path}: damaged (not a JSON object); restore it, or delete it to have that part done again")
+    return value
