@@ -18,10 +18,10 @@ MEASURE = """
 import json, resource, sys
 from pathlib import Path
 import torch
-from dpn_cli.backbone import load_backbone
-from dpn_cli.classifier import Classifier, predict
+from dpn_cli.weights.backbone import load_backbone
+from tasks.classify.classifier import Classifier, predict
 from dpn_cli.data.classified import ClassFolders, Part
-from dpn_cli.distributed import World
+from dpn_cli.run.distributed import World
 from dpn_cli.scoring import score
 count = int(sys.argv[2])
 model = load_backbone("mu/16", image_size=64, num_classes=4).eval()

@@ -21,14 +21,14 @@ from loader import write_pictures
 from step import bare_steps
 from torch import nn
 
-from dpn_cli.backbone import Backbone, load_backbone
 from dpn_cli.data.classified import ClassFolders
 from dpn_cli.data.loader import Augmentation, crop_batches
-from dpn_cli.distributed import World
-from dpn_cli.engine import FitResult, Outputs, Training, fit
-from dpn_cli.losses import sigmoid_xent
-from dpn_cli.memory import MicroBatch
-from dpn_cli.recipe import Optim, Runtime, Schedule
+from dpn_cli.engine.fit import FitResult, Job, Outputs, fit
+from dpn_cli.engine.losses import sigmoid_xent
+from dpn_cli.engine.memory import MicroBatch
+from dpn_cli.recipe.schema import Optim, Runtime, Schedule
+from dpn_cli.run.distributed import World
+from dpn_cli.weights.backbone import Backbone, load_backbone
 
 ROWS, SIZE, CLASSES = 8, 384, 100
 
@@ -43,8 +43,19 @@ def ours(model: Backbone, folder: ClassFolders, steps: int, device: torch.device
         return sigmoid_xent(trainable(model.normalize(batch["image"])).float(), target)
 
     outputs = Outputs(tick=lambda tick: times.append(time.perf_counter()))
-    training = Training(Optim(), Schedule(steps=steps), 1e-3, ROWS, 0)
-    done = fit(model, loss, batches, None, training, Runtime(), world, outputs, MicroBatch(ROWS))
+    job = Job(
+        loss_fn=loss,
+        batches=batches,
+        optim=Optim(),
+        schedule=Schedule(steps=steps),
+        lr=1e-3,
+        batch_size=ROWS,
+        seed=0,
+        world=world,
+        micro_batch=MicroBatch(ROWS),
+        outputs=outputs,
+    )
+    done = fit(model, job)
     return [after - before for before, after in itertools.pairwise(times)], done
 
 

@@ -16,7 +16,7 @@ import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import torch
@@ -27,18 +27,18 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from dpn_cli import engine
 from dpn_cli.arch import SIZES
-from dpn_cli.backbone import Backbone, load_backbone
-from dpn_cli.console import Console
 from dpn_cli.data.loader import worker_count
-from dpn_cli.distributed import World
-from dpn_cli.engine import Batch, Outputs, Training, fit
-from dpn_cli.memory import MicroBatch
-from dpn_cli.recipe import Optim, Runtime, Schedule
+from dpn_cli.engine import fit as engine
+from dpn_cli.engine.fit import Batch, Job, Outputs, fit
+from dpn_cli.engine.memory import MicroBatch
+from dpn_cli.recipe.schema import Optim, Runtime, Schedule
+from dpn_cli.run.console import Console
+from dpn_cli.run.distributed import World
+from dpn_cli.weights.backbone import Backbone, load_backbone
 from tasks.lit.cache import BATCH, cached_features
 from tasks.lit.captions import Files
-from tasks.lit.encode import wanted_of
+from tasks.lit.encode import image_encoder
 from tasks.lit.loss import ContrastiveLoss
 from tasks.lit.text import TextTower
 
@@ -50,24 +50,24 @@ def ours(text: TextTower, batch: Callable[[], Batch], rows: int, world: World) -
     """Return what trains some steps through `fit` and returns the seconds of each."""
 
     def run(steps: int) -> list[float]:
-        def batches(start: int) -> Iterator[Batch]:
+        def batches(start: int) -> Generator[Batch, None, None]:
             while True:
                 yield batch()
 
         times = [time.perf_counter()]
-        outputs = Outputs(tick=lambda tick: times.append(time.perf_counter()))
-        training = Training(Optim(name="adam"), Schedule(steps=steps), 1e-4, rows, 0)
-        fit(
-            text,
-            ContrastiveLoss("softmax", world),
-            batches,
-            None,
-            training,
-            Runtime(),
-            world,
-            outputs,
-            MicroBatch(rows),
+        job = Job(
+            loss_fn=ContrastiveLoss("softmax", world),
+            batches=batches,
+            optim=Optim(name="adam"),
+            schedule=Schedule(steps=steps),
+            lr=1e-4,
+            batch_size=rows,
+            seed=0,
+            world=world,
+            micro_batch=MicroBatch(rows),
+            outputs=Outputs(tick=lambda tick: times.append(time.perf_counter())),
         )
+        fit(text, job)
         return [after - before for before, after in itertools.pairwise(times)]
 
     return run
@@ -114,13 +114,13 @@ def compare_steps(tower: Backbone, text: TextTower, rows: int, steps: int, round
     size = tower.config.image_size
     images = torch.randint(256, (rows, 3, *size), dtype=torch.uint8)
     tokens = torch.randint(VOCABULARY, (rows, CONTEXT)).to(world.device)
-    wanted = wanted_of(tower, Runtime(), world)
-    kept = wanted.encode(images).half().to(world.device)
+    encoder = image_encoder(tower, Runtime(), world)
+    kept = encoder.encode(images).half().to(world.device)
     normal = tower.normalize(images.to(world.device))
     kinds: dict[str, Steps] = {
         "cached": ours(text, lambda: {"image": kept, "tokens": tokens}, rows, world),
         "in the loop": ours(
-            text, lambda: {"image": wanted.encode(images).to(world.device), "tokens": tokens}, rows, world
+            text, lambda: {"image": encoder.encode(images).to(world.device), "tokens": tokens}, rows, world
         ),
         "open_clip, locked": open_clip_steps(tower, text, normal, tokens),
     }
@@ -130,7 +130,7 @@ def compare_steps(tower: Backbone, text: TextTower, rows: int, steps: int, round
             times[name] += run(steps + 2)[1:-1]  # `fit` makes no batch in its last step
     loss = ContrastiveLoss("softmax", world)
     learning = flops(lambda: loss(text, {"image": kept, "tokens": tokens}).backward())
-    looking = flops(lambda: wanted.encode(images))
+    looking = flops(lambda: encoder.encode(images))
     allowed, medians = 1 + looking / learning, {name: statistics.median(values) for name, values in times.items()}
     for name, median in medians.items():
         print(f"{name}: {1000 * median:.0f} ms a step of {rows}, {rows / median:.2f} pairs/s")
@@ -155,22 +155,22 @@ class Counted(Files):
 def compare_caching(tower: Backbone, count: int, rounds: int, world: World) -> None:
     """Measure caching and a bare forward pass over as many images in turns, and print the ratio."""
     runtime = Runtime(workers=worker_count("auto", world.device))
-    wanted, quiet = wanted_of(tower, runtime, world), Console(quiet=True)
+    encoder, quiet = image_encoder(tower, runtime, world), Console(quiet=True)
     with tempfile.TemporaryDirectory() as place:
         files = Counted()
         for path in sorted(write_pictures(Path(place) / "photos", (500, 375), count).rglob("*.jpg")):
             files.add(path.parent, path.name, ("a picture",), place)
-        noise = torch.randint(256, (BATCH, 3, *wanted.size), dtype=torch.uint8)
+        noise = torch.randint(256, (BATCH, 3, *encoder.size), dtype=torch.uint8)
         bare, cached = [], []
         for number in range(rounds):
             began = time.perf_counter()
             for begin in range(0, len(files.paths), BATCH):
-                wanted.encode(noise[: min(BATCH, len(files.paths) - begin)])
+                encoder.encode(noise[: min(BATCH, len(files.paths) - begin)])
             bare.append(time.perf_counter() - began)
             began = time.perf_counter()
-            cached_features(files, wanted, Path(place) / f"cache{number}", world, quiet)
+            cached_features(files, encoder, Path(place) / f"cache{number}", world, quiet)
             cached.append(time.perf_counter() - began)
-        alone = wanted_of(tower, Runtime(workers=0), world)
+        alone = image_encoder(tower, Runtime(workers=0), world)
         cached_features(files, alone, Path(place) / "counted", world, quiet)
         ratio = statistics.median(cached) / statistics.median(bare)
         times = files.opened / len(files.paths)

@@ -2,7 +2,8 @@
 
     python benchmarks/loader.py [--workers 2]
 
-JPEGs of 500 x 375 at quality 90, crops of 384; both loaders decode with Pillow, run in turns and give uint8 batches.
+JPEGs of 500 x 375 at quality 90, crops of 384. The loaders run alternately and give uint8
+batches; timm's decodes with Pillow.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from timm.data import create_dataset, create_loader
 from dpn_cli.data.classified import ClassFolders
 from dpn_cli.data.crops import Decode, train_crop
 from dpn_cli.data.loader import Augmentation, crop_batches
-from dpn_cli.distributed import World
+from dpn_cli.run.distributed import World
 
 IMAGES, BATCH, SIZE, ROUNDS, STEPS = 256, 32, 384, 5, 16
 HOW: tuple[Decode, Decode] = ("exact", "fast")

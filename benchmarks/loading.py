@@ -16,7 +16,7 @@ from pathlib import Path
 RUNS = 5
 PREPARE = """
 import sys, numpy as np, timm, torch
-from dpn_cli.backbone import export_backbone, load_backbone
+from dpn_cli.weights.backbone import export_backbone, load_backbone
 folder = sys.argv[1]
 model = load_backbone("B/16", num_classes=1000)
 export_backbone(model, __import__("pathlib").Path(folder) / "ours.safetensors")
@@ -44,7 +44,7 @@ MEASURE = """
 import json, resource, sys, time
 import numpy as np, torch
 from safetensors.torch import load_file
-import dpn_cli.backbone
+import dpn_cli.weights.backbone
 kind, path = sys.argv[1:]
 def raw():
     if path.endswith(".npz"):
@@ -56,7 +56,7 @@ before, start = peak(), time.perf_counter()
 if kind == "raw":
     loaded = {name: value.sum() for name, value in raw().items()}  # touched: safetensors maps the file and reads later
 else:
-    loaded = dpn_cli.backbone.load_backbone(checkpoint=path, stem=None)
+    loaded = dpn_cli.weights.backbone.load_backbone(checkpoint=path, stem=None)
 print(json.dumps([time.perf_counter() - start, peak() - before]))
 """
 

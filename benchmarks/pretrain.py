@@ -26,17 +26,17 @@ from step import bare_steps
 from timm.data import create_dataset, create_loader
 from torch import nn
 
-from dpn_cli.backbone import Backbone, load_backbone
 from dpn_cli.data.classified import ClassFolders, hash_order
 from dpn_cli.data.crops import train_crop
 from dpn_cli.data.labelled import Labelled
 from dpn_cli.data.loader import Augmentation, crop_batches
 from dpn_cli.data.pack import Packed, Packing, pack
-from dpn_cli.distributed import World
-from dpn_cli.engine import Batches, Outputs, Training, fit
-from dpn_cli.losses import sigmoid_xent
-from dpn_cli.memory import MicroBatch
-from dpn_cli.recipe import Optim, Runtime, Schedule
+from dpn_cli.engine.fit import Batches, Job, Outputs, fit
+from dpn_cli.engine.losses import sigmoid_xent
+from dpn_cli.engine.memory import MicroBatch
+from dpn_cli.recipe.schema import Optim, Runtime, Schedule
+from dpn_cli.run.distributed import World
+from dpn_cli.weights.backbone import Backbone, load_backbone
 
 ROWS, SIZE, CLASSES, BATCH, IMAGES = 16, 224, 1000, 32, 256
 CPU = World(0, 1, torch.device("cpu"))
@@ -52,8 +52,19 @@ def trained(model: Backbone, batches: Batches, steps: int) -> tuple[list[float],
         return sigmoid_xent(trainable(model.normalize(batch["image"])).float(), target)
 
     outputs = Outputs(tick=lambda tick: times.append(time.perf_counter()))
-    training = Training(ADAM, Schedule(steps=steps), 1e-3, ROWS, 0)
-    done = fit(model, loss, batches, None, training, Runtime(), CPU, outputs, MicroBatch(ROWS))
+    job = Job(
+        loss_fn=loss,
+        batches=batches,
+        optim=ADAM,
+        schedule=Schedule(steps=steps),
+        lr=1e-3,
+        batch_size=ROWS,
+        seed=0,
+        world=CPU,
+        micro_batch=MicroBatch(ROWS),
+        outputs=outputs,
+    )
+    done = fit(model, job)
     return [after - before for before, after in itertools.pairwise(times)], done.wait_seconds / done.seconds
 
 
@@ -65,7 +76,7 @@ def step(folder: Labelled, rounds: int, steps: int) -> None:
     noise = {"image": torch.randn(ROWS, 3, SIZE, SIZE), "label": target}
     memory = {"image": torch.randint(256, (ROWS, 3, SIZE, SIZE), dtype=torch.uint8), "label": torch.arange(ROWS)}
     sources: dict[str, Batches] = {
-        "memory": lambda start: itertools.repeat(memory),
+        "memory": lambda start: (memory for _ in itertools.count()),
         "JPEGs": crop_batches(folder, Augmentation((SIZE, SIZE)), ROWS, 0, CPU, workers=1),
     }
     for label, model, other in (("plain, bare loop over timm's", plain, stock), ("DPN, over the same", dual, dual)):

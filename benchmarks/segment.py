@@ -33,18 +33,18 @@ from loader import write_pictures
 from PIL import Image
 from torch import Tensor, nn
 
-from dpn_cli.backbone import load_backbone
-from dpn_cli.distributed import World
-from dpn_cli.engine import Batch, Outputs, Training, fit, precision_of, prepare
-from dpn_cli.memory import MicroBatch
-from dpn_cli.recipe import Optim, Runtime, Schedule
+from dpn_cli.engine.fit import Batch, Job, Outputs, fit, precision_of, prepare
+from dpn_cli.engine.memory import MicroBatch
+from dpn_cli.recipe.schema import Optim, Runtime, Schedule
+from dpn_cli.run.distributed import World
+from dpn_cli.weights.backbone import load_backbone
 from tasks.segment.labels import LabelRule
 from tasks.segment.loader import segment_batches
 from tasks.segment.loss import segmentation_loss
 from tasks.segment.network import LinearSegmenter, initialize_head, normalized, use_imagenet_inputs
 from tasks.segment.pairs import FolderPairs
 from tasks.segment.scoring import count_pixels
-from tasks.segment.transforms import Augmentation
+from tasks.segment.transforms import SegmentAugmentation
 from tasks.segment.windows import Plan, label_map
 
 CLASSES, CROP = 150, 512
@@ -107,19 +107,20 @@ def measure_step(arch: str, rows: int, steps: int, rounds: int, runtime: Runtime
         def loss(trainable: nn.Module, part: Batch) -> Tensor:
             return segmentation_loss(trainable(normalized(plain.vit, part["image"], part["extent"])), part)
 
-        training = Training(Optim(name="adam", weight_decay=0.01, clip_norm=None), Schedule(steps=count), 3e-5, rows, 0)
-        outputs = Outputs(tick=lambda tick: times.append(time.perf_counter()))
-        fit(
-            ready,
-            loss,
-            lambda start: itertools.repeat(batch),
-            None,
-            training,
-            runtime,
-            WORLD,
-            outputs,
-            MicroBatch(rows),
+        job = Job(
+            loss_fn=loss,
+            batches=lambda start: (batch for _ in itertools.count()),
+            optim=Optim(name="adam", weight_decay=0.01, clip_norm=None),
+            schedule=Schedule(steps=count),
+            lr=3e-5,
+            batch_size=rows,
+            seed=0,
+            world=WORLD,
+            runtime=runtime,
+            micro_batch=MicroBatch(rows),
+            outputs=Outputs(tick=lambda tick: times.append(time.perf_counter())),
         )
+        fit(ready, job)
         return [after - before for before, after in itertools.pairwise(times)]
 
     spent: dict[str, list[float]] = {"bare": [], "ours": []}
@@ -151,7 +152,7 @@ def our_examples(root: Path, rows: int) -> Iterator[Tensor]:
     """Yield normalised batches made by our transforms in this process."""
     vit = load_backbone("mu/16", image_size=CROP)
     use_imagenet_inputs(vit)
-    how = Augmentation((CROP, CROP))
+    how = SegmentAugmentation((CROP, CROP))
     batches = segment_batches(FolderPairs(root, "training"), LabelRule(CLASSES, 1, 0), how, rows, 0, WORLD, workers=0)
     for batch in batches(0):
         yield normalized(vit, batch["image"], batch["extent"])

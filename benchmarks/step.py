@@ -12,19 +12,19 @@ import argparse
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 
 import timm
 import torch
 from torch import Tensor, nn
 
 from dpn_cli.arch import Stem
-from dpn_cli.backbone import load_backbone
-from dpn_cli.distributed import World
-from dpn_cli.engine import Batch, Outputs, Training, fit, precision_of
-from dpn_cli.losses import sigmoid_xent
-from dpn_cli.memory import MicroBatch
-from dpn_cli.recipe import Optim, Runtime, Schedule
+from dpn_cli.engine.fit import Batch, Job, Outputs, fit, precision_of
+from dpn_cli.engine.losses import sigmoid_xent
+from dpn_cli.engine.memory import MicroBatch
+from dpn_cli.recipe.schema import Optim, Runtime, Schedule
+from dpn_cli.run.distributed import World
+from dpn_cli.weights.backbone import load_backbone
 
 CLASSES = 100
 Steps = Callable[[int], list[float]]
@@ -66,14 +66,25 @@ def fit_steps(model: nn.Module, batch: Batch, runtime: Runtime, device: torch.de
     """Return the same training through our loop, logging every step."""
     rows = len(batch["image"])
 
-    def batches(start: int) -> Iterator[Batch]:
-        return itertools.repeat(batch)
+    def batches(start: int) -> Generator[Batch, None, None]:
+        return (batch for _ in itertools.count())
 
     def run(steps: int) -> list[float]:
         times = [time.perf_counter()]
-        training = Training(Optim(), Schedule(steps=steps), 1e-3, rows, 0)
-        outputs = Outputs(tick=lambda tick: times.append(time.perf_counter()))
-        fit(model, loss_fn, batches, None, training, runtime, World(0, 1, device), outputs, MicroBatch(rows))
+        job = Job(
+            loss_fn=loss_fn,
+            batches=batches,
+            optim=Optim(),
+            schedule=Schedule(steps=steps),
+            lr=1e-3,
+            batch_size=rows,
+            seed=0,
+            world=World(0, 1, device),
+            runtime=runtime,
+            micro_batch=MicroBatch(rows),
+            outputs=Outputs(tick=lambda tick: times.append(time.perf_counter())),
+        )
+        fit(model, job)
         return [after - before for before, after in itertools.pairwise(times)]
 
     return run

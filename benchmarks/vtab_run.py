@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from dpn_cli.backbone import load_backbone
+from dpn_cli.weights.backbone import load_backbone
 
 
 def write_noise(root: Path, sizes: dict[str, int]) -> None:

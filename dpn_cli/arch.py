@@ -1,4 +1,4 @@
-"""Names of architectures and stems. Imports nothing heavy: the command line reads it for help and completion."""
+"""Names of architectures and stems. Imports nothing heavy, because help and completion read it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dpn_cli.errors import DpnError
 
 Stem = Literal["none", "pre", "post", "post_posemb", "dpn", "dpn_no_affine", "affine_only", "rms"]
 Pool = Literal["tok", "gap", "map"]
+Act = Literal["gelu_tanh", "gelu", "quick_gelu"]
 
 # Dual PatchNorm and its ablations, arXiv 2302.01327 Table 6; p is the flattened patch, e the position embedding.
 STEMS: dict[Stem, str] = {
@@ -71,7 +72,7 @@ def parse_arch(arch: str) -> tuple[Size, int]:
 
 
 def whole(text: str) -> int | None:
-    """Return the whole number that a text is in decimal digits, or None for another text."""
+    """Parse a whole number in decimal digits; returns None for any other text."""
     return int(text) if text.isdecimal() and len(text) < 20 else None
 
 
@@ -97,7 +98,7 @@ def check_image_size(image_size: int | tuple[int, int], patch: tuple[int, int]) 
 
 
 def size_name(size: Size) -> str | None:
-    """Return the letter of a trunk size, or None when it is no standard size."""
+    """Return the letter of a trunk size, or None for a size without one."""
     return next((name for name, known in SIZES.items() if known == size), None)
 
 

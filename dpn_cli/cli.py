@@ -1,8 +1,7 @@
-"""The command line: what is called how. Torch loads with the task, not with the help."""
+"""The command line: commands and their names. Torch is imported when a task starts, not for help."""
 
 from __future__ import annotations
 
-import io
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -12,13 +11,14 @@ from pydantic import Field, ValidationError
 from typer.core import TyperGroup
 
 from dpn_cli import __version__
-from dpn_cli.allowed import refusal
-from dpn_cli.commands import checkpoint, data, evaluate, highres, lit, pretrain, recipes, segment, vtab
-from dpn_cli.console import show_error
+from dpn_cli.commands import checkpoint, data, evaluate, lit, plan, recipes, segment, tasks, training
+from dpn_cli.recipe.allowed import refusal
+from dpn_cli.run import process
+from dpn_cli.run.console import show_error
 
 
 class _OneLine(TyperGroup):
-    """The root command; what is wrong with a command line is said on one line, as any other mistake is."""
+    """The root command, which prints a mistake in the command line on one line."""
 
     def main(
         self,
@@ -54,7 +54,7 @@ def _refuse_empty(words: Sequence[str]) -> None:
 
 
 def _told(error: typer.TyperException) -> str:
-    """Return what is wrong with a command line; where a value is, what is allowed."""
+    """Describe a mistake in a command line; for a wrong value, with the values that are allowed."""
     parameter = getattr(error, "param", None)
     if parameter is None or not isinstance(error.__cause__, ValidationError):
         return error.format_message().strip().rstrip(".")
@@ -76,17 +76,14 @@ finetune = typer.Typer(
     help="Fine-tune the whole network on labelled images.",
     epilog="Example: dpn finetune vtab --data demo --compare none,dpn",
 )
-finetune.command(epilog="Example: dpn finetune vtab --arch B/32 --checkpoint B-32-dpn.npz --data vtab-1k")(vtab.vtab)
-finetune.command(
-    epilog="Example: dpn finetune highres --checkpoint B-32.npz --data photos --val-fraction 0.2 --epochs 8"
-)(highres.highres)
+training.add(finetune, "vtab", tasks.VTAB)
+training.add(finetune, "highres", tasks.HIGHRES)
 app.add_typer(finetune, name="finetune")
 app.add_typer(lit.app, name="lit")
-app.command(epilog="Example: dpn pretrain imagenet --arch B/32 --data imagenet")(pretrain.pretrain)
-app.add_typer(pretrain.plan, name="plan")
+training.add(app, "pretrain", tasks.PRETRAIN)
+app.add_typer(plan.app, name="plan")
 app.add_typer(evaluate.app, name="eval")
-app.command(epilog="Example: dpn predict runs/highres/B-32-dpn photo.jpg")(evaluate.predict)
-app.command(epilog="Example: dpn export runs/highres/B-32-dpn --to onnx -o export")(evaluate.export)
+evaluate.add_to(app)
 app.add_typer(segment.app, name="segment")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(data.app, name="data")
@@ -95,9 +92,9 @@ app.add_typer(recipes.app, name="recipes")
 
 def main() -> None:
     """Run the command line; the entry point of ``dpn``."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may know fewer characters than file names have
-        sys.stdout.reconfigure(errors="backslashreplace")
-    app()
+    process.prepare()
+    with process.leaving():
+        app()
 
 
 def _version(asked: bool) -> None:

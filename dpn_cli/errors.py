@@ -51,11 +51,11 @@ class WorkerError(DpnError):
     exit_code = 1
 
 
-RESUME = "the state is saved: run the same command with --resume to go on"
+RESUME = "the state is saved: run the same command with --resume to continue"
 
 
 class StoppedError(DpnError):
-    """A signal asked the work to stop; `then` says what is left of it and how it goes on."""
+    """A signal asked the work to stop; `then` says what was kept and how to continue."""
 
     def __init__(self, signal_number: int, then: str = RESUME) -> None:
         super().__init__(f"stopped by {signal.Signals(signal_number).name}; {then}")

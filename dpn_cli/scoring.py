@@ -1,21 +1,25 @@
-"""What a classifier gets right: counts over a split, each image once whatever the ranks, in constant memory."""
+"""Accuracy of a classifier: counts over a split and over ranks, each image once, in constant memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpn_cli import distributed, stopping
 from dpn_cli.data.labelled import Labelled
-from dpn_cli.data.pixels import Transform, stream
-from dpn_cli.distributed import World
-from dpn_cli.losses import LOSSES, Loss
-from dpn_cli.sanity import class_floors
+from dpn_cli.data.pixels import PixelSet, Transform, stream
+from dpn_cli.engine.losses import LOSSES, Loss
+from dpn_cli.run import distributed, stopping
+from dpn_cli.run.distributed import World
+from dpn_cli.run.sanity import class_floors
+
+if TYPE_CHECKING:
+    from torchmetrics.classification import MulticlassConfusionMatrix
 
 
 @dataclass
@@ -46,6 +50,44 @@ class Scores:
         return class_floors(self.confusion.sum(1).tolist())
 
 
+def confusion_matrix(classes: int, device: torch.device) -> MulticlassConfusionMatrix:
+    """Return torchmetrics' counts of (true, predicted) classes, which `compute` adds up over ranks.
+
+    Every image of every rank must be given exactly once.
+    """
+    from torchmetrics.classification import MulticlassConfusionMatrix  # 0.8 s, and not needed to train
+
+    return MulticlassConfusionMatrix(classes, validate_args=False).to(device)
+
+
+def count_right(confusion: MulticlassConfusionMatrix) -> tuple[int, int]:
+    """Return (right, all) over all ranks."""
+    table = confusion.compute()
+    return int(table.trace()), int(table.sum())
+
+
+def rank_share(
+    split: Labelled,
+    transform: Transform,
+    world: World,
+    batch_size: int,
+    workers: int | Literal["auto"] = "auto",
+    *,
+    skip_bad: bool = False,
+) -> Generator[PixelSet, None, None]:
+    """Yield this rank's images of a split, each image on one rank.
+
+    Raises `DataError` for an unreadable image unless `skip_bad`, `StoppedError` when a signal asks to stop.
+    """
+    rows = range(world.rank, len(split.labels), world.size)
+    with stream(split, transform, batch_size, rows=rows, workers=workers, skip_bad=skip_bad) as parts:
+        # Rank 0 has the most rows; all ranks loop as often as rank 0, because they decide together when to stop.
+        for _ in range(0, -(-len(split.labels) // world.size), batch_size):
+            stopping.check()
+            if (part := next(parts, None)) is not None:
+                yield part
+
+
 def score(
     logits_of: Callable[[Tensor], Tensor],
     split: Labelled,
@@ -66,19 +108,11 @@ def score(
     With `keep_predictions` the best class of every image is kept in order (alone, not over ranks). Raises `DataError`
     for an unreadable image unless `skip_bad`, `StoppedError` when a signal asks to stop.
     """
-    from torchmetrics.classification import MulticlassConfusionMatrix  # 0.8 s, and not needed to train
-
-    confusion = MulticlassConfusionMatrix(classes, validate_args=False).to(world.device)
+    confusion = confusion_matrix(classes, world.device)
     sums = torch.zeros(4, dtype=torch.float64)  # images, right among five, loss, skipped
-    rows = range(world.rank, len(split.labels), world.size)
     predictions: list[int] = []
-    with stream(split, transform, batch_size, rows=rows, workers=workers, skip_bad=skip_bad) as parts:
-        # Rank 0 has the most rows; all ranks go round as often as it, because they decide together when to stop.
-        for _ in range(0, -(-len(split.labels) // world.size), batch_size):
-            stopping.check()
-            part = next(parts, None)
-            if part is None:
-                continue
+    with closing(rank_share(split, transform, world, batch_size, workers, skip_bad=skip_bad)) as parts:
+        for part in parts:
             sums[3] += part.skipped
             if not len(part.images):
                 continue

@@ -36,9 +36,6 @@ class Summary:
             "ci95": None if self.ci95 is None else [short(end) for end in self.ci95],
         }
 
-    def __str__(self) -> str:
-        return f"{self.mean:.2f}" + (f" ± {self.stderr:.2f}" if self.stderr is not None else "")
-
 
 # The values that an accuracy in percent can take, and a difference of two of them.
 PERCENT = (0.0, 100.0)

@@ -64,7 +64,7 @@ def run_ranks(main: Callable[..., None], *arguments: object, limit: float = LIMI
 
     Raises `TimeoutError` after the limit in seconds: ranks that wait for each other wait for ever.
     """
-    multiprocessing.set_forkserver_preload(["torch.distributed", "timm", "open_clip", "dpn_cli.engine"])
+    multiprocessing.set_forkserver_preload(["torch.distributed", "timm", "open_clip", "dpn_cli.engine.fit"])
     ranks = start_processes(main, args=arguments, nprocs=2, join=False, start_method="forkserver")  # type: ignore[no-untyped-call]
     until = time.monotonic() + limit
     try:

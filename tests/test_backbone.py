@@ -16,9 +16,9 @@ from conftest import GOLDENS, Arrays, nchw
 from safetensors.torch import load_file, save_file
 
 from dpn_cli.arch import STEMS, Stem
-from dpn_cli.backbone import export_backbone, load_backbone
-from dpn_cli.checkpoints import read_file
 from dpn_cli.errors import DataError, DpnError, SaveError
+from dpn_cli.weights.backbone import export_backbone, load_backbone
+from dpn_cli.weights.formats import read_file
 
 DPN = str(GOLDENS / "vit_dpn.params.npz")
 PLAIN = str(GOLDENS / "vit_tok_repsize.params.npz")
@@ -307,7 +307,7 @@ def test_a_failed_export_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("dpn_cli.files.flush", full)
+    monkeypatch.setattr("dpn_cli.run.files.flush", full)
     with pytest.raises(SaveError, match="No space left on device"):
         export_backbone(model, path)
     assert load_file(path).keys() == before.keys()

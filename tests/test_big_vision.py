@@ -12,7 +12,7 @@ import timm
 import torch
 from conftest import GOLDENS, Arrays, nchw
 
-from dpn_cli.backbone import load_backbone
+from dpn_cli.weights.backbone import load_backbone
 
 
 def big_vision_arrays(name: str) -> dict[str, Any]:

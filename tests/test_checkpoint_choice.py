@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file
 from test_highres import small, train
 
-from dpn_cli import recipe as recipes
+from dpn_cli.recipe.reading import build
 from dpn_cli.scoring import Scores
-from dpn_cli.supervised import command
-from dpn_cli.supervised import train as training
-from dpn_cli.supervised.command import describe
-from tasks.highres.recipe import HighresRecipe, resolve
+from tasks.classify import common as command
+from tasks.classify import train as training
+from tasks.classify.common import describe_training
+from tasks.classify.highres_recipe import HighresRecipe, resolve
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_the_last_step_is_kept_unless_the_best_is_asked_for(
         kept, look = load_file(tmp_path / str(select) / "weights.safetensors"), seen[expected // 2 - 1]
         assert all(torch.equal(value, kept[name]) for name, value in look.items())
         said = "step 2 was best on minival" if expected == 2 else "the last step is scored"
-        assert said in describe(result)
+        assert said in describe_training(result)
 
 
 @pytest.mark.parametrize(("steps", "every", "looks"), [(8, 4, [4, 8]), (9, 4, [4, 8, 9]), (8, 2500, [2, 4, 6, 8])])
@@ -75,6 +75,6 @@ def test_only_a_minival_that_chooses_is_large(photos: Path, monkeypatch: pytest.
 
 def test_appendix_d_chooses_no_checkpoint() -> None:
     plain = resolve(None, {"data": {"source": "imagenet"}, "backbone": {"arch": "B/32"}}, {})
-    built = recipes.build(HighresRecipe, plain, "test")
+    built = build(HighresRecipe, plain, "test")
     assert (built.select, built.evaluate_every, built.schedule.steps) == ("last", 2500, 5000)
     assert built.about.table == "Table 1 left (App. D)"

@@ -15,8 +15,8 @@ from timm.data import ImageNetInfo
 from dpn_cli.data.classified import (
     ClassData,
     ClassFolders,
+    ImageSource,
     Part,
-    Source,
     _minival_size,
     describe_imagenet,
     hash_order,
@@ -29,7 +29,9 @@ from dpn_cli.data.shards import Shards, expand
 from dpn_cli.errors import DataError
 
 
-def test_class_folders_are_read_in_alphabetical_order(tmp_path: Path) -> None:
+def test_class_folders_are_read_in_alphabetical_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda path: iter(sorted(listed(path), reverse=True)))
     split = ClassFolders(pictures(tmp_path, classes=3, each=2))
     assert split.classes == ("class0", "class1", "class2")
     assert list(split.labels) == [0, 0, 1, 1, 2, 2]
@@ -49,7 +51,7 @@ def test_the_last_hundredth_is_watched_and_small_data_sets_get_more() -> None:
 
 def test_the_splits_are_a_rule_and_not_a_draw(tmp_path: Path) -> None:
     root = pictures(tmp_path / "a", classes=2, each=20)
-    data = open_class_data(Source(str(root), val_fraction=0.25), None)
+    data = open_class_data(ImageSource(str(root), val_fraction=0.25), None)
     assert (len(data.val.labels), len(data.minival.labels), len(data.train.labels)) == (10, 3, 27)
     assert list(data.val.labels).count(0) == 5  # of every class
     places = [{part.where(i) for i in range(len(part.labels))} for part in (data.train, data.minival, data.val)]
@@ -58,7 +60,7 @@ def test_the_splits_are_a_rule_and_not_a_draw(tmp_path: Path) -> None:
     # Another folder beside the classes changes nothing, and neither does another machine's path.
     moved = tmp_path / "elsewhere"
     root.rename(moved)
-    again = open_class_data(Source(str(moved), val_fraction=0.25), None)
+    again = open_class_data(ImageSource(str(moved), val_fraction=0.25), None)
     assert {Path(w).name for w in places[2]} == {Path(again.val.where(i)).name for i in range(10)}
 
 
@@ -101,7 +103,7 @@ def test_members_of_one_name_in_two_folders_of_a_shard_are_two(tmp_path: Path) -
                 info = tarfile.TarInfo(name)
                 info.size = len(content)
                 archive.addfile(info, io.BytesIO(content))
-    split, _ = open_split(Source(f"wds:{tmp_path / 'two.tar'}"), "train")
+    split, _ = open_split(ImageSource(f"wds:{tmp_path / 'two.tar'}"), "train")
     assert [split.key(row) for row in range(3)] == ["two.tar/a/1.png", "two.tar/b/1.png", "two.tar/b/c/1.png"]
     assert list(split.labels) == [0, 1, 2]
     assert [int(split.pixels(row)[0, 0, 0]) for row in range(3)] == [0, 20, 40]
@@ -138,7 +140,7 @@ def test_folders_that_do_not_fit_are_refused(spoil: str, message: str, tmp_path:
     else:
         (tmp_path / "val").rename(tmp_path.parent / f"{tmp_path.name}-gone")
     with pytest.raises(DataError, match=message) as caught:
-        open_class_data(Source(str(tmp_path / "empty" if spoil == "none" else tmp_path)), None)
+        open_class_data(ImageSource(str(tmp_path / "empty" if spoil == "none" else tmp_path)), None)
     assert "\n" not in str(caught.value)
 
 
@@ -155,13 +157,14 @@ def hub(folder: Path, names: list[str] | None, image: str = "image", label: str 
     table = datasets.Dataset.from_dict(rows, features=datasets.Features({image: datasets.Image(), label: kind}))
     folder.mkdir()
     table.to_parquet(str(folder / "train-00000-of-00001.parquet"))
+    table.select(range(2)).to_parquet(str(folder / "test-00000-of-00001.parquet"))
     table.select(range(4)).to_parquet(str(folder / "validation-00000-of-00001.parquet"))
     return f"hf:{folder}"
 
 
 def test_a_hub_data_set_brings_its_classes_and_validation_split(tmp_path: Path) -> None:
     place = hub(tmp_path / "set", ["cat", "dog"], "picture", "kind")
-    data = open_class_data(Source(place), 0.0)
+    data = open_class_data(ImageSource(place), 0.0)
     assert data.classes == ("cat", "dog")
     assert (len(data.train.labels), len(data.val.labels)) == (8, 4)
     assert data.val.pixels(1).shape == (10, 20, 3)
@@ -170,8 +173,8 @@ def test_a_hub_data_set_brings_its_classes_and_validation_split(tmp_path: Path) 
 def test_a_hub_data_set_without_a_class_column_asks_for_it(tmp_path: Path) -> None:
     place = hub(tmp_path / "set", None, label="kind")
     with pytest.raises(DataError, match=r"which column holds the label\? The columns are image, kind"):
-        open_class_data(Source(place), None)
-    assert open_class_data(Source(place, label_column="kind"), None).classes == ("0", "1")
+        open_class_data(ImageSource(place), None)
+    assert open_class_data(ImageSource(place, label_column="kind"), None).classes == ("0", "1")
 
 
 def shard(path: Path, first: int, count: int, label: bool = True) -> None:
@@ -192,14 +195,14 @@ def test_shards_are_read_at_random(tmp_path: Path) -> None:
     for number in range(3):
         shard(tmp_path / f"part-{number:02d}.tar", 4 * number, 4)
     pattern = f"wds:{tmp_path}/part-{{00..02}}.tar"
-    data = open_class_data(Source(pattern, val_fraction=0.3), 0.0)
+    data = open_class_data(ImageSource(pattern, val_fraction=0.3), 0.0)
     assert data.classes == ("0", "1", "2")
     assert len(data.train.labels) + len(data.val.labels) == 12
     split = Shards(str(tmp_path / "part-*.tar"))
     assert [int(split.pixels(i)[0, 0, 0]) for i in (11, 0, 7)] == [220, 0, 140]
     assert [split.labels[i] for i in (11, 0, 7)] == [2, 0, 1]
     (tmp_path / "classnames.txt").write_text("red\ngreen\nblue\n")
-    assert open_split(Source(pattern), "train")[1] == ("red", "green", "blue")
+    assert open_split(ImageSource(pattern), "train")[1] == ("red", "green", "blue")
 
 
 def test_shards_that_are_none_say_so(tmp_path: Path) -> None:
@@ -211,7 +214,7 @@ def test_shards_that_are_none_say_so(tmp_path: Path) -> None:
         "missing-{0..2}.tar": "missing-0.tar: no such file",
     }.items():
         with pytest.raises(DataError, match=message):
-            open_split(Source(f"wds:{tmp_path / name}"), "train")
+            open_split(ImageSource(f"wds:{tmp_path / name}"), "train")
     assert [path.name for path in expand(str(tmp_path / "{text,unlabelled}.tar"))] == ["text.tar", "unlabelled.tar"]
 
 

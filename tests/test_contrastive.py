@@ -13,14 +13,15 @@ from open_clip.loss import ClipLoss, SigLipLoss
 from test_distributed import CPU
 from torch import Tensor, nn
 
-from dpn_cli import engine
 from dpn_cli.arch import Size
-from dpn_cli.distributed import World
-from dpn_cli.engine import Batch, Outputs, Training
+from dpn_cli.engine import fit as engine
+from dpn_cli.engine.fit import Batch, Job, Outputs
+from dpn_cli.engine.memory import MicroBatch
+from dpn_cli.engine.optim import is_decayed
 from dpn_cli.errors import OutOfMemoryError
-from dpn_cli.memory import MicroBatch
-from dpn_cli.optim import is_decayed
-from dpn_cli.recipe import Optim, Runtime, Schedule
+from dpn_cli.recipe.schema import Optim, Runtime, Schedule
+from dpn_cli.run import distributed
+from dpn_cli.run.distributed import World
 from tasks.lit import loss as losses
 from tasks.lit.loss import ContrastiveLoss, Kind
 from tasks.lit.text import TextTower
@@ -79,11 +80,19 @@ def after_one_step(kind: Kind, micro: MicroBatch, loss: ContrastiveLoss | None =
     """Train one step of plain SGD: what it takes off the weights is the gradient."""
     model = tower(-1.0 if kind == "siglip" else None)
     before = [p.detach().clone() for p in model.parameters()]
-    training = Training(Optim(momentum=0.0, clip_norm=None), Schedule(steps=1), 1.0, ROWS, seed=0)
-    done = engine.fit(
-        model, loss or ContrastiveLoss(kind, ALONE), lambda start: (pairs() for _ in range(1)), None, training,
-        Runtime(), ALONE, Outputs(warn=lambda text: None), micro,
-    )  # fmt: skip
+    job = Job(
+        loss_fn=loss or ContrastiveLoss(kind, ALONE),
+        batches=lambda start: (pairs() for _ in range(1)),
+        optim=Optim(momentum=0.0, clip_norm=None),
+        schedule=Schedule(steps=1),
+        lr=1.0,
+        batch_size=ROWS,
+        seed=0,
+        world=ALONE,
+        micro_batch=micro,
+        outputs=Outputs(warn=lambda text: None),
+    )
+    done = engine.fit(model, job)
     return done.loss, [one - p.detach() for one, p in zip(before, model.parameters(), strict=True)]
 
 
@@ -122,6 +131,10 @@ def test_memory_that_runs_out_halves_the_micro_batch_and_keeps_the_batch() -> No
         after_one_step("softmax", MicroBatch(4, fixed=True), Hungry("softmax", ALONE))
 
 
+def mean_over_ranks(loss: float, world: World) -> float:
+    return distributed.reduce_over_ranks(torch.tensor(loss)).item() / world.size
+
+
 def train(world: World, kind: Kind, micro: int) -> dict[str, float]:
     """Train three steps on this rank's share of every batch; returns loss and weights as sums."""
     model = engine.prepare(tower(-1.0 if kind == "siglip" else None), Runtime(), world)
@@ -131,12 +144,20 @@ def train(world: World, kind: Kind, micro: int) -> dict[str, float]:
         for step in range(start, 3):
             yield {name: value[mine] for name, value in pairs(step).items()}
 
-    training = Training(Optim(momentum=0.0), Schedule(steps=3), 0.5, ROWS, seed=0)
     seen: list[float] = []
-    outputs = Outputs(tick=lambda tick: seen.append(tick.loss))
-    engine.fit(
-        model, ContrastiveLoss(kind, world), batches, None, training, Runtime(), world, outputs, MicroBatch(micro)
+    job = Job(
+        loss_fn=ContrastiveLoss(kind, world),
+        batches=batches,
+        optim=Optim(momentum=0.0),
+        schedule=Schedule(steps=3),
+        lr=0.5,
+        batch_size=ROWS,
+        seed=0,
+        world=world,
+        micro_batch=MicroBatch(micro),
+        outputs=Outputs(tick=lambda tick: seen.append(mean_over_ranks(tick.loss, world))),
     )
+    engine.fit(model, job)
     weights = {name: value.double().norm().item() for name, value in engine.unwrap(model).state_dict().items()}
     return {**weights, **{f"loss {step}": loss for step, loss in enumerate(seen)}}
 

@@ -22,13 +22,13 @@ from test_cli import run
 from test_formats import perturbed
 from torch import Tensor
 
-from dpn_cli import convert as conversion
 from dpn_cli.arch import STEMS, Stem
-from dpn_cli.backbone import Backbone, export_backbone, load_backbone
-from dpn_cli.checkpoints import FORMATS, formats_of, read_file
-from dpn_cli.convert import Facts, build_timm, convert, inspect
 from dpn_cli.errors import DpnError
-from dpn_cli.retrofit import retrofit
+from dpn_cli.weights import convert as conversion
+from dpn_cli.weights.backbone import Backbone, export_backbone, load_backbone
+from dpn_cli.weights.convert import Facts, build_timm, convert, inspect
+from dpn_cli.weights.formats import FORMATS, formats_of, read_file
+from dpn_cli.weights.retrofit import retrofit
 
 DPN = GOLDENS / "vit_dpn.params.npz"
 PLAIN = GOLDENS / "vit_tok_repsize.params.npz"
@@ -165,7 +165,7 @@ def test_a_stated_grid_leaves_the_class_token_its_position(tmp_path: Path) -> No
     state: dict[str, Tensor] = dict(model.state_dict())
     state["pos_embed"] = torch.cat([torch.ones(1, 1, 32), state["pos_embed"]], 1)
     save_file(state, tmp_path / "wide.safetensors")
-    with pytest.raises(DpnError, match="10 positions are no square grid"):
+    with pytest.raises(DpnError, match="10 positions do not form a square grid"):
         inspect(Facts(heads=2).apply(read_file(tmp_path / "wide.safetensors")))
     found = Facts(heads=2, grid=(2, 5)).apply(read_file(tmp_path / "wide.safetensors"))
     loaded = load_backbone(checkpoint=found, stem="none", image_size=None)
@@ -349,14 +349,22 @@ def test_the_commands_work_from_file_to_file(tmp_path: Path) -> None:
         (["inspect", "empty"], 3, "a folder without model.safetensors"),
         (["inspect", str(DPN), "--heads", "5"], 2, "5 heads do not divide"),
         (["inspect", str(DPN), "--image-size", "30"], 2, "nearest size that fits is 32x32"),
-        (["inspect", str(DPN), "--act", "relu"], 2, "choose one of gelu_tanh, gelu, quick_gelu"),
-        (["inspect", str(DPN), "--mean", "1,2"], 2, "write three numbers"),
-        (["inspect", str(DPN), "--grid", "4by4"], 2, "write N or HxW"),
+        (
+            ["inspect", str(DPN), "--act", "relu"],
+            2,
+            "--act: one of gelu_tanh, gelu, quick_gelu (got 'relu'); did you mean 'gelu'?",
+        ),
+        (
+            ["inspect", str(DPN), "--mean", "1,2"],
+            2,
+            "--mean: three numbers with commas, e.g. 0.485,0.456,0.406 (got '1,2')",
+        ),
+        (["inspect", str(DPN), "--grid", "4by4"], 2, "--grid: rows x columns of patches, e.g. 14x7 (got '4by4')"),
         (["inspect", str(DPN), "--std", "0,0,0"], 2, "no sound mean and std"),
-        (["inspect", str(DPN), "--mean", "nan,nan,nan"], 2, "no sound mean and std"),
+        (["inspect", str(DPN), "--mean", "nan,nan,nan"], 2, "--mean: three numbers with commas"),
         (["convert", str(DPN), "a.npz"], 2, "use a.safetensors"),
         (["convert", str(DPN), "there.safetensors"], 2, "exists; pass --overwrite"),
-        (["convert", str(DPN), "a.safetensors", "--to", "jax"], 2, "choose dpn or timm"),
+        (["convert", str(DPN), "a.safetensors", "--to", "jax"], 2, "--to: one of dpn, timm (got 'jax')"),
         (["convert", str(DPN), "a.safetensors", "--to", "timm"], 2, "no norm where this stem has one"),
         (["retrofit", str(DPN), "a.safetensors", "--data", "demo"], 2, "only a plain stem"),
         (["retrofit", str(PLAIN), "a.safetensors", "--data", "nowhere"], 3, "no such folder"),

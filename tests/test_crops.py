@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,14 @@ def test_crops_of_the_recorded_boxes_are_the_references(golden: Callable[[str], 
 def facts(boxes: np.ndarray[Any, Any]) -> Arrays:
     top, left, height, width = boxes.T
     return {"area": height * width, "ratio": width / height, "height": height, "top": top, "left": left}
+
+
+def test_aspect_ratios_lie_between_big_visions_bounds() -> None:
+    generator = torch.Generator().manual_seed(0)
+    boxes = np.array([inception_box((10**6, 10**6), generator) for _ in range(4000)], float)
+    ratios = facts(boxes)["ratio"]
+    assert ratios.min() == pytest.approx(0.75, abs=1e-3)
+    assert ratios.max() == pytest.approx(1.33, abs=1e-3)  # not 4 / 3
 
 
 @pytest.mark.parametrize("size", [(256, 384), (375, 250), (224, 224)])
@@ -179,3 +188,12 @@ def test_a_truncated_jpeg_is_an_error_with_its_place(tmp_path: Path) -> None:
                 torch.Generator().manual_seed(0),
                 how,
             )
+
+
+def test_a_large_picture_is_not_held_in_floats() -> None:
+    pixels = np.zeros((1000, 1500, 3), np.uint8)
+    tracemalloc.start()
+    eval_crop(pixels, 18, (16, 16))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1.5 * pixels[..., 0].astype(np.float32).nbytes

@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 from test_formats import naflex, torchvision_vit, transformers_base
 from torch import Tensor
 
-from dpn_cli.backbone import export_backbone, load_backbone, load_whole
-from dpn_cli.checkpoints import read_file
 from dpn_cli.errors import DataError, DpnError
+from dpn_cli.weights.backbone import export_backbone, load_backbone, load_whole
+from dpn_cli.weights.formats import read_file
 
 DPN = GOLDENS / "vit_dpn.params.npz"
 FILES = 2000

@@ -21,8 +21,6 @@ from test_cli import run
 from test_lit_scores import towers
 from test_segment import NAMES, write_scenes
 
-from dpn_cli.backbone import export_backbone, load_backbone
-from dpn_cli.classifier import Classifier, load_classifier, save_classifier
 from dpn_cli.data import classified
 from dpn_cli.data.crops import Decode
 from dpn_cli.data.images import find_images
@@ -31,18 +29,21 @@ from dpn_cli.data.loader import Augmentation, crop_batches
 from dpn_cli.data.pack import Packed, Packing, pack
 from dpn_cli.data.pixels import resize
 from dpn_cli.data.reading import Decoder, Reading
-from dpn_cli.distributed import World
 from dpn_cli.errors import DpnError, PictureError
-from dpn_cli.weights import read_weights, save_weights
-from tasks.evaluate.parts import Joined
+from dpn_cli.run.distributed import World
+from dpn_cli.run.session import Session
+from dpn_cli.weights.backbone import export_backbone, load_backbone
+from dpn_cli.weights.written import read_weights, save_weights
+from tasks.classify.classifier import Classifier, load_classifier, save_classifier
+from tasks.classify.parts import Joined
 from tasks.lit import data as captioned
 from tasks.segment.classes import Class, color_of
 from tasks.segment.network import LinearSegmenter
 from tasks.segment.pairs import PairsPart, open_pairs
-from tasks.segment.recipe import Data, Evaluation
+from tasks.segment.recipe import Evaluation, MaskData
 from tasks.segment.segmenter import Segmenter, load_segmenter, save_segmenter
 from tasks.vtab import data as vtab_data
-from tasks.vtab.recipe import Data as VtabData
+from tasks.vtab.recipe import VtabData
 from tasks.vtab.table import choose_tasks
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -91,7 +92,7 @@ def hub(folder: Path, encoded: bytes) -> str:
 
 
 def from_folder(root: Path, encoded: bytes, reading: Reading) -> Labelled:
-    source = classified.Source(str(class_folders(root / "photos", encoded)), reading=reading)
+    source = classified.ImageSource(str(class_folders(root / "photos", encoded)), reading=reading)
     return classified.open_split(source, "train")[0]
 
 
@@ -104,18 +105,18 @@ def from_parts(root: Path, encoded: bytes, reading: Reading) -> Labelled:
 
 
 def from_shards(root: Path, encoded: bytes, reading: Reading) -> Labelled:
-    return classified.open_split(classified.Source(shards(root / "a.tar", encoded), reading=reading), "train")[0]
+    return classified.open_split(classified.ImageSource(shards(root / "a.tar", encoded), reading=reading), "train")[0]
 
 
 def from_hub(root: Path, encoded: bytes, reading: Reading) -> Labelled:
-    return classified.open_split(classified.Source(hub(root / "hub", encoded), reading=reading), "train")[0]
+    return classified.open_split(classified.ImageSource(hub(root / "hub", encoded), reading=reading), "train")[0]
 
 
 def from_pack(root: Path, encoded: bytes, reading: Reading) -> Labelled:
     split = from_folder(root, encoded, Reading())
     packing: Any = {"workers": 1, "skip_bad": False, "progress": print}
     pack({"train": (split, range(4))}, ("one", "two"), root / "pack", Packing(size=None), **packing)
-    return classified.open_split(classified.Source(str(root / "pack"), reading=reading), "train")[0]
+    return classified.open_split(classified.ImageSource(str(root / "pack"), reading=reading), "train")[0]
 
 
 def from_images(root: Path, encoded: bytes, reading: Reading) -> Labelled:
@@ -125,16 +126,16 @@ def from_images(root: Path, encoded: bytes, reading: Reading) -> Labelled:
 def from_captions(root: Path, encoded: bytes, reading: Reading) -> Labelled:
     for path in sorted(class_folders(root, encoded).rglob("*.jpg")):
         path.with_suffix(".txt").write_text("a sentence")
-    return captioned.open_pairs(captioned.Source(str(root), val_fraction=0.5, reading=reading))[1]
+    return captioned.open_pairs(captioned.CaptionSource(str(root), val_fraction=0.5, reading=reading))[1]
 
 
 def from_captioned_shards(root: Path, encoded: bytes, reading: Reading) -> Labelled:
-    source = captioned.Source(shards(root / "a.tar", encoded), skip_bad=True, reading=reading)
+    source = captioned.CaptionSource(shards(root / "a.tar", encoded), skip_bad=True, reading=reading)
     return captioned.open_split(source, "train")
 
 
 def from_captioned_hub(root: Path, encoded: bytes, reading: Reading) -> Labelled:
-    return captioned.open_split(captioned.Source(hub(root / "hub", encoded), reading=reading), "train")
+    return captioned.open_split(captioned.CaptionSource(hub(root / "hub", encoded), reading=reading), "train")
 
 
 SOURCES = [
@@ -184,10 +185,10 @@ def test_images_of_masks_decode_as_they_were_told_and_are_never_shrunk(jpegs: di
         Image.new("L", (width, height)).save(tmp_path / "annotations" / split / "a.png")
     for decoder in BOTH:
         for split in ("train", "val"):
-            pairs = open_pairs(Data(source=str(tmp_path), decode=decoder), split)
+            pairs = open_pairs(MaskData(source=str(tmp_path), decode=decoder), split)
             for some in (pairs, PairsPart(pairs, [0])):
                 assert np.array_equal(some.load(0)[0], jpegs[decoder])
-    pairs = open_pairs(Data(source=str(tmp_path), max_pixels=height * width - 1), "val")
+    pairs = open_pairs(MaskData(source=str(tmp_path), max_pixels=height * width - 1), "val")
     with pytest.raises(PictureError, match=r"a\.jpg: .*more than"):
         pairs.load(0)
     with pytest.raises(PictureError, match=r"a\.png: .*more than"):
@@ -243,7 +244,7 @@ def save_run(root: Path, kind: str, decoder: Decoder) -> Path:
         save_classifier(Classifier(model, ("class0", "class1"), "softmax", 36, {}, decoder), path)
     else:
         classes = tuple(Class(name, color_of(index)) for index, name in enumerate(NAMES))
-        data = Data(source=str(root / "scenes"), label_offset=1, ignore_label=0, scale=(256, 64), decode=decoder)
+        data = MaskData(source=str(root / "scenes"), label_offset=1, ignore_label=0, scale=(256, 64), decode=decoder)
         save_segmenter(Segmenter(LinearSegmenter(model, final_norm=False), classes, data, Evaluation(), {}), path)
     return path
 
@@ -372,7 +373,7 @@ def test_a_pack_is_made_and_continued_with_one_decoder(
     assert manifest["decode"] == decoder
     split = Packed(tmp_path / "p", "train")
     reading = Reading("pillow" if decoder == "pillow" else "exact")
-    files = classified.open_split(classified.Source("photos", reading=reading), "train")[0]
+    files = classified.open_split(classified.ImageSource("photos", reading=reading), "train")[0]
     row = next(row for row in range(len(files.labels)) if files.key(row) == split.key(0))
     smaller = Image.fromarray(files.pixels(row)).resize((25, 20), Image.Resampling.BICUBIC)
     assert np.array_equal(split.pixels(0), np.asarray(smaller))
@@ -408,7 +409,7 @@ def test_a_run_of_the_time_of_pillow_goes_on_with_pillow(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = result_of(place, tmp_path, monkeypatch)
-    assert first["decoder"] == {name: Reading().describe()[name] for name in ("jpeg", "other")}
+    assert first["decoder"] == {name: Reading().versions()[name] for name in ("jpeg", "other")}
     assert first["decoder"]["jpeg"].startswith("simplejpeg ")
     out = tmp_path / "out"
     (out / "result.json").unlink()  # trained, and stopped before it was scored
@@ -443,15 +444,15 @@ def test_every_task_trains_with_the_decoder_that_its_run_began_with(
 ) -> None:
     begun: list[str] = []
 
-    def note(recipe: Any, *_: Any, **__: Any) -> Any:
-        begun.append(recipe.data.decode)
+    def note(run: Session[Any]) -> Any:
+        begun.append(run.recipe.data.decode)
         raise DpnError("enough")
 
-    monkeypatch.setattr("dpn_cli.run.as_begun", lambda recipe, facts: recipe.model_copy(
+    monkeypatch.setattr("dpn_cli.run.session.as_begun", lambda recipe, facts: recipe.model_copy(
         update={"data": recipe.data.model_copy(update={"decode": "pillow"})}
     ))  # fmt: skip
-    for task in ("vtab", "lit", "segment"):
-        monkeypatch.setattr(f"tasks.{task}.command.run", note)
+    for place_of_training in ("vtab.command.sweep", "lit.command.train", "segment.command.train"):
+        monkeypatch.setattr(f"tasks.{place_of_training}", note)
     for name in ("vtab", "lit train", "segment folder"):
         assert go(name, place, tmp_path, monkeypatch, "--overwrite").exit_code == 2
     assert begun == ["pillow"] * 3

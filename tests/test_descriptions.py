@@ -25,9 +25,9 @@ from test_formats import (
     transformers_vit,
 )
 
-from dpn_cli.backbone import load_backbone
-from dpn_cli.checkpoints import read_file
 from dpn_cli.errors import DataError
+from dpn_cli.weights.backbone import load_backbone
+from dpn_cli.weights.formats import read_file
 
 
 @torch.no_grad()

@@ -15,39 +15,40 @@ import torch
 import torch.distributed as dist
 from conftest import pictures, run_ranks
 from programs import run_program
-from test_engine import loss_fn, random_batches, small
+from test_engine import job, loss_fn, random_batches, small
 from test_vtab import run
 
-from dpn_cli import distributed, engine
 from dpn_cli.data.classified import ClassFolders
 from dpn_cli.data.pixels import resize
-from dpn_cli.distributed import World
-from dpn_cli.engine import Batch, Outputs, Training
+from dpn_cli.engine import fit as engine
+from dpn_cli.engine.fit import Batch, Outputs
+from dpn_cli.engine.gradients import Gradients
+from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.errors import NonFiniteError, WorkerError
-from dpn_cli.memory import MicroBatch
-from dpn_cli.metrics import Top1
-from dpn_cli.recipe import Optim, Runtime, Schedule
-from dpn_cli.runstate import Checkpoints
-from dpn_cli.scoring import score
+from dpn_cli.recipe.schema import Runtime, Schedule
+from dpn_cli.run import distributed
+from dpn_cli.run.distributed import World
+from dpn_cli.run.folder import Checkpoints
+from dpn_cli.scoring import confusion_matrix, count_right, score
 
 CPU = torch.device("cpu")
 
 
-Job = str | Callable[[World, Path], None]
+Work = str | Callable[[World, Path], None]
 
 
-def main(rank: int, folder: str, job: Job) -> None:
-    """Run one job as one of two ranks; everything happens inside, so that gloo leaves in order."""
+def main(rank: int, folder: str, work: Work) -> None:
+    """Do some work as one of two ranks; everything happens inside, so that gloo leaves in order."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    work = JOBS[job] if isinstance(job, str) else job
-    work(World(rank, 2, CPU), Path(folder))
+    do = JOBS[work] if isinstance(work, str) else work
+    do(World(rank, 2, CPU), Path(folder))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def spawn(job: Job, folder: Path) -> None:
-    run_ranks(main, str(folder), job)
+def spawn(work: Work, folder: Path) -> None:
+    run_ranks(main, str(folder), work)
 
 
 def share(world: World) -> engine.Batches:
@@ -64,8 +65,10 @@ def fit(
     world: World, batches: engine.Batches, loss: engine.LossFn = loss_fn, micro: int = 8, **outputs: object
 ) -> engine.FitResult:
     model = engine.prepare(small(), Runtime(), world)
-    training = Training(Optim(), Schedule(steps=5, warmup=1), 0.1, 8, seed=3)
-    result = engine.fit(model, loss, batches, None, training, Runtime(), world, Outputs(**outputs), MicroBatch(micro))  # type: ignore[arg-type]
+    written = Outputs(**outputs)  # type: ignore[arg-type]
+    result = engine.fit(
+        model, job(5, batches=batches, loss_fn=loss, world=world, outputs=written, micro_batch=MicroBatch(micro))
+    )
     result.metrics = {name: value.double().sum().item() for name, value in engine.unwrap(model).state_dict().items()}
     return result
 
@@ -87,6 +90,25 @@ def test_two_ranks_train_the_network_of_one(tmp_path: Path) -> None:
 
 def deadlock(rank: int) -> None:
     multiprocessing.Barrier(2).wait()  # one of its own, at which no other rank arrives
+
+
+def test_gradients_are_exchanged_once_per_batch_whatever_the_micro_batch(tmp_path: Path) -> None:
+    network, exchanged = small(), []
+
+    def counted(values: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        exchanged.append(values.numel())
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(values)
+        return done
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = torch.nn.parallel.DistributedDataParallel(network)
+        model.register_comm_hook(None, lambda _, bucket: counted(bucket.buffer()))
+        Gradients(model, network, job(world=World(0, 1, CPU)), MicroBatch(2)).compute(next(random_batches()(0)), 0)
+    finally:
+        dist.destroy_process_group()
+    assert exchanged == [sum(parameter.numel() for parameter in network.parameters())]
 
 
 def test_ranks_that_wait_for_ever_fail_their_test() -> None:
@@ -119,8 +141,9 @@ def memory_job(world: World, folder: Path) -> None:
 
     micro = MicroBatch(4)
     model = engine.prepare(small(), Runtime(), world)
-    training = Training(Optim(), Schedule(steps=2), 0.1, 8, seed=3)
-    engine.fit(model, hungry, share(world), None, training, Runtime(), world, Outputs(), micro)
+    engine.fit(
+        model, job(batches=share(world), loss_fn=hungry, schedule=Schedule(steps=2), world=world, micro_batch=micro)
+    )
     (folder / f"rank{world.rank}.txt").write_text(str(micro.size))
 
 
@@ -132,8 +155,8 @@ def test_ranks_agree_on_a_micro_batch_that_all_have_memory_for(tmp_path: Path) -
 def stop_job(world: World, folder: Path) -> None:
     import signal
 
-    from dpn_cli import stopping
     from dpn_cli.errors import StoppedError
+    from dpn_cli.run import stopping
 
     def batches(start: int):  # type: ignore[no-untyped-def]
         for step, batch in enumerate(share(world)(start), start):
@@ -169,10 +192,10 @@ def test_a_rank_without_finite_numbers_stops_all(tmp_path: Path) -> None:
 def score_job(world: World, folder: Path) -> None:
     logits = torch.randn(13, 3, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(13) % 3
-    counts = Top1(3, CPU)
+    confusion = confusion_matrix(3, CPU)
     for part in torch.split(torch.arange(world.rank, 13, 2), 2):  # 7 and 6 examples
-        counts.update(logits[part], labels[part])
-    right, images = counts.compute()
+        confusion.update(logits[part], labels[part])
+    right, images = count_right(confusion)
     assert images == 13
     assert right == int((logits.argmax(1) == labels).sum())
     (folder / f"rank{world.rank}").write_text(str(distributed.from_leader(world.rank)))

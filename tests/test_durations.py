@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from test_cli import run
 
-from dpn_cli import recipe as recipes
-from dpn_cli.supervised.recipe import in_steps
-from tasks.highres import recipe as highres
+from dpn_cli.recipe.reading import build
+from tasks.classify import highres_recipe as highres
+from tasks.classify import pretrain_recipe as pretrain
+from tasks.classify.recipe import in_steps
 from tasks.lit import recipe as lit
-from tasks.pretrain import recipe as pretrain
 from tasks.segment import recipe as segment
 
 # A task's warm-up: recipe, resolved for a number of steps.
@@ -30,7 +30,7 @@ TASKS: dict[str, tuple[Warmup, int, int]] = {
         10_000,
         92_897,
     ),
-    "highres": (lambda steps, say: highres.resolve(None, _asked(steps), {}, say)["schedule"]["warmup"], 500, 5000),
+    "highres": (lambda steps, say: highres.resolve("highres", _asked(steps), {}, say)["schedule"]["warmup"], 500, 5000),
     "lit": (lambda steps, say: lit.resolve(None, _asked(steps), {}, say)["schedule"]["warmup"], 10_000, 55_000),
     "segment": (
         lambda steps, say: segment.resolve("ade20k", None, {**_asked(steps), "data": {"source": "demo"}}, {}, say)[
@@ -53,15 +53,15 @@ def test_only_a_shorter_training_has_a_shorter_warmup_and_it_is_said(task: str) 
     assert warmup(steps // 10, said.append) == steps // 10 * usual // steps
     (line,) = said
     assert line == (
-        f"the training is shorter than the recipe's ({steps // 10} steps, not {steps}), and so is its warm-up: "
-        f"{steps // 10 * usual // steps} steps, not {usual}"
+        f"the training is shorter than the recipe's ({steps // 10} steps, not {steps}), and so are its phases: "
+        f"warmup {steps // 10 * usual // steps}, not {usual}"
     )
 
 
 def test_epochs_follow_the_same_rule() -> None:
     asked = {"backbone": {"arch": "B/16"}, "data": {"source": "x"}}
     plain = pretrain.resolve("imagenet", None, None, None, asked, {})
-    built = recipes.build(pretrain.PretrainRecipe, plain, "test")
+    built = build(pretrain.PretrainRecipe, plain, "test")
     said: list[str] = []
     longer = in_steps(built.model_copy(update={"epochs": 900.0}), 1_268_355, said.append).schedule
     assert (longer.steps, longer.warmup, said) == (278_691, 10_000, [])
@@ -73,7 +73,7 @@ def test_a_short_preset_has_big_visions_warmup() -> None:
     """Its 90 epochs of batch 1024 are 111,477 steps; configs/vit_s16_i1k.py warms up for 10,000."""
     asked = {"backbone": {"arch": "S/16"}, "data": {"source": "x"}}
     plain = pretrain.resolve("imagenet", "short", None, None, asked, {})
-    schedule = in_steps(recipes.build(pretrain.PretrainRecipe, plain, "test"), 1_268_355).schedule
+    schedule = in_steps(build(pretrain.PretrainRecipe, plain, "test"), 1_268_355).schedule
     assert (schedule.steps, schedule.warmup) == (111_477, 10_000)
 
 
@@ -89,7 +89,7 @@ def test_a_training_says_it_when_its_images_are_counted(
     epochs: str, said: bool, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from dpn_cli.errors import DpnError
-    from dpn_cli.supervised import command
+    from tasks.classify import highres as command
 
     def stop(*_: Any) -> None:
         raise DpnError("counted")

@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,18 @@ from conftest import GOLDENS, Arrays, nchw
 from programs import run_program
 from torch import Tensor, nn
 
-from dpn_cli import engine, stopping
-from dpn_cli.backbone import Backbone, load_backbone
-from dpn_cli.console import Tick
-from dpn_cli.distributed import World
-from dpn_cli.engine import Batch, Outputs, Training
+from dpn_cli.engine import fit as engine
+from dpn_cli.engine.coupled import CoupledLoss
+from dpn_cli.engine.fit import Batch, Job, Outputs
+from dpn_cli.engine.losses import sigmoid_xent
+from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.errors import NonFiniteError, StoppedError
-from dpn_cli.losses import sigmoid_xent
-from dpn_cli.memory import MicroBatch
-from dpn_cli.recipe import Optim, Runtime, Schedule
-from dpn_cli.runstate import Checkpoints, MetricsLog
+from dpn_cli.recipe.schema import Optim, Runtime, Schedule
+from dpn_cli.run import stopping
+from dpn_cli.run.console import Tick
+from dpn_cli.run.distributed import World
+from dpn_cli.run.folder import Checkpoints, MetricsLog
+from dpn_cli.weights.backbone import Backbone, load_backbone
 
 ALONE = World(0, 1, torch.device("cpu"))
 
@@ -54,31 +57,24 @@ def small(seed: int = 0, **arguments: Any) -> Backbone:
     return load_backbone("mu/8", image_size=16, num_classes=3, seed=seed, **arguments)
 
 
-def train(
-    model: nn.Module,
-    steps: int = 6,
-    *,
-    optim: Optim | None = None,
-    batches: engine.Batches | None = None,
-    outputs: Outputs | None = None,
-    micro: MicroBatch | None = None,
-    lr: float = 0.1,
-    checkpoint_every: int = 500,
-    loss: engine.LossFn = loss_fn,
-    **arguments: Any,
-) -> engine.FitResult:
-    return engine.fit(
-        model,
-        loss,
-        batches or random_batches(),
-        arguments.pop("evaluate", None),
-        Training(optim or Optim(), Schedule(steps=steps, warmup=1), lr, 8, seed=3),
-        Runtime(checkpoint_every=checkpoint_every),
-        ALONE,
-        outputs or Outputs(),
-        micro or MicroBatch(8),
-        **arguments,
-    )
+def job(steps: int = 6, **fields: Any) -> Job:
+    """Return a job of a few steps on random images; `fields` replace its own."""
+    own: dict[str, Any] = {
+        "loss_fn": loss_fn,
+        "batches": random_batches(),
+        "optim": Optim(),
+        "schedule": Schedule(steps=steps, warmup=min(1, steps - 1)),
+        "lr": 0.1,
+        "batch_size": 8,
+        "seed": 3,
+        "world": ALONE,
+        "micro_batch": MicroBatch(8),
+    }
+    return Job(**{**own, **fields})
+
+
+def train(model: nn.Module, steps: int = 6, *, checkpoint_every: int = 500, **fields: Any) -> engine.FitResult:
+    return engine.fit(model, job(steps, runtime=Runtime(checkpoint_every=checkpoint_every), **fields))
 
 
 def same(one: nn.Module, other: nn.Module) -> bool:
@@ -126,14 +122,16 @@ def test_whole_training_steps_equal_big_vision(
     with pytest.raises(AssertionError, match="before step 4"):  # of the schedule's 8 steps, 4 are recorded
         engine.fit(
             model,
-            loss_fn,
-            batches,
-            None,
-            Training(optim, four, lr, 2, 0),
-            Runtime(),
-            ALONE,
-            Outputs(log=log, tick=seen.append),
-            MicroBatch(micro),
+            job(
+                batches=batches,
+                optim=optim,
+                schedule=four,
+                lr=lr,
+                batch_size=2,
+                seed=0,
+                outputs=Outputs(log=log, tick=seen.append),
+                micro_batch=MicroBatch(micro),
+            ),
         )
     records = [json.loads(line) for line in log.path.read_text().splitlines()]
     assert [record["loss"] for record in records] == pytest.approx(arrays["training_loss"].tolist(), rel=1e-4)
@@ -177,6 +175,34 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(optim: Optim, tmp_pa
     assert same(whole, resumed)
 
 
+class _Coupled(CoupledLoss):
+    def features(self, model: nn.Module, part: Batch) -> Tensor:
+        features: Tensor = model(part["image"])
+        return features
+
+    def couple(self, features: Tensor, batch: Batch) -> Tensor:
+        return (features @ features.T).logsumexp(-1).mean()
+
+
+@pytest.mark.parametrize("loss", [loss_fn, _Coupled()])
+@pytest.mark.parametrize("micro", [8, 3])
+def test_the_way_from_fit_to_backward_is_short(
+    loss: engine.LossFn, micro: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[str]] = []
+    original = Tensor.backward
+
+    def recorded(value: Tensor) -> None:
+        names = [frame.name for frame in traceback.extract_stack()[:-1]]
+        seen.append(names[names.index("fit") :])
+        original(value)  # type: ignore[no-untyped-call]
+
+    monkeypatch.setattr(Tensor, "backward", recorded)
+    train(small(), 2, loss_fn=loss, micro_batch=MicroBatch(micro))
+    assert len(seen) == 2 * -(-8 // micro)
+    assert {len(names) for names in seen} == {3}
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_loss_that_is_no_number_stops_before_the_update(value: float) -> None:
     def spoiled(model: nn.Module, batch: Batch) -> Tensor:
@@ -184,14 +210,14 @@ def test_a_loss_that_is_no_number_stops_before_the_update(value: float) -> None:
 
     model = small()
     with pytest.raises(NonFiniteError, match="step 0: loss (nan|inf)"):
-        train(model, loss=spoiled)
+        train(model, loss_fn=spoiled)
     assert same(model, small())
 
 
 def test_a_loss_that_is_no_number_stops_a_training_whose_gradients_are_numbers() -> None:
     model = small()
     with pytest.raises(NonFiniteError, match="step 0: loss inf, gradient norm [0-9.]+;"):
-        train(model, loss=lambda network, batch: loss_fn(network, batch) + math.inf)
+        train(model, loss_fn=lambda network, batch: loss_fn(network, batch) + math.inf)
     assert same(model, small())
 
 
@@ -202,7 +228,7 @@ def test_a_gradient_that_is_no_number_stops_before_the_update() -> None:
 
     model = small()
     with pytest.raises(NonFiniteError, match="gradient norm (nan|inf)"):
-        train(model, loss=spoiled)
+        train(model, loss_fn=spoiled)
     assert same(model, small())
 
 
@@ -294,14 +320,12 @@ def test_bf16_training_learns_like_fp32() -> None:
         model = small()
         result = engine.fit(
             model,
-            loss_fn,
-            lambda start: (next(random_batches()(0)) for _ in range(30)),
-            None,
-            Training(Optim(), Schedule(steps=30), 0.1, 8, 0),
-            Runtime.model_validate({"precision": precision}),
-            ALONE,
-            Outputs(),
-            MicroBatch(8),
+            job(
+                batches=lambda start: (next(random_batches()(0)) for _ in range(30)),
+                schedule=Schedule(steps=30),
+                seed=0,
+                runtime=Runtime.model_validate({"precision": precision}),
+            ),
         )
         losses.append(result.loss)
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
@@ -360,7 +384,7 @@ SAVE_AND_DIE = """
 import os, signal, sys
 from pathlib import Path
 from safetensors.torch import save_file
-import dpn_cli.runstate as runstate
+import dpn_cli.run.folder as runstate
 from test_engine import Checkpoints, Outputs, small, train
 
 saves = 0

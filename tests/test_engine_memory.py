@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_engine import loss_fn, random_batches, same, small, train
+from test_engine import job, loss_fn, same, small, train
 from torch import Tensor, nn
 
-from dpn_cli import engine
-from dpn_cli.backbone import load_backbone
-from dpn_cli.distributed import World
-from dpn_cli.engine import Batch, Outputs, Training
+from dpn_cli.engine import fit as engine
+from dpn_cli.engine.fit import Batch, Outputs
+from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.errors import DpnError, OutOfMemoryError
-from dpn_cli.memory import MicroBatch
-from dpn_cli.recipe import Optim, Runtime, Schedule
+from dpn_cli.recipe.schema import Runtime
+from dpn_cli.run.distributed import World
+from dpn_cli.weights.backbone import load_backbone
 
 
 def test_accumulated_micro_batches_give_the_gradient_of_the_batch() -> None:
     models = [small(), small(), small()]
     for model, size in zip(models, (8, 3, 1), strict=True):
-        train(model, 5, micro=MicroBatch(size))
+        train(model, 5, micro_batch=MicroBatch(size))
     for name, value in models[0].state_dict().items():
         for other in models[1:]:
             torch.testing.assert_close(other.state_dict()[name], value, atol=1e-6, rtol=1e-5)
@@ -36,8 +36,8 @@ def test_running_out_of_memory_halves_the_micro_batch_and_keeps_the_batch() -> N
         return loss
 
     model, reference, micro = small(), small(), MicroBatch(8)
-    result = train(model, 4, loss=hungry, micro=micro, outputs=Outputs(warn=warnings.append))
-    train(reference, 4, micro=MicroBatch(2))
+    result = train(model, 4, loss_fn=hungry, micro_batch=micro, outputs=Outputs(warn=warnings.append))
+    train(reference, 4, micro_batch=MicroBatch(2))
     assert (micro.size, result.micro_batch) == (2, 2)
     assert same(model, reference)
     assert [text for text in warnings if "micro-batches of 2 from here on, the batch stays 8" in text]
@@ -48,10 +48,10 @@ def test_running_out_of_memory_with_one_image_is_an_error_of_its_own() -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
 
     with pytest.raises(OutOfMemoryError, match="one image at a time") as caught:
-        train(small(), loss=hopeless, outputs=Outputs(warn=lambda text: None))
+        train(small(), loss_fn=hopeless, outputs=Outputs(warn=lambda text: None))
     assert caught.value.exit_code == 4
     with pytest.raises(OutOfMemoryError, match="--micro-batch-size 2"):
-        train(small(), loss=hopeless, micro=MicroBatch(4, fixed=True))
+        train(small(), loss_fn=hopeless, micro_batch=MicroBatch(4, fixed=True))
 
 
 def test_other_errors_are_not_taken_for_memory() -> None:
@@ -59,22 +59,12 @@ def test_other_errors_are_not_taken_for_memory() -> None:
         raise RuntimeError("shape mismatch")
 
     with pytest.raises(RuntimeError, match="shape mismatch"):
-        train(small(), loss=wrong)
+        train(small(), loss_fn=wrong)
 
 
 def test_a_batch_that_ranks_cannot_share_is_refused() -> None:
     with pytest.raises(DpnError, match="--batch-size 8: not divisible by the 3 ranks; use 6"):
-        engine.fit(
-            small(),
-            loss_fn,
-            random_batches(),
-            None,
-            Training(Optim(), Schedule(steps=1), 0.1, 8, 0),
-            Runtime(),
-            World(0, 3, torch.device("cpu")),
-            Outputs(),
-            MicroBatch(8),
-        )
+        engine.fit(small(), job(world=World(0, 3, torch.device("cpu"))))
 
 
 def test_automatic_micro_batches_fit_a_cpu_and_respect_the_recipe() -> None:

@@ -17,14 +17,14 @@ from PIL import Image
 from test_cli import run
 from test_highres import small, train
 
-from dpn_cli.classifier import load_classifier
 from dpn_cli.data import trained_on
-from dpn_cli.data.classified import ClassFolders, Part, Source, open_class_data, open_split
+from dpn_cli.data.classified import ClassFolders, ImageSource, Part, open_class_data, open_split
 from dpn_cli.data.labelled import SceneSplit, fingerprint
-from dpn_cli.distributed import World
 from dpn_cli.errors import DataError
-from tasks.evaluate import classification
-from tasks.evaluate.parts import Joined, Split, open_part
+from dpn_cli.run.distributed import World
+from tasks.classify import evaluation as classification
+from tasks.classify.classifier import load_classifier
+from tasks.classify.parts import Joined, Split, open_part
 
 Json = dict[str, Any]
 ONE = World(0, 1, None)  # type: ignore[arg-type]  # counting needs no device
@@ -103,11 +103,11 @@ def test_the_runs_own_validation_images_are_scored(source: Callable[[Path], Json
 
 
 def test_the_demos_scenes_are_split_too() -> None:
-    data = open_class_data(Source("demo"), None)
+    data = open_class_data(ImageSource("demo"), None)
     fingerprints = {part: fingerprint(getattr(data, part)) for part in ("train", "minival", "val")}
     facts = {"recipe": {"data": {"source": "demo", "minival": None}}, "data": fingerprints}
     splits: tuple[Split | None, ...] = (None, "train", "all")
-    opened = [open_part(Source("demo"), split, facts)[0] for split in splits]
+    opened = [open_part(ImageSource("demo"), split, facts)[0] for split in splits]
     known = [trained_on.look_up(part, trained_on.record(data.train), ONE) for part in opened]
     assert known == [trained_on.Known(n, of, False) for n, of in ((0, 1000), (950, 950), (950, 2000))]
 
@@ -137,7 +137,7 @@ def test_images_of_the_training_are_told_by_content_whatever_they_are_called(
     finished: tuple[Path, Path], tmp_path: Path
 ) -> None:
     network, photos = finished
-    own = open_class_data(Source(str(photos), val_fraction=0.2), None)
+    own = open_class_data(ImageSource(str(photos), val_fraction=0.2), None)
     copies = [("class0", own.train, 3), ("class1", own.train, 0), ("class2", own.val, 1)]
     for number, (name, part, index) in enumerate(copies):
         to = tmp_path / "others" / name / f"renamed{number}.jpg"
@@ -185,7 +185,7 @@ def test_all_of_a_strangers_data_set_are_both_its_splits(finished: tuple[Path, P
 def test_a_network_that_does_not_say_what_it_was_trained_on_is_scored_as_before(
     finished: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    from dpn_cli.classifier import save_classifier
+    from tasks.classify.classifier import save_classifier
 
     classifier = load_classifier(str(finished[0]))
     classifier.facts = {}
@@ -197,7 +197,7 @@ def test_a_network_that_does_not_say_what_it_was_trained_on_is_scored_as_before(
 def test_a_wrong_split_ends_with_one_line(finished: tuple[Path, Path]) -> None:
     done = run("eval", str(finished[0]), "--data", "demo", "--split", "test")
     assert done.exit_code == 2
-    assert "--split test: choose train, val or all" in done.stderr
+    assert "--split: one of train, val, all (got 'test')" in done.stderr
 
 
 def test_more_images_than_are_read_give_an_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +230,7 @@ def test_unreadable_images_are_no_ones_that_were_trained_on(tmp_path: Path) -> N
 
 def test_joined_splits_keep_their_images_apart(tmp_path: Path) -> None:
     root = pictures(tmp_path / "photos", classes=3, each=3)
-    whole = open_split(Source(str(root)), "train")[0]
+    whole = open_split(ImageSource(str(root)), "train")[0]
     parts = [Part(whole, [7, 0]), Part(whole, []), Part(whole, [4])]
     joined = Joined(parts)
     assert [joined.key(i) for i in range(3)] == [whole.key(row) for row in (7, 0, 4)]

@@ -17,9 +17,9 @@ from test_formats import perturbed
 from torch import Tensor
 
 from dpn_cli.arch import Pool, Stem
-from dpn_cli.backbone import load_backbone
-from dpn_cli.classifier import Classifier, imagenet_classes, load_classifier, save_classifier
-from tasks.evaluate import export as exporting
+from dpn_cli.weights.backbone import load_backbone
+from tasks.classify import export as exporting
+from tasks.classify.classifier import Classifier, imagenet_classes, load_classifier, save_classifier
 
 CLASSES = ("cat", "dog", "emu")
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import Arrays
 
-from dpn_cli.fewshot import choose, pick, probe
+from tasks.classify.probe import choose, pick, probe
 
 
 @pytest.mark.parametrize("case", ["n_lt_d", "n_ge_d", "const_feat"])
@@ -19,6 +19,20 @@ def test_accuracies_are_big_visions(case: str, l2: int, golden: Callable[[str], 
     assert probe(x_train, y_train, x_test, y_test, int(arrays[f"{case}/num_classes"]), l2) == pytest.approx(
         float(arrays[f"{case}/l2_{l2}/accuracy"]), abs=1e-7
     )
+
+
+def test_the_bias_is_free_of_the_penalty() -> None:
+    """Classes of unequal size need a bias; scikit-learn's ridge does not penalise its own."""
+    from sklearn.linear_model import Ridge
+
+    generator = np.random.default_rng(0)
+    y = np.repeat([0, 1, 2], (60, 25, 15))
+    x, unseen = generator.normal(size=(100, 4)) + y[:, None], 4 * generator.normal(size=(400, 4))
+    mean, std = x.mean(0), x.std(0)
+    ridge = Ridge(alpha=1024).fit((x - mean) / std, 2.0 * np.eye(3)[y] - 1)
+    guesses = ridge.predict((unseen - mean) / std).argmax(1)
+    assert len(set(guesses.tolist())) > 1
+    assert probe(x, y, unseen, guesses, 3) == 1
 
 
 def test_examples_are_drawn_as_big_vision_draws_them(golden: Callable[[str], Arrays]) -> None:

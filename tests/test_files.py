@@ -13,17 +13,17 @@ import pytest
 from programs import started
 from typer.testing import CliRunner
 
-from dpn_cli import files
 from dpn_cli.cli import app
 from dpn_cli.errors import DpnError, StoppedError
-from dpn_cli.files import claimed
-from dpn_cli.recipe import Backbone
-from dpn_cli.run import run_name
+from dpn_cli.recipe.schema import BackboneConfig
+from dpn_cli.run import files
+from dpn_cli.run.files import claimed
+from dpn_cli.run.session import run_name
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from dpn_cli.files import claimed
+from dpn_cli.run.files import claimed
 
 with claimed(Path(sys.argv[1])):
     print("here", flush=True)
@@ -89,10 +89,10 @@ def test_commands_leave_a_folder_in_use_alone(tmp_path: Path) -> None:
 
 
 def test_runs_are_named_by_network_and_stem_once() -> None:
-    assert run_name(Backbone(arch="B/32", checkpoint="x/y.npz"), "dpn") == "B-32-dpn"
-    assert run_name(Backbone(checkpoint="x/B-32-dpn.npz"), "dpn") == "B-32-dpn"
-    assert run_name(Backbone(checkpoint="x/B-32-dpn.npz"), "none-vs-dpn") == "B-32-dpn-none-vs-dpn"
-    assert run_name(Backbone(), "rms") == "scratch-rms"
+    assert run_name(BackboneConfig(arch="B/32", checkpoint="x/y.npz"), "dpn") == "B-32-dpn"
+    assert run_name(BackboneConfig(checkpoint="x/B-32-dpn.npz"), "dpn") == "B-32-dpn"
+    assert run_name(BackboneConfig(checkpoint="x/B-32-dpn.npz"), "none-vs-dpn") == "B-32-dpn-none-vs-dpn"
+    assert run_name(BackboneConfig(), "rms") == "scratch-rms"
 
 
 @pytest.mark.parametrize("command", ["eval", "lit eval", "segment eval"])
@@ -109,10 +109,10 @@ def test_a_report_never_takes_the_place_of_a_run(command: str, tmp_path: Path) -
     ("command", "then"),
     [
         ("eval fewshot weights --data demo", "no result was written"),
-        ("data pack --data demo --out packed", "what is finished is kept: run the same command again to go on"),
+        ("data pack --data demo --out packed", "finished parts are kept: run the same command again to continue"),
         (
             "lit cache --checkpoint none --arch mu/8 --data demo",
-            "what is finished is kept: run the same command again to go on",
+            "finished parts are kept: run the same command again to continue",
         ),
     ],
 )
@@ -122,7 +122,7 @@ def test_what_is_stopped_says_how_it_goes_on(
     def stop(*arguments: object, **named: object) -> None:
         raise StoppedError(signal.SIGTERM)
 
-    for place in ("tasks.evaluate.fewshot.resolve", "dpn_cli.data.pack.pack", "tasks.lit.command.open_pairs"):
+    for place in ("tasks.classify.fewshot.resolve", "dpn_cli.data.pack.pack", "tasks.lit.command.open_pairs"):
         monkeypatch.setattr(place, stop)
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, [*command.split(), "-q"])

@@ -11,9 +11,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from dpn_cli.arch import SIZES, Pool, Stem
-from dpn_cli.backbone import load_backbone
-from dpn_cli.vit import ViTConfig
-from tasks.pretrain.flops import count, training_flops
+from dpn_cli.model.vit import ViTConfig
+from dpn_cli.weights.backbone import load_backbone
+from tasks.classify.flops import count, training_flops
 
 
 def config(letter: str, patch: int, side: int = 224) -> ViTConfig:

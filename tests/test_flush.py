@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dpn_cli.backbone import export_backbone, load_backbone
-from dpn_cli.files import replace_file, replace_json, replace_text
-from dpn_cli.runstate import Checkpoints, RunFolder
-from dpn_cli.weights import write_weights
+from dpn_cli.run.files import replace_file, replace_json, replace_text
+from dpn_cli.run.folder import Checkpoints, RunFolder
+from dpn_cli.weights.backbone import export_backbone, load_backbone
+from dpn_cli.weights.written import write_weights
 from tasks.lit.arrays import save_array
 
 

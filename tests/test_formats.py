@@ -25,10 +25,10 @@ from einops import rearrange
 from timm.models.naflexvit import NaFlexEmbeds, NaFlexVit, NaFlexVitCfg
 from torch import Tensor, nn
 
-from dpn_cli.backbone import load_backbone
-from dpn_cli.checkpoints import formats_of, read_file
-from dpn_cli.checkpoints.layout import Contents
-from dpn_cli.convert import Facts
+from dpn_cli.weights.backbone import load_backbone
+from dpn_cli.weights.convert import Facts
+from dpn_cli.weights.formats import formats_of, read_file
+from dpn_cli.weights.formats.layout import Contents
 
 NATIVE, LARGER = 32, 48
 Output = Callable[[Any, Tensor], Tensor]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,12 @@ import pytest
 import timm
 import torch
 import transformers
-from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from safetensors.torch import save_file
 from test_backbone import DPN, perturbed
 
-from dpn_cli.backbone import load_backbone
 from dpn_cli.errors import DataError
+from dpn_cli.weights.backbone import load_backbone
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -87,7 +88,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, files: dict[str, Path | Exception])
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     for module in ("hub", "sources"):
-        monkeypatch.setattr(f"dpn_cli.{module}.offline", lambda: False)
+        monkeypatch.setattr(f"dpn_cli.weights.{module}.offline", lambda: False)
     return asked
 
 
@@ -150,7 +151,7 @@ def test_weights_that_cannot_be_fetched_are_not_replaced_by_other_ones(
 def test_a_repository_without_weights_says_what_was_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     answers(monkeypatch, {})
     with pytest.raises(
-        DataError, match=r"it has none of model.safetensors, .*; name the file: hf-hub:someone/vit/FILE"
+        DataError, match=r"it contains none of model.safetensors, .*; name the file: hf-hub:someone/vit/FILE"
     ):
         load_backbone(checkpoint="hf-hub:someone/vit", stem=None)
 
@@ -182,9 +183,9 @@ def test_an_unreachable_hub_says_what_to_fetch(checkpoint: str) -> None:
 
 
 def test_an_unreachable_hub_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub import constants
+    from huggingface_hub import close_session, constants, hf_hub_download
 
-    from dpn_cli import hub
+    from dpn_cli.weights import hub
 
     asked: list[float] = []
 
@@ -193,10 +194,19 @@ def test_an_unreachable_hub_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) 
         raise OSError("no route to host")
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("dpn_cli.hub.urllib.request.urlopen", refuse)
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "0")
+    monkeypatch.setattr("dpn_cli.weights.hub.urllib.request.urlopen", refuse)
     hub.offline.cache_clear()
     assert hub.offline()
-    assert constants.HF_HUB_OFFLINE  # the client asks its cache from here on, without its retries
     assert hub.offline()
     assert asked == [hub.PROBE_SECONDS]
-    hub.offline.cache_clear()
+    try:
+        with pytest.raises(LocalEntryNotFoundError) as caught:  # from here on, and without the client's retries
+            hf_hub_download("someone/vit", "config.json")
+        assert isinstance(caught.value.__cause__, OfflineModeIsEnabled)
+        with pytest.raises(DataError, match="out of reach and config.json is not in the local cache"):
+            hub.fetch_if_there("someone/vit", "config.json")
+        assert os.environ["HF_DATASETS_OFFLINE"] == "1"
+    finally:
+        hub.offline.cache_clear()
+        close_session()

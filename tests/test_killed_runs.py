@@ -23,10 +23,10 @@ from programs import LIMIT, run_program
 from test_lit_data import write_pictures, write_table
 from test_pretrain_stages import sweep
 
-from dpn_cli.console import Console
-from dpn_cli.files import file_digest
-from dpn_cli.runstate import Checkpoints, RunFolder
-from dpn_cli.supervised.command import describe
+from dpn_cli.run.console import Console
+from dpn_cli.run.files import file_digest
+from dpn_cli.run.folder import Checkpoints, RunFolder
+from tasks.classify.common import describe_training
 
 STEPS: dict[str, Any] = {"schedule": {"steps": 4, "warmup": 0}, "runtime": {"workers": 0, "checkpoint_every": 2}}
 STAGES: list[dict[str, Any]] = [{"epochs": 1, "grid": {"lr": [1e-3]}}, {"epochs": 1}]
@@ -202,7 +202,7 @@ def test_a_result_says_that_its_curve_lacks_records(cut: str, killed: Path, data
         log.write_text(lines[0][:20] + "\n" + "\n".join(lines[1:]))
     result = highres(data, path, resume=True)
     assert result["lost_records"] == {"deleted": len(lines), "cut": 1}[cut]
-    assert "the curve is incomplete: " in describe(result)
+    assert "the curve is incomplete: " in describe_training(result)
     whole = highres(data, Path(shutil.copytree(killed / "trained" / "highres", tmp_path / "whole")), resume=True)
     assert whole["lost_records"] == 0
-    assert "incomplete" not in describe(whole)
+    assert "incomplete" not in describe_training(whole)

@@ -14,18 +14,18 @@ from safetensors.torch import load_file, save_file
 from test_cli import run
 from test_lit_scores import towers
 
-from dpn_cli.backbone import export_backbone, load_backbone
-from dpn_cli.classifier import Classifier, load_classifier, save_classifier
 from dpn_cli.errors import DataError
-from dpn_cli.files import file_digest
-from dpn_cli.kinds import kind_of
-from dpn_cli.sources import open_checkpoint
-from dpn_cli.weights import KEY, read_weights, write_weights
+from dpn_cli.run.files import file_digest
+from dpn_cli.run.kinds import kind_of
+from dpn_cli.weights.backbone import export_backbone, load_backbone
+from dpn_cli.weights.sources import open_checkpoint
+from dpn_cli.weights.written import KEY, read_weights, write_weights
+from tasks.classify.classifier import Classifier, load_classifier, save_classifier
 from tasks.lit.towers import load_towers, save_towers
 from tasks.lit.zeroshot import build_classifier, classifier_of
 from tasks.segment.classes import Class
 from tasks.segment.network import LinearSegmenter
-from tasks.segment.recipe import Data, Evaluation
+from tasks.segment.recipe import Evaluation, MaskData
 from tasks.segment.segmenter import Segmenter, load_segmenter, save_segmenter
 from tasks.vtab.cells import Cell
 from tasks.vtab.table import TASKS
@@ -87,7 +87,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     save_classifier(Classifier(vit, ("ant", "bee", "cow"), "softmax", 16, {"arch": "mu/8"}), found["classifier"])
     classes = tuple(Class(name, (9, 9, 9)) for name in ("ant", "bee", "cow"))
     save_segmenter(
-        Segmenter(LinearSegmenter(vit, final_norm=False), classes, Data(source="x"), Evaluation(), {}),
+        Segmenter(LinearSegmenter(vit, final_norm=False), classes, MaskData(source="x"), Evaluation(), {}),
         found["segmenter"],
     )
     save_towers(towers(), found["towers"])
@@ -262,7 +262,7 @@ def test_a_damaged_cell_of_vtab_is_named(files: dict[str, Path], tmp_path: Path)
 
 
 def test_a_damaged_zero_shot_classifier_is_built_again(tmp_path: Path) -> None:
-    from dpn_cli.distributed import World
+    from dpn_cli.run.distributed import World
 
     own, alone = towers(), World(0, 1, torch.device("cpu"))
     arguments = own, ["a cat", "a dog"], ["{}"], tmp_path, alone

@@ -7,6 +7,7 @@ import os
 import sys
 import tomllib
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -18,73 +19,46 @@ from programs import run_program
 ROOT = Path(__file__).parents[1]
 MODULES = [path for package in ("dpn_cli", "tasks") for path in sorted((ROOT / package).rglob("*.py"))]
 
-# A module may import those of its own layer's number or below; only the commands know the tasks.
-LAYERS = {
-    "dpn_cli.cli": 10,
-    "dpn_cli.commands": 9,
-    "dpn_cli.__main__": 10,
-    "tasks": 8,
-    "dpn_cli.data": 6,
-    "dpn_cli.retrofit": 7,
-    "dpn_cli.convert": 6,
-    "dpn_cli.scoring": 7,
-    "dpn_cli.fewshot": 7,
-    "dpn_cli.supervised": 7,
-    "dpn_cli.classifier": 7,
-    "dpn_cli.home": 1,
-    "dpn_cli.run": 5,
-    "dpn_cli.engine": 5,
-    "dpn_cli.gradients": 5,
-    "dpn_cli.trainstate": 4,
-    "dpn_cli.freeze": 4,
-    "dpn_cli.seeds": 1,
-    "dpn_cli.backbone": 5,
-    "dpn_cli.inferred": 4,
-    "dpn_cli.sources": 4,
-    "dpn_cli.trackers": 5,
-    "dpn_cli.options": 4,
-    "dpn_cli.runstate": 4,
-    "dpn_cli.optim": 4,
-    "dpn_cli.vit": 4,
-    "dpn_cli.checkpoints": 4,
-    "dpn_cli.stopping": 3,
-    "dpn_cli.weights": 3,
-    "dpn_cli.provenance": 4,
-    "dpn_cli.kinds": 3,
-    "dpn_cli.stem": 3,
-    "dpn_cli.recipe": 3,
-    "dpn_cli.hub": 3,
-    "dpn_cli.metrics": 3,
-    "dpn_cli.coupled": 3,
-    "dpn_cli.losses": 3,
-    "dpn_cli.memory": 4,
-    "dpn_cli.statistics": 3,
-    "dpn_cli.sanity": 3,
-    "dpn_cli.console": 3,
-    "dpn_cli.distributed": 2,
-    "dpn_cli.files": 2,
-    "dpn_cli.arch": 1,
-    "dpn_cli.allowed": 2,
-    "dpn_cli.explain": 2,
-    "dpn_cli.yaml_text": 1,
-    "dpn_cli.errors": 0,
-    "dpn_cli": 0,
-}
+# Rooms from the bottom to the top: a module may import from its own room and those below. Only commands know tasks.
+ROOMS = (
+    ("dpn_cli", "dpn_cli.errors"),
+    ("dpn_cli.arch", "dpn_cli.statistics"),
+    ("dpn_cli.recipe",),
+    ("dpn_cli.run",),
+    ("dpn_cli.model",),
+    ("dpn_cli.weights",),
+    ("dpn_cli.engine",),
+    ("dpn_cli.data",),
+    ("dpn_cli.scoring",),
+    ("tasks",),
+    ("dpn_cli.commands",),
+    ("dpn_cli.cli", "dpn_cli.__main__"),
+)
 
 
 def name_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def layer(module: str) -> int:
-    while module not in LAYERS:
+def floor(module: str) -> int:
+    """The number of the room that a module is in."""
+    names = {name: number for number, room in enumerate(ROOMS) for name in room}
+    while module not in names:
         module = module.rpartition(".")[0]
-    return LAYERS[module]
+    return names[module]
 
 
 def imports(path: Path) -> set[str]:
+    return _imported(ast.walk(ast.parse(path.read_text())))
+
+
+def _top_imports(path: Path) -> set[str]:
+    return _imported(ast.parse(path.read_text()).body)
+
+
+def _imported(nodes: Iterable[ast.AST]) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -99,10 +73,35 @@ def imports(path: Path) -> set[str]:
 def test_imports_point_downwards(path: Path) -> None:
     here = name_of(path)
     for there in imports(path):
-        assert layer(there) <= layer(here), f"{here} imports {there}"
+        assert floor(there) <= floor(here), f"{here} imports {there}"
         if here.startswith("tasks."):
             same_task = there.split(".")[:2] == here.split(".")[:2]
             assert not there.startswith("tasks.") or same_task, f"{here} imports another task: {there}"
+
+
+def test_nothing_lies_flat_beside_the_rooms() -> None:
+    flat = {path.stem for path in (ROOT / "dpn_cli").glob("*.py")}
+    assert flat == {"__init__", "__main__", "cli", "arch", "errors", "statistics", "scoring"}
+    for package in ("dpn_cli", "tasks"):
+        for room in (ROOT / package).iterdir():
+            if (room / "__init__.py").is_file():
+                assert ast.get_docstring(ast.parse((room / "__init__.py").read_text())), room
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    """Imports at the top of modules have no circle, inside a room either."""
+    below = {name_of(path): _top_imports(path) for path in MODULES}
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join((*path[path.index(module) :], module))
+        if module not in done:
+            for there in below.get(module, ()):
+                visit(there, (*path, module))
+            done.add(module)
+
+    for module in below:
+        visit(module, ())
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)

@@ -20,35 +20,37 @@ from test_distributed import CPU
 from test_files import another_process_in
 from test_lit_data import picture, write_pictures, write_shard, write_table
 
-from dpn_cli import files, stopping
-from dpn_cli.backbone import load_backbone
-from dpn_cli.console import Console
 from dpn_cli.data.pixels import PixelSet, resize, rows_of_step, stream
 from dpn_cli.data.reading import Pixels
-from dpn_cli.distributed import World
 from dpn_cli.errors import DataError, StoppedError
-from dpn_cli.recipe import Runtime
+from dpn_cli.recipe.schema import Runtime
+from dpn_cli.run import files, stopping
+from dpn_cli.run.console import Console
+from dpn_cli.run.distributed import World
+from dpn_cli.weights.backbone import load_backbone
 from tasks.lit import cache
 from tasks.lit.arrays import save_array
 from tasks.lit.batches import cached_batches, encoded_batches, tokenize
 from tasks.lit.cache import cached_features
 from tasks.lit.captions import Captioned, Files
-from tasks.lit.data import Source, open_split
-from tasks.lit.encode import retrieval_scores, wanted_of
-from tasks.lit.features import Features, Wanted, digest_of, views_of
+from tasks.lit.data import CaptionSource, open_split
+from tasks.lit.encode import image_encoder, retrieval_scores
+from tasks.lit.features import Features, ImageEncoder, digest_of, views_of
 from tasks.lit.tokens import Tokenizer
 
 ALONE, QUIET = World(0, 1, CPU), Console(quiet=True)
 
 
-def wanted(seed: int = 0, **changes: Any) -> Wanted:
+def make_encoder(seed: int = 0, **changes: Any) -> ImageEncoder:
     tower = load_backbone("mu/8", image_size=16, seed=seed).eval()
-    return wanted_of(tower, Runtime(workers=0), ALONE, **changes)
+    return image_encoder(tower, Runtime(workers=0), ALONE, **changes)
 
 
 def data(root: Path, count: int = 6) -> Captioned:
     names = write_pictures(root, count)
-    return open_split(Source(str(write_table(root / "pairs.csv", [(name, f"s {name}") for name in names]))), "train")
+    return open_split(
+        CaptionSource(str(write_table(root / "pairs.csv", [(name, f"s {name}") for name in names]))), "train"
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -71,38 +73,38 @@ def decoded(split: Captioned) -> list[int]:
 
 
 def test_every_image_is_read_once_and_never_again(tmp_path: Path) -> None:
-    split, want = data(tmp_path), wanted()
+    split, encoder = data(tmp_path), make_encoder()
     seen = decoded(split)
-    features = cached_features(split, want, tmp_path / "cache", ALONE, QUIET)
+    features = cached_features(split, encoder, tmp_path / "cache", ALONE, QUIET)
     assert sorted(seen) == list(range(6))
     assert (len(features), features.views, features.width) == (6, 1, 32)
     assert isinstance(features.shards[0], np.memmap)
-    expected = want.encode(torch.stack([resize(split.pixels(row), want.size) for row in range(6)]))
+    expected = encoder.encode(torch.stack([resize(split.pixels(row), encoder.size) for row in range(6)]))
     torch.testing.assert_close(features.rows(torch.tensor([5, 0, 3])).float(), expected[[5, 0, 3]], atol=5e-4, rtol=0)
     seen.clear()
-    again = cached_features(split, want, tmp_path / "cache", ALONE, QUIET)
+    again = cached_features(split, encoder, tmp_path / "cache", ALONE, QUIET)
     assert len(seen) <= cache.SPOT_CHECKS  # a few are looked at again, to see that the cache is theirs
     assert all(np.array_equal(one, other) for one, other in zip(features.shards, again.shards, strict=True))
 
 
 def test_views_are_a_function_of_seed_and_image(tmp_path: Path) -> None:
     split = data(tmp_path)
-    one = cached_features(split, wanted(views=3), tmp_path / "a", ALONE, QUIET)
-    other = cached_features(split, wanted(views=3), tmp_path / "b", ALONE, QUIET)
+    one = cached_features(split, make_encoder(views=3), tmp_path / "a", ALONE, QUIET)
+    other = cached_features(split, make_encoder(views=3), tmp_path / "b", ALONE, QUIET)
     assert one.views == 3
     assert all(np.array_equal(x, y) for x, y in zip(one.shards, other.shards, strict=True))
     first = [one.rows(torch.tensor([0]), torch.tensor([view])) for view in range(3)]
     assert not torch.equal(first[0], first[1])
-    seeded = cached_features(split, wanted(views=3, seed=0), tmp_path / "a", ALONE, QUIET)
+    seeded = cached_features(split, make_encoder(views=3, seed=0), tmp_path / "a", ALONE, QUIET)
     assert np.array_equal(seeded.shards[0], one.shards[0])
 
 
 def test_views_are_cut_from_a_larger_image_and_every_second_one_is_mirrored(tmp_path: Path) -> None:
-    want = wanted(views=20)
-    images = torch.randint(256, (1, 3, *want.read_size), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
-    assert want.read_size == (18, 18)
+    encoder = make_encoder(views=20)
+    images = torch.randint(256, (1, 3, *encoder.read_size), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    assert encoder.read_size == (18, 18)
     cuts = [images[0, :, top : top + 16, left : left + 16] for top in range(3) for left in range(3)]
-    views = views_of(images, [7], want)
+    views = views_of(images, [7], encoder)
     plain, mirrored = (
         [
             number
@@ -143,7 +145,7 @@ def flip_a_bit(root: Path) -> None:
 def of_other_weights(root: Path) -> None:
     # Somebody copies the cache of another tower into this one's place.
     here = only(root)
-    cached_features(data(root), wanted(seed=7), root / "cache", ALONE, QUIET)
+    cached_features(data(root), make_encoder(seed=7), root / "cache", ALONE, QUIET)
     (there,) = (path for path in (root / "cache").iterdir() if path != here)
     shutil.rmtree(here)
     there.rename(here)
@@ -216,10 +218,12 @@ def test_damaged_and_foreign_caches_are_made_again(
     spoil: Callable[[Path], None], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     split = data(tmp_path)
-    before = [np.array(part) for part in cached_features(split, wanted(), tmp_path / "cache", ALONE, QUIET).shards]
+    before = [
+        np.array(part) for part in cached_features(split, make_encoder(), tmp_path / "cache", ALONE, QUIET).shards
+    ]
     spoil(tmp_path)
     capsys.readouterr()
-    after = cached_features(split, wanted(), tmp_path / "cache", ALONE, Console(quiet=True))
+    after = cached_features(split, make_encoder(), tmp_path / "cache", ALONE, Console(quiet=True))
     assert message in capsys.readouterr().err
     assert all(np.array_equal(one, other) for one, other in zip(before, after.shards, strict=True))
     assert only(tmp_path)
@@ -230,7 +234,7 @@ def test_networks_of_the_same_tensors_have_caches_of_their_own(tmp_path: Path) -
     towers = [load_backbone("mu/8", stem=stem, image_size=16, seed=0).eval() for stem in stems]
     assert digest_of(towers[0]) == digest_of(towers[1])
     for tower in towers:
-        cached_features(split, wanted_of(tower, Runtime(workers=0), ALONE), tmp_path / "cache", ALONE, QUIET)
+        cached_features(split, image_encoder(tower, Runtime(workers=0), ALONE), tmp_path / "cache", ALONE, QUIET)
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
@@ -239,37 +243,39 @@ def test_whatever_changes_features_has_a_cache_of_its_own(tmp_path: Path) -> Non
     shifted, larger = copy.deepcopy(tower), load_backbone("mu/8", pool="gap", image_size=24, seed=0).eval()
     shifted.mean = (0.1, 0.2, 0.3)
     plain = Runtime(workers=0)
-    wants = [
-        wanted_of(tower, plain, ALONE),
-        wanted_of(shifted, plain, ALONE),
-        wanted_of(tower, Runtime(workers=0, precision="bf16"), ALONE),
-        replace(wanted_of(tower, plain, ALONE), size=larger.config.image_size),
-        *(wanted_of(tower, plain, ALONE, views=1, seed=seed) for seed in (0, 1)),
+    encoders = [
+        image_encoder(tower, plain, ALONE),
+        image_encoder(shifted, plain, ALONE),
+        image_encoder(tower, Runtime(workers=0, precision="bf16"), ALONE),
+        replace(image_encoder(tower, plain, ALONE), size=larger.config.image_size),
+        *(image_encoder(tower, plain, ALONE, views=1, seed=seed) for seed in (0, 1)),
     ]
-    for number, want in enumerate(wants, 1):
-        cached_features(split, replace(want, encode=lambda x: torch.ones(len(x), 32)), tmp_path / "cache", ALONE, QUIET)
+    for number, encoder in enumerate(encoders, 1):
+        cached_features(
+            split, replace(encoder, encode=lambda x: torch.ones(len(x), 32)), tmp_path / "cache", ALONE, QUIET
+        )
         assert len(list((tmp_path / "cache").iterdir())) == number
 
 
 def test_features_that_are_no_numbers_are_not_kept(tmp_path: Path) -> None:
-    want = replace(wanted(), encode=lambda images: torch.full((len(images), 32), torch.nan))
+    encoder = replace(make_encoder(), encode=lambda images: torch.full((len(images), 32), torch.nan))
     with pytest.raises(DataError, match="features are not finite: its weights are damaged"):
-        cached_features(data(tmp_path), want, tmp_path / "cache", ALONE, QUIET)
+        cached_features(data(tmp_path), encoder, tmp_path / "cache", ALONE, QUIET)
     assert not list((tmp_path / "cache").glob("*/*.npy"))
 
 
 def test_other_weights_data_or_views_have_a_cache_of_their_own(tmp_path: Path) -> None:
     split, root = data(tmp_path), tmp_path / "cache"
-    for want in (wanted(), wanted(seed=1), wanted(views=2)):
-        cached_features(split, want, root, ALONE, QUIET)
+    for encoder in (make_encoder(), make_encoder(seed=1), make_encoder(views=2)):
+        cached_features(split, encoder, root, ALONE, QUIET)
     (tmp_path / "0.png").write_bytes(picture(0, 24))
-    cached_features(open_split(Source(str(tmp_path / "pairs.csv")), "train"), wanted(), root, ALONE, QUIET)
+    cached_features(open_split(CaptionSource(str(tmp_path / "pairs.csv")), "train"), make_encoder(), root, ALONE, QUIET)
     assert len(list(root.iterdir())) == 4
 
 
 def test_a_stopped_cache_goes_on_behind_its_last_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    split, want = data(tmp_path, 11), wanted()
-    whole = cached_features(split, want, tmp_path / "whole", ALONE, QUIET)
+    split, encoder = data(tmp_path, 11), make_encoder()
+    whole = cached_features(split, encoder, tmp_path / "whole", ALONE, QUIET)
     calls = iter(range(100))
 
     def stop() -> None:
@@ -278,19 +284,19 @@ def test_a_stopped_cache_goes_on_behind_its_last_shard(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(stopping, "check_here", stop)
     with pytest.raises(StoppedError):
-        cached_features(split, want, tmp_path / "cache", ALONE, QUIET)
+        cached_features(split, encoder, tmp_path / "cache", ALONE, QUIET)
     monkeypatch.undo()
     monkeypatch.setattr(cache, "SHARD", 4)
     monkeypatch.setattr(cache, "BATCH", 2)
     monkeypatch.setattr(cache, "SPOT_CHECKS", 1)
     seen = decoded(split)
-    again = cached_features(split, want, tmp_path / "cache", ALONE, QUIET)
+    again = cached_features(split, encoder, tmp_path / "cache", ALONE, QUIET)
     assert sorted(seen) == [0, *range(4, 11)]  # 0 is the spot check
     assert all(np.array_equal(one, other) for one, other in zip(whole.shards, again.shards, strict=True))
 
 
 def test_a_cache_that_another_process_fills_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    what, pairs, waits = wanted(), data(tmp_path / "pictures"), list[int]()
+    what, pairs, waits = make_encoder(), data(tmp_path / "pictures"), list[int]()
     cached_features(pairs, what, tmp_path / "cache", ALONE, QUIET)
     (folder,) = (tmp_path / "cache").iterdir()
     monkeypatch.setattr(files, "PATIENCE", 0.0)
@@ -309,30 +315,31 @@ def test_unreadable_images_are_named_or_left_out_and_counted(tmp_path: Path) -> 
     split = data(tmp_path, 5)
     for number in (1, 4):  # the last one has a shard of its own
         (tmp_path / f"{number}.png").write_bytes(b"no picture")
-    split = open_split(Source(str(tmp_path / "pairs.csv")), "train")
+    split = open_split(CaptionSource(str(tmp_path / "pairs.csv")), "train")
     with pytest.raises(DataError, match=r"1.png: not a readable image .*fetch it again"):
-        cached_features(split, wanted(), tmp_path / "cache", ALONE, QUIET)
-    features = cached_features(split, wanted(skip_bad=True), tmp_path / "cache", ALONE, QUIET)
+        cached_features(split, make_encoder(), tmp_path / "cache", ALONE, QUIET)
+    features = cached_features(split, make_encoder(skip_bad=True), tmp_path / "cache", ALONE, QUIET)
     assert features.bad == [1, 4]
     with pytest.raises(DataError, match=r"1.png: not a readable image, as are 1 others"):
-        cached_features(split, wanted(), tmp_path / "cache", ALONE, QUIET)
+        cached_features(split, make_encoder(), tmp_path / "cache", ALONE, QUIET)
 
 
 def test_sentences_belong_to_the_images_that_could_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     split: Any = SimpleNamespace(captions=[("0",), ("1", "1"), ("2",), ("3", "3")])
     towers: Any = SimpleNamespace(encode_texts=lambda texts: torch.eye(4)[[int(text) for text in texts]])
     monkeypatch.setattr("tasks.lit.encode.encoded", lambda *of: (torch.eye(4)[[0, 2, 3]], [0, 2, 3]))
-    found = retrieval_scores(towers, split, wanted(), None, Runtime(), ALONE, QUIET)
+    found = retrieval_scores(towers, split, make_encoder(), None, Runtime(), ALONE, QUIET)
     assert {found["image_to_text@1"], found["text_to_image@1"]} == {100}
     assert (found["images"], found["captions"], found["unreadable"]) == (3, 4, 1)
 
 
 def test_one_shard_is_enough_for_two_workers(tmp_path: Path) -> None:
     write_shard(tmp_path / "one.tar", range(11), text=lambda number: f"sentence {number}")
-    split = open_split(Source(f"wds:{tmp_path}/one.tar"), "train")
-    both = replace(wanted(), workers=2)
+    split = open_split(CaptionSource(f"wds:{tmp_path}/one.tar"), "train")
+    both = replace(make_encoder(), workers=2)
     alone, found = (
-        cached_features(split, want, tmp_path / name, ALONE, QUIET) for name, want in (("a", wanted()), ("b", both))
+        cached_features(split, encoder, tmp_path / name, ALONE, QUIET)
+        for name, encoder in (("a", make_encoder()), ("b", both))
     )
     assert all(np.array_equal(one, other) for one, other in zip(alone.shards, found.shards, strict=True))
     contents = [
@@ -343,15 +350,16 @@ def test_one_shard_is_enough_for_two_workers(tmp_path: Path) -> None:
     assert len({digest for shard in contents[0] for digest in shard}) == 11
     texts = tokenize(split, Tokenizer(8, "lower"))
     plain, several = (
-        list(encoded_batches(split, want, texts, 4, 5, ALONE, steps=3, micro=4)(0)) for want in (wanted(), both)
+        list(encoded_batches(split, encoder, texts, 4, 5, ALONE, steps=3, micro=4)(0))
+        for encoder in (make_encoder(), both)
     )
     assert all(torch.equal(one["image"], other["image"]) for one, other in zip(plain, several, strict=True))
 
 
 def test_batches_are_a_function_of_the_step(tmp_path: Path) -> None:
-    split, tokenizer, want = data(tmp_path, 10), Tokenizer(8, "lower"), wanted()
+    split, tokenizer, encoder = data(tmp_path, 10), Tokenizer(8, "lower"), make_encoder()
     texts = tokenize(split, tokenizer, tmp_path / "cache")
-    features = cached_features(split, want, tmp_path / "cache", ALONE, QUIET)
+    features = cached_features(split, encoder, tmp_path / "cache", ALONE, QUIET)
     good = torch.tensor([row for row in range(10) if row != 3])
     batches = cached_batches(features, good, texts, 4, 5, ALONE)
     stream = batches(0)
@@ -371,7 +379,7 @@ def test_batches_are_a_function_of_the_step(tmp_path: Path) -> None:
 def test_batches_without_a_cache_are_the_same_and_resume(
     views: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    split, want = data(tmp_path, 10), wanted(views=views)
+    split, encoder = data(tmp_path, 10), make_encoder(views=views)
     texts = tokenize(split, Tokenizer(8, "lower"))
     read: list[int] = []
 
@@ -386,18 +394,18 @@ def test_batches_without_a_cache_are_the_same_and_resume(
             yield noted(parts)
 
     monkeypatch.setattr("tasks.lit.batches.stream", streamed)
-    batches = encoded_batches(split, want, texts, 4, 5, ALONE, steps=4, micro=3)
+    batches = encoded_batches(split, encoder, texts, 4, 5, ALONE, steps=4, micro=3)
     whole = list(batches(0))
     assert len(whole) == 4
     assert read == [2] * 8  # never a whole batch, of which every worker would keep several
     (last,) = list(batches(3))
     assert torch.equal(last["image"], whole[3]["image"])
     halves = [
-        next(encoded_batches(split, want, texts, 4, 5, World(rank, 2, CPU), steps=4, micro=3)(3)) for rank in (0, 1)
+        next(encoded_batches(split, encoder, texts, 4, 5, World(rank, 2, CPU), steps=4, micro=3)(3)) for rank in (0, 1)
     ]
     torch.testing.assert_close(torch.cat([half["image"] for half in halves]), last["image"])
     if not views:
-        features = cached_features(split, want, tmp_path / "cache", ALONE, QUIET)
+        features = cached_features(split, encoder, tmp_path / "cache", ALONE, QUIET)
         cached = next(cached_batches(features, torch.arange(10), texts, 4, 5, ALONE)(3))
         torch.testing.assert_close(cached["image"].float(), last["image"], atol=1e-3, rtol=0)
         assert torch.equal(cached["tokens"], last["tokens"])
@@ -405,9 +413,9 @@ def test_batches_without_a_cache_are_the_same_and_resume(
 
 def test_without_a_cache_an_image_is_cut_anew_at_every_visit(tmp_path: Path) -> None:
     split = data(tmp_path, 1)
-    want = replace(wanted(views=1), encode=lambda images: images.flatten(1).float())
+    encoder = replace(make_encoder(views=1), encode=lambda images: images.flatten(1).float())
     texts = tokenize(split, Tokenizer(8, "lower"))
-    visits = list(encoded_batches(split, want, texts, 1, 5, ALONE, steps=10, micro=1)(0))
+    visits = list(encoded_batches(split, encoder, texts, 1, 5, ALONE, steps=10, micro=1)(0))
     assert len({visit["image"].numpy().tobytes() for visit in visits}) > 4
 
 
@@ -418,7 +426,7 @@ def test_one_of_several_captions_is_drawn_at_every_visit(tmp_path: Path) -> None
     tokenizer = Tokenizer(12, "whitespace")
     texts = tokenize(files, tokenizer, tmp_path / "cache")
     assert torch.equal(tokenize(files, tokenizer, tmp_path / "cache").tokens, texts.tokens)  # from the disk
-    features = cached_features(files, wanted(), tmp_path / "cache", ALONE, QUIET)
+    features = cached_features(files, make_encoder(), tmp_path / "cache", ALONE, QUIET)
     stream = cached_batches(features, torch.arange(4), texts, 4, 0, ALONE)(0)
     table = {tuple(row): number for number, row in enumerate(texts.tokens.tolist())}
     visits = [sorted(table[tuple(row)] for row in next(stream)["tokens"].tolist()) for _ in range(40)]

@@ -9,6 +9,7 @@ import os
 import re
 import tarfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,9 @@ from PIL import Image as Pil
 
 from dpn_cli.errors import DataError, DpnError
 from tasks.lit.cache import data_fingerprint
-from tasks.lit.captions import HubPairs
-from tasks.lit.data import Source, open_pairs, open_split
+from tasks.lit.captions import HubCaptions
+from tasks.lit.data import CaptionSource, open_pairs, open_split
+from tasks.lit.parts import open_part
 from tasks.lit.tokens import Tokenizer, open_tokenizer
 
 SENTENCES = ["a dog", "Two dogs!", "the cat", "a bird_house", "a red car", "one tree"]
@@ -103,6 +105,37 @@ def karpathy(root: Path) -> str:
     return str(root / "dataset_coco.json")
 
 
+def with_splits(root: Path, *splits: str) -> CaptionSource:
+    images = [
+        {"filename": name, "split": split, "sentences": [{"raw": "a dog"}]}
+        for name, split in zip(write_pictures(root, len(splits)), splits, strict=True)
+    ]
+    (root / "own.json").write_text(json.dumps({"images": images}))
+    return CaptionSource(str(root / "own.json"))
+
+
+def test_splits_without_validation_images_are_held_out_of_the_training_ones(tmp_path: Path) -> None:
+    source = with_splits(tmp_path, *["train"] * 9, "test", *["restval"] * 11)
+    train, val = open_pairs(source)
+    assert (len(train.captions), len(val.captions)) == (18, 2)
+    assert "9.png" not in {part.key(row) for part in (train, val) for row in part.labels}
+    assert len(open_pairs(replace(source, val_fraction=0.25))[1].captions) == 5
+
+
+def test_a_split_that_a_file_has_no_images_of_is_named_with_those_that_there_are(tmp_path: Path) -> None:
+    validated, tested = with_splits(tmp_path / "a", "val", "test"), with_splits(tmp_path / "b", "train", "test")
+    with pytest.raises(DataError, match="own.json: no image of the split train or restval, only of test, val; train"):
+        open_pairs(validated)
+    with pytest.raises(
+        DataError, match="no image of the split val, only of test, train; .* one that has val .--val-da"
+    ):
+        open_pairs(replace(validated, place=str(tmp_path / "b" / "own.json"), val_place=tested.place))
+    with pytest.raises(DataError, match=r"no image of the split val, only of test, train; .*'lit eval --split'"):
+        open_split(tested, "val")
+    with pytest.raises(DataError, match="--split all: .* has splits of its own"):
+        open_part(tested, "all", {})
+
+
 def official(root: Path) -> str:
     names = write_pictures(root)
     images = [{"id": 10 + number, "file_name": name} for number, name in enumerate(names)]
@@ -147,7 +180,7 @@ def test_every_source_gives_the_same_pictures_and_sentences(
     write: Callable[[Path], str], images: str, tmp_path: Path
 ) -> None:
     place = write(tmp_path)
-    found = open_split(Source(place, images=str(tmp_path / images) if images else None), "train")
+    found = open_split(CaptionSource(place, images=str(tmp_path / images) if images else None), "train")
     first = [captions[0] for captions in found.captions]
     assert first == SENTENCES
     assert found.captions[0] == (
@@ -160,15 +193,15 @@ def test_every_source_gives_the_same_pictures_and_sentences(
 
 
 def test_splits_are_the_data_sets_own(tmp_path: Path) -> None:
-    source = Source(karpathy(tmp_path / "coco"))
+    source = CaptionSource(karpathy(tmp_path / "coco"))
     train, val = open_pairs(source)
     assert [captions[0] for captions in train.captions] == SENTENCES[:4]  # restval is trained on
     assert [captions[0] for captions in val.captions] == [SENTENCES[4]]
     assert open_split(source, "test").captions == [(SENTENCES[5],)]
-    train, val = open_pairs(Source(hub(tmp_path / "hub")))
+    train, val = open_pairs(CaptionSource(hub(tmp_path / "hub")))
     assert ([captions[0] for captions in train.captions], val.captions) == (SENTENCES[:5], [(SENTENCES[5],)])
     assert np.array_equal(train.pixels(2), np.asarray(Pil.open(io.BytesIO(picture(2)))))
-    train, val = open_pairs(Source("demo"))
+    train, val = open_pairs(CaptionSource("demo"))
     assert (len(train.captions), len(val.captions)) == (8000, 1000)
     assert {train.key(index) for index in train.labels}.isdisjoint(val.key(index) for index in val.labels)
     assert train.captions[0][0].startswith("a large ")
@@ -179,23 +212,23 @@ def test_a_hub_data_set_that_names_files_has_their_sizes(tmp_path: Path, monkeyp
     rows = {"image": [*paths, "zip://1.png::gone.zip"], "text": ["a", "b", "c"]}
     found = Dataset.from_dict(rows, features=Features({"image": Image(), "text": Value("string")}))
     monkeypatch.setattr("dpn_cli.data.labelled.load_hub", lambda *of: {"train": found})
-    split = HubPairs("x", "default", "train", None, None, skip_bad=False)
+    split = HubCaptions("x", "default", "train", None, None, skip_bad=False)
     assert list(split.sizes) == [len(picture(0)), len(picture(1)), 0]
 
 
 def test_without_own_images_some_are_held_out_alike_everywhere(tmp_path: Path) -> None:
     names = write_pictures(tmp_path, 40)
-    source = Source(str(write_table(tmp_path / "pairs.csv", [(name, f"sentence {name}") for name in names])))
+    source = CaptionSource(str(write_table(tmp_path / "pairs.csv", [(name, f"sentence {name}") for name in names])))
     train, val = open_pairs(source)
     assert (len(train.captions), len(val.captions)) == (36, 4)
     held = {val.key(index) for index in val.labels}
     assert held.isdisjoint(train.key(index) for index in train.labels)
     write_table(tmp_path / "turned.csv", [(name, f"sentence {name}") for name in reversed(names)])
-    again = open_pairs(Source(str(tmp_path / "turned.csv")))[1]
+    again = open_pairs(CaptionSource(str(tmp_path / "turned.csv")))[1]
     assert {again.key(index) for index in again.labels} == held
-    assert len(open_pairs(Source(source.place, val_fraction=0.5))[1].captions) == 20
+    assert len(open_pairs(CaptionSource(source.place, val_fraction=0.5))[1].captions) == 20
     with pytest.raises(DataError, match="too few to hold some out"):
-        open_pairs(Source(str(write_table(tmp_path / "two.csv", [("0.png", "a"), ("1.png", "b")]))))
+        open_pairs(CaptionSource(str(write_table(tmp_path / "two.csv", [("0.png", "a"), ("1.png", "b")]))))
 
 
 def broken(root: Path, kind: str) -> str:
@@ -242,9 +275,9 @@ def broken(root: Path, kind: str) -> str:
 )
 def test_flawed_data_are_named(kind: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message):
-        open_split(Source(broken(tmp_path, kind)), "train")
+        open_split(CaptionSource(broken(tmp_path, kind)), "train")
     if kind in ("text", "file"):
-        found = open_split(Source(broken(tmp_path, kind), skip_bad=True), "train")
+        found = open_split(CaptionSource(broken(tmp_path, kind), skip_bad=True), "train")
         assert (len(found.captions), found.dropped) == (2 if kind == "text" else 3, 1)
 
 
@@ -271,7 +304,7 @@ OFFICIAL = {"images": [{"id": 1, "file_name": "0.png"}], "annotations": [{"image
         (json.dumps({"images": [ONE, {**ONE, "filename": 5}]}), "neither Karpathy's captions JSON"),
         (json.dumps({"images": [ONE, {**ONE, "filepath": []}]}), "neither Karpathy's captions JSON"),
         (json.dumps({"images": [ONE, {**ONE, "filename": "a\0b"}]}), "no such image"),
-        (json.dumps({"images": [{**ONE, "split": ["train"]}]}), "no captions of the split train or restval"),
+        (json.dumps({"images": [{**ONE, "split": ["train"]}]}), "split train or restval, only of .'train'"),
         (json.dumps({**OFFICIAL, "annotations": None}), "neither Karpathy's captions JSON"),
         (json.dumps({**OFFICIAL, "annotations": [{"image_id": [1], "caption": "a"}]}), "neither Karpathy's"),
         (json.dumps({"images": [{**ONE, "sentences": [{"raw": "a \ud83d"}]}]}), "0.png: 'a .ud83d' holds half a"),
@@ -281,7 +314,7 @@ def test_captions_json_of_any_form_ends_in_one_line(content: str, message: str, 
     write_pictures(tmp_path, 1)
     (tmp_path / "x.json").write_text(content)
     with pytest.raises(DataError, match=f"x.json: .*{message}") as raised:
-        open_pairs(Source(str(tmp_path / "x.json")))
+        open_pairs(CaptionSource(str(tmp_path / "x.json")))
     assert "\n" not in str(raised.value)
     assert raised.value.exit_code == 3
 
@@ -289,21 +322,21 @@ def test_captions_json_of_any_form_ends_in_one_line(content: str, message: str, 
 def test_captions_json_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     place = Path(karpathy(tmp_path))
     place.write_text(place.read_text(), encoding="utf-8-sig")
-    assert open_split(Source(str(place)), "val").captions == [(SENTENCES[4],)]
+    assert open_split(CaptionSource(str(place)), "val").captions == [(SENTENCES[4],)]
 
 
 def test_texts_with_half_a_character_are_left_out_when_asked(tmp_path: Path) -> None:
     write_pictures(tmp_path, 2)
     halved = {**ONE, "sentences": [{"raw": "a \ud83d"}, {"raw": "a cat"}]}
     (tmp_path / "x.json").write_text(json.dumps({"images": [halved, {**halved, "sentences": halved["sentences"][:1]}]}))
-    found = open_split(Source(str(tmp_path / "x.json"), skip_bad=True), "train")
+    found = open_split(CaptionSource(str(tmp_path / "x.json"), skip_bad=True), "train")
     assert (found.captions, found.dropped) == ([("a cat",)], 1)
 
 
 def test_a_description_in_a_shard_that_is_nested_too_deeply_is_named(tmp_path: Path) -> None:
     write_tar(tmp_path / "0.tar", {"0.png": picture(0), "0.json": DEEP.encode()})
     with pytest.raises(DataError, match="0.tar: 0.png: its .txt or .json cannot be read .maximum recursion"):
-        open_split(Source(f"wds:{tmp_path}/0.tar"), "train")
+        open_split(CaptionSource(f"wds:{tmp_path}/0.tar"), "train")
 
 
 def test_names_of_files_may_be_any_bytes(tmp_path: Path) -> None:
@@ -311,19 +344,19 @@ def test_names_of_files_may_be_any_bytes(tmp_path: Path) -> None:
         name = os.fsencode(tmp_path / str(number)) + b"\xff"
         Path(os.fsdecode(name + b".png")).write_bytes(picture(number))
         Path(os.fsdecode(name + b".txt")).write_text("a dog")
-    train, val = open_pairs(Source(str(tmp_path)))
+    train, val = open_pairs(CaptionSource(str(tmp_path)))
     assert (len(train.captions), len(val.captions)) == (11, 1)
     assert len({data_fingerprint(train), data_fingerprint(val)}) == 2
 
 
 def test_captions_in_shards_are_img2datasets(tmp_path: Path) -> None:
     write_shard(tmp_path / "0.tar", range(2), text=lambda number: f"two lines\nof caption {number}")
-    assert open_split(Source(f"wds:{tmp_path}/0.tar"), "train").captions[1] == ("two lines\nof caption 1",)
+    assert open_split(CaptionSource(f"wds:{tmp_path}/0.tar"), "train").captions[1] == ("two lines\nof caption 1",)
     described = [{"caption": "a dog", "title": "a page"}, {"captions": ["a dog", "two dogs"], "text": None}]
     pictures = {f"{number}.png": picture(number) for number in range(2)}
     texts = {f"{number}.json": json.dumps(fields).encode() for number, fields in enumerate(described)}
     write_tar(tmp_path / "1.tar", pictures | texts)
-    assert open_split(Source(f"wds:{tmp_path}/1.tar"), "train").captions == [("a dog",), ("a dog", "two dogs")]
+    assert open_split(CaptionSource(f"wds:{tmp_path}/1.tar"), "train").captions == [("a dog",), ("a dog", "two dogs")]
 
 
 def test_pairs_without_text_are_counted_in_every_source(tmp_path: Path) -> None:
@@ -333,7 +366,7 @@ def test_pairs_without_text_are_counted_in_every_source(tmp_path: Path) -> None:
     (tmp_path / "hub").mkdir()
     Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "hub" / "train-00000-of-00001.parquet")
     for place in (f"wds:{tmp_path}/0.tar", f"hf:{tmp_path}/hub"):
-        found = open_split(Source(place, skip_bad=True), "train")
+        found = open_split(CaptionSource(place, skip_bad=True), "train")
         assert (len(found.captions), found.dropped) == (2, 1)
         assert np.array_equal(found.pixels(1), np.asarray(Pil.open(io.BytesIO(picture(2)))))
 
@@ -374,9 +407,9 @@ def test_a_sentencepiece_file_has_a_sticky_end(pieces: Path, tmp_path: Path) -> 
     assert tokens[1].tolist() == [*theirs.encode("a dog " * 9)[:7], end]
     assert cut == 1
     (tmp_path / "other.model").write_text("no model")
-    with pytest.raises(DataError, match=r"other.model: no SentencePiece model"):
+    with pytest.raises(DataError, match=r"other.model: not a SentencePiece model"):
         open_tokenizer(str(tmp_path / "other.model"), 8, "lower")
-    with pytest.raises(DataError, match="no such file; leave it out"):
+    with pytest.raises(DataError, match="no such file or directory; leave it out"):
         open_tokenizer(str(tmp_path / "none.model"), 8, "lower")
 
 
@@ -384,5 +417,5 @@ def test_a_folder_without_readable_text_columns_is_refused(tmp_path: Path) -> No
     path = write_table(tmp_path / "pairs.csv", [("0.png", "a")], ("file", "words"))
     write_pictures(tmp_path, 1)
     with pytest.raises(DpnError, match=re.escape("which column holds the caption? The columns are 'file', 'words'")):
-        open_split(Source(str(path)), "train")
-    assert open_split(Source(str(path), caption_column="words"), "train").captions == [("a",)]
+        open_split(CaptionSource(str(path)), "train")
+    assert open_split(CaptionSource(str(path), caption_column="words"), "train").captions == [("a",)]

@@ -13,9 +13,9 @@ from test_lit import small, train
 from test_lit_data import karpathy, table, write_pictures, write_table
 
 from dpn_cli.errors import DataError
-from dpn_cli.recipe import merge
+from dpn_cli.recipe.reading import merge
 from tasks.lit.cache import data_fingerprint
-from tasks.lit.data import Source, open_pairs
+from tasks.lit.data import CaptionSource, open_pairs
 from tasks.lit.parts import open_part
 from tasks.lit.towers import load_towers
 
@@ -69,7 +69,7 @@ def test_the_runs_held_out_pairs_are_scored(finished: tuple[Path, Path], tmp_pat
 def test_another_table_with_pictures_of_the_training_is_called_so(finished: tuple[Path, Path], tmp_path: Path) -> None:
     network, pairs = finished
     towers = load_towers(str(network))
-    names = [open_part(Source(str(pairs)), "train", towers.facts)[0].key(index) for index in range(2)]
+    names = [open_part(CaptionSource(str(pairs)), "train", towers.facts)[0].key(index) for index in range(2)]
     for number, name in enumerate(names):
         shutil.copy(pairs.parent / name, tmp_path / f"renamed{number}.png")
     write_pictures(tmp_path / "new", 14)
@@ -84,7 +84,7 @@ def test_another_table_with_pictures_of_the_training_is_called_so(finished: tupl
     assert labelled["trained_on"] == {"images": 2, "of": 2, "estimated": False}
 
 
-def facts_of(source: Source, **data: Any) -> Json:
+def facts_of(source: CaptionSource, **data: Any) -> Json:
     train_part, val = open_pairs(source)
     prints = {"train": data_fingerprint(train_part), "val": data_fingerprint(val)}
     return {"recipe": {"data": merge({"source": source.place}, data)}, "data": prints}
@@ -94,16 +94,16 @@ def test_pairs_to_validate_from_elsewhere_are_the_runs_own(tmp_path: Path) -> No
     names = write_pictures(tmp_path, 8)
     first = write_table(tmp_path / "first.csv", [(name, "a") for name in names[:6]])
     second = write_table(tmp_path / "second.csv", [(name, "b") for name in names[6:]])
-    facts = facts_of(Source(str(first), val_place=str(second)), val_source=str(second))
-    part, said = open_part(Source(str(first)), None, facts)
+    facts = facts_of(CaptionSource(str(first), val_place=str(second)), val_source=str(second))
+    part, said = open_part(CaptionSource(str(first)), None, facts)
     assert ([part.key(i) for i in range(2)], said) == (names[6:], "the pairs that the run held out")
-    whole, said = open_part(Source(str(second)), None, facts)
+    whole, said = open_part(CaptionSource(str(second)), None, facts)
     assert (len(whole.captions), said) == (2, None)
 
 
 def test_a_data_set_that_has_splits_keeps_them(tmp_path: Path) -> None:
     place = karpathy(tmp_path)
-    source = Source(place)
+    source = CaptionSource(place)
     part, said = open_part(source, None, facts_of(source))
     assert ([part.key(i) for i in range(len(part.captions))], said) == (
         [open_pairs(source)[1].key(i) for i in range(len(part.captions))],
@@ -115,7 +115,7 @@ def test_a_data_set_that_has_splits_keeps_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("facts", [{}, {"recipe": {"data": {"source": "x", "val_fraction": 0.5}}, "data": {}}])
 def test_towers_of_other_pairs_are_scored_on_all(facts: Json, tmp_path: Path) -> None:
-    part, said = open_part(Source(table(tmp_path)), None, facts)
+    part, said = open_part(CaptionSource(table(tmp_path)), None, facts)
     assert (len(part.captions), said) == (6, None)
 
 

@@ -11,24 +11,24 @@ import pytest
 from test_contrastive import ALONE, KINDS, ROWS, train
 from test_distributed import spawn
 
-from dpn_cli import distributed
-from dpn_cli.backbone import load_backbone
-from dpn_cli.console import Console
-from dpn_cli.distributed import World
-from dpn_cli.recipe import Runtime
+from dpn_cli.recipe.schema import Runtime
+from dpn_cli.run import distributed
+from dpn_cli.run.console import Console
+from dpn_cli.run.distributed import World
+from dpn_cli.weights.backbone import load_backbone
 from tasks.lit import cache
 from tasks.lit.cache import cached_features
-from tasks.lit.captions import ShardPairs
-from tasks.lit.encode import wanted_of
+from tasks.lit.captions import ShardCaptions
+from tasks.lit.encode import image_encoder
 
 MICROS = (6, 2)
 
 
 def features(folder: Path, name: str, world: World) -> np.ndarray[tuple[int, ...], np.dtype[np.float16]]:
     """Encode the images of the only shard into a cache of that name."""
-    split = ShardPairs(str(folder / "one.tar"), skip_bad=False)
-    want = wanted_of(load_backbone("mu/8", image_size=16, seed=0).eval(), Runtime(workers=0), world)
-    return np.concatenate(cached_features(split, want, folder / name, world, Console(quiet=True)).shards)
+    split = ShardCaptions(str(folder / "one.tar"), skip_bad=False)
+    encoder = image_encoder(load_backbone("mu/8", image_size=16, seed=0).eval(), Runtime(workers=0), world)
+    return np.concatenate(cached_features(split, encoder, folder / name, world, Console(quiet=True)).shards)
 
 
 def ranks_job(world: World, folder: Path) -> None:

@@ -15,10 +15,10 @@ from timm.data import ImageNetInfo
 from torch import Tensor
 
 from dpn_cli.arch import Size
-from dpn_cli.backbone import load_backbone
-from dpn_cli.distributed import World
 from dpn_cli.errors import DataError, SaveError
+from dpn_cli.run.distributed import World
 from dpn_cli.scoring import Scores
+from dpn_cli.weights.backbone import load_backbone
 from tasks.lit.retrieval import recalls
 from tasks.lit.text import TextTower
 from tasks.lit.tokens import Tokenizer
@@ -92,7 +92,7 @@ def test_prompts_and_names_are_big_visions(tmp_path: Path) -> None:
     assert class_names(["a", "b"], str(tmp_path / "names.txt"))[0] == ["one", "two"]
     with pytest.raises(DataError, match=r"names.txt: 2 names for the 3 classes"):
         class_names(["a", "b", "c"], str(tmp_path / "names.txt"))
-    with pytest.raises(DataError, match="'dog' is no ImageNet class folder"):
+    with pytest.raises(DataError, match="'dog' is not an ImageNet class folder"):
         class_names(["dog"], "imagenet")
     with pytest.raises(DataError, match=r"'one, uno' has no \{\} for the class name"):
         prompt_set(str(tmp_path / "names.txt"))
@@ -137,7 +137,7 @@ def test_features_that_are_no_numbers_never_score(tmp_path: Path) -> None:
     with torch.no_grad():
         own.text.log_temperature.fill_(torch.nan)
     save_towers(own, tmp_path / "weights.safetensors")
-    with pytest.raises(DataError, match="no file of two towers .weights that are no numbers"):
+    with pytest.raises(DataError, match="not a file of two LiT towers .weights that are NaN or infinite"):
         load_towers(str(tmp_path))
 
 

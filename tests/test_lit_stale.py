@@ -17,19 +17,19 @@ from test_distributed import CPU
 from test_lit_data import coco, folder, karpathy, official, picture, table, write_pictures, write_tar
 from torch import Tensor
 
-from dpn_cli.backbone import load_backbone
-from dpn_cli.console import Console
 from dpn_cli.data.labelled import load_hub
 from dpn_cli.data.pixels import resize
-from dpn_cli.distributed import World
 from dpn_cli.errors import DataError, SaveError
-from dpn_cli.recipe import Runtime
+from dpn_cli.recipe.schema import Runtime
+from dpn_cli.run.console import Console
+from dpn_cli.run.distributed import World
+from dpn_cli.weights.backbone import load_backbone
 from tasks.lit import cache
 from tasks.lit.cache import cached_features
 from tasks.lit.captions import Captioned
-from tasks.lit.data import Source, open_split
-from tasks.lit.encode import wanted_of
-from tasks.lit.features import Wanted
+from tasks.lit.data import CaptionSource, open_split
+from tasks.lit.encode import image_encoder
+from tasks.lit.features import ImageEncoder
 from tasks.lit.use import pictures_in
 
 ALONE, QUIET = World(0, 1, CPU), Console(quiet=True)
@@ -45,17 +45,17 @@ def _small_shards_and_no_samples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def plain() -> Wanted:
-    return wanted_of(load_backbone("mu/8", image_size=16, seed=0).eval(), Runtime(workers=0), ALONE)
+def plain() -> ImageEncoder:
+    return image_encoder(load_backbone("mu/8", image_size=16, seed=0).eval(), Runtime(workers=0), ALONE)
 
 
 class Counted:
-    """What is wanted of a cache, counting the images that go through the tower."""
+    """What is encoder of a cache, counting the images that go through the tower."""
 
-    def __init__(self, wanted: Wanted) -> None:
+    def __init__(self, encoder: ImageEncoder) -> None:
         self.images = 0
-        self.wanted = replace(wanted, encode=self.encode)
-        self.plain = wanted.encode
+        self.encoder = replace(encoder, encode=self.encode)
+        self.plain = encoder.encode
 
     def encode(self, images: Tensor) -> Tensor:
         self.images += len(images)
@@ -91,15 +91,15 @@ def opened(place: str) -> Captioned:
     """Open a data set as a new process does."""
     load_hub.cache_clear()
     folder = place.removeprefix("search:")
-    return open_split(Source(place), "train") if folder == place else pictures_in(Path(folder), "a dog")
+    return open_split(CaptionSource(place), "train") if folder == place else pictures_in(Path(folder), "a dog")
 
 
 def files_below(root: Path) -> list[Path]:
     return sorted(path for path in root.rglob("*") if path.suffix in (".png", ".tar"))
 
 
-def expected(data: Captioned, wanted: Wanted) -> Tensor:
-    return wanted.encode(torch.stack([resize(data.pixels(row), wanted.size) for row in data.labels]))
+def expected(data: Captioned, encoder: ImageEncoder) -> Tensor:
+    return encoder.encode(torch.stack([resize(data.pixels(row), encoder.size) for row in data.labels]))
 
 
 def copied_with_its_date(old: Path, new: Path, files: list[Path]) -> int:
@@ -147,7 +147,7 @@ WAYS = (
 def test_replaced_images_are_encoded_again_and_no_others(
     source: Callable[[Path], str],
     way: Callable[[Path, Path, list[Path]], int],
-    plain: Wanted,
+    plain: ImageEncoder,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -164,7 +164,7 @@ def test_replaced_images_are_encoded_again_and_no_others(
     counted, after = Counted(plain), opened(place)
     capsys.readouterr()
     for _ in range(2):
-        new = cached_features(after, counted.wanted, tmp_path / "cache", ALONE, QUIET).rows(
+        new = cached_features(after, counted.encoder, tmp_path / "cache", ALONE, QUIET).rows(
             torch.arange(len(after.labels))
         )
         torch.testing.assert_close(new.float(), expected(after, plain), atol=5e-4, rtol=0)
@@ -172,11 +172,11 @@ def test_replaced_images_are_encoded_again_and_no_others(
     assert f"{changed} of {len(new)} images changed since they were encoded" in capsys.readouterr().err
 
 
-def all_rows(data: Captioned, wanted: Wanted, root: Path) -> Tensor:
-    return cached_features(data, wanted, root, ALONE, Console()).rows(torch.arange(len(data.labels)))
+def all_rows(data: Captioned, encoder: ImageEncoder, root: Path) -> Tensor:
+    return cached_features(data, encoder, root, ALONE, Console()).rows(torch.arange(len(data.labels)))
 
 
-def test_a_hub_data_set_that_is_written_anew_is_compared(plain: Wanted, tmp_path: Path) -> None:
+def test_a_hub_data_set_that_is_written_anew_is_compared(plain: ImageEncoder, tmp_path: Path) -> None:
     def write(*numbers: int) -> Captioned:
         rows = {"image": [{"bytes": picture(number), "path": None} for number in numbers], "text": ["a"] * len(numbers)}
         features = Features({"image": Image(), "text": Value("string")})
@@ -187,7 +187,7 @@ def test_a_hub_data_set_that_is_written_anew_is_compared(plain: Wanted, tmp_path
     all_rows(write(0, 1, 2, 3, 4), plain, tmp_path / "cache")
     after, counted = write(0, 1, OTHER, 3, 4), Counted(plain)
     torch.testing.assert_close(
-        all_rows(after, counted.wanted, tmp_path / "cache").float(), expected(after, plain), atol=5e-4, rtol=0
+        all_rows(after, counted.encoder, tmp_path / "cache").float(), expected(after, plain), atol=5e-4, rtol=0
     )
     assert counted.images == 1
 
@@ -195,7 +195,7 @@ def test_a_hub_data_set_that_is_written_anew_is_compared(plain: Wanted, tmp_path
 @pytest.mark.parametrize("source", [table, class_folders, hub_folder, shards])
 def test_a_copied_folder_is_compared_once_and_not_encoded(
     source: Callable[[Path], str],
-    plain: Wanted,
+    plain: ImageEncoder,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -205,17 +205,17 @@ def test_a_copied_folder_is_compared_once_and_not_encoded(
     shutil.rmtree(tmp_path / "data")
     counted, data = Counted(plain), opened(place.replace(f"{tmp_path}/data", f"{tmp_path}/copy"))
     capsys.readouterr()
-    assert torch.equal(all_rows(data, counted.wanted, tmp_path / "cache"), before)
+    assert torch.equal(all_rows(data, counted.encoder, tmp_path / "cache"), before)
     assert counted.images == 0
     said = " ".join(capsys.readouterr().err.split())
     assert "comparing 6 images with the encoded ones: their files have other dates or inodes than before" in said
     assert "changed since" not in said
-    assert torch.equal(all_rows(data, counted.wanted, tmp_path / "cache"), before)
+    assert torch.equal(all_rows(data, counted.encoder, tmp_path / "cache"), before)
     assert capsys.readouterr().err == ""
 
 
 def test_a_copied_folder_is_compared_also_where_the_cache_may_only_be_read(
-    plain: Wanted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plain: ImageEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = table(tmp_path / "data")
     before = all_rows(opened(place), plain, tmp_path / "cache")
@@ -227,12 +227,12 @@ def test_a_copied_folder_is_compared_also_where_the_cache_may_only_be_read(
 
     monkeypatch.setattr("tasks.lit.fill.replace_json", refuse)
     counted = Counted(plain)
-    assert torch.equal(all_rows(opened(place), counted.wanted, tmp_path / "cache"), before)
+    assert torch.equal(all_rows(opened(place), counted.encoder, tmp_path / "cache"), before)
     assert counted.images == 0
 
 
 def test_a_sample_notices_what_stamps_do_not_show(
-    plain: Wanted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    plain: ImageEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.undo()  # samples are taken
     monkeypatch.setattr(cache, "SHARD", 4)
@@ -246,7 +246,7 @@ def test_a_sample_notices_what_stamps_do_not_show(
     assert "changed" not in capsys.readouterr().err
     monkeypatch.setattr(cache, "SPOT_CHECKS", 6)
     counted, data = Counted(plain), opened(place)
-    new = all_rows(data, counted.wanted, tmp_path / "cache")
+    new = all_rows(data, counted.encoder, tmp_path / "cache")
     torch.testing.assert_close(new.float(), expected(data, plain), atol=5e-4, rtol=0)
     said = " ".join(capsys.readouterr().err.split())
     assert "5.png was replaced and its date and inode do not show it; all images are compared" in said
@@ -255,7 +255,7 @@ def test_a_sample_notices_what_stamps_do_not_show(
 
 
 def test_an_image_replaced_while_it_is_read_counts_as_changed_the_next_time(
-    plain: Wanted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plain: ImageEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = table(tmp_path)
     data = opened(place)
@@ -275,7 +275,7 @@ def test_an_image_replaced_while_it_is_read_counts_as_changed_the_next_time(
     )
 
 
-def test_images_become_unreadable_and_readable_again(plain: Wanted, tmp_path: Path) -> None:
+def test_images_become_unreadable_and_readable_again(plain: ImageEncoder, tmp_path: Path) -> None:
     place, skipping = table(tmp_path), replace(plain, skip_bad=True)
     before = all_rows(opened(place), plain, tmp_path / "cache")
     (tmp_path / "3.png").write_bytes(bytes(len(picture(3))))
@@ -285,5 +285,5 @@ def test_images_become_unreadable_and_readable_again(plain: Wanted, tmp_path: Pa
     assert (found.bad, found.rows(torch.tensor([3])).abs().sum().item()) == ([3], 0)
     (tmp_path / "3.png").write_bytes(picture(3))
     counted = Counted(plain)
-    assert torch.equal(all_rows(opened(place), counted.wanted, tmp_path / "cache"), before)
+    assert torch.equal(all_rows(opened(place), counted.encoder, tmp_path / "cache"), before)
     assert counted.images == 1

@@ -18,7 +18,7 @@ from test_lit_data import picture, write_pictures, write_table
 from test_lit_scores import towers
 from torch import Tensor
 
-from dpn_cli.backbone import export_backbone, load_backbone
+from dpn_cli.weights.backbone import export_backbone, load_backbone
 from tasks.lit.towers import Towers, save_towers
 from tasks.lit.zeroshot import build_classifier
 

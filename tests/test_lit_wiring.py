@@ -19,22 +19,23 @@ from test_lit import small, train
 from test_lit_data import picture, write_pictures, write_table
 from torch import Tensor, nn
 
-from dpn_cli import engine
 from dpn_cli.arch import SIZES
-from dpn_cli.backbone import Backbone, export_backbone, load_backbone
-from dpn_cli.console import Console
 from dpn_cli.data.pixels import resize, rows_of_step
 from dpn_cli.data.reading import Reading
-from dpn_cli.distributed import World
-from dpn_cli.engine import Batch, Training
+from dpn_cli.engine import fit as engine
+from dpn_cli.engine.fit import Batch, Job
 from dpn_cli.errors import DataError, DpnError
-from dpn_cli.recipe import Runtime, merge
+from dpn_cli.recipe.reading import merge
+from dpn_cli.recipe.schema import Runtime
+from dpn_cli.run.console import Console
+from dpn_cli.run.distributed import World
+from dpn_cli.weights.backbone import Backbone, export_backbone, load_backbone
 from tasks.lit import cache
 from tasks.lit.batches import cached_batches, encoded_batches, tokenize
 from tasks.lit.cache import cached_features
 from tasks.lit.captions import Files
-from tasks.lit.data import Source, open_split
-from tasks.lit.encode import encoded, wanted_of
+from tasks.lit.data import CaptionSource, open_split
+from tasks.lit.encode import encoded, image_encoder
 from tasks.lit.features import Features, views_of
 from tasks.lit.loss import ContrastiveLoss
 from tasks.lit.recipe import LitRecipe
@@ -80,20 +81,19 @@ class Reached:
     """What a training is given."""
 
     text: TextTower
-    loss: ContrastiveLoss
     first: Batch
     second: Batch
-    training: Training
+    job: Job
 
 
 def reached(recipe: LitRecipe, path: Path, monkeypatch: pytest.MonkeyPatch) -> Reached:
     """Run `dpn lit train` up to its training."""
     found: list[Reached] = []
 
-    def fit(model: nn.Module, loss: Any, batches: Any, evaluate: None, training: Training, *others: Any) -> None:
-        visits = batches(0)
+    def fit(model: nn.Module, job: Job) -> None:
+        visits = job.batches(0)
         assert isinstance(model, TextTower)
-        found.append(Reached(model, loss, next(visits), next(visits), training))
+        found.append(Reached(model, next(visits), next(visits), job))
         visits.close()
         raise ReachedError
 
@@ -151,9 +151,12 @@ def test_the_recipes_values_reach_the_training(pairs: Path, tmp_path: Path, monk
     }
     recipe = recipe_of(pairs, **changes)
     found = reached(recipe, tmp_path / "run", monkeypatch)
-    assert found.training == Training(recipe.optim, recipe.schedule, 0.25, 4, 5)
+    job = found.job
+    assert (job.optim, job.schedule, job.runtime) == (recipe.optim, recipe.schedule, recipe.runtime)
+    assert (job.lr, job.batch_size, job.seed, job.ema_decay) == (0.25, 4, 5, None)
     assert (recipe.optim.weight_decay, recipe.schedule.steps) == (0.125, 9)
-    assert found.loss.kind == "siglip"
+    assert isinstance(job.loss_fn, ContrastiveLoss)
+    assert job.loss_fn.kind == "siglip"
     assert found.text.bias is not None
     assert found.text.bias.item() == -3
     assert found.text.log_temperature.exp().item() == pytest.approx(7)
@@ -170,11 +173,11 @@ def test_views_that_a_training_sees_are_of_its_seed(
 ) -> None:
     recipe = recipe_of(pairs, seed=3, cache={"views": 4})
     found = reached(recipe, tmp_path / "run", monkeypatch)
-    want = wanted_of(load_tower(recipe, ALONE), Runtime(workers=0), ALONE, views=4, seed=3)
-    split, drawn = open_split(Source(str(pairs)), "train"), set()
+    encoder = image_encoder(load_tower(recipe, ALONE), Runtime(workers=0), ALONE, views=4, seed=3)
+    split, drawn = open_split(CaptionSource(str(pairs)), "train"), set()
     for step, batch in enumerate((found.first, found.second)):
         for row, feature in zip(rows_of_step(12, 4, 3, step).tolist(), batch["image"].float(), strict=True):
-            views = want.encode_views(resize(split.pixels(row), want.read_size)[None], [row])[0]
+            views = encoder.encode_views(resize(split.pixels(row), encoder.read_size)[None], [row])[0]
             near = [view for view in range(4) if torch.allclose(feature, views[view], atol=1e-3, rtol=0)]
             assert near
             drawn.update(near)
@@ -184,14 +187,14 @@ def test_views_that_a_training_sees_are_of_its_seed(
 def test_views_are_of_the_image_whatever_stands_beside_it(
     pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    want = wanted_of(load_tower(recipe_of(pairs), ALONE), Runtime(workers=0), ALONE, views=3, seed=1)
-    split, found = open_split(Source(str(pairs)), "train"), []
+    encoder = image_encoder(load_tower(recipe_of(pairs), ALONE), Runtime(workers=0), ALONE, views=3, seed=1)
+    split, found = open_split(CaptionSource(str(pairs)), "train"), []
     for batch in (2, 5):
         monkeypatch.setattr(cache, "BATCH", batch)
-        found.append(cached_features(split, want, tmp_path / str(batch), ALONE, QUIET).shards[0])
+        found.append(cached_features(split, encoder, tmp_path / str(batch), ALONE, QUIET).shards[0])
     assert np.abs(found[0] - found[1]).max() < 1e-3
-    image = torch.randint(256, (1, 3, *want.read_size), dtype=torch.uint8)
-    together = views_of(image.repeat(3, 1, 1, 1), [7, 7, 8], want)
+    image = torch.randint(256, (1, 3, *encoder.read_size), dtype=torch.uint8)
+    together = views_of(image.repeat(3, 1, 1, 1), [7, 7, 8], encoder)
     assert torch.equal(together[:3], together[3:6])
     assert not torch.equal(together[:3], together[6:])
 
@@ -234,10 +237,10 @@ def test_cuts_without_a_cache_are_of_the_seed_and_the_images_of_one_batch_differ
     for name in write_pictures(tmp_path, 1) * 4:
         files.add(tmp_path, name, ["a dog"], "here")
     tower = load_backbone("mu/8", image_size=16, seed=0).eval()
-    want = wanted_of(tower, Runtime(workers=0), ALONE, views=1)
-    want = replace(want, encode=lambda images: images.flatten(1).float())
+    encoder = image_encoder(tower, Runtime(workers=0), ALONE, views=1)
+    encoder = replace(encoder, encode=lambda images: images.flatten(1).float())
     texts = tokenize(files, Tokenizer(8, "lower"))
-    visits = [next(encoded_batches(files, want, texts, 4, seed, ALONE, steps=1, micro=4)(0)) for seed in (5, 5, 6)]
+    visits = [next(encoded_batches(files, encoder, texts, 4, seed, ALONE, steps=1, micro=4)(0)) for seed in (5, 5, 6)]
     same, again, other = (visit["image"] for visit in visits)
     assert torch.equal(same, again)
     assert not torch.equal(same, other)
@@ -250,8 +253,8 @@ def test_retrieval_is_scored_on_the_held_out_pairs(views: int, pairs: Path, tmp_
     recipe = recipe_of(pairs, data={"val_source": str(held)}, cache={"views": views})
     result = train(recipe, tmp_path / "run")
     towers = load_towers(str(tmp_path / "run")).to(CPU)
-    plain = wanted_of(towers.image, Runtime(workers=0), ALONE)
-    images, _ = encoded(open_split(Source(str(held)), "train"), plain, tmp_path / "cache", ALONE, QUIET)
+    plain = image_encoder(towers.image, Runtime(workers=0), ALONE)
+    images, _ = encoded(open_split(CaptionSource(str(held)), "train"), plain, tmp_path / "cache", ALONE, QUIET)
     torch.testing.assert_close(images, by_hand(towers.image, range(20, 31)), atol=1e-3, rtol=0)
     expected = recalls(images, towers.encode_texts([sentence(number) for number in range(20, 31)]), torch.arange(11))
     assert {name: result["retrieval"][name] for name in expected} == expected
@@ -285,7 +288,7 @@ def test_the_recipes_data_are_opened(pairs: Path) -> None:
         "decode": "pillow",
         "max_pixels": 1000,
     }
-    expected = Source(str(pairs), "other.csv", 0.25, "pictures", "a", "b", True, Reading("pillow", 1000))
+    expected = CaptionSource(str(pairs), "other.csv", 0.25, "pictures", "a", "b", True, Reading("pillow", 1000))
     assert source_of(recipe_of(pairs, data=data)) == expected
 
 

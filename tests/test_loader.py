@@ -18,9 +18,9 @@ from PIL import Image
 
 from dpn_cli.data.classified import ClassFolders
 from dpn_cli.data.loader import Augmentation, blend, crop_batches, mixing
-from dpn_cli.distributed import World
-from dpn_cli.engine import Batch
+from dpn_cli.engine.fit import Batch
 from dpn_cli.errors import DataError
+from dpn_cli.run.distributed import World
 
 CPU = torch.device("cpu")
 ALONE = World(0, 1, CPU)
@@ -82,6 +82,15 @@ def test_ranks_share_the_batch_that_one_rank_would_have(folder: ClassFolders) ->
     for whole, first, second in zip(alone, *parts, strict=True):
         for name in whole:
             assert torch.equal(torch.cat([first[name], second[name]]), whole[name])
+
+
+def test_every_place_of_every_batch_has_its_own_crop(tmp_path: Path) -> None:
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 60, 3), dtype=np.uint8))
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        noise.save(tmp_path / name / "x.png")
+    crops = [image.numpy().tobytes() for batch in take(ClassFolders(tmp_path), 0, 4) for image in batch["image"]]
+    assert len(set(crops)) == len(crops) == 24
 
 
 def test_half_of_the_images_are_mirrored(tmp_path: Path) -> None:

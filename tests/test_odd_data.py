@@ -16,14 +16,16 @@ from conftest import pictures
 from PIL import Image
 from test_cli import run
 from test_decoders import COMMANDS, go, place, save_run
+from test_highres import small, train
 from test_reading import claims, time_limit
 
-from dpn_cli.backbone import load_backbone
-from dpn_cli.classifier import Classifier, save_classifier
-from dpn_cli.data.classified import Source, open_split
+from dpn_cli.data.classified import ImageSource, open_split
 from dpn_cli.data.labelled import MOST_CLASSES
 from dpn_cli.data.shards import Shards, expand
 from dpn_cli.errors import DataError
+from dpn_cli.weights.backbone import load_backbone
+from tasks.classify.check import SAMPLE
+from tasks.classify.classifier import Classifier, save_classifier
 
 __all__ = ["place"]  # a fixture
 
@@ -96,6 +98,18 @@ def test_a_picture_that_is_none_is_named_before_training_or_left_out(
     assert (refused.exit_code, KINDS[kind] in " ".join(refused.stderr.split())) == (3, True)
 
 
+def test_a_broken_link_among_more_pictures_than_are_decoded_before_training_is_named(tmp_path: Path) -> None:
+    photos = pictures(tmp_path / "photos", classes=2, each=1)
+    for label in range(2):
+        for number in range(1, 3 * SAMPLE):
+            os.link(photos / f"class{label}" / "000.jpg", photos / f"class{label}" / f"{number:03d}.jpg")
+    (photos / "class1" / "100.png").symlink_to("nowhere.png")
+    recipe = small(photos, schedule={"steps": 4}, data={"minival": 0.0})
+    with pytest.raises(DataError, match=r"100\.png: not a readable image \(No such file or directory\)"):
+        train(recipe, tmp_path / "run")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
 def test_names_that_are_no_utf8_go_through_every_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     pictures(Path("photos"), classes=2, each=10)
@@ -117,7 +131,7 @@ def test_names_that_are_no_utf8_go_through_every_command(tmp_path: Path, monkeyp
     assert run("export", "run", "-o", "export").exit_code == 0
     packed = run("data", "pack", "--data", "photos", "-o", "pack", "--size", "20", "-q")
     assert packed.exit_code == 0, packed.output
-    split, classes = open_split(Source("pack"), "train")
+    split, classes = open_split(ImageSource("pack"), "train")
     assert classes == (CAFE, "class1")
     assert any(split.key(row) == f"class1/{CAFE}.jpg" for row in range(20))
     assert Shards("pack/train/*.tar").classes == classes
@@ -189,16 +203,16 @@ def shard(path: Path, labels: list[str]) -> Path:
 def test_class_numbers_that_no_network_has_are_refused(label: str, tmp_path: Path) -> None:
     path = shard(tmp_path / "a.tar", ["0", label, "1"])
     with pytest.raises(DataError, match=rf"a\.tar/0001\.png has the class number {label}; they go from 0 to 32767"):
-        open_split(Source(f"wds:{path}"), "train")
+        open_split(ImageSource(f"wds:{path}"), "train")
     assert MOST_CLASSES == 32768
-    assert len(open_split(Source(f"wds:{shard(path, ['0', '32767'])}"), "train")[1]) == MOST_CLASSES
+    assert len(open_split(ImageSource(f"wds:{shard(path, ['0', '32767'])}"), "train")[1]) == MOST_CLASSES
 
 
 def test_more_classes_than_a_network_has_are_refused_by_name_too(tmp_path: Path) -> None:
     shard(tmp_path / "a.tar", ["0", "1"])
     (tmp_path / "classnames.txt").write_text("name\n" * (MOST_CLASSES + 1))
     with pytest.raises(DataError, match="32769 classes; a network has at most 32768"):
-        open_split(Source(f"wds:{tmp_path / 'a.tar'}"), "train")
+        open_split(ImageSource(f"wds:{tmp_path / 'a.tar'}"), "train")
 
 
 @pytest.mark.parametrize(
@@ -209,7 +223,7 @@ def test_more_classes_than_a_network_has_are_refused_by_name_too(tmp_path: Path)
         (".", r"--data wds:\.: which files"),
         ("a{0..99999999999}.tar", r"a0\.tar: no such file"),
         ("a**b.tar", r"a\*\*b\.tar: no"),
-        ("pipe.tar", "pipe.tar is no file"),
+        ("pipe.tar", "pipe.tar is not a file"),
     ],
 )
 def test_patterns_of_no_shards_end_in_one_line(
@@ -225,7 +239,7 @@ def test_patterns_of_no_shards_end_in_one_line(
 def test_the_member_of_a_shard_that_is_no_picture_is_named(tmp_path: Path) -> None:
     path = shard(tmp_path / "a.tar", ["0", "1"])
     path.write_bytes(path.read_bytes().replace(b"\x89PNG", b"junk"))
-    split, _ = open_split(Source(f"wds:{path}"), "train")
+    split, _ = open_split(ImageSource(f"wds:{path}"), "train")
     with pytest.raises(DataError, match=r"a\.tar/0001\.png: not a readable image \(of no known format\)") as caught:
         split.pixels(1)
     assert "BytesIO" not in str(caught.value)

@@ -11,10 +11,10 @@ import torch
 from conftest import Arrays
 from torch import nn
 
-from dpn_cli.backbone import load_backbone
-from dpn_cli.losses import sigmoid_xent, softmax_xent
-from dpn_cli.optim import build_optimizer, clip_gradients, is_decayed, lr_factor, set_lr
-from dpn_cli.recipe import Optim, Schedule
+from dpn_cli.engine.losses import sigmoid_xent, softmax_xent
+from dpn_cli.engine.optim import build_optimizer, clip_gradients, is_decayed, lr_factor, set_lr
+from dpn_cli.recipe.schema import Optim, Schedule
+from dpn_cli.weights.backbone import load_backbone
 
 BIG_VISION: dict[str, Schedule] = {
     "cosine_w500_t5000": Schedule(steps=5000, warmup=500),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,15 @@ import yaml
 from PIL import Image
 from test_cli import run
 
-from dpn_cli.backbone import load_backbone
-from dpn_cli.classifier import Classifier, load_classifier, save_classifier
 from dpn_cli.data.classified import ClassFolders
 from dpn_cli.data.crops import eval_crop
 from dpn_cli.data.loader import Augmentation, crop_batches
 from dpn_cli.data.pixels import resize, rows_of_step
-from dpn_cli.distributed import World
-from dpn_cli.supervised import train as training
-from dpn_cli.supervised.check import resize_side_of
+from dpn_cli.run.distributed import World
+from dpn_cli.weights.backbone import load_backbone
+from tasks.classify import train as training
+from tasks.classify.check import resize_side_of
+from tasks.classify.classifier import Classifier, load_classifier, save_classifier
 
 ALONE = World(0, 1, torch.device("cpu"))
 
@@ -29,12 +30,17 @@ ALONE = World(0, 1, torch.device("cpu"))
 @pytest.fixture(scope="module")
 def edges(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Wide pictures whose classes differ in a strip at the left edge, which a central crop cuts off."""
-    root, generator = tmp_path_factory.mktemp("edges"), np.random.default_rng(0)
+    return strips(tmp_path_factory.mktemp("edges"), 8)
+
+
+def strips(root: Path, width: int) -> Path:
+    """Write pictures of 16 x 64 whose classes differ in the leftmost `width` columns."""
+    generator = np.random.default_rng(0)
     for label in range(2):
-        (root / f"class{label}").mkdir()
+        (root / f"class{label}").mkdir(parents=True)
         for number in range(30):
             pixels = generator.integers(0, 60, (16, 64, 3), dtype=np.uint8)
-            pixels[:, :8] += np.uint8(190 * label)
+            pixels[:, :width] += np.uint8(190 * label)
             Image.fromarray(pixels).save(root / f"class{label}" / f"{number:02d}.png")
     return root
 
@@ -59,6 +65,21 @@ def test_the_probe_during_training_sees_whole_pictures_too(edges: Path, tmp_path
     recipe = highres.small(edges, backbone={"arch": "mu/8", "image_size": 32}, data=data, fewshot=5)
     result = highres.train(recipe, tmp_path / "run")
     assert result["curve"][-1]["fewshot_5"] == 100
+
+
+def test_the_probe_of_a_finished_run_sees_whole_pictures_too(tmp_path: Path) -> None:
+    """The probe's own crop takes 224 of 256 columns, so it cuts off the leftmost 3 of 64."""
+    edges = strips(tmp_path / "edges", 3)
+    for crop, shown in (("whole", "whole"), ("inception", "centre")):
+        data = {"crop": crop, "flip": False, "minival": 0.0}
+        highres.train(highres.small(edges, backbone={"arch": "mu/8", "image_size": 32}, data=data), tmp_path / crop)
+        probed = ["--data", str(edges), "--val-fraction", "0.3", "--shots", "5", "--seeds", "0", "--device", "cpu"]
+        done = run("eval", "fewshot", str(tmp_path / crop), *probed, "-j", "0", "--json")
+        assert done.exit_code == 0, done.output
+        result = json.loads(done.stdout)
+        assert result["pictures"] == shown
+        assert (result["accuracy"]["5"]["mean"] > 90) is (crop == "whole")
+        assert ("pictures are resized whole, as this classifier was trained" in done.stderr) is (crop == "whole")
 
 
 def test_how_a_classifier_takes_its_pictures_is_kept(tmp_path: Path) -> None:

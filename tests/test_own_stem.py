@@ -12,10 +12,10 @@ import yaml
 from test_cli import run
 from test_lit_data import write_table
 
-from dpn_cli import recipe as recipes
-from dpn_cli.backbone import export_backbone, load_backbone
-from dpn_cli.classifier import load_classifier
 from dpn_cli.errors import DpnError
+from dpn_cli.recipe.reading import build
+from dpn_cli.weights.backbone import export_backbone, load_backbone
+from tasks.classify.classifier import load_classifier
 from tasks.lit.recipe import LitRecipe, resolve, settle
 
 TRAINING = ("-b", "8", "-j", "0", "--device", "cpu", "--json")
@@ -101,11 +101,16 @@ def test_stems_that_are_compared_are_asked_for(plain: str, digits: Path, tmp_pat
 
 def test_a_frozen_tower_is_read_at_its_own_size(plain: str, captioned: Path, tmp_path: Path) -> None:
     pairs = ["--data", str(captioned / "pairs.csv"), "--val-data", str(captioned / "pairs.csv")]
-    done = run("lit", "train", "--checkpoint", plain, *pairs, "--steps", "1", *TRAINING, "-o", str(tmp_path / "own"))
+    train = ["lit", "train", "--checkpoint", plain, *pairs, "--steps", "1", *TRAINING]
+    done = run(*train, "-o", str(tmp_path / "own"))
     assert json.loads(done.stdout)["image_size"] == [32, 32]
-    text = run("lit", "train", "--checkpoint", plain, *pairs, "--steps", "1", *TRAINING[:-1], "--image-size", "48",
-               "-o", str(tmp_path / "asked"))  # fmt: skip
-    assert "mu/8 stem none at 48x48, text tower mu" in text.stdout
+    asked = [*train[:-1], "--image-size", "48", "-o", str(tmp_path / "asked")]
+    assert "mu/8 stem none at 48x48, text tower mu" in run(*asked).stdout
+    # A run at another size, as all were that did not say one before it followed the tower.
+    refused = run(*train, "-q", "-o", str(tmp_path / "asked"), "--resume")
+    assert refused.exit_code == 2
+    assert "(backbone.image_size: 48 there, left out now); give the same options" in " ".join(refused.stderr.split())
+    assert "mu/8 stem none at 48x48, text tower mu" in run(*asked, "--resume").stdout
     shots = run("eval", "fewshot", plain, "--data", str(captioned), "--val-fraction", "0.5", "--shots", "1", "--json")
     probed = json.loads(shots.stdout)
     assert (probed["arch"], probed["stem"], probed["image_size"]) == ("mu/8", "none", [32, 32])
@@ -116,7 +121,7 @@ def test_a_frozen_tower_is_read_at_its_own_size(plain: str, captioned: Path, tmp
 def test_towers_from_scratch_have_the_size_of_their_pictures(source: str, pixels: int) -> None:
     def settled(**asked: Any) -> LitRecipe:
         flags = {"backbone": {"arch": "mu/8", "checkpoint": "none", **asked}, "data": {"source": source}}
-        return settle(recipes.build(LitRecipe, resolve(None, flags, {}), "test"))
+        return settle(build(LitRecipe, resolve(None, flags, {}), "test"))
 
     assert settled().backbone.image_size == pixels
     assert settled(image_size=32).backbone.image_size == 32

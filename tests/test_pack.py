@@ -17,11 +17,10 @@ from conftest import pictures
 from PIL import Image
 from test_cli import run
 
-from dpn_cli import stopping
 from dpn_cli.data import pack as packs
 from dpn_cli.data.classified import (
     ClassFolders,
-    Source,
+    ImageSource,
     hash_order,
     open_class_data,
     open_split,
@@ -30,6 +29,7 @@ from dpn_cli.data.classified import (
 )
 from dpn_cli.data.pack import Packed, Packing, pack
 from dpn_cli.errors import DataError, DpnError, StoppedError
+from dpn_cli.run import stopping
 
 
 @pytest.fixture
@@ -41,11 +41,11 @@ def folder(tmp_path: Path) -> Path:
 
 def packed(source: Path, out: Path, packing: Packing, monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> Any:
     monkeypatch.setattr(packs, "SHARD_IMAGES", 25)
-    splits = {name: open_split(Source(str(source)), name)[0] for name in ("train", "val")}
+    splits = {name: open_split(ImageSource(str(source)), name)[0] for name in ("train", "val")}
     told: list[str] = []
     options: Any = {"workers": 1, "skip_bad": False, "progress": told.append, **arguments}
     ordered = {name: (split, hash_order(split)) for name, split in splits.items()}
-    return pack(ordered, open_split(Source(str(source)), "train")[1], out, packing, **options), told
+    return pack(ordered, open_split(ImageSource(str(source)), "train")[1], out, packing, **options), told
 
 
 def test_a_kept_pack_holds_the_files_own_bytes_and_the_same_splits(
@@ -61,7 +61,7 @@ def test_a_kept_pack_holds_the_files_own_bytes_and_the_same_splits(
         assert split.labels[index] == files.labels[row]
         assert split.sizes[index] == files.sizes[row]
         np.testing.assert_array_equal(split.pixels(index), files.pixels(row))
-    ours, theirs = (open_class_data(Source(str(place)), None) for place in (out, folder))
+    ours, theirs = (open_class_data(ImageSource(str(place)), None) for place in (out, folder))
     assert ours.classes == theirs.classes
     for name in ("train", "minival", "val"):
         one, other = getattr(ours, name), getattr(theirs, name)
@@ -93,7 +93,7 @@ def test_other_libraries_read_the_shards(folder: Path, tmp_path: Path, monkeypat
         picture = archive.extractfile(names[0])
         assert picture
         assert Image.open(io.BytesIO(picture.read())).size == (50, 40)
-    shards, classes = open_split(Source(f"wds:{tmp_path}/pack/train/*.tar"), "train")
+    shards, classes = open_split(ImageSource(f"wds:{tmp_path}/pack/train/*.tar"), "train")
     assert list(shards.labels) == list(Packed(tmp_path / "pack", "train").labels)
     assert classes == ("class0", "class1", "class2")
 
@@ -110,7 +110,7 @@ def test_a_stopped_packing_goes_on_and_mends_what_is_damaged(
     with stopping.listen(), pytest.raises(StoppedError):
         packed(folder, out, packing, monkeypatch, progress=stop)
     with pytest.raises(DataError, match="has not finished; pack the data into"):
-        open_split(Source(str(out)), "train")
+        open_split(ImageSource(str(out)), "train")
     kept = (out / "train" / "000000.tar").stat().st_mtime_ns
     again, _ = packed(folder, out, packing, monkeypatch)
     assert again == whole
@@ -143,10 +143,10 @@ def replace(path: Path, old: str, new: str) -> None:
         (lambda out: (out / "train" / "000001.tar").unlink(), r"000001.tar: a damaged pack \(missing\); pack the data"),
         (lambda out: (out / "train" / "000001.tar").write_bytes(b"x"), r"\(1 bytes instead of \d+\)"),
         (lambda out: (out / "train" / "000000.npz").write_bytes(b"PK"), "000000.npz: a damaged pack"),
-        (lambda out: shorten(out / "manifest.json"), "manifest.json: no whole manifest .* delete the pack"),
+        (lambda out: shorten(out / "manifest.json"), "manifest.json: a damaged manifest .* delete the pack"),
         (
             lambda out: replace(out / "manifest.json", '"complete": true', '"whole": 1'),
-            "no whole manifest .'complete'.",
+            "a damaged manifest .'complete'.",
         ),
     ],
 )
@@ -156,7 +156,7 @@ def test_missing_and_damaged_shards_are_named(
     packed(folder, tmp_path / "pack", Packing(20), monkeypatch)
     harm(tmp_path / "pack")
     with pytest.raises(DataError, match=message):
-        open_class_data(Source(str(tmp_path / "pack")), None)
+        open_class_data(ImageSource(str(tmp_path / "pack")), None)
 
 
 def test_packs_of_other_things_and_other_folders_are_left_alone(
@@ -168,7 +168,7 @@ def test_packs_of_other_things_and_other_folders_are_left_alone(
     (folder / "train" / "class0" / "000.jpg").unlink()
     with pytest.raises(DpnError, match="another sources"):
         packed(folder, tmp_path / "pack", Packing(20), monkeypatch)
-    with pytest.raises(DpnError, match="holds something that is no pack"):
+    with pytest.raises(DpnError, match="the folder is not empty and is not a pack"):
         packed(folder, folder, Packing(20), monkeypatch)
 
 
@@ -190,8 +190,8 @@ def test_the_command_packs_and_says_what_it_did(folder: Path, tmp_path: Path) ->
     result = json.loads(done.stdout)
     assert (result["train"]["images"], result["val"]["images"], result["train"]["shards"]) == (60, 12, 1)
     for arguments, message in [
-        (["--size", "0"], "--size '0': a number of pixels up to 16384, or keep"),
-        (["--encode", "webp"], "--encode 'webp': jpeg or ppm"),
+        (["--size", "0"], "--size: a number of pixels up to 16384, or keep (got '0')"),
+        (["--encode", "webp"], "--encode: one of jpeg, ppm (got 'webp')"),
         (["--data", "nowhere"], "--data nowhere: no such folder"),
     ]:
         done = run("data", "pack", "--data", str(folder), "--out", str(tmp_path / "q"), *arguments)
@@ -230,26 +230,26 @@ def test_hub_splits_without_labels_are_left_out_and_none_stands_in_for_another(t
     assert done.exit_code == 0, done.output
     assert set(json.loads(done.stdout)) == {"train", "val"}
     assert "test has no labels and is left out" in done.stderr.replace("\n", " ")
-    with pytest.raises(DataError, match="its test images have labels of -1, which is none"):
-        open_split(Source(f"hf:{place}"), "test")
+    with pytest.raises(DataError, match="its test images have the label -1, which means no label"):
+        open_split(ImageSource(f"hf:{place}"), "test")
     split = Packed(tmp_path / "p", "train")
     assert (split.classes, split.open(0).format) == (("a", "b"), "PNG")
     two = hub(tmp_path / "two", train=[0, 1, 0, 1], test=[0, 1])
-    assert own_splits(Source(f"hf:{two}")) == ["train", "test"]
+    assert own_splits(ImageSource(f"hf:{two}")) == ["train", "test"]
     with pytest.raises(DataError, match="no val images; a sweep chooses on val and reports test"):
-        open_tuning_data(Source(f"hf:{two}"))
+        open_tuning_data(ImageSource(f"hf:{two}"))
 
 
 def test_a_pack_of_one_split_validates_another_data_set(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run("data", "pack", "--data", str(folder / "val"), "--out", str(tmp_path / "v"), "-q").exit_code == 0
-    data = open_class_data(Source(str(folder), val_place=str(tmp_path / "v")), None)
+    data = open_class_data(ImageSource(str(folder), val_place=str(tmp_path / "v")), None)
     assert len(data.val.labels) == 12
     with pytest.raises(DataError, match="a pack of train, without val"):
-        open_split(Source(str(tmp_path / "v")), "val")
+        open_split(ImageSource(str(tmp_path / "v")), "val")
     (folder / "manifest.json").write_text('{"splits": {"train": {}}, "classes": []}')
-    assert len(open_split(Source(str(folder)), "train")[0].labels) == 60  # somebody else's manifest
+    assert len(open_split(ImageSource(str(folder)), "train")[0].labels) == 60  # somebody else's manifest
 
 
 def test_what_an_encoding_cannot_hold_is_named_or_left_out(

@@ -16,8 +16,8 @@ from PIL import Image
 from dpn_cli.data.labelled import FileList
 from dpn_cli.data.pixels import PixelSet, augment, load, resize, rows_of_step, shuffled_batches, stream
 from dpn_cli.data.reading import decode, open_image
-from dpn_cli.distributed import World
 from dpn_cli.errors import DataError
+from dpn_cli.run.distributed import World
 
 CPU = torch.device("cpu")
 

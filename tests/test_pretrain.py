@@ -19,27 +19,28 @@ from conftest import Arrays, pictures
 from test_cli import run
 from torch import Tensor, nn
 
-from dpn_cli import engine
-from dpn_cli import recipe as recipes
-from dpn_cli.backbone import load_backbone
-from dpn_cli.classifier import load_classifier
 from dpn_cli.commands import tower
-from dpn_cli.console import Console
 from dpn_cli.data.classified import ClassFolders, Part
 from dpn_cli.data.loader import Augmentation, crop_batches
 from dpn_cli.data.pixels import resize, rows_of_step
-from dpn_cli.distributed import World
+from dpn_cli.engine import fit as engine
+from dpn_cli.engine.gradients import Gradients
+from dpn_cli.engine.losses import LOSSES, sigmoid_xent
+from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.errors import DataError, DpnError, StoppedError
-from dpn_cli.gradients import Gradients
-from dpn_cli.losses import LOSSES, sigmoid_xent
-from dpn_cli.memory import MicroBatch
-from dpn_cli.recipe import Runtime
-from dpn_cli.runstate import RunFolder
-from dpn_cli.supervised import train as training
-from dpn_cli.supervised.command import open_data
-from dpn_cli.supervised.train import load_network
-from tasks.pretrain import command
-from tasks.pretrain.recipe import PretrainRecipe, resolve, settle
+from dpn_cli.recipe.reading import build, merge
+from dpn_cli.recipe.start import Place
+from dpn_cli.run.console import Console
+from dpn_cli.run.distributed import World
+from dpn_cli.run.folder import RunFolder
+from dpn_cli.run.session import Session
+from dpn_cli.weights.backbone import load_backbone
+from tasks.classify import pretrain as command
+from tasks.classify import train as training
+from tasks.classify.classifier import load_classifier
+from tasks.classify.common import open_data
+from tasks.classify.pretrain_recipe import PretrainRecipe, resolve, settle
+from tasks.classify.train import load_network
 
 ALONE = World(0, 1, torch.device("cpu"))
 SMALL: dict[str, Any] = {
@@ -55,18 +56,17 @@ SMALL: dict[str, Any] = {
 
 
 def built(arch: str, *, preset: Any = None, level: str | None = None, **asked: Any) -> PretrainRecipe:
-    flags = recipes.merge({"backbone": {"arch": arch}, "data": {"source": "imagenet"}}, asked)
-    return recipes.build(PretrainRecipe, resolve("imagenet", preset, level, None, flags, {}), "test")
+    flags = merge({"backbone": {"arch": arch}, "data": {"source": "imagenet"}}, asked)
+    return build(PretrainRecipe, resolve("imagenet", preset, level, None, flags, {}), "test")
 
 
 def small(source: Path, **changes: Any) -> PretrainRecipe:
-    asked = recipes.merge(SMALL, {"data": {"source": str(source)}}, changes)
-    return settle(recipes.build(PretrainRecipe, resolve("imagenet", None, "medium2", None, asked, {}), "test"))
+    asked = merge(SMALL, {"data": {"source": str(source)}}, changes)
+    return settle(build(PretrainRecipe, resolve("imagenet", None, "medium2", None, asked, {}), "test"))
 
 
 def train(recipe: PretrainRecipe, path: Path, **arguments: Any) -> dict[str, Any]:
-    options = {"resume": False, "overwrite": False, "dry_run": False, **arguments}
-    result = command.start(recipe, path, console=Console(quiet=True), **options)
+    result = command.run(recipe, Place(path, **arguments), Console(quiet=True))
     assert result is not None
     return result
 
@@ -83,8 +83,8 @@ def test_the_first_loss_is_the_papers() -> None:
 def test_the_heads_bias_follows_the_number_of_classes(classes: int, bias: float) -> None:
     small_arch = {"backbone": {"arch": "mu/8", "image_size": 32}, "data": {"source": "imagenet"}}
     for asked, expected in (({}, bias), ({"loss": "softmax"}, 0.0), ({"head_bias": 1.5}, 1.5)):
-        plain = resolve("imagenet", None, "none", None, recipes.merge(small_arch, asked), {})
-        model = load_network(settle(recipes.build(PretrainRecipe, plain, "test")), classes)
+        plain = resolve("imagenet", None, "none", None, merge(small_arch, asked), {})
+        model = load_network(settle(build(PretrainRecipe, plain, "test")), classes)
         assert model.get_parameter("head.bias").unique().tolist() == [pytest.approx(expected)]
 
 
@@ -139,8 +139,18 @@ def test_twenty_four_steps_follow_the_reference_chain() -> None:
     def loss(network: nn.Module, batch: engine.Batch) -> Tensor:
         return sigmoid_xent(network(batch["image"]), batch["label"])
 
-    setup = engine.Training(recipe.optim, recipe.schedule, recipe.lr, 8, 0)
-    engine.fit(model, loss, batches, None, setup, Runtime(), ALONE, engine.Outputs(), MicroBatch(4))
+    job = engine.Job(
+        loss_fn=loss,
+        batches=batches,
+        optim=recipe.optim,
+        schedule=recipe.schedule,
+        lr=recipe.lr,
+        batch_size=8,
+        seed=0,
+        world=ALONE,
+        micro_batch=MicroBatch(4),
+    )
+    engine.fit(model, job)
     weights = {name: value.detach() for name, value in twin.named_parameters()}
     twin.train()
     for step in range(24):
@@ -198,7 +208,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights(photos: Path, tmp_path: Path)
         with pytest.raises(StoppedError):
             train(recipe, tmp_path / "cut")
     other = small(photos, backbone={"stem": "none"})
-    with pytest.raises(DpnError, match=r"another recipe \(backbone.stem: dpn there, none now\)"):
+    with pytest.raises(DpnError, match=r"a different recipe \(backbone.stem: dpn there, none now\)"):
         train(other, tmp_path / "cut", resume=True)
     resumed = train(recipe, tmp_path / "cut", resume=True)
     assert resumed["curve"] == whole["curve"]
@@ -223,13 +233,14 @@ def test_the_demo_trains_a_tower(tmp_path: Path) -> None:
 def test_the_demo_tower_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made: list[str] = []
 
-    def start(recipe: PretrainRecipe, output_dir: Path, **arguments: Any) -> dict[str, Any]:
+    def trained(recipe: PretrainRecipe, place: Place, console: Console) -> dict[str, Any]:
         made.append(str(recipe.backbone.stem))
-        output_dir.mkdir(parents=True)
-        (output_dir / "weights.safetensors").write_text(made[-1])
+        assert place.folder
+        place.folder.mkdir(parents=True)
+        (place.folder / "weights.safetensors").write_text(made[-1])
         return {}
 
-    monkeypatch.setattr(command, "start", start)
+    monkeypatch.setattr(command, "run", trained)
     monkeypatch.setenv("DPN_HOME", str(tmp_path))
     paths = [tower.demo_tower(stem, Console(quiet=True)) for stem in ("dpn", "none", "dpn")]
     assert made == ["dpn", "none"]
@@ -295,7 +306,7 @@ def test_the_probe_is_tested_on_minival(tmp_path: Path) -> None:
     scores = []
     for minival in (data.minival, flipped):
         now = dataclasses.replace(data, minival=minival)
-        trained = training._Training(recipe, now, {}, "pretrain", folder, ALONE, Console(quiet=True))
+        trained = training._ClassifierTraining(Session(recipe, folder, ALONE, Console(quiet=True)), now, {})
         scores.append(trained.fewshot(5))
     assert scores[0] > 90
     assert scores[1] == pytest.approx(100 - scores[0])
@@ -312,7 +323,7 @@ def test_a_signal_during_the_last_evaluation_loses_nothing(
     assert stopping_evaluation.seen == 4
     monkeypatch.undo()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Gradients, "backward", None)  # nothing is left to train
+        patch.setattr(Gradients, "compute", None)  # nothing is left to train
         resumed = train(recipe, tmp_path / "cut", resume=True)
     assert resumed["curve"] == whole["curve"]
     assert resumed["top1"] == whole["top1"]

@@ -12,14 +12,21 @@ import torch
 from test_cli import run
 from test_pretrain import built
 
-from dpn_cli import recipe as recipes
-from dpn_cli.distributed import World
 from dpn_cli.errors import DpnError
-from dpn_cli.supervised.check import check_batch
-from dpn_cli.supervised.recipe import in_steps
-from dpn_cli.supervised.train import load_network
-from tasks.pretrain.plan import describe, estimate
-from tasks.pretrain.recipe import PretrainRecipe, differences, resolve
+from dpn_cli.recipe.reading import build, dump
+from dpn_cli.recipe.sources import differences
+from dpn_cli.run.distributed import World
+from tasks.classify.check import check_batch
+from tasks.classify.plan import describe_plan, estimate
+from tasks.classify.pretrain_recipe import PretrainRecipe, resolve
+from tasks.classify.recipe import in_steps
+from tasks.classify.train import load_network
+
+
+def differing(recipe: PretrainRecipe) -> list[str] | None:
+    """The values that differ from Appendix C's, without the sentences."""
+    found = differences(recipe, "fp32")
+    return found and [each for each in found if "(paper: " in each]
 
 
 @pytest.mark.parametrize(
@@ -47,38 +54,43 @@ def test_the_recipe_is_appendix_c(
     assert (optim.weight_decay, optim.decay_unit, optim.decay_mask) == (1e-4, "schedule", "kernels")
     counted = in_steps(recipe, 1_268_355).schedule  # train[:99%]
     assert (counted.steps, counted.warmup, counted.decay) == (92_897, 10_000, "cosine")
-    # One thing is not the paper's unless it is asked for.
-    assert differences(recipe) == ["optim.state_dtype: float32 (bfloat16)"]
-    assert differences(built(arch, optim={"state_dtype": "bfloat16"})) == []
+    # One value is not the paper's unless it is asked for.
+    assert differing(recipe) == ["optim.state_dtype: float32 (paper: bfloat16)"]
+    assert differing(built(arch, optim={"state_dtype": "bfloat16"})) == []
 
 
 def test_presets_and_levels_say_what_differs() -> None:
     parity: dict[str, Any] = {"optim": {"state_dtype": "bfloat16"}}
     short = built("S/16", preset="short", **parity)
-    assert differences(short) == [
-        "epochs: 90.0 (300.0)",
-        "batch_size: 1024 (4096)",
-        "loss: softmax (sigmoid)",
-        "head_bias: 0.0 (-6.9)",
-        "randaugment.magnitude: 10.0 (15.0)",
-        "mixup: 0.2 (0.5)",
+    assert differing(short) == [
+        "epochs: 90.0 (paper: 300.0)",
+        "batch_size: 1024 (paper: 4096)",
+        "loss: softmax (paper: sigmoid)",
+        "head_bias: 0.0 (paper: -6.9)",
+        "randaugment.magnitude: 10.0 (paper: 15.0)",
+        "mixup: 0.2 (paper: 0.5)",
     ]
     assert in_steps(short, 1_268_355).schedule.steps == 111_477
-    assert differences(built("B/32", level="strong2", **parity)) == [
-        "randaugment.magnitude: 20.0 (15.0)",
-        "mixup: 0.8 (0.5)",
+    assert differing(built("B/32", level="strong2", **parity)) == [
+        "randaugment.magnitude: 20.0 (paper: 15.0)",
+        "mixup: 0.8 (paper: 0.5)",
     ]
-    assert differences(built("B/32", backbone={"stem": "rms"}, **parity)) == []
-    assert differences(built("B/32", data={"decode": "fast", "minival": 0.3}, **parity)) == [
-        "data.decode: fast (exact)",
-        "data.minival: 0.3 (None)",
+    assert differing(built("B/32", backbone={"stem": "rms"}, **parity)) == []
+    assert differing(built("B/32", data={"decode": "fast", "minival": 0.3}, **parity)) == [
+        "data.minival: 0.3 (paper: null)",
+        "data.decode: fast (paper: exact)",
     ]
+    assert differing(built("B/32", head_bias=-6.9, data={"eval_resize": 256}, **parity)) == []
     # The paper does not say whether stochastic depth rescales what it keeps, so neither way differs from it.
-    assert differences(built("B/32", backbone={"drop_path_rescale": True}, **parity)) == []
-    assert differences(built("S/8", level="medium2")) is None
+    assert differing(built("B/32", backbone={"drop_path_rescale": True}, **parity)) == []
+    assert differences(built("S/8", level="medium2"), "fp32") is None
     fixed = built("B/32", schedule={"steps": 9290})
     assert (fixed.epochs, fixed.schedule.warmup) == (None, 1000)
-    assert {"schedule.steps: 9290 (92897)", "epochs: None (300.0)"} < set(differences(fixed) or ())
+    assert {
+        "schedule.steps: 9290 (paper: 92897)",
+        "schedule.warmup: 1000 (paper: 10000)",
+        "epochs: null (paper: 300.0)",
+    } < set(differing(fixed) or ())
     both = built("S/16", preset="short", schedule={"steps": 929})
     assert (both.epochs, both.schedule.warmup, both.batch_size) == (None, 100, 1024)
     odd = built("H/14", level="light2", mixup=0.3)
@@ -89,11 +101,11 @@ def test_presets_and_levels_say_what_differs() -> None:
     ("arguments", "message"),
     [
         (["--arch", "S/16", "--steps", "5", "--epochs", "2"], "--steps 5 and --epochs 2.0: give one of them"),
-        (["--arch", "S/16", "--epochs", "2", "--set", "schedule.warmup=3"], "decide the warm-up too; give --steps"),
+        (["--arch", "S/16", "--epochs", "2", "--set", "schedule.warmup=3"], "decide the warmup too; give --steps"),
         (["--arch", "S/16", "--set", "data.minival=0.001"], r"fewer than 1 % of the images for minival: use at least"),
         (["--arch", "S/16", "--eval-fewshot", "2", "--set", "data.minival=0"], "tested on minival, and there is none"),
-        (["--arch", "S/16", "--epochs", "1", "--set", "schedule.cooldown=9"], "cooldown and stairs count steps"),
-        (["--arch", "S/16", "--epochs", "inf"], "epochs: a finite number above 0, or null .got inf"),
+        (["--arch", "S/16", "--epochs", "1", "--set", "schedule.cooldown=9"], "--epochs 1.0 and schedule.cooldown=9"),
+        (["--arch", "S/16", "--epochs", "inf"], "--epochs: a finite number above 0 .got inf"),
         (["--arch", "S/16", "--set", "schedule.steps=20.0"], "schedule.steps: a whole number of steps .got 20.0"),
         (
             ["--arch", "S/16", "--set", "randaugment.magnitude=31"],
@@ -102,12 +114,13 @@ def test_presets_and_levels_say_what_differs() -> None:
         (["sun397", "--arch", "S/16", "--epochs", "5"], "epochs=5.0: a sweep's stages decide it; change them"),
         (["sun397", "--arch", "S/16", "--lr", "0.1"], "lr=0.1: a sweep's stages decide it"),
         (["sun397", "--arch", "S/16", "--data", "demo"], "sun397 needs train/CLASS, val/CLASS and test/CLASS"),
-        (["--arch", "H/14"], "Appendix C has lines for .* only; say how strongly"),
-        ([], "--arch is needed: Ti/16"),
+        (["imagenet", "--arch", "H/14"], "Appendix C has lines for .* only; say how strongly"),
+        (["imagenet"], "--arch is needed: Ti/16"),
+        ([], "--arch is needed to train from scratch"),
         (["--arch", "S/16", "--augment", "medium3"], "choose one of none.*did you mean 'medium"),
         (["--arch", "S/16", "--recipe", "sun397", "--preset", "short"], "shortens the recipe of ImageNet, not sun397"),
         (["--arch", "S/16", "--set", "schedule=3"], "schedule: a section of keys, not a value"),
-        (["--arch", "S/16", "--preset", "long"], "--preset 'long': there is one, short"),
+        (["--arch", "S/16", "--preset", "long"], "--preset 'long': the only preset is short"),
         (["--arch", "S/16", "--recipe", "jft"], "--recipe 'jft': choose imagenet or sun397"),
         (["sun397", "--recipe", "imagenet", "--arch", "S/16"], "give one of them"),
         (["--arch", "S/16", "--image-size", "100"], "the patch 16x16 does not divide it"),
@@ -127,7 +140,7 @@ def test_without_data_it_is_the_demo_unless_an_arch_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    recipe = recipes.build(PretrainRecipe, resolve("imagenet", None, None, None, {}, {}), "test")
+    recipe = build(PretrainRecipe, resolve("imagenet", None, None, None, {}, {}), "test")
     assert (recipe.backbone.arch, recipe.data.source, recipe.demo) == ("nano/8", "demo:objects", True)
     with pytest.raises(DpnError, match=r"no images to train B/16 on: neither \$DPN_DATA_DIR/imagenet nor ./imagenet"):
         resolve("imagenet", None, None, None, {"backbone": {"arch": "B/16"}}, {})
@@ -154,7 +167,7 @@ def test_the_plan_counts_what_the_network_multiplies() -> None:
     assert result["flops"] == result["flops_per_image"] * 4096 * 92_897
     seconds = result["hours_at_matrix_rate"] * 3600
     assert seconds == pytest.approx(result["flops"] / result["matrix_flops_per_second"] / 8)
-    assert "92,897 steps of 4,096" in describe(result)
+    assert "92,897 steps of 4,096" in describe_plan(result)
 
 
 def test_the_plan_reads_packed_and_other_data(photos: Path) -> None:
@@ -162,19 +175,32 @@ def test_the_plan_reads_packed_and_other_data(photos: Path) -> None:
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
     assert result["images"] == 41
-    assert result["steps"] == round(300 * 41 / 4096)
+    assert result["steps"] == round(100 * 41 / 64)
+    done = run(
+        "plan",
+        "pretrain",
+        "imagenet",
+        "--arch",
+        "Ti/16",
+        "--data",
+        str(photos),
+        "--json",
+        "--set",
+        "data.val_fraction=0.5",
+    )
+    assert json.loads(done.stdout)["steps"] == round(300 * 41 / 4096)
 
 
 def test_recipes_that_dpn_wrote_can_be_given_back_and_flags_win(photos: Path, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     whole = built("S/16")
-    path.write_text(recipes.dump(whole))
-    again = recipes.build(PretrainRecipe, resolve("imagenet", None, None, str(path), {}, {}), "test")
+    path.write_text(dump(whole))
+    again = build(PretrainRecipe, resolve("imagenet", None, None, str(path), {}, {}), "test")
     assert again == whole
-    shorter = recipes.build(
+    shorter = build(
         PretrainRecipe, resolve("imagenet", None, None, str(path), {"schedule": {"steps": 929}}, {}), "test"
     )
     assert (shorter.epochs, shorter.schedule.steps, shorter.schedule.warmup) == (None, 929, 100)
     path.write_text("epochs: 9\nmixup: 0.9\nbatch_size: 64\nbackbone: {arch: S/16}\ndata: {source: x}\n")
-    strong = recipes.build(PretrainRecipe, resolve("imagenet", "short", "strong2", str(path), {}, {}), "test")
+    strong = build(PretrainRecipe, resolve("imagenet", "short", "strong2", str(path), {}, {}), "test")
     assert (strong.mixup, strong.batch_size, strong.epochs) == (0.8, 1024, 90)

@@ -14,13 +14,13 @@ import pytest
 from conftest import pictures
 from test_pretrain import SMALL, train
 
-from dpn_cli import recipe as recipes
-from dpn_cli.classifier import load_classifier
 from dpn_cli.errors import DataError, DpnError, NonFiniteError, StoppedError
-from dpn_cli.supervised import train as training
-from dpn_cli.supervised.recipe import head_bias_of, in_steps
-from tasks.pretrain import command
-from tasks.pretrain.recipe import PretrainRecipe, cells, resolve, settle
+from dpn_cli.recipe.reading import build, merge
+from tasks.classify import pretrain as command
+from tasks.classify import train as training
+from tasks.classify.classifier import load_classifier
+from tasks.classify.pretrain_recipe import PretrainRecipe, cells, resolve, settle
+from tasks.classify.recipe import head_bias_of, in_steps
 
 
 @pytest.fixture(scope="module")
@@ -32,18 +32,18 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sweep(places: Path, stages: Sequence[Mapping[str, Any]]) -> PretrainRecipe:
-    asked = recipes.merge(
+    asked = merge(
         SMALL, {"backbone": {"arch": "nano/8"}, "data": {"source": str(places), "val_fraction": None}, "stages": stages}
     )
     asked.pop("schedule")
     asked.pop("lr")
     asked["backbone"].pop("dropout")
-    return settle(recipes.build(PretrainRecipe, resolve("sun397", None, "none", None, asked, {}), "test"))
+    return settle(build(PretrainRecipe, resolve("sun397", None, "none", None, asked, {}), "test"))
 
 
 def test_appendix_f_searches_what_the_paper_says() -> None:
     flags = {"backbone": {"arch": "B/32"}, "data": {"source": "sun397"}}
-    recipe = settle(recipes.build(PretrainRecipe, resolve("sun397", None, None, None, flags, {}), "test"))
+    recipe = settle(build(PretrainRecipe, resolve("sun397", None, None, None, flags, {}), "test"))
     first, second, third = (list(cells(recipe, stage)) for stage in recipe.stages)
     assert {(c.lr, c.optim.weight_decay, c.backbone.dropout) for _, c in first} == set(
         itertools.product((1e-3, 3e-4, 1e-4), (0.03, 0.1), (0.0, 0.1))
@@ -95,7 +95,7 @@ def test_a_sweep_chooses_on_validation_and_scores_each_row_of_the_table_once_on_
     kept = [str(path.parent.name) for path in (tmp_path / "sweep").rglob("weights.safetensors")]
     assert kept == ["only"]
     assert re.search(
-        r"stage 1, 3 runs of 2 epochs: lr=0.0035, .* on validation, .* % on test", command.describe(result)
+        r"stage 1, 3 runs of 2 epochs: lr=0.0035, .* on validation, .* % on test", command.describe_pretraining(result)
     )
     (tmp_path / "sweep" / "result.json").unlink()
     scored.clear()
@@ -131,7 +131,7 @@ def test_a_search_keeps_one_network_until_its_stage_is_scored(
 
 
 def test_a_sweep_whose_runs_all_fail_says_so(places: Path, tmp_path: Path) -> None:
-    with pytest.raises(NonFiniteError, match="stage 1: every run ended with a loss that is no number; lower lr"):
+    with pytest.raises(NonFiniteError, match="stage 1: every run ended with a NaN or infinite loss; lower lr"):
         train(sweep(places, [{"epochs": 2, "grid": {"lr": [1e38]}}, {"epochs": 1}]), tmp_path / "sweep")
 
 
@@ -159,7 +159,7 @@ def test_a_sweep_needs_three_splits(photos: Path, tmp_path: Path) -> None:
 
 
 def test_appendix_f_is_what_its_recipe_says() -> None:
-    recipe = recipes.build(
+    recipe = build(
         PretrainRecipe,
         resolve("sun397", None, None, None, {"backbone": {"arch": "B/32"}, "data": {"source": "sun397"}}, {}),
         "test",

@@ -17,9 +17,9 @@ from conftest import pictures
 from programs import LIMIT, children, run_program, started
 from typer.testing import CliRunner
 
-from dpn_cli import stopping
 from dpn_cli.cli import app
-from dpn_cli.runstate import Checkpoints
+from dpn_cli.run import stopping
+from dpn_cli.run.folder import Checkpoints
 
 # As the program's own start, but that garbage keeps what it holds: nothing ends because it happens to be collected.
 DPN = (sys.executable, "-c", "import gc; gc.disable(); from dpn_cli.cli import main; main()")
@@ -91,12 +91,12 @@ def test_a_run_on_two_ranks_ends_after_its_result(folder: Path, tmp_path: Path) 
 
 BREAK = """
 from dpn_cli.cli import main
-from dpn_cli.gradients import Gradients
+from dpn_cli.engine.gradients import Gradients
 
-def backward(*given):
+def compute(*arguments):
     raise ValueError("broken in training")
 
-Gradients.backward = backward
+Gradients.compute = compute
 main()
 """
 
@@ -193,4 +193,4 @@ def test_packing_ends_with_all_its_processes_when_one_is_killed(victim: str, tmp
     if victim == "worker":
         assert process.returncode == 1
         assert errors.startswith(f"error: data-loading process {killed} was killed by SIGKILL")
-        assert "what is finished is kept" in errors
+        assert "finished parts are kept" in errors

@@ -18,8 +18,8 @@ from dpn_cli.data.crops import train_crop
 from dpn_cli.data.loader import RANDAUGMENT, Augmentation, crop_batches
 from dpn_cli.data.pixels import rows_of_step
 from dpn_cli.data.randaugment import OPERATIONS, SIGNED, apply, rand_augment
-from dpn_cli.distributed import World
-from dpn_cli.seeds import fold
+from dpn_cli.engine.seeds import fold
+from dpn_cli.run.distributed import World
 
 ALONE = World(0, 1, torch.device("cpu"))
 

@@ -25,7 +25,7 @@ from dpn_cli.data.crops import Decode, eval_crop, inception_box, train_crop
 from dpn_cli.data.pixels import resize
 from dpn_cli.data.reading import Decoder, Reading, decode, find_files, open_image, read_pixels
 from dpn_cli.errors import DataError, PictureError
-from dpn_cli.recipe import MAX_PIXELS
+from dpn_cli.recipe.schema import MAX_PIXELS
 
 BOTH: tuple[Decoder, Decoder] = ("exact", "pillow")
 USUAL = Reading()

@@ -15,10 +15,11 @@ import pytest
 import yaml
 from test_cli import run
 
-from dpn_cli import files, runstate
 from dpn_cli.errors import DataError, DpnError
-from dpn_cli.files import is_leftover, remove_leftovers
-from dpn_cli.runstate import RunFolder
+from dpn_cli.run import files
+from dpn_cli.run import folder as runstate
+from dpn_cli.run.files import is_leftover, remove_leftovers, replace_text
+from dpn_cli.run.folder import RunFolder
 
 RECIPE: dict[str, Any] = {
     "backbone": {"arch": "mu/8"},
@@ -143,7 +144,7 @@ def test_a_damaged_description_does_not_let_another_recipe_in(tmp_path: Path) ->
     other = {**RECIPE, "schedule": {"steps": 6}}
     begun(tmp_path)
     (tmp_path / "run.json").write_text("{")
-    with pytest.raises(DpnError, match="another recipe .schedule.steps: 5 there, 6 now"):
+    with pytest.raises(DpnError, match="a different recipe .schedule.steps: 5 there, 6 now"):
         open_run(tmp_path, other, resume=True)
     open_run(tmp_path, {**RECIPE, "runtime": {"workers": 4}}, resume=True)
     (tmp_path / "config.yaml").write_text("backbone: {")
@@ -171,7 +172,7 @@ def test_a_damaged_result_is_made_again(tmp_path: Path) -> None:
 def test_files_of_others_are_never_touched(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("backbone: mine\n")
     for how in HOW:
-        with pytest.raises(DpnError, match="holds something other than a run of dpn"):
+        with pytest.raises(DpnError, match="the folder is not empty and is not a dpn run"):
             open_run(tmp_path, **how)
     assert (tmp_path / name).read_text() == "backbone: mine\n"
 
@@ -194,6 +195,24 @@ def test_leftovers_of_dead_processes_are_removed_and_of_living_ones_are_not(tmp_
     remove_leftovers(tmp_path / "nowhere")
 
 
+def test_what_a_killed_process_left_of_a_file_goes_when_the_file_is_written(tmp_path: Path) -> None:
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        dead = pool.apply(os.getpid)
+    pool.join()
+    names = [f".model[1].onnx.{dead}.tmp", f".model[1].onnx.{os.getppid()}.tmp", f".other.onnx.{dead}.tmp"]
+    for name in names:
+        (tmp_path / name).write_text("")
+    replace_text(tmp_path / "model[1].onnx", "of today")
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *names,
+        "model[1].onnx",
+    }  # one of them may be in use elsewhere
+    for name in names:
+        os.utime(tmp_path / name, (1e9, 1e9))
+    replace_text(tmp_path / "model[1].onnx", "of today")
+    assert {path.name for path in tmp_path.iterdir()} == {*names[1:], "model[1].onnx"}
+
+
 COMMAND = ["finetune", "highres", "--data", "demo", "--arch", "mu/8", "--checkpoint", "none", "--steps", "1", "-q"]
 
 
@@ -201,8 +220,8 @@ def test_places_that_are_no_folders_are_named_in_one_line(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("mine")
     said = {
-        "/": "-o /: the folder holds something other than a run of dpn",
-        "file": "-o file: a file and not a folder",
+        "/": "-o /: the folder is not empty and is not a dpn run",
+        "file": "-o file: a file, not a folder",
         "file/below": "-o file/below: the folder cannot be made (Not a directory)",
         "/proc/x": "-o /proc/x: the folder cannot be made (No such file or directory)",
         "a" * 300: "the folder cannot be made (File name too long)",
@@ -236,7 +255,7 @@ def test_resume_and_overwrite_together_are_refused(command: str, tmp_path: Path)
     data = str(tmp_path) if "sun397" in command else "demo"
     done = run(*command.split(), "--data", data, "-q", "-o", str(tmp_path), "--resume", "--overwrite")
     assert done.exit_code == 2, done.output
-    assert "--resume --overwrite: the one continues the run that is there, the other deletes it" in done.stderr
+    assert "--resume --overwrite: one continues the existing run, the other deletes it" in done.stderr
     assert (tmp_path / "checkpoints" / "last" / "state.safetensors").read_text() == "precious"
 
 
@@ -246,7 +265,7 @@ def test_the_newest_state_of_a_description_is_what_is_compared(tmp_path: Path, m
     facts = json.loads((tmp_path / "run.json").read_text())
     (tmp_path / "run.json").write_text(json.dumps({key: facts[key] for key in ("argv", "versions", "data")}))
     assert open_run(tmp_path, resume=True)[1] == []
-    with pytest.raises(DpnError, match="another recipe"):
+    with pytest.raises(DpnError, match="a different recipe"):
         open_run(tmp_path, {**RECIPE, "optim": {"name": "momentum"}}, resume=True)
     monkeypatch.setattr(runstate, "versions", lambda: pytest.fail("a whole run.json was written again"))
     open_run(tmp_path, resume=True)

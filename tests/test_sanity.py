@@ -10,11 +10,19 @@ from typing import Any
 import pytest
 import test_highres as highres
 import test_lit as lit
+import test_vtab as vtab
 from scipy.stats import binom
 
-from dpn_cli import engine
-from dpn_cli.sanity import crop_warning, result_warning
-from tasks.vtab.bench import Bench
+from dpn_cli.engine import fit as engine
+from dpn_cli.recipe.reading import build, from_settings, merge
+from dpn_cli.recipe.start import Place
+from dpn_cli.run.console import Console
+from dpn_cli.run.sanity import crop_warning, result_warning
+from tasks.classify.highres import run
+from tasks.vtab import command as vtab_command
+from tasks.vtab import recipe as vtab_recipe
+from tasks.vtab.table import Task, choose_tasks
+from tasks.vtab.trainer import Trainer
 
 
 @pytest.mark.parametrize(
@@ -90,6 +98,35 @@ def test_a_centre_that_shows_next_to_nothing_is_said_before_training(
     assert "crops of 32x32 cover 3.2 % of the pictures, which are cropped at 160x200 (median)" in line
 
 
+def test_a_dry_run_says_so_too(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for side, said in ((160, 1), (None, 0)):
+        recipe = highres.small(photos, data={"eval_resize": side})
+        run(recipe, Place(dry_run=True), Console(quiet=True))
+        assert len(lines(capsys, "crops of 32x32 cover 3.2 % of the pictures")) == said
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_vtab_says_it_of_tasks_that_crop(
+    dry_run: bool, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trainer, "job", lambda *given, **named: pytest.fail("said too late"))
+
+    def said(task: Task, resize: int | None, augment: dict[str, list[str]]) -> list[str]:
+        monkeypatch.setattr("tasks.vtab.command.choose_tasks", lambda names, demo: [task])
+        monkeypatch.setattr("tasks.vtab.sweep.choose_tasks", lambda names, demo: [task])
+        layers = merge(from_settings(vtab.TOY), {"data": {"source": str(digits), "resize": resize, "augment": augment}})
+        built = vtab_recipe.settle(build(vtab_recipe.VtabRecipe, vtab_recipe.resolve(None, layers, {}), "test"))
+        with pytest.raises(pytest.fail.Exception, match="said too late"):
+            vtab_command.run(built, Place(tmp_path / "r", overwrite=True, dry_run=dry_run), Console(quiet=True))
+        return lines(capsys, "crops of")
+
+    (svhn,) = choose_tasks(("svhn",), False)
+    (line,) = said(svhn, 80, {})
+    assert "crops of 16x16 cover 4.0 % of the pictures, which are cropped at 80x80 (median)" in line
+    assert not said(svhn, None, {})
+    assert not said(svhn, 80, {"svhn": ["flip"]})  # its pictures are taken whole
+
+
 def test_vtab_says_which_task_was_not_learnt(
     toy: Callable[..., dict[str, Any]],
     tmp_path: Path,
@@ -98,7 +135,7 @@ def test_vtab_says_which_task_was_not_learnt(
 ) -> None:
     # 86 or 87 of the 797 test images are of the most frequent class.
     for right, said in ((87, 1), (400, 0)):
-        monkeypatch.setattr(Bench, "count_test", lambda self, weights, right=right: [(right, 797)] * len(weights))
+        monkeypatch.setattr(Trainer, "count_test", lambda self, weights, right=right: [(right, 797)] * len(weights))
         toy(tmp_path / str(right), "lrs=1e-2", "seeds=1", "schedule.steps=2")
         found = lines(capsys, "NOTHING LEARNT: svhn dpn: test top-1")
         assert len(found) == said

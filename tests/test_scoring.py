@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,14 @@ from test_formats import perturbed
 from test_highres import small, train
 from torch import Tensor
 
-from dpn_cli.backbone import load_backbone
-from dpn_cli.classifier import Classifier, save_classifier
-from dpn_cli.data.classified import Part, Source, hold_out, open_split
+from dpn_cli.data.classified import ImageSource, Part, hold_out, open_split
 from dpn_cli.data.labelled import Images
-from dpn_cli.distributed import World
-from dpn_cli.fewshot import encode, pick, probe
-from dpn_cli.recipe import Runtime
+from dpn_cli.recipe.schema import Runtime
+from dpn_cli.run.distributed import World
 from dpn_cli.scoring import score
+from dpn_cli.weights.backbone import load_backbone
+from tasks.classify.classifier import Classifier, save_classifier
+from tasks.classify.probe import encode, pick, probe
 
 CPU = World(0, 1, torch.device("cpu"))
 
@@ -118,6 +119,20 @@ def test_the_saved_side_prepares_the_pictures_of_eval_and_predict(
     assert scored["top1"] == pytest.approx(100 * (expected.argmax(1) == labels).float().mean().item())
 
 
+def test_data_of_some_of_the_classes_are_scored_among_these(framed: Path, tmp_path: Path) -> None:
+    file = str(classifier_file(tmp_path / "weights.safetensors", 48))
+    for name in ("class1", "class2"):
+        shutil.copytree(framed / name, tmp_path / "some" / name)
+    guessed = json.loads(run("predict", file, str(tmp_path / "some"), "--json").stdout)
+    found = [{entry["class"]: entry["probability"] for entry in guess["classes"]} for guess in guessed]
+    both = torch.tensor([[chances["class1"], chances["class2"]] for chances in found])
+    labels = torch.tensor([int(Path(guess["image"]).parent.name[-1]) - 1 for guess in guessed])
+    scored = json.loads(run("eval", file, "--data", str(tmp_path / "some"), "--json", "-q").stdout)
+    expected = (both / both.sum(1, keepdim=True)).log()[range(8), labels]
+    assert scored["loss"] == pytest.approx(-expected.mean().item(), abs=1e-4)
+    assert scored["top1"] == pytest.approx(100 * (both.argmax(1) == labels).float().mean().item())
+
+
 def test_the_side_that_a_run_was_asked_for_is_saved(framed: Path, tmp_path: Path) -> None:
     train(small(framed, data={"eval_resize": 48}, schedule={"steps": 1}), tmp_path / "run")
     own = json.loads(run("eval", str(tmp_path / "run"), "--data", str(framed), "--json", "-q").stdout)
@@ -138,7 +153,7 @@ def test_every_seed_of_the_few_shot_probe_draws_its_own_pictures(tmp_path: Path)
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)["accuracy"]
     model = load_backbone(checkpoint=file, stem=None, image_size=None).eval()
-    parts = hold_out(open_split(Source(str(photos)), "train")[0], 0.5)
+    parts = hold_out(open_split(ImageSource(str(photos)), "train")[0], 0.5)
     train, test = (encode(model, Part(part, range(30)), Runtime(workers=0), CPU.device, 64) for part in parts)
     for shots in (2, 5):
         expected = [100 * probe(*pick(*train, 3, shots, seed), *test, 3) for seed in (3, 0, 7)]

@@ -18,20 +18,22 @@ from PIL import Image
 from safetensors.torch import load_file
 from test_cli import run
 
-from dpn_cli import recipe as recipes
-from dpn_cli import stopping
-from dpn_cli.console import Console
 from dpn_cli.data import scenes
-from dpn_cli.distributed import World
-from dpn_cli.engine import Outputs
+from dpn_cli.engine import fit as engine
+from dpn_cli.engine.fit import Outputs
 from dpn_cli.errors import DataError, DpnError, StoppedError
+from dpn_cli.recipe.reading import build, merge
+from dpn_cli.recipe.start import Place
+from dpn_cli.run import stopping
+from dpn_cli.run.console import Console
+from dpn_cli.run.distributed import World
+from tasks.segment import command
 from tasks.segment.check import check_masks
 from tasks.segment.classes import color_of
-from tasks.segment.command import start
 from tasks.segment.pairs import FolderPairs, HubPairs
 from tasks.segment.recipe import SegmentRecipe, resolve, settle
 from tasks.segment.segmenter import Segmenter, load_segmenter
-from tasks.segment.train import build_network, evaluate, fit, open_data
+from tasks.segment.train import SegmentData, build_network, evaluate, job_of, open_data
 
 NAMES = [*scenes.MASK_CLASSES]
 SMALL: dict[str, Any] = {
@@ -74,15 +76,19 @@ def own(shapes: Path, tmp_path: Path) -> Path:
 
 
 def small(source: Path | str, **changes: Any) -> SegmentRecipe:
-    plain = resolve("segment", None, recipes.merge(SMALL, {"data": {"source": str(source)}}, changes), {})
-    return settle(recipes.build(SegmentRecipe, plain, "test"))
+    plain = resolve("segment", None, merge(SMALL, {"data": {"source": str(source)}}, changes), {})
+    return settle(build(SegmentRecipe, plain, "test"))
 
 
 def train(recipe: SegmentRecipe, path: Path, **arguments: Any) -> dict[str, Any]:
-    options = {"resume": False, "overwrite": False, "dry_run": False, **arguments}
-    result = start(recipe, path, console=Console(quiet=True), **options)
+    result = command.run(recipe, Place(path, **arguments), Console(quiet=True))
     assert result is not None
     return result
+
+
+def fit_alone(recipe: SegmentRecipe, data: SegmentData, segmenter: Segmenter, world: World) -> None:
+    job = job_of(recipe, data, segmenter, world, Outputs())
+    engine.fit(engine.prepare(segmenter.network, recipe.runtime, world), job)
 
 
 def opened(path: Path | str) -> Image.Image:
@@ -125,7 +131,7 @@ def test_pictures_are_segmented_and_the_result_says_what_it_is(finished: tuple[P
 
 def test_the_demo_learns_more_than_the_background(tmp_path: Path) -> None:
     recipe = settle(
-        recipes.build(
+        build(
             SegmentRecipe,
             resolve("ade20k", None, {"backbone": {"arch": "mu/8"}, "lr": 1e-2, "schedule": {"steps": 250}}, {}),
             "test",
@@ -266,7 +272,7 @@ def test_spoilt_validation_masks_are_found_before_training(
     how: str, message: str, dry_run: bool, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _spoil(own, how, "validation")
-    monkeypatch.setattr("tasks.segment.train.fit", lambda *_, **__: pytest.fail("trained"))
+    monkeypatch.setattr("dpn_cli.engine.fit.fit", lambda *_, **__: pytest.fail("trained"))
     with pytest.raises(DataError, match=f"validation/0000.png: the mask {message}"):
         train(small(own), tmp_path / "run", dry_run=dry_run)
 
@@ -279,18 +285,18 @@ def test_a_mask_that_no_sample_met_stops_the_training_with_its_name(own: Path, t
     network = build_network(recipe, 5)
     segmenter = Segmenter(network, data.classes, recipe.data, recipe.evaluation, {})
     with pytest.raises(DataError, match=r"0000.png: the mask holds 77"):
-        fit(recipe, data, segmenter, World(0, 1, torch.device("cpu")), Outputs())
+        fit_alone(recipe, data, segmenter, World(0, 1, torch.device("cpu")))
 
 
 WRONG: list[tuple[list[str], int, str]] = [
-    (["--fraction", "0"], 2, "data.fraction: a share of the training images above 0 and at most 1"),
+    (["--fraction", "0"], 2, "--fraction: a share of the training images above 0 and at most 1"),
     (["--fraction", "-1/4"], 2, "above 0 and at most 1"),
     (["--fraction", "1.5"], 2, "above 0 and at most 1, e.g. 0.25 or 1/16 (got '1.5')"),
     (["--fraction", "quarter"], 2, "above 0 and at most 1"),
     (["--fraction", "1/24"], 2, "leaves 1 of 24 images to train on, fewer than a batch of 8"),
     (["--batch-size", "40"], 2, "has 24 images to train on, fewer than a batch of 40"),
-    (["--classes", "nowhere.txt"], 2, "no such file; it holds one class name per line"),
-    (["--ignore-label", "70000"], 2, "data.ignore_label"),
+    (["--class-names", "nowhere.txt"], 2, "no such file; it holds one class name per line"),
+    (["--ignore-label", "70000"], 2, "--ignore-label: a whole number from 0 to 65535 (got 70000)"),
     (["--image-size", "60"], 2, "the nearest size that fits is 64x64"),
     (["--image-size", "64x32"], 2, "crops and windows are square"),
     (["--set", "optim.layer_decay=0.9"], 2, "leave it at 1"),
@@ -337,10 +343,10 @@ def test_other_runs_and_other_classes_are_refused(own: Path, tmp_path: Path) -> 
     done = run("segment", "eval", str(tmp_path / "moon"), "--data", "demo", "-q")
     assert "its 5 classes are not those" in done.stderr
     (own / "classes.txt").write_text("sky\nsky\n")
-    with pytest.raises(DataError, match="'sky' stands there twice"):
+    with pytest.raises(DataError, match="'sky' is listed twice"):
         train(recipe, tmp_path / "twice")
     (own / "classes.txt").unlink()
-    with pytest.raises(DpnError, match="--classes: the names of the classes are needed"):
+    with pytest.raises(DpnError, match="--class-names: name a file with one class name per line"):
         train(recipe, tmp_path / "none")
     from test_highres import small as small_classifier
     from test_highres import train as train_classifier
@@ -382,7 +388,7 @@ def _rank(rank: int, size: int, folder: str, shapes: str) -> None:
     recipe, world = small(shapes, schedule={"steps": 3}, optim=optim), World(rank, size, torch.device("cpu"))
     data = open_data(recipe)
     segmenter = Segmenter(build_network(recipe, 5), data.classes, recipe.data, recipe.evaluation, {})
-    fit(recipe, data, segmenter, world, Outputs())
+    fit_alone(recipe, data, segmenter, world)
     segmenter.network.eval()
     scores = evaluate(segmenter, data, recipe, world)
     weights = {name: value.double().sum().item() for name, value in segmenter.network.state_dict().items()}
@@ -407,8 +413,6 @@ def test_two_ranks_train_and_score_as_one(shapes: Path, tmp_path: Path) -> None:
 
 
 def test_a_dry_run_leaves_nothing(shapes: Path, tmp_path: Path) -> None:
-    done = start(
-        small(shapes), tmp_path / "run", resume=False, overwrite=False, dry_run=True, console=Console(quiet=True)
-    )
+    done = command.run(small(shapes), Place(tmp_path / "run", dry_run=True), Console(quiet=True))
     assert done is None
     assert not (tmp_path / "run").exists()

@@ -20,7 +20,7 @@ from torchmetrics.functional.classification import multiclass_jaccard_index
 
 from tasks.segment.check import check_crops
 from tasks.segment.pairs import ScenePairs
-from tasks.segment.transforms import Augmentation
+from tasks.segment.transforms import SegmentAugmentation
 
 CROP, PATCH, CLASSES, CELLS, SIDE = 32, 8, 11, 4, 12
 STEPS, BATCH, LR = 200, 16, 1e-2
@@ -133,7 +133,7 @@ def test_a_training_that_learns_nothing_is_said(sheets: Path, tmp_path: Path) ->
 
 def test_crops_are_compared_with_pictures_as_they_are_resized() -> None:
     pairs = ScenePairs(0, 3)  # of 64 pixels
-    how = Augmentation((16, 16), (200, 64), (0.5, 1.5))
+    how = SegmentAugmentation((16, 16), (200, 64), (0.5, 1.5))
     assert check_crops(pairs, how) is None
     warning = check_crops(pairs, replace(how, ratio=(1.5, 2.0)))
     assert warning is not None

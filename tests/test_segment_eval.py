@@ -16,14 +16,14 @@ from PIL import Image
 from test_cli import run
 from test_segment import NAMES, small, train, write_scenes
 
-from dpn_cli import stopping
-from dpn_cli.backbone import load_backbone
 from dpn_cli.data.reading import decode
+from dpn_cli.run import stopping
+from dpn_cli.weights.backbone import load_backbone
 from tasks.segment.classes import Class, color_of
 from tasks.segment.labels import LabelRule
 from tasks.segment.network import LinearSegmenter, initialize_head
 from tasks.segment.prediction import STRENGTH, draw_labels, draw_overlay
-from tasks.segment.recipe import Data, Evaluation
+from tasks.segment.recipe import Evaluation, MaskData
 from tasks.segment.scoring import SegmentScores, score
 from tasks.segment.segmenter import Segmenter, load_segmenter, save_segmenter
 from tasks.segment.transforms import resize_image
@@ -37,7 +37,7 @@ def place(tmp_path: Path) -> Path:
     vit = load_backbone("mu/16", image_size=64, num_classes=len(NAMES), seed=1)
     initialize_head(vit, "lecun_normal", 2)
     classes = tuple(Class(name, color_of(index)) for index, name in enumerate(NAMES))
-    data = Data(source=str(tmp_path / "gone"), label_offset=1, ignore_label=0, scale=(256, 64))
+    data = MaskData(source=str(tmp_path / "gone"), label_offset=1, ignore_label=0, scale=(256, 64))
     segmenter = Segmenter(LinearSegmenter(vit, final_norm=False), classes, data, Evaluation(), {})
     save_segmenter(segmenter, tmp_path / "run" / "weights.safetensors")
     (tmp_path / "run" / "run.json").write_text("{}")

@@ -12,18 +12,19 @@ import torch.nn.functional as F
 from test_segment import small
 from torch import nn
 
-from dpn_cli.backbone import Backbone, export_backbone, load_backbone
-from dpn_cli.distributed import World
-from dpn_cli.engine import Outputs
+from dpn_cli.engine.fit import Outputs
+from dpn_cli.recipe.reading import build
+from dpn_cli.run.distributed import World
+from dpn_cli.weights.backbone import Backbone, export_backbone, load_backbone
 from tasks.segment import train
 from tasks.segment.classes import Class
 from tasks.segment.labels import IGNORE, LabelRule
 from tasks.segment.loader import segment_batches
 from tasks.segment.network import LinearSegmenter, initialize_head
 from tasks.segment.pairs import PairsPart, ScenePairs, list_digest
-from tasks.segment.recipe import Data, Evaluation, SegmentRecipe
+from tasks.segment.recipe import Evaluation, MaskData, SegmentRecipe
 from tasks.segment.segmenter import Segmenter, load_segmenter, save_segmenter
-from tasks.segment.transforms import Augmentation
+from tasks.segment.transforms import SegmentAugmentation
 from tasks.segment.windows import label_map
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -112,13 +113,13 @@ def test_examples_are_made_as_the_recipe_says(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(train, "segment_batches", batches)
     with pytest.raises(_StopError):
-        train.fit(recipe, data, segmenter, ALONE, Outputs())
+        train.job_of(recipe, data, segmenter, ALONE, Outputs())
     assert astuple(seen[2]) == ((64, 64), (300, 70), (0.7, 1.5), 0.6, False, False)
 
 
 def test_every_visit_of_an_image_is_another_example() -> None:
     one = PairsPart(ScenePairs(0, 1), [0] * 4)
-    how = Augmentation((48, 48), (256, 64))
+    how = SegmentAugmentation((48, 48), (256, 64))
 
     def steps(seed: int) -> list[torch.Tensor]:
         batches = segment_batches(one, LabelRule(5, 1, 0), how, 4, seed, ALONE, workers=0)(0)
@@ -130,8 +131,8 @@ def test_every_visit_of_an_image_is_another_example() -> None:
 
 
 def test_the_loss_divides_by_the_labelled_pixels_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpn_cli.distributed.reduce_over_ranks", lambda count: count + 1000)  # another rank's
-    how, rank = Augmentation((48, 48), (256, 64)), World(0, 2, torch.device("cpu"))
+    monkeypatch.setattr("dpn_cli.run.distributed.reduce_over_ranks", lambda count: count + 1000)  # another rank's
+    how, rank = SegmentAugmentation((48, 48), (256, 64)), World(0, 2, torch.device("cpu"))
     batch = next(iter(segment_batches(ScenePairs(0, 4), LabelRule(5, 1, 0), how, 4, 0, rank, workers=0)(0)))
     assert batch["valid"].tolist() == [((batch["label"] != IGNORE).sum().item() + 1000) / 4] * 2
 
@@ -152,7 +153,7 @@ def test_padding_reaches_the_network_as_zero() -> None:
     assert not shown[0][:, :, :, 12:].any()
 
 
-def segmenter(data: Data, evaluation: Evaluation) -> Segmenter:
+def segmenter(data: MaskData, evaluation: Evaluation) -> Segmenter:
     vit = load_backbone("mu/8", image_size=32, num_classes=3, seed=3)
     vit.norm.weight.data.uniform_(0.1, 3)
     initialize_head(vit, "lecun_normal", 2)
@@ -161,7 +162,7 @@ def segmenter(data: Data, evaluation: Evaluation) -> Segmenter:
 
 
 def test_images_are_seen_as_the_run_or_the_command_says() -> None:
-    own = segmenter(Data(scale=(128, 40)), Evaluation(scales=(0.5, 1.0), flip=True, batch_size=3))
+    own = segmenter(MaskData(scale=(128, 40)), Evaluation(scales=(0.5, 1.0), flip=True, batch_size=3))
     plan = own.plan()
     assert (plan.window, plan.stride, plan.scale, plan.native) == (32, 21, (128, 40), False)
     assert (plan.ratios, plan.flip, plan.batch_size) == ((0.5, 1.0), True, 3)
@@ -169,11 +170,11 @@ def test_images_are_seen_as_the_run_or_the_command_says() -> None:
     assert own.plan(Evaluation(size="native")).native
     assert own.plan(Evaluation(stride=7)).stride == 7
     assert own.plan(Evaluation(stride=99)).stride == 32
-    assert segmenter(Data(), Evaluation()).plan().scale == (128, 32)  # of the network's windows
+    assert segmenter(MaskData(), Evaluation()).plan().scale == (128, 32)  # of the network's windows
 
 
 def test_a_segmenter_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
-    saved = segmenter(Data(scale=(128, 40), label_offset=3, ignore_label=None), Evaluation(mode="whole"))
+    saved = segmenter(MaskData(scale=(128, 40), label_offset=3, ignore_label=None), Evaluation(mode="whole"))
     save_segmenter(saved, tmp_path / "weights.safetensors")
     loaded = load_segmenter(str(tmp_path / "weights.safetensors"))
     assert (loaded.classes, loaded.data, loaded.evaluation, loaded.facts, loaded.rule, loaded.arch) == (
@@ -192,12 +193,10 @@ def test_a_segmenter_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
 
 
 def test_a_folders_recipe_differs_from_adeks_where_pictures_do() -> None:
-    from dpn_cli import recipe as recipes
     from tasks.segment.recipe import resolve
 
     ade, folder = (
-        recipes.build(SegmentRecipe, resolve(name, None, {"data": {"source": "x"}}, {}), name)
-        for name in ("ade20k", "segment")
+        build(SegmentRecipe, resolve(name, None, {"data": {"source": "x"}}, {}), name) for name in ("ade20k", "segment")
     )
     same = ("lr", "batch_size", "optim", "schedule", "head_init", "backbone")
     assert all(getattr(ade, key) == getattr(folder, key) for key in same)

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from PIL import Image
 from test_segment_windows import mmseg
 
-from dpn_cli.backbone import load_backbone
 from dpn_cli.errors import DpnError
+from dpn_cli.weights.backbone import load_backbone
 from tasks.segment.classes import Class, ade20k
 from tasks.segment.labels import LabelRule
 from tasks.segment.network import LinearSegmenter, initialize_head, use_imagenet_inputs
 from tasks.segment.pairs import FolderPairs
-from tasks.segment.recipe import Data, Evaluation
+from tasks.segment.recipe import Evaluation, MaskData
 from tasks.segment.segmenter import Segmenter, save_segmenter
 from tasks.segment.windows import Plan, label_map
 
@@ -34,7 +34,9 @@ def segmenter() -> Segmenter:
     initialize_head(vit, "lecun_normal", 2)
     vit.get_parameter("head.bias").data.copy_(torch.linspace(-0.5, 0.5, CLASSES))
     classes = tuple(Class(str(index), (index, 0, 0)) for index in range(CLASSES))
-    return Segmenter(LinearSegmenter(vit, final_norm=False).eval(), classes, Data(scale=(128, 32)), Evaluation(), {})
+    return Segmenter(
+        LinearSegmenter(vit, final_norm=False).eval(), classes, MaskData(scale=(128, 32)), Evaluation(), {}
+    )
 
 
 def build(head: str | None, backbone: str | None, classes: int = CLASSES) -> Any:

@@ -10,8 +10,8 @@ import pytest
 import yaml
 from test_cli import run
 
-from dpn_cli import recipe as recipes
 from dpn_cli.errors import DataError, DpnError
+from dpn_cli.recipe.reading import build, merge, read_recipe
 from tasks.segment.classes import ade20k, color_of
 from tasks.segment.labels import IGNORE, LabelRule
 from tasks.segment.pairs import ScenePairs, list_digest, take
@@ -20,7 +20,7 @@ from tasks.segment.recipe import SegmentRecipe, in_steps, resolve, settle
 
 def test_the_recipe_is_the_papers() -> None:
     plain = resolve("ade20k", None, {"data": {"source": "ade"}, "backbone": {"arch": "B/16", "checkpoint": "x"}}, {})
-    built = recipes.build(SegmentRecipe, plain, "test")
+    built = build(SegmentRecipe, plain, "test")
     optim, schedule = built.optim, built.schedule
     assert (schedule.steps, schedule.warmup, schedule.decay, schedule.power, schedule.end) == (
         128 * (20210 // 16),
@@ -38,9 +38,7 @@ def test_the_recipe_is_the_papers() -> None:
 
 @pytest.mark.parametrize(("share", "images"), [("1/16", 1263), ("1/8", 2526), ("0.25", 5052), (0.5, 10105), (1, 20210)])
 def test_fractions_are_the_papers_counts(share: object, images: int) -> None:
-    fraction = recipes.build(
-        SegmentRecipe, recipes.merge(recipes.read_recipe("ade20k"), {"data": {"fraction": share}}), "test"
-    ).data.fraction
+    fraction = build(SegmentRecipe, merge(read_recipe("ade20k"), {"data": {"fraction": share}}), "test").data.fraction
     assert len(take(_Named(20210), fraction)) == images
 
 
@@ -59,7 +57,7 @@ def test_smaller_fractions_lie_in_larger_ones_and_stay_what_they_are() -> None:
 
 def test_epochs_scale_with_the_images_that_are_left() -> None:
     plain = resolve("ade20k", None, {"data": {"source": "x"}, "epochs": 128}, {})
-    built = recipes.build(SegmentRecipe, plain, "test")
+    built = build(SegmentRecipe, plain, "test")
     steps = {images: in_steps(built, images).schedule.steps for images in (1263, 2526, 5052, 10105, 20210)}
     assert list(steps.values()) == [9984, 20096, 40320, 80768, 161_664]
     assert resolve("segment", None, {"data": {"source": "x"}, "schedule": {"steps": 5}}, {})["epochs"] is None
@@ -78,7 +76,7 @@ def test_flags_reach_the_recipe() -> None:
 
 def test_without_data_it_is_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    built = recipes.build(SegmentRecipe, resolve("ade20k", None, {"data": {"fraction": "1/4"}}, {}), "test")
+    built = build(SegmentRecipe, resolve("ade20k", None, {"data": {"fraction": "1/4"}}, {}), "test")
     assert built.demo
     assert settle(built).backbone.checkpoint is None  # the command makes the demo tower
     assert settle(built, "tower").backbone.checkpoint == "tower"
@@ -86,7 +84,7 @@ def test_without_data_it_is_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert settle(scratch, "tower").backbone.checkpoint == "none"
     (tmp_path / "ADEChallengeData2016").mkdir()
     with pytest.raises(DpnError, match="no weights were given. Ways out"):
-        settle(recipes.build(SegmentRecipe, resolve("ade20k", None, {"backbone": {"arch": "B/16"}}, {}), "test"))
+        settle(build(SegmentRecipe, resolve("ade20k", None, {"backbone": {"arch": "B/16"}}, {}), "test"))
 
 
 def test_ade20k_has_its_classes_and_colors() -> None:

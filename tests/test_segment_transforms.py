@@ -17,7 +17,7 @@ from test_segment_windows import mmseg
 from tasks.segment.labels import IGNORE
 from tasks.segment.transforms import (
     CROP_TRIES,
-    Augmentation,
+    SegmentAugmentation,
     augment,
     crop_labels,
     fit_into,
@@ -87,7 +87,7 @@ def test_an_example_is_mmsegmentations_for_the_same_draws() -> None:
             for transform in pipeline:
                 item = transform(item)
         draw = np.random.default_rng(number).random
-        image, target = augment(pixels, labels, Augmentation((100, 100), (400, 100)), draw)
+        image, target = augment(pixels, labels, SegmentAugmentation((100, 100), (400, 100)), draw)
         assert draw() == replay.random()  # both have drawn the same numbers
         assert np.array_equal(target.numpy(), item["gt_seg_map"])
         difference = np.abs(image.permute(1, 2, 0).numpy().astype(int) - item["img"][..., ::-1])
@@ -120,7 +120,7 @@ def test_a_crop_of_one_class_is_drawn_again() -> None:
     labels = np.zeros((100, 200), np.uint8)
     labels[:, 150:] = 1
     pixels = np.zeros((100, 200, 3), np.uint8)
-    how = Augmentation((100, 100), (200, 100), (1.0, 1.0), photometric=False)
+    how = SegmentAugmentation((100, 100), (200, 100), (1.0, 1.0), photometric=False)
     shares = []
     for seed in range(60):
         _, target = augment(pixels, labels, how, np.random.default_rng(seed).random)
@@ -134,7 +134,7 @@ def test_ignored_pixels_are_no_second_class() -> None:
     labels = np.full((20, 20), 3, np.uint8)
     labels[::2] = IGNORE
     draw = mock.Mock(side_effect=np.random.default_rng(0).random)
-    how = Augmentation((10, 10), (20, 20), (1.0, 1.0), photometric=False)
+    how = SegmentAugmentation((10, 10), (20, 20), (1.0, 1.0), photometric=False)
     augment(np.zeros((20, 20, 3), np.uint8), labels, how, draw)
     assert draw.call_count == 1 + 2 * (1 + CROP_TRIES) + 1  # the ratio, a crop and all tries, the flip
 
@@ -149,14 +149,14 @@ def test_ignored_pixels_are_outside_the_share_of_a_class(ignored: float, most: f
     labels[: int(100 * ignored)] = IGNORE
     labels[int(100 * ignored) : int(100 * (ignored + most) + 0.5)] = 3
     draw = mock.Mock(side_effect=np.random.default_rng(0).random)
-    how = Augmentation((10, 10), (10, 10), (1.0, 1.0), photometric=False)
+    how = SegmentAugmentation((10, 10), (10, 10), (1.0, 1.0), photometric=False)
     augment(np.zeros((10, 10, 3), np.uint8), labels.reshape(10, 10), how, draw)
     assert draw.call_count == 1 + 2 * tries + 1  # the ratio, the places of crops, the flip
 
 
 def test_pictures_are_mirrored_unless_that_is_switched_off() -> None:
     pixels, labels = example(5)
-    plain = Augmentation((60, 60), (400, 100))
+    plain = SegmentAugmentation((60, 60), (400, 100))
     mirrored = 0
     for seed in range(20):
         draws = [np.random.default_rng(seed).random for _ in range(2)]

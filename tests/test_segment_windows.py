@@ -15,7 +15,7 @@ from conftest import Arrays, nchw
 from torch import Tensor
 from torchmetrics.classification import MulticlassConfusionMatrix
 
-from dpn_cli.backbone import load_backbone
+from dpn_cli.weights.backbone import load_backbone
 from tasks.segment.classes import Class
 from tasks.segment.labels import IGNORE
 from tasks.segment.loss import UpsampledCrossEntropy, segmentation_loss

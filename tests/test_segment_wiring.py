@@ -16,19 +16,21 @@ from PIL import Image
 from test_cli import run
 from test_segment import NAMES, small, train, write_scenes
 
-from dpn_cli.backbone import export_backbone, load_backbone
-from dpn_cli.commands import segment as command
-from dpn_cli.console import Console
-from dpn_cli.distributed import World
-from dpn_cli.engine import Outputs
+from dpn_cli.commands import tasks as commands
+from dpn_cli.engine.fit import Outputs
 from dpn_cli.errors import DataError, DpnError
+from dpn_cli.recipe.start import Place
+from dpn_cli.run.console import Console
+from dpn_cli.run.distributed import World
+from dpn_cli.run.session import Session
+from dpn_cli.weights.backbone import export_backbone, load_backbone
+from tasks.segment import command as trainer
 from tasks.segment import train as training
 from tasks.segment.classes import Class, rule_of
-from tasks.segment.command import start
 from tasks.segment.labels import LabelRule
 from tasks.segment.network import LinearSegmenter, initialize_head
 from tasks.segment.pairs import open_pairs
-from tasks.segment.recipe import Data, Evaluation, settle
+from tasks.segment.recipe import Evaluation, MaskData, SegmentRecipe, settle
 from tasks.segment.scoring import SegmentScores
 from tasks.segment.segmenter import Segmenter, load_segmenter, save_segmenter
 
@@ -51,7 +53,7 @@ def untrained(data: Path, tmp_path: Path) -> Path:
     vit = load_backbone("mu/16", image_size=64, num_classes=len(NAMES), drop_path=0.5, seed=1)
     initialize_head(vit, "lecun_normal", 2)
     classes = tuple(Class(name, (1, 2, 3)) for name in NAMES)
-    source = Data(source=str(data), label_offset=1, ignore_label=0)
+    source = MaskData(source=str(data), label_offset=1, ignore_label=0)
     save_segmenter(
         Segmenter(LinearSegmenter(vit, final_norm=False), classes, source, Evaluation(), {}),
         tmp_path / "run" / "weights.safetensors",
@@ -105,36 +107,28 @@ def test_the_recipe_decides_batches_and_steps(monkeypatch: pytest.MonkeyPatch) -
     data = training.open_data(recipe)
     segmenter = Segmenter(training.build_network(recipe, 5), data.classes, recipe.data, recipe.evaluation, {})
     seen: list[Any] = []
-    keywords: dict[str, Any] = {}
 
     def batches(*arguments: Any, **_: Any) -> Callable[[int], None]:
         seen.extend(arguments)
         return lambda start: None
 
-    def fit(*arguments: Any, **options: Any) -> None:
-        seen.append(arguments[4])
-        keywords.update(options)
-        raise _StopError
-
     monkeypatch.setattr(training, "segment_batches", batches)
-    monkeypatch.setattr("dpn_cli.engine.fit", fit)
-    with pytest.raises(_StopError):
-        training.fit(recipe, data, segmenter, ALONE, Outputs())
-    pairs, rule, _, batch_size, seed, _, job = seen
+    job = training.job_of(recipe, data, segmenter, ALONE, Outputs())
+    pairs, rule, _, batch_size, seed, _ = seen
     assert (pairs, rule, batch_size, seed) == (data.train, data.rule, 4, 7)
     assert (job.seed, job.lr, job.batch_size, job.schedule, job.optim) == (7, 0.123, 4, recipe.schedule, recipe.optim)
-    assert keywords["evaluate_every"] == 20
+    assert (job.evaluate_every, job.monitor) == (20, "miou")
 
 
 def test_the_demo_is_scored_on_other_scenes_than_it_is_trained_on() -> None:
-    parts = [open_pairs(Data(source="demo"), split) for split in ("train", "val")]
+    parts = [open_pairs(MaskData(source="demo"), split) for split in ("train", "val")]
     assert [len(part) for part in parts] == [1000, 200]
     assert set(parts[0].names).isdisjoint(parts[1].names)
 
 
 def test_masks_are_read_as_the_recipe_says() -> None:
-    assert rule_of(Data(source="demo", label_offset=1, ignore_label=0)) == LabelRule(5, 1, 0)
-    assert rule_of(Data(source="demo", label_offset=3, ignore_label=None)) == LabelRule(5, 3, None)
+    assert rule_of(MaskData(source="demo", label_offset=1, ignore_label=0)) == LabelRule(5, 1, 0)
+    assert rule_of(MaskData(source="demo", label_offset=3, ignore_label=None)) == LabelRule(5, 3, None)
 
 
 def test_looks_and_result_are_scores_of_the_validation_images(data: Path, tmp_path: Path) -> None:
@@ -227,11 +221,16 @@ def test_the_weights_folder_is_for_those_who_name_no_weights(tmp_path: Path, mon
 def test_a_run_has_the_folder_of_its_task_network_and_fraction(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     seen: list[Path] = []
-    monkeypatch.setattr("tasks.segment.command.run_in_folder", lambda *arguments, **_: seen.append(arguments[2]))
-    keep: dict[str, Any] = {"resume": False, "overwrite": False, "dry_run": False, "console": Console(quiet=True)}
+
+    def trained(begun: Session[SegmentRecipe]) -> dict[str, str]:
+        seen.append(begun.folder.path)
+        return {"task": "none"}
+
+    monkeypatch.setattr("tasks.segment.command.train", trained)
     for source, share in ((str(data), 1), (str(data), "1/2"), ("demo", 1)):
-        start(small(source, data={"source": source, "fraction": share}), None, **keep)
+        trainer.run(small(source, data={"source": source, "fraction": share}), Place(), Console(quiet=True))
     assert [str(path) for path in seen] == [
         "runs/segment_folder/mu-16-dpn",
         "runs/segment_folder/mu-16-dpn-0.5",
@@ -244,7 +243,7 @@ def test_a_dry_run_counts_the_steps_of_the_epochs(
 ) -> None:
     monkeypatch.setattr("tasks.segment.command.measure_step", lambda *_: 3600.0)
     recipe = small(data).model_copy(update={"epochs": 5.0})
-    start(recipe, None, resume=False, overwrite=False, dry_run=True, console=Console())
+    trainer.run(recipe, Place(dry_run=True), Console())
     said = capsys.readouterr().err
     assert "5 steps of 8: 5 passes" in said
     assert re.search(r"3.6e\+03 s a step, about 5 hours here", said)
@@ -258,7 +257,7 @@ def test_each_command_has_its_own_recipe() -> None:
 
 
 def test_the_demo_starts_from_the_tower_of_its_stem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "demo_tower", lambda stem, console: f"tower of {stem}")
+    monkeypatch.setattr(commands, "demo_tower", lambda stem, console: f"tower of {stem}")
     recipe = small("demo", backbone={"arch": None, "checkpoint": None, "stem": "none"})
     assert recipe.backbone.checkpoint is None
-    assert command._settle(recipe, Console(quiet=True)).backbone.checkpoint == "tower of none"
+    assert commands.ADE20K.settle(recipe, Console(quiet=True)).backbone.checkpoint == "tower of none"

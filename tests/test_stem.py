@@ -12,8 +12,8 @@ from conftest import Arrays, nchw
 from einops import rearrange
 
 from dpn_cli.arch import STEMS, Size, Stem
-from dpn_cli.stem import PatchStem, stem_norm
-from dpn_cli.vit import DPNViT, ViTConfig
+from dpn_cli.model.stem import PatchStem, stem_norm
+from dpn_cli.model.vit import DPNViT, ViTConfig
 
 GOLDEN_NAMES: dict[Stem, str] = {
     "none": "none",

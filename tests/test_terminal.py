@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from test_cli import run
 from typer.testing import Result
 
-from dpn_cli.backbone import export_backbone, load_backbone
-from dpn_cli.classifier import Classifier, save_classifier
-from dpn_cli.console import Console, printable, show_error
+from dpn_cli.run.console import Console, printable, show_error
+from dpn_cli.weights.backbone import export_backbone, load_backbone
+from tasks.classify.classifier import Classifier, save_classifier
 
 RED, TITLE, BOLD, LINES = "\x1b[31mred", "\x1b]0;owned\x07", "[bold]b", "c\nd\r\x85"
 NAMES = (RED, TITLE, BOLD, LINES, "\u202eback", "plain")

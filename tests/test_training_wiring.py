@@ -12,19 +12,24 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_cli import run as dpn_run
-from test_engine import ALONE, loss_fn, random_batches, small
+from test_engine import job, random_batches, small
+from test_highres import small as small_recipe
+from test_highres import train
 from torch import Tensor
 
-from dpn_cli import engine
-from dpn_cli.console import Console
-from dpn_cli.distributed import World
-from dpn_cli.engine import Outputs, Training
-from dpn_cli.gradients import Gradients
-from dpn_cli.memory import MicroBatch
-from dpn_cli.recipe import Optim, Runtime, Schedule
-from dpn_cli.runstate import Checkpoints
-from dpn_cli.trackers import build_tracker
-from dpn_cli.trainstate import evaluated_weights
+from dpn_cli.data.labelled import fingerprint
+from dpn_cli.data.loader import crop_batches
+from dpn_cli.engine import fit as engine
+from dpn_cli.engine.fit import Outputs
+from dpn_cli.engine.gradients import Gradients
+from dpn_cli.engine.memory import MicroBatch
+from dpn_cli.engine.trainstate import evaluated_weights
+from dpn_cli.recipe.schema import Optim, Schedule
+from dpn_cli.run.console import Console
+from dpn_cli.run.distributed import World
+from dpn_cli.run.folder import Checkpoints
+from dpn_cli.run.trackers import build_tracker
+from dpn_cli.scoring import score
 
 DECAY = 0.6
 STEPS = 6
@@ -39,29 +44,24 @@ def trajectory(ema: float | None, folder: Path | None = None) -> tuple[list[Tens
         seen.append(head.detach().clone())
         return {"accuracy": next(scores)}
 
-    engine.fit(
-        model,
-        loss_fn,
-        random_batches(),
-        evaluate,
-        Training(Optim(), Schedule(steps=STEPS, warmup=1), 0.1, 8, seed=3, ema=ema),
-        Runtime(),
-        ALONE,
-        Outputs(Checkpoints(folder) if folder else None),
-        MicroBatch(8),
-        evaluate_every=1,
-    )
+    outputs = Outputs(Checkpoints(folder) if folder else None)
+    engine.fit(model, job(STEPS, ema_decay=ema, evaluate=evaluate, evaluate_every=1, outputs=outputs))
     return seen, head.detach().clone()
+
+
+def averages(start: Tensor, raw: list[Tensor]) -> list[Tensor]:
+    """Return the moving average of the weights after every step: its decay rises to `DECAY`."""
+    found = [start]
+    for step, weight in enumerate(raw):
+        decay = min(DECAY, (1 + step) / (10 + step))
+        found.append(decay * found[-1] + (1 - decay) * weight)
+    return found[1:]
 
 
 def test_averaged_weights_are_evaluated_kept_as_best_and_left_in_the_model(tmp_path: Path) -> None:
     raw, _ = trajectory(None)
     averaged, final = trajectory(DECAY, tmp_path)
-    expected, average = [], small().get_parameter("head.weight").detach().clone()
-    for step, weight in enumerate(raw):
-        decay = min(DECAY, (1 + step) / (10 + step))
-        average = decay * average + (1 - decay) * weight
-        expected.append(average)
+    expected = averages(small().get_parameter("head.weight").detach(), raw)
     torch.testing.assert_close(averaged, expected)
     torch.testing.assert_close(final, expected[-1])
     best = Checkpoints(tmp_path).load("best", pytest.fail)
@@ -76,17 +76,17 @@ def test_the_kept_file_of_a_run_holds_the_averaged_weights(
     select: str, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The scores make the second of four evaluations the best one; its weights as they were scored are kept."""
-    from dpn_cli.supervised import train as training
+    from tasks.classify import train as training
 
     seen: list[Tensor] = []
     scores = iter([1.0, 9.0, 2.0, 3.0])
-    original = training._Training.minival
+    original = training._ClassifierTraining.minival
 
     def scored(self: Any) -> dict[str, float]:
         seen.append(self.model.head.weight.detach().clone())
         return {**original(self), "accuracy": next(scores)}
 
-    monkeypatch.setattr(training._Training, "minival", scored)
+    monkeypatch.setattr(training._ClassifierTraining, "minival", scored)
     done = dpn_run(
         "finetune", "highres", "--data", str(photos), "--val-fraction", "0.2", "--arch", "mu/8", "--checkpoint", "none",
         "--image-size", "32", "-b", "8", "--steps", "8", "--lr", "0.01", "--ema", "0.9", "-j", "0", "--device", "cpu",
@@ -98,17 +98,65 @@ def test_the_kept_file_of_a_run_holds_the_averaged_weights(
     assert not torch.equal(seen[1], seen[3])
 
 
+def test_a_recipe_with_an_average_evaluates_and_keeps_it(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run without an average is scored after every step, and its weights are averaged by hand."""
+    from tasks.classify import train as training
+
+    seen: list[Tensor] = []
+    original = training._ClassifierTraining.minival
+
+    def scored(self: Any) -> dict[str, float]:
+        seen.append(self.model.head.weight.detach().clone())
+        return original(self)
+
+    monkeypatch.setattr(training._ClassifierTraining, "minival", scored)
+    short = {"schedule": {"steps": 4}, "evaluate_every": 1, "runtime": {"workers": 0}}
+    train(small_recipe(photos, **short), tmp_path / "raw")
+    raw = seen.copy()
+    train(small_recipe(photos, ema=DECAY, **short), tmp_path / "averaged")
+    expected = averages(torch.zeros_like(raw[0]), raw)
+    torch.testing.assert_close(seen[len(raw) :], expected)
+    kept = load_file(tmp_path / "averaged" / "weights.safetensors")["head.weight"]
+    torch.testing.assert_close(kept, expected[-1])
+    assert not torch.allclose(kept, raw[-1])
+
+
+def test_a_run_trains_chooses_and_is_scored_on_the_splits_of_these_names(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tasks.classify import train as training
+
+    trained: list[str] = []
+    scored: list[str] = []
+
+    def recorded_batches(split: Any, *arguments: Any, **options: Any) -> Any:
+        trained.append(fingerprint(split))
+        return crop_batches(split, *arguments, **options)
+
+    def recorded_score(logits_of: Any, split: Any, *arguments: Any, **options: Any) -> Any:
+        scored.append(fingerprint(split))
+        return score(logits_of, split, *arguments, **options)
+
+    monkeypatch.setattr(training, "crop_batches", recorded_batches)
+    monkeypatch.setattr(training, "score", recorded_score)
+    recipe = small_recipe(photos, schedule={"steps": 2}, evaluate_every=1, runtime={"workers": 0})
+    splits = train(recipe, tmp_path / "run")["data"]
+    assert len({splits["train"], splits["minival"], splits["val"]}) == 3
+    assert trained == [splits["train"]]
+    assert scored == [splits["minival"], splits["minival"], splits["val"]]
+
+
 def test_dropout_differs_by_rank_and_not_by_what_ran_before() -> None:
     batch = next(random_batches()(0))
 
     def gradient(world: World, step: int = 0) -> Tensor:
         model = small(dropout=0.5)
         model.train()
-        gradients = Gradients(
-            model, model, loss_fn, lambda: torch.autocast("cpu", enabled=False), 3, None, world, MicroBatch(8), print
-        )
+        gradients = Gradients(model, model, job(world=world, optim=Optim(clip_norm=None)), MicroBatch(8))
         torch.rand(7)
-        gradients.backward(batch, step)
+        gradients.compute(batch, step)
         grad = model.get_parameter("head.weight").grad
         assert isinstance(grad, Tensor)
         return grad
@@ -122,8 +170,7 @@ def test_dropout_differs_by_rank_and_not_by_what_ran_before() -> None:
 def test_the_seed_of_a_training_decides_its_dropout() -> None:
     def trained(seed: int) -> Tensor:
         model = small(dropout=0.5)
-        training = Training(Optim(), Schedule(steps=3), 0.1, 8, seed=seed)
-        engine.fit(model, loss_fn, random_batches(), None, training, Runtime(), ALONE, Outputs(), MicroBatch(8))
+        engine.fit(model, job(schedule=Schedule(steps=3), seed=seed))
         weight: Tensor = model.get_parameter("head.weight").detach()
         return weight
 
@@ -148,8 +195,8 @@ def test_the_seed_reaches_initial_weights_and_batches(
 ) -> None:
     starts: list[tuple[Tensor, Tensor]] = []
 
-    def stopped(model: Any, loss: Any, batches: Any, *rest: Any, **more: Any) -> None:
-        stream: Iterator[engine.Batch] = batches(0)
+    def stopped(model: Any, job: engine.Job) -> None:
+        stream: Iterator[engine.Batch] = job.batches(0)
         weights = torch.cat([value.detach().flatten() for value in engine.unwrap(model).parameters()])
         starts.append((weights, next(stream)["image"].clone()))
         raise _FirstStepError

@@ -10,8 +10,8 @@ import torch
 import transformers as hf
 from test_formats import distance, perturbed
 
-from dpn_cli.backbone import load_backbone
 from dpn_cli.errors import DataError
+from dpn_cli.weights.backbone import load_backbone
 
 TINY: dict[str, Any] = {
     "hidden_size": 192,
@@ -44,8 +44,8 @@ def build(name: str, config: dict[str, Any]) -> Any:
         ),
         ("VitPoseBackbone", PAIRS, "a transformers model without a class token"),
         ("SwinModel", STAGES | {"embed_dim": 48, "patch_size": 2}, "a transformers model without a class token"),
-        ("DeiTModel", TINY, "its 17 positions are no square grid"),
-        ("YolosModel", PAIRS | {"patch_size": 8}, "its 116 positions are no square grid"),
+        ("DeiTModel", TINY, "its 17 positions do not form a square grid"),
+        ("YolosModel", PAIRS | {"patch_size": 8}, "its 116 positions do not form a square grid"),
         ("Dinov2Model", TINY, "blocks.0.mlp.fc1.weight is missing"),
         ("BeitModel", TINY, WHOLE),
         ("ViTForMaskedImageModeling", TINY | {"encoder_stride": 8}, WHOLE),

@@ -15,16 +15,17 @@ from conftest import write_task
 from rich.console import Console as RichConsole
 from test_cli import dpn
 
-from dpn_cli import recipe
-from dpn_cli.console import Console
 from dpn_cli.data.pixels import shuffled_batches
 from dpn_cli.errors import DpnError
-from tasks.vtab.bench import Bench
+from dpn_cli.recipe.reading import build, from_settings, merge, read_recipe
+from dpn_cli.recipe.start import Place
+from dpn_cli.run.console import Console
+from tasks.vtab import command
 from tasks.vtab.cells import choose_lr
-from tasks.vtab.command import start
 from tasks.vtab.recipe import VtabRecipe, resolve, settle
 from tasks.vtab.report import print_result
 from tasks.vtab.table import DEMO_TASKS, PAPER_COLUMNS, TASKS, choose_tasks
+from tasks.vtab.trainer import Trainer
 
 Json = dict[str, Any]
 TOY = [
@@ -49,12 +50,10 @@ def run(
     console: Console | None = None,
     toy: bool = True,
 ) -> Json:
-    layers = recipe.from_settings([*(TOY if toy else []), *settings])
+    layers = from_settings([*(TOY if toy else []), *settings])
     plain = resolve(None, {"data": {"source": str(source)}}, layers)
-    built = settle(recipe.build(VtabRecipe, plain, "recipe"))
-    result = start(
-        built, output, resume=resume, overwrite=overwrite, dry_run=False, console=console or Console(quiet=True)
-    )
+    built = settle(build(VtabRecipe, plain, "recipe"))
+    result = command.run(built, Place(output, resume=resume, overwrite=overwrite), console or Console(quiet=True))
     assert result is not None
     return result
 
@@ -137,13 +136,13 @@ def test_only_the_chosen_cells_meet_the_test_split_and_once(
     toy: Callable[..., Json], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
-    original = Bench.count_test
+    original = Trainer.count_test
 
-    def counted(self: Bench, weights: Any) -> Any:
+    def counted(self: Trainer, weights: Any) -> Any:
         seen.append(len(weights))
         return original(self, weights)
 
-    monkeypatch.setattr(Bench, "count_test", counted)
+    monkeypatch.setattr(Trainer, "count_test", counted)
     result = toy(tmp_path / "run")
     chosen = result["tasks"]["svhn"]["lr"]
     assert [(row["lr"], row["seed"], row["images"]) for row in ledger(tmp_path / "run")] == [
@@ -186,7 +185,7 @@ def test_stems_are_compared_pair_by_pair(toy: Callable[..., Json], tmp_path: Pat
 def test_checkpoints_of_every_stem_are_found_by_name(
     toy: Callable[..., Json], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from dpn_cli.backbone import export_backbone, load_backbone
+    from dpn_cli.weights.backbone import export_backbone, load_backbone
 
     for stem in ("none", "dpn"):
         model = load_backbone("mu/8", stem=stem, image_size=32)
@@ -230,9 +229,18 @@ def test_augmentation_follows_the_tasks_row(digits: Path, tmp_path: Path, monkey
         seen.append((tuple(pixels.images.shape[1:]), options["crop"], options["flip"], size))
         return original(pixels, size, *arguments, **options)
 
-    monkeypatch.setattr("tasks.vtab.bench.shuffled_batches", recorded)
+    monkeypatch.setattr("tasks.vtab.trainer.shuffled_batches", recorded)
     run(digits, tmp_path / "run", "data.tasks=svhn", "seeds=1", "lrs=[0.01]")
     assert seen == [((3, 18, 18), True, True, (16, 16))]  # 256 / 224 of 16 before the crop
+    for augment, shape, crop, flip in (
+        ("[flip]", 16, False, True),
+        ("[crop]", 18, True, False),
+        ("[]", 16, False, False),
+    ):
+        seen.clear()
+        settings = ("data.tasks=svhn", "seeds=1", "lrs=[0.01]", "schedule.steps=2", f"data.augment.svhn={augment}")
+        run(digits, tmp_path / augment, *settings)
+        assert seen == [((3, shape, shape), crop, flip, (16, 16))]
     assert {(t.crop, t.flip) for t in TASKS if t.name in {"smallnorb_azi", "dsprites_ori"}} == {(True, False)}
     assert {(t.crop, t.flip) for t in TASKS if t.name in {"clevr_dist", "clevr_count", "dmlab", "kitti"}} == {
         (False, True)
@@ -272,8 +280,8 @@ def test_the_score_of_all_19_tasks_is_both_means() -> None:
     from tasks.vtab.cells import TaskOutcome
     from tasks.vtab.report import build_result
 
-    plain = recipe.merge(recipe.read_recipe("vtab"), {"seeds": [0, 1], "data": {"source": "x"}})
-    built = recipe.build(VtabRecipe, plain, "recipe")
+    plain = merge(read_recipe("vtab"), {"seeds": [0, 1], "data": {"source": "x"}})
+    built = build(VtabRecipe, plain, "recipe")
     outcomes = [
         TaskOutcome(task, "dpn", {3e-4: {0: 50.0, 1: 50.0}}, {0: task.paper[1], 1: task.paper[1] + 1}, 10, 3e-4)
         for task in TASKS
@@ -293,7 +301,7 @@ def test_the_demo_runs_from_nothing_and_says_so(tmp_path: Path) -> None:
     done = dpn("finetune", "vtab", "--steps", "26", "--seeds", "1", "--lrs", "1e-2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     first = " ".join(done.stderr.split())
-    assert first.startswith("DEMO: generated scenes")
+    assert "DEMO: generated scenes" in first
     assert "--data DIR" in first
     assert "VTAB demo · mu/16" in done.stdout
     result = json.loads((tmp_path / "runs" / "vtab_demo" / "mu-16-dpn" / "result.json").read_text())

@@ -10,7 +10,7 @@ import pytest
 from test_vtab import run
 
 from dpn_cli.errors import DataError
-from tasks.vtab.bench import Bench
+from tasks.vtab.trainer import Trainer
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_wrong_data_end_the_run_before_training(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Bench, "fit", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr(Trainer, "job", lambda *_: pytest.fail("trained"))
     edit(broken / "svhn" / f"{split}.txt", change)
     with pytest.raises(DataError, match=message) as caught:
         run(broken, tmp_path / "run", "data.tasks=svhn")

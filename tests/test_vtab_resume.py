@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from test_cli import dpn
 from test_vtab import Json, ledger
 
-from dpn_cli import engine
+from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError, DpnError, NonFiniteError, SaveError
-from tasks.vtab.bench import Bench
+from dpn_cli.run.provenance import recipe_digest
+from tasks.vtab.trainer import Trainer
 
 
 @pytest.mark.parametrize("cells_before", [0, 3, 5])
@@ -22,15 +25,15 @@ def test_a_killed_sweep_goes_on_where_it_was(
 ) -> None:
     whole = toy(tmp_path / "whole")
     trained: list[float] = []
-    original = Bench.fit
+    original = Trainer.job
 
-    def dying(self: Bench, cell: Any, outputs: engine.Outputs) -> engine.FitResult:
+    def dying(self: Trainer, cell: Any, outputs: engine.Outputs) -> engine.Job:
         trained.append(cell.lr)
         if len(trained) == cells_before + 1:
             raise KeyboardInterrupt
         return original(self, cell, outputs)
 
-    monkeypatch.setattr(Bench, "fit", dying)
+    monkeypatch.setattr(Trainer, "job", dying)
     with pytest.raises(KeyboardInterrupt):
         toy(tmp_path / "cut")
     resumed = toy(tmp_path / "cut", resume=True)
@@ -43,32 +46,46 @@ def test_a_kill_between_choice_and_score_trains_nothing_again(
     toy: Callable[..., Json], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = toy(tmp_path / "whole")
-    original = Bench.count_test
+    original = Trainer.count_test
 
-    def dying(self: Bench, weights: Any) -> Any:
+    def dying(self: Trainer, weights: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Bench, "count_test", dying)
+    monkeypatch.setattr(Trainer, "count_test", dying)
     with pytest.raises(KeyboardInterrupt):
         toy(tmp_path / "cut")
-    monkeypatch.setattr(Bench, "count_test", original)
-    monkeypatch.setattr(Bench, "fit", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(Trainer, "count_test", original)
+    monkeypatch.setattr(Trainer, "job", lambda *_: pytest.fail("trained again"))
     assert toy(tmp_path / "cut", resume=True)["tasks"] == whole["tasks"]
+
+
+def test_a_run_begun_before_augmentation_was_a_key_goes_on(toy: Callable[..., Json], tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    whole = toy(path)
+    recipe = yaml.safe_load((path / "config.yaml").read_text())
+    del recipe["data"]["augment"]
+    (path / "config.yaml").write_text(yaml.safe_dump(recipe))
+    facts = json.loads((path / "run.json").read_text())
+    (path / "run.json").write_text(json.dumps({**facts, "recipe": recipe_digest(recipe)}))
+    (path / "result.json").unlink()
+    assert toy(path, resume=True)["tasks"] == whole["tasks"]
+    with pytest.raises(DpnError, match=r"data.augment.svhn: \['crop', 'flip'\] there, \['flip'\] now"):
+        toy(path, "data.augment.svhn=[flip]", resume=True)
 
 
 @pytest.mark.parametrize("allow", [False, True])
 def test_a_failed_cell_is_shown_and_tried_again(
     allow: bool, toy: Callable[..., Json], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = Bench.fit
+    original = Trainer.job
     broken = True
 
-    def failing(self: Bench, cell: Any, outputs: engine.Outputs) -> engine.FitResult:
+    def failing(self: Trainer, cell: Any, outputs: engine.Outputs) -> engine.Job:
         if broken and (cell.lr, cell.seed) == (0.03, 1):
             raise NonFiniteError("step 3: loss nan")
         return original(self, cell, outputs)
 
-    monkeypatch.setattr(Bench, "fit", failing)
+    monkeypatch.setattr(Trainer, "job", failing)
     extra = [f"allow_failed={str(allow).lower()}"]
     first = toy(tmp_path / "run", *extra)
     assert first["failed"] == ["svhn dpn lr 0.03 seed 1: step 3: loss nan"]
@@ -122,14 +139,14 @@ def test_failed_cells_end_the_command_with_code_6(digits: Path, tmp_path: Path) 
     done = dpn(*arguments)
     assert done.returncode == 6, done.stderr
     assert "lr 1e+30 seed 0: step" in " ".join(done.stdout.split())
-    assert "1 cells failed" in done.stderr  # the diverged network left nothing to the cell after it
+    assert "1 trainings failed" in done.stderr  # the diverged network left nothing to the cell after it
 
 
 def test_an_output_folder_with_another_run_is_never_mixed_up(toy: Callable[..., Json], tmp_path: Path) -> None:
     toy(tmp_path / "run", "seeds=1", "lrs=[0.01]")
     with pytest.raises(DpnError, match="holds a finished run; --resume continues it, --overwrite deletes it"):
         toy(tmp_path / "run", "seeds=1", "lrs=[0.01]")
-    with pytest.raises(DpnError, match=r"another recipe \(.*schedule.steps: 6 there, 7 now"):
+    with pytest.raises(DpnError, match=r"a different recipe \(.*schedule.steps: 6 there, 7 now"):
         toy(tmp_path / "run", "seeds=1", "lrs=[0.01]", "schedule.steps=7", resume=True)
     result = toy(tmp_path / "run", "seeds=1", "lrs=[0.01]", "runtime.micro_batch_size=8", resume=True)
     assert result["tasks"]["svhn"]["test"]["n"] == 1
@@ -138,7 +155,7 @@ def test_an_output_folder_with_another_run_is_never_mixed_up(toy: Callable[..., 
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").touch()
     for arguments in ({"overwrite": True}, {"resume": True}, {}):
-        with pytest.raises(DpnError, match="something other than a run of dpn"):
+        with pytest.raises(DpnError, match="the folder is not empty and is not a dpn run"):
             toy(tmp_path / "photos", **arguments)
     assert (tmp_path / "photos" / "cat.jpg").exists()
 

@@ -15,16 +15,16 @@ from scipy import stats
 from test_vtab import run
 from torch import Tensor
 
-from dpn_cli import engine
-from dpn_cli.backbone import export_backbone, load_backbone, load_whole
 from dpn_cli.data.pixels import resize
+from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError
-from dpn_cli.sources import open_checkpoint
-from tasks.vtab.bench import Bench
+from dpn_cli.weights.backbone import export_backbone, load_backbone, load_whole
+from dpn_cli.weights.sources import open_checkpoint
 from tasks.vtab.cells import TaskOutcome
 from tasks.vtab.recipe import VtabRecipe
 from tasks.vtab.report import build_result
 from tasks.vtab.table import TASKS
+from tasks.vtab.trainer import Trainer
 
 Json = dict[str, Any]
 Toy = Callable[..., Json]
@@ -45,10 +45,11 @@ RECIPE = VtabRecipe.model_validate(
 class Start:
     """A training as it begins: weights, first batch, seed and learning rate."""
 
-    def __init__(self, network: Any, batch: engine.Batch, training: engine.Training) -> None:
+    def __init__(self, network: Any, batch: engine.Batch, job: engine.Job) -> None:
         self.weights = {name: value.clone() for name, value in network.state_dict().items()}
         self.rates = [block.drop_path1.drop_prob for block in network.blocks[1:]]
-        self.labels, self.seed, self.lr = batch["label"].clone(), training.seed, training.lr
+        self.images, self.labels = batch["image"].clone(), batch["label"].clone()
+        self.seed, self.lr = job.seed, job.lr
 
 
 @pytest.fixture
@@ -57,11 +58,11 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[Start]:
     seen: list[Start] = []
     original = engine.fit
 
-    def recorded(model: Any, loss: Any, batches: Any, evaluate: Any, training: Any, *rest: Any) -> Any:
-        seen.append(Start(engine.unwrap(model), next(batches(0)), training))
-        return original(model, loss, batches, evaluate, training, *rest)
+    def recorded(model: Any, job: engine.Job) -> engine.FitResult:
+        seen.append(Start(engine.unwrap(model), next(job.batches(0)), job))
+        return original(model, job)
 
-    monkeypatch.setattr("tasks.vtab.bench.engine.fit", recorded)
+    monkeypatch.setattr("tasks.vtab.trainer.engine.fit", recorded)
     return seen
 
 
@@ -104,6 +105,41 @@ def test_a_seed_decides_initial_weights_and_batches_and_the_lr_neither(
     first, second = by_seed[0][0], by_seed[1][0]
     assert not torch.equal(first.weights["blocks.0.attn.qkv.weight"], second.weights["blocks.0.attn.qkv.weight"])
     assert not torch.equal(first.labels, second.labels)
+
+
+def test_each_stem_of_a_comparison_is_trained(toy: Toy, starts: list[Start], tmp_path: Path) -> None:
+    toy(tmp_path / "run", "compare=none,dpn", "seeds=1", "lrs=[0.01]")
+    assert ["patch_embed.norm_in.weight" in start.weights for start in starts] == [False, True]
+
+
+def distinct(images: Tensor) -> set[bytes]:
+    return {image.numpy().tobytes() for image in images}
+
+
+@pytest.mark.parametrize(
+    ("task", "crop", "flip"),
+    [("svhn", True, True), ("dsprites_ori", True, False), ("clevr_dist", False, True), ("dsprites_loc", False, False)],
+)
+def test_training_images_are_cropped_and_mirrored_as_the_tasks_row_says(
+    task: str, crop: bool, flip: bool, digits: Path, starts: list[Start], tmp_path: Path
+) -> None:
+    classes = next(row.classes for row in TASKS if row.name == task)
+    folder = tmp_path / "data" / task
+    folder.mkdir(parents=True)
+    (folder / "images").symlink_to(digits / "svhn" / "images")
+    for split in ("train800", "val200", "test"):
+        rows = [line.split() for line in (digits / "svhn" / f"{split}.txt").read_text().splitlines()]
+        rows = rows[:20] if split == "test" else rows
+        (folder / f"{split}.txt").write_text("".join(f"{name} {int(label) % classes}\n" for name, label in rows))
+    run(tmp_path / "data", tmp_path / "run", f"data.tasks={task}", "seeds=1", "lrs=[0.01]")
+    pictures = [np.asarray(Image.open(path).convert("RGB")) for path in sorted(folder.glob("images/train800/*"))]
+    whole = torch.stack([resize(picture, size=(16, 16)) for picture in pictures])
+    larger = torch.stack([resize(picture, size=(18, 18)) for picture in pictures])  # 256 / 224 of 16
+    windows = torch.cat([larger[..., top : top + 16, left : left + 16] for top in range(3) for left in range(3)])
+    seen, upright = distinct(starts[0].images), distinct(windows if crop else whole)
+    assert len(seen) > 16
+    assert seen <= upright | distinct((windows if crop else whole).flip(-1))
+    assert (seen <= upright) is not flip
 
 
 @pytest.fixture(scope="module")
@@ -179,9 +215,20 @@ def test_a_resumed_run_refuses_other_data(digits: Path, tmp_path: Path) -> None:
         run(root, tmp_path / "run", *settings, resume=True)
 
 
+def test_a_cell_of_another_length_is_trained_again_on_resume(toy: Toy, starts: list[Start], tmp_path: Path) -> None:
+    settings = ("seeds=1", "lrs=[0.01]")
+    toy(tmp_path / "run", *settings)
+    marker = tmp_path / "run" / "cells" / "dpn" / "svhn" / "train800_lr0.01_seed0" / "done.json"
+    for steps, trainings in ((6, 1), (3, 2)):
+        (tmp_path / "run" / "result.json").unlink()
+        marker.write_text(json.dumps({**json.loads(marker.read_text()), "steps": steps}))
+        toy(tmp_path / "run", *settings, resume=True)
+        assert len(starts) == trainings
+
+
 @pytest.mark.parametrize("split", ["train800", "val200"])
 def test_training_and_validation_images_are_decoded_before_any_training(
-    split: str, digits: Path, tmp_path: Path, starts: list[Start]
+    split: str, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / "data"
     (root / "svhn").mkdir(parents=True)
@@ -192,27 +239,28 @@ def test_training_and_validation_images_are_decoded_before_any_training(
     (root / "svhn" / "broken.png").write_bytes(b"not a picture")
     lines[123] = f"broken.png {lines[123].split()[1]}"  # a place that no sample of a hundred would meet
     (root / "svhn" / f"{split}.txt").write_text("\n".join(lines) + "\n")
+    # The training of a task reads both splits itself, but only after the tasks before it.
+    monkeypatch.setattr(Trainer, "job", lambda *_: pytest.fail("trained"))
     with pytest.raises(DataError, match="broken.png"):
         run(root, tmp_path / "run", "data.tasks=svhn", "seeds=1", "lrs=[0.01]")
-    assert not starts
 
 
 def test_the_learning_rate_is_chosen_by_val200_where_training_images_say_otherwise(
     toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one learning rate with scores on val200 wins; scored on any other set of pixels, all would be equal."""
-    original = Bench.fit
+    original = Trainer.job
 
-    def scored(self: Bench, cell: Any, outputs: engine.Outputs) -> engine.FitResult:
+    def scored(self: Trainer, cell: Any, outputs: engine.Outputs) -> engine.Job:
         shown: list[int] = []
-        monkeypatch.setattr(Bench, "evaluate", lambda bench, pixels: _by_size(pixels, shown, cell.lr))
+        monkeypatch.setattr(Trainer, "evaluate", lambda trainer, pixels: _by_size(pixels, shown, cell.lr))
         return original(self, cell, outputs)
 
     def _by_size(pixels: Any, shown: list[int], lr: float) -> dict[str, float]:
         shown.append(len(pixels.images))
         return {"accuracy": 90.0 if lr == 0.01 and len(pixels.images) == 200 else 10.0}
 
-    monkeypatch.setattr(Bench, "fit", scored)
+    monkeypatch.setattr(Trainer, "job", scored)
     assert toy(tmp_path / "run", "seeds=1")["tasks"]["svhn"]["lr"] == 0.01
 
 
@@ -237,7 +285,21 @@ def test_the_interval_over_tasks_has_the_tasks_degrees_of_freedom() -> None:
     assert difference["ci95"] == pytest.approx([low, high], abs=1e-3)
 
 
+def test_differences_pair_the_same_seeds() -> None:
+    made = outcomes(RECIPE, iter([[60.0, 50.0]] * 4 + [[61.0, 53.0]] * 4))
+    difference = build_result(RECIPE, made, "mu/8", {}, {})["compare"]["differences"][0]
+    assert [task["values"] for task in difference["tasks"].values()] == [[1.0, 3.0]] * 4
+
+
 def test_reported_intervals_of_accuracies_stay_between_0_and_100() -> None:
     made = outcomes(RECIPE, iter([[99.0, 100.0]] * 8))
     stem = build_result(RECIPE, made, "mu/8", {}, {})
     assert stem["tasks"]["cifar100"]["test"]["ci95"][1] == 100
+
+
+def test_without_an_image_size_the_network_keeps_its_checkpoints(toy: Toy, tmp_path: Path) -> None:
+    trained = tmp_path / "trained.safetensors"
+    export_backbone(load_backbone("mu/8", stem="dpn", image_size=24, seed=5), trained)
+    settings = ["seeds=1", "lrs=[0.01]", "schedule.steps=2", "backbone.image_size=null", "backbone.arch=null"]
+    result = toy(tmp_path / "run", f"backbone.checkpoint={trained}", *settings)
+    assert result["image_size"] == [24, 24]

@@ -15,21 +15,21 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import pictures
-from test_engine import loss_fn, random_batches, small
+from test_engine import job, loss_fn, random_batches, small
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from dpn_cli import engine, scoring, stopping
+from dpn_cli import scoring
 from dpn_cli.data import workers
 from dpn_cli.data.classified import ClassFolders
 from dpn_cli.data.loader import Augmentation, crop_batches
 from dpn_cli.data.pixels import PixelSet, resize, stream
 from dpn_cli.data.workers import open_loader
-from dpn_cli.distributed import World
-from dpn_cli.engine import Batch, Outputs, Training
+from dpn_cli.engine import fit as engine
+from dpn_cli.engine.fit import Batch
 from dpn_cli.errors import NonFiniteError, StoppedError, WorkerError
-from dpn_cli.memory import MicroBatch
-from dpn_cli.recipe import Optim, Runtime, Schedule
+from dpn_cli.run import stopping
+from dpn_cli.run.distributed import World
 
 ALONE = World(0, 1, torch.device("cpu"))
 LIMIT = 60.0
@@ -140,7 +140,7 @@ def test_an_error_of_something_else_stays_what_it_is(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_how_a_worker_died_is_said(code: int, message: str) -> None:
-    assert message in workers._describe(12, code)
+    assert message in workers._cause_of_death(12, code)
 
 
 def test_what_a_dead_worker_leaves_is_said_of_a_run_and_of_an_evaluation() -> None:
@@ -221,17 +221,7 @@ def test_a_training_closes_its_batches(how: str, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(stopping, "requested", lambda: next(calls))
     world = World(0, 2, ALONE.device) if how == "two ranks" else ALONE
     with suppress(ValueError, NonFiniteError, StoppedError):
-        engine.fit(
-            small(),
-            loss,
-            batches,
-            None,
-            Training(Optim(), Schedule(steps=4, warmup=1), 0.1, 8, seed=3),
-            Runtime(),
-            world,
-            Outputs(),
-            MicroBatch(8),
-        )
+        engine.fit(small(), job(4, loss_fn=loss, batches=batches, world=world))
     assert len(closed) == len(opened) == (2 if how == "two ranks" else 1)
 
 

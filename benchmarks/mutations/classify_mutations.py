@@ -1,10 +1,10 @@
 """Breakages of classification: (file, text, replacement, what it breaks, tests that should notice)."""
 
-H = "tests/test_highres.py tests/test_training_wiring.py"
+H = "tests/test_training_wiring.py tests/test_highres.py"
 P = "tests/test_pretrain.py tests/test_pretrain_recipe.py tests/test_pretrain_stages.py"
-V = "tests/test_eval_splits.py tests/test_highres.py"
-TRAIN, CHECK = "dpn_cli/supervised/train.py", "dpn_cli/supervised/check.py"
-SCORING, CLASSIFIER = "dpn_cli/scoring.py", "dpn_cli/classifier.py"
+V = "tests/test_scoring.py tests/test_eval_splits.py tests/test_highres.py"
+TRAIN, CHECK = "tasks/classify/train.py", "tasks/classify/check.py"
+SCORING, CLASSIFIER = "dpn_cli/scoring.py", "tasks/classify/classifier.py"
 
 MUTATIONS = [
     (TRAIN, "model.load_state_dict(evaluated_weights(best[0]))", "pass",
@@ -16,11 +16,11 @@ MUTATIONS = [
      "validation images choose the checkpoint", H),
     (TRAIN, "            data.train,\n", "            data.val,\n",
      "training on the validation images", H),
-    (TRAIN, "recipe.batch_size, recipe.seed, recipe.ema)\n", "recipe.batch_size, recipe.seed, None)\n",
+    (TRAIN, "ema_decay=recipe.ema,\n            evaluate", "ema_decay=None,\n            evaluate",
      "no average of the weights is kept", H),
     (TRAIN, "            recipe.seed,\n            world,", "            0,\n            world,",
      "all seeds see the same batches", H),
-    (TRAIN, "        seed=recipe.seed,\n", "",
+    (TRAIN, "num_classes=classes, seed=recipe.seed)", "num_classes=classes)",
      "all seeds start from the same weights", H),
     (TRAIN, "nn.init.constant_(model.head.bias, head_bias_of(recipe, classes))", "pass",
      "the head's bias is zero", H + " " + P),

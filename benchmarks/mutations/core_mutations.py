@@ -3,44 +3,54 @@
 E = "tests/test_engine.py tests/test_training_wiring.py"
 M = "tests/test_engine_memory.py tests/test_contrastive.py"
 U = "tests/test_optim.py tests/test_recipe.py"
-R = "tests/test_runstate.py tests/test_engine.py tests/test_files.py"
+R = "tests/test_runstate.py tests/test_flush.py tests/test_engine.py tests/test_files.py"
 V = "tests/test_vit.py tests/test_stem.py tests/test_backbone.py"
 D = "tests/test_distributed.py"
-ENGINE, GRADIENTS, COUPLED = "dpn_cli/engine.py", "dpn_cli/gradients.py", "dpn_cli/coupled.py"
-OPTIM, STATE, RUNSTATE, FILES = "dpn_cli/optim.py", "dpn_cli/trainstate.py", "dpn_cli/runstate.py", "dpn_cli/files.py"
-VIT, STEM, BACKBONE, RECIPE = "dpn_cli/vit.py", "dpn_cli/stem.py", "dpn_cli/backbone.py", "dpn_cli/recipe.py"
+S, SOURCES = "tests/test_sources.py", "dpn_cli/recipe/sources.py"
+ENGINE, GRADIENTS, COUPLED = "dpn_cli/engine/fit.py", "dpn_cli/engine/gradients.py", "dpn_cli/engine/coupled.py"
+OPTIM, STATE, RUNSTATE, FILES = (
+    "dpn_cli/engine/optim.py",
+    "dpn_cli/engine/trainstate.py",
+    "dpn_cli/run/folder.py",
+    "dpn_cli/run/files.py",
+)
+VIT, STEM, BACKBONE, RECIPE = (
+    "dpn_cli/model/vit.py",
+    "dpn_cli/model/stem.py",
+    "dpn_cli/weights/backbone.py",
+    "dpn_cli/recipe/schema.py",
+)
 
 MUTATIONS = [
-    (ENGINE, "training.lr * lr_factor(schedule, step)", "training.lr * lr_factor(schedule, step + 1)",
+    (ENGINE, "job.lr * lr_factor(job.schedule, step)", "job.lr * lr_factor(job.schedule, step + 1)",
      "the first update has a learning rate", E),
-    (ENGINE, "        averaged = self.ema.applied() if self.ema else nullcontext()", "        averaged = nullcontext()",
+    (ENGINE, "        averaged = self.ema.applied(self.network) if self.ema else nullcontext()", "        averaged = nullcontext()",
      "the raw weights are evaluated where an average is kept", E),
-    (ENGINE, "        loop.ema.finish()", "        pass",
+    (ENGINE, "        training.network.load_state_dict(training.ema.average)", "        pass",
      "a training with averaged weights ends with the raw ones", E),
-    (ENGINE, "            self.ema.update(step)", "            self.ema.update(0)",
+    (ENGINE, "self.ema.update(self.network, step)", "self.ema.update(self.network, 0)",
      "the decay of the average never rises", E),
     (ENGINE, "        self.model.eval()\n", "",
      "evaluation in training mode", E),
-    (ENGINE, "        self.model.train()\n        if self.outputs.log", "        if self.outputs.log",
+    (ENGINE, "        self.model.train()\n        if job.outputs.log", "        if job.outputs.log",
      "training stays in eval mode after an evaluation", E),
-    (ENGINE, "metrics[watch] > self.best", "metrics[watch] >= self.best",
+    (ENGINE, "metrics[job.monitor] > self.best", "metrics[job.monitor] >= self.best",
      "the last of equal evaluations is best", E),
     (ENGINE, "not math.isfinite(loss_value + norm_value)", "not math.isfinite(loss_value)",
      "a gradient that is not finite updates the weights", E),
     (ENGINE, "not math.isfinite(loss_value + norm_value)", "not math.isfinite(norm_value)",
      "a loss that is not finite updates the weights", E),
-    (ENGINE, "            training.seed,\n            training.optim.clip_norm,",
-     "            0,\n            training.optim.clip_norm,",
+    (GRADIENTS, "fold(self.job.seed,", "fold(0,",
      "dropout ignores the seed", E),
-    (GRADIENTS, "fold(self.seed, step, self.world.rank * rows + begin)", "fold(self.seed, step, begin)",
+    (GRADIENTS, "fold(self.job.seed, step, self.job.world.rank * rows + begin)", "fold(self.job.seed, step, begin)",
      "dropout is the same on every rank", E),
-    (GRADIENTS, "self.seed, step, self.world.rank * rows", "self.seed, self.world.rank * rows",
+    (GRADIENTS, "self.job.seed, step, self.job.world.rank * rows", "self.job.seed, self.job.world.rank * rows",
      "dropout is the same at every step", E),
     (GRADIENTS, "(value * (count / rows)).backward()", "value.backward()",
      "gradients of micro-batches are added up without weights", M),
-    (GRADIENTS, "probing or done < rows", "False",
+    (GRADIENTS, "sync and done == rows", "sync",
      "ranks exchange gradients at every micro-batch", D + " " + M),
-    (GRADIENTS, "clip_gradients(self.parameters, self.clip_norm)", "clip_gradients(self.parameters, None)",
+    (GRADIENTS, "clip_gradients(self.parameters, self.job.optim.clip_norm)", "clip_gradients(self.parameters, None)",
      "gradients are never clipped", E),
     (COUPLED, "GRADIENT: gradient * len(features)", "GRADIENT: gradient",
      "the gradient of a contrastive loss shrinks with the batch", M),
@@ -72,7 +82,7 @@ MUTATIONS = [
      "a patch is flattened channel by channel", V),
     (STEM, "self.norm(x.to(full))", "self.norm(x)",
      "the second norm takes its statistics in bfloat16", V),
-    (STEM, "elementwise_affine=stem != \"dpn_no_affine\"", "elementwise_affine=True",
+    (STEM, "partial(nn.LayerNorm, elementwise_affine=False)", "nn.LayerNorm",
      "the stem without scale and bias has them", V),
     (BACKBONE, "floats.div_(255)", "floats.div_(256)",
      "pixels are divided by 256", V + " tests/test_big_vision.py"),
@@ -84,14 +94,26 @@ MUTATIONS = [
      "tensors left over are ignored", V + " tests/test_big_vision.py"),
     (RECIPE, 'extra="forbid"', 'extra="ignore"',
      "unknown keys are ignored", "tests/test_recipe.py"),
-    ("dpn_cli/losses.py", ".sum(-1).mean()\n\n\ndef softmax", ".mean()\n\n\ndef softmax",
+    ("dpn_cli/engine/losses.py", ".sum(-1).mean()\n\n\ndef softmax", ".mean()\n\n\ndef softmax",
      "the sigmoid loss is averaged over classes", E + " tests/test_optim.py"),
-    ("dpn_cli/distributed.py", "        dist.all_reduce(gradient)\n", "",
+    ("dpn_cli/run/distributed.py", "        dist.all_reduce(gradient)\n", "",
      "features gathered from other ranks lose their gradient", "tests/test_lit_ranks.py tests/test_contrastive.py"),
-    ("dpn_cli/freeze.py", "            parameter.requires_grad_(False)", "            pass",
+    ("dpn_cli/model/freeze.py", "            parameter.requires_grad_(False)", "            pass",
      "frozen parts are trained", "tests/test_highres.py"),
     ("dpn_cli/statistics.py", "stdtrit(n - 1, 0.975)", "stdtrit(n, 0.975)",
      "intervals have a degree of freedom too many", "tests/test_statistics.py"),
-    ("dpn_cli/seeds.py", "mixed ^ number", "mixed + 0",
+    ("dpn_cli/run/console.py", "now + (now - before) - self.shown", "now - self.shown",
+     "lines of progress are more than ten seconds apart", "tests/test_progress.py"),
+    (ENGINE, "        self.job.outputs.tick(tick)\n", "        if result.steps % 50 == 0:\n            self.job.outputs.tick(tick)\n",
+     "most steps are not shown", "tests/test_progress.py"),
+    ("dpn_cli/engine/seeds.py", "mixed ^ number", "mixed + 0",
      "random numbers are the same everywhere", E),
+    (SOURCES, "here != paper and here not in self.same", "here != paper",
+     "sources: null differs from the value that it stands for", S),
+    (SOURCES, "not (counted and key in _STEPS)", "True",
+     "sources: steps are compared where epochs decide them", S),
+    ("dpn_cli/run/session.py", "precision = runtime.precision_on(world.device.type)", "precision = runtime.precision",
+     "sources: precision is not that of the device", S),
+    ("dpn_cli/commands/training.py", "read_sources(config, self.schema)", "pass",
+     "sources: a mistake in those of --config is passed over", S),
 ]  # fmt: skip

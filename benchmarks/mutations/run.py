@@ -5,30 +5,46 @@
     python benchmarks/mutations/run.py --match ledger      # those whose description holds a word
 
 A mutation replaces one piece of text in a copy of the checkout and runs the test files that should notice. It is
-noticed when a test fails or runs into the time limit. The report lists the survivors; the exit code is 1 when fewer
-than 95 % are noticed. ``--check`` only verifies that every mutation still applies.
+noticed when a test fails, or a file runs into the time limit, that passes without the mutation; one that does not is
+``red`` and notices nothing. The report names the test; the exit code is 1 when fewer than 95 % of the mutations are
+noticed. ``--check`` only verifies that every mutation still applies.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import json
+import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import Queue
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pytest
 
 ROOT = Path(__file__).parents[2]
 LISTS = ("core", "data", "checkpoints", "classify", "vtab", "lit", "segment")
 BAR = 0.95
+# Which test has noticed which mutation before: it is tried first.
+NOTICED = Path(__file__).with_name("noticed.json")
 Row = tuple[str, str, str, str, str]
+# What imports for seconds is imported once, by the process from which all those that run tests are forked.
+LIBRARIES = ["pytest", "timm", "torchvision", "torchmetrics", "open_clip"]
+FORKS = multiprocessing.get_context("forkserver")
 
 
 @dataclass(frozen=True)
@@ -44,6 +60,11 @@ class Mutation:
     new: str
     breaks: str
     tests: str
+
+    @property
+    def name(self) -> str:
+        """The breakage, and of what."""
+        return f"{self.group}: {self.breaks}"
 
     def applied(self, root: Path) -> str:
         """Return the mutated text. Raises `ValueError` unless `old` occurs exactly once."""
@@ -72,41 +93,104 @@ def copy_of_the_checkout(folder: Path) -> Path:
     return folder
 
 
-def outcome(mutation: Mutation, copy: Path, limit: int) -> str:
-    """Apply a mutation in `copy`, run its tests, take it back; returns ``noticed``, ``timeout`` or ``survived``.
+@dataclass(frozen=True)
+class Verdict:
+    """``noticed`` or ``timeout`` by a test that passes without the mutation, ``red`` by another, or ``survived``."""
 
-    Raises `RuntimeError` when pytest cannot run the tests at all.
-    """
-    path = copy / mutation.file
-    before = path.read_text("utf-8")
-    path.write_text(mutation.applied(copy), "utf-8")
-    # Files one by one: the first failure is enough, and most mutations fail in the first file.
-    try:
-        for test in mutation.tests.split():
-            code = _tested(test, copy, limit)
-            if code is None:
-                return "timeout"
-            if code > 1:
-                raise RuntimeError(f"{mutation.breaks}: pytest could not run {test} (exit code {code})")
-            if code:
-                return "noticed"
-    finally:
-        path.write_text(before, "utf-8")
-    return "survived"
+    said: str
+    by: str = ""
 
 
-def _tested(test: str, copy: Path, limit: int) -> int | None:
-    """Return pytest's exit code for one file or test of `copy`, or None when it ran into the limit."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", test]
-    environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    with subprocess.Popen(
-        command, cwd=copy, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    ) as process:
+class Trial:
+    """Applies mutations in a copy of the checkout, and remembers which tests pass there without any."""
+
+    def __init__(self, copy: Path, limit: int, hints: dict[str, str]) -> None:
+        self.copy, self.limit, self.hints, self.green = copy, limit, hints, set[str]()
+
+    def outcome(self, mutation: Mutation) -> Verdict:
+        """Apply a mutation, run its tests, take it back. Raises `RuntimeError` when pytest cannot run the tests."""
+        path = self.copy / mutation.file
+        before = path.read_text("utf-8")
+        path.write_text(mutation.applied(self.copy), "utf-8")
         try:
-            return process.wait(limit)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # with whatever processes the test has started
-            return None
+            first = (self.hints.get(mutation.name, ""), mutation.breaks)
+            code, test = run_tests(mutation.tests.split(), self.copy, self.limit, first)
+        finally:
+            path.write_text(before, "utf-8")
+        if code == 0:
+            return Verdict("survived")
+        if not test:
+            raise RuntimeError(f"{mutation.breaks}: pytest could not run {mutation.tests} (exit code {code})")
+        if test not in self.green and run_tests([test], self.copy, self.limit)[0] != 0:
+            return Verdict("red", test)
+        self.green.add(test)
+        return Verdict("timeout" if code is None else "noticed", test)
+
+
+def run_tests(tests: list[str], copy: Path, limit: int, first: tuple[str, str] = ("", "")) -> tuple[int | None, str]:
+    """Run test files, or tests, of `copy` until one fails.
+
+    `first` is the test to begin with, and words: tests that have them in their names come before the others.
+    Returns pytest's exit code, or None past the limit, and the test that failed or was running.
+    """
+    receiving, sending = FORKS.Pipe(duplex=False)
+    process = FORKS.Process(target=_pytest, args=(tests, copy, first, sending))
+    process.start()
+    sending.close()
+    assert process.pid
+    code, test, until = 1, "", time.monotonic() + limit  # 1: the process ended before pytest did
+    hangs = True
+    with receiving, suppress(EOFError):
+        while receiving.poll(max(0.0, until - time.monotonic())):
+            said = receiving.recv()
+            if isinstance(said, int):
+                code, hangs = said, False
+                break
+            test = said
+    hangs = hangs and process.is_alive() and time.monotonic() >= until
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # with whatever processes the test has started
+    process.join()
+    return None if hangs else code, test
+
+
+def _pytest(tests: list[str], copy: Path, first: tuple[str, str], sending: Connection) -> None:
+    """Run tests in a process that has imported the libraries already."""
+    import pytest
+
+    multiprocessing.set_start_method(None, force=True)  # the system's own, for what the tests start
+    os.setsid()
+    os.chdir(copy)
+    os.environ.update(PYTHONPATH=str(copy), PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    sys.path[:] = [str(copy), *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+    class Plugin:
+        def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+            hint, words = first[0], _stems(first[1])
+            items.sort(key=lambda item: (item.nodeid != hint, -len(words & _stems(item.nodeid.partition("::")[2]))))
+
+        def pytest_runtest_logstart(self, nodeid: str) -> None:
+            sending.send(nodeid)
+
+        def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+            if report.failed:
+                sending.send(report.nodeid)
+
+    sending.send(int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests], plugins=[Plugin()])))
+    os._exit(0)  # a test may have left threads behind
+
+
+def _stems(text: str) -> set[str]:
+    return {word[:5] for word in re.findall("[a-z0-9]{3,}", text.lower())} - {
+        "the",
+        "and",
+        "are",
+        "that",
+        "what",
+        "test",
+    }
 
 
 def _problem(mutation: Mutation) -> str | None:
@@ -133,27 +217,35 @@ def main() -> None:
     print(f"{len(chosen)} mutations apply", flush=True)
     if asked.check:
         return
+    os.environ.update(OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
+    FORKS.set_forkserver_preload(LIBRARIES)
+    hints: dict[str, str] = json.loads(NOTICED.read_text("utf-8")) if NOTICED.is_file() else {}
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(asked.jobs) as pool:
-        copies: Queue[Path] = Queue()
+        trials: Queue[Trial] = Queue()
         for number in range(asked.jobs):
-            copies.put(copy_of_the_checkout(Path(scratch) / str(number)))
+            trials.put(Trial(copy_of_the_checkout(Path(scratch) / str(number)), asked.limit, hints))
 
         def tried(mutation: Mutation) -> str:
-            copy = copies.get()
+            began, trial = time.monotonic(), trials.get()
             try:
-                said = outcome(mutation, copy, asked.limit)
+                verdict = trial.outcome(mutation)
             finally:
-                copies.put(copy)
-            print(f"{said:9} {mutation.group:12} {mutation.file}: {mutation.breaks}", flush=True)
-            return said
+                trials.put(trial)
+            seconds = f"{time.monotonic() - began:4.0f} s"
+            place = f"{mutation.group:12} {mutation.file}: {mutation.breaks}"
+            print(f"{verdict.said:9}{seconds} {place}  [{verdict.by}]", flush=True)
+            hints[mutation.name] = verdict.by
+            return verdict.said
 
         said = list(pool.map(tried, chosen))
-    survivors = [mutation for mutation, what in zip(chosen, said, strict=True) if what == "survived"]
-    print(f"\n{len(chosen) - len(survivors)} of {len(chosen)} noticed")
+    kept = {mutation.name: hints.get(mutation.name) for mutation in mutations(LISTS)}
+    NOTICED.write_text(json.dumps({k: v for k, v in kept.items() if v}, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    lost = [m for m, what in zip(chosen, said, strict=True) if what not in {"noticed", "timeout"}]
+    print(f"\n{len(chosen) - len(lost)} of {len(chosen)} noticed")
     for group in dict.fromkeys(mutation.group for mutation in chosen):
-        lost = sum(mutation.group == group for mutation in survivors)
-        print(f"  {group}: {sum(mutation.group == group for mutation in chosen) - lost} noticed, {lost} survived")
-    raise SystemExit(len(survivors) > (1 - BAR) * len(chosen))
+        here = [mutation for mutation in chosen if mutation.group == group]
+        print(f"  {group}: {sum(mutation not in lost for mutation in here)} of {len(here)} noticed")
+    raise SystemExit(len(lost) > (1 - BAR) * len(chosen))
 
 
 if __name__ == "__main__":

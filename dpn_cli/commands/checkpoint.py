@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from pydantic import BeforeValidator, Field
 from rich.console import Console as RichConsole
 from rich.table import Column, Table
 
-from dpn_cli import options
-from dpn_cli.commands import one_line_errors
-from dpn_cli.commands import options_pictures as pictures
-from dpn_cli.commands.keys import pictures_of
-from dpn_cli.console import cell, printable, show
+from dpn_cli.arch import Act
+from dpn_cli.commands.action import Outcome, action
 from dpn_cli.errors import DpnError
-from dpn_cli.seeds import MOST_SEED
+from dpn_cli.recipe.flag import DATA, FACTS, OUTPUT, argument, flag
+from dpn_cli.recipe.schema import IMAGE_SIZE, Pictures, Pixels, Positive, Section, Seed, Side, height_by_width
+from dpn_cli.run.console import Console, cell, printable, show
 
 if TYPE_CHECKING:
-    from dpn_cli.checkpoints import Checkpoint
+    from dpn_cli.weights.formats import Checkpoint
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -27,145 +26,164 @@ app = typer.Typer(
     epilog="Example: dpn checkpoint inspect B_32.npz",
 )
 
-FACTS = "Facts that the file does not say"
-Source = Annotated[
-    str, typer.Argument(help="A weight file, a saved model's folder, timm:NAME or hf-hub:OWNER/NAME\\[/FILE].")
+
+def _rgb(value: object) -> object:
+    """Accept ``"0.5,0.5,0.5"``."""
+    return value.split(",") if isinstance(value, str) else value
+
+
+Rgb = Annotated[
+    tuple[float, float, float],
+    BeforeValidator(_rgb),
+    Field(description="three numbers with commas, e.g. 0.485,0.456,0.406"),
 ]
-Target = Annotated[Path, typer.Argument(help="The .safetensors file to write.")]
-Eps = Annotated[float | None, typer.Option("--eps", help="Epsilon of the norms.", rich_help_panel=FACTS)]
-ActOption = Annotated[
-    str | None, typer.Option("--act", help="gelu (erf), gelu_tanh or quick_gelu.", rich_help_panel=FACTS)
-]
-Heads = Annotated[int | None, typer.Option("--heads", help="Attention heads.", rich_help_panel=FACTS)]
+
+
 Grid = Annotated[
-    str | None,
-    typer.Option("--grid", help="Rows and columns of patches, RxC, when they are no square.", rich_help_panel=FACTS),
-]
-Mean = Annotated[
-    str | None, typer.Option("--mean", help="Mean of the inputs, R,G,B on pixels in 0..1.", rich_help_panel=FACTS)
-]
-Std = Annotated[str | None, typer.Option("--std", help="Their standard deviation, R,G,B.", rich_help_panel=FACTS)]
-OverwriteFile = Annotated[
-    bool, typer.Option("--overwrite", help="Replace the file when it exists.", rich_help_panel=options.OUTPUT)
+    Side | tuple[Side, Side],
+    BeforeValidator(height_by_width),
+    Field(description="rows x columns of patches, e.g. 14x7"),
 ]
 
 
-@app.command("inspect", epilog="Example: dpn checkpoint inspect B_32.npz --image-size 384")
-def inspect_command(
-    source: Source,
-    image_size: options.ImageSize = None,
-    eps: Eps = None,
-    act: ActOption = None,
-    heads: Heads = None,
-    grid: Grid = None,
-    mean: Mean = None,
-    std: Std = None,
-    as_json: options.Json = False,
-    verbose: options.Verbose = False,
-) -> None:
-    """Say what a weight file is, and what loading it would rename, resize, drop, add or assume."""
-    with one_line_errors(verbose):
-        size = options.parse_pair("--image-size", image_size)
-        opened = _open(source, eps, act, heads, grid, mean, std)
-        from dpn_cli.convert import inspect
+class FileFacts(Section):
+    """What a user knows about a weight file that it does not say."""
 
-        found = inspect(opened, size)
-        if as_json:
-            print(json.dumps(found, indent=2))
-        else:
-            _print_inspection(found)
-
-
-@app.command(epilog="Example: dpn checkpoint convert B_32.npz B_32-384.safetensors --image-size 384")
-def convert(
-    source: Source,
-    target: Target,
-    image_size: options.ImageSize = None,
-    to: Annotated[str, typer.Option("--to", help="Layout: dpn, or timm where the stem allows it.")] = "dpn",
-    eps: Eps = None,
-    act: ActOption = None,
-    heads: Heads = None,
-    grid: Grid = None,
-    mean: Mean = None,
-    std: Std = None,
-    overwrite: OverwriteFile = False,
-    as_json: options.Json = False,
-    verbose: options.Verbose = False,
-) -> None:
-    """Write the same network as safetensors, described, and proven on random images before it is kept."""
-    with one_line_errors(verbose):
-        _check_target(target, overwrite)
-        if to not in ("dpn", "timm"):
-            raise DpnError(f"--to {to!r}: choose dpn or timm")
-        size = options.parse_pair("--image-size", image_size)
-        opened = _open(source, eps, act, heads, grid, mean, std)
-        from dpn_cli.convert import convert
-
-        done = convert(opened, target, image_size=size, to="timm" if to == "timm" else "dpn")
-        if as_json:
-            print(json.dumps(done, indent=2))
-            return
-        height, width = done["image_size"]
-        show(
-            f"{done['path']}: {done['layout']} layout, {done['parameters'] / 1e6:.2f} M parameters, {height}x{width} "
-            f"pixels. Loaded again, it gives the outputs of {opened.source} on {done['images']} random images "
-            f"(largest difference {done['difference']:.1e}, relative)."
-        )
-        _print_lists(done["report"])
+    eps: Annotated[
+        Annotated[float, Field(ge=0, lt=1)] | None,
+        flag("--eps", help="Epsilon of the norms.", panel=FACTS, unset="the file's"),
+    ] = None
+    act: Annotated[
+        Act | None, flag("--act", help="Activation: gelu is the exact one, with erf.", panel=FACTS, unset="the file's")
+    ] = None
+    heads: Annotated[Positive | None, flag("--heads", help="Attention heads.", panel=FACTS, unset="the file's")] = None
+    grid: Annotated[
+        Grid | None,
+        flag(
+            "--grid",
+            help="Rows and columns of patches, RxC, when they are not a square.",
+            panel=FACTS,
+            unset="the file's",
+        ),
+    ] = None
+    mean: Annotated[
+        Rgb | None, flag("--mean", help="Mean of the inputs, R,G,B on pixels in 0..1.", panel=FACTS, unset="the file's")
+    ] = None
+    std: Annotated[
+        Rgb | None, flag("--std", help="Their standard deviation, R,G,B.", panel=FACTS, unset="the file's")
+    ] = None
 
 
-@app.command(epilog="Example: dpn checkpoint retrofit B_32.npz B_32-dpn.safetensors --data photos")
-def retrofit(
-    source: Source,
-    target: Target,
-    data: Annotated[str, typer.Option("--data", help="Folder of images to fit the norms on, or demo.")],
+class Inspection(Section):
+    """Options of ``dpn checkpoint inspect``."""
+
+    source: Annotated[str, argument("A weight file, a saved model's folder, timm:NAME or hf-hub:OWNER/NAME[/FILE].")]
+    image_size: Annotated[Pixels | None, IMAGE_SIZE.but(unset="the file's own")] = None
+    facts: FileFacts = FileFacts()
+
+
+class Writing(Inspection):
+    """Options of the commands that write a weight file."""
+
+    target: Annotated[Path, argument("The .safetensors file to write.")]
+    overwrite: Annotated[bool, flag("--overwrite", help="Replace the file when it exists.", panel=OUTPUT)] = False
+
+
+class Conversion(Writing):
+    """Options of ``dpn checkpoint convert``."""
+
+    to: Annotated[
+        Literal["dpn", "timm"], flag("--to", help="Layout: dpn, or timm where the stem allows it.", panel=OUTPUT)
+    ] = "dpn"
+
+
+class Retrofit(Writing):
+    """Options of ``dpn checkpoint retrofit``."""
+
+    data: Annotated[str, flag("--data", help="Folder of images to fit the norms on, or demo.", panel=DATA)]
     images: Annotated[
-        int, typer.Option("--images", min=4, max=100_000, help="How many of them, drawn by --seed.")
-    ] = 512,
-    seed: Annotated[int, typer.Option("--seed", min=0, max=MOST_SEED, help="Of the draw.")] = 0,
-    decode: pictures.Decode = None,
-    max_pixels: pictures.MaxPixels = None,
-    image_size: options.ImageSize = None,
-    eps: Eps = None,
-    act: ActOption = None,
-    heads: Heads = None,
-    grid: Grid = None,
-    mean: Mean = None,
-    std: Std = None,
-    overwrite: OverwriteFile = False,
-    as_json: options.Json = False,
-    verbose: options.Verbose = False,
-) -> None:
+        Annotated[int, Field(ge=4, le=100_000)],
+        flag("--images", help="How many of them, drawn by --seed.", panel=DATA),
+    ] = 512
+    seed: Annotated[Seed, flag("--seed", help="Seed of the draw.", panel=DATA)] = 0
+    pictures: Pictures = Pictures()
+
+
+@action(app, "inspect", Inspection, "dpn checkpoint inspect B_32.npz --image-size 384", quiet=False)
+def _inspect(options: Inspection, console: Console) -> Outcome:
+    """Say what a weight file is, and what loading it would rename, resize, drop, add or assume."""
+    from dpn_cli.weights.convert import inspect
+
+    return inspect(_open(options.source, options.facts), _pair(options.image_size)), _print_inspection
+
+
+@action(
+    app,
+    "convert",
+    Conversion,
+    "dpn checkpoint convert B_32.npz B_32-384.safetensors --image-size 384",
+    quiet=False,
+)
+def _convert(options: Conversion, console: Console) -> Outcome:
+    """Write the same network as safetensors, described, and proven on random images before it is kept."""
+    _check_target(options.target, options.overwrite)
+    from dpn_cli.weights.convert import convert
+
+    opened = _open(options.source, options.facts)
+    done = convert(opened, options.target, image_size=_pair(options.image_size), to=options.to)
+    return done, lambda done: _print_conversion(done, opened.source)
+
+
+def _print_conversion(done: dict[str, Any], source: str) -> None:
+    height, width = done["image_size"]
+    show(
+        f"{done['path']}: {done['layout']} layout, {done['parameters'] / 1e6:.2f} M parameters, {height}x{width} "
+        f"pixels. Loaded again, it gives the outputs of {source} on {done['images']} random images "
+        f"(largest difference {done['difference']:.1e}, relative)."
+    )
+    _print_lists(done["report"])
+
+
+@action(
+    app,
+    "retrofit",
+    Retrofit,
+    "dpn checkpoint retrofit B_32.npz B_32-dpn.safetensors --data photos",
+    quiet=False,
+)
+def _retrofit(options: Retrofit, console: Console) -> Outcome:
     """Give a plain ViT a DPN stem whose tokens are as near as they can be: a start for training."""
-    with one_line_errors(verbose):
-        _check_target(target, overwrite)
-        asked = options.parse_pair("--image-size", image_size)
-        decoder, limit = pictures_of(decode, max_pixels)
-        from dpn_cli.kinds import resolve
+    _check_target(options.target, options.overwrite)
+    from dpn_cli.run.kinds import resolve
 
-        opened = _open(resolve(source, "dpn checkpoint retrofit"), eps, act, heads, grid, mean, std)
-        import torch
+    opened = _open(resolve(options.source, "dpn checkpoint retrofit"), options.facts)
+    import torch
 
-        from dpn_cli.data.images import find_images
-        from dpn_cli.data.pixels import load
-        from dpn_cli.data.reading import Reading
-        from dpn_cli.inferred import config_of
-        from dpn_cli.retrofit import retrofit
+    from dpn_cli.data.images import find_images
+    from dpn_cli.data.pixels import load
+    from dpn_cli.data.reading import Reading
+    from dpn_cli.weights.inferred import config_of
+    from dpn_cli.weights.retrofit import retrofit
 
-        size = asked or config_of(opened).image_size
-        pixels = load(find_images(data, images, seed, Reading(decoder or "exact", limit)), size).images
-        done = retrofit(opened, target, lambda: iter(torch.split(pixels, 32)), image_size=size)
-        if as_json:
-            print(json.dumps(done, indent=2))
-            return
-        show(
+    size = _pair(options.image_size) or config_of(opened).image_size
+    reading = Reading(options.pictures.decode, options.pictures.max_pixels)
+    pixels = load(find_images(options.data, options.images, options.seed, reading), size).images
+    done = retrofit(opened, options.target, lambda: iter(torch.split(pixels, 32)), image_size=size)
+    return (
+        done,
+        lambda done: (
             f"{done['path']}: stem dpn, fitted on {done['patches']} patches of {len(pixels)} images "
             f"(mean contrast {done['contrast']:.3f}, mean brightness {done['brightness']:+.3f}).\n"
             f"Of the variance of the tokens of held-out images {done['survives']:.1%} survives "
             f"({done['survives_copied']:.1%} with norms of scale 1 and bias 0).\n"
             "This is a start for training, not an equal network: a norm on raw patches removes each patch's brightness "
             "and contrast, which the plain ViT uses."
-        )
+        ),
+    )
+
+
+def _pair(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
+    return (size, size) if isinstance(size, int) else size
 
 
 def _check_target(target: Path, overwrite: bool) -> None:
@@ -175,41 +193,13 @@ def _check_target(target: Path, overwrite: bool) -> None:
         raise DpnError(f"{target}: exists; pass --overwrite to replace it, or another name")
 
 
-def _open(
-    source: str,
-    eps: float | None,
-    act: str | None,
-    heads: int | None,
-    grid: str | None,
-    mean: str | None,
-    std: str | None,
-) -> Checkpoint:
-    """Open a checkpoint with the facts that the user states. Raises `DpnError` for facts of another form."""
-    parsed_grid = options.parse_pair("--grid", grid)
-    parsed_mean, parsed_std = _rgb("--mean", mean), _rgb("--std", std)
-    if eps is not None and not 0 <= eps < 1:
-        raise DpnError(f"--eps {eps}: a small positive number, e.g. 1e-6")
-    if heads is not None and heads < 1:
-        raise DpnError(f"--heads {heads}: at least 1")
-    from dpn_cli.checkpoints.layout import Act
-    from dpn_cli.convert import Facts
-    from dpn_cli.sources import open_checkpoint
+def _open(source: str, facts: FileFacts) -> Checkpoint:
+    """Open a checkpoint with the facts that the user states. Raises `DpnError` for facts that cannot be."""
+    from dpn_cli.weights.convert import Facts
+    from dpn_cli.weights.sources import open_checkpoint
 
-    known = {name: name for name in get_args(Act)}
-    if act is not None and act not in known:
-        raise DpnError(f"--act {act!r}: choose one of {', '.join(known)}")
-    facts = Facts(eps, known[act] if act else None, heads, parsed_grid, parsed_mean, parsed_std)
-    return facts.apply(open_checkpoint(source))
-
-
-def _rgb(option: str, text: str | None) -> tuple[float, float, float] | None:
-    if text is None:
-        return None
-    try:
-        red, green, blue = (float(part) for part in text.split(","))
-    except ValueError:
-        raise DpnError(f"{option} {text!r}: write three numbers, e.g. 0.485,0.456,0.406") from None
-    return red, green, blue
+    stated = Facts(facts.eps, facts.act, facts.heads, _pair(facts.grid), facts.mean, facts.std)
+    return stated.apply(open_checkpoint(source))
 
 
 def _print_inspection(found: dict[str, Any]) -> None:

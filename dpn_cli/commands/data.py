@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from pydantic import BeforeValidator, Field
 
-from dpn_cli import options
-from dpn_cli.arch import MOST_PIXELS, whole
-from dpn_cli.commands import one_line_errors
-from dpn_cli.commands import options_pictures as pictures
-from dpn_cli.commands.keys import pictures_of
-from dpn_cli.console import Console, show
+from dpn_cli.arch import MOST_PIXELS
+from dpn_cli.commands.action import Outcome, action
 from dpn_cli.errors import DpnError
+from dpn_cli.recipe.flag import DATA, OUTPUT, RUNTIME, flag
+from dpn_cli.recipe.schema import ImageColumn, LabelColumn, Pictures, Section, Side, SkipBadImages
+from dpn_cli.run.console import Console
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -23,82 +22,76 @@ app = typer.Typer(
 )
 
 
-@app.command(epilog="Example: dpn data pack --data imagenet --out imagenet-320 --size 320")
-def pack(
-    data: Annotated[
-        str,
-        typer.Option(
-            "--data",
-            help="Folder with train/CLASS and val/CLASS (or CLASS), hf:OWNER/NAME\\[:CONFIGURATION], or wds:PATTERN.",
-            rich_help_panel=options.DATA,
-        ),
-    ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the pack.", rich_help_panel=options.OUTPUT)],
-    size: Annotated[
-        str, typer.Option("--size", help="Shorter side in pixels at most, or keep.", rich_help_panel=options.DATA)
-    ] = "320",
-    encode: Annotated[
-        str,
-        typer.Option(
-            "--encode",
-            help="jpeg, or ppm: uncompressed, several times the space, nothing to decode.",
-            rich_help_panel=options.DATA,
-        ),
-    ] = "jpeg",
-    quality: Annotated[
-        int, typer.Option("--quality", min=1, max=100, help="Of JPEGs that are resized.", rich_help_panel=options.DATA)
-    ] = 90,
-    image_column: options.ImageColumn = None,
-    label_column: options.LabelColumn = None,
-    decode: pictures.Decode = None,
-    max_pixels: pictures.MaxPixels = None,
-    skip_bad_images: options.SkipBadImages = None,
-    workers: Annotated[
-        int, typer.Option("--workers", "-j", min=1, max=1024, help="Processes.", rich_help_panel=options.RUNTIME)
-    ] = 2,
-    as_json: options.Json = False,
-    quiet: options.Quiet = False,
-    verbose: options.Verbose = False,
-) -> None:
-    """Write images once into shards that read fast; run it again to go on after a stop, or to mend what is damaged."""
-    with one_line_errors(verbose):
-        pixels = None if size == "keep" else whole(size) or 0
-        if pixels is not None and not 0 < pixels <= MOST_PIXELS:
-            raise DpnError(f"--size {size!r}: a number of pixels up to {MOST_PIXELS}, or keep")
-        if encode not in ("jpeg", "ppm"):
-            raise DpnError(f"--encode {encode!r}: jpeg or ppm")
-        how: Literal["jpeg", "ppm"] = "jpeg" if encode == "jpeg" else "ppm"
-        decoder, limit = pictures_of(decode, max_pixels)
-        from dpn_cli import stopping
-        from dpn_cli.data.classified import Source, check_classes, hash_order, open_split, own_splits
-        from dpn_cli.data.pack import Packing, pack
-        from dpn_cli.data.reading import Reading
-        from dpn_cli.files import claimed
+def _shorter_side(value: object) -> object:
+    """Accept ``"keep"`` for None."""
+    return None if value == "keep" else value
 
-        console = Console(quiet=quiet)
-        reading = Reading(decoder or "exact", limit)
-        source = Source(data, image_column=image_column, label_column=label_column, reading=reading)
-        if out.expanduser().resolve().is_relative_to(Path(data).expanduser().resolve()):
-            raise DpnError(f"--out {out}: inside --data {data}, where its shards would be taken for pictures")
-        found = {name: open_split(source, name, unlabelled=True) for name in own_splits(source)}
-        for name in [name for name, (split, _) in found.items() if min(split.labels) < 0]:
-            console.warn(f"{name} has no labels and is left out")
-            del found[name]
-        for name in found:
-            check_classes(source, found["train"][1], found[name][1])
-        packing = Packing(pixels, how, quality)
-        with stopping.listen(stopping.GOES_ON), claimed(out):
-            manifest = pack(
-                {name: (split, hash_order(split)) for name, (split, _) in found.items()},
-                found["train"][1],
-                out,
-                packing,
-                workers=workers,
-                skip_bad=bool(skip_bad_images),
-                progress=console.info,
-            )
-        result = _summary(manifest)
-        show(json.dumps(result, indent=2) if as_json else _describe(out, result))
+
+class PackOptions(Section):
+    """Options of ``dpn data pack``."""
+
+    source: Annotated[
+        str,
+        flag(
+            "--data",
+            help="Folder with train/CLASS and val/CLASS (or CLASS), hf:OWNER/NAME[:CONFIGURATION], or wds:PATTERN.",
+            panel=DATA,
+        ),
+    ]
+    out: Annotated[Path, flag("--out", "-o", help="Folder for the pack.", panel=OUTPUT)]
+    size: Annotated[
+        Side | None,
+        BeforeValidator(_shorter_side),
+        Field(description=f"a number of pixels up to {MOST_PIXELS}, or keep"),
+        flag("--size", help="Largest shorter side in pixels, or keep.", panel=DATA),
+    ] = 320
+    encode: Annotated[
+        Literal["jpeg", "ppm"],
+        flag("--encode", help="ppm is uncompressed: several times the space, nothing to decode.", panel=DATA),
+    ] = "jpeg"
+    quality: Annotated[
+        Annotated[int, Field(ge=1, le=100)], flag("--quality", help="JPEG quality of resized pictures.", panel=DATA)
+    ] = 90
+    image_column: ImageColumn = None
+    label_column: LabelColumn = None
+    pictures: Pictures = Pictures()
+    skip_bad_images: SkipBadImages = False
+    workers: Annotated[
+        Annotated[int, Field(ge=1, le=1024)], flag("--workers", "-j", help="Processes.", panel=RUNTIME)
+    ] = 2
+
+
+@action(app, "pack", PackOptions, "dpn data pack --data imagenet --out imagenet-320 --size 320")
+def _pack(options: PackOptions, console: Console) -> Outcome:
+    """Write images once into shards that read fast; run it again after a stop, or to mend what is damaged."""
+    from dpn_cli.data import pack
+    from dpn_cli.data.classified import ImageSource, check_classes, hash_order, open_split, own_splits
+    from dpn_cli.data.reading import Reading
+    from dpn_cli.run import stopping
+    from dpn_cli.run.files import claimed
+
+    data, out = options.source, options.out
+    reading = Reading(options.pictures.decode, options.pictures.max_pixels)
+    source = ImageSource(data, image_column=options.image_column, label_column=options.label_column, reading=reading)
+    if out.expanduser().resolve().is_relative_to(Path(data).expanduser().resolve()):
+        raise DpnError(f"--out {out}: inside --data {data}, where its shards would be taken for pictures")
+    found = {name: open_split(source, name, unlabelled=True) for name in own_splits(source)}
+    for name in [name for name, (split, _) in found.items() if min(split.labels) < 0]:
+        console.warn(f"{name} has no labels and is left out")
+        del found[name]
+    for name in found:
+        check_classes(source, found["train"][1], found[name][1])
+    with stopping.listen(stopping.GOES_ON), claimed(out):
+        manifest = pack.pack(
+            {name: (split, hash_order(split)) for name, (split, _) in found.items()},
+            found["train"][1],
+            out,
+            pack.Packing(options.size, options.encode, options.quality),
+            workers=options.workers,
+            skip_bad=options.skip_bad_images,
+            progress=console.info,
+        )
+    return _summary(manifest), lambda result: _describe_pack(out, result)
 
 
 def _summary(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -109,7 +102,7 @@ def _summary(manifest: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _describe(out: Path, result: dict[str, Any]) -> str:
+def _describe_pack(out: Path, result: dict[str, Any]) -> str:
     lines = [
         f"{name}: {split['images']} images in {split['shards']} shards, {split['bytes'] / 1e6:.1f} MB"
         + (f", {split['left_out']} unreadable ones left out" if split["left_out"] else "")

@@ -19,7 +19,7 @@ from dpn_cli.data.scenes import LABELS
 from dpn_cli.data.shards import Shards
 from dpn_cli.errors import DataError
 
-# The share of the training images in minival, and what it grows to where that is next to nothing: 50 images show a
+# The share of the training images in minival, and what it grows to where that is too little: 50 images show a
 # training's course, but an accuracy on them is uncertain by up to 14 points (95 %), on 500 by up to 4.
 MINIVAL_SHARE, MINIVAL_MOST_SHARE = 0.01, 0.1
 MINIVAL_WATCHES, MINIVAL_CHOOSES = 50, 500
@@ -34,7 +34,7 @@ DEMO: dict[str, tuple[str, dict[str, tuple[int, int]]]] = {
 
 
 @dataclass(frozen=True)
-class Source:
+class ImageSource:
     """Where images are: what ``--data`` and its companions say.
 
     `place` is a folder, ``hf:NAME[:CONFIGURATION]``, ``wds:PATTERN`` or ``demo``; `val_place` another one for the
@@ -120,7 +120,7 @@ class ClassData:
     classes: tuple[str, ...]
 
 
-def open_class_data(source: Source, minival: float | None, *, chooses: bool = False) -> ClassData:
+def open_class_data(source: ImageSource, minival: float | None, *, chooses: bool = False) -> ClassData:
     """Open a data set for training: validation split, minival, and the rest to train on.
 
     `minival` is the share of the training images that shows a training's course and, where it `chooses`, decides which
@@ -175,7 +175,7 @@ def hold_out(split: Labelled, fraction: float) -> tuple[Labelled, Labelled]:
     return Part(split, rest), Part(split, sorted(apart))
 
 
-def open_tuning_data(source: Source) -> ClassData:
+def open_tuning_data(source: ImageSource) -> ClassData:
     """Open a data set with a test split: `minival` is the whole validation split, and `val` the test split.
 
     Raises `DataError` when one of the three is missing, or their classes differ.
@@ -193,7 +193,7 @@ def open_tuning_data(source: Source) -> ClassData:
     return ClassData(train, val, test, classes)
 
 
-def own_splits(source: Source) -> list[str]:
+def own_splits(source: ImageSource) -> list[str]:
     """Return which of ``train``, ``val`` and ``test`` a data set has, none of them standing in for another."""
     own = [split for split in SPLITS if has_split(source, split)]
     if source.place.startswith("hf:") and "val" in own and hub_split(source.place, "val") == "test":
@@ -201,7 +201,7 @@ def own_splits(source: Source) -> list[str]:
     return own
 
 
-def has_split(source: Source, split: str) -> bool:
+def has_split(source: ImageSource, split: str) -> bool:
     """Tell whether a data set has images of its own for ``train``, ``val`` or ``test``."""
     if split == "val" and source.val_place:
         return True
@@ -217,7 +217,7 @@ def has_split(source: Source, split: str) -> bool:
     return not source.place.startswith("wds:") and (root / split).is_dir()
 
 
-def open_split(source: Source, split: str, *, unlabelled: bool = False) -> tuple[Labelled, tuple[str, ...]]:
+def open_split(source: ImageSource, split: str, *, unlabelled: bool = False) -> tuple[Labelled, tuple[str, ...]]:
     """Open a split of a data set; returns it with the names of its classes.
 
     Raises `DataError`, also when there are not at least two classes, or too many for a network, and for withheld
@@ -233,7 +233,9 @@ def open_split(source: Source, split: str, *, unlabelled: bool = False) -> tuple
 
 def _check_labels(place: str, split: str, labels: Sequence[int], classes: Sequence[str]) -> None:
     if min(labels, default=0) < 0:
-        raise DataError(f"--data {place}: its {split} images have labels of -1, which is none; choose another split")
+        raise DataError(
+            f"--data {place}: its {split} images have the label -1, which means no label; choose another split"
+        )
     if len(classes) < 2:
         only = f"one class ({classes[0]})" if classes else "no classes"
         raise DataError(
@@ -244,7 +246,7 @@ def _check_labels(place: str, split: str, labels: Sequence[int], classes: Sequen
         raise DataError(f"--data {place}: {len(classes)} classes; a network has at most {MOST_CLASSES}")
 
 
-def _open(source: Source, place: str, split: str) -> tuple[Labelled, tuple[str, ...]]:
+def _open(source: ImageSource, place: str, split: str) -> tuple[Labelled, tuple[str, ...]]:
     if place in DEMO:
         task, splits = DEMO[place]
         return SceneSplit(task, *splits[split]), tuple(LABELS[task])
@@ -284,11 +286,11 @@ def hub_split(place: str, split: str) -> str | None:
 
     found = load_hub(*hub_name(place), True)
     # Sets without a validation split are commonly scored on their test split.
-    wanted = {"train": ("train",), "val": ("validation", "val", "valid", "test"), "test": ("test",)}
-    return next((name for name in wanted[split] if name in found), None)
+    names = {"train": ("train",), "val": ("validation", "val", "valid", "test"), "test": ("test",)}
+    return next((name for name in names[split] if name in found), None)
 
 
-def check_classes(source: Source, train: Sequence[str], val: Sequence[str]) -> None:
+def check_classes(source: ImageSource, train: Sequence[str], val: Sequence[str]) -> None:
     """Raise `DataError` when two splits have different classes."""
     if tuple(train) == tuple(val):
         return

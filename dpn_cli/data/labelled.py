@@ -15,7 +15,7 @@ from PIL import Image
 from dpn_cli.data import scenes
 from dpn_cli.data.reading import FAILURES, USUAL, Pixels, Reading, decode, file_size, open_image, unreadable
 from dpn_cli.errors import DataError, PictureError
-from dpn_cli.hub import offline
+from dpn_cli.weights.hub import offline
 
 # Classes of a network at most: a table of all confusions of more takes 8 GB.
 MOST_CLASSES = 2**15
@@ -41,7 +41,7 @@ class Labelled(Protocol):
         """Return the name of an image inside the data set, wherever that is; its number where it has none."""
 
     def open(self, index: int) -> Image.Image:
-        """Open an image, not decoded yet. Raises `DataError` with its place when it is no image."""
+        """Open an image, not decoded yet. Raises `DataError` with its place when it is not an image."""
 
     def content(self, index: int) -> bytes:
         """Return what an image is stored as: equal bytes are the same picture. Raises `DataError` as `open` does."""
@@ -176,14 +176,14 @@ class HubPictures(Images):
             file if size is None else None for size, file in zip(sizes, files, strict=True)
         ]
 
-    def column(self, rows: Any, asked: str | None, kind: str, types: tuple[str, ...]) -> str:
-        """Return the column that was asked for, or the only one of a kind. Raises `DataError` naming the columns."""
-        if asked is not None and asked in rows.column_names:
-            return asked
+    def column(self, rows: Any, named: str | None, kind: str, types: tuple[str, ...]) -> str:
+        """Return the named column, or the only one of a kind. Raises `DataError` naming the columns."""
+        if named is not None and named in rows.column_names:
+            return named
         fitting = [name for name, feature in rows.features.items() if type(feature).__name__ in types]
         if not fitting and kind in rows.column_names:
             fitting = [kind]
-        if asked is not None or len(fitting) != 1:
+        if named is not None or len(fitting) != 1:
             raise DataError(
                 f"{self.place}: which column holds the {kind}? The columns are "
                 f"{', '.join(rows.column_names)}; name one with --set data.{kind}_column=NAME"
@@ -209,7 +209,7 @@ def stored_file(stored: Any, where: str) -> Path | io.BytesIO:
 class HubSplit(HubPictures):
     """A split of a Hugging Face data set with an image and a label column.
 
-    Raises `DataError` as `HubPictures` does, and for labels that are no class numbers.
+    Raises `DataError` as `HubPictures` does, and for labels that are not class numbers.
     """
 
     def __init__(self, name: str, config: str, split: str, image: str | None, label: str | None, alone: bool) -> None:
@@ -221,7 +221,7 @@ class HubSplit(HubPictures):
     def _class(self, index: int, value: object) -> int:
         if not isinstance(value, int):
             raise DataError(
-                f"{self.where(index)}: label {value!r} is no class number; name another column with "
+                f"{self.where(index)}: label {value!r} is not a class number; name another column with "
                 "--set data.label_column=NAME"
             )
         return value

@@ -1,7 +1,7 @@
 """Training batches from encoded images: worker processes decode, crop and resize; the device does the rest.
 
 What an image becomes is a function of (seed, step, place in the batch), never of the worker, the rank or what ran
-before: a resumed training goes on inside an epoch as if nothing had happened.
+before: a resumed training continues inside an epoch as if it had not been interrupted.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from dpn_cli.data.pixels import resize, rows_of_step
 from dpn_cli.data.randaugment import rand_augment
 from dpn_cli.data.reading import decode, decoder_of
 from dpn_cli.data.workers import open_loader
-from dpn_cli.distributed import World
-from dpn_cli.engine import Batch, Batches
+from dpn_cli.engine.fit import Batch, Batches
+from dpn_cli.engine.seeds import fold
 from dpn_cli.errors import DataError
-from dpn_cli.seeds import fold
+from dpn_cli.run.distributed import World
 
 # An unreadable image is replaced by the next readable one of the data set, within this many.
 REPLACEMENTS = 10
@@ -111,10 +111,10 @@ def _collate(loaded: Sequence[Loaded]) -> tuple[Tensor, Tensor, int] | DataError
     return images, labels, sum(skipped for _, _, skipped in good)
 
 
-def worker_count(asked: int | Literal["auto"], device: torch.device, ranks: int = 1) -> int:
+def worker_count(workers: int | Literal["auto"], device: torch.device, ranks: int = 1) -> int:
     """Return how many processes decode: on a GPU up to 16 a rank, on a CPU one, which the training leaves room for."""
-    if asked != "auto":
-        return asked
+    if workers != "auto":
+        return workers
     cores = os.cpu_count() or 1
     return max(1, min(16, cores // ranks - 1)) if device.type == "cuda" else int(cores > 1)
 

@@ -22,13 +22,13 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image
 
-from dpn_cli import stopping
 from dpn_cli.data.labelled import Images, Labelled, fingerprint
 from dpn_cli.data.reading import Reading, decode, open_image
 from dpn_cli.data.shards import members
 from dpn_cli.data.workers import kill, leave_to_parent, watched
 from dpn_cli.errors import DataError, DpnError, WorkerError
-from dpn_cli.files import file_digest, is_leftover, remove_leftovers, replace_file, replace_json
+from dpn_cli.run import stopping
+from dpn_cli.run.files import file_digest, is_leftover, remove_leftovers, replace_file, replace_json
 
 MANIFEST, FORMAT = "manifest.json", "dpn-pack-1"
 # What packs were made with whose manifest does not say it.
@@ -105,7 +105,7 @@ def pack(
 
 
 def _begin(out: Path, described: Json) -> Json:
-    """Return the manifest to go on with. Raises `DpnError` when `out` holds something else."""
+    """Return the manifest to continue with. Raises `DpnError` when `out` is not a pack of these data."""
     path = out / MANIFEST
     if out.is_file():
         raise DpnError(f"--out {out}: a file; name a folder")
@@ -118,7 +118,7 @@ def _begin(out: Path, described: Json) -> Json:
             )
         return manifest
     if out.is_dir() and not all(is_leftover(entry.name) for entry in out.iterdir()):
-        raise DpnError(f"--out {out}: the folder holds something that is no pack; pass another --out")
+        raise DpnError(f"--out {out}: the folder is not empty and is not a pack; pass another --out")
     manifest = {**described, "complete": False, "splits": {}}
     replace_json(path, manifest)
     return manifest
@@ -241,7 +241,9 @@ def read_manifest(root: Path) -> Json:
         if not isinstance(manifest["classes"], list) or not isinstance(manifest["complete"], bool):
             raise TypeError("classes are a list, complete is true or false")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{root / MANIFEST}: no whole manifest ({error}); delete the pack and make it again") from error
+        raise DataError(
+            f"{root / MANIFEST}: a damaged manifest ({error}); delete the pack and make it again"
+        ) from error
     return manifest
 
 
@@ -264,7 +266,7 @@ class Packed(Images):
         manifest = read_manifest(root)
         if split not in manifest["splits"]:
             raise DataError(f"--data {root}: a pack of {', '.join(manifest['splits'])}, without {split}")
-        again = f"pack the data into {root} again: what is intact is kept"
+        again = f"pack the data into {root} again: intact shards are kept"
         if not manifest["complete"]:
             raise DataError(f"--data {root}: the packing has not finished; {again}")
         shards: dict[str, Json] = manifest["splits"][split]

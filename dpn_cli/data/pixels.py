@@ -16,15 +16,15 @@ from einops import rearrange
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from dpn_cli import stopping
 from dpn_cli.data.labelled import Labelled
 from dpn_cli.data.reading import Pixels
 from dpn_cli.data.workers import open_loader
-from dpn_cli.distributed import World
 from dpn_cli.errors import DataError
+from dpn_cli.run import stopping
+from dpn_cli.run.distributed import World
 
 if TYPE_CHECKING:
-    from dpn_cli.engine import Batch, Batches
+    from dpn_cli.engine.fit import Batch, Batches
 
 # Below this many images the start of worker processes costs more than they save.
 WORTH_WORKERS = 4000

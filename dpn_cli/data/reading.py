@@ -19,7 +19,7 @@ from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PpmImagePlugin import PpmImageFile
 
 from dpn_cli.errors import PictureError
-from dpn_cli.recipe import MAX_PIXELS
+from dpn_cli.recipe.schema import MAX_PIXELS
 
 Pixels = npt.NDArray[np.uint8]
 Decoder = Literal["exact", "pillow"]
@@ -44,7 +44,7 @@ class Reading:
     max_pixels: int = MAX_PIXELS
     shrink: bool = True
 
-    def describe(self) -> dict[str, str]:
+    def versions(self) -> dict[str, str]:
         """Return which library decodes what, with versions: the entry of a result file."""
         pillow = f"pillow {metadata.version('pillow')}"
         exact = f"simplejpeg {metadata.version('simplejpeg')}"
@@ -62,7 +62,7 @@ def decoder_of(decode: str) -> Decoder:
 def find_files(folder: Path, suffixes: Collection[str] = SUFFIXES) -> list[tuple[Path, int]]:
     """Return the pictures in a folder and below it in alphabetical order, with their sizes in bytes.
 
-    What has a picture's name and is no file (a broken link, a FIFO) counts as a picture of zero bytes: opening it
+    A name that is not a regular file (a broken link, a FIFO) counts as a picture of zero bytes: opening it
     fails, and it is reported or left out as any other unreadable picture.
     """
     named = sorted(path for path in folder.rglob("*") if path.suffix.lower() in suffixes)
@@ -70,7 +70,7 @@ def find_files(folder: Path, suffixes: Collection[str] = SUFFIXES) -> list[tuple
 
 
 def file_size(path: Path) -> int:
-    """Return the size of a file in bytes; zero for what is no file, or is not there."""
+    """Return the size of a file in bytes; zero for anything but a regular file."""
     try:
         status = path.stat()
     except OSError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import os
 import re
 import tarfile
 from abc import abstractmethod
@@ -16,13 +17,15 @@ from PIL import Image
 from dpn_cli.data.labelled import Images, number_names
 from dpn_cli.data.reading import SUFFIXES, open_image
 from dpn_cli.errors import DataError
+from dpn_cli.run.files import read_named
 
 
 def expand(pattern: str) -> list[Path]:
     """Return the files of ``shards/train-{000..009}.tar``, ``{a,b}.tar`` or ``*.tar``.
 
-    Raises `DataError` when none of them is there, one that the pattern names is missing, or one is no file.
+    Raises `DataError` when none of them is there, one that the pattern names is missing, or one is not a file.
     """
+    # Our own: neither Python nor any library that dpn needs expands braces.
     if braces := re.search(r"\{([^{}]*)\}", pattern):
         ends = re.fullmatch(r"(\d+)\.\.(\d+)", braces[1])
         words = (
@@ -43,7 +46,7 @@ def expand(pattern: str) -> list[Path]:
         raise DataError(f"--data wds:{pattern}: no such file")
     for shard in found:
         if not shard.is_file():
-            raise DataError(f"--data wds:{pattern}: {shard} is no file")
+            raise DataError(f"--data wds:{pattern}: {shard} is not a file")
     return found
 
 
@@ -60,7 +63,7 @@ class Member:
 class ShardPictures(Images):
     """The pictures of uncompressed tar files, read in any order; an index of the files is made once.
 
-    What stands beside the pictures is passed to `take` one by one. Raises `DataError` for a shard that is no tar file.
+    `take` receives the files beside each picture. Raises `DataError` for a shard that is not a tar file.
     """
 
     def __init__(self, pattern: str, endings: tuple[str, ...]) -> None:
@@ -98,7 +101,7 @@ class Shards(ShardPictures):
     """The pictures of uncompressed tar files, each with a ``.cls`` (a class number) of the same name.
 
     Class names are those in a ``classnames.txt`` beside the shards, else the numbers. Raises `DataError` for a shard
-    that is no tar file, a picture without a label or a label that is no number.
+    that is not a tar file, a picture without a label, or a label that is not a number.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -109,10 +112,11 @@ class Shards(ShardPictures):
         if not labels:
             raise DataError(f"--data wds:{pattern}: no picture with a .cls beside it")
         listed = self.paths[0].parent / "classnames.txt"
-        if not listed.is_file():
+        if not os.path.lexists(listed):
             self.classes = number_names(self, f"wds:{pattern}")
             return
-        self.classes = tuple(listed.read_text("utf-8", "surrogateescape").splitlines())
+        content = read_named(listed, str(listed), "it names the shards' classes, a name a line")
+        self.classes = tuple(content.decode("utf-8", "surrogateescape").splitlines())
         if len(self.classes) <= max(labels):
             raise DataError(f"{listed}: {len(self.classes)} names, and the shards have the classes 0 to {max(labels)}")
 
@@ -121,7 +125,7 @@ class Shards(ShardPictures):
         try:
             label = int(member.beside.get("cls", b"-1"))
         except ValueError as error:
-            raise DataError(f"{path}: {member.name}: its .cls is no number ({error})") from error
+            raise DataError(f"{path}: {member.name}: its .cls is not a number ({error})") from error
         if label < 0:
             key = PurePosixPath(member.name).with_suffix("")
             raise DataError(f"{path}: {member.name} has no {key}.cls with a class number")

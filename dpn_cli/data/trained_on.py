@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from dpn_cli import distributed, stopping
 from dpn_cli.data.labelled import Labelled
-from dpn_cli.distributed import World
 from dpn_cli.errors import DataError
+from dpn_cli.run import distributed, stopping
+from dpn_cli.run.distributed import World
 
 # Pictures that are read for it, in a network's file and of a split that is looked up: 160 kB of digests.
 MOST = 20_000
@@ -34,7 +34,7 @@ class Known:
         return {"images": self.images, "of": self.of, "estimated": self.estimated}
 
     def warning(self) -> str | None:
-        """Say that the pictures are no new ones to the network; None where all of them are."""
+        """Warn that the network was trained on some of the pictures; None when all are new to it."""
         if not self.images:
             return None
         about = "about " if self.estimated else ""

@@ -17,7 +17,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset
 
 from dpn_cli.errors import DpnError, WorkerError
-from dpn_cli.stopping import SIGNALS
+from dpn_cli.run.stopping import SIGNALS
 
 # Seconds that a worker has to finish what it is reading once nobody wants it; then it is killed.
 PATIENCE = 2.0
@@ -95,10 +95,10 @@ def _raise_for_dead(processes: Sequence[BaseProcess]) -> None:
     for process in processes:
         if code := process.exitcode:
             _forget(processes)  # it is said once, not again while other workers end because of it
-            raise WorkerError(_describe(process.pid, code)) from None
+            raise WorkerError(_cause_of_death(process.pid, code)) from None
 
 
-def _describe(pid: int | None, code: int) -> str:
+def _cause_of_death(pid: int | None, code: int) -> str:
     if code > 0:
         return f"data-loading process {pid} ended with exit code {code}; -j 0 reads without processes and shows why"
     number = signal.Signals(-code)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dpn_cli.errors import DataError
-from dpn_cli.files import file_digest, replace_file, replace_json
+from dpn_cli.run.files import file_digest, replace_file, replace_json
 
 
 def save_array(path: Path, array: npt.NDArray[Any], **facts: Any) -> None:

@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpn_cli import stopping
 from dpn_cli.data.pixels import augment, resize, rows_of_step, stream, to_device
-from dpn_cli.distributed import World
-from dpn_cli.engine import Batch, Batches
+from dpn_cli.engine.fit import Batch, Batches
+from dpn_cli.engine.seeds import fold
 from dpn_cli.errors import DataError
-from dpn_cli.seeds import fold
+from dpn_cli.run import stopping
+from dpn_cli.run.distributed import World
 from tasks.lit.arrays import facts_of, save_array
 from tasks.lit.captions import Captioned
-from tasks.lit.features import Features, Wanted
+from tasks.lit.features import Features, ImageEncoder
 from tasks.lit.tokens import Tokenizer
 
 # Streams of draws that must not meet: captions, views, crops.
@@ -119,11 +119,19 @@ class _Rows(Sequence[int]):
 
 
 def encoded_batches(
-    data: Captioned, wanted: Wanted, texts: Texts, batch_size: int, seed: int, world: World, *, steps: int, micro: int
+    data: Captioned,
+    encoder: ImageEncoder,
+    texts: Texts,
+    batch_size: int,
+    seed: int,
+    world: World,
+    *,
+    steps: int,
+    micro: int,
 ) -> Batches:
     """Return the same batches without a cache: every image is read and encoded at every visit.
 
-    With ``wanted.views`` it is cut and mirrored anew each time. At most `micro` images are read ahead by a worker, and
+    With ``encoder.views`` it is cut and mirrored anew each time. At most `micro` images are read ahead by a worker, and
     are in the tower, at once: the largest share of the batch that divides it.
     """
     mine = _share(batch_size, world)
@@ -137,18 +145,18 @@ def encoded_batches(
         generator = torch.Generator().manual_seed(fold(seed, CROP, step))
         places = torch.arange(batch_size) - begin  # the draws are the whole batch's
         here = slice(begin, begin + len(images))
-        return augment(images, places, wanted.size, crop=True, flip=True, generator=generator, mine=here)
+        return augment(images, places, encoder.size, crop=True, flip=True, generator=generator, mine=here)
 
     def batches(start: int) -> Generator[Batch, None, None]:
         share = batch_size // world.size
         count = next(size for size in range(min(micro, share), 0, -1) if share % size == 0)
-        read = partial(resize, size=wanted.read_size)
+        read = partial(resize, size=encoder.read_size)
         visits = _Rows(rows, start, steps, share)
-        with stream(data, read, count, rows=visits, workers=wanted.workers) as parts:
+        with stream(data, read, count, rows=visits, workers=encoder.workers) as parts:
             for step in range(start, steps):
                 found = []
                 for begin, part in zip(range(mine.start, mine.stop, count), parts, strict=False):
-                    found.append(wanted.encode(cut(part.images, step, begin) if wanted.views else part.images))
+                    found.append(encoder.encode(cut(part.images, step, begin) if encoder.views else part.images))
                 chosen = texts.of(torch.tensor(rows(step)), draws(batch_size, seed, CAPTION, step)[mine])
                 yield {"image": to_device(torch.cat(found), world.device), "tokens": to_device(chosen, world.device)}
 

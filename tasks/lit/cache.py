@@ -23,14 +23,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from dpn_cli import distributed, stopping
-from dpn_cli.console import Console
 from dpn_cli.data.pixels import resize
-from dpn_cli.distributed import World
 from dpn_cli.errors import DataError
-from dpn_cli.files import claimed, remove_leftovers, replace_json
+from dpn_cli.run import distributed, stopping
+from dpn_cli.run.console import Console
+from dpn_cli.run.distributed import World
+from dpn_cli.run.files import claimed, remove_leftovers, replace_json
 from tasks.lit.captions import Captioned
-from tasks.lit.features import Features, Wanted
+from tasks.lit.features import Features, ImageEncoder
 from tasks.lit.fill import Shard, content_digest, fill
 
 # Images per shard, which is what a killed run encodes again, and per batch that goes through the tower.
@@ -51,7 +51,7 @@ def data_fingerprint(data: Captioned) -> str:
     return hashlib.sha256(os.fsencode("\n".join(lines))).hexdigest()
 
 
-def cached_features(data: Captioned, wanted: Wanted, root: Path, world: World, console: Console) -> Features:
+def cached_features(data: Captioned, encoder: ImageEncoder, root: Path, world: World, console: Console) -> Features:
     """Return the features of all images from the cache below `root`, encoding what is not there yet, once.
 
     Ranks share the work, and the folder; another process that fills the same one is waited for. Damaged shards, caches
@@ -60,14 +60,14 @@ def cached_features(data: Captioned, wanted: Wanted, root: Path, world: World, c
     signal asks to stop.
     """
     facts = {
-        **wanted.facts,
+        **encoder.facts,
         "version": VERSION,
         "data": data_fingerprint(data),
         "images": len(data.captions),
         "decoder": data.reading.decoder,
-        "image_size": list(wanted.size),
-        "views": wanted.views,
-        "seed": wanted.seed if wanted.views else None,
+        "image_size": list(encoder.size),
+        "views": encoder.views,
+        "seed": encoder.seed if encoder.views else None,
         "dtype": "float16",
     }
     folder = root / _name(facts)
@@ -80,7 +80,7 @@ def cached_features(data: Captioned, wanted: Wanted, root: Path, world: World, c
         if world.leads:
             remove_leftovers(folder)
             _remove_version_1(root, facts, console)
-        return _filled(folder, facts, data, wanted, world, console)
+        return _filled(folder, facts, data, encoder, world, console)
 
 
 def _name(facts: Json) -> str:
@@ -98,7 +98,9 @@ def _remove_version_1(root: Path, facts: Json, console: Console) -> None:
         shutil.rmtree(former, ignore_errors=True)
 
 
-def _filled(folder: Path, facts: Json, data: Captioned, wanted: Wanted, world: World, console: Console) -> Features:
+def _filled(
+    folder: Path, facts: Json, data: Captioned, encoder: ImageEncoder, world: World, console: Console
+) -> Features:
     """Return the features of a cache's folder, after encoding what is not there yet or has changed."""
     total = len(data.captions)
     shards = [
@@ -107,19 +109,19 @@ def _filled(folder: Path, facts: Json, data: Captioned, wanted: Wanted, world: W
     ]
     found, plan, bad = list[Json | None](), Plan(), list[int]()
     if world.leads:
-        found, distrust = _finished(shards, facts, data, wanted, console)
+        found, distrust = _finished(shards, facts, data, encoder, console)
         plan = _plan(shards, found, data, distrust, console)
     plan = distributed.from_leader(plan)
     if plan:
         mine = sorted(plan)[world.rank :: world.size]
-        fill(data, wanted, [(shards[number], plan[number]) for number in mine], BATCH, console)
+        fill(data, encoder, [(shards[number], plan[number]) for number in mine], BATCH, console)
         distributed.barrier()
     if world.leads:
         bad = _unreadable(shards, found, plan, console)
     bad = distributed.from_leader(bad)
     if len(bad) == total:
         raise DataError(f"{data.where(0)}: not a readable image, and no other one is; nothing is left to work with")
-    if bad and not wanted.skip_bad:
+    if bad and not encoder.skip_bad:
         raise DataError(
             f"{data.where(bad[0])}: not a readable image, as are {len(bad) - 1} others; fetch them again, or leave "
             "them out and count them with --skip-bad-images"
@@ -128,7 +130,7 @@ def _filled(folder: Path, facts: Json, data: Captioned, wanted: Wanted, world: W
 
 
 def _finished(
-    shards: Sequence[Shard], facts: Json, data: Captioned, wanted: Wanted, console: Console
+    shards: Sequence[Shard], facts: Json, data: Captioned, encoder: ImageEncoder, console: Console
 ) -> tuple[list[Json | None], bool]:
     """Return what was saved with each shard, None for those to be encoded, and whether stamps are not to be trusted.
 
@@ -145,7 +147,7 @@ def _finished(
             problem = f"cache.json cannot be read ({error})"
         if problem is None:
             found = _whole(shards, console)
-            problem, replaced = _spot_check(shards, found, data, wanted)
+            problem, replaced = _spot_check(shards, found, data, encoder)
             if replaced is not None:
                 console.warn(f"{replaced} was replaced and its date and inode do not show it; all images are compared")
             if problem is None:
@@ -169,7 +171,7 @@ def _whole(shards: Sequence[Shard], console: Console) -> list[Json | None]:
 
 
 def _spot_check(
-    shards: Sequence[Shard], found: Sequence[Json | None], data: Captioned, wanted: Wanted
+    shards: Sequence[Shard], found: Sequence[Json | None], data: Captioned, encoder: ImageEncoder
 ) -> tuple[str | None, str | None]:
     """Read and encode a few images of the finished shards again.
 
@@ -195,7 +197,7 @@ def _spot_check(
             replaced = data.where(row) if data.stamps[row] == saved["stamps"][row - shard.first] else replaced
             continue
         stored = torch.from_numpy(np.load(shard.file, mmap_mode="r")[row - shard.first].astype(np.float32))
-        now = wanted.encode_views(resize(pixels, wanted.read_size)[None], [row])[0]
+        now = encoder.encode_views(resize(pixels, encoder.read_size)[None], [row])[0]
         if not (stored * now).sum(-1).min() > SPOT_COSINE:
             return f"{data.where(row)} gives other features now", replaced
     return None, replaced

@@ -158,7 +158,7 @@ def sentences(raw: Iterable[object], where: str, skip_bad: bool) -> tuple[str, .
     return found
 
 
-class ShardPairs(ShardPictures, Captioned):
+class ShardCaptions(ShardPictures, Captioned):
     """Webdataset shards as img2dataset writes them: pictures with a .txt, or a .json that has a caption.
 
     A .txt is one caption, whatever its lines; of a .json the first field with a caption's name counts, as of a table.
@@ -189,7 +189,7 @@ class ShardPairs(ShardPictures, Captioned):
         return bool(found)
 
 
-class HubPairs(HubPictures, Captioned):
+class HubCaptions(HubPictures, Captioned):
     """A split of a hub data set with an image column and a column of sentences, or of lists of them."""
 
     def __init__(
@@ -221,7 +221,7 @@ class HubPairs(HubPictures, Captioned):
         return f"{self.place}, row {self.kept[index]}"
 
 
-class ScenePairs(SceneSplit, Captioned):
+class SceneCaptions(SceneSplit, Captioned):
     """The built-in scenes with the sentence that describes each; numbers `start` up to `stop`."""
 
     def __init__(self, start: int, stop: int) -> None:

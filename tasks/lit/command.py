@@ -9,22 +9,25 @@ from typing import Any
 
 import torch
 
-from dpn_cli import engine, stopping
-from dpn_cli.console import Console
 from dpn_cli.data.pixels import resize
-from dpn_cli.distributed import World, join
-from dpn_cli.memory import MicroBatch
-from dpn_cli.run import run_in_folder, run_name, with_own_stem
+from dpn_cli.engine import fit as engine
+from dpn_cli.recipe.start import Place
+from dpn_cli.recipe.training import of_two_steps
+from dpn_cli.run import console as terminal
+from dpn_cli.run import stopping
+from dpn_cli.run.console import Console
+from dpn_cli.run.distributed import World, join
+from dpn_cli.run.session import run_name, session
+from dpn_cli.weights.origin import with_own_stem
 from tasks.lit.batches import cached_batches, tokenize
 from tasks.lit.cache import BATCH, cached_features
 from tasks.lit.captions import Subset
 from tasks.lit.data import open_pairs
 from tasks.lit.encode import cache_root, describe_retrieval
 from tasks.lit.features import Features
-from tasks.lit.loss import ContrastiveLoss
 from tasks.lit.recipe import LitRecipe, in_steps
 from tasks.lit.tokens import open_tokenizer
-from tasks.lit.train import load_tower, new_text_tower, recipe_wants, run, source_of
+from tasks.lit.train import job_of, load_tower, new_text_tower, recipe_encoder, source_of, train
 
 DEMO_NOTE = (
     "This is the demo: generated scenes, their sentences and a small image tower. Nothing here is a number of the "
@@ -32,28 +35,26 @@ DEMO_NOTE = (
 )
 
 
-def start(
-    recipe: LitRecipe, output_dir: Path | None, *, resume: bool, overwrite: bool, dry_run: bool, console: Console
-) -> dict[str, Any] | None:
+def run(recipe: LitRecipe, place: Place, console: Console) -> dict[str, Any] | None:
     """Train and return the result; None on ranks that do not lead and after a dry run.
 
-    Raises `DpnError` and its kin, each with the exit code of its cause.
+    Raises `DpnError` and its subclasses, which carry the exit code.
     """
     if recipe.demo:
         console.info(DEMO_NOTE)
     recipe = recipe.model_copy(update={"backbone": with_own_stem(recipe.backbone, console)})
-    path = output_dir or Path("runs") / ("lit_demo" if recipe.demo else "lit") / run_name(recipe.backbone)
-    return run_in_folder(
-        recipe,
-        recipe.runtime.device,
-        path,
-        lambda begun, folder, world: run(begun, folder, world, console),
-        (lambda world: _dry_run(recipe, world, console)) if dry_run else None,
-        kind="towers",
-        resume=resume,
-        overwrite=overwrite,
-        console=console,
-    )
+    default = Path("runs") / ("lit_demo" if recipe.demo else "lit") / run_name(recipe.backbone)
+    with session(recipe, recipe.runtime, "towers", place, default, console) as begun:
+        if place.dry_run:
+            _dry_run(begun.recipe, begun.world, console)
+            return None
+        result = begun.folder.result or train(begun)
+        return result if begun.world.leads else None
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print a result on stdout."""
+    terminal.show(describe_training(result))
 
 
 def fill_cache(recipe: LitRecipe, console: Console) -> dict[str, Any] | None:
@@ -63,9 +64,9 @@ def fill_cache(recipe: LitRecipe, console: Console) -> dict[str, Any] | None:
         tokenizer = open_tokenizer(recipe.text.tokenizer, recipe.text.context, recipe.text.clean)
         tower = load_tower(recipe, world)
         console.info(tower.report.summary())
-        root, wanted = cache_root(recipe.cache.folder), recipe_wants(recipe, tower, world)
-        features = cached_features(data, wanted, root, world, console)
-        held_out = cached_features(val, replace(wanted, views=0), root, world, console)
+        root, encoder = cache_root(recipe.cache.folder), recipe_encoder(recipe, tower, world)
+        features = cached_features(data, encoder, root, world, console)
+        held_out = cached_features(val, replace(encoder, views=0), root, world, console)
         if not world.leads:
             return None
         texts = tokenize(data, tokenizer, root)
@@ -74,7 +75,7 @@ def fill_cache(recipe: LitRecipe, console: Console) -> dict[str, Any] | None:
             "folder": str(root),
             "images": len(features),
             "held_out": len(held_out),
-            "views": wanted.views,
+            "views": encoder.views,
             "width": features.width,
             "unreadable": len(features.bad) + len(held_out.bad),
             "left_out": data.dropped,
@@ -90,26 +91,16 @@ def _dry_run(recipe: LitRecipe, world: World, console: Console) -> None:
     tokenizer = open_tokenizer(recipe.text.tokenizer, recipe.text.context, recipe.text.clean)
     tower = load_tower(recipe, world)
     console.info(tower.report.summary())
-    wanted, some = recipe_wants(recipe, tower, world), Subset(data, range(min(BATCH, len(data.captions))))
+    encoder, some = recipe_encoder(recipe, tower, world), Subset(data, range(min(BATCH, len(data.captions))))
     began = time.perf_counter()
-    found = wanted.encode(torch.stack([resize(some.pixels(row), wanted.size) for row in some.labels]))
+    found = encoder.encode(torch.stack([resize(some.pixels(row), encoder.size) for row in some.labels]))
     encoding = (time.perf_counter() - began) / len(found) * (len(data.captions) + len(val.captions))
     text = new_text_tower(recipe, tower, tokenizer)
-    schedule = recipe.schedule.model_copy(update={"steps": 2, "warmup": 0, "decay_from": None})
     again = torch.arange(recipe.batch_size) % len(found)  # the few images stand for a whole batch
-    done = engine.fit(
-        engine.prepare(text, recipe.runtime, world),
-        ContrastiveLoss(recipe.loss, world),
-        cached_batches(
-            Features([found.half()[:, None].numpy()], ()), again, tokenize(some, tokenizer), recipe.batch_size, 0, world
-        ),
-        None,
-        engine.Training(recipe.optim, schedule, recipe.lr, recipe.batch_size, recipe.seed),
-        recipe.runtime,
-        world,
-        engine.Outputs(warn=console.warn),
-        MicroBatch.choose(recipe.runtime, recipe.batch_size // world.size, text, world.device),
-    )
+    some_features = Features([found.half()[:, None].numpy()], ())
+    batches = cached_batches(some_features, again, tokenize(some, tokenizer), recipe.batch_size, 0, world)
+    job = job_of(of_two_steps(recipe), batches, world, engine.Outputs(warn=console.warn))
+    done = engine.fit(engine.prepare(text, recipe.runtime, world), job)
     hours = recipe.schedule.steps * done.seconds / 2 / 3600
     size = len(data.captions) * max(1, recipe.cache.views) * tower.embed_dim * 2 / 2**30
     console.info(
@@ -119,8 +110,8 @@ def _dry_run(recipe: LitRecipe, world: World, console: Console) -> None:
     )
 
 
-def describe(result: dict[str, Any]) -> str:
-    """Return a training's result as a few lines for a person."""
+def describe_training(result: dict[str, Any]) -> str:
+    """Return a training's result as text."""
     left_out = sum(result["left_out"].values())
     height, width = result["image_size"]
     lines = [
@@ -141,7 +132,7 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def describe_cache(result: dict[str, Any]) -> str:
-    """Return what a cache holds, for a person."""
+    """Return the content of a cache as text."""
     kept = "the plain image" if not result["views"] else f"{result['views']} augmented views"
     return (
         f"{result['folder']}: features of {result['images']} + {result['held_out']} images ({kept}, width "

@@ -13,8 +13,8 @@ from dpn_cli.data.classified import hub_name
 from dpn_cli.data.labelled import SceneSplit, load_hub
 from dpn_cli.data.reading import USUAL, Reading
 from dpn_cli.errors import DataError
-from tasks.lit.captions import Captioned, HubPairs, ScenePairs, ShardPairs, Subset
-from tasks.lit.tables import has_splits, read_coco, read_folder, read_table
+from tasks.lit.captions import Captioned, HubCaptions, SceneCaptions, ShardCaptions, Subset
+from tasks.lit.tables import read_coco, read_folder, read_table, splits_in
 
 # Karpathy's splits: the images that COCO's validation set lends to training are "restval".
 KARPATHY = {"train": ("train", "restval"), "val": ("val",), "test": ("test",)}
@@ -27,7 +27,7 @@ DEMO_SPLITS = {"train": (0, 8000), "val": (900_000, 901_000), "test": (900_000, 
 
 
 @dataclass(frozen=True)
-class Source:
+class CaptionSource:
     """Where captioned images are: what ``--data`` and its companions say.
 
     `place` is a .csv, .tsv or .json file, a folder, ``hf:NAME[:CONFIGURATION]``, ``wds:PATTERN`` or ``demo``.
@@ -43,7 +43,7 @@ class Source:
     reading: Reading = USUAL
 
 
-def open_pairs(source: Source) -> tuple[Captioned, Captioned]:
+def open_pairs(source: CaptionSource) -> tuple[Captioned, Captioned]:
     """Return the images to train on, and the ones to score retrieval on: the data set's own, or held out."""
     if source.val_place or has_split(source, "val"):
         return open_split(source, "train"), open_split(source, "val")
@@ -61,33 +61,33 @@ def open_pairs(source: Source) -> tuple[Captioned, Captioned]:
     return train, Subset(whole, sorted(order[-held:]))
 
 
-def has_split(source: Source, split: str) -> bool:
-    """Tell whether a data set says itself which of its pairs are ``train``, ``val`` or ``test``."""
+def has_split(source: CaptionSource, split: str) -> bool:
+    """Tell whether a data set says itself which of its pairs are ``train``, ``val`` or ``test``, and has such pairs."""
     place = source.place
     if place == "demo":
         return True
     if place.startswith("hf:"):
         return _hub_split(place, split) is not None
-    return place.endswith(".json") and has_splits(Path(place).expanduser())
+    return place.endswith(".json") and not splits_in(Path(place).expanduser()).isdisjoint(KARPATHY[split])
 
 
-def open_split(source: Source, split: str) -> Captioned:
+def open_split(source: CaptionSource, split: str) -> Captioned:
     """Open ``train``, ``val`` or ``test`` of a data set; one without splits is opened whole. Raises `DataError`."""
     found = _open(source, split)
     found.reading = source.reading
     return found
 
 
-def _open(source: Source, split: str) -> Captioned:
+def _open(source: CaptionSource, split: str) -> Captioned:
     place = source.val_place if source.val_place and split != "train" else source.place
     if place == "demo":
-        return ScenePairs(*DEMO_SPLITS[split])
+        return SceneCaptions(*DEMO_SPLITS[split])
     if place.startswith("wds:"):
-        return ShardPairs(place.removeprefix("wds:"), source.skip_bad)
+        return ShardCaptions(place.removeprefix("wds:"), source.skip_bad)
     if place.startswith("hf:"):
         name, config = hub_name(place)
         found = _hub_split(place, split) or split
-        return HubPairs(name, config, found, source.image_column, source.caption_column, source.skip_bad)
+        return HubCaptions(name, config, found, source.image_column, source.caption_column, source.skip_bad)
     path = Path(place).expanduser()
     root = Path(source.images).expanduser() if source.images else path if path.is_dir() else path.parent
     if path.is_dir():
@@ -98,7 +98,7 @@ def _open(source: Source, split: str) -> Captioned:
             ".json, a folder of pictures with .txt beside them, wds:PATTERN, hf:OWNER/NAME, or demo"
         )
     if path.suffix == ".json":
-        return read_coco(path, root, KARPATHY[split] if has_splits(path) else None, source.skip_bad)
+        return read_coco(path, root, KARPATHY[split] if splits_in(path) else None, source.skip_bad)
     return read_table(path, root, source.image_column, source.caption_column, source.skip_bad)
 
 

@@ -8,28 +8,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpn_cli import engine
-from dpn_cli.backbone import Backbone
-from dpn_cli.console import Console
 from dpn_cli.data.pixels import resize
-from dpn_cli.distributed import World
-from dpn_cli.home import home
-from dpn_cli.recipe import Runtime
+from dpn_cli.engine import fit as engine
+from dpn_cli.recipe.home import home
+from dpn_cli.recipe.schema import Runtime
+from dpn_cli.run.console import Console
+from dpn_cli.run.distributed import World
+from dpn_cli.weights.backbone import Backbone
 from tasks.lit.cache import BATCH, cached_features
 from tasks.lit.captions import Captioned
-from tasks.lit.features import Wanted, digest_of, encoder
+from tasks.lit.features import ImageEncoder, digest_of, encode_function
 from tasks.lit.retrieval import chance, recalls
 from tasks.lit.towers import Towers
 
 
 def cache_root(folder: str | None) -> Path:
-    """Return the folder of all caches: the one asked for, or $DPN_HOME/cache/lit."""
+    """Return the folder of all caches: `folder`, or $DPN_HOME/cache/lit."""
     return Path(folder).expanduser() if folder else home() / "cache" / "lit"
 
 
-def wanted_of(
+def image_encoder(
     tower: Backbone, runtime: Runtime, world: World, *, views: int = 0, seed: int = 0, skip_bad: bool = False
-) -> Wanted:
+) -> ImageEncoder:
     """Return how images are encoded, with all that it depends on."""
     facts = {
         "weights": digest_of(tower),
@@ -39,12 +39,12 @@ def wanted_of(
         "resize": "bilinear, no antialias",
         "precision": f"{runtime.precision} on {world.device.type}",
     }
-    encode = encoder(tower, world.device, engine.precision_of(runtime, world.device))
-    return Wanted(encode, tower.embed_dim, tower.config.image_size, facts, views, seed, runtime.workers, skip_bad)
+    encode = encode_function(tower, world.device, engine.precision_of(runtime, world.device))
+    return ImageEncoder(encode, tower.embed_dim, tower.config.image_size, facts, views, seed, runtime.workers, skip_bad)
 
 
 def encoded(
-    data: Captioned, wanted: Wanted, root: Path | None, world: World, console: Console
+    data: Captioned, encoder: ImageEncoder, root: Path | None, world: World, console: Console
 ) -> tuple[Tensor, list[int]]:
     """Return the features (n, d) of all readable images in float32, and which images they are.
 
@@ -55,19 +55,25 @@ def encoded(
         parts = []
         for begin in range(0, len(everything), BATCH):
             some = everything[begin : begin + BATCH]
-            parts.append(wanted.encode(torch.stack([resize(data.pixels(row), wanted.size) for row in some])))
+            parts.append(encoder.encode(torch.stack([resize(data.pixels(row), encoder.size) for row in some])))
         return torch.cat(parts), everything
-    features = cached_features(data, wanted, root, world, console)
+    features = cached_features(data, encoder, root, world, console)
     bad = set(features.bad)
     good = [row for row in everything if row not in bad]
     return features.rows(torch.tensor(good)).float(), good
 
 
 def retrieval_scores(
-    towers: Towers, data: Captioned, wanted: Wanted, root: Path | None, runtime: Runtime, world: World, console: Console
+    towers: Towers,
+    data: Captioned,
+    encoder: ImageEncoder,
+    root: Path | None,
+    runtime: Runtime,
+    world: World,
+    console: Console,
 ) -> dict[str, Any]:
     """Return recalls on captioned images, both ways, beside what chance would give."""
-    images, good = encoded(data, wanted, root, world, console)
+    images, good = encoded(data, encoder, root, world, console)
     owner = torch.tensor([index for index, row in enumerate(good) for _ in data.captions[row]])
     with engine.precision_of(runtime, world.device):
         texts = towers.encode_texts([text for row in good for text in data.captions[row]])
@@ -77,7 +83,7 @@ def retrieval_scores(
 
 
 def describe_retrieval(found: dict[str, Any]) -> str:
-    """Return recalls as lines for a person."""
+    """Return recalls as text."""
     ways = {"image_to_text": "image to text", "text_to_image": "text to image"}
     unreadable = f", {found['unreadable']} unreadable ones left out" if found["unreadable"] else ""
     lines = [

@@ -3,125 +3,89 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dpn_cli import engine, stopping
-from dpn_cli.console import Console
 from dpn_cli.data import classified
 from dpn_cli.data.labelled import Labelled, fingerprint
-from dpn_cli.data.reading import Decoder, Reading
+from dpn_cli.data.reading import Reading
 from dpn_cli.data.trained_on import Known, look_up
-from dpn_cli.distributed import World, join
+from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError
-from dpn_cli.files import replace_json
-from dpn_cli.recipe import MAX_PIXELS, Runtime
-from dpn_cli.runstate import open_report
+from dpn_cli.run import stopping
+from dpn_cli.run.console import Console
+from dpn_cli.run.distributed import World, join
+from dpn_cli.run.files import replace_json
+from dpn_cli.run.folder import open_report
 from dpn_cli.scoring import Scores
-from tasks.lit.data import DEMO_SPLITS, SceneClasses, Source
-from tasks.lit.encode import cache_root, describe_retrieval, retrieval_scores, wanted_of
+from tasks.lit.data import DEMO_SPLITS, CaptionSource, SceneClasses
+from tasks.lit.encode import cache_root, describe_retrieval, image_encoder, retrieval_scores
+from tasks.lit.options import Scoring
 from tasks.lit.parts import open_part
-from tasks.lit.tokens import open_tokenizer
 from tasks.lit.towers import Towers, load_towers
 from tasks.lit.zeroshot import check_order, class_names, classifier_of, classify, prompt_set
 
 Json = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What ``dpn lit eval`` was asked to do."""
-
-    place: str
-    source: Source
-    retrieval: bool = False
-    split: str | None = None
-    label_column: str | None = None
-    prompts: str | None = None
-    class_names: str | None = None
-    tokenizer: str | None = None
-    batch_size: int = 64
-    force: bool = False
-    cache_dir: str | None = None
-    output_dir: Path | None = None
-    decode: Decoder | None = None
-    max_pixels: int = MAX_PIXELS
-
-
-def evaluate(asked: Asked, runtime: Runtime, console: Console) -> Json | None:
+def evaluate(options: Scoring, console: Console) -> Json | None:
     """Score a run and return the result, written to `output_dir` too; None on ranks that do not lead.
 
     Raises `DataError` when the data, the class names or the tokenizer do not belong to the run, `DpnError` when
     `output_dir` holds one.
     """
-    with stopping.listen(stopping.NO_RESULT), join(runtime.device) as world:
-        if asked.output_dir and world.leads:
-            open_report(asked.output_dir)
-        towers = load_towers(asked.place).to(world.device)
-        check_tokenizer(towers, asked.tokenizer)
-        reading = Reading(asked.decode or towers.decoder, asked.max_pixels)
-        asked = replace(asked, source=replace(asked.source, reading=reading))
-        scored = _retrieval if asked.retrieval else _zeroshot
+    how = options.pictures
+    with stopping.listen(stopping.NO_RESULT), join(options.runtime.device) as world:
+        if options.output_dir and world.leads:
+            open_report(options.output_dir)
+        towers = load_towers(options.run).to(world.device)
+        reading = Reading(how.decode or towers.decoder, how.max_pixels)
+        scored = _retrieval if options.captioned else _zeroshot
         result = {
             "task": "lit eval",
-            "run": asked.place,
-            "data": asked.source.place,
+            "run": options.run,
+            "data": options.source,
             "tokenizer": towers.tokenizer.to_dict(),
-            "decoder": reading.describe(),
-            **scored(towers, asked, runtime, world, console),
+            "decoder": reading.versions(),
+            **scored(towers, options, reading, world, console),
         }
-        if asked.output_dir and world.leads:
-            replace_json(asked.output_dir / "result.json", result)
+        if options.output_dir and world.leads:
+            replace_json(options.output_dir / "result.json", result)
         return result if world.leads else None
 
 
-def check_tokenizer(towers: Towers, file: str | None) -> None:
-    """Refuse another tokenizer than the run's: its tokens would mean other words. Raises `DataError`."""
-    if file is None:
-        return
-    trained = towers.tokenizer
-    given = open_tokenizer(file, trained.context, trained.clean)
-    if given.digest != trained.digest:
-        raise DataError(
-            f"--tokenizer {file}: the run was trained with {trained.name} (sha256 {trained.digest[:12]}, here "
-            f"{given.digest[:12]}), and reads nothing else; leave the option out"
-        )
-
-
-def _zeroshot(towers: Towers, asked: Asked, runtime: Runtime, world: World, console: Console) -> Json:
-    split, folders = _labelled(asked)
-    names, origin = class_names(folders, asked.class_names)
-    chosen = asked.prompts or ("demo" if asked.source.place == "demo" else "clip_paper")
+def _zeroshot(towers: Towers, options: Scoring, reading: Reading, world: World, console: Console) -> Json:
+    split, folders = _labelled(options, reading)
+    names, origin = class_names(folders, options.class_names)
+    chosen = options.prompts or ("demo" if options.source == "demo" else "clip_paper")
     templates = prompt_set(chosen)
     console.info(f"{len(split.labels)} images of {len(names)} classes; {len(templates)} prompts a class")
     known = _known(towers, split, world, console)
-    run = Path(asked.place).expanduser()
-    with engine.precision_of(runtime, world.device):
+    run = Path(options.run).expanduser()
+    with engine.precision_of(options.runtime, world.device):
         weights = classifier_of(towers, names, templates, run if (run / "run.json").is_file() else None, world)
         scores = classify(
             towers, weights, split, world,
-            workers=runtime.workers, batch_size=asked.batch_size, skip_bad=asked.source.skip_bad,
+            workers=options.runtime.workers, batch_size=options.batch_size, skip_bad=options.skip_bad_images,
         )  # fmt: skip
-    if not asked.force:
+    if not options.force:
         check_order(scores, len(names))
     found = _zeroshot_result(scores, split, names, origin, chosen, templates)
-    return {"split": asked.split or "val", "trained_on": known.to_dict() if known else None, **found}
+    return {"split": options.split or "val", "trained_on": known.to_dict() if known else None, **found}
 
 
-def _labelled(asked: Asked) -> tuple[Labelled, Sequence[str]]:
-    source = asked.source
-    if source.place == "demo":
+def _labelled(options: Scoring, reading: Reading) -> tuple[Labelled, Sequence[str]]:
+    if options.source == "demo":
         split = SceneClasses(*DEMO_SPLITS["test"])
         return split, split.classes
-    where = classified.Source(
-        source.place, image_column=source.image_column, label_column=asked.label_column, reading=source.reading
+    where = classified.ImageSource(
+        options.source, image_column=options.image_column, label_column=options.label_column, reading=reading
     )
-    chosen = asked.split or "val"
+    chosen = options.split or "val"
     if chosen == "all":
         raise DataError("--split all: of captioned images only; choose train, val or test")
     if chosen == "test" and not classified.has_split(where, "test"):
-        raise DataError(f"--split test: --data {source.place} has no labelled test images; choose val or train")
+        raise DataError(f"--split test: --data {options.source} has no labelled test images; choose val or train")
     return classified.open_split(where, chosen)
 
 
@@ -150,24 +114,35 @@ def _zeroshot_result(
     }
 
 
-def _retrieval(towers: Towers, asked: Asked, runtime: Runtime, world: World, console: Console) -> Json:
-    data, part = open_part(asked.source, asked.split, towers.facts)
+def _retrieval(towers: Towers, options: Scoring, reading: Reading, world: World, console: Console) -> Json:
+    data, part = open_part(_captioned(options, reading), options.split, towers.facts)
     captions = sum(map(len, data.captions))
     console.info(f"{len(data.captions)} images with {captions} captions" + (f", {part}" if part else ""))
     known = _known(towers, data, world, console)
-    wanted = wanted_of(towers.image, runtime, world, skip_bad=asked.source.skip_bad)
-    root = cache_root(asked.cache_dir)
+    encoder = image_encoder(towers.image, options.runtime, world, skip_bad=options.skip_bad_images)
+    root = cache_root(options.cache_dir)
     return {
-        "split": asked.split or "val",
+        "split": options.split or "val",
         "part": part,
         "trained_on": known.to_dict() if known else None,
-        "retrieval": retrieval_scores(towers, data, wanted, root, runtime, world, console),
+        "retrieval": retrieval_scores(towers, data, encoder, root, options.runtime, world, console),
         "left_out": data.dropped,
     }
 
 
-def describe(result: Json) -> str:
-    """Return the result as lines for a person."""
+def _captioned(options: Scoring, reading: Reading) -> CaptionSource:
+    return CaptionSource(
+        options.source,
+        images=options.images,
+        image_column=options.image_column,
+        caption_column=options.caption_column,
+        skip_bad=options.skip_bad_images,
+        reading=reading,
+    )
+
+
+def describe_scores(result: Json) -> str:
+    """Return the result as text."""
     known = result["trained_on"] and Known(**result["trained_on"]).warning()
     warned = f"\nWARNING: {known}" if known else ""
     if "retrieval" in result:

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpn_cli.backbone import Backbone
 from dpn_cli.data.pixels import augment
-from dpn_cli.seeds import fold
+from dpn_cli.engine.seeds import fold
+from dpn_cli.weights.backbone import Backbone
 
 # Augmented views are cut at random from images this much larger, and mirrored (big_vision's resize, random_crop, flip).
 LARGER = 8 / 7
@@ -26,8 +26,8 @@ Encode = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What is encoded how: `encode`, the width of its features and the facts that it depends on, beside the data."""
+class ImageEncoder:
+    """A frozen image tower: `encode`, the width of its features, and the facts that identify them."""
 
     encode: Encode
     width: int
@@ -64,17 +64,17 @@ class Features:
 
     def rows(self, rows: Tensor, views: Tensor | None = None) -> Tensor:
         """Return the features (b, d) of images (b,), of their first view or the given ones, in float16."""
-        wanted = rows.numpy()
-        view = np.zeros_like(wanted) if views is None else views.numpy()
-        found = np.empty((len(wanted), self.width), dtype=np.float16)
-        shard, inside = np.divmod(wanted, len(self.shards[0]))
+        index = rows.numpy()
+        view = np.zeros_like(index) if views is None else views.numpy()
+        found = np.empty((len(index), self.width), dtype=np.float16)
+        shard, inside = np.divmod(index, len(self.shards[0]))
         for number in np.unique(shard):
             here = np.flatnonzero(shard == number)
             found[here] = self.shards[number][inside[here], view[here]]
         return torch.from_numpy(found)
 
 
-def encoder(tower: Backbone, device: torch.device, autocast: torch.autocast) -> Encode:
+def encode_function(tower: Backbone, device: torch.device, autocast: torch.autocast) -> Encode:
     """Return what maps uint8 images (b, 3, h, w) to unit features (b, d) of the frozen tower."""
 
     def encode(images: Tensor) -> Tensor:
@@ -93,14 +93,14 @@ def digest_of(tower: torch.nn.Module) -> str:
     return found.hexdigest()
 
 
-def views_of(images: Tensor, rows: Sequence[int], wanted: Wanted) -> Tensor:
+def views_of(images: Tensor, rows: Sequence[int], encoder: ImageEncoder) -> Tensor:
     """Return the views (b * views, 3, h, w) of images (b, 3, H, W): a function of seed, image and view alone."""
-    if not wanted.views:
+    if not encoder.views:
         return images
     found = []
     for image, row in zip(images, rows, strict=True):
-        for view in range(wanted.views):
-            generator = torch.Generator().manual_seed(fold(wanted.seed, row, view))
-            cut = partial(augment, image[None], torch.tensor([0]), wanted.size, generator=generator, mine=slice(0, 1))
+        for view in range(encoder.views):
+            generator = torch.Generator().manual_seed(fold(encoder.seed, row, view))
+            cut = partial(augment, image[None], torch.tensor([0]), encoder.size, generator=generator, mine=slice(0, 1))
             found.append(cut(crop=True, flip=True))
     return torch.cat(found)

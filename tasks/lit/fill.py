@@ -18,16 +18,16 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from dpn_cli import stopping
-from dpn_cli.console import LINE_EVERY, Console
 from dpn_cli.data.labelled import Images
 from dpn_cli.data.pixels import PixelSet, resize, stream
 from dpn_cli.data.reading import Pixels
 from dpn_cli.errors import DataError, SaveError
-from dpn_cli.files import replace_json
+from dpn_cli.run import stopping
+from dpn_cli.run.console import LINE_EVERY, Console
+from dpn_cli.run.files import replace_json
 from tasks.lit.arrays import facts_of, save_array
 from tasks.lit.captions import Captioned
-from tasks.lit.features import Wanted
+from tasks.lit.features import ImageEncoder
 
 # Bytes of a content's digest; images that are read between two looks for a stop signal.
 DIGEST, AT_ONCE = 16, 256
@@ -60,7 +60,7 @@ def content_digest(data: Captioned, row: int) -> str:
     return hashlib.sha256(data.content(row)).digest()[:DIGEST].hex()
 
 
-def fill(data: Captioned, wanted: Wanted, work: Work, batch: int, console: Console) -> None:
+def fill(data: Captioned, encoder: ImageEncoder, work: Work, batch: int, console: Console) -> None:
     """Encode the rows of new shards, and of other shards the rows whose content has changed.
 
     Every shard is saved as soon as it is whole. Raises `DataError` for an unreadable image unless they are skipped, and
@@ -75,7 +75,7 @@ def fill(data: Captioned, wanted: Wanted, work: Work, batch: int, console: Conso
             shown = time.monotonic()
             console.info(f"{number + 1} of {len(work)} shards compared")
     if parts:
-        _encode(data, wanted, parts, batch, console)
+        _encode(data, encoder, parts, batch, console)
 
 
 def _changed(data: Captioned, shard: Shard, stamps: dict[int, str]) -> list[int]:
@@ -120,19 +120,19 @@ class _Part:
         self.shard, self.now, self.rows, self.left = shard, stamps, rows, len(rows)
         self.features: npt.NDArray[np.float16] | None = None
 
-    def _open(self, wanted: Wanted) -> npt.NDArray[np.float16]:
+    def _open(self, encoder: ImageEncoder) -> npt.NDArray[np.float16]:
         facts = self.shard.facts() if self.left < self.shard.count else None
         if facts is None:
             self.stamps, self.contents = [""] * self.shard.count, [""] * self.shard.count
-            return np.zeros((self.shard.count, max(1, wanted.views), wanted.width), np.float16)
+            return np.zeros((self.shard.count, max(1, encoder.views), encoder.width), np.float16)
         self.stamps, self.contents = facts["stamps"], facts["contents"]
         kept: npt.NDArray[np.float16] = np.load(self.shard.file)
         return kept
 
-    def put(self, row: int, features: Tensor | None, content: str, wanted: Wanted) -> None:
+    def put(self, row: int, features: Tensor | None, content: str, encoder: ImageEncoder) -> None:
         """Take a row's features (views, d), None for an unreadable image; the last row saves the shard."""
         if self.features is None:
-            self.features = self._open(wanted)
+            self.features = self._open(encoder)
         place = row - self.shard.first
         self.features[place] = 0 if features is None else features.numpy()
         self.stamps[place], self.contents[place] = self.now[row], content
@@ -149,7 +149,7 @@ class _Reader(Images):
     """
 
     def __init__(self, data: Captioned, size: tuple[int, int]) -> None:
-        self.data, self.size, self.reading = data, size, data.reading
+        self.data, self.size = data, size
         self.labels, self.sizes = data.labels, data.sizes
         self._digest = b""
 
@@ -177,32 +177,32 @@ class _Reader(Images):
         return images, [bytes(row.tolist()).hex() for row in read.images[:, -DIGEST:]]
 
 
-def _encode(data: Captioned, wanted: Wanted, parts: Sequence[_Part], batch: int, console: Console) -> None:
+def _encode(data: Captioned, encoder: ImageEncoder, parts: Sequence[_Part], batch: int, console: Console) -> None:
     """Encode the rows of some shards, all in one stream of images."""
     owners = [part for part in parts for _ in part.rows]
     pending = [row for part in parts for row in part.rows]
-    reader, shown = _Reader(data, wanted.read_size), time.monotonic()
-    resized, skip = reader.resized, wanted.skip_bad
-    with stream(reader, resized, batch, rows=pending, workers=wanted.workers, skip_bad=skip) as stretches:
+    reader, shown = _Reader(data, encoder.read_size), time.monotonic()
+    resized, skip = reader.resized, encoder.skip_bad
+    with stream(reader, resized, batch, rows=pending, workers=encoder.workers, skip_bad=skip) as stretches:
         for begin, stretch in zip(range(0, len(pending), batch), stretches, strict=True):
             stopping.check_here()
-            found = _features(reader, stretch, wanted)
+            found = _features(reader, stretch, encoder)
             end = min(begin + batch, len(pending))
             for part, row in zip(owners[begin:end], pending[begin:end], strict=True):
                 features, content = found.get(row, (None, ""))
-                part.put(row, features, content, wanted)
+                part.put(row, features, content, encoder)
             if time.monotonic() - shown >= LINE_EVERY:
                 shown = time.monotonic()
                 console.info(f"{end} of {len(pending)} images encoded")
 
 
-def _features(reader: _Reader, stretch: PixelSet, wanted: Wanted) -> dict[int, tuple[Tensor, str]]:
+def _features(reader: _Reader, stretch: PixelSet, encoder: ImageEncoder) -> dict[int, tuple[Tensor, str]]:
     """Return features (views, d) and digest of every image that could be read, by its row."""
     if not len(stretch.images):
         return {}
     images, contents = reader.split(stretch)
     rows = stretch.labels.tolist()
-    features = wanted.encode_views(images, rows).half()
+    features = encoder.encode_views(images, rows).half()
     if not features.isfinite().all():
         raise DataError("the image tower's features are not finite: its weights are damaged")
     return dict(zip(rows, zip(features, contents, strict=True), strict=True))

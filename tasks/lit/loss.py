@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dpn_cli.coupled import Batch, CoupledLoss
-from dpn_cli.distributed import World, gather
+from dpn_cli.engine.coupled import Batch, CoupledLoss
+from dpn_cli.run.distributed import World, gather
 
 Kind = Literal["softmax", "siglip"]
 # Rows whose logits against the whole batch exist at one time: 64 MiB for a batch of 16,384.

@@ -9,12 +9,12 @@ from typing import Any
 from dpn_cli.errors import DataError
 from tasks.lit.cache import data_fingerprint
 from tasks.lit.captions import Captioned
-from tasks.lit.data import Source, has_split, open_pairs, open_split
+from tasks.lit.data import CaptionSource, has_split, open_pairs, open_split
 
 OWN = {"val": "the pairs that the run held out", "train": "the pairs that the run was trained on"}
 
 
-def open_part(source: Source, split: str | None, facts: Mapping[str, Any]) -> tuple[Captioned, str | None]:
+def open_part(source: CaptionSource, split: str | None, facts: Mapping[str, Any]) -> tuple[Captioned, str | None]:
     """Open the pairs to score; returns them, and which of a run's pairs they are (None for another data set's).
 
     `facts` are what the towers' file tells of their training. Data that are the run's are split as the run did, with
@@ -22,7 +22,7 @@ def open_part(source: Source, split: str | None, facts: Mapping[str, Any]) -> tu
     """
     chosen = split or "val"
     if chosen == "all":
-        if has_split(source, "val"):
+        if has_split(source, "val") or has_split(source, "test"):
             raise DataError(f"--split all: {source.place} has splits of its own; choose train, val or test")
         return open_split(source, "train"), None
     own = _own_pairs(source, chosen, facts) if chosen in OWN else None
@@ -31,19 +31,19 @@ def open_part(source: Source, split: str | None, facts: Mapping[str, Any]) -> tu
     return open_split(source, chosen), None
 
 
-def _own_pairs(source: Source, split: str, facts: Mapping[str, Any]) -> dict[str, Captioned] | None:
+def _own_pairs(source: CaptionSource, split: str, facts: Mapping[str, Any]) -> dict[str, Captioned] | None:
     """Split `source` as the run split its data; None where these are not the run's pairs, picture for picture."""
-    asked = (facts.get("recipe") or {}).get("data") or {}
-    if not asked or (split == "val" and has_split(source, "val") and not asked.get("val_source")):
+    before = (facts.get("recipe") or {}).get("data") or {}
+    if not before or (split == "val" and has_split(source, "val") and not before.get("val_source")):
         return None
     again = replace(
         source,
-        val_place=asked.get("val_source"),
-        val_fraction=asked.get("val_fraction"),
-        images=source.images or asked.get("images"),
-        image_column=source.image_column or asked.get("image_column"),
-        caption_column=source.caption_column or asked.get("caption_column"),
-        skip_bad=bool(asked.get("skip_bad_images")),
+        val_place=before.get("val_source"),
+        val_fraction=before.get("val_fraction"),
+        images=source.images or before.get("images"),
+        image_column=source.image_column or before.get("image_column"),
+        caption_column=source.caption_column or before.get("caption_column"),
+        skip_bad=bool(before.get("skip_bad_images")),
     )
     try:
         pairs = dict(zip(("train", "val"), open_pairs(again), strict=True))

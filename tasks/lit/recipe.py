@@ -5,51 +5,99 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from dpn_cli.arch import SIZES, check_image_size, nearest, parse_arch
+from dpn_cli.arch import SIZES, nearest
 from dpn_cli.errors import DpnError
-from dpn_cli.home import find_weights, home
-from dpn_cli.recipe import (
-    About,
-    Backbone,
-    Optim,
+from dpn_cli.recipe.flag import DATA, MODEL, TRAIN, flag
+from dpn_cli.recipe.layers import last_given, layered
+from dpn_cli.recipe.reading import Plain, Say, merge, read_recipe, unsaid
+from dpn_cli.recipe.schema import (
+    BATCH_SIZE,
+    DATA_SOURCE,
+    IMAGE_SIZE,
+    MICRO_BATCH_SIZE,
+    SEED,
+    VAL_DATA,
+    VAL_FRACTION,
+    BackboneConfig,
+    ImageColumn,
     Pictures,
-    Plain,
+    Pixels,
     Positive,
     Runtime,
-    Say,
-    Schedule,
     Section,
     Seed,
-    merge,
-    read_recipe,
-    scaled_warmup,
-    unsaid,
+    refuse_unused,
 )
-from dpn_cli.supervised.recipe import last_given, layered
+from dpn_cli.recipe.start import SCRATCH_PIXELS, find_start
+from dpn_cli.recipe.training import TrainingRecipe, counted_in_steps
 
-# Input sizes of a tower from scratch: of real pictures, and of the built-in scenes.
-SCRATCH_PIXELS = {False: 224, True: 64}
+# Pixels per side of the built-in scenes (dpn_cli.data.scenes.SCENE_SIZE, which imports too much for this module).
+DEMO_PIXELS = 64
+
+IMAGES = flag("--images", help="Folder that the file names are relative to.", panel=DATA, unset="the table's")
+CAPTION_COLUMN = flag(
+    "--caption-column",
+    help="Column with the sentences.",
+    panel=DATA,
+    unset="caption, text, title or the like",
+)
+SKIP_BAD = flag(
+    "--skip-bad-images",
+    help="Leave unreadable images and pairs without text out and count them.",
+    panel=DATA,
+)
+CACHE_DIR = flag("--cache-dir", help="Folder of all caches.", panel=DATA, unset="cache/lit in $DPN_HOME")
 
 
-class Data(Pictures):
+class CaptionData(Pictures):
     """Where the captioned images are; `images` is the folder that their names are relative to."""
 
-    source: str | None = None
-    val_source: str | None = None
-    val_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
-    images: str | None = None
-    image_column: str | None = None
-    caption_column: str | None = None
-    skip_bad_images: bool = False
+    source: Annotated[
+        str | None,
+        DATA_SOURCE.but(
+            help="Captioned images: a .csv or .tsv (file, caption), COCO's captions .json, a folder with NAME.txt "
+            "beside each picture, wds:PATTERN, hf:OWNER/NAME[:CONFIGURATION], or demo.",
+            unset="demo",
+        ),
+    ] = None
+    val_source: Annotated[str | None, VAL_DATA.but(help="Other captioned images to score retrieval on.")] = None
+    val_fraction: Annotated[
+        Annotated[float, Field(gt=0, lt=1)] | None,
+        VAL_FRACTION.but(help="Share held out without --val-data.", unset="0.01, 50 to 5000 images"),
+    ] = None
+    images: Annotated[
+        str | None,
+        IMAGES,
+    ] = None
+    image_column: ImageColumn = None
+    caption_column: Annotated[
+        str | None,
+        CAPTION_COLUMN,
+    ] = None
+    skip_bad_images: Annotated[
+        bool,
+        SKIP_BAD,
+    ] = False
 
 
 class Text(Section):
     """The text tower and what it reads; `size` is the image tower's unless given."""
 
-    size: str | None = None
-    tokenizer: str | None = None
+    size: Annotated[
+        str | None,
+        flag("--text-size", help=f"Text tower: {', '.join(SIZES)}.", panel=MODEL, unset="the image tower's"),
+    ] = None
+    tokenizer: Annotated[
+        str | None,
+        flag(
+            "--tokenizer",
+            help="A SentencePiece .model file.",
+            panel=MODEL,
+            unset="open_clip's byte-pair encoding",
+        ),
+    ] = None
     clean: Literal["canonicalize", "lower", "whitespace"] = "canonicalize"
     context: Annotated[int, Field(ge=3)] = 16
 
@@ -57,34 +105,62 @@ class Text(Section):
 class Cache(Section):
     """Whether features of the frozen tower are kept, where, and of how many augmented views (0: of the plain image)."""
 
-    use: bool = True
-    folder: str | None = None
-    views: Annotated[int, Field(ge=0)] = 0
+    use: Annotated[bool, flag("--cache/--no-cache", help="Encode every image once, or at every visit.", panel=DATA)] = (
+        True
+    )
+    folder: Annotated[
+        str | None,
+        CACHE_DIR,
+    ] = None
+    views: Annotated[
+        int,
+        Field(ge=0),
+        flag(
+            "--views",
+            help="Augmented views per image (random cut, mirrored); 0: the plain image.",
+            panel=DATA,
+        ),
+    ] = 0
 
 
-class LitRecipe(Section):
+class TextRuntime(Runtime):
+    """How to run, where a forward pass is one of texts."""
+
+    micro_batch_size: Annotated[
+        Positive | Literal["auto"],
+        MICRO_BATCH_SIZE.but(help="Texts per forward pass, or auto; the loss is always that of the whole batch."),
+    ] = "auto"
+
+
+class ImageTower(BackboneConfig):
+    """The frozen image tower."""
+
+    image_size: Annotated[Pixels | None, IMAGE_SIZE.but(unset="the tower's own; from scratch 224, the demo's 64")] = (
+        None
+    )
+
+
+class LitRecipe(TrainingRecipe):
     """All that ``dpn lit train`` does."""
 
-    about: About
-    backbone: Backbone = Backbone()
-    data: Data = Data()
+    backbone: ImageTower = ImageTower()
+    data: CaptionData = CaptionData()
     text: Text = Text()
     cache: Cache = Cache()
-    loss: Literal["softmax", "siglip"] = "softmax"
+    loss: Annotated[
+        Literal["softmax", "siglip"], flag("--loss", help="softmax (CLIP's, LiT's) or siglip.", panel=TRAIN)
+    ] = "softmax"
     temperature: Annotated[float, Field(gt=0)] = 10.0
     bias: float = -10.0
-    lr: Annotated[float, Field(gt=0)]
-    seed: Seed = 0
-    epochs: Annotated[float, Field(gt=0)] | None = None
-    batch_size: Positive
-    optim: Optim = Optim()
-    schedule: Schedule
-    runtime: Runtime = Runtime()
+    seed: Annotated[Seed, SEED.but(help="Seed of the order, captions, views and text tower.")] = 0
+    batch_size: Annotated[Positive, BATCH_SIZE.but(help="Pairs per optimizer step over all ranks.")]
+    runtime: TextRuntime = TextRuntime()
 
-    @property
-    def demo(self) -> bool:
-        """Whether the data are the built-in scenes."""
-        return self.data.source == "demo"
+    @model_validator(mode="after")
+    def _used(self) -> LitRecipe:
+        refuse_unused(self.backbone, "backbone", ("drop_path", "grad_checkpointing"), "the image tower is frozen")
+        refuse_unused(self.optim, "optim", ("layer_decay",), "the text tower trains all layers at one rate")
+        return self
 
 
 def resolve(config: str | None, flags: Mapping[str, Any], settings: Mapping[str, Any], say: Say = unsaid) -> Plain:
@@ -101,8 +177,8 @@ def resolve(config: str | None, flags: Mapping[str, Any], settings: Mapping[str,
 def settle(recipe: LitRecipe, demo_checkpoint: str | None = None) -> LitRecipe:
     """Return the recipe with its image tower decided; `demo_checkpoint` is the demo's, and None stays.
 
-    Raises `DpnError` for a text tower or an image size that there is not, for skipping without a cache, and when real
-    data meet no weights.
+    Raises `DpnError` for an unknown text tower, an impossible image size, skipping without a cache, and real data
+    without weights.
     """
     backbone, size = recipe.backbone, recipe.text.size
     if size is not None and size not in SIZES:
@@ -114,24 +190,17 @@ def settle(recipe: LitRecipe, demo_checkpoint: str | None = None) -> LitRecipe:
         raise DpnError(
             "--skip-bad-images with --no-cache: only the cache knows which images are readable before training"
         )
-    checkpoint = backbone.checkpoint or find_weights(backbone.arch, (backbone.stem or "dpn",))
-    if checkpoint is None and recipe.demo:
-        checkpoint = "none" if backbone.arch else demo_checkpoint
-    if checkpoint is None and not recipe.demo:
-        name = f"{(backbone.arch or 'ARCH').replace('/', '-')}-{backbone.stem or 'dpn'}.safetensors"
-        raise DpnError(
-            "--checkpoint: LiT needs a trained image tower and no weights were given. Ways out: --checkpoint FILE "
-            "('dpn checkpoint inspect' says what is read); --checkpoint "
-            f"timm:vit_base_patch32_224.augreg_in21k; put {name} into {home() / 'weights'}; --data demo to look around"
-        )
-    if checkpoint == "none" and not backbone.arch:
-        raise DpnError("--arch is needed for an image tower from scratch; with --checkpoint it is inferred")
-    pixels = backbone.image_size or (SCRATCH_PIXELS[recipe.demo] if checkpoint == "none" else None)
-    if backbone.arch and pixels:
-        patch = parse_arch(backbone.arch)[1]
-        check_image_size(pixels, (patch, patch))
-    settled = backbone.model_copy(update={"checkpoint": checkpoint, "image_size": pixels})
-    return recipe.model_copy(update={"backbone": settled})
+    demo = ("none" if backbone.arch else demo_checkpoint) if recipe.demo else None
+    if recipe.demo and not (backbone.checkpoint or demo):
+        return recipe  # the caller makes the demo's tower
+    backbone = find_start(
+        backbone,
+        needs="LiT needs a trained image tower",
+        example="vit_base_patch32_224.augreg_in21k",
+        otherwise=demo,
+        pixels=DEMO_PIXELS if recipe.demo else SCRATCH_PIXELS,
+    )
+    return recipe.model_copy(update={"backbone": backbone})
 
 
 def in_steps(recipe: LitRecipe, images: int, say: Say = unsaid) -> LitRecipe:
@@ -146,9 +215,4 @@ def in_steps(recipe: LitRecipe, images: int, say: Say = unsaid) -> LitRecipe:
         )
     if recipe.batch_size == 1 and recipe.loss == "softmax":
         raise DpnError("--batch-size 1: the softmax loss of a pair without others is zero; use at least 2")
-    if recipe.epochs is None:
-        return recipe
-    steps = max(1, round(recipe.epochs * images / recipe.batch_size))
-    warmup = scaled_warmup(steps, recipe.schedule.warmup, recipe.schedule.steps, say)
-    schedule = recipe.schedule.model_copy(update={"steps": steps, "warmup": warmup})
-    return recipe.model_copy(update={"schedule": schedule})
+    return counted_in_steps(recipe, images / recipe.batch_size, say)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from dpn_cli import stopping
+from dpn_cli.run import stopping
 
 AT = (1, 5, 10)
 ROWS = 512  # whose similarities to everything exist at one time
 
 
-def recalls(images: Tensor, texts: Tensor, owner: Tensor, at: Sequence[int] = AT) -> dict[str, float]:
+def recalls(images: Tensor, texts: Tensor, owner: Tensor) -> dict[str, float]:
     """Return recall@k in percent, both ways, as ``image_to_text@1`` and so on.
 
     An image is a hit when one of its sentences is among the k nearest, a sentence when its image is. Equal similarities
@@ -23,7 +21,6 @@ def recalls(images: Tensor, texts: Tensor, owner: Tensor, at: Sequence[int] = AT
         images: unit features (n, d).
         texts: unit features (m, d).
         owner: which image (m,) each text belongs to; every image has one.
-        at: the ks.
     """
     to_text, to_image = [], []
     for begin in range(0, len(images), ROWS):
@@ -37,7 +34,7 @@ def recalls(images: Tensor, texts: Tensor, owner: Tensor, at: Sequence[int] = AT
         own = torch.arange(len(images), device=images.device)[None, :] == owner[part, None]
         to_image.append(_best_ranks(texts[part] @ images.T, own))
     ways = {"image_to_text": torch.cat(to_text), "text_to_image": torch.cat(to_image)}
-    return {f"{way}@{k}": 100 * (ranks < k).double().mean().item() for way, ranks in ways.items() for k in at}
+    return {f"{way}@{k}": 100 * (ranks < k).double().mean().item() for way, ranks in ways.items() for k in AT}
 
 
 def _best_ranks(similarity: Tensor, own: Tensor) -> Tensor:
@@ -45,7 +42,7 @@ def _best_ranks(similarity: Tensor, own: Tensor) -> Tensor:
     best, place = similarity.masked_fill(~own, -torch.inf).max(-1, keepdim=True)
     first = (own & (similarity == best)).int().argmax(-1, keepdim=True)
     before = torch.arange(similarity.shape[-1], device=place.device) < first
-    # What is no number comes first, so that features which are none never score.
+    # NaN ranks first, so NaN features never score.
     return (~(similarity <= best) | ((similarity == best) & before)).sum(-1)
 
 

@@ -44,9 +44,8 @@ def read_table(path: Path, root: Path, image: str | None, caption: str | None, s
     return files
 
 
-def _column(path: Path, columns: Sequence[str], asked: str | None, kind: str, usual: Sequence[str]) -> str:
-    wanted = [asked] if asked else usual
-    found = next((name for name in wanted if name in columns), None)
+def _column(path: Path, columns: Sequence[str], named: str | None, kind: str, usual: Sequence[str]) -> str:
+    found = next((name for name in ([named] if named else usual) if name in columns), None)
     if found is None:
         raise DataError(
             f"{path}: which column holds the {kind}? The columns are {', '.join(map(repr, columns)) or 'none'}; "
@@ -80,7 +79,14 @@ def read_coco(path: Path, root: Path, splits: Sequence[str] | None, skip_bad: bo
             f"(images, annotations): {type(error).__name__} {' '.join(str(error).split())[:80]}"
         ) from error
     if not files.captions:
-        raise DataError(f"{path}: no captions{'' if splits is None else ' of the split ' + ' or '.join(splits)}")
+        there = splits_in(path)
+        if splits is None or not there.isdisjoint(splits):
+            raise DataError(f"{path}: no captions")
+        raise DataError(
+            f"{path}: no image of the split {' or '.join(splits)}, only of {', '.join(sorted(there))}; train "
+            "with a file that has train or restval, validate with one that has val (--val-data), or score another "
+            "split ('lit eval --split')"
+        )
     return files
 
 
@@ -99,12 +105,12 @@ def _coco_folder(path: Path, root: Path) -> Path:
     return next((place / split for place in (root, root.parent) if found and (place / split).is_dir()), root)
 
 
-def has_splits(path: Path) -> bool:
-    """Tell whether a captions JSON is Karpathy's, which says of every image to which split it belongs."""
+def splits_in(path: Path) -> set[str]:
+    """Return the splits that Karpathy's captions JSON has images of; none for a JSON of another form."""
     try:
-        return any("split" in image for image in _read_json(path)["images"][:1])
+        return {str(image["split"]) for image in _read_json(path)["images"] if "split" in image}
     except (DataError, KeyError, TypeError):  # `read_coco` says what is wrong with it
-        return False
+        return set()
 
 
 def read_folder(root: Path, image: str | None, caption: str | None, skip_bad: bool) -> Files:

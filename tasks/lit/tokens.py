@@ -1,4 +1,4 @@
-"""Texts to tokens: open_clip's byte-pair encoding, or a SentencePiece file, with what both were asked to clean."""
+"""Texts to tokens: open_clip's byte-pair encoding, or a SentencePiece file, after cleaning."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy.typing as npt
 from open_clip.tokenizer import SimpleTokenizer, default_bpe, get_clean_fn
 
 from dpn_cli.errors import DataError, DpnError
+from dpn_cli.run.files import read_named
 
 Clean = Literal["canonicalize", "lower", "whitespace"]
 Tokens = npt.NDArray[np.int32]
@@ -25,7 +26,7 @@ class Tokenizer:
     sticky end). `clean`: ``canonicalize`` takes punctuation and capitals off, ``lower`` capitals, ``whitespace``
     neither.
 
-    Raises `DataError` for a file that is no SentencePiece model, `DpnError` without the library.
+    Raises `DataError` for a file that is not a SentencePiece model, `DpnError` without the library.
     """
 
     def __init__(self, context: int, clean: Clean, model: bytes | None = None, name: str | None = None) -> None:
@@ -72,9 +73,8 @@ def open_tokenizer(file: str | None, context: int, clean: Clean) -> Tokenizer:
     if file is None:
         return Tokenizer(context, clean)
     path = Path(file).expanduser()
-    if not path.is_file():
-        raise DataError(f"--tokenizer {file}: no such file; leave it out for open_clip's byte-pair encoding")
-    return Tokenizer(context, clean, path.read_bytes(), path.name)
+    model = read_named(path, f"--tokenizer {file}", "leave it out for open_clip's byte-pair encoding")
+    return Tokenizer(context, clean, model, path.name)
 
 
 def _sentencepiece(model: bytes, name: str) -> Any:
@@ -87,4 +87,4 @@ def _sentencepiece(model: bytes, name: str) -> Any:
     try:
         return SentencePieceProcessor(model_proto=model)
     except RuntimeError as error:
-        raise DataError(f"--tokenizer {name}: no SentencePiece model") from error
+        raise DataError(f"--tokenizer {name}: not a SentencePiece model") from error

@@ -17,17 +17,17 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor
 
-from dpn_cli import kinds
 from dpn_cli.arch import Size, size_name
-from dpn_cli.backbone import Backbone, describe_backbone, load_backbone
-from dpn_cli.checkpoints import ours
-from dpn_cli.checkpoints.layout import Contents
 from dpn_cli.data.pixels import resize
 from dpn_cli.data.reading import Decoder, Pixels
 from dpn_cli.errors import DataError
-from dpn_cli.kinds import WEIGHTS as WEIGHTS
-from dpn_cli.kinds import resolve
-from dpn_cli.weights import read_weights, write_weights
+from dpn_cli.run import kinds
+from dpn_cli.run.kinds import WEIGHTS as WEIGHTS
+from dpn_cli.run.kinds import resolve
+from dpn_cli.weights.backbone import Backbone, describe_backbone, load_backbone
+from dpn_cli.weights.formats import ours
+from dpn_cli.weights.formats.layout import Contents
+from dpn_cli.weights.written import read_weights, write_weights
 from tasks.lit.text import TextTower
 from tasks.lit.tokens import Tokenizer
 
@@ -82,7 +82,7 @@ class Towers:
         return logits.softmax(-1) if self.text.bias is None else (logits + self.text.bias).sigmoid()
 
 
-def describe(towers: Towers) -> dict[str, Any]:
+def describe_towers(towers: Towers) -> dict[str, Any]:
     """Return all that is not a tensor, as plain values."""
     text = towers.text
     return {
@@ -101,23 +101,23 @@ def save_towers(towers: Towers, path: Path) -> str:
     tensors |= {f"text.{name}": value for name, value in towers.text.state_dict().items()}
     if towers.tokenizer.model is not None:
         tensors["tokenizer.model"] = torch.from_numpy(np.frombuffer(towers.tokenizer.model, dtype=np.uint8).copy())
-    return write_weights(path, tensors, {kinds.KEY: "towers", KEY: json.dumps(describe(towers))})
+    return write_weights(path, tensors, {kinds.KEY: "towers", KEY: json.dumps(describe_towers(towers))})
 
 
 def load_towers(place: str, command: str = "dpn lit eval") -> Towers:
     """Load a run's folder, an export's, or the file in one of them, for `command`. Raises `DataError` for others."""
     path = Path(resolve(place, command)).expanduser()
     if path.is_dir():
-        raise DataError(f"{place}: no run of lit in it")
+        raise DataError(f"{place}: not the folder of a LiT run")
     try:
         tensors, metadata = read_weights(path)
         described = json.loads(metadata[KEY])
         if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
-            raise ValueError("weights that are no numbers")
+            raise ValueError("weights that are NaN or infinite")
     except DataError as error:
         raise DataError(f"{place}: {error}") from error
     except (OSError, SafetensorError, ValueError) as error:
-        raise DataError(f"{place}: no file of two towers ({' '.join(str(error).split())[:120]})") from error
+        raise DataError(f"{place}: not a file of two LiT towers ({' '.join(str(error).split())[:120]})") from error
     try:
         return _build(described, tensors, str(path))
     except (KeyError, RuntimeError, TypeError) as error:

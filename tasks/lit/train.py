@@ -9,26 +9,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpn_cli import distributed, engine
 from dpn_cli.arch import SIZES, size_name
-from dpn_cli.backbone import Backbone, load_backbone
-from dpn_cli.console import Console
 from dpn_cli.data.reading import Reading
 from dpn_cli.data.trained_on import record
-from dpn_cli.distributed import World
+from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError, DpnError
-from dpn_cli.files import file_digest
-from dpn_cli.kinds import DIGEST, resolve
-from dpn_cli.memory import MicroBatch
-from dpn_cli.runstate import Checkpoints, MetricsLog, RunFolder, describe_device
-from dpn_cli.sanity import result_warning
-from dpn_cli.trackers import build_tracker
+from dpn_cli.run import distributed
+from dpn_cli.run.console import Console
+from dpn_cli.run.distributed import World
+from dpn_cli.run.files import file_digest
+from dpn_cli.run.folder import Checkpoints, RunFolder, describe_device
+from dpn_cli.run.kinds import DIGEST, resolve
+from dpn_cli.run.sanity import result_warning
+from dpn_cli.run.session import Session
+from dpn_cli.weights.backbone import Backbone, backbone_of
 from tasks.lit.batches import Texts, cached_batches, encoded_batches, tokenize
 from tasks.lit.cache import BATCH, cached_features, data_fingerprint
 from tasks.lit.captions import Captioned, Subset, captions_fingerprint
-from tasks.lit.data import DEMO_SPLITS, SceneClasses, Source, open_pairs
-from tasks.lit.encode import cache_root, retrieval_scores, wanted_of
-from tasks.lit.features import Features, Wanted, digest_of
+from tasks.lit.data import DEMO_SPLITS, CaptionSource, SceneClasses, open_pairs
+from tasks.lit.encode import cache_root, image_encoder, retrieval_scores
+from tasks.lit.features import Features, ImageEncoder, digest_of
 from tasks.lit.loss import ContrastiveLoss
 from tasks.lit.recipe import LitRecipe, in_steps
 from tasks.lit.text import TextTower
@@ -39,10 +39,10 @@ from tasks.lit.zeroshot import build_classifier, classify, prompt_set
 Json = dict[str, Any]
 
 
-def source_of(recipe: LitRecipe) -> Source:
+def source_of(recipe: LitRecipe) -> CaptionSource:
     """Return where the recipe's captioned images are."""
     data = recipe.data
-    return Source(
+    return CaptionSource(
         data.source or "demo",
         data.val_source,
         data.val_fraction,
@@ -56,23 +56,15 @@ def source_of(recipe: LitRecipe) -> Source:
 
 def load_tower(recipe: LitRecipe, world: World) -> Backbone:
     """Load the image tower, frozen for good. Raises as `load_backbone` does."""
-    section = recipe.backbone
-    tower = load_backbone(
-        section.arch,
-        stem=section.stem,
-        checkpoint=section.checkpoint and resolve(section.checkpoint, "dpn lit train"),
-        image_size=section.image_size,
-        pool=section.pool,
-        pre_logits=section.pre_logits,
-        seed=recipe.seed,
-    )
+    place = recipe.backbone.checkpoint and resolve(recipe.backbone.checkpoint, "dpn lit train")
+    tower = backbone_of(recipe.backbone, checkpoint=place, seed=recipe.seed)
     tower.requires_grad_(False).to(world.device).eval()
     return tower
 
 
-def recipe_wants(recipe: LitRecipe, tower: Backbone, world: World) -> Wanted:
+def recipe_encoder(recipe: LitRecipe, tower: Backbone, world: World) -> ImageEncoder:
     """Return how the images that are trained on are encoded."""
-    return wanted_of(
+    return image_encoder(
         tower,
         recipe.runtime,
         world,
@@ -82,29 +74,34 @@ def recipe_wants(recipe: LitRecipe, tower: Backbone, world: World) -> Wanted:
     )
 
 
-def run(recipe: LitRecipe, folder: RunFolder, world: World, console: Console) -> Json:
-    """Run or finish a training in `folder` and return its result, which is written there too.
+def train(begun: Session[LitRecipe]) -> Json:
+    """Run or finish a training in the folder of the run and return its result, which is written there too.
 
-    Raises `DpnError` and its kin; what was encoded and trained until then is kept.
+    Raises `DpnError` and its subclasses; what was encoded and trained until then is kept.
     """
-    train, val = open_pairs(source_of(recipe))
+    recipe, folder, world, console = begun.recipe, begun.folder, begun.world, begun.console
+    pairs, val = open_pairs(source_of(recipe))
     tokenizer = open_tokenizer(recipe.text.tokenizer, recipe.text.context, recipe.text.clean)
     tower = load_tower(recipe, world)
     before = digest_of(tower)
-    facts = _check_data(train, val, tokenizer, before, folder, world)
+    facts = _check_data(pairs, val, tokenizer, before, folder, world)
     if world.leads:
         folder.update(backbone=tower.report.to_dict(), **{DIGEST: None})
     console.info(tower.report.summary())
-    plain = replace(recipe_wants(recipe, tower, world), views=0)
+    plain = replace(recipe_encoder(recipe, tower, world), views=0)
     root = cache_root(recipe.cache.folder) if recipe.cache.use else None
     if not distributed.from_leader((folder.path / WEIGHTS).is_file()):
-        in_steps(recipe, len(train.captions))  # what cannot be trained is told before anything is encoded
+        in_steps(recipe, len(pairs.captions))  # what cannot be trained is told before anything is encoded
         if root:  # and an unreadable image to be scored on before anything is trained
             cached_features(val, plain, root, world, console)
-        _train(recipe, train, tower, tokenizer, facts, folder, world, console)
+        training = _TextTraining(begun, pairs, tower, tokenizer, facts)
+        with begun.outputs("lit", begun.tracker(recipe.runtime.report_to)) as outputs:
+            job = job_of(training.recipe, training.batches(), world, outputs)
+            done = engine.fit(engine.prepare(training.text, recipe.runtime, world), job)
+        training.keep(done)
     towers = load_towers(str(folder.path)).to(world.device)
     if digest_of(tower) != before:
-        raise DpnError(f"{folder.path}: the training changed the frozen image tower; its result is worth nothing")
+        raise DpnError(f"{folder.path}: the training changed the frozen image tower; its result is invalid")
     if digest_of(towers.image) != before:
         raise DataError(f"{folder.path / WEIGHTS}: holds another image tower than the run's; start another run with -o")
     scores = retrieval_scores(towers, val, plain, root, recipe.runtime, world, console)
@@ -123,7 +120,8 @@ def run(recipe: LitRecipe, folder: RunFolder, world: World, console: Console) ->
         "image_tower": before,
         "data": facts["data"],
         DIGEST: file_digest(folder.path / WEIGHTS),
-        "decoder": val.reading.describe(),
+        "decoder": val.reading.versions(),
+        "differs_from_paper": begun.differs,
         **({"zeroshot": demo_zeroshot(towers, recipe, world)} if recipe.demo else {}),
     }
     for warning in _warnings(result):
@@ -176,7 +174,7 @@ def new_text_tower(recipe: LitRecipe, tower: Backbone, tokenizer: Tokenizer) -> 
     """Return the text tower before training. Raises `DpnError` when the image tower has no size that it could take."""
     name = recipe.text.size or size_name(tower.config.size)
     if name is None:
-        raise DpnError(f"--text-size: the image tower is no standard size, so say one of {', '.join(SIZES)}")
+        raise DpnError(f"--text-size: the image tower has no standard size; choose one of {', '.join(SIZES)}")
     bias = recipe.bias if recipe.loss == "siglip" else None
     return TextTower(
         SIZES[name], tokenizer.vocabulary, tokenizer.context, tower.embed_dim, recipe.temperature, bias, recipe.seed
@@ -184,11 +182,11 @@ def new_text_tower(recipe: LitRecipe, tower: Backbone, tokenizer: Tokenizer) -> 
 
 
 def _prepare(
-    recipe: LitRecipe, data: Captioned, tokenizer: Tokenizer, wanted: Wanted, world: World, console: Console
+    recipe: LitRecipe, data: Captioned, tokenizer: Tokenizer, encoder: ImageEncoder, world: World, console: Console
 ) -> tuple[Features | None, Tensor, Texts]:
     """Return the cached features (None without a cache), which images they are of, and all captions as tokens."""
     root = cache_root(recipe.cache.folder)
-    features = cached_features(data, wanted, root, world, console) if recipe.cache.use else None
+    features = cached_features(data, encoder, root, world, console) if recipe.cache.use else None
     bad = set(features.bad) if features else set()
     good = torch.tensor([row for row in range(len(data.captions)) if row not in bad], dtype=torch.long)
     if world.leads:
@@ -204,70 +202,69 @@ def _prepare(
     return features, good, texts
 
 
-def _train(
-    recipe: LitRecipe,
-    data: Captioned,
-    tower: Backbone,
-    tokenizer: Tokenizer,
-    facts: Json,
-    folder: RunFolder,
-    world: World,
-    console: Console,
-) -> None:
-    """Train the text tower and write both towers' file."""
-    wanted = recipe_wants(recipe, tower, world)
-    features, good, texts = _prepare(recipe, data, tokenizer, wanted, world, console)
-    recipe = in_steps(recipe, len(good), console.info)
-    text = new_text_tower(recipe, tower, tokenizer)
-    console.info(
-        f"text tower {recipe.text.size or size_name(tower.config.size)}: "
-        f"{sum(p.numel() for p in text.parameters()) / 1e6:.2f} M weights to train, the image tower is frozen; "
-        f"{recipe.schedule.steps} steps of {recipe.batch_size} pairs, "
-        f"{recipe.schedule.steps * recipe.batch_size / len(good):.2f} epochs"
+def job_of(recipe: LitRecipe, batches: engine.Batches, world: World, outputs: engine.Outputs) -> engine.Job:
+    """Return the engine's job: the text tower's training by a recipe whose duration is in steps."""
+    return engine.Job.of(
+        recipe,
+        loss_fn=ContrastiveLoss(recipe.loss, world),
+        batches=batches,
+        world=world,
+        outputs=outputs,
     )
-    micro = MicroBatch.choose(recipe.runtime, recipe.batch_size // world.size, text, world.device)
-    if features is None:
-        batches = encoded_batches(
-            data, wanted, texts, recipe.batch_size, recipe.seed, world, steps=recipe.schedule.steps, micro=BATCH
+
+
+class _TextTraining:
+    """The training of a text tower: what is trained on, the tower, and what is kept of it."""
+
+    def __init__(
+        self, begun: Session[LitRecipe], data: Captioned, tower: Backbone, tokenizer: Tokenizer, facts: Json
+    ) -> None:
+        self.begun, self.data, self.tower, self.tokenizer, self.facts = begun, data, tower, tokenizer, facts
+        world, console = begun.world, begun.console
+        self.encoder = recipe_encoder(begun.recipe, tower, world)
+        self.features, self.good, self.texts = _prepare(begun.recipe, data, tokenizer, self.encoder, world, console)
+        self.recipe = recipe = in_steps(begun.recipe, len(self.good), console.info)
+        self.text = new_text_tower(recipe, tower, tokenizer)
+        console.info(
+            f"text tower {recipe.text.size or size_name(tower.config.size)}: "
+            f"{sum(p.numel() for p in self.text.parameters()) / 1e6:.2f} M weights to train, the image tower is "
+            f"frozen; {recipe.schedule.steps} steps of {recipe.batch_size} pairs, "
+            f"{recipe.schedule.steps * recipe.batch_size / len(self.good):.2f} epochs"
         )
-    else:
-        batches = cached_batches(features, good, texts, recipe.batch_size, recipe.seed, world)
-    checkpoints = Checkpoints(folder.path / "checkpoints")
-    track = build_tracker(recipe.runtime.report_to if world.leads else "none", folder.path, console)
-    log = MetricsLog(folder.path / "metrics.jsonl", lambda record: track("lit", record))
-    with console.progress("lit") as tick:
-        done = engine.fit(
-            engine.prepare(text, recipe.runtime, world),
-            ContrastiveLoss(recipe.loss, world),
-            batches,
-            None,
-            engine.Training(recipe.optim, recipe.schedule, recipe.lr, recipe.batch_size, recipe.seed),
-            recipe.runtime,
-            world,
-            engine.Outputs(checkpoints, log, tick, console.warn, console.info),
-            micro,
-        )
-    loss = distributed.reduce_over_ranks(torch.tensor(done.loss)).item() / world.size
-    config = tower.config
-    left_out = {"without_text_or_file": data.dropped, "unreadable": len(data.captions) - len(good)}
-    trained = {
-        "arch": config.arch,
-        "pairs": {"images": len(good), "captions": texts.count(good)},
-        "left_out": left_out,
-        "cut": texts.cut,
-        "train_loss": loss,
-        "temperature": text.log_temperature.exp().item(),
-        "steps": recipe.schedule.steps,
-        "timing": {"train_seconds": round(done.seconds, 2), "wait_seconds": round(done.wait_seconds, 2)},
-        "recipe": recipe.model_dump(mode="json"),
-        "data": facts["data"],
-        "trained_on": record(Subset(data, good.tolist())) if world.leads else None,
-    }
-    if world.leads:
-        towers = Towers(tower, text, tokenizer, recipe.loss, trained, data.reading.decoder)
-        save_towers(towers, folder.path / WEIGHTS)
-        checkpoints.clear()
-    distributed.barrier()
+
+    def batches(self) -> engine.Batches:
+        """Return batches of cached features, or of images that are encoded at every visit."""
+        recipe, world = self.recipe, self.begun.world
+        if self.features is None:
+            return encoded_batches(
+                self.data, self.encoder, self.texts, recipe.batch_size, recipe.seed, world,
+                steps=recipe.schedule.steps, micro=BATCH,
+            )  # fmt: skip
+        return cached_batches(self.features, self.good, self.texts, recipe.batch_size, recipe.seed, world)
+
+    def keep(self, done: engine.FitResult) -> None:
+        """Write both towers' file."""
+        recipe, data, good, world = self.recipe, self.data, self.good, self.begun.world
+        loss = distributed.reduce_over_ranks(torch.tensor(done.loss)).item() / world.size
+        path = self.begun.folder.path
+        trained = {
+            "arch": self.tower.config.arch,
+            "pairs": {"images": len(good), "captions": self.texts.count(good)},
+            "left_out": {"without_text_or_file": data.dropped, "unreadable": len(data.captions) - len(good)},
+            "cut": self.texts.cut,
+            "train_loss": loss,
+            "temperature": self.text.log_temperature.exp().item(),
+            "steps": recipe.schedule.steps,
+            "timing": {"train_seconds": round(done.seconds, 2), "wait_seconds": round(done.wait_seconds, 2)},
+            "recipe": recipe.model_dump(mode="json"),
+            "data": self.facts["data"],
+            "trained_on": record(Subset(data, good.tolist())) if world.leads else None,
+        }
+        if world.leads:
+            towers = Towers(self.tower, self.text, self.tokenizer, recipe.loss, trained, data.reading.decoder)
+            save_towers(towers, path / WEIGHTS)
+            Checkpoints(path / "checkpoints").clear()
+        distributed.barrier()
 
 
 def demo_zeroshot(towers: Towers, recipe: LitRecipe, world: World) -> Json:

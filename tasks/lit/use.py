@@ -11,53 +11,52 @@ import torch
 from open_clip.tokenizer import canonicalize_text
 from torch import Tensor
 
-from dpn_cli import engine, stopping
 from dpn_cli.arch import STEMS
-from dpn_cli.console import Console
-from dpn_cli.convert import PROOF_IMAGES, PROOF_SEED
 from dpn_cli.data.images import find_pictures
-from dpn_cli.data.reading import Decoder, Reading, read_pixels
-from dpn_cli.distributed import join
+from dpn_cli.data.reading import Reading, read_pixels
+from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError, DpnError
-from dpn_cli.files import replace_json, replace_text
-from dpn_cli.recipe import MAX_PIXELS, Runtime
+from dpn_cli.run import stopping
+from dpn_cli.run.console import Console
+from dpn_cli.run.distributed import join
+from dpn_cli.run.files import replace_json, replace_text
+from dpn_cli.weights.convert import PROOF_IMAGES, PROOF_SEED
 from tasks.lit.captions import Files
-from tasks.lit.encode import cache_root, encoded, wanted_of
-from tasks.lit.towers import WEIGHTS, Towers, describe, load_towers, save_towers
+from tasks.lit.encode import cache_root, encoded, image_encoder
+from tasks.lit.options import Labelling, Search
+from tasks.lit.towers import WEIGHTS, Towers, describe_towers, load_towers, save_towers
 from tasks.lit.zeroshot import build_classifier, prompt_set
 
 Json = dict[str, Any]
 AT_ONCE = 32
 
 
-def label(
-    place: str, pictures: Sequence[Path], labels: Sequence[str], prompts: str, top: int, runtime: Runtime,
-    skip_bad: bool, console: Console, *, decode: Decoder | None = None, max_pixels: int = MAX_PIXELS,
-) -> list[Json]:  # fmt: skip
-    """Return for every picture its `top` best labels with cosine and probability.
+def label(options: Labelling, console: Console) -> list[Json]:
+    """Return for every picture its best labels with cosine and probability.
 
-    Without `decode` JPEGs are decoded as they were for the training. Raises `DpnError` without labels, `DataError` for
-    an unreadable picture unless those are skipped and said.
+    Without ``--decode`` JPEGs are decoded as they were for the training. Raises `DpnError` without labels, and
+    `DataError` for an unreadable picture unless ``--skip-bad-images`` leaves it out.
     """
-    names = [name.strip() for name in labels if canonicalize_text(name)]
+    names = [name.strip() for name in options.labels.split(",") if canonicalize_text(name)]
     if not names:
         raise DpnError('--labels: no label in it; write them with commas, e.g. --labels "a red circle,a blue square"')
+    how, runtime = options.pictures, options.runtime
     with join(runtime.device) as world:
-        towers = load_towers(place, "dpn lit predict").to(world.device)
-        paths, results = find_pictures(pictures), list[Json]()
-        reading = Reading(decode or towers.decoder, max_pixels)
+        towers = load_towers(options.run, "dpn lit predict").to(world.device)
+        paths, results = find_pictures(options.images), list[Json]()
+        reading = Reading(how.decode or towers.decoder, how.max_pixels)
         autocast = engine.precision_of(runtime, world.device)
         with autocast:
-            classes = build_classifier(towers, names, prompt_set(prompts))
+            classes = build_classifier(towers, names, prompt_set(options.prompts))
         for begin in range(0, len(paths), AT_ONCE):
-            part, images = _read(towers, paths[begin : begin + AT_ONCE], reading, skip_bad, console)
+            part, images = _read(towers, paths[begin : begin + AT_ONCE], reading, options.skip_bad_images, console)
             if not part:
                 continue
             with autocast:
                 features = towers.encode_images(torch.stack(images))
             cosine = features @ classes.T
             chances = towers.probabilities(cosine)
-            best = cosine.topk(min(top, len(names)), dim=-1).indices
+            best = cosine.topk(min(options.top, len(names)), dim=-1).indices
             for path, row, values, chance in zip(part, best.tolist(), cosine.tolist(), chances.tolist(), strict=True):
                 found = [{"label": names[i], "cosine": values[i], "probability": chance[i]} for i in row]
                 results.append({"image": str(path), "labels": found})
@@ -80,26 +79,24 @@ def _read(
     return found, images
 
 
-def search(
-    place: str, folder: Path, query: str, top: int, runtime: Runtime, cache_dir: str | None, skip_bad: bool,
-    console: Console, *, decode: Decoder | None = None, max_pixels: int = MAX_PIXELS,
-) -> list[Json]:  # fmt: skip
-    """Return the `top` pictures of a folder that are nearest to a sentence; their features are cached.
+def search(options: Search, console: Console) -> list[Json]:
+    """Return the pictures of a folder that are nearest to a sentence; their features are cached.
 
-    Without `decode` JPEGs are decoded as they were for the training.
+    Without ``--decode`` JPEGs are decoded as they were for the training.
     """
-    if not canonicalize_text(query):
+    if not canonicalize_text(options.query):
         raise DpnError("--query: an empty sentence")
+    how, runtime, skip_bad = options.pictures, options.runtime, options.skip_bad_images
     with stopping.listen(stopping.NO_RESULT), join(runtime.device) as world:
-        towers = load_towers(place, "dpn lit search").to(world.device)
-        files = pictures_in(folder, query, skip_bad)
-        files.reading = Reading(decode or towers.decoder, max_pixels)
-        wanted = wanted_of(towers.image, runtime, world, skip_bad=skip_bad)
-        features, good = encoded(files, wanted, cache_root(cache_dir), world, console)
+        towers = load_towers(options.run, "dpn lit search").to(world.device)
+        files = pictures_in(options.images, options.query, skip_bad)
+        files.reading = Reading(how.decode or towers.decoder, how.max_pixels)
+        encoder = image_encoder(towers.image, runtime, world, skip_bad=skip_bad)
+        features, good = encoded(files, encoder, cache_root(options.cache_dir), world, console)
         with engine.precision_of(runtime, world.device):
-            asked = build_classifier(towers, [query], prompt_set("plain"))
-        cosine = (features.to(world.device) @ asked.T)[:, 0]
-        best = cosine.topk(min(top, len(good)))
+            sentence = build_classifier(towers, [options.query], prompt_set("plain"))
+        cosine = (features.to(world.device) @ sentence.T)[:, 0]
+        best = cosine.topk(min(options.top, len(good)))
         return [
             {"image": files.where(good[row]), "cosine": value}
             for row, value in zip(best.indices.tolist(), best.values.tolist(), strict=True)
@@ -128,7 +125,7 @@ def export(place: str, folder: Path) -> Json:
     digest = save_towers(towers, folder / WEIGHTS)
     # A hundred thousand characters of digests stay in the weights' file, for 'dpn lit eval' alone.
     shown = {key: value for key, value in towers.facts.items() if key != "trained_on"}
-    replace_json(folder / "config.json", {**describe(towers), "facts": shown, "sha256": digest})
+    replace_json(folder / "config.json", {**describe_towers(towers), "facts": shown, "sha256": digest})
     again = load_towers(str(folder)).to(torch.device("cpu"))
     texts = ["a red circle", "two small objects"]
     same = torch.equal(towers.encode_images(images.to(torch.uint8)), again.encode_images(images.to(torch.uint8)))

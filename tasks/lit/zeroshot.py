@@ -20,12 +20,13 @@ from open_clip.tokenizer import canonicalize_text
 from safetensors import SafetensorError
 from torch import Tensor
 
-from dpn_cli import stopping
 from dpn_cli.data.labelled import Labelled
-from dpn_cli.distributed import World
 from dpn_cli.errors import DataError, SaveError
+from dpn_cli.run import stopping
+from dpn_cli.run.distributed import World
+from dpn_cli.run.files import read_named
 from dpn_cli.scoring import Scores, score
-from dpn_cli.weights import read_weights, write_weights
+from dpn_cli.weights.written import read_weights, write_weights
 from tasks.lit.data import DEMO_SPLITS
 from tasks.lit.features import digest_of
 from tasks.lit.towers import Towers
@@ -47,8 +48,7 @@ def prompt_set(name: str) -> tuple[str, ...]:
         return (*(template("{}") for template in known[name]), "{}")
     if name == "demo":
         return _demo_prompts()
-    path = Path(name).expanduser()
-    lines = _lines(path, f"--prompts {name}: choose {', '.join(known)}, demo, or a file of templates")
+    lines = _lines(name, f"--prompts {name}", f"choose {', '.join(known)}, demo, or a file with a template a line")
     without = [line for line in lines if "{}" not in line]
     if without:
         raise DataError(f"--prompts {name}: {without[0]!r} has no {{}} for the class name")
@@ -69,30 +69,30 @@ def _demo_prompts() -> tuple[str, ...]:
     return tuple(found)
 
 
-def _lines(path: Path, otherwise: str) -> list[str]:
-    if not path.is_file():
-        raise DataError(f"{otherwise} (no such file)")
+def _lines(file: str, option: str, way_out: str) -> list[str]:
+    content = read_named(Path(file).expanduser(), option, way_out)
     try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        text = content.decode("utf-8-sig")  # editors put a mark before it
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: no text file") from error
+        raise DataError(f"{option}: not text in UTF-8 ({error.reason} at byte {error.start}); {way_out}") from error
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
-        raise DataError(f"{path}: an empty file")
+        raise DataError(f"{option}: an empty file; {way_out}")
     return lines
 
 
-def class_names(folders: Sequence[str], asked: str | None) -> tuple[list[str], str]:
+def class_names(folders: Sequence[str], named: str | None) -> tuple[list[str], str]:
     """Return a name per class for prompts, and where the names come from.
 
     `folders` are the data set's own names; those of ImageNet (wnids, or the numbers 0 to 999) get open_clip's names.
-    `asked` is ``imagenet``, or a file with one name per line in the order of the classes; of several names (``a, b``)
+    `named` is ``imagenet``, or a file with one name per line in the order of the classes; of several names (``a, b``)
     the first is taken. Raises `DataError` when that is another number of names.
     """
-    if asked not in (None, "imagenet"):
-        names = _lines(Path(asked or "").expanduser(), f"--class-names {asked}: imagenet, or a file of names")
+    if named is not None and named != "imagenet":
+        names = _lines(named, f"--class-names {named}", "pass imagenet, or a file with a name a line")
         if len(names) != len(folders):
-            raise DataError(f"--class-names {asked}: {len(names)} names for the {len(folders)} classes of --data")
-        return [name.split(",")[0] for name in names], str(asked)
+            raise DataError(f"--class-names {named}: {len(names)} names for the {len(folders)} classes of --data")
+        return [name.split(",")[0] for name in names], named
     from open_clip.zero_shot_metadata import IMAGENET_CLASSNAMES
     from timm.data import ImageNetInfo
 
@@ -101,10 +101,10 @@ def class_names(folders: Sequence[str], asked: str | None) -> tuple[list[str], s
         place = {str(index): index for index in range(len(place))}
     if all(name in place for name in folders):
         return [IMAGENET_CLASSNAMES[place[name]] for name in folders], "open_clip's ImageNet names"
-    if asked == "imagenet":
+    if named == "imagenet":
         unknown = next(name for name in folders if name not in place)
-        raise DataError(f"--class-names imagenet: {unknown!r} is no ImageNet class folder")
-    words = [name.encode("utf-8", "replace").decode() for name in folders]  # a folder's bytes may be no UTF-8
+        raise DataError(f"--class-names imagenet: {unknown!r} is not an ImageNet class folder")
+    words = [name.encode("utf-8", "replace").decode() for name in folders]  # a folder's name may not be UTF-8
     return [name.replace("_", " ").split(",")[0] for name in words], "the names of --data's classes"
 
 
@@ -114,7 +114,11 @@ def prompts_of(names: Sequence[str], templates: Sequence[str]) -> list[list[str]
 
 
 def build_classifier(towers: Towers, names: Sequence[str], templates: Sequence[str]) -> Tensor:
-    """Return one unit feature per class (classes, d): the mean over its prompts' unit features, normalised again."""
+    """Return one unit feature per class (classes, d): the mean over its prompts' unit features, normalised again.
+
+    Our own: open_clip's `build_zero_shot_classifier` returns the same, but passes all prompts of a part through the
+    text tower at once and does not heed stop signals.
+    """
     found = []
     for begin in range(0, len(names), CLASSES):
         stopping.check_here()
@@ -139,7 +143,7 @@ def classifier_of(
     except (OSError, SafetensorError, DataError, KeyError):
         weights = build_classifier(towers, names, templates)
     if world.leads:
-        with contextlib.suppress(SaveError):  # a run that may only be read is scored all the same
+        with contextlib.suppress(SaveError):  # a read-only run is scored as well
             write_weights(path, {"classes": weights}, {})
     return weights
 
@@ -178,5 +182,5 @@ def check_order(scores: Scores, classes: int) -> None:
         raise DataError(
             f"zero-shot accuracy {scores.top1:.2f} % is not above chance ({chance:.2f} % of {classes} classes, "
             f"{scores.images} images): the class names are probably in another order than the labels (--class-names), "
-            "or the towers know nothing of these classes; --force prints the number all the same"
+            "or the towers know nothing of these classes; --force prints the number anyway"
         )

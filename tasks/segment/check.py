@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from dpn_cli.errors import DataError
-from dpn_cli.sanity import crop_warning
+from dpn_cli.run.sanity import crop_warning
 from tasks.segment.labels import IGNORE, LabelRule
 from tasks.segment.pairs import Pairs
-from tasks.segment.transforms import Augmentation, fit_into
+from tasks.segment.transforms import SegmentAugmentation, fit_into
 
 SAMPLE = 200
 
@@ -36,8 +36,8 @@ def check_masks(pairs: Pairs, rule: LabelRule, sample: int = SAMPLE) -> set[int]
     return labels
 
 
-def check_crops(pairs: Pairs, how: Augmentation, sample: int = SAMPLE) -> str | None:
-    """Return a warning when training crops show next to nothing of a split's pictures; reads no more than their sizes.
+def check_crops(pairs: Pairs, how: SegmentAugmentation, sample: int = SAMPLE) -> str | None:
+    """Return a warning when training crops show too little of a split's pictures; reads no more than their sizes.
 
     The pictures have the size that they are cropped at, in the middle of the random ratios.
     """

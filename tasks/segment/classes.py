@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import colorsys
 import csv
+import os
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
 from dpn_cli.data.scenes import MASK_CLASSES
 from dpn_cli.errors import DataError, DpnError
+from dpn_cli.run.files import read_named
 from tasks.segment.labels import LabelRule
-from tasks.segment.recipe import Data
+from tasks.segment.recipe import MaskData
 
 Color = tuple[int, int, int]
 # Neighbouring numbers get colours far apart: each hue is a golden section of the circle further.
@@ -26,7 +28,7 @@ class Class:
     color: Color
 
 
-def classes_of(data: Data) -> tuple[Class, ...]:
+def classes_of(data: MaskData) -> tuple[Class, ...]:
     """Return the classes of a recipe's data set in order.
 
     Raises `DpnError` when a folder or hub data set comes without names, `DataError` when the file of names is wrong.
@@ -36,28 +38,29 @@ def classes_of(data: Data) -> tuple[Class, ...]:
     if data.dataset == "ade20k":
         return ade20k()
     listed = listed_in(data)
-    if not listed.is_file():
-        raise DpnError(f"--classes: the names of the classes are needed, one per line, in a file ({listed} is missing)")
+    if not os.path.lexists(listed):
+        raise DpnError(f"--class-names: name a file with one class name per line ({listed} is missing)")
+    content = read_named(listed, f"--class-names {listed}", "pass a file with a class name a line")
     try:
-        names = [line.strip() for line in listed.read_text("utf-8-sig").splitlines()]  # editors put a mark before it
+        names = [line.strip() for line in content.decode("utf-8-sig").splitlines()]  # editors put a mark before it
     except UnicodeDecodeError as error:
-        raise DataError(f"--classes {listed}: not text in UTF-8 ({error}); save it as such") from error
+        raise DataError(f"--class-names {listed}: not text in UTF-8 ({error}); save it as such") from error
     while names and not names[-1]:
         names.pop()
     empty = [str(number) for number, name in enumerate(names, 1) if not name]
     twice = sorted({name for name in names if names.count(name) > 1})
     if empty or twice:
-        problem = f"line {empty[0]} is empty" if empty else f"{twice[0]!r} stands there twice"
-        raise DataError(f"--classes {listed}: {problem}; one class name per line")
+        problem = f"line {empty[0]} is empty" if empty else f"{twice[0]!r} is listed twice"
+        raise DataError(f"--class-names {listed}: {problem}; one class name per line")
     return tuple(Class(name, color_of(index)) for index, name in enumerate(names))
 
 
-def listed_in(data: Data) -> Path:
+def listed_in(data: MaskData) -> Path:
     """Return the file that names the classes of a folder or hub data set, whether it is there or not."""
     return Path(data.classes or Path(data.source or "") / "classes.txt").expanduser()
 
 
-def rule_of(data: Data) -> LabelRule:
+def rule_of(data: MaskData) -> LabelRule:
     """Return which number in the masks of a recipe's data set is which class."""
     return LabelRule(len(classes_of(data)), data.label_offset, data.ignore_label)
 

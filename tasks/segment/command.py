@@ -5,42 +5,44 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dpn_cli.console import Console
-from dpn_cli.distributed import World
-from dpn_cli.run import run_in_folder, run_name, with_own_stem
+from dpn_cli.recipe.start import Place
+from dpn_cli.run import console as terminal
+from dpn_cli.run.console import Console
+from dpn_cli.run.distributed import World
+from dpn_cli.run.session import run_name, session
+from dpn_cli.weights.origin import with_own_stem
 from tasks.segment.recipe import SegmentRecipe, in_steps
 from tasks.segment.segmenter import WEIGHTS
-from tasks.segment.train import DEMO_NOTE, describe_length, measure_step, open_data, run
+from tasks.segment.train import DEMO_NOTE, describe_length, measure_step, open_data, train
 
 
-def start(
-    recipe: SegmentRecipe, output_dir: Path | None, *, resume: bool, overwrite: bool, dry_run: bool, console: Console
-) -> dict[str, Any] | None:
+def run(recipe: SegmentRecipe, place: Place, console: Console) -> dict[str, Any] | None:
     """Train and return the result; None on ranks that do not lead and after a dry run.
 
-    Raises `DpnError` and its kin, each with the exit code of its cause.
+    Raises `DpnError` and its subclasses, which carry the exit code.
     """
-    recipe = recipe.model_copy(update={"backbone": with_own_stem(recipe.backbone, console)})
-    name = run_name(recipe.backbone)
-    task = "segment_demo" if recipe.demo else f"segment_{recipe.data.dataset}"
-    share = f"-{recipe.data.fraction:g}" if recipe.data.fraction < 1 else ""
     if recipe.demo:
         console.info(DEMO_NOTE)
-    path = output_dir or Path("runs") / task / f"{name}{share}"
-    result = run_in_folder(
-        recipe,
-        recipe.runtime.device,
-        path,
-        lambda begun, folder, world: run(begun, folder, world, console),
-        (lambda world: _dry_run(recipe, world, console)) if dry_run else None,
-        kind="segmenter",
-        resume=resume,
-        overwrite=overwrite,
-        console=console,
-    )
-    if result is not None:
-        console.info(f"weights: {path / WEIGHTS}, for 'dpn segment eval' and 'predict'")
-    return result
+    recipe = recipe.model_copy(update={"backbone": with_own_stem(recipe.backbone, console)})
+    with session(recipe, recipe.runtime, "segmenter", place, default_folder(recipe), console) as begun:
+        if place.dry_run:
+            _dry_run(begun.recipe, begun.world, console)
+            return None
+        result = begun.folder.result or train(begun)
+        console.info(f"weights: {begun.folder.path / WEIGHTS}, for 'dpn segment eval' and 'predict'")
+        return result if begun.world.leads else None
+
+
+def default_folder(recipe: SegmentRecipe) -> Path:
+    """Return runs/segment_DATASET/ARCH-STEM, with the fraction where it is a part."""
+    task = "segment_demo" if recipe.demo else f"segment_{recipe.data.dataset}"
+    share = f"-{recipe.data.fraction:g}" if recipe.data.fraction < 1 else ""
+    return Path("runs") / task / f"{run_name(recipe.backbone)}{share}"
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print a result on stdout."""
+    terminal.show(describe_training(result))
 
 
 def _dry_run(recipe: SegmentRecipe, world: World, console: Console) -> None:
@@ -54,8 +56,8 @@ def _dry_run(recipe: SegmentRecipe, world: World, console: Console) -> None:
     )
 
 
-def describe(result: dict[str, Any]) -> str:
-    """Return the result of a training as a few lines for a person."""
+def describe_training(result: dict[str, Any]) -> str:
+    """Return the result of a training as text."""
     share = f", fraction {result['fraction']:g}" if result["fraction"] < 1 else ""
     return (
         f"{result['arch']} stem {result['stem']} on {result['dataset']}{share}, crops of {result['crop'][0]}\n"
@@ -65,15 +67,15 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def describe_scores(result: dict[str, Any]) -> str:
-    """Return the scores of a result as a line for a person."""
+    """Return the scores of a result as text."""
     how = result["evaluation"]
-    looks = [how["mode"], "resized" if how["size"] == "resize" else "native size"]
-    looks += ["scales " + ",".join(f"{scale:g}" for scale in how["scales"])] if how["scales"] != [1.0] else []
-    looks += ["flip"] if how["flip"] else []
+    settings = [how["mode"], "resized" if how["size"] == "resize" else "native size"]
+    settings += ["scales " + ",".join(f"{scale:g}" for scale in how["scales"])] if how["scales"] != [1.0] else []
+    settings += ["flip"] if how["flip"] else []
     unseen = result["classes"] - result["classes_seen"]
     return (
         f"validation: mIoU {result['miou']:.2f} %, pixel accuracy {result['pixel_accuracy']:.2f} %, mean accuracy "
-        f"{result['mean_accuracy']:.2f} % ({result['images']} images, {', '.join(looks)}; all pixels of the most "
+        f"{result['mean_accuracy']:.2f} % ({result['images']} images, {', '.join(settings)}; all pixels of the most "
         f"frequent class: mIoU {result['majority_miou']:.2f} %)"
         + (f"; resized: mIoU {result['resized']['miou']:.2f} %" if "resized" in result else "")
         + (f"; {unseen} of {result['classes']} classes do not occur" if unseen else "")

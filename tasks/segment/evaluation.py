@@ -2,83 +2,68 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from dpn_cli import distributed, engine, stopping
-from dpn_cli.console import Console
-from dpn_cli.data.reading import Decoder
-from dpn_cli.distributed import World, join
+from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError
-from dpn_cli.files import replace_json, replace_text
-from dpn_cli.recipe import Runtime
-from dpn_cli.runstate import open_report
+from dpn_cli.recipe.schema import Runtime
+from dpn_cli.run import distributed, stopping
+from dpn_cli.run.console import Console
+from dpn_cli.run.distributed import World, join
+from dpn_cli.run.files import replace_json, replace_text
+from dpn_cli.run.folder import open_report
 from tasks.segment.check import check_masks
 from tasks.segment.classes import classes_of, listed_in
+from tasks.segment.options import MULTI_SCALE, Scoring
 from tasks.segment.pairs import Pairs, fingerprint, open_pairs
-from tasks.segment.recipe import Data, Evaluation
+from tasks.segment.recipe import Evaluation, MaskData
 from tasks.segment.scoring import SegmentScores, score
 from tasks.segment.segmenter import Segmenter, load_segmenter
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What ``dpn segment eval`` was asked to do; None keeps what the run did."""
-
-    run: str
-    source: str | None = None
-    mode: str | None = None
-    size: str | None = None
-    stride: int | None = None
-    scales: tuple[float, ...] | None = None
-    flip: bool | None = None
-    output_dir: Path | None = None
-    decode: Decoder | None = None
-    max_pixels: int | None = None
-
-    def evaluation(self, before: Evaluation) -> Evaluation:
-        """Return the run's way of evaluating with what was asked in place of it."""
-        given = {"mode": self.mode, "size": self.size, "stride": self.stride, "scales": self.scales, "flip": self.flip}
-        return Evaluation.model_validate(
-            {**before.model_dump(), **{key: value for key, value in given.items() if value is not None}}
-        )
+def evaluation_of(options: Scoring, before: Evaluation) -> Evaluation:
+    """Return the run's way of evaluating with the options in place of it."""
+    stated = options.model_dump(include={"mode", "size", "stride"}, exclude_none=True)
+    if options.multi_scale:
+        stated |= {"scales": MULTI_SCALE, "flip": True}
+    return Evaluation.model_validate({**before.model_dump(), **stated})
 
 
-def evaluate(asked: Asked, runtime: Runtime, console: Console) -> dict[str, Any] | None:
+def evaluate(options: Scoring, console: Console) -> dict[str, Any] | None:
     """Score a segmenter and return the result, written to `output_dir` too; None on ranks that do not lead.
 
     Raises `DataError` when data and segmenter do not fit each other, `DpnError` when `output_dir` holds a run.
     """
+    runtime = options.runtime
     with stopping.listen(stopping.NO_RESULT), join(runtime.device) as world:
-        if asked.output_dir and world.leads:
-            open_report(asked.output_dir)
-        segmenter = load_segmenter(asked.run, "dpn segment eval")
-        given = {"source": asked.source, "decode": asked.decode, "max_pixels": asked.max_pixels}
-        data = segmenter.data.model_copy(update={key: value for key, value in given.items() if value is not None})
+        if options.output_dir and world.leads:
+            open_report(options.output_dir)
+        segmenter = load_segmenter(options.run, "dpn segment eval")
+        stated = options.pictures.model_dump(exclude_unset=True)
+        data = segmenter.data.model_copy(update={**stated, **({"source": options.source} if options.source else {})})
         if segmenter.data.source == "demo" and data.source != "demo":
             data = data.model_copy(update={"dataset": "folder"})  # the demo's recipe is ADE20K's, its classes are not
         _check_classes(data, segmenter)
         pairs = open_pairs(data, "val")
         if world.leads:
             check_masks(pairs, segmenter.rule)
-        evaluation = asked.evaluation(segmenter.evaluation)
+        evaluation = evaluation_of(options, segmenter.evaluation)
         console.info(f"{len(pairs)} images of {len(segmenter.classes)} classes")
         segmenter.network.to(world.device)
         scores, described = score_sizes(segmenter, pairs, evaluation, runtime, world)
         result = {
             "task": "segment eval",
-            "network": asked.run,
+            "network": options.run,
             "data": data.source,
             "fingerprint": fingerprint(pairs),
-            "decoder": pairs.reading.describe(),
+            "decoder": pairs.reading.versions(),
             "arch": segmenter.arch,
             "classes": len(segmenter.classes),
             **described,
         }
-        if asked.output_dir and world.leads:
-            replace_json(asked.output_dir / "result.json", result)
-            replace_text(asked.output_dir / "per_class.csv", scores.per_class(segmenter.classes))
+        if options.output_dir and world.leads:
+            replace_json(options.output_dir / "result.json", result)
+            replace_text(options.output_dir / "per_class.csv", scores.per_class(segmenter.classes))
         distributed.barrier()
         return result if world.leads else None
 
@@ -104,7 +89,7 @@ def score_sizes(
     return scores, {**described, "evaluation": evaluation.model_dump(mode="json")}
 
 
-def _check_classes(data: Data, segmenter: Segmenter) -> None:
+def _check_classes(data: MaskData, segmenter: Segmenter) -> None:
     """Raise `DataError` for data of other classes than the run's; where no names are listed, the run's hold."""
     if data.dataset == "folder" and data.source != "demo" and not listed_in(data).is_file():
         return

@@ -120,5 +120,5 @@ def read_mask(image: Image.Image, where: str) -> RawMask:
     if raw.dtype in (np.uint8, np.uint16):
         return raw
     if raw.min() < 0 or raw.max() >= 2**16:
-        raise DataError(f"{where}: the mask holds {raw.min()} to {raw.max()}, which are no class numbers")
+        raise DataError(f"{where}: the mask holds {raw.min()} to {raw.max()}, which are not class numbers")
     return raw.astype(np.uint16)

@@ -9,22 +9,22 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from dpn_cli import distributed
 from dpn_cli.data.loader import Item, Steps
 from dpn_cli.data.workers import open_loader
-from dpn_cli.distributed import World
-from dpn_cli.engine import Batch, Batches
+from dpn_cli.engine.fit import Batch, Batches
+from dpn_cli.engine.seeds import fold
 from dpn_cli.errors import DataError
-from dpn_cli.seeds import fold
+from dpn_cli.run import distributed
+from dpn_cli.run.distributed import World
 from tasks.segment.labels import IGNORE, LabelRule
 from tasks.segment.pairs import Pairs
-from tasks.segment.transforms import Augmentation, augment, pad
+from tasks.segment.transforms import SegmentAugmentation, augment, pad
 
 Example = tuple[Tensor, Tensor, Tensor, Tensor] | DataError
 
 
 class _Examples(Dataset[Example]):
-    def __init__(self, pairs: Pairs, rule: LabelRule, how: Augmentation, seed: int) -> None:
+    def __init__(self, pairs: Pairs, rule: LabelRule, how: SegmentAugmentation, seed: int) -> None:
         self.pairs, self.rule, self.how, self.seed = pairs, rule, how, seed
 
     def __getitem__(self, item: Item) -> Example:
@@ -45,7 +45,7 @@ def _collate(examples: Sequence[Example]) -> list[Tensor] | DataError:
 
 
 def segment_batches(
-    pairs: Pairs, rule: LabelRule, how: Augmentation, batch_size: int, seed: int, world: World, *, workers: int
+    pairs: Pairs, rule: LabelRule, how: SegmentAugmentation, batch_size: int, seed: int, world: World, *, workers: int
 ) -> Batches:
     """Return the engine's ``batches``: this rank's rows of ``image`` (b, 3, h, w) and ``label`` (b, h, w), both uint8.
 

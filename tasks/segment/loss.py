@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpn_cli.engine import Batch
+from dpn_cli.engine.fit import Batch
 from tasks.segment.labels import IGNORE
 from tasks.segment.windows import resize_rows
 

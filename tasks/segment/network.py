@@ -10,9 +10,9 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from dpn_cli.backbone import Backbone
 from dpn_cli.data.crops import Size
-from dpn_cli.vit import TRUNCATED_NORMAL_STD, resample_posemb
+from dpn_cli.model.vit import TRUNCATED_NORMAL_STD, resample_posemb
+from dpn_cli.weights.backbone import Backbone
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # Parts of a ViT that patch tokens never meet; the final norm is one more unless the recipe wants it.

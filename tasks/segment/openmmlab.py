@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dpn_cli.backbone import load_backbone
 from dpn_cli.errors import DpnError
-from dpn_cli.sources import open_checkpoint
+from dpn_cli.weights.backbone import load_backbone
+from dpn_cli.weights.sources import open_checkpoint
 
 try:
     from mmengine.model import BaseModule

@@ -20,7 +20,7 @@ from dpn_cli.data.labelled import load_hub, stored_file
 from dpn_cli.data.reading import SUFFIXES, Pixels, Reading, decode, file_size, find_files, open_image
 from dpn_cli.errors import DataError
 from tasks.segment.labels import RawMask, read_mask
-from tasks.segment.recipe import Data
+from tasks.segment.recipe import MaskData
 
 SPLITS = {"train": "training", "val": "validation"}
 DEMO_SPLITS = {"train": (0, 1000), "val": (1000, 1200)}
@@ -55,11 +55,11 @@ class Pairs(ABC):
 
     @abstractmethod
     def open(self, index: int) -> Image.Image:
-        """Open an image, not decoded yet. Raises `DataError` with its place when it is no image."""
+        """Open an image, not decoded yet. Raises `DataError` with its place when it is not an image."""
 
     @abstractmethod
     def open_mask(self, index: int) -> Image.Image:
-        """Open a mask, not decoded yet. Raises `DataError` with its place when it is no image."""
+        """Open a mask, not decoded yet. Raises `DataError` with its place when it is not an image."""
 
     def load(self, index: int) -> tuple[Pixels, RawMask]:
         """Decode a pair to pixels (h, w, 3) and raw mask (h, w).
@@ -98,13 +98,13 @@ class FolderPairs(Pairs):
         images, masks = (
             _files(folder, kinds) for folder, kinds in zip(folders, (SUFFIXES, MASK_SUFFIXES), strict=True)
         )
-        for given, wanted, what in ((images, masks, "annotation"), (masks, images, "image")):
-            alone = [name for name in given if name not in wanted]
+        for files, partners, what in ((images, masks, "annotation"), (masks, images, "image")):
+            alone = [name for name in files if name not in partners]
             if alone:
                 folder = folders[1] if what == "annotation" else folders[0]
                 raise DataError(
-                    f"{given[alone[0]]}: no {what} of that name in {folder} "
-                    f"({len(alone)} of {len(given)} have none); every image needs its mask"
+                    f"{files[alone[0]]}: no {what} of that name in {folder} "
+                    f"({len(alone)} of {len(files)} have none); every image needs its mask"
                 )
         if not images:
             raise DataError(f"{folders[0]}: no picture in it ({', '.join(sorted(SUFFIXES))})")
@@ -258,14 +258,14 @@ class PairsPart(Pairs):
         return self.whole.open_mask(self.rows[index])
 
 
-def open_pairs(data: Data, split: str) -> Pairs:
+def open_pairs(data: MaskData, split: str) -> Pairs:
     """Open ``train`` or ``val`` of a recipe's data set. Raises `DataError`."""
     pairs = _open_pairs(data, split)
     pairs.reading = Reading(data.decode, data.max_pixels, shrink=False)
     return pairs
 
 
-def _open_pairs(data: Data, split: str) -> Pairs:
+def _open_pairs(data: MaskData, split: str) -> Pairs:
     place = data.source or "demo"
     if place == "demo":
         return ScenePairs(*DEMO_SPLITS[split])

@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from dpn_cli import engine
 from dpn_cli.data.images import find_pictures
-from dpn_cli.data.reading import Decoder, Pixels, Reading, read_pixels
-from dpn_cli.distributed import join
+from dpn_cli.data.reading import Pixels, Reading, read_pixels
+from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DpnError
-from dpn_cli.files import replace_file
-from dpn_cli.recipe import MAX_PIXELS, Runtime
+from dpn_cli.run.distributed import join
+from dpn_cli.run.files import replace_file
 from tasks.segment.classes import Class
 from tasks.segment.labels import LabelRule, Labels
+from tasks.segment.options import Prediction
 from tasks.segment.segmenter import load_segmenter
 from tasks.segment.transforms import resize_image
 from tasks.segment.windows import label_map
@@ -27,29 +27,22 @@ from tasks.segment.windows import label_map
 STRENGTH, ROW = 0.55, 22
 
 
-def predict(
-    run: str,
-    pictures: Sequence[Path],
-    output_dir: Path,
-    runtime: Runtime,
-    *,
-    decode: Decoder | None = None,
-    max_pixels: int = MAX_PIXELS,
-) -> list[dict[str, Any]]:
-    """Write for every picture NAME its label map, an overlay and a legend into `output_dir`.
+def predict(options: Prediction) -> list[dict[str, Any]]:
+    """Write for every picture NAME its label map, an overlay and a legend into the output folder.
 
     ``NAME.labels.png`` has the data set's raw class numbers at the picture's own size, ``NAME.overlay.png`` the
     classes' colours over the picture, ``NAME.legend.png`` the classes in it. Returns per picture the files, and the
-    classes with their share of the pixels, largest first. Without `decode` JPEGs are decoded as they were for the
+    classes with their share of the pixels, largest first. Without ``--decode`` JPEGs are decoded as they were for the
     training. Raises `DataError` for a missing or unreadable picture.
     """
+    how, runtime = options.pictures, options.runtime
     with join(runtime.device) as world:
-        segmenter = load_segmenter(run)
+        segmenter = load_segmenter(options.run)
         segmenter.network.to(world.device)
         # Photographs have any size: where a run is scored at two, that of its training suits them.
         plan, results = segmenter.plan(segmenter.evaluation.beside), []
-        reading = Reading(decode or segmenter.data.decode, max_pixels, shrink=False)
-        paths = find_pictures(pictures)
+        reading = Reading(how.decode or segmenter.data.decode, how.max_pixels, shrink=False)
+        paths = find_pictures(options.images)
         names = _distinct(paths)
         for path, name in zip(paths, names, strict=True):
             pixels = read_pixels(path, str(path), reading)
@@ -65,7 +58,7 @@ def predict(
                 "overlay": draw_overlay(pixels, labels, segmenter.classes),
                 "legend": draw_legend(shares),
             }
-            files = {kind: output_dir / f"{name}.{kind}.png" for kind in drawn}
+            files = {kind: options.output_dir / f"{name}.{kind}.png" for kind in drawn}
             for kind, image in drawn.items():
                 _save(image, files[kind])
             results.append(

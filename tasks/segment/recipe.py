@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
@@ -9,28 +10,28 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from dpn_cli.arch import check_image_size, parse_arch
 from dpn_cli.errors import DpnError
-from dpn_cli.home import find_data, find_weights, home
-from dpn_cli.recipe import (
-    About,
-    Backbone,
-    Optim,
+from dpn_cli.recipe.flag import DATA, flag
+from dpn_cli.recipe.home import find_data
+from dpn_cli.recipe.layers import last_given, layered
+from dpn_cli.recipe.reading import Plain, Say, merge, read_recipe, unsaid
+from dpn_cli.recipe.schema import (
+    DATA_SOURCE,
+    DROP_PATH,
+    IMAGE_COLUMN,
+    IMAGE_SIZE,
+    BackboneConfig,
+    Flip,
+    Freeze,
     Pictures,
-    Plain,
+    Pixels,
     Positive,
-    Runtime,
-    Say,
-    Schedule,
     Section,
-    Seed,
     Side,
-    listed,
-    merge,
-    read_recipe,
-    unsaid,
+    refuse_unused,
 )
-from dpn_cli.supervised.recipe import counted, last_given, layered
+from dpn_cli.recipe.start import find_start
+from dpn_cli.recipe.training import TrainingRecipe, counted_in_steps
 
 ADE20K = "ADEChallengeData2016"
 MOST_CLASSES = 254
@@ -49,23 +50,66 @@ def _fraction(value: object) -> object:
     return float(share)
 
 
-class Data(Pictures):
+class SegmentNetwork(BackboneConfig):
+    """The network that is trained; its input is a crop of an image."""
+
+    image_size: Annotated[
+        Pixels | None,
+        IMAGE_SIZE.but(help="Side of crops and windows in pixels, N or HxW, a multiple of the patch."),
+    ] = None
+    drop_path: Annotated[float, Field(ge=0, lt=1), DROP_PATH] = 0.0
+
+
+class MaskData(Pictures):
     """Where images and masks are, and which number in a mask is which class."""
 
     dataset: Literal["ade20k", "folder"] = "folder"
-    source: str | None = None
-    fraction: Annotated[float, BeforeValidator(_fraction)] = 1.0
-    classes: str | None = None
-    label_offset: Annotated[int, Field(ge=0, le=65535)] = 0
-    ignore_label: Annotated[int, Field(ge=0, le=65535)] | None = 255
-    image_column: str | None = None
-    mask_column: str | None = None
+    source: Annotated[
+        str | None,
+        DATA_SOURCE.but(
+            help="Folder with images/{training,validation} and annotations/{training,validation}, "
+            "hf:OWNER/NAME[:CONFIGURATION] with masks, or demo.",
+            unset="$DPN_DATA_DIR/ADEChallengeData2016, ./ADEChallengeData2016, else demo",
+        ),
+    ] = None
+    fraction: Annotated[
+        float,
+        BeforeValidator(_fraction),
+        flag(
+            "--fraction",
+            help="Share of the training images, e.g. 1/16 or 0.25; smaller shares lie in larger ones.",
+            panel=DATA,
+        ),
+    ] = 1.0
+    classes: Annotated[
+        str | None,
+        flag("--class-names", help="File with one class name per line.", panel=DATA, unset="classes.txt in --data"),
+    ] = None
+    label_offset: Annotated[
+        int,
+        Field(ge=0, le=65535),
+        flag("--label-offset", help="Value of the first class in the masks.", panel=DATA),
+    ] = 0
+    ignore_label: Annotated[
+        Annotated[int, Field(ge=0, le=65535)] | None,
+        flag("--ignore-label", help="Value in the masks that loss and score ignore.", panel=DATA),
+    ] = 255
+    image_column: Annotated[str | None, IMAGE_COLUMN.but(unset="image")] = None
+    mask_column: Annotated[
+        str | None,
+        flag(
+            "--mask-column",
+            help="Column of a hf: data set with the masks.",
+            panel=DATA,
+            unset="annotation, mask or label",
+        ),
+    ] = None
     scale: tuple[Side, Side] | None = None
     inputs: Literal["imagenet", "checkpoint"] = "checkpoint"
-    flip: bool = True
+    flip: Flip = True
 
     @model_validator(mode="after")
-    def _longer_first(self) -> Data:
+    def _longer_first(self) -> MaskData:
         if self.scale and self.scale[0] < self.scale[1]:
             raise ValueError(f"scale: the longer side's cap comes first (got {list(self.scale)})")
         return self
@@ -112,38 +156,23 @@ class Evaluation(Section):
         return self.model_copy(update={"size": "resize"}) if self.size == "both" else None
 
 
-class SegmentRecipe(Section):
+class SegmentRecipe(TrainingRecipe):
     """All that ``dpn segment ade20k`` and ``dpn segment folder`` do."""
 
-    about: About
-    backbone: Backbone = Backbone()
-    data: Data = Data()
+    backbone: SegmentNetwork = SegmentNetwork()
+    data: MaskData = MaskData()
     augment: Augment = Augment()
     evaluation: Evaluation = Evaluation()
     final_norm: bool = False
     head_init: Literal["truncated_normal", "lecun_normal", "zero"] = "truncated_normal"
-    lr: Annotated[float, Field(gt=0)]
-    seed: Seed = 0
-    epochs: Annotated[float, Field(gt=0)] | None = None
-    freeze: Annotated[tuple[str, ...], BeforeValidator(listed)] = ()
-    batch_size: Positive
+    freeze: Freeze = ()
     evaluate_every: Positive | None = None
-    optim: Optim = Optim()
-    schedule: Schedule
-    runtime: Runtime = Runtime()
 
     @model_validator(mode="after")
     def _possible(self) -> SegmentRecipe:
-        if "{stem}" in (self.backbone.checkpoint or ""):
-            raise ValueError("backbone.checkpoint: {stem} belongs to 'finetune vtab --compare'")
-        if self.optim.layer_decay != 1:
-            raise ValueError("optim.layer_decay: segmentation trains all layers at one rate (App. G); leave it at 1")
+        refuse_unused(self.optim, "optim", ("layer_decay",), "segmentation trains all layers at one rate (App. G)")
+        refuse_unused(self.backbone, "backbone", ("pre_logits",), "patch tokens do not pass the pre-logits layer")
         return self
-
-    @property
-    def demo(self) -> bool:
-        """Whether the data are the built-in scenes."""
-        return self.data.source == "demo"
 
 
 def resolve(
@@ -171,35 +200,21 @@ def settle(recipe: SegmentRecipe, demo_checkpoint: str | None = None) -> Segment
     Raises `DpnError` for a crop that the patch does not divide, and when real data meet no weights.
     """
     backbone = recipe.backbone
-    if backbone.arch:
-        patch = parse_arch(backbone.arch)[1]
-        check_image_size(backbone.image_size or 512, (patch, patch))
-    found = find_weights(backbone.arch, (backbone.stem or "dpn",))
-    checkpoint = backbone.checkpoint or found
-    if checkpoint is None and recipe.demo:
-        checkpoint = "none" if backbone.arch else demo_checkpoint
-    if checkpoint is None and not recipe.demo:
-        name = f"{(backbone.arch or 'ARCH').replace('/', '-')}-{backbone.stem or 'dpn'}.safetensors"
-        raise DpnError(
-            "--checkpoint: segmentation starts from a pre-trained network and no weights were given. Ways out: "
-            "--checkpoint FILE ('dpn checkpoint inspect' says what is read); --checkpoint "
-            f"timm:vit_base_patch16_224.augreg_in1k; put {name} into {home() / 'weights'}; --checkpoint none for "
-            "from scratch; --data demo to look around"
-        )
-    if checkpoint == "none" and not backbone.arch:
-        raise DpnError("--arch is needed to train from scratch; with --checkpoint it is inferred")
+    demo = ("none" if backbone.arch else demo_checkpoint) if recipe.demo else None
+    if recipe.demo and not (backbone.checkpoint or demo):
+        return recipe  # the caller makes the demo's tower
+    backbone = find_start(
+        backbone,
+        needs="segmentation starts from a pre-trained network",
+        example="vit_base_patch16_224.augreg_in1k",
+        otherwise=demo,
+    )
     classes = recipe.data.classes
-    if classes and not recipe.demo and not Path(classes).expanduser().is_file():
-        raise DpnError(f"--classes {classes}: no such file; it holds one class name per line")
-    return recipe.model_copy(update={"backbone": backbone.model_copy(update={"checkpoint": checkpoint})})
+    if classes and not recipe.demo and not os.path.lexists(Path(classes).expanduser()):
+        raise DpnError(f"--class-names {classes}: no such file; it holds one class name per line")
+    return recipe.model_copy(update={"backbone": backbone})
 
 
 def in_steps(recipe: SegmentRecipe, images: int, say: Say = unsaid) -> SegmentRecipe:
-    """Return the recipe with its duration in steps: App. G rounds the steps of an epoch down (20210 // 16 = 1263).
-
-    Raises `DpnError` as `counted` does.
-    """
-    if recipe.epochs is None:
-        return recipe
-    steps = max(1, round(recipe.epochs * (images // recipe.batch_size)))
-    return recipe.model_copy(update={"schedule": counted(recipe.schedule, steps, say)})
+    """Return the recipe with its duration in steps: App. G rounds the steps of an epoch down (20210 // 16 = 1263)."""
+    return counted_in_steps(recipe, images // recipe.batch_size, say)

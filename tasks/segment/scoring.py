@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from dpn_cli import distributed, stopping
 from dpn_cli.data.loader import worker_count
 from dpn_cli.data.workers import open_loader
-from dpn_cli.distributed import World
 from dpn_cli.errors import DataError
+from dpn_cli.run import distributed, stopping
+from dpn_cli.run.distributed import World
 from tasks.segment.classes import Class
 from tasks.segment.labels import IGNORE, LabelRule
 from tasks.segment.network import LinearSegmenter

@@ -7,16 +7,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dpn_cli import kinds
-from dpn_cli.backbone import export_backbone, load_whole
 from dpn_cli.errors import DataError
-from dpn_cli.kinds import WEIGHTS as WEIGHTS
-from dpn_cli.kinds import Kind, resolve
-from dpn_cli.sources import open_checkpoint
+from dpn_cli.run import kinds
+from dpn_cli.run.kinds import WEIGHTS as WEIGHTS
+from dpn_cli.run.kinds import Kind, resolve
+from dpn_cli.weights.backbone import export_backbone, load_whole
+from dpn_cli.weights.sources import open_checkpoint
 from tasks.segment.classes import Class
 from tasks.segment.labels import LabelRule
 from tasks.segment.network import LinearSegmenter
-from tasks.segment.recipe import Data, Evaluation
+from tasks.segment.recipe import Evaluation, MaskData
 from tasks.segment.windows import Plan
 
 KEY: Kind = "segmenter"
@@ -28,7 +28,7 @@ class Segmenter:
 
     network: LinearSegmenter
     classes: tuple[Class, ...]
-    data: Data
+    data: MaskData
     evaluation: Evaluation
     facts: dict[str, Any]
 
@@ -45,17 +45,17 @@ class Segmenter:
 
     def plan(self, evaluation: Evaluation | None = None) -> Plan:
         """Return how images are seen; the stride is two thirds of the window unless it is given (341 for 512)."""
-        asked = evaluation or self.evaluation
+        chosen = evaluation or self.evaluation
         window = self.network.vit.config.image_size[0]
-        stride = asked.stride or max(1, window * 2 // 3)
+        stride = chosen.stride or max(1, window * 2 // 3)
         return Plan(
             window,
-            min(stride, window) if asked.mode == "slide" else None,
+            min(stride, window) if chosen.mode == "slide" else None,
             self.data.caps(window),
-            asked.size != "resize",
-            asked.scales,
-            asked.flip,
-            asked.batch_size,
+            chosen.size != "resize",
+            chosen.scales,
+            chosen.flip,
+            chosen.batch_size,
         )
 
 
@@ -85,7 +85,7 @@ def load_segmenter(place: str, command: str = "dpn segment predict") -> Segmente
     return Segmenter(
         LinearSegmenter(vit, final_norm=described["final_norm"]).eval(),
         tuple(Class(one["name"], tuple(one["color"])) for one in described["classes"]),
-        Data.model_validate({"decode": "pillow", **described["data"]}),  # Pillow decoded before files said it
+        MaskData.model_validate({"decode": "pillow", **described["data"]}),  # Pillow decoded before files said it
         Evaluation.model_validate(described["evaluation"]),
         described["facts"],
     )

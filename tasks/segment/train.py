@@ -7,38 +7,35 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dpn_cli import distributed, engine
-from dpn_cli.backbone import load_backbone
-from dpn_cli.console import Console
 from dpn_cli.data.crops import Size
 from dpn_cli.data.loader import worker_count
-from dpn_cli.distributed import World
+from dpn_cli.engine import fit as engine
+from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.errors import DataError, DpnError
-from dpn_cli.files import replace_text
-from dpn_cli.freeze import freeze
-from dpn_cli.kinds import DIGEST
-from dpn_cli.memory import MicroBatch
-from dpn_cli.run import describe_start
-from dpn_cli.runstate import Checkpoints, MetricsLog, RunFolder, describe_device
-from dpn_cli.sanity import result_warning
-from dpn_cli.trackers import build_tracker
+from dpn_cli.model.freeze import freeze
+from dpn_cli.recipe.training import of_two_steps
+from dpn_cli.run import distributed
+from dpn_cli.run.console import Console
+from dpn_cli.run.distributed import World
+from dpn_cli.run.files import replace_text
+from dpn_cli.run.folder import Checkpoints, RunFolder, describe_device
+from dpn_cli.run.kinds import DIGEST
+from dpn_cli.run.sanity import result_warning
+from dpn_cli.run.session import Session
+from dpn_cli.weights.backbone import backbone_of
+from dpn_cli.weights.origin import describe_start
 from tasks.segment.check import SAMPLE, check_crops, check_masks
 from tasks.segment.classes import Class, classes_of, rule_of
 from tasks.segment.evaluation import score_once, score_sizes
 from tasks.segment.labels import LabelRule
 from tasks.segment.loader import segment_batches
 from tasks.segment.loss import segmentation_loss
-from tasks.segment.network import (
-    LinearSegmenter,
-    initialize_head,
-    normalized,
-    use_imagenet_inputs,
-)
+from tasks.segment.network import LinearSegmenter, initialize_head, normalized, use_imagenet_inputs
 from tasks.segment.pairs import Pairs, fingerprint, list_digest, open_pairs, take
 from tasks.segment.recipe import SegmentRecipe, in_steps
 from tasks.segment.scoring import SegmentScores
 from tasks.segment.segmenter import WEIGHTS, Segmenter, load_segmenter, save_segmenter
-from tasks.segment.transforms import Augmentation
+from tasks.segment.transforms import SegmentAugmentation
 
 Json = dict[str, Any]
 DEMO_NOTE = (
@@ -73,16 +70,31 @@ def open_data(recipe: SegmentRecipe) -> SegmentData:
     return SegmentData(train, open_pairs(data, "val"), len(whole), classes, rule)
 
 
-def run(recipe: SegmentRecipe, folder: RunFolder, world: World, console: Console) -> Json:
-    """Run or finish a training in `folder` and return its result, which is written there too.
+def train(begun: Session[SegmentRecipe]) -> Json:
+    """Run or finish a training in the folder of the run and return its result, which is written there too.
 
-    Raises `DpnError` and its kin; what was trained until then is kept.
+    Raises `DpnError` and its subclasses; what was trained until then is kept.
     """
-    data = open_data(recipe)
-    recipe = in_steps(recipe, len(data.train), console.info)
+    folder, world, console = begun.folder, begun.world, begun.console
+    data = open_data(begun.recipe)
+    recipe = in_steps(begun.recipe, len(data.train), console.info)
     facts = _check_data(recipe, data, folder, world, console)
     if not distributed.from_leader((folder.path / WEIGHTS).is_file()):
-        _train(recipe, data, facts, folder, world, console)
+        segmenter = _untrained(recipe, data, world, console, Checkpoints(folder.path / "checkpoints"))
+        network = segmenter.network
+        if world.leads:
+            folder.update(backbone=network.vit.report.to_dict(), **{DIGEST: None})
+        with begun.outputs("segment", begun.tracker(recipe.runtime.report_to)) as outputs:
+            job = job_of(recipe, data, segmenter, world, outputs)
+            done = engine.fit(engine.prepare(network, recipe.runtime, world), job)
+        segmenter.facts = {
+            "timing": {"train_seconds": round(done.seconds, 2), "wait_seconds": round(done.wait_seconds, 2)},
+            "recipe": recipe.model_dump(mode="json"),
+            "data": facts["data"],
+        }
+        if world.leads:
+            save_segmenter(segmenter, folder.path / WEIGHTS)
+        distributed.barrier()
     if world.leads:
         Checkpoints(folder.path / "checkpoints").clear()  # a run that was killed here finds them again
     segmenter = load_segmenter(str(folder.path))
@@ -105,7 +117,8 @@ def run(recipe: SegmentRecipe, folder: RunFolder, world: World, console: Console
         "timing": segmenter.facts["timing"],
         "data": facts["data"],
         DIGEST: segmenter.network.vit.report.digest,
-        "decoder": data.val.reading.describe(),
+        "decoder": data.val.reading.versions(),
+        "differs_from_paper": begun.differs,
     }
     if world.leads:
         replace_text(folder.path / "per_class.csv", scores.per_class(data.classes))
@@ -166,19 +179,7 @@ def _check_data(recipe: SegmentRecipe, data: SegmentData, folder: RunFolder, wor
 
 def build_network(recipe: SegmentRecipe, classes: int) -> LinearSegmenter:
     """Load the recipe's network with a fresh head. Raises as `load_backbone` and `freeze` do."""
-    section = recipe.backbone
-    vit = load_backbone(
-        section.arch,
-        stem=section.stem,
-        checkpoint=section.checkpoint,
-        image_size=section.image_size or 512,
-        num_classes=classes,
-        pool=section.pool,
-        drop_path=section.drop_path,
-        grad_checkpointing=section.grad_checkpointing,
-        align_corners=False,
-        seed=recipe.seed,
-    )
+    vit = backbone_of(recipe.backbone, num_classes=classes, align_corners=False, seed=recipe.seed)
     height, width = vit.config.image_size
     if height != width:
         raise DpnError(f"--image-size {height}x{width}: crops and windows are square; give one number")
@@ -190,10 +191,10 @@ def build_network(recipe: SegmentRecipe, classes: int) -> LinearSegmenter:
     return LinearSegmenter(vit, final_norm=recipe.final_norm)
 
 
-def augmentation_of(recipe: SegmentRecipe, crop: Size) -> Augmentation:
+def augmentation_of(recipe: SegmentRecipe, crop: Size) -> SegmentAugmentation:
     """Return how the recipe makes training examples for a network that takes crops of `crop`."""
     augment, data = recipe.augment, recipe.data
-    return Augmentation(crop, data.caps(crop[0]), augment.ratio, augment.cat_max, augment.photometric, data.flip)
+    return SegmentAugmentation(crop, data.caps(crop[0]), augment.ratio, augment.cat_max, augment.photometric, data.flip)
 
 
 def loss_of(network: LinearSegmenter) -> engine.LossFn:
@@ -205,68 +206,44 @@ def loss_of(network: LinearSegmenter) -> engine.LossFn:
     return loss
 
 
-def fit(
+def job_of(
     recipe: SegmentRecipe,
     data: SegmentData,
     segmenter: Segmenter,
     world: World,
     outputs: engine.Outputs,
     workers: int | None = None,
-) -> engine.FitResult:
-    """Train the segmenter's network in place."""
+) -> engine.Job:
+    """Return the engine's job: the segmenter's training by a recipe whose duration is in steps."""
     network = segmenter.network
     how = augmentation_of(recipe, network.vit.config.image_size)
     workers = worker_count(recipe.runtime.workers, world.device, world.size) if workers is None else workers
     batches = segment_batches(data.train, data.rule, how, recipe.batch_size, recipe.seed, world, workers=workers)
-    asked = recipe.evaluate_every or 0
-    every = asked if asked < recipe.schedule.steps else 0  # the end is scored anyway
-    return engine.fit(
-        engine.prepare(network, recipe.runtime, world),
-        loss_of(network),
-        batches,
-        (lambda: {"miou": evaluate(segmenter, data, recipe, world).miou}) if every else None,
-        engine.Training(recipe.optim, recipe.schedule, recipe.lr, recipe.batch_size, recipe.seed),
-        recipe.runtime,
-        world,
-        outputs,
-        MicroBatch.choose(recipe.runtime, recipe.batch_size // world.size, network.vit, world.device),
+    every = recipe.evaluate_every or 0
+    every = every if every < recipe.schedule.steps else 0  # the end is scored anyway
+    return engine.Job.of(
+        recipe,
+        loss_fn=loss_of(network),
+        batches=batches,
+        evaluate=(lambda: {"miou": evaluate(segmenter, data, recipe, world).miou}) if every else None,
         evaluate_every=every,
-        watch="miou",
+        monitor="miou",
+        world=world,
+        micro_batch=MicroBatch.choose(recipe.runtime, recipe.batch_size // world.size, network.vit, world.device),
+        outputs=outputs,
     )
 
 
-def _load_checked(
+def _untrained(
     recipe: SegmentRecipe, data: SegmentData, world: World, console: Console, saved: Checkpoints | None = None
-) -> LinearSegmenter:
-    """Load the recipe's network, say what was loaded, and warn of crops that show next to nothing."""
+) -> Segmenter:
+    """Load the recipe's network, report it, and warn of crops that show too little."""
     network = build_network(recipe, len(data.classes))
     console.info(describe_start(network.vit.report, saved))
     how = augmentation_of(recipe, network.vit.config.image_size)
     if world.leads and (warning := check_crops(data.train, how)):
         console.warn(warning)
-    return network
-
-
-def _train(
-    recipe: SegmentRecipe, data: SegmentData, facts: Json, folder: RunFolder, world: World, console: Console
-) -> None:
-    checkpoints = Checkpoints(folder.path / "checkpoints")
-    network = _load_checked(recipe, data, world, console, checkpoints)
-    if world.leads:
-        folder.update(backbone=network.vit.report.to_dict(), **{DIGEST: None})
-    track = build_tracker(recipe.runtime.report_to if world.leads else "none", folder.path, console)
-    log = MetricsLog(folder.path / "metrics.jsonl", lambda record: track("segment", record))
-    segmenter = Segmenter(network, data.classes, recipe.data, recipe.evaluation, {})
-    with console.progress("segment") as tick:
-        done = fit(recipe, data, segmenter, world, engine.Outputs(checkpoints, log, tick, console.warn, console.info))
-    segmenter.facts = {
-        "timing": {"train_seconds": round(done.seconds, 2), "wait_seconds": round(done.wait_seconds, 2)},
-        "recipe": recipe.model_dump(mode="json"),
-        "data": facts["data"],
-    }
-    if world.leads:
-        save_segmenter(segmenter, folder.path / WEIGHTS)
-    distributed.barrier()
+    return Segmenter(network, data.classes, recipe.data, recipe.evaluation, {})
 
 
 def evaluate(segmenter: Segmenter, data: SegmentData, recipe: SegmentRecipe, world: World) -> SegmentScores:
@@ -276,10 +253,9 @@ def evaluate(segmenter: Segmenter, data: SegmentData, recipe: SegmentRecipe, wor
 
 def measure_step(recipe: SegmentRecipe, data: SegmentData, world: World, console: Console) -> float:
     """Train two steps and keep nothing; returns the seconds of a step."""
-    network = _load_checked(recipe, data, world, console)
+    segmenter = _untrained(recipe, data, world, console)
     check_masks(data.train, data.rule)
     check_masks(data.val, data.rule)
-    schedule = recipe.schedule.model_copy(update={"steps": 2, "warmup": 0, "decay_from": None})
-    short = recipe.model_copy(update={"schedule": schedule, "evaluate_every": None})
-    segmenter = Segmenter(network, data.classes, recipe.data, recipe.evaluation, {})
-    return fit(short, data, segmenter, world, engine.Outputs(warn=console.warn), workers=0).seconds / 2
+    short = of_two_steps(recipe.model_copy(update={"evaluate_every": None}))
+    job = job_of(short, data, segmenter, world, engine.Outputs(warn=console.warn), workers=0)
+    return engine.fit(engine.prepare(segmenter.network, recipe.runtime, world), job).seconds / 2

@@ -27,7 +27,7 @@ BRIGHTNESS, CONTRAST, SATURATION, HUE = 32.0, (0.5, 1.5), (0.5, 1.5), 18
 
 
 @dataclass(frozen=True)
-class Augmentation:
+class SegmentAugmentation:
     """How a training example is made; `scale` caps the longer and the shorter side before the random ratio.
 
     With `flip`, every second example is mirrored.
@@ -66,7 +66,7 @@ def crop_labels(labels: Labels, size: Size, box: Box) -> Labels:
     return cropped
 
 
-def augment(pixels: Pixels, labels: Labels, how: Augmentation, draw: Draw) -> tuple[Tensor, Tensor]:
+def augment(pixels: Pixels, labels: Labels, how: SegmentAugmentation, draw: Draw) -> tuple[Tensor, Tensor]:
     """Make a training example of an image (h, w, 3) and its labels (h, w).
 
     Returns image and labels of at most the crop's size: what a small image lacks is padded after normalising.
@@ -82,7 +82,7 @@ def augment(pixels: Pixels, labels: Labels, how: Augmentation, draw: Draw) -> tu
     return photometric_distortion(image, draw) if how.photometric else image, target
 
 
-def _crop(labels: Labels, size: Size, how: Augmentation, draw: Draw) -> tuple[Box, Labels]:
+def _crop(labels: Labels, size: Size, how: SegmentAugmentation, draw: Draw) -> tuple[Box, Labels]:
     """Draw crops until one has two classes and none of them covers `cat_max` of it, or the tries are used up."""
     height, width = min(how.crop[0], size[0]), min(how.crop[1], size[1])
 

@@ -1,4 +1,4 @@
-"""From an image to its label map: sliding windows, averaged and resized, in memory that the image's size does not set.
+"""From an image to its label map: sliding windows, averaged and resized, in memory independent of image size.
 
 Windows cover an image on a grid, their logits are upsampled bilinearly, overlaps are averaged, the average is resized
 bilinearly to the label's size. All of it is linear and apart for rows and columns, so it is two matrices around the

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dpn_cli.arch import Stem
 from dpn_cli.errors import DataError
-from dpn_cli.files import file_digest, read_object, replace_text
-from dpn_cli.weights import read_weights
+from dpn_cli.run.files import file_digest, read_object, replace_text
+from dpn_cli.weights.written import read_weights
 from tasks.vtab.table import Task
 
 Json = dict[str, Any]
@@ -35,7 +35,7 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """Name the cell for a person."""
+        """The cell's name in messages."""
         return f"{self.task.name} {self.stem} lr {self.lr:g} seed {self.seed}" + (
             "" if self.split == "train800" else f" ({self.split})"
         )

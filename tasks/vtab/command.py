@@ -6,42 +6,45 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from dpn_cli import engine
-from dpn_cli.console import Console
-from dpn_cli.distributed import World, from_leader
-from dpn_cli.run import run_in_folder, run_name, with_own_stem
-from dpn_cli.runstate import Checkpoints
-from tasks.vtab.bench import Bench
+from rich.console import Console as RichConsole
+
+from dpn_cli.engine import fit as engine
+from dpn_cli.recipe.layers import two_steps
+from dpn_cli.recipe.start import Place
+from dpn_cli.run.console import Console
+from dpn_cli.run.distributed import from_leader
+from dpn_cli.run.folder import Checkpoints
+from dpn_cli.run.session import Session, run_name, session
+from dpn_cli.weights.origin import with_own_stem
 from tasks.vtab.cells import Cell
 from tasks.vtab.data import check_images, open_task
 from tasks.vtab.recipe import VtabRecipe
-from tasks.vtab.report import DEMO_NOTE
-from tasks.vtab.sweep import run
+from tasks.vtab.report import DEMO_NOTE, print_result
+from tasks.vtab.sweep import sweep
 from tasks.vtab.table import choose_tasks
+from tasks.vtab.trainer import Trainer, check_crops
 
 
-def start(
-    recipe: VtabRecipe, output_dir: Path | None, *, resume: bool, overwrite: bool, dry_run: bool, console: Console
-) -> dict[str, Any] | None:
+def run(recipe: VtabRecipe, place: Place, console: Console) -> dict[str, Any] | None:
     """Run the sweep and return its result; None on ranks that do not lead and after a dry run.
 
-    Raises `DpnError` and its kin, each with the exit code of its cause.
+    Raises `DpnError` and its subclasses, which carry the exit code.
     """
     if recipe.demo:
         console.info(DEMO_NOTE)
     if not recipe.compare:
         recipe = recipe.model_copy(update={"backbone": with_own_stem(recipe.backbone, console)})
-    return run_in_folder(
-        recipe,
-        recipe.runtime.device,
-        output_dir or default_folder(recipe),
-        lambda begun, folder, world: run(begun, folder, world, console),
-        (lambda world: _dry_run(recipe, world, console)) if dry_run else None,
-        kind="sweep",
-        resume=resume,
-        overwrite=overwrite,
-        console=console,
-    )
+    with session(recipe, recipe.runtime, "sweep", place, default_folder(recipe), console) as begun:
+        if place.dry_run:
+            _dry_run(begun)
+            return None
+        result = begun.folder.result or sweep(begun)
+        return result if begun.world.leads else None
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print the tables of a result on stdout."""
+    print_result(result, RichConsole(highlight=False))
 
 
 def default_folder(recipe: VtabRecipe) -> Path:
@@ -51,31 +54,32 @@ def default_folder(recipe: VtabRecipe) -> Path:
     )
 
 
-def _dry_run(recipe: VtabRecipe, world: World, console: Console) -> None:
+def _dry_run(begun: Session[VtabRecipe]) -> None:
     """Check all data, then save, resume and validate a training of two steps per stem; print what the run costs.
 
-    The test split is not scored: a dry run is no reason to look at it.
+    The test split is not scored: a dry run must not look at it.
     """
+    recipe, world, console = begun.recipe, begun.world, begun.console
     tasks = choose_tasks(recipe.data.tasks, recipe.demo)
     data = {task: open_task(recipe.data, task) for task in tasks}
     if world.leads:
         check_images(data, recipe.data.skip_bad_images, console)
-    schedule = recipe.schedule.model_copy(update={"steps": 2, "warmup": 0, "decay_from": None})
+        check_crops(recipe, tasks, console)
     runtime = recipe.runtime.model_copy(update={"checkpoint_every": 1})
-    short = recipe.model_copy(update={"schedule": schedule, "runtime": runtime})
+    short = recipe.model_copy(update={"schedule": two_steps(recipe.schedule), "runtime": runtime})
     seconds, size = 0.0, 0
     for stem in recipe.stems:
-        bench = Bench(short, stem, tasks[0], data[tasks[0]], world, console)
+        trainer = Trainer(short, stem, tasks[0], data[tasks[0]], world, console)
         with tempfile.TemporaryDirectory() as own:
             scratch = Path(from_leader(own))
             cell = Cell(stem, tasks[0], recipe.lrs[0], recipe.seeds[0], "train800", scratch)
             outputs = engine.Outputs(Checkpoints(scratch), warn=console.warn)
-            bench.fit(cell, outputs)
+            engine.fit(trainer.trainable, trainer.job(cell, outputs))
             # The second training resumes after the first step, when everything is warm: its one step is the measure.
-            resumed = bench.fit(cell, outputs)
+            resumed = engine.fit(trainer.trainable, trainer.job(cell, outputs))
             seconds += resumed.seconds / len(recipe.stems)
-        size = max(size, 4 * bench.model.report.parameters)
-        console.info(f"stem {stem}: {bench.model.report.summary()}")
+        size = max(size, 4 * trainer.model.report.parameters)
+        console.info(f"stem {stem}: {trainer.model.report.summary()}")
     cells = len(recipe.lrs) * len(recipe.seeds)
     trainings = len(recipe.stems) * len(tasks) * (cells + (len(recipe.seeds) if recipe.protocol == "vtab" else 0))
     hours = trainings * recipe.schedule.steps * seconds / 3600

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from dpn_cli import stopping
-from dpn_cli.console import Console
 from dpn_cli.data.labelled import FileList, HubSplit, Labelled, SceneSplit, fingerprint, rows_to_check
 from dpn_cli.data.reading import Reading
 from dpn_cli.errors import DataError
-from tasks.vtab.recipe import Data
+from dpn_cli.run import stopping
+from dpn_cli.run.console import Console
+from tasks.vtab.recipe import VtabData
 from tasks.vtab.table import TRAIN, VAL, Task
 
 # Test images that are decoded before training to see whether the files are images at all.
@@ -27,7 +27,7 @@ class TaskData:
     fingerprints: dict[str, str]
 
 
-def open_task(data: Data, task: Task) -> TaskData:
+def open_task(data: VtabData, task: Task) -> TaskData:
     """Open a task's splits and check counts and labels.
 
     Raises `DataError`, naming the file and where there is one the line, for a missing split or image, a wrong
@@ -54,7 +54,7 @@ def open_task(data: Data, task: Task) -> TaskData:
     return TaskData(**splits, fingerprints={name: fingerprint(split) for name, split in splits.items()})
 
 
-def _open_split(data: Data, task: Task, split: str) -> Labelled:
+def _open_split(data: VtabData, task: Task, split: str) -> Labelled:
     source = data.source or "demo"
     if source == "demo":
         start, stop = {"train800": (0, TRAIN), "val200": (TRAIN, TRAIN + VAL), "test": (1000, 1000 + task.test)}[split]

@@ -6,29 +6,34 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from dpn_cli.arch import Stem, check_image_size, parse_arch, whole
-from dpn_cli.errors import DpnError
-from dpn_cli.home import find_data, find_weights, home
-from dpn_cli.recipe import (
-    About,
-    Backbone,
+from dpn_cli.arch import Stem, did_you_mean, parse_arch, whole
+from dpn_cli.recipe.flag import DATA, MODEL, TRAIN, flag
+from dpn_cli.recipe.home import find_data
+from dpn_cli.recipe.layers import last_given, layered
+from dpn_cli.recipe.reading import Plain, Say, merge, read_recipe, unsaid
+from dpn_cli.recipe.schema import (
+    BATCH_SIZE,
+    DATA_SOURCE,
+    IMAGE_SIZE,
+    MOST_SEED,
+    BackboneConfig,
+    Lr,
     Optim,
     Pictures,
-    Plain,
+    Pixels,
     Positive,
+    Recipe,
     Runtime,
     Schedule,
-    Section,
     Seed,
     Side,
+    SkipBadImages,
     listed,
-    merge,
-    read_recipe,
 )
-from dpn_cli.seeds import MOST_SEED
-from tasks.vtab.table import choose_tasks
+from dpn_cli.recipe.start import SCRATCH_PIXELS, find_start
+from tasks.vtab.table import DEMO_TASKS, TASKS, choose_tasks, task_names
 
 MOST_SEEDS = 1000
 SEEDS = f"how many seeds, at most {MOST_SEEDS}, or a list of them from 0 to {MOST_SEED}, e.g. 3 or 0,1,2"
@@ -50,32 +55,103 @@ def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return values
 
 
-Lr = Annotated[float, Field(gt=0)]
+# How a task's training images are augmented: cut out of a larger one, mirrored, both or ([]) neither.
+Augment = Annotated[
+    tuple[Literal["crop", "flip"], ...],
+    BeforeValidator(listed),
+    AfterValidator(lambda value: tuple(sorted(set(value)))),
+]
 
 
-class Data(Pictures):
+def _complete_tasks(incomplete: str) -> list[str]:
+    done, _, word = incomplete.rpartition(",")
+    return [f"{done},{name}".lstrip(",") for name in task_names() if name.startswith(word)]
+
+
+class VtabData(Pictures):
     """Where the tasks' images are, and how they become pixels."""
 
-    source: str | None = None
-    tasks: Annotated[tuple[str, ...], BeforeValidator(listed), Field(min_length=1)] = ("all",)
+    source: Annotated[
+        str | None,
+        DATA_SOURCE.but(
+            help="Folder with one folder per task (svhn/train800.txt, …), hf:OWNER/NAME, or demo.",
+            unset="$DPN_DATA_DIR/vtab-1k, ./vtab-1k, else demo",
+        ),
+    ] = None
+    tasks: Annotated[
+        tuple[str, ...],
+        BeforeValidator(listed),
+        Field(min_length=1),
+        flag(
+            "--tasks",
+            help="all, natural, specialized, structured, or task names, comma separated.",
+            panel=DATA,
+            complete=_complete_tasks,
+        ),
+    ] = ("all",)
     resize: Side | None = None
+    # Every task's, once validated.
+    augment: Annotated[dict[str, Augment], Field(validate_default=True)] = Field(default_factory=dict)
     image_column: str | None = None
     label_column: str | None = None
-    skip_bad_images: bool = False
+    skip_bad_images: SkipBadImages = False
+
+    @field_validator("augment")
+    @classmethod
+    def _every_task(cls, given: dict[str, Augment], info: ValidationInfo) -> dict[str, Augment]:
+        """Add the tasks that are not named; leave out the usual values of tasks that the data do not have."""
+        here, others = (TASKS, DEMO_TASKS) if info.data.get("source") != "demo" else (DEMO_TASKS, TASKS)
+        usual, elsewhere = ({task.name: task.augment for task in table} for table in (here, others))
+        for name, value in given.items():
+            if name not in usual and elsewhere.get(name) != value:
+                raise ValueError(f"{name}: not a task of these data; use {', '.join(usual)}{did_you_mean(name, usual)}")
+        return {name: given.get(name, value) for name, value in usual.items()}
 
 
-class VtabRecipe(Section):
+class VtabNetwork(BackboneConfig):
+    """The network that is trained on every task."""
+
+    image_size: Annotated[
+        Pixels | None, IMAGE_SIZE.but(unset="the checkpoint's; from scratch 224, the demo's about 64")
+    ] = None
+
+
+class VtabRecipe(Recipe):
     """All that ``dpn finetune vtab`` does."""
 
-    about: About
-    backbone: Backbone = Backbone()
-    data: Data = Data()
-    protocol: Literal["paper", "vtab"] = "paper"
-    lrs: Annotated[tuple[Lr, ...], BeforeValidator(listed), Field(min_length=1)]
-    seeds: Annotated[tuple[Seed, ...], BeforeValidator(_counted), Field(min_length=1, description=SEEDS)] = (0, 1, 2)
-    compare: Annotated[tuple[Stem, ...], BeforeValidator(listed)] = ()
+    backbone: VtabNetwork = VtabNetwork()
+    data: VtabData = VtabData()
+    protocol: Annotated[
+        Literal["paper", "vtab"],
+        flag(
+            "--protocol",
+            help="paper: score the runs on train800; vtab: train again on train800val200.",
+            panel=TRAIN,
+        ),
+    ] = "paper"
+    lrs: Annotated[
+        tuple[Lr, ...],
+        BeforeValidator(listed),
+        Field(min_length=1),
+        flag("--lrs", help="Peak learning rates to choose from, comma separated.", panel=TRAIN),
+    ]
+    seeds: Annotated[
+        tuple[Seed, ...],
+        BeforeValidator(_counted),
+        Field(min_length=1, description=SEEDS),
+        flag("--seeds", help="Number of seeds, or a list: 3 is 0,1,2.", panel=TRAIN),
+    ] = (0, 1, 2)
+    compare: Annotated[
+        tuple[Stem, ...],
+        BeforeValidator(listed),
+        flag(
+            "--compare",
+            help="Run several stems under the same protocol, e.g. none,dpn, and print the paired difference.",
+            panel=MODEL,
+        ),
+    ] = ()
     loss: Literal["sigmoid", "softmax"] = "sigmoid"
-    batch_size: Positive
+    batch_size: Annotated[Positive, BATCH_SIZE]
     eval_batch_size: Positive = 250
     optim: Optim = Optim()
     schedule: Schedule
@@ -102,24 +178,20 @@ class VtabRecipe(Section):
         return self.data.source == "demo"
 
 
-def resolve(config: str | None, flags: Mapping[str, Any], settings: Mapping[str, Any]) -> Plain:
+def resolve(config: str | None, flags: Mapping[str, Any], settings: Mapping[str, Any], say: Say = unsaid) -> Plain:
     """Merge the layers of the recipe and fill in data, weights and image size where nothing names them.
 
     Without data the recipe becomes the demo's: `vtab_demo` for the mu-sized default, `vtab_demo_large` for a
     network that the user chose, shortened so that it ends within minutes.
     """
-    asked = merge(read_recipe(config) if config else {}, flags, settings)
-    for section in ("data", "backbone"):
-        if not isinstance(asked.get(section, {}), dict):
-            raise DpnError(f"{section}: a section of keys, not a value; see dpn recipes show vtab")
-    source = asked.get("data", {}).get("source") or find_data("vtab-1k")
-    backbone = asked.get("backbone", {})
-    layers = [read_recipe("vtab")]
+    file, command = read_recipe(config) if config else {}, merge(flags, settings)
+    source = last_given("data", "source", file, command) or find_data("vtab-1k")
+    shipped = "vtab"
     if source == "demo":
-        arch, weights = backbone.get("arch"), backbone.get("checkpoint") or "none"
-        small = str(arch).startswith("mu/") if arch else weights == "none"
-        layers = [read_recipe("vtab_demo" if small else "vtab_demo_large")]
-    return merge(*layers, asked, {"data": {"source": source}})
+        arch, weights = (last_given("backbone", key, file, command) for key in ("arch", "checkpoint"))
+        small = str(arch).startswith("mu/") if arch else weights in (None, "none")
+        shipped = "vtab_demo" if small else "vtab_demo_large"
+    return merge(layered(read_recipe(shipped), file, command, "vtab", say), {"data": {"source": source}})
 
 
 def settle(recipe: VtabRecipe) -> VtabRecipe:
@@ -129,25 +201,14 @@ def settle(recipe: VtabRecipe) -> VtabRecipe:
     weights: VTAB measures what pre-training brought.
     """
     choose_tasks(recipe.data.tasks, recipe.demo)
-    backbone = recipe.backbone
-    checkpoint = backbone.checkpoint or find_weights(backbone.arch, recipe.stems) or ("none" if recipe.demo else None)
-    if checkpoint is None:
-        raise DpnError(_no_weights(backbone.arch, recipe.stems))
-    size = backbone.image_size or 224
-    if backbone.arch:
-        patch = parse_arch(backbone.arch)[1]
-        if backbone.image_size is None and recipe.demo and 224 % patch == 0:
-            size = math.ceil(DEMO_PIXELS / patch) * patch  # the scenes are that small
-        check_image_size(size, (patch, patch))
-    settled = backbone.model_copy(update={"checkpoint": checkpoint, "image_size": size})
-    return recipe.model_copy(update={"backbone": settled})
-
-
-def _no_weights(arch: str | None, stems: tuple[Stem, ...]) -> str:
-    wanted = " and ".join(f"{(arch or 'ARCH').replace('/', '-')}-{stem}.safetensors" for stem in stems)
-    return (
-        "--checkpoint: VTAB measures pre-trained networks and no weights were given. Ways out: --checkpoint FILE "
-        "(big_vision .npz, timm or dpn .safetensors; write {stem} in the name with --compare); "
-        "--checkpoint timm:vit_base_patch32_224.augreg_in1k; "
-        f"put {wanted} into {home() / 'weights'}; --checkpoint none to train from scratch; --data demo to look around"
+    patch = parse_arch(recipe.backbone.arch)[1] if recipe.backbone.arch else 1
+    fits = recipe.demo and SCRATCH_PIXELS % patch == 0  # another patch than the usual ones is refused for its size
+    backbone = find_start(
+        recipe.backbone,
+        needs="VTAB measures pre-trained networks",
+        example="vit_base_patch32_224.augreg_in1k",
+        otherwise="none" if recipe.demo else None,
+        stems=recipe.compare,
+        pixels=math.ceil(DEMO_PIXELS / patch) * patch if fits else SCRATCH_PIXELS,
     )
+    return recipe.model_copy(update={"backbone": backbone})

@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from dpn_cli.arch import Stem
-from dpn_cli.console import cell
 from dpn_cli.data.reading import Reading
-from dpn_cli.files import replace_text
+from dpn_cli.run.console import cell
+from dpn_cli.run.files import replace_text
 from dpn_cli.statistics import PERCENT, PERCENT_DIFFERENCE, Summary, paired_difference, summarize
 from tasks.vtab.cells import TaskOutcome
 from tasks.vtab.recipe import VtabRecipe
@@ -37,7 +37,12 @@ LEGEND = "Accuracy in %: mean ± standard error over n seeds, and the 95 % t-int
 
 
 def build_result(
-    recipe: VtabRecipe, outcomes: Sequence[TaskOutcome], arch: str, fingerprints: Mapping[str, Any], timing: Json
+    recipe: VtabRecipe,
+    outcomes: Sequence[TaskOutcome],
+    arch: str,
+    fingerprints: Mapping[str, Any],
+    timing: Json,
+    differs: Sequence[str] | None = None,
 ) -> Json:
     """Return what result.json holds; accuracies in percent. With several stems, the top level is the last one's."""
     by_stem = {stem: _stem_result([o for o in outcomes if o.stem == stem], recipe) for stem in recipe.stems}
@@ -57,7 +62,8 @@ def build_result(
         "unit": "percent",
         **by_stem[main],
         "data": {"source": recipe.data.source, "fingerprints": dict(fingerprints)},
-        "decoder": Reading(recipe.data.decode).describe(),
+        "decoder": Reading(recipe.data.decode).versions(),
+        "differs_from_paper": differs,
         "timing": timing,
     }
     if recipe.compare:

@@ -2,38 +2,41 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from statistics import fmean
 
 import numpy as np
 
-from dpn_cli import distributed, engine
 from dpn_cli.arch import Stem
-from dpn_cli.backbone import export_backbone
-from dpn_cli.console import Console
-from dpn_cli.distributed import World
+from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError, NonFiniteError, OutOfMemoryError, SaveError
-from dpn_cli.files import replace_json
-from dpn_cli.runstate import Checkpoints, MetricsLog, RunFolder, describe_device
-from dpn_cli.sanity import class_floors, result_warning
-from dpn_cli.trackers import Track, build_tracker
-from tasks.vtab.bench import Bench, load_network
+from dpn_cli.run import distributed
+from dpn_cli.run.console import Console
+from dpn_cli.run.distributed import World
+from dpn_cli.run.files import replace_json
+from dpn_cli.run.folder import Checkpoints, RunFolder, describe_device
+from dpn_cli.run.sanity import class_floors, result_warning
+from dpn_cli.run.session import Session
+from dpn_cli.weights.backbone import export_backbone
 from tasks.vtab.cells import Cell, Json, Ledger, TaskOutcome, choose_lr, read_json
 from tasks.vtab.data import TaskData, check_images, open_task
 from tasks.vtab.recipe import VtabRecipe
 from tasks.vtab.report import build_result, write_csv
 from tasks.vtab.table import Task, choose_tasks
+from tasks.vtab.trainer import Trainer, check_crops, load_network
 
 
-def run(recipe: VtabRecipe, folder: RunFolder, world: World, console: Console) -> Json:
-    """Run or finish the sweep in `folder` and return its result, which is written there too.
+def sweep(begun: Session[VtabRecipe]) -> Json:
+    """Run or finish the sweep in the folder of the run and return its result, which is written there too.
 
-    Data are checked for all tasks before anything is trained. A cell that fails for want of memory or finite numbers
-    is noted in the result and tried again when the run is resumed; everything else raises `DpnError` or its kin.
+    Data are checked for all tasks before anything is trained. A cell that runs out of memory or diverges
+    is noted in the result and tried again when the run is resumed; everything else raises `DpnError`.
     """
+    recipe, folder, world, console = begun.recipe, begun.folder, begun.world, begun.console
     tasks = choose_tasks(recipe.data.tasks, recipe.demo)
     data = {task: open_task(recipe.data, task) for task in tasks}
     fingerprints = {task.name: entry.fingerprints for task, entry in data.items()}
@@ -45,14 +48,24 @@ def run(recipe: VtabRecipe, folder: RunFolder, world: World, console: Console) -
     if world.leads:
         folder.update(device=describe_device(world.device), ranks=world.size, status="running", data=fingerprints)
         check_images(data, recipe.data.skip_bad_images, console)
-    track = build_tracker(recipe.runtime.report_to if world.leads else "none", folder.path, console)
-    outcomes = [
-        TaskSweep(recipe, stem, task, data[task], folder, world, console, track).run()
-        for stem in recipe.stems
-        for task in tasks
-    ]
+        check_crops(recipe, tasks, console)
+    track = begun.tracker(recipe.runtime.report_to)
+    outcomes = []
+    for stem, task in itertools.product(recipe.stems, tasks):
+        cells = TaskSweep(begun, stem, task, data[task])
+        for cell in cells.to_train():
+            try:
+                with begun.outputs(cell.label, track, cell.path) as outputs:
+                    job = cells.trainer.job(cell, outputs)
+                    done = engine.fit(cells.trainer.trainable, job)
+                cells.keep(cell, done)
+            except (NonFiniteError, OutOfMemoryError) as error:
+                cells.note_failure(cell, error)
+        outcomes.append(cells.outcome)
     facts = folder.facts
-    result = build_result(recipe, outcomes, recipe.backbone.arch or facts.get("arch", ""), fingerprints, timing(folder))
+    arch = recipe.backbone.arch or facts.get("arch", "")
+    result = build_result(recipe, outcomes, arch, fingerprints, timing(folder), begun.differs)
+    result["image_size"] = recipe.backbone.image_size or facts.get("image_size")
     if world.leads:
         write_csv(folder.path / "result.csv", outcomes)
         if any(outcome.failed for outcome in outcomes):
@@ -81,7 +94,7 @@ def _check_network(
             "of weights until its learning rate is chosen; free some space or pass another -o"
         )
     if world.leads:
-        folder.update(arch=config.arch, **{f"backbone_{stem}": report.to_dict()})
+        folder.update(arch=config.arch, image_size=list(config.image_size), **{f"backbone_{stem}": report.to_dict()})
 
 
 def timing(folder: RunFolder) -> Json:
@@ -94,43 +107,34 @@ def timing(folder: RunFolder) -> Json:
 class TaskSweep:
     """All cells of one task with one stem: train, choose the learning rate on val200, score on test."""
 
-    def __init__(
-        self,
-        recipe: VtabRecipe,
-        stem: Stem,
-        task: Task,
-        data: TaskData,
-        folder: RunFolder,
-        world: World,
-        console: Console,
-        track: Track,
-    ) -> None:
-        self.recipe, self.stem, self.task, self.data = recipe, stem, task, data
-        self.folder, self.world, self.console, self.track = folder, world, console, track
+    def __init__(self, begun: Session[VtabRecipe], stem: Stem, task: Task, data: TaskData) -> None:
+        self.begun, self.recipe, self.stem, self.task, self.data = begun, begun.recipe, stem, task, data
+        self.folder, self.world, self.console = begun.folder, begun.world, begun.console
+        folder = begun.folder
         self.path = folder.path / "cells" / stem / task.name
         self.ledger = Ledger(folder.path / "ledger.jsonl")
         self.outcome = TaskOutcome(task, stem)
 
     @cached_property
-    def bench(self) -> Bench:
+    def trainer(self) -> Trainer:
         """The network and the pixels, made when the first unfinished cell asks for them."""
-        return Bench(self.recipe, self.stem, self.task, self.data, self.world, self.console)
+        return Trainer(self.recipe, self.stem, self.task, self.data, self.world, self.console)
 
-    def run(self) -> TaskOutcome:
-        """Bring the task to its scores, doing only what is not done yet."""
+    def to_train(self) -> Iterator[Cell]:
+        """Yield the unfinished cells, which the caller trains, and score the task afterwards."""
         outcome, seeds = self.outcome, self.recipe.seeds
         cells = [self._cell(lr, seed) for lr in self.recipe.lrs for seed in seeds]
         for cell in cells:
-            accuracy = self._train(cell)
-            if accuracy is not None:
-                outcome.val.setdefault(cell.lr, {})[cell.seed] = accuracy
+            yield from self._unfinished(cell)
+            if marker := self._marker(cell):
+                outcome.val.setdefault(cell.lr, {})[cell.seed] = float(marker["val_accuracy"])
         if outcome.failed and not self.recipe.allow_failed:
-            return outcome
+            return
         # A choice stands: cells that failed then and finish later do not bring another lr to the test split.
         made = distributed.from_leader(read_json(self.path / "choice.json"))
         outcome.lr = made["lr"] if made else choose_lr(outcome.val, len(seeds))
         if outcome.lr is None:
-            return outcome
+            return
         if self.world.leads:
             replace_json(self.path / "choice.json", {"lr": outcome.lr, "by": "mean val200 accuracy over the seeds"})
         distributed.barrier()
@@ -138,7 +142,7 @@ class TaskSweep:
         if self.recipe.protocol == "vtab":
             cells = [self._cell(outcome.lr, seed, "train800val200") for seed in seeds]
             for cell in cells:
-                self._train(cell)
+                yield from self._unfinished(cell)
         chosen = [cell for cell in cells if cell.lr == outcome.lr]
         if distributed.from_leader(all(cell.done(self.recipe.schedule.steps) for cell in chosen)):
             self._score(chosen)
@@ -148,7 +152,6 @@ class TaskSweep:
             mean = fmean(outcome.test.values())
             if warning := result_warning(metric, mean, class_floors(counts.tolist()), outcome.test_images):
                 self.console.warn(warning)
-        return outcome
 
     def _cell(self, lr: float, seed: int, split: str = "train800") -> Cell:
         return Cell(self.stem, self.task, lr, seed, split, self.path / f"{split}_lr{lr:g}_seed{seed}")
@@ -161,35 +164,31 @@ class TaskSweep:
         meets_test = cell.split == ("train800" if self.recipe.protocol == "paper" else "train800val200")
         return meets_test and (choice is None or choice["lr"] == cell.lr)
 
-    def _train(self, cell: Cell) -> float | None:
-        """Return the cell's validation accuracy in percent, from its marker or by training; None when it fails."""
+    def _marker(self, cell: Cell) -> Json | None:
+        """Return the leading rank's marker of a cell that is done, with its weights where they are needed, or None."""
         marker = cell.done(self.recipe.schedule.steps)
         if marker and self._weights_needed(cell) and not cell.weights.is_file():
             marker = None
-        marker = distributed.from_leader(marker)
-        if marker is None:
-            try:
-                marker = self._fit(cell)
-            except (NonFiniteError, OutOfMemoryError) as error:
-                if self.world.size > 1 and isinstance(error, OutOfMemoryError):
-                    raise  # the other ranks are waiting for this one's gradients
-                self.console.warn(f"{cell.label} failed: {error}")
-                self.outcome.failed.append(f"{cell.label}: {error}")
-                if self.world.leads:
-                    replace_json(cell.path / "failed.json", {"error": str(error), "exit_code": error.exit_code})
-                return None
-        return float(marker["val_accuracy"])
+        return distributed.from_leader(marker)
 
-    def _fit(self, cell: Cell) -> Json:
-        checkpoints = Checkpoints(cell.path / "checkpoints")
-        log = MetricsLog(cell.path / "metrics.jsonl", lambda record: self.track(cell.label, record))
-        with self.console.progress(cell.label) as tick:
-            result = self.bench.fit(
-                cell,
-                engine.Outputs(
-                    checkpoints, log, tick, self.console.warn, lambda text: self.console.info(f"{cell.label}: {text}")
-                ),
-            )
+    def _unfinished(self, cell: Cell) -> Iterator[Cell]:
+        if self._marker(cell) is None:
+            yield cell
+
+    def note_failure(self, cell: Cell, error: NonFiniteError | OutOfMemoryError) -> None:
+        """Note why a cell failed, so that the sweep continues.
+
+        Raises an `OutOfMemoryError` of several ranks again: the others are waiting for this one's gradients.
+        """
+        if self.world.size > 1 and isinstance(error, OutOfMemoryError):
+            raise error
+        self.console.warn(f"{cell.label} failed: {error}")
+        self.outcome.failed.append(f"{cell.label}: {error}")
+        if self.world.leads:
+            replace_json(cell.path / "failed.json", {"error": str(error), "exit_code": error.exit_code})
+
+    def keep(self, cell: Cell, result: engine.FitResult) -> None:
+        """Write the marker of a trained cell, and its weights while they may still meet the test split."""
         marker: Json = {
             "steps": result.steps,
             "val_accuracy": result.metrics["accuracy"],
@@ -200,14 +199,13 @@ class TaskSweep:
         }
         if self.world.leads:
             if self._weights_needed(cell) or self.recipe.keep_weights == "all":
-                model = self.bench.model
+                model = self.trainer.model
                 marker["weights_sha256"] = export_backbone(model, cell.weights)
             replace_json(cell.path / "done.json", marker)
             (cell.path / "failed.json").unlink(missing_ok=True)
-            checkpoints.clear()
+            Checkpoints(cell.path / "checkpoints").clear()
         distributed.barrier()
         self.console.info(f"{cell.label}: val {marker['val_accuracy']:.1f} %  ({result.seconds:.1f} s)")
-        return marker
 
     def _score(self, cells: Sequence[Cell]) -> None:
         """Score cells on the test split, once in the life of the run: the ledger knows what was scored before."""
@@ -219,7 +217,7 @@ class TaskSweep:
             weights = [{name: value.to(device) for name, value in cell.load().items()} for cell in todo]
             rows = [
                 (cell, {"images": images, "right": right, "accuracy": 100 * right / images})
-                for cell, (right, images) in zip(todo, self.bench.count_test(weights), strict=True)
+                for cell, (right, images) in zip(todo, self.trainer.count_test(weights), strict=True)
             ]
             if self.world.leads:
                 self.ledger.add(rows)

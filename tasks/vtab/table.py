@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from dpn_cli.arch import did_you_mean
 from dpn_cli.errors import DpnError
@@ -19,8 +20,9 @@ TRAIN, VAL = 800, 200
 class Task:
     """One task: its name in VTAB, its folder in the usual layout, and what its data must look like.
 
-    `crop` and `flip` say how training images are augmented; `test` is the size of the official test split; `paper`
-    holds the accuracies of Table 3 in percent, in the order of `PAPER_COLUMNS`.
+    `crop` and `flip` say how training images are augmented, unless the recipe's ``data.augment`` says otherwise; `test`
+    is the size of the official test split; `paper` holds the accuracies of Table 3 in percent, in the order of
+    `PAPER_COLUMNS`.
     """
 
     name: str
@@ -32,9 +34,14 @@ class Task:
     test: int
     paper: tuple[float, ...] = ()
 
+    @property
+    def augment(self) -> tuple[Literal["crop", "flip"], ...]:
+        """The usual value of the task in the recipe's ``data.augment``."""
+        crop: tuple[Literal["crop", "flip"], ...] = ("crop",) if self.crop else ()
+        return (*crop, "flip") if self.flip else crop
 
-# Sizes and classes: task_adaptation's data/*.py. Augmentation: Scenic's plainvit/configs/vtab_plainvit_config.py,
-# the closest public relative; the paper does not list its own.
+
+# Sizes and classes: task_adaptation's data/*.py. Augmentation: Scenic's plainvit/configs/vtab_plainvit_config.py.
 TASKS: tuple[Task, ...] = (
     #    name              group          folder                 classes crop   flip   test  Table 3
     Task("caltech101", "natural", "caltech101", 102, True, True, 6_084, (87.1, 87.7, 86.1, 86.6)),
@@ -67,14 +74,14 @@ DEMO_TASKS: tuple[Task, ...] = (
 )
 
 
-def choose_tasks(asked: Sequence[str], demo: bool) -> tuple[Task, ...]:
+def choose_tasks(words: Sequence[str], demo: bool) -> tuple[Task, ...]:
     """Return the tasks that ``all``, group names, task names and folder names stand for, in the table's order.
 
     Raises `DpnError` for an unknown name, with the nearest one.
     """
     table = DEMO_TASKS if demo else TASKS
     chosen = set()
-    for word in asked:
+    for word in words:
         members = {task.name for task in table if word in {"all", task.group, task.name, task.folder}}
         if not members:
             allowed = ("all", *GROUPS, *(task.name for task in table))

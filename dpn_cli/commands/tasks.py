@@ -1,0 +1,194 @@
+"""The commands that train: the recipes of each, their schema, and the module that trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from inspect import Parameter
+from typing import Annotated, Any, Literal
+
+import typer
+
+from dpn_cli.commands.flags import Variant
+from dpn_cli.commands.tower import demo_tower
+from dpn_cli.commands.training import Training, option
+from dpn_cli.errors import DpnError
+from dpn_cli.recipe.flag import TRAIN
+from dpn_cli.recipe.reading import Plain, Say, merge, read_recipe
+from dpn_cli.recipe.training import TrainingRecipe
+from dpn_cli.run.console import Console
+from tasks.classify import highres_recipe, pretrain_recipe
+from tasks.classify.appendix_c import APPENDIX_C, LEVELS, regularized
+from tasks.lit import recipe as lit_recipe
+from tasks.segment import recipe as segment_recipe
+from tasks.vtab import recipe as vtab_recipe
+
+Settings = Mapping[str, Any]
+
+
+def _failed_cells(result: dict[str, Any]) -> list[str]:
+    stems = result.get("compare", {}).get("stems", {"": result})
+    return [line for part in stems.values() for line in part["failed"]]
+
+
+VTAB = Training(
+    help="VTAB-1k: 19 tasks of 1000 images, three learning rates chosen on 200, three seeds (Table 3).",
+    example="dpn finetune vtab --arch B/32 --checkpoint B-32-dpn.npz --data vtab-1k",
+    schema=vtab_recipe.VtabRecipe,
+    module="tasks.vtab.command",
+    recipes={"": "vtab", "demo": "vtab_demo", "demo with --arch": "vtab_demo_large"},
+    resolve=vtab_recipe.resolve,
+    settle=lambda recipe, console: vtab_recipe.settle(recipe),
+    failures=_failed_cells,
+)
+
+
+HIGHRES = Training(
+    help="384 px fine-tuning of ImageNet-1k (Tables 1 and 2), or of any folder of labelled pictures.",
+    example="dpn finetune highres --checkpoint B-32.npz --data photos --val-fraction 0.2 --epochs 8",
+    schema=highres_recipe.HighresRecipe,
+    module="tasks.classify.highres",
+    recipes={"": "highres", "demo": "highres_demo", "own pictures": "highres_own"},
+    resolve=highres_recipe.resolve,
+    settle=lambda recipe, console: highres_recipe.settle(recipe),
+)
+
+
+PRETRAIN_RECIPES = {
+    "": "pretrain",
+    "sun397": "pretrain_sun397",
+    "demo": "pretrain_demo",
+    "own pictures": "pretrain_own",
+}
+
+
+def _pretrain_variants() -> list[Variant]:
+    """Return the shipped recipes, the usual one once for every line of Appendix C."""
+    usual, *others = (Variant(label, read_recipe(name)) for label, name in PRETRAIN_RECIPES.items())
+    lines = [
+        Variant(arch, merge(usual.recipe, regularized(APPENDIX_C[arch])), "--arch") for arch in reversed(APPENDIX_C)
+    ]
+    return [*lines, *others]
+
+
+def _resolve_pretrain(
+    config: str | None,
+    flags: Settings,
+    settings: Settings,
+    say: Say,
+    *,
+    name: str | None,
+    recipe_name: str | None,
+    preset: str | None,
+    augment: str | None,
+) -> Plain:
+    if name and recipe_name and name != recipe_name:
+        raise DpnError(f"'{name}' and --recipe {recipe_name}: give one of them")
+    if preset not in (None, "short"):
+        raise DpnError(f"--preset {preset!r}: the only preset is short")
+    which: Literal["short"] | None = "short" if preset else None
+    return pretrain_recipe.resolve(name or recipe_name, which, augment, config, flags, settings, say)
+
+
+PRETRAIN = Training(
+    help="Make a backbone: ImageNet-1k from scratch with any stem (Tables 1 and 6), or SUN397 (Table 7).",
+    example="dpn pretrain imagenet --arch B/32 --data imagenet",
+    schema=pretrain_recipe.PretrainRecipe,
+    module="tasks.classify.pretrain",
+    recipes=PRETRAIN_RECIPES,
+    variants=_pretrain_variants,
+    resolve=_resolve_pretrain,
+    settle=lambda recipe, console: pretrain_recipe.settle(recipe),
+    extra=(
+        Parameter(
+            "name",
+            Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[
+                str | None,
+                typer.Argument(
+                    metavar="[imagenet|sun397]",
+                    help="imagenet is Appendix C, for any labelled images; sun397 Appendix F's three stages. "
+                    "\\[default: imagenet; own pictures: the recipe pretrain_own]",
+                    show_default=False,
+                ),
+            ],
+        ),
+        option(
+            "preset",
+            str | None,
+            None,
+            "--preset",
+            help="short: 90 epochs with big_vision's lighter recipe, 0.3 of the work; says what differs. "
+            "\\[default: none]",
+            panel=TRAIN,
+        ),
+        option(
+            "augment",
+            str | None,
+            None,
+            "--augment",
+            help=f"Level of RandAugment and mixup: {', '.join(LEVELS)}. \\[default: by --arch: Appendix C's for "
+            f"{', '.join(APPENDIX_C)}]",
+            panel=TRAIN,
+        ),
+        option("recipe_name", str | None, None, "--recipe", help="The same as the argument. \\[default: imagenet]"),
+    ),
+)
+
+
+def _on_demo_tower(settle: Callable[..., TrainingRecipe]) -> Callable[[TrainingRecipe, Console], TrainingRecipe]:
+    """Return a `settle` that trains the demo's tower, unless it is there, for a demo that names no weights."""
+
+    def settled(recipe: TrainingRecipe, console: Console) -> TrainingRecipe:
+        decided = settle(recipe)
+        if decided.backbone.checkpoint is not None:
+            return decided
+        return settle(recipe, demo_tower(recipe.backbone.stem or "dpn", console))
+
+    return settled
+
+
+LIT = Training(
+    help="Train a text tower from scratch; images are encoded once, whatever the number of epochs.",
+    example="dpn lit train --checkpoint B-32-dpn.npz --data pairs.csv -b 4096 --steps 5000",
+    schema=lit_recipe.LitRecipe,
+    module="tasks.lit.command",
+    recipes={"": "lit", "demo": "lit_demo"},
+    resolve=lit_recipe.resolve,
+    settle=_on_demo_tower(lit_recipe.settle),
+)
+
+
+def _segmentation(recipe: str, **others: Any) -> Training:
+    return Training(
+        schema=segment_recipe.SegmentRecipe,
+        module="tasks.segment.command",
+        recipes={"": recipe, "demo": "ade20k_demo"},
+        resolve=partial(segment_recipe.resolve, recipe),
+        settle=_on_demo_tower(segment_recipe.settle),
+        **others,
+    )
+
+
+ADE20K = _segmentation(
+    "ade20k",
+    help="ADE20K with 150 classes, or a nested part of it (Table 5).",
+    example="dpn segment ade20k --arch B/16 --checkpoint B-16-dpn.npz --data ADEChallengeData2016 --fraction 0.25",
+    without=frozenset({"data.classes", "data.label_offset", "data.ignore_label"}),
+)
+FOLDER = _segmentation(
+    "segment",
+    help="Anyone's images with masks, in ADE20K's layout or from the hub.",
+    example="dpn segment folder --arch B/16 --checkpoint B-16-dpn.npz --data DIR --epochs 20",
+)
+
+# Every command that trains, by its words after ``dpn``.
+TRAININGS: dict[str, Training] = {
+    "finetune vtab": VTAB,
+    "finetune highres": HIGHRES,
+    "lit train": LIT,
+    "pretrain": PRETRAIN,
+    "segment ade20k": ADE20K,
+    "segment folder": FOLDER,
+}

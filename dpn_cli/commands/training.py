@@ -1,0 +1,181 @@
+"""The one body of all commands that train: resolve the recipe, print it or start it, show the result."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from inspect import Parameter
+from pathlib import Path
+from typing import Annotated, Any, Protocol, cast
+
+import typer
+
+from dpn_cli.commands import one_line_errors
+from dpn_cli.commands.flags import Variant, default_of, given_flags, keys_of, option_names, parameter_of, with_signature
+from dpn_cli.errors import SweepError
+from dpn_cli.recipe.flag import OUTPUT
+from dpn_cli.recipe.layers import over_shipped
+from dpn_cli.recipe.reading import Plain, Say, build, dump, from_settings, read_recipe
+from dpn_cli.recipe.schema import Recipe
+from dpn_cli.recipe.sources import read_sources
+from dpn_cli.recipe.start import Place
+from dpn_cli.run.console import Console, show
+
+Result = dict[str, Any]
+
+
+class TrainingModule(Protocol):
+    """The module of a task that loads torch."""
+
+    def run(self, recipe: Any, place: Place, console: Console) -> Result | None:
+        """Train and return the result; None on ranks that do not lead and after a dry run."""
+
+    def show(self, result: Result) -> None:
+        """Print the result on stdout."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """A command that trains.
+
+    Args:
+        help: the command's help.
+        example: a command line, for the end of the help.
+        schema: the class of its recipes.
+        module: the name of the `Trainer`, imported when a training begins, because it loads torch.
+        recipes: names of the shipped recipes that it starts from, by the label that help gives them; the usual one
+            comes first and has no label. Help reads the defaults in them.
+        resolve: merges ``--config``, flags and ``--set`` over one of the recipes; by default over the usual one.
+        settle: decides what needs more than one key, such as the weights to start from.
+        variants: the recipes that help reads, where `recipes` does not say all.
+        without: recipe keys that are not options of this command.
+        extra: options that are not recipe keys; `resolve` receives them by name.
+        failures: returns what failed of several trainings.
+    """
+
+    help: str
+    example: str
+    schema: type[Recipe]
+    module: str
+    recipes: Mapping[str, str]
+    resolve: Callable[..., Plain] | None = None
+    settle: Callable[[Any, Console], Any] = lambda recipe, console: recipe
+    variants: Callable[[], Sequence[Variant]] | None = None
+    without: frozenset[str] = frozenset()
+    extra: tuple[Parameter, ...] = ()
+    failures: Callable[[Result], Sequence[str]] = lambda result: ()
+
+    def layers(self, arguments: Mapping[str, Any], say: Say) -> Any:
+        """Return the validated recipe of a command line. Raises `DpnError`."""
+        keys = list(keys_of(self.schema))
+        flags = given_flags(keys, arguments)
+        settings = from_settings(arguments.get("set") or [])
+        extra = {parameter.name: arguments.get(parameter.name) for parameter in self.extra}
+        resolve = self.resolve or partial(over_shipped, self.recipes[""])
+        config = arguments.get("config")
+        plain = resolve(config, flags, settings, say, **extra)
+        if config:
+            read_sources(config, self.schema)  # a mistake in them is told; the run does not need them
+        return build(self.schema, plain, "recipe", option_names(keys, arguments))
+
+    def parameters(self, only: frozenset[str] | None = None) -> list[Parameter]:
+        """Return the options of recipe keys, all of them or `only` some, with their defaults in help."""
+        shipped = [Variant(label, read_recipe(name)) for label, name in self.recipes.items()]
+        variants = self.variants() if self.variants else shipped
+        return [
+            parameter_of(key, default_of(key, self.schema, variants))
+            for key in keys_of(self.schema)
+            if key.name not in self.without and (only is None or key.parameter in only)
+        ]
+
+
+def add(app: typer.Typer, name: str, training: Training) -> None:
+    """Add the command of a training to a Typer app."""
+
+    def command(**arguments: Any) -> None:
+        console = Console(quiet=arguments["quiet"])
+        with one_line_errors(arguments):
+            recipe = training.layers(arguments, console.info)
+            if arguments["print_config"]:
+                print(dump(recipe), end="")
+                return
+            recipe = training.settle(recipe, console)
+            trainer = cast(TrainingModule, import_module(training.module))  # torch loads here
+            place = Place(arguments["output_dir"], *(arguments[key] for key in ("resume", "overwrite", "dry_run")))
+            result = trainer.run(recipe, place, console)
+            if result is None:
+                return
+            if arguments["json"]:
+                show(json.dumps(result, indent=2))
+            else:
+                trainer.show(result)
+            if failed := training.failures(result):
+                raise SweepError(
+                    f"{len(failed)} trainings failed and are listed above; the others are kept: run the same command "
+                    "with --resume to try the failed ones again"
+                )
+
+    command.__doc__ = training.help
+    parameters = [*training.extra, *training.parameters(), *OUTPUT_OPTIONS]
+    app.command(name, epilog=f"Example: {training.example}")(with_signature(command, parameters))
+
+
+def option(
+    name: str, kind: Any, default: object, *names: str, help: str, panel: str = OUTPUT, **more: Any
+) -> Parameter:
+    """Return an option that is not a recipe key."""
+    said = typer.Option(*names, help=help, rich_help_panel=panel, show_default=False, **more)
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, said])
+
+
+def switch(name: str, *names: str, help: str) -> Parameter:
+    """Return a switch that is not a recipe key."""
+    return option(name, bool, False, *names, help=help)
+
+
+CONFIG_OPTIONS = (
+    option(
+        "config",
+        str | None,
+        None,
+        "--config",
+        "-c",
+        help="A shipped recipe's name or a YAML file, laid over the command's own recipe.",
+    ),
+    option(
+        "set",
+        list[str] | None,
+        None,
+        "--set",
+        metavar="KEY=VALUE",
+        help="Set one recipe key, e.g. --set optim.clip_norm=0.5; may be repeated.",
+    ),
+)
+JSON = switch("json", "--json", help="Print the result as JSON instead of text.")
+QUIET = switch("quiet", "--quiet", "-q", help="No progress on stderr.")
+VERBOSE = switch("verbose", "--verbose", "-v", help="Show where in the code an error was raised.")
+PRINTING = (JSON, QUIET, VERBOSE)
+RESUME = "Continue the run in the output folder; start one if there is none."
+OUTPUT_OPTIONS = (
+    option(
+        "output_dir",
+        Path | None,
+        None,
+        "--output-dir",
+        "-o",
+        help="Folder of the run. \\[default: runs/TASK/ARCH-STEM]",
+    ),
+    switch("resume", "--resume", help=RESUME),
+    switch("overwrite", "--overwrite", help="Delete the run in the output folder first."),
+    *CONFIG_OPTIONS,
+    switch("print_config", "--print-config", help="Print the resolved recipe and stop."),
+    switch(
+        "dry_run",
+        "--dry-run",
+        help="Check all data, train two steps with save, resume and validation; print hours and disk. No result.",
+    ),
+    *PRINTING,
+)

@@ -1,0 +1,1 @@
+"""The training engine: one loop, its gradients, its optimizer and its memory."""

@@ -1,0 +1,228 @@
+"""`fit`: the one training loop of all tasks."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import closing, nullcontext
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dpn_cli.engine.gradients import Gradients
+from dpn_cli.engine.job import Batch as Batch
+from dpn_cli.engine.job import Batches as Batches
+from dpn_cli.engine.job import FitResult as FitResult
+from dpn_cli.engine.job import Job as Job
+from dpn_cli.engine.job import LossFn as LossFn
+from dpn_cli.engine.job import Outputs as Outputs
+from dpn_cli.engine.job import precision_of as precision_of
+from dpn_cli.engine.memory import MicroBatch
+from dpn_cli.engine.optim import build_optimizer, lr_factor, set_lr
+from dpn_cli.engine.trainstate import Ema, restore, state_of
+from dpn_cli.errors import DpnError, NonFiniteError, StoppedError
+from dpn_cli.recipe.schema import Runtime
+from dpn_cli.run import distributed, stopping
+from dpn_cli.run.console import Tick
+from dpn_cli.run.distributed import World
+
+
+def fit(model: nn.Module, job: Job) -> FitResult:
+    """Train `model`, which `prepare` returned, in place; evaluate it at the end, and on the way if the job says so.
+
+    A resumed training ends as an uninterrupted one, on a CPU bit for bit. The global batch never changes: when memory
+    runs out, the micro-batch halves.
+
+    Raises:
+        DpnError: the ranks do not divide the batch.
+        NonFiniteError: loss or gradient norm is NaN or infinite; raised before the optimizer step.
+        OutOfMemoryError: one row does not fit into memory.
+        StoppedError: a signal asked to stop; the state is saved.
+    """
+    if job.batch_size % job.world.size:
+        refuse_batch(job.batch_size, job.world.size)
+    training = _Training(model, job)
+    start, unevaluated = training.resume()
+    if job.world.size > 1:
+        with closing(job.batches(start)) as stream:
+            training.gradients.find_micro_batch(next(stream))
+    steps, result = job.schedule.steps, FitResult(start, math.nan, 0.0, 0.0, training.micro_batch.size)
+    log_every = max(1, steps // 50)
+    began = time.perf_counter()
+    if unevaluated:
+        result.metrics = training.evaluate(start)
+    with closing(job.batches(start)) as stream:
+        batch = training.fetch(stream, result) if start < steps else None
+        for step in range(start, steps):
+            if (number := stopping.requested()) is not None:
+                training.save("last", step)
+                raise StoppedError(number)
+            assert batch is not None, f"the batches ended before step {step}"
+            last = step + 1 == steps
+            lr = job.lr * lr_factor(job.schedule, step)
+            pending = training.gradients.compute(batch, step)
+            # A GPU is still busy with the gradients: the next batch is made meanwhile.
+            batch = None if last else training.fetch(stream, result)
+            result.loss, norm = training.update(pending, step, lr)
+            result.steps, result.seconds = step + 1, time.perf_counter() - began
+            tick = training.tick(result, lr, step + 1 - start)
+            if last or (step + 1) % log_every == 0:
+                training.log(tick, norm)
+            if job.evaluate and (last or (job.evaluate_every and (step + 1) % job.evaluate_every == 0)):
+                result.metrics = training.evaluate(step + 1)
+            elif not last and (step + 1) % job.runtime.checkpoint_every == 0:
+                training.save("last", step + 1)
+    result.micro_batch = training.micro_batch.size
+    if training.ema:
+        training.network.load_state_dict(training.ema.average)
+    return result
+
+
+def refuse_batch(batch_size: int, ranks: int) -> NoReturn:
+    """Raise the `DpnError` for a batch that the ranks do not divide."""
+    raise DpnError(
+        f"--batch-size {batch_size}: not divisible by the {ranks} ranks; use {batch_size // ranks * ranks or ranks}"
+    )
+
+
+def prepare(model: nn.Module, runtime: Runtime, world: World) -> nn.Module:
+    """Return `model` compiled and spread over ranks as asked; its weights stay those of `model` itself.
+
+    Do it once for many trainings: the compiled step is reused.
+    """
+    model.to(world.device)
+    compiled = torch.compile(model) if runtime.compile else model
+    return distributed.parallel(compiled, world)  # type: ignore[arg-type]  # torch.compile keeps an nn.Module one
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the network inside what `prepare` made."""
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
+    inner: nn.Module = getattr(model, "_orig_mod", model)
+    return inner
+
+
+class _Training:
+    """The state of one training between two steps, and the parts of a step that `fit` puts in order."""
+
+    def __init__(self, model: nn.Module, job: Job) -> None:
+        self.model, self.job, self.network = model, job, unwrap(model)
+        self.best = -math.inf
+        rows = job.batch_size // job.world.size
+        self.micro_batch = job.micro_batch or MicroBatch.choose(job.runtime, rows, self.network, job.world.device)
+        self.optimizer = build_optimizer(self.network.named_parameters(), job.optim, job.lr)
+        self.gradients = Gradients(model, self.network, job, self.micro_batch)
+        self.ema = Ema(self.network, job.ema_decay) if job.ema_decay else None
+        self.model.train()
+
+    def resume(self) -> tuple[int, bool]:
+        """Restore the last checkpoint; returns its step (0 without one), and whether it has yet to be evaluated."""
+        outputs = self.job.outputs
+        saved = outputs.checkpoints.load("last", outputs.warn) if outputs.checkpoints else None
+        state: dict[str, Any] = saved[1] if saved else {"step": 0, "best": None}
+        step, due = int(state["step"]), bool(state.get("due"))
+        self.best = -math.inf if state["best"] is None else state["best"]
+        if saved:
+            restore(self.network, self.optimizer, self.ema, *saved)
+            outputs.info(f"continues after step {step} of {self.job.schedule.steps}, which was saved last")
+        if outputs.log and self.job.world.leads:
+            outputs.log.truncate(step, evaluated=not due)
+            if lost := outputs.log.note_lost(step, state.get("records", 0)):
+                path = outputs.log.path
+                outputs.warn(f"{path}: {lost} records up to step {step} are gone, and this run's curve lacks them")
+        return step, due
+
+    def save(self, name: str, step: int, *, due: bool = False) -> None:
+        """Save the state after `step` steps; with `due` it has yet to be evaluated."""
+        outputs = self.job.outputs
+        if outputs.checkpoints and self.job.world.leads:
+            tensors, groups = state_of(self.network, self.optimizer, self.ema)
+            best = self.best if math.isfinite(self.best) else None
+            records = outputs.log.count() if outputs.log else 0
+            state = {"step": step, "best": best, "groups": groups, "due": due, "records": records}
+            outputs.checkpoints.save(name, tensors, state)
+        distributed.barrier()
+
+    def fetch(self, stream: Iterator[Batch], result: FitResult) -> Batch | None:
+        """Return the next batch; the time counts as waiting unless a GPU was busy meanwhile."""
+        busy = None
+        if self.job.world.device.type == "cuda":
+            busy = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            busy.record()
+        began = time.perf_counter()
+        batch = next(stream, None)
+        if busy is None or busy.query():  # type: ignore[no-untyped-call]
+            result.wait_seconds += time.perf_counter() - began
+        return batch
+
+    def update(self, pending: Tensor, step: int, lr: float) -> tuple[float, float]:
+        """Take the optimizer step if loss and gradient norm are finite; returns both."""
+        loss_value, norm_value = pending.tolist()
+        if not math.isfinite(loss_value + norm_value):
+            raise NonFiniteError(
+                f"step {step}: loss {loss_value}, gradient norm {norm_value}; nothing was updated. "
+                "Lower the learning rate, or use --precision fp32"
+            )
+        set_lr(self.optimizer, lr)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.ema:
+            self.ema.update(self.network, step)
+        return loss_value, norm_value
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Evaluate, log, and save the weights if they are the best; returns the metrics.
+
+        The state is saved first, because a signal during the evaluation would lose it.
+        """
+        job, evaluate = self.job, self.job.evaluate
+        assert evaluate
+        if job.evaluate_every:
+            self.save("last", step, due=True)
+        self.model.eval()
+        averaged = self.ema.applied(self.network) if self.ema else nullcontext()
+        with averaged, torch.inference_mode(), precision_of(job.runtime, job.world.device):
+            metrics = evaluate()
+        self.model.train()
+        if job.outputs.log and job.world.leads:
+            job.outputs.log.write({"step": step, **metrics})
+        if job.evaluate_every and metrics[job.monitor] > self.best:
+            self.best = metrics[job.monitor]
+            if job.keep_best:
+                self.save("best", step)
+        return metrics
+
+    def tick(self, result: FitResult, lr: float, done: int) -> Tick:
+        """Show the state after a step, of which this process has done `done`. It needs nothing of other ranks."""
+        steps, seconds = self.job.schedule.steps, result.seconds
+        tick = Tick(
+            step=result.steps,
+            steps=steps,
+            loss=result.loss,
+            lr=lr,
+            images_per_second=done * self.job.batch_size / seconds,
+            wait_share=result.wait_seconds / seconds,
+            seconds_left=(steps - result.steps) * seconds / done,
+        )
+        self.job.outputs.tick(tick)
+        return tick
+
+    def log(self, tick: Tick, norm: float) -> None:
+        """Log the state after a step, with the mean loss over ranks."""
+        world, log = self.job.world, self.job.outputs.log
+        loss = distributed.reduce_over_ranks(torch.tensor(tick.loss)).item() / world.size
+        if log and world.leads:
+            log.write(
+                {
+                    "step": tick.step,
+                    "loss": loss,
+                    "lr": tick.lr,
+                    "grad_norm": norm,
+                    "images_per_second": round(tick.images_per_second, 2),
+                    "wait_share": round(tick.wait_share, 5),
+                }
+            )

@@ -1,0 +1,129 @@
+"""The gradients of a batch: added up over micro-batches that fit into memory, averaged over ranks, and clipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dpn_cli.engine.coupled import CoupledLoss, SurrogateLoss, feature_gradient
+from dpn_cli.engine.job import Batch, Job, LossFn, precision_of
+from dpn_cli.engine.memory import MicroBatch, is_out_of_memory
+from dpn_cli.engine.optim import clip_gradients
+from dpn_cli.engine.seeds import fold
+from dpn_cli.errors import OutOfMemoryError
+from dpn_cli.run import distributed
+
+
+class Gradients:
+    """Computes the gradients of `network`, which `model` wraps: compiled, and spread over ranks.
+
+    `micro_batch` shrinks when memory runs out; the batch never does.
+    """
+
+    def __init__(self, model: nn.Module, network: nn.Module, job: Job, micro_batch: MicroBatch) -> None:
+        self.model, self.network, self.job, self.micro_batch = model, network, job, micro_batch
+        self.parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
+        network.zero_grad(set_to_none=True)  # what a training that ended in an error may have left behind
+
+    def compute(self, batch: Batch, step: int) -> Tensor:
+        """Compute and clip the gradients of a batch; returns (loss over this rank's rows, global norm), pending."""
+        loss_fn = self.job.loss_fn
+        while True:
+            try:
+                if isinstance(loss_fn, CoupledLoss) and self.micro_batch.size < count_rows(batch):
+                    loss, surrogate = self._first_pass(loss_fn, batch, step)
+                    self._accumulate(SurrogateLoss(loss_fn), surrogate, step)
+                else:
+                    loss = self._accumulate(loss_fn, batch, step)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+            else:
+                return torch.stack([loss, clip_gradients(self.parameters, self.job.optim.clip_norm)])
+            self._shrink(step, count_rows(batch))  # outside the handler, which holds the tensors of the failed pass
+
+    def _accumulate(self, loss_fn: LossFn, batch: Batch, step: int, *, sync: bool = True) -> Tensor:
+        """Add up the gradients of a batch in micro-batches, and over ranks if `sync`; returns the batch's loss."""
+        rows, done = count_rows(batch), 0
+        loss = torch.zeros((), device=self.job.world.device)
+        for part in self._micro_batches(batch, step):
+            count = count_rows(part)
+            done += count
+            with nullcontext() if sync and done == rows else self._no_sync():
+                with precision_of(self.job.runtime, self.job.world.device):
+                    value = loss_fn(self.model, part)
+                (value * (count / rows)).backward()  # type: ignore[no-untyped-call]
+            loss += value.detach().float() * (count / rows)
+        return loss
+
+    def _first_pass(self, coupled: CoupledLoss, batch: Batch, step: int) -> tuple[Tensor, Batch]:
+        """Return the loss of a batch, and the batch on which `SurrogateLoss` has the gradients of that loss."""
+        with precision_of(self.job.runtime, self.job.world.device):
+            return feature_gradient(coupled, self.model, batch, self._micro_batches(batch, step))
+
+    def find_micro_batch(self, batch: Batch) -> None:
+        """Halve the micro-batch until every rank has the memory for it, before the ranks depend on each other."""
+        while distributed.max_over_ranks(not self._fits(batch)):
+            if self.micro_batch.fixed:
+                raise OutOfMemoryError(
+                    f"out of memory with micro-batches of {self.micro_batch.size}; use --micro-batch-size "
+                    f"{max(1, self.micro_batch.size // 2)}, or auto"
+                )
+            self.micro_batch.halve()
+            self.job.outputs.warn(f"out of memory: micro-batches of {self.micro_batch.size} on every rank")
+        self.network.zero_grad(set_to_none=True)
+
+    def _fits(self, batch: Batch) -> bool:
+        """Try one micro-batch. It must not wait for other ranks, so a coupled loss has a gradient made up."""
+        loss_fn, part = self.job.loss_fn, next(self._micro_batches(batch, 0))
+        if isinstance(loss_fn, CoupledLoss):
+            loss_fn, part = SurrogateLoss(loss_fn), SurrogateLoss.placeholder(part)
+        try:
+            self._accumulate(loss_fn, part, 0, sync=False)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+        else:
+            return True
+        self._release()
+        return False
+
+    def _shrink(self, step: int, rows: int) -> None:
+        """Halve the micro-batch of a rank that ran out of memory. Raises `OutOfMemoryError` where it may not."""
+        self._release()
+        if self.job.world.size > 1 or self.micro_batch.fixed:
+            # The other ranks wait inside their backward pass: they cannot be told to start over.
+            raise OutOfMemoryError(
+                f"out of memory at step {step} with micro-batches of {self.micro_batch.size}; "
+                f"resume with --micro-batch-size {max(1, self.micro_batch.size // 2)}"
+            )
+        self.micro_batch.halve()
+        self.job.outputs.warn(
+            f"out of memory: micro-batches of {self.micro_batch.size} from here on, the batch stays {rows}"
+        )
+
+    def _release(self) -> None:
+        """Free what a failed pass left behind."""
+        self.network.zero_grad(set_to_none=True)
+        if self.job.world.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _micro_batches(self, batch: Batch, step: int) -> Iterator[Batch]:
+        """Yield the micro-batches of a batch, each with the random state that belongs to it."""
+        rows, size = count_rows(batch), self.micro_batch.size
+        for begin in range(0, rows, size):
+            # Dropout and drop path: a function of where in the training, never of what ran before.
+            torch.manual_seed(fold(self.job.seed, step, self.job.world.rank * rows + begin))
+            yield {name: value[begin : begin + size] for name, value in batch.items()}
+
+    def _no_sync(self) -> AbstractContextManager[None]:
+        return self.model.no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext()
+
+
+def count_rows(batch: Batch) -> int:
+    """Return the number of rows of a batch."""
+    return len(next(iter(batch.values())))

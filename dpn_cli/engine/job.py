@@ -1,0 +1,98 @@
+"""`Job`: what a training computes, and `FitResult`: how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpn_cli.engine.coupled import Batch as Batch
+from dpn_cli.engine.memory import MicroBatch
+from dpn_cli.recipe.schema import Optim, Runtime, Schedule
+from dpn_cli.recipe.training import TrainingRecipe
+from dpn_cli.run.distributed import World
+from dpn_cli.run.outputs import Outputs as Outputs
+
+LossFn = Callable[[nn.Module, Batch], Tensor]
+"""Loss of a batch: a scalar, the mean over its rows; a `CoupledLoss` where each row's loss depends on the others."""
+Batches = Callable[[int], Generator[Batch, None, None]]
+"""``batches(step)`` yields this rank's rows of every global batch from a step on: a pure function of the step.
+
+The caller closes the generator, which ends the processes that read the data.
+"""
+Evaluate = Callable[[], dict[str, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """All that `fit` needs beside the model.
+
+    Args:
+        loss_fn: maps (model, batch) to the mean loss of the batch's rows.
+        batches: yields this rank's rows of every global batch, from a step on.
+        optim: the update rule.
+        schedule: the number of optimizer steps, and how the learning rate moves.
+        lr: peak learning rate.
+        batch_size: rows of the global batch; the ranks must divide it.
+        seed: seeds dropout and stochastic depth.
+        world: this rank.
+        runtime: precision, and how often the state is saved.
+        micro_batch: rows that go through the network at once. By default `runtime` and the network decide.
+        ema_decay: decay of the weights' moving average; None keeps no average. With an average, it is what `evaluate`
+            sees and what the model holds at the end.
+        evaluate: returns metrics by name; called with the model in eval mode, after the last step.
+        evaluate_every: also evaluate every so many steps; 0 evaluates at the end only.
+        monitor: the metric to maximise.
+        keep_best: save the weights with the best `monitor` as ``best``; needs `evaluate_every`.
+        outputs: checkpoints, log and display. A checkpoint found there is resumed from.
+    """
+
+    loss_fn: LossFn
+    batches: Batches
+    optim: Optim
+    schedule: Schedule
+    lr: float
+    batch_size: int
+    seed: int
+    world: World
+    runtime: Runtime = field(default_factory=Runtime)
+    micro_batch: MicroBatch | None = None
+    ema_decay: float | None = None
+    evaluate: Evaluate | None = None
+    evaluate_every: int = 0
+    monitor: str = "accuracy"
+    keep_best: bool = True
+    outputs: Outputs = field(default_factory=Outputs)
+
+    @classmethod
+    def of(cls, recipe: TrainingRecipe, **others: Any) -> Job:
+        """Return the job of a recipe whose duration is in steps; `others` are the fields that it does not decide."""
+        return cls(
+            optim=recipe.optim,
+            schedule=recipe.schedule,
+            lr=recipe.lr,
+            batch_size=recipe.batch_size,
+            seed=recipe.seed,
+            runtime=recipe.runtime,
+            **others,
+        )
+
+
+@dataclass
+class FitResult:
+    """The outcome of a training; times in seconds, of this process alone and not of an earlier, interrupted one."""
+
+    steps: int
+    loss: float
+    seconds: float
+    wait_seconds: float
+    micro_batch: int
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def precision_of(runtime: Runtime, device: torch.device) -> torch.autocast:
+    """Return the autocast context: bfloat16 on a GPU, float32 on a CPU, unless the recipe says."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=runtime.precision_on(device.type) == "bf16")

@@ -1,0 +1,54 @@
+"""Micro-batches: how many rows go through the network at once, so that a batch fits into memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from dpn_cli.errors import OutOfMemoryError
+from dpn_cli.recipe.schema import Runtime
+
+# Forward activations that autograd keeps, in bytes per token, block and unit of width, in float32.
+ACTIVATION_BYTES = 34 * 4
+# Bytes of activations of a micro-batch at most on a CPU, where running out of memory kills the process.
+CPU_BUDGET = 1_500_000_000
+
+
+@dataclass
+class MicroBatch:
+    """The number of rows that go through the network at once; a `fixed` one never shrinks."""
+
+    size: int
+    fixed: bool = False
+
+    @classmethod
+    def choose(cls, runtime: Runtime, rows: int, model: nn.Module, device: torch.device) -> MicroBatch:
+        """Return the recipe's micro-batch; for ``"auto"`` all `rows`, or as many as fit into 1.5 GB on a CPU."""
+        if runtime.micro_batch_size != "auto":
+            return cls(min(runtime.micro_batch_size, rows), fixed=True)
+        tokens = getattr(model, "pos_embed", torch.empty(1, 1, 1)).shape[1] + 1
+        cost = tokens * getattr(model, "embed_dim", 1) * len(getattr(model, "blocks", [0])) * ACTIVATION_BYTES
+        fits = max(1, CPU_BUDGET // cost)
+        size = rows if device.type != "cpu" else min(rows, 1 << (fits.bit_length() - 1))
+        return cls(size)
+
+    def halve(self) -> None:
+        """Halve the micro-batch. Raises `OutOfMemoryError` when it is one row already."""
+        if self.size == 1:
+            raise OutOfMemoryError(
+                "out of memory with one image at a time; use "
+                "--set backbone.grad_checkpointing=true, a smaller --arch or --image-size, "
+                "or another --device"
+            )
+        self.size = math.ceil(self.size / 2)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error means that a GPU or the CPU ran out of memory."""
+    text = str(error)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and ("allocate memory" in text or "not enough memory" in text)
+    )

@@ -1,0 +1,1 @@
+"""The network: stem, transformer, and which parts are trained."""

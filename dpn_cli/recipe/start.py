@@ -1,0 +1,75 @@
+"""Where a training starts: the weights it is given or finds, or the ways out when there are none. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from dpn_cli.arch import check_image_size, parse_arch
+from dpn_cli.errors import DpnError
+from dpn_cli.recipe.home import find_weights, home
+from dpn_cli.recipe.schema import BackboneConfig
+
+BackboneT = TypeVar("BackboneT", bound=BackboneConfig)
+# Input size of a network from scratch where nothing says one.
+SCRATCH_PIXELS = 224
+
+
+@dataclass(frozen=True)
+class Place:
+    """The folder of a run (None: one named after the task and the network), and what happens to a run that is there.
+
+    With `dry_run` there is no folder.
+    """
+
+    folder: Path | None = None
+    resume: bool = False
+    overwrite: bool = False
+    dry_run: bool = False
+
+
+def find_start(
+    backbone: BackboneT,
+    *,
+    needs: str,
+    example: str,
+    otherwise: str | None = None,
+    stems: Sequence[str] = (),
+    pixels: int = SCRATCH_PIXELS,
+) -> BackboneT:
+    """Return a recipe's section with its checkpoint decided: the one it names, one of the weights folder, `otherwise`.
+
+    `needs` and `example` complete the error where there is none: "VTAB measures pre-trained networks", and the name of
+    public weights. `stems` are those of a comparison. `pixels` is the input size from scratch, where the section has
+    none; with a checkpoint None stays, which is the checkpoint's own size.
+
+    Raises `DpnError` without weights, and as `check_start` does.
+    """
+    several = tuple(stems) or (backbone.stem or "dpn",)
+    checkpoint = backbone.checkpoint or find_weights(backbone.arch, several) or otherwise
+    if checkpoint is None:
+        names = " and ".join(f"{(backbone.arch or 'ARCH').replace('/', '-')}-{stem}.safetensors" for stem in several)
+        pattern = "; write {stem} in the name with --compare" if stems else ""
+        raise DpnError(
+            f"--checkpoint: {needs} and no weights were given. Ways out: --checkpoint FILE ('dpn checkpoint inspect' "
+            f"says what is read{pattern}); --checkpoint timm:{example}; put {names} into {home() / 'weights'}; "
+            "--checkpoint none with --arch to train from scratch; --data demo to look around"
+        )
+    return check_start(backbone.model_copy(update={"checkpoint": checkpoint}), pixels)
+
+
+def check_start(backbone: BackboneT, pixels: int = SCRATCH_PIXELS) -> BackboneT:
+    """Return a section with a checkpoint and the input size from scratch, where it has none.
+
+    Raises `DpnError` from scratch without an architecture, and for an image size that the patch does not divide.
+    """
+    scratch = backbone.checkpoint == "none"
+    if scratch and not backbone.arch:
+        raise DpnError("--arch is needed to train from scratch; with --checkpoint it is inferred")
+    size = backbone.image_size or (pixels if scratch else None)
+    if backbone.arch and size:
+        patch = parse_arch(backbone.arch)[1]
+        check_image_size(size, (patch, patch))
+    return backbone.model_copy(update={"image_size": size})

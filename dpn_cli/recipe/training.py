@@ -1,0 +1,63 @@
+"""The recipe of one training: the keys that the tasks share. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeVar
+
+from pydantic import model_validator
+
+from dpn_cli.recipe.layers import steps_of, two_steps
+from dpn_cli.recipe.reading import Say, unsaid
+from dpn_cli.recipe.schema import (
+    BATCH_SIZE,
+    LR,
+    SEED,
+    BackboneConfig,
+    Epochs,
+    Lr,
+    Optim,
+    Positive,
+    Recipe,
+    Runtime,
+    Schedule,
+    Section,
+    Seed,
+)
+
+
+class TrainingRecipe(Recipe):
+    """A recipe of one training. A task's recipe derives from it and adds its own `data` section and keys."""
+
+    backbone: BackboneConfig = BackboneConfig()
+    data: Section = Section()
+    lr: Annotated[Lr, LR]
+    seed: Annotated[Seed, SEED] = 0
+    epochs: Epochs = None
+    batch_size: Annotated[Positive, BATCH_SIZE]
+    optim: Optim = Optim()
+    schedule: Schedule
+    runtime: Runtime = Runtime()
+
+    @model_validator(mode="after")
+    def _one_checkpoint(self) -> TrainingRecipe:
+        if "{stem}" in (self.backbone.checkpoint or ""):
+            raise ValueError("backbone.checkpoint: {stem} belongs to 'finetune vtab --compare'")
+        return self
+
+    @property
+    def demo(self) -> bool:
+        """Whether the data are the built-in scenes."""
+        return getattr(self.data, "source", None) == "demo"
+
+
+RecipeT = TypeVar("RecipeT", bound=TrainingRecipe)
+
+
+def counted_in_steps(recipe: RecipeT, steps_per_epoch: float, say: Say = unsaid) -> RecipeT:
+    """Return the recipe with its duration in steps."""
+    return recipe.model_copy(update={"schedule": steps_of(recipe.epochs, recipe.schedule, steps_per_epoch, say)})
+
+
+def of_two_steps(recipe: RecipeT) -> RecipeT:
+    """Return the recipe of a dry run: two steps, without warm-up."""
+    return recipe.model_copy(update={"schedule": two_steps(recipe.schedule)})

@@ -1,0 +1,128 @@
+"""Messages and progress on stderr, from rank 0; results as text on stdout.
+
+Names of files, classes and tensors come from elsewhere: control characters in them are shown as escapes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+from rich.console import Console as RichConsole
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+
+# Seconds between two lines of progress where stderr is not a terminal; more only if a step takes longer.
+LINE_EVERY = 10.0
+# Characters of an error at most: it may quote input of any length.
+LONGEST = 2000
+# Control characters, those that end a line or turn the reading order, and halves of characters (names in no encoding).
+UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: object) -> str:
+    """Return text on one line with control characters as escapes: ``\\x1b[31m`` for the code of red text."""
+    return UNPRINTABLE.sub(_escaped, str(text))
+
+
+def _escaped(found: re.Match[str]) -> str:
+    code = ord(found.group())
+    undecoded = 0xDC80 <= code <= 0xDCFF  # how Python keeps a byte that is not UTF-8
+    return f"\\x{code - 0xDC00:02x}" if undecoded else found.group().encode("unicode_escape").decode()
+
+
+def cell(text: object) -> str:
+    """Return text for a cell of a table, where brackets would be rich's markup."""
+    return escape(printable(text))
+
+
+def show(text: str) -> None:
+    """Print lines of a result on stdout."""
+    print("\n".join(printable(line) for line in text.split("\n")))
+
+
+def show_error(error: object) -> None:
+    """Print an error on stderr, on one line; a very long one is cut in the middle."""
+    text = printable(error)
+    if len(text) > LONGEST:
+        text = f"{text[: LONGEST // 2]} … {text[-LONGEST // 2 :]}"
+    RichConsole(stderr=True, soft_wrap=True, highlight=False).print("[bold red]error:[/]", end=" ")
+    print(text, file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class Tick:
+    """The state of a training after a step, for display: the loss of this rank's rows, and seconds that are left."""
+
+    step: int
+    steps: int
+    loss: float
+    lr: float
+    images_per_second: float
+    wait_share: float
+    seconds_left: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.step}/{self.steps} loss {self.loss:.3g} lr {self.lr:.2g} "
+            f"ETA {timedelta(seconds=round(self.seconds_left))} "
+            f"{self.images_per_second:.1f} images/s wait {self.wait_share:.1%}"
+        )
+
+
+class Console:
+    """Messages and progress on stderr; `clock` returns seconds."""
+
+    def __init__(self, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+        leads = int(os.environ.get("RANK", "0")) == 0
+        self.rich = RichConsole(stderr=True, highlight=False, quiet=not leads, soft_wrap=True)
+        self.quiet, self.clock = quiet, clock
+        self.shown = -math.inf  # when the last line of progress was printed, of whatever training
+
+    def info(self, text: str) -> None:
+        """Print a line unless -q was given."""
+        if not self.quiet:
+            self.rich.print(cell(text))
+
+    def warn(self, text: str) -> None:
+        """Print a warning, -q or not."""
+        self.rich.print(f"[yellow]warning:[/] {cell(text)}")
+
+    @contextmanager
+    def progress(self, label: str) -> Iterator[Callable[[Tick], None]]:
+        """Show a training's progress: a bar on a terminal, elsewhere a line at the first step and every ten seconds.
+
+        Yields a function to call with the `Tick` of every step.
+        """
+        if self.quiet or self.rich.quiet:
+            yield lambda tick: None
+        elif self.rich.is_terminal:
+            columns = (
+                SpinnerColumn(),  # moves on its own, as in an evaluation
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=8),
+                TextColumn("{task.fields[tick]}"),
+            )
+            with Progress(*columns, console=self.rich, transient=True) as bar:
+                task = bar.add_task(label, total=None, tick="")
+                yield lambda tick: bar.update(task, completed=tick.step, total=tick.steps, tick=str(tick))
+        else:
+            before = self.clock()
+
+            def line(tick: Tick) -> None:
+                nonlocal before
+                now = self.clock()
+                # The next step may take as long as this one, and would then be shown too late.
+                if now + (now - before) - self.shown > LINE_EVERY:
+                    self.rich.print(escape(f"{label}: {tick}"))
+                    self.shown = now
+                before = now
+
+            yield line

@@ -1,0 +1,154 @@
+"""One process or many, started by ``torchrun --no-python dpn …``: thin over torch.distributed."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dpn_cli.errors import DpnError, WorkerError
+
+ValueT = TypeVar("ValueT")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among its ranks, and the device it computes on."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank writes files and prints."""
+        return self.rank == 0
+
+
+@contextmanager
+def join(device: str) -> Iterator[World]:
+    """Join the ranks that torchrun started, or run alone.
+
+    `device` is ``"auto"`` or a torch device name. Raises `DpnError` when this machine lacks the device, and
+    `WorkerError` when another rank ends early.
+    """
+    size, rank, local = (
+        int(os.environ.get(name, default))
+        for name, default in (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0"))
+    )
+    chosen = _device(device, local)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if size == 1:
+        yield World(0, 1, chosen)
+        return
+    dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+    try:
+        with lost_rank():
+            yield World(rank, size, chosen)
+            dist.barrier()  # gloo aborts at exit when a rank leaves while another still talks to it
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def lost_rank() -> Iterator[None]:
+    """Raise `WorkerError` for gloo's error about another rank that has ended."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "gloo" in str(error) and any(what in str(error) for what in ("by peer", "Broken pipe")):
+            raise WorkerError("another rank has ended; its own error says why") from error
+        raise
+
+
+def _device(name: str, local: int) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        have = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        raise DpnError(f"--device {name}: not usable here; this machine has {', '.join(have)}") from error
+    return torch.device("cuda", local) if name == "cuda" else device
+
+
+def max_over_ranks(value: int) -> int:
+    """Return the largest of all ranks' values. Every rank must call it at the same point."""
+    if not dist.is_initialized():
+        return value
+    return int(reduce_over_ranks(torch.tensor(value), dist.ReduceOp.MAX))
+
+
+def reduce_over_ranks(value: torch.Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+    """Return the sum (or another reduction) of all ranks' tensors."""
+    if dist.is_initialized():
+        value = value.cuda() if dist.get_backend() == "nccl" else value.clone()
+        dist.all_reduce(value, how)
+    return value
+
+
+class _Gather(torch.autograd.Function):
+    """All ranks' rows, in the order of ranks; each rank's rows receive the sum of all ranks' gradients.
+
+    Our own: torch.distributed.nn.functional.all_gather, which gives the same, is deprecated from torch 2.15 on.
+    """
+
+    @staticmethod
+    def forward(context: Any, rows: torch.Tensor) -> torch.Tensor:
+        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, rows)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient)
+        return gradient.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def gather(rows: torch.Tensor) -> torch.Tensor:
+    """Return the rows of all ranks (ranks * n, d), with gradients; every rank passes its n rows (n, d).
+
+    The gradients of all ranks' losses add up, so that DDP's mean over ranks is the gradient of the mean loss.
+    """
+    if not dist.is_initialized():
+        return rows
+    gathered: torch.Tensor = _Gather.apply(rows.contiguous())
+    return gathered
+
+
+def from_leader(value: ValueT) -> ValueT:
+    """Return rank 0's value on every rank, so that all ranks take the same decision."""
+    if not dist.is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def parallel(model: nn.Module, world: World) -> nn.Module:
+    """Wrap a model so that its gradients are averaged over ranks; alone, return it as it is."""
+    if world.size == 1:
+        return model
+    devices = [world.device.index] if world.device.type == "cuda" else None
+    # Buffers are constants here; broadcasting them would tie ranks together in every forward pass.
+    with warnings.catch_warnings():
+        # torch 2.15 would rather have the option's new name, which torch 2.11 does not know.
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+        return DistributedDataParallel(model, device_ids=devices, broadcast_buffers=False)

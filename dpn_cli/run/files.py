@@ -1,0 +1,204 @@
+"""Files that are either whole or absent: write under a temporary name, flush, rename."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import hashlib
+import json
+import os
+import re
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError
+
+from dpn_cli.errors import DataError, DpnError, SaveError
+
+# Seconds after which a claimed folder is given up: worker processes notice within five that their run was killed.
+PATIENCE = 10.0
+# What `replace_file` calls its temporary files: the process is the last number.
+LEFTOVER = re.compile(r"\..+\.\d+\.tmp")
+# Seconds without a write after which a temporary file is nobody's, not even a process's of another machine.
+ABANDONED = 60.0
+
+
+@contextlib.contextmanager
+def claimed(folder: Path, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
+    """Keep other processes that claim a folder out of it, by a locked file beside it.
+
+    Raises `DpnError` when another process is still in it after `PATIENCE`; with `on_wait` that is called instead, and
+    waiting continues. Where the system has no locks, or no permission to create the file, nobody is kept out.
+    """
+    folder = folder.absolute()
+    lock = FileLock(folder.parent / f".{folder.name}.lock")
+    with contextlib.suppress(OSError):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder.parent):
+            pass  # a lock waits for its turn where it could see at once that its file cannot be made
+        while not lock.is_locked:
+            try:
+                lock.acquire(timeout=PATIENCE)
+            except Timeout as error:
+                if on_wait is None:
+                    raise DpnError(
+                        f"{folder}: another process is at work in this folder; wait until it has ended, or name "
+                        "another folder"
+                    ) from error
+                on_wait()
+    try:
+        yield
+    finally:
+        if lock.is_locked:
+            with contextlib.suppress(OSError):
+                Path(lock.lock_file).unlink()  # still held: a process that waits for it notices, and makes a new one
+            lock.release()
+
+
+def is_leftover(name: str) -> bool:
+    """Tell whether a name is that of the temporary file of a `replace_file` that may have been killed."""
+    return LEFTOVER.fullmatch(name) is not None
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete the temporary files that killed processes of this machine left in a folder of ours and those below."""
+    with contextlib.suppress(OSError):
+        for path in list(folder.rglob(".*.tmp")):
+            if _is_ownerless(path):
+                path.unlink(missing_ok=True)
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Delete what killed processes left of a file in a folder that need not be ours."""
+    with contextlib.suppress(OSError):
+        for rest in list(path.parent.glob(f".{glob.escape(path.name)}.*.tmp")):
+            if _is_ownerless(rest) and time.time() - rest.stat().st_mtime > ABANDONED:
+                rest.unlink(missing_ok=True)
+
+
+def _is_ownerless(path: Path) -> bool:
+    owner = int(path.name.split(".")[-2]) if is_leftover(path.name) else None
+    return owner is not None and (owner == os.getpid() or not _is_alive(owner))
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def make_folder(path: Path) -> None:
+    """Make the folder that ``-o`` names. Raises `DpnError` when there is something else, or none can be made."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise DpnError(f"-o {path}: a file, not a folder; pass another -o") from error
+    except OSError as error:
+        raise DpnError(f"-o {path}: the folder cannot be made ({error.strerror}); pass another -o") from error
+
+
+def clear_folder(path: Path, last: Sequence[str]) -> None:
+    """Delete the content of a folder, the files named in `last` at the end, in their order. Raises `SaveError`."""
+    try:
+        for entry in sorted(path.iterdir(), key=lambda entry: last.index(entry.name) if entry.name in last else -1):
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+    except OSError as error:
+        raise SaveError(f"-o {path}: not emptied ({error}); empty it yourself, or pass another -o") from error
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file as hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def flush(path: Path) -> None:
+    """Ask the system to put a file, or the entries of a folder, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_file(path: Path, write: Callable[[Path], object]) -> str:
+    """Let `write` fill a temporary file, then put it in the place of `path`; returns its SHA-256.
+
+    Raises `SaveError` when writing fails, and whatever else `write` raises, with the old file untouched and no
+    rest left behind.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # others may write the same file of a shared cache
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(path)
+        temporary.touch()
+        mode = temporary.stat().st_mode
+        write(temporary)
+        temporary.chmod(mode)  # safetensors makes files that nobody else can read
+        flush(temporary)
+        digest = file_digest(temporary)
+        temporary.replace(path)
+        flush(path.parent)
+    except (OSError, SafetensorError) as error:
+        raise save_error(path, error) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+    return digest
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Put `text` in the place of a file's content, atomically. Raises `SaveError`."""
+    # Bytes of a name that are not UTF-8 become escapes, which JSON and YAML read back.
+    replace_file(path, lambda temporary: temporary.write_text(text, "utf-8", "backslashreplace"))
+
+
+def replace_json(path: Path, value: object) -> None:
+    """Put a value as JSON in the place of a file's content, atomically. Raises `SaveError`."""
+    replace_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_named(path: Path, option: str, way_out: str) -> bytes:
+    """Return the content of the file that an option or a data set names.
+
+    Raises `DataError` with the system's reason and the way out for one that is missing, not a regular file (a folder,
+    a FIFO that nobody writes to) or not readable.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise OSError(0, "Not a regular file")
+        return path.read_bytes()
+    except (OSError, ValueError) as error:
+        reason = str(getattr(error, "strerror", None) or error)
+        raise DataError(f"{option}: {reason[:1].lower()}{reason[1:]}; {way_out}") from error
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """Return the object in a JSON file, or None when there is no such file or it holds something else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def save_error(path: Path, error: Exception) -> SaveError:
+    """Describe a failed write in one line."""
+    reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+    return SaveError(
+        f"{path}: not written ({reason}); what was saved before is intact. "
+        "Free some space or choose another place, then run the same command again (with --resume in a run's folder)"
+    )

@@ -1,0 +1,309 @@
+"""A run's folder: its recipe, its log, checkpoints that survive a kill, and its result.
+
+``config.yaml`` the resolved recipe · ``run.json`` command, versions, device, status · ``metrics.jsonl`` one object per
+record · ``checkpoints/`` · ``result.json`` only when the number was really produced.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dpn_cli.errors import DataError, DpnError
+from dpn_cli.run import kinds
+from dpn_cli.run.files import (
+    clear_folder,
+    file_digest,
+    flush,
+    is_leftover,
+    make_folder,
+    read_object,
+    remove_leftovers,
+    replace_json,
+    replace_text,
+    save_error,
+)
+from dpn_cli.run.provenance import differences, git_commit, now, read_recipe, recipe_digest, versions
+
+# The files that tell whose folder it is.
+IDENTITY = ("config.yaml", "run.json")
+# What stands in metrics.jsonl for records that were lost: how many.
+LOST = "lost_records"
+
+
+class RunFolder:
+    """The folder of one run. Only rank 0 of a distributed run writes to it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def result(self) -> dict[str, Any] | None:
+        """The finished run's result; None when there is none, or it is damaged."""
+        return read_object(self.path / "result.json")
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What run.json says; nothing when it is missing or damaged."""
+        return read_object(self.path / "run.json") or {}
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        recipe: Mapping[str, Any],
+        kind: kinds.Kind,
+        *,
+        resume: bool,
+        overwrite: bool,
+        warn: Callable[[str], None],
+        complete: Callable[[Any], Any] = lambda saved: saved,
+    ) -> RunFolder:
+        """Start a run in `path`, or continue the one that is there, repairing its description where possible.
+
+        `complete` returns a saved recipe with all keys of today's.
+        Raises `DpnError` when the folder holds a run and neither `resume` nor `overwrite` says what to do with it,
+        when it is not empty and not a run, or when `resume` meets a run of another kind or recipe (the keys are
+        listed); `DataError` when the recipe of the run there cannot be read.
+        """
+        make_folder(path)
+        folder, names = cls(path), {entry.name for entry in path.iterdir() if not is_leftover(entry.name)}
+        if names and not folder._is_ours(names):
+            raise DpnError(f"-o {path}: the folder is not empty and is not a dpn run; pass another -o")
+        remove_leftovers(path)
+        untouched = "run.json" in names and names <= set(IDENTITY)
+        if names and (overwrite or untouched):
+            clear_folder(path, last=IDENTITY)  # a run that ended before it produced anything leaves nothing to lose
+        elif names and not resume:
+            state = "a finished run" if folder.result else "a run that has not finished"
+            raise DpnError(
+                f"-o {path}: the folder holds {state}; --resume continues it, "
+                "--overwrite deletes it first, another -o keeps both"
+            )
+        elif names:
+            folder._continue(recipe, kind, warn, complete)
+            return folder
+        folder._begin(recipe, kind)
+        return folder
+
+    def _is_ours(self, names: set[str]) -> bool:
+        """Tell a run from other folders; one of the two files that describe it may be missing or damaged."""
+        with_versions = "dpn-cli" in str(self.facts.get("versions"))
+        return names >= set(IDENTITY) or with_versions or read_recipe(self.path / "config.yaml") is not None
+
+    def _begin(self, recipe: Mapping[str, Any], kind: kinds.Kind) -> None:
+        """Describe the run: run.json comes first, because it alone tells that the folder is ours."""
+        self.update(
+            kind=kind,
+            recipe=recipe_digest(recipe),
+            argv=sys.argv,
+            status="running",
+            started=now(),
+            versions=versions(),
+            git=git_commit(),
+        )
+        self._write_recipe(recipe)
+
+    def _write_recipe(self, recipe: Mapping[str, Any]) -> None:
+        replace_text(self.path / "config.yaml", yaml.safe_dump(dict(recipe), sort_keys=False, width=100))
+
+    def _continue(
+        self,
+        recipe: Mapping[str, Any],
+        kind: kinds.Kind,
+        warn: Callable[[str], None],
+        complete: Callable[[Any], Any],
+    ) -> None:
+        """Check that the run there has this recipe, and rewrite damaged parts of its description."""
+        path, facts = self.path, self.facts
+        there = facts.get(kinds.KEY, kind)
+        if there != kind:
+            raise DpnError(
+                f"-o {path}: the folder holds {kinds.NAMES[there][0]} and not {kinds.NAMES[kind][0]}; pass another -o"
+            )
+        before = read_recipe(path / "config.yaml")
+        changed = [] if before is None else differences(complete(before), recipe)
+        if facts.get("recipe") != recipe_digest(recipe):
+            if before is None:
+                raise DataError(
+                    f"{path / 'config.yaml'}: missing or damaged, so this recipe cannot be compared with that of the "
+                    "run there; restore the file, start again with --overwrite, or pass another -o"
+                )
+            if changed:
+                raise DpnError(
+                    f"-o {path}: the run there has a different recipe ({'; '.join(changed)}); "
+                    "give the same options to resume it, or pass another -o"
+                )
+        if (path / "result.json").is_file() and self.result is None:
+            warn(f"{path / 'result.json'} is damaged and is made again")
+        if before is None or changed:
+            self._write_recipe(recipe)
+            warn(f"{path / 'config.yaml'} was missing or damaged and is written again")
+        if not facts:
+            self._begin(recipe, kind)
+            warn(
+                f"{path / 'run.json'} was missing or damaged and is written again; what it said about the data and "
+                "weights of the start is lost, so the run continues with those that are there now"
+            )
+
+    def update(self, **fields: Any) -> None:
+        """Set fields of run.json."""
+        replace_json(self.path / "run.json", {**self.facts, **fields, "updated": now()})
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Write result.json and mark the run finished."""
+        replace_json(self.path / "result.json", result)
+        self.update(status="finished", **{key: result[key] for key in (kinds.DIGEST,) if key in result})
+
+
+class MetricsLog:
+    """metrics.jsonl: one JSON object per line, each with its step."""
+
+    def __init__(self, path: Path, on_record: Callable[[dict[str, Any]], None] | None = None) -> None:
+        self.path = path
+        self.on_record = on_record
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append a record. Raises `SaveError` when the disk does not take it."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            raise save_error(self.path, error) from error
+        if self.on_record:
+            self.on_record(record)
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return all records that are whole, in their order."""
+        text = self.path.read_text(encoding="utf-8", errors="replace") if self.path.is_file() else ""
+        return [record for line in text.splitlines() if (record := _record(line)) is not None]
+
+    def count(self) -> int:
+        """Return how many records were written, those included that are noted as lost."""
+        return sum(record.get(LOST, 1) for record in self.records())
+
+    def note_lost(self, step: int, written: int) -> int:
+        """Compare the log with the number of records that were `written` up to `step`; note and return what is missing.
+
+        Raises `SaveError` as `write` does.
+        """
+        lost = max(0, written - self.count())
+        if lost:
+            self.write({"step": step, LOST: lost})
+        return lost
+
+    def lost(self) -> int:
+        """Return how many records are noted as lost."""
+        return sum(record.get(LOST, 0) for record in self.records())
+
+    def truncate(self, step: int, *, evaluated: bool = True) -> None:
+        """Drop records after `step`, which a resumed run will write again (a half-written last line too).
+
+        Unless the step was `evaluated` before it was saved, that goes for its evaluation too.
+        """
+
+        def stays(record: dict[str, Any]) -> bool:
+            at = record.get("step", 0)
+            return bool(at < step or (at == step and (evaluated or "lr" in record)))
+
+        if self.path.is_file():
+            kept = [record for record in self.records() if stays(record)]
+            replace_text(self.path, "".join(f"{json.dumps(record)}\n" for record in kept))
+
+
+class Checkpoints:
+    """``last`` and ``best`` of one training, each a folder that is renamed into place with its digest inside."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def begun(self) -> bool:
+        """Whether a state was saved from which the training continues."""
+        return any((self.path / name).is_dir() for name in ("last", "last.previous"))
+
+    def save(self, name: str, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Write tensors and plain values as `name`, keeping the one before it as ``name.previous``.
+
+        Raises `SaveError`; whatever was saved before stays readable at every moment of the save.
+        """
+        fresh, last, previous = (self.path / part for part in (f".{name}", name, f"{name}.previous"))
+        try:
+            shutil.rmtree(fresh, ignore_errors=True)
+            fresh.mkdir(parents=True)
+            data = fresh / "state.safetensors"
+            save_file(
+                {key: value.detach().cpu().contiguous() for key, value in tensors.items()},
+                data,
+                {"state": json.dumps(state)},
+            )
+            (fresh / "sha256").write_text(file_digest(data) + "\n", encoding="utf-8")
+            for path in (data, fresh / "sha256", fresh):
+                flush(path)
+            if last.is_dir():
+                shutil.rmtree(previous, ignore_errors=True)
+                last.rename(previous)
+            fresh.rename(last)
+            flush(self.path)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(fresh, ignore_errors=True)
+            raise save_error(last, error) from error
+
+    def load(self, name: str, warn: Callable[[str], None]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """Return what was saved last under `name`, falling back to the one before it when it is damaged.
+
+        Returns None when nothing was saved. Raises `DataError` when all that was saved is damaged.
+        """
+        found = [path for path in (self.path / name, self.path / f"{name}.previous") if path.is_dir()]
+        for path in found:
+            data, digest = path / "state.safetensors", path / "sha256"
+            if data.is_file() and digest.is_file() and file_digest(data) == digest.read_text("utf-8").strip():
+                with safe_open(data, framework="pt") as file:
+                    tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+                    return tensors, json.loads(file.metadata()["state"])
+            warn(f"{path}: the checkpoint is damaged (its digest differs); trying the one before it")
+        if found:
+            raise DataError(f"{self.path}: no checkpoint there is intact; delete it to start this training again")
+        return None
+
+    def clear(self) -> None:
+        """Delete all checkpoints of this training."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def open_report(path: Path) -> None:
+    """Make the folder of a report before the work that fills it.
+
+    Raises `DpnError` when it holds a run, whose result would be lost, and when it cannot be made.
+    """
+    make_folder(path)
+    if (path / "run.json").is_file():
+        raise DpnError(f"-o {path}: the folder holds a run, and its result.json would be replaced; pass another -o")
+
+
+def describe_device(device: torch.device) -> str:
+    """Return the name of the hardware behind a torch device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def _record(line: str) -> dict[str, Any] | None:
+    """Return the record in a line of a log, or None for a line that was cut off."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None

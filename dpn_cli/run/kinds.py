@@ -1,0 +1,122 @@
+"""What a run or a weight file is, and which commands take it: one table, checked wherever one is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from safetensors import SafetensorError, safe_open
+
+from dpn_cli.errors import DataError
+from dpn_cli.run.files import read_object
+
+Kind = Literal["classifier", "segmenter", "towers", "sweep", "network"]
+KEY, WEIGHTS, DIGEST = "kind", "weights.safetensors", "weights_sha256"
+# Files that were written before they named their kind have one of these keys in their metadata, or none.
+DESCRIPTIONS: dict[str, Kind] = {"classifier": "classifier", "segmenter": "segmenter", "lit": "towers"}
+
+# How messages name a run's folder, and a weight file.
+NAMES: dict[Kind, tuple[str, str]] = {
+    "classifier": ("a classification run", "a classifier"),
+    "segmenter": ("a segmentation run", "a segmentation network"),
+    "towers": ("a LiT run", "a file of two LiT towers"),
+    "sweep": ("a VTAB run", "a VTAB run"),
+    "network": ("a run of one network", "a single network"),
+}
+# How to get from a single network to what a command takes.
+MAKERS: dict[Kind, str] = {
+    "segmenter": "'dpn segment ade20k' or 'dpn segment folder' with --checkpoint {place} trains one",
+    "towers": "'dpn lit train --checkpoint {place}' trains them",
+}
+# What each command is for, and the kinds that it takes.
+COMMANDS: dict[str, tuple[str, tuple[Kind, ...]]] = {
+    "dpn predict": ("predict", ("classifier", "network")),
+    "dpn segment predict": ("predict", ("segmenter",)),
+    "dpn lit predict": ("predict", ("towers",)),
+    "dpn eval": ("eval", ("classifier", "network")),
+    "dpn segment eval": ("eval", ("segmenter",)),
+    "dpn lit eval": ("eval", ("towers",)),
+    "dpn export": ("export", ("classifier", "network")),
+    "dpn lit export": ("export", ("towers",)),
+    "dpn lit search": ("search", ("towers",)),
+    "dpn eval fewshot": ("probe", ("classifier", "network")),
+    "dpn lit train": ("frozen tower", ("classifier", "network")),
+    "dpn checkpoint retrofit": ("retrofit", ("classifier", "network")),
+    "--checkpoint": ("start", ("classifier", "segmenter", "network")),
+}
+
+
+def kind_of(metadata: Mapping[str, str]) -> Kind:
+    """Return the kind of a weight file with this safetensors metadata."""
+    for kind in NAMES:
+        if metadata.get(KEY) == kind:
+            return kind
+    return next((kind for key, kind in DESCRIPTIONS.items() if key in metadata), "network")
+
+
+def is_run(folder: Path) -> bool:
+    """Tell whether a folder holds a run of ours, finished or not."""
+    return any((folder / name).is_file() for name in ("run.json", "config.yaml"))
+
+
+def resolve(place: str, command: str) -> str:
+    """Return what `command` opens for `place`: the weights of a run's folder, or `place` itself.
+
+    Raises `DataError` when it is of a kind that the command does not take, naming the command that does, and when a run
+    has not finished.
+    """
+    try:
+        path = Path(place).expanduser()
+        path.exists()
+    except (OSError, RuntimeError) as error:  # a name that is too long, a home that nobody has
+        raise DataError(f"{place}: {getattr(error, 'strerror', None) or error}") from error
+    if is_run(path):
+        weights = path / (read_object(path / "result.json") or {}).get("weights", WEIGHTS)
+        stated = (read_object(path / "run.json") or {}).get(KEY)
+        kind = kind_of({KEY: stated}) if stated else kind_of(_metadata(weights)) if weights.is_file() else None
+        if kind:
+            _check(place, kind, command, run=True)
+        if not weights.is_file():
+            raise DataError(f"{place}: the run has not finished training; finish it with --resume")
+        return str(weights)
+    if (path / WEIGHTS).is_file():  # an export's folder
+        path = path / WEIGHTS
+    if path.is_file():
+        _check(place, kind_of(_metadata(path)), command, run=False)
+        return str(path)
+    return place
+
+
+def digest_in_run(weights: Path) -> str | None:
+    """Return the SHA-256 that the run of a weight file noted when it wrote it, or None where none is known."""
+    run = read_object(weights.parent / "run.json") if weights.name == WEIGHTS else None
+    return (run or {}).get(DIGEST)
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return dict(file.metadata() or {})
+    except (OSError, SafetensorError) as error:
+        with path.open("rb") as file:
+            if file.read(9)[8:] != b"{":
+                return {}  # a file of another container
+        raise DataError(f"{path}: truncated, damaged or not a safetensors file ({error}); fetch it again") from error
+
+
+def _check(place: str, kind: Kind, command: str, *, run: bool) -> None:
+    purpose, takes = COMMANDS[command]
+    if kind in takes:
+        return
+    what = f"{place} is {NAMES[kind][0 if run else 1]}"
+    if kind == "sweep":
+        raise DataError(f"{what}: it keeps scores and no network for '{command}'; they are in its result.json")
+    if kind == "network":
+        needed = takes[0]
+        raise DataError(f"{place} is not {NAMES[needed][1]}; {MAKERS[needed].format(place=place)}")
+    takers = {name: use for name, (use, kinds) in COMMANDS.items() if kind in kinds and name.startswith("dpn")}
+    same = [name for name, use in takers.items() if use == purpose]
+    if same:
+        raise DataError(f"{what}; use '{same[0]}'")
+    raise DataError(f"{what}, which '{command}' does not take; commands for it: {', '.join(takers)}")

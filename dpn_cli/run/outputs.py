@@ -1,0 +1,23 @@
+"""Where a training leaves its state, its log and its progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dpn_cli.run.console import Tick
+from dpn_cli.run.folder import Checkpoints, MetricsLog
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where a training saves its state, logs and reports; each part may be left out.
+
+    `tick` is called after every step, `warn` and `info` with a line for the user.
+    """
+
+    checkpoints: Checkpoints | None = None
+    log: MetricsLog | None = None
+    tick: Callable[[Tick], None] = lambda tick: None
+    warn: Callable[[str], None] = print
+    info: Callable[[str], None] = lambda text: None

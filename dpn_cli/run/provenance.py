@@ -1,0 +1,79 @@
+"""What a run was made with: its recipe, which a resumed run has to have too, and the versions of the code."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import subprocess
+import time
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dpn_cli.recipe.reading import Plain
+
+# A resumed run may run elsewhere and otherwise; it may not compute something else.
+MAY_CHANGE = ("runtime", "allow_failed", "keep_weights", "max_pixels")
+# The keys that every recipe has.
+RECIPE_KEYS = {"backbone", "data", "optim", "schedule", "runtime"}
+VERSIONS = ("dpn-cli", "torch", "torchvision", "timm", "numpy", "pillow", "simplejpeg", "safetensors")
+
+
+def read_recipe(path: Path) -> Plain | None:
+    """Return the recipe of a config.yaml, or None when there is none or it was cut off."""
+    try:
+        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return None
+    return recipe if isinstance(recipe, dict) and recipe.keys() >= RECIPE_KEYS else None
+
+
+def recipe_digest(recipe: Mapping[str, Any]) -> str:
+    """Return a digest of what a resumed run may not change."""
+
+    def fixed(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {key: fixed(inner) for key, inner in value.items() if key not in MAY_CHANGE}
+
+    return hashlib.sha256(json.dumps(fixed(dict(recipe)), sort_keys=True).encode()).hexdigest()
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Return a line for each key that a resumed run may not change and that has another value."""
+    lines = []
+    for key in {**old, **new}:
+        before, now = old.get(key), new.get(key)
+        said = ["left out" if value is None else value for value in (before, now)]
+        if isinstance(before, dict) and isinstance(now, dict) and key not in MAY_CHANGE:
+            lines += differences(before, now, f"{prefix}{key}.")
+        elif before != now and key not in MAY_CHANGE:
+            lines.append(f"{prefix}{key}: {said[0]} there, {said[1]} now")
+    return lines
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that decide what comes out."""
+    return {"python": platform.python_version(), **{name: metadata.version(name) for name in VERSIONS}}
+
+
+def git_commit() -> str | None:
+    """Return the commit of the checkout that this code runs from, with + when it has changes."""
+    here = Path(__file__).parent
+    try:
+        commit = subprocess.run(["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        status = subprocess.run(
+            ["git", "-C", here, "status", "--porcelain", "-uno", "."], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit.stdout.strip() + ("+" if status.stdout.strip() else "")
+
+
+def now() -> str:
+    """Return the time with its zone, to the second."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")

@@ -1,0 +1,73 @@
+"""Signs that a training will not learn, or has not learnt. Every task asks here and warns in the same words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from scipy.special import betainc
+
+# A crop below this share of a picture's area shows too little of it; it is also the smallest inception crop.
+LEAST_CROP = 0.05
+# How unlikely a score must be for guessing before it counts as learnt.
+SIGNIFICANCE = 0.05
+
+
+def crop_warning(crop: tuple[int, int], pictures: Sequence[tuple[int, int]]) -> str | None:
+    """Warn before training when crops show too little of the pictures they are cut from.
+
+    Args:
+        crop: (height, width) in pixels.
+        pictures: (height, width) of some pictures at the scale at which they are cropped.
+
+    Returns:
+        The warning, or None when the crop covers at least a twentieth of the median picture.
+    """
+    if not pictures:
+        return None
+    share = median(min(crop[0], height) * min(crop[1], width) / (height * width) for height, width in pictures)
+    if share >= LEAST_CROP:
+        return None
+    typical = sorted(pictures, key=lambda size: size[0] * size[1])[len(pictures) // 2]
+    return (
+        f"crops of {crop[0]}x{crop[1]} cover {100 * share:.1f} % of the pictures, which are cropped at {typical[0]}x"
+        f"{typical[1]} (median): the network hardly sees what they show. Crop from smaller pictures, or use a larger "
+        "--image-size"
+    )
+
+
+def class_floors(counts: Sequence[int]) -> dict[str, float]:
+    """Return accuracies in percent that need no learning, given how many scored images each class has."""
+    return {"chance": 100 / len(counts), "most_frequent_class": 100 * max(counts) / sum(counts)}
+
+
+def result_warning(metric: str, value: float, floors: Mapping[str, float], answers: int | None = None) -> str | None:
+    """Warn after training when a score is not above what guessing gives.
+
+    Args:
+        metric: what was scored, for the message: ``"validation top-1"``.
+        value: the score in percent.
+        floors: scores in percent that need no learning, by name: ``{"chance": 10.0}``; see `class_floors`.
+        answers: how many independent right-or-wrong answers the score counts. A score above the floor by luck is then
+            still not above it (one-sided binomial test at 5 %). None for other scores (mIoU).
+
+    Returns:
+        The warning, or None for a score above all floors.
+    """
+    name, floor = max(floors.items(), key=lambda item: item[1])
+    if value > floor and (answers is None or _probability(value, floor, answers) <= SIGNIFICANCE):
+        return None
+    if value >= floor >= 100:
+        return None  # nothing can be above a floor of 100 %
+    words = {"most_frequent_class": "what always naming the most frequent class gives"}.get(name, name)
+    counted = "" if answers is None else f" of {answers}"
+    return (
+        f"NOTHING LEARNT: {metric} {value:.2f} %{counted} is not above {words} ({floor:.2f} %). Look at the curve of "
+        "the loss, then change the learning rate, the length of the training or the data"
+    )
+
+
+def _probability(value: float, floor: float, answers: int) -> float:
+    """Return how likely a guesser with a hit rate of `floor` percent scores at least `value` percent."""
+    right = round(value / 100 * answers)
+    return float(betainc(right, answers - right + 1, floor / 100)) if right else 1.0

@@ -1,0 +1,164 @@
+"""A run from its folder to its result: ranks, signals, and the status when it ends early."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from pydantic import ValidationError
+
+from dpn_cli.errors import DpnError, StoppedError
+from dpn_cli.recipe.schema import BackboneConfig, Recipe, Runtime, Section
+from dpn_cli.recipe.sources import differences
+from dpn_cli.recipe.start import Place
+from dpn_cli.run import stopping
+from dpn_cli.run.console import Console
+from dpn_cli.run.distributed import World, from_leader, join, lost_rank
+from dpn_cli.run.files import claimed
+from dpn_cli.run.folder import Checkpoints, MetricsLog, RunFolder
+from dpn_cli.run.kinds import Kind
+from dpn_cli.run.outputs import Outputs
+from dpn_cli.run.trackers import Track, build_tracker
+
+RecipeT = TypeVar("RecipeT", bound=Recipe)
+SectionT = TypeVar("SectionT", bound=Section)
+BackboneT = TypeVar("BackboneT", bound=BackboneConfig)
+
+
+def run_name(backbone: BackboneConfig, stems: str | None = None) -> str:
+    """Return ARCH-STEM, the name of a run's folder. Without an arch, the run is named after the checkpoint file."""
+    stems = stems or backbone.stem
+    arch = (backbone.arch or Path(backbone.checkpoint or "scratch").stem).replace("/", "-")
+    return f"{arch.removesuffix(f'-{stems}')}-{stems}"
+
+
+@dataclass(frozen=True)
+class Session(Generic[RecipeT]):
+    """A run while it is at work: its recipe, its folder, and the ranks it runs on.
+
+    `differs` says where the run differs from the paper; None where there is nothing to compare with.
+    """
+
+    recipe: RecipeT
+    folder: RunFolder
+    world: World
+    console: Console
+    differs: list[str] | None = None
+
+    def tracker(self, report_to: str) -> Track:
+        """Return what sends records to the tracker of that name, from the leading rank only."""
+        return build_tracker(report_to if self.world.leads else "none", self.folder.path, self.console)
+
+    @contextmanager
+    def outputs(self, label: str, track: Track, path: Path | None = None) -> Iterator[Outputs]:
+        """Give a training of the run its checkpoints and log, in `path` or the run's folder, and show its progress.
+
+        `label` names the training on the screen and to `track`.
+        """
+        path, console = path or self.folder.path, self.console
+        log = MetricsLog(path / "metrics.jsonl", lambda record: track(label, record))
+        prefix = f"{label}: " if path != self.folder.path else ""
+        with console.progress(label) as tick:
+            yield Outputs(
+                Checkpoints(path / "checkpoints"), log, tick, console.warn, lambda text: console.info(prefix + text)
+            )
+
+
+@contextmanager
+def session(
+    recipe: RecipeT, runtime: Runtime, kind: Kind, place: Place, default: Path, console: Console
+) -> Iterator[Session[RecipeT]]:
+    """Join the ranks, listen to signals, and open the run's folder: that of `place`, or `default`.
+
+    The session's recipe is the one that the run in the folder began with; where it differs from the paper is said. On
+    the way out the folder notes how the run ended. In a dry run nothing is made at the folder's place. Raises
+    `DpnError` and its kin.
+    """
+    if place.resume and place.overwrite:
+        raise DpnError("--resume --overwrite: one continues the existing run, the other deletes it; pass one of them")
+    path, how = place.folder or default, {"resume": place.resume, "overwrite": place.overwrite}
+    with stopping.listen(), join(runtime.device) as world, ExitStack() as claims:
+        precision = runtime.precision_on(world.device.type)
+        if place.dry_run:
+            yield Session(recipe, RunFolder(path), world, console, _compared(recipe, precision, console))
+            return
+        folder = open_folder(path, recipe, kind, world, console, **how, claims=claims)
+        if folder.result is None:
+            console.info(f"run folder {path}")
+        try:
+            with lost_rank():
+                recipe = as_begun(recipe, from_leader(folder.facts))
+                yield Session(recipe, folder, world, console, _compared(recipe, precision, console))
+        except StoppedError:
+            if world.leads:
+                folder.update(status="stopped")
+            raise
+        except DpnError as error:
+            if world.leads:
+                folder.update(status="failed", error=str(error))
+            raise
+
+
+def _compared(recipe: Recipe, precision: str, console: Console) -> list[str] | None:
+    """Return where a run differs from the paper, and say it."""
+    differs = differences(recipe, precision)
+    if differs:
+        console.info(f"differs from the paper: {'; '.join(differs)}")
+    return differs
+
+
+def as_begun(recipe: SectionT, facts: Mapping[str, Any]) -> SectionT:
+    """Return the recipe with the decoder that the run of the given run.json began with.
+
+    ``exact`` was Pillow's decoder in runs that began before simplejpeg was among the versions.
+    """
+    data, versions = getattr(recipe, "data", None), facts.get("versions")
+    if versions is None or "simplejpeg" in versions or getattr(data, "decode", None) != "exact":
+        return recipe
+    assert isinstance(data, Section)
+    return recipe.model_copy(update={"data": data.model_copy(update={"decode": "pillow"})})
+
+
+def open_folder(
+    path: Path,
+    recipe: Section,
+    kind: Kind,
+    world: World,
+    console: Console,
+    *,
+    resume: bool,
+    overwrite: bool,
+    claims: ExitStack | None = None,
+) -> RunFolder:
+    """Open a run folder on rank 0 and tell all ranks how that went; no other process may use it until `claims` closes.
+
+    Raises as `RunFolder.open` does, and `DpnError` for a folder in which another process is at work.
+    """
+    problem: DpnError | None = None
+    if world.leads:
+        try:
+            if claims is not None:
+                claims.enter_context(claimed(path))
+            plain = recipe.model_dump(mode="json")
+            complete = partial(_completed, recipe, RunFolder(path).facts)
+            RunFolder.open(path, plain, kind, resume=resume, overwrite=overwrite, complete=complete, warn=console.warn)
+        except DpnError as error:
+            problem = error
+    problem = from_leader(problem)
+    if problem is not None:
+        raise problem
+    return RunFolder(path)
+
+
+def _completed(recipe: Section, facts: Mapping[str, Any], saved: Any) -> Any:
+    """Return a saved recipe in today's words: keys that it did not have at their defaults, and what ``exact`` was."""
+    try:
+        whole = type(recipe).model_validate(saved)
+    except ValidationError:
+        return saved  # what differs is listed key by key
+    unchanged = as_begun(recipe, facts) is recipe
+    return (as_begun(whole, facts) if unchanged else whole).model_dump(mode="json")

@@ -1,0 +1,65 @@
+"""SIGTERM, SIGHUP, SIGINT and SIGUSR1 ask a run to stop; it does so at the next step, with its state saved."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from dpn_cli.errors import RESUME, StoppedError, WorkerError
+from dpn_cli.run import distributed
+
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)
+# Endings of the message about stopped work without --resume: evaluations, and work that is kept part by part.
+NO_RESULT = "no result was written"
+GOES_ON = "finished parts are kept: run the same command again to continue"
+# Ending of the message about a run that could not save its state.
+LAST_SAVED = "run the same command with --resume to continue from the last saved state"
+
+_received: list[int] = []  # signal handlers belong to the process, and so does what they note
+
+
+@contextmanager
+def listen(then: str = RESUME) -> Iterator[None]:
+    """Note stop signals instead of dying from them; a second Ctrl-C ends the process at once.
+
+    `then` ends the message of the error. A process that nohup started ignores SIGHUP.
+    """
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and signal.SIGINT in _received:
+            raise KeyboardInterrupt
+        _received.append(number)
+
+    heeded = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in heeded}
+    try:
+        yield
+    except StoppedError as error:
+        raise StoppedError(error.signal_number, then) from None
+    except WorkerError as error:
+        raise WorkerError(f"{error}; {LAST_SAVED if then == RESUME else then}") from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        _received.clear()
+
+
+def requested() -> int | None:
+    """Return the signal that any rank has received, or None. Every rank must ask at the same point."""
+    number = distributed.max_over_ranks(_received[0] if _received else 0)
+    return number or None
+
+
+def check_here() -> None:
+    """Raise `StoppedError` when this rank was asked to stop, for loops that ranks run independently."""
+    if _received:
+        raise StoppedError(_received[0])
+
+
+def check() -> None:
+    """Raise `StoppedError` when any rank was asked to stop, for loops whose work is redone on resume."""
+    number = requested()
+    if number is not None:
+        raise StoppedError(number)

@@ -1,0 +1,1 @@
+"""Weights: from any source and format into a network, and back into files."""

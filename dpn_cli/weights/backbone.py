@@ -1,0 +1,287 @@
+"""`load_backbone`: the one door through which every task gets its Vision Transformer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import Tensor
+
+from dpn_cli.arch import Pool, Stem, check_image_size, check_stem, parse_arch
+from dpn_cli.errors import DataError, DpnError
+from dpn_cli.model.vit import DPNViT, ViTConfig, posemb_sincos2d, resample_posemb
+from dpn_cli.recipe.schema import BackboneConfig
+from dpn_cli.weights.formats import Checkpoint, State, network_metadata
+from dpn_cli.weights.inferred import config_of
+from dpn_cli.weights.sources import open_checkpoint
+from dpn_cli.weights.written import write_weights
+
+HEAD = ("head.weight", "head.bias")
+Rgb = tuple[float, float, float]
+
+
+@dataclass
+class LoadReport:
+    """What happened between a weight file and the network: nothing happens that is not written here."""
+
+    source: str
+    format: str
+    digest: str = ""
+    network: str = ""
+    parameters: int = 0
+    renamed: dict[str, str] = field(default_factory=dict)
+    resized: list[str] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    new: list[str] = field(default_factory=list)
+    assumed: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def summary(self) -> str:
+        """Return the report in one line, names only where there are few."""
+        parts = [f"{self.network}: {self.source} ({self.format}, {self.parameters / 1e6:.2f} M parameters)"]
+        parts += [f"{len(self.renamed)} arrays renamed"] if self.renamed else []
+        lists = {"resized": self.resized, "dropped": self.dropped, "new": self.new, "assumed": self.assumed}
+        parts += [f"{label} {shorten(names)}" for label, names in lists.items() if names]
+        return "; ".join(parts + self.notes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain values for run.json."""
+        return asdict(self)
+
+
+def shorten(names: list[str], most: int = 6) -> str:
+    """Join names with commas, the first ones only where there are many."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+class Backbone(DPNViT):
+    """A `DPNViT` that remembers how it was loaded and what its inputs look like."""
+
+    input_mean: Tensor
+    input_std: Tensor
+
+    def __init__(self, config: ViTConfig, mean: Rgb, std: Rgb, report: LoadReport) -> None:
+        super().__init__(config)
+        self.mean, self.std, self.report = mean, std, report
+        for name, values in (("input_mean", mean), ("input_std", std)):
+            self.register_buffer(name, torch.tensor(values, device="cpu")[:, None, None], persistent=False)
+
+    def normalize(self, image: Tensor) -> Tensor:
+        """Map uint8 pixels (b, 3, h, w) to the input range that the weights were trained with."""
+        full = torch.promote_types(self.input_mean.dtype, torch.float32)
+        floats = image.to(full, copy=True)  # one allocation: new memory costs more than the arithmetic
+        return floats.div_(255).sub_(self.input_mean).div_(self.input_std)
+
+
+def load_backbone(
+    arch: str | None = None,
+    *,
+    stem: str | None = None,
+    checkpoint: str | Checkpoint | None = None,
+    image_size: int | tuple[int, int] | None = 224,
+    num_classes: int = 0,
+    head: Literal["new", "load"] = "new",
+    pool: Pool | None = None,
+    pre_logits: bool | None = None,
+    drop_path: float = 0.0,
+    drop_path_rescale: bool = True,
+    dropout: float = 0.0,
+    grad_checkpointing: bool = False,
+    align_corners: bool = True,
+    seed: int = 0,
+) -> Backbone:
+    """Build a ViT and fill it from a weight file, or with big_vision's initialisation.
+
+    Args:
+        arch: ``"SIZE/PATCH"``; may be left out with a checkpoint, which then decides.
+        stem: one of Table 6's; must be the one that the checkpoint has. None takes the checkpoint's, dpn from scratch.
+        checkpoint: see `open_checkpoint`, or one that is open; None or ``"none"`` starts from scratch.
+        image_size: pixels, one number or (height, width); position embeddings are resampled to it. None takes
+            the checkpoint's own size, and 224 from scratch.
+        num_classes: classes of the head; 0 for none. A new head is zero.
+        head: ``"load"`` takes the checkpoint's head and insists on `num_classes`; ``"new"`` drops it.
+        pool: ``"tok"``, ``"gap"`` or ``"map"``; None takes the checkpoint's, or ``"tok"`` from scratch.
+        pre_logits: from scratch only: add the dense tanh layer before the head.
+        drop_path: stochastic depth rate of the last block; block l of L gets l / (L - 1) of it.
+        drop_path_rescale: divide what is kept by the share that is (Scenic, timm); big_vision does not.
+        dropout: rate after the position embedding, the attention and both layers of the MLP.
+        grad_checkpointing: trade time for memory in the blocks.
+        align_corners: how position embeddings are resampled, see `resample_posemb`.
+        seed: of the initialisation from scratch.
+
+    Raises:
+        DpnError: unknown arch or stem, or a checkpoint that is another network than asked for.
+        DataError: a missing, damaged or unreachable file, or one that holds no whole network; lists ``-`` and ``+``
+            tensors.
+    """
+    dropped: dict[str, Any] = {"drop_path": drop_path, "drop_path_rescale": drop_path_rescale, "dropout": dropout}
+    if checkpoint is None or checkpoint == "none":
+        if arch is None:
+            raise DpnError("--arch is needed to train from scratch; with --checkpoint it is inferred")
+        size, side = parse_arch(arch)
+        config = ViTConfig(
+            size,
+            (side, side),
+            check_image_size(image_size or 224, (side, side)),
+            check_stem(stem or "dpn"),
+            pool or "tok",
+            bool(pre_logits),
+            num_classes=num_classes,
+        )
+        config = replace(config, **dropped)
+        report = LoadReport("from scratch", f"big_vision init, seed {seed}")
+        model = Backbone(config, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), report)
+        model.initialize(seed)
+    else:
+        source = open_checkpoint(checkpoint) if isinstance(checkpoint, str) else checkpoint
+        if stem is not None:
+            _check_stem_agrees(source, check_stem(stem))
+        config = replace(config_of(source, arch, pool, image_size), num_classes=num_classes, **dropped)
+        if pre_logits is not None and pre_logits != config.pre_logits:
+            raise DpnError(
+                f"backbone.pre_logits={pre_logits}: {source.source} was trained with "
+                f"{config.pre_logits}; leave the key out"
+            )
+        model = _load(source, config, head, align_corners)
+    model.report.parameters = sum(parameter.numel() for parameter in model.parameters())
+    model.report.network = str(model.config)
+    model.set_grad_checkpointing(grad_checkpointing)
+    return model
+
+
+def backbone_of(section: BackboneConfig, **others: Any) -> Backbone:
+    """Load the network of a recipe's section, whose keys are arguments of `load_backbone`, as `others` are."""
+    return load_backbone(**{**section.model_dump(), **others})
+
+
+def load_whole(source: Checkpoint, image_size: int | tuple[int, int] | None) -> Backbone:
+    """Load a network with its head, where it has one, for evaluation; `source` can be used again."""
+    head = source.state.get("head.weight")
+    classes = 0 if head is None else len(head)
+    model = load_backbone(
+        checkpoint=source.copy(),
+        stem=None,
+        image_size=image_size,
+        num_classes=classes,
+        head="load" if classes else "new",
+    )
+    model.eval()
+    return model
+
+
+def export_backbone(model: Backbone, path: Path, extra: Mapping[str, str] | None = None) -> str:
+    """Write a network in our layout as safetensors with its description; returns the file's SHA-256.
+
+    `load_backbone` reads it back to the bit. The write is atomic. Raises `SaveError` when it fails.
+    """
+    return write_weights(path, model.state_dict(), {**describe_backbone(model), **(extra or {})})
+
+
+def describe_backbone(model: Backbone) -> dict[str, str]:
+    """Return the safetensors metadata with which `load_backbone` builds this network again."""
+    return network_metadata(as_checkpoint(model, {}))
+
+
+def as_checkpoint(model: Backbone, state: State) -> Checkpoint:
+    """Return what a reader would of this network, with `state` for its tensors."""
+    config = model.config
+    return Checkpoint(
+        state,
+        "dpn",
+        config.stem,
+        config.eps,
+        config.act,
+        heads=config.size.heads,
+        grid=config.grid,
+        mean=model.mean,
+        std=model.std,
+        posemb=config.posemb,
+    )
+
+
+def _check_stem_agrees(source: Checkpoint, stem: Stem) -> None:
+    if source.stem == stem:
+        return
+    retrofit = "'dpn checkpoint retrofit' for a start of training from this one; " if source.stem == "none" else ""
+    raise DpnError(
+        f"--stem {stem}: {source.source} has stem {source.stem!r} and its norms cannot be guessed. "
+        f"Ways out: leave --stem out to use this network as it is; --checkpoint with weights that were trained "
+        f"with stem {stem!r}; {retrofit if stem == 'dpn' else ''}--checkpoint none to train from scratch"
+    )
+
+
+def _load(source: Checkpoint, config: ViTConfig, head: str, align_corners: bool) -> Backbone:
+    """Build the network around the tensors: it is loaded whole or not at all, and holds the only copy of them."""
+    report = LoadReport(
+        source.source,
+        source.format,
+        source.digest,
+        renamed=source.renamed,
+        dropped=list(source.dropped),
+        new=list(source.added),
+        assumed=list(source.assumed.values()),
+        notes=list(source.notes),
+    )
+    with torch.device("meta"):
+        model = Backbone(config, source.mean, source.std, report)
+    state = source.state
+    _fit_state(state, model, source, head, align_corners)
+    expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    given = {name: tuple(value.shape) for name, value in state.items()}
+    if expected != given:
+        _refuse(report.source, expected, given)
+    own = {name: torch.empty(shape) for name, shape in expected.items()}
+    for name, value in own.items():
+        value.copy_(state.pop(name))  # one by one, so that a file's tensors are freed as they are copied
+    model.load_state_dict(own, assign=True)
+    return model
+
+
+def _refuse(source: str, expected: dict[str, tuple[int, ...]], given: dict[str, tuple[int, ...]]) -> NoReturn:
+    """Say what keeps tensors from being the network: a head of other classes than asked for, or the file itself."""
+    wrong = {name for name in {**expected, **given} if expected.get(name) != given.get(name)}
+    head, new = given.get(HEAD[0], ()), expected.get(HEAD[0], ())
+    if wrong == set(HEAD) and len(head) == len(new) == 2 and head[1] == new[1]:
+        raise DpnError(f"--checkpoint {source}: its head has {head[0]} classes, not the {new[0]} that were asked for")
+    raise DataError(
+        f"--checkpoint {source}: not the tensors of one whole ViT (- missing, + left over: "
+        f"{_difference(expected, given)}); save the network's state dict alone, and all of it"
+    )
+
+
+def _fit_state(state: State, model: Backbone, source: Checkpoint, head: str, align_corners: bool) -> None:
+    """Fit the tensors to the network asked for: another image size, head or pooling, and nothing else."""
+    config, report = model.config, model.report
+    unused = {"tok": (), "map": (), "gap": ("cls_token", "attn_pool.")}[config.pool]
+    for name in [name for name in state if unused and name.startswith(unused)]:
+        state.pop(name)
+        report.dropped.append(name)
+    if head == "new":
+        report.dropped += [name for name in HEAD if state.pop(name, None) is not None]
+        if config.num_classes:
+            state["head.weight"] = torch.zeros(config.num_classes, config.size.width)
+            state["head.bias"] = torch.zeros(config.num_classes)
+            report.new += [f"{name} (zero)" for name in HEAD]
+    if config.posemb == "sincos2d":
+        state["pos_embed"] = posemb_sincos2d(config.grid, config.size.width)
+        report.notes.append("the position embedding is big_vision's fixed sin-cos one")
+    elif "pos_embed" in state and source.grid is not None and source.grid != config.grid:
+        old = source.grid
+        if tuple(state["pos_embed"].shape) == (1, old[0] * old[1], config.size.width):
+            state["pos_embed"] = resample_posemb(state["pos_embed"], old, config.grid, align_corners=align_corners)
+            report.resized.append(
+                f"pos_embed {old[0]}x{old[1]} -> {config.grid[0]}x{config.grid[1]} "
+                f"(bilinear, align_corners={align_corners})"
+            )
+
+
+def _difference(expected: dict[str, tuple[int, ...]], given: dict[str, tuple[int, ...]], most: int = 12) -> str:
+    """List what is missing (-) and left over (+); a tensor of another shape is both."""
+    lines = [f"- {name} {shape}" for name, shape in expected.items() if given.get(name) != shape]
+    lines += [f"+ {name} {shape}" for name, shape in given.items() if expected.get(name) != shape]
+    more = f", and {len(lines) - most} more" if len(lines) > most else ""
+    return ", ".join(lines[:most]) + more

@@ -1,0 +1,237 @@
+"""What a weight file holds, and the same network in another file: proven on images before anything is written."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from dpn_cli import __version__
+from dpn_cli.arch import Act, size_name
+from dpn_cli.errors import DpnError
+from dpn_cli.model.vit import DPNViT
+from dpn_cli.run.files import replace_file
+from dpn_cli.run.kinds import kind_of
+from dpn_cli.weights.backbone import Backbone, describe_backbone, load_backbone, load_whole
+from dpn_cli.weights.formats import Checkpoint, check_facts, read_file
+from dpn_cli.weights.formats.layout import Rgb
+from dpn_cli.weights.formats.timm_vit import KEY
+from dpn_cli.weights.inferred import config_of
+from dpn_cli.weights.written import save_weights
+
+TOLERANCE = 1e-5
+PROOF_IMAGES, PROOF_SEED = 4, 0
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a user knows about a file that it does not say; None leaves what the reader found or assumed."""
+
+    eps: float | None = None
+    act: Act | None = None
+    heads: int | None = None
+    grid: tuple[int, int] | None = None
+    mean: Rgb | None = None
+    std: Rgb | None = None
+
+    def apply(self, source: Checkpoint) -> Checkpoint:
+        """Return the checkpoint with the stated facts in the place of the assumed ones. Raises `DpnError`."""
+        stated = {item.name: value for item in fields(self) if (value := getattr(self, item.name)) is not None}
+        assumed = {name: text for name, text in source.assumed.items() if name not in stated}
+        notes = [f"{name} {value} as stated by the user" for name, value in stated.items()]
+        applied = replace(source, **stated, assumed=assumed, notes=[*source.notes, *notes])
+        attention = source.state.get("blocks.0.attn.qkv.weight")
+        if self.heads and attention is not None and len(attention) // 3 % self.heads:
+            width = len(attention) // 3
+            raise DpnError(f"--heads {self.heads}: {self.heads} heads do not divide its attention's {width} features")
+        try:
+            check_facts(applied)
+        except ValueError as error:
+            raise DpnError(f"{', '.join(f'--{name} {value}' for name, value in stated.items())}: {error}") from error
+        return applied
+
+
+def inspect(source: Checkpoint, image_size: int | tuple[int, int] | None = None) -> dict[str, Any]:
+    """Return what a weight file is, and what loading it at `image_size` (default: its own) would do to it.
+
+    Raises `DpnError` when it cannot be loaded.
+    """
+    model = load_backbone(checkpoint=source.copy(), stem=None, image_size=image_size)
+    config, size, head = model.config, model.config.size, source.state.get("head.weight")
+    report = model.report.to_dict()
+    name, patch = size_name(size), "x".join(map(str, sorted(set(config.patch))))
+    return {
+        "source": source.source,
+        "format": source.format,
+        "kind": kind_of(source.about),
+        "digest": source.digest,
+        "arch": f"{name}/{patch}" if name else None,
+        "width": size.width,
+        "depth": size.depth,
+        "mlp": size.mlp,
+        "heads": size.heads,
+        "attn_width": config.attn_width or size.width,
+        "parameters": report["parameters"],
+        "stem": config.stem,
+        "patch": list(config.patch),
+        "grid": list(config_of(source.copy()).grid),
+        "image_size": list(config.image_size),
+        "posemb": config.posemb,
+        "pool": config.pool,
+        "pre_logits": config.pre_logits,
+        "pre_norm": config.pre_norm,
+        "fc_norm": config.fc_norm,
+        "classes": None if head is None else len(head),
+        "eps": config.eps,
+        "act": config.act,
+        "mean": list(model.mean),
+        "std": list(model.std),
+        **{key: report[key] for key in ("renamed", "resized", "dropped", "new", "assumed", "notes")},
+    }
+
+
+def convert(
+    source: Checkpoint,
+    target: Path,
+    *,
+    image_size: int | tuple[int, int] | None = None,
+    to: Literal["dpn", "timm"] = "dpn",
+) -> dict[str, Any]:
+    """Write the network of `source`, head included, to a safetensors file; returns what was written and how exact.
+
+    The written file is loaded again, for ``to="timm"`` by timm into timm's own model, and has to give the same
+    outputs on seeded random images within `TOLERANCE`, relative to the largest. Raises `DpnError` when it does not,
+    or when timm's model cannot hold the network; nothing is written then. Raises `SaveError` when writing fails.
+    """
+    model = load_whole(source, image_size)
+    state = model.state_dict() if to == "dpn" else timm_state(model)
+    described = describe_backbone(model) if to == "dpn" else describe_timm(model)
+    metadata = {**described, **source.about, "origin": origin(model)}
+    images = torch.randn(PROOF_IMAGES, 3, *model.config.image_size, generator=torch.Generator().manual_seed(PROOF_SEED))
+    error = 0.0
+
+    def write(temporary: Path) -> None:
+        nonlocal error
+        save_weights(temporary, state, metadata)
+        again = load_whole(read_file(temporary), None) if to == "dpn" else build_timm(temporary)
+        error = distance(model, again, images)
+        if not error <= TOLERANCE:
+            raise DpnError(
+                f"{target}: not written: outputs on {PROOF_IMAGES} random images differ by {error:.1e} (relative), "
+                f"more than {TOLERANCE:.0e}, from those of {source.source}; please report the file's origin"
+            )
+
+    digest = replace_file(target, write)
+    return {
+        "path": str(target),
+        "digest": digest,
+        "layout": to,
+        "parameters": model.report.parameters,
+        "image_size": list(model.config.image_size),
+        "images": PROOF_IMAGES,
+        "difference": error,
+        "report": model.report.to_dict(),
+    }
+
+
+def origin(model: Backbone) -> str:
+    """Describe, as JSON for a file's metadata, where its weights come from and what was done to them."""
+    report = model.report
+    return json.dumps({"source": report.source, "format": report.format, "digest": report.digest,
+                       "resized": report.resized, "new": report.new, "assumed": report.assumed,
+                       "notes": report.notes, "dpn": __version__})  # fmt: skip
+
+
+@torch.no_grad()
+def distance(model: Any, other: Any, images: Tensor) -> float:
+    """Return the largest difference of tokens and outputs of two ViTs, relative to the largest value.
+
+    Infinite when an output of either is NaN or infinite.
+    """
+    worst = 0.0
+    for i in range(len(images)):
+        image = images[i : i + 1]
+        for ours, theirs in (
+            (model.forward_features(image), other.forward_features(image)),
+            (model(image), other(image)),
+        ):
+            if not (ours.isfinite().all() and theirs.isfinite().all()):
+                return math.inf
+            worst = max(worst, float((ours - theirs).abs().max() / ours.abs().max().clamp(min=1e-30)))
+    return worst
+
+
+def timm_state(model: DPNViT) -> dict[str, Tensor]:
+    """Return the state dict of timm's VisionTransformer for the same network, class token with a position of zero.
+
+    Raises `DpnError` when timm's VisionTransformer cannot hold it, with the reason.
+    """
+    config = model.config
+    reasons = {
+        "no norm where this stem has one (its NaFlexViT takes the setting and ignores it)": config.stem
+        not in ("none", "post"),
+        "no pre_logits layer": config.pre_logits,
+        "no attention of another width than the trunk": config.attn_width is not None,
+        "no bias in a projection whose norm is followed by another": config.pre_norm and config.stem == "post",
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise DpnError(f"--to timm: stem {config.stem!r}: timm's VisionTransformer has {reason}; use --to dpn")
+    state = dict(model.state_dict())
+    if config.pre_norm:  # timm's projection has no bias then; ours goes into the positions of the patches
+        state["pos_embed"] = state["pos_embed"] + state.pop("patch_embed.proj.bias")
+    if config.pool == "tok":
+        state["pos_embed"] = torch.cat([torch.zeros(1, 1, config.size.width), state["pos_embed"]], dim=1)
+    return state
+
+
+def describe_timm(model: Backbone) -> dict[str, str]:
+    """Return safetensors metadata with what timm keeps in a config.json: a model name, its arguments, the inputs."""
+    config = model.config
+    arguments = {
+        "img_size": list(config.image_size),
+        "patch_size": list(config.patch),
+        "embed_dim": config.size.width,
+        "depth": config.size.depth,
+        "num_heads": config.size.heads,
+        "mlp_ratio": (config.size.mlp + 0.5) / config.size.width,  # timm cuts the product off
+        "num_classes": config.num_classes,
+        "class_token": config.pool == "tok",
+        "global_pool": {"tok": "token", "gap": "avg", "map": "map"}[config.pool],
+        "pre_norm": config.pre_norm,
+        "fc_norm": config.fc_norm,
+        "act_layer": config.act,
+    }
+    if config.stem == "post":
+        arguments["embed_norm_layer"] = "layernorm"
+    described = {
+        # Any of timm's plain ViTs carries the arguments; they decide all that its name would.
+        "architecture": "vit_base_patch16_224",
+        "model_args": arguments,
+        "norm_eps": config.eps,
+        "pretrained_cfg": {"mean": list(model.mean), "std": list(model.std), "input_size": [3, *config.image_size]},
+    }
+    return {KEY: json.dumps(described)}
+
+
+def build_timm(path: Path) -> nn.Module:
+    """Build timm's own VisionTransformer from a file that `convert` wrote for it, and load it strictly."""
+    import timm
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        described = json.loads(file.metadata()[KEY])
+    model: nn.Module = timm.create_model(
+        described["architecture"],
+        norm_layer=partial(nn.LayerNorm, eps=described["norm_eps"]),
+        **described["model_args"],
+    )
+    model.load_state_dict(load_file(path))
+    return model.eval()

@@ -1,0 +1,143 @@
+"""Weight files of other projects, read into one layout: one reader per format, found by names alone."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from math import inf, isfinite
+from pathlib import Path
+from typing import get_args
+
+import torch
+
+from dpn_cli.arch import Act, Stem
+from dpn_cli.errors import DataError
+from dpn_cli.run.files import file_digest
+from dpn_cli.run.kinds import DESCRIPTIONS, KEY, digest_in_run, resolve
+from dpn_cli.weights.formats import (
+    big_vision,
+    open_clip_vit,
+    ours,
+    timm_vit,
+    torchvision_vit,
+    transformers_vit,
+    vit_pytorch,
+)
+from dpn_cli.weights.formats.containers import read_contents, weights_in
+from dpn_cli.weights.formats.layout import Checkpoint, Contents, Format, State
+from dpn_cli.weights.formats.ours import network_metadata
+from dpn_cli.weights.formats.refused import reason_against
+
+__all__ = ["FORMATS", "Act", "Checkpoint", "State", "check_facts", "formats_of", "network_metadata", "read_file"]
+
+FORMATS = (
+    Format("big_vision", big_vision.matches, big_vision.read),
+    Format("timm", timm_vit.matches, timm_vit.read),
+    Format("timm NaFlexViT", timm_vit.matches_naflex, timm_vit.read_naflex),
+    Format("vit-pytorch", vit_pytorch.matches, vit_pytorch.read),
+    Format("open_clip", open_clip_vit.matches, open_clip_vit.read),
+    Format("open_clip (timm trunk)", open_clip_vit.matches_trunk, open_clip_vit.read_trunk),
+    Format("torchvision", torchvision_vit.matches, torchvision_vit.read),
+    Format("transformers", transformers_vit.matches, transformers_vit.read),
+)
+_OURS = Format("dpn", lambda names: False, ours.read)
+
+
+def formats_of(names: Collection[str], metadata: Collection[str] = ()) -> list[Format]:
+    """Return the formats that a file's tensor names (and its metadata's keys) fit: one, or none that dpn reads."""
+    if ours.KEY in metadata:
+        return [_OURS]
+    return [known for known in FORMATS if known.matches(names)]
+
+
+def read_file(path: Path) -> Checkpoint:
+    """Read a weight file, or the folder of a saved model, of any known format.
+
+    Raises `DataError` when there is no such file, or it is damaged or of no known format.
+    No pickled object is ever executed: NumPy's and PyTorch's loaders are restricted to plain arrays.
+    """
+    path = Path(resolve(str(path), "--checkpoint"))
+    try:
+        if path.is_dir():
+            path = weights_in(path)
+        if not path.is_file():
+            raise DataError("no such file")
+        contents = _contents(path)
+        checkpoint = _read(_only_format(contents), contents)
+        checkpoint.source, checkpoint.digest = str(path), file_digest(path)
+        if digest_in_run(path) not in (None, checkpoint.digest):
+            raise DataError(
+                "not the file that its run wrote (another SHA-256 is in run.json); bring that one back, or keep this "
+                "one in a folder of its own"
+            )
+    except DataError as error:
+        raise DataError(f"--checkpoint {path}: {error}") from error
+    checkpoint.about = {key: text for key, text in contents.metadata.items() if key in (KEY, *DESCRIPTIONS)}
+    return checkpoint
+
+
+def _contents(path: Path) -> Contents:
+    try:
+        return read_contents(path)
+    except DataError:
+        raise
+    except Exception as error:  # parsers of damaged files raise whatever the damage leads them to
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        raise DataError(
+            f"truncated, damaged or not a file of plain tensors ({reason}); fetch it again, or save it as .safetensors"
+        ) from error
+
+
+def _read(known: Format, contents: Contents) -> Checkpoint:
+    try:
+        checkpoint = known.read(contents)
+        check_facts(checkpoint)
+        _check_numbers(checkpoint)
+    except DataError:
+        raise
+    except Exception as error:  # a reader takes the layers for granted that its format has
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        raise DataError(f"it has the names of {known.name} but not its layers ({reason})") from error
+    return checkpoint
+
+
+def _only_format(contents: Contents) -> Format:
+    names = list(contents.tensors)
+    found = formats_of(names, contents.metadata)
+    if len(found) == 1:
+        return found[0]
+    if found:
+        both = " and ".join(known.name for known in found)
+        raise DataError(f"it has the names of {both}; keep one network in a file")
+    if known := reason_against(names):
+        raise DataError(f"not read. It looks like {known}")
+    seen = ", ".join(sorted(names)[:6]) or "nothing"
+    raise DataError(
+        f"not a format that dpn reads; it holds {len(names)} tensors "
+        f"({seen}{', ...' if len(names) > 6 else ''}). Known: dpn, {', '.join(known.name for known in FORMATS)}"
+    )
+
+
+def check_facts(checkpoint: Checkpoint) -> None:
+    """Refuse a description that no network can have: it is as easily damaged as the weights. Raises `ValueError`."""
+    pairs = list(zip(checkpoint.mean, checkpoint.std, strict=True))
+    sound = {
+        "stem": checkpoint.stem in get_args(Stem),
+        "act": checkpoint.act in get_args(Act),
+        "posemb": checkpoint.posemb in ("learn", "sincos2d"),
+        "eps": 0 <= checkpoint.eps < 1,
+        "heads": checkpoint.heads is None or checkpoint.heads > 0,
+        "grid": checkpoint.grid is None or (len(checkpoint.grid) == 2 and min(checkpoint.grid) > 0),
+        "mean and std": len(pairs) == 3 and all(isfinite(mean) and 0 < std < inf for mean, std in pairs),
+    }
+    for name, holds in sound.items():
+        if not holds:
+            raise ValueError(f"its description has no sound {name}")
+
+
+def _check_numbers(checkpoint: Checkpoint) -> None:
+    """Refuse weights that are not floating point, or not finite."""
+    for name, value in checkpoint.state.items():
+        if not value.is_floating_point():
+            raise DataError(f"{name} is {str(value.dtype).removeprefix('torch.')}, not floating point")
+        if not torch.isfinite(value).all():
+            raise DataError(f"{name} holds NaN or infinite values; its training went wrong")

@@ -1,0 +1,159 @@
+"""timm's VisionTransformer and NaFlexViT: state dicts, saved folders, and models that timm builds itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from dpn_cli.arch import Act, Pool
+from dpn_cli.errors import DataError
+from dpn_cli.weights.formats.layout import (
+    Checkpoint,
+    Contents,
+    add_zero_bias,
+    fold_layer_scale,
+    rename,
+    rows_first,
+    stem_of,
+    unwrap,
+)
+
+# Where `dpn_cli.weights.convert` puts the description that timm keeps in a config.json.
+KEY = "timm"
+
+_ACTS: dict[str, Act] = {"GELU": "gelu", "GELUTanh": "gelu_tanh", "QuickGELU": "quick_gelu"}
+# NaFlexViT's embedding, as classic names. Its position embedding covers patches only.
+_NAFLEX = (
+    (r"embeds\.norm_input\.(weight|bias)", r"patch_embed.norm_in.\1"),
+    (r"embeds\.(proj|norm)\.(weight|bias)", r"patch_embed.\1.\2"),
+    (r"embeds\.(pos_embed|cls_token)", r"\1"),
+)
+
+
+def matches(names: Collection[str]) -> bool:
+    """Return whether these are the names of timm's VisionTransformer."""
+    return {"patch_embed.proj.weight", "blocks.0.attn.qkv.weight"} <= {unwrap(name) for name in names}
+
+
+def matches_naflex(names: Collection[str]) -> bool:
+    """Return whether these are the names of timm's NaFlexViT."""
+    return {"embeds.proj.weight", "blocks.0.attn.qkv.weight"} <= {unwrap(name) for name in names}
+
+
+def read(contents: Contents) -> Checkpoint:
+    """Read a VisionTransformer's state dict; a `config.json` beside it says what the tensors do not."""
+    state, renamed = rename(contents.tensors)
+    notes = fold_layer_scale(state)
+    checkpoint = Checkpoint(state, "timm", stem_of(state), 1e-6, "gelu", renamed=renamed, notes=notes, class_slot=None)
+    return _described(checkpoint, contents)
+
+
+def read_naflex(contents: Contents) -> Checkpoint:
+    """Read a NaFlexViT's state dict; its linear projection takes patches with the channel last."""
+    state, renamed = rename(contents.tensors, _NAFLEX)
+    notes = []
+    if state["patch_embed.proj.weight"].ndim == 2:
+        state["patch_embed.proj.weight"] = rows_first(state["patch_embed.proj.weight"])
+    rows, columns = (state.pop(f"embeds.pos_embed_{axis}", None) for axis in "yx")
+    if rows is not None and columns is not None:
+        state["pos_embed"] = rows[:, :, None] + columns[:, None]
+        notes.append("the factorized position embedding was summed into one table")
+    grid = None
+    if "pos_embed" in state:
+        _, height, width, _ = state["pos_embed"].shape
+        grid, state["pos_embed"] = (height, width), state["pos_embed"].flatten(1, 2)
+    notes += fold_layer_scale(state)
+    return _described(
+        Checkpoint(state, "timm NaFlexViT", stem_of(state), 1e-6, "gelu", grid=grid, renamed=renamed, notes=notes),
+        contents,
+    )
+
+
+def _described(checkpoint: Checkpoint, contents: Contents) -> Checkpoint:
+    """Take from `config.json` what it says about the network; say what is assumed where it says nothing."""
+    checkpoint.notes += contents.notes
+    state, assumed = checkpoint.state, checkpoint.assumed
+    config = contents.config or json.loads(contents.metadata.get(KEY, "{}"))
+    if "norm_pre.weight" in state:
+        checkpoint.added += add_zero_bias(state, ["patch_embed.proj.weight"])
+    if name := config.get("architecture"):
+        arguments = dict(config.get("model_args") or {})
+        if config.get("global_pool") is not None:
+            arguments.setdefault("global_pool", config["global_pool"])
+        apply_facts(checkpoint, build_empty(name, arguments))
+        checkpoint.eps = config.get("norm_eps", checkpoint.eps)
+        checkpoint.notes.append(f"eps, GELU, heads and pooling are those of timm's {name}, which the description names")
+        checkpoint.added += add_zero_bias(state, [name for name in state if name.endswith("attn.qkv.weight")])
+    else:
+        if "norm_pre.weight" in state:
+            checkpoint.eps = 1e-5  # timm's CLIP models, the only ones with this norm, use torch's default
+        if "cls_token" in state and "fc_norm.weight" in state:
+            raise DataError(
+                "a class token beside a norm after the pooling: timm then averages over patches, which dpn does "
+                "without a class token only"
+            )
+        assumed["eps"] = f"eps {checkpoint.eps:g} (a bare timm file does not say)"
+        assumed["act"] = "erf GELU, in pre-norm blocks"
+        if "cls_token" in state:
+            assumed["pool"] = "pool=tok"
+        if checkpoint.format != "timm":
+            assumed["positions"] = "no rotary positions"
+            assumed["order"] = "patches with the channel last, timm's default for its linear projection"
+    inputs = config.get("pretrained_cfg", config)
+    if "mean" in inputs and "std" in inputs:
+        checkpoint.mean, checkpoint.std = tuple(inputs["mean"]), tuple(inputs["std"])
+    else:
+        assumed["mean"] = "mean = std = 0.5 on pixels in [0, 1]"
+    return checkpoint
+
+
+def build_empty(name: str, arguments: dict[str, Any]) -> nn.Module:
+    """Build a timm model without memory for its weights. Raises `DataError` when timm has no such ViT."""
+    import timm
+
+    if not timm.is_model(name):
+        raise DataError(f"its description names {name!r}, which timm does not have; pass a copy of the weights alone")
+    try:
+        with torch.device("meta"):
+            model: nn.Module = timm.create_model(name, pretrained=False, **arguments)
+    except (TypeError, ValueError, AssertionError, RuntimeError, KeyError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise DataError(f"timm cannot build {name} with the arguments that its description names ({reason})") from error
+    return model
+
+
+def apply_facts(checkpoint: Checkpoint, model: Any) -> None:
+    """Take eps, GELU, heads, grid and pooling from a timm model's own modules.
+
+    Raises `DataError` for another kind of model, or one that computes what `dpn_cli.model.vit` does not.
+    """
+    from timm.models.naflexvit import NaFlexVit
+    from timm.models.vision_transformer import Block, VisionTransformer
+
+    kind = type(model)
+    if kind not in (VisionTransformer, NaFlexVit) or type(model.blocks[0]) is not Block:
+        inside = f" of {type(model.blocks[0]).__name__}s" if hasattr(model, "blocks") else ""
+        raise DataError(f"a {kind.__name__}{inside}; dpn reads timm's VisionTransformer and NaFlexVit of Blocks")
+    act = _ACTS.get(type(model.blocks[0].mlp.act).__name__)
+    heads = model.blocks[0].attn.num_heads
+    pool = {("token", 1): "tok", ("avg", 0): "gap", ("map", 0): "map"}.get((model.global_pool, model.num_prefix_tokens))
+    unlike = {
+        f"the activation {type(model.blocks[0].mlp.act).__name__}": act is None,
+        f"pooling {model.global_pool!r} over {model.num_prefix_tokens} tokens beside the patches": pool is None
+        or model.pool_include_prefix,
+        "another number of heads in its pooling": model.attn_pool is not None and model.attn_pool.num_heads != heads,
+        "rotary positions": getattr(model, "rope", None) is not None,
+        "patches with the channel first": kind is NaFlexVit and not model.embeds.channels_last,
+        "patches that are not square": kind is NaFlexVit and len(set(model.embeds.patch_size)) > 1,
+    }
+    for what, holds in unlike.items():
+        if holds:
+            raise DataError(f"its model has {what}; dpn's has not")
+    checkpoint.act, checkpoint.eps, checkpoint.heads = act or "gelu", model.blocks[0].norm1.eps, heads
+    checkpoint.pool = cast(Pool, pool)
+    if kind is VisionTransformer:
+        checkpoint.grid = tuple(model.patch_embed.grid_size)

@@ -1,0 +1,88 @@
+"""From a weight file's tensors to the network that they are."""
+
+from __future__ import annotations
+
+import torch
+
+from dpn_cli.arch import SIZES, Pool, Size, check_image_size, parse_arch, size_name
+from dpn_cli.errors import DataError, DpnError
+from dpn_cli.model.vit import ViTConfig
+from dpn_cli.weights.formats import Checkpoint
+from dpn_cli.weights.formats.layout import settle_positions
+
+
+def config_of(
+    source: Checkpoint,
+    arch: str | None = None,
+    pool: Pool | None = None,
+    image_size: int | tuple[int, int] | None = None,
+) -> ViTConfig:
+    """Infer the architecture from tensor names and shapes and check it against `arch`.
+
+    Raises `DataError` unless the tensors are a whole ViT, `DpnError` when it is not the one asked for.
+    """
+    try:
+        settle_positions(source)
+    except DataError as error:
+        raise DataError(f"--checkpoint {source.source}: {error}") from error
+    state = source.state
+    if state.get("patch_embed.proj.weight", torch.empty(0, 0, 0, 0)).ndim != 4:
+        raise DataError(f"--checkpoint {source.source}: its patch projection is not one of images; not a ViT of images")
+    try:
+        width, _, rows, columns = state["patch_embed.proj.weight"].shape
+        depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
+        mlp = state["blocks.0.mlp.fc1.weight"].shape[0]
+        attn_width = state["blocks.0.attn.qkv.weight"].shape[0] // 3
+    except (KeyError, ValueError, IndexError) as error:
+        raise DataError(f"--checkpoint {source.source}: - {error.args[0]} is missing; not a whole ViT") from error
+    if min(width, rows, columns, mlp, attn_width) < 1:
+        raise DataError(f"--checkpoint {source.source}: its tensors are empty; not a whole ViT")
+    stated = parse_arch(arch) if arch else None
+    heads = source.heads or (stated[0].heads if stated else _usual_heads(source, width))
+    size = Size(width, depth, mlp, heads)
+    if stated and (stated != (size, rows) or rows != columns):
+        found = f"{size_name(size) or size}/{rows}"
+        raise DpnError(f"--arch {arch}: {source.source} is {found}; leave --arch out, or pass another checkpoint")
+    if heads < 1 or attn_width % heads:
+        raise DataError(
+            f"--checkpoint {source.source}: {heads} heads do not divide its attention's {attn_width} features; "
+            "state the number with 'dpn checkpoint convert --heads N'"
+        )
+    own_pool: Pool = "map" if "attn_pool.latent" in state else "tok" if "cls_token" in state else "gap"
+    if source.pool not in (None, own_pool):
+        raise DataError(
+            f"--checkpoint {source.source}: its pool is {source.pool!r} and its tensors are those of {own_pool!r}"
+        )
+    if pool is not None and pool not in ("gap", own_pool):
+        has = "class token" if pool == "tok" else "attention pooling"
+        raise DpnError(f"backbone.pool={pool}: {source.source} has no {has}; use pool={own_pool} or pool=gap")
+    native = None if source.grid is None else (source.grid[0] * rows, source.grid[1] * columns)
+    return ViTConfig(
+        size,
+        (rows, columns),
+        check_image_size(image_size or native or 224, (rows, columns)),
+        source.stem,
+        pool or own_pool,
+        "pre_logits.weight" in state,
+        source.posemb,
+        source.eps,
+        source.act,
+        pre_norm="norm_pre.weight" in state,
+        fc_norm="fc_norm.weight" in state,
+        attn_width=None if attn_width == width else attn_width,
+    )
+
+
+# Widths with one usual number of heads: the standard sizes, shape-optimised, giant and gigantic ViTs.
+USUAL_HEADS = {size.width: size.heads for name, size in SIZES.items() if name not in ("mu", "nano")}
+USUAL_HEADS |= {1152: 16, 1408: 16, 1536: 16, 1664: 16}
+
+
+def _usual_heads(source: Checkpoint, width: int) -> int:
+    if width not in USUAL_HEADS:
+        raise DpnError(
+            f"--checkpoint {source.source}: the file does not say how many attention heads its {width} features make; "
+            "state it with --arch, or 'dpn checkpoint convert --heads N'"
+        )
+    source.assumed["heads"] = f"{USUAL_HEADS[width]} heads (usual for a width of {width})"
+    return USUAL_HEADS[width]

@@ -1,0 +1,65 @@
+"""Appendix C's table: how strongly each architecture is regularised, and the augmentation levels' names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from dpn_cli.recipe.reading import Plain
+
+Level = Literal["none", "light1", "light2", "medium1", "medium2", "strong1", "strong2"]
+
+# RandAugment's operations and magnitude, and mixup's strength: App. C, big_vision configs/vit_i1k.py.
+LEVELS: dict[Level, tuple[int, int, float]] = {
+    "none": (0, 0, 0.0),
+    "light1": (2, 0, 0.0),
+    "light2": (2, 10, 0.2),
+    "medium1": (2, 15, 0.2),
+    "medium2": (2, 15, 0.5),
+    "strong1": (2, 20, 0.5),
+    "strong2": (2, 20, 0.8),
+}
+assert tuple(LEVELS) == get_args(Level)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One architecture's line of the table; dropout and stochastic depth are rates."""
+
+    level: Level
+    dropout: float
+    drop_path: float
+    pre_logits: bool
+
+
+APPENDIX_C: dict[str, Row] = {
+    "Ti/16": Row("light1", 0.0, 0.0, pre_logits=True),
+    "S/32": Row("medium1", 0.0, 0.0, pre_logits=False),
+    "S/16": Row("medium2", 0.0, 0.0, pre_logits=True),
+    "B/32": Row("medium2", 0.1, 0.1, pre_logits=True),
+    "B/16": Row("medium2", 0.1, 0.1, pre_logits=True),
+    "L/16": Row("medium2", 0.1, 0.1, pre_logits=True),  # listed, without an ImageNet-1k result
+}
+
+
+def augmented(level: Level) -> Plain:
+    """Return the recipe keys of an augmentation level."""
+    layers, magnitude, mixup = LEVELS[level]
+    return {"randaugment": {"layers": layers, "magnitude": float(magnitude)}, "mixup": mixup}
+
+
+def regularized(row: Row) -> Plain:
+    """Return the recipe keys of a line of the table."""
+    backbone = {"dropout": row.dropout, "drop_path": row.drop_path, "pre_logits": row.pre_logits}
+    return {"backbone": backbone, **augmented(row.level)}
+
+
+# `--preset short`: 90 epochs of big_vision's "better plain ViT" recipe (configs/vit_s16_i1k.py) with App. C's network.
+SHORT: Plain = {
+    "epochs": 90,
+    "batch_size": 1024,
+    "loss": "softmax",
+    "head_bias": 0.0,
+    "backbone": {"dropout": 0.0, "drop_path": 0.0},
+    **augmented("light2"),
+}

@@ -1,0 +1,145 @@
+"""What is checked before a classifier is trained: the batch, the images, and what a resumed run began with."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from dpn_cli.data.classified import MINIVAL_CHOOSES, ClassData, Part, describe_imagenet, hash_order
+from dpn_cli.data.crops import Size, small_size
+from dpn_cli.data.labelled import Labelled, fingerprint, rows_to_check
+from dpn_cli.engine import fit as engine
+from dpn_cli.errors import DataError, DpnError
+from dpn_cli.recipe.start import SCRATCH_PIXELS
+from dpn_cli.run import distributed
+from dpn_cli.run.console import Console
+from dpn_cli.run.distributed import World
+from dpn_cli.run.folder import RunFolder, describe_device
+from dpn_cli.run.sanity import crop_warning
+from tasks.classify.classifier import resize_for
+from tasks.classify.probe import POOL, check_shots
+from tasks.classify.recipe import SupervisedRecipe
+
+Json = dict[str, Any]
+# Training images that are decoded before training, to see whether the files are images at all.
+SAMPLE = 100
+
+
+def check_batch(recipe: SupervisedRecipe, world: World) -> None:
+    """Raise `DpnError` unless ranks and micro-batches divide the batch: it is never rounded."""
+    batch, micro = recipe.batch_size, recipe.runtime.micro_batch_size
+    if batch % world.size:
+        engine.refuse_batch(batch, world.size)
+    share = batch // world.size
+    if micro != "auto" and share > micro and share % micro:
+        fits = max(size for size in range(1, micro) if share % size == 0)
+        raise DpnError(
+            f"--micro-batch-size {micro}: does not divide the {share} images of a rank (--batch-size {batch} over "
+            f"{world.size} ranks); use {fits}, or auto"
+        )
+
+
+def check_data(recipe: SupervisedRecipe, data: ClassData, folder: RunFolder, world: World, console: Console) -> Json:
+    """Decode a sample, and see that a resumed run meets the classes and images it began with."""
+    found: Json = {
+        "classes": list(data.classes),
+        "data": {name: fingerprint(getattr(data, name)) for name in ("train", "minival", "val")},
+    }
+    before = distributed.from_leader(folder.facts)
+    if "classes" in before and before["classes"] != found["classes"]:
+        raise DataError(
+            f"--data {recipe.data.source}: {len(found['classes'])} classes now, {len(before['classes'])} others when "
+            f"this run began ({_change(before['classes'], found['classes'])}); start another with -o"
+        )
+    if "data" in before and before["data"] != found["data"]:
+        raise DataError(
+            f"--data {recipe.data.source}: the images have changed since this run began; start another with -o"
+        )
+    if recipe.fewshot:
+        _check_probe(recipe.fewshot, data)
+    if note := describe_imagenet(data):
+        console.info(note)
+    console.info(
+        f"{len(data.train.labels)} images to train on, {len(data.minival.labels)} in minival, "
+        f"{len(data.val.labels)} to validate, {len(data.classes)} classes; {recipe.schedule.steps} steps of "
+        f"{recipe.batch_size}, {recipe.schedule.steps * recipe.batch_size / len(data.train.labels):.2f} epochs"
+    )
+    if recipe.select == "best" and (warning := _choice_warning(len(data.minival.labels))):
+        console.warn(warning)
+    if world.leads:
+        folder.update(device=describe_device(world.device), ranks=world.size, status="running", **found)
+        check_pictures(recipe, data, console)
+    return found
+
+
+def check_pictures(recipe: SupervisedRecipe, data: ClassData, console: Console) -> None:
+    """Decode a sample of every split, and warn of evaluation crops that show too little. Raises `DataError`."""
+    sizes = [_decode_some(split, recipe.data.skip_bad_images) for split in (data.train, data.minival, data.val)]
+    if warning := _crop_warning(recipe, sizes[-1]):
+        console.warn(warning)
+
+
+def _decode_some(split: Labelled, skip_bad: bool) -> list[Size]:
+    """Decode a sample of a split, and what is no file; returns sizes. Raises `DataError` unless `skip_bad`."""
+    sizes = []
+    for index in rows_to_check(split, SAMPLE):
+        try:
+            height, width, _ = split.pixels(index).shape
+            sizes.append((height, width))
+        except DataError:
+            if not skip_bad:
+                raise
+    return sizes
+
+
+def _crop_warning(recipe: SupervisedRecipe, pictures: list[Size]) -> str | None:
+    """Say when the evaluation's central crop shows too little; inception crops are never below a twentieth."""
+    size = input_size(recipe)
+    side = resize_side_of(recipe, size)
+    return None if side is None else crop_warning(size, [small_size(picture, side) for picture in pictures])
+
+
+def _choice_warning(images: int) -> str | None:
+    """Say when minival is too small to choose between checkpoints."""
+    if images >= MINIVAL_CHOOSES:
+        return None
+    if not images:
+        return "select=best: there is no minival to choose on, so the last step is kept; see data.minival"
+    uncertain = 100 * 1.96 * math.sqrt(0.25 / images)  # 95 % around an accuracy of a half
+    return (
+        f"select=best chooses on {images} minival images, on which an accuracy is uncertain by up to {uncertain:.0f} "
+        f"points; use select=last, or a minival of {MINIVAL_CHOOSES} images (data.minival)"
+    )
+
+
+def _check_probe(shots: int, data: ClassData) -> None:
+    """Raise `DpnError` when there is nothing to test the few-shot probe on, or too little to draw from."""
+    if not data.minival.labels:
+        raise DpnError(
+            f"--eval-fewshot {shots}: the probe is tested on minival, and there is none (data.minival); leave some "
+            "images to it, or probe the finished run with 'dpn eval fewshot'"
+        )
+    check_shots("--eval-fewshot", shot_pool(data.train).labels, data.classes, shots)
+
+
+def _change(before: list[str], now: list[str]) -> str:
+    gone, new = sorted(set(before) - set(now)), sorted(set(now) - set(before))
+    return f"gone: {', '.join(gone[:3]) or 'none'}; new: {', '.join(new[:3]) or 'none'}"
+
+
+def shot_pool(train: Labelled) -> Labelled:
+    """Return the training images that few-shot probes draw from: big_vision's first 65,000."""
+    return train if len(train.labels) <= POOL else Part(train, sorted(hash_order(train)[:POOL]))
+
+
+def input_size(recipe: SupervisedRecipe) -> Size:
+    """Return the (height, width) of the network's input in pixels; 224 stands for a checkpoint's own."""
+    pixels = recipe.backbone.image_size or SCRATCH_PIXELS
+    return (pixels, pixels) if isinstance(pixels, int) else pixels
+
+
+def resize_side_of(recipe: SupervisedRecipe, size: Size) -> int | None:
+    """Return the shorter side that pictures are evaluated at before the central crop; None: whole, as they train."""
+    if recipe.data.eval_resize is None and recipe.data.crop == "whole":
+        return None
+    return recipe.data.eval_resize or resize_for(size)

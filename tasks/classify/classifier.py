@@ -1,0 +1,148 @@
+"""A trained classifier in one file: the network, its classes, and how its images are prepared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpn_cli.data.crops import Size, eval_crop
+from dpn_cli.data.pixels import Transform, resize
+from dpn_cli.data.reading import Decoder
+from dpn_cli.engine.losses import Loss
+from dpn_cli.errors import DpnError
+from dpn_cli.run import kinds
+from dpn_cli.run.kinds import WEIGHTS as WEIGHTS
+from dpn_cli.run.kinds import Kind, resolve
+from dpn_cli.weights.backbone import Backbone, export_backbone, load_whole
+from dpn_cli.weights.formats import Checkpoint
+from dpn_cli.weights.sources import open_checkpoint
+
+KEY: Kind = "classifier"
+
+
+@dataclass
+class Classifier:
+    """A network with a head.
+
+    `resize_side` is the shorter side in pixels before the central crop; None takes the whole picture, squeezed.
+    `decoder` made the pixels of JPEGs.
+    """
+
+    model: Backbone
+    classes: tuple[str, ...]
+    loss: Loss
+    resize_side: int | None
+    facts: dict[str, Any]
+    decoder: Decoder = "exact"
+
+    @property
+    def transform(self) -> Transform:
+        """Decoded pixels (h, w, 3) to what the network takes, (3, *size) uint8."""
+        size = self.model.config.image_size
+        if self.resize_side is None:
+            return partial(resize, size=size)
+        return partial(eval_crop, resize_side=self.resize_side, size=size)
+
+    @property
+    def preparation(self) -> str:
+        """How a decoded picture becomes the network's input, in words."""
+        height, width = self.model.config.image_size
+        if self.resize_side is None:
+            return f"resized whole to {height} x {width}, bilinear without antialiasing"
+        return f"shorter side resized to {self.resize_side} by area, centre of {height} x {width} cut out"
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Map logits (b, classes) to probabilities: each on its own for the sigmoid loss, else adding up to one."""
+        return logits.sigmoid() if self.loss == "sigmoid" else logits.softmax(-1)
+
+
+def resize_for(size: Size) -> int:
+    """Return the shorter side before the central crop: 418 for 384 (App. D), 256 for 224 and in that proportion."""
+    return 418 if size == (384, 384) else round(max(size) * 256 / 224)
+
+
+def save_classifier(classifier: Classifier, path: Path) -> str:
+    """Write a classifier as one safetensors file; returns its SHA-256. Raises `SaveError`."""
+    described = {
+        "classes": classifier.classes,
+        "loss": classifier.loss,
+        "resize_side": classifier.resize_side,
+        "image_size": list(classifier.model.config.image_size),
+        "decoder": classifier.decoder,
+        "facts": classifier.facts,
+    }
+    return export_backbone(classifier.model, path, {kinds.KEY: KEY, KEY: json.dumps(described)})
+
+
+def load_classifier(place: str, image_size: Size | None = None, command: str = "dpn predict") -> Classifier:
+    """Load a classifier for `command` from a run's folder, or from a checkpoint with a head.
+
+    A checkpoint of another origin does not name its classes: for 1000 outputs they are ImageNet's, else numbers.
+    Raises `DataError` when there is nothing to load or it is of another kind, `DpnError` when it has no head.
+    """
+    place = resolve(place, command)
+    source = open_checkpoint(place)
+    head = source.state.get("head.weight")
+    if head is None:
+        raise DpnError(
+            f"{place}: the network has no head, so it tells no classes; train one with 'dpn finetune highres'"
+        )
+    model = load_whole(source, image_size)
+    size = model.config.image_size
+    if KEY in source.about:
+        described = json.loads(source.about[KEY])
+        side = described["resize_side"]
+        converted = described.get("image_size", list(size)) != list(size)
+        if side is not None and (converted or image_size is not None):
+            side = resize_for(size)
+        return Classifier(
+            model,
+            tuple(described["classes"]),
+            described["loss"],
+            side,
+            described["facts"],
+            described.get("decoder", "pillow"),  # what made the pixels before files said it
+        )
+    return Classifier(model, imagenet_classes(len(head)), "softmax", resize_for(size), {"classes": "assumed"})
+
+
+def facts_of(source: Checkpoint) -> dict[str, Any]:
+    """Return what a classifier's file tells of its training; nothing for a file of another origin."""
+    return dict(json.loads(source.about[KEY])["facts"]) if KEY in source.about else {}
+
+
+def takes_whole_pictures(source: Checkpoint) -> bool:
+    """Tell whether a file holds a classifier whose pictures were resized whole, without a crop."""
+    return KEY in source.about and json.loads(source.about[KEY])["resize_side"] is None
+
+
+def imagenet_classes(count: int) -> tuple[str, ...]:
+    """Return ImageNet-1k's class folders in their official order, or numbers when it is another count."""
+    if count != 1000:
+        return tuple(str(number) for number in range(count))
+    from timm.data import ImageNetInfo
+
+    return tuple(ImageNetInfo("imagenet-1k").label_names())
+
+
+def readable(classes: Sequence[str]) -> list[str]:
+    """Return names for people: ImageNet's descriptions where the classes are its folders."""
+    from timm.data import ImageNetInfo
+
+    info = ImageNetInfo("imagenet-1k")
+    known = set(info.label_names())
+    return [info.label_name_to_description(name) if name in known else name for name in classes]
+
+
+@torch.inference_mode()
+def predict(classifier: Classifier, images: Tensor) -> Tensor:
+    """Return logits (b, classes) in float32 for uint8 images (b, 3, h, w) on the network's device."""
+    logits: Tensor = classifier.model(classifier.model.normalize(images)).float()
+    return logits

@@ -1,0 +1,74 @@
+"""What the trainings of a classifier share around the training itself: data, folder, dry run, text of the result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dpn_cli.data.classified import ClassData, ImageSource, open_class_data
+from dpn_cli.data.reading import Reading, decoder_of
+from dpn_cli.run.console import Console
+from dpn_cli.run.distributed import World
+from dpn_cli.run.session import run_name
+from tasks.classify.check import check_batch, check_pictures
+from tasks.classify.recipe import RecipeT, SupervisedRecipe, in_steps
+from tasks.classify.train import measure_step
+
+
+def open_data(recipe: SupervisedRecipe) -> ClassData:
+    """Open the recipe's training images, minival and validation images. Raises `DataError`."""
+    return open_class_data(source_of(recipe), recipe.data.minival, chooses=recipe.select == "best")
+
+
+def source_of(recipe: SupervisedRecipe) -> ImageSource:
+    """Return where the recipe's images are."""
+    data = recipe.data
+    return ImageSource(
+        data.source or "demo",
+        data.val_source,
+        data.val_fraction,
+        data.image_column,
+        data.label_column,
+        Reading(decoder_of(data.decode), data.max_pixels),
+    )
+
+
+def default_folder(recipe: SupervisedRecipe, task: str) -> Path:
+    """Return runs/TASK/ARCH-STEM."""
+    return Path("runs") / task / run_name(recipe.backbone)
+
+
+def dry_run(recipe: RecipeT, data: ClassData, trainings: Sequence[RecipeT], world: World, console: Console) -> None:
+    """Train two steps of the last of some trainings on the data, keeping nothing, and say what all of them take."""
+    counted = [in_steps(each, len(data.train.labels)) for each in trainings]
+    check_batch(recipe, world)
+    if world.leads:
+        check_pictures(recipe, data, console)
+    seconds = measure_step(counted[-1], data, world, console)
+    steps = sum(each.schedule.steps for each in counted)
+    console.info(
+        f"dry run passed: {len(data.train.labels)} + {len(data.minival.labels)} + {len(data.val.labels)} images, "
+        f"{len(data.classes)} classes, {steps} steps in {len(counted)} trainings at {seconds:.3g} s a step: about "
+        f"{steps * seconds / 3600:.3g} hours here, and evaluation"
+    )
+
+
+def describe_training(result: dict[str, Any]) -> str:
+    """Return the result as text."""
+    images, lost = result["images"], result.get("lost_records", 0)
+    height, width = result["image_size"]
+    if result["minival_top1"] is None:
+        chosen = "the last step is scored; there was no minival to watch"
+    else:
+        last = result["best_step"] == result["steps"]
+        which = "the last step is scored" if last else f"step {result['best_step']} was best on minival and is scored"
+        chosen = f"{which}; minival: top-1 {result['minival_top1']:.2f} % ({images['minival']} images)"
+    skipped = f", {result['skipped']} unreadable ones left out" if result["skipped"] else ""
+    return (
+        f"{result['arch']} stem {result['stem']} at {height}x{width}, {result['classes']} classes\n"
+        f"validation: top-1 {result['top1']:.2f} %, top-5 {result['top5']:.2f} %, loss {result['loss']:.4g} "
+        f"({images['val']} images{skipped})\n"
+        f"{chosen}; {result['steps']} steps on {images['train']} images"
+        + (f"\nthe curve is incomplete: {lost} records of metrics.jsonl were lost" if lost else "")
+    )

@@ -1,0 +1,225 @@
+"""`dpn eval`: accuracy of a classifier on a labelled split, with per-class results and the worst confusions."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpn_cli.data.classified import ImageSource
+from dpn_cli.data.labelled import Labelled, fingerprint
+from dpn_cli.data.reading import Reading
+from dpn_cli.data.trained_on import Known, look_up
+from dpn_cli.engine import fit as engine
+from dpn_cli.errors import DataError, DpnError
+from dpn_cli.run import distributed, stopping
+from dpn_cli.run.console import Console, printable
+from dpn_cli.run.distributed import World, join
+from dpn_cli.run.files import replace_json, replace_text
+from dpn_cli.run.folder import open_report
+from dpn_cli.scoring import Scores, score
+from tasks.classify.classifier import Classifier, load_classifier, predict, readable
+from tasks.classify.options import Scoring
+from tasks.classify.parts import open_part
+
+WORST_PAIRS = 10
+
+
+def evaluate(options: Scoring, console: Console) -> dict[str, Any] | None:
+    """Score a classifier and return the result, written to `output_dir` too; None on ranks that do not lead.
+
+    Raises `DataError` when data and classifier do not fit each other, `DpnError` when `output_dir` holds a run.
+    """
+    how, size, runtime = options.pictures, options.image_size, options.runtime
+    with stopping.listen(stopping.NO_RESULT), join(runtime.device) as world:
+        if options.output_dir and world.leads:
+            open_report(options.output_dir)
+        classifier = load_classifier(options.network, (size, size) if isinstance(size, int) else size, "dpn eval")
+        reading = Reading(how.decode or classifier.decoder, how.max_pixels)
+        source = ImageSource(
+            options.source, image_column=options.image_column, label_column=options.label_column, reading=reading
+        )
+        split, names, part = open_part(source, options.split, classifier.facts)
+        columns = match_classes(classifier.classes, names)
+        console.info(
+            f"{len(split.labels)} images of {len(names)} classes"
+            + (f", {part}" if part else "")
+            + _columns_note(classifier, columns)
+        )
+        known = look_up(split, classifier.facts.get("trained_on"), world)
+        if warning := known and known.warning():
+            console.warn(warning)
+        real = read_real(options.real, split) if options.real else None
+        if real and world.size > 1:
+            raise DpnError("--real: run on one rank")
+        scores = _score(classifier, split, columns, options, world, keep=bool(real))
+        result = _result(options, classifier, names, scores, split, part, known)
+        if real:
+            result["real"] = real_accuracy(scores.predictions, real)
+        if options.output_dir and world.leads:
+            replace_json(options.output_dir / "result.json", result)
+            replace_text(options.output_dir / "per_class.csv", per_class(names, scores.confusion))
+        distributed.barrier()
+        return result if world.leads else None
+
+
+def match_classes(classes: Sequence[str], names: Sequence[str]) -> Tensor | None:
+    """Return which outputs of a classifier are a data set's classes; None when they are all, in order.
+
+    Class numbers as names (ImageNet-V2's folders, hub data sets without names) stand for the outputs of that number.
+    Raises `DataError` naming classes that the classifier does not know.
+    """
+    if tuple(classes) == tuple(names):
+        return None
+    if all(name.isdecimal() and int(name) < len(classes) for name in names):
+        return torch.tensor([int(name) for name in names])
+    place = {name: index for index, name in enumerate(classes)}
+    unknown = [name for name in names if name not in place]
+    if unknown:
+        more = " ..." if len(unknown) > 5 else ""
+        raise DataError(
+            f"--data: classes that the classifier does not know: {', '.join(unknown[:5])}{more}; it knows "
+            f"{len(classes)}, {', '.join(classes[:5])} among them"
+        )
+    return torch.tensor([place[name] for name in names])
+
+
+def _columns_note(classifier: Classifier, columns: Tensor | None) -> str:
+    if columns is None or sorted(columns.tolist()) == list(range(len(classifier.classes))):
+        return ""
+    return f"; the other {len(classifier.classes) - len(columns)} classes of the classifier are left out of the choice"
+
+
+def _score(
+    classifier: Classifier,
+    split: Labelled,
+    columns: Tensor | None,
+    options: Scoring,
+    world: World,
+    keep: bool,
+) -> Scores:
+    classifier.model.to(world.device).eval()
+    with engine.precision_of(options.runtime, world.device):
+        return score(
+            lambda images: predict(classifier, images),
+            split,
+            classifier.transform,
+            len(classifier.classes) if columns is None else len(columns),
+            world,
+            loss=classifier.loss,
+            batch_size=options.batch_size,
+            workers=options.runtime.workers,
+            skip_bad=options.skip_bad_images,
+            columns=None if columns is None else columns.to(world.device),
+            keep_predictions=keep,
+        )
+
+
+def _result(
+    options: Scoring,
+    classifier: Classifier,
+    names: Sequence[str],
+    scores: Scores,
+    split: Labelled,
+    part: str | None,
+    known: Known | None,
+) -> dict[str, Any]:
+    words = readable(names)
+    return {
+        "task": "eval",
+        "network": options.network,
+        "data": options.source,
+        "split": options.split or "val",
+        "part": part,
+        "trained_on": known.to_dict() if known else None,
+        "fingerprint": fingerprint(split),
+        "image_size": list(classifier.model.config.image_size),
+        "resize_side": classifier.resize_side,
+        "image_preparation": classifier.preparation,
+        "images": scores.images,
+        "skipped": scores.skipped,
+        "decoder": split.reading.versions(),
+        "classes": len(names),
+        "top1": scores.top1,
+        "top5": scores.top5,
+        "loss": scores.loss,
+        "worst_pairs": [
+            {"true": words[true], "predicted": words[predicted], "images": count, "share": 100 * share}
+            for true, predicted, count, share in worst_pairs(scores.confusion)
+        ],
+    }
+
+
+def worst_pairs(confusion: Tensor) -> list[tuple[int, int, int, float]]:
+    """Return the most frequent confusions as (true, predicted, images, share of the true class)."""
+    wrong = confusion.clone().fill_diagonal_(0)
+    totals = confusion.sum(1)
+    order = wrong.flatten().argsort(descending=True, stable=True)[:WORST_PAIRS].tolist()
+    pairs = [divmod(place, len(confusion)) for place in order]
+    return [(t, p, int(wrong[t, p]), float(wrong[t, p] / totals[t])) for t, p in pairs if wrong[t, p] > 0]
+
+
+def per_class(names: Sequence[str], confusion: Tensor) -> str:
+    """Return a CSV of every class: its images, how many are right, recall and precision in percent."""
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(["class", "name", "images", "right", "recall", "precision"])
+    rows, columns, right = confusion.sum(1).tolist(), confusion.sum(0).tolist(), confusion.diagonal().tolist()
+    for index, (name, word) in enumerate(zip(names, readable(names), strict=True)):
+        recall = f"{100 * right[index] / rows[index]:.2f}" if rows[index] else ""
+        precision = f"{100 * right[index] / columns[index]:.2f}" if columns[index] else ""
+        table.writerow([name, word, rows[index], right[index], recall, precision])
+    return text.getvalue()
+
+
+def read_real(path: Path, split: Labelled) -> list[list[int]]:
+    """Return the ReaL labels (arXiv 2006.07159) of a split's images, from real.json and the images' own numbers.
+
+    Raises `DataError` when the file is not of that form, or an image has no number of ImageNet's validation set.
+    """
+    try:
+        labels = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"--real {path}: cannot be read as JSON ({' '.join(str(error).split())[:120]})") from error
+    if not isinstance(labels, list) or not all(isinstance(entry, list) for entry in labels):
+        raise DataError(f"--real {path}: not the ReaL file, a JSON list with a list of labels per image")
+    found = []
+    for index in range(len(split.labels)):
+        number = re.search(r"ILSVRC2012_val_(\d{8})", split.where(index))
+        if not number or not 1 <= int(number[1]) <= len(labels):
+            raise DataError(f"--real: {split.where(index)} is not named ILSVRC2012_val_NUMBER")
+        found.append(labels[int(number[1]) - 1])
+    return found
+
+
+def real_accuracy(predictions: Sequence[int], real: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Return the share of predictions that are among an image's ReaL labels; images without labels do not count."""
+    judged = [guess in labels for guess, labels in zip(predictions, real, strict=True) if labels]
+    return {"top1": 100 * sum(judged) / len(judged), "images": len(judged)}
+
+
+def describe_scores(result: dict[str, Any]) -> str:
+    """Return the result as text."""
+    skipped = f", {result['skipped']} unreadable ones left out" if result["skipped"] else ""
+    lines = [
+        f"top-1 {result['top1']:.2f} %, top-5 {result['top5']:.2f} %, loss {result['loss']:.4g} on "
+        f"{result['images']} images of {result['classes']} classes{skipped}"
+        + (f" ({result['part']})" if result["part"] else "")
+    ]
+    if result["trained_on"] and (warning := Known(**result["trained_on"]).warning()):
+        lines.append(f"WARNING: {warning}")
+    if "real" in result:
+        lines.append(f"ReaL {result['real']['top1']:.2f} % of {result['real']['images']} images with labels")
+    if result["worst_pairs"]:
+        lines.append("most frequent confusions:")
+    for pair in result["worst_pairs"]:
+        true, predicted = printable(pair["true"]), printable(pair["predicted"])
+        lines.append(f"  {true} taken for {predicted}: {pair['images']} ({pair['share']:.1f} %)")
+    return "\n".join(lines)

@@ -1,0 +1,188 @@
+"""`dpn export`: a run's classifier for use elsewhere, with a model card, checked against the original's outputs."""
+
+from __future__ import annotations
+
+import io
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from dpn_cli.errors import DpnError
+from dpn_cli.run.files import replace_file, replace_text
+from dpn_cli.weights.convert import PROOF_IMAGES, PROOF_SEED, TOLERANCE
+from tasks.classify.classifier import Classifier, imagenet_classes, load_classifier, readable, save_classifier
+
+Kind = Literal["safetensors", "pt2", "onnx"]
+FILES: dict[Kind, str] = {"safetensors": "model.safetensors", "pt2": "model.pt2", "onnx": "model.onnx"}
+# Another runtime's kernels add up in another order.
+ONNX_TOLERANCE = 1e-4
+# The network is traced with the first of these batch sizes and has to give the same outputs with all of them.
+BATCHES = (PROOF_IMAGES, 1, PROOF_IMAGES + 3)
+MOST_IMAGES = 4096  # at a time, that pt2 and onnx allow
+
+
+class _Deployed(nn.Module):
+    """Pixels in [0, 1], (b, 3, h, w), to logits (b, classes): the normalisation is inside."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, classifier: Classifier) -> None:
+        super().__init__()
+        self.network = classifier.model
+        self.register_buffer("mean", classifier.model.input_mean.clone())
+        self.register_buffer("std", classifier.model.input_std.clone())
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        logits: Tensor = self.network((pixels - self.mean) / self.std)
+        return logits
+
+
+def export(place: str, folder: Path, kind: Kind) -> dict[str, Any]:
+    """Write a classifier as `kind` with a model card into `folder`; returns what was written and how exact.
+
+    Raises `DpnError` when the written network gives other outputs (it is not kept then) or a library is missing.
+    """
+    classifier = load_classifier(place, command="dpn export")
+    classifier.model.eval()
+    deployed = _Deployed(classifier).eval()
+    size = classifier.model.config.image_size
+    pixels = torch.rand(max(BATCHES), 3, *size, generator=torch.Generator().manual_seed(PROOF_SEED))
+    with torch.no_grad():
+        expected = deployed(pixels)
+    allowed, difference = ONNX_TOLERANCE if kind == "onnx" else TOLERANCE, 0.0
+    with _unheard():
+        write, read = {"safetensors": _safetensors, "pt2": _pt2, "onnx": _onnx}[kind](
+            classifier, deployed, pixels[: BATCHES[0]]
+        )
+
+    def proven(temporary: Path) -> None:
+        nonlocal difference
+        with _unheard():
+            write(temporary)
+            run = read(temporary)
+        worst = [(_try(run, pixels[:n], folder / FILES[kind]) - expected[:n]).abs().max() for n in BATCHES]
+        difference = float(torch.stack(worst).max() / expected.abs().max().clamp(min=1e-30))
+        if not difference <= allowed:
+            raise DpnError(
+                f"{folder / FILES[kind]}: not written: outputs differ by {difference:.1e} (relative), "
+                f"more than {allowed:.0e}"
+            )
+
+    digest = replace_file(folder / FILES[kind], proven)
+    replace_text(folder / "README.md", model_card(classifier, kind, digest))
+    return {
+        "path": str(folder / FILES[kind]),
+        "card": str(folder / "README.md"),
+        "digest": digest,
+        "images": max(BATCHES),
+        "batches": list(BATCHES),
+        "difference": difference,
+    }
+
+
+Outputs = Callable[[Tensor], Tensor]
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """Let torch's exporters warn of, and print, their own workings where nobody reads it: torch 2.11's do both."""
+    with warnings.catch_warnings(action="ignore"), redirect_stdout(io.StringIO()):
+        yield
+
+
+@torch.no_grad()
+def _try(run: Outputs, pixels: Tensor, path: Path) -> Tensor:
+    """Run what was written on a batch. Raises `DpnError` when it fails."""
+    try:
+        return run(pixels)
+    except Exception as error:  # every runtime has its own kinds
+        reason = " ".join(str(error).split())[:160]
+        raise DpnError(f"{path}: not written: it fails on a batch of {len(pixels)} images ({reason})") from error
+
+
+Pair = tuple[Callable[[Path], Any], Callable[[Path], Outputs]]
+
+
+def _safetensors(classifier: Classifier, deployed: nn.Module, pixels: Tensor) -> Pair:
+    return lambda path: save_classifier(classifier, path), lambda path: _Deployed(load_classifier(str(path))).eval()
+
+
+def _pt2(classifier: Classifier, deployed: nn.Module, pixels: Tensor) -> Pair:
+    batch = torch.export.Dim("batch", min=1, max=MOST_IMAGES)
+    program = torch.export.export(deployed, (pixels,), dynamic_shapes=({0: batch},))
+
+    def read(path: Path) -> Outputs:
+        with path.open("rb") as file:
+            return torch.export.load(file).module()
+
+    def write(path: Path) -> None:
+        with path.open("wb") as file:
+            torch.export.save(program, file)
+
+    return write, read
+
+
+def _onnx(classifier: Classifier, deployed: nn.Module, pixels: Tensor) -> Pair:
+    try:
+        import onnxruntime
+        import onnxscript  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise DpnError(f"--to onnx: {error.name} is not installed; pip install 'dpn-cli[onnx]'") from error
+
+    def write(path: Path) -> None:
+        batch = torch.export.Dim("batch", min=1, max=MOST_IMAGES)
+        program = torch.onnx.export(
+            deployed, (pixels,), dynamo=True, input_names=["pixels"], output_names=["logits"],
+            dynamic_shapes=({0: batch},), verbose=False,
+        )  # fmt: skip
+        assert program is not None
+        program.save(path, external_data=False)
+
+    def read(path: Path) -> Outputs:
+        session = onnxruntime.InferenceSession(path.read_bytes(), providers=["CPUExecutionProvider"])
+        return lambda images: torch.from_numpy(session.run(None, {"pixels": images.numpy()})[0])
+
+    return write, read
+
+
+def model_card(classifier: Classifier, kind: Kind, digest: str) -> str:
+    """Return a model card in Markdown: what it is, how it was made, what it scores, how to use it."""
+    model, facts = classifier.model, classifier.facts
+    config, (height, width) = model.config, model.config.image_size
+    scored = facts.get("minival_top1")
+    inside = "inside the file" if kind != "safetensors" else f"subtract {list(model.mean)}, divide by {list(model.std)}"
+    names = readable(classifier.classes)
+    recipe = facts.get("recipe")
+    if recipe and classifier.classes != imagenet_classes(1000):
+        # A recipe's heading names ImageNet's published numbers, which say nothing about other classes.
+        recipe = {key: value for key, value in recipe.items() if key != "about"}
+    shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+    lines = [
+        "---",
+        "library_name: dpn",
+        "pipeline_tag: image-classification",
+        "---",
+        f"# {facts.get('arch', 'ViT')} with stem `{config.stem}`, {len(names)} classes",
+        "",
+        f"- Input: RGB, {height} x {width} pixels: {classifier.preparation},",
+        f"  fractions of a grey level dropped; values in [0, 1]; normalisation: {inside}.",
+        f"- Output: {len(names)} logits; {classifier.loss} gives probabilities.",
+        f"- Classes: {shown}",
+        f"- Top-1 on minival: {f'{scored:.2f} %' if scored is not None else 'not measured'}",
+        f"- Parameters: {model.report.parameters / 1e6:.2f} M, SHA-256 `{digest}`",
+        "",
+        "## How it was made",
+        "",
+        "```json",
+        json.dumps({"recipe": recipe, "data fingerprints": facts.get("data")}, indent=2),
+        "```",
+        "",
+    ]
+    return "\n".join(lines)

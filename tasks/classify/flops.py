@@ -1,0 +1,64 @@
+"""Multiply-adds of a ViT, counted from its shape: what torch's counter sees depends on its version and kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dpn_cli.model.stem import stem_norm
+from dpn_cli.model.vit import ViTConfig
+
+
+@dataclass(frozen=True)
+class Macs:
+    """Multiply-adds of one image forward.
+
+    `blocks` are the linear layers of all blocks but `last`, the last one of each; `attention` its two products;
+    `ends` pooling, pre-logits and head.
+    """
+
+    projection: int
+    blocks: int
+    last: int
+    attention: int
+    ends: int
+
+    @property
+    def forward(self) -> int:
+        """All of them; twice as many FLOPs."""
+        return self.projection + self.blocks + self.last + self.attention + self.ends
+
+
+def count(config: ViTConfig) -> Macs:
+    """Count the multiply-adds of one image through a network; norms, biases and activations are left out.
+
+    A linear layer has inputs x outputs for every token. Attention has two products, of queries with keys and of
+    weights with values, each tokens x tokens x width.
+    """
+    size, patches = config.size, config.grid[0] * config.grid[1]
+    width, tokens = size.width, patches + (config.pool == "tok")
+    inner = config.attn_width or width
+    ends = width * config.num_classes + (width**2 if config.pre_logits else 0)
+    if config.pool == "map":  # one query looks at all tokens, and an MLP follows
+        ends += 2 * tokens * width**2 + 2 * tokens * width + 2 * width**2 + 2 * width * size.mlp
+    return Macs(
+        projection=patches * 3 * config.patch[0] * config.patch[1] * width,
+        blocks=size.depth * tokens * (4 * width * inner + width * size.mlp),
+        last=size.depth * tokens * width * size.mlp,
+        attention=size.depth * 2 * tokens**2 * inner,
+        ends=ends,
+    )
+
+
+def training_flops(config: ViTConfig, *, grad_checkpointing: bool = False) -> int:
+    """Return the FLOPs of one image forward and backward; a multiply-add is two.
+
+    Backward has two products for each one of forward, the gradients of both factors; the projection has one where
+    nothing in front of it is learned. Fused attention computes its first product again, which makes it 3.5 times
+    forward; checkpointed blocks are computed again up to their last layer, whose output nothing in backward needs.
+    """
+    macs = count(config)
+    # The input of the projection has a gradient where the stem learns something in front of it.
+    learned = any(True for _ in stem_norm(config.stem, "norm_in", 1, config.eps).parameters())
+    projection = (3 if learned else 2) * macs.projection
+    again = macs.blocks + macs.attention if grad_checkpointing else 0
+    return 2 * (projection + 3 * (macs.blocks + macs.last + macs.ends) + again) + 7 * macs.attention

@@ -1,0 +1,61 @@
+"""The high-resolution recipe, and where data and weights come from when the command does not say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from dpn_cli.recipe.flag import TRAIN, flag
+from dpn_cli.recipe.home import find_data
+from dpn_cli.recipe.layers import last_given, layered
+from dpn_cli.recipe.reading import Plain, Say, merge, read_recipe, unsaid
+from dpn_cli.recipe.schema import Optim
+from dpn_cli.recipe.start import find_start
+from tasks.classify.own import shipped_for
+from tasks.classify.recipe import SupervisedRecipe
+
+
+class HighresOptim(Optim):
+    """An update rule in which the layers may have learning rates of their own."""
+
+    layer_decay: Annotated[
+        float,
+        Field(gt=0, le=1),
+        flag("--layer-decay", help="Each layer's lr as a share of the next one's.", panel=TRAIN),
+    ] = 1.0
+
+
+class HighresRecipe(SupervisedRecipe):
+    """All that ``dpn finetune highres`` does."""
+
+    optim: HighresOptim = HighresOptim()
+
+
+def resolve(config: str | None, flags: Mapping[str, Any], settings: Mapping[str, Any], say: Say = unsaid) -> Plain:
+    """Merge the layers over the recipe of the data: the paper's, the demo's (without data), or that of own pictures.
+
+    The last is pre-training's for a network from scratch. The choice, and what a duration changes, go to `say`. Raises
+    `DpnError` as `layered` does.
+    """
+    file, command = read_recipe(config) if config else {}, merge(flags, settings)
+    source = last_given("data", "source", file, command) or find_data("imagenet")
+    scratch = last_given("backbone", "checkpoint", file, command) == "none"
+    own = "pretrain_own" if scratch and config != "highres_own" else "highres_own"
+    shipped = "highres_demo" if source == "demo" else shipped_for(str(source), config, "highres", own, say)
+    return merge(layered(read_recipe(shipped), file, command, shipped, say), {"data": {"source": source}})
+
+
+def settle(recipe: HighresRecipe) -> HighresRecipe:
+    """Return the recipe with its checkpoint decided.
+
+    Raises `DpnError` for an image size that the patch does not divide, and when real data meet no weights.
+    """
+    backbone = find_start(
+        recipe.backbone,
+        needs="fine-tuning starts from a trained network",
+        example="vit_base_patch32_224.augreg_in1k",
+        otherwise="none" if recipe.demo else None,
+    )
+    return recipe.model_copy(update={"backbone": backbone})

@@ -1,0 +1,185 @@
+"""`dpn pretrain`, from a settled recipe to a result: one training, or the stages of a sweep."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from dpn_cli.data.classified import ClassData, open_tuning_data
+from dpn_cli.errors import NonFiniteError
+from dpn_cli.recipe.reading import read_recipe
+from dpn_cli.recipe.start import Place
+from dpn_cli.run import console as terminal
+from dpn_cli.run.console import Console
+from dpn_cli.run.distributed import barrier, from_leader
+from dpn_cli.run.files import read_object, replace_json
+from dpn_cli.run.session import Session, open_folder, session
+from dpn_cli.weights.origin import with_own_stem
+from tasks.classify import common as command
+from tasks.classify.classifier import WEIGHTS, load_classifier
+from tasks.classify.pretrain_recipe import RECIPES, PretrainRecipe, Stage, cells, runs_of
+from tasks.classify.recipe import SupervisedRecipe, in_steps
+from tasks.classify.train import evaluate, train_classifier
+
+Json = dict[str, Any]
+DEMO_NOTE = (
+    "This is the demo: generated scenes and a tower of 220,000 weights. Nothing here is an ImageNet number. "
+    "For images of your own: dpn pretrain --arch S/16 --data FOLDER"
+)
+
+
+def run(recipe: PretrainRecipe, place: Place, console: Console) -> Json | None:
+    """Train and return the result; None on ranks that do not lead and after a dry run.
+
+    Raises `DpnError` and its subclasses, which carry the exit code.
+    """
+    if recipe.demo:
+        console.info(DEMO_NOTE)
+    recipe = recipe.model_copy(update={"backbone": with_own_stem(recipe.backbone, console)})
+    default = command.default_folder(recipe, _folder(recipe))
+    with session(recipe, recipe.runtime, "classifier", place, default, console) as begun:
+        if place.dry_run:
+            command.dry_run(recipe, _open_data(recipe), runs_of(recipe), begun.world, console)
+            return None
+        result = begun.folder.result
+        if result is None:
+            data = _open_data(begun.recipe)
+            if begun.recipe.stages:
+                result = _Sweep(begun, data).run()
+            else:
+                counted = in_steps(begun.recipe, len(data.train.labels), console.info)
+                result = train_classifier(replace(begun, recipe=counted), data, "pretrain")
+        weights = begun.folder.path / result.get("weights", WEIGHTS)
+        console.info(f"weights: {weights}, for --checkpoint of any command")
+        return result if begun.world.leads else None
+
+
+def show(result: Json) -> None:
+    """Print a result on stdout."""
+    terminal.show(describe_pretraining(result))
+
+
+def _open_data(recipe: PretrainRecipe) -> ClassData:
+    return open_tuning(recipe) if recipe.stages else command.open_data(recipe)
+
+
+def _folder(recipe: PretrainRecipe) -> str:
+    """Return the folder below ``runs/``: one for each recipe, so that none stands in another's way."""
+    if recipe.demo:
+        return "pretrain_demo"
+    if recipe.stages:
+        return "pretrain_sweep"
+    if recipe.about.table == "none":  # own pictures, of any number of epochs
+        return "pretrain_own"
+    usual = recipe.epochs in (None, read_recipe(RECIPES["imagenet"])["epochs"])
+    return "pretrain" if usual else f"pretrain_{recipe.epochs:g}ep"
+
+
+def open_tuning(recipe: SupervisedRecipe) -> ClassData:
+    """Open the three splits of a sweep: `minival` is the one to choose on, `val` the one to test on."""
+    return open_tuning_data(command.source_of(recipe))
+
+
+class _Sweep:
+    """Stages of trainings, each a run folder of its own; what a stage chooses is carried on to the next."""
+
+    def __init__(self, begun: Session[PretrainRecipe], data: ClassData) -> None:
+        self.begun, self.recipe, self.data = begun, begun.recipe, data
+        self.folder, self.world, self.console = begun.folder, begun.world, begun.console
+
+    def run(self) -> Json:
+        """Run all stages; what each of them chose is scored once on the test split, a row of Table 7 each."""
+        chosen, stages = self.recipe, list[Json]()
+        for number, stage in enumerate(self.recipe.stages[:-1], 1):
+            chosen, row = self._search(number, chosen, stage)
+            stages.append(row)
+        number = len(self.recipe.stages)
+        ((name, final),) = cells(chosen, self.recipe.stages[-1])
+        result = self._cell(f"stage{number}/{name}", final, self.data, "1 of 1")
+        if result["minival_top1"] is None:
+            raise NonFiniteError(f"stage {number}: the loss is NaN or infinite; lower lr")
+        whole = {**result, "stages": stages, "weights": f"stage{number}/{name}/{WEIGHTS}"}
+        if self.world.leads:
+            self.folder.finish(whole)
+        return whole
+
+    def _search(self, number: int, chosen: PretrainRecipe, stage: Stage) -> tuple[PretrainRecipe, Json]:
+        """Train a stage's grid; returns the run that is best on validation, and the stage's numbers.
+
+        A search leaves its numbers, not a network per run: only the best one so far is kept, until it is scored.
+        """
+        searching, runs = replace(self.data, val=self.data.minival), list(cells(chosen, stage))
+        place = f"stage{number}"
+        top1: dict[str, float | None] = {}
+        best, score = "", -1.0
+        for count, (name, recipe) in enumerate(runs, 1):
+            result = self._cell(f"{place}/{name}", recipe, searching, f"{count} of {len(runs)}")
+            found = top1[name] = result["minival_top1"]
+            loser = name
+            if found is not None and found > score:
+                best, loser, score = name, best, found
+            if loser:
+                self._drop(f"{place}/{loser}")
+        if not best:
+            raise NonFiniteError(f"stage {number}: every run ended with a NaN or infinite loss; lower lr")
+        chosen = dict(runs)[best]
+        self.console.info(f"stage {number}: {best} is best, {score:.2f} % on the validation split")
+        row = {"epochs": stage.epochs, "top1": top1, "chosen": best, "test_top1": self._test(place, best, chosen)}
+        return chosen, row
+
+    def _test(self, place: str, name: str, recipe: PretrainRecipe) -> float | None:
+        """Score a stage's choice on the test split, or return its score; None where its network is gone."""
+        kept, scored = self.folder.path / place / name, self.folder.path / place / "test.json"
+        row: Json | None = from_leader(read_object(scored))
+        if row is None:
+            if not from_leader((kept / WEIGHTS).is_file()):
+                self.console.warn(f"{kept / WEIGHTS}: no such file, so this run is not scored on the test split")
+                return None
+            classifier = load_classifier(str(kept))
+            classifier.model.to(self.world.device).eval()
+            row = {"run": name, "top1": evaluate(classifier, self.data.val, recipe, self.world).top1}
+            if self.world.leads:
+                replace_json(scored, row)
+        self._drop(f"{place}/{name}")
+        top1: float = row["top1"]
+        return top1
+
+    def _drop(self, place: str) -> None:
+        """Delete a run's network, once no rank reads it any more."""
+        barrier()
+        if self.world.leads:
+            (self.folder.path / place / WEIGHTS).unlink(missing_ok=True)
+
+    def _cell(self, place: str, recipe: PretrainRecipe, data: ClassData, shown: str) -> Json:
+        """Run one training or return its result, without a score when its loss became NaN or infinite."""
+        path = self.folder.path / place
+        folder = open_folder(path, recipe, "classifier", self.world, self.console, resume=True, overwrite=False)
+        if (result := folder.result) is not None:
+            return result
+        self.console.info(f"{place} ({shown})")
+        try:
+            counted = in_steps(recipe, len(data.train.labels))
+            result = train_classifier(replace(self.begun, recipe=counted, folder=folder), data, "pretrain")
+        except NonFiniteError as error:
+            self.console.warn(f"{place}: {error}")
+            result = {"task": "pretrain", "minival_top1": None, "error": str(error)}
+            if self.world.leads:
+                folder.finish(result)
+        return result
+
+
+def describe_pretraining(result: Json) -> str:
+    """Return the result as text."""
+    lines = []
+    for number, stage in enumerate(result.get("stages", ()), 1):
+        top1: dict[str, float | None] = stage["top1"]
+        values = [value for value in top1.values() if value is not None]
+        lines.append(
+            f"stage {number}, {len(top1)} runs of {stage['epochs']:g} epochs: {stage['chosen']}, "
+            f"{max(values):.2f} % on validation, {_percent(stage['test_top1'])} on test"
+        )
+    return "\n".join([*lines, command.describe_training(result)])
+
+
+def _percent(value: float | None) -> str:
+    return "no score" if value is None else f"{value:.2f} %"

@@ -1,0 +1,198 @@
+"""The pre-training recipe: Appendix C by architecture, presets, and the stages of a sweep. Imports no torch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from dpn_cli.arch import Stem, did_you_mean, parse_arch
+from dpn_cli.errors import DpnError
+from dpn_cli.recipe.flag import MODEL, TRAIN, flag
+from dpn_cli.recipe.home import find_data
+from dpn_cli.recipe.layers import last_given, layered
+from dpn_cli.recipe.reading import Plain, Say, build, from_flags, merge, read_recipe, unsaid
+from dpn_cli.recipe.schema import ARCH, IMAGE_SIZE, STEM, Pixels, Positive, Section, listed
+from dpn_cli.recipe.sources import flat
+from dpn_cli.recipe.start import check_start
+from tasks.classify.appendix_c import APPENDIX_C, LEVELS, SHORT, augmented, regularized
+from tasks.classify.own import shipped_for
+from tasks.classify.recipe import SupervisedNetwork, SupervisedRecipe
+
+RECIPES = {"imagenet": "pretrain", "sun397": "pretrain_sun397"}
+# The built-in scenes with the question that takes most of them in.
+DEMO_OBJECTS = "demo:objects"
+LEAST_MINIVAL = 0.01
+
+
+class Stage(Section):
+    """One stage of a sweep: every combination of the grid's values is trained, the best one is carried on."""
+
+    epochs: Annotated[float, Field(gt=0)]
+    grid: dict[str, Annotated[tuple[float, ...], Field(min_length=1)]] = Field(default_factory=dict)
+
+
+class NewNetwork(SupervisedNetwork):
+    """A network from scratch: no checkpoint says what it is."""
+
+    arch: Annotated[str | None, ARCH.but(unset="needed")] = None
+    stem: Annotated[Stem | None, STEM.but(unset="dpn")] = None
+    checkpoint: str | None = None
+    image_size: Annotated[Pixels | None, IMAGE_SIZE.but(unset="224")] = None
+    dropout: Annotated[float, Field(ge=0, lt=1), flag("--dropout", help="Dropout rate.", panel=MODEL)] = 0.0
+
+
+class PretrainRecipe(SupervisedRecipe):
+    """All that ``dpn pretrain`` does."""
+
+    backbone: NewNetwork = NewNetwork()
+    freeze: Annotated[tuple[str, ...], BeforeValidator(listed)] = ()
+    fewshot: Annotated[
+        Positive | None,
+        flag(
+            "--eval-fewshot",
+            help="Images per class of a linear probe at every evaluation; 25 in the paper.",
+            panel=TRAIN,
+        ),
+    ] = None
+    stages: tuple[Stage, ...] = ()
+
+    def in_paper(self) -> Plain | None:
+        """Return Appendix C's line of the architecture; None without one, and no line for other tables' recipes."""
+        if "App. C" not in self.about.table:
+            return {}
+        row = APPENDIX_C.get(self.backbone.arch or "")
+        return dict(flat(regularized(row))) if row else None
+
+    @model_validator(mode="after")
+    def _enough_minival(self) -> PretrainRecipe:
+        share = self.data.minival
+        if share is not None and 0 < share < LEAST_MINIVAL:
+            raise ValueError(
+                f"data.minival ({share:g}) would leave fewer than 1 % of the images for minival: use at least "
+                f"{LEAST_MINIVAL:g}, or 0 to train on every image and watch nothing"
+            )
+        return self
+
+
+def resolve(
+    name: str | None,
+    preset: Literal["short"] | None,
+    level: str | None,
+    config: str | None,
+    flags: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    say: Say = unsaid,
+) -> Plain:
+    """Merge the layers of the recipe `name`; without data it becomes the demo's. What a duration changes goes to `say`.
+
+    Without a name or a preset, pictures that are not ImageNet's get a recipe of their own, and `say` is told so.
+    Later layers win: shipped recipe, Appendix C's line of the architecture, ``--config``, preset, augmentation level,
+    flags and settings. Raises `DpnError` for an architecture without a line, unless the level is given, and for what a
+    sweep's stages decide.
+    """
+    named, name = name or preset, name or "imagenet"
+    if name not in RECIPES:
+        raise DpnError(f"--recipe {name!r}: choose {' or '.join(RECIPES)}{did_you_mean(name, RECIPES)}")
+    file, command = read_recipe(config) if config else {}, merge(flags, settings)
+    given = last_given("data", "source", file, command)
+    arch = last_given("backbone", "arch", file, command)
+    source = given or find_data(name)
+    demo = source in ("demo", DEMO_OBJECTS)
+    if demo and name != "imagenet":
+        raise DpnError(
+            f"--data: {name} needs train/CLASS, val/CLASS and test/CLASS; name the folder (there is no demo)"
+        )
+    if demo and not given and arch:
+        raise DpnError(
+            f"--data: no images to train {arch} on: neither $DPN_DATA_DIR/{name} nor ./{name} is there; name them with "
+            "--data, or leave --arch out to train the small demo tower on built-in scenes"
+        )
+    if preset and (demo or name != "imagenet"):
+        raise DpnError(f"--preset {preset}: shortens the recipe of ImageNet, not {'the demo' if demo else name}")
+    shipped = "pretrain_demo" if demo else RECIPES[name]
+    if not demo and not named:
+        shipped = shipped_for(str(source), config, shipped, "pretrain_own", say)
+    row = _row_of(arch, level, searched=name == "sun397") if shipped in RECIPES.values() else {}
+    plain = layered(
+        merge(read_recipe(shipped), row),
+        merge(file, SHORT if preset else {}, augmented(_level(level)) if level else {}),
+        command,
+        "pretrain",
+        say,
+    )
+    if plain.get("stages"):
+        _check_searched(plain, command)
+    return merge(plain, {"data": {"source": DEMO_OBJECTS if demo else source}})
+
+
+def _check_searched(plain: Plain, command: Plain) -> None:
+    """Raise `DpnError` for what a command sets and the stages, or the splits of a sweep, decide."""
+    grids = [stage.get("grid", {}) for stage in plain["stages"] if isinstance(stage, dict)]
+    decided = {"epochs", "schedule.steps", "data.val_fraction", "data.minival", "data.val_source"}.union(*grids)
+    for key, value in flat(command):
+        if key in decided and value is not None:
+            raise DpnError(
+                f"{key}={value}: a sweep's stages decide it; change them (--set 'stages=[{{epochs: 5, grid: {{...}}}}, "
+                "...]', --config), or train once with the recipe of imagenet"
+            )
+
+
+def _level(level: str) -> Any:
+    if level not in LEVELS:
+        raise DpnError(f"--augment {level!r}: choose one of {', '.join(LEVELS)}{did_you_mean(level, LEVELS)}")
+    return level
+
+
+def _row_of(arch: object, level: str | None, *, searched: bool) -> Plain:
+    """Return the recipe keys of Appendix C's line for `arch`; of a search, those that it leaves alone."""
+    if not isinstance(arch, str):
+        raise DpnError(f"--arch is needed: {', '.join(APPENDIX_C)} have a line in Appendix C; any SIZE/PATCH works")
+    parse_arch(arch)
+    row = APPENDIX_C.get(arch)
+    if searched:
+        return {"backbone": {"pre_logits": row.pre_logits if row else True}}
+    if row:
+        return regularized(row)
+    if level is None:
+        raise DpnError(
+            f"--arch {arch}: Appendix C has lines for {', '.join(APPENDIX_C)} only; say how strongly to augment it "
+            f"with --augment LEVEL ({', '.join(LEVELS)}), and --dropout and --drop-path where you want them"
+        )
+    return {"backbone": {"pre_logits": True}}
+
+
+def settle(recipe: PretrainRecipe) -> PretrainRecipe:
+    """Check what needs more than one key. Raises `DpnError`."""
+    checkpoint = recipe.backbone.checkpoint or "none"
+    stem = recipe.backbone.stem or ("dpn" if checkpoint == "none" else None)
+    backbone = recipe.backbone.model_copy(update={"checkpoint": checkpoint, "stem": stem})
+    for stage in recipe.stages:
+        names = [name for name, _ in cells(recipe, stage)]
+        if len(set(names)) != len(names):
+            raise DpnError(f"stages: a grid of {stage.epochs:g} epochs names a run twice ({', '.join(names)})")
+        if stage is recipe.stages[-1] and len(names) != 1:
+            raise DpnError(
+                f"stages: the last one is scored on the test split, so it is one training, not {len(names)}: empty its "
+                "grid"
+            )
+    return recipe.model_copy(update={"backbone": check_start(backbone)})
+
+
+def cells(recipe: PretrainRecipe, stage: Stage) -> Iterator[tuple[str, PretrainRecipe]]:
+    """Yield the runs of a stage: name and recipe, in the order of the grid.
+
+    Raises `DpnError` for a grid key that is not a recipe key, and for a value that the key does not allow.
+    """
+    for values in itertools.product(*stage.grid.values()):
+        settings = dict(zip(stage.grid, values, strict=True))
+        name = ",".join(f"{key.rpartition('.')[2]}={value:.12g}" for key, value in settings.items())
+        plain = merge(recipe.model_dump(), {"stages": (), "epochs": stage.epochs}, from_flags(settings))
+        yield name or "only", build(PretrainRecipe, plain, f"stage of {stage.epochs:g} epochs, {name}")
+
+
+def runs_of(recipe: PretrainRecipe) -> list[PretrainRecipe]:
+    """Return all trainings of a recipe; those after a sweep's first stage with the grid's values only."""
+    return [cell for stage in recipe.stages for _, cell in cells(recipe, stage)] or [recipe]

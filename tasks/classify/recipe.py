@@ -1,0 +1,136 @@
+"""The recipe keys of supervised training, from scratch or from a checkpoint. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import Field, model_validator
+
+from dpn_cli.recipe.flag import TRAIN, flag
+from dpn_cli.recipe.reading import Say, unsaid
+from dpn_cli.recipe.schema import (
+    DATA_SOURCE,
+    DECODE,
+    DROP_PATH,
+    MAX_PIXELS,
+    VAL_DATA,
+    VAL_FRACTION,
+    BackboneConfig,
+    Flip,
+    Freeze,
+    ImageColumn,
+    LabelColumn,
+    MaxPixels,
+    NonNegative,
+    Positive,
+    Section,
+    Side,
+    SkipBadImages,
+)
+from dpn_cli.recipe.training import TrainingRecipe, counted_in_steps
+
+Share = Annotated[float, Field(gt=0, lt=1)]
+
+
+class SupervisedData(Section):
+    """Where the images are, and how they become pixels."""
+
+    source: Annotated[
+        str | None,
+        DATA_SOURCE.but(
+            help="Folder with train/CLASS and val/CLASS (or CLASS, with --val-fraction), a packed folder (dpn data "
+            "pack), hf:OWNER/NAME[:CONFIGURATION], wds:PATTERN, or demo.",
+            unset="$DPN_DATA_DIR/imagenet, ./imagenet, else demo",
+        ),
+    ] = None
+    val_source: Annotated[str | None, VAL_DATA] = None
+    val_fraction: Annotated[Share | None, VAL_FRACTION] = None
+    minival: Annotated[float, Field(ge=0, lt=1)] | None = None
+    image_column: ImageColumn = None
+    label_column: LabelColumn = None
+    decode: Annotated[
+        Literal["exact", "fast", "pillow"],
+        DECODE.but(
+            help="exact: the reference's pixels; fast: JPEGs shrunk while they are decoded; pillow: Pillow's pixels."
+        ),
+    ] = "exact"
+    max_pixels: MaxPixels = MAX_PIXELS
+    eval_resize: Side | None = None
+    skip_bad_images: SkipBadImages = False
+    crop: Literal["inception", "whole"] = "inception"
+    flip: Flip = True
+
+
+class SupervisedNetwork(BackboneConfig):
+    """A backbone with dropout and stochastic depth."""
+
+    drop_path: Annotated[float, Field(ge=0, lt=1), DROP_PATH] = 0.0
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    drop_path_rescale: bool = True
+
+
+class RandAugment(Section):
+    """How many random operations an image goes through, and how strong they are; the reference goes to 20."""
+
+    layers: Annotated[int, Field(ge=0)] = 0
+    magnitude: Annotated[float, Field(ge=0, le=30)] = 0.0
+
+
+class SupervisedRecipe(TrainingRecipe):
+    """All that decides a classifier's training."""
+
+    backbone: SupervisedNetwork = SupervisedNetwork()
+    data: SupervisedData = SupervisedData()
+    loss: Annotated[Literal["sigmoid", "softmax"], flag("--loss", help="Loss over the classes.", panel=TRAIN)] = (
+        "sigmoid"
+    )
+    head_bias: float | None = 0.0
+    randaugment: RandAugment = RandAugment()
+    mixup: Annotated[NonNegative, flag("--mixup", help="Strength p of mixup, Beta(p, p); 0 for none.", panel=TRAIN)] = (
+        0.0
+    )
+    ema: Annotated[
+        Annotated[float, Field(gt=0, lt=1)] | None,
+        flag("--ema", help="Decay of the averaged weights that are evaluated and kept.", panel=TRAIN),
+    ] = None
+    freeze: Freeze = ()
+    select: Literal["best", "last"] = "last"
+    fewshot: Positive | None = None
+    eval_batch_size: Positive = 64
+    evaluate_every: Positive = 2500
+
+    @model_validator(mode="after")
+    def _crop_fits(self) -> SupervisedRecipe:
+        size, side = self.backbone.image_size or 1, self.data.eval_resize
+        largest = size if isinstance(size, int) else max(size)
+        if side is not None and side < largest:
+            raise ValueError(
+                f"data.eval_resize: the image size ({largest}) or more, as the centre of that size is cut from what is "
+                f"resized (got {side})"
+            )
+        return self
+
+    @property
+    def demo(self) -> bool:
+        """Whether the data are the built-in scenes, whatever is asked about them."""
+        return (self.data.source or "").split(":")[0] == "demo"
+
+
+RecipeT = TypeVar("RecipeT", bound=SupervisedRecipe)
+
+
+def head_bias_of(recipe: SupervisedRecipe, classes: int) -> float:
+    """Return the bias that a new head starts with.
+
+    Left out, it makes the sigmoid loss start near the classes' base rate: -log(classes) to one decimal, which for
+    1000 classes is the -6.9 of arXiv 2302.01327 Appendix C. The softmax loss needs none.
+    """
+    if recipe.head_bias is not None:
+        return recipe.head_bias
+    return -round(math.log(classes), 1) if recipe.loss == "sigmoid" else 0.0
+
+
+def in_steps(recipe: RecipeT, images: int, say: Say = unsaid) -> RecipeT:
+    """Return the recipe with its duration in steps: big_vision rounds epochs x images / batch, at least to one."""
+    return counted_in_steps(recipe, images / recipe.batch_size, say)

@@ -1,0 +1,272 @@
+"""Training one classifier: data checked, trained, its checkpoint chosen, validation scored once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpn_cli.data.classified import ClassData
+from dpn_cli.data.labelled import Labelled
+from dpn_cli.data.loader import Augmentation, blend, crop_batches, worker_count
+from dpn_cli.data.trained_on import record
+from dpn_cli.engine import fit as engine
+from dpn_cli.engine.losses import LOSSES
+from dpn_cli.engine.trainstate import evaluated_weights
+from dpn_cli.errors import DpnError
+from dpn_cli.model.freeze import freeze
+from dpn_cli.recipe.training import of_two_steps
+from dpn_cli.run import distributed
+from dpn_cli.run.console import Console
+from dpn_cli.run.distributed import World
+from dpn_cli.run.folder import Checkpoints
+from dpn_cli.run.kinds import DIGEST
+from dpn_cli.run.sanity import result_warning
+from dpn_cli.run.session import Session
+from dpn_cli.scoring import Scores, score
+from dpn_cli.weights.backbone import Backbone, backbone_of
+from dpn_cli.weights.origin import describe_start
+from tasks.classify.check import check_batch, check_data, resize_side_of, shot_pool
+from tasks.classify.classifier import WEIGHTS, Classifier, load_classifier, predict, save_classifier
+from tasks.classify.probe import choose, encode, probe
+from tasks.classify.recipe import RecipeT, SupervisedRecipe, head_bias_of
+
+Json = dict[str, Any]
+
+
+def train_classifier(begun: Session[RecipeT], data: ClassData, task: str) -> Json:
+    """Train in the folder of the run, or finish what is there, and return the result, which is written there too.
+
+    The recipe's duration is in steps.
+    Raises `DpnError` and its subclasses; what was trained until then is kept.
+    """
+    recipe, folder, world, console = begun.recipe, begun.folder, begun.world, begun.console
+    facts = check_data(recipe, data, folder, world, console)
+    if not distributed.from_leader((folder.path / WEIGHTS).is_file()):
+        check_batch(recipe, world)
+        training = _ClassifierTraining(begun, data, facts)
+        with begun.outputs(task, begun.tracker(recipe.runtime.report_to)) as outputs:
+            job = training.job(outputs)
+            done = engine.fit(engine.prepare(training.model, recipe.runtime, world), job)
+        training.keep(done, outputs)
+    classifier = load_classifier(str(folder.path))
+    classifier.model.to(world.device).eval()
+    scores = evaluate(classifier, data.val, recipe, world)
+    trained = classifier.facts
+    result = {
+        "task": task,
+        "arch": trained["arch"],
+        "stem": recipe.backbone.stem,
+        "image_size": list(classifier.model.config.image_size),
+        "parameters": trained["parameters"],
+        "classes": len(data.classes),
+        "head_bias": head_bias_of(recipe, len(data.classes)),
+        "images": {"train": len(data.train.labels), "minival": len(data.minival.labels), "val": scores.images},
+        "skipped": scores.skipped,
+        "top1": scores.top1,
+        "top5": scores.top5,
+        "loss": scores.loss,
+        "floors": scores.floors,
+        "minival_top1": trained["minival_top1"],
+        "best_step": trained["best_step"],
+        "curve": trained["curve"],
+        "lost_records": trained.get("lost_records", 0),
+        "steps": recipe.schedule.steps,
+        "timing": trained["timing"],
+        "data": facts["data"],
+        DIGEST: classifier.model.report.digest,
+        "decoder": data.val.reading.versions(),
+        "differs_from_paper": begun.differs,
+    }
+    if warning := result_warning("validation top-1", scores.top1, scores.floors, scores.images):
+        console.warn(warning)
+    if world.leads:
+        folder.finish(result)
+    return result
+
+
+def load_network(recipe: SupervisedRecipe, classes: int) -> Backbone:
+    """Load the recipe's network with a new head of zero weights. Raises as `load_backbone` does."""
+    model = backbone_of(recipe.backbone, num_classes=classes, seed=recipe.seed)
+    assert isinstance(model.head, nn.Linear)
+    nn.init.constant_(model.head.bias, head_bias_of(recipe, classes))
+    return model
+
+
+def evaluation_interval(recipe: SupervisedRecipe) -> int:
+    """Return the steps between evaluations on minival: the recipe's, or a quarter of a training shorter than that."""
+    steps = recipe.schedule.steps
+    return recipe.evaluate_every if recipe.evaluate_every < steps else max(1, steps // 4)
+
+
+def loss_of(recipe: SupervisedRecipe, model: Backbone, classes: int) -> engine.LossFn:
+    """Return the engine's loss of a batch: images are normalised, and mixed where the batch says, on the device."""
+
+    def one_hot(labels: Tensor) -> Tensor:
+        return nn.functional.one_hot(labels, classes).float()
+
+    def loss(trainable: nn.Module, batch: engine.Batch) -> Tensor:
+        image, target = model.normalize(batch["image"]), one_hot(batch["label"])
+        if "mix" in batch:
+            image = blend(image, model.normalize(batch["other_image"]), batch["mix"])
+            target = blend(target, one_hot(batch["other_label"]), batch["mix"])
+        return LOSSES[recipe.loss](trainable(image).float(), target)
+
+    return loss
+
+
+def augmentation_of(recipe: SupervisedRecipe, size: tuple[int, int]) -> Augmentation:
+    """Return how the recipe makes training images of `size`."""
+    augment = recipe.randaugment
+    data = recipe.data
+    return Augmentation(
+        size, data.decode, recipe.mixup, augment.layers, augment.magnitude, crop=data.crop, flip=data.flip
+    )
+
+
+class _ClassifierTraining:
+    """One training and what it needs at every evaluation."""
+
+    def __init__(self, begun: Session[RecipeT], data: ClassData, facts: Json) -> None:
+        recipe, console = begun.recipe, begun.console
+        self.recipe, self.folder, self.world, self.console = recipe, begun.folder, begun.world, console
+        self.data, self.facts = data, facts
+        self.skipped: list[int] = []
+        self.model = load_network(recipe, len(data.classes))
+        console.info(describe_start(self.model.report, Checkpoints(self.folder.path / "checkpoints")))
+        if recipe.head_bias is None and recipe.loss == "sigmoid":
+            bias = head_bias_of(recipe, len(data.classes))
+            console.info(f"the head's bias starts at {bias:g}, -log of {len(data.classes)} classes")
+        if recipe.freeze:
+            console.info(f"{freeze(self.model, recipe.freeze) / 1e6:.2f} M weights are frozen")
+        side = resize_side_of(recipe, self.model.config.image_size)
+        self.classifier = Classifier(self.model, data.classes, recipe.loss, side, {}, data.val.reading.decoder)
+
+    def job(self, outputs: engine.Outputs) -> engine.Job:
+        """Return what the engine has to do."""
+        recipe, data, world, model = self.recipe, self.data, self.world, self.model
+        if world.leads:
+            self.folder.update(backbone=model.report.to_dict(), **{DIGEST: None})
+        batches = crop_batches(
+            data.train,
+            augmentation_of(recipe, model.config.image_size),
+            recipe.batch_size,
+            recipe.seed,
+            world,
+            workers=worker_count(recipe.runtime.workers, world.device, world.size),
+            skip_bad=recipe.data.skip_bad_images,
+            on_skip=self.skipped.append,
+        )
+        watched = bool(data.minival.labels)
+        return engine.Job.of(
+            recipe,
+            loss_fn=loss_of(recipe, model, len(data.classes)),
+            batches=batches,
+            ema_decay=recipe.ema,
+            evaluate=self.minival if watched else None,
+            evaluate_every=evaluation_interval(recipe) if watched else 0,
+            keep_best=recipe.select == "best",
+            world=world,
+            outputs=outputs,
+        )
+
+    def keep(self, done: engine.FitResult, outputs: engine.Outputs) -> None:
+        """Take the last or the best checkpoint, and write the classifier's file."""
+        recipe, data, world, console, model = self.recipe, self.data, self.world, self.console, self.model
+        checkpoints, log = outputs.checkpoints, outputs.log
+        assert checkpoints
+        assert log
+        if self.skipped:
+            console.warn(f"{sum(self.skipped)} times an unreadable training image was replaced by the next one")
+        watched = bool(data.minival.labels)
+        best = checkpoints.load("best", console.warn) if watched and recipe.select == "best" else None
+        if best:
+            model.load_state_dict(evaluated_weights(best[0]))
+        config = model.config
+        self.classifier.facts = {
+            "arch": config.arch,
+            "parameters": model.report.parameters,
+            "minival_top1": best[1]["best"] if best else done.metrics.get("accuracy"),
+            "best_step": best[1]["step"] if best else recipe.schedule.steps,
+            "curve": [record for record in log.records() if "accuracy" in record],
+            "lost_records": log.lost(),
+            "timing": {"train_seconds": round(done.seconds, 2), "wait_seconds": round(done.wait_seconds, 2)},
+            "recipe": recipe.model_dump(mode="json"),
+            "data": self.facts["data"],
+            "trained_on": record(data.train) if world.leads else None,
+        }
+        if world.leads:
+            save_classifier(self.classifier, self.folder.path / WEIGHTS)
+            checkpoints.clear()
+        distributed.barrier()
+
+    def minival(self) -> dict[str, float]:
+        """Score minival, and probe the representation where the recipe asks for it."""
+        scores = evaluate(self.classifier, self.data.minival, self.recipe, self.world)
+        metrics = {"accuracy": scores.top1, "minival_loss": scores.loss}
+        if self.recipe.fewshot:
+            metrics[f"fewshot_{self.recipe.fewshot}"] = self.fewshot(self.recipe.fewshot)
+        return metrics
+
+    def fewshot(self, shots: int) -> float:
+        """Return the accuracy in percent on minival of a probe on a few training images per class.
+
+        Rank 0 does it; what stops it there stops all ranks.
+        """
+        accuracy, problem = 0.0, None
+        if self.world.leads:
+            try:
+                accuracy = self._probe(shots)
+            except DpnError as error:
+                problem = error
+        accuracy, problem = distributed.from_leader((accuracy, problem))
+        if problem is not None:
+            raise problem
+        return accuracy
+
+    def _probe(self, shots: int) -> float:
+        pool, classes = shot_pool(self.data.train), len(self.data.classes)
+        rows = choose(torch.as_tensor(pool.labels).numpy(), classes, shots, 0).tolist()
+        recipe, device = self.recipe, self.world.device
+        bad = recipe.data.skip_bad_images
+        size = recipe.eval_batch_size
+        # The probe's own crop would hide the edges of pictures that the network is trained on whole.
+        whole = self.classifier.transform if self.classifier.resize_side is None else None
+        train = encode(self.model, pool, recipe.runtime, device, size, rows=rows, skip_bad=bad, transform=whole)
+        test = encode(self.model, self.data.minival, recipe.runtime, device, size, skip_bad=bad, transform=whole)
+        return 100 * probe(*train, *test, classes)
+
+
+def evaluate(classifier: Classifier, split: Labelled, recipe: SupervisedRecipe, world: World) -> Scores:
+    """Score a split with the recipe's precision and loader."""
+    with engine.precision_of(recipe.runtime, world.device):
+        return score(
+            lambda images: predict(classifier, images),
+            split,
+            classifier.transform,
+            len(classifier.classes),
+            world,
+            loss=recipe.loss,
+            batch_size=recipe.eval_batch_size,
+            workers=recipe.runtime.workers,
+            skip_bad=recipe.data.skip_bad_images,
+        )
+
+
+def measure_step(recipe: SupervisedRecipe, data: ClassData, world: World, console: Console) -> float:
+    """Train two steps, keeping nothing; returns the seconds of a step."""
+    model = load_network(recipe, len(data.classes))
+    console.info(model.report.summary())
+    if recipe.freeze:
+        freeze(model, recipe.freeze)
+    augmentation = augmentation_of(recipe, model.config.image_size)
+    job = engine.Job.of(
+        of_two_steps(recipe),
+        loss_fn=loss_of(recipe, model, len(data.classes)),
+        batches=crop_batches(data.train, augmentation, recipe.batch_size, recipe.seed, world, workers=0),
+        ema_decay=recipe.ema,
+        world=world,
+        outputs=engine.Outputs(warn=console.warn),
+    )
+    return engine.fit(engine.prepare(model, recipe.runtime, world), job).seconds / 2

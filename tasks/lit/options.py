@@ -1,0 +1,113 @@
+"""The options of the commands that use a pair of towers. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from dpn_cli.recipe.flag import DATA, MODEL, OUTPUT, RUNTIME, argument, flag
+from dpn_cli.recipe.schema import ImageColumn, LabelColumn, Positive, RunPictures, Runtime, Section
+from tasks.lit.recipe import CACHE_DIR, CAPTION_COLUMN, IMAGES, SKIP_BAD
+
+RUN = argument("A run's folder, an export's, or its weights.safetensors.")
+TOP = flag("--top", "-k", help="How many to print.", panel=OUTPUT)
+SkipBad = Annotated[bool, SKIP_BAD]
+CacheDir = Annotated[str | None, CACHE_DIR]
+
+
+class Scoring(Section):
+    """Options of ``dpn lit eval``."""
+
+    run: Annotated[str, RUN]
+    source: Annotated[
+        str,
+        flag(
+            "--data",
+            help="Labelled images (folder with val/CLASS or CLASS, hf:OWNER/NAME[:CONFIGURATION], wds:PATTERN, demo), "
+            "or captioned ones (.csv, .tsv, .json; with --retrieval the other kinds of 'lit train' too).",
+            panel=DATA,
+        ),
+    ]
+    split: Annotated[
+        Literal["train", "val", "test", "all"] | None,
+        flag(
+            "--split",
+            help="Part of the data.",
+            panel=DATA,
+            unset="val, which of a run's own pairs are those that it held out",
+        ),
+    ] = None
+    retrieval: Annotated[
+        bool, flag("--retrieval", help="Read --data as captioned images and score retrieval.", panel=DATA)
+    ] = False
+    prompts: Annotated[
+        str | None,
+        flag(
+            "--prompts",
+            help="clip_paper (81 templates), clip_best (8), plain, or a file, one a line.",
+            panel=MODEL,
+            unset="clip_paper",
+        ),
+    ] = None
+    class_names: Annotated[
+        str | None,
+        flag(
+            "--class-names",
+            help="imagenet, or a file with a name per class.",
+            panel=DATA,
+            unset="open_clip's for ImageNet's folders, else the folders' own",
+        ),
+    ] = None
+    images: Annotated[str | None, IMAGES] = None
+    image_column: ImageColumn = None
+    label_column: LabelColumn = None
+    caption_column: Annotated[str | None, CAPTION_COLUMN] = None
+    pictures: RunPictures = RunPictures()
+    skip_bad_images: SkipBad = False
+    force: Annotated[bool, flag("--force", help="Print an accuracy that is not above chance.", panel=DATA)] = False
+    cache_dir: CacheDir = None
+    batch_size: Annotated[Positive, flag("--batch-size", "-b", help="Images at a time.", panel=RUNTIME)] = 64
+    runtime: Runtime = Runtime()
+    output_dir: Annotated[Path | None, flag("--output-dir", "-o", help="Folder for result.json.", panel=OUTPUT)] = None
+
+    @property
+    def captioned(self) -> bool:
+        """Whether retrieval is scored, and not zero-shot classification."""
+        return self.retrieval or self.source.endswith((".csv", ".tsv", ".json"))
+
+
+class Labelling(Section):
+    """Options of ``dpn lit predict``."""
+
+    run: Annotated[str, RUN]
+    images: Annotated[list[Path], argument("Pictures, or folders of pictures.")]
+    labels: Annotated[str, flag("--labels", help="What the pictures may show, comma separated.", panel=MODEL)]
+    prompts: Annotated[str, flag("--prompts", help="As for eval: plain takes the labels as they are.", panel=MODEL)] = (
+        "plain"
+    )
+    top: Annotated[Positive, TOP] = 3
+    pictures: RunPictures = RunPictures()
+    skip_bad_images: SkipBad = False
+    runtime: Runtime = Runtime()
+
+
+class Search(Section):
+    """Options of ``dpn lit search``."""
+
+    run: Annotated[str, RUN]
+    images: Annotated[Path, flag("--images", help="Folder of pictures.", panel=DATA)]
+    query: Annotated[str, flag("--query", help="What to look for, a sentence.", panel=MODEL)]
+    top: Annotated[Positive, TOP] = 10
+    pictures: RunPictures = RunPictures()
+    skip_bad_images: SkipBad = False
+    cache_dir: CacheDir = None
+    runtime: Runtime = Runtime()
+
+
+class Export(Section):
+    """Options of ``dpn lit export``."""
+
+    run: Annotated[str, RUN]
+    output_dir: Annotated[
+        Path, flag("--output-dir", "-o", help="Folder for towers, description and card.", panel=OUTPUT)
+    ] = Path("export")

@@ -1,0 +1,76 @@
+"""The options of the commands that use a segmenter. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from dpn_cli.recipe.flag import DATA, OUTPUT, argument, flag
+from dpn_cli.recipe.schema import RunPictures, Runtime, Section, Side
+
+# Segmenter's test scales (arXiv 2105.05633), each plain and mirrored.
+MULTI_SCALE = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75)
+RUN = argument("The folder of a segmentation run, or its weights.safetensors.")
+
+
+class Scoring(Section):
+    """Options of ``dpn segment eval``; what is left out stays as the run has it."""
+
+    run: Annotated[str, RUN]
+    source: Annotated[
+        str | None,
+        flag(
+            "--data",
+            help="Data set in another place than the run's, of the same classes and values.",
+            panel=DATA,
+            unset="the run's",
+        ),
+    ] = None
+    mode: Annotated[
+        Literal["slide", "whole"] | None,
+        flag(
+            "--mode",
+            help="slide: windows of the crop's size; whole: each image at once.",
+            panel=DATA,
+            unset="the run's",
+        ),
+    ] = None
+    size: Annotated[
+        Literal["native", "resize", "both"] | None,
+        flag(
+            "--size",
+            help="native: the images' own size, enlarged to a window; resize: within the caps of the run's data.scale; "
+            "both: native, with resize beside it unless there are many scales.",
+            panel=DATA,
+            unset="the run's",
+        ),
+    ] = None
+    stride: Annotated[
+        Side | None, flag("--stride", help="Pixels from window to window.", panel=DATA, unset="the run's")
+    ] = None
+    multi_scale: Annotated[
+        bool,
+        flag(
+            "--multi-scale",
+            help="Average the probabilities at 0.5, 0.75, 1, 1.25, 1.5 and 1.75 times the size, mirrored too.",
+            panel=DATA,
+        ),
+    ] = False
+    pictures: RunPictures = RunPictures()
+    runtime: Runtime = Runtime()
+    output_dir: Annotated[
+        Path | None,
+        flag("--output-dir", "-o", help="Folder for result.json and per_class.csv.", panel=OUTPUT),
+    ] = None
+
+
+class Prediction(Section):
+    """Options of ``dpn segment predict``."""
+
+    run: Annotated[str, RUN]
+    images: Annotated[list[Path], argument("Pictures, or folders of pictures.")]
+    pictures: RunPictures = RunPictures()
+    runtime: Runtime = Runtime()
+    output_dir: Annotated[Path, flag("--output-dir", "-o", help="Folder for what is written.", panel=OUTPUT)] = Path(
+        "predictions"
+    )

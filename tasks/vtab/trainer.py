@@ -1,0 +1,170 @@
+"""One network and one task's pixels, made once and used for all trainings of the task."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpn_cli.arch import Stem
+from dpn_cli.data.crops import Size
+from dpn_cli.data.pixels import PixelSet, load, resize, shuffled_batches
+from dpn_cli.engine import fit as engine
+from dpn_cli.engine.losses import LOSSES
+from dpn_cli.engine.memory import MicroBatch
+from dpn_cli.recipe.start import SCRATCH_PIXELS
+from dpn_cli.run import distributed
+from dpn_cli.run.console import Console
+from dpn_cli.run.distributed import World
+from dpn_cli.run.sanity import crop_warning
+from dpn_cli.scoring import confusion_matrix, count_right, rank_share
+from dpn_cli.weights.backbone import Backbone, backbone_of
+from tasks.vtab.cells import Cell
+from tasks.vtab.data import TaskData
+from tasks.vtab.recipe import VtabRecipe
+from tasks.vtab.table import Task
+
+# 256 for 224: what the public relative of the paper's recipe resizes to before it crops.
+RESIZE_RATIO = 256 / 224
+
+
+def resized_for_crops(recipe: VtabRecipe, size: Size) -> Size:
+    """Return the (height, width) in pixels that training crops of the input `size` are taken from."""
+    height, width = size
+    larger = recipe.data.resize
+    return larger or round(height * RESIZE_RATIO), larger or round(width * RESIZE_RATIO)
+
+
+def check_crops(recipe: VtabRecipe, tasks: Sequence[Task], console: Console) -> None:
+    """Warn when training crops show too little of a picture, which they do in every task that crops or in none."""
+    pixels = recipe.backbone.image_size or SCRATCH_PIXELS  # most checkpoints' own
+    size = (pixels, pixels) if isinstance(pixels, int) else pixels
+    if any("crop" in recipe.data.augment[task.name] for task in tasks) and (
+        warning := crop_warning(size, [resized_for_crops(recipe, size)])
+    ):
+        console.warn(warning)
+
+
+def load_network(recipe: VtabRecipe, stem: Stem, classes: int) -> Backbone:
+    """Load the recipe's network with one stem and a zero head. Raises as `load_backbone` does."""
+    checkpoint = recipe.backbone.checkpoint and recipe.backbone.checkpoint.replace("{stem}", stem)
+    return backbone_of(recipe.backbone, stem=stem, checkpoint=checkpoint, num_classes=classes)
+
+
+class Trainer:
+    """Trains and scores one network on one task; its compiled step and its pixels serve every cell."""
+
+    def __init__(
+        self, recipe: VtabRecipe, stem: Stem, task: Task, data: TaskData, world: World, console: Console
+    ) -> None:
+        self.recipe, self.task, self.data, self.world, self.console = recipe, task, data, world, console
+        self.augment = recipe.data.augment[task.name]
+        self.model = load_network(recipe, stem, task.classes)
+        self.size = self.model.config.image_size
+        if recipe.runtime.compile:
+            torch.compiler.reset()  # the compiler gives up after eight head sizes, and VTAB has fifteen
+        self.trainable = engine.prepare(self.model, recipe.runtime, world)
+        self.first = {name: value.clone() for name, value in self.model.state_dict().items()}
+        self.micro_batch = MicroBatch.choose(recipe.runtime, recipe.batch_size // world.size, self.model, world.device)
+        self._pixels: dict[tuple[str, bool], PixelSet] = {}
+
+    def job(self, cell: Cell, outputs: engine.Outputs) -> engine.Job:
+        """Put the network back to its start and return the engine's job of a cell; its ``accuracy`` is val200's."""
+        if self.recipe.backbone.checkpoint == "none":
+            self.model.initialize(cell.seed)
+        else:
+            self.model.load_state_dict(self.first)
+        train, val = self.pixels(cell.split, train=True), self.pixels("val200", train=False)
+        batches = shuffled_batches(
+            train,
+            self.size,
+            self.recipe.batch_size,
+            cell.seed,
+            crop="crop" in self.augment,
+            flip="flip" in self.augment,
+            world=self.world,
+        )
+        return engine.Job(
+            loss_fn=self.loss,
+            batches=batches,
+            optim=self.recipe.optim,
+            schedule=self.recipe.schedule,
+            lr=cell.lr,
+            batch_size=self.recipe.batch_size,
+            seed=cell.seed,
+            evaluate=lambda: self.evaluate(val),
+            runtime=self.recipe.runtime,
+            world=self.world,
+            micro_batch=self.micro_batch,
+            outputs=outputs,
+        )
+
+    def pixels(self, split: str, *, train: bool) -> PixelSet:
+        """Return a split in memory, for training at the size that crops are taken from."""
+        if split == "train800val200":
+            parts = [self.pixels(part, train=train) for part in ("train800", "val200")]
+            return PixelSet(torch.cat([part.images for part in parts]), torch.cat([part.labels for part in parts]))
+        cropped = train and "crop" in self.augment
+        if (split, cropped) not in self._pixels:
+            pixels = load(
+                getattr(self.data, split),
+                resized_for_crops(self.recipe, self.size) if cropped else self.size,
+                workers=self.recipe.runtime.workers,
+                skip_bad=self.recipe.data.skip_bad_images,
+            )
+            if pixels.skipped:
+                self.console.warn(f"{self.task.name}: {pixels.skipped} unreadable images of {split} are left out")
+            self._pixels[split, cropped] = pixels.to(self.world.device)
+        return self._pixels[split, cropped]
+
+    def loss(self, model: nn.Module, batch: engine.Batch) -> Tensor:
+        """Return the mean loss of a batch of uint8 images and labels."""
+        logits = model(self.model.normalize(batch["image"])).float()
+        return LOSSES[self.recipe.loss](logits, F.one_hot(batch["label"], self.task.classes).float())
+
+    def evaluate(self, pixels: PixelSet) -> dict[str, float]:
+        """Return top-1 accuracy in percent over a set in memory, each image once whatever the ranks."""
+        confusion = confusion_matrix(self.task.classes, self.world.device)
+        rows = torch.arange(self.world.rank, len(pixels.images), self.world.size, device=pixels.images.device)
+        for part in torch.split(rows, self.recipe.eval_batch_size):
+            confusion.update(self.model(self.model.normalize(pixels.images[part])), pixels.labels[part])
+        right, images = count_right(confusion)
+        if images != len(pixels.images):
+            raise RuntimeError(f"{self.task.name}: {images} images were scored, but the split has {len(pixels.images)}")
+        return {"accuracy": 100 * right / images}
+
+    def count_test(self, weights: Sequence[dict[str, Tensor]]) -> list[tuple[int, int]]:
+        """Count (right, all) on test for several sets of weights in one pass: each image is decoded once.
+
+        Test splits reach 70,000 images, so they are streamed and never held in memory. Raises `StoppedError`.
+        """
+        recipe, test = self.recipe, self.data.test
+        confusions = [confusion_matrix(self.task.classes, self.world.device) for _ in weights]
+        transform, bad = partial(resize, size=self.size), recipe.data.skip_bad_images
+        skipped = 0
+        self.model.eval()
+        share = rank_share(test, transform, self.world, recipe.eval_batch_size, recipe.runtime.workers, skip_bad=bad)
+        with closing(share) as parts:
+            for part in parts:
+                skipped += part.skipped
+                if not len(part.images):
+                    continue
+                with torch.inference_mode(), engine.precision_of(recipe.runtime, self.world.device):
+                    images = self.model.normalize(part.images.to(self.world.device))
+                    labels = part.labels.to(self.world.device)
+                    for state, confusion in zip(weights, confusions, strict=True):
+                        confusion.update(torch.func.functional_call(self.model, state, (images,)), labels)
+        skipped = int(distributed.reduce_over_ranks(torch.tensor(skipped)))
+        if skipped:
+            self.console.warn(f"{self.task.name}: {skipped} unreadable test images are left out of the score")
+        totals = [count_right(confusion) for confusion in confusions]
+        if any(images + skipped != len(test.labels) for _, images in totals):
+            raise RuntimeError(
+                f"{self.task.name}: {[images for _, images in totals]} images were scored and {skipped} are "
+                f"unreadable, but the test split has {len(test.labels)}"
+            )
+        return totals

@@ -1,0 +1,179 @@
+"""No recipe key is accepted and ignored: a training reads every key of its schema, or the schema refuses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_highres
+import test_lit
+import test_pretrain
+import test_segment
+import test_vtab
+from pydantic import BaseModel
+
+from dpn_cli.engine.optim import lr_factor
+from dpn_cli.errors import DpnError
+from dpn_cli.recipe.reading import from_flags, merge
+from dpn_cli.recipe.schema import BackboneConfig, Schedule, Section
+from dpn_cli.weights import backbone
+from tasks.classify.highres_recipe import HighresRecipe
+from tasks.classify.pretrain_recipe import PretrainRecipe
+from tasks.lit.recipe import LitRecipe
+from tasks.segment.recipe import SegmentRecipe
+from tasks.vtab.recipe import VtabRecipe
+
+# What describes a recipe and changes nothing; the keys of what one value of another key needs are read below.
+DESCRIPTION = ("about.",)
+
+
+def _keys(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel], str]]:
+    """The dotted keys of a schema, each with the class that holds it and its name there."""
+    for name, field in schema.model_fields.items():
+        inside = field.annotation
+        if isinstance(inside, type) and issubclass(inside, BaseModel):
+            yield from _keys(inside, f"{prefix}{name}.")
+        else:
+            yield prefix + name, schema, name
+
+
+@contextmanager
+def _reads() -> Iterator[set[tuple[type, str]]]:
+    """Collect which keys of which sections the program reads."""
+    seen: set[tuple[type, str]] = set()
+    original = Section.__getattribute__
+
+    def noting(section: Section, name: str) -> Any:
+        if name in type(section).__dict__.get("__pydantic_fields__", {}):
+            seen.add((type(section), name))
+        return original(section, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Section, "__getattribute__", noting, raising=False)
+        yield seen
+
+
+def _vtab(digits: Path, photos: Path, path: Path, **changes: Any) -> Callable[[], Any]:
+    settings = ["data.tasks=svhn", "seeds=1", "lrs=[0.01]", "schedule.steps=2"]
+    more = [f"{key}={value}" for key, value in changes.items()]
+    return lambda: test_vtab.run(digits, path, *settings, *more)
+
+
+def _classifier(module: Any) -> Callable[..., Callable[[], Any]]:
+    def prepared(digits: Path, photos: Path, path: Path, **changes: Any) -> Callable[[], Any]:
+        asked = merge(
+            {"schedule": {"steps": 4}, "evaluate_every": 2, "data": {"minival": 0.2}, "fewshot": 2},
+            from_flags(changes),
+        )
+        recipe = module.small(photos, **asked)
+        return lambda: module.train(recipe, path)
+
+    return prepared
+
+
+def _lit(digits: Path, photos: Path, path: Path, **changes: Any) -> Callable[[], Any]:
+    pairs = path.parent / f"pairs-{path.name}"
+    pairs.mkdir()
+    for place in sorted(photos.glob("*/*"))[:8]:
+        (pairs / f"{place.parent.name}{place.name}").write_bytes(place.read_bytes())
+        (pairs / f"{place.parent.name}{place.stem}.txt").write_text(f"a picture {place.stem}")
+    asked = {"data": {"val_source": None, "val_fraction": 0.5}, "batch_size": 4, "schedule": {"steps": 2, "warmup": 0}}
+    recipe = test_lit.small(pairs, **merge(asked, from_flags(changes)))
+    return lambda: test_lit.train(recipe, path)
+
+
+def _segment(digits: Path, photos: Path, path: Path, **changes: Any) -> Callable[[], Any]:
+    data = path.parent / f"data-{path.name}"
+    test_segment.write_scenes(data, {"training": 8, "validation": 2})
+    asked = merge({"schedule": {"steps": 4}, "evaluate_every": 2}, from_flags(changes))
+    recipe = test_segment.small(data, **asked)
+    return lambda: test_segment.train(recipe, path)
+
+
+TASKS = {
+    "vtab": _vtab,
+    "highres": _classifier(test_highres),
+    "pretrain": _classifier(test_pretrain),
+    "lit": _lit,
+    "segment": _segment,
+}
+SCHEMAS: dict[str, type[Section]] = {
+    "vtab": VtabRecipe,
+    "highres": HighresRecipe,
+    "pretrain": PretrainRecipe,
+    "lit": LitRecipe,
+    "segment": SegmentRecipe,
+}
+# Keys that a schema has and refuses, with a value that is not their default.
+REFUSED: dict[str, dict[str, Any]] = {
+    "lit": {"backbone.drop_path": 0.1, "backbone.grad_checkpointing": True, "optim.layer_decay": 0.9},
+    "segment": {"backbone.pre_logits": True, "optim.layer_decay": 0.9},
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_training_reads_every_key(task: str, digits: Path, photos: Path, tmp_path: Path) -> None:
+    runs = [
+        TASKS[task](digits, photos, tmp_path / name, **{"optim.name": name, **extra})
+        for name, extra in (("adam", {}), ("momentum", {"cache.use": False, "loss": "siglip"} if task == "lit" else {}))
+    ]
+    with _reads() as seen:
+        for run in runs:
+            run()
+    network = {name for section, name in seen if issubclass(section, BackboneConfig)}
+    assert network  # the others are arguments of load_backbone, all of them: see backbone_of
+    missing = []
+    for key, section, name in _keys(SCHEMAS[task]):
+        known = key.startswith((*DESCRIPTION, "backbone.", "schedule.")) or key in REFUSED.get(task, {})
+        if not known and not any(issubclass(section, each) and name == field for each, field in seen):
+            missing.append(key)
+    assert sorted(missing) == sorted(UNREAD.get(task, ())), missing
+
+
+# Keys that these trainings do not read: columns of data sets from the hub, and what is done when a cell fails. Other
+# tests set them.
+UNREAD = {
+    "vtab": ("data.image_column", "data.label_column", "allow_failed"),
+    "segment": ("data.image_column", "data.mask_column"),
+}
+
+
+@pytest.mark.parametrize("task", REFUSED)
+def test_a_key_without_effect_is_refused(task: str, digits: Path, photos: Path, tmp_path: Path) -> None:
+    for number, (key, value) in enumerate(REFUSED[task].items()):
+        with pytest.raises(DpnError, match=rf"{key}: .*; leave it at"):
+            TASKS[task](digits, photos, tmp_path / str(number), **{key: value})
+
+
+def test_every_key_of_a_network_is_an_argument_of_its_loader() -> None:
+    import inspect
+
+    arguments = set(inspect.signature(backbone.load_backbone).parameters)
+    for schema in SCHEMAS.values():
+        section: Any = schema.model_fields["backbone"].annotation
+        assert set(section.model_fields) <= arguments
+
+
+def test_every_key_of_a_schedule_moves_the_learning_rate() -> None:
+    usual: dict[str, Any] = {"steps": 20, "warmup": 2}
+    changes: list[tuple[str, Any, str]] = [
+        ("steps", 30, "cosine"),
+        ("warmup", 4, "cosine"),
+        ("decay", "linear", "cosine"),
+        ("decay_from", 8, "cosine"),
+        ("end", 0.5, "linear"),
+        ("power", 2.0, "polynomial"),
+        ("timescale", 5, "rsqrt"),
+        ("cooldown", 5, "cosine"),
+        ("stairs", ((5, 0.5),), "stair"),
+    ]
+    assert {key for key, _, _ in changes} == set(Schedule.model_fields)
+    for key, value, decay in changes:
+        curves = [
+            [lr_factor(Schedule(**{**usual, "decay": decay, **more}), step) for step in range(20)]
+            for more in ({}, {key: value})
+        ]
+        assert curves[0] != curves[1], key

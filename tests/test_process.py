@@ -1,0 +1,88 @@
+"""How the program's process ends, and what it does without the terminal that it was started from."""
+
+from __future__ import annotations
+
+import os
+import pty
+import sys
+from pathlib import Path
+
+from programs import LIMIT, run_program, started
+
+LEAVE = """
+import atexit
+import sys
+import threading
+
+from dpn_cli.run import process
+
+
+class Kept:
+    def __del__(self):
+        print("the interpreter was taken down")
+
+
+kept = Kept()
+process.prepare()
+atexit.register(print, "registered")
+with process.leaving():
+    threading.Timer(0.1, print, ["a thread's work"]).start()
+    print("result", flush=True)
+    {end}
+"""
+
+
+def test_the_program_ends_without_taking_down_the_interpreter() -> None:
+    done = run_program([sys.executable, "-c", LEAVE.format(end="sys.exit(3)")])
+    assert done.returncode == 3, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["a thread's work", "registered", "result"]
+
+
+def test_what_nobody_expected_ends_the_program_as_ever() -> None:
+    done = run_program([sys.executable, "-c", LEAVE.format(end="raise ValueError('broken')")])
+    assert done.returncode == 1
+    assert "ValueError: broken" in done.stderr
+    assert "the interpreter was taken down" in done.stdout
+
+
+def test_the_program_leaves_at_once() -> None:
+    code = "from dpn_cli import cli; kept = type('Kept', (), {'__del__': lambda it: print('late')})()"
+    done = run_program([sys.executable, "-c", f"{code}; cli.main()", "recipes", "show"])
+    assert done.returncode == 2
+    assert "late" not in done.stdout
+    assert "error: " in done.stderr
+
+
+OUTLIVE = """
+import sys
+import warnings
+from pathlib import Path
+
+from dpn_cli.run import process
+from dpn_cli.run.console import Console, show
+
+process.prepare()
+print("ready", flush=True)
+sys.stdin.read()
+with process.leaving():
+    show("result")
+    Console().warn("warning")
+    warnings.warn("another")
+    Path(sys.argv[1]).write_text("kept")
+    sys.exit(0)
+"""
+
+
+def test_a_terminal_that_has_closed_takes_nothing_with_it(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    reader, writer = os.pipe()
+    streams = {"stdin": reader, "stdout": theirs, "stderr": theirs}
+    command = [sys.executable, "-c", OUTLIVE, str(tmp_path / "file")]
+    with started(command, start_new_session=True, **streams) as process:
+        os.close(theirs)
+        os.close(reader)
+        assert os.read(ours, 100).startswith(b"ready")
+        os.close(ours)
+        os.close(writer)
+        assert process.wait(LIMIT) == 0
+    assert (tmp_path / "file").read_text() == "kept"

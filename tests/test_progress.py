@@ -1,0 +1,105 @@
+"""What a training shows while it runs: a line at the first step, then one every ten seconds whatever its length."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console as RichConsole
+from test_engine import small, train
+from torch import Tensor
+
+from dpn_cli.engine.fit import Outputs
+from dpn_cli.run import distributed
+from dpn_cli.run.console import Console, Tick
+from dpn_cli.run.folder import MetricsLog
+
+
+class Clock:
+    """A clock that stands still unless it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def tick_of(step: int, steps: int) -> Tick:
+    return Tick(step, steps, 0.5, 1e-3, 12.34, 0.125, 3600.0 * (steps - step) / steps)
+
+
+def moments(
+    console: Console, clock: Clock, step_seconds: float, steps: int, err: pytest.CaptureFixture[str]
+) -> list[float]:
+    """Return the seconds after its start at which a training shows a line."""
+    start, found = clock.now, []
+    with console.progress("highres") as tick:
+        for step in range(1, steps + 1):
+            clock.now += step_seconds
+            tick(tick_of(step, steps))
+            found += [clock.now - start] * len(err.readouterr().err.splitlines())
+    return found
+
+
+@pytest.mark.parametrize("step_seconds", [0.01, 0.7, 3.0, 9.9])
+def test_a_line_comes_at_the_first_step_and_every_ten_seconds(
+    step_seconds: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock()
+    found = moments(Console(clock=clock), clock, step_seconds, int(100 / step_seconds), capsys)
+    assert found[0] == pytest.approx(step_seconds)
+    gaps = [after - before for before, after in itertools.pairwise(found)]
+    assert max(gaps) <= 10.0001
+    assert len(found) <= 1 + 100 / min(10, max(5, step_seconds))  # and no flood of them
+
+
+def test_steps_longer_than_ten_seconds_are_shown_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    assert moments(Console(clock=clock), clock, 12.0, 5, capsys) == [12.0, 24.0, 36.0, 48.0, 60.0]
+
+
+def test_many_short_trainings_share_their_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    console = Console(clock=clock)
+    assert [len(moments(console, clock, 0.5, 4, capsys)) for _ in range(12)] == [1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0]
+
+
+def test_a_line_says_how_far_how_well_how_fast_and_how_long(capsys: pytest.CaptureFixture[str]) -> None:
+    with Console().progress("highres") as tick:
+        tick(tick_of(25, 100))
+    assert capsys.readouterr().err == ("highres: 25/100 loss 0.5 lr 0.001 ETA 0:45:00 12.3 images/s wait 12.5%\n")
+
+
+def test_a_bar_shows_the_same() -> None:
+    console, written = Console(), io.StringIO()
+    console.rich = RichConsole(file=written, force_terminal=True, width=120)
+    with console.progress("highres") as tick:
+        tick(tick_of(25, 100))
+    assert "25/100 loss 0.5 lr 0.001 ETA 0:45:00 12.3 images/s wait 12.5%" in written.getvalue()
+
+
+def test_every_step_is_shown_and_the_log_keeps_its_fifty_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the log needs the other ranks: the number of reductions does not depend on what is shown."""
+    seen: list[Tick] = []
+    reductions: list[Tensor] = []
+
+    def reduced(value: Tensor) -> Tensor:
+        reductions.append(value)
+        return value
+
+    monkeypatch.setattr(distributed, "reduce_over_ranks", reduced)
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    train(small(), 150, outputs=Outputs(log=log, tick=seen.append))
+    assert [tick.step for tick in seen] == list(range(1, 151))
+    records = [json.loads(line) for line in log.path.read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(3, 151, 3))
+    assert len(reductions) == 50
+    assert [record["loss"] for record in records] == pytest.approx([tick.loss for tick in seen[2::3]])
+    for tick in seen:
+        assert tick.seconds_left == pytest.approx((150 - tick.step) * 8 / tick.images_per_second)
