@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import signal
+import threading
 import time
 from collections.abc import Generator
 from contextlib import closing, suppress
@@ -24,7 +25,7 @@ from dpn_cli.data import workers
 from dpn_cli.data.classified import ClassFolders
 from dpn_cli.data.loader import Augmentation, crop_batches
 from dpn_cli.data.pixels import PixelSet, resize, stream
-from dpn_cli.data.workers import open_loader
+from dpn_cli.data.workers import open_loader, watched
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine.fit import Batch
 from dpn_cli.errors import NonFiniteError, StoppedError, WorkerError
@@ -52,6 +53,20 @@ class Stuck(Numbers):
         if index > 1:
             multiprocessing.Event().wait()
         return index
+
+
+def test_a_death_is_told_though_another_thread_has_just_taken_its_exit_code() -> None:
+    process = multiprocessing.get_context("fork").Process(target=signal.pause)
+    process.start()
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    _, status = os.waitpid(process.pid, 0)  # as the thread of a process pool does
+    popen = process._popen  # type: ignore[attr-defined]  # where that thread writes the exit code down
+    late = threading.Timer(0.1, lambda: setattr(popen, "returncode", os.waitstatus_to_exitcode(status)))
+    late.start()
+    with pytest.raises(WorkerError, match=f"process {process.pid} was killed by SIGKILL"), watched([process]):
+        raise RuntimeError("the pool is broken")
+    late.join()
 
 
 def only_one() -> multiprocessing.process.BaseProcess:

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import wait
@@ -79,7 +80,7 @@ def watched(processes: Sequence[BaseProcess]) -> Iterator[None]:
         closed = wait([process.sentinel for process in processes], DYING)
         for process in processes:
             if process.sentinel in closed:
-                process.join(DYING)  # its connections close a moment before it has an exit code
+                _wait_for_exit_code(process)
         _raise_for_dead(processes)
         raise
     finally:
@@ -89,6 +90,16 @@ def watched(processes: Sequence[BaseProcess]) -> Iterator[None]:
 def _notice(number: int, frame: FrameType | None) -> None:
     for processes in list(_watched):
         _raise_for_dead(processes)
+
+
+def _wait_for_exit_code(process: BaseProcess) -> None:
+    """Wait, for a second at most, until a process whose connections have closed has an exit code."""
+    last = time.monotonic() + DYING
+    process.join(DYING)
+    # A pool's own thread may have been given the exit code by the system and not yet have written it down; until it
+    # has, `join` returns at once.
+    while process.exitcode is None and time.monotonic() < last:
+        time.sleep(0.001)
 
 
 def _raise_for_dead(processes: Sequence[BaseProcess]) -> None:
