@@ -192,6 +192,20 @@ def test_a_hub_data_set_that_is_written_anew_is_compared(plain: ImageEncoder, tm
     assert counted.images == 1
 
 
+def test_images_of_which_nothing_is_known_are_compared_every_time(
+    plain: ImageEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.lit.captions.stamp_of", lambda status: "")  # as of rows that lie in no file
+    place = table(tmp_path)
+    all_rows(opened(place), plain, tmp_path / "cache")
+    (tmp_path / "3.png").write_bytes(picture(OTHER))
+    after, counted = opened(place), Counted(plain)
+    torch.testing.assert_close(
+        all_rows(after, counted.encoder, tmp_path / "cache").float(), expected(after, plain), atol=5e-4, rtol=0
+    )
+    assert counted.images == 1
+
+
 @pytest.mark.parametrize("source", [table, class_folders, hub_folder, shards])
 def test_a_copied_folder_is_compared_once_and_not_encoded(
     source: Callable[[Path], str],
