@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 from dpn_cli.errors import DpnError
 
+NameT = TypeVar("NameT", bound=str)
 Stem = Literal["none", "pre", "post", "post_posemb", "dpn", "dpn_no_affine", "affine_only", "rms"]
 Pool = Literal["tok", "gap", "map"]
 Act = Literal["gelu_tanh", "gelu", "quick_gelu"]
+Norm = Literal["ln", "bn", "in", "gn", "sn", "scalenorm", "powernorm", "un", "prepbn", "rms", "dtn", "none"]
+Placement = Literal[
+    "pre,pre",
+    "pre,post",
+    "pre,pre+post",
+    "post,pre",
+    "post,post",
+    "post,pre+post",
+    "pre+post,pre",
+    "pre+post,post",
+    "pre+post,pre+post",
+    "normformer",
+    "subln",
+]
 
 # Dual PatchNorm and its ablations, arXiv 2302.01327 Table 6; p is the flattened patch, e the position embedding.
 STEMS: dict[Stem, str] = {
@@ -25,6 +40,39 @@ STEMS: dict[Stem, str] = {
     "rms": "RMSNorm in both places (no centring, no bias)",
 }
 assert tuple(STEMS) == get_args(Stem)
+
+# Normalisers of the transformer blocks; tokens are x (batch, tokens, channels).
+NORMS: dict[Norm, str] = {
+    "ln": "LayerNorm: over the channels of a token",
+    "bn": "batch norm: per channel over batch and tokens, running statistics in evaluation",
+    "in": "instance norm: per image and channel over the tokens",
+    "gn": "group norm: per image and head over the tokens and the head's channels",
+    "sn": "switchable norm: learned mixture of instance, layer and batch statistics (arXiv 1806.10779)",
+    "scalenorm": "ScaleNorm: length of a token, one learned scale (arXiv 1910.05895)",
+    "powernorm": "PowerNorm: running second moment per channel (arXiv 2003.07845)",
+    "un": "unified normalisation: smoothed second moments per channel (arXiv 2208.01313)",
+    "prepbn": "progressive re-parameterised batch norm: from LayerNorm to BN(x) + eta x (arXiv 2405.11582)",
+    "rms": "RMSNorm: no centring, no bias",
+    "dtn": "dynamic token normalisation: learned mixture within and between tokens (arXiv 2112.02624)",
+    "none": "no norm, as in a network whose norms were folded into the layers behind them",
+}
+assert tuple(NORMS) == get_args(Norm)
+
+# Where the norms of a block are, for its attention and its MLP (arXiv 2302.01327 Figure 1).
+PLACEMENTS: dict[Placement, str] = {
+    "pre,pre": "before attention and MLP (pre-LN, the ViT's own)",
+    "pre,post": "before the attention, after the MLP",
+    "pre,pre+post": "before the attention, before and after the MLP",
+    "post,pre": "after the attention, before the MLP",
+    "post,post": "after attention and MLP (post-LN)",
+    "post,pre+post": "after the attention, before and after the MLP",
+    "pre+post,pre": "before and after the attention, before the MLP",
+    "pre+post,post": "before and after the attention, after the MLP",
+    "pre+post,pre+post": "before and after both",
+    "normformer": "NormFormer (arXiv 2110.09456): besides before both, after the attention and inside the MLP",
+    "subln": "Sub-LN (arXiv 2210.06423): besides before both, before the last layer of each",
+}
+assert tuple(PLACEMENTS) == get_args(Placement)
 
 
 @dataclass(frozen=True)
@@ -46,6 +94,10 @@ SIZES: dict[str, Size] = {
     "B": Size(768, 12, 3072, 12),
     "L": Size(1024, 24, 4096, 16),
     "H": Size(1280, 32, 5120, 16),
+    # Those of Dynamic Token Normalization (arXiv 2112.02624), whose heads form a square.
+    "Ti*": Size(192, 12, 768, 4),
+    "S*": Size(432, 12, 1728, 9),
+    "B*": Size(768, 12, 3072, 16),
 }
 
 # Pixels per side of an image, and of a patch, at most: four times what the largest published networks read.
@@ -78,9 +130,24 @@ def whole(text: str) -> int | None:
 
 def check_stem(stem: str) -> Stem:
     """Return `stem` when it is a known patch stem; raise `DpnError` with the list otherwise."""
-    if stem not in STEMS:
-        raise DpnError(f"--stem {stem!r}: choose one of {', '.join(STEMS)}{did_you_mean(stem, STEMS)}")
-    return stem
+    return _one_of("--stem", stem, STEMS)
+
+
+def check_norm(norm: str) -> Norm:
+    """Return `norm` when it is a known norm of the blocks; raise `DpnError` with the list otherwise."""
+    return _one_of("--norm", norm, NORMS)
+
+
+def check_placement(placement: str) -> Placement:
+    """Return `placement` when it is a known one; raise `DpnError` with the list otherwise."""
+    return _one_of("--placement", placement, PLACEMENTS)
+
+
+def _one_of(option: str, value: str, known: Mapping[NameT, str]) -> NameT:
+    for name in known:
+        if name == value:
+            return name
+    raise DpnError(f"{option} {value!r}: choose one of {'; '.join(known)}{did_you_mean(value, known)}")
 
 
 def check_image_size(image_size: int | tuple[int, int], patch: tuple[int, int]) -> tuple[int, int]:

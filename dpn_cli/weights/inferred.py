@@ -74,7 +74,7 @@ def config_of(
 
 
 # Widths with one usual number of heads: the standard sizes, shape-optimised, giant and gigantic ViTs.
-USUAL_HEADS = {size.width: size.heads for name, size in SIZES.items() if name not in ("mu", "nano")}
+USUAL_HEADS = {size.width: size.heads for name, size in SIZES.items() if name not in ("mu", "nano") and "*" not in name}
 USUAL_HEADS |= {1152: 16, 1408: 16, 1536: 16, 1664: 16}
 
 
