@@ -44,16 +44,16 @@ def help_of(*words):
     return {parameter.opts[0]: parameter.help for parameter in command.params}
 
 # An option.
-out["help"] = [help_of(*words)["--label-smoothing"] for words in (["pretrain"], ["finetune", "highres"])]
+out["help"] = [help_of(*words)["--temperature"] for words in (["pretrain"], ["finetune", "highres"])]
 photos = ["--data", "photos", "--val-fraction", "0.2", "-b", "8", "--checkpoint", "none"]
 highres = ["finetune", "highres", *photos, *TOWER, *SHORT]
-out["config"] = yaml.safe_load(dpn(*highres, "--label-smoothing", "0.25", "--print-config"))["label_smoothing"]
-out["refused"] = CliRunner().invoke(app, [*highres, "--label-smoothing", "2", "--print-config"]).stderr
+out["config"] = yaml.safe_load(dpn(*highres, "--temperature", "4", "--print-config"))["temperature"]
+out["refused"] = CliRunner().invoke(app, [*highres, "--temperature", "0", "--print-config"]).stderr
 out["losses"] = {}
-for share in ("0", "0.25"):
-    dpn(*highres, "--label-smoothing", share, "--set", "schedule.warmup=0", "-o", f"highres-{share}")
-    records = map(json.loads, Path(f"highres-{share}/metrics.jsonl").read_text().splitlines())
-    out["losses"][share] = [record["loss"] for record in records if "lr" in record]
+for degrees in ("1", "4"):
+    dpn(*highres, "--temperature", degrees, "--set", "schedule.warmup=0", "-o", f"highres-{degrees}")
+    records = map(json.loads, Path(f"highres-{degrees}/metrics.jsonl").read_text().splitlines())
+    out["losses"][degrees] = [record["loss"] for record in records if "lr" in record]
 
 # A task.
 rotate = ["rotate", "--data", "demo", "--images", "64", "-b", "16", *TOWER, *SHORT]
@@ -128,12 +128,12 @@ def results(project: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 def test_a_field_with_a_flag_is_an_option(results: dict[str, Any]) -> None:
-    assert results["help"] == ["Share of each target that is spread over all classes. \\[default: 0]"] * 2
-    assert results["config"] == 0.25
-    assert "--label-smoothing: a number of at least 0 and below 1 (got 2.0)" in results["refused"]
-    plain, smooth = results["losses"]["0"], results["losses"]["0.25"]
-    assert plain[0] == smooth[0]  # a head of zeros gives every class the same loss
-    assert plain[1] != smooth[1]
+    assert results["help"] == ["What logits are divided by before the loss. \\[default: 1]"] * 2
+    assert results["config"] == 4
+    assert "--temperature: a number above 0 (got 0.0)" in results["refused"]
+    plain, warm = results["losses"]["1"], results["losses"]["4"]
+    assert plain[0] == warm[0]  # a head of zeros gives every class the same loss
+    assert plain[1] != warm[1]
 
 
 def test_a_task_is_a_recipe_a_trainer_and_an_entry(results: dict[str, Any]) -> None:

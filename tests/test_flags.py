@@ -39,6 +39,7 @@ COMMANDS: dict[str, tuple[Training, dict[str, str]]] = {
             "B/32": "--data imagenet --arch B/32",
             "S/32": "--data imagenet --arch S/32",
             "Ti/16": "--data imagenet --arch Ti/16",
+            "deit": "imagenet --recipe deit --data x --arch B/32",
             "sun397": "sun397 --data x --arch B/32",
             "demo": "--data demo",
             "own pictures": "--data x --arch B/32",

@@ -100,6 +100,12 @@ TASKS = {
     "lit": _lit,
     "segment": _segment,
 }
+# What the second training of a task has, to read the keys of what the first one does not do.
+SECOND: dict[str, dict[str, Any]] = {
+    "lit": {"cache.use": False, "loss": "siglip"},
+    "highres": {"mixing": "timm", "cutmix": 1.0},
+    "pretrain": {"mixing": "timm", "cutmix": 1.0},
+}
 SCHEMAS: dict[str, type[Section]] = {
     "vtab": VtabRecipe,
     "highres": HighresRecipe,
@@ -118,7 +124,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 def test_a_training_reads_every_key(task: str, digits: Path, photos: Path, tmp_path: Path) -> None:
     runs = [
         TASKS[task](digits, photos, tmp_path / name, **{"optim.name": name, **extra})
-        for name, extra in (("adam", {}), ("momentum", {"cache.use": False, "loss": "siglip"} if task == "lit" else {}))
+        for name, extra in (("adam", {}), ("momentum", SECOND.get(task, {})))
     ]
     with _reads() as seen:
         for run in runs:
@@ -164,6 +170,7 @@ def test_every_key_of_a_schedule_moves_the_learning_rate() -> None:
         ("warmup", 4, "cosine"),
         ("decay", "linear", "cosine"),
         ("decay_from", 8, "cosine"),
+        ("start", 0.5, "cosine"),
         ("end", 0.5, "linear"),
         ("power", 2.0, "polynomial"),
         ("timescale", 5, "rsqrt"),

@@ -135,5 +135,5 @@ def test_flips_are_an_option_of_both_commands(command: list[str]) -> None:
 
 def test_the_flip_key_reaches_the_training_images(edges: Path) -> None:
     for flip in (True, False):
-        augmentation = training.augmentation_of(highres.small(edges, data={"flip": flip}), (32, 32))
-        assert augmentation.flip is flip
+        recipe = highres.small(edges, data={"flip": flip})
+        assert training.augmentation_of(recipe, training.load_network(recipe, 2)).flip is flip

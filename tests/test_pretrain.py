@@ -260,8 +260,8 @@ def test_a_recipe_reaches_the_network_the_images_and_the_labels(
     photos: Path, monkeypatch: pytest.MonkeyPatch, golden: Callable[[str], Arrays]
 ) -> None:
     recipe = small(photos, mixup=0.2)
-    assert training.augmentation_of(recipe, (32, 32)) == Augmentation((32, 32), "exact", 0.2, 2, 15, "inception")
     model = load_network(recipe, 6)
+    assert training.augmentation_of(recipe, model) == Augmentation((32, 32), "exact", 0.2, 2, 15, "inception")
     config = model.config
     assert (config.dropout, config.drop_path, config.drop_path_rescale, config.pre_logits) == (0.1, 0.2, False, True)
     # Mixup of images and labels, against big_vision's.

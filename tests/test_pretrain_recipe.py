@@ -121,7 +121,7 @@ def test_presets_and_levels_say_what_differs() -> None:
         (["--arch", "S/16", "--recipe", "sun397", "--preset", "short"], "shortens the recipe of ImageNet, not sun397"),
         (["--arch", "S/16", "--set", "schedule=3"], "schedule: a section of keys, not a value"),
         (["--arch", "S/16", "--preset", "long"], "--preset 'long': the only preset is short"),
-        (["--arch", "S/16", "--recipe", "jft"], "--recipe 'jft': choose imagenet or sun397"),
+        (["--arch", "S/16", "--recipe", "jftt"], "--recipe 'jftt': choose one of imagenet, deit"),
         (["sun397", "--recipe", "imagenet", "--arch", "S/16"], "give one of them"),
         (["--arch", "S/16", "--image-size", "100"], "the patch 16x16 does not divide it"),
         (["--arch", "B/32", "--micro-batch-size", "3", "-b", "16"], "does not divide the 16 images of a rank .* use 2"),

@@ -56,6 +56,7 @@ HIGHRES = Training(
 
 PRETRAIN_RECIPES = {
     "": "pretrain",
+    "deit": "pretrain_deit",
     "sun397": "pretrain_sun397",
     "demo": "pretrain_demo",
     "own pictures": "pretrain_own",
@@ -82,16 +83,16 @@ def _resolve_pretrain(
     preset: str | None,
     augment: str | None,
 ) -> Plain:
-    if name and recipe_name and name != recipe_name:
+    if name and recipe_name and name not in (recipe_name, pretrain_recipe.DATA.get(recipe_name)):
         raise DpnError(f"'{name}' and --recipe {recipe_name}: give one of them")
     if preset not in (None, "short"):
         raise DpnError(f"--preset {preset!r}: the only preset is short")
     which: Literal["short"] | None = "short" if preset else None
-    return pretrain_recipe.resolve(name or recipe_name, which, augment, config, flags, settings, say)
+    return pretrain_recipe.resolve(recipe_name or name, which, augment, config, flags, settings, say)
 
 
 PRETRAIN = Training(
-    help="Make a backbone: ImageNet-1k from scratch with any stem (Tables 1 and 6), or SUN397 (Table 7).",
+    help="Make a backbone from scratch with any stem: ImageNet-1k (Tables 1 and 6), SUN397 (Table 7), own pictures.",
     example="dpn pretrain imagenet --arch B/32 --data imagenet",
     schema=pretrain_recipe.PretrainRecipe,
     module="tasks.classify.pretrain",
@@ -132,7 +133,14 @@ PRETRAIN = Training(
             f"{', '.join(APPENDIX_C)}]",
             panel=TRAIN,
         ),
-        option("recipe_name", str | None, None, "--recipe", help="The same as the argument. \\[default: imagenet]"),
+        option(
+            "recipe_name",
+            str | None,
+            None,
+            "--recipe",
+            help=f"Another recipe than that of the data: {', '.join(pretrain_recipe.RECIPES)}. "
+            "\\[default: the argument]",
+        ),
     ),
 )
 

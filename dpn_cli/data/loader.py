@@ -17,6 +17,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
+from dpn_cli.data.augment import pipeline, seeded
 from dpn_cli.data.crops import Decode, Size, train_crop
 from dpn_cli.data.labelled import Labelled
 from dpn_cli.data.pixels import resize, rows_of_step
@@ -26,12 +27,13 @@ from dpn_cli.data.workers import open_loader
 from dpn_cli.engine.fit import Batch, Batches
 from dpn_cli.engine.seeds import fold
 from dpn_cli.errors import DataError
+from dpn_cli.recipe.schema import Crop
 from dpn_cli.run.distributed import World
 
 # An unreadable image is replaced by the next readable one of the data set, within this many.
 REPLACEMENTS = 10
 # Streams of draws that must not meet: crops, flips, mixing.
-CROP, FLIP, MIX, RANDAUGMENT = 1, 2, 3, 4
+CROP, FLIP, MIX, RANDAUGMENT, POLICY = 1, 2, 3, 4, 7
 
 Item = tuple[int, int, int]  # step, place in the global batch, row of the data set
 Loaded = tuple[Tensor, int, int] | DataError
@@ -39,9 +41,22 @@ Loaded = tuple[Tensor, int, int] | DataError
 
 @dataclass(frozen=True)
 class Augmentation:
-    """How training images are made: size in pixels, decoding, the mixup strength p of Beta(p, p), and RandAugment's
-    number of operations and their magnitude. Inception crops, or the whole image squeezed to that size; with `flip`
-    every second image is mirrored.
+    """How training images are made.
+
+    Args:
+        size: height and width in pixels.
+        decode: how JPEGs are decoded.
+        mixup: big_vision's mixup, the strength p of Beta(p, p).
+        layers: the number of operations of big_vision's RandAugment.
+        magnitude: how strong those are.
+        crop: inception crops, the whole image squeezed to `size`, or timm's random crops.
+        flip: mirror every second image.
+        policy: timm's RandAugment or torchvision's AutoAugment, by name.
+        erase: share of images of which timm erases a part; these batches are float32 and normalised.
+        repeats: how often an epoch draws each of its images, repeated augmentation.
+        mirrored: give each rank the pairs of places that mirror each other, which timm mixes.
+        mean: the network's, of pixels in [0, 1]; `erase` needs both.
+        std: the network's.
     """
 
     size: Size
@@ -49,8 +64,24 @@ class Augmentation:
     mixup: float = 0.0
     layers: int = 0
     magnitude: float = 0.0
-    crop: Literal["inception", "whole"] = "inception"
+    crop: Crop = "inception"
     flip: bool = True
+    policy: str | None = None
+    erase: float = 0.0
+    repeats: int = 1
+    mirrored: bool = False
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+
+    @property
+    def random_crop(self) -> bool:
+        """Whether timm cuts the crop."""
+        return self.crop in ("timm_bicubic", "timm_bilinear")
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether images are mirrored one by one, with what follows, and not a batch at a time."""
+        return bool(self.layers or self.policy or self.erase or self.random_crop)
 
 
 class _Crops(Dataset[Loaded]):
@@ -65,14 +96,25 @@ class _Crops(Dataset[Loaded]):
             generator = torch.Generator().manual_seed(fold(self.seed, CROP, step, place))
             try:
                 image, where = self.split.open(at), self.split.where(at)
-                crop = self._cut(image, where, generator)
-                if self.augmentation.layers:
-                    crop = self._augmented(crop, step, place)
-                return crop, int(self.split.labels[at]), skipped
+                return self._made(image, where, generator, step, place), int(self.split.labels[at]), skipped
             except DataError as error:
                 last = error  # raised in a worker process it would come back wrapped in that process's traceback
         assert last is not None
         return last
+
+    def _made(self, image: Image.Image, where: str, generator: torch.Generator, step: int, place: int) -> Tensor:
+        how = self.augmentation
+        if how.random_crop:
+            whole = Image.fromarray(decode(image, where, decoder_of(how.decode)))
+            return self._drawn(whole, step, place)
+        crop = self._cut(image, where, generator)
+        if how.layers:
+            return self._augmented(crop, step, place)
+        return self._drawn(Image.fromarray(crop.permute(1, 2, 0).numpy()), step, place) if how.one_by_one else crop
+
+    def _drawn(self, image: Image.Image, step: int, place: int) -> Tensor:
+        with seeded(fold(self.seed, POLICY, step, place)):
+            return pipeline(self.augmentation)(image)
 
     def _cut(self, image: Image.Image, where: str, generator: torch.Generator) -> Tensor:
         if self.augmentation.crop == "whole":
@@ -91,14 +133,17 @@ class _Crops(Dataset[Loaded]):
 class Steps(Sampler[list[Item]]):
     """The items of this rank's share of every batch from a step on, without end."""
 
-    def __init__(self, images: int, batch_size: int, seed: int, start: int, mine: slice) -> None:
-        self.images, self.batch_size, self.seed, self.start, self.mine = images, batch_size, seed, start, mine
+    def __init__(
+        self, images: int, batch_size: int, seed: int, start: int, mine: Sequence[int], repeats: int = 1
+    ) -> None:
+        self.images, self.batch_size, self.seed, self.start = images, batch_size, seed, start
+        self.mine, self.repeats = mine, repeats
 
     def __iter__(self) -> Iterator[list[Item]]:
         step = self.start
         while True:
-            rows = rows_of_step(self.images, self.batch_size, self.seed, step).tolist()
-            yield [(step, place, rows[place]) for place in range(*self.mine.indices(self.batch_size))]
+            rows = rows_of_step(self.images, self.batch_size, self.seed, step, self.repeats).tolist()
+            yield [(step, place, rows[place]) for place in self.mine]
             step += 1
 
 
@@ -132,18 +177,17 @@ def crop_batches(
 ) -> Batches:
     """Return the engine's ``batches``: ``image`` (b, 3, h, w) uint8 and ``label`` (b,), this rank's rows.
 
-    With mixup there are ``other_image`` and ``other_label``, this rank's rows rolled by one, and ``mix`` (b,), the
-    share of the first. Raises `DataError` naming the first unreadable image, unless `skip_bad` replaces it and tells
-    `on_skip`.
+    With random erasing images are float32, in the network's input range. With mixup there are ``other_image`` and
+    ``other_label``, this rank's rows rolled by one, and ``mix`` (b,), the share of the first. Raises `DataError` naming
+    the first unreadable image, unless `skip_bad` replaces it and tells `on_skip`.
     """
-    share = batch_size // world.size
-    mine = slice(world.rank * share, (world.rank + 1) * share)
+    mine = places(batch_size, world, mirrored=augmentation.mirrored)
 
     def batches(start: int) -> Generator[Batch, None, None]:
         with open_loader(
             _Crops(split, augmentation, seed, skip_bad),
             workers,
-            batch_sampler=Steps(len(split.labels), batch_size, seed, start, mine),
+            batch_sampler=Steps(len(split.labels), batch_size, seed, start, mine, augmentation.repeats),
             collate_fn=_collate,
             pin_memory=world.device.type == "cuda",
         ) as items:
@@ -154,7 +198,7 @@ def crop_batches(
                 if skipped:
                     on_skip(skipped)
                 images, labels = (tensor.to(world.device, non_blocking=True) for tensor in (images, labels))
-                if augmentation.flip and not augmentation.layers:
+                if augmentation.flip and not augmentation.one_by_one:
                     generator = torch.Generator().manual_seed(fold(seed, FLIP, step))
                     flipped = (torch.rand(batch_size, generator=generator) < 0.5)[mine].nonzero()[:, 0]
                     flipped = flipped.to(world.device)
@@ -163,6 +207,18 @@ def crop_batches(
                 yield {**batch, **mixing(batch, augmentation.mixup, seed, step)} if augmentation.mixup else batch
 
     return batches
+
+
+def places(batch_size: int, world: World, *, mirrored: bool = False) -> list[int]:
+    """Return a rank's places in the global batch: a run of them, or, `mirrored`, half of it and its mirror image.
+
+    In the second case the mirror image of a rank's rows holds the rows at mirrored places of the global batch.
+    """
+    share = batch_size // world.size
+    if not mirrored:
+        return list(range(world.rank * share, (world.rank + 1) * share))
+    half = list(range(world.rank * share // 2, (world.rank + 1) * share // 2))
+    return [*half, *(batch_size - 1 - place for place in reversed(half))]
 
 
 def blend(first: Tensor, other: Tensor, share: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from dpn_cli.data.augment import repeated
 from dpn_cli.data.labelled import Labelled
 from dpn_cli.data.reading import Pixels
 from dpn_cli.data.workers import open_loader
@@ -135,23 +136,25 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def rows_of_step(images: int, batch_size: int, seed: int, step: int) -> Tensor:
+def rows_of_step(images: int, batch_size: int, seed: int, step: int, repeats: int = 1) -> Tensor:
     """Return which images the batch of a step holds: a pure function of (seed, step).
 
     Shuffled epochs follow each other without a gap, so an epoch may end inside a batch (big_vision's
-    shuffle, repeat, batch).
+    shuffle, repeat, batch). With `repeats` an epoch holds a share of the images, each that often in a row.
     """
     first, last = step * batch_size, (step + 1) * batch_size
     parts = []
     while first < last:
         epoch, at = divmod(first, images)
-        parts.append(_permutation(images, seed, epoch)[at : at + last - first])
+        parts.append(_permutation(images, seed, epoch, repeats)[at : at + last - first])
         first += len(parts[-1])
     return torch.cat(parts)
 
 
 @lru_cache(maxsize=4)
-def _permutation(images: int, seed: int, epoch: int) -> Tensor:
+def _permutation(images: int, seed: int, epoch: int, repeats: int) -> Tensor:
+    if repeats > 1:
+        return repeated(images, seed, epoch, repeats)
     return torch.randperm(images, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
 
 

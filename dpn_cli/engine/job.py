@@ -73,7 +73,7 @@ class Job:
         return cls(
             optim=recipe.optim,
             schedule=recipe.schedule,
-            lr=recipe.lr,
+            lr=recipe.peak_lr,
             batch_size=recipe.batch_size,
             seed=recipe.seed,
             runtime=recipe.runtime,

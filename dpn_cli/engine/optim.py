@@ -19,14 +19,15 @@ NO_KERNEL = ("pos_embed", "cls_token", "positional_embedding", "token_embedding.
 def lr_factor(schedule: Schedule, step: int) -> float:
     """Return the factor of the peak learning rate in the update of `step`, counted from 0.
 
-    big_vision's create_learning_rate_schedule: linear warm-up from 0 times a decay over the steps after it. With
-    ``decay_from=0`` the decay covers the warm-up too, which is Scenic's compound schedule.
+    big_vision's create_learning_rate_schedule: linear warm-up times a decay over the steps after it. With
+    ``decay_from=0`` the decay covers the warm-up too, which is Scenic's compound schedule. As in timm, the warm-up may
+    begin at a share `start` of the peak, and the cosine come down to the share `end`; both are 0 in big_vision.
     """
     start = schedule.warmup if schedule.decay_from is None else schedule.decay_from
     progress = min(max((step - start) / (schedule.steps - start), 0.0), 1.0)
     match schedule.decay:
         case "cosine":
-            factor = 0.5 * (1 + math.cos(math.pi * progress))
+            factor = schedule.end + (1 - schedule.end) * 0.5 * (1 + math.cos(math.pi * progress))
         case "linear":
             factor = schedule.end + (1 - schedule.end) * (1 - progress)
         case "polynomial":
@@ -36,7 +37,7 @@ def lr_factor(schedule: Schedule, step: int) -> float:
         case "stair":
             factor = next((value for at, value in reversed(schedule.stairs) if step >= at), 1.0)
     if schedule.warmup:
-        factor *= min(1.0, step / schedule.warmup)
+        factor *= min(1.0, schedule.start + (1 - schedule.start) * step / schedule.warmup)
     if schedule.cooldown:
         factor *= min(1.0, (schedule.steps - step) / schedule.cooldown)
     return factor

@@ -134,6 +134,8 @@ MaxPixels = Annotated[
         panel=DATA,
     ),
 ]
+Crop = Literal["inception", "whole", "timm_bicubic", "timm_bilinear"]
+TorchvisionPolicy = Literal["cifar10", "imagenet", "svhn"]
 Lr = Annotated[float, Field(gt=0)]
 Epochs = Annotated[Annotated[float, Field(gt=0)] | None, EPOCHS]
 Freeze = Annotated[
@@ -231,6 +233,7 @@ class Schedule(Section):
     decay: Literal["cosine", "linear", "polynomial", "rsqrt", "stair"] = "cosine"
     decay_from: Annotated[int, Field(ge=0)] | None = None
     end: NonNegative = 0.0
+    start: Annotated[float, Field(ge=0, le=1)] = 0.0
     power: Annotated[float, Field(gt=0)] = 1.0
     timescale: Positive = 10_000
     cooldown: Annotated[int, Field(ge=0)] = 0

@@ -102,7 +102,7 @@ def differences(recipe: Recipe, precision: str) -> list[str] | None:
     Each entry is ``"key: value (paper: value)"`` or a sentence. None where there is nothing to compare with: demos, own
     pictures, and architectures that the paper does not have.
     """
-    name, of_arch = _name_of(recipe.about.table), recipe.in_paper()
+    name, of_arch = shipped_of(recipe.about.table), recipe.in_paper()
     if recipe.demo or name is None or of_arch is None:
         return None
     schema = type(recipe)
@@ -133,8 +133,8 @@ _STEPS = {f"schedule.{name}" for name in ("steps", *PHASES)}
 
 
 @cache
-def _name_of(table: str) -> str | None:
-    """Return the shipped recipe of one of the paper's tables, or None."""
+def shipped_of(table: str) -> str | None:
+    """Return the shipped recipe of a table, as ``about.table`` names it, or None."""
     tables = (
         {} if table.startswith("none") else {read_recipe(name)["about"]["table"]: name for name in shipped_recipes()}
     )

@@ -49,6 +49,11 @@ class TrainingRecipe(Recipe):
         """Whether the data are the built-in scenes."""
         return getattr(self.data, "source", None) == "demo"
 
+    @property
+    def peak_lr(self) -> float:
+        """The learning rate that the schedule's factors belong to."""
+        return self.lr
+
 
 RecipeT = TypeVar("RecipeT", bound=TrainingRecipe)
 

@@ -31,6 +31,11 @@ def check_batch(recipe: SupervisedRecipe, world: World) -> None:
     if batch % world.size:
         engine.refuse_batch(batch, world.size)
     share = batch // world.size
+    if recipe.mixing == "timm" and share % 2:
+        raise DpnError(
+            f"--batch-size {batch}: timm mixes images in pairs, and {share} on each of {world.size} ranks are odd; use "
+            f"{batch + world.size}"
+        )
     if micro != "auto" and share > micro and share % micro:
         fits = max(size for size in range(1, micro) if share % size == 0)
         raise DpnError(

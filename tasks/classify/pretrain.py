@@ -8,6 +8,7 @@ from typing import Any
 from dpn_cli.data.classified import ClassData, open_tuning_data
 from dpn_cli.errors import NonFiniteError
 from dpn_cli.recipe.reading import read_recipe
+from dpn_cli.recipe.sources import shipped_of
 from dpn_cli.recipe.start import Place
 from dpn_cli.run import console as terminal
 from dpn_cli.run.console import Console
@@ -17,7 +18,7 @@ from dpn_cli.run.session import Session, open_folder, session
 from dpn_cli.weights.origin import with_own_stem
 from tasks.classify import common as command
 from tasks.classify.classifier import WEIGHTS, load_classifier
-from tasks.classify.pretrain_recipe import RECIPES, PretrainRecipe, Stage, cells, runs_of
+from tasks.classify.pretrain_recipe import PretrainRecipe, Stage, cells, runs_of
 from tasks.classify.recipe import SupervisedRecipe, in_steps
 from tasks.classify.train import evaluate, train_classifier
 
@@ -69,10 +70,9 @@ def _folder(recipe: PretrainRecipe) -> str:
         return "pretrain_demo"
     if recipe.stages:
         return "pretrain_sweep"
-    if recipe.about.table == "none":  # own pictures, of any number of epochs
-        return "pretrain_own"
-    usual = recipe.epochs in (None, read_recipe(RECIPES["imagenet"])["epochs"])
-    return "pretrain" if usual else f"pretrain_{recipe.epochs:g}ep"
+    shipped = shipped_of(recipe.about.table) or "pretrain_own"
+    usual = shipped == "pretrain_own" or recipe.epochs in (None, read_recipe(shipped).get("epochs"))
+    return shipped if usual else f"{shipped}_{recipe.epochs:g}ep"
 
 
 def open_tuning(recipe: SupervisedRecipe) -> ClassData:

@@ -21,8 +21,12 @@ from tasks.classify.appendix_c import APPENDIX_C, LEVELS, SHORT, augmented, regu
 from tasks.classify.own import shipped_for
 from tasks.classify.recipe import SupervisedNetwork, SupervisedRecipe
 
-RECIPES = {"imagenet": "pretrain", "sun397": "pretrain_sun397"}
+# The shipped recipes by the name that a command gives them, and the data set of each where it has another name.
+RECIPES = {"imagenet": "pretrain", "deit": "pretrain_deit", "sun397": "pretrain_sun397"}
+DATA = {"deit": "imagenet"}
 # The built-in scenes with the question that takes most of them in.
+# The recipes that Appendix C's line of the architecture belongs to.
+BY_ARCH = ("pretrain", "pretrain_sun397")
 DEMO_OBJECTS = "demo:objects"
 LEAST_MINIVAL = 0.01
 
@@ -88,34 +92,38 @@ def resolve(
 ) -> Plain:
     """Merge the layers of the recipe `name`; without data it becomes the demo's. What a duration changes goes to `say`.
 
-    Without a name or a preset, pictures that are not ImageNet's get a recipe of their own, and `say` is told so.
-    Later layers win: shipped recipe, Appendix C's line of the architecture, ``--config``, preset, augmentation level,
-    flags and settings. Raises `DpnError` for an architecture without a line, unless the level is given, and for what a
-    sweep's stages decide.
+    A shipped recipe that `config` names is the one that is meant. Without a name or a preset, pictures that are not
+    ImageNet's get a recipe of their own, and `say` is told so. Later layers win: shipped recipe, Appendix C's line of
+    the architecture, ``--config``, preset, augmentation level, flags and settings. Raises `DpnError` for an
+    architecture without a line, unless the level is given, and for what a sweep's stages decide.
     """
+    meant = next((each for each, shipped in RECIPES.items() if shipped == config), None)
+    name = meant if meant and name in (None, DATA.get(meant, meant)) else name
     named, name = name or preset, name or "imagenet"
     if name not in RECIPES:
-        raise DpnError(f"--recipe {name!r}: choose {' or '.join(RECIPES)}{did_you_mean(name, RECIPES)}")
+        raise DpnError(f"--recipe {name!r}: choose one of {', '.join(RECIPES)}{did_you_mean(name, RECIPES)}")
     file, command = read_recipe(config) if config else {}, merge(flags, settings)
     given = last_given("data", "source", file, command)
     arch = last_given("backbone", "arch", file, command)
-    source = given or find_data(name)
+    folder = DATA.get(name, name)
+    source = given or find_data(folder)
     demo = source in ("demo", DEMO_OBJECTS)
-    if demo and name != "imagenet":
+    if demo and name == "sun397":
         raise DpnError(
             f"--data: {name} needs train/CLASS, val/CLASS and test/CLASS; name the folder (there is no demo)"
         )
-    if demo and not given and arch:
+    if demo and not given and (arch or name != "imagenet"):
+        usual = ", or leave --arch out to train the small demo tower on built-in scenes" if name == "imagenet" else ""
         raise DpnError(
-            f"--data: no images to train {arch} on: neither $DPN_DATA_DIR/{name} nor ./{name} is there; name them with "
-            "--data, or leave --arch out to train the small demo tower on built-in scenes"
+            f"--data: no images to train {arch or 'a network'} on: neither $DPN_DATA_DIR/{folder} nor ./{folder} is "
+            f"there; name them with --data{usual}"
         )
     if preset and (demo or name != "imagenet"):
         raise DpnError(f"--preset {preset}: shortens the recipe of ImageNet, not {'the demo' if demo else name}")
-    shipped = "pretrain_demo" if demo else RECIPES[name]
+    shipped = "pretrain_demo" if demo and name == "imagenet" else RECIPES[name]
     if not demo and not named:
         shipped = shipped_for(str(source), config, shipped, "pretrain_own", say)
-    row = _row_of(arch, level, searched=name == "sun397") if shipped in RECIPES.values() else {}
+    row = _row_of(arch, level, searched=name == "sun397") if shipped in BY_ARCH else {}
     plain = layered(
         merge(read_recipe(shipped), row),
         merge(file, SHORT if preset else {}, augmented(_level(level)) if level else {}),

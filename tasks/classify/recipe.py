@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar, get_args
 
 from pydantic import Field, model_validator
 
@@ -17,6 +17,7 @@ from dpn_cli.recipe.schema import (
     VAL_DATA,
     VAL_FRACTION,
     BackboneConfig,
+    Crop,
     Flip,
     Freeze,
     ImageColumn,
@@ -27,10 +28,21 @@ from dpn_cli.recipe.schema import (
     Section,
     Side,
     SkipBadImages,
+    TorchvisionPolicy,
 )
 from dpn_cli.recipe.training import TrainingRecipe, counted_in_steps
 
 Share = Annotated[float, Field(gt=0, lt=1)]
+# timm's RandAugment in its own notation, or one of torchvision's AutoAugment policies.
+Policy = Annotated[
+    str,
+    Field(
+        pattern=r"^(rand(-(m\d+|n[1-9]\d*|p(0?\.\d+|1)|mstd\d+(\.\d+)?|mmax\d+|inc[01]))*|"
+        + "|".join(get_args(TorchvisionPolicy))
+        + ")$",
+        description="timm's RandAugment, e.g. rand-m9-mstd0.5-inc1, or AutoAugment's cifar10, imagenet or svhn",
+    ),
+]
 
 
 class SupervisedData(Section):
@@ -58,7 +70,7 @@ class SupervisedData(Section):
     max_pixels: MaxPixels = MAX_PIXELS
     eval_resize: Side | None = None
     skip_bad_images: SkipBadImages = False
-    crop: Literal["inception", "whole"] = "inception"
+    crop: Crop = "inception"
     flip: Flip = True
 
 
@@ -82,14 +94,25 @@ class SupervisedRecipe(TrainingRecipe):
 
     backbone: SupervisedNetwork = SupervisedNetwork()
     data: SupervisedData = SupervisedData()
+    lr_batch: Positive | None = None
     loss: Annotated[Literal["sigmoid", "softmax"], flag("--loss", help="Loss over the classes.", panel=TRAIN)] = (
         "sigmoid"
     )
     head_bias: float | None = 0.0
+    label_smoothing: Annotated[
+        float,
+        Field(ge=0, lt=1),
+        flag("--label-smoothing", help="Share of each target that is spread over all classes.", panel=TRAIN),
+    ] = 0.0
     randaugment: RandAugment = RandAugment()
+    auto_augment: Policy | None = None
+    erase: Annotated[float, Field(ge=0, le=1)] = 0.0
+    repeats: Annotated[int, Field(ge=1, le=100)] = 1
     mixup: Annotated[NonNegative, flag("--mixup", help="Strength p of mixup, Beta(p, p); 0 for none.", panel=TRAIN)] = (
         0.0
     )
+    mixing: Literal["big_vision", "timm"] = "big_vision"
+    cutmix: NonNegative = 0.0
     ema: Annotated[
         Annotated[float, Field(gt=0, lt=1)] | None,
         flag("--ema", help="Decay of the averaged weights that are evaluated and kept.", panel=TRAIN),
@@ -110,6 +133,24 @@ class SupervisedRecipe(TrainingRecipe):
                 f"resized (got {side})"
             )
         return self
+
+    @model_validator(mode="after")
+    def _augmentations_fit(self) -> SupervisedRecipe:
+        if self.auto_augment and self.randaugment.layers:
+            raise ValueError(
+                f"auto_augment ({self.auto_augment}) and randaugment.layers ({self.randaugment.layers}): one policy is "
+                "applied; leave one of them at null or 0"
+            )
+        if self.mixing == "big_vision" and self.cutmix:
+            raise ValueError(f"cutmix ({self.cutmix:g}): timm's; set mixing to timm, or leave it at 0")
+        if self.mixing == "timm" and not self.mixup + self.cutmix:
+            raise ValueError("mixing (timm): needs mixup or cutmix above 0; leave it at big_vision to mix nothing")
+        return self
+
+    @property
+    def peak_lr(self) -> float:
+        """The learning rate of this batch size: `lr` itself, or its multiple where it is that of another batch size."""
+        return self.lr * self.batch_size / self.lr_batch if self.lr_batch else self.lr
 
     @property
     def demo(self) -> bool:

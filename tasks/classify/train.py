@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dpn_cli.data.augment import mixed, mixup_of
 from dpn_cli.data.classified import ClassData
 from dpn_cli.data.labelled import Labelled
 from dpn_cli.data.loader import Augmentation, blend, crop_batches, worker_count
@@ -104,25 +106,54 @@ def loss_of(recipe: SupervisedRecipe, model: Backbone, classes: int) -> engine.L
     """Return the engine's loss of a batch: images are normalised, and mixed where the batch says, on the device."""
 
     def one_hot(labels: Tensor) -> Tensor:
-        return nn.functional.one_hot(labels, classes).float()
+        target = nn.functional.one_hot(labels, classes).float()
+        return torch.lerp(target, torch.full_like(target, 1 / classes), recipe.label_smoothing)
 
     def loss(trainable: nn.Module, batch: engine.Batch) -> Tensor:
-        image, target = model.normalize(batch["image"]), one_hot(batch["label"])
+        image = normalized(model, batch["image"])
+        target = batch["target"] if "target" in batch else one_hot(batch["label"])
         if "mix" in batch:
-            image = blend(image, model.normalize(batch["other_image"]), batch["mix"])
+            image = blend(image, normalized(model, batch["other_image"]), batch["mix"])
             target = blend(target, one_hot(batch["other_label"]), batch["mix"])
         return LOSSES[recipe.loss](trainable(image).float(), target)
 
     return loss
 
 
-def augmentation_of(recipe: SupervisedRecipe, size: tuple[int, int]) -> Augmentation:
-    """Return how the recipe makes training images of `size`."""
-    augment = recipe.randaugment
-    data = recipe.data
+def normalized(model: Backbone, image: Tensor) -> Tensor:
+    """Return images (b, 3, h, w) in the network's input range, where floating-point ones are already."""
+    return image if image.is_floating_point() else model.normalize(image)
+
+
+def augmentation_of(recipe: SupervisedRecipe, model: Backbone) -> Augmentation:
+    """Return how the recipe makes training images for a network."""
+    data, by_timm = recipe.data, recipe.mixing == "timm"
     return Augmentation(
-        size, data.decode, recipe.mixup, augment.layers, augment.magnitude, crop=data.crop, flip=data.flip
+        model.config.image_size,
+        data.decode,
+        0.0 if by_timm else recipe.mixup,
+        recipe.randaugment.layers,
+        recipe.randaugment.magnitude,
+        crop=data.crop,
+        flip=data.flip,
+        policy=recipe.auto_augment,
+        erase=recipe.erase,
+        repeats=recipe.repeats,
+        mirrored=by_timm,
+        mean=model.mean,
+        std=model.std,
     )
+
+
+def training_batches(
+    recipe: SupervisedRecipe, model: Backbone, data: ClassData, world: World, **how: Any
+) -> engine.Batches:
+    """Return the engine's batches of a training; `how` are the loader's arguments."""
+    batches = crop_batches(data.train, augmentation_of(recipe, model), recipe.batch_size, recipe.seed, world, **how)
+    if recipe.mixing == "big_vision":
+        return batches
+    mixup = mixup_of(recipe.mixup, recipe.cutmix, recipe.label_smoothing, len(data.classes))
+    return mixed(batches, mixup, partial(normalized, model), recipe.seed)
 
 
 class _ClassifierTraining:
@@ -148,11 +179,10 @@ class _ClassifierTraining:
         recipe, data, world, model = self.recipe, self.data, self.world, self.model
         if world.leads:
             self.folder.update(backbone=model.report.to_dict(), **{DIGEST: None})
-        batches = crop_batches(
-            data.train,
-            augmentation_of(recipe, model.config.image_size),
-            recipe.batch_size,
-            recipe.seed,
+        batches = training_batches(
+            recipe,
+            model,
+            data,
             world,
             workers=worker_count(recipe.runtime.workers, world.device, world.size),
             skip_bad=recipe.data.skip_bad_images,
@@ -260,11 +290,10 @@ def measure_step(recipe: SupervisedRecipe, data: ClassData, world: World, consol
     console.info(model.report.summary())
     if recipe.freeze:
         freeze(model, recipe.freeze)
-    augmentation = augmentation_of(recipe, model.config.image_size)
     job = engine.Job.of(
         of_two_steps(recipe),
         loss_fn=loss_of(recipe, model, len(data.classes)),
-        batches=crop_batches(data.train, augmentation, recipe.batch_size, recipe.seed, world, workers=0),
+        batches=training_batches(recipe, model, data, world, workers=0),
         ema_decay=recipe.ema,
         world=world,
         outputs=engine.Outputs(warn=console.warn),

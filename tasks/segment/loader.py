@@ -54,7 +54,7 @@ def segment_batches(
     Raises `DataError` naming the first image or mask that is unreadable or wrong.
     """
     share = batch_size // world.size
-    mine = slice(world.rank * share, (world.rank + 1) * share)
+    mine = range(world.rank * share, (world.rank + 1) * share)
 
     def batches(start: int) -> Generator[Batch, None, None]:
         with open_loader(

@@ -1,0 +1,113 @@
+"""timm's and torchvision's augmentation, as DeiT trains with it, drawn anew at every place of every batch.
+
+Both libraries draw from the global random numbers of Python, NumPy and torch. Here those are seeded for the call and
+put back after it, so that what an image becomes depends on its place in the training and on nothing else.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any, get_args
+
+import numpy as np
+import torch
+from PIL import Image
+from timm.data import Mixup, create_transform
+from timm.data.distributed_sampler import RepeatAugSampler
+from torch import Tensor
+from torchvision.transforms import AutoAugment, AutoAugmentPolicy, Compose, InterpolationMode, RandomHorizontalFlip
+
+from dpn_cli.engine.seeds import fold
+from dpn_cli.recipe.schema import TorchvisionPolicy
+
+if TYPE_CHECKING:
+    from dpn_cli.data.loader import Augmentation
+    from dpn_cli.engine.fit import Batch, Batches
+
+# Streams of draws; see `dpn_cli.data.loader` for the others.
+EPOCH, MIX_TIMM = 5, 6
+# What AutoAugment's geometric operations leave empty is grey.
+FILL = [128, 128, 128]
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the global random numbers of Python, NumPy and torch's CPU, and put them back after the block."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
+
+
+@cache
+def pipeline(how: Augmentation) -> Callable[[Image.Image], Tensor]:
+    """Return timm's training transform: crop where `how` says timm's, mirror, policy, random erasing.
+
+    It maps an RGB picture to (3, *size): uint8, or with erasing, whose noise is normal in the network's input range,
+    float32 pixels in that range.
+    """
+    bicubic = how.crop == "timm_bicubic"
+    by_torchvision = how.policy in get_args(TorchvisionPolicy)
+    crop, policy, finish = create_transform(
+        how.size,
+        is_training=True,
+        separate=True,
+        hflip=0.5 * how.flip,
+        color_jitter=None,
+        auto_augment=None if by_torchvision else how.policy,
+        interpolation="bicubic" if bicubic else "bilinear",
+        mean=how.mean,
+        std=how.std,
+        re_prob=how.erase,
+        re_mode="pixel",
+        normalize=how.erase > 0,
+    )
+    if how.crop in ("inception", "whole"):  # the picture comes in its final size
+        crop = Compose([RandomHorizontalFlip(0.5 * how.flip)])
+    if by_torchvision:
+        policy = AutoAugment(AutoAugmentPolicy(how.policy), InterpolationMode.BILINEAR, FILL)
+    whole: Callable[[Image.Image], Tensor] = Compose([crop, policy, finish])
+    return whole
+
+
+def repeated(images: int, seed: int, epoch: int, repeats: int) -> Tensor:
+    """Return the order of `images` draws in an epoch: the first images of a shuffle, each `repeats` times in a row.
+
+    Repeated augmentation (arXiv 1901.09335) as timm's sampler has it: an epoch has its usual length and sees a share of
+    the images.
+    """
+    sampler = RepeatAugSampler(range(images), num_replicas=1, rank=0, num_repeats=repeats, selected_round=0)
+    sampler.set_epoch(fold(seed, EPOCH, epoch))
+    return torch.tensor(list(sampler))
+
+
+def mixed(batches: Batches, mixup: Mixup, normalize: Callable[[Tensor], Tensor], seed: int) -> Batches:
+    """Return batches of ``image`` (b, 3, h, w), normalised and mixed by timm's mixup and CutMix, and ``target``.
+
+    Each image meets the one at the mirrored place of the batch; one share for all of a batch. ``target`` (b, classes)
+    has the label smoothing of `mixup` in it.
+    """
+
+    def mixing(start: int) -> Generator[Batch, None, None]:
+        with closing(batches(start)) as stream:
+            for step, batch in enumerate(stream, start):
+                with seeded(fold(seed, MIX_TIMM, step)):
+                    image, target = mixup(normalize(batch["image"]), batch["label"])
+                yield {"image": image, "target": target}
+
+    return mixing
+
+
+def mixup_of(mixup: float, cutmix: float, smoothing: float, classes: int) -> Mixup:
+    """Return timm's mixing with DeiT's other settings: always, one of the two for a whole batch with equal chances."""
+    shares: dict[str, Any] = {"mixup_alpha": mixup, "cutmix_alpha": cutmix, "label_smoothing": smoothing}
+    return Mixup(**shares, prob=1.0, switch_prob=0.5, mode="batch", num_classes=classes)
