@@ -1,0 +1,115 @@
+"""What the normalisers of tokens share: their options, their precision, and statistics over ranks.
+
+Axes: b batch, t tokens, c features, h heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from dpn_cli.errors import DpnError
+from dpn_cli.run.distributed import gather
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a norm may have to know of its tokens beyond their width."""
+
+    heads: int = 1  # of the attention: the groups of gn, of dtn, and of powernorm with group_scale
+    grid: tuple[int, int] | None = None  # rows and columns; None where a class token is among them
+
+
+@dataclass(frozen=True)
+class NormOptions:
+    """The finer choices of some norms. The defaults are the equations of the papers."""
+
+    dtn: Literal["paper", "released"] = "paper"  # model/norm_dtn.py says what the released code does otherwise
+    dtn_statistics: Literal["both", "variance"] = "both"  # variance: the mean is that of LN alone
+    in_unbiased: bool = False  # the variance of IN over t - 1 tokens, as in DTN's code; torch's is over t
+    group_scale: bool = False  # PowerNorm after an RMS of every head, as in DTN's code; it cannot be folded
+    power_warmup: int = 3000  # steps in which PowerNorm divides by the batch's statistic: DTN's code
+    un_warmup: int = 4000  # the same for UN
+    un_filter: bool = True  # UN's outlier filter, which its authors advise for images
+
+
+class TokenNorm(nn.Module):
+    """A norm of tokens (b, t, c), computed in float32 whatever the autocast precision; in float64 of float64.
+
+    The result has the type of the input. Weights and buffers are uninitialised until `reset_parameters` or a checkpoint
+    fills them; `weight` and `bias` (c) start at one and zero.
+    """
+
+    def __init__(self, features: int, eps: float, *, affine: bool = True) -> None:
+        super().__init__()
+        self.features, self.eps = features, eps
+        if affine:
+            self.weight = nn.Parameter(torch.empty(features))
+            self.bias = nn.Parameter(torch.empty(features))
+
+    def reset_parameters(self) -> None:
+        """Set parameters and buffers to their start."""
+        nn.init.ones_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise tokens (b, t, c)."""
+        with torch.autocast(x.device.type, enabled=False):
+            y = self.normalize(x.to(torch.promote_types(x.dtype, torch.float32)))
+        return y.to(x.dtype)
+
+    def normalize(self, x: Tensor) -> Tensor:
+        """Normalise tokens (b, t, c) of full precision."""
+        raise NotImplementedError
+
+    def scaled(self, x: Tensor) -> Tensor:
+        """Return ``weight * x + bias``."""
+        return torch.addcmul(self.bias, x, self.weight)
+
+    def extra_repr(self) -> str:
+        """Describe the norm as torch's do."""
+        return f"{self.features}, eps={self.eps}"
+
+
+class RunningNorm(TokenNorm):
+    """A norm whose statistics over the batch are running ones in evaluation: buffers, which training updates.
+
+    The batch is that of one forward pass: with micro-batches, a micro-batch. Over ranks it is all of theirs, of which
+    each has equally many, so that they train as one process with the whole batch does.
+    """
+
+    def affine(self) -> tuple[Tensor, Tensor] | None:
+        """Return the scale and shift (c), float64, that the norm is in evaluation; None if the input decides too."""
+        return self.scale_shift(torch.float64)
+
+    def scale_shift(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return scale and shift (c) in evaluation, computed in `dtype`."""
+        raise NotImplementedError
+
+    def evaluated(self, x: Tensor) -> Tensor:
+        """Normalise with the running statistics."""
+        scale, shift = self.scale_shift(x.dtype)
+        return torch.addcmul(shift, x, scale)
+
+
+def moments_over_ranks(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and biased variance (c) over all ranks' rows from those of this rank's, with gradients."""
+    ranks = gather(torch.stack([mean, variance])[None])
+    means, variances = ranks.unbind(1)
+    mean = means.mean(0)
+    return mean, variances.mean(0) + (means - mean).square().mean(0)
+
+
+def check_heads(norm: str, features: int, heads: int) -> None:
+    """Raise `DpnError` unless the heads divide the features."""
+    if features % heads:
+        raise DpnError(f"--norm {norm}: {heads} heads do not divide the {features} features; choose another --arch")
+
+
+def head_rms(x: Tensor, heads: int, eps: float) -> Tensor:
+    """Divide every head of tokens (b, t, c) by the root of its mean square."""
+    y = x.reshape(*x.shape[:2], heads, -1)
+    return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)).flatten(-2)

@@ -1,0 +1,117 @@
+"""Dynamic Token Normalization (arXiv 2112.02624).
+
+Axes: b batch, t tokens, c features, h heads, d features per head, y x rows and columns of the grid.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from einops import rearrange, reduce, repeat
+from torch import Tensor, nn
+
+from dpn_cli.errors import DpnError
+from dpn_cli.model.norm_base import NormOptions, TokenNorm, Tokens, check_heads, head_rms
+
+POOLED = 14  # the grid at which the released code takes its statistics over tokens
+
+
+class DynamicTokenNorm(TokenNorm):
+    """Normalise with a mixture, per head, of LN's statistics and of statistics over a learned neighbourhood.
+
+    Head h has ``mean = lambda * mean_LN + (1 - lambda) * P x`` and ``variance = lambda * var_LN + (1 - lambda) *
+    (P x^2 - (P x)^2)``, with lambda the sigmoid of a logit that starts at zero, and P (t, t) the softmax over tokens j
+    of ``a . (dx, dy, dx^2 + dy^2)``, where (dx, dy) leads from token j to token i. The softmax of such a sum is a
+    product of one over rows and one over columns, and so P is applied as two small matrices: exactly, at (y + x) / t
+    of the cost, and without ever being built. The variance over the neighbourhood is clamped at zero, which only
+    rounding can pass.
+
+    Parameters, with the names and order of the released code: `weight`, `bias` (c); ``pos_proj.weight`` (h, 3), the
+    a; ``var_norm_weight`` (h), the logits. They start with local attention (ConViT's): of the heads, the first k^2,
+    k = floor(sqrt(h)), look each at one place of a k x k neighbourhood; the others look everywhere, as IN does. (The
+    released ``pos_proj.bias`` does nothing: the softmax does not see it.)
+
+    ``NormOptions.dtn="released"`` has what the released code does otherwise: an RMS of every head first; LN's variance
+    over c - 1; logits of their own for the mean, ``mean_norm_weight``; and on grids of more than 14 rows or columns the
+    neighbourhood's statistics are those of tokens averaged to 14. (That it also loses the local start is not followed.)
+
+    Raises `DpnError` when the tokens are no grid, the heads do not divide the features, or a grid cannot be averaged
+    to 14.
+    """
+
+    mean_norm_weight: nn.Parameter | None
+
+    def __init__(self, features: int, eps: float, tokens: Tokens, options: NormOptions) -> None:
+        super().__init__(features, eps)
+        check_heads("dtn", features, tokens.heads)
+        if tokens.grid is None:
+            raise DpnError(
+                "--norm dtn: its tokens must form a grid, but a class token is among them; "
+                "let it join after these blocks, use --pool gap, or choose another --norm"
+            )
+        self.heads, self.grid, self.options = tokens.heads, tokens.grid, options
+        self.released = options.dtn == "released"
+        self.pool = tuple(max(1, side // POOLED) if self.released else 1 for side in self.grid)
+        if self.released and any(side > POOLED and side % POOLED for side in self.grid):
+            raise DpnError(
+                f"--norm dtn: the released code averages a grid to {POOLED} rows and columns, which {self.grid[0]}x"
+                f"{self.grid[1]} patches do not allow; use a multiple of {POOLED} or the paper's equations"
+            )
+        self.pos_proj = nn.Linear(3, self.heads, bias=False)
+        self.var_norm_weight = nn.Parameter(torch.empty(self.heads))
+        both = self.released and options.dtn_statistics == "both"
+        self.mean_norm_weight = nn.Parameter(torch.empty(self.heads)) if both else None
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set the scale to one, the logits and the shift to zero, and the attention to local."""
+        super().reset_parameters()
+        for logits in (self.var_norm_weight, self.mean_norm_weight):
+            if logits is not None:
+                nn.init.zeros_(logits)
+        side = math.isqrt(self.heads)
+        nn.init.zeros_(self.pos_proj.weight)
+        for head in range(side * side):
+            x, y = head // side - (side - 1) / 2, head % side - (side - 1) / 2
+            self.pos_proj.weight[head] = torch.tensor([2 * x, 2 * y, -1])
+
+    def attention(self, axis: int) -> Tensor:
+        """Return P along the rows (axis 0) or columns (1) of the grid, (h, side, side) of the averaged grid."""
+        weight = self.pos_proj.weight
+        place = torch.arange(self.grid[axis] // self.pool[axis], dtype=weight.dtype, device=weight.device)
+        offset = place[:, None] - place
+        along, squared = weight[:, 1 - axis, None, None], weight[:, 2, None, None]
+        return (along * offset + squared * offset.square()).softmax(-1)
+
+    def normalize(self, x: Tensor) -> Tensor:
+        """Normalise tokens (b, t, c) of full precision."""
+        if self.released:
+            x = head_rms(x, self.heads, self.eps)
+        mean_ln = x.mean(-1, keepdim=True)
+        var_ln = (x - mean_ln).square().sum(-1, keepdim=True) / (self.features - self.released)
+        rows, columns = self.grid
+        tokens = rearrange(x, "b (y x) (h d) -> b h y x d", y=rows, h=self.heads)
+        near = self._neighbourhood(tokens)
+        mean_ln, var_ln = (rearrange(s, "b (y x) 1 -> b 1 y x 1", x=columns) for s in (mean_ln, var_ln))
+        share = _per_head(self.var_norm_weight)
+        variance = torch.lerp((near[1] - near[0].square()).clamp_min(0), var_ln, share)
+        if self.options.dtn_statistics == "both":
+            own = share if self.mean_norm_weight is None else _per_head(self.mean_norm_weight)
+            mean_ln = torch.lerp(near[0], mean_ln, own)
+        y = (tokens - mean_ln) * torch.rsqrt(variance + self.eps)
+        return self.scaled(rearrange(y, "b h y x d -> b (y x) (h d)"))
+
+    def _neighbourhood(self, tokens: Tensor) -> Tensor:
+        """Return the means of tokens (b, h, y, x, d) and of their squares under P, (2, b, h, y, x, d)."""
+        down, right = self.pool
+        if down * right > 1:
+            tokens = reduce(tokens, "b h (y p) (x q) d -> b h y x d", "mean", p=down, q=right)
+        both = torch.stack([tokens, tokens.square()])
+        both = (self.attention(0) @ both.flatten(-2)).view_as(both)
+        both = self.attention(1)[:, None] @ both
+        return repeat(both, "s b h y x d -> s b h (y p) (x q) d", p=down, q=right) if down * right > 1 else both
+
+
+def _per_head(logits: Tensor) -> Tensor:
+    return logits.sigmoid()[:, None, None, None]

@@ -1,0 +1,111 @@
+"""The normalisers inside the blocks of a ViT, one line each in a table.
+
+Axes: b batch, t tokens, c features.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpn_cli.arch import Norm
+from dpn_cli.model.norm_base import NormOptions as NormOptions
+from dpn_cli.model.norm_base import RunningNorm as RunningNorm
+from dpn_cli.model.norm_base import TokenNorm, check_heads
+from dpn_cli.model.norm_base import Tokens as Tokens
+from dpn_cli.model.norm_dtn import DynamicTokenNorm
+from dpn_cli.model.norm_power import PowerNorm, UnifiedNorm
+from dpn_cli.model.norm_running import BatchNorm, PRepBN, SwitchableNorm
+
+
+class InstanceNorm(TokenNorm):
+    """Instance norm: per image and feature over the tokens. The variance is biased unless `in_unbiased`."""
+
+    def __init__(self, features: int, eps: float, options: NormOptions) -> None:
+        super().__init__(features, eps)
+        self.unbiased = options.in_unbiased
+
+    def normalize(self, x: Tensor) -> Tensor:
+        """Normalise tokens (b, t, c) of full precision."""
+        centred = x - x.mean(1, keepdim=True)
+        variance = centred.square().sum(1, keepdim=True) / (x.shape[1] - self.unbiased)
+        return torch.addcmul(self.bias, centred, self.weight * torch.rsqrt(variance + self.eps))
+
+
+class GroupNorm(TokenNorm):
+    """Group norm: per image and head over the tokens and the head's features; torch.nn.GroupNorm on (b, c, t).
+
+    Raises `DpnError` when the heads do not divide the features.
+    """
+
+    def __init__(self, features: int, eps: float, tokens: Tokens) -> None:
+        super().__init__(features, eps)
+        check_heads("gn", features, tokens.heads)
+        self.groups = tokens.heads
+
+    def normalize(self, x: Tensor) -> Tensor:
+        """Normalise tokens (b, t, c) of full precision."""
+        groups = x.reshape(*x.shape[:2], self.groups, -1)
+        centred = groups - groups.mean((1, 3), keepdim=True)
+        variance = centred.square().mean((1, 3), keepdim=True)
+        return self.scaled((centred * torch.rsqrt(variance + self.eps)).flatten(-2))
+
+
+class ScaleNorm(TokenNorm):
+    """ScaleNorm (arXiv 1910.05895): ``g * x / max(|x|, eps)`` over the features, with one scalar g, sqrt(c) at first.
+
+    The code behind DTN's table has a g per feature, which is RMSNorm with another place for eps.
+    """
+
+    def __init__(self, features: int, eps: float) -> None:
+        super().__init__(features, eps, affine=False)
+        self.weight = nn.Parameter(torch.empty(1))
+
+    def reset_parameters(self) -> None:
+        """Set g to the root of the number of features."""
+        nn.init.constant_(self.weight, math.sqrt(self.features))
+
+    def normalize(self, x: Tensor) -> Tensor:
+        """Normalise tokens (b, t, c) of full precision."""
+        return self.weight * F.normalize(x, dim=-1, eps=self.eps)
+
+
+_NORMS: dict[Norm, Callable[[int, float, Tokens, NormOptions], nn.Module]] = {
+    "ln": lambda features, eps, tokens, options: nn.LayerNorm(features, eps=eps),
+    "bn": lambda features, eps, tokens, options: BatchNorm(features, eps),
+    "in": lambda features, eps, tokens, options: InstanceNorm(features, eps, options),
+    "gn": lambda features, eps, tokens, options: GroupNorm(features, eps, tokens),
+    "sn": lambda features, eps, tokens, options: SwitchableNorm(features, eps),
+    "scalenorm": lambda features, eps, tokens, options: ScaleNorm(features, eps),
+    "powernorm": lambda features, eps, tokens, options: PowerNorm(features, eps, tokens, options),
+    "un": lambda features, eps, tokens, options: UnifiedNorm(features, eps, options),
+    "prepbn": lambda features, eps, tokens, options: PRepBN(features, eps),
+    "rms": lambda features, eps, tokens, options: nn.RMSNorm(features, eps=eps),
+    "dtn": lambda features, eps, tokens, options: DynamicTokenNorm(features, eps, tokens, options),
+    "none": lambda features, eps, tokens, options: nn.Identity(),
+}
+
+
+def token_norm(
+    name: Norm, features: int, *, eps: float, tokens: Tokens | None = None, options: NormOptions | None = None
+) -> nn.Module:
+    """Build a norm of tokens (b, t, features).
+
+    Raises `DpnError` when `name` cannot normalise such `tokens`: dtn without a grid, or dtn, gn or powernorm with
+    group_scale with heads that do not divide the features.
+    """
+    norm = _NORMS[name](features, eps, tokens or Tokens(), options or NormOptions())
+    if isinstance(norm, TokenNorm):
+        norm.reset_parameters()
+    return norm
+
+
+def set_progress(model: nn.Module, share: float) -> None:
+    """Tell the norms of `model` that depend on it which share of the training is done, from 0 to 1."""
+    for module in model.modules():
+        if isinstance(module, PRepBN):
+            module.progress.fill_(share)
