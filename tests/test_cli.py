@@ -77,6 +77,8 @@ def test_help_and_recipes_load_neither_torch_nor_timm() -> None:
 OPTIONS = {
     "--arch",
     "--stem",
+    "--norm",
+    "--placement",
     "--checkpoint",
     "--image-size",
     "--compare",

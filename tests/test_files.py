@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from dpn_cli.cli import app
 from dpn_cli.errors import DpnError, StoppedError
-from dpn_cli.recipe.schema import BackboneConfig
+from dpn_cli.recipe.network import BackboneConfig
 from dpn_cli.run import files
 from dpn_cli.run.files import claimed
 from dpn_cli.run.session import run_name

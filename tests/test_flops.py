@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from dpn_cli.arch import SIZES, Pool, Stem
-from dpn_cli.model.vit import ViTConfig
+from dpn_cli.model.config import ViTConfig
 from dpn_cli.weights.backbone import load_backbone
 from tasks.classify.flops import count, training_flops
 

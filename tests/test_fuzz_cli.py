@@ -84,6 +84,7 @@ GOOD: dict[str, list[str]] = {
     "export": ["CLASSIFIER", "-o", "out"],
     "checkpoint inspect": ["WEIGHTS"],
     "checkpoint convert": ["WEIGHTS", "new.safetensors"],
+    "checkpoint fold": ["FOLDABLE", "new.safetensors"],
     "checkpoint retrofit": ["PLAIN", "new.safetensors", "--data", "PHOTOS", "--images", "4"],
     "data pack": ["--data", "PHOTOS", "-o", "out", "-j", "1"],
     "recipes show": ["vtab"],
@@ -193,8 +194,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (root / "loop").symlink_to(root / "loop")
     (root / "binary.npz").write_bytes(bytes(range(256)) * 4)
     classes = ("class0", "class1", "class2")
-    for name, stem in (("classifier", "dpn"), ("plain", "none")):
-        network = load_backbone("mu/8", stem=stem, image_size=16, num_classes=3)
+    for name, stem, norm in (("classifier", "dpn", "ln"), ("plain", "none", "ln"), ("foldable", "dpn", "bn")):
+        network = load_backbone("mu/8", stem=stem, norm=norm, image_size=16, num_classes=3)
         save_classifier(Classifier(network, classes, "softmax", 18, {}), root / f"{name}.safetensors")
     trained = {"PAIRS": str(root / "pairs.csv"), "SCENES": str(root / "scenes"), "cache": str(root / "cache")}
     for name in ("lit train", "segment folder"):
@@ -212,6 +213,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "BINARY": str(root / "binary.npz"),
         "CLASSIFIER": str(root / "classifier.safetensors"),
         "PLAIN": str(root / "plain.safetensors"),
+        "FOLDABLE": str(root / "foldable.safetensors"),
         "LIT": str(root / "lit"),
         "SEGMENTER": str(root / "segment"),
         "WEIGHTS": str(GOLDENS / "vit_dpn.params.npz"),

@@ -17,8 +17,12 @@ from pydantic import BaseModel
 
 from dpn_cli.engine.optim import lr_factor
 from dpn_cli.errors import DpnError
+from dpn_cli.recipe.network import BackboneConfig
 from dpn_cli.recipe.reading import from_flags, merge
-from dpn_cli.recipe.schema import BackboneConfig, Schedule, Section
+from dpn_cli.recipe.schema import (
+    Schedule,
+    Section,
+)
 from dpn_cli.weights import backbone
 from tasks.classify.highres_recipe import HighresRecipe
 from tasks.classify.pretrain_recipe import PretrainRecipe

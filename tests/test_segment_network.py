@@ -155,7 +155,7 @@ def test_padding_reaches_the_network_as_zero() -> None:
 
 def segmenter(data: MaskData, evaluation: Evaluation) -> Segmenter:
     vit = load_backbone("mu/8", image_size=32, num_classes=3, seed=3)
-    vit.norm.weight.data.uniform_(0.1, 3)
+    vit.get_parameter("norm.weight").data.uniform_(0.1, 3)
     initialize_head(vit, "lecun_normal", 2)
     classes = tuple(Class(name, (index, 2, 3)) for index, name in enumerate("abc"))
     return Segmenter(LinearSegmenter(vit, final_norm=True).eval(), classes, data, evaluation, {"so": 1})

@@ -12,8 +12,9 @@ from conftest import Arrays, nchw
 from einops import rearrange
 
 from dpn_cli.arch import STEMS, Size, Stem
+from dpn_cli.model.config import ViTConfig
 from dpn_cli.model.stem import PatchStem, stem_norm
-from dpn_cli.model.vit import DPNViT, ViTConfig
+from dpn_cli.model.vit import DPNViT
 
 GOLDEN_NAMES: dict[Stem, str] = {
     "none": "none",

@@ -14,7 +14,8 @@ from conftest import GOLDENS, Arrays, nchw
 from scipy.ndimage import zoom
 
 from dpn_cli.arch import SIZES, Size, parse_arch
-from dpn_cli.model.vit import DPNViT, ViTConfig, posemb_sincos2d, resample_posemb
+from dpn_cli.model.config import ViTConfig
+from dpn_cli.model.vit import DPNViT, posemb_sincos2d, resample_posemb
 from dpn_cli.weights.backbone import Backbone, load_backbone
 from dpn_cli.weights.formats import read_file
 

@@ -15,6 +15,7 @@ from dpn_cli.engine.memory import MicroBatch, is_out_of_memory
 from dpn_cli.engine.optim import clip_gradients
 from dpn_cli.engine.seeds import fold
 from dpn_cli.errors import OutOfMemoryError
+from dpn_cli.model.norms import has_running_norms, set_progress
 from dpn_cli.run import distributed
 
 
@@ -32,6 +33,7 @@ class Gradients:
     def compute(self, batch: Batch, step: int) -> Tensor:
         """Compute and clip the gradients of a batch; returns (loss over this rank's rows, global norm), pending."""
         loss_fn = self.job.loss_fn
+        set_progress(self.network, step / self.job.schedule.steps)
         while True:
             try:
                 if isinstance(loss_fn, CoupledLoss) and self.micro_batch.size < count_rows(batch):
@@ -66,7 +68,12 @@ class Gradients:
             return feature_gradient(coupled, self.model, batch, self._micro_batches(batch, step))
 
     def find_micro_batch(self, batch: Batch) -> None:
-        """Halve the micro-batch until every rank has the memory for it, before the ranks depend on each other."""
+        """Halve the micro-batch until every rank has the memory for it, before the ranks depend on each other.
+
+        A network whose norms take statistics over all ranks has no such moment, and its micro-batch is fixed.
+        """
+        if has_running_norms(self.network):
+            return
         while distributed.max_over_ranks(not self._fits(batch)):
             if self.micro_batch.fixed:
                 raise OutOfMemoryError(

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from dpn_cli.errors import OutOfMemoryError
+from dpn_cli.errors import DpnError, OutOfMemoryError
+from dpn_cli.model.norms import has_running_norms
 from dpn_cli.recipe.schema import Runtime
 
 # Forward activations that autograd keeps, in bytes per token, block and unit of width, in float32.
@@ -26,14 +27,25 @@ class MicroBatch:
 
     @classmethod
     def choose(cls, runtime: Runtime, rows: int, model: nn.Module, device: torch.device) -> MicroBatch:
-        """Return the recipe's micro-batch; for ``"auto"`` all `rows`, or as many as fit into 1.5 GB on a CPU."""
+        """Return the recipe's micro-batch; for ``"auto"`` all `rows`, or as many as fit into 1.5 GB on a CPU.
+
+        Raises `DpnError` when fewer rows would fit and the network's norms take statistics over them: only the user can
+        change what such a network computes.
+        """
         if runtime.micro_batch_size != "auto":
             return cls(min(runtime.micro_batch_size, rows), fixed=True)
         tokens = getattr(model, "pos_embed", torch.empty(1, 1, 1)).shape[1] + 1
         cost = tokens * getattr(model, "embed_dim", 1) * len(getattr(model, "blocks", [0])) * ACTIVATION_BYTES
         fits = max(1, CPU_BUDGET // cost)
         size = rows if device.type != "cpu" else min(rows, 1 << (fits.bit_length() - 1))
-        return cls(size)
+        over_the_batch = has_running_norms(model)
+        if over_the_batch and size < rows:
+            raise DpnError(
+                f"--micro-batch-size auto: {rows} images at once do not fit, and this network's norms take their "
+                f"statistics over the images that go through it at once; state the number, e.g. "
+                f"--micro-batch-size {size}, or a smaller --batch-size"
+            )
+        return cls(size, fixed=over_the_batch)
 
     def halve(self) -> None:
         """Halve the micro-batch. Raises `OutOfMemoryError` when it is one row already."""

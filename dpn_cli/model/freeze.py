@@ -7,6 +7,7 @@ import re
 from torch import nn
 
 from dpn_cli.errors import DpnError
+from dpn_cli.model.norms import RunningNorm
 
 STEM, POSITIONS = ("patch_embed.", "norm_posemb.", "norm_pre."), ("pos_embed", "cls_token")
 # What a word of --freeze stands for; "blocks:0-5" is understood besides.
@@ -20,7 +21,7 @@ PARTS = {
 
 
 def freeze(model: nn.Module, parts: tuple[str, ...]) -> int:
-    """Stop the training of parts of a ViT; returns how many weights stay as they are.
+    """Stop the training of parts of a ViT, running statistics included; returns how many weights stay as they are.
 
     Raises `DpnError` for an unknown part, a block that the network does not have, and when nothing is left to train.
     """
@@ -42,6 +43,9 @@ def freeze(model: nn.Module, parts: tuple[str, ...]) -> int:
         if prefixes and name.startswith(tuple(prefixes)):
             parameter.requires_grad_(False)
             frozen += parameter.numel()
+    for name, module in model.named_modules():
+        if isinstance(module, RunningNorm):
+            module.freeze(bool(prefixes) and f"{name}.".startswith(tuple(prefixes)))
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise DpnError(f"--freeze {','.join(parts)}: nothing is left to train")
     return frozen

@@ -6,12 +6,12 @@ Axes: b batch, t tokens, c features, h heads.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from dpn_cli.errors import DpnError
+from dpn_cli.recipe.network import NormOptions as NormOptions
 from dpn_cli.run.distributed import gather
 
 
@@ -21,19 +21,6 @@ class Tokens:
 
     heads: int = 1  # of the attention: the groups of gn, of dtn, and of powernorm with group_scale
     grid: tuple[int, int] | None = None  # rows and columns; None where a class token is among them
-
-
-@dataclass(frozen=True)
-class NormOptions:
-    """The finer choices of some norms. The defaults are the equations of the papers."""
-
-    dtn: Literal["paper", "released"] = "paper"  # model/norm_dtn.py says what the released code does otherwise
-    dtn_statistics: Literal["both", "variance"] = "both"  # variance: the mean is that of LN alone
-    in_unbiased: bool = False  # the variance of IN over t - 1 tokens, as in DTN's code; torch's is over t
-    group_scale: bool = False  # PowerNorm after an RMS of every head, as in DTN's code; it cannot be folded
-    power_warmup: int = 3000  # steps in which PowerNorm divides by the batch's statistic: DTN's code
-    un_warmup: int = 4000  # the same for UN
-    un_filter: bool = True  # UN's outlier filter, which its authors advise for images
 
 
 class TokenNorm(nn.Module):
@@ -78,8 +65,20 @@ class RunningNorm(TokenNorm):
     """A norm whose statistics over the batch are running ones in evaluation: buffers, which training updates.
 
     The batch is that of one forward pass: with micro-batches, a micro-batch. Over ranks it is all of theirs, of which
-    each has equally many, so that they train as one process with the whole batch does.
+    each has equally many, so that they train as one process with the whole batch does. A `frozen` norm keeps its
+    running statistics and uses them in training, too.
     """
+
+    frozen = False
+
+    def freeze(self, frozen: bool) -> None:
+        """Keep the running statistics from now on, or no longer."""
+        self.frozen = frozen
+        self.train(self.training)
+
+    def train(self, mode: bool = True) -> RunningNorm:
+        """Set the mode, which for a frozen norm is evaluation always."""
+        return super().train(mode and not self.frozen)
 
     def affine(self) -> tuple[Tensor, Tensor] | None:
         """Return the scale and shift (c), float64, that the norm is in evaluation; None if the input decides too."""

@@ -50,18 +50,23 @@ class DynamicTokenNorm(TokenNorm):
                 "--norm dtn: its tokens must form a grid, but a class token is among them; "
                 "let it join after these blocks, use --pool gap, or choose another --norm"
             )
-        self.heads, self.grid, self.options = tokens.heads, tokens.grid, options
+        self.heads, self.options = tokens.heads, options
         self.released = options.dtn == "released"
-        self.pool = tuple(max(1, side // POOLED) if self.released else 1 for side in self.grid)
-        if self.released and any(side > POOLED and side % POOLED for side in self.grid):
-            raise DpnError(
-                f"--norm dtn: the released code averages a grid to {POOLED} rows and columns, which {self.grid[0]}x"
-                f"{self.grid[1]} patches do not allow; use a multiple of {POOLED} or the paper's equations"
-            )
+        self.set_grid(tokens.grid)
         self.pos_proj = nn.Linear(3, self.heads, bias=False)
         self.var_norm_weight = nn.Parameter(torch.empty(self.heads))
         both = self.released and options.dtn_statistics == "both"
         self.mean_norm_weight = nn.Parameter(torch.empty(self.heads)) if both else None
+
+    def set_grid(self, grid: tuple[int, int]) -> None:
+        """Take tokens of a grid of `grid` rows and columns from now on. Raises `DpnError` as the constructor does."""
+        if self.released and any(side > POOLED and side % POOLED for side in grid):
+            raise DpnError(
+                f"--norm dtn: the released code averages a grid to {POOLED} rows and columns, which {grid[0]}x"
+                f"{grid[1]} patches do not allow; use a multiple of {POOLED} or the paper's equations"
+            )
+        self.grid = grid
+        self.pool = tuple(max(1, side // POOLED) if self.released else 1 for side in grid)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -104,6 +104,11 @@ def token_norm(
     return norm
 
 
+def has_running_norms(model: nn.Module) -> bool:
+    """Return whether a norm of `model` takes its statistics over all rows that go through it at once."""
+    return any(isinstance(module, RunningNorm) for module in model.modules())
+
+
 def set_progress(model: nn.Module, share: float) -> None:
     """Tell the norms of `model` that depend on it which share of the training is done, from 0 to 1."""
     for module in model.modules():

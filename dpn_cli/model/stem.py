@@ -15,7 +15,8 @@ from einops import rearrange
 from timm.layers import PatchEmbed
 from torch import Tensor, nn
 
-from dpn_cli.arch import Stem
+from dpn_cli.arch import Norm, Stem
+from dpn_cli.model.norms import token_norm
 
 
 class Affine(nn.Module):
@@ -54,9 +55,11 @@ NORMS: dict[Stem, dict[str, Callable[..., nn.Module]]] = {
 }
 
 
-def stem_norm(stem: Stem, slot: str, features: int, eps: float) -> nn.Module:
-    """Build the norm that `stem` has in a slot, or an identity where it has none."""
+def stem_norm(stem: Stem, slot: str, features: int, eps: float, kind: Norm = "ln") -> nn.Module:
+    """Build the norm that `stem` has in a slot, or an identity where it has none; `kind` takes LayerNorm's place."""
     norm = NORMS[stem].get(slot)
+    if norm is nn.LayerNorm:
+        return token_norm(kind, features, eps=eps)
     return norm(features, eps=eps) if norm else nn.Identity()
 
 
@@ -67,12 +70,14 @@ class PatchStem(PatchEmbed):
     is flattened as (row, column, channel), the order of the paper's listing; ``norm_in`` follows that order.
     """
 
-    def __init__(self, *, stem: Stem, eps: float, embed_dim: int, in_chans: int = 3, **timm: Any) -> None:
+    def __init__(
+        self, *, stem: Stem, eps: float, embed_dim: int, in_chans: int = 3, norm: Norm = "ln", **timm: Any
+    ) -> None:
         timm["bias"] = True  # timm leaves it out before a pre-norm; a bias of zero is the same network
         super().__init__(embed_dim=embed_dim, in_chans=in_chans, **timm)
         rows, columns = self.patch_size
-        self.norm_in = stem_norm(stem, "norm_in", rows * columns * in_chans, eps)
-        self.norm = stem_norm(stem, "norm", embed_dim, eps)
+        self.norm_in = stem_norm(stem, "norm_in", rows * columns * in_chans, eps, norm)
+        self.norm = stem_norm(stem, "norm", embed_dim, eps, norm)
 
     def forward(self, image: Tensor) -> Tensor:
         """Return tokens (b, h*w, d) in float32 whatever the autocast precision; in float64 of weights in float64.

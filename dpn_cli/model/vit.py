@@ -4,57 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from timm.layers import Attention, DropPath, Mlp
-from timm.models.vision_transformer import VisionTransformer
+from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
-from dpn_cli.arch import Pool, Size, Stem, check_image_size, size_name
-from dpn_cli.model.stem import Affine, PatchStem, stem_norm
+from dpn_cli.arch import check_image_size
+from dpn_cli.model.block import NormBlock
+from dpn_cli.model.config import ViTConfig
+from dpn_cli.model.norm_dtn import DynamicTokenNorm
+from dpn_cli.model.norms import Tokens, token_norm
+from dpn_cli.model.stem import PatchStem, stem_norm
 
 # JAX divides by this so that a normal truncated at two sigma keeps its standard deviation.
 TRUNCATED_NORMAL_STD = 0.87962566103423978
-
-
-@dataclass(frozen=True)
-class ViTConfig:
-    """All that decides the network's function apart from its weights; sizes in pixels."""
-
-    size: Size
-    patch: tuple[int, int]
-    image_size: tuple[int, int]
-    stem: Stem = "dpn"
-    pool: Pool = "tok"
-    pre_logits: bool = False
-    posemb: Literal["learn", "sincos2d"] = "learn"
-    eps: float = 1e-6  # flax's LayerNorm default, since arXiv 2302.01327 states none; torch's is 1e-5
-    act: Literal["gelu_tanh", "gelu", "quick_gelu"] = "gelu_tanh"  # flax's gelu is the tanh form
-    num_classes: int = 0
-    drop_path: float = 0.0
-    drop_path_rescale: bool = True  # Scenic's and timm's rule; big_vision's MLP-Mixer leaves what is kept as it is
-    dropout: float = 0.0
-    pre_norm: bool = False  # CLIP's ln_pre: a norm of all tokens, class token and positions included
-    fc_norm: bool = False  # the final norm follows the pooling instead of the blocks
-    attn_width: int | None = None  # heads times head width where that is not the trunk's width
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Patches per column and row (h, w)."""
-        return self.image_size[0] // self.patch[0], self.image_size[1] // self.patch[1]
-
-    @property
-    def arch(self) -> str:
-        """The network's name as ``--arch`` takes it: ``"B/32"``; other trunks are described."""
-        return f"{size_name(self.size) or self.size}/{self.patch[0]}"
-
-    def __str__(self) -> str:
-        return f"{self.arch}, stem {self.stem}, {self.image_size[0]}x{self.image_size[1]} px"
 
 
 class DPNViT(VisionTransformer):
@@ -62,14 +31,16 @@ class DPNViT(VisionTransformer):
 
     ``forward_features(image)`` gives tokens (b, 1+n, d) after the final norm ((b, n, d) without a class token),
     ``forward_head(tokens, pre_logits=True)`` the representation (b, d), ``forward(image)`` logits (b, classes), or
-    the representation when there is no head. The class token joins after the position embedding and has none of
-    its own. Weights are uninitialised until `initialize` or a checkpoint fills them.
+    the representation when there is no head. The class token joins after the position embedding, before the block
+    ``config.class_token_at``, and has no position of its own. Weights are uninitialised until `initialize` or a
+    checkpoint fills them.
     """
 
     pos_embed: nn.Parameter
 
     def __init__(self, config: ViTConfig) -> None:
-        size = config.size
+        size, options = config.size, config.norm_options
+        stem_kind = config.norm if options.stem == "same" else "ln"
         super().__init__(
             img_size=config.image_size,
             patch_size=config.patch,
@@ -86,13 +57,14 @@ class DPNViT(VisionTransformer):
             drop_path_rate=config.drop_path,
             pos_drop_rate=config.dropout,  # big_vision drops after the positions, the attention and both MLP layers
             proj_drop_rate=config.dropout,
-            embed_layer=partial(PatchStem, stem=config.stem, eps=config.eps),
+            embed_layer=partial(PatchStem, stem=config.stem, eps=config.eps, norm=stem_kind),
             norm_layer=partial(nn.LayerNorm, eps=config.eps),
+            block_fn=Block if config.plain_norms else NormBlock,
             act_layer=config.act,
             weight_init="skip",
         )
         self.config = config
-        self.norm_posemb = stem_norm(config.stem, "norm_posemb", size.width, config.eps)
+        self.norm_posemb = stem_norm(config.stem, "norm_posemb", size.width, config.eps, stem_kind)
         self.pre_logits = nn.Linear(size.width, size.width) if config.pre_logits else None
         if config.attn_width is not None:
             for block in self.blocks:
@@ -100,6 +72,16 @@ class DPNViT(VisionTransformer):
                 block.attn = Attention(
                     size.width, size.heads, attn_head_dim=head_width, qkv_bias=True, proj_drop=config.dropout
                 )
+        for index, block in enumerate(self.blocks):
+            if isinstance(block, NormBlock):
+                block.set_norms(config, index)
+        if options.final == "same":
+            grid = None if config.pool == "tok" else config.grid
+            self.norm = token_norm(
+                config.norm, size.width, eps=config.norm_eps, tokens=Tokens(size.heads, grid), options=options
+            )
+        if config.class_token_at:
+            self.blocks[config.class_token_at].register_forward_pre_hook(self._with_class_token)
         for module in self.modules():
             if isinstance(module, DropPath):
                 module.scale_by_keep = config.drop_path_rescale
@@ -108,11 +90,16 @@ class DPNViT(VisionTransformer):
 
     def _pos_embed(self, x: Tensor) -> Tensor:
         x = self.norm_posemb(x + self.pos_embed)
-        if self.cls_token is not None:
-            # shape[0] and not len(x), which is a plain int: torch.export would take the batch for a constant.
-            x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1)
+        if self.cls_token is not None and not self.config.class_token_at:
+            (x,) = self._with_class_token(self, (x,))
         dropped: Tensor = self.pos_drop(x)
         return dropped
+
+    def _with_class_token(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Tensor]:
+        """Put the class token before the tokens (b, n, d) that enter a module."""
+        (x,) = inputs
+        # shape[0] and not len(x), which is a plain int: torch.export would take the batch for a constant.
+        return (torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1),)
 
     def representation(self, x: Tensor) -> Tensor:
         """Map pooled or dense tokens (..., d) to what the head reads: tanh(pre_logits(x)) where there is one."""
@@ -158,7 +145,14 @@ class DPNViT(VisionTransformer):
             requires_grad=self.pos_embed.requires_grad,
         )
         self.patch_embed.set_input_size(img_size)
+        self.set_grid(new.grid)
         self.config = new
+
+    def set_grid(self, grid: tuple[int, int]) -> None:
+        """Tell the norms that mix tokens how these lie: rows and columns."""
+        for module in self.modules():
+            if isinstance(module, DynamicTokenNorm):
+                module.set_grid(grid)
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
@@ -169,8 +163,8 @@ class DPNViT(VisionTransformer):
         """
         g = torch.Generator().manual_seed(seed)
         for module in self.modules():
-            if isinstance(module, nn.LayerNorm | nn.RMSNorm | Affine):
-                module.reset_parameters()  # scale 1, bias 0
+            if hasattr(module, "reset_parameters") and not isinstance(module, nn.Linear | nn.Conv2d):
+                module.reset_parameters()  # norms: scale 1, bias 0, no statistics yet
         nn.init.constant_(self.patch_embed.proj.bias, 0.0)
         _lecun_normal(self.patch_embed.proj.weight, g)
         if self.pre_logits is not None:
@@ -191,6 +185,10 @@ class DPNViT(VisionTransformer):
             attn = block.attn
             _initialize_attention((attn.qkv, attn.proj), attn.qkv.weight.chunk(3), g)
             _initialize_mlp(block.mlp, g)
+            if self.config.placement == "subln" and self.config.norm_options.subln_init:
+                block.scale_for_sub_ln(self.config.size.depth)
+            if isinstance(block, NormBlock) and block.res_scale is not None:
+                nn.init.ones_(block.res_scale)
         self.zero_head()
 
 

@@ -10,8 +10,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from dpn_cli.arch import COMMON_ARCHS, MOST_PIXELS, SIZES, STEMS, Pool, Stem, parse_arch, whole
-from dpn_cli.recipe.flag import DATA, MODEL, OUTPUT, RUNTIME, TRAIN, flag
+from dpn_cli.arch import (
+    MOST_PIXELS,
+    whole,
+)
+from dpn_cli.recipe.flag import DATA, OUTPUT, RUNTIME, TRAIN, flag
 
 # The largest seed that every library takes.
 MOST_SEED = 2**32 - 1
@@ -59,36 +62,7 @@ class About(Section):
     expected: str
 
 
-def _complete_arch(incomplete: str) -> list[str]:
-    return [arch for arch in COMMON_ARCHS if arch.startswith(incomplete)]
-
-
-def _complete_stem(incomplete: str) -> list[tuple[str, str]]:
-    return [(stem, text) for stem, text in STEMS.items() if stem.startswith(incomplete)]
-
-
 # Keys that several schemas have under one meaning; a schema with another meaning writes its own.
-ARCH = flag(
-    "--arch",
-    help=f"ViT as SIZE/PATCH: {', '.join(SIZES)} and a patch side in pixels.",
-    panel=MODEL,
-    unset="the checkpoint's",
-    complete=_complete_arch,
-)
-STEM = flag(
-    "--stem",
-    help=f"Patch stem: {', '.join(STEMS)}.",
-    panel=MODEL,
-    unset="the checkpoint's; dpn from scratch",
-    complete=_complete_stem,
-)
-IMAGE_SIZE = flag(
-    "--image-size",
-    help="Input size in pixels, N or HxW, a multiple of the patch.",
-    panel=MODEL,
-    unset="the checkpoint's; 224 from scratch",
-)
-DROP_PATH = flag("--drop-path", help="Stochastic depth of the last block.", panel=MODEL)
 DATA_SOURCE = flag("--data", help="Where the data are.", panel=DATA)
 VAL_DATA = flag("--val-data", help="Validation images, where they are not inside --data.", panel=DATA, unset="--data's")
 VAL_FRACTION = flag("--val-fraction", help="Share of every class set apart to validate on.", panel=DATA)
@@ -138,43 +112,6 @@ Crop = Literal["inception", "whole", "timm_bicubic", "timm_bilinear"]
 TorchvisionPolicy = Literal["cifar10", "imagenet", "svhn"]
 Lr = Annotated[float, Field(gt=0)]
 Epochs = Annotated[Annotated[float, Field(gt=0)] | None, EPOCHS]
-Freeze = Annotated[
-    tuple[str, ...],
-    BeforeValidator(listed),
-    flag(
-        "--freeze",
-        help="Parts not to train: stem, positions, blocks, blocks:0-5, norm, backbone.",
-        panel=MODEL,
-    ),
-]
-
-
-class BackboneConfig(Section):
-    """Which ViT, and where its weights come from."""
-
-    arch: Annotated[str | None, ARCH] = None
-    stem: Annotated[Stem | None, STEM] = None
-    checkpoint: Annotated[
-        str | None,
-        flag(
-            "--checkpoint",
-            help="Weights: a file of any format that 'dpn checkpoint inspect' reads, timm:NAME, hf-hub:OWNER/NAME, "
-            "or 'none' for from scratch.",
-            panel=MODEL,
-            unset="ARCH-STEM.safetensors in $DPN_HOME/weights",
-        ),
-    ] = None
-    image_size: Annotated[Pixels | None, IMAGE_SIZE] = None
-    pool: Pool | None = None
-    pre_logits: bool | None = None
-    drop_path: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    grad_checkpointing: bool = False
-
-    @model_validator(mode="after")
-    def _known_arch(self) -> BackboneConfig:
-        if self.arch is not None:
-            parse_arch(self.arch)
-        return self
 
 
 def refuse_unused(section: Section, name: str, keys: Sequence[str], reason: str) -> None:

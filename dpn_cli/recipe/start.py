@@ -10,7 +10,7 @@ from typing import TypeVar
 from dpn_cli.arch import check_image_size, parse_arch
 from dpn_cli.errors import DpnError
 from dpn_cli.recipe.home import find_weights, home
-from dpn_cli.recipe.schema import BackboneConfig
+from dpn_cli.recipe.network import BackboneConfig
 
 BackboneT = TypeVar("BackboneT", bound=BackboneConfig)
 # Input size of a network from scratch where nothing says one.

@@ -7,12 +7,12 @@ from typing import Annotated, TypeVar
 from pydantic import model_validator
 
 from dpn_cli.recipe.layers import steps_of, two_steps
+from dpn_cli.recipe.network import BackboneConfig
 from dpn_cli.recipe.reading import Say, unsaid
 from dpn_cli.recipe.schema import (
     BATCH_SIZE,
     LR,
     SEED,
-    BackboneConfig,
     Epochs,
     Lr,
     Optim,

@@ -12,7 +12,12 @@ from typing import Any, Generic, TypeVar
 from pydantic import ValidationError
 
 from dpn_cli.errors import DpnError, StoppedError
-from dpn_cli.recipe.schema import BackboneConfig, Recipe, Runtime, Section
+from dpn_cli.recipe.network import BackboneConfig
+from dpn_cli.recipe.schema import (
+    Recipe,
+    Runtime,
+    Section,
+)
 from dpn_cli.recipe.sources import differences
 from dpn_cli.recipe.start import Place
 from dpn_cli.run import stopping

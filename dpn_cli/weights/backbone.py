@@ -10,10 +10,11 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor
 
-from dpn_cli.arch import Pool, Stem, check_image_size, check_stem, parse_arch
+from dpn_cli.arch import Pool, Stem, check_image_size, check_norm, check_placement, check_stem, parse_arch
 from dpn_cli.errors import DataError, DpnError
-from dpn_cli.model.vit import DPNViT, ViTConfig, posemb_sincos2d, resample_posemb
-from dpn_cli.recipe.schema import BackboneConfig
+from dpn_cli.model.config import OVER_THE_BATCH, ViTConfig
+from dpn_cli.model.vit import DPNViT, posemb_sincos2d, resample_posemb
+from dpn_cli.recipe.network import BackboneConfig, NormOptions
 from dpn_cli.weights.formats import Checkpoint, State, network_metadata
 from dpn_cli.weights.inferred import config_of
 from dpn_cli.weights.sources import open_checkpoint
@@ -81,6 +82,9 @@ def load_backbone(
     arch: str | None = None,
     *,
     stem: str | None = None,
+    norm: str | None = None,
+    placement: str | None = None,
+    norm_options: NormOptions | Mapping[str, Any] | None = None,
     checkpoint: str | Checkpoint | None = None,
     image_size: int | tuple[int, int] | None = 224,
     num_classes: int = 0,
@@ -99,6 +103,9 @@ def load_backbone(
     Args:
         arch: ``"SIZE/PATCH"``; may be left out with a checkpoint, which then decides.
         stem: one of Table 6's; must be the one that the checkpoint has. None takes the checkpoint's, dpn from scratch.
+        norm: norm of the blocks, one of `arch.NORMS`; as `stem`, with ln from scratch.
+        placement: where the norms of a block are, one of `arch.PLACEMENTS`; as `stem`, with pre,pre from scratch.
+        norm_options: finer choices, see `NormOptions`; as `stem`.
         checkpoint: see `open_checkpoint`, or one that is open; None or ``"none"`` starts from scratch.
         image_size: pixels, one number or (height, width); position embeddings are resampled to it. None takes
             the checkpoint's own size, and 224 from scratch.
@@ -118,21 +125,11 @@ def load_backbone(
         DataError: a missing, damaged or unreachable file, or one that holds no whole network; lists ``-`` and ``+``
             tensors.
     """
+    options = None if norm_options is None else NormOptions.model_validate(dict(norm_options))
     dropped: dict[str, Any] = {"drop_path": drop_path, "drop_path_rescale": drop_path_rescale, "dropout": dropout}
     if checkpoint is None or checkpoint == "none":
-        if arch is None:
-            raise DpnError("--arch is needed to train from scratch; with --checkpoint it is inferred")
-        size, side = parse_arch(arch)
-        config = ViTConfig(
-            size,
-            (side, side),
-            check_image_size(image_size or 224, (side, side)),
-            check_stem(stem or "dpn"),
-            pool or "tok",
-            bool(pre_logits),
-            num_classes=num_classes,
-        )
-        config = replace(config, **dropped)
+        config = replace(_config_from_scratch(arch, stem, norm, placement, options, image_size, pool), **dropped)
+        config = replace(config, pre_logits=bool(pre_logits), num_classes=num_classes)
         report = LoadReport("from scratch", f"big_vision init, seed {seed}")
         model = Backbone(config, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), report)
         model.initialize(seed)
@@ -140,6 +137,7 @@ def load_backbone(
         source = open_checkpoint(checkpoint) if isinstance(checkpoint, str) else checkpoint
         if stem is not None:
             _check_stem_agrees(source, check_stem(stem))
+        _check_norms_agree(source, norm and check_norm(norm), placement and check_placement(placement), options)
         config = replace(config_of(source, arch, pool, image_size), num_classes=num_classes, **dropped)
         if pre_logits is not None and pre_logits != config.pre_logits:
             raise DpnError(
@@ -147,10 +145,39 @@ def load_backbone(
                 f"{config.pre_logits}; leave the key out"
             )
         model = _load(source, config, head, align_corners)
+    if grad_checkpointing and model.config.norm in OVER_THE_BATCH:
+        raise DpnError(
+            f"backbone.grad_checkpointing: --norm {model.config.norm} would count every batch twice in its running "
+            "statistics; use a smaller --micro-batch-size instead"
+        )
     model.report.parameters = sum(parameter.numel() for parameter in model.parameters())
     model.report.network = str(model.config)
     model.set_grad_checkpointing(grad_checkpointing)
     return model
+
+
+def _config_from_scratch(
+    arch: str | None,
+    stem: str | None,
+    norm: str | None,
+    placement: str | None,
+    options: NormOptions | None,
+    image_size: int | tuple[int, int] | None,
+    pool: Pool | None,
+) -> ViTConfig:
+    if arch is None:
+        raise DpnError("--arch is needed to train from scratch; with --checkpoint it is inferred")
+    size, side = parse_arch(arch)
+    return ViTConfig(
+        size,
+        (side, side),
+        check_image_size(image_size or 224, (side, side)),
+        check_stem(stem or "dpn"),
+        pool or "tok",
+        norm=check_norm(norm or "ln"),
+        placement=check_placement(placement or "pre,pre"),
+        norm_options=options or NormOptions(),
+    )
 
 
 def backbone_of(section: BackboneConfig, **others: Any) -> Backbone:
@@ -200,7 +227,27 @@ def as_checkpoint(model: Backbone, state: State) -> Checkpoint:
         mean=model.mean,
         std=model.std,
         posemb=config.posemb,
+        norm=config.norm,
+        placement=config.placement,
+        norm_options=config.norm_options,
     )
+
+
+def _check_norms_agree(
+    source: Checkpoint, norm: str | None, placement: str | None, options: NormOptions | None
+) -> None:
+    """Refuse norms of the blocks that are not those of the weights. Raises `DpnError`."""
+    for option, stated, own in (
+        ("--norm", norm, source.norm),
+        ("--placement", placement, source.placement),
+        ("backbone.norm_options", options, source.norm_options),
+    ):
+        if stated is not None and stated != own:
+            raise DpnError(
+                f"{option} {stated}: {source.source} was trained with {own}. Ways out: leave it out to use this "
+                f"network as it is; --checkpoint with weights that were trained with {stated}; --checkpoint none to "
+                "train from scratch"
+            )
 
 
 def _check_stem_agrees(source: Checkpoint, stem: Stem) -> None:

@@ -17,6 +17,7 @@ from dpn_cli import __version__
 from dpn_cli.arch import Act, size_name
 from dpn_cli.errors import DpnError
 from dpn_cli.model.vit import DPNViT
+from dpn_cli.recipe.network import NormOptions
 from dpn_cli.run.files import replace_file
 from dpn_cli.run.kinds import kind_of
 from dpn_cli.weights.backbone import Backbone, describe_backbone, load_backbone, load_whole
@@ -80,6 +81,9 @@ def inspect(source: Checkpoint, image_size: int | tuple[int, int] | None = None)
         "attn_width": config.attn_width or size.width,
         "parameters": report["parameters"],
         "stem": config.stem,
+        "norm": config.norm,
+        "placement": config.placement,
+        "norm_options": config.norm_options.model_dump(exclude_defaults=True),
         "patch": list(config.patch),
         "grid": list(config_of(source.copy()).grid),
         "image_size": list(config.image_size),
@@ -114,7 +118,7 @@ def convert(
     state = model.state_dict() if to == "dpn" else timm_state(model)
     described = describe_backbone(model) if to == "dpn" else describe_timm(model)
     metadata = {**described, **source.about, "origin": origin(model)}
-    images = torch.randn(PROOF_IMAGES, 3, *model.config.image_size, generator=torch.Generator().manual_seed(PROOF_SEED))
+    images = proof_images(model)
     error = 0.0
 
     def write(temporary: Path) -> None:
@@ -149,6 +153,24 @@ def origin(model: Backbone) -> str:
                        "notes": report.notes, "dpn": __version__})  # fmt: skip
 
 
+def proof_images(model: Backbone) -> Tensor:
+    """Return the seeded random images (n, 3, h, w) on which two networks are compared."""
+    shape = PROOF_IMAGES, 3, *model.config.image_size
+    return torch.randn(shape, generator=torch.Generator().manual_seed(PROOF_SEED))
+
+
+@torch.no_grad()
+def difference_of_outputs(expected: Tensor, model: Any, images: Tensor) -> float:
+    """Return the largest difference of a network's outputs from those expected, relative to the largest of them.
+
+    Infinite when an output is NaN or infinite.
+    """
+    outputs = model(images)
+    if not (expected.isfinite().all() and outputs.isfinite().all()):
+        return math.inf
+    return float((expected - outputs).abs().max() / expected.abs().max().clamp(min=1e-30))
+
+
 @torch.no_grad()
 def distance(model: Any, other: Any, images: Tensor) -> float:
     """Return the largest difference of tokens and outputs of two ViTs, relative to the largest value.
@@ -177,13 +199,15 @@ def timm_state(model: DPNViT) -> dict[str, Tensor]:
     reasons = {
         "no norm where this stem has one (its NaFlexViT takes the setting and ignores it)": config.stem
         not in ("none", "post"),
+        "no such norms in its blocks": (config.norm, config.placement) not in (("ln", "pre,pre"), ("none", "pre,pre"))
+        or config.norm_options != NormOptions(),
         "no pre_logits layer": config.pre_logits,
         "no attention of another width than the trunk": config.attn_width is not None,
         "no bias in a projection whose norm is followed by another": config.pre_norm and config.stem == "post",
     }
     for reason, holds in reasons.items():
         if holds:
-            raise DpnError(f"--to timm: stem {config.stem!r}: timm's VisionTransformer has {reason}; use --to dpn")
+            raise DpnError(f"--to timm: {config}: timm's VisionTransformer has {reason}; use --to dpn")
     state = dict(model.state_dict())
     if config.pre_norm:  # timm's projection has no bias then; ours goes into the positions of the patches
         state["pos_embed"] = state["pos_embed"] + state.pop("patch_embed.proj.bias")
@@ -212,6 +236,7 @@ def describe_timm(model: Backbone) -> dict[str, str]:
     if config.stem == "post":
         arguments["embed_norm_layer"] = "layernorm"
     described = {
+        "norm": config.norm,
         # Any of timm's plain ViTs carries the arguments; they decide all that its name would.
         "architecture": "vit_base_patch16_224",
         "model_args": arguments,
@@ -233,5 +258,8 @@ def build_timm(path: Path) -> nn.Module:
         norm_layer=partial(nn.LayerNorm, eps=described["norm_eps"]),
         **described["model_args"],
     )
+    if described.get("norm") == "none":
+        for block in model.get_submodule("blocks").children():
+            block.norm1, block.norm2 = nn.Identity(), nn.Identity()
     model.load_state_dict(load_file(path))
     return model.eval()

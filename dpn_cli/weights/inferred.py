@@ -6,7 +6,7 @@ import torch
 
 from dpn_cli.arch import SIZES, Pool, Size, check_image_size, parse_arch, size_name
 from dpn_cli.errors import DataError, DpnError
-from dpn_cli.model.vit import ViTConfig
+from dpn_cli.model.config import ViTConfig
 from dpn_cli.weights.formats import Checkpoint
 from dpn_cli.weights.formats.layout import settle_positions
 
@@ -70,6 +70,9 @@ def config_of(
         pre_norm="norm_pre.weight" in state,
         fc_norm="fc_norm.weight" in state,
         attn_width=None if attn_width == width else attn_width,
+        norm=source.norm,
+        placement=source.placement,
+        norm_options=source.norm_options,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from dpn_cli.recipe.schema import BackboneConfig
+from dpn_cli.recipe.network import BackboneConfig
 from dpn_cli.run.console import Console
 from dpn_cli.run.folder import Checkpoints
 from dpn_cli.weights.backbone import LoadReport

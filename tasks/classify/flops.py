@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dpn_cli.model.config import ViTConfig
 from dpn_cli.model.stem import stem_norm
-from dpn_cli.model.vit import ViTConfig
 
 
 @dataclass(frozen=True)

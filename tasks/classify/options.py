@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from dpn_cli.recipe.flag import DATA, MODEL, OUTPUT, RUNTIME, argument, flag
+from dpn_cli.recipe.network import IMAGE_SIZE
 from dpn_cli.recipe.schema import (
-    IMAGE_SIZE,
     VAL_DATA,
     VAL_FRACTION,
     ImageColumn,

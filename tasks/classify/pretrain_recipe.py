@@ -8,13 +8,25 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from dpn_cli.arch import Stem, did_you_mean, parse_arch
+from dpn_cli.arch import Norm, Placement, Stem, did_you_mean, parse_arch
 from dpn_cli.errors import DpnError
 from dpn_cli.recipe.flag import MODEL, TRAIN, flag
 from dpn_cli.recipe.home import find_data
 from dpn_cli.recipe.layers import last_given, layered
+from dpn_cli.recipe.network import (
+    ARCH,
+    IMAGE_SIZE,
+    NORM,
+    PLACEMENT,
+    STEM,
+)
 from dpn_cli.recipe.reading import Plain, Say, build, from_flags, merge, read_recipe, unsaid
-from dpn_cli.recipe.schema import ARCH, IMAGE_SIZE, STEM, Pixels, Positive, Section, listed
+from dpn_cli.recipe.schema import (
+    Pixels,
+    Positive,
+    Section,
+    listed,
+)
 from dpn_cli.recipe.sources import flat
 from dpn_cli.recipe.start import check_start
 from tasks.classify.appendix_c import APPENDIX_C, LEVELS, SHORT, augmented, regularized
@@ -43,6 +55,8 @@ class NewNetwork(SupervisedNetwork):
 
     arch: Annotated[str | None, ARCH.but(unset="needed")] = None
     stem: Annotated[Stem | None, STEM.but(unset="dpn")] = None
+    norm: Annotated[Norm | None, NORM.but(unset="ln")] = None
+    placement: Annotated[Placement | None, PLACEMENT.but(unset="pre,pre")] = None
     checkpoint: str | None = None
     image_size: Annotated[Pixels | None, IMAGE_SIZE.but(unset="224")] = None
     dropout: Annotated[float, Field(ge=0, lt=1), flag("--dropout", help="Dropout rate.", panel=MODEL)] = 0.0

@@ -8,18 +8,16 @@ from typing import Annotated, Literal, TypeVar, get_args
 from pydantic import Field, model_validator
 
 from dpn_cli.recipe.flag import TRAIN, flag
+from dpn_cli.recipe.network import DROP_PATH, BackboneConfig, Freeze
 from dpn_cli.recipe.reading import Say, unsaid
 from dpn_cli.recipe.schema import (
     DATA_SOURCE,
     DECODE,
-    DROP_PATH,
     MAX_PIXELS,
     VAL_DATA,
     VAL_FRACTION,
-    BackboneConfig,
     Crop,
     Flip,
-    Freeze,
     ImageColumn,
     LabelColumn,
     MaxPixels,

@@ -11,16 +11,15 @@ from dpn_cli.arch import SIZES, nearest
 from dpn_cli.errors import DpnError
 from dpn_cli.recipe.flag import DATA, MODEL, TRAIN, flag
 from dpn_cli.recipe.layers import last_given, layered
+from dpn_cli.recipe.network import IMAGE_SIZE, BackboneConfig
 from dpn_cli.recipe.reading import Plain, Say, merge, read_recipe, unsaid
 from dpn_cli.recipe.schema import (
     BATCH_SIZE,
     DATA_SOURCE,
-    IMAGE_SIZE,
     MICRO_BATCH_SIZE,
     SEED,
     VAL_DATA,
     VAL_FRACTION,
-    BackboneConfig,
     ImageColumn,
     Pictures,
     Pixels,

@@ -50,11 +50,13 @@ class LinearSegmenter(nn.Module):
         table = resample_posemb(own.detach(), vit.config.grid, grid, align_corners=False)
         vit.pos_embed = nn.Parameter(table, requires_grad=False)
         vit.patch_embed.set_input_size(size)
+        vit.set_grid(grid)
         try:
             yield
         finally:
             vit.pos_embed = own
             vit.patch_embed.set_input_size(before)
+            vit.set_grid(vit.config.grid)
 
 
 def initialize_head(vit: Backbone, how: Literal["truncated_normal", "lecun_normal", "zero"], seed: int) -> None:

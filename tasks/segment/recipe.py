@@ -14,15 +14,12 @@ from dpn_cli.errors import DpnError
 from dpn_cli.recipe.flag import DATA, flag
 from dpn_cli.recipe.home import find_data
 from dpn_cli.recipe.layers import last_given, layered
+from dpn_cli.recipe.network import DROP_PATH, IMAGE_SIZE, BackboneConfig, Freeze
 from dpn_cli.recipe.reading import Plain, Say, merge, read_recipe, unsaid
 from dpn_cli.recipe.schema import (
     DATA_SOURCE,
-    DROP_PATH,
     IMAGE_COLUMN,
-    IMAGE_SIZE,
-    BackboneConfig,
     Flip,
-    Freeze,
     Pictures,
     Pixels,
     Positive,

@@ -12,13 +12,12 @@ from dpn_cli.arch import Stem, did_you_mean, parse_arch, whole
 from dpn_cli.recipe.flag import DATA, MODEL, TRAIN, flag
 from dpn_cli.recipe.home import find_data
 from dpn_cli.recipe.layers import last_given, layered
+from dpn_cli.recipe.network import IMAGE_SIZE, BackboneConfig
 from dpn_cli.recipe.reading import Plain, Say, merge, read_recipe, unsaid
 from dpn_cli.recipe.schema import (
     BATCH_SIZE,
     DATA_SOURCE,
-    IMAGE_SIZE,
     MOST_SEED,
-    BackboneConfig,
     Lr,
     Optim,
     Pictures,

@@ -16,8 +16,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dpn_cli.arch import Act, Pool, Stem
+from dpn_cli.arch import Act, Norm, Placement, Pool, Stem
 from dpn_cli.errors import DataError
+from dpn_cli.recipe.network import NormOptions
 
 State = dict[str, Tensor]
 Rgb = tuple[float, float, float]
@@ -65,6 +66,9 @@ class Checkpoint:
     mean: Rgb = (0.5, 0.5, 0.5)
     std: Rgb = (0.5, 0.5, 0.5)
     posemb: Literal["learn", "sincos2d"] = "learn"
+    norm: Norm = "ln"
+    placement: Placement = "pre,pre"
+    norm_options: NormOptions = field(default_factory=NormOptions)
     renamed: dict[str, str] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)
     added: list[str] = field(default_factory=list)

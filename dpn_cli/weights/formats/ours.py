@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 
+from dpn_cli.recipe.network import NormOptions
 from dpn_cli.weights.formats.layout import Checkpoint, Contents
 
 KEY = "dpn"
 _DESCRIBED = ("stem", "eps", "act", "heads", "grid", "mean", "std", "posemb")
+# Since the norms of the blocks can be chosen; files from before have LayerNorm.
+_NORMS = ("norm", "placement")
 
 
 def read(contents: Contents) -> Checkpoint:
     """Read a file that `network_metadata` describes."""
     described = json.loads(contents.metadata[KEY])
-    facts = {key: described[key] for key in _DESCRIBED}
+    facts = {key: described[key] for key in _DESCRIBED} | {key: described[key] for key in _NORMS if key in described}
+    facts["norm_options"] = NormOptions.model_validate(described.get("norm_options", {}))
     for key in ("grid", "mean", "std"):
         facts[key] = tuple(facts[key])
     checkpoint = Checkpoint(state=dict(contents.tensors), format="dpn", **facts)
@@ -24,4 +28,6 @@ def read(contents: Contents) -> Checkpoint:
 
 def network_metadata(checkpoint: Checkpoint) -> dict[str, str]:
     """Return the safetensors metadata that `read` needs to give `checkpoint` back."""
-    return {KEY: json.dumps({key: getattr(checkpoint, key) for key in _DESCRIBED})}
+    described = {key: getattr(checkpoint, key) for key in (*_DESCRIBED, *_NORMS)}
+    described["norm_options"] = checkpoint.norm_options.model_dump(exclude_defaults=True)
+    return {KEY: json.dumps(described)}

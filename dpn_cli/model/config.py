@@ -1,0 +1,134 @@
+"""`ViTConfig`: what a Vision Transformer is apart from its weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from dpn_cli.arch import Norm, Placement, Pool, Size, Stem, size_name
+from dpn_cli.errors import DpnError
+from dpn_cli.recipe.network import NormOptions
+
+# Norms that are a scale and a shift per channel in evaluation, whatever the input.
+OFFLINE: tuple[Norm, ...] = ("bn", "powernorm", "un", "prepbn")
+# Norms whose statistics in training are those of all images that go through the network at once.
+OVER_THE_BATCH: tuple[Norm, ...] = (*OFFLINE, "sn")
+
+
+@dataclass(frozen=True)
+class ViTConfig:
+    """All that decides the network's function apart from its weights; sizes in pixels.
+
+    Raises `DpnError` for norms that do not go with the rest of the network.
+    """
+
+    size: Size
+    patch: tuple[int, int]
+    image_size: tuple[int, int]
+    stem: Stem = "dpn"
+    pool: Pool = "tok"
+    pre_logits: bool = False
+    posemb: Literal["learn", "sincos2d"] = "learn"
+    eps: float = 1e-6  # flax's LayerNorm default, since arXiv 2302.01327 states none; torch's is 1e-5
+    act: Literal["gelu_tanh", "gelu", "quick_gelu"] = "gelu_tanh"  # flax's gelu is the tanh form
+    num_classes: int = 0
+    drop_path: float = 0.0
+    drop_path_rescale: bool = True  # Scenic's and timm's rule; big_vision's MLP-Mixer leaves what is kept as it is
+    dropout: float = 0.0
+    pre_norm: bool = False  # CLIP's ln_pre: a norm of all tokens, class token and positions included
+    fc_norm: bool = False  # the final norm follows the pooling instead of the blocks
+    attn_width: int | None = None  # heads times head width where that is not the trunk's width
+    norm: Norm = "ln"  # of the blocks
+    placement: Placement = "pre,pre"
+    norm_options: NormOptions = field(default_factory=NormOptions)
+
+    def __post_init__(self) -> None:
+        _check_options(self)
+        heads, grid = self.size.heads, self.grid
+        if self.norm in ("gn", "dtn") and self.size.width % heads:
+            raise DpnError(f"--norm {self.norm}: its groups are the {heads} heads, which do not divide the width")
+        if self.norm == "in" and grid[0] * grid[1] == 1:
+            raise DpnError(
+                "--norm in: its statistics are over an image's tokens, and there is one; use a larger --image-size, a "
+                "smaller patch, or another norm"
+            )
+        if self.norm == "dtn" and self.dtn_blocks > self.size.depth - (self.pool == "tok"):
+            most = self.size.depth - (self.pool == "tok")
+            after = ", and the class token joins after those" if self.pool == "tok" else ""
+            raise DpnError(
+                f"--norm dtn: its norms mix the tokens of a whole grid in the first {self.dtn_blocks} blocks{after}, "
+                f"but {self.arch} has {self.size.depth}; use --set backbone.norm_options.dtn_blocks={most}"
+                f"{' or' if most else ', which is none:'} --set backbone.pool=gap"
+            )
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Patches per column and row (h, w)."""
+        return self.image_size[0] // self.patch[0], self.image_size[1] // self.patch[1]
+
+    @property
+    def arch(self) -> str:
+        """The network's name as ``--arch`` takes it: ``"B/32"``; other trunks are described."""
+        return f"{size_name(self.size) or self.size}/{self.patch[0]}"
+
+    @property
+    def norm_eps(self) -> float:
+        """Epsilon of the norms in the blocks."""
+        return self.eps if self.norm_options.eps is None else self.norm_options.eps
+
+    @property
+    def dtn_blocks(self) -> int:
+        """How many blocks, from the first on, have DTN's norms; the others have LayerNorm. 0 with another norm."""
+        if self.norm != "dtn":
+            return 0
+        depth = self.size.depth
+        return self.norm_options.dtn_blocks or max(1, depth - max(1, depth // 6))
+
+    @property
+    def class_token_at(self) -> int:
+        """The block before which the class token joins the patch tokens."""
+        return self.dtn_blocks if self.pool == "tok" else 0
+
+    def norm_of(self, block: int) -> Norm:
+        """Return the norm of a block, counted from 0."""
+        return "ln" if self.norm == "dtn" and block >= self.dtn_blocks else self.norm
+
+    @property
+    def plain_norms(self) -> bool:
+        """Whether the blocks are a plain ViT's: LayerNorm before attention and MLP."""
+        return (self.norm, self.placement) == ("ln", "pre,pre") and self.norm_options.eps is None
+
+    def __str__(self) -> str:
+        norms = "" if self.norm == "ln" else f", norm {self.norm}"
+        norms += "" if self.placement == "pre,pre" else f", placement {self.placement}"
+        return f"{self.arch}, stem {self.stem}{norms}, {self.image_size[0]}x{self.image_size[1]} px"
+
+
+def _check_options(config: ViTConfig) -> None:
+    """Refuse an option of the norms that has no effect on this network. Raises `DpnError`."""
+    needed = {
+        "post": ("post" in config.placement, "a --placement with post"),
+        "head_scale": (config.placement == "normformer", "--placement normformer"),
+        "res_scale": (config.placement == "normformer", "--placement normformer"),
+        "subln_init": (config.placement == "subln", "--placement subln"),
+        "stem": (
+            config.norm in OFFLINE and config.stem in ("pre", "post", "post_posemb", "dpn"),
+            f"--norm {', '.join(OFFLINE)} and --stem pre, post, post_posemb or dpn",
+        ),
+        "final": (config.norm not in ("ln", "dtn") and not config.fc_norm, "a --norm other than ln and dtn"),
+        "dtn": (config.norm == "dtn", "--norm dtn"),
+        "dtn_statistics": (config.norm == "dtn", "--norm dtn"),
+        "dtn_blocks": (config.norm == "dtn", "--norm dtn"),
+        "in_unbiased": (config.norm == "in", "--norm in"),
+        "group_scale": (config.norm == "powernorm", "--norm powernorm"),
+        "power_warmup": (config.norm == "powernorm", "--norm powernorm"),
+        "un_warmup": (config.norm == "un", "--norm un"),
+        "un_filter": (config.norm == "un", "--norm un"),
+    }
+    for key, (holds, what) in needed.items():
+        value = getattr(config.norm_options, key)
+        if not holds and value != NormOptions.model_fields[key].default:
+            raise DpnError(
+                f"backbone.norm_options.{key}={value}: needs {what}, and this network has --norm {config.norm} "
+                f"--placement {config.placement} --stem {config.stem}; leave it out"
+            )
