@@ -392,6 +392,14 @@ def test_reset_fills_everything_that_a_checkpoint_fills(name: Norm) -> None:
         torch.testing.assert_close(other.eval()(x.float()), fresh.eval()(x.float()))
 
 
+def test_new_norms_start_as_others_do() -> None:
+    (x, _), *_ = batches(1)
+    fresh = {name: token_norm(name, WIDTH, eps=EPS).double() for name in NORMS if name != "dtn"}
+    torch.testing.assert_close(fresh["scalenorm"](x), F.rms_norm(x, (WIDTH,), eps=0.0))
+    torch.testing.assert_close(fresh["prepbn"].eval()(x), fresh["bn"].eval()(x) + x)
+    torch.testing.assert_close(fresh["prepbn"].train()(x), fresh["ln"](x))
+
+
 def test_evaluation_before_any_training_is_finite() -> None:
     for name in RUNNING:
         x = batches(1)[0][0].float()
