@@ -143,11 +143,14 @@ def test_a_training_reads_every_key(task: str, digits: Path, photos: Path, tmp_p
     assert sorted(missing) == sorted(UNREAD.get(task, ())), missing
 
 
-# Keys that these trainings do not read: columns of data sets from the hub, and what is done when a cell fails. Other
-# tests set them.
+# Keys that these trainings do not read: columns of data sets from the hub, what is done when a cell fails, and what
+# makes several trainings of one. Other tests set them.
+SEVERAL = ("compare", "seeds")
 UNREAD = {
     "vtab": ("data.image_column", "data.label_column", "allow_failed"),
-    "segment": ("data.image_column", "data.mask_column"),
+    "highres": SEVERAL,
+    "pretrain": SEVERAL,
+    "segment": ("compare", "data.image_column", "data.mask_column", "seeds"),
 }
 
 

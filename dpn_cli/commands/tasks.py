@@ -175,6 +175,7 @@ def _segmentation(recipe: str, **others: Any) -> Training:
         recipes={"": recipe, "demo": "ade20k_demo"},
         resolve=partial(segment_recipe.resolve, recipe),
         settle=_on_demo_tower(segment_recipe.settle),
+        score="miou",
         **others,
     )
 

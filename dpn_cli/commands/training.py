@@ -9,13 +9,14 @@ from functools import partial
 from importlib import import_module
 from inspect import Parameter
 from pathlib import Path
-from typing import Annotated, Any, Protocol, cast
+from typing import Annotated, Any, Literal, Protocol, cast
 
 import typer
 
 from dpn_cli.commands import one_line_errors
 from dpn_cli.commands.flags import Variant, default_of, given_flags, keys_of, option_names, parameter_of, with_signature
 from dpn_cli.errors import SweepError
+from dpn_cli.recipe.compare import ComparedTraining
 from dpn_cli.recipe.flag import OUTPUT
 from dpn_cli.recipe.layers import over_shipped
 from dpn_cli.recipe.reading import Plain, Say, build, dump, from_settings, read_recipe
@@ -54,6 +55,7 @@ class Training:
         without: recipe keys that are not options of this command.
         extra: options that are not recipe keys; `resolve` receives them by name.
         failures: returns what failed of several trainings.
+        score: the number of a result, in percent, by which ``--compare`` compares trainings.
     """
 
     help: str
@@ -66,7 +68,8 @@ class Training:
     variants: Callable[[], Sequence[Variant]] | None = None
     without: frozenset[str] = frozenset()
     extra: tuple[Parameter, ...] = ()
-    failures: Callable[[Result], Sequence[str]] = lambda result: ()
+    failures: Callable[[Result], Sequence[str]] = lambda result: result.get("failed", ())
+    score: Literal["top1", "miou"] = "top1"
 
     def layers(self, arguments: Mapping[str, Any], say: Say) -> Any:
         """Return the validated recipe of a command line. Raises `DpnError`."""
@@ -102,8 +105,7 @@ def add(app: typer.Typer, name: str, training: Training) -> None:
             if arguments["print_config"]:
                 print(dump(recipe), end="")
                 return
-            recipe = training.settle(recipe, console)
-            trainer = cast(TrainingModule, import_module(training.module))  # torch loads here
+            recipe, trainer = _ready(training, recipe, console)
             place = Place(arguments["output_dir"], *(arguments[key] for key in ("resume", "overwrite", "dry_run")))
             result = trainer.run(recipe, place, console)
             if result is None:
@@ -121,6 +123,16 @@ def add(app: typer.Typer, name: str, training: Training) -> None:
     command.__doc__ = training.help
     parameters = [*training.extra, *training.parameters(), *OUTPUT_OPTIONS]
     app.command(name, epilog=f"Example: {training.example}")(with_signature(command, parameters))
+
+
+def _ready(training: Training, recipe: Any, console: Console) -> tuple[Any, TrainingModule]:
+    """Return the settled recipe and what trains by it, or what trains by several recipes and settles each of them."""
+    if isinstance(recipe, ComparedTraining) and recipe.several:
+        from dpn_cli.commands.comparison import SideBySide  # torch loads here
+
+        return recipe, SideBySide(training)
+    recipe = training.settle(recipe, console)
+    return recipe, cast(TrainingModule, import_module(training.module))  # or here
 
 
 def option(

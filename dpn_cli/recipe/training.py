@@ -40,8 +40,8 @@ class TrainingRecipe(Recipe):
 
     @model_validator(mode="after")
     def _one_checkpoint(self) -> TrainingRecipe:
-        if "{stem}" in (self.backbone.checkpoint or ""):
-            raise ValueError("backbone.checkpoint: {stem} belongs to 'finetune vtab --compare'")
+        if "{stem}" in (self.backbone.checkpoint or "") and not getattr(self, "compare", ()):
+            raise ValueError("backbone.checkpoint: {stem} is the stem of each network of --compare, and there is none")
         return self
 
     @property

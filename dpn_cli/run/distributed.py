@@ -35,7 +35,7 @@ class World:
 
 @contextmanager
 def join(device: str) -> Iterator[World]:
-    """Join the ranks that torchrun started, or run alone.
+    """Join the ranks that torchrun started, or run alone. Work inside work that has joined them is among them already.
 
     `device` is ``"auto"`` or a torch device name. Raises `DpnError` when this machine lacks the device, and
     `WorkerError` when another rank ends early.
@@ -49,6 +49,9 @@ def join(device: str) -> Iterator[World]:
         torch.cuda.set_device(chosen)
     if size == 1:
         yield World(0, 1, chosen)
+        return
+    if dist.is_initialized():
+        yield World(rank, size, chosen)
         return
     dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
     try:

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from dpn_cli.errors import DataError
 from dpn_cli.run.files import read_object
 
-Kind = Literal["classifier", "segmenter", "towers", "sweep", "network"]
+Kind = Literal["classifier", "segmenter", "towers", "sweep", "comparison", "network"]
 KEY, WEIGHTS, DIGEST = "kind", "weights.safetensors", "weights_sha256"
 # Files that were written before they named their kind have one of these keys in their metadata, or none.
 DESCRIPTIONS: dict[str, Kind] = {"classifier": "classifier", "segmenter": "segmenter", "lit": "towers"}
@@ -22,6 +22,7 @@ NAMES: dict[Kind, tuple[str, str]] = {
     "segmenter": ("a segmentation run", "a segmentation network"),
     "towers": ("a LiT run", "a file of two LiT towers"),
     "sweep": ("a VTAB run", "a VTAB run"),
+    "comparison": ("a comparison of several trainings", "a comparison of several trainings"),
     "network": ("a run of one network", "a single network"),
 }
 # How to get from a single network to what a command takes.
@@ -113,6 +114,8 @@ def _check(place: str, kind: Kind, command: str, *, run: bool) -> None:
     what = f"{place} is {NAMES[kind][0 if run else 1]}"
     if kind == "sweep":
         raise DataError(f"{what}: it keeps scores and no network for '{command}'; they are in its result.json")
+    if kind == "comparison":
+        raise DataError(f"{what}: each of them has a folder below it, such as NETWORK/seed0; name one of those")
     if kind == "network":
         needed = takes[0]
         raise DataError(f"{place} is not {NAMES[needed][1]}; {MAKERS[needed].format(place=place)}")

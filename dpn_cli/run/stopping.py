@@ -20,20 +20,24 @@ LAST_SAVED = "run the same command with --resume to continue from the last saved
 _received: list[int] = []  # signal handlers belong to the process, and so does what they note
 
 
+def _note(number: int, frame: FrameType | None) -> None:
+    if number == signal.SIGINT and signal.SIGINT in _received:
+        raise KeyboardInterrupt
+    _received.append(number)
+
+
 @contextmanager
 def listen(then: str = RESUME) -> Iterator[None]:
     """Note stop signals instead of dying from them; a second Ctrl-C ends the process at once.
 
-    `then` ends the message of the error. A process that nohup started ignores SIGHUP.
+    `then` ends the message of the error. A process that nohup started ignores SIGHUP. Work that is part of other work
+    which listens already leaves everything to it.
     """
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and signal.SIGINT in _received:
-            raise KeyboardInterrupt
-        _received.append(number)
-
+    if signal.getsignal(signal.SIGTERM) is _note:
+        yield
+        return
     heeded = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, note) for number in heeded}
+    before = {number: signal.signal(number, _note) for number in heeded}
     try:
         yield
     except StoppedError as error:

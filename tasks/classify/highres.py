@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from dpn_cli.recipe.start import Place
@@ -30,8 +31,7 @@ def run(recipe: HighresRecipe, place: Place, console: Console) -> dict[str, Any]
     if recipe.demo:
         console.info(DEMO_NOTE)
     recipe = recipe.model_copy(update={"backbone": with_own_stem(recipe.backbone, console)})
-    default = command.default_folder(recipe, "highres_demo" if recipe.demo else "highres")
-    with session(recipe, recipe.runtime, "classifier", place, default, console) as begun:
+    with session(recipe, recipe.runtime, "classifier", place, default_folder(recipe), console) as begun:
         if place.dry_run:
             command.dry_run(recipe, command.open_data(recipe), [recipe], begun.world, console)
             return None
@@ -42,6 +42,11 @@ def run(recipe: HighresRecipe, place: Place, console: Console) -> dict[str, Any]
             result = train_classifier(replace(begun, recipe=counted), data, "highres")
         console.info(f"weights: {begun.folder.path / WEIGHTS}, for --checkpoint of any command")
         return result if begun.world.leads else None
+
+
+def default_folder(recipe: HighresRecipe) -> Path:
+    """Return runs/highres/ARCH-STEM."""
+    return command.default_folder(recipe, "highres_demo" if recipe.demo else "highres")
 
 
 def show(result: dict[str, Any]) -> None:

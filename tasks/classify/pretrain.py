@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from dpn_cli.data.classified import ClassData, open_tuning_data
@@ -37,8 +38,7 @@ def run(recipe: PretrainRecipe, place: Place, console: Console) -> Json | None:
     if recipe.demo:
         console.info(DEMO_NOTE)
     recipe = recipe.model_copy(update={"backbone": with_own_stem(recipe.backbone, console)})
-    default = command.default_folder(recipe, _folder(recipe))
-    with session(recipe, recipe.runtime, "classifier", place, default, console) as begun:
+    with session(recipe, recipe.runtime, "classifier", place, default_folder(recipe), console) as begun:
         if place.dry_run:
             command.dry_run(recipe, _open_data(recipe), runs_of(recipe), begun.world, console)
             return None
@@ -64,8 +64,12 @@ def _open_data(recipe: PretrainRecipe) -> ClassData:
     return open_tuning(recipe) if recipe.stages else command.open_data(recipe)
 
 
-def _folder(recipe: PretrainRecipe) -> str:
-    """Return the folder below ``runs/``: one for each recipe, so that none stands in another's way."""
+def default_folder(recipe: PretrainRecipe) -> Path:
+    """Return runs/TASK/ARCH-STEM, with a TASK for each recipe, so that none stands in another's way."""
+    return command.default_folder(recipe, _task(recipe))
+
+
+def _task(recipe: PretrainRecipe) -> str:
     if recipe.demo:
         return "pretrain_demo"
     if recipe.stages:

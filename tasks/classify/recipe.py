@@ -7,6 +7,7 @@ from typing import Annotated, Literal, TypeVar, get_args
 
 from pydantic import Field, model_validator
 
+from dpn_cli.recipe.compare import ComparedTraining
 from dpn_cli.recipe.flag import TRAIN, flag
 from dpn_cli.recipe.network import DROP_PATH, BackboneConfig, Freeze
 from dpn_cli.recipe.reading import Say, unsaid
@@ -28,7 +29,7 @@ from dpn_cli.recipe.schema import (
     SkipBadImages,
     TorchvisionPolicy,
 )
-from dpn_cli.recipe.training import TrainingRecipe, counted_in_steps
+from dpn_cli.recipe.training import counted_in_steps
 
 Share = Annotated[float, Field(gt=0, lt=1)]
 # timm's RandAugment in its own notation, or one of torchvision's AutoAugment policies.
@@ -87,7 +88,7 @@ class RandAugment(Section):
     magnitude: Annotated[float, Field(ge=0, le=30)] = 0.0
 
 
-class SupervisedRecipe(TrainingRecipe):
+class SupervisedRecipe(ComparedTraining):
     """All that decides a classifier's training."""
 
     backbone: SupervisedNetwork = SupervisedNetwork()

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from dpn_cli.errors import DpnError
+from dpn_cli.recipe.compare import ComparedTraining
 from dpn_cli.recipe.flag import DATA, flag
 from dpn_cli.recipe.home import find_data
 from dpn_cli.recipe.layers import last_given, layered
@@ -28,7 +29,7 @@ from dpn_cli.recipe.schema import (
     refuse_unused,
 )
 from dpn_cli.recipe.start import find_start
-from dpn_cli.recipe.training import TrainingRecipe, counted_in_steps
+from dpn_cli.recipe.training import counted_in_steps
 
 ADE20K = "ADEChallengeData2016"
 MOST_CLASSES = 254
@@ -153,7 +154,7 @@ class Evaluation(Section):
         return self.model_copy(update={"size": "resize"}) if self.size == "both" else None
 
 
-class SegmentRecipe(TrainingRecipe):
+class SegmentRecipe(ComparedTraining):
     """All that ``dpn segment ade20k`` and ``dpn segment folder`` do."""
 
     backbone: SegmentNetwork = SegmentNetwork()

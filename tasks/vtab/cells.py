@@ -13,7 +13,6 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
-from dpn_cli.arch import Stem
 from dpn_cli.errors import DataError
 from dpn_cli.run.files import file_digest, read_object, replace_text
 from dpn_cli.weights.written import read_weights
@@ -24,9 +23,12 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Cell:
-    """One training of the sweep: its network, task, learning rate, seed and training split, and its folder."""
+    """One training of the sweep: network, task, learning rate, seed and training split, and its folder.
 
-    stem: Stem
+    `stem` is the network's name: its stem, unless the sweep compares networks that differ in other keys.
+    """
+
+    stem: str
     task: Task
     lr: float
     seed: int
@@ -66,10 +68,10 @@ class Cell:
 
 @dataclass
 class TaskOutcome:
-    """What the sweep found for one task and stem; accuracies in percent, by lr and seed."""
+    """What the sweep found for one task and network, named as in `Cell`; accuracies in percent, by lr and seed."""
 
     task: Task
-    stem: Stem
+    stem: str
     val: dict[float, dict[int, float]] = field(default_factory=dict)
     test: dict[int, float] = field(default_factory=dict)
     test_images: int = 0

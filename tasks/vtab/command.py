@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console as RichConsole
 
 from dpn_cli.engine import fit as engine
+from dpn_cli.recipe.compare import spoken
 from dpn_cli.recipe.layers import two_steps
 from dpn_cli.recipe.start import Place
 from dpn_cli.run.console import Console
@@ -49,9 +50,7 @@ def show(result: dict[str, Any]) -> None:
 
 def default_folder(recipe: VtabRecipe) -> Path:
     """Return runs/vtab/ARCH-STEM, so that another network or demo never meets this run's folder."""
-    return (
-        Path("runs") / ("vtab_demo" if recipe.demo else "vtab") / run_name(recipe.backbone, "-vs-".join(recipe.stems))
-    )
+    return Path("runs") / ("vtab_demo" if recipe.demo else "vtab") / run_name(recipe.backbone, recipe.versus)
 
 
 def _dry_run(begun: Session[VtabRecipe]) -> None:
@@ -79,7 +78,7 @@ def _dry_run(begun: Session[VtabRecipe]) -> None:
             resumed = engine.fit(trainer.trainable, trainer.job(cell, outputs))
             seconds += resumed.seconds / len(recipe.stems)
         size = max(size, 4 * trainer.model.report.parameters)
-        console.info(f"stem {stem}: {trainer.model.report.summary()}")
+        console.info(f"{spoken(stem)}: {trainer.model.report.summary()}")
     cells = len(recipe.lrs) * len(recipe.seeds)
     trainings = len(recipe.stems) * len(tasks) * (cells + (len(recipe.seeds) if recipe.protocol == "vtab" else 0))
     hours = trainings * recipe.schedule.steps * seconds / 3600

@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from dpn_cli.arch import Stem, did_you_mean, parse_arch, whole
-from dpn_cli.recipe.flag import DATA, MODEL, TRAIN, flag
+from dpn_cli.arch import did_you_mean, parse_arch
+from dpn_cli.recipe.compare import SEED_COUNT, SEEDS, Comparison, counted, distinct
+from dpn_cli.recipe.flag import DATA, TRAIN, flag
 from dpn_cli.recipe.home import find_data
 from dpn_cli.recipe.layers import last_given, layered
 from dpn_cli.recipe.network import IMAGE_SIZE, BackboneConfig
@@ -17,13 +18,11 @@ from dpn_cli.recipe.reading import Plain, Say, merge, read_recipe, unsaid
 from dpn_cli.recipe.schema import (
     BATCH_SIZE,
     DATA_SOURCE,
-    MOST_SEED,
     Lr,
     Optim,
     Pictures,
     Pixels,
     Positive,
-    Recipe,
     Runtime,
     Schedule,
     Seed,
@@ -31,27 +30,11 @@ from dpn_cli.recipe.schema import (
     SkipBadImages,
     listed,
 )
-from dpn_cli.recipe.start import SCRATCH_PIXELS, find_start
+from dpn_cli.recipe.start import SCRATCH_PIXELS, check_start, find_start
 from tasks.vtab.table import DEMO_TASKS, TASKS, choose_tasks, task_names
 
-MOST_SEEDS = 1000
-SEEDS = f"how many seeds, at most {MOST_SEEDS}, or a list of them from 0 to {MOST_SEED}, e.g. 3 or 0,1,2"
 # Pixels per side of the built-in scenes (dpn_cli.data.scenes.SCENE_SIZE, which imports too much for this module).
 DEMO_PIXELS = 64
-
-
-def _counted(value: object) -> object:
-    """Accept a number of seeds, 3 standing for 0, 1, 2, and ``"0,1,2"``."""
-    count = whole(value) if isinstance(value, str) else value
-    if isinstance(count, int) and not isinstance(count, bool) and count <= MOST_SEEDS:
-        return list(range(count))
-    return value if isinstance(count, int) else listed(value)
-
-
-def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    if len(set(values)) != len(values):
-        raise ValueError("every value may be given once")
-    return values
 
 
 # How a task's training images are augmented: cut out of a larger one, mirrored, both or ([]) neither.
@@ -115,7 +98,7 @@ class VtabNetwork(BackboneConfig):
     ] = None
 
 
-class VtabRecipe(Recipe):
+class VtabRecipe(Comparison):
     """All that ``dpn finetune vtab`` does."""
 
     backbone: VtabNetwork = VtabNetwork()
@@ -136,19 +119,10 @@ class VtabRecipe(Recipe):
     ]
     seeds: Annotated[
         tuple[Seed, ...],
-        BeforeValidator(_counted),
-        Field(min_length=1, description=SEEDS),
-        flag("--seeds", help="Number of seeds, or a list: 3 is 0,1,2.", panel=TRAIN),
+        BeforeValidator(counted),
+        Field(min_length=1, description=SEED_COUNT),
+        SEEDS,
     ] = (0, 1, 2)
-    compare: Annotated[
-        tuple[Stem, ...],
-        BeforeValidator(listed),
-        flag(
-            "--compare",
-            help="Run several stems under the same protocol, e.g. none,dpn, and print the paired difference.",
-            panel=MODEL,
-        ),
-    ] = ()
     loss: Literal["sigmoid", "softmax"] = "sigmoid"
     batch_size: Annotated[Positive, BATCH_SIZE]
     eval_batch_size: Positive = 250
@@ -160,16 +134,9 @@ class VtabRecipe(Recipe):
 
     @model_validator(mode="after")
     def _no_repeats(self) -> VtabRecipe:
-        for values in (self.lrs, self.seeds, self.compare):
-            _distinct(values)
-        if self.compare and len(self.compare) < 2:
-            raise ValueError("compare needs two stems or more, e.g. none,dpn")
+        for values in (self.lrs, self.seeds):
+            distinct(values)
         return self
-
-    @property
-    def stems(self) -> tuple[Stem, ...]:
-        """The stems to run, one after another."""
-        return self.compare or (self.backbone.stem or "dpn",)
 
     @property
     def demo(self) -> bool:
@@ -200,14 +167,22 @@ def settle(recipe: VtabRecipe) -> VtabRecipe:
     weights: VTAB measures what pre-training brought.
     """
     choose_tasks(recipe.data.tasks, recipe.demo)
-    patch = parse_arch(recipe.backbone.arch)[1] if recipe.backbone.arch else 1
+    networks = [each.backbone for each in recipe.each().values()]
+    patch = math.lcm(*(parse_arch(network.arch)[1] for network in networks if network.arch))
     fits = recipe.demo and SCRATCH_PIXELS % patch == 0  # another patch than the usual ones is refused for its size
-    backbone = find_start(
-        recipe.backbone,
-        needs="VTAB measures pre-trained networks",
-        example="vit_base_patch32_224.augreg_in1k",
-        otherwise="none" if recipe.demo else None,
-        stems=recipe.compare,
-        pixels=math.ceil(DEMO_PIXELS / patch) * patch if fits else SCRATCH_PIXELS,
-    )
-    return recipe.model_copy(update={"backbone": backbone})
+    pixels = math.ceil(DEMO_PIXELS / patch) * patch if fits else SCRATCH_PIXELS
+    backbone = recipe.backbone
+    if without := next((network for network in networks if not network.checkpoint), None):
+        start = find_start(
+            without,
+            needs="VTAB measures pre-trained networks",
+            example="vit_base_patch32_224.augreg_in1k",
+            otherwise="none" if recipe.demo else None,
+            stems=list(dict.fromkeys(network.stem or "dpn" for network in networks)) if recipe.compare else (),
+            pixels=pixels,
+        )
+        backbone = backbone.model_copy(update={"checkpoint": start.checkpoint})
+    settled = recipe.model_copy(update={"backbone": backbone})
+    sizes = {check_start(each.backbone, pixels).image_size for each in settled.each().values()}
+    size = sizes.pop() if len(sizes) == 1 else backbone.image_size
+    return settled.model_copy(update={"backbone": backbone.model_copy(update={"image_size": size})})

@@ -13,8 +13,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from dpn_cli.arch import Stem
 from dpn_cli.data.reading import Reading
+from dpn_cli.recipe.compare import spoken
 from dpn_cli.run.console import cell
 from dpn_cli.run.files import replace_text
 from dpn_cli.statistics import PERCENT, PERCENT_DIFFERENCE, Summary, paired_difference, summarize
@@ -44,7 +44,7 @@ def build_result(
     timing: Json,
     differs: Sequence[str] | None = None,
 ) -> Json:
-    """Return what result.json holds; accuracies in percent. With several stems, the top level is the last one's."""
+    """Return what result.json holds; accuracies in percent. With several networks, the top level is the last one's."""
     by_stem = {stem: _stem_result([o for o in outcomes if o.stem == stem], recipe) for stem in recipe.stems}
     main = recipe.stems[-1]
     result: Json = {
@@ -123,7 +123,7 @@ def _edge(lr: float | None, lrs: Sequence[float]) -> str | None:
     return "highest" if lr == max(lrs) else "lowest" if lr == min(lrs) else None
 
 
-def _differences(stems: Sequence[Stem], by_stem: Mapping[Stem, Json]) -> list[Json]:
+def _differences(stems: Sequence[str], by_stem: Mapping[str, Json]) -> list[Json]:
     """Compare every later stem with the first one: per task over the seeds, and over the tasks' means."""
     base, rows = by_stem[stems[0]]["tasks"], []
     for stem in stems[1:]:
@@ -195,9 +195,10 @@ def _table(result: Json, stem: str, part: Json) -> Table:
     column = PAPER_COLUMNS.index((result["arch"], stem)) if (result["arch"], stem) in PAPER_COLUMNS else None
     paper = {} if column is None or result["demo"] else {task.name: task.paper[column] for task in TASKS}
     kind = "VTAB demo" if result["demo"] else "VTAB-1k"
+    network = stem if "=" in stem else f"{result['arch']} · {spoken(stem)}"
     table = Table(
         box=box.SIMPLE_HEAD,
-        title=f"{kind} · {result['arch']} · stem {stem} · protocol {result['protocol']}",
+        title=f"{kind} · {network} · protocol {result['protocol']}",
         title_justify="left",
     )
     table.add_column("task")

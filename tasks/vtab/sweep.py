@@ -11,9 +11,9 @@ from statistics import fmean
 
 import numpy as np
 
-from dpn_cli.arch import Stem
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError, NonFiniteError, OutOfMemoryError, SaveError
+from dpn_cli.recipe.compare import spoken
 from dpn_cli.run import distributed
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
@@ -77,12 +77,12 @@ def sweep(begun: Session[VtabRecipe]) -> Json:
 
 
 def _check_network(
-    recipe: VtabRecipe, stem: Stem, task: Task, folder: RunFolder, facts: Json, world: World, console: Console
+    recipe: VtabRecipe, stem: str, task: Task, folder: RunFolder, facts: Json, world: World, console: Console
 ) -> None:
     """Load a stem's network before any training, say how it loaded, and see that its weights fit on the disk."""
     model = load_network(recipe, stem, task.classes)
     report, config = model.report, model.config
-    console.info(f"stem {stem}: {report.summary()}")
+    console.info(f"{spoken(stem)}: {report.summary()}")
     before = facts.get(f"backbone_{stem}", {}).get("digest", report.digest)
     if before != report.digest:
         raise DataError(f"{report.source}: the weights have changed since this run began; start another with -o")
@@ -107,11 +107,11 @@ def timing(folder: RunFolder) -> Json:
 class TaskSweep:
     """All cells of one task with one stem: train, choose the learning rate on val200, score on test."""
 
-    def __init__(self, begun: Session[VtabRecipe], stem: Stem, task: Task, data: TaskData) -> None:
+    def __init__(self, begun: Session[VtabRecipe], stem: str, task: Task, data: TaskData) -> None:
         self.begun, self.recipe, self.stem, self.task, self.data = begun, begun.recipe, stem, task, data
         self.folder, self.world, self.console = begun.folder, begun.world, begun.console
         folder = begun.folder
-        self.path = folder.path / "cells" / stem / task.name
+        self.path = folder.path / "cells" / begun.recipe.folders[stem] / task.name
         self.ledger = Ledger(folder.path / "ledger.jsonl")
         self.outcome = TaskOutcome(task, stem)
 

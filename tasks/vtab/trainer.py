@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpn_cli.arch import Stem
 from dpn_cli.data.crops import Size
 from dpn_cli.data.pixels import PixelSet, load, resize, shuffled_batches
 from dpn_cli.engine import fit as engine
@@ -49,17 +48,16 @@ def check_crops(recipe: VtabRecipe, tasks: Sequence[Task], console: Console) -> 
         console.warn(warning)
 
 
-def load_network(recipe: VtabRecipe, stem: Stem, classes: int) -> Backbone:
-    """Load the recipe's network with one stem and a zero head. Raises as `load_backbone` does."""
-    checkpoint = recipe.backbone.checkpoint and recipe.backbone.checkpoint.replace("{stem}", stem)
-    return backbone_of(recipe.backbone, stem=stem, checkpoint=checkpoint, num_classes=classes)
+def load_network(recipe: VtabRecipe, stem: str, classes: int) -> Backbone:
+    """Load one of the recipe's networks, by its name, with a zero head. Raises as `load_backbone` does."""
+    return backbone_of(recipe.each()[stem].backbone, num_classes=classes)
 
 
 class Trainer:
     """Trains and scores one network on one task; its compiled step and its pixels serve every cell."""
 
     def __init__(
-        self, recipe: VtabRecipe, stem: Stem, task: Task, data: TaskData, world: World, console: Console
+        self, recipe: VtabRecipe, stem: str, task: Task, data: TaskData, world: World, console: Console
     ) -> None:
         self.recipe, self.task, self.data, self.world, self.console = recipe, task, data, world, console
         self.augment = recipe.data.augment[task.name]
@@ -68,13 +66,14 @@ class Trainer:
         if recipe.runtime.compile:
             torch.compiler.reset()  # the compiler gives up after eight head sizes, and VTAB has fifteen
         self.trainable = engine.prepare(self.model, recipe.runtime, world)
+        self.scratch = recipe.each()[stem].backbone.checkpoint == "none"
         self.first = {name: value.clone() for name, value in self.model.state_dict().items()}
         self.micro_batch = MicroBatch.choose(recipe.runtime, recipe.batch_size // world.size, self.model, world.device)
         self._pixels: dict[tuple[str, bool], PixelSet] = {}
 
     def job(self, cell: Cell, outputs: engine.Outputs) -> engine.Job:
         """Put the network back to its start and return the engine's job of a cell; its ``accuracy`` is val200's."""
-        if self.recipe.backbone.checkpoint == "none":
+        if self.scratch:
             self.model.initialize(cell.seed)
         else:
             self.model.load_state_dict(self.first)
