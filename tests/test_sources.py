@@ -22,7 +22,18 @@ from dpn_cli.run import session as sessions
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
 
-PAPER = ("highres", "pretrain", "pretrain_deit", "pretrain_sun397", "vtab", "lit", "ade20k")
+PAPER = (
+    "highres",
+    "pretrain",
+    "pretrain_deit",
+    "pretrain_s16plus",
+    "pretrain_imagenet21k",
+    "pretrain_jft",
+    "pretrain_sun397",
+    "vtab",
+    "lit",
+    "ade20k",
+)
 
 
 def recipe_of(name: str, **changes: Any) -> Any:

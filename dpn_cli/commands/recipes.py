@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console as RichConsole
-from rich.table import Table
+from rich.table import Column, Table
 
 from dpn_cli.commands import one_line_errors
 from dpn_cli.commands.tasks import TRAININGS
@@ -34,7 +34,8 @@ def schema_of(plain: Plain, name: str) -> type[Recipe]:
 @app.callback()
 def _list_recipes(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
-        table = Table("recipe", "paper", "table", "expected", box=None, padding=(0, 2, 0, 0))
+        name_column = Column("recipe", no_wrap=True)  # names are to be copied
+        table = Table(name_column, "paper", "table", "expected", box=None, padding=(0, 2, 0, 0))
         for name in shipped_recipes():
             about = read_recipe(name)["about"]
             table.add_row(name, about["paper"], about["table"], about["expected"])

@@ -57,6 +57,9 @@ HIGHRES = Training(
 PRETRAIN_RECIPES = {
     "": "pretrain",
     "deit": "pretrain_deit",
+    "s16plus": "pretrain_s16plus",
+    "imagenet21k": "pretrain_imagenet21k",
+    "jft": "pretrain_jft",
     "sun397": "pretrain_sun397",
     "demo": "pretrain_demo",
     "own pictures": "pretrain_own",
@@ -64,12 +67,12 @@ PRETRAIN_RECIPES = {
 
 
 def _pretrain_variants() -> list[Variant]:
-    """Return the shipped recipes, the usual one once for every line of Appendix C."""
-    usual, *others = (Variant(label, read_recipe(name)) for label, name in PRETRAIN_RECIPES.items())
-    lines = [
-        Variant(arch, merge(usual.recipe, regularized(APPENDIX_C[arch])), "--arch") for arch in reversed(APPENDIX_C)
-    ]
-    return [*lines, *others]
+    """Return the shipped recipes, the usual one once for every line of Appendix C, ImageNet-21k's with that of L/16."""
+    shipped = {label: read_recipe(name) for label, name in PRETRAIN_RECIPES.items()}
+    rows = {arch: regularized(APPENDIX_C[arch]) for arch in reversed(APPENDIX_C)}
+    lines = [Variant(arch, merge(shipped[""], row), "--arch") for arch, row in rows.items()]
+    others = {**shipped, "imagenet21k": merge(shipped["imagenet21k"], rows["L/16"])}
+    return [*lines, *(Variant(label, recipe) for label, recipe in others.items() if label)]
 
 
 def _resolve_pretrain(
@@ -108,8 +111,9 @@ PRETRAIN = Training(
             annotation=Annotated[
                 str | None,
                 typer.Argument(
-                    metavar="[imagenet|sun397]",
-                    help="imagenet is Appendix C, for any labelled images; sun397 Appendix F's three stages. "
+                    metavar="[imagenet|imagenet21k|jft|sun397]",
+                    help="imagenet is Appendix C, for any labelled images; imagenet21k and jft (any classes) train by "
+                    "steps and are probed on ImageNet; sun397 is Appendix F's three stages. "
                     "\\[default: imagenet; own pictures: the recipe pretrain_own]",
                     show_default=False,
                 ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dpn_cli.arch import Norm, Placement, Pool, Size, Stem, size_name
+from dpn_cli.arch import Norm, Placement, Pool, Posemb, Size, Stem, size_name
 from dpn_cli.errors import DpnError
 from dpn_cli.recipe.network import NormOptions
 
@@ -28,7 +28,7 @@ class ViTConfig:
     stem: Stem = "dpn"
     pool: Pool = "tok"
     pre_logits: bool = False
-    posemb: Literal["learn", "sincos2d"] = "learn"
+    posemb: Posemb = "learn"
     eps: float = 1e-6  # flax's LayerNorm default, since arXiv 2302.01327 states none; torch's is 1e-5
     act: Literal["gelu_tanh", "gelu", "quick_gelu"] = "gelu_tanh"  # flax's gelu is the tanh form
     num_classes: int = 0

@@ -10,7 +10,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor
 
-from dpn_cli.arch import Pool, Stem, check_image_size, check_norm, check_placement, check_stem, parse_arch
+from dpn_cli.arch import Pool, Posemb, Stem, check_image_size, check_norm, check_placement, check_stem, parse_arch
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.model.config import OVER_THE_BATCH, ViTConfig
 from dpn_cli.model.vit import DPNViT, posemb_sincos2d, resample_posemb
@@ -91,6 +91,7 @@ def load_backbone(
     head: Literal["new", "load"] = "new",
     pool: Pool | None = None,
     pre_logits: bool | None = None,
+    posemb: Posemb | None = None,
     drop_path: float = 0.0,
     drop_path_rescale: bool = True,
     dropout: float = 0.0,
@@ -113,6 +114,7 @@ def load_backbone(
         head: ``"load"`` takes the checkpoint's head and insists on `num_classes`; ``"new"`` drops it.
         pool: ``"tok"``, ``"gap"`` or ``"map"``; None takes the checkpoint's, or ``"tok"`` from scratch.
         pre_logits: from scratch only: add the dense tanh layer before the head.
+        posemb: ``"learn"`` or ``"sincos2d"``, fixed; None takes the checkpoint's, or ``"learn"`` from scratch.
         drop_path: stochastic depth rate of the last block; block l of L gets l / (L - 1) of it.
         drop_path_rescale: divide what is kept by the share that is (Scenic, timm); big_vision does not.
         dropout: rate after the position embedding, the attention and both layers of the MLP.
@@ -129,7 +131,7 @@ def load_backbone(
     dropped: dict[str, Any] = {"drop_path": drop_path, "drop_path_rescale": drop_path_rescale, "dropout": dropout}
     if checkpoint is None or checkpoint == "none":
         config = replace(_config_from_scratch(arch, stem, norm, placement, options, image_size, pool), **dropped)
-        config = replace(config, pre_logits=bool(pre_logits), num_classes=num_classes)
+        config = replace(config, pre_logits=bool(pre_logits), posemb=posemb or "learn", num_classes=num_classes)
         report = LoadReport("from scratch", f"big_vision init, seed {seed}")
         model = Backbone(config, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), report)
         model.initialize(seed)
@@ -139,11 +141,9 @@ def load_backbone(
             _check_stem_agrees(source, check_stem(stem))
         _check_norms_agree(source, norm and check_norm(norm), placement and check_placement(placement), options)
         config = replace(config_of(source, arch, pool, image_size), num_classes=num_classes, **dropped)
-        if pre_logits is not None and pre_logits != config.pre_logits:
-            raise DpnError(
-                f"backbone.pre_logits={pre_logits}: {source.source} was trained with "
-                f"{config.pre_logits}; leave the key out"
-            )
+        for key, asked in (("pre_logits", pre_logits), ("posemb", posemb)):
+            if asked not in (None, own := getattr(config, key)):
+                raise DpnError(f"backbone.{key}={asked}: {source.source} was trained with {own}; leave the key out")
         model = _load(source, config, head, align_corners)
     if grad_checkpointing and model.config.norm in OVER_THE_BATCH:
         raise DpnError(

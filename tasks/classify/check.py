@@ -17,6 +17,7 @@ from dpn_cli.run.distributed import World
 from dpn_cli.run.folder import RunFolder, describe_device
 from dpn_cli.run.sanity import crop_warning
 from tasks.classify.classifier import resize_for
+from tasks.classify.fewshot import check_transfer, probing_of
 from tasks.classify.probe import POOL, check_shots
 from tasks.classify.recipe import SupervisedRecipe
 
@@ -62,6 +63,8 @@ def check_data(recipe: SupervisedRecipe, data: ClassData, folder: RunFolder, wor
         )
     if recipe.fewshot:
         _check_probe(recipe.fewshot, data)
+    if options := probing_of(recipe):
+        check_transfer(options)
     if note := describe_imagenet(data):
         console.info(note)
     console.info(

@@ -12,6 +12,7 @@ from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
 from dpn_cli.run.session import run_name
 from tasks.classify.check import check_batch, check_pictures
+from tasks.classify.fewshot import check_transfer, describe_accuracies, probing_of
 from tasks.classify.recipe import RecipeT, SupervisedRecipe, in_steps
 from tasks.classify.train import measure_step
 
@@ -45,6 +46,8 @@ def dry_run(recipe: RecipeT, data: ClassData, trainings: Sequence[RecipeT], worl
     check_batch(recipe, world)
     if world.leads:
         check_pictures(recipe, data, console)
+    if options := probing_of(recipe):
+        check_transfer(options)
     seconds = measure_step(counted[-1], data, world, console)
     steps = sum(each.schedule.steps for each in counted)
     console.info(
@@ -65,10 +68,13 @@ def describe_training(result: dict[str, Any]) -> str:
         which = "the last step is scored" if last else f"step {result['best_step']} was best on minival and is scored"
         chosen = f"{which}; minival: top-1 {result['minival_top1']:.2f} % ({images['minival']} images)"
     skipped = f", {result['skipped']} unreadable ones left out" if result["skipped"] else ""
+    probe = result.get("fewshot")
+    probed = [f"{probe['data']}: {line.strip()}" for line in describe_accuracies(probe)] if probe else []
     return (
         f"{result['arch']} stem {result['stem']} at {height}x{width}, {result['classes']} classes\n"
         f"validation: top-1 {result['top1']:.2f} %, top-5 {result['top5']:.2f} %, loss {result['loss']:.4g} "
         f"({images['val']} images{skipped})\n"
         f"{chosen}; {result['steps']} steps on {images['train']} images"
+        + "".join(f"\n{line}" for line in probed)
         + (f"\nthe curve is incomplete: {lost} records of metrics.jsonl were lost" if lost else "")
     )

@@ -5,22 +5,30 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
+
 from dpn_cli.data.classified import ImageSource, Part, has_split, hash_order, hold_out, open_split
 from dpn_cli.data.labelled import Labelled, fingerprint
-from dpn_cli.data.pixels import resize
-from dpn_cli.data.reading import Reading
+from dpn_cli.data.pixels import Transform, resize
+from dpn_cli.data.reading import Reading, decoder_of
 from dpn_cli.data.trained_on import Known, look_up
 from dpn_cli.errors import DataError, DpnError
+from dpn_cli.recipe.schema import Pictures
 from dpn_cli.run import stopping
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import join
 from dpn_cli.run.kinds import resolve
 from dpn_cli.statistics import PERCENT, summarize
-from dpn_cli.weights.backbone import load_backbone
+from dpn_cli.weights.backbone import Backbone, load_backbone
 from dpn_cli.weights.sources import open_checkpoint
 from tasks.classify.classifier import facts_of, takes_whole_pictures
 from tasks.classify.options import Probing
 from tasks.classify.probe import check_shots, encode, pick, probe
+from tasks.classify.recipe import SupervisedRecipe
+
+# Images per class of the probe at the end of a training: arXiv 2302.01327 §5.1.
+SHOTS = 25
+NO_TEST = "{}: no images to test on; {}"
 
 
 def fewshot(options: Probing, console: Console) -> dict[str, Any]:
@@ -49,48 +57,89 @@ def fewshot(options: Probing, console: Console) -> dict[str, Any]:
         whole = partial(resize, size=model.config.image_size) if opened and takes_whole_pictures(opened) else None
         if whole:
             console.info("pictures are resized whole, as this classifier was trained on them")
-        features = []
-        for split in (train, test):
-            part = encode(
-                model,
-                split,
-                runtime,
-                world.device,
-                options.batch_size,
-                skip_bad=options.skip_bad_images,
-                transform=whole,
-            )
-            features.append(part)
-            count = len(features[-1][1])
-            console.info(f"{count} images encoded")
-            if count < len(split.labels):
-                console.warn(f"{len(split.labels) - count} unreadable images are left out")
-        (x_train, y_train), (x_test, y_test) = features
-        accuracy = {
-            shot: {
-                seed: 100 * probe(*pick(x_train, y_train, len(names), shot, seed), x_test, y_test, len(names))
-                for seed in options.seeds
-            }
-            for shot in options.shots
-        }
         return {
             "task": "fewshot",
             "network": options.checkpoint,
             "data": source.place,
-            "fingerprints": {"train": fingerprint(train), "test": fingerprint(test)},
             "trained_on": known.to_dict() if known else None,
-            "classes": len(names),
-            "images": {"train": len(y_train), "test": len(y_test)},
             "decoder": source.reading.versions(),
             "arch": model.config.arch,
             "stem": model.config.stem,
-            "pictures": "whole" if whole else "centre",
             "image_size": list(model.config.image_size),
-            "accuracy": {
-                str(shot): {"seeds": list(by_seed), **summarize(list(by_seed.values()), PERCENT).to_dict()}
-                for shot, by_seed in accuracy.items()
-            },
+            **_accuracies(model, (train, test, names), options, world.device, console, whole),
         }
+
+
+def probing_of(recipe: SupervisedRecipe) -> Probing | None:
+    """Return the probe at the end of a training: three draws of the images per class; None without data for it."""
+    data = recipe.data
+    if recipe.fewshot_data is None:
+        return None
+    return Probing(
+        checkpoint="none",
+        source=recipe.fewshot_data,
+        pictures=Pictures(decode=decoder_of(data.decode), max_pixels=data.max_pixels),
+        skip_bad_images=data.skip_bad_images,
+        shots=(recipe.fewshot or SHOTS,),
+        batch_size=recipe.eval_batch_size,
+        runtime=recipe.runtime,
+    )
+
+
+def check_transfer(options: Probing) -> None:
+    """Raise `DataError` where the images of the probe at the end of a training are missing or too few."""
+    source = _source_of(options)
+    if not has_split(source, "val"):
+        raise DataError(NO_TEST.format(f"--fewshot-data {source.place}", "put them beside (train/CLASS, val/CLASS)"))
+    train, _, names = _open_splits(source, options.pool)
+    check_shots(f"--fewshot-data {options.source}: shots", train.labels, names, max(options.shots))
+
+
+def transfer(
+    model: Backbone, options: Probing, device: torch.device, console: Console, transform: Transform | None
+) -> dict[str, Any]:
+    """Probe a network that is in memory on the data of `options`; returns accuracies as `fewshot` does."""
+    splits = _open_splits(_source_of(options), options.pool)
+    return {"data": options.source, **_accuracies(model, splits, options, device, console, transform)}
+
+
+def _accuracies(
+    model: Backbone,
+    splits: tuple[Labelled, Labelled, tuple[str, ...]],
+    options: Probing,
+    device: torch.device,
+    console: Console,
+    whole: Transform | None,
+) -> dict[str, Any]:
+    """Encode the images to draw from and those to test on; returns accuracies in percent by shots and seed."""
+    *parts, names = splits
+    features = []
+    for split in parts:
+        skip, rows = options.skip_bad_images, options.batch_size
+        part = encode(model, split, options.runtime, device, rows, skip_bad=skip, transform=whole)
+        features.append(part)
+        count = len(part[1])
+        console.info(f"{count} images encoded")
+        if count < len(split.labels):
+            console.warn(f"{len(split.labels) - count} unreadable images are left out")
+    (x_train, y_train), (x_test, y_test) = features
+    accuracy = {
+        shot: [
+            100 * probe(*pick(x_train, y_train, len(names), shot, seed), x_test, y_test, len(names))
+            for seed in options.seeds
+        ]
+        for shot in options.shots
+    }
+    return {
+        "fingerprints": {name: fingerprint(split) for name, split in zip(("train", "test"), parts, strict=True)},
+        "classes": len(names),
+        "images": {"train": len(y_train), "test": len(y_test)},
+        "pictures": "whole" if whole else "centre",
+        "accuracy": {
+            str(shot): {"seeds": list(options.seeds), **summarize(values, PERCENT).to_dict()}
+            for shot, values in accuracy.items()
+        },
+    }
 
 
 def _source_of(options: Probing) -> ImageSource:
@@ -107,22 +156,29 @@ def _open_splits(source: ImageSource, pool: int) -> tuple[Labelled, Labelled, tu
     elif source.val_fraction:
         train, test = hold_out(train, source.val_fraction)
     else:
-        raise DataError(f"--data {source.place}: no images to test on; add --val-data or --val-fraction 0.5")
+        raise DataError(NO_TEST.format(f"--data {source.place}", "add --val-data or --val-fraction 0.5"))
     if len(train.labels) > pool:
         train = Part(train, sorted(hash_order(train)[:pool]))
     return train, test, names
 
 
-def describe_probe(result: dict[str, Any]) -> str:
-    """Return the result as text."""
-    images = result["images"]
-    lines = [f"{images['train']} images to draw from, {images['test']} to test on, {result['classes']} classes"]
+def describe_accuracies(result: dict[str, Any]) -> list[str]:
+    """Return a line for each number of shots."""
+    lines = []
     for shots, entry in result["accuracy"].items():
         low, high = entry["ci95"] or (float("nan"),) * 2
         lines.append(
             f"{shots:>3}-shot {entry['mean']:6.2f} % ± {entry['stderr'] or 0:.2f} (95 % {low:.1f} ... {high:.1f}, "
             f"n = {entry['n']} draws)"
         )
+    return lines
+
+
+def describe_probe(result: dict[str, Any]) -> str:
+    """Return the result as text."""
+    images = result["images"]
+    lines = [f"{images['train']} images to draw from, {images['test']} to test on, {result['classes']} classes"]
+    lines += describe_accuracies(result)
     if result["trained_on"] and (warning := Known(**result["trained_on"]).warning()):
         lines.append(f"WARNING: {warning}")
     return "\n".join(lines)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from dpn_cli.arch import Norm, Placement, Stem, did_you_mean, parse_arch
+from dpn_cli.arch import Norm, Placement, Posemb, Stem, did_you_mean, parse_arch
 from dpn_cli.errors import DpnError
 from dpn_cli.recipe.flag import MODEL, TRAIN, flag
 from dpn_cli.recipe.home import find_data
@@ -34,11 +34,20 @@ from tasks.classify.own import shipped_for
 from tasks.classify.recipe import SupervisedNetwork, SupervisedRecipe
 
 # The shipped recipes by the name that a command gives them, and the data set of each where it has another name.
-RECIPES = {"imagenet": "pretrain", "deit": "pretrain_deit", "sun397": "pretrain_sun397"}
-DATA = {"deit": "imagenet"}
+RECIPES = {
+    "imagenet": "pretrain",
+    "deit": "pretrain_deit",
+    "s16plus": "pretrain_s16plus",
+    "imagenet21k": "pretrain_imagenet21k",
+    "jft": "pretrain_jft",
+    "sun397": "pretrain_sun397",
+}
+DATA = {"deit": "imagenet", "s16plus": "imagenet"}
 # The built-in scenes with the question that takes most of them in.
 # The recipes that Appendix C's line of the architecture belongs to.
-BY_ARCH = ("pretrain", "pretrain_sun397")
+BY_ARCH = ("pretrain", "pretrain_imagenet21k", "pretrain_sun397")
+# Those whose networks are probed on ImageNet in the end.
+PROBED = ("imagenet21k", "jft")
 DEMO_OBJECTS = "demo:objects"
 LEAST_MINIVAL = 0.01
 
@@ -59,6 +68,7 @@ class NewNetwork(SupervisedNetwork):
     placement: Annotated[Placement | None, PLACEMENT.but(unset="pre,pre")] = None
     checkpoint: str | None = None
     image_size: Annotated[Pixels | None, IMAGE_SIZE.but(unset="224")] = None
+    posemb: Posemb | None = None
     dropout: Annotated[float, Field(ge=0, lt=1), flag("--dropout", help="Dropout rate.", panel=MODEL)] = 0.0
 
 
@@ -73,6 +83,15 @@ class PretrainRecipe(SupervisedRecipe):
             "--eval-fewshot",
             help="Images per class of a linear probe at every evaluation; 25 in the paper.",
             panel=TRAIN,
+        ),
+    ] = None
+    fewshot_data: Annotated[
+        str | None,
+        flag(
+            "--fewshot-data",
+            help="Labelled images, as --data takes them, for a 25-shot probe of the finished network.",
+            panel=TRAIN,
+            unset="none; imagenet21k and jft: $DPN_DATA_DIR/imagenet, ./imagenet",
         ),
     ] = None
     stages: tuple[Stage, ...] = ()
@@ -145,6 +164,12 @@ def resolve(
         "pretrain",
         say,
     )
+    if name in PROBED and not plain.get("fewshot_data"):
+        found = find_data("imagenet")
+        if found != "demo":
+            plain = merge(plain, {"fewshot_data": found})
+        else:
+            say("no ImageNet for the few-shot probe at the end; name it with --fewshot-data")
     if plain.get("stages"):
         _check_searched(plain, command)
     return merge(plain, {"data": {"source": DEMO_OBJECTS if demo else source}})

@@ -119,6 +119,7 @@ class SupervisedRecipe(ComparedTraining):
     freeze: Freeze = ()
     select: Literal["best", "last"] = "last"
     fewshot: Positive | None = None
+    fewshot_data: str | None = None
     eval_batch_size: Positive = 64
     evaluate_every: Positive = 2500
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +32,12 @@ from dpn_cli.weights.backbone import Backbone, backbone_of
 from dpn_cli.weights.origin import describe_start
 from tasks.classify.check import check_batch, check_data, resize_side_of, shot_pool
 from tasks.classify.classifier import WEIGHTS, Classifier, load_classifier, predict, save_classifier
+from tasks.classify.fewshot import probing_of, transfer
 from tasks.classify.probe import choose, encode, probe
 from tasks.classify.recipe import RecipeT, SupervisedRecipe, head_bias_of
 
 Json = dict[str, Any]
+ValueT = TypeVar("ValueT")
 
 
 def train_classifier(begun: Session[RecipeT], data: ClassData, task: str) -> Json:
@@ -81,6 +84,9 @@ def train_classifier(begun: Session[RecipeT], data: ClassData, task: str) -> Jso
         "decoder": data.val.reading.versions(),
         "differs_from_paper": begun.differs,
     }
+    if options := probing_of(recipe):
+        whole = classifier.transform if classifier.resize_side is None else None
+        result["fewshot"] = _on_leader(world, lambda: transfer(classifier.model, options, world.device, console, whole))
     if warning := result_warning("validation top-1", scores.top1, scores.floors, scores.images):
         console.warn(warning)
     if world.leads:
@@ -154,6 +160,20 @@ def training_batches(
         return batches
     mixup = mixup_of(recipe.mixup, recipe.cutmix, recipe.label_smoothing, len(data.classes))
     return mixed(batches, mixup, partial(normalized, model), recipe.seed)
+
+
+def _on_leader(world: World, compute: Callable[[], ValueT]) -> ValueT:
+    """Return on every rank what rank 0 computes; what stops it there stops all ranks."""
+    value, problem = None, None
+    if world.leads:
+        try:
+            value = compute()
+        except DpnError as error:
+            problem = error
+    value, problem = distributed.from_leader((value, problem))
+    if problem is not None:
+        raise problem
+    return cast(ValueT, value)
 
 
 class _ClassifierTraining:
@@ -240,20 +260,8 @@ class _ClassifierTraining:
         return metrics
 
     def fewshot(self, shots: int) -> float:
-        """Return the accuracy in percent on minival of a probe on a few training images per class.
-
-        Rank 0 does it; what stops it there stops all ranks.
-        """
-        accuracy, problem = 0.0, None
-        if self.world.leads:
-            try:
-                accuracy = self._probe(shots)
-            except DpnError as error:
-                problem = error
-        accuracy, problem = distributed.from_leader((accuracy, problem))
-        if problem is not None:
-            raise problem
-        return accuracy
+        """Return the accuracy in percent on minival of a probe on a few training images per class."""
+        return _on_leader(self.world, lambda: self._probe(shots))
 
     def _probe(self, shots: int) -> float:
         pool, classes = shot_pool(self.data.train), len(self.data.classes)

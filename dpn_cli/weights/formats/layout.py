@@ -11,12 +11,12 @@ import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dpn_cli.arch import Act, Norm, Placement, Pool, Stem
+from dpn_cli.arch import Act, Norm, Placement, Pool, Posemb, Stem
 from dpn_cli.errors import DataError
 from dpn_cli.recipe.network import NormOptions
 
@@ -65,7 +65,7 @@ class Checkpoint:
     class_slot: bool | None = False
     mean: Rgb = (0.5, 0.5, 0.5)
     std: Rgb = (0.5, 0.5, 0.5)
-    posemb: Literal["learn", "sincos2d"] = "learn"
+    posemb: Posemb = "learn"
     norm: Norm = "ln"
     placement: Placement = "pre,pre"
     norm_options: NormOptions = field(default_factory=NormOptions)
