@@ -306,3 +306,10 @@ def test_a_dry_run_leaves_nothing(photos: Path, tmp_path: Path) -> None:
     done = command.run(small(photos), Place(tmp_path / "run", dry_run=True), Console(quiet=True))
     assert done is None
     assert not (tmp_path / "run").exists()
+
+
+def test_the_demo_takes_the_network_of_a_checkpoint() -> None:
+    own = resolve(None, {"data": {"source": "demo"}}, {})["backbone"]
+    given = resolve(None, {"data": {"source": "demo"}, "backbone": {"checkpoint": "tower.safetensors"}}, {})["backbone"]
+    assert (own["arch"], own["pool"]) == ("mu/16", "gap")
+    assert (given["arch"], given["pool"]) == (None, None)

@@ -44,7 +44,10 @@ def resolve(config: str | None, flags: Mapping[str, Any], settings: Mapping[str,
     scratch = last_given("backbone", "checkpoint", file, command) == "none"
     own = "pretrain_own" if scratch and config != "highres_own" else "highres_own"
     shipped = "highres_demo" if source == "demo" else shipped_for(str(source), config, "highres", own, say)
-    return merge(layered(read_recipe(shipped), file, command, shipped, say), {"data": {"source": source}})
+    base = read_recipe(shipped)
+    if shipped == "highres_demo" and not scratch and last_given("backbone", "checkpoint", file, command):
+        base = merge(base, {"backbone": {"arch": None, "pool": None}})  # those of the demo's network from scratch
+    return merge(layered(base, file, command, shipped, say), {"data": {"source": source}})
 
 
 def settle(recipe: HighresRecipe) -> HighresRecipe:
