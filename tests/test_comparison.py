@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from dpn_cli.errors import DpnError, NonFiniteError, StoppedError
 from dpn_cli.recipe.compare import ComparedTraining, settings_of
 from dpn_cli.recipe.reading import build, from_settings, read_recipe
 from dpn_cli.run import distributed, stopping
+from dpn_cli.weights.backbone import export_backbone, load_backbone
 from dpn_cli.weights.sources import open_checkpoint
 from tasks.classify.highres_recipe import HighresRecipe
 from tasks.vtab.trainer import load_network
@@ -176,6 +178,33 @@ def test_a_comparison_that_was_stopped_goes_on_where_it_was(
     assert len(trained) == 8
 
 
+def test_data_that_change_between_two_trainings_are_noticed(tmp_path: Path) -> None:
+    photos = pictures(tmp_path / "photos", classes=2, each=10)
+    command = ["finetune", "highres", "--data", str(photos), "--val-fraction", "0.2", "--arch", "mu/8", "--checkpoint",
+               "none", *SMALL, "--compare", "none,dpn", "-o", str(tmp_path / "all")]  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        fails_at(2, StoppedError(signal.SIGTERM), patch)
+        run(*command)
+    shutil.rmtree(tmp_path / "all" / "dpn")
+    (photos / "class0" / "000.jpg").unlink()
+    done = run(*command, "--resume")
+    assert done.exit_code == 3
+    assert "the data have changed since this comparison began" in done.stderr
+
+
+def test_weights_that_change_between_two_trainings_are_noticed(commands: dict[str, list[str]], tmp_path: Path) -> None:
+    weights = tmp_path / "tower.safetensors"
+    words = [word for word in commands["highres"] if word not in ("--arch", "mu/8", "--checkpoint", "none")]
+    command = [*words, "--checkpoint", str(weights), "--seeds", "2", "-o", str(tmp_path / "all")]
+    for seed, code in ((0, 75), (1, 3)):
+        export_backbone(load_backbone("mu/8", image_size=16, seed=seed), weights)
+        with pytest.MonkeyPatch.context() as patch:
+            fails_at(2, StoppedError(signal.SIGTERM), patch)
+            done = run(*command, "--resume")
+        assert done.exit_code == code
+    assert "stem dpn: the weights have changed since this comparison began" in done.stderr
+
+
 def test_what_fails_is_named_and_the_rest_goes_on(
     commands: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: list[engine.Job]
 ) -> None:
@@ -194,6 +223,7 @@ def test_what_fails_is_named_and_the_rest_goes_on(
     done = run(*command, "--resume")
     assert done.exit_code == 0, done.output
     assert len(trained) == 4
+    assert not (tmp_path / "all" / "partial.json").exists()
     result = json.loads((tmp_path / "all" / "result.json").read_text())
     assert (result["failed"], result["compare"]["differences"][0]["seeds"]) == ([], [0, 1])
     assert "minus none" in done.stdout
@@ -231,7 +261,7 @@ def test_the_folder_is_named_after_the_networks_and_holds_no_network_itself(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--compare", "dpn"], "--compare: needs two stems or more, e.g. none,dpn, or networks: '"),
+        (["--compare", "dpn"], "--compare: needs two stems or more, e.g. none,dpn, or networks, e.g. '"),
         (["--compare", "none;stem=dpm"], "--compare: 'stem=dpm': stem: one of none, pre, .*; did you mean 'dpn'"),
         (["--compare", "none;norm=dtn"], "norm=dtn: .*class token"),
         (["--compare", "none;stm=dpn"], "--compare: 'stm=dpn': stm is no key; use arch, stem, .*did you mean 'stem'"),

@@ -13,7 +13,7 @@ MUTATIONS = [
      "all seeds see the same batches", T),
     (TRAINER, 'train=True), self.pixels("val200"', 'train=True), self.pixels("train800"',
      "validation on training images", T),
-    (TRAINER, "backbone_of(recipe.backbone, ", 'backbone_of(recipe.backbone.model_copy(update={"drop_path": 0.0}), ',
+    (TRAINER, "backbone_of(recipe.each()[stem].backbone, ", 'backbone_of(recipe.each()[stem].backbone.model_copy(update={"drop_path": 0.0}), ',
      "stochastic depth never reaches the network", T),
     (TRAINER, "        self.model.eval()\n        share", "        self.model.train()\n        share",
      "the test split is scored in training mode", T),

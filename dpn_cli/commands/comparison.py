@@ -79,10 +79,7 @@ class SideBySide:
                 return None
             result = begun.folder.result
             if result is None:
-                for run in firsts:
-                    with _named(run.network):
-                        report = backbone_of(run.recipe.backbone).report
-                    console.info(f"{spoken(run.network)}: {report.summary()}")
+                _load(begun, firsts)
                 result = self._train(begun, runs)
             return result if begun.world.leads else None
 
@@ -119,8 +116,6 @@ class SideBySide:
 
     def _train(self, begun: Session[ComparedTraining], runs: Sequence[_Run]) -> Result:
         recipe, folder, world, console = begun.recipe, begun.folder, begun.world, begun.console
-        if world.leads:
-            folder.update(device=describe_device(world.device), ranks=world.size, status="running")
         results: dict[str, Result] = {}
         failed: dict[str, str] = {}
         for number, run in enumerate(runs, 1):
@@ -130,23 +125,46 @@ class SideBySide:
                 torch.compiler.reset()  # the compiler gives up after eight networks
             try:
                 place = Place(folder.path / run.folder, resume=True)
-                results[run.folder] = from_leader(self.trainer.run(run.recipe, place, console) or {})
+                done = results[run.folder] = from_leader(self.trainer.run(run.recipe, place, console) or {})
+                if done["data"] != next(iter(results.values()))["data"]:
+                    raise DataError(
+                        f"{folder.path}: the data have changed since this comparison began; start another with -o"
+                    )
             except (NonFiniteError, OutOfMemoryError) as error:
                 if world.size > 1 and isinstance(error, OutOfMemoryError):
                     raise  # the other ranks are waiting for this one's gradients
                 console.warn(f"{run.label} failed: {error}")
                 failed[run.folder] = f"{run.label}: {error}"
-        data = [result["data"] for result in results.values()]
-        if any(one != data[0] for one in data):
-            raise DataError(f"{folder.path}: the data have changed between two trainings; start another with -o")
         result = build_result(self.training.score, recipe, runs, results, failed)
         result["differs_from_paper"] = begun.differs
         if world.leads and failed:
             replace_json(folder.path / "partial.json", result)
             folder.update(status="some trainings failed")
         elif world.leads:
+            (folder.path / "partial.json").unlink(missing_ok=True)
             folder.finish(result)
         return result
+
+
+def _load(begun: Session[ComparedTraining], runs: Sequence[_Run]) -> None:
+    """Load the network of each run and say how that went; a resumed comparison starts from the weights it began with.
+
+    Raises `DataError` when they have changed, and as `load_backbone` does.
+    """
+    folder, world = begun.folder, begun.world
+    digests: dict[str, str] = {}
+    for run in runs:
+        with _named(run.network):
+            report = backbone_of(run.recipe.backbone).report
+        begun.console.info(f"{spoken(run.network)}: {report.summary()}")
+        digests[run.network] = report.digest
+    before = from_leader(folder.facts).get("digests", digests)
+    if changed := next((name for name in digests if digests[name] != before[name]), None):
+        raise DataError(
+            f"{spoken(changed)}: the weights have changed since this comparison began; start another with -o"
+        )
+    if world.leads:
+        folder.update(device=describe_device(world.device), ranks=world.size, status="running", digests=digests)
 
 
 @contextmanager

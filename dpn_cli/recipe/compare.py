@@ -56,7 +56,7 @@ def settings_of(network: str) -> dict[str, Any]:
         key, equals, value = (word.strip() for word in part.partition("="))
         key, value = (key, value) if equals else ("stem", key)
         if not key or not value:
-            raise ValueError(f"{network!r}: write KEY=VALUE, e.g. stem=dpn,arch=S/16")
+            raise ValueError(f"{network!r}: write KEY=VALUE, e.g. stem=dpn,norm=ln")
         if key in settings:
             raise ValueError(f"{network!r}: {key} is given twice")
         settings[key] = read_yaml(value)
@@ -96,8 +96,8 @@ class Comparison(Recipe):
         BeforeValidator(_networks),
         flag(
             "--compare",
-            help="Run several stems under the same recipe, e.g. none,dpn, or networks as KEY=VALUE,…;KEY=VALUE,…, e.g. "
-            "'stem=none,arch=S/16;stem=dpn,arch=S/16', and print the paired difference.",
+            help="Run several stems under the same recipe, e.g. none,dpn, or networks, e.g. "
+            "'stem=none,norm=ln;stem=dpn,norm=ln;stem=none,norm=bn', and print the paired difference.",
             panel=MODEL,
         ),
     ] = ()
@@ -107,7 +107,7 @@ class Comparison(Recipe):
     def _comparable(cls, given: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         if len(given) == 1:
             raise ValueError(
-                "needs two stems or more, e.g. none,dpn, or networks: 'stem=none,arch=S/16;stem=dpn,arch=S/16'"
+                "needs two stems or more, e.g. none,dpn, or networks, e.g. 'stem=none,norm=ln;stem=dpn,norm=ln'"
             )
         distinct(tuple(str(sorted(settings_of(network).items())) for network in given))
         backbone: BackboneConfig | None = info.data.get("backbone")  # None: it is wrong itself, which is told

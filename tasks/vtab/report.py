@@ -170,7 +170,8 @@ def print_result(result: Json, console: Console) -> None:
         console.print()
     for difference in result.get("compare", {}).get("differences", []):
         console.print(_difference_table(difference))
-        if result["demo"] or result["checkpoint"] == "none":
+        toy = result["demo"] or result["checkpoint"] == "none"
+        if toy and (difference["stem"], difference["minus"]) == ("dpn", "none"):
             console.print(TOY_NOTE, highlight=False)
         console.print()
     console.print(LEGEND, highlight=False)

@@ -1,0 +1,40 @@
+"""Breakages of comparisons: (file, text, replacement, what it breaks, tests)."""
+
+C = "tests/test_comparison.py"
+RECIPE, RUN = "dpn_cli/recipe/compare.py", "dpn_cli/commands/comparison.py"
+STOPPING, RANKS, KINDS = "dpn_cli/run/stopping.py", "dpn_cli/run/distributed.py", "dpn_cli/run/kinds.py"
+
+MUTATIONS = [
+    (RECIPE, r',(?=\s*[\w.]+\s*=)', ",", "a comma ends every value", C),
+    (RECIPE, 'plain[first] = {**section, rest: value} if rest else value', "plain[first] = value",
+     "a key inside a section replaces the section", C),
+    (RECIPE, "        if key in settings:\n", "        if False:\n", "the last of two values is taken in silence", C),
+    (RECIPE, 'str(value).replace("/", "-")', "str(value)", "B/16 in a checkpoint's name is a folder", C),
+    (RECIPE, 'f"{short}-{len(folders)}" if short in folders.values() else short', "short",
+     "two networks share a folder", C),
+    (RECIPE, "distinct(tuple(str(", "tuple(tuple(str(", "a network is compared with itself", C),
+    (RECIPE, 'update={"seed": seed, "seeds": ()}', 'update={"seeds": ()}', "every training has the first seed", C),
+    (RECIPE, "{**plain, \"backbone\": _with_own(self.backbone, name)}", '{**plain, "backbone": plain["backbone"]}',
+     "every network is the recipe's", C),
+    (RECIPE, 'if given and info.data.get("seed")', "if False", "--seed is dropped where --seeds is given", C),
+    (RUN, "for which in (name, first))", "for which in (first, name))", "the difference has the other sign", C),
+    (RUN, "[seed for seed in values[name] if seed in values[first]]", "list(values[name])",
+     "a seed that failed is looked for in the pairs", C),
+    (RUN, "summary.stderr * math.sqrt(len(summary.values))", "summary.stderr", "the deviation is the standard error", C),
+    (RUN, "Place(folder.path / run.folder, resume=True)", "Place(folder.path / run.folder, overwrite=True)",
+     "a resumed comparison trains everything again", C),
+    (RUN, "        if world.leads and failed:\n", "        if False:\n", "a comparison with a failure counts as finished", C),
+    (RUN, "            except (NonFiniteError, OutOfMemoryError) as error:\n                if world",
+     "            except OutOfMemoryError as error:\n                if world", "one NaN ends all trainings", C),
+    (RUN, '        with _named(run.network):\n            report', '        if True:\n            report',
+     "an error does not say of which network it is", C),
+    (RUN, "        if not recipe.compare:\n            several", "        if False:\n            several",
+     "seeds alone take the folder of one training", C),
+    (RUN, 'done["data"] != next', 'False and done["data"] != next', "networks are trained on different data", C),
+    (RUN, 'get("digests", digests)', 'get("", digests)', "seeds start from different weights", C),
+    (STOPPING, "    if signal.getsignal(signal.SIGTERM) is _note:\n", "    if False:\n",
+     "a signal at the end of a training does not stop the others", C),
+    (RANKS, "    if dist.is_initialized():\n        yield World(rank, size, chosen)\n        return\n", "",
+     "each training joins the ranks anew", C),
+    (KINDS, '    if kind == "comparison":\n', "    if False:\n", "dpn eval does not say where the networks are", C),
+]  # fmt: skip
