@@ -44,6 +44,7 @@ COMMANDS: dict[str, tuple[Training, dict[str, str]]] = {
             "imagenet21k": "imagenet21k --data x --arch L/16",
             "jft": "jft --data x --arch B/32",
             "sun397": "sun397 --data x --arch B/32",
+            "cifar": "cifar10 --data x",
             "demo": "--data demo",
             "own pictures": "--data x --arch B/32",
         },

@@ -118,7 +118,10 @@ def test_presets_and_levels_say_what_differs() -> None:
         (["imagenet"], "--arch is needed: Ti/16"),
         ([], "--arch is needed to train from scratch"),
         (["--arch", "S/16", "--augment", "medium3"], "choose one of none.*did you mean 'medium"),
-        (["--arch", "S/16", "--recipe", "sun397", "--preset", "short"], "shortens the recipe of ImageNet, not sun397"),
+        (
+            ["--arch", "S/16", "--recipe", "sun397", "--preset", "short"],
+            "shortens the recipes of imagenet, .*, not that of sun397",
+        ),
         (["--arch", "S/16", "--set", "schedule=3"], "schedule: a section of keys, not a value"),
         (["--arch", "S/16", "--preset", "long"], "--preset 'long': the only preset is short"),
         (["--arch", "S/16", "--recipe", "jftt"], "--recipe 'jftt': choose one of imagenet, deit"),

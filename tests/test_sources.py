@@ -29,6 +29,7 @@ PAPER = (
     "pretrain_s16plus",
     "pretrain_imagenet21k",
     "pretrain_jft",
+    "pretrain_cifar",
     "pretrain_sun397",
     "vtab",
     "lit",

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from dpn_cli.data.cifar import Cifar, find_cifar
 from dpn_cli.data.labelled import MOST_CLASSES, HubSplit, Images, Labelled, SceneSplit, number_names
 from dpn_cli.data.pack import Packed, is_pack, read_manifest
 from dpn_cli.data.reading import SUFFIXES, USUAL, Reading, find_files, open_image
@@ -37,8 +38,9 @@ DEMO: dict[str, tuple[str, dict[str, tuple[int, int]]]] = {
 class ImageSource:
     """Where images are: what ``--data`` and its companions say.
 
-    `place` is a folder, ``hf:NAME[:CONFIGURATION]``, ``wds:PATTERN`` or ``demo``; `val_place` another one for the
-    validation images. Without validation images `val_fraction` of the others is set apart.
+    `place` is a folder (of classes, packed, or CIFAR's), ``hf:NAME[:CONFIGURATION]``, ``wds:PATTERN`` or ``demo``;
+    `val_place` another one for the validation images. Without validation images `val_fraction` of the others is set
+    apart.
     """
 
     place: str
@@ -214,6 +216,8 @@ def has_split(source: ImageSource, split: str) -> bool:
     root = Path(source.place).expanduser()
     if is_pack(root):
         return split in read_manifest(root)["splits"]
+    if not source.place.startswith("wds:") and find_cifar(root):
+        return split == "val"
     return not source.place.startswith("wds:") and (root / split).is_dir()
 
 
@@ -269,6 +273,9 @@ def _open(source: ImageSource, place: str, split: str) -> tuple[Labelled, tuple[
         alone = source.val_place is not None and split == "val" and len(named) == 1
         packed = Packed(root, next(iter(named)) if alone else split)
         return packed, packed.classes
+    if cifar := find_cifar(root):
+        pictures = Cifar(*cifar, split)
+        return pictures, pictures.classes
     inner = root / split
     folders = ClassFolders(inner if inner.is_dir() else root)
     return folders, folders.classes

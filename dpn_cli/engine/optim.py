@@ -44,7 +44,12 @@ def lr_factor(schedule: Schedule, step: int) -> float:
 
 
 def is_decayed(name: str, parameter: Tensor, mask: str) -> bool:
-    """Return whether weight decay applies to a parameter: "kernels" is big_vision's rule, "not_1d" Scenic's."""
+    """Return whether weight decay applies to a parameter.
+
+    "kernels" is big_vision's rule, "not_1d" Scenic's; "all" is what torch's optimizers do by themselves.
+    """
+    if mask == "all":
+        return True
     if mask == "not_1d":
         return parameter.ndim != 1
     return parameter.ndim > 1 and not name.endswith(NO_KERNEL)
@@ -61,7 +66,8 @@ def build_optimizer(parameters: Iterable[tuple[str, nn.Parameter]], optim: Optim
     """Build the optimizer over the trainable parameters; `lr` is the peak of the schedule.
 
     Weight decay is decoupled. Its unit is ``lr`` (torch's AdamW: lr x decay is taken off per step) or ``schedule``
-    (big_vision: schedule factor x decay, whatever the lr). With ``layer_decay`` the parameters behind the blocks get
+    (big_vision: schedule factor x decay, whatever the lr). With ``gradient`` it is not decoupled but a part of the
+    gradient, as in torch's Adam and SGD. With ``layer_decay`` the parameters behind the blocks get
     the whole lr and each layer before them that share of the next one's (BEiT, arXiv 2106.08254).
     """
     trainable = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
@@ -84,8 +90,9 @@ def build_optimizer(parameters: Iterable[tuple[str, nn.Parameter]], optim: Optim
     if optim.state_dtype == "bfloat16":
         return Bfloat16State(groups, lr, optim)
     if optim.name == "adam":
-        return torch.optim.AdamW(groups, lr=lr, betas=optim.betas, eps=optim.eps, fused=True)
-    if decay:
+        adam = torch.optim.Adam if optim.decay_unit == "gradient" else torch.optim.AdamW
+        return adam(groups, lr=lr, betas=optim.betas, eps=optim.eps, fused=True)
+    if decay and optim.decay_unit != "gradient":
         optimizer: torch.optim.Optimizer = SGDW(groups, lr=lr, momentum=optim.momentum)  # torch's SGD couples it
         return optimizer
     return torch.optim.SGD(groups, lr=lr, momentum=optim.momentum, fused=True)

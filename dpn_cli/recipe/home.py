@@ -12,10 +12,18 @@ def home() -> Path:
     return Path(os.environ.get("DPN_HOME") or Path.home() / ".dpn")
 
 
+# The folders that archives of a data set unpack to, and where torchvision's examples put them.
+UNPACKED = {
+    "cifar10": ("cifar-10-batches-py", "cifar-10-batches-bin", "data/cifar-10-batches-py"),
+    "cifar100": ("cifar-100-python", "cifar-100-binary", "data/cifar-100-python"),
+}
+
+
 def find_data(name: str) -> str:
-    """Return the first of $DPN_DATA_DIR/NAME and ./NAME that exists, else ``"demo"``."""
-    folders = [Path(os.environ["DPN_DATA_DIR"]) / name] if os.environ.get("DPN_DATA_DIR") else []
-    return next((str(folder) for folder in (*folders, Path(name)) if folder.is_dir()), "demo")
+    """Return the first of $DPN_DATA_DIR/NAME and ./NAME that exists, else ``"demo"``; archives have their own NAME."""
+    places = [Path(os.environ["DPN_DATA_DIR"])] if os.environ.get("DPN_DATA_DIR") else []
+    folders = (place / each for place in (*places, Path()) for each in (name, *UNPACKED.get(name, ())))
+    return next((str(folder) for folder in folders if folder.is_dir()), "demo")
 
 
 def find_weights(arch: str | None, stems: Sequence[str]) -> str | None:

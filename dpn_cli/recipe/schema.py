@@ -149,10 +149,16 @@ class Optim(Section):
     eps: Annotated[float, Field(gt=0)] = 1e-8
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     weight_decay: NonNegative = 0.0
-    decay_unit: Literal["schedule", "lr"] = "lr"
-    decay_mask: Literal["kernels", "not_1d"] = "kernels"
+    decay_unit: Literal["schedule", "lr", "gradient"] = "lr"
+    decay_mask: Literal["kernels", "not_1d", "all"] = "kernels"
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
     layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+    @model_validator(mode="after")
+    def _decay_fits(self) -> Optim:
+        if self.decay_unit == "gradient" and self.state_dtype == "bfloat16":
+            raise ValueError("decay_unit (gradient): belongs to torch's optimizers; leave state_dtype at float32")
+        return self
 
 
 class Schedule(Section):

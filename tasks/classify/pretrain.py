@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,9 @@ def _task(recipe: PretrainRecipe) -> str:
     if recipe.stages:
         return "pretrain_sweep"
     shipped = shipped_of(recipe.about.table) or "pretrain_own"
+    if shipped == "pretrain_cifar":  # of several data sets
+        named = re.split("[/:]", (recipe.data.source or "").rstrip("/"))[-1]
+        return f"pretrain_{named}" if recipe.epochs is None else f"pretrain_{named}_{recipe.epochs:g}ep"
     usual = shipped == "pretrain_own" or recipe.epochs in (None, read_recipe(shipped).get("epochs"))
     return shipped if usual else f"{shipped}_{recipe.epochs:g}ep"
 

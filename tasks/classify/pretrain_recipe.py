@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -11,7 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from dpn_cli.arch import Norm, Placement, Posemb, Stem, did_you_mean, parse_arch
 from dpn_cli.errors import DpnError
 from dpn_cli.recipe.flag import MODEL, TRAIN, flag
-from dpn_cli.recipe.home import find_data
+from dpn_cli.recipe.home import UNPACKED, find_data
 from dpn_cli.recipe.layers import last_given, layered
 from dpn_cli.recipe.network import (
     ARCH,
@@ -29,7 +30,7 @@ from dpn_cli.recipe.schema import (
 )
 from dpn_cli.recipe.sources import flat
 from dpn_cli.recipe.start import check_start
-from tasks.classify.appendix_c import APPENDIX_C, LEVELS, SHORT, augmented, regularized
+from tasks.classify.appendix_c import APPENDIX_C, LEVELS, SHORT, SHORT_CIFAR, augmented, regularized
 from tasks.classify.own import shipped_for
 from tasks.classify.recipe import SupervisedNetwork, SupervisedRecipe
 
@@ -41,11 +42,17 @@ RECIPES = {
     "imagenet21k": "pretrain_imagenet21k",
     "jft": "pretrain_jft",
     "sun397": "pretrain_sun397",
+    "cifar10": "pretrain_cifar",
+    "cifar100": "pretrain_cifar",
+    "folder": "pretrain_cifar",
 }
 DATA = {"deit": "imagenet", "s16plus": "imagenet"}
 # The built-in scenes with the question that takes most of them in.
 # The recipes that Appendix C's line of the architecture belongs to.
 BY_ARCH = ("pretrain", "pretrain_imagenet21k", "pretrain_sun397")
+# What --preset short changes in a recipe.
+SHORTER = {"imagenet": SHORT, "cifar10": SHORT_CIFAR, "cifar100": SHORT_CIFAR, "folder": SHORT_CIFAR}
+ARCHIVES = {"cifar10": "cifar-10-python.tar.gz", "cifar100": "cifar-100-python.tar.gz"}
 # Those whose networks are probed on ImageNet in the end.
 PROBED = ("imagenet21k", "jft")
 DEMO_OBJECTS = "demo:objects"
@@ -138,28 +145,24 @@ def resolve(
     file, command = read_recipe(config) if config else {}, merge(flags, settings)
     given = last_given("data", "source", file, command)
     arch = last_given("backbone", "arch", file, command)
-    folder = DATA.get(name, name)
-    source = given or find_data(folder)
+    source = _part_of(str(given), name) if given else find_data(DATA.get(name, name))
     demo = source in ("demo", DEMO_OBJECTS)
     if demo and name == "sun397":
         raise DpnError(
             f"--data: {name} needs train/CLASS, val/CLASS and test/CLASS; name the folder (there is no demo)"
         )
     if demo and not given and (arch or name != "imagenet"):
-        usual = ", or leave --arch out to train the small demo tower on built-in scenes" if name == "imagenet" else ""
-        raise DpnError(
-            f"--data: no images to train {arch or 'a network'} on: neither $DPN_DATA_DIR/{folder} nor ./{folder} is "
-            f"there; name them with --data{usual}"
-        )
-    if preset and (demo or name != "imagenet"):
-        raise DpnError(f"--preset {preset}: shortens the recipe of ImageNet, not {'the demo' if demo else name}")
+        raise DpnError(f"--data: no images to train {arch or 'a network'} on: {_way_to(name)}")
+    if preset and (demo or name not in SHORTER):
+        refused = "the demo" if demo else name
+        raise DpnError(f"--preset {preset}: shortens the recipes of {', '.join(SHORTER)}, not that of {refused}")
     shipped = "pretrain_demo" if demo and name == "imagenet" else RECIPES[name]
     if not demo and not named:
         shipped = shipped_for(str(source), config, shipped, "pretrain_own", say)
     row = _row_of(arch, level, searched=name == "sun397") if shipped in BY_ARCH else {}
     plain = layered(
         merge(read_recipe(shipped), row),
-        merge(file, SHORT if preset else {}, augmented(_level(level)) if level else {}),
+        merge(file, SHORTER[name] if preset else {}, augmented(_level(level)) if level else {}),
         command,
         "pretrain",
         say,
@@ -172,7 +175,31 @@ def resolve(
             say("no ImageNet for the few-shot probe at the end; name it with --fewshot-data")
     if plain.get("stages"):
         _check_searched(plain, command)
-    return merge(plain, {"data": {"source": DEMO_OBJECTS if demo else source}})
+    data = {"source": DEMO_OBJECTS if demo else source}
+    if name == "cifar100" and str(source).startswith("hf:"):  # the hub's copy has coarse labels, too
+        data["label_column"] = last_given("data", "label_column", file, command) or "fine_label"
+    return merge(plain, {"data": data})
+
+
+def _part_of(place: str, name: str) -> str:
+    """Return the folder of the data set `name` inside one that holds several, as torchvision's users have it."""
+    inside = (Path(place) / folder for folder in UNPACKED.get(name, ()))
+    return next((str(folder) for folder in inside if folder.is_dir()), place)
+
+
+def _way_to(name: str) -> str:
+    """Say where the data of a recipe are looked for, and how to get them."""
+    if name == "folder":
+        return "name a folder of classes with --data"
+    folder = DATA.get(name, name)
+    looked = f"neither $DPN_DATA_DIR/{folder} nor ./{folder}"
+    if name in ARCHIVES:
+        return (
+            f"{looked} nor ./{UNPACKED[name][0]} is there; download https://www.cs.toronto.edu/~kriz/{ARCHIVES[name]} "
+            f"and unpack it here, or name a copy with --data (hf:uoft-cs/{name} is the hub's)"
+        )
+    usual = ", or leave --arch out to train the small demo tower on built-in scenes" if name == "imagenet" else ""
+    return f"{looked} is there; name them with --data{usual}"
 
 
 def _check_searched(plain: Plain, command: Plain) -> None:
