@@ -6,9 +6,11 @@ Axes: b batch, t tokens, c features, h heads.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from dpn_cli.errors import DpnError
 from dpn_cli.recipe.network import NormOptions as NormOptions
@@ -92,6 +94,54 @@ class RunningNorm(TokenNorm):
         """Normalise with the running statistics."""
         scale, shift = self.scale_shift(x.dtype)
         return torch.addcmul(shift, x, scale)
+
+
+class _Moments(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+        mean = x.mean(axis, keepdim=True)
+        context.save_for_backward(x, mean)
+        context.count = x.shape[axis]
+        return mean, (x - mean).square_().mean(axis, keepdim=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, of_mean: Tensor, of_variance: Tensor) -> tuple[Tensor, None]:
+        x, mean = context.saved_tensors
+        slope = of_variance * (2 / context.count)
+        return torch.addcmul(of_mean / context.count - slope * mean, x, slope), None
+
+
+def moments(x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+    """Return mean and biased variance of `x` over an axis, which stays with length one.
+
+    Like `standardised` it is ``torch.var_mean`` and a line of arithmetic, but reads and writes half as much memory in
+    the backward pass, which is what norms take their time for.
+    """
+    mean, variance = _Moments.apply(x, axis)
+    return mean, variance
+
+
+class _Standardised(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
+        root = torch.rsqrt(variance + eps)
+        y = (x - mean).mul_(root)
+        context.save_for_backward(y, root)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        y, root = context.saved_tensors
+        of_x = gradient * root
+        return of_x, -of_x, (of_x * y).mul_(root).mul_(-0.5), None
+
+
+def standardised(x: Tensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
+    """Return ``(x - mean) / sqrt(variance + eps)``; all have the shape of `x`."""
+    y: Tensor = _Standardised.apply(x, mean, variance, eps)
+    return y
 
 
 def moments_over_ranks(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpn_cli.model.norm_base import RunningNorm, moments_over_ranks
+from dpn_cli.model.norm_base import RunningNorm, moments, moments_over_ranks, standardised
 
 MOMENTUM = 0.1  # torch.nn.BatchNorm1d's: the share of the batch in the running statistics
 
@@ -117,9 +117,7 @@ class SwitchableNorm(BatchNorm):
 
     def normalize(self, x: Tensor) -> Tensor:
         """Normalise tokens (b, t, c) of full precision."""
-        mean_in, mean_ln = x.mean(1, keepdim=True), x.mean(-1, keepdim=True)
-        var_in = (x - mean_in).square().mean(1, keepdim=True)
-        var_ln = (x - mean_ln).square().mean(-1, keepdim=True)
+        (mean_in, var_in), (mean_ln, var_ln) = moments(x, 1), moments(x, 2)
         if self.training:
             local = mean_in.mean((0, 1))
             # A feature varies within the images, and from image to image.
@@ -132,4 +130,4 @@ class SwitchableNorm(BatchNorm):
         means, variances = self.mean_weight.softmax(0), self.var_weight.softmax(0)
         mean = (means[0] * mean_in + means[2] * mean_bn) + means[1] * mean_ln
         variance = (variances[0] * var_in + variances[2] * var_bn) + variances[1] * var_ln
-        return self.scaled((x - mean) * torch.rsqrt(variance + self.eps))
+        return self.scaled(standardised(x, mean, variance, self.eps))

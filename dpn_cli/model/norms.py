@@ -1,6 +1,6 @@
 """The normalisers inside the blocks of a ViT, one line each in a table.
 
-Axes: b batch, t tokens, c features.
+Axes: b batch, t tokens, c features, h heads, d features per head.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from dpn_cli.arch import Norm
 from dpn_cli.model.norm_base import NormOptions as NormOptions
 from dpn_cli.model.norm_base import RunningNorm as RunningNorm
-from dpn_cli.model.norm_base import TokenNorm, check_heads
+from dpn_cli.model.norm_base import TokenNorm, check_heads, moments
 from dpn_cli.model.norm_base import Tokens as Tokens
 from dpn_cli.model.norm_dtn import DynamicTokenNorm
 from dpn_cli.model.norm_power import PowerNorm, UnifiedNorm
@@ -31,9 +32,11 @@ class InstanceNorm(TokenNorm):
 
     def normalize(self, x: Tensor) -> Tensor:
         """Normalise tokens (b, t, c) of full precision."""
-        centred = x - x.mean(1, keepdim=True)
-        variance = centred.square().sum(1, keepdim=True) / (x.shape[1] - self.unbiased)
-        return torch.addcmul(self.bias, centred, self.weight * torch.rsqrt(variance + self.eps))
+        mean, variance = moments(x, 1)
+        if self.unbiased:
+            variance = variance * (x.shape[1] / (x.shape[1] - 1))
+        scale = self.weight * torch.rsqrt(variance + self.eps)
+        return torch.addcmul(self.bias - mean * scale, x, scale)
 
 
 class GroupNorm(TokenNorm):
@@ -49,10 +52,9 @@ class GroupNorm(TokenNorm):
 
     def normalize(self, x: Tensor) -> Tensor:
         """Normalise tokens (b, t, c) of full precision."""
-        groups = x.reshape(*x.shape[:2], self.groups, -1)
-        centred = groups - groups.mean((1, 3), keepdim=True)
-        variance = centred.square().mean((1, 3), keepdim=True)
-        return self.scaled((centred * torch.rsqrt(variance + self.eps)).flatten(-2))
+        groups = rearrange(x, "b t (h d) -> b h (t d)", h=self.groups)
+        groups = F.layer_norm(groups, groups.shape[-1:], eps=self.eps)
+        return self.scaled(rearrange(groups, "b h (t d) -> b t (h d)", t=x.shape[1]))
 
 
 class ScaleNorm(TokenNorm):
