@@ -221,16 +221,16 @@ def _described(summary: Summary) -> dict[str, Any]:
 
 def _table(result: Result) -> Table:
     score, compared = result["score"], result["compare"]
-    table = Table(
-        box=box.SIMPLE_HEAD, title=f"{result['task']}, {SCORES[score]} in %, paired by seed", title_justify="left"
-    )
-    table.add_column("network")
+    differences = {each["network"]: each[score] for each in compared["differences"]}
+    minus = f", and the difference to {next(iter(compared['networks']))}, paired by seed" if differences else ""
+    title = cell(f"{result['task']}: {SCORES[score]} in %{minus}")
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
+    table.add_column("network", overflow="fold")
     for name in (SCORES[score], "std", "n"):
         table.add_column(name, justify="right", no_wrap=True)
-    differences = {each["network"]: each[score] for each in compared["differences"]}
     if differences:
-        for name in (cell(f"minus {next(iter(compared['networks']))}"), "95 %", "n"):
-            table.add_column(name, justify="right")
+        for name in ("difference", "95 %", "n"):
+            table.add_column(name, justify="right", no_wrap=True)
     for name, network in compared["networks"].items():
         found, difference = network[score], differences.get(name)
         row = ["-"] * 3 if found is None else [f"{found['mean']:.2f}", _number(found["std"]), str(found["n"])]
