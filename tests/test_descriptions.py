@@ -25,9 +25,12 @@ from test_formats import (
     transformers_vit,
 )
 
-from dpn_cli.errors import DataError
-from dpn_cli.weights.backbone import load_backbone
+from dpn_cli.errors import DataError, DpnError
+from dpn_cli.recipe.network import NormOptions
+from dpn_cli.weights.backbone import load_backbone, load_whole
+from dpn_cli.weights.convert import build_timm, convert
 from dpn_cli.weights.formats import read_file
+from dpn_cli.weights.formats.layout import IMAGENET_MEAN
 
 
 @torch.no_grad()
@@ -110,11 +113,15 @@ def test_a_timm_folder_says_what_its_tensors_do_not(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"global_pool": "avg"}, "pooling 'avg' over 1 tokens beside the patches"),
-        ({"global_pool": "avg", "fc_norm": False}, "pooling 'avg' over 1 tokens"),
+        ({"global_pool": "map"}, "pooling 'map' over 1 tokens beside the patches"),
         ({"global_pool": "max", "class_token": False}, "pooling 'max' over 0 tokens"),
         ({"reg_tokens": 4}, "pooling 'token' over 5 tokens"),
-        ({"block_fn": "ResPostBlock"}, "of ResPostBlocks"),
+        ({"architecture": "test_vit4"}, "the norm RmsNorm in its blocks"),
+        ({"scale_attn_norm": True}, "a norm inside its attention or its MLP alone"),
+        (
+            {"architecture": "vit_base_patch16_rpn_224", "scale_attn_norm": True, "scale_mlp_norm": True},
+            "norms inside its attention and MLP and after them",
+        ),
         ({"act_layer": "relu"}, "the activation ReLU"),
     ],
 )
@@ -123,20 +130,56 @@ def test_what_a_timm_description_says_otherwise_is_refused(
 ) -> None:
     shape = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3}
     described: dict[str, Any] = {**shape, **arguments}
-    if "block_fn" in arguments:
-        name, described = "vit_base_patch16_rpn_224", shape
-    else:
-        name = "vit_tiny_patch16_224"
+    name = described.pop("architecture", "vit_tiny_patch16_224")
     save_file(timm.create_model(name, **described).state_dict(), tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"architecture": name, "model_args": described}))
     with pytest.raises(DataError, match=message):
         read_file(tmp_path)
 
 
-def test_a_bare_timm_file_that_averages_beside_a_class_token_is_refused(tmp_path: Path) -> None:
-    torch.save(timm_vit(global_pool="avg")(NATIVE).state_dict(), tmp_path / "bare.pth")
-    with pytest.raises(DataError, match="a class token beside a norm after the pooling"):
-        read_file(tmp_path / "bare.pth")
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "arguments", "facts"),
+    [
+        ("beit3_base_patch16_224", {}, {"placement": "subln", "eps": 1e-5, "pool": "gap"}),
+        ("vit_base_patch16_rpn_224", {}, {"placement": "post,post", "norm_options": NormOptions(post="branch")}),
+        ("vit_tiny_patch16_224", {"global_pool": "avg", "fc_norm": False}, {"placement": "pre,pre", "fc_norm": False}),
+    ],
+)
+def test_norms_and_pooling_come_from_a_timm_folder_and_go_back_to_timm(
+    name: str, arguments: dict[str, Any], facts: dict[str, Any], tmp_path: Path
+) -> None:
+    arguments = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3, **arguments}
+    theirs = perturbed(timm.create_model(name, num_classes=5, **arguments))
+    save_file(theirs.state_dict(), tmp_path / "model.safetensors")
+    described = {"architecture": name, "model_args": arguments, "pretrained_cfg": {"mean": [0.1] * 3, "std": [0.2] * 3}}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    source = read_file(tmp_path)
+    ours = load_whole(source, None)
+    assert {fact: getattr(ours.config, fact) for fact in facts} == facts
+    assert not source.assumed
+    assert distance(ours(image_of()), theirs(image_of())) < 1e-5
+    convert(source, tmp_path / "timm.safetensors", to="timm")
+    assert distance(build_timm(tmp_path / "timm.safetensors")(image_of()), theirs(image_of())) < 1e-5
+    convert(read_file(tmp_path / "timm.safetensors"), tmp_path / "ours.safetensors")
+    again = load_whole(read_file(tmp_path / "ours.safetensors"), None)
+    assert again.config == ours.config
+    assert distance(again(image_of()), theirs(image_of())) < 1e-5
+
+
+def test_what_a_bare_timm_file_has_by_its_names_is_assumed_to_be_timms(tmp_path: Path) -> None:
+    state = timm_vit("beit3_base_patch16_224")(NATIVE).state_dict()
+    torch.save(state, tmp_path / "bare.pth")
+    source = read_file(tmp_path / "bare.pth")
+    assert (source.placement, source.eps, source.pool, source.mean) == ("subln", 1e-5, "gap", IMAGENET_MEAN)
+    assert "BEiT-3" in source.assumed["mean"]
+    assert "beside a class token" in source.assumed["pool"]
+    source.heads = 3
+    with pytest.raises(DpnError, match="has no class token that it pools by; use pool=gap$"):
+        load_backbone(checkpoint=source, pool="tok")
+    torch.save({name: value for name, value in state.items() if ".mlp.norm." not in name}, tmp_path / "half.pth")
+    with pytest.raises(DataError, match="a norm inside its attention alone"):
+        read_file(tmp_path / "half.pth")
 
 
 def write_clip(model: Any, folder: Path) -> None:

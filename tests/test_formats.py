@@ -65,9 +65,9 @@ def zoom(positions: Tensor, rows: int, slots: int) -> Tensor:
     return torch.from_numpy(np.concatenate([table[:slots], larger.reshape(rows * rows, -1)]))
 
 
-def timm_vit(**arguments: Any) -> Build:
+def timm_vit(name: str = "vit_tiny_patch16_224", **arguments: Any) -> Build:
     return lambda size: timm.create_model(
-        "vit_tiny_patch16_224",
+        name,
         img_size=size,
         patch_size=8,
         embed_dim=48,
@@ -174,6 +174,8 @@ SOURCES: dict[str, tuple[Build, Output, str, int]] = {
     "timm layer scale": (timm_vit(init_values=0.5), call, "pos_embed", 1),
     "timm post": (timm_vit(embed_norm_layer="layernorm"), call, "pos_embed", 1),
     "timm CLIP": (timm_vit(pre_norm=True, norm_layer=nn.LayerNorm), call, "pos_embed", 1),
+    "timm gap beside a class token": (timm_vit(global_pool="avg"), call, "pos_embed", 1),
+    "timm BEiT-3": (timm_vit("beit3_base_patch16_224"), call, "pos_embed", 1),
     "timm NaFlexViT conv": (naflex(dual=False), naflex_output, "embeds.pos_embed", 0),
     "timm NaFlexViT dual": (naflex(dual=True), naflex_output, "embeds.pos_embed", 0),
     "torchvision": (torchvision_plain, call, "encoder.pos_embedding", 1),
@@ -352,6 +354,8 @@ def no_pre_logits(ours: Any) -> None:
         ("timm", permuted_projection),
         ("timm", class_token_without_position),
         ("timm", class_token_last),
+        ("timm BEiT-3", wrong_eps),
+        ("timm BEiT-3", class_token_without_position),
         ("torchvision pre_logits", no_pre_logits),
         ("transformers pooler", no_pre_logits),
         ("vit-pytorch", wrong_eps),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -248,8 +249,11 @@ def test_the_whole_network_compiles_to_one_graph_under_autocast() -> None:
         torch.testing.assert_close(compiled(image), model(image), atol=2e-2, rtol=2e-2)
 
 
-def test_a_new_head_is_zero_as_big_visions_is() -> None:
+@pytest.mark.parametrize("fc_norm", [False, True])
+def test_a_new_head_is_zero_as_big_visions_is(fc_norm: bool) -> None:
     model = load_backbone("mu/8", image_size=16, num_classes=3)
+    model = Backbone(replace(model.config, fc_norm=fc_norm), model.mean, model.std, model.report)
+    model.initialize(0)
     model.reset_classifier(5)
     assert model(torch.randn(2, 3, 16, 16)).tolist() == [[0.0] * 5] * 2
     assert model.config.num_classes == 5

@@ -245,6 +245,7 @@ def _print_inspection(found: dict[str, Any]) -> None:
     size = f"{found['width']} wide, {found['depth']} blocks, MLP {found['mlp']}, {found['heads']} heads"
     attention = "" if found["attn_width"] == found["width"] else f", attention {found['attn_width']} wide"
     parts = [name for name in ("pre_logits", "pre_norm", "fc_norm") if found[name]]
+    parts += ["a class token beside it"] if found["mean_beside_class_token"] else []
     table = Table(Column(), Column(overflow="fold"), box=None, show_header=False, padding=(0, 2, 0, 0))
     rows = {
         "file": found["source"],

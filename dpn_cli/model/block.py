@@ -63,7 +63,7 @@ class NormBlock(Block):  # type: ignore[misc]  # timm has no types
     def set_norms(self, config: ViTConfig, index: int) -> None:
         """Build the norms of block `index` of a network."""
         size, options = config.size, config.norm_options
-        grid = config.grid if config.pool != "tok" or index < config.class_token_at else None
+        grid = None if config.has_class_token and index >= config.class_token_at else config.grid
         norm = partial(
             token_norm,
             config.norm_of(index),

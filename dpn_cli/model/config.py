@@ -37,6 +37,7 @@ class ViTConfig:
     dropout: float = 0.0
     pre_norm: bool = False  # CLIP's ln_pre: a norm of all tokens, class token and positions included
     fc_norm: bool = False  # the final norm follows the pooling instead of the blocks
+    mean_beside_class_token: bool = False  # with pool=gap: a class token takes part and is left out of the mean
     attn_width: int | None = None  # heads times head width where that is not the trunk's width
     norm: Norm = "ln"  # of the blocks
     placement: Placement = "pre,pre"
@@ -52,9 +53,9 @@ class ViTConfig:
                 "--norm in: its statistics are over an image's tokens, and there is one; use a larger --image-size, a "
                 "smaller patch, or another norm"
             )
-        if self.norm == "dtn" and self.dtn_blocks > self.size.depth - (self.pool == "tok"):
-            most = self.size.depth - (self.pool == "tok")
-            after = ", and the class token joins after those" if self.pool == "tok" else ""
+        if self.norm == "dtn" and self.dtn_blocks > self.size.depth - self.has_class_token:
+            most = self.size.depth - self.has_class_token
+            after = ", and the class token joins after those" if self.has_class_token else ""
             raise DpnError(
                 f"--norm dtn: its norms mix the tokens of a whole grid in the first {self.dtn_blocks} blocks{after}, "
                 f"but {self.arch} has {self.size.depth}; use --set backbone.norm_options.dtn_blocks={most}"
@@ -85,9 +86,14 @@ class ViTConfig:
         return self.norm_options.dtn_blocks or max(1, depth - max(1, depth // 6))
 
     @property
+    def has_class_token(self) -> bool:
+        """Whether a class token goes through the blocks: the pooled one, or one that the mean leaves out."""
+        return self.pool == "tok" or self.mean_beside_class_token
+
+    @property
     def class_token_at(self) -> int:
         """The block before which the class token joins the patch tokens."""
-        return self.dtn_blocks if self.pool == "tok" else 0
+        return self.dtn_blocks if self.has_class_token else 0
 
     def norm_of(self, block: int) -> Norm:
         """Return the norm of a block, counted from 0."""

@@ -49,7 +49,7 @@ class DPNViT(VisionTransformer):
             depth=size.depth,
             num_heads=size.heads if config.attn_width is None else 1,  # replaced below
             mlp_ratio=(size.mlp + 0.5) / size.width,  # timm cuts the product off
-            class_token=config.pool == "tok",
+            class_token=config.has_class_token,
             global_pool={"tok": "token", "gap": "avg", "map": "map"}[config.pool],
             no_embed_class=True,
             pre_norm=config.pre_norm,
@@ -76,7 +76,7 @@ class DPNViT(VisionTransformer):
             if isinstance(block, NormBlock):
                 block.set_norms(config, index)
         if options.final == "same":
-            grid = None if config.pool == "tok" else config.grid
+            grid = None if config.has_class_token else config.grid
             self.norm = token_norm(
                 config.norm, size.width, eps=config.norm_eps, tokens=Tokens(size.heads, grid), options=options
             )
@@ -118,7 +118,7 @@ class DPNViT(VisionTransformer):
         """
         if global_pool is not None and global_pool != self.global_pool:
             raise ValueError("pooling is fixed when the backbone is loaded; use load_backbone(pool=...)")
-        device = self.norm.weight.device
+        device = self.patch_embed.proj.weight.device
         self.num_classes = num_classes
         self.head = nn.Linear(self.embed_dim, num_classes, device=device) if num_classes else nn.Identity()
         self.config = replace(self.config, num_classes=num_classes)

@@ -224,6 +224,7 @@ def as_checkpoint(model: Backbone, state: State) -> Checkpoint:
         config.act,
         heads=config.size.heads,
         grid=config.grid,
+        pool=config.pool,
         mean=model.mean,
         std=model.std,
         posemb=config.posemb,
@@ -303,7 +304,7 @@ def _refuse(source: str, expected: dict[str, tuple[int, ...]], given: dict[str, 
 def _fit_state(state: State, model: Backbone, source: Checkpoint, head: str, align_corners: bool) -> None:
     """Fit the tensors to the network asked for: another image size, head or pooling, and nothing else."""
     config, report = model.config, model.report
-    unused = {"tok": (), "map": (), "gap": ("cls_token", "attn_pool.")}[config.pool]
+    unused = ("attn_pool.", *(() if config.has_class_token else ("cls_token",))) if config.pool == "gap" else ()
     for name in [name for name in state if unused and name.startswith(unused)]:
         state.pop(name)
         report.dropped.append(name)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dpn_cli import __version__
 from dpn_cli.arch import Act, size_name
 from dpn_cli.errors import DpnError
+from dpn_cli.model.config import ViTConfig
 from dpn_cli.model.vit import DPNViT
 from dpn_cli.recipe.network import NormOptions
 from dpn_cli.run.files import replace_file
@@ -89,6 +90,7 @@ def inspect(source: Checkpoint, image_size: int | tuple[int, int] | None = None)
         "image_size": list(config.image_size),
         "posemb": config.posemb,
         "pool": config.pool,
+        "mean_beside_class_token": config.mean_beside_class_token,
         "pre_logits": config.pre_logits,
         "pre_norm": config.pre_norm,
         "fc_norm": config.fc_norm,
@@ -199,8 +201,7 @@ def timm_state(model: DPNViT) -> dict[str, Tensor]:
     reasons = {
         "no norm where this stem has one (its NaFlexViT takes the setting and ignores it)": config.stem
         not in ("none", "post"),
-        "no such norms in its blocks": (config.norm, config.placement) not in (("ln", "pre,pre"), ("none", "pre,pre"))
-        or config.norm_options != NormOptions(),
+        "no such norms in its blocks": _timm_blocks(config) is None,
         "no pre_logits layer": config.pre_logits,
         "no attention of another width than the trunk": config.attn_width is not None,
         "no bias in a projection whose norm is followed by another": config.pre_norm and config.stem == "post",
@@ -211,15 +212,31 @@ def timm_state(model: DPNViT) -> dict[str, Tensor]:
     state = dict(model.state_dict())
     if config.pre_norm:  # timm's projection has no bias then; ours goes into the positions of the patches
         state["pos_embed"] = state["pos_embed"] + state.pop("patch_embed.proj.bias")
-    if config.pool == "tok":
+    if config.has_class_token:
         state["pos_embed"] = torch.cat([torch.zeros(1, 1, config.size.width), state["pos_embed"]], dim=1)
     return state
+
+
+def _timm_blocks(config: ViTConfig) -> tuple[str, dict[str, Any]] | None:
+    """Return one of timm's models with these norms in its blocks, and its arguments for them; None if there is none."""
+    # How Sub-LN starts is no matter any more.
+    match config.norm, config.placement, config.norm_options.model_copy(update={"subln_init": True}):
+        case "ln" | "none", "pre,pre", options if options == NormOptions():
+            return "vit_base_patch16_224", {}
+        case "ln", "subln", options if options == NormOptions():
+            return "vit_base_patch16_224", {"scale_attn_norm": True, "scale_mlp_norm": True}
+        case "ln", "post,post", options if options == NormOptions(post="branch"):
+            return "vit_base_patch16_rpn_224", {"qkv_bias": True, "init_values": None}
+    return None
 
 
 def describe_timm(model: Backbone) -> dict[str, str]:
     """Return safetensors metadata with what timm keeps in a config.json: a model name, its arguments, the inputs."""
     config = model.config
+    # Any of timm's ViTs with these blocks carries the arguments; they decide all else that its name would.
+    name, blocks = _timm_blocks(config) or ("", {})
     arguments = {
+        **blocks,
         "img_size": list(config.image_size),
         "patch_size": list(config.patch),
         "embed_dim": config.size.width,
@@ -227,7 +244,7 @@ def describe_timm(model: Backbone) -> dict[str, str]:
         "num_heads": config.size.heads,
         "mlp_ratio": (config.size.mlp + 0.5) / config.size.width,  # timm cuts the product off
         "num_classes": config.num_classes,
-        "class_token": config.pool == "tok",
+        "class_token": config.has_class_token,
         "global_pool": {"tok": "token", "gap": "avg", "map": "map"}[config.pool],
         "pre_norm": config.pre_norm,
         "fc_norm": config.fc_norm,
@@ -237,8 +254,7 @@ def describe_timm(model: Backbone) -> dict[str, str]:
         arguments["embed_norm_layer"] = "layernorm"
     described = {
         "norm": config.norm,
-        # Any of timm's plain ViTs carries the arguments; they decide all that its name would.
-        "architecture": "vit_base_patch16_224",
+        "architecture": name,
         "model_args": arguments,
         "norm_eps": config.eps,
         "pretrained_cfg": {"mean": list(model.mean), "std": list(model.std), "input_size": [3, *config.image_size]},

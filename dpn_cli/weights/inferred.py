@@ -49,13 +49,16 @@ def config_of(
             "state the number with 'dpn checkpoint convert --heads N'"
         )
     own_pool: Pool = "map" if "attn_pool.latent" in state else "tok" if "cls_token" in state else "gap"
+    beside = own_pool == "tok" and source.pool == "gap"
+    own_pool = "gap" if beside else own_pool
     if source.pool not in (None, own_pool):
         raise DataError(
             f"--checkpoint {source.source}: its pool is {source.pool!r} and its tensors are those of {own_pool!r}"
         )
     if pool is not None and pool not in ("gap", own_pool):
-        has = "class token" if pool == "tok" else "attention pooling"
-        raise DpnError(f"backbone.pool={pool}: {source.source} has no {has}; use pool={own_pool} or pool=gap")
+        has = "attention pooling" if pool == "map" else "class token that it pools by" if beside else "class token"
+        ways = " or ".join(dict.fromkeys([f"pool={own_pool}", "pool=gap"]))
+        raise DpnError(f"backbone.pool={pool}: {source.source} has no {has}; use {ways}")
     native = None if source.grid is None else (source.grid[0] * rows, source.grid[1] * columns)
     return ViTConfig(
         size,
@@ -67,6 +70,7 @@ def config_of(
         source.posemb,
         source.eps,
         source.act,
+        mean_beside_class_token=beside,
         pre_norm="norm_pre.weight" in state,
         fc_norm="fc_norm.weight" in state,
         attn_width=None if attn_width == width else attn_width,

@@ -35,7 +35,7 @@ def count(config: ViTConfig) -> Macs:
     weights with values, each tokens x tokens x width.
     """
     size, patches = config.size, config.grid[0] * config.grid[1]
-    width, tokens = size.width, patches + (config.pool == "tok")
+    width, tokens = size.width, patches + config.has_class_token
     inner = config.attn_width or width
     ends = width * config.num_classes + (width**2 if config.pre_logits else 0)
     if config.pool == "map":  # one query looks at all tokens, and an MLP follows

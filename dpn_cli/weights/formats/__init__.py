@@ -9,7 +9,7 @@ from typing import get_args
 
 import torch
 
-from dpn_cli.arch import Act, Norm, Placement, Stem
+from dpn_cli.arch import Act, Norm, Placement, Pool, Stem
 from dpn_cli.errors import DataError
 from dpn_cli.run.files import file_digest
 from dpn_cli.run.kinds import DESCRIPTIONS, KEY, digest_in_run, resolve
@@ -125,6 +125,7 @@ def check_facts(checkpoint: Checkpoint) -> None:
         "act": checkpoint.act in get_args(Act),
         "norm": checkpoint.norm in get_args(Norm),
         "placement": checkpoint.placement in get_args(Placement),
+        "pool": checkpoint.pool in (None, *get_args(Pool)),
         "posemb": checkpoint.posemb in ("learn", "sincos2d"),
         "eps": 0 <= checkpoint.eps < 1,
         "heads": checkpoint.heads is None or checkpoint.heads > 0,

@@ -47,11 +47,12 @@ class Checkpoint:
     """A weight file in our layout, with what its format fixes about the network.
 
     `mean` and `std` are those of the inputs it was trained with, on pixels in [0, 1]. `heads`, `grid` and `pool` are
-    None where the file does not say. `class_slot` tells whether the position embedding has an entry for the class
-    token, before `settle_positions`; None where the format allows both. `renamed` maps names of the file to ours,
-    `dropped` lists tensors outside the image tower, `added` those that the format lacks and ours has, with the
-    value that leaves the function as it is. `assumed` holds, by fact, what the file does not state; `notes` the rest.
-    `about` is what a file of ours says of more than the network: its kind, and the description of that kind.
+    None where the file does not say; a class token beside ``pool="gap"`` is left out of the mean. `class_slot` tells
+    whether the position embedding has an entry for the class token, before `settle_positions`; None where the format
+    allows both. `renamed` maps names of the file to ours, `dropped` lists tensors outside the image tower, `added`
+    those that the format lacks and ours has, with the value that leaves the function as it is. `assumed` holds, by
+    fact, what the file does not state; `notes` the rest. `about` is what a file of ours says of more than the network:
+    its kind, and the description of that kind.
     """
 
     state: State

@@ -9,14 +9,14 @@ from dpn_cli.weights.formats.layout import Checkpoint, Contents
 
 KEY = "dpn"
 _DESCRIBED = ("stem", "eps", "act", "heads", "grid", "mean", "std", "posemb")
-# Since the norms of the blocks can be chosen; files from before have LayerNorm.
-_NORMS = ("norm", "placement")
+# Not in older files, which have LayerNorm before attention and MLP, and average only without a class token.
+_NEWER = ("norm", "placement", "pool")
 
 
 def read(contents: Contents) -> Checkpoint:
     """Read a file that `network_metadata` describes."""
     described = json.loads(contents.metadata[KEY])
-    facts = {key: described[key] for key in _DESCRIBED} | {key: described[key] for key in _NORMS if key in described}
+    facts = {key: described[key] for key in _DESCRIBED} | {key: described[key] for key in _NEWER if key in described}
     facts["norm_options"] = NormOptions.model_validate(described.get("norm_options", {}))
     for key in ("grid", "mean", "std"):
         facts[key] = tuple(facts[key])
@@ -28,6 +28,6 @@ def read(contents: Contents) -> Checkpoint:
 
 def network_metadata(checkpoint: Checkpoint) -> dict[str, str]:
     """Return the safetensors metadata that `read` needs to give `checkpoint` back."""
-    described = {key: getattr(checkpoint, key) for key in (*_DESCRIBED, *_NORMS)}
+    described = {key: getattr(checkpoint, key) for key in (*_DESCRIBED, *_NEWER)}
     described["norm_options"] = checkpoint.norm_options.model_dump(exclude_defaults=True)
     return {KEY: json.dumps(described)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection
 from typing import Any, cast
 
@@ -11,9 +12,13 @@ from torch import nn
 
 from dpn_cli.arch import Act, Pool
 from dpn_cli.errors import DataError
+from dpn_cli.recipe.network import NormOptions
 from dpn_cli.weights.formats.layout import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
     Checkpoint,
     Contents,
+    State,
     add_zero_bias,
     fold_layer_scale,
     rename,
@@ -26,6 +31,8 @@ from dpn_cli.weights.formats.layout import (
 KEY = "timm"
 
 _ACTS: dict[str, Act] = {"GELU": "gelu", "GELUTanh": "gelu_tanh", "QuickGELU": "quick_gelu"}
+# By what timm pools, and how many tokens stand beside those of the patches.
+_POOLS = {("token", 1): "tok", ("avg", 0): "gap", ("avg", 1): "gap", ("map", 0): "map"}
 # NaFlexViT's embedding, as classic names. Its position embedding covers patches only.
 _NAFLEX = (
     (r"embeds\.norm_input\.(weight|bias)", r"patch_embed.norm_in.\1"),
@@ -86,29 +93,49 @@ def _described(checkpoint: Checkpoint, contents: Contents) -> Checkpoint:
             arguments.setdefault("global_pool", config["global_pool"])
         apply_facts(checkpoint, build_empty(name, arguments))
         checkpoint.eps = config.get("norm_eps", checkpoint.eps)
+        checkpoint.norm = config.get("norm", checkpoint.norm)
         checkpoint.notes.append(f"eps, GELU, heads and pooling are those of timm's {name}, which the description names")
         checkpoint.added += add_zero_bias(state, [name for name in state if name.endswith("attn.qkv.weight")])
     else:
-        if "norm_pre.weight" in state:
-            checkpoint.eps = 1e-5  # timm's CLIP models, the only ones with this norm, use torch's default
-        if "cls_token" in state and "fc_norm.weight" in state:
-            raise DataError(
-                "a class token beside a norm after the pooling: timm then averages over patches, which dpn does "
-                "without a class token only"
-            )
-        assumed["eps"] = f"eps {checkpoint.eps:g} (a bare timm file does not say)"
-        assumed["act"] = "erf GELU, in pre-norm blocks"
-        if "cls_token" in state:
-            assumed["pool"] = "pool=tok"
-        if checkpoint.format != "timm":
-            assumed["positions"] = "no rotary positions"
-            assumed["order"] = "patches with the channel last, timm's default for its linear projection"
+        _assume(checkpoint)
     inputs = config.get("pretrained_cfg", config)
     if "mean" in inputs and "std" in inputs:
         checkpoint.mean, checkpoint.std = tuple(inputs["mean"]), tuple(inputs["std"])
+    elif checkpoint.placement == "subln":
+        checkpoint.mean, checkpoint.std = IMAGENET_MEAN, IMAGENET_STD
+        assumed["mean"] = "ImageNet's mean and std (those of BEiT-3, timm's networks with Sub-LN)"
     else:
         assumed["mean"] = "mean = std = 0.5 on pixels in [0, 1]"
     return checkpoint
+
+
+def _assume(checkpoint: Checkpoint) -> None:
+    """Tell from the names of a bare file what they say, and assume the rest; says so."""
+    state, assumed = checkpoint.state, checkpoint.assumed
+    if _norms_inside(state):
+        checkpoint.placement = "subln"
+    if "norm_pre.weight" in state or checkpoint.placement == "subln":
+        checkpoint.eps = 1e-5  # that of timm's CLIP models and BEiT-3, the only ones with these norms
+    assumed["eps"] = f"eps {checkpoint.eps:g} (a bare timm file does not say)"
+    assumed["act"] = "erf GELU, in pre-norm blocks"
+    if "cls_token" in state and "fc_norm.weight" in state:
+        checkpoint.pool = "gap"
+        assumed["pool"] = "pool=gap over the patches, beside a class token (its final norm follows the pooling)"
+    elif "cls_token" in state:
+        assumed["pool"] = "pool=tok"
+    if checkpoint.format != "timm":
+        assumed["positions"] = "no rotary positions"
+        assumed["order"] = "patches with the channel last, timm's default for its linear projection"
+
+
+def _norms_inside(state: State) -> bool:
+    """Tell by names whether blocks have Sub-LN's norms inside attention and MLP. Raises `DataError` for one of them."""
+    attention, mlp = (
+        any(re.fullmatch(rf"blocks\.\d+\.{layer}\.norm\.weight", name) for name in state) for layer in ("attn", "mlp")
+    )
+    if attention != mlp:
+        raise DataError(f"a norm inside its {'attention' if attention else 'MLP'} alone; dpn's Sub-LN has one in both")
+    return attention
 
 
 def build_empty(name: str, arguments: dict[str, Any]) -> nn.Module:
@@ -127,22 +154,29 @@ def build_empty(name: str, arguments: dict[str, Any]) -> nn.Module:
 
 
 def apply_facts(checkpoint: Checkpoint, model: Any) -> None:
-    """Take eps, GELU, heads, grid and pooling from a timm model's own modules.
+    """Take eps, GELU, heads, grid, pooling and the norms' placement from a timm model's own modules.
 
     Raises `DataError` for another kind of model, or one that computes what `dpn_cli.model.vit` does not.
     """
     from timm.models.naflexvit import NaFlexVit
-    from timm.models.vision_transformer import Block, VisionTransformer
+    from timm.models.vision_transformer import Block, ResPostBlock, VisionTransformer
 
     kind = type(model)
-    if kind not in (VisionTransformer, NaFlexVit) or type(model.blocks[0]) is not Block:
-        inside = f" of {type(model.blocks[0]).__name__}s" if hasattr(model, "blocks") else ""
-        raise DataError(f"a {kind.__name__}{inside}; dpn reads timm's VisionTransformer and NaFlexVit of Blocks")
-    act = _ACTS.get(type(model.blocks[0].mlp.act).__name__)
-    heads = model.blocks[0].attn.num_heads
-    pool = {("token", 1): "tok", ("avg", 0): "gap", ("map", 0): "map"}.get((model.global_pool, model.num_prefix_tokens))
+    block: Any = next(iter(getattr(model, "blocks", ())), None)
+    if kind not in (VisionTransformer, NaFlexVit) or type(block) not in (Block, ResPostBlock):
+        inside = f" of {type(block).__name__}s" if block is not None else ""
+        raise DataError(
+            f"a {kind.__name__}{inside}; dpn reads timm's VisionTransformer and NaFlexVit of Blocks and ResPostBlocks"
+        )
+    act, heads = _ACTS.get(type(block.mlp.act).__name__), block.attn.num_heads
+    pool = _POOLS.get((model.global_pool, model.num_prefix_tokens))
+    norms_inside = [not isinstance(layer.norm, nn.Identity) for layer in (block.attn, block.mlp)]
+    after = type(block) is ResPostBlock
     unlike = {
-        f"the activation {type(model.blocks[0].mlp.act).__name__}": act is None,
+        f"the activation {type(block.mlp.act).__name__}": act is None,
+        f"the norm {type(block.norm1).__name__} in its blocks": not isinstance(block.norm1, nn.LayerNorm),
+        "a norm inside its attention or its MLP alone": any(norms_inside) and not all(norms_inside),
+        "norms inside its attention and MLP and after them": after and any(norms_inside),
         f"pooling {model.global_pool!r} over {model.num_prefix_tokens} tokens beside the patches": pool is None
         or model.pool_include_prefix,
         "another number of heads in its pooling": model.attn_pool is not None and model.attn_pool.num_heads != heads,
@@ -153,7 +187,11 @@ def apply_facts(checkpoint: Checkpoint, model: Any) -> None:
     for what, holds in unlike.items():
         if holds:
             raise DataError(f"its model has {what}; dpn's has not")
-    checkpoint.act, checkpoint.eps, checkpoint.heads = act or "gelu", model.blocks[0].norm1.eps, heads
+    checkpoint.act, checkpoint.eps, checkpoint.heads = act or "gelu", block.norm1.eps, heads
+    if after:
+        checkpoint.placement, checkpoint.norm_options = "post,post", NormOptions(post="branch")
+    elif all(norms_inside):
+        checkpoint.placement = "subln"
     checkpoint.pool = cast(Pool, pool)
     if kind is VisionTransformer:
         checkpoint.grid = tuple(model.patch_embed.grid_size)
