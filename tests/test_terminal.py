@@ -157,14 +157,13 @@ def test_settings_and_options_in_errors() -> None:
         assert len(text.splitlines()) == 1
 
 
-def test_a_name_in_no_encoding_is_printed_by_a_terminal_of_any_encoding(classifier: Path, tmp_path: Path) -> None:
+def test_a_name_in_no_encoding_is_printed_by_a_terminal_of_another(classifier: Path, tmp_path: Path) -> None:
     odd = tmp_path / os.fsdecode(b"caf\xe9.png")
     Image.fromarray(np.zeros((20, 20, 3), dtype=np.uint8)).save(tmp_path / "plain.png")
     (tmp_path / "plain.png").rename(odd)
-    for encoding in ("utf-8", "ascii"):
-        done = run_program(
-            [sys.executable, "-m", "dpn_cli", "predict", str(classifier / "weights.safetensors"), str(odd)],
-            env=environment(PYTHONIOENCODING=encoding, COLUMNS="300"),
-        )
-        assert done.returncode == 0, done.stderr
-        assert r"caf\xe9.png" in done.stdout
+    done = run_program(
+        [sys.executable, "-m", "dpn_cli", "predict", str(classifier / "weights.safetensors"), str(odd)],
+        env=environment(PYTHONIOENCODING="ascii", COLUMNS="300"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert r"caf\xe9.png" in done.stdout
