@@ -184,7 +184,7 @@ def nearest(given: str, allowed: Iterable[str]) -> str | None:
     return best if best is not None and close[best] >= 0.6 else None
 
 
-def did_you_mean(given: str, allowed: Iterable[str]) -> str:
+def did_you_mean(name: str, allowed: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the closest allowed name, or an empty string."""
-    close = nearest(given, allowed)
+    close = nearest(name, allowed)
     return f"; did you mean {close!r}?" if close else ""

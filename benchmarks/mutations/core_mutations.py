@@ -56,7 +56,7 @@ MUTATIONS = [
      "the gradient of a contrastive loss shrinks with the batch", M),
     (OPTIM, "0.5 * (1 + math.cos(math.pi * progress))", "math.cos(math.pi / 2 * progress)",
      "another cosine", U),
-    (OPTIM, "factor *= min(1.0, step / schedule.warmup)", "factor *= min(1.0, (step + 1) / schedule.warmup)",
+    (OPTIM, "(1 - schedule.start) * step / schedule.warmup", "(1 - schedule.start) * (step + 1) / schedule.warmup",
      "the warm-up starts above zero", U),
     (OPTIM, "optim.weight_decay / lr if optim.decay_unit", "optim.weight_decay if optim.decay_unit",
      "weight decay is multiplied by the learning rate where it must not be", U),

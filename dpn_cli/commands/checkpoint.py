@@ -238,35 +238,35 @@ def _open(source: str, facts: FileFacts) -> Checkpoint:
     return stated.apply(open_checkpoint(source))
 
 
-def _print_inspection(found: dict[str, Any]) -> None:
-    inputs = list(zip(found["mean"], found["std"], strict=True))
+def _print_inspection(facts: dict[str, Any]) -> None:
+    inputs = list(zip(facts["mean"], facts["std"], strict=True))
     low, high = ([round((edge - mean) / std, 3) for mean, std in inputs] for edge in (0, 1))
     same = len(set(low)) == len(set(high)) == 1
-    size = f"{found['width']} wide, {found['depth']} blocks, MLP {found['mlp']}, {found['heads']} heads"
-    attention = "" if found["attn_width"] == found["width"] else f", attention {found['attn_width']} wide"
-    parts = [name for name in ("pre_logits", "pre_norm", "fc_norm") if found[name]]
-    parts += ["a class token beside it"] if found["mean_beside_class_token"] else []
+    size = f"{facts['width']} wide, {facts['depth']} blocks, MLP {facts['mlp']}, {facts['heads']} heads"
+    attention = "" if facts["attn_width"] == facts["width"] else f", attention {facts['attn_width']} wide"
+    parts = [name for name in ("pre_logits", "pre_norm", "fc_norm") if facts[name]]
+    parts += ["a class token beside it"] if facts["mean_beside_class_token"] else []
     table = Table(Column(), Column(overflow="fold"), box=None, show_header=False, padding=(0, 2, 0, 0))
     rows = {
-        "file": found["source"],
-        "format": found["format"],
-        "kind": found["kind"],
-        "sha256": found["digest"] or "-",
-        "size": f"{found['arch'] or 'no standard size'} ({size}{attention})",
-        "parameters": f"{found['parameters'] / 1e6:.2f} M",
-        "stem": found["stem"],
-        "patch, grid": f"{_by(found['patch'])} pixels, {_by(found['grid'])} patches, {found['posemb']} positions",
-        "pool": found["pool"] + (f", with {', '.join(parts)}" if parts else ""),
-        "head": f"{found['classes']} outputs" if found["classes"] else "none",
-        "norms": f"{_norms(found)}, eps {found['eps']:g}",
-        "activation": found["act"],
-        "inputs": f"{low[0]:g} to {high[0]:g}" if same else f"mean {found['mean']}, std {found['std']}",
-        "loaded at": f"{_by(found['image_size'])} pixels",
+        "file": facts["source"],
+        "format": facts["format"],
+        "kind": facts["kind"],
+        "sha256": facts["digest"] or "-",
+        "size": f"{facts['arch'] or 'no standard size'} ({size}{attention})",
+        "parameters": f"{facts['parameters'] / 1e6:.2f} M",
+        "stem": facts["stem"],
+        "patch, grid": f"{_by(facts['patch'])} pixels, {_by(facts['grid'])} patches, {facts['posemb']} positions",
+        "pool": facts["pool"] + (f", with {', '.join(parts)}" if parts else ""),
+        "head": f"{facts['classes']} outputs" if facts["classes"] else "none",
+        "norms": f"{_norms(facts)}, eps {facts['eps']:g}",
+        "activation": facts["act"],
+        "inputs": f"{low[0]:g} to {high[0]:g}" if same else f"mean {facts['mean']}, std {facts['std']}",
+        "loaded at": f"{_by(facts['image_size'])} pixels",
     }
     for name, value in rows.items():
         table.add_row(name, cell(value))
     RichConsole(highlight=False, soft_wrap=True).print(table)
-    _print_lists(found)
+    _print_lists(facts)
 
 
 def _print_lists(report: dict[str, Any]) -> None:
@@ -280,9 +280,9 @@ def _print_lists(report: dict[str, Any]) -> None:
             show(printable(f"{name}: {', '.join(values[:8])}{more}"))
 
 
-def _norms(found: dict[str, Any]) -> str:
-    options = [f"{name} {value}" for name, value in found["norm_options"].items()]
-    return ", ".join([found["norm"], f"placement {found['placement']}", *options])
+def _norms(facts: dict[str, Any]) -> str:
+    options = [f"{name} {value}" for name, value in facts["norm_options"].items()]
+    return ", ".join([facts["norm"], f"placement {facts['placement']}", *options])
 
 
 def _by(pair: list[int]) -> str:

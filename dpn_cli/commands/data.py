@@ -75,16 +75,16 @@ def _pack(options: PackOptions, console: Console) -> Outcome:
     source = ImageSource(data, image_column=options.image_column, label_column=options.label_column, reading=reading)
     if out.expanduser().resolve().is_relative_to(Path(data).expanduser().resolve()):
         raise DpnError(f"--out {out}: inside --data {data}, where its shards would be taken for pictures")
-    found = {name: open_split(source, name, unlabelled=True) for name in own_splits(source)}
-    for name in [name for name, (split, _) in found.items() if min(split.labels) < 0]:
+    splits = {name: open_split(source, name, unlabelled=True) for name in own_splits(source)}
+    for name in [name for name, (split, _) in splits.items() if min(split.labels) < 0]:
         console.warn(f"{name} has no labels and is left out")
-        del found[name]
-    for name in found:
-        check_classes(source, found["train"][1], found[name][1])
+        del splits[name]
+    for name in splits:
+        check_classes(source, splits["train"][1], splits[name][1])
     with stopping.listen(stopping.GOES_ON), claimed(out):
         manifest = pack.pack(
-            {name: (split, hash_order(split)) for name, (split, _) in found.items()},
-            found["train"][1],
+            {name: (split, hash_order(split)) for name, (split, _) in splits.items()},
+            splits["train"][1],
             out,
             pack.Packing(options.size, options.encode, options.quality),
             workers=options.workers,

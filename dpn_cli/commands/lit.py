@@ -75,8 +75,8 @@ def _describe_labels(results: list[dict[str, Any]]) -> str:
     lines = []
     for result in results:
         lines.append(printable(result["image"]))
-        for found in result["labels"]:
-            lines.append(f"  {found['probability']:6.1%}  cosine {found['cosine']:+.3f}  {printable(found['label'])}")
+        for guess in result["labels"]:
+            lines.append(f"  {guess['probability']:6.1%}  cosine {guess['cosine']:+.3f}  {printable(guess['label'])}")
     return "\n".join(lines)
 
 

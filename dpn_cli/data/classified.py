@@ -66,12 +66,12 @@ class ClassFolders(Images):
             raise DataError(f"{root}: no class folders; pictures go into {root}/CLASS/PICTURE.jpg")
         labels, sizes = [], []
         for label, name in enumerate(self.classes):
-            found = find_files(root / name)
-            if not found:
+            files = find_files(root / name)
+            if not files:
                 raise DataError(f"{root / name}: a class without pictures ({', '.join(sorted(SUFFIXES))}); remove it")
-            self.paths += [path for path, _ in found]
-            labels += [label] * len(found)
-            sizes += [size for _, size in found]
+            self.paths += [path for path, _ in files]
+            labels += [label] * len(files)
+            sizes += [size for _, size in files]
         self.labels, self.sizes = labels, sizes
 
     def where(self, index: int) -> str:
@@ -130,8 +130,8 @@ def open_class_data(source: ImageSource, minival: float | None, *, chooses: bool
     less. Raises `DataError`, naming files, when the splits do not agree.
     """
     train, classes = open_split(source, "train")
-    found = open_split(source, "val") if has_split(source, "val") else None
-    if found is None:
+    validation = open_split(source, "val") if has_split(source, "val") else None
+    if validation is None:
         if not source.val_fraction:
             raise DataError(
                 f"--data {source.place}: no validation images; put them beside (train/CLASS, val/CLASS), "
@@ -139,7 +139,7 @@ def open_class_data(source: ImageSource, minival: float | None, *, chooses: bool
             )
         train, val = hold_out(train, source.val_fraction)
     else:
-        val, val_classes = found
+        val, val_classes = validation
         check_classes(source, classes, val_classes)
     count = _minival_size(len(train.labels), minival, chooses)
     order = hash_order(train)
@@ -182,14 +182,14 @@ def open_tuning_data(source: ImageSource) -> ClassData:
 
     Raises `DataError` when one of the three is missing, or their classes differ.
     """
-    found = {split: open_split(source, split) for split in own_splits(source)}
-    missing = [split for split in ("val", "test") if split not in found]
+    splits = {split: open_split(source, split) for split in own_splits(source)}
+    missing = [split for split in ("val", "test") if split not in splits]
     if missing:
         raise DataError(
             f"--data {source.place}: no {' and no '.join(missing)} images; a sweep chooses on val and reports test, so "
             "it needs train/CLASS, val/CLASS and test/CLASS, or the splits train, validation and test of hf:OWNER/NAME"
         )
-    (train, classes), (val, val_classes), (test, test_classes) = found.values()
+    (train, classes), (val, val_classes), (test, test_classes) = splits.values()
     check_classes(source, classes, val_classes)
     check_classes(source, classes, test_classes)
     return ClassData(train, val, test, classes)
@@ -228,11 +228,11 @@ def open_split(source: ImageSource, split: str, *, unlabelled: bool = False) -> 
     labels (-1, as many hub data sets have in their test split); `unlabelled` allows all of this, to store the images.
     """
     place = source.val_place if split == "val" and source.val_place else source.place
-    found, classes = _open(source, place, split)
-    found.reading = source.reading
+    opened, classes = _open(source, place, split)
+    opened.reading = source.reading
     if not unlabelled:
-        _check_labels(place, split, found.labels, classes)
-    return found, classes
+        _check_labels(place, split, opened.labels, classes)
+    return opened, classes
 
 
 def _check_labels(place: str, split: str, labels: Sequence[int], classes: Sequence[str]) -> None:
@@ -258,9 +258,9 @@ def _open(source: ImageSource, place: str, split: str) -> tuple[Labelled, tuple[
         shards = Shards(place.removeprefix("wds:"))
         return shards, shards.classes
     if place.startswith("hf:"):
-        found = hub_split(place, split)
+        own = hub_split(place, split)
         name, config = hub_name(place)
-        hub = HubSplit(name, config, found or split, source.image_column, source.label_column, alone=True)
+        hub = HubSplit(name, config, own or split, source.image_column, source.label_column, alone=True)
         return hub, hub.classes or number_names(hub, place)
     root = Path(place).expanduser()
     if not root.is_dir():
@@ -291,10 +291,10 @@ def hub_split(place: str, split: str) -> str | None:
     """Return what a hub data set calls its ``train`` or ``val`` split, or None when it has none."""
     from dpn_cli.data.labelled import load_hub
 
-    found = load_hub(*hub_name(place), True)
+    splits = load_hub(*hub_name(place), True)
     # Sets without a validation split are commonly scored on their test split.
     names = {"train": ("train",), "val": ("validation", "val", "valid", "test"), "test": ("test",)}
-    return next((name for name in names[split] if name in found), None)
+    return next((name for name in names[split] if name in splits), None)
 
 
 def check_classes(source: ImageSource, train: Sequence[str], val: Sequence[str]) -> None:

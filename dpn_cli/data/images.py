@@ -40,24 +40,24 @@ def find_images(source: str, most: int, seed: int, reading: Reading = USUAL) -> 
     folder = Path(source).expanduser()
     if not folder.is_dir():
         raise DataError(f"--data {source}: no such folder; pass a folder of images, or demo")
-    found = find_files(folder)
-    if not found:
+    images = find_files(folder)
+    if not images:
         raise DataError(f"--data {source}: no image in it or below it ({', '.join(sorted(SUFFIXES))})")
-    order = np.random.default_rng(seed).permutation(len(found))[:most]
-    return ImageFiles([found[i] for i in order], reading)
+    order = np.random.default_rng(seed).permutation(len(images))[:most]
+    return ImageFiles([images[i] for i in order], reading)
 
 
-def find_pictures(given: Sequence[Path]) -> list[Path]:
+def find_pictures(places: Sequence[Path]) -> list[Path]:
     """Return the pictures among files and folders. Raises `DataError` for a missing one or a folder without any."""
-    found: list[Path] = []
-    for path in given:
+    pictures: list[Path] = []
+    for path in places:
         if path.is_dir():
             inside = [entry for entry, _ in find_files(path)]
             if not inside:
                 raise DataError(f"{path}: no picture in this folder ({', '.join(sorted(SUFFIXES))})")
-            found += inside
+            pictures += inside
         elif path.exists() or path.is_symlink():
-            found.append(path)
+            pictures.append(path)
         else:
             raise DataError(f"{path}: no such picture")
-    return found
+    return pictures

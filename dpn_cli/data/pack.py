@@ -83,8 +83,8 @@ def pack(
             shard: rows for shard, rows in jobs.items() if not _intact(out / name / f"{shard}.tar", done.get(shard))
         }
         # A split has a million names: every process gets it once.
-        given = (split, out / name, packing, skip_bad)
-        pool = ProcessPoolExecutor(workers, initializer=_begin_process, initargs=given)
+        arguments = (split, out / name, packing, skip_bad)
+        pool = ProcessPoolExecutor(workers, initializer=_begin_process, initargs=arguments)
         try:
             futures = {pool.submit(_write_shard, shard, rows): shard for shard, rows in left.items()}
             with watched(multiprocessing.active_children()):
@@ -276,8 +276,8 @@ class Packed(Images):
         for number, (path, entry) in enumerate(zip(self.paths, shards.values(), strict=True)):
             size = path.stat().st_size if path.is_file() else None
             if size != entry["bytes"]:
-                found = "missing" if size is None else f"{size} bytes instead of {entry['bytes']}"
-                raise DataError(f"{path}: a damaged pack ({found}); {again}")
+                damage = "missing" if size is None else f"{size} bytes instead of {entry['bytes']}"
+                raise DataError(f"{path}: a damaged pack ({damage}); {again}")
             try:
                 with np.load(path.with_suffix(".npz"), allow_pickle=False) as index:
                     for name, arrays in parts.items():

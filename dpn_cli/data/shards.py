@@ -39,15 +39,15 @@ def expand(pattern: str) -> list[Path]:
     if not path.name:
         raise DataError(f"--data wds:{pattern}: which files? Write wds:shards/train-{{0000..1023}}.tar, or wds:*.tar")
     try:
-        found = sorted(path.parent.glob(path.name))
+        files = sorted(path.parent.glob(path.name))
     except ValueError as error:
         raise DataError(f"--data wds:{pattern}: no pattern of file names ({error})") from error
-    if not found:
+    if not files:
         raise DataError(f"--data wds:{pattern}: no such file")
-    for shard in found:
+    for shard in files:
         if not shard.is_file():
             raise DataError(f"--data wds:{pattern}: {shard} is not a file")
-    return found
+    return files
 
 
 @dataclass(frozen=True)

@@ -68,13 +68,13 @@ def look_up(split: Labelled, described: Mapping[str, Any] | None, world: World) 
     joined = base64.b64decode(described["digests"])
     known = {joined[at : at + DIGEST] for at in range(0, len(joined), DIGEST)}
     rows = _sample(split, 1)  # not the rows of the record: two samples of one data set have to be independent
-    found = 0
+    met = 0
     for row in rows[world.rank :: world.size]:
         stopping.check_here()
-        found += _digest(split, row) in known
-    found = int(distributed.reduce_over_ranks(torch.tensor(found)))
+        met += _digest(split, row) in known
+    met = int(distributed.reduce_over_ranks(torch.tensor(met)))
     share = len(rows) * described["described"] / max(1, len(split.labels) * described["images"])
-    count = min(len(split.labels), round(found / share)) if found else 0
+    count = min(len(split.labels), round(met / share)) if met else 0
     return Known(count, len(split.labels), share < 1)
 
 

@@ -26,10 +26,10 @@ def refusal(value: object, annotation: Any, metadata: Iterable[Any] = ()) -> str
     close = did_you_mean(value, options) if isinstance(value, str) else ""
     infinite = isinstance(value, float) and not math.isfinite(value)
     try:
-        given = _SHORT.repr(value)
+        shown = _SHORT.repr(value)
     except ValueError:  # Python prints no number of more than 4300 digits
-        given = "a number too long to print"
-    return f"{allowed(annotation, metadata, finite=infinite)} (got {given}){close}"
+        shown = "a number too long to print"
+    return f"{allowed(annotation, metadata, finite=infinite)} (got {shown}){close}"
 
 
 def allowed(annotation: Any, metadata: Iterable[Any] = (), *, finite: bool = False) -> str:
@@ -70,10 +70,10 @@ def _sequence(annotation: Any, metadata: tuple[Any, ...], *, finite: bool) -> st
 
 
 def _bounds(metadata: Iterable[Any]) -> str:
-    found = {name: getattr(note, name) for note in metadata for name in WORDS if hasattr(note, name)}
-    if "ge" in found and "le" in found:
-        return f" from {found['ge']} to {found['le']}"
-    both = " and ".join(f"{word} {found[name]}" for name, word in WORDS.items() if name in found)
+    bounds = {name: getattr(note, name) for note in metadata for name in WORDS if hasattr(note, name)}
+    if "ge" in bounds and "le" in bounds:
+        return f" from {bounds['ge']} to {bounds['le']}"
+    both = " and ".join(f"{word} {bounds[name]}" for name, word in WORDS.items() if name in bounds)
     return f" {'of ' * both.startswith('at')}{both}" if both else ""
 
 

@@ -38,10 +38,10 @@ def _mistake(schema: type[BaseModel], plain: Mapping[str, Any], detail: Any, opt
     if detail["type"] == "missing" and path == detail["loc"]:  # not a place in a list
         return f"{dotted}: missing; {allowed(annotation, metadata)}"
     if dotted.startswith("--"):  # an option is left out and never null
-        given = (
+        types = (
             [part for part in get_args(annotation) if part is not NoneType] if NoneType in get_args(annotation) else []
         )
-        annotation = given[0] if len(given) == 1 else annotation
+        annotation = types[0] if len(types) == 1 else annotation
     return f"{dotted}: {refusal(_value(plain, path, detail['input']), annotation, metadata)}"
 
 

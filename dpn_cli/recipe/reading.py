@@ -133,12 +133,12 @@ def from_settings(settings: Sequence[str]) -> Plain:
         if key.count(".") >= DEEPEST:
             raise DpnError(f"--set {item!r}: no key of a recipe is nested that deep")
         try:
-            found = read_yaml(value)
+            parsed = read_yaml(value)
         except ValueError as error:
             raise DpnError(f"--set {item!r}: {error}; quote a value that holds : or #") from error
-        if not value or _empty_in(found) is not None:
+        if not value or _empty_in(parsed) is not None:
             raise DpnError(f"--set {item!r}: {EMPTY}")
-        _put(plain, key, found)
+        _put(plain, key, parsed)
     return plain
 
 

@@ -76,15 +76,15 @@ def read_sources(name: str, schema: type[Section]) -> dict[str, Source]:
 
     Raises `DpnError` for a key that `schema` does not have, and for an entry that is not a `Source`.
     """
-    found = build(_Sources, {"sources": read_document(name).get("sources") or {}}, name).sources
+    sources = build(_Sources, {"sources": read_document(name).get("sources") or {}}, name).sources
     keys = set(dotted_keys(schema))
-    for key in found:
+    for key in sources:
         if key not in keys:
             close = nearest_key(key, schema)
             raise DpnError(
                 f"{name}: sources.{key}: not a recipe key" + (f"; did you mean {close!r}?" if close in keys else "")
             )
-    return found
+    return sources
 
 
 def flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

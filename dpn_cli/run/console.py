@@ -32,10 +32,10 @@ def printable(text: object) -> str:
     return UNPRINTABLE.sub(_escaped, str(text))
 
 
-def _escaped(found: re.Match[str]) -> str:
-    code = ord(found.group())
+def _escaped(match: re.Match[str]) -> str:
+    code = ord(match.group())
     undecoded = 0xDC80 <= code <= 0xDCFF  # how Python keeps a byte that is not UTF-8
-    return f"\\x{code - 0xDC00:02x}" if undecoded else found.group().encode("unicode_escape").decode()
+    return f"\\x{code - 0xDC00:02x}" if undecoded else match.group().encode("unicode_escape").decode()
 
 
 def cell(text: object) -> str:

@@ -266,15 +266,15 @@ class Checkpoints:
 
         Returns None when nothing was saved. Raises `DataError` when all that was saved is damaged.
         """
-        found = [path for path in (self.path / name, self.path / f"{name}.previous") if path.is_dir()]
-        for path in found:
+        copies = [path for path in (self.path / name, self.path / f"{name}.previous") if path.is_dir()]
+        for path in copies:
             data, digest = path / "state.safetensors", path / "sha256"
             if data.is_file() and digest.is_file() and file_digest(data) == digest.read_text("utf-8").strip():
                 with safe_open(data, framework="pt") as file:
                     tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
                     return tensors, json.loads(file.metadata()["state"])
             warn(f"{path}: the checkpoint is damaged (its digest differs); trying the one before it")
-        if found:
+        if copies:
             raise DataError(f"{self.path}: no checkpoint there is intact; delete it to start this training again")
         return None
 

@@ -41,8 +41,8 @@ def config_of(
     heads = source.heads or (stated[0].heads if stated else _usual_heads(source, width))
     size = Size(width, depth, mlp, heads)
     if stated and (stated != (size, rows) or rows != columns):
-        found = f"{size_name(size) or size}/{rows}"
-        raise DpnError(f"--arch {arch}: {source.source} is {found}; leave --arch out, or pass another checkpoint")
+        own = f"{size_name(size) or size}/{rows}"
+        raise DpnError(f"--arch {arch}: {source.source} is {own}; leave --arch out, or pass another checkpoint")
     if heads < 1 or attn_width % heads:
         raise DataError(
             f"--checkpoint {source.source}: {heads} heads do not divide its attention's {attn_width} features; "

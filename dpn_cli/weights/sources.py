@@ -67,19 +67,19 @@ def _fetch_descriptions(repo: str, folder: PurePosixPath, weights: Path) -> None
     Raises `DataError` when it cannot be told whether there is any: eps, heads and inputs would be guessed.
     """
     unknown: DataError | None = None
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     try:
         for name in CONFIG_NAMES:
             try:
                 if path := fetch_if_there(repo, str(folder / name)):
-                    found[name] = Path(path)
+                    paths[name] = Path(path)
             except DataError as error:
                 if not offline():
                     raise
                 unknown = unknown or error
-        if unknown and not found:
+        if unknown and not paths:
             raise unknown
-        if "config.json" in found and b'"model_type"' in found["config.json"].read_bytes():
+        if "config.json" in paths and b'"model_type"' in paths["config.json"].read_bytes():
             fetch_if_there(repo, str(folder / INPUTS_NAME))  # only transformers keeps the inputs apart
     except DataError as error:
         raise DataError(

@@ -46,12 +46,12 @@ def verify(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Raise `DataError` unless tensors and metadata are those that were written; files without checksums pass."""
     if KEY not in metadata:
         return  # of another library, or written before there were checksums
-    found = _checksums(tensors, {name: text for name, text in metadata.items() if name != KEY})
+    actual = _checksums(tensors, {name: text for name, text in metadata.items() if name != KEY})
     try:
         written = dict(json.loads(metadata[KEY]))
     except ValueError:
         written = {}
-    wrong = [name or "its metadata" for name in {**written, **found} if written.get(name) != found.get(name)]
+    wrong = [name or "its metadata" for name in {**written, **actual} if written.get(name) != actual.get(name)]
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise DataError(

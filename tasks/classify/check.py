@@ -47,17 +47,17 @@ def check_batch(recipe: SupervisedRecipe, world: World) -> None:
 
 def check_data(recipe: SupervisedRecipe, data: ClassData, folder: RunFolder, world: World, console: Console) -> Json:
     """Decode a sample, and see that a resumed run meets the classes and images it began with."""
-    found: Json = {
+    facts: Json = {
         "classes": list(data.classes),
         "data": {name: fingerprint(getattr(data, name)) for name in ("train", "minival", "val")},
     }
     before = distributed.from_leader(folder.facts)
-    if "classes" in before and before["classes"] != found["classes"]:
+    if "classes" in before and before["classes"] != facts["classes"]:
         raise DataError(
-            f"--data {recipe.data.source}: {len(found['classes'])} classes now, {len(before['classes'])} others when "
-            f"this run began ({_change(before['classes'], found['classes'])}); start another with -o"
+            f"--data {recipe.data.source}: {len(facts['classes'])} classes now, {len(before['classes'])} others when "
+            f"this run began ({_change(before['classes'], facts['classes'])}); start another with -o"
         )
-    if "data" in before and before["data"] != found["data"]:
+    if "data" in before and before["data"] != facts["data"]:
         raise DataError(
             f"--data {recipe.data.source}: the images have changed since this run began; start another with -o"
         )
@@ -75,9 +75,9 @@ def check_data(recipe: SupervisedRecipe, data: ClassData, folder: RunFolder, wor
     if recipe.select == "best" and (warning := _choice_warning(len(data.minival.labels))):
         console.warn(warning)
     if world.leads:
-        folder.update(device=describe_device(world.device), ranks=world.size, status="running", **found)
+        folder.update(device=describe_device(world.device), ranks=world.size, status="running", **facts)
         check_pictures(recipe, data, console)
-    return found
+    return facts
 
 
 def check_pictures(recipe: SupervisedRecipe, data: ClassData, console: Console) -> None:

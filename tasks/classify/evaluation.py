@@ -190,13 +190,13 @@ def read_real(path: Path, split: Labelled) -> list[list[int]]:
         raise DataError(f"--real {path}: cannot be read as JSON ({' '.join(str(error).split())[:120]})") from error
     if not isinstance(labels, list) or not all(isinstance(entry, list) for entry in labels):
         raise DataError(f"--real {path}: not the ReaL file, a JSON list with a list of labels per image")
-    found = []
+    chosen = []
     for index in range(len(split.labels)):
         number = re.search(r"ILSVRC2012_val_(\d{8})", split.where(index))
         if not number or not 1 <= int(number[1]) <= len(labels):
             raise DataError(f"--real: {split.where(index)} is not named ILSVRC2012_val_NUMBER")
-        found.append(labels[int(number[1]) - 1])
-    return found
+        chosen.append(labels[int(number[1]) - 1])
+    return chosen
 
 
 def real_accuracy(predictions: Sequence[int], real: Sequence[Sequence[int]]) -> dict[str, Any]:

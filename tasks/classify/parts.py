@@ -76,9 +76,9 @@ def open_part(
         (train, classes), (val, val_classes) = open_split(source, "train"), open_split(source, "val")
         check_classes(source, classes, val_classes)
         return Joined([train, val]), classes, None
-    found, classes = open_split(source, "train" if chosen == "all" else chosen)
+    opened, classes = open_split(source, "train" if chosen == "all" else chosen)
     changed = chosen == "val" and not has_split(source, "val") and _same_place(source, facts)
-    return found, classes, CHANGED if changed else None
+    return opened, classes, CHANGED if changed else None
 
 
 def _data_of_run(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,5 +108,5 @@ def _own_data(source: ImageSource, split: Split, facts: Mapping[str, Any]) -> Cl
         data = open_class_data(again, before.get("minival"), chooses=chooses)
     except DataError:
         return None
-    found = {name: fingerprint(getattr(data, name)) for name in ("train", "minival", "val")}
-    return data if found == facts.get("data") else None
+    fingerprints = {name: fingerprint(getattr(data, name)) for name in ("train", "minival", "val")}
+    return data if fingerprints == facts.get("data") else None

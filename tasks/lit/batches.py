@@ -154,11 +154,11 @@ def encoded_batches(
         visits = _Rows(rows, start, steps, share)
         with stream(data, read, count, rows=visits, workers=encoder.workers) as parts:
             for step in range(start, steps):
-                found = []
+                features = []
                 for begin, part in zip(range(mine.start, mine.stop, count), parts, strict=False):
-                    found.append(encoder.encode(cut(part.images, step, begin) if encoder.views else part.images))
+                    features.append(encoder.encode(cut(part.images, step, begin) if encoder.views else part.images))
                 chosen = texts.of(torch.tensor(rows(step)), draws(batch_size, seed, CAPTION, step)[mine])
-                yield {"image": to_device(torch.cat(found), world.device), "tokens": to_device(chosen, world.device)}
+                yield {"image": to_device(torch.cat(features), world.device), "tokens": to_device(chosen, world.device)}
 
     return batches
 

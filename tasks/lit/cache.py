@@ -107,17 +107,17 @@ def _filled(
         Shard(folder / f"features-{number:05d}.npy", first, min(SHARD, total - first))
         for number, first in enumerate(range(0, total, SHARD))
     ]
-    found, plan, bad = list[Json | None](), Plan(), list[int]()
+    finished, plan, bad = list[Json | None](), Plan(), list[int]()
     if world.leads:
-        found, distrust = _finished(shards, facts, data, encoder, console)
-        plan = _plan(shards, found, data, distrust, console)
+        finished, distrust = _finished(shards, facts, data, encoder, console)
+        plan = _plan(shards, finished, data, distrust, console)
     plan = distributed.from_leader(plan)
     if plan:
         mine = sorted(plan)[world.rank :: world.size]
         fill(data, encoder, [(shards[number], plan[number]) for number in mine], BATCH, console)
         distributed.barrier()
     if world.leads:
-        bad = _unreadable(shards, found, plan, console)
+        bad = _unreadable(shards, finished, plan, console)
     bad = distributed.from_leader(bad)
     if len(bad) == total:
         raise DataError(f"{data.where(0)}: not a readable image, and no other one is; nothing is left to work with")
@@ -146,12 +146,12 @@ def _finished(
         except (OSError, ValueError, AttributeError) as error:
             problem = f"cache.json cannot be read ({error})"
         if problem is None:
-            found = _whole(shards, console)
-            problem, replaced = _spot_check(shards, found, data, encoder)
+            finished = _whole(shards, console)
+            problem, replaced = _spot_check(shards, finished, data, encoder)
             if replaced is not None:
                 console.warn(f"{replaced} was replaced and its date and inode do not show it; all images are compared")
             if problem is None:
-                return found, replaced is not None
+                return finished, replaced is not None
         console.warn(f"cache {folder}: {problem}; its images are encoded again")
         shutil.rmtree(folder)
     replace_json(path, facts)
@@ -160,18 +160,18 @@ def _finished(
 
 def _whole(shards: Sequence[Shard], console: Console) -> list[Json | None]:
     """Return what was saved with each shard, None for those to be encoded; damaged ones are reported."""
-    found: list[Json | None] = []
+    finished: list[Json | None] = []
     for shard in shards:
         try:
-            found.append(shard.facts())
+            finished.append(shard.facts())
         except DataError as error:
             console.warn(f"{error}; its images are encoded again")
-            found.append(None)
-    return found
+            finished.append(None)
+    return finished
 
 
 def _spot_check(
-    shards: Sequence[Shard], found: Sequence[Json | None], data: Captioned, encoder: ImageEncoder
+    shards: Sequence[Shard], finished: Sequence[Json | None], data: Captioned, encoder: ImageEncoder
 ) -> tuple[str | None, str | None]:
     """Read and encode a few images of the finished shards again.
 
@@ -181,13 +181,13 @@ def _spot_check(
     replaced = None
     contents = {
         shard.first + place: content
-        for shard, facts in zip(shards, found, strict=True)
+        for shard, facts in zip(shards, finished, strict=True)
         if facts
         for place, content in enumerate(facts["contents"])
         if content
     }
     for row in _spread(list(contents), SPOT_CHECKS):
-        shard, saved = shards[row // SHARD], found[row // SHARD]
+        shard, saved = shards[row // SHARD], finished[row // SHARD]
         assert saved is not None
         try:
             content, pixels = content_digest(data, row), data.pixels(row)
@@ -208,12 +208,12 @@ def _spread(rows: Sequence[int], count: int) -> Sequence[int]:
 
 
 def _plan(
-    shards: Sequence[Shard], found: Sequence[Json | None], data: Captioned, distrust: bool, console: Console
+    shards: Sequence[Shard], finished: Sequence[Json | None], data: Captioned, distrust: bool, console: Console
 ) -> Plan:
     """Return which rows are to be read: all of new shards, and those whose files have other stamps now."""
     plan = Plan()
     new = compared = 0
-    for number, (shard, facts) in enumerate(zip(shards, found, strict=True)):
+    for number, (shard, facts) in enumerate(zip(shards, finished, strict=True)):
         now = data.stamps[shard.first : shard.first + shard.count]
         before = [""] * shard.count if facts is None or distrust else facts["stamps"]
         pairs = enumerate(zip(now, before, strict=True), shard.first)

@@ -49,10 +49,10 @@ class Captioned(Images):
 
 def captions_fingerprint(data: Captioned) -> str:
     """Return a hash over all sentences, in order."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for several in data.captions:
-        found.update("\n".join((*several, "")).encode())
-    return found.hexdigest()
+        digest.update("\n".join((*several, "")).encode())
+    return digest.hexdigest()
 
 
 class Subset(Captioned):
@@ -95,18 +95,18 @@ class Files(Captioned):
     def add(self, root: Path, name: str, raw: Iterable[object], place: str) -> None:
         """Add a picture; one without text, or that is not there, is an error or left out."""
         path = root / name
-        found = sentences(raw, f"{place}: {name}", self.skip_bad)
+        captions = sentences(raw, f"{place}: {name}", self.skip_bad)
         status = _status(path)
         if status is None and not self.skip_bad:
             if os.path.lexists(path):
                 open_image(path, str(path))  # says what it is instead of a file
             raise PictureError(f"{place}: {path}: no such image; name their folder with --images")
-        if not found or status is None:
+        if not captions or status is None:
             self.dropped += 1
             return
         self.paths.append(path)
         self.keys.append(name)
-        self.captions.append(found)
+        self.captions.append(captions)
         self.sizes.append(status.st_size)
         self.stamps.append(stamp_of(status))
 
@@ -137,25 +137,25 @@ def stamp_of(status: os.stat_result | None) -> str:
 def _status(path: Path) -> os.stat_result | None:
     """Return what the system knows of a file; None when there is none, as of a name that no file can have."""
     try:
-        found = path.stat()
+        status = path.stat()
     except (OSError, ValueError):
         return None
-    return found if stat.S_ISREG(found.st_mode) else None
+    return status if stat.S_ISREG(status.st_mode) else None
 
 
 def sentences(raw: Iterable[object], where: str, skip_bad: bool) -> tuple[str, ...]:
     """Return the sentences that are not empty; none at all is an error unless `skip_bad`, as is half a character."""
-    found = tuple(text.strip() for text in raw if isinstance(text, str) and text.strip())
-    if halved := next((text for text in found if _HALF.search(text)), None):
+    captions = tuple(text.strip() for text in raw if isinstance(text, str) and text.strip())
+    if halved := next((text for text in captions if _HALF.search(text)), None):
         if not skip_bad:
             raise DataError(
                 f"{where}: {halved[:60]!r} holds half a character (a surrogate), as texts do that were cut in UTF-16; "
                 "mend it, or leave such texts out with --skip-bad-images"
             )
-        found = tuple(text for text in found if not _HALF.search(text))
-    if not found and not skip_bad:
+        captions = tuple(text for text in captions if not _HALF.search(text))
+    if not captions and not skip_bad:
         raise DataError(f"{where}: a pair without text; write one, or leave such pairs out with --skip-bad-images")
-    return found
+    return captions
 
 
 class ShardCaptions(ShardPictures, Captioned):
@@ -183,10 +183,10 @@ class ShardCaptions(ShardPictures, Captioned):
             raise DataError(f"{where}: its .txt or .json cannot be read ({error})") from error
         fields = described if isinstance(described, dict) else {}
         caption = text or next(filter(None, map(fields.get, CAPTION_COLUMNS)), "")
-        found = sentences(caption if isinstance(caption, list) else [caption], where, self.skip_bad)
-        self.dropped += not found
-        self.captions += [found] if found else []
-        return bool(found)
+        captions = sentences(caption if isinstance(caption, list) else [caption], where, self.skip_bad)
+        self.dropped += not captions
+        self.captions += [captions] if captions else []
+        return bool(captions)
 
 
 class HubCaptions(HubPictures, Captioned):
@@ -202,10 +202,10 @@ class HubCaptions(HubPictures, Captioned):
         self.kept: Sequence[int] = range(len(texts))
         captions: list[tuple[str, ...]] = []
         for row, text in enumerate(texts):
-            found = sentences([text] if isinstance(text, str) else text or (), self.where(row), skip_bad)
-            if found:
+            sentence_list = sentences([text] if isinstance(text, str) else text or (), self.where(row), skip_bad)
+            if sentence_list:
                 kept.append(row)
-                captions.append(found)
+                captions.append(sentence_list)
         self.captions, self.dropped = captions, len(texts) - len(kept)
         self.rows, self.sizes, self.kept = self.rows.select(kept), [self.sizes[row] for row in kept], kept
         stored = " ".join(stamp_of(_status(Path(part["filename"]))) for part in self.rows.cache_files)

@@ -93,11 +93,11 @@ def _dry_run(recipe: LitRecipe, world: World, console: Console) -> None:
     console.info(tower.report.summary())
     encoder, some = recipe_encoder(recipe, tower, world), Subset(data, range(min(BATCH, len(data.captions))))
     began = time.perf_counter()
-    found = encoder.encode(torch.stack([resize(some.pixels(row), encoder.size) for row in some.labels]))
-    encoding = (time.perf_counter() - began) / len(found) * (len(data.captions) + len(val.captions))
+    features = encoder.encode(torch.stack([resize(some.pixels(row), encoder.size) for row in some.labels]))
+    encoding = (time.perf_counter() - began) / len(features) * (len(data.captions) + len(val.captions))
     text = new_text_tower(recipe, tower, tokenizer)
-    again = torch.arange(recipe.batch_size) % len(found)  # the few images stand for a whole batch
-    some_features = Features([found.half()[:, None].numpy()], ())
+    again = torch.arange(recipe.batch_size) % len(features)  # the few images stand for a whole batch
+    some_features = Features([features.half()[:, None].numpy()], ())
     batches = cached_batches(some_features, again, tokenize(some, tokenizer), recipe.batch_size, 0, world)
     job = job_of(of_two_steps(recipe), batches, world, engine.Outputs(warn=console.warn))
     done = engine.fit(engine.prepare(text, recipe.runtime, world), job)

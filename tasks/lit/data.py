@@ -73,9 +73,9 @@ def has_split(source: CaptionSource, split: str) -> bool:
 
 def open_split(source: CaptionSource, split: str) -> Captioned:
     """Open ``train``, ``val`` or ``test`` of a data set; one without splits is opened whole. Raises `DataError`."""
-    found = _open(source, split)
-    found.reading = source.reading
-    return found
+    captioned = _open(source, split)
+    captioned.reading = source.reading
+    return captioned
 
 
 def _open(source: CaptionSource, split: str) -> Captioned:
@@ -86,8 +86,8 @@ def _open(source: CaptionSource, split: str) -> Captioned:
         return ShardCaptions(place.removeprefix("wds:"), source.skip_bad)
     if place.startswith("hf:"):
         name, config = hub_name(place)
-        found = _hub_split(place, split) or split
-        return HubCaptions(name, config, found, source.image_column, source.caption_column, source.skip_bad)
+        own = _hub_split(place, split) or split
+        return HubCaptions(name, config, own, source.image_column, source.caption_column, source.skip_bad)
     path = Path(place).expanduser()
     root = Path(source.images).expanduser() if source.images else path if path.is_dir() else path.parent
     if path.is_dir():
@@ -103,8 +103,8 @@ def _open(source: CaptionSource, split: str) -> Captioned:
 
 
 def _hub_split(place: str, split: str) -> str | None:
-    found = load_hub(*hub_name(place), True)
-    return next((name for name in HUB[split] if name in found), None)
+    splits = load_hub(*hub_name(place), True)
+    return next((name for name in HUB[split] if name in splits), None)
 
 
 class SceneClasses(SceneSplit):

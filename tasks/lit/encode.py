@@ -77,19 +77,19 @@ def retrieval_scores(
     owner = torch.tensor([index for index, row in enumerate(good) for _ in data.captions[row]])
     with engine.precision_of(runtime, world.device):
         texts = towers.encode_texts([text for row in good for text in data.captions[row]])
-    found = recalls(images.to(world.device), texts, owner.to(world.device))
+    scores = recalls(images.to(world.device), texts, owner.to(world.device))
     counts = {"images": len(good), "captions": len(owner), "unreadable": len(data.captions) - len(good)}
-    return {**found, "chance@5": chance(len(good), 5), **counts}
+    return {**scores, "chance@5": chance(len(good), 5), **counts}
 
 
-def describe_retrieval(found: dict[str, Any]) -> str:
+def describe_retrieval(scores: dict[str, Any]) -> str:
     """Return recalls as text."""
     ways = {"image_to_text": "image to text", "text_to_image": "text to image"}
-    unreadable = f", {found['unreadable']} unreadable ones left out" if found["unreadable"] else ""
+    unreadable = f", {scores['unreadable']} unreadable ones left out" if scores["unreadable"] else ""
     lines = [
-        f"retrieval on {found['images']} images with {found['captions']} captions (chance R@5 {found['chance@5']:.2f} %"
-        f"{unreadable})"
+        f"retrieval on {scores['images']} images with {scores['captions']} captions "
+        f"(chance R@5 {scores['chance@5']:.2f} %{unreadable})"
     ]
     for way, name in ways.items():
-        lines.append(f"  {name}: " + ", ".join(f"R@{k} {found[f'{way}@{k}']:.2f} %" for k in (1, 5, 10)))
+        lines.append(f"  {name}: " + ", ".join(f"R@{k} {scores[f'{way}@{k}']:.2f} %" for k in (1, 5, 10)))
     return "\n".join(lines)

@@ -70,8 +70,8 @@ def _zeroshot(towers: Towers, options: Scoring, reading: Reading, world: World, 
         )  # fmt: skip
     if not options.force:
         check_order(scores, len(names))
-    found = _zeroshot_result(scores, split, names, origin, chosen, templates)
-    return {"split": options.split or "val", "trained_on": known.to_dict() if known else None, **found}
+    result = _zeroshot_result(scores, split, names, origin, chosen, templates)
+    return {"split": options.split or "val", "trained_on": known.to_dict() if known else None, **result}
 
 
 def _labelled(options: Scoring, reading: Reading) -> tuple[Labelled, Sequence[str]]:

@@ -66,12 +66,12 @@ class Features:
         """Return the features (b, d) of images (b,), of their first view or the given ones, in float16."""
         index = rows.numpy()
         view = np.zeros_like(index) if views is None else views.numpy()
-        found = np.empty((len(index), self.width), dtype=np.float16)
+        features = np.empty((len(index), self.width), dtype=np.float16)
         shard, inside = np.divmod(index, len(self.shards[0]))
         for number in np.unique(shard):
             here = np.flatnonzero(shard == number)
-            found[here] = self.shards[number][inside[here], view[here]]
-        return torch.from_numpy(found)
+            features[here] = self.shards[number][inside[here], view[here]]
+        return torch.from_numpy(features)
 
 
 def encode_function(tower: Backbone, device: torch.device, autocast: torch.autocast) -> Encode:
@@ -86,21 +86,21 @@ def encode_function(tower: Backbone, device: torch.device, autocast: torch.autoc
 
 def digest_of(tower: torch.nn.Module) -> str:
     """Return a SHA-256 over a network's tensors, whatever file they came from."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, value in sorted(tower.state_dict().items()):
-        found.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
-        found.update(value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+        digest.update(value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def views_of(images: Tensor, rows: Sequence[int], encoder: ImageEncoder) -> Tensor:
     """Return the views (b * views, 3, h, w) of images (b, 3, H, W): a function of seed, image and view alone."""
     if not encoder.views:
         return images
-    found = []
+    views = []
     for image, row in zip(images, rows, strict=True):
         for view in range(encoder.views):
             generator = torch.Generator().manual_seed(fold(encoder.seed, row, view))
             cut = partial(augment, image[None], torch.tensor([0]), encoder.size, generator=generator, mine=slice(0, 1))
-            found.append(cut(crop=True, flip=True))
-    return torch.cat(found)
+            views.append(cut(crop=True, flip=True))
+    return torch.cat(views)

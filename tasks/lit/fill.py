@@ -105,12 +105,12 @@ def _contents(data: Captioned, rows: Sequence[int]) -> list[str]:
         except DataError:
             return ""
 
-    found: list[str] = []
+    digests: list[str] = []
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # reading and hashing need no interpreter
         for begin in range(0, len(rows), AT_ONCE):
             stopping.check_here()
-            found += pool.map(digest, rows[begin : begin + AT_ONCE])
-    return found
+            digests += pool.map(digest, rows[begin : begin + AT_ONCE])
+    return digests
 
 
 class _Part:
@@ -186,10 +186,10 @@ def _encode(data: Captioned, encoder: ImageEncoder, parts: Sequence[_Part], batc
     with stream(reader, resized, batch, rows=pending, workers=encoder.workers, skip_bad=skip) as stretches:
         for begin, stretch in zip(range(0, len(pending), batch), stretches, strict=True):
             stopping.check_here()
-            found = _features(reader, stretch, encoder)
+            encoded = _features(reader, stretch, encoder)
             end = min(begin + batch, len(pending))
             for part, row in zip(owners[begin:end], pending[begin:end], strict=True):
-                features, content = found.get(row, (None, ""))
+                features, content = encoded.get(row, (None, ""))
                 part.put(row, features, content, encoder)
             if time.monotonic() - shown >= LINE_EVERY:
                 shown = time.monotonic()

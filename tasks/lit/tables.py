@@ -45,13 +45,13 @@ def read_table(path: Path, root: Path, image: str | None, caption: str | None, s
 
 
 def _column(path: Path, columns: Sequence[str], named: str | None, kind: str, usual: Sequence[str]) -> str:
-    found = next((name for name in ([named] if named else usual) if name in columns), None)
-    if found is None:
+    column = next((name for name in ([named] if named else usual) if name in columns), None)
+    if column is None:
         raise DataError(
             f"{path}: which column holds the {kind}? The columns are {', '.join(map(repr, columns)) or 'none'}; "
             f"name one with --{kind}-column NAME"
         )
-    return found
+    return column
 
 
 def read_coco(path: Path, root: Path, splits: Sequence[str] | None, skip_bad: bool) -> Files:

@@ -133,9 +133,14 @@ def train(begun: Session[LitRecipe]) -> Json:
 
 def _warnings(result: Json) -> Iterator[str]:
     """Yield what to say of scores that are not above chance."""
-    found, scored = result["retrieval"], result.get("zeroshot")
+    retrieval, scored = result["retrieval"], result.get("zeroshot")
     scores = [
-        (f"held-out {way.replace('_', ' ')} R@5", found[f"{way}@5"], {"chance": found["chance@5"]}, found[count])
+        (
+            f"held-out {way.replace('_', ' ')} R@5",
+            retrieval[f"{way}@5"],
+            {"chance": retrieval["chance@5"]},
+            retrieval[count],
+        )
         for way, count in (("image_to_text", "images"), ("text_to_image", "captions"))
     ]
     if scored:
@@ -149,7 +154,7 @@ def _check_data(
     train: Captioned, val: Captioned, tokenizer: Tokenizer, image_tower: str, folder: RunFolder, world: World
 ) -> Json:
     """See that a resumed run meets the images, captions, tokenizer and image tower it began with."""
-    found: Json = {
+    facts: Json = {
         "data": {"train": data_fingerprint(train), "val": data_fingerprint(val)},
         "captions": {"train": captions_fingerprint(train), "val": captions_fingerprint(val)},
         "tokenizer": tokenizer.to_dict(),
@@ -163,11 +168,11 @@ def _check_data(
         "image_tower": "image tower's weights have",
     }
     for name, word in words.items():
-        if name in before and before[name] != found[name]:
+        if name in before and before[name] != facts[name]:
             raise DataError(f"{folder.path}: the {word} changed since this run began; start another with -o")
     if world.leads:
-        folder.update(device=describe_device(world.device), ranks=world.size, status="running", **found)
-    return found
+        folder.update(device=describe_device(world.device), ranks=world.size, status="running", **facts)
+    return facts
 
 
 def new_text_tower(recipe: LitRecipe, tower: Backbone, tokenizer: Tokenizer) -> TextTower:

@@ -58,8 +58,8 @@ def label(options: Labelling, console: Console) -> list[Json]:
             chances = towers.probabilities(cosine)
             best = cosine.topk(min(options.top, len(names)), dim=-1).indices
             for path, row, values, chance in zip(part, best.tolist(), cosine.tolist(), chances.tolist(), strict=True):
-                found = [{"label": names[i], "cosine": values[i], "probability": chance[i]} for i in row]
-                results.append({"image": str(path), "labels": found})
+                predictions = [{"label": names[i], "cosine": values[i], "probability": chance[i]} for i in row]
+                results.append({"image": str(path), "labels": predictions})
     return results
 
 
@@ -67,16 +67,16 @@ def _read(
     towers: Towers, paths: Sequence[Path], reading: Reading, skip_bad: bool, console: Console
 ) -> tuple[list[Path], list[Tensor]]:
     """Return the readable pictures of some, and their pixels as the image tower takes them."""
-    found, images = list[Path](), list[Tensor]()
+    readable, images = list[Path](), list[Tensor]()
     for path in paths:
         try:
             images.append(towers.prepare(read_pixels(path, str(path), reading)))
-            found.append(path)
+            readable.append(path)
         except DataError as error:
             if not skip_bad:
                 raise
             console.warn(str(error))
-    return found, images
+    return readable, images
 
 
 def search(options: Search, console: Console) -> list[Json]:

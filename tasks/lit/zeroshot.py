@@ -59,14 +59,14 @@ def _demo_prompts() -> tuple[str, ...]:
     """Return sentences as the built-in scenes have them, with a blank for the object."""
     from dpn_cli.data import scenes
 
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for number in range(DEMO_SPLITS["train"][1]):
         scene = scenes.sample_scene(0, number)
         main = scene.objects[0]
-        found[scenes.caption(scene).replace(f"{main.color} {main.shape}", "{}", 1)] = None
-        if len(found) == DEMO_PROMPTS:
+        names[scenes.caption(scene).replace(f"{main.color} {main.shape}", "{}", 1)] = None
+        if len(names) == DEMO_PROMPTS:
             break
-    return tuple(found)
+    return tuple(names)
 
 
 def _lines(file: str, option: str, way_out: str) -> list[str]:
@@ -119,13 +119,13 @@ def build_classifier(towers: Towers, names: Sequence[str], templates: Sequence[s
     Our own: open_clip's `build_zero_shot_classifier` returns the same, but passes all prompts of a part through the
     text tower at once and does not heed stop signals.
     """
-    found = []
+    weights = []
     for begin in range(0, len(names), CLASSES):
         stopping.check_here()
         prompts = prompts_of(names[begin : begin + CLASSES], templates)
         features = towers.encode_texts([text for several in prompts for text in several])
-        found.append(F.normalize(features.reshape(len(prompts), len(templates), -1).mean(1), dim=-1))
-    return torch.cat(found)
+        weights.append(F.normalize(features.reshape(len(prompts), len(templates), -1).mean(1), dim=-1))
+    return torch.cat(weights)
 
 
 def classifier_of(

@@ -25,9 +25,9 @@ def check_masks(pairs: Pairs, rule: LabelRule, sample: int = SAMPLE) -> set[int]
         where = pairs.where_mask(index)
         with pairs.open(index) as image:
             mask = pairs.load_mask(index, (image.height, image.width))
-        found = np.unique(mask).tolist()
-        values.update(found)
-        wrong = wrong or (where if rule.unknown(found) else None)
+        values_here = np.unique(mask).tolist()
+        values.update(values_here)
+        wrong = wrong or (where if rule.unknown(values_here) else None)
     if wrong:
         raise DataError(rule.explain(sorted(values), wrong))
     labels = {int(rule.table[value]) for value in values} - {IGNORE}

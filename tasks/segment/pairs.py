@@ -134,15 +134,15 @@ def _files(folder: Path, kinds: Collection[str]) -> dict[str, Path]:
 
     Raises `DataError` when two differ in nothing but the ending.
     """
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for path, _ in find_files(folder, kinds):
         if path.name[0] == ".":
             continue
         name = path.relative_to(folder).with_suffix("").as_posix()
-        if name in found:
-            raise DataError(f"{found[name]} and {path.name}: two files of one name, and it pairs images with masks")
-        found[name] = path
-    return found
+        if name in files:
+            raise DataError(f"{files[name]} and {path.name}: two files of one name, and it pairs images with masks")
+        files[name] = path
+    return files
 
 
 class HubPairs(Pairs):
@@ -154,12 +154,12 @@ class HubPairs(Pairs):
     def __init__(self, place: str, split: str, image: str | None, mask: str | None) -> None:
         import datasets
 
-        found = hub_split(place, split)
+        own = hub_split(place, split)
         rows = load_hub(*hub_name(place), True)
-        if found is None:
+        if own is None:
             raise DataError(f"--data {place}: no {split} split; the data set has {', '.join(sorted(rows))}")
-        rows = rows[found]
-        self.place = f"{place}, split {found}"
+        rows = rows[own]
+        self.place = f"{place}, split {own}"
         pictures = [name for name, feature in rows.features.items() if type(feature).__name__ == "Image"]
         mask = mask or next((name for name in MASK_COLUMNS if name in pictures), None)
         others = [name for name in pictures if name != mask]

@@ -27,11 +27,11 @@ from tasks.segment.windows import Plan, label_map
 Item = tuple[list[Tensor], Tensor] | DataError
 
 
-def count_pixels(found: Tensor, label: Tensor, classes: int) -> Tensor:
+def count_pixels(predicted: Tensor, label: Tensor, classes: int) -> Tensor:
     """Return the confusion (classes, classes) int64 of label maps of one shape, rows the truth; 255 is left out."""
     seen = label != IGNORE
     # 32 bits a pixel: pictures of 10,000 x 10,000 are scored in one go.
-    return torch.bincount(label[seen].int() * classes + found[seen], minlength=classes**2).view(classes, classes)
+    return torch.bincount(label[seen].int() * classes + predicted[seen], minlength=classes**2).view(classes, classes)
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,6 @@ def score(
                 continue
             images, label = [image.to(world.device) for image in item[0]], item[1].to(world.device)
             with torch.inference_mode():
-                found = label_map(network, images, (label.shape[0], label.shape[1]), plan)
-            confusion += count_pixels(found, label, rule.classes)
+                predicted = label_map(network, images, (label.shape[0], label.shape[1]), plan)
+            confusion += count_pixels(predicted, label, rule.classes)
     return SegmentScores(distributed.reduce_over_ranks(confusion).cpu(), len(pairs))

@@ -150,13 +150,13 @@ def describe_length(recipe: SegmentRecipe, data: SegmentData) -> str:
 
 def _check_data(recipe: SegmentRecipe, data: SegmentData, folder: RunFolder, world: World, console: Console) -> Json:
     """Read a sample of masks, and see that a resumed run meets the classes and images it began with."""
-    found: Json = {
+    facts: Json = {
         "classes": [one.name for one in data.classes],
         "data": {"train": fingerprint(data.train), "val": fingerprint(data.val)},
     }
     before = distributed.from_leader(folder.facts)
     for key, what in (("classes", "classes"), ("data", "images or masks")):
-        if key in before and before[key] != found[key]:
+        if key in before and before[key] != facts[key]:
             raise DataError(
                 f"--data {recipe.data.source}: the {what} have changed since this run began; start another with -o"
             )
@@ -167,14 +167,14 @@ def _check_data(recipe: SegmentRecipe, data: SegmentData, folder: RunFolder, wor
             ranks=world.size,
             status="running",
             train_list=list_digest(data.train),
-            **found,
+            **facts,
         )
         for name, split in (("training", data.train), ("validation", data.val)):
             seen = check_masks(split, data.rule, SAMPLE // 2)
             missing = [one.name for label, one in enumerate(data.classes) if label not in seen]
             if missing and len(split) <= SAMPLE // 2:
                 console.warn(f"classes without a pixel in the {name} masks: {', '.join(missing[:8])}")
-    return found
+    return facts
 
 
 def build_network(recipe: SegmentRecipe, classes: int) -> LinearSegmenter:

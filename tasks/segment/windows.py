@@ -128,8 +128,8 @@ def label_map(network: LinearSegmenter, images: Sequence[Tensor], out: Size, pla
     memory at a time.
     """
     looks = [view(network, image, out, plan, flip=flip) for image in images for flip in (False, True)[: 1 + plan.flip]]
-    found = torch.empty(out, dtype=torch.uint8, device=images[0].device)
-    with torch.autocast(found.device.type, enabled=False):
+    labels = torch.empty(out, dtype=torch.uint8, device=images[0].device)
+    with torch.autocast(labels.device.type, enabled=False):
         for left in range(0, out[1], TILE):
             for top in range(0, out[0], TILE):
                 rows, columns = slice(top, top + TILE), slice(left, left + TILE)
@@ -138,5 +138,5 @@ def label_map(network: LinearSegmenter, images: Sequence[Tensor], out: Size, pla
                     scores = scores.softmax(-1)
                     for look in looks[1:]:
                         scores += look.tile(rows, columns).softmax(-1)
-                found[rows, columns] = scores.argmax(-1)
-    return found
+                labels[rows, columns] = scores.argmax(-1)
+    return labels

@@ -37,10 +37,10 @@ def open_task(data: VtabData, task: Task) -> TaskData:
     for split in splits.values():
         split.reading = Reading(data.decode, data.max_pixels)
     for name, expected in (("train800", TRAIN), ("val200", VAL)):
-        found = len(splits[name].labels)
-        if found != expected:
+        count = len(splits[name].labels)
+        if count != expected:
             raise DataError(
-                f"{task.name}: {name} has {found} images, VTAB-1k has {expected}; get this task's folder again"
+                f"{task.name}: {name} has {count} images, VTAB-1k has {expected}; get this task's folder again"
             )
     for name, split in splits.items():
         if not split.labels:

@@ -55,14 +55,14 @@ def weights_in(folder: Path) -> Path:
     # A repository may hold a CLIP for two libraries: then open_clip's file is the one that is read.
     first = "open_clip" if (folder / "open_clip_config.json").is_file() else "model"
     ordered = sorted(WEIGHT_NAMES, key=lambda name: not name.startswith(first))
-    found = [folder / name for name in ordered if (folder / name).is_file()]
-    found = found or [path for path in sorted(folder.iterdir()) if path.suffix in {".npz", ".safetensors"}]
-    if not found:
+    candidates = [folder / name for name in ordered if (folder / name).is_file()]
+    candidates = candidates or [path for path in sorted(folder.iterdir()) if path.suffix in {".npz", ".safetensors"}]
+    if not candidates:
         raise DataError(f"a folder without {', '.join(WEIGHT_NAMES)}; pass the weight file")
-    if len(found) > 1 and found[0].name not in WEIGHT_NAMES:
-        names = ", ".join(path.name for path in found[:4])
+    if len(candidates) > 1 and candidates[0].name not in WEIGHT_NAMES:
+        names = ", ".join(path.name for path in candidates[:4])
         raise DataError(f"a folder with several weight files ({names}); pass one of them")
-    return found[0]
+    return candidates[0]
 
 
 def read_contents(path: Path) -> Contents:
@@ -172,16 +172,16 @@ def _read_torch(path: Path) -> Contents:
 
 def _state_dict(content: Any) -> tuple[dict[str, Any], list[str]]:
     """Find the state dict in what training scripts save, and note what else was there."""
-    found = content
+    inner = content
     for key in ("state_dict", "model"):
-        if isinstance(found, dict) and isinstance(found.get(key), dict):
-            found = found[key]
-    if not isinstance(found, dict):
-        raise DataError(f"holds a {type(found).__name__}, not a state dict")
-    if not any(isinstance(value, Tensor) for value in found.values()):
-        inside = ", ".join(f"{key!r} ({type(value).__name__})" for key, value in list(found.items())[:6])
+        if isinstance(inner, dict) and isinstance(inner.get(key), dict):
+            inner = inner[key]
+    if not isinstance(inner, dict):
+        raise DataError(f"holds a {type(inner).__name__}, not a state dict")
+    if not any(isinstance(value, Tensor) for value in inner.values()):
+        inside = ", ".join(f"{key!r} ({type(value).__name__})" for key, value in list(inner.items())[:6])
         raise DataError(f"no tensors under 'state_dict' or 'model'; it has {inside or 'nothing'}; save one of them")
-    return found, [f"the file's {key} was not used" for key in ("state_dict_ema", "model_ema") if key in content]
+    return inner, [f"the file's {key} was not used" for key in ("state_dict_ema", "model_ema") if key in content]
 
 
 def _load_plain(path: Path) -> Any:
@@ -193,8 +193,8 @@ def _load_plain(path: Path) -> Any:
         ):
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL ([\w.]+)", str(error))
-        what = f"Python objects ({found[1]})" if found else "something else"
+        match = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = f"Python objects ({match[1]})" if match else "something else"
         raise DataError(
             f"holds {what}, so it is not a file of plain tensors and is not opened; save the state dict alone"
         ) from error
