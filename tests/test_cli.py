@@ -180,7 +180,7 @@ def test_shell_completion_knows_archs_stems_tasks_and_recipes(line: str, expecte
 
 
 def test_recipes_are_listed_with_paper_table_and_number() -> None:
-    listed = dpn("recipes", COLUMNS="300").stdout
+    listed = dpn("recipes", COLUMNS="500").stdout  # wide enough for every text on one line
     for name in shipped_recipes():
         about = read_recipe(name)["about"]
         assert all(about[key] in listed for key in ("paper", "table", "expected")), name
