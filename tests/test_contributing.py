@@ -81,6 +81,15 @@ normed = patch / patch.square().mean((1, 2, 3), keepdim=True).sqrt()
 with torch.no_grad():
     expected = torch.einsum("bcpq,dcpq->bd", normed, stem.proj.weight) + stem.proj.bias
     out["stem error"] = float((stem(patch)[:, 0] - expected).abs().max())
+
+# A norm of the blocks.
+from dpn_cli.model.norms import token_norm
+norm = token_norm("max", 6, eps=0.0)
+norm.reset_parameters()
+tokens = torch.tensor([[[1.0, -4.0, 2.0, 0.0, 3.0, 4.0]]])
+out["norm"] = norm(tokens).flatten().tolist()
+dpn("pretrain", "--data", "photos", "--val-fraction", "0.2", "-b", "8", *TOWER, *SHORT, "--norm", "max", "-o", "max")
+out["norm of the run"] = json.loads(dpn("checkpoint", "inspect", "max", "--json"))["norm"]
 print(json.dumps(out))
 """
 
@@ -152,6 +161,11 @@ def test_a_weight_format_is_a_reader_and_a_line(results: dict[str, Any]) -> None
 
 def test_a_stem_is_a_name_and_its_norms(results: dict[str, Any]) -> None:
     assert results["stem error"] < 1e-5
+
+
+def test_a_norm_is_a_class_and_a_line(results: dict[str, Any]) -> None:
+    assert results["norm"] == [0.25, -1, 0.5, 0, 0.75, 1]
+    assert results["norm of the run"] == "max"
 
 
 def test_the_examples_keep_to_the_layers(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
