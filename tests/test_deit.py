@@ -18,7 +18,7 @@ from test_cli import run
 from timm.scheduler.cosine_lr import CosineLRScheduler
 from torch import Tensor
 
-from dpn_cli.data.augment import MIX_TIMM, seeded
+from dpn_cli.data.augment import MIX_TIMM, pipeline, seeded
 from dpn_cli.data.classified import ClassFolders
 from dpn_cli.data.loader import POLICY, Augmentation, crop_batches, places
 from dpn_cli.data.pixels import rows_of_step
@@ -114,6 +114,18 @@ def test_an_image_is_what_timms_transform_makes_of_it(photos: Path) -> None:
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
         assert torch.equal(batch["image"][place], theirs(Image.fromarray(split.pixels(row)))), place
+
+
+def test_the_strongest_posterization_blackens() -> None:
+    """A noisy magnitude of 9 reaches 10 in one image of fifty: none of the bits are kept then."""
+    how = Augmentation((8, 8), crop="whole", flip=False, policy="rand-m10-p1-inc1")
+    made: Any = pipeline(how)
+    (strongest,) = [op for op in made.transforms[1].transforms[0].ops if op.name == "PosterizeIncreasing"]
+    image = Image.fromarray(np.full((8, 8, 3), 255, np.uint8))
+    assert strongest(image).getextrema() == ((0, 0),) * 3
+    strongest.magnitude = 7
+    assert strongest(image).getextrema() == ((192, 192),) * 3
+    pipeline.cache_clear()
 
 
 def test_the_global_random_numbers_go_on_where_they_were() -> None:

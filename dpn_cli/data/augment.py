@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from PIL import Image
 from timm.data import Mixup, create_transform
+from timm.data.auto_augment import posterize
 from timm.data.distributed_sampler import RepeatAugSampler
 from torch import Tensor
 from torchvision.transforms import AutoAugment, AutoAugmentPolicy, Compose, InterpolationMode, RandomHorizontalFlip
@@ -73,10 +74,19 @@ def pipeline(how: Augmentation) -> Callable[[Image.Image], Tensor]:
     )
     if how.crop in ("inception", "whole"):  # the picture comes in its final size
         crop = Compose([RandomHorizontalFlip(0.5 * how.flip)])
+    for operation in (each for transform in policy.transforms for each in transform.ops):
+        if operation.aug_fn is posterize:
+            operation.aug_fn = _posterized
     if by_torchvision:
         policy = AutoAugment(AutoAugmentPolicy(how.policy), InterpolationMode.BILINEAR, FILL)
     whole: Callable[[Image.Image], Tensor] = Compose([crop, policy, finish])
     return whole
+
+
+def _posterized(image: Image.Image, bits: int, **others: Any) -> Image.Image:
+    """Keep `bits` of each value, as timm does; at full strength none, which is black, and which Pillow 13 refuses."""
+    kept: Image.Image = posterize(image, bits, **others) if bits else Image.new(image.mode, image.size)
+    return kept
 
 
 def repeated(images: int, seed: int, epoch: int, repeats: int) -> Tensor:
