@@ -165,6 +165,8 @@ def test_norms_of_a_checkpoint_are_its_own(tmp_path: Path) -> None:
         ({"norm": "dtn", "arch": "mu/8"}, "dtn: .* use --set backbone.norm_options.dtn_blocks"),
         ({"norm": "dtn", "norm_options": {"dtn_blocks": 4}}, "dtn_blocks=3 or --set backbone.pool=gap"),
         ({"norm_options": {"post": "branch"}}, "norm_options.post=branch: needs a --placement with post"),
+        ({"norm": "dtn", "norm_options": {"class_token_at": 2}}, "class_token_at=2: needs a class token"),
+        ({"pool": "gap", "norm_options": {"class_token_at": 2}}, "class_token_at=2: needs a class token"),
         ({"norm": "bn", "norm_options": {"dtn": "released"}}, "norm_options.dtn=released: needs --norm dtn"),
         ({"norm": "bn", "grad_checkpointing": True}, "count every batch twice"),
     ],
@@ -211,20 +213,30 @@ def test_folded_networks_give_the_same_outputs(norm: str, pool: str) -> None:
     torch.testing.assert_close(model(images().double()), expected, atol=1e-10, rtol=1e-10)
 
 
-@pytest.mark.parametrize("stem", ["affine_only", "post_posemb"])
-def test_stems_are_folded(stem: str) -> None:
-    same: dict[str, Any] = {"norm": "bn", "norm_options": {"stem": "same"}} if stem == "post_posemb" else {}
-    model = network(stem=stem, **same).double()
+@pytest.mark.parametrize(
+    ("stem", "choices"),
+    [
+        ("affine_only", {"placement": "post,post", "norm_options": {"post": "branch"}}),
+        ("post_posemb", {"norm": "bn", "norm_options": {"stem": "same"}}),
+    ],
+)
+def test_stems_are_folded(stem: str, choices: dict[str, Any]) -> None:
+    model = network(stem=stem, **choices).double()
     expected = model(images().double())
     fold(model)
     assert model.config.stem == "none"
+    assert (model.config.placement, model.config.norm_options.post) == (
+        ("pre,pre", "residual") if stem == "post_posemb" else ("post,post", "branch")
+    )
     torch.testing.assert_close(model(images().double()), expected, atol=1e-10, rtol=1e-10)
 
 
-def test_sub_ln_is_folded() -> None:
-    model = network(norm="bn", placement="subln").double()
+@pytest.mark.parametrize(("placement", "norms"), [("subln", 4), ("normformer", 4)])
+def test_norms_inside_layers_are_folded(placement: str, norms: int) -> None:
+    model = network(norm="bn", placement=placement).double()
     expected = model(images().double())
-    assert len(fold(model)) == 4 * 4
+    assert len(fold(model)) == 4 * norms
+    assert not [name for name in model.state_dict() if "norm" in name and not name.startswith("norm.")]
     torch.testing.assert_close(model(images().double()), expected, atol=1e-10, rtol=1e-10)
 
 
@@ -251,6 +263,10 @@ def test_a_folded_file_is_a_plain_vit_that_timm_loads(tmp_path: Path) -> None:
         ({"norm": "sn"}, "norm1 is a SwitchableNorm, which depends on its input"),
         ({"norm": "powernorm", "norm_options": {"group_scale": True}}, "PowerNorm, which depends on its input"),
         ({"norm": "bn", "placement": "post,post"}, "blocks.0.norm1 follows the residual sum"),
+        (
+            {"norm": "bn", "placement": "normformer", "norm_options": {"res_scale": True}},
+            "blocks.0.res_scale multiplies the residual stream",
+        ),
         ({"norm": "bn", "norm_options": {"final": "same"}, "num_classes": 0}, "no layer follows its final norm"),
     ],
 )

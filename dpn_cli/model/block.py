@@ -53,6 +53,8 @@ class NormBlock(Block):  # type: ignore[misc]  # timm has no types
     where there is one before, too.
     """
 
+    res_scale: nn.Parameter | None
+
     def __init__(self, *args: Any, **timm: Any) -> None:
         super().__init__(*args, **timm)
         self.post_norm1: nn.Module = nn.Identity()

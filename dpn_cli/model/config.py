@@ -15,6 +15,11 @@ OFFLINE: tuple[Norm, ...] = ("bn", "powernorm", "un", "prepbn")
 OVER_THE_BATCH: tuple[Norm, ...] = (*OFFLINE, "sn")
 
 
+def usual_dtn_blocks(depth: int) -> int:
+    """Return how many of `depth` blocks have DTN's norms unless stated: 10 of 12, as in its released code."""
+    return max(1, depth - max(1, depth // 6))
+
+
 @dataclass(frozen=True)
 class ViTConfig:
     """All that decides the network's function apart from its weights; sizes in pixels.
@@ -82,8 +87,7 @@ class ViTConfig:
         """How many blocks, from the first on, have DTN's norms; the others have LayerNorm. 0 with another norm."""
         if self.norm != "dtn":
             return 0
-        depth = self.size.depth
-        return self.norm_options.dtn_blocks or max(1, depth - max(1, depth // 6))
+        return self.norm_options.dtn_blocks or usual_dtn_blocks(self.size.depth)
 
     @property
     def has_class_token(self) -> bool:
@@ -93,7 +97,7 @@ class ViTConfig:
     @property
     def class_token_at(self) -> int:
         """The block before which the class token joins the patch tokens."""
-        return self.dtn_blocks if self.has_class_token else 0
+        return (self.norm_options.class_token_at or self.dtn_blocks) if self.has_class_token else 0
 
     def norm_of(self, block: int) -> Norm:
         """Return the norm of a block, counted from 0."""
@@ -125,6 +129,10 @@ def _check_options(config: ViTConfig) -> None:
         "dtn": (config.norm == "dtn", "--norm dtn"),
         "dtn_statistics": (config.norm == "dtn", "--norm dtn"),
         "dtn_blocks": (config.norm == "dtn", "--norm dtn"),
+        "class_token_at": (
+            config.has_class_token and config.dtn_blocks <= config.class_token_at < config.size.depth,
+            "a class token (pool=tok) and a block behind those of --norm dtn",
+        ),
         "in_unbiased": (config.norm == "in", "--norm in"),
         "group_scale": (config.norm == "powernorm", "--norm powernorm"),
         "power_warmup": (config.norm == "powernorm", "--norm powernorm"),

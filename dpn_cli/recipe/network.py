@@ -78,6 +78,8 @@ class NormOptions(Section):
 
     `eps` and `final`, which readers of foreign files set, go with every norm. Null is the network's epsilon, and for
     `dtn_blocks` all but the last sixth of the blocks (10 of 12), as the released code of arXiv 2112.02624 has it.
+    `class_token_at` is the block before which the class token joins; null is the first one, with dtn the one after its
+    blocks. In that code it is the eleventh (10) whatever the norm, LayerNorm included.
     """
 
     eps: Annotated[float, Field(ge=0, lt=1)] | None = None
@@ -90,6 +92,7 @@ class NormOptions(Section):
     dtn: Literal["paper", "released"] = "paper"
     dtn_statistics: Literal["both", "variance"] = "both"
     dtn_blocks: Positive | None = None
+    class_token_at: Positive | None = None
     in_unbiased: bool = False
     group_scale: bool = False
     power_warmup: Annotated[int, Field(ge=0)] = 3000

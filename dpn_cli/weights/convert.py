@@ -202,6 +202,7 @@ def timm_state(model: DPNViT) -> dict[str, Tensor]:
         "no norm where this stem has one (its NaFlexViT takes the setting and ignores it)": config.stem
         not in ("none", "post"),
         "no such norms in its blocks": _timm_blocks(config) is None,
+        "no class token that joins behind the first block": config.class_token_at > 0,
         "no pre_logits layer": config.pre_logits,
         "no attention of another width than the trunk": config.attn_width is not None,
         "no bias in a projection whose norm is followed by another": config.pre_norm and config.stem == "post",
@@ -219,10 +220,16 @@ def timm_state(model: DPNViT) -> dict[str, Tensor]:
 
 def _timm_blocks(config: ViTConfig) -> tuple[str, dict[str, Any]] | None:
     """Return one of timm's models with these norms in its blocks, and its arguments for them; None if there is none."""
-    # How Sub-LN starts is no matter any more.
-    match config.norm, config.placement, config.norm_options.model_copy(update={"subln_init": True}):
+    # How Sub-LN starts is no matter any more; of a class token that joins late timm has none, whatever the norms.
+    match (
+        config.norm,
+        config.placement,
+        config.norm_options.model_copy(update={"subln_init": True, "class_token_at": None}),
+    ):
         case "ln" | "none", "pre,pre", options if options == NormOptions():
             return "vit_base_patch16_224", {}
+        case "none", "pre,pre", options if options == NormOptions(final="same"):
+            return "vit_base_patch16_224", {"final_norm": False}
         case "ln", "subln", options if options == NormOptions():
             return "vit_base_patch16_224", {"scale_attn_norm": True, "scale_mlp_norm": True}
         case "ln", "post,post", options if options == NormOptions(post="branch"):

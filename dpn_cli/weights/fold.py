@@ -70,7 +70,7 @@ def fold(model: Backbone, source: str = "the network") -> list[str]:
 
     A norm y = s x + t goes into the linear layer behind it as W diag(s) and b + W t, or into the one before it as
     diag(s) W and s b + t. Raises `DpnError` when a norm of the blocks depends on its input, or when nothing but the
-    residual stream is beside it, and when there is nothing to fold.
+    residual stream is beside it, and when there is nothing to fold. NormFormer's scales of the heads are folded, too.
     """
     config, options, done = model.config, model.config.norm_options, list[str]()
     stem_folds = options.stem == "same" or config.stem == "affine_only"
@@ -87,22 +87,25 @@ def fold(model: Backbone, source: str = "the network") -> list[str]:
         behind = _behind_final(model, source)
         _into_next(_taken(model, "norm", "network", source), behind)
         done.append("norm")
-    model.config = replace(
-        config,
-        stem="none" if stem_folds else config.stem,
-        norm="ln" if config.norm == "ln" else "none",
-        placement="pre,pre",
-        norm_options=NormOptions(final=options.final),
-    )
+    changes: dict[str, Any] = {"stem": "none"} if stem_folds else {}
+    if config.norm != "ln":
+        kept = NormOptions(final=options.final, class_token_at=options.class_token_at)
+        changes |= {"norm": "none", "placement": "pre,pre", "norm_options": kept}
+    model.config = replace(config, **changes)
     return done
 
 
 def _fold_block(block: nn.Module, name: str, source: str) -> list[str]:
     assert isinstance(block, NormBlock)
+    if block.res_scale is not None:
+        raise DpnError(
+            f"{source}: {name}.res_scale multiplies the residual stream, which more than one layer reads, and cannot "
+            "be folded"
+        )
     done = []
     for number, half in enumerate(block.halves, 1):
         which, first, last = ("attn", "qkv", "proj") if number == 1 else ("mlp", "fc1", "fc2")
-        layer: nn.Module = getattr(block, which)
+        layer: Any = getattr(block, which)
         after = f"post_norm{number}" if half.pre else f"norm{number}"
         if half.post and not half.on_branch:
             raise DpnError(
@@ -115,7 +118,11 @@ def _fold_block(block: nn.Module, name: str, source: str) -> list[str]:
         if half.post:
             _into_previous(_taken(block, after, name, source), getattr(layer, last))
             done.append(f"{name}.{after}")
-        if not isinstance(layer.norm, nn.Identity | HeadScale):
+        if isinstance(layer.norm, HeadScale):
+            scale = layer.norm.scale.double().repeat_interleave(layer.attn_dim // len(layer.norm.scale))
+            _into_next((scale, torch.zeros_like(scale)), layer.proj)
+            layer.norm = nn.Identity()
+        elif not isinstance(layer.norm, nn.Identity):
             _into_next(_taken(layer, "norm", f"{name}.{which}", source), getattr(layer, last))
             done.append(f"{name}.{which}.norm")
     block.halves = Half(True, False), Half(True, False)

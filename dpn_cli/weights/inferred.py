@@ -59,6 +59,9 @@ def config_of(
         has = "attention pooling" if pool == "map" else "class token that it pools by" if beside else "class token"
         ways = " or ".join(dict.fromkeys([f"pool={own_pool}", "pool=gap"]))
         raise DpnError(f"backbone.pool={pool}: {source.source} has no {has}; use {ways}")
+    options, has_class_token = source.norm_options, beside or (pool or own_pool) == "tok"
+    if not has_class_token:
+        options = options.model_copy(update={"class_token_at": None})
     native = None if source.grid is None else (source.grid[0] * rows, source.grid[1] * columns)
     return ViTConfig(
         size,
@@ -76,7 +79,7 @@ def config_of(
         attn_width=None if attn_width == width else attn_width,
         norm=source.norm,
         placement=source.placement,
-        norm_options=source.norm_options,
+        norm_options=options,
     )
 
 

@@ -15,8 +15,10 @@ from dpn_cli.run.files import file_digest
 from dpn_cli.run.kinds import DESCRIPTIONS, KEY, digest_in_run, resolve
 from dpn_cli.weights.formats import (
     big_vision,
+    dtn_vit,
     open_clip_vit,
     ours,
+    slab_deit,
     timm_vit,
     torchvision_vit,
     transformers_vit,
@@ -38,6 +40,8 @@ FORMATS = (
     Format("open_clip (timm trunk)", open_clip_vit.matches_trunk, open_clip_vit.read_trunk),
     Format("torchvision", torchvision_vit.matches, torchvision_vit.read),
     Format("transformers", transformers_vit.matches, transformers_vit.read),
+    Format("DTN", dtn_vit.matches, dtn_vit.read),
+    Format("SLAB", slab_deit.matches, slab_deit.read),
 )
 _OURS = Format("dpn", lambda names: False, ours.read)
 

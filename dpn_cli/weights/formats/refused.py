@@ -58,6 +58,36 @@ REFUSED = (
         "no released trunk goes with it, so its layout is not known",
     ),
     (
+        "a ViT of DTN's vit_norm.py with another norm than LayerNorm",
+        r"(^|\.)transformer\.layers\.\d+\.0\.norm\.(?!weight$|bias$)",
+        "only its attention has that norm, and DTN's stops at the class token; networks of vit_norm_mix.py are read",
+    ),
+    (
+        "a ViT of DTN's vit_norm_mix.py with batch norm, PowerNorm or ScaleNorm",
+        r"(^|\.)blocks\.\d+\.norm1\.(bn\.running_mean|running_phi|scale)$",
+        "only its first blocks have that norm and the others LayerNorm; dpn mixes two norms for DTN alone",
+    ),
+    (
+        "a PVT, Swin or CSWin with norms of DTN's or SLAB's code",
+        r"(^|\.)(block\d|stage\d|layers\.\d+\.blocks)\.\d+\.norm[12]\.(?!weight$|bias$)",
+        "it is a hierarchy, not a ViT trunk",
+    ),
+    (
+        "a DeiT of SLAB with simplified linear attention",
+        r"(^|\.)blocks\.\d+\.attn\.positional_encoding$",
+        "its attention has no softmax; its DeiTs with PRepBN alone are read",
+    ),
+    (
+        "BEiT-3's own checkpoint",
+        r"(^|\.)beit3\.",
+        "it holds text layers too; timm reads it, so save the state dict of timm's beit3 model",
+    ),
+    (
+        "a ViT whose blocks have other norms than LayerNorm",
+        r"(^|\.)blocks\.\d+\.norm[12]\.(?!weight$|bias$)",
+        "its names do not say which; a file that dpn wrote says so in its metadata",
+    ),
+    (
         "a Keras file",
         r"(^|/)(gamma|beta)(:0)?$",
         "its layers' eps 1e-3 and trunk are not those of a ViT in one of the formats read",

@@ -13,6 +13,7 @@ from torch import nn
 from dpn_cli.arch import Act, Pool
 from dpn_cli.errors import DataError
 from dpn_cli.recipe.network import NormOptions
+from dpn_cli.weights.formats import dtn_vit
 from dpn_cli.weights.formats.layout import (
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -42,8 +43,10 @@ _NAFLEX = (
 
 
 def matches(names: Collection[str]) -> bool:
-    """Return whether these are the names of timm's VisionTransformer."""
-    return {"patch_embed.proj.weight", "blocks.0.attn.qkv.weight"} <= {unwrap(name) for name in names}
+    """Return whether these are the names of timm's VisionTransformer, with norms of a weight and a bias."""
+    inner = {unwrap(name) for name in names}
+    others = any(re.fullmatch(r"blocks\.\d+\.norm[12]\.(?!weight$|bias$).+", name) for name in inner)
+    return {"patch_embed.proj.weight", "blocks.0.attn.qkv.weight"} <= inner and not others
 
 
 def matches_naflex(names: Collection[str]) -> bool:
@@ -54,6 +57,8 @@ def matches_naflex(names: Collection[str]) -> bool:
 def read(contents: Contents) -> Checkpoint:
     """Read a VisionTransformer's state dict; a `config.json` beside it says what the tensors do not."""
     state, renamed = rename(contents.tensors)
+    if not contents.config and KEY not in contents.metadata and dtn_vit.is_baseline(state):
+        return dtn_vit.read_baseline(contents)
     notes = fold_layer_scale(state)
     checkpoint = Checkpoint(state, "timm", stem_of(state), 1e-6, "gelu", renamed=renamed, notes=notes, class_slot=None)
     return _described(checkpoint, contents)
@@ -94,6 +99,8 @@ def _described(checkpoint: Checkpoint, contents: Contents) -> Checkpoint:
         apply_facts(checkpoint, build_empty(name, arguments))
         checkpoint.eps = config.get("norm_eps", checkpoint.eps)
         checkpoint.norm = config.get("norm", checkpoint.norm)
+        if checkpoint.norm == "none" and {"norm.weight", "fc_norm.weight"}.isdisjoint(state):
+            checkpoint.norm_options = NormOptions(final="same")
         checkpoint.notes.append(f"eps, GELU, heads and pooling are those of timm's {name}, which the description names")
         checkpoint.added += add_zero_bias(state, [name for name in state if name.endswith("attn.qkv.weight")])
     else:
