@@ -5,10 +5,13 @@ Axes: b batch, t tokens, c features.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from dpn_cli.model.norm_base import RunningNorm, moments, moments_over_ranks, standardised
 
@@ -42,21 +45,21 @@ class BatchNorm(RunningNorm):
 
     def normalize(self, x: Tensor) -> Tensor:
         """Normalise tokens (b, t, c) of full precision."""
-        return self.by_batch(x) if self.training else self.evaluated(x)
+        return self.by_batch(x, self.weight, self.bias) if self.training else self.evaluated(x)
 
-    def by_batch(self, x: Tensor) -> Tensor:
+    def by_batch(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """Normalise with the statistics of the batch, and update the running ones."""
         if not dist.is_initialized():
             rows = x.flatten(0, 1)
             running = self.running_mean, self.running_var
-            return F.batch_norm(rows, *running, self.weight, self.bias, True, MOMENTUM, self.eps).view_as(x)
+            return F.batch_norm(rows, *running, weight, bias, True, MOMENTUM, self.eps).view_as(x)
         local = x.mean((0, 1))
         mean, variance = moments_over_ranks(local, (x - local).square().mean((0, 1)))
         with torch.no_grad():
             rows_of_all = x.shape[0] * x.shape[1] * dist.get_world_size()
             self.running_mean.lerp_(mean, MOMENTUM)
             self.running_var.lerp_(variance * (rows_of_all / (rows_of_all - 1)), MOMENTUM)
-        return self.scaled((x - mean) * torch.rsqrt(variance + self.eps))
+        return standardised(x, mean, variance, weight, bias, self.eps)
 
 
 class PRepBN(BatchNorm):
@@ -87,10 +90,41 @@ class PRepBN(BatchNorm):
         scale, shift = super().scale_shift(dtype)
         return scale + self.eta.to(dtype), shift
 
-    def by_batch(self, x: Tensor) -> Tensor:
-        """Mix LN with RepBN of the batch's statistics."""
-        rep = super().by_batch(x) + self.eta * x
-        return torch.lerp(self.ln(x), rep, self.progress)
+    def normalize(self, x: Tensor) -> Tensor:
+        """Normalise tokens (b, t, c) of full precision."""
+        if not self.training:
+            return self.evaluated(x)
+        done, left = self.progress, 1 - self.progress  # the shares scale weights, which are fewer than tokens
+        ln = F.layer_norm(x, (self.features,), self.ln.weight * left, self.ln.bias * left, self.eps)
+        return ln + self.by_batch(x, self.weight * done, self.bias * done) + x * (self.eta * done)
+
+
+class _Mixture(torch.autograd.Function):
+    """Standardise x (b, t, c) with sums of statistics per feature (b, 1, c) and per token (b, t, 1)."""
+
+    @staticmethod
+    def forward(
+        context: Any,
+        x: Tensor,
+        mean_feature: Tensor,
+        var_feature: Tensor,
+        mean_token: Tensor,
+        var_token: Tensor,
+        eps: float,
+    ) -> Tensor:
+        root = (var_feature + (var_token + eps)).rsqrt_()
+        y = (x - mean_feature).sub_(mean_token).mul_(root)
+        context.save_for_backward(y, root)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        y, root = context.saved_tensors
+        of_x = gradient * root
+        of_var = (of_x * y).mul_(root)
+        by_feature, by_token = ((-of_x.sum(axis, True), of_var.sum(axis, True) * -0.5) for axis in (1, 2))
+        return of_x, *by_feature, *by_token, None
 
 
 class SwitchableNorm(BatchNorm):
@@ -128,6 +162,6 @@ class SwitchableNorm(BatchNorm):
         else:
             mean_bn, var_bn = self.running_mean, self.running_var
         means, variances = self.mean_weight.softmax(0), self.var_weight.softmax(0)
-        mean = (means[0] * mean_in + means[2] * mean_bn) + means[1] * mean_ln
-        variance = (variances[0] * var_in + variances[2] * var_bn) + variances[1] * var_ln
-        return self.scaled(standardised(x, mean, variance, self.eps))
+        by_feature = means[0] * mean_in + means[2] * mean_bn, variances[0] * var_in + variances[2] * var_bn
+        y: Tensor = _Mixture.apply(x, *by_feature, means[1] * mean_ln, variances[1] * var_ln, self.eps)
+        return self.scaled(y)

@@ -1,6 +1,6 @@
 """The normalisers inside the blocks of a ViT, one line each in a table.
 
-Axes: b batch, t tokens, c features, h heads, d features per head.
+Axes: b batch, t tokens, c features.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 
 from dpn_cli.arch import Norm
 from dpn_cli.model.norm_base import NormOptions as NormOptions
 from dpn_cli.model.norm_base import RunningNorm as RunningNorm
-from dpn_cli.model.norm_base import TokenNorm, check_heads, moments
+from dpn_cli.model.norm_base import TokenNorm, check_heads, moments, standardised
 from dpn_cli.model.norm_base import Tokens as Tokens
 from dpn_cli.model.norm_dtn import DynamicTokenNorm
 from dpn_cli.model.norm_power import PowerNorm, UnifiedNorm
@@ -35,8 +34,7 @@ class InstanceNorm(TokenNorm):
         mean, variance = moments(x, 1)
         if self.unbiased:
             variance = variance * (x.shape[1] / (x.shape[1] - 1))
-        scale = self.weight * torch.rsqrt(variance + self.eps)
-        return torch.addcmul(self.bias - mean * scale, x, scale)
+        return standardised(x, mean, variance, self.weight, self.bias, self.eps)
 
 
 class GroupNorm(TokenNorm):
@@ -52,9 +50,9 @@ class GroupNorm(TokenNorm):
 
     def normalize(self, x: Tensor) -> Tensor:
         """Normalise tokens (b, t, c) of full precision."""
-        groups = rearrange(x, "b t (h d) -> b h (t d)", h=self.groups)
-        groups = F.layer_norm(groups, groups.shape[-1:], eps=self.eps)
-        return self.scaled(rearrange(groups, "b h (t d) -> b t (h d)", t=x.shape[1]))
+        groups = x.reshape(*x.shape[:2], self.groups, -1)
+        mean, variance = (part.expand(-1, -1, -1, groups.shape[-1]).flatten(2) for part in moments(groups, 1, 3))
+        return standardised(x, mean, variance, self.weight, self.bias, self.eps)
 
 
 class ScaleNorm(TokenNorm):
