@@ -22,6 +22,7 @@ from test_cli import run
 from torch import Tensor
 
 from dpn_cli.errors import DataError, DpnError
+from dpn_cli.model.norms import set_progress
 from dpn_cli.recipe.network import NormOptions
 from dpn_cli.weights.backbone import load_backbone, load_whole
 from dpn_cli.weights.convert import Facts, build_timm, convert
@@ -209,6 +210,11 @@ def test_deits_of_slabs_code_give_its_outputs(linear_norm: bool, tmp_path: Path)
     assert {float(value) for name, value in ours.state_dict().items() if name.endswith("progress")} == {
         0.75 if linear_norm else 1.0
     }
+    shares = []
+    for share in (0, 0.5):  # fine-tuning goes on where the file's training was
+        set_progress(ours, share)
+        shares.append(float(ours.get_submodule("norm").progress))
+    assert shares == ([0.75, 0.875] if linear_norm else [1, 1])
     trained = [name for name in state if name.startswith("blocks.0.norm2.norm1.")]
     for name in trained:
         torch.testing.assert_close(ours.state_dict()[name.replace("norm1.", "ln.")], state[name].double())

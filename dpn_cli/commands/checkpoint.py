@@ -102,7 +102,7 @@ class Conversion(Writing):
     """Options of ``dpn checkpoint convert``."""
 
     to: Annotated[
-        Literal["dpn", "timm"], flag("--to", help="Layout: dpn, or timm where the stem allows it.", panel=OUTPUT)
+        Literal["dpn", "timm"], flag("--to", help="Layout: dpn, or timm where stem and norms allow it.", panel=OUTPUT)
     ] = "dpn"
 
 

@@ -68,9 +68,11 @@ class PRepBN(BatchNorm):
     In training ``lambda * LN(x) + (1 - lambda) * RepBN(x)`` with ``RepBN(x) = BN(x) + eta * x``, where lambda falls
     from one to zero as `progress`, the share of the training that is done, rises (`model.norms.set_progress`). In
     evaluation RepBN alone, however far the training is. `weight` and `bias` are batch norm's; `eta` starts at one.
+    A training that starts from other weights goes on from their `progress`, which is then `begun`.
     """
 
     progress: Tensor
+    begun = 0.0
 
     def __init__(self, features: int, eps: float) -> None:
         super().__init__(features, eps)

@@ -113,4 +113,11 @@ def set_progress(model: nn.Module, share: float) -> None:
     """Tell the norms of `model` that depend on it which share of the training is done, from 0 to 1."""
     for module in model.modules():
         if isinstance(module, PRepBN):
-            module.progress.fill_(share)
+            module.progress.fill_(module.begun + (1 - module.begun) * share)
+
+
+def begin_at_progress(model: nn.Module) -> None:
+    """Let the next training of `model` go on from the progress that its weights were loaded with."""
+    for module in model.modules():
+        if isinstance(module, PRepBN):
+            module.begun = float(module.progress)

@@ -13,6 +13,7 @@ from torch import Tensor
 from dpn_cli.arch import Pool, Posemb, Stem, check_image_size, check_norm, check_placement, check_stem, parse_arch
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.model.config import OVER_THE_BATCH, ViTConfig
+from dpn_cli.model.norms import begin_at_progress
 from dpn_cli.model.vit import DPNViT, posemb_sincos2d, resample_posemb
 from dpn_cli.recipe.network import BackboneConfig, NormOptions
 from dpn_cli.weights.formats import Checkpoint, State, network_metadata
@@ -286,6 +287,7 @@ def _load(source: Checkpoint, config: ViTConfig, head: str, align_corners: bool)
     for name, value in own.items():
         value.copy_(state.pop(name))  # one by one, so that a file's tensors are freed as they are copied
     model.load_state_dict(own, assign=True)
+    begin_at_progress(model)
     return model
 
 

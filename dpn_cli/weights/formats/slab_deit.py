@@ -69,7 +69,7 @@ def read(contents: Contents) -> Checkpoint:
         dropped=list(counters),
         added=added,
         assumed={"mean": "ImageNet's mean and std (with which the code trains)"},
-        notes=[*contents.notes, "eps is batch norm's; the LayerNorms, which only training uses, had 1e-6"],
+        notes=[*contents.notes, *([] if added else ["eps is batch norm's; LayerNorm, for training only, had 1e-6"])],
     )
 
 
