@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from conftest import write_task
 from rich.console import Console as RichConsole
-from test_cli import dpn
+from test_cli import run as dpn
 
 from dpn_cli.data.pixels import shuffled_batches
 from dpn_cli.errors import DpnError
@@ -102,7 +102,7 @@ def test_handwriting_is_learnt(digits: Path, tmp_path: Path) -> None:
         "--json",
         "-q",
     )
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     result = json.loads(done.stdout)
     assert result == json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["tasks"]["svhn"]["test"]["mean"] > 65
@@ -297,9 +297,10 @@ def test_the_score_of_all_19_tasks_is_both_means() -> None:
     assert build_result(built, outcomes[:-1], "B/32", {}, {})["mean19"] is None
 
 
-def test_the_demo_runs_from_nothing_and_says_so(tmp_path: Path) -> None:
-    done = dpn("finetune", "vtab", "--steps", "26", "--seeds", "1", "--lrs", "1e-2", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_the_demo_runs_from_nothing_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = dpn("finetune", "vtab", "--steps", "26", "--seeds", "1", "--lrs", "1e-2")
+    assert done.exit_code == 0, done.stderr
     first = " ".join(done.stderr.split())
     assert "DEMO: generated scenes" in first
     assert "--data DIR" in first
@@ -331,9 +332,8 @@ def test_a_dry_run_goes_through_everything_and_leaves_nothing(digits: Path, tmp_
         "--dry-run",
         "-o",
         str(tmp_path / "run"),
-        cwd=tmp_path,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     said = " ".join(done.stderr.split())
     assert "9 trainings of 2500 steps" in said
     assert "GB on the disk" in said

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from test_cli import dpn
+from test_cli import run as dpn
 from test_vtab import Json, ledger
 
 from dpn_cli.engine import fit as engine
@@ -137,7 +137,7 @@ def test_failed_cells_end_the_command_with_code_6(digits: Path, tmp_path: Path) 
         str(tmp_path / "run"),
     ]
     done = dpn(*arguments)
-    assert done.returncode == 6, done.stderr
+    assert done.exit_code == 6, done.stderr
     assert "lr 1e+30 seed 0: step" in " ".join(done.stdout.split())
     assert "1 trainings failed" in done.stderr  # the diverged network left nothing to the cell after it
 
