@@ -16,6 +16,7 @@ import torch
 from conftest import GOLDENS
 from safetensors.torch import save_file
 from test_formats import naflex, torchvision_vit, transformers_base
+from test_norm_files import dtn_state, slab_state
 from torch import Tensor
 
 from dpn_cli.errors import DataError, DpnError
@@ -72,7 +73,7 @@ ALTERED: tuple[Callable[[str, Tensor], dict[str, Tensor]], ...] = (
     lambda name, value: {name: value.double()},
     lambda name, value: {name: value.reshape(-1)},
     lambda name, value: {name: value[None]},
-    lambda name, value: {name: value[:0]},
+    lambda name, value: {name: value.new_zeros(0, *value.shape[1:])},
     lambda name, value: {name: torch.full_like(value, torch.nan)},
     lambda name, value: {name: torch.zeros(1).expand(10**9)},
     lambda name, value: {name: value, f"module.{name}": value.clone()},
@@ -122,6 +123,9 @@ def sources() -> dict[str, dict[str, Tensor]]:
         "timm NaFlexViT": naflex(dual=True)(16).state_dict(),
         "torchvision": torchvision_vit(16).state_dict(),
         "transformers": transformers_base(16).state_dict(),
+        "DTN": dtn_state(3, 2),
+        "DTN, LayerNorm": dtn_state(11, 0),
+        "SLAB": slab_state(2, linear_norm=True),
     }
 
 

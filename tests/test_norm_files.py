@@ -239,8 +239,8 @@ def test_dtns_networks_of_layer_norm_are_told_from_timms(tmp_path: Path) -> None
     assert "joins at block 10" in source.assumed["class_token_at"]
     with pytest.raises(DpnError, match="no class token that joins behind the first block"):
         convert(source, tmp_path / "timm.safetensors", to="timm")
-    state = {"blocks.0.attn.qkv.bias": torch.zeros(3 * WIDTH), **state}
-    assert read_file(saved(state, tmp_path)).format == "timm"
+    for other in ({"blocks.3.attn.qkv.bias": torch.zeros(3 * WIDTH), **state}, dtn_state(10, 0)):
+        assert read_file(saved(other, tmp_path)).format == "timm"
     save_file(dtn_state(12, 0), tmp_path / "model.safetensors")
     shape = {"img_size": SIDE * PATCH, "patch_size": PATCH, "embed_dim": WIDTH, "num_heads": HEADS, "mlp_ratio": 2}
     arguments = {**shape, "num_classes": CLASSES, "qkv_bias": False, "no_embed_class": True}
@@ -262,8 +262,7 @@ def test_a_baseline_pooled_otherwise_has_no_class_token(tmp_path: Path) -> None:
     [(192, 4), (384, 6), (432, 9), (768, None)],
 )
 def test_heads_of_the_baselines_are_those_of_the_code(width: int, heads: int | None, tmp_path: Path) -> None:
-    state = {name: value for name, value in dtn_state(1, 0).items() if name != "patch_embed.proj.weight"}
-    state["patch_embed.proj.weight"] = torch.zeros(width, 3, 1, 1)
+    state = dtn_state(12, 0) | {"patch_embed.proj.weight": torch.zeros(width, 3, 1, 1)}
     assert read_file(saved(state, tmp_path)).heads == heads
 
 

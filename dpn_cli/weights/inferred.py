@@ -48,39 +48,49 @@ def config_of(
             f"--checkpoint {source.source}: {heads} heads do not divide its attention's {attn_width} features; "
             "state the number with 'dpn checkpoint convert --heads N'"
         )
-    own_pool: Pool = "map" if "attn_pool.latent" in state else "tok" if "cls_token" in state else "gap"
-    beside = own_pool == "tok" and source.pool == "gap"
-    own_pool = "gap" if beside else own_pool
-    if source.pool not in (None, own_pool):
-        raise DataError(
-            f"--checkpoint {source.source}: its pool is {source.pool!r} and its tensors are those of {own_pool!r}"
-        )
-    if pool is not None and pool not in ("gap", own_pool):
-        has = "attention pooling" if pool == "map" else "class token that it pools by" if beside else "class token"
-        ways = " or ".join(dict.fromkeys([f"pool={own_pool}", "pool=gap"]))
-        raise DpnError(f"backbone.pool={pool}: {source.source} has no {has}; use {ways}")
-    options, has_class_token = source.norm_options, beside or (pool or own_pool) == "tok"
-    if not has_class_token:
+    pool, beside = _pooling(source, pool)
+    options = source.norm_options
+    if pool != "tok" and not beside:
         options = options.model_copy(update={"class_token_at": None})
     native = None if source.grid is None else (source.grid[0] * rows, source.grid[1] * columns)
-    return ViTConfig(
-        size,
-        (rows, columns),
-        check_image_size(image_size or native or 224, (rows, columns)),
-        source.stem,
-        pool or own_pool,
-        "pre_logits.weight" in state,
-        source.posemb,
-        source.eps,
-        source.act,
-        mean_beside_class_token=beside,
-        pre_norm="norm_pre.weight" in state,
-        fc_norm="fc_norm.weight" in state,
-        attn_width=None if attn_width == width else attn_width,
-        norm=source.norm,
-        placement=source.placement,
-        norm_options=options,
-    )
+    pixels = check_image_size(image_size or native or 224, (rows, columns))
+    try:
+        return ViTConfig(
+            size,
+            (rows, columns),
+            pixels,
+            source.stem,
+            pool,
+            "pre_logits.weight" in state,
+            source.posemb,
+            source.eps,
+            source.act,
+            mean_beside_class_token=beside,
+            pre_norm="norm_pre.weight" in state,
+            fc_norm="fc_norm.weight" in state,
+            attn_width=None if attn_width == width else attn_width,
+            norm=source.norm,
+            placement=source.placement,
+            norm_options=options,
+        )
+    except DpnError as error:
+        raise DpnError(f"--checkpoint {source.source}: {error}") from error
+
+
+def _pooling(source: Checkpoint, pool: Pool | None) -> tuple[Pool, bool]:
+    """Return the pooling, which has to be the file's own or "gap", and whether a class token stands beside the mean."""
+    own: Pool = "map" if "attn_pool.latent" in source.state else "tok" if "cls_token" in source.state else "gap"
+    beside = own == "tok" and source.pool == "gap"
+    own = "gap" if beside else own
+    if source.pool not in (None, own):
+        raise DataError(
+            f"--checkpoint {source.source}: its pool is {source.pool!r} and its tensors are those of {own!r}"
+        )
+    if pool is not None and pool not in ("gap", own):
+        has = "attention pooling" if pool == "map" else "class token that it pools by" if beside else "class token"
+        ways = " or ".join(dict.fromkeys([f"pool={own}", "pool=gap"]))
+        raise DpnError(f"backbone.pool={pool}: {source.source} has no {has}; use {ways}")
+    return pool or own, beside
 
 
 # Widths with one usual number of heads: the standard sizes, shape-optimised, giant and gigantic ViTs.

@@ -66,11 +66,13 @@ def read(contents: Contents) -> Checkpoint:
 def is_baseline(state: State) -> bool:
     """Tell a network of this code with LayerNorm, in timm's names, from timm's own.
 
-    It has a class token without a position, and no bias of q, k and v.
+    It has a class token without a position, no bias of q, k and v, and blocks behind the one where that token joins.
     """
     posemb = state.get("pos_embed")
     rows = 0 if posemb is None or posemb.ndim != 3 else posemb.shape[1]
-    return rows > 0 and int(rows**0.5) ** 2 == rows and "cls_token" in state and "blocks.0.attn.qkv.bias" not in state
+    biased = any(name.endswith(".attn.qkv.bias") for name in state)
+    whole = {"cls_token", f"blocks.{JOINS_AT}.attn.qkv.weight"} <= state.keys()
+    return whole and not biased and rows > 0 and int(rows**0.5) ** 2 == rows
 
 
 def read_baseline(contents: Contents) -> Checkpoint:
