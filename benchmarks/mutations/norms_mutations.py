@@ -54,9 +54,10 @@ MUTATIONS = [
     (BASE, "of_mean / context.count - slope * mean", "of_mean / context.count", "the gradient of a variance is not central", T),
     (RUNNING, "of_var.sum(axis, True) * -0.5", "-of_var.sum(axis, True)", "the gradient by the variance is twice what it is", T),
     (DTN, "_sum_by_head(sum_var * var_ln) - ", "_sum_by_head(sum_var * var_ln) + ", "the gradient of DTN's shares adds the other variance", T),
-    (DTN, ".addcmul_(mean, of_near[1], value=-2)", "", "the mean of DTN's neighbourhood has no gradient by the variance", T),
+    (DTN, ".addcmul_(mean, of_var, value=-2)", "", "the mean of DTN's neighbourhood has no gradient by the variance", T),
     (DTN, "            own = torch.ones_like(share)", "            pass", "DTN of variances alone mixes the means", T),
     (BASE, ".add_(bias - mean * scale)", ".add_(bias - mean)", "what norms of shared statistics subtract is not scaled", T),
     (RUNNING, ".sub_(mean_token)", "", "switchable norm leaves LN's mean in", T),
     (NORMS, "moments(groups, 1, 3)", "moments(groups, 1, 2, 3)", "group norm takes all groups together", T),
+    (DTN, ".addcmul_(both[0], of_both[1], value=2)", "", "DTN's tokens have no gradient by their squares", T),
 ]  # fmt: skip

@@ -115,14 +115,42 @@ class DynamicTokenNorm(TokenNorm):
         down, right = self.pool
         if down * right > 1:
             tokens = reduce(tokens, "b h (y p) (x q) d -> b h y x d", "mean", p=down, q=right)
-        both = torch.stack([tokens, tokens.square()])
-        both = (self.attention(0) @ both.flatten(-2)).view_as(both)
-        both = self.attention(1)[:, None] @ both
-        return repeat(both, "s b h y x d -> s b h (y p) (x q) d", p=down, q=right) if down * right > 1 else both
+        near: Tensor = _Neighbourhood.apply(tokens, self.attention(0), self.attention(1))
+        return repeat(near, "s b h y x d -> s b h (y p) (x q) d", p=down, q=right) if down * right > 1 else near
+
+
+# The gradients of the next two are written out because autograd's way reads and writes twice as much memory, which is
+# what this norm takes its time for.
+
+
+class _Neighbourhood(torch.autograd.Function):
+    """Means of tokens (b, h, y, x, d) and of their squares, (2, b, h, y, x, d).
+
+    The means are under attention along rows (h, y, y) and along columns (h, x, x).
+    """
+
+    @staticmethod
+    def forward(context: Any, tokens: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        both = tokens.new_empty((2, *tokens.shape))
+        both[0] = tokens
+        torch.mul(tokens, tokens, out=both[1])
+        half = (rows @ both.flatten(-2)).view_as(both)
+        context.save_for_backward(both, half, rows, columns)
+        return columns[:, None] @ half
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        both, half, rows, columns = context.saved_tensors
+        of_columns = (gradient @ half.mT).sum((0, 1, 3))
+        of_half = (columns.mT[:, None] @ gradient).flatten(-2)
+        of_rows = (of_half @ both.flatten(-2).mT).sum((0, 1))
+        of_both = (rows.mT @ of_half).view_as(both)
+        return of_both[0].addcmul_(both[0], of_both[1], value=2), of_rows, of_columns
 
 
 class _Mixture(torch.autograd.Function):
-    """Standardise tokens (b, h, y, x, d) with DTN's mixture of statistics: its arithmetic in half of autograd's time.
+    """Standardise tokens (b, h, y, x, d) with DTN's mixture of statistics.
 
     `near` (2, b, h, y, x, d) has the means of tokens and of their squares over the neighbourhood; LN's mean and
     variance are (b, 1, y, x, 1), and LN's share in the mean and in the variance (h, 1, 1, 1).
@@ -150,18 +178,17 @@ class _Mixture(torch.autograd.Function):
     @once_differentiable
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         y, root, mean, variance, mean_ln, var_ln, of_mean, of_variance = context.saved_tensors
+        of_near = mean.new_empty((2, *mean.shape))
+        scratch, of_var = of_near
         of_x = gradient * root  # minus the gradient of the mixture's mean
-        of_var = (of_x * y).mul_(root).mul_(-0.5)  # the gradient of the mixture's variance
+        torch.mul(of_x, y, out=of_var).mul_(root).mul_(-0.5)  # the gradient of the mixture's variance
         sum_x, sum_var = of_x.sum(-1, keepdim=True), of_var.sum(-1, keepdim=True)
-        of_shares = [
-            _sum_by_head(of_x * mean) - _sum_by_head(sum_x * mean_ln),
-            _sum_by_head(sum_var * var_ln) - _sum_by_head(of_var * variance),
-        ]
-        of_near = torch.empty((2, *mean.shape), dtype=mean.dtype, device=mean.device)
-        torch.mul(of_var, 1 - of_variance, out=of_near[1])
-        torch.mul(of_x, of_mean - 1, out=of_near[0]).addcmul_(mean, of_near[1], value=-2)
         of_ln = -(of_mean * sum_x).sum(1, keepdim=True), (of_variance * sum_var).sum(1, keepdim=True)
-        return of_x, of_near, *of_ln, *of_shares, None
+        share_of_mean = _sum_by_head(torch.mul(of_x, mean, out=scratch)) - _sum_by_head(sum_x * mean_ln)
+        share_of_variance = _sum_by_head(sum_var * var_ln) - _sum_by_head(torch.mul(of_var, variance, out=scratch))
+        of_var.mul_(1 - of_variance)
+        torch.mul(of_x, of_mean - 1, out=scratch).addcmul_(mean, of_var, value=-2)
+        return of_x, of_near, *of_ln, share_of_mean, share_of_variance, None
 
 
 def _sum_by_head(x: Tensor) -> Tensor:
