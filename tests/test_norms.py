@@ -24,7 +24,7 @@ EPS, WIDTH, GRID = 1e-3, 12, (3, 5)
 TOKENS = Tokens(heads=4, grid=GRID)
 RUNNING: tuple[Norm, ...] = ("bn", "sn", "powernorm", "un", "prepbn")
 # Warm-ups that end within a test.
-SHORT = NormOptions(power_warmup=2, un_warmup=2)
+SHORT = NormOptions(power_warmup=2, un_warmup=2, prepbn_share=1.0)
 
 Batch = tuple[Tensor, Tensor]
 State = dict[str, Tensor]

@@ -90,7 +90,11 @@ def test_prepbn_learns_how_far_the_training_is() -> None:
     norm: Any = model.blocks[0].norm1
     norm.register_forward_hook(lambda module, inputs, output: shares.append(float(module.progress)))
     train(model, 4)
-    assert shares == [0, 0.25, 0.5, 0.75]
+    assert shares == pytest.approx([0, 0.25 / 0.8, 0.5 / 0.8, 0.75 / 0.8])
+    norm.share = 0.5
+    shares.clear()
+    train(model, 4)
+    assert shares == [0, 0.5, 1, 1]
 
 
 def test_evaluation_uses_the_running_statistics_and_leaves_them() -> None:

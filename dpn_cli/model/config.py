@@ -136,6 +136,7 @@ def _check_options(config: ViTConfig) -> None:
         "in_unbiased": (config.norm == "in", "--norm in"),
         "group_scale": (config.norm == "powernorm", "--norm powernorm"),
         "power_warmup": (config.norm == "powernorm", "--norm powernorm"),
+        "prepbn_share": (config.norm == "prepbn", "--norm prepbn"),
         "un_warmup": (config.norm == "un", "--norm un"),
         "un_filter": (config.norm == "un", "--norm un"),
     }

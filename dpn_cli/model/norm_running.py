@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from dpn_cli.model.norm_base import RunningNorm, moments, moments_over_ranks, standardised
+from dpn_cli.model.norm_base import NormOptions, RunningNorm, moments, moments_over_ranks, standardised
 
 MOMENTUM = 0.1  # torch.nn.BatchNorm1d's: the share of the batch in the running statistics
 
@@ -66,16 +66,18 @@ class PRepBN(BatchNorm):
     """Progressive re-parameterised batch norm (SLAB, arXiv 2405.11582).
 
     In training ``lambda * LN(x) + (1 - lambda) * RepBN(x)`` with ``RepBN(x) = BN(x) + eta * x``, where lambda falls
-    from one to zero as `progress`, the share of the training that is done, rises (`model.norms.set_progress`). In
-    evaluation RepBN alone, however far the training is. `weight` and `bias` are batch norm's; `eta` starts at one.
-    A training that starts from other weights goes on from their `progress`, which is then `begun`.
+    from one to zero as `progress` rises (`model.norms.set_progress`): from 0 at the beginning of the training to 1 when
+    `NormOptions.prepbn_share` of it is done. In evaluation RepBN alone, however far the training is. `weight` and
+    `bias` are batch norm's; `eta` starts at one. A training that starts from other weights goes on from their
+    `progress`, which is then `begun`.
     """
 
     progress: Tensor
     begun = 0.0
 
-    def __init__(self, features: int, eps: float) -> None:
+    def __init__(self, features: int, eps: float, options: NormOptions) -> None:
         super().__init__(features, eps)
+        self.share = options.prepbn_share
         self.ln = nn.LayerNorm(features, eps=eps)
         self.eta = nn.Parameter(torch.empty(1))
         self.register_buffer("progress", torch.empty(()))

@@ -83,7 +83,7 @@ _NORMS: dict[Norm, Callable[[int, float, Tokens, NormOptions], nn.Module]] = {
     "scalenorm": lambda features, eps, tokens, options: ScaleNorm(features, eps),
     "powernorm": lambda features, eps, tokens, options: PowerNorm(features, eps, tokens, options),
     "un": lambda features, eps, tokens, options: UnifiedNorm(features, eps, options),
-    "prepbn": lambda features, eps, tokens, options: PRepBN(features, eps),
+    "prepbn": lambda features, eps, tokens, options: PRepBN(features, eps, options),
     "rms": lambda features, eps, tokens, options: nn.RMSNorm(features, eps=eps),
     "dtn": lambda features, eps, tokens, options: DynamicTokenNorm(features, eps, tokens, options),
     "none": lambda features, eps, tokens, options: nn.Identity(),
@@ -113,7 +113,7 @@ def set_progress(model: nn.Module, share: float) -> None:
     """Tell the norms of `model` that depend on it which share of the training is done, from 0 to 1."""
     for module in model.modules():
         if isinstance(module, PRepBN):
-            module.progress.fill_(module.begun + (1 - module.begun) * share)
+            module.progress.fill_(module.begun + (1 - module.begun) * min(1.0, share / module.share))
 
 
 def begin_at_progress(model: nn.Module) -> None:

@@ -96,6 +96,7 @@ class NormOptions(Section):
     in_unbiased: bool = False
     group_scale: bool = False
     power_warmup: Annotated[int, Field(ge=0)] = 3000
+    prepbn_share: Annotated[float, Field(gt=0, le=1)] = 0.8
     un_warmup: Annotated[int, Field(ge=0)] = 4000
     un_filter: bool = True
 
