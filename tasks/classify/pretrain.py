@@ -32,10 +32,7 @@ DEMO_NOTE = (
 
 
 def run(recipe: PretrainRecipe, place: Place, console: Console) -> Json | None:
-    """Train and return the result; None on ranks that do not lead and after a dry run.
-
-    Raises `DpnError` and its subclasses, which carry the exit code.
-    """
+    """Train and return the result; None on ranks that do not lead and after a dry run."""
     if recipe.demo:
         console.info(DEMO_NOTE)
     recipe = recipe.model_copy(update={"backbone": with_own_stem(recipe.backbone, console)})

@@ -17,10 +17,7 @@ from tasks.segment.train import DEMO_NOTE, describe_length, measure_step, open_d
 
 
 def run(recipe: SegmentRecipe, place: Place, console: Console) -> dict[str, Any] | None:
-    """Train and return the result; None on ranks that do not lead and after a dry run.
-
-    Raises `DpnError` and its subclasses, which carry the exit code.
-    """
+    """Train and return the result; None on ranks that do not lead and after a dry run."""
     if recipe.demo:
         console.info(DEMO_NOTE)
     recipe = recipe.model_copy(update={"backbone": with_own_stem(recipe.backbone, console)})
