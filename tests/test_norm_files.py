@@ -211,7 +211,7 @@ def test_deits_of_slabs_code_give_its_outputs(linear_norm: bool, tmp_path: Path)
         0.75 if linear_norm else 1.0
     }
     shares = []
-    for share in (0, 0.5):  # fine-tuning goes on where the file's training was
+    for share in (0, 0.4):  # fine-tuning goes on where the file's training was; 0.4 is half of what it mixes
         set_progress(ours, share)
         shares.append(float(ours.get_submodule("norm").progress))
     assert shares == ([0.75, 0.875] if linear_norm else [1, 1])
