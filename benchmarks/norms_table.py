@@ -3,8 +3,8 @@
     python benchmarks/norms_table.py --out runs/norms            # all: 69 trainings of two minutes each
     python benchmarks/norms_table.py --out runs/norms --print    # the table of what is there
 
-Each training is ``dpn pretrain --data demo`` with one seed; those whose result is there are not trained again. Memory is
-the largest resident size of the training's process.
+Each training is ``dpn pretrain --data demo`` with one seed; those whose result is there are not trained again. Memory
+is the largest resident size of the training's process.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def train(variant: dict[str, str], seed: int, out: Path) -> None:
 
 def table(out: Path) -> str:
     """Return the table of all results in Markdown."""
-    lines = ["| stem | norm | placement | top-1, % | seeds | CPU seconds | memory, MiB |", "|---|---|---|---|---|---|---|"]
+    lines = ["| stem | norm | placement | top-1, % | by seed | CPU seconds | memory, MiB |", f"|{'---|' * 7}"]
     for variant in variants():
         notes = [out / f"{name_of(variant, seed)}.json" for seed in SEEDS]
         done = [json.loads(note.read_text()) for note in notes if note.is_file()]

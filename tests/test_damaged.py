@@ -24,7 +24,7 @@ from dpn_cli.weights.backbone import export_backbone, load_backbone, load_whole
 from dpn_cli.weights.formats import read_file
 
 DPN = GOLDENS / "vit_dpn.params.npz"
-FILES = 2000
+FILES = int(os.environ.get("DPN_DAMAGED", "1000"))
 Damage = Callable[[bytes, np.random.Generator], bytes]
 
 
@@ -169,10 +169,10 @@ def test_a_zip_bomb_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
     path = tmp_path / "bomb.npz"
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, {"descr": "<f4", "fortran_order": False, "shape": (2**34,)})
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         for number in range(65):
             archive.writestr(f"{number}.npy", header.getvalue() + bytes(2**24))
-    assert path.stat().st_size < 2**21
+    assert path.stat().st_size < 2**23
     with pytest.raises(DataError, match="bytes that unpack to"):
         read_file(path)
 

@@ -170,7 +170,8 @@ class _Mixture(torch.autograd.Function):
         mean, second = near
         variance = torch.addcmul(second, mean, mean, value=-1).clamp_min_(0)
         root = (variance * (1 - of_variance)).add_(of_variance * var_ln + eps).rsqrt_()
-        y: Tensor = (mean * (of_mean - 1)).sub_(of_mean * mean_ln).add_(tokens).mul_(root)
+        # What is saved and returned is not made in place: torch 2.11's compiler would save what was there before.
+        y: Tensor = (mean * (of_mean - 1)).sub_(of_mean * mean_ln).add_(tokens).mul(root)
         context.save_for_backward(y, root, mean, variance, mean_ln, var_ln, of_mean, of_variance)
         return y
 

@@ -117,7 +117,7 @@ class _Mixture(torch.autograd.Function):
         eps: float,
     ) -> Tensor:
         root = (var_feature + (var_token + eps)).rsqrt_()
-        y = (x - mean_feature).sub_(mean_token).mul_(root)
+        y = (x - mean_feature).sub_(mean_token).mul(root)  # not in place: see norm_dtn
         context.save_for_backward(y, root)
         return y
 
