@@ -61,10 +61,10 @@ class ViTConfig:
         if self.norm == "dtn" and self.dtn_blocks > self.size.depth - self.has_class_token:
             most = self.size.depth - self.has_class_token
             after = ", and the class token joins after those" if self.has_class_token else ""
+            fewer = f"--set backbone.norm_options.dtn_blocks={most}" if most else "a deeper --arch"
             raise DpnError(
-                f"--norm dtn: its norms mix the tokens of a whole grid in the first {self.dtn_blocks} blocks{after}, "
-                f"but {self.arch} has {self.size.depth}; use --set backbone.norm_options.dtn_blocks={most}"
-                f"{' or' if most else ', which is none:'} --set backbone.pool=gap"
+                f"--norm dtn: its norms mix the tokens of a whole grid in the first {self.dtn_blocks} of the blocks"
+                f"{after}, but {self.arch} has {self.size.depth}; use {fewer} or --set backbone.pool=gap"
             )
 
     @property

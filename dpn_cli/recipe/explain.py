@@ -107,5 +107,6 @@ def dotted_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
 def _keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in schema.model_fields.items():
         yield prefix + name
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _keys(field.annotation, f"{prefix}{name}.")
+        for inside in (field.annotation, *get_args(field.annotation)):  # a section may be null
+            if isinstance(inside, type) and issubclass(inside, BaseModel):
+                yield from _keys(inside, f"{prefix}{name}.")
