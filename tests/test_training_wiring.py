@@ -184,14 +184,14 @@ class _FirstStepError(Exception):
 
 COMMANDS = {
     "highres": ["finetune", "highres", "--data", "demo", "--checkpoint", "none"],
-    "pretrain": ["pretrain", "--data", "demo"],
+    "pretrain": ["pretrain", "--data", "PHOTOS", "--val-fraction", "0.4", "--augment", "none"],
     "segment": ["segment", "ade20k", "--data", "demo", "--checkpoint", "none"],
 }
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_seed_reaches_initial_weights_and_batches(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     starts: list[tuple[Tensor, Tensor]] = []
 
@@ -204,7 +204,7 @@ def test_the_seed_reaches_initial_weights_and_batches(
     monkeypatch.setattr(engine, "fit", stopped)
     for seed in ("0", "1", "1"):
         done = dpn_run(
-            *COMMANDS[command], "--arch", "mu/8", "-b", "8", "--steps", "4", "-j", "0",
+            *(str(photos) if word == "PHOTOS" else word for word in COMMANDS[command]), "--arch", "mu/8", "-b", "8", "--steps", "4", "-j", "0",
             "--device", "cpu", "--seed", seed, "--image-size", "32", "--overwrite", "-o", str(tmp_path / "run"), "-q",
         )  # fmt: skip
         assert isinstance(done.exception, _FirstStepError), done.output
