@@ -203,8 +203,9 @@ def test_the_seed_reaches_initial_weights_and_batches(
 
     monkeypatch.setattr(engine, "fit", stopped)
     for seed in ("0", "1", "1"):
+        words = [str(photos) if word == "PHOTOS" else word for word in COMMANDS[command]]
         done = dpn_run(
-            *(str(photos) if word == "PHOTOS" else word for word in COMMANDS[command]), "--arch", "mu/8", "-b", "8", "--steps", "4", "-j", "0",
+            *words, "--arch", "mu/8", "-b", "8", "--steps", "4", "-j", "0",
             "--device", "cpu", "--seed", seed, "--image-size", "32", "--overwrite", "-o", str(tmp_path / "run"), "-q",
         )  # fmt: skip
         assert isinstance(done.exception, _FirstStepError), done.output
