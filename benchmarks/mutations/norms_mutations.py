@@ -50,7 +50,7 @@ MUTATIONS = [
     (NORMS, "            variance = variance * (x.shape[1] / (x.shape[1] - 1))\n", "            pass\n", "instance norm has no unbiased variance", T),
     (NORMS, "nn.init.constant_(self.weight, math.sqrt(self.features))", "nn.init.ones_(self.weight)", "ScaleNorm starts with a scale of one", T),
     (NORMS, "        norm.reset_parameters()\n", "        pass\n", "a new norm has no values", T),
-    (NORMS, "            module.progress.fill_(share)", "            pass", "PRepBN does not hear of the progress", T),
+    (NORMS, "            module.progress.fill_(module.begun", "            (module.begun", "PRepBN does not hear of the progress", T),
     (BASE, "of_mean / context.count - slope * mean", "of_mean / context.count", "the gradient of a variance is not central", T),
     (RUNNING, "of_var.sum(axis, True) * -0.5", "-of_var.sum(axis, True)", "the gradient by the variance is twice what it is", T),
     (DTN, "_sum_by_head(sum_var * var_ln) - ", "_sum_by_head(sum_var * var_ln) + ", "the gradient of DTN's shares adds the other variance", T),
