@@ -15,12 +15,13 @@ from dpn_cli.arch import Norm
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine.fit import Outputs
 from dpn_cli.engine.memory import MicroBatch
-from dpn_cli.model.config import OVER_THE_BATCH
+from dpn_cli.model.config import OFFLINE
 from dpn_cli.recipe.schema import Runtime
 from dpn_cli.run.distributed import World
 from dpn_cli.run.folder import Checkpoints
 from dpn_cli.weights.backbone import Backbone
 
+OVER_THE_BATCH: tuple[Norm, ...] = ("sn", *OFFLINE)
 # Past their warm-ups within the trainings below.
 OPTIONS: dict[Norm, dict[str, Any]] = {"powernorm": {"power_warmup": 1}, "un": {"un_warmup": 1}}
 

@@ -16,7 +16,7 @@ MUTATIONS = [
     (RECIPE, 'update={"seed": seed, "seeds": ()}', 'update={"seeds": ()}', "every training has the first seed", C),
     (RECIPE, "{**plain, \"backbone\": _with_own(self.backbone, name)}", '{**plain, "backbone": plain["backbone"]}',
      "every network is the recipe's", C),
-    (RECIPE, 'if given and info.data.get("seed")', "if False", "--seed is dropped where --seeds is given", C),
+    (RECIPE, 'if seeds and info.data.get("seed")', "if False", "--seed is dropped where --seeds is given", C),
     (RUN, "for which in (name, first))", "for which in (first, name))", "the difference has the other sign", C),
     (RUN, "[seed for seed in values[name] if seed in values[first]]", "list(values[name])",
      "a seed that failed is looked for in the pairs", C),

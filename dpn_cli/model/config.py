@@ -11,8 +11,6 @@ from dpn_cli.recipe.network import NormOptions
 
 # Norms that are a scale and a shift per channel in evaluation, whatever the input.
 OFFLINE: tuple[Norm, ...] = ("bn", "powernorm", "un", "prepbn")
-# Norms whose statistics in training are those of all images that go through the network at once.
-OVER_THE_BATCH: tuple[Norm, ...] = (*OFFLINE, "sn")
 
 
 def usual_dtn_blocks(depth: int) -> int:

@@ -104,21 +104,21 @@ class Comparison(Recipe):
 
     @field_validator("compare")
     @classmethod
-    def _comparable(cls, given: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
-        if len(given) == 1:
+    def _comparable(cls, networks: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        if len(networks) == 1:
             raise ValueError(
                 "needs two stems or more, e.g. none,dpn, or networks, e.g. 'stem=none,norm=ln;stem=dpn,norm=ln'"
             )
-        distinct(tuple(str(sorted(settings_of(network).items())) for network in given))
+        distinct(tuple(str(sorted(settings_of(network).items())) for network in networks))
         backbone: BackboneConfig | None = info.data.get("backbone")  # None: it is wrong itself, which is told
-        for network in given if backbone else ():
+        for network in networks if backbone else ():
             assert backbone
             plain, section = _with_own(backbone, network), type(backbone)
             try:
                 section.model_validate(plain)
             except ValidationError as error:
                 raise ValueError(f"{network!r}: {explain(section, plain, error, {})}") from error
-        return given
+        return networks
 
     @property
     def stems(self) -> tuple[str, ...]:
@@ -169,10 +169,10 @@ class ComparedTraining(Comparison, TrainingRecipe):
 
     @field_validator("seeds")
     @classmethod
-    def _one_kind_of_seed(cls, given: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
-        if given and info.data.get("seed"):
+    def _one_kind_of_seed(cls, seeds: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
+        if seeds and info.data.get("seed"):
             raise ValueError(f"--seed {info.data['seed']} is given too; give one of them")
-        return distinct(given)
+        return distinct(seeds)
 
     @property
     def several(self) -> bool:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from dpn_cli.arch import Pool, Posemb, Stem, check_image_size, check_norm, check_placement, check_stem, parse_arch
 from dpn_cli.errors import DataError, DpnError
-from dpn_cli.model.config import OVER_THE_BATCH, ViTConfig
-from dpn_cli.model.norms import begin_at_progress
+from dpn_cli.model.config import ViTConfig
+from dpn_cli.model.norms import begin_at_progress, has_running_norms
 from dpn_cli.model.vit import DPNViT, posemb_sincos2d, resample_posemb
 from dpn_cli.recipe.network import BackboneConfig, NormOptions
 from dpn_cli.weights.formats import Checkpoint, State, network_metadata
@@ -146,7 +146,7 @@ def load_backbone(
             if asked not in (None, own := getattr(config, key)):
                 raise DpnError(f"backbone.{key}={asked}: {source.source} was trained with {own}; leave the key out")
         model = _load(source, config, head, align_corners)
-    if grad_checkpointing and model.config.norm in OVER_THE_BATCH:
+    if grad_checkpointing and has_running_norms(model):
         raise DpnError(
             f"backbone.grad_checkpointing: --norm {model.config.norm} would count every batch twice in its running "
             "statistics; use a smaller --micro-batch-size instead"

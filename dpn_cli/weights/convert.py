@@ -161,35 +161,23 @@ def proof_images(model: Backbone) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(PROOF_SEED))
 
 
-@torch.no_grad()
-def difference_of_outputs(expected: Tensor, model: Any, images: Tensor) -> float:
-    """Return the largest difference of a network's outputs from those expected, relative to the largest of them.
-
-    Infinite when an output is NaN or infinite.
-    """
-    outputs = model(images)
-    if not (expected.isfinite().all() and outputs.isfinite().all()):
+def relative_difference(outputs: Tensor, others: Tensor) -> float:
+    """Return the largest difference of outputs from others, relative to the largest; infinite if one is not finite."""
+    if not (outputs.isfinite().all() and others.isfinite().all()):
         return math.inf
-    return float((expected - outputs).abs().max() / expected.abs().max().clamp(min=1e-30))
+    return float((outputs - others).abs().max() / outputs.abs().max().clamp(min=1e-30))
 
 
 @torch.no_grad()
 def distance(model: Any, other: Any, images: Tensor) -> float:
-    """Return the largest difference of tokens and outputs of two ViTs, relative to the largest value.
-
-    Infinite when an output of either is NaN or infinite.
-    """
-    worst = 0.0
-    for i in range(len(images)):
-        image = images[i : i + 1]
-        for ours, theirs in (
-            (model.forward_features(image), other.forward_features(image)),
-            (model(image), other(image)),
-        ):
-            if not (ours.isfinite().all() and theirs.isfinite().all()):
-                return math.inf
-            worst = max(worst, float((ours - theirs).abs().max() / ours.abs().max().clamp(min=1e-30)))
-    return worst
+    """Return the largest relative difference of tokens and outputs of two ViTs, image by image."""
+    return max(
+        max(
+            relative_difference(model.forward_features(image), other.forward_features(image)),
+            relative_difference(model(image), other(image)),
+        )
+        for image in torch.split(images, 1)
+    )
 
 
 def timm_state(model: DPNViT) -> dict[str, Tensor]:

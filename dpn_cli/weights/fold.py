@@ -17,7 +17,7 @@ from dpn_cli.model.stem import Affine, PatchStem
 from dpn_cli.recipe.network import NormOptions
 from dpn_cli.run.files import replace_file
 from dpn_cli.weights.backbone import Backbone, describe_backbone, load_whole
-from dpn_cli.weights.convert import PROOF_IMAGES, TOLERANCE, difference_of_outputs, origin, proof_images
+from dpn_cli.weights.convert import PROOF_IMAGES, TOLERANCE, origin, proof_images, relative_difference
 from dpn_cli.weights.formats import Checkpoint, read_file
 from dpn_cli.weights.written import save_weights
 
@@ -44,7 +44,8 @@ def fold_file(source: Checkpoint, target: Path) -> dict[str, Any]:
     def write(temporary: Path) -> None:
         nonlocal error
         save_weights(temporary, state, metadata)
-        error = difference_of_outputs(expected, load_whole(read_file(temporary), None).double(), images)
+        with torch.no_grad():
+            error = relative_difference(expected, load_whole(read_file(temporary), None).double()(images))
         if not error <= TOLERANCE:
             raise DpnError(
                 f"{target}: not written: outputs on {PROOF_IMAGES} random images differ by {error:.1e} (relative), "
