@@ -209,3 +209,13 @@ def test_a_folders_recipe_differs_from_adeks_where_pictures_do() -> None:
     assert (ade.evaluation.mode, ade.evaluation.size, ade.evaluation.scales) == ("slide", "both", (1.0,))
     assert folder.evaluation.size == "resize"  # as training sizes the pictures
     assert (ade.head_init, ade.epochs, ade.evaluate_every) == ("truncated_normal", None, 16_000)
+
+
+def test_norms_over_a_grid_follow_the_size() -> None:
+    vit = load_backbone("nano/8", norm="dtn", image_size=32, num_classes=3)
+    initialize_head(vit, "lecun_normal", 0)
+    network = LinearSegmenter(vit, final_norm=False).eval()
+    image = torch.randn(1, 3, 48, 16, generator=torch.Generator().manual_seed(0))
+    with network.at_size((48, 16)), torch.no_grad():
+        assert network(image).shape == (1, 3, 6, 2)
+    assert vit.blocks[0].norm1.grid == (4, 4)
