@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,23 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 import numpy as np
 import pytest
 import torch
+import typer.main
+import typer.testing
 from PIL import Image
-from programs import LIMIT
+from programs import LIMIT, kill_tree
 from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
 GOLDENS = Path(__file__).parent / "goldens"
 Arrays = dict[str, np.ndarray[Any, Any]]
+FSYNC = os.fsync
+# What the processes below import, some of it only when they train or count.
+multiprocessing.set_forkserver_preload(
+    [
+        *("pytest", "sklearn.datasets", "torch._dynamo", "torchmetrics.classification", "typer.testing"),
+        *("tasks.classify.train", "tasks.vtab.command", "tasks.lit.command", "tasks.segment.command"),
+    ]
+)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -33,6 +44,15 @@ def pytest_runtest_protocol() -> Iterator[None]:
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _without_waiting() -> Iterator[None]:
+    """Make each app's command once, and wait for no disk: only a power cut needs that (test_flush.py)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.testing, "_get_command", cache(typer.main.get_command))
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +84,6 @@ def run_ranks(main: Callable[..., None], *arguments: object, limit: float = LIMI
 
     Raises `TimeoutError` after the limit in seconds: ranks that wait for each other wait for ever.
     """
-    multiprocessing.set_forkserver_preload(["torch.distributed", "timm", "open_clip", "dpn_cli.engine.fit"])
     ranks = start_processes(main, args=arguments, nprocs=2, join=False, start_method="forkserver")  # type: ignore[no-untyped-call]
     until = time.monotonic() + limit
     try:
@@ -75,6 +94,22 @@ def run_ranks(main: Callable[..., None], *arguments: object, limit: float = LIMI
         for process in ranks.processes:
             process.kill()
             process.join()
+
+
+def run_apart(main: Callable[..., None], *arguments: object, limit: float = LIMIT) -> int:
+    """Call ``main(*arguments)`` in a process that comes from where those of `run_ranks` do; returns its exit code.
+
+    Raises `TimeoutError` after the limit in seconds.
+    """
+    process = multiprocessing.get_context("forkserver").Process(target=main, args=arguments)
+    process.start()
+    process.join(limit)
+    code, pid = process.exitcode, process.pid
+    if code is None:
+        assert pid is not None
+        kill_tree(pid)
+        raise TimeoutError(f"the process did not end within {limit:g} s")
+    return code
 
 
 def nchw(image: np.ndarray[Any, Any]) -> Tensor:

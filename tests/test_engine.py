@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import signal
-import sys
 import traceback
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import GOLDENS, Arrays, nchw
-from programs import run_program
+from conftest import GOLDENS, Arrays, nchw, run_apart
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dpn_cli.engine import fit as engine
@@ -380,30 +380,22 @@ def test_lost_records_are_counted_once_however_often_a_run_is_resumed(evaluated:
     assert "are gone" in warnings[1]
 
 
-SAVE_AND_DIE = """
-import os, signal, sys
-from pathlib import Path
-from safetensors.torch import save_file
-import dpn_cli.run.folder as runstate
-from test_engine import Checkpoints, Outputs, small, train
+def save_and_die(folder: Path) -> None:
+    saves = itertools.count(1)
 
-saves = 0
-def dying(tensors, path, metadata):
-    global saves
-    saves += 1
-    save_file(tensors, path, metadata)
-    if saves == 3:
-        os.truncate(path, os.path.getsize(path) // 2)
-        os.kill(os.getpid(), signal.SIGKILL)
+    def dying(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+        save_file(tensors, path, metadata)
+        if next(saves) == 3:
+            os.truncate(path, path.stat().st_size // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
 
-runstate.save_file = dying
-train(small(), 10, outputs=Outputs(Checkpoints(Path(sys.argv[1]))), checkpoint_every=2)
-"""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dpn_cli.run.folder.save_file", dying)
+        train(small(), 10, outputs=Outputs(Checkpoints(folder)), checkpoint_every=2)
 
 
 def test_kill_nine_in_the_middle_of_a_save_loses_nothing(tmp_path: Path) -> None:
-    process = run_program([sys.executable, "-c", SAVE_AND_DIE, str(tmp_path)], cwd=Path(__file__).parent)
-    assert process.returncode == -signal.SIGKILL
+    assert run_apart(save_and_die, tmp_path) == -signal.SIGKILL
     whole, resumed = small(), small(seed=9)
     warnings: list[str] = []
     steps: list[int] = []

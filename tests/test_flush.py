@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import FSYNC
 from safetensors.torch import save_file
 
 from dpn_cli.run.files import replace_file, replace_json, replace_text
@@ -46,10 +47,9 @@ class Disk:
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     found = Disk()
-    fsync = os.fsync
 
     def flush(descriptor: int) -> None:
-        fsync(descriptor)
+        FSYNC(descriptor)
         found.flush(Path(f"/proc/self/fd/{descriptor}").readlink())
 
     monkeypatch.setattr(os, "fsync", flush)

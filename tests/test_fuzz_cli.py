@@ -230,7 +230,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(engine, "fit", stop)
     monkeypatch.setattr(tower, "demo_tower", stop)
-    monkeypatch.setattr(typer.testing, "_get_command", lambda _: COMMAND)  # made once: it takes most of the time
     monkeypatch.setattr(plan, "MEASURED_SECONDS", 0.001)
     monkeypatch.setattr(plan, "SIDE", {"cpu": 8})
     return tmp_path

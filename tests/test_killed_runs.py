@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ import test_lit
 import test_pretrain
 import test_segment
 import test_vtab
-from conftest import pictures
-from programs import LIMIT, run_program
+from conftest import pictures, run_apart
+from programs import LIMIT
 from test_lit_data import write_pictures, write_table
 from test_pretrain_stages import sweep
 
@@ -116,11 +115,7 @@ def data(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def killed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("killed")
-    here = Path(__file__)
-    script = "import sys; from pathlib import Path; from test_killed_runs import kill_all; "
-    script += "kill_all(Path(sys.argv[1]), Path(sys.argv[2]))"
-    done = run_program([sys.executable, "-c", script, str(data), str(folder)], cwd=here.parent)
-    assert done.returncode == 0, done.stderr
+    assert run_apart(kill_all, data, folder) == 0
     return folder
 
 

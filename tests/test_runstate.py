@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
+import resource
+import signal
 from pathlib import Path
 
 import pytest
 import torch
-from programs import run_program
+from conftest import run_apart
 from safetensors.torch import save_file
 
 from dpn_cli.errors import DataError, SaveError
@@ -56,29 +57,17 @@ def test_weights_can_be_read_by_whoever_can_read_the_rest(tmp_path: Path) -> Non
     assert (tmp_path / "weights").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
-FILL_AND_SAVE = """
-import resource, signal, sys
-from pathlib import Path
-import torch
-from dpn_cli.errors import SaveError
-from dpn_cli.run.folder import Checkpoints
-
-checkpoints = Checkpoints(Path(sys.argv[1]))
-checkpoints.save("last", {"w": torch.ones(1000)}, {"step": 1})
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-try:
-    checkpoints.save("last", {"w": torch.ones(100_000)}, {"step": 2})
-except SaveError as error:
-    print(error)
-"""
+def fill_and_save(folder: Path) -> None:
+    checkpoints = Checkpoints(folder)
+    checkpoints.save("last", {"w": torch.ones(1000)}, {"step": 1})
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    with pytest.raises(SaveError, match="not written .* what was saved before is intact"):
+        checkpoints.save("last", {"w": torch.ones(100_000)}, {"step": 2})
 
 
 def test_a_disk_that_takes_no_more_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    done = run_program([sys.executable, "-c", FILL_AND_SAVE, str(tmp_path)])
-    assert done.returncode == 0, done.stderr
-    assert "not written" in done.stdout
-    assert "what was saved before is intact" in done.stdout
+    assert run_apart(fill_and_save, tmp_path) == 0
     loaded = Checkpoints(tmp_path).load("last", pytest.fail)
     assert loaded is not None
     assert loaded[1] == {"step": 1}

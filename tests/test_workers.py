@@ -146,6 +146,19 @@ def test_an_error_of_something_else_stays_what_it_is(monkeypatch: pytest.MonkeyP
         raise RuntimeError("of something else")
 
 
+def test_without_workers_an_error_waits_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+
+    def wait(processes: list[int], seconds: float) -> list[int]:
+        waited.append(seconds)
+        return []
+
+    monkeypatch.setattr(workers, "wait", wait)
+    with pytest.raises(RuntimeError, match="of something else"), open_loader(Numbers(), 0, batch_size=2):
+        raise RuntimeError("of something else")
+    assert waited == [0]
+
+
 @pytest.mark.parametrize(
     ("code", "message"),
     [

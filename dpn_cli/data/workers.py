@@ -77,7 +77,7 @@ def watched(processes: Sequence[BaseProcess]) -> Iterator[None]:
         raise
     except Exception:
         # Who reads from a worker meets its end as a lost connection or a RuntimeError, perhaps before it has ended.
-        closed = wait([process.sentinel for process in processes], DYING)
+        closed = wait([process.sentinel for process in processes], DYING if processes else 0)
         for process in processes:
             if process.sentinel in closed:
                 _wait_for_exit_code(process)
