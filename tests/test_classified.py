@@ -17,10 +17,10 @@ from dpn_cli.data.classified import (
     ClassFolders,
     ImageSource,
     Part,
-    _minival_size,
     describe_imagenet,
     hash_order,
     hold_out,
+    minival_size,
     open_class_data,
     open_split,
 )
@@ -40,13 +40,13 @@ def test_class_folders_are_read_in_alphabetical_order(tmp_path: Path, monkeypatc
 
 
 def test_the_last_hundredth_is_watched_and_small_data_sets_get_more() -> None:
-    assert _minival_size(1_281_167, None) == 12_812  # train[99%:]
-    assert _minival_size(1_281_167, 0.01) == 12_812
-    assert (_minival_size(200, None), _minival_size(3000, None), _minival_size(9, None)) == (20, 50, 1)
-    assert _minival_size(200, 0.0) == 0
+    assert minival_size(1_281_167, None) == 12_812  # train[99%:]
+    assert minival_size(1_281_167, 0.01) == 12_812
+    assert (minival_size(200, None), minival_size(3000, None), minival_size(9, None)) == (20, 50, 1)
+    assert minival_size(200, 0.0) == 0
     # Fifty images choose nothing: to choose by, there are at least 500, or a tenth where that is less.
-    assert [_minival_size(images, None, True) for images in (200, 3000, 20_000, 1_281_167)] == [20, 300, 500, 12_812]
-    assert (_minival_size(3000, 0.02, True), _minival_size(3000, 0.0, True)) == (60, 0)
+    assert [minival_size(images, None, True) for images in (200, 3000, 20_000, 1_281_167)] == [20, 300, 500, 12_812]
+    assert (minival_size(3000, 0.02, True), minival_size(3000, 0.0, True)) == (60, 0)
 
 
 def test_the_splits_are_a_rule_and_not_a_draw(tmp_path: Path) -> None:

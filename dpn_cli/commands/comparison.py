@@ -29,7 +29,7 @@ from dpn_cli.statistics import PERCENT, Summary, paired_difference, summarize
 from dpn_cli.weights.backbone import backbone_of
 from dpn_cli.weights.origin import with_own_stem
 
-SCORES = {"top1": "top-1", "miou": "mIoU"}
+SCORES = {"top1": "top-1", "miou": "mIoU", "agreement": "agreement"}
 LEGEND = (
     "{score} in %: mean and standard deviation over n trainings with different seeds. The difference is the mean over "
     "pairs with the same seed ± its standard error, with the 95 % t-interval."

@@ -19,6 +19,7 @@ from dpn_cli.recipe.training import TrainingRecipe
 from dpn_cli.run.console import Console
 from tasks.classify import highres_recipe, pretrain_recipe
 from tasks.classify.appendix_c import APPENDIX_C, LEVELS, regularized
+from tasks.classify.distill import recipe as distill_recipe
 from tasks.lit import recipe as lit_recipe
 from tasks.segment import recipe as segment_recipe
 from tasks.vtab import recipe as vtab_recipe
@@ -199,12 +200,31 @@ FOLDER = _segmentation(
     example="dpn segment folder --arch B/16 --checkpoint B-16-dpn.npz --data DIR --epochs 20",
 )
 
+
+def _settle_distill(recipe: distill_recipe.DistillRecipe, console: Console) -> distill_recipe.DistillRecipe:
+    if recipe.demo and recipe.teacher is None:
+        return distill_recipe.settle(recipe, demo_tower("none", console))
+    return distill_recipe.settle(recipe)
+
+
+DISTILL = Training(
+    help="Turn a trained ViT into one with another stem, other norms or another size, with unlabelled pictures.",
+    example="dpn distill --teacher timm:vit_base_patch32_224.augreg_in21k_ft_in1k --stem dpn --data photos",
+    schema=distill_recipe.DistillRecipe,
+    module="tasks.classify.distill.command",
+    recipes={"": "distill", "demo": "distill_demo"},
+    resolve=distill_recipe.resolve,
+    settle=_settle_distill,
+    score="agreement",
+)
+
 # Every command that trains, by its words after ``dpn``.
 TRAININGS: dict[str, Training] = {
     "finetune vtab": VTAB,
     "finetune highres": HIGHRES,
     "lit train": LIT,
     "pretrain": PRETRAIN,
+    "distill": DISTILL,
     "segment ade20k": ADE20K,
     "segment folder": FOLDER,
 }

@@ -69,7 +69,7 @@ class Training:
     without: frozenset[str] = frozenset()
     extra: tuple[Parameter, ...] = ()
     failures: Callable[[Result], Sequence[str]] = lambda result: result.get("failed", ())
-    score: Literal["top1", "miou"] = "top1"
+    score: Literal["top1", "miou", "agreement"] = "top1"
 
     def layers(self, arguments: Mapping[str, Any], say: Say) -> Any:
         """Return the validated recipe of a command line. Raises `DpnError`."""

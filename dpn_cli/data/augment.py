@@ -51,7 +51,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 @cache
 def pipeline(how: Augmentation) -> Callable[[Image.Image], Tensor]:
-    """Return timm's training transform: crop where `how` says timm's, mirror, policy, random erasing.
+    """Return timm's training transform: crop where `how` says timm's, mirror, policy or colour jitter, random erasing.
 
     It maps an RGB picture to (3, *size): uint8, or with erasing, whose noise is normal in the network's input range,
     float32 pixels in that range.
@@ -63,7 +63,7 @@ def pipeline(how: Augmentation) -> Callable[[Image.Image], Tensor]:
         is_training=True,
         separate=True,
         hflip=0.5 * how.flip,
-        color_jitter=None,
+        color_jitter=how.jitter or None,
         auto_augment=None if by_torchvision else how.policy,
         interpolation="bicubic" if bicubic else "bilinear",
         mean=how.mean,
@@ -74,7 +74,7 @@ def pipeline(how: Augmentation) -> Callable[[Image.Image], Tensor]:
     )
     if how.crop in ("inception", "whole"):  # the picture comes in its final size
         crop = Compose([RandomHorizontalFlip(0.5 * how.flip)])
-    for operation in (each for transform in policy.transforms for each in transform.ops):
+    for operation in (each for transform in policy.transforms for each in getattr(transform, "ops", ())):
         if operation.aug_fn is posterize:
             operation.aug_fn = _posterized
     if by_torchvision:

@@ -141,13 +141,14 @@ def open_class_data(source: ImageSource, minival: float | None, *, chooses: bool
     else:
         val, val_classes = validation
         check_classes(source, classes, val_classes)
-    count = _minival_size(len(train.labels), minival, chooses)
+    count = minival_size(len(train.labels), minival, chooses)
     order = hash_order(train)
     cut = len(order) - count
     return ClassData(Part(train, sorted(order[:cut])), Part(train, sorted(order[cut:])), val, classes)
 
 
-def _minival_size(images: int, share: float | None, chooses: bool = False) -> int:
+def minival_size(images: int, share: float | None, chooses: bool = False) -> int:
+    """Return how many of `images` are set apart: a share of them, or, for None, what `open_class_data` says."""
     if share is None:
         # big_vision's train[99%:] of 1,281,167 images are 12,812: the cut is rounded down.
         last = images - math.floor(images * (1 - MINIVAL_SHARE))

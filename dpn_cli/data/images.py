@@ -8,22 +8,30 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from dpn_cli.data.labelled import Images, Labelled, SceneSplit
+from dpn_cli.data.cifar import find_cifar
+from dpn_cli.data.classified import DEMO, ImageSource, hub_name, hub_split, open_split
+from dpn_cli.data.labelled import HubPictures, Images, Labelled, SceneSplit
+from dpn_cli.data.pack import is_pack
 from dpn_cli.data.reading import SUFFIXES, USUAL, Reading, find_files, open_image
+from dpn_cli.data.shards import Member, ShardPictures
 from dpn_cli.errors import DataError
 
 
 class ImageFiles(Images):
-    """Pictures by their paths; every label is zero."""
+    """Pictures by their paths and sizes in bytes, with names relative to `root`; every label is zero."""
 
-    def __init__(self, found: Sequence[tuple[Path, int]], reading: Reading = USUAL) -> None:
-        self.paths, self.reading = [path for path, _ in found], reading
-        self.labels: Sequence[int] = [0] * len(found)
-        self.sizes: Sequence[int] = [size for _, size in found]
+    def __init__(self, files: Sequence[tuple[Path, int]], reading: Reading = USUAL, root: Path | None = None) -> None:
+        self.paths, self.reading, self.root = [path for path, _ in files], reading, root
+        self.labels: Sequence[int] = [0] * len(files)
+        self.sizes: Sequence[int] = [size for _, size in files]
 
     def where(self, index: int) -> str:
         """Name an image's file."""
         return str(self.paths[index])
+
+    def key(self, index: int) -> str:
+        """Return an image's name in the folder."""
+        return self.paths[index].relative_to(self.root).as_posix() if self.root else super().key(index)
 
     def open(self, index: int) -> Image.Image:
         """Open an image, not decoded yet."""
@@ -45,6 +53,55 @@ def find_images(source: str, most: int, seed: int, reading: Reading = USUAL) -> 
         raise DataError(f"--data {source}: no image in it or below it ({', '.join(sorted(SUFFIXES))})")
     order = np.random.default_rng(seed).permutation(len(images))[:most]
     return ImageFiles([images[i] for i in order], reading)
+
+
+class _HubImages(HubPictures):
+    """A split of a hub data set whose labels, if there are any, are left alone; every label is zero."""
+
+    def __init__(self, name: str, config: str, split: str, image: str | None) -> None:
+        super().__init__(name, config, split, image, alone=True)
+        self.labels: Sequence[int] = [0] * len(self.sizes)
+
+
+class _ShardImages(ShardPictures):
+    """All pictures of webdataset shards; every label is zero."""
+
+    def __init__(self, pattern: str) -> None:
+        super().__init__(pattern, ())
+        self.labels: Sequence[int] = [0] * len(self.sizes)
+
+    def take(self, path: Path, member: Member) -> bool:
+        """Take every picture."""
+        return True
+
+
+def open_unlabelled(source: ImageSource) -> Labelled:
+    """Open the training images of `source` without looking at labels; a folder needs no class folders in it.
+
+    Of a folder with ``train`` in it those are meant. Raises `DataError` where there are no images.
+    """
+    place = source.place
+    split: Labelled
+    if place.startswith("hf:"):
+        name, config = hub_name(place)
+        split = _HubImages(name, config, hub_split(place, "train") or "train", source.image_column)
+    elif place.startswith("wds:"):
+        split = _ShardImages(place.removeprefix("wds:"))
+    elif place in DEMO or is_pack(root := Path(place).expanduser()) or find_cifar(root):
+        split, _ = open_split(source, "train", unlabelled=True)
+    else:
+        if not root.is_dir():
+            raise DataError(
+                f"--data {place}: no such folder; pass a folder of images, 'demo' for the built-in ones, hf:OWNER/NAME "
+                "or wds:PATTERN"
+            )
+        inner = root / "train"
+        folder = inner if inner.is_dir() else root
+        split = ImageFiles(find_files(folder), root=folder)
+    if not len(split.labels):
+        raise DataError(f"--data {place}: no image in it or below it ({', '.join(sorted(SUFFIXES))})")
+    split.reading = source.reading
+    return split
 
 
 def find_pictures(places: Sequence[Path]) -> list[Path]:

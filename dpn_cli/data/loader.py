@@ -52,6 +52,7 @@ class Augmentation:
         crop: inception crops, the whole image squeezed to `size`, or timm's random crops.
         flip: mirror every second image.
         policy: timm's RandAugment or torchvision's AutoAugment, by name.
+        jitter: how far timm changes brightness, contrast and saturation: by factors of 1 - jitter to 1 + jitter.
         erase: share of images of which timm erases a part; these batches are float32 and normalised.
         repeats: how often an epoch draws each of its images, repeated augmentation.
         mirrored: give each rank the pairs of places that mirror each other, which timm mixes.
@@ -67,6 +68,7 @@ class Augmentation:
     crop: Crop = "inception"
     flip: bool = True
     policy: str | None = None
+    jitter: float = 0.0
     erase: float = 0.0
     repeats: int = 1
     mirrored: bool = False
@@ -81,7 +83,7 @@ class Augmentation:
     @property
     def one_by_one(self) -> bool:
         """Whether images are mirrored one by one, with what follows, and not a batch at a time."""
-        return bool(self.layers or self.policy or self.erase or self.random_crop)
+        return bool(self.layers or self.policy or self.jitter or self.erase or self.random_crop)
 
 
 class _Crops(Dataset[Loaded]):

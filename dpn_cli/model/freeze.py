@@ -49,3 +49,13 @@ def freeze(model: nn.Module, parts: tuple[str, ...]) -> int:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise DpnError(f"--freeze {','.join(parts)}: nothing is left to train")
     return frozen
+
+
+def train_only(model: nn.Module, prefixes: tuple[str, ...]) -> None:
+    """Stop the training of a ViT but for what begins with `prefixes`, running statistics included."""
+    for name, parameter in model.named_parameters():
+        if not name.startswith(prefixes):
+            parameter.requires_grad_(False)
+    for name, module in model.named_modules():
+        if isinstance(module, RunningNorm):
+            module.freeze(not f"{name}.".startswith(prefixes))

@@ -109,10 +109,30 @@ def has_running_norms(model: nn.Module) -> bool:
     return any(isinstance(module, RunningNorm) for module in model.modules())
 
 
+class GradualNorm(nn.Module):
+    """A norm that a trained network without it takes up: ``(1 - progress) * x + progress * norm(x)``.
+
+    `progress` rises from 0 at the beginning of the training, where the network is what it was, to 1 when `share` of the
+    training is done (`set_progress`).
+    """
+
+    progress: Tensor
+    begun = 0.0
+
+    def __init__(self, norm: nn.Module, share: float) -> None:
+        super().__init__()
+        self.norm, self.share = norm, share
+        self.register_buffer("progress", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x (..., c) as far as the training is."""
+        return torch.lerp(x, self.norm(x), self.progress)
+
+
 def set_progress(model: nn.Module, share: float) -> None:
     """Tell the norms of `model` that depend on it which share of the training is done, from 0 to 1."""
     for module in model.modules():
-        if isinstance(module, PRepBN):
+        if isinstance(module, PRepBN | GradualNorm):
             module.progress.fill_(module.begun + (1 - module.begun) * min(1.0, share / module.share))
 
 

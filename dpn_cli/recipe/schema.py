@@ -91,14 +91,12 @@ ImageColumn = Annotated[str | None, IMAGE_COLUMN]
 SkipBadImages = Annotated[
     bool, flag("--skip-bad-images", help="Leave unreadable images out and count them.", panel=DATA)
 ]
-Flip = Annotated[
-    bool,
-    flag(
-        "--flip/--no-flip",
-        help="Mirror training images at random; unsuitable for digits, letters and left or right.",
-        panel=DATA,
-    ),
-]
+FLIP = flag(
+    "--flip/--no-flip",
+    help="Mirror training images at random; unsuitable for digits, letters and left or right.",
+    panel=DATA,
+)
+Flip = Annotated[bool, FLIP]
 MaxPixels = Annotated[
     Positive,
     flag(

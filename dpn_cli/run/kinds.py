@@ -42,6 +42,7 @@ COMMANDS: dict[str, tuple[str, tuple[Kind, ...]]] = {
     "dpn lit export": ("export", ("towers",)),
     "dpn lit search": ("search", ("towers",)),
     "dpn eval fewshot": ("probe", ("classifier", "network")),
+    "dpn distill": ("distil", ("classifier", "network")),
     "dpn lit train": ("frozen tower", ("classifier", "network")),
     "dpn checkpoint fold": ("fold", ("classifier", "network")),
     "dpn checkpoint retrofit": ("retrofit", ("classifier", "network")),

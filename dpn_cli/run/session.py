@@ -35,9 +35,14 @@ BackboneT = TypeVar("BackboneT", bound=BackboneConfig)
 
 
 def run_name(backbone: BackboneConfig, stems: str | None = None) -> str:
-    """Return ARCH-STEM, the name of a run's folder. Without an arch, the run is named after the checkpoint file."""
+    """Return ARCH-STEM, the name of a run's folder. Without an arch, the run is named after the checkpoint file.
+
+    Without both it is the stem alone.
+    """
     stems = stems or backbone.stem
-    arch = (backbone.arch or Path(backbone.checkpoint or "scratch").stem).replace("/", "-")
+    if not backbone.arch and not backbone.checkpoint:
+        return str(stems)
+    arch = (backbone.arch or Path(backbone.checkpoint or "").stem).replace("/", "-")
     return f"{arch.removesuffix(f'-{stems}')}-{stems}"
 
 

@@ -1,4 +1,4 @@
-"""A plain ViT's stem turned into a Dual PatchNorm stem that gives nearly the same tokens: a start for training.
+"""A plain ViT's stem turned into one with norms that gives nearly the same tokens: a start for training.
 
 A patch p has the mean m and the standard deviation s over its pixel values, and LN(p) = (p - m) / s does not know
 them any more; no stem with a norm in front gives the plain stem's token W p + b. The nearest start keeps W and b,
@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpn_cli.errors import DataError, DpnError
-from dpn_cli.weights.backbone import Backbone, as_checkpoint, export_backbone, load_backbone, load_whole
+from dpn_cli.model.config import ViTConfig
+from dpn_cli.weights.backbone import Backbone, LoadReport, export_backbone, load_whole
 from dpn_cli.weights.convert import origin
 from dpn_cli.weights.formats import Checkpoint
 
@@ -30,11 +30,18 @@ HELD_OUT = 4
 
 
 @dataclass(frozen=True)
-class Survival:
-    """Shares of the variance of held-out tokens that a stem gives back; negative is worse than their mean."""
+class Fitted:
+    """What a stem was fitted on: the mean contrast and brightness of the patches, and their number.
 
-    fitted: float
-    copied: float  # both norms with scale 1 and bias 0 around the same projection
+    `survives` and `copied` are shares of the variance of held-out tokens that the fitted stem, and one with norms of
+    scale 1 and bias 0, give back; negative is worse than their mean.
+    """
+
+    patches: int
+    contrast: float
+    brightness: float
+    survives: float
+    copied: float
 
 
 def retrofit(
@@ -45,36 +52,81 @@ def retrofit(
     `images` yields batches (b, 3, h, w) of uint8 pixels at the image size, and can be started again. Raises
     `DpnError` when the network already has a norm in its stem, `DataError` when there are too few images.
     """
-    if source.stem != "none":
-        raise DpnError(
-            f"{source.source} has stem {source.stem!r}; only a plain stem (none) can be turned into a DPN stem"
-        )
+    check_plain(source.stem, source.source)
     plain = load_whole(source, image_size)
-    contrast, brightness, patches = _moments(plain, images)
-    n = plain.patch_embed.proj.weight[0].numel()
-    norm_in = torch.full((n,), contrast), torch.full((n,), brightness)
-    norm = _least_squares(plain, images, norm_in)
-    fitted = {"norm_in.weight": norm_in[0], "norm_in.bias": norm_in[1], "norm.weight": norm[0], "norm.bias": norm[1]}
-    dual = _with_stem(plain, fitted)
-    ones = {name: torch.full_like(value, name.endswith("weight")) for name, value in fitted.items()}
-    survival = Survival(_survival(plain, dual, images), _survival(plain, _with_stem(plain, ones), images))
-    digest = export_backbone(dual, target, {"origin": origin(plain), "retrofit": json.dumps(survival.__dict__)})
+    dual = converted(plain, replace(plain.config, stem="dpn"))
+    fitted = fit_stem(plain, dual, images)
+    survival = {"fitted": fitted.survives, "copied": fitted.copied}
+    digest = export_backbone(dual, target, {"origin": origin(plain), "retrofit": json.dumps(survival)})
     return {
         "path": str(target),
         "digest": digest,
-        "patches": patches,
-        "contrast": contrast,
-        "brightness": brightness,
-        "survives": survival.fitted,
-        "survives_copied": survival.copied,
+        "patches": fitted.patches,
+        "contrast": fitted.contrast,
+        "brightness": fitted.brightness,
+        "survives": fitted.survives,
+        "survives_copied": fitted.copied,
     }
 
 
-def _patches(model: Backbone, pixels: Tensor) -> Tensor:
-    """Cut images into flattened patches (n, p*q*c) in the model's input range."""
-    rows, columns = model.config.patch
-    image = model.normalize(pixels)
-    return rearrange(image, "b c (h p) (w q) -> (b h w) (p q c)", p=rows, q=columns)
+def check_plain(stem: str, place: str) -> None:
+    """Raise `DpnError` when a network has norms in its stem already."""
+    if stem != "none":
+        raise DpnError(f"{place} has stem {stem!r}; only a plain stem (none) can be fitted with norms")
+
+
+def converted(model: Backbone, config: ViTConfig, seed: int = 0) -> Backbone:
+    """Return a network of another configuration with every tensor of `model` that fits it by name and shape.
+
+    The others are as `DPNViT.initialize` draws them: norms have scale 1 and bias 0. The report lists both.
+    """
+    report = LoadReport(model.report.source, model.report.format, model.report.digest, network=str(config))
+    other = Backbone(config, model.mean, model.std, report)
+    other.initialize(seed)
+    own, given = other.state_dict(), model.state_dict()
+    taken = {name: value for name, value in given.items() if name in own and own[name].shape == value.shape}
+    other.load_state_dict({**own, **taken})
+    report.new += [name for name in own if name not in taken]
+    report.dropped += [name for name in given if name not in taken]
+    report.parameters = sum(parameter.numel() for parameter in other.parameters())
+    other.eval()
+    return other
+
+
+@torch.no_grad()
+def fit_stem(plain: Backbone, other: Backbone, images: Batches) -> Fitted:
+    """Set scales and biases in the stem of `other` so that its tokens come near those of `plain`, whose W and b it has.
+
+    The first norm is given the mean contrast and brightness of the patches, the last one is fitted by least squares,
+    channel by channel (arXiv 2302.01327 names no such start; it is ours). Norms without scale stay as they are, and so
+    does a stem that is a scale and a bias alone, which equals the plain one as it is. Raises `DataError` when there
+    are too few images.
+    """
+    copied = _survival(plain, other, images)
+    contrast, brightness, rms, patches = _moments(plain, images)
+    first = other.patch_embed.norm_in
+    if isinstance(first, nn.LayerNorm) and first.elementwise_affine:
+        nn.init.constant_(first.weight, contrast)
+        nn.init.constant_(first.bias, brightness)
+    elif isinstance(first, nn.RMSNorm):
+        nn.init.constant_(first.weight, rms)
+    last = other.norm_posemb if _norm_of_positions(other) else other.patch_embed.norm
+    if isinstance(last, nn.RMSNorm) or (isinstance(last, nn.LayerNorm) and last.elementwise_affine):
+        _least_squares(plain, other, last, images)
+    return Fitted(patches, contrast, brightness, _survival(plain, other, images), copied)
+
+
+def _norm_of_positions(model: Backbone) -> bool:
+    return not isinstance(model.norm_posemb, nn.Identity)
+
+
+def _tokens(model: Backbone, pixels: Tensor, *, with_positions: bool) -> Tensor:
+    """Return what the stem makes of uint8 pixels (b, 3, h, w): tokens (b * n, d) in float64."""
+    tokens = model.patch_embed(model.normalize(pixels))
+    if with_positions:
+        tokens = model.norm_posemb(tokens + model.pos_embed)
+    flat: Tensor = tokens.flatten(0, 1).double()
+    return flat
 
 
 def _split(images: Batches, held_out: bool) -> Iterator[Tensor]:
@@ -88,67 +140,60 @@ def _split(images: Batches, held_out: bool) -> Iterator[Tensor]:
             yield chosen
 
 
-def _moments(model: Backbone, images: Batches) -> tuple[float, float, int]:
-    """Return the mean over patches of their contrast (standard deviation) and brightness (mean), and their number."""
-    contrast = brightness = 0.0
+def _moments(model: Backbone, images: Batches) -> tuple[float, float, float, int]:
+    """Return the means over patches of their contrast (standard deviation), brightness (mean) and root mean square.
+
+    The last value is the number of patches.
+    """
+    contrast = brightness = rms = 0.0
     count = 0
+    rows, columns = model.config.patch
     for pixels in _split(images, held_out=False):
-        patches = _patches(model, pixels)
+        image = model.normalize(pixels)
+        patches = rearrange(image, "b c (h p) (w q) -> (b h w) (p q c)", p=rows, q=columns)
         contrast += float((patches.var(-1, correction=0) + model.config.eps).sqrt().double().sum())
         brightness += float(patches.mean(-1).double().sum())
+        rms += float((patches.square().mean(-1) + model.config.eps).sqrt().double().sum())
         count += len(patches)
     if count < 2:
         raise DataError(f"{count} patches to fit the stem on; pass more images (--data)")
-    return contrast / count, brightness / count, count
+    return contrast / count, brightness / count, rms / count, count
 
 
-@torch.no_grad()
-def _least_squares(model: Backbone, images: Batches, norm_in: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Fit scale and bias of the second norm, (d,) each, to the plain tokens t: t = scale * v + bias per channel."""
+def _least_squares(plain: Backbone, other: Backbone, norm: nn.LayerNorm | nn.RMSNorm, images: Batches) -> None:
+    """Fit scale and bias of the stem's last norm to the plain tokens t: t = scale * v + bias for each channel.
+
+    A norm without bias is fitted with t = scale * v.
+    """
+    with_positions = _norm_of_positions(other)
+    nn.init.ones_(norm.weight)
+    bias = getattr(norm, "bias", None)
+    if bias is not None:
+        nn.init.zeros_(bias)
     sums: dict[str, Tensor] = {}
     count = 0
     for pixels in _split(images, held_out=False):
-        tokens, normed = _tokens(model, _patches(model, pixels), norm_in)
-        count += len(tokens)
-        for name, value in (("t", tokens), ("v", normed), ("tv", tokens * normed), ("vv", normed * normed)):
+        t, v = (_tokens(model, pixels, with_positions=with_positions) for model in (plain, other))
+        count += len(t)
+        for name, value in (("t", t), ("v", v), ("tv", t * v), ("vv", v * v)):
             sums[name] = sums.get(name, 0) + value.sum(0)
     mean = {name: value / count for name, value in sums.items()}
-    variance = mean["vv"] - mean["v"] ** 2
-    covariance = mean["tv"] - mean["t"] * mean["v"]
+    centre = mean["v"] if bias is not None else torch.zeros_like(mean["v"])
+    variance = mean["vv"] - centre**2
+    covariance = mean["tv"] - mean["t"] * centre
     # A channel that does not vary keeps the scale 1, which its bias makes up for.
     scale = torch.where(variance > 1e-12, covariance / variance.clamp(min=1e-12), torch.ones_like(variance))
-    return scale.float(), (mean["t"] - scale * mean["v"]).float()
+    norm.weight.copy_(scale)
+    if bias is not None:
+        bias.copy_(mean["t"] - scale * mean["v"])
 
 
-def _tokens(model: Backbone, patches: Tensor, norm_in: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the plain tokens and the second norm's input after its standardisation, (n, d) each in float64."""
-    eps, weight = model.config.eps, rearrange(model.patch_embed.proj.weight, "d c p q -> d (p q c)")
-    plain = F.linear(patches, weight, model.patch_embed.proj.bias)
-    first = F.layer_norm(patches, patches.shape[-1:], *norm_in, eps)
-    projected = F.linear(first, weight, model.patch_embed.proj.bias)
-    return plain.double(), F.layer_norm(projected, projected.shape[-1:], eps=eps).double()
-
-
-def _with_stem(plain: Backbone, norms: dict[str, Tensor]) -> Backbone:
-    """Return the network with a DPN stem of the given norms; the rest is shared."""
-    config = plain.config
-    state = {**plain.state_dict(), **{f"patch_embed.{name}": value for name, value in norms.items()}}
-    described = replace(as_checkpoint(plain, state), stem="dpn")
-    return load_backbone(
-        checkpoint=described,
-        image_size=config.image_size,
-        num_classes=config.num_classes,
-        head="load" if config.num_classes else "new",
-    )
-
-
-@torch.no_grad()
-def _survival(plain: Backbone, dual: Backbone, images: Batches) -> float:
-    """Return 1 - E|dual - plain|^2 / E|plain - mean|^2 over the tokens of the held-out images."""
+def _survival(plain: Backbone, other: Backbone, images: Batches) -> float:
+    """Return 1 - E|other - plain|^2 / E|plain - mean|^2 over the tokens of the held-out images."""
+    with_positions = _norm_of_positions(other)
     count, wrong, total, squares = 0, 0.0, torch.zeros(plain.embed_dim, dtype=torch.float64), 0.0
     for pixels in _split(images, held_out=True):
-        image = plain.normalize(pixels)
-        tokens, given = (model.patch_embed(image).flatten(0, 1).double() for model in (plain, dual))
+        tokens, given = (_tokens(model, pixels, with_positions=with_positions) for model in (plain, other))
         count += len(tokens)
         wrong += float(((given - tokens) ** 2).sum())
         squares += float((tokens**2).sum())

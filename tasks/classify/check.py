@@ -28,16 +28,22 @@ SAMPLE = 100
 
 def check_batch(recipe: SupervisedRecipe, world: World) -> None:
     """Raise `DpnError` unless ranks and micro-batches divide the batch: it is never rounded."""
-    batch, micro = recipe.batch_size, recipe.runtime.micro_batch_size
-    if batch % world.size:
-        engine.refuse_batch(batch, world.size)
+    batch = recipe.batch_size
+    check_divides(batch, recipe.runtime.micro_batch_size, world)
     share = batch // world.size
     if recipe.mixing == "timm" and share % 2:
         raise DpnError(
             f"--batch-size {batch}: timm mixes images in pairs, and {share} on each of {world.size} ranks are odd; use "
             f"{batch + world.size}"
         )
-    if micro != "auto" and share > micro and share % micro:
+
+
+def check_divides(batch: int, micro: int | str, world: World) -> None:
+    """Raise `DpnError` unless the ranks divide a batch, and micro-batches a rank's share of it."""
+    if batch % world.size:
+        engine.refuse_batch(batch, world.size)
+    share = batch // world.size
+    if isinstance(micro, int) and share > micro and share % micro:
         fits = max(size for size in range(1, micro) if share % size == 0)
         raise DpnError(
             f"--micro-batch-size {micro}: does not divide the {share} images of a rank (--batch-size {batch} over "
@@ -82,12 +88,12 @@ def check_data(recipe: SupervisedRecipe, data: ClassData, folder: RunFolder, wor
 
 def check_pictures(recipe: SupervisedRecipe, data: ClassData, console: Console) -> None:
     """Decode a sample of every split, and warn of evaluation crops that show too little. Raises `DataError`."""
-    sizes = [_decode_some(split, recipe.data.skip_bad_images) for split in (data.train, data.minival, data.val)]
+    sizes = [decode_some(split, recipe.data.skip_bad_images) for split in (data.train, data.minival, data.val)]
     if warning := _crop_warning(recipe, sizes[-1]):
         console.warn(warning)
 
 
-def _decode_some(split: Labelled, skip_bad: bool) -> list[Size]:
+def decode_some(split: Labelled, skip_bad: bool) -> list[Size]:
     """Decode a sample of a split, and what is no file; returns sizes. Raises `DataError` unless `skip_bad`."""
     sizes = []
     for index in rows_to_check(split, SAMPLE):

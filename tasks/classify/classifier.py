@@ -89,11 +89,16 @@ def load_classifier(place: str, image_size: Size | None = None, command: str = "
     """
     place = resolve(place, command)
     source = open_checkpoint(place)
-    head = source.state.get("head.weight")
-    if head is None:
+    if "head.weight" not in source.state:
         raise DpnError(
             f"{place}: the network has no head, so it tells no classes; train one with 'dpn finetune highres'"
         )
+    return classifier_of(source, image_size)
+
+
+def classifier_of(source: Checkpoint, image_size: Size | None = None) -> Classifier:
+    """Load a classifier from an open checkpoint with a head; see `load_classifier`."""
+    head = source.state["head.weight"]
     model = load_whole(source, image_size)
     size = model.config.image_size
     if KEY in source.about:

@@ -1,0 +1,103 @@
+"""The pictures of a distillation: those to train on, those to compare on, and labelled ones to score on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dpn_cli.data.classified import ImageSource, Part, has_split, hash_order, minival_size, open_split
+from dpn_cli.data.images import open_unlabelled
+from dpn_cli.data.labelled import Labelled, fingerprint
+from dpn_cli.data.pixels import Transform, stream
+from dpn_cli.data.reading import Reading, decoder_of
+from dpn_cli.errors import DataError
+from dpn_cli.run.console import Console
+from tasks.classify.check import decode_some
+from tasks.classify.distill.recipe import DistillRecipe
+from tasks.classify.evaluation import match_classes
+
+# Pictures on which a stem is fitted and the spread of the teacher's tokens is measured.
+FITTED_ON = 512
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Pictures without labels, and `val`, labelled ones, with the teacher's outputs for their classes in `columns`.
+
+    `columns` is None where the outputs are the classes in their order, `val` where there are no labels.
+    """
+
+    train: Labelled
+    held_out: Labelled
+    val: Labelled | None
+    classes: int
+    columns: Tensor | None
+
+    def parts(self) -> dict[str, Labelled]:
+        """Return the parts that there are, by name."""
+        parts = {"train": self.train, "held_out": self.held_out}
+        return parts if self.val is None else {**parts, "val": self.val}
+
+    def fingerprints(self) -> dict[str, str]:
+        """Return a hash of each part; see `fingerprint`."""
+        return {name: fingerprint(part) for name, part in self.parts().items()}
+
+    def check(self, skip_bad: bool) -> None:
+        """Decode a sample of every part. Raises `DataError` for an unreadable picture unless `skip_bad`."""
+        for part in self.parts().values():
+            decode_some(part, skip_bad)
+
+    def sample(self, transform: Transform, skip_bad: bool) -> Tensor:
+        """Return some training pictures (n, 3, h, w) as uint8, the same ones whatever the order of the folder."""
+        rows = sorted(hash_order(self.train)[:FITTED_ON])
+        with stream(self.train, transform, 64, rows=rows, workers=0, skip_bad=skip_bad) as parts:
+            return torch.cat([part.images for part in parts if len(part.images)])
+
+
+def open_pictures(recipe: DistillRecipe, classes: Sequence[str] | None, console: Console) -> Pictures:
+    """Open the recipe's pictures; `classes` are the teacher's, None where it has no head.
+
+    Raises `DataError` where there are fewer pictures than a batch, and for labelled images (``--val-data``) of classes
+    that the teacher does not know; such images inside ``--data`` are left alone, which is said.
+    """
+    data = recipe.data
+    source = ImageSource(
+        data.source or "demo",
+        data.val_source,
+        image_column=data.image_column,
+        label_column=data.label_column,
+        reading=Reading(decoder_of(data.decode), data.max_pixels),
+    )
+    pictures = open_unlabelled(source)
+    order = hash_order(pictures)
+    cut = len(order) - minival_size(len(order), data.held_out)
+    train, held_out = Part(pictures, sorted(order[:cut])), Part(pictures, sorted(order[cut:]))
+    if not held_out.labels:
+        raise DataError(
+            f"--data {data.source}: none of {len(order)} pictures is held out to compare teacher and student on; see "
+            "data.held_out"
+        )
+    if len(train.labels) < recipe.batch_size:
+        raise DataError(
+            f"--data {data.source}: {len(train.labels)} pictures to train on, fewer than one batch of "
+            f"{recipe.batch_size}; use --batch-size {len(train.labels)} at most, or more pictures"
+        )
+    val, columns, names = None, None, tuple[str, ...]()
+    if classes is not None and (data.val_source or _labelled_val(source)):
+        val, names = open_split(source, "val")
+        try:
+            columns = match_classes(classes, names)
+        except DataError as error:
+            if data.val_source:
+                raise
+            console.info(f"the val images of {data.source} are not scored: {error}")
+            val = None
+    return Pictures(train, held_out, val, len(names), columns)
+
+
+def _labelled_val(source: ImageSource) -> bool:
+    """Tell whether data have validation images of their own, in folders of classes."""
+    return not source.place.startswith("wds:") and has_split(source, "val")

@@ -1,0 +1,146 @@
+"""What teacher and student compute from an image, and the losses between the two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from dpn_cli.data.loader import blend
+from dpn_cli.engine.fit import Batch
+from dpn_cli.engine.losses import Loss
+from dpn_cli.weights.backbone import Backbone
+from tasks.classify.distill.recipe import Losses
+
+Seen = dict[str, Tensor]
+"""What a network computed, by name: ``tokens`` (b, t, d) after the final norm, ``tokens.K`` after the K-th pair of
+blocks, ``representation`` (b, d), ``logits`` (b, classes), and ``attention.K`` (b, heads, t, t) before the softmax."""
+
+
+class Observed(nn.Module):
+    """A ViT that returns all that `losses` compares, from one forward pass.
+
+    `blocks` are those whose tokens and attention are compared, in the order of the pairs of ``losses.layers``; without
+    pairs the attention is that of the last block.
+    """
+
+    def __init__(self, network: Backbone, losses: Losses, blocks: Sequence[int]) -> None:
+        super().__init__()
+        self.network, self.losses = network, losses
+        self._seen: Seen = {}
+        for pair, block in enumerate(blocks):
+            if losses.tokens:
+                network.blocks[block].register_forward_hook(partial(self._see_tokens, pair))
+        for pair, block in enumerate(blocks or (len(network.blocks) - 1,)):
+            if losses.attention:
+                network.blocks[block].attn.register_forward_pre_hook(partial(self._see_attention, pair))
+
+    def forward(self, image: Tensor) -> Seen:
+        """Map images (b, 3, h, w) in the network's input range to what is compared."""
+        self._seen = {}
+        network, losses = self.network, self.losses
+        tokens = network.forward_features(image)
+        seen = {"tokens": tokens} if losses.tokens else {}
+        if losses.representation or losses.logits:
+            representation = network.forward_head(tokens, pre_logits=True)
+            if losses.representation:
+                seen["representation"] = representation
+            if losses.logits:
+                seen["logits"] = network.head(representation)
+        return {**seen, **self._seen}
+
+    def _see_tokens(self, pair: int, module: nn.Module, inputs: tuple[Tensor, ...], tokens: Tensor) -> None:
+        self._seen[f"tokens.{pair}"] = tokens
+
+    def _see_attention(self, pair: int, attention: Any, inputs: tuple[Tensor, ...]) -> None:
+        heads = attention.num_heads
+        q, k, _ = rearrange(attention.qkv(inputs[0]), "b t (three h d) -> three b h t d", three=3, h=heads)
+        q, k = attention.q_norm(q), attention.k_norm(k)
+        self._seen[f"attention.{pair}"] = attention.scale * q @ k.transpose(-2, -1)
+
+    def freeze_unseen(self) -> None:
+        """Stop the training of what nothing is computed from: head and pooling, where the losses leave them out."""
+        unseen = [] if self.losses.logits else ["head."]
+        unseen += [] if self.losses.logits or self.losses.representation else ["fc_norm.", "attn_pool.", "pre_logits."]
+        for name, parameter in self.network.named_parameters():
+            if unseen and name.startswith(tuple(unseen)):
+                parameter.requires_grad_(False)
+
+
+def inputs_of(network: Backbone, batch: Batch) -> Tensor:
+    """Return the images of a batch (b, 3, h, w) in the network's input range, mixed where the batch says so."""
+    image = network.normalize(batch["image"])
+    return blend(image, network.normalize(batch["other_image"]), batch["mix"]) if "mix" in batch else image
+
+
+def divergence(theirs: Tensor, ours: Tensor, loss: Loss, temperature: float = 1.0) -> Tensor:
+    """Return the Kullback-Leibler divergence of each row of logits (b, classes) from the teacher's, in nats: (b,).
+
+    With the softmax loss it is that of one distribution over the classes; with the sigmoid loss the sum over classes of
+    that of yes and no. Both logits are divided by the temperature first, and the result is multiplied by its square,
+    which keeps the size of gradients (arXiv 1503.02531 §2.1).
+    """
+    theirs, ours = theirs / temperature, ours / temperature
+    if loss == "softmax":
+        value = F.kl_div(ours.log_softmax(-1), theirs.log_softmax(-1), reduction="none", log_target=True).sum(-1)
+    else:
+        target = theirs.sigmoid()
+        both = (F.binary_cross_entropy_with_logits(logits, target, reduction="none") for logits in (ours, theirs))
+        cross, entropy = both
+        value = (cross - entropy).sum(-1)
+    return value * temperature**2
+
+
+class Distance:
+    """The engine's loss of a batch: how far the student is from the teacher on the same images.
+
+    Args:
+        teacher: returns what the teacher computes for a batch, without gradients; see `Observed`.
+        student: normalises the student's images.
+        losses: the weight of each part.
+        deviations: standard deviations (d,) of the teacher's tokens per channel, by the names of `Seen`.
+        loss: what the teacher's logits were trained with.
+    """
+
+    def __init__(
+        self,
+        teacher: Callable[[Batch], Seen],
+        student: Backbone,
+        losses: Losses,
+        deviations: dict[str, Tensor],
+        loss: Loss,
+    ) -> None:
+        self.teacher, self.student, self.losses = teacher, student, losses
+        self.deviations, self.loss = deviations, loss
+
+    def __call__(self, trainable: nn.Module, batch: Batch) -> Tensor:
+        """Return the mean loss of the batch's rows, a scalar."""
+        theirs = self.teacher(batch)
+        ours = trainable(inputs_of(self.student, batch))
+        return self.between({name: value.float() for name, value in theirs.items()}, ours)
+
+    def between(self, theirs: Seen, ours: Seen) -> Tensor:
+        """Return the weighted sum of the parts; tokens and attention are means over their places in the network."""
+        losses, parts = self.losses, list[Tensor]()
+        places = [name for name in theirs if name.startswith("tokens")]
+        for name in places:
+            difference = (ours[name].float() - theirs[name]) / self.deviations[name]
+            parts.append(difference.square().mean() * (losses.tokens / len(places)))
+        if losses.representation:
+            cosine = F.cosine_similarity(ours["representation"].float(), theirs["representation"], dim=-1)
+            parts.append((1 - cosine).mean() * losses.representation)
+        if losses.logits:
+            apart = divergence(theirs["logits"], ours["logits"].float(), self.loss, losses.temperature)
+            parts.append(apart.mean() * losses.logits)
+        maps = [name for name in theirs if name.startswith("attention")]
+        for name in maps:
+            rows = F.kl_div(
+                ours[name].float().log_softmax(-1), theirs[name].log_softmax(-1), reduction="none", log_target=True
+            )
+            parts.append(rows.sum(-1).mean() * (losses.attention / len(maps)))
+        return torch.stack(parts).sum()

@@ -1,0 +1,258 @@
+"""The recipe of ``dpn distill``. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from dpn_cli.arch import Norm, Placement, Stem
+from dpn_cli.errors import DpnError
+from dpn_cli.recipe.compare import ComparedTraining
+from dpn_cli.recipe.flag import DATA, MODEL, RUNTIME, TRAIN, flag
+from dpn_cli.recipe.home import find_data
+from dpn_cli.recipe.layers import last_given, layered
+from dpn_cli.recipe.network import ARCH, DROP_PATH, IMAGE_SIZE, NORM, PLACEMENT, STEM, BackboneConfig
+from dpn_cli.recipe.reading import Plain, Say, merge, read_recipe, unsaid
+from dpn_cli.recipe.schema import (
+    DATA_SOURCE,
+    DECODE,
+    FLIP,
+    MAX_PIXELS,
+    VAL_DATA,
+    Crop,
+    ImageColumn,
+    LabelColumn,
+    MaxPixels,
+    NonNegative,
+    Pixels,
+    Positive,
+    Section,
+    Side,
+    SkipBadImages,
+    refuse_unused,
+)
+
+DEMO_OBJECTS = "demo:objects"
+Start = Literal["retrofit", "anneal", "copy", "scratch"]
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Student(BackboneConfig):
+    """The network that is trained: the teacher's with another stem or other norms, or one from scratch."""
+
+    arch: Annotated[
+        str | None,
+        replace(
+            ARCH.but(help="Another ViT than the teacher's, SIZE/PATCH, trained from scratch.", unset="the teacher's"),
+            names=("--student-arch",),
+        ),
+    ] = None
+    stem: Annotated[Stem | None, STEM.but(unset="dpn")] = None
+    norm: Annotated[Norm | None, NORM.but(unset="the teacher's; ln from scratch")] = None
+    placement: Annotated[Placement | None, PLACEMENT.but(unset="the teacher's; pre,pre from scratch")] = None
+    checkpoint: None = None
+    image_size: Annotated[Pixels | None, IMAGE_SIZE.but(unset="the teacher's")] = None
+    drop_path: Annotated[float, Field(ge=0, lt=1), DROP_PATH] = 0.0
+    start: Annotated[
+        Start | None,
+        flag(
+            "--start",
+            help="First weights of the student: retrofit (the teacher's, and a stem fitted to its tokens), anneal "
+            "(retrofit, with norms that come in during the first stage), copy (the teacher's, norms of scale 1 and "
+            "bias 0) or scratch.",
+            panel=MODEL,
+            unset="retrofit from a plain teacher, else copy; scratch with --student-arch",
+        ),
+    ] = None
+
+    @model_validator(mode="after")
+    def _start_fits(self) -> Student:
+        if self.arch and self.start not in (None, "scratch"):
+            raise ValueError(
+                f"start ({self.start}): begins with the teacher's weights, and arch ({self.arch}) is another network; "
+                "leave one of them out"
+            )
+        if not self.scratch:
+            refuse_unused(self, "backbone", ("pool", "pre_logits"), "the teacher decides it")
+        return self
+
+    @property
+    def scratch(self) -> bool:
+        """Whether the student begins with weights of its own."""
+        return self.start == "scratch" or self.arch is not None
+
+
+class DistillData(Section):
+    """Where the pictures are, and how they become pixels; labels are not looked at."""
+
+    source: Annotated[
+        str | None,
+        DATA_SOURCE.but(
+            help="Pictures without labels: a folder with pictures anywhere in it (in its train folder, if there is "
+            "one), a packed folder, hf:OWNER/NAME[:CONFIGURATION], wds:PATTERN, or demo.",
+            unset="$DPN_DATA_DIR/imagenet, ./imagenet, else demo",
+        ),
+    ] = None
+    val_source: Annotated[
+        str | None,
+        VAL_DATA.but(
+            help="Labelled images, on which teacher and student are scored after the training.",
+            unset="the val images in --data, if there are any",
+        ),
+    ] = None
+    held_out: Annotated[Share | None, Field(description="a share of the pictures from 0 to below 1, or null")] = None
+    image_column: ImageColumn = None
+    label_column: LabelColumn = None
+    decode: Annotated[
+        Literal["exact", "fast", "pillow"],
+        DECODE.but(
+            help="exact: the reference's pixels; fast: JPEGs shrunk while they are decoded; pillow: Pillow's pixels."
+        ),
+    ] = "exact"
+    max_pixels: MaxPixels = MAX_PIXELS
+    eval_resize: Side | None = None
+    skip_bad_images: SkipBadImages = False
+    crop: Crop | None = None
+    flip: Annotated[bool | None, FLIP.but(unset="as the teacher was trained, else flip")] = None
+    jitter: Annotated[
+        Share,
+        flag(
+            "--jitter",
+            help="How far brightness, contrast and saturation of training pictures change: 0.4 is by 40 %.",
+            panel=DATA,
+        ),
+    ] = 0.0
+
+
+class Losses(Section):
+    """What the student is to have in common with the teacher, and how much each counts."""
+
+    tokens: NonNegative = 1.0
+    representation: NonNegative = 1.0
+    logits: NonNegative = 1.0
+    attention: NonNegative = 0.0
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    layers: dict[int, int] | None = None
+
+    @model_validator(mode="after")
+    def _something_counts(self) -> Losses:
+        if not self.tokens + self.representation + self.logits + self.attention:
+            raise ValueError("tokens, representation, logits, attention: one of them at least is above 0")
+        if self.layers and not self.tokens + self.attention:
+            raise ValueError("layers: pairs of blocks for losses.tokens and losses.attention, which are both 0")
+        return self
+
+
+class DistillRecipe(ComparedTraining):
+    """All that ``dpn distill`` does."""
+
+    backbone: Student = Student()
+    teacher: Annotated[
+        str | None,
+        flag(
+            "--teacher",
+            help="The trained network: a file of any format that 'dpn checkpoint inspect' reads, a run's folder, "
+            "timm:NAME or hf-hub:OWNER/NAME.",
+            panel=MODEL,
+            unset="needed; demo: the demo's tower",
+        ),
+    ] = None
+    data: DistillData = DistillData()
+    losses: Losses = Losses()
+    stem_share: Annotated[
+        Share,
+        flag(
+            "--stem-share",
+            help="Share of the steps that trains stem, positions and class token alone, before all weights are "
+            "trained.",
+            panel=TRAIN,
+        ),
+    ] = 0.0
+    stem_lr: Annotated[Annotated[float, Field(gt=0)] | None, Field(description="a number above 0, or null for lr")] = (
+        None
+    )
+    mixup: Annotated[
+        NonNegative, flag("--mixup", help="Strength p of mixup, Beta(p, p), of pictures; 0 for none.", panel=TRAIN)
+    ] = 0.0
+    ema: Annotated[
+        Annotated[float, Field(gt=0, lt=1)] | None,
+        flag("--ema", help="Decay of the averaged weights that are evaluated and kept.", panel=TRAIN),
+    ] = None
+    cache_teacher: Annotated[
+        Positive | None,
+        flag(
+            "--cache-teacher",
+            help="Views of every picture whose targets are kept on disk; the training sees these views alone.",
+            panel=RUNTIME,
+            unset="none: the teacher runs at every step",
+        ),
+    ] = None
+    fewshot_data: Annotated[
+        str | None,
+        flag(
+            "--fewshot-data",
+            help="Labelled images, as 'dpn pretrain --data' takes them, for a few-shot probe of teacher and student.",
+            panel=TRAIN,
+        ),
+    ] = None
+    fewshot: Positive = 25
+    eval_batch_size: Positive = 64
+    evaluate_every: Positive = 2500
+
+    @model_validator(mode="after")
+    def _stages_fit(self) -> DistillRecipe:
+        if self.stem_lr is not None and not self.stem_share:
+            raise ValueError("stem_lr: the learning rate of the stem's stage, and stem_share is 0; leave it out")
+        if self.backbone.start == "anneal" and not self.stem_share:
+            raise ValueError("backbone.start (anneal): norms come in during the stem's stage; give it a --stem-share")
+        if self.backbone.scratch and self.stem_share:
+            raise ValueError(
+                "stem_share: trains a stem before blocks that are trained already, and this student begins from "
+                "scratch; leave it at 0"
+            )
+        return self
+
+    @property
+    def demo(self) -> bool:
+        """Whether the data are the built-in scenes, whatever is asked about them."""
+        return (self.data.source or "").split(":")[0] == "demo"
+
+
+def resolve(config: str | None, flags: Mapping[str, Any], settings: Mapping[str, Any], say: Say = unsaid) -> Plain:
+    """Merge the layers over the recipe of the data: the demo's without data and teacher, else the usual one.
+
+    A student from scratch has no stage for its stem, and only the logits of a teacher of another width to learn from.
+    Raises `DpnError` as `layered` does, and where there is a teacher and nothing to show it.
+    """
+    file, command = read_recipe(config) if config else {}, merge(flags, settings)
+    given = last_given("data", "source", file, command)
+    source = given or find_data("imagenet")
+    demo = source in ("demo", DEMO_OBJECTS)
+    teacher = command.get("teacher") or file.get("teacher")
+    if demo and teacher and not given:
+        raise DpnError(
+            "--data: no pictures; neither $DPN_DATA_DIR/imagenet nor ./imagenet is there; name a folder with --data "
+            "(labels are not needed)"
+        )
+    shipped = "distill_demo" if demo else "distill"
+    base = read_recipe(shipped)
+    if last_given("backbone", "arch", file, command) or last_given("backbone", "start", file, command) == "scratch":
+        say("a student from scratch: losses.tokens, losses.representation and stem_share are 0 unless they are set")
+        base = merge(base, {"losses": {"tokens": 0.0, "representation": 0.0}, "stem_share": 0.0, "stem_lr": None})
+    plain = layered(base, file, command, shipped, say)
+    return merge(plain, {"data": {"source": DEMO_OBJECTS if demo else source}})
+
+
+def settle(recipe: DistillRecipe, demo_teacher: str | None = None) -> DistillRecipe:
+    """Return the recipe with its teacher and its student's stem decided. Raises `DpnError` without a teacher."""
+    teacher = recipe.teacher or demo_teacher
+    if teacher is None:
+        raise DpnError(
+            "--teacher: which network is to be distilled? A file that 'dpn checkpoint inspect' reads, "
+            "timm:vit_base_patch32_224.augreg_in21k_ft_in1k, hf-hub:OWNER/NAME, or --data demo to look around"
+        )
+    backbone = recipe.backbone.model_copy(update={"stem": recipe.backbone.stem or "dpn"})
+    return recipe.model_copy(update={"teacher": teacher, "backbone": backbone})

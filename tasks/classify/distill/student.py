@@ -1,0 +1,194 @@
+"""Teacher and student: how the one is loaded, what the other begins with, and where they do not fit each other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from dpn_cli.data.reading import decoder_of
+from dpn_cli.errors import DpnError
+from dpn_cli.model.norms import GradualNorm
+from dpn_cli.recipe.network import NormOptions
+from dpn_cli.run.kinds import resolve
+from dpn_cli.weights.backbone import Backbone, load_backbone, load_whole
+from dpn_cli.weights.retrofit import Batches, converted, fit_stem
+from dpn_cli.weights.sources import open_checkpoint
+from tasks.classify.classifier import Classifier, classifier_of, facts_of, resize_for
+from tasks.classify.distill.recipe import DistillRecipe, Start, Student
+
+# Share of the stem's stage in which the norms of `anneal` come in.
+ANNEALED = 0.8
+STEM_NORMS = ("norm_in", "norm")
+
+
+def load_teacher(recipe: DistillRecipe) -> Classifier:
+    """Load the teacher with its head, if it has one, at the student's image size; it is never trained.
+
+    Without a head it has no classes. Raises as `load_backbone` does, and `DataError` for runs of several networks.
+    """
+    assert recipe.teacher
+    size = recipe.backbone.image_size
+    pair = (size, size) if isinstance(size, int) else size
+    source = open_checkpoint(resolve(recipe.teacher, "dpn distill"))
+    if "head.weight" in source.state:
+        teacher = classifier_of(source, pair)
+    else:
+        model = load_whole(source, pair)
+        teacher = Classifier(model, (), "softmax", resize_for(model.config.image_size), facts_of(source))
+    teacher.model.requires_grad_(False).eval()
+    return teacher
+
+
+def as_taught(recipe: DistillRecipe, teacher: Classifier) -> DistillRecipe:
+    """Return the recipe with what it leaves to the teacher: how pictures are cropped and mirrored, and the start.
+
+    A teacher that takes pictures whole was trained on whole ones, and one whose file tells of no mirrored pictures may
+    read digits. Raises `DpnError` as `start_of` does.
+    """
+    data, taught = recipe.data, (teacher.facts.get("recipe") or {}).get("data") or {}
+    crop = data.crop or ("whole" if teacher.resize_side is None else "inception")
+    flip = taught.get("flip", True) if data.flip is None else data.flip
+    backbone = recipe.backbone.model_copy(update={"start": start_of(recipe.backbone, teacher.model)})
+    filled = data.model_copy(update={"crop": crop, "flip": flip})
+    return recipe.model_copy(update={"backbone": backbone, "data": filled})
+
+
+def prepared(recipe: DistillRecipe, teacher: Classifier, model: Backbone) -> Classifier:
+    """Return teacher or student as a classifier of the teacher's classes whose pictures are prepared by the recipe."""
+    side = recipe.data.eval_resize or teacher.resize_side or resize_for(model.config.image_size)
+    decoder = decoder_of(recipe.data.decode)
+    whole = recipe.data.crop == "whole"
+    return replace(teacher, model=model, resize_side=None if whole else side, decoder=decoder)
+
+
+def start_of(student: Student, teacher: Backbone) -> Start:
+    """Return what a student begins with: as the recipe says, or the nearest that the teacher allows.
+
+    Raises `DpnError` where a stem cannot be fitted.
+    """
+    if student.scratch:
+        return "scratch"
+    fits = teacher.config.stem == "none" and student.stem not in ("none", "dpn_no_affine")
+    if student.start in ("retrofit", "anneal") and not fits:
+        raise DpnError(
+            f"--start {student.start}: fits the norms of a stem to the tokens of a plain one, and the teacher has stem "
+            f"{teacher.config.stem!r}, the student {student.stem!r}; use --start copy"
+        )
+    return student.start or ("retrofit" if fits else "copy")
+
+
+def new_student(recipe: DistillRecipe, teacher: Backbone, pictures: Batches) -> tuple[Backbone, dict[str, Any]]:
+    """Return the student before its first step, and what was fitted, on `pictures` (b, 3, h, w) of uint8 pixels.
+
+    With the teacher's own stem and norms the student is the teacher, bit for bit.
+    """
+    asked, config = recipe.backbone, teacher.config
+    start = start_of(asked, teacher)
+    if start == "scratch":
+        student = load_backbone(
+            asked.arch or config.arch,
+            stem=asked.stem,
+            norm=asked.norm,
+            placement=asked.placement,
+            norm_options=asked.norm_options,
+            image_size=config.image_size,
+            num_classes=teacher.num_classes,
+            pool=asked.pool or (config.pool if asked.arch is None else None),
+            pre_logits=config.pre_logits if asked.arch is None else asked.pre_logits,
+            drop_path=asked.drop_path,
+            seed=recipe.seed,
+        )
+        return student, {}
+    same_norms = asked.norm in (None, config.norm) and asked.placement in (None, config.placement)
+    student = converted(
+        teacher,
+        replace(
+            config,
+            stem=asked.stem or "dpn",
+            norm=asked.norm or config.norm,
+            placement=asked.placement or config.placement,
+            norm_options=asked.norm_options or (config.norm_options if same_norms else NormOptions()),
+            drop_path=asked.drop_path,
+        ),
+        recipe.seed,
+    )
+    return student, dict(vars(fit_stem(teacher, student, pictures))) if start != "copy" else {}
+
+
+def reload_student(recipe: DistillRecipe, place: str, classes: int) -> Backbone:
+    """Load a student that a stage of the training wrote."""
+    return load_backbone(
+        checkpoint=place,
+        image_size=None,
+        num_classes=classes,
+        head="load" if classes else "new",
+        drop_path=recipe.backbone.drop_path,
+        grad_checkpointing=recipe.backbone.grad_checkpointing,
+    )
+
+
+def gated(network: Backbone) -> None:
+    """Let the norms of the stem come in gradually, so that the network begins as the plain one whose weights it has."""
+    for slot in STEM_NORMS:
+        norm = getattr(network.patch_embed, slot)
+        if not isinstance(norm, nn.Identity):
+            setattr(network.patch_embed, slot, GradualNorm(norm, ANNEALED))
+    if not isinstance(network.norm_posemb, nn.Identity):
+        network.norm_posemb = GradualNorm(network.norm_posemb, ANNEALED)
+
+
+def ungated(network: Backbone) -> None:
+    """Put the norms themselves in the place of their gates, which are open after the stage."""
+    for holder, slot in ((network.patch_embed, "norm_in"), (network.patch_embed, "norm"), (network, "norm_posemb")):
+        if isinstance(gate := getattr(holder, slot), GradualNorm):
+            setattr(holder, slot, gate.norm)
+
+
+def check_pair(recipe: DistillRecipe, teacher: Backbone, student: Backbone) -> list[tuple[int, int]]:
+    """Return the pairs of (student, teacher) blocks that are compared.
+
+    Raises `DpnError` where the recipe compares what the two networks do not have in common.
+    """
+    losses, ours, theirs = recipe.losses, student.config, teacher.config
+    if losses.logits and not teacher.num_classes:
+        raise DpnError(
+            f"losses.logits ({losses.logits:g}): the teacher has no head, and so no logits; add --set losses.logits=0"
+        )
+    apart = f"the student is {ours.size.width} wide, the teacher {theirs.size.width}"
+    if ours.size.width != theirs.size.width and losses.tokens + losses.representation:
+        raise DpnError(
+            f"losses.tokens ({losses.tokens:g}), losses.representation ({losses.representation:g}): {apart}; set both "
+            "to 0 and compare the logits alone"
+        )
+    places = [(config.grid, config.has_class_token) for config in (ours, theirs)]
+    if places[0] != places[1] and losses.tokens + losses.attention:
+        raise DpnError(
+            f"losses.tokens ({losses.tokens:g}), losses.attention ({losses.attention:g}): the student has "
+            f"{_grid(ours.grid)} patches, the teacher {_grid(theirs.grid)}, or one of them has no class token; set "
+            "both to 0"
+        )
+    if losses.attention and ours.size.heads != theirs.size.heads:
+        raise DpnError(
+            f"losses.attention ({losses.attention:g}): the student has {ours.size.heads} heads, the teacher "
+            f"{theirs.size.heads}; set it to 0"
+        )
+    depths = ours.size.depth, theirs.size.depth
+    if losses.layers is None and depths[0] > depths[1] and losses.tokens + losses.attention:
+        raise DpnError(
+            f"losses.layers: the student has {depths[0]} blocks, the teacher {depths[1]}; say which block of the "
+            f"student matches which of the teacher, e.g. --set 'losses.layers={{{depths[0] - 1}: {depths[1] - 1}}}'"
+        )
+    pairs = list((losses.layers or {}).items())
+    for pair in pairs:
+        if not all(0 <= block < depth for block, depth in zip(pair, depths, strict=True)):
+            raise DpnError(
+                f"losses.layers: {pair[0]}: {pair[1]}: the student has the blocks 0 to {depths[0] - 1}, the teacher 0 "
+                f"to {depths[1] - 1}"
+            )
+    return pairs
+
+
+def _grid(grid: tuple[int, int]) -> str:
+    return f"{grid[0]}x{grid[1]}"

@@ -1,0 +1,336 @@
+"""The training of one student: its start, the stage of its stem, that of all weights, and what came of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpn_cli.data.loader import Augmentation, crop_batches, worker_count
+from dpn_cli.data.trained_on import record
+from dpn_cli.engine import fit as engine
+from dpn_cli.engine.memory import MicroBatch
+from dpn_cli.model.freeze import POSITIONS, STEM, train_only
+from dpn_cli.recipe.layers import counted
+from dpn_cli.recipe.training import of_two_steps
+from dpn_cli.run import distributed
+from dpn_cli.run.files import read_object, replace_json, replace_text
+from dpn_cli.run.folder import MetricsLog
+from dpn_cli.run.kinds import DIGEST, KEY, WEIGHTS
+from dpn_cli.run.session import Session
+from dpn_cli.scoring import score
+from dpn_cli.weights.backbone import Backbone, export_backbone
+from tasks.classify.classifier import Classifier, predict, save_classifier
+from tasks.classify.distill.data import Pictures
+from tasks.classify.distill.losses import Distance, Observed, Seen, inputs_of
+from tasks.classify.distill.nearness import Nearness, nearness
+from tasks.classify.distill.recipe import DistillRecipe
+from tasks.classify.distill.student import check_pair, gated, new_student, prepared, reload_student, ungated
+from tasks.classify.export import model_card
+from tasks.classify.fewshot import transfer
+from tasks.classify.options import Probing
+
+Json = dict[str, Any]
+# A channel of the teacher's tokens that hardly varies counts as if it did this much of what the others do.
+LEAST_DEVIATION = 0.01
+
+
+class Distillation:
+    """One student and what it learns from; a stage that is finished is not trained again.
+
+    The stages are ``start`` (no step), ``stem`` and ``all``. Each leaves its weights, and a note of how near the
+    student was to its teacher after it.
+    """
+
+    def __init__(self, begun: Session[DistillRecipe], teacher: Classifier, pictures: Pictures) -> None:
+        self.begun, self.recipe, self.world, self.console = begun, begun.recipe, begun.world, begun.console
+        self.path, self.pictures = begun.folder.path, pictures
+        self.taught = prepared(self.recipe, teacher, teacher.model)
+        self.teacher = teacher.model.to(self.world.device)
+        self.skipped: list[int] = []
+
+    @property
+    def stem_steps(self) -> int:
+        """The steps of the stem's stage."""
+        return round(self.recipe.stem_share * self.recipe.schedule.steps)
+
+    def train(self) -> Json:
+        """Train what is not trained yet, score it, and return the result, which is written to the folder too."""
+        if not distributed.from_leader((self.path / WEIGHTS).is_file()):
+            self._begin()
+            if self.stem_steps:
+                self._stage("stem", "start", 0, self.stem_steps)
+            before = "stem" if self.stem_steps else "start"
+            self._stage("all", before, self.stem_steps, self.recipe.schedule.steps - self.stem_steps)
+        result = self._result()
+        if self.world.leads:
+            for stage in ("start", "stem"):
+                self._file(stage, ".safetensors").unlink(missing_ok=True)
+            self.begun.folder.finish(result)
+        return result
+
+    def measure_step(self) -> float:
+        """Train two steps of all weights, keeping nothing; returns the seconds of a step."""
+        recipe = of_two_steps(self.recipe)
+        student, _ = new_student(recipe, self.teacher, self._sample)
+        self.console.info(student.report.summary())
+        observed, job = self._job(recipe, student, engine.Outputs(warn=self.console.warn), 0, workers=0)
+        return engine.fit(engine.prepare(observed, recipe.runtime, self.world), job).seconds / 2
+
+    def _begin(self) -> None:
+        """Make the student as it is before its first step, unless it is there."""
+        if self._note("start") is None:
+            student, fitted = new_student(self.recipe, self.teacher.cpu(), self._sample)
+            self.teacher.to(self.world.device)
+            self.console.info(student.report.summary())
+            check_pair(self.recipe, self.teacher, student)
+            self._keep("start", student, {"fitted": fitted} if fitted else {})
+
+    def _stage(self, stage: str, before: str, first: int, steps: int) -> None:
+        """Train a stage from the weights of another one, beginning with the batch of step `first`; keep its weights."""
+        if self._note(stage) is not None:
+            return
+        student = reload_student(self.recipe, str(self._file(before, ".safetensors")), self.teacher.num_classes)
+        recipe = self.recipe.model_copy(update={"schedule": counted(self.recipe.schedule, steps)})
+        if stage == "stem":
+            recipe = recipe.model_copy(update={"lr": recipe.stem_lr or recipe.lr, "ema": None})
+            train_only(student, (*STEM, *POSITIONS))
+            if recipe.backbone.start == "anneal":
+                gated(student)
+        own = self.path if stage == "all" else self.path / stage
+        track = self.begun.tracker(recipe.runtime.report_to)
+        with self.begun.outputs("distill" if stage == "all" else stage, track, own) as outputs:
+            observed, job = self._job(recipe, student, outputs, first)
+            done = engine.fit(engine.prepare(observed, recipe.runtime, self.world), job)
+        ungated(student)
+        timing = {"train_seconds": round(done.seconds, 2), "wait_seconds": round(done.wait_seconds, 2)}
+        self._keep(stage, student, {"steps": steps, "loss": done.loss, "timing": timing})
+        if self.world.leads and outputs.checkpoints:
+            outputs.checkpoints.clear()
+
+    def _job(
+        self, recipe: DistillRecipe, student: Backbone, outputs: engine.Outputs, first: int, workers: int | None = None
+    ) -> tuple[Observed, engine.Job]:
+        """Return the student as the engine trains it, and what the engine has to do."""
+        world, data, runtime, teacher = self.world, recipe.data, recipe.runtime, self.teacher
+        pairs = check_pair(recipe, teacher, student)
+        seeing = Observed(teacher, recipe.losses, [theirs for _, theirs in pairs])
+        observed = Observed(student.to(world.device), recipe.losses, [ours for ours, _ in pairs])
+        observed.freeze_unseen()
+        compiled = torch.compile(seeing) if runtime.compile else seeing
+
+        def targets(batch: engine.Batch) -> Seen:
+            with torch.no_grad():
+                seen: Seen = compiled(inputs_of(teacher, batch))
+            return seen
+
+        augmentation = Augmentation(
+            student.config.image_size,
+            data.decode,
+            recipe.mixup,
+            crop=data.crop or "inception",
+            flip=bool(data.flip),
+            jitter=data.jitter,
+        )
+        batches = crop_batches(
+            self.pictures.train,
+            augmentation,
+            recipe.batch_size,
+            recipe.seed,
+            world,
+            workers=worker_count(runtime.workers, world.device, world.size) if workers is None else workers,
+            skip_bad=data.skip_bad_images,
+            on_skip=self.skipped.append,
+        )
+        deviations = self._deviations(seeing) if recipe.losses.tokens else {}
+        return observed, engine.Job.of(
+            recipe,
+            loss_fn=Distance(targets, student, recipe.losses, deviations, self.taught.loss),
+            batches=lambda start: batches(first + start),
+            micro_batch=MicroBatch.choose(runtime, recipe.batch_size // world.size, student, world.device),
+            ema_decay=recipe.ema,
+            evaluate=lambda: self._nearness(student).metrics(),
+            evaluate_every=min(recipe.evaluate_every, max(1, recipe.schedule.steps // 4)),
+            monitor="images",  # nothing is chosen: the last step is kept
+            keep_best=False,
+            world=world,
+            outputs=outputs,
+        )
+
+    @cached_property
+    def _pixels(self) -> Tensor:
+        return self.pictures.sample(self.taught.transform, self.recipe.data.skip_bad_images)
+
+    def _sample(self) -> Iterator[Tensor]:
+        """Yield the pictures on which stems are fitted, prepared as they are evaluated, a few at a time."""
+        return iter(torch.split(self._pixels, 32))
+
+    def _deviations(self, seeing: Observed) -> dict[str, Tensor]:
+        """Return the standard deviation per channel (d,) of the teacher's tokens at each place that is compared."""
+        sums: dict[str, Tensor] = {}
+        count = 0
+        with torch.no_grad(), engine.precision_of(self.recipe.runtime, self.world.device):
+            for pixels in self._sample():
+                seen = seeing(self.teacher.normalize(pixels.to(self.world.device)))
+                tokens = {name: value.flatten(0, 1).double() for name, value in seen.items() if "tokens" in name}
+                count += len(tokens["tokens"])
+                for name, value in tokens.items():
+                    sums[name] = sums.get(name, 0) + torch.stack([value.sum(0), value.square().sum(0)])
+        variances = {name: total[1] / count - (total[0] / count).square() for name, total in sums.items()}
+        return {
+            name: variance.clamp(min=LEAST_DEVIATION**2 * float(variance.mean())).sqrt().float()
+            for name, variance in variances.items()
+        }
+
+    def _nearness(self, student: Backbone) -> Nearness:
+        runtime = self.recipe.runtime
+        with engine.precision_of(runtime, self.world.device):
+            return nearness(
+                self.teacher,
+                student,
+                self.pictures.held_out,
+                self.taught.transform,
+                self.world,
+                loss=self.taught.loss,
+                batch_size=self.recipe.eval_batch_size,
+                workers=runtime.workers,
+                skip_bad=self.recipe.data.skip_bad_images,
+            )
+
+    def _top1(self, model: Backbone) -> float | None:
+        """Return the accuracy on the labelled images in percent; None without them."""
+        pictures, recipe = self.pictures, self.recipe
+        if pictures.val is None:
+            return None
+        classifier = prepared(recipe, self.taught, model)
+        with engine.precision_of(recipe.runtime, self.world.device):
+            return score(
+                lambda images: predict(classifier, images),
+                pictures.val,
+                classifier.transform,
+                pictures.classes,
+                self.world,
+                loss=classifier.loss,
+                batch_size=recipe.eval_batch_size,
+                workers=recipe.runtime.workers,
+                skip_bad=recipe.data.skip_bad_images,
+                columns=None if pictures.columns is None else pictures.columns.to(self.world.device),
+            ).top1
+
+    def _file(self, stage: str, suffix: str) -> Path:
+        return self.path / "stages" / f"{stage}{suffix}"
+
+    def _note(self, stage: str) -> Json | None:
+        """Return what a finished stage left behind; None before."""
+        return distributed.from_leader(read_object(self._file(stage, ".json")))
+
+    def _keep(self, stage: str, student: Backbone, facts: Json) -> None:
+        """Write the weights of a stage, and the note that it is finished."""
+        student.to(self.world.device).eval()
+        near = self._nearness(student).to_dict()
+        note = {**facts, **near, "top1": self._top1(student)}
+        if self.world.leads:
+            if stage == "all":
+                self._export(student, near)
+            else:
+                export_backbone(student, self._file(stage, ".safetensors"))
+            replace_json(self._file(stage, ".json"), note)
+        distributed.barrier()
+        units = {"agreement": " %", "token_variance": "", "kl": " nats"}
+        said = [f"{name} {note[name]:.4g}{unit}" for name, unit in units.items() if note[name] is not None]
+        self.console.info(f"stage {stage}: {', '.join(said)} on {note['images']} held-out pictures")
+
+    def _export(self, student: Backbone, near: Json) -> None:
+        """Write the student's file: a classifier where the teacher has a head."""
+        distilled = {"teacher": self.described_teacher(), "data": self.pictures.fingerprints(), **near}
+        if not student.num_classes:
+            export_backbone(student, self.path / WEIGHTS, {KEY: "network", "distilled": json.dumps(distilled)})
+            return
+        classifier = prepared(self.recipe, self.taught, student)
+        classifier.facts = {
+            "arch": student.config.arch,
+            "parameters": student.report.parameters,
+            "recipe": self.recipe.model_dump(mode="json"),
+            "data": self.pictures.fingerprints(),
+            "trained_on": record(self.pictures.train),
+            "distilled": distilled,
+        }
+        digest = save_classifier(classifier, self.path / WEIGHTS)
+        replace_text(self.path / "README.md", model_card(classifier, "safetensors", digest))
+
+    def described_teacher(self) -> Json:
+        """Return what is known of the teacher: its place, digest and shape."""
+        report, config = self.teacher.report, self.teacher.config
+        return {
+            "source": report.source,
+            "digest": report.digest,
+            "arch": config.arch,
+            "stem": config.stem,
+            "norm": config.norm,
+            "parameters": report.parameters,
+        }
+
+    def _result(self) -> Json:
+        student = reload_student(self.recipe, str(self.path / WEIGHTS), self.teacher.num_classes)
+        student.to(self.world.device).eval()
+        stages = {stage: note for stage in ("start", "stem", "all") if (note := self._note(stage)) is not None}
+        if self.skipped:
+            self.console.warn(f"{sum(self.skipped)} times an unreadable picture was replaced by the next one")
+        log, config = MetricsLog(self.path / "metrics.jsonl"), student.config
+        return {
+            "task": "distill",
+            "arch": config.arch,
+            "stem": config.stem,
+            "norm": config.norm,
+            "start": self.recipe.backbone.start,
+            "image_size": list(config.image_size),
+            "parameters": student.report.parameters,
+            "teacher": self.described_teacher(),
+            "classes": self.teacher.num_classes,
+            **stages["all"],
+            "images": {name: len(part.labels) for name, part in self.pictures.parts().items()},
+            "top1": self._top1(student),
+            "teacher_top1": self._top1(self.teacher),
+            "fewshot": self._fewshot(student),
+            "stages": stages,
+            "curve": [one for one in log.records() if "images" in one],
+            "lost_records": log.lost(),
+            "steps": self.recipe.schedule.steps,
+            "data": self.pictures.fingerprints(),
+            DIGEST: student.report.digest,
+            "decoder": self.pictures.train.reading.versions(),
+            "differs_from_paper": self.begun.differs,
+        }
+
+    def _fewshot(self, student: Backbone) -> Json | None:
+        """Probe teacher and student on a few labelled images per class; None without such images."""
+        options = probing_of(self.recipe)
+        if options is None:
+            return None
+        found = None
+        if self.world.leads:
+            whole = self.taught.transform if self.taught.resize_side is None else None
+            found = {
+                name: transfer(model, options, self.world.device, self.console, whole)
+                for name, model in (("student", student), ("teacher", self.teacher))
+            }
+        return distributed.from_leader(found)
+
+
+def probing_of(recipe: DistillRecipe) -> Probing | None:
+    """Return the few-shot probe at the end of a training; None without data for it."""
+    if recipe.fewshot_data is None:
+        return None
+    return Probing(
+        checkpoint="none",
+        source=recipe.fewshot_data,
+        skip_bad_images=recipe.data.skip_bad_images,
+        shots=(recipe.fewshot,),
+        batch_size=recipe.eval_batch_size,
+        runtime=recipe.runtime,
+    )
