@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from dpn_cli.arch import Norm, Placement, Stem
 from dpn_cli.errors import DpnError
 from dpn_cli.recipe.compare import ComparedTraining
-from dpn_cli.recipe.flag import DATA, MODEL, RUNTIME, TRAIN, flag
+from dpn_cli.recipe.flag import DATA, MODEL, TRAIN, flag
 from dpn_cli.recipe.home import find_data
 from dpn_cli.recipe.layers import last_given, layered
 from dpn_cli.recipe.network import ARCH, DROP_PATH, IMAGE_SIZE, NORM, PLACEMENT, STEM, BackboneConfig
@@ -135,7 +135,9 @@ class Losses(Section):
     logits: NonNegative = 1.0
     attention: NonNegative = 0.0
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    layers: dict[int, int] | None = None
+    layers: Annotated[
+        tuple[tuple[int, int], ...], Field(description="pairs of blocks, student's and teacher's, e.g. [[5, 11]]")
+    ] = ()
 
     @model_validator(mode="after")
     def _something_counts(self) -> Losses:
@@ -180,15 +182,6 @@ class DistillRecipe(ComparedTraining):
     ema: Annotated[
         Annotated[float, Field(gt=0, lt=1)] | None,
         flag("--ema", help="Decay of the averaged weights that are evaluated and kept.", panel=TRAIN),
-    ] = None
-    cache_teacher: Annotated[
-        Positive | None,
-        flag(
-            "--cache-teacher",
-            help="Views of every picture whose targets are kept on disk; the training sees these views alone.",
-            panel=RUNTIME,
-            unset="none: the teacher runs at every step",
-        ),
     ] = None
     fewshot_data: Annotated[
         str | None,

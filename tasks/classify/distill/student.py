@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -146,7 +147,7 @@ def ungated(network: Backbone) -> None:
             setattr(holder, slot, gate.norm)
 
 
-def check_pair(recipe: DistillRecipe, teacher: Backbone, student: Backbone) -> list[tuple[int, int]]:
+def check_pair(recipe: DistillRecipe, teacher: Backbone, student: Backbone) -> Sequence[tuple[int, int]]:
     """Return the pairs of (student, teacher) blocks that are compared.
 
     Raises `DpnError` where the recipe compares what the two networks do not have in common.
@@ -175,19 +176,18 @@ def check_pair(recipe: DistillRecipe, teacher: Backbone, student: Backbone) -> l
             f"{theirs.size.heads}; set it to 0"
         )
     depths = ours.size.depth, theirs.size.depth
-    if losses.layers is None and depths[0] > depths[1] and losses.tokens + losses.attention:
+    if not losses.layers and depths[0] > depths[1] and losses.tokens + losses.attention:
         raise DpnError(
             f"losses.layers: the student has {depths[0]} blocks, the teacher {depths[1]}; say which block of the "
-            f"student matches which of the teacher, e.g. --set 'losses.layers={{{depths[0] - 1}: {depths[1] - 1}}}'"
+            f"student matches which of the teacher, e.g. --set 'losses.layers=[[{depths[0] - 1}, {depths[1] - 1}]]'"
         )
-    pairs = list((losses.layers or {}).items())
-    for pair in pairs:
+    for pair in losses.layers:
         if not all(0 <= block < depth for block, depth in zip(pair, depths, strict=True)):
             raise DpnError(
-                f"losses.layers: {pair[0]}: {pair[1]}: the student has the blocks 0 to {depths[0] - 1}, the teacher 0 "
-                f"to {depths[1] - 1}"
+                f"losses.layers: [{pair[0]}, {pair[1]}]: the student has the blocks 0 to {depths[0] - 1}, the teacher "
+                f"0 to {depths[1] - 1}"
             )
-    return pairs
+    return losses.layers
 
 
 def _grid(grid: tuple[int, int]) -> str:
