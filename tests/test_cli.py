@@ -173,10 +173,11 @@ def test_every_help_page_has_an_example_to_copy(command: list[str], monkeypatch:
     ],
 )
 def test_shell_completion_knows_archs_stems_tasks_and_recipes(line: str, expected: str) -> None:
-    script = "import sys; sys.argv = ['dpn']\nfrom dpn_cli.cli import main\nmain()"
-    asked = {"_DPN_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
-    done = run_program([sys.executable, "-c", script], cwd=ROOT, env=environment(**asked))
-    assert expected in done.stdout.split(), done.stdout + done.stderr
+    from dpn_cli.cli import app
+
+    words = {"_DPN_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
+    done = CliRunner().invoke(app, env=words, prog_name="dpn")
+    assert expected in done.stdout.split(), done.output
 
 
 def test_recipes_are_listed_with_paper_table_and_number() -> None:

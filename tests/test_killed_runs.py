@@ -135,13 +135,20 @@ def test_a_run_killed_between_its_first_files_starts_again(name: str, killed: Pa
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_killed_run_is_resumed_whatever_became_of_its_run_json(
-    name: str, killed: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str,
+    killed: Path,
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     start, kind = RUNS[name]
-    finished = dict[str, Any]()
+    said, finished = list[str](), dict[str, Any]()
+    monkeypatch.setattr(Console, "info", lambda self, text: said.append(text))
     for damage in ("none", "cut off" if name in ("pretrain", "lit") else "missing"):
         path = tmp_path / damage
         shutil.copytree(killed / "trained" / name, path)
+        last = json.loads(next(path.rglob("metrics.jsonl")).read_text().splitlines()[-1])
         if damage != "none":
             (path / "run.json").write_text('{"kind": "cl')
             (path / ".metrics.jsonl.999999999.tmp").write_text("left")
@@ -151,12 +158,17 @@ def test_a_killed_run_is_resumed_whatever_became_of_its_run_json(
         result = start(data, path, resume=True)
         warned = "run.json was missing or damaged and is written again" in " ".join(capsys.readouterr().err.split())
         assert warned is (damage != "none")
+        says_where_it_continues(name, last["step"], said)
+        said.clear()
         written = json.loads((path / "run.json").read_text())
         assert (written["kind"], written["status"]) == (kind, "finished")
         assert not list(path.rglob(".*.tmp"))
         weights = path / result.get("weights", "weights.safetensors")
         if name != "vtab":
             assert file_digest(weights) == result["weights_sha256"] == written["weights_sha256"]
+        if name == "highres":
+            assert result["lost_records"] == 0
+            assert "incomplete" not in describe_training(result)
         finished[damage] = {
             key: value for key, value in result.items() if key not in ("timing", "weights_sha256", "floors")
         }
@@ -164,20 +176,11 @@ def test_a_killed_run_is_resumed_whatever_became_of_its_run_json(
     assert first == second
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_a_resumed_run_says_where_it_continues(
-    name: str, killed: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(Console, "info", lambda self, text: said.append(text))
-    path = tmp_path / "run"
-    shutil.copytree(killed / "trained" / name, path)
-    last = json.loads(next(path.rglob("metrics.jsonl")).read_text().splitlines()[-1])
-    RUNS[name][0](data, path, resume=True)
+def says_where_it_continues(name: str, step: int, said: list[str]) -> None:
     continued = [line for line in said if "continues after step" in line]
     assert len(continued) == 1
     prefix = "svhn dpn lr 0.01 seed 0: " if name == "vtab" else ""
-    assert continued[0].startswith(f"{prefix}continues after step {last['step']} of ")
+    assert continued[0].startswith(f"{prefix}continues after step {step} of ")
     fresh = [line for line in said if "from scratch (" in line]
     # A frozen tower has no saved state; the second stage of a sweep and every new cell of VTAB do start from scratch.
     assert len(fresh) == {"lit": 1, "pretrain sweep": 1, "vtab": 1}.get(name, 0), fresh
@@ -198,6 +201,3 @@ def test_a_result_says_that_its_curve_lacks_records(cut: str, killed: Path, data
     result = highres(data, path, resume=True)
     assert result["lost_records"] == {"deleted": len(lines), "cut": 1}[cut]
     assert "the curve is incomplete: " in describe_training(result)
-    whole = highres(data, Path(shutil.copytree(killed / "trained" / "highres", tmp_path / "whole")), resume=True)
-    assert whole["lost_records"] == 0
-    assert "incomplete" not in describe_training(whole)

@@ -45,7 +45,7 @@ SMALL: dict[str, Any] = {
     "batch_size": 64,
     "lr": 1e-2,
     "optim": {"weight_decay": 0.0},
-    "schedule": {"steps": 300, "warmup": 60},
+    "schedule": {"steps": 220, "warmup": 44},
     "runtime": {"workers": 0, "checkpoint_every": 10},
 }
 ROWS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")

@@ -258,7 +258,7 @@ class SceneSplit(Images):
 
     def __init__(self, task: str, start: int, stop: int) -> None:
         self.task, self.start = task, start
-        self.labels: Sequence[int] = [scenes.label(scenes.sample_scene(0, i), task) for i in range(start, stop)]
+        self.labels: Sequence[int] = [scenes.label(scenes.demo_scene(i), task) for i in range(start, stop)]
         self.sizes: Sequence[int] = [3 * scenes.SCENE_SIZE**2] * len(self.labels)  # scenes are not encoded
 
     def where(self, index: int) -> str:
@@ -277,5 +277,5 @@ class SceneSplit(Images):
 @cache
 def _scene_pixels(number: int) -> Pixels:
     # All demo tasks look at the same scenes: 12 kB each, drawn once per process.
-    image, _ = scenes.render(scenes.sample_scene(0, number))
+    image, _ = scenes.render(scenes.demo_scene(number))
     return image

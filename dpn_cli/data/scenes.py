@@ -6,6 +6,7 @@ Every scene is a pure function of ``(seed, index)``: a data set needs no storage
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -157,6 +158,12 @@ def sample_scene(seed: int, index: int) -> Scene:
         light_strength=float(rng.uniform(40, 100)),
         noise_seed=int(rng.integers(2**32)),
     )
+
+
+@lru_cache(maxsize=4096)
+def demo_scene(number: int) -> Scene:
+    """Return a scene of the built-in data, whose labels, captions and pictures are read one after the other."""
+    return sample_scene(0, number)
 
 
 def _coverage(item: SceneObject) -> _Floats:

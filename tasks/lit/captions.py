@@ -226,7 +226,7 @@ class SceneCaptions(SceneSplit, Captioned):
 
     def __init__(self, start: int, stop: int) -> None:
         self.start = start
-        self.captions = [(scenes.caption(scenes.sample_scene(0, i)),) for i in range(start, stop)]
+        self.captions = [(scenes.caption(scenes.demo_scene(i)),) for i in range(start, stop)]
         self.sizes = [3 * scenes.SCENE_SIZE**2] * len(self.captions)
         self.stamps = ["generated"] * len(self.captions)
 

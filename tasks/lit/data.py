@@ -114,6 +114,6 @@ class SceneClasses(SceneSplit):
 
     def __init__(self, start: int, stop: int) -> None:
         self.start = start
-        mains = [scenes.sample_scene(0, number).objects[0] for number in range(start, stop)]
+        mains = [scenes.demo_scene(number).objects[0] for number in range(start, stop)]
         self.labels: Sequence[int] = [self.classes.index(f"{main.color} {main.shape}") for main in mains]
         self.sizes: Sequence[int] = [3 * scenes.SCENE_SIZE**2] * len(mains)

@@ -61,7 +61,7 @@ def _demo_prompts() -> tuple[str, ...]:
 
     names: dict[str, None] = {}
     for number in range(DEMO_SPLITS["train"][1]):
-        scene = scenes.sample_scene(0, number)
+        scene = scenes.demo_scene(number)
         main = scene.objects[0]
         names[scenes.caption(scene).replace(f"{main.color} {main.shape}", "{}", 1)] = None
         if len(names) == DEMO_PROMPTS:

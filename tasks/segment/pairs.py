@@ -230,7 +230,7 @@ class ScenePairs(Pairs):
 
 @cache
 def _scene(number: int) -> tuple[Pixels, Pixels]:
-    return scenes.render(scenes.sample_scene(0, number))  # 16 kB each, drawn once per process
+    return scenes.render(scenes.demo_scene(number))  # 16 kB each, drawn once per process
 
 
 class PairsPart(Pairs):
