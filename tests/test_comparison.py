@@ -305,7 +305,7 @@ def test_a_value_may_hold_commas_and_checkpoints_are_named_by_any_key() -> None:
 
 def test_networks_of_vtab_differ_in_any_key() -> None:
     recipe = vtab_recipe({"compare": "none,arch=mu/8;arch=mu/16", "backbone": {"checkpoint": "none", "image_size": 16}})
-    built = [load_network(recipe, name, 3).config for name in recipe.stems]
+    built = [load_network(recipe, name, 3).config for name in recipe.networks]
     assert [(config.stem, config.patch[0]) for config in built] == [("none", 8), ("dpn", 16)]
 
 

@@ -175,7 +175,7 @@ def test_damaged_files_of_a_sweep_are_named_in_one_line(toy: Callable[..., Json]
     damaged = {
         task / "choice.json": "damaged .not a JSON object.; restore it, or delete it",
         next(task.glob("*/done.json")): "damaged .not a JSON object.; restore it, or delete it",
-        tmp_path / "run" / "ledger.jsonl": "it tells which networks have met the test split",
+        tmp_path / "run" / "ledger.jsonl": "it records which networks were scored on test",
     }
     for path, message in damaged.items():
         content = path.read_text()

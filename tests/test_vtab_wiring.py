@@ -266,7 +266,7 @@ def test_the_learning_rate_is_chosen_by_val200_where_training_images_say_otherwi
 
 def outcomes(recipe: VtabRecipe, values: Iterator[list[float]]) -> list[TaskOutcome]:
     made = []
-    for stem in recipe.stems:
+    for stem in recipe.networks:
         for task in TASKS[:4]:
             scores = dict(zip(recipe.seeds, next(values), strict=True))
             val = {0.01: dict(scores)}

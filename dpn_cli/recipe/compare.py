@@ -121,7 +121,7 @@ class Comparison(Recipe):
         return networks
 
     @property
-    def stems(self) -> tuple[str, ...]:
+    def networks(self) -> tuple[str, ...]:
         """The names of the networks, which are stems where they differ in nothing else, in the order of training."""
         return self.compare or (self.backbone.stem or "dpn",)
 
@@ -129,7 +129,7 @@ class Comparison(Recipe):
     def folders(self) -> dict[str, str]:
         """The folder of each network, by its name."""
         folders: dict[str, str] = {}
-        for name in self.stems:
+        for name in self.networks:
             short = re.sub(r"[^\w=,.+-]+", "-", name)[:LONGEST]
             folders[name] = f"{short}-{len(folders)}" if short in folders.values() else short
         return folders
@@ -146,7 +146,7 @@ class Comparison(Recipe):
         Raises `DpnError` for a network that does not go with the rest of the recipe.
         """
         if not self.compare:
-            return {self.stems[0]: self}
+            return {self.networks[0]: self}
         plain, schema = {**self.model_dump(), "compare": ()}, type(self)
         return {
             name: build(schema, {**plain, "backbone": _with_own(self.backbone, name)}, f"compare: {name!r}")

@@ -1,4 +1,4 @@
-"""What the sweep keeps on disk: a folder per training, the choice per task, and the ledger of the test split."""
+"""The sweep on disk: a folder per training, the choice per task, and the ledger of the test split."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Json = dict[str, Any]
 class Cell:
     """One training of the sweep: network, task, learning rate, seed and training split, and its folder.
 
-    `stem` is the network's name: its stem, unless the sweep compares networks that differ in other keys.
+    `network` is its name: its stem, unless the sweep compares networks that differ in other keys.
     """
 
-    stem: str
+    network: str
     task: Task
     lr: float
     seed: int
@@ -38,13 +38,13 @@ class Cell:
     @property
     def label(self) -> str:
         """The cell's name in messages."""
-        return f"{self.task.name} {self.stem} lr {self.lr:g} seed {self.seed}" + (
+        return f"{self.task.name} {self.network} lr {self.lr:g} seed {self.seed}" + (
             "" if self.split == "train800" else f" ({self.split})"
         )
 
     @property
     def weights(self) -> Path:
-        """The file of the trained weights, which lasts until it is no longer needed."""
+        """The file of the trained weights, deleted when it is no longer needed."""
         return self.path / "weights.safetensors"
 
     def load(self) -> dict[str, Tensor]:
@@ -61,17 +61,17 @@ class Cell:
             raise DataError(f"{self.weights}: {error}; delete {self.path}, and --resume trains it again") from error
 
     def done(self, steps: int) -> Json | None:
-        """Return the marker of a training that went all its `steps`, or None."""
+        """Return the marker of a training that finished all its `steps`, or None."""
         marker = read_json(self.path / "done.json")
         return marker if marker and marker.get("steps") == steps else None
 
 
 @dataclass
 class TaskOutcome:
-    """What the sweep found for one task and network, named as in `Cell`; accuracies in percent, by lr and seed."""
+    """Results for one task and network, named as in `Cell`: accuracies in percent, by lr and seed."""
 
     task: Task
-    stem: str
+    network: str
     val: dict[float, dict[int, float]] = field(default_factory=dict)
     test: dict[int, float] = field(default_factory=dict)
     test_images: int = 0
@@ -80,13 +80,13 @@ class TaskOutcome:
 
 
 class Ledger:
-    """ledger.jsonl: every time that a trained network met the test split, and what came out."""
+    """ledger.jsonl: every scoring of a trained network on the test split."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def entry(self, cell: Cell) -> Json | None:
-        """Return what a cell scored on test, or None when it never met it."""
+        """Return a cell's score on test, or None when it was never scored."""
         for row in self._rows():
             if row["accuracy"] is not None and (
                 row["stem"],
@@ -95,7 +95,7 @@ class Ledger:
                 row["seed"],
                 row["trained_on"],
             ) == (
-                cell.stem,
+                cell.network,
                 cell.task.name,
                 cell.lr,
                 cell.seed,
@@ -110,16 +110,16 @@ class Ledger:
             return [dict(json.loads(line)) for line in text.splitlines()]
         except (ValueError, TypeError) as error:
             raise DataError(
-                f"{self.path}: damaged ({error}); restore it: it tells which networks have met the test split"
+                f"{self.path}: damaged ({error}); restore it: it records which networks were scored on test"
             ) from error
 
     def add(self, rows: Sequence[tuple[Cell, Mapping[str, Any]]]) -> None:
-        """Append that cells begin to meet the split (accuracy None) or what they scored, all of them or none."""
+        """Append the start of a scoring (accuracy None) or its result for several cells, all of them or none."""
         text = self.path.read_text(encoding="utf-8") if self.path.is_file() else ""
         for cell, scored in rows:
             row = {
                 "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-                "stem": cell.stem,
+                "stem": cell.network,
                 "task": cell.task.name,
                 "lr": cell.lr,
                 "seed": cell.seed,
@@ -133,9 +133,9 @@ class Ledger:
 
 
 def choose_lr(val: Mapping[float, Mapping[int, float]], seeds: int) -> float | None:
-    """Return the learning rate with the best mean validation accuracy, the smaller of two equal ones.
+    """Return the learning rate with the best mean validation accuracy; ties go to the smaller one.
 
-    Only learning rates whose every seed finished take part; None when there is no such one.
+    Learning rates with an unfinished seed are left out. Returns None when that leaves none.
     """
     means = {lr: fmean(by_seed.values()) for lr, by_seed in val.items() if len(by_seed) == seeds}
     return min(means, key=lambda lr: (-means[lr], lr)) if means else None
@@ -145,5 +145,5 @@ def read_json(path: Path) -> Json | None:
     """Return the object in a JSON file, or None when there is no such file. Raises `DataError` when it is damaged."""
     value = read_object(path)
     if value is None and path.is_file():
-        raise DataError(f"{path}: damaged (not a JSON object); restore it, or delete it to have that part done again")
+        raise DataError(f"{path}: damaged (not a JSON object); restore it, or delete it to repeat that part")
     return value

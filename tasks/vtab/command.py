@@ -1,4 +1,4 @@
-"""From a settled recipe to a result: output folder, ranks, signals, and the dry run."""
+"""Runs the sweep of a settled recipe, or its dry run."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def show(result: dict[str, Any]) -> None:
 
 
 def default_folder(recipe: VtabRecipe) -> Path:
-    """Return runs/vtab/ARCH-STEM, so that another network or demo never meets this run's folder."""
+    """Return runs/vtab/ARCH-STEM, so that every network, and the demo, has a folder of its own."""
     return Path("runs") / ("vtab_demo" if recipe.demo else "vtab") / run_name(recipe.backbone, recipe.versus)
 
 
 def _dry_run(begun: Session[VtabRecipe]) -> None:
-    """Check all data, then save, resume and validate a training of two steps per stem; print what the run costs.
+    """Check all data; train two steps per network, with a save and a resume between; print what the run will cost.
 
     The test split is not scored: a dry run must not look at it.
     """
@@ -67,23 +67,23 @@ def _dry_run(begun: Session[VtabRecipe]) -> None:
     runtime = recipe.runtime.model_copy(update={"checkpoint_every": 1})
     short = recipe.model_copy(update={"schedule": two_steps(recipe.schedule), "runtime": runtime})
     seconds, size = 0.0, 0
-    for stem in recipe.stems:
-        trainer = Trainer(short, stem, tasks[0], data[tasks[0]], world, console)
+    for network in recipe.networks:
+        trainer = Trainer(short, network, tasks[0], data[tasks[0]], world, console)
         with tempfile.TemporaryDirectory() as own:
             scratch = Path(from_leader(own))
-            cell = Cell(stem, tasks[0], recipe.lrs[0], recipe.seeds[0], "train800", scratch)
+            cell = Cell(network, tasks[0], recipe.lrs[0], recipe.seeds[0], "train800", scratch)
             outputs = engine.Outputs(Checkpoints(scratch), warn=console.warn)
             engine.fit(trainer.trainable, trainer.job(cell, outputs))
-            # The second training resumes after the first step, when everything is warm: its one step is the measure.
+            # The second training resumes after the first step, when everything is warm: its one step is timed.
             resumed = engine.fit(trainer.trainable, trainer.job(cell, outputs))
-            seconds += resumed.seconds / len(recipe.stems)
+            seconds += resumed.seconds / len(recipe.networks)
         size = max(size, 4 * trainer.model.report.parameters)
-        console.info(f"{spoken(stem)}: {trainer.model.report.summary()}")
+        console.info(f"{spoken(network)}: {trainer.model.report.summary()}")
     cells = len(recipe.lrs) * len(recipe.seeds)
-    trainings = len(recipe.stems) * len(tasks) * (cells + (len(recipe.seeds) if recipe.protocol == "vtab" else 0))
+    trainings = len(recipe.networks) * len(tasks) * (cells + (len(recipe.seeds) if recipe.protocol == "vtab" else 0))
     hours = trainings * recipe.schedule.steps * seconds / 3600
     console.info(
         f"dry run passed: {len(tasks)} tasks, {trainings} trainings of {recipe.schedule.steps} steps "
-        f"at {seconds:.3g} s a step: about {hours:.3g} hours here, and evaluation; "
+        f"at {seconds:.3g} s a step: about {hours:.3g} hours on this machine, plus evaluation; "
         f"at most {cells * size / 1e9:.2g} GB on the disk"
     )

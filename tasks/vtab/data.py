@@ -13,7 +13,7 @@ from dpn_cli.run.console import Console
 from tasks.vtab.recipe import VtabData
 from tasks.vtab.table import TRAIN, VAL, Task
 
-# Test images that are decoded before training to see whether the files are images at all.
+# Test images per task that are decoded before training, to check that the files are images.
 TEST_SAMPLE = 100
 
 
@@ -30,8 +30,8 @@ class TaskData:
 def open_task(data: VtabData, task: Task) -> TaskData:
     """Open a task's splits and check counts and labels.
 
-    Raises `DataError`, naming the file and where there is one the line, for a missing split or image, a wrong
-    number of training or validation images, or a label outside the task's classes.
+    Raises `DataError`, naming the file and, in a list, the line, for a missing split or image, a wrong number of
+    training or validation images, or a label outside the task's classes.
     """
     splits = {name: _open_split(data, task, name) for name in ("train800", "val200", "test")}
     for split in splits.values():
@@ -82,7 +82,7 @@ def _open_split(data: VtabData, task: Task, split: str) -> Labelled:
 def check_images(tasks: dict[Task, TaskData], skip_bad: bool, console: Console) -> None:
     """Decode every training and validation image and a sample of each test split, before any training.
 
-    Warns when images are JPEG copies or a test split has not its official size.
+    Warns about JPEG copies and about test splits that do not have their official size.
     Raises `DataError` for the first unreadable image unless `skip_bad`.
     """
     jpeg = []
@@ -105,7 +105,7 @@ def check_images(tasks: dict[Task, TaskData], skip_bad: bool, console: Console) 
             )
     if jpeg:
         console.warn(
-            f"JPEG files in {', '.join(jpeg)}: the usual VTAB-1k download re-encoded all at quality 75. "
+            f"JPEG files in {', '.join(jpeg)}: the usual VTAB-1k download re-encoded all images at quality 75. "
             "A stem that normalises every patch amplifies those artefacts in flat regions; do not "
             "compare with scores on the original images"
         )

@@ -1,4 +1,4 @@
-"""The schema of the VTAB recipe, and where data and weights come from when the command does not say."""
+"""The schema of the VTAB recipe, and the defaults for data and weights."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tasks.vtab.table import DEMO_TASKS, TASKS, choose_tasks, task_names
 DEMO_PIXELS = 64
 
 
-# How a task's training images are augmented: cut out of a larger one, mirrored, both or ([]) neither.
+# How a task's training images are augmented: random crops, mirroring, both or ([]) neither.
 Augment = Annotated[
     tuple[Literal["crop", "flip"], ...],
     BeforeValidator(listed),
@@ -72,7 +72,7 @@ class VtabData(Pictures):
         ),
     ] = ("all",)
     resize: Side | None = None
-    # Every task's, once validated.
+    # Holds every task after validation.
     augment: Annotated[dict[str, Augment], Field(validate_default=True)] = Field(default_factory=dict)
     image_column: str | None = None
     label_column: str | None = None
@@ -80,14 +80,14 @@ class VtabData(Pictures):
 
     @field_validator("augment")
     @classmethod
-    def _every_task(cls, given: dict[str, Augment], info: ValidationInfo) -> dict[str, Augment]:
-        """Add the tasks that are not named; leave out the usual values of tasks that the data do not have."""
+    def _every_task(cls, augment: dict[str, Augment], info: ValidationInfo) -> dict[str, Augment]:
+        """Add the tasks that are not named; drop tasks with usual values that the data do not have."""
         here, others = (TASKS, DEMO_TASKS) if info.data.get("source") != "demo" else (DEMO_TASKS, TASKS)
         usual, elsewhere = ({task.name: task.augment for task in table} for table in (here, others))
-        for name, value in given.items():
+        for name, value in augment.items():
             if name not in usual and elsewhere.get(name) != value:
                 raise ValueError(f"{name}: not a task of these data; use {', '.join(usual)}{did_you_mean(name, usual)}")
-        return {name: given.get(name, value) for name, value in usual.items()}
+        return {name: augment.get(name, value) for name, value in usual.items()}
 
 
 class VtabNetwork(BackboneConfig):
@@ -99,7 +99,7 @@ class VtabNetwork(BackboneConfig):
 
 
 class VtabRecipe(Comparison):
-    """All that ``dpn finetune vtab`` does."""
+    """The recipe of ``dpn finetune vtab``."""
 
     backbone: VtabNetwork = VtabNetwork()
     data: VtabData = VtabData()
@@ -145,10 +145,10 @@ class VtabRecipe(Comparison):
 
 
 def resolve(config: str | None, flags: Mapping[str, Any], settings: Mapping[str, Any], say: Say = unsaid) -> Plain:
-    """Merge the layers of the recipe and fill in data, weights and image size where nothing names them.
+    """Merge the layers of the recipe, and fill in data, weights and image size that no layer names.
 
-    Without data the recipe becomes the demo's: `vtab_demo` for the mu-sized default, `vtab_demo_large` for a
-    network that the user chose, shortened so that it ends within minutes.
+    Without data the recipe becomes the demo's: `vtab_demo` for the default network, `vtab_demo_large` for one that the
+    user chose, with few enough steps to end within minutes.
     """
     file, command = read_recipe(config) if config else {}, merge(flags, settings)
     source = last_given("data", "source", file, command) or find_data("vtab-1k")
@@ -163,13 +163,13 @@ def resolve(config: str | None, flags: Mapping[str, Any], settings: Mapping[str,
 def settle(recipe: VtabRecipe) -> VtabRecipe:
     """Return the recipe with checkpoint and image size decided.
 
-    Raises `DpnError` for an unknown task, an image size that the patch does not divide, and when real data meet no
-    weights: VTAB measures what pre-training brought.
+    Raises `DpnError` for an unknown task, for an image size that the patch does not divide, and for real data without
+    weights: VTAB measures what pre-training brings.
     """
     choose_tasks(recipe.data.tasks, recipe.demo)
     networks = [each.backbone for each in recipe.each().values()]
     patch = math.lcm(*(parse_arch(network.arch)[1] for network in networks if network.arch))
-    fits = recipe.demo and SCRATCH_PIXELS % patch == 0  # another patch than the usual ones is refused for its size
+    fits = recipe.demo and SCRATCH_PIXELS % patch == 0  # an unusual patch size is refused with the image size
     pixels = math.ceil(DEMO_PIXELS / patch) * patch if fits else SCRATCH_PIXELS
     backbone = recipe.backbone
     if without := next((network for network in networks if not network.checkpoint), None):

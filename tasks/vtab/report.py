@@ -45,8 +45,8 @@ def build_result(
     differs: Sequence[str] | None = None,
 ) -> Json:
     """Return what result.json holds; accuracies in percent. With several networks, the top level is the last one's."""
-    by_stem = {stem: _stem_result([o for o in outcomes if o.stem == stem], recipe) for stem in recipe.stems}
-    main = recipe.stems[-1]
+    by_network = {name: _result_of([o for o in outcomes if o.network == name], recipe) for name in recipe.networks}
+    main = recipe.networks[-1]
     result: Json = {
         "task": "vtab",
         "demo": recipe.demo,
@@ -60,18 +60,18 @@ def build_result(
         "lrs": list(recipe.lrs),
         "seeds": list(recipe.seeds),
         "unit": "percent",
-        **by_stem[main],
+        **by_network[main],
         "data": {"source": recipe.data.source, "fingerprints": dict(fingerprints)},
         "decoder": Reading(recipe.data.decode).versions(),
         "differs_from_paper": differs,
         "timing": timing,
     }
     if recipe.compare:
-        result["compare"] = {"stems": by_stem, "differences": _differences(recipe.stems, by_stem)}
+        result["compare"] = {"stems": by_network, "differences": _differences(recipe.networks, by_network)}
     return result
 
 
-def _stem_result(outcomes: Sequence[TaskOutcome], recipe: VtabRecipe) -> Json:
+def _result_of(outcomes: Sequence[TaskOutcome], recipe: VtabRecipe) -> Json:
     tasks: Json = {}
     for outcome in outcomes:
         test = [outcome.test[seed] for seed in recipe.seeds if seed in outcome.test]
@@ -109,7 +109,7 @@ def _stem_result(outcomes: Sequence[TaskOutcome], recipe: VtabRecipe) -> Json:
 
 
 def _mean_of(tasks: Json, names: Sequence[str]) -> Summary | None:
-    """Average tasks seed by seed; None when one of them has no score, the mean of the rest is another number."""
+    """Average tasks seed by seed. None when a task has no score: the mean of the others is not comparable."""
     scores = [tasks[name]["test"] for name in names]
     if not scores or any(score is None for score in scores):
         return None
@@ -117,25 +117,25 @@ def _mean_of(tasks: Json, names: Sequence[str]) -> Summary | None:
 
 
 def _edge(lr: float | None, lrs: Sequence[float]) -> str | None:
-    """Say whether the chosen lr ends the grid: a better one may lie beyond."""
+    """Return which edge of the grid the chosen lr is, beyond which a better one may lie; None inside the grid."""
     if lr is None or len(lrs) < 2:
         return None
     return "highest" if lr == max(lrs) else "lowest" if lr == min(lrs) else None
 
 
-def _differences(stems: Sequence[str], by_stem: Mapping[str, Json]) -> list[Json]:
-    """Compare every later stem with the first one: per task over the seeds, and over the tasks' means."""
-    base, rows = by_stem[stems[0]]["tasks"], []
-    for stem in stems[1:]:
+def _differences(networks: Sequence[str], by_network: Mapping[str, Json]) -> list[Json]:
+    """Compare every later network with the first: per task over the seeds, and over the tasks' means."""
+    base, rows = by_network[networks[0]]["tasks"], []
+    for network in networks[1:]:
         tasks: dict[str, Summary] = {}
-        for name, task in by_stem[stem]["tasks"].items():
+        for name, task in by_network[network]["tasks"].items():
             if task["test"] and base[name]["test"]:
                 tasks[name] = paired_difference(task["test"]["values"], base[name]["test"]["values"])
         overall = summarize([d.mean for d in tasks.values()], PERCENT_DIFFERENCE) if tasks else None
         rows.append(
             {
-                "stem": stem,
-                "minus": stems[0],
+                "stem": network,
+                "minus": networks[0],
                 "tasks": {name: d.to_dict() for name, d in tasks.items()},
                 "over_tasks": overall and overall.to_dict(),
             }
@@ -144,7 +144,7 @@ def _differences(stems: Sequence[str], by_stem: Mapping[str, Json]) -> list[Json
 
 
 def write_csv(path: Path, outcomes: Iterable[TaskOutcome]) -> None:
-    """Write every raw value: one row per stem, task, lr and seed, test only where it was scored."""
+    """Write every raw value: one row per network, task, lr and seed, with test where it was scored."""
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(["stem", "task", "group", "lr", "seed", "val200", "chosen", "test"])
@@ -154,17 +154,17 @@ def write_csv(path: Path, outcomes: Iterable[TaskOutcome]) -> None:
                 chosen = lr == outcome.lr
                 test = outcome.test.get(seed, "") if chosen else ""
                 task = outcome.task
-                rows.writerow([outcome.stem, task.name, task.group, f"{lr:g}", seed, value, int(chosen), test])
+                rows.writerow([outcome.network, task.name, task.group, f"{lr:g}", seed, value, int(chosen), test])
     replace_text(path, text.getvalue())
 
 
 def print_result(result: Json, console: Console) -> None:
-    """Print the tables of a result: one per stem, and the differences where stems were compared."""
+    """Print the tables of a result: one per network, and the differences of a comparison."""
     if result["demo"]:
         console.print(f"[bold]{DEMO_NOTE}[/]\n")
-    stems = result.get("compare", {}).get("stems") or {result["stem"]: result}
-    for stem, part in stems.items():
-        console.print(_table(result, stem, part))
+    networks = result.get("compare", {}).get("stems") or {result["stem"]: result}
+    for network, part in networks.items():
+        console.print(_table(result, network, part))
         for line in _remarks(result, part):
             console.print(line, highlight=False)
         console.print()
@@ -178,7 +178,7 @@ def print_result(result: Json, console: Console) -> None:
 
 
 def _remarks(result: Json, part: Json) -> list[str]:
-    """Say what a reader of the table should not overlook."""
+    """Return what a reader of the table should not overlook."""
     lines = [f"[red]failed:[/] {cell(line)}" for line in part["failed"]]
     edges = [f"{name} ({task['edge']})" for name, task in part["tasks"].items() if task["edge"]]
     if edges:
@@ -192,14 +192,14 @@ def _remarks(result: Json, part: Json) -> list[str]:
     return lines
 
 
-def _table(result: Json, stem: str, part: Json) -> Table:
-    column = PAPER_COLUMNS.index((result["arch"], stem)) if (result["arch"], stem) in PAPER_COLUMNS else None
+def _table(result: Json, network: str, part: Json) -> Table:
+    column = PAPER_COLUMNS.index((result["arch"], network)) if (result["arch"], network) in PAPER_COLUMNS else None
     paper = {} if column is None or result["demo"] else {task.name: task.paper[column] for task in TASKS}
     kind = "VTAB demo" if result["demo"] else "VTAB-1k"
-    network = stem if "=" in stem else f"{result['arch']} · {spoken(stem)}"
+    shown = network if "=" in network else f"{result['arch']} · {spoken(network)}"
     table = Table(
         box=box.SIMPLE_HEAD,
-        title=f"{kind} · {network} · protocol {result['protocol']}",
+        title=f"{kind} · {shown} · protocol {result['protocol']}",
         title_justify="left",
     )
     table.add_column("task")

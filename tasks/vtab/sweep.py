@@ -31,7 +31,7 @@ from tasks.vtab.trainer import Trainer, check_crops, load_network
 
 
 def sweep(begun: Session[VtabRecipe]) -> Json:
-    """Run or finish the sweep in the folder of the run and return its result, which is written there too.
+    """Run or finish the sweep in the run's folder; write its result there and return it.
 
     Data are checked for all tasks before anything is trained. A cell that runs out of memory or diverges
     is noted in the result and tried again when the run is resumed; everything else raises `DpnError`.
@@ -43,16 +43,16 @@ def sweep(begun: Session[VtabRecipe]) -> Json:
     facts = distributed.from_leader(folder.facts)
     if facts.get("data", fingerprints) != fingerprints:
         raise DataError(f"{recipe.data.source}: the data have changed since this run began; start another with -o")
-    for stem in recipe.stems:
-        _check_network(recipe, stem, tasks[0], folder, facts, world, console)
+    for network in recipe.networks:
+        _check_network(recipe, network, tasks[0], folder, facts, world, console)
     if world.leads:
         folder.update(device=describe_device(world.device), ranks=world.size, status="running", data=fingerprints)
         check_images(data, recipe.data.skip_bad_images, console)
         check_crops(recipe, tasks, console)
     track = begun.tracker(recipe.runtime.report_to)
     outcomes = []
-    for stem, task in itertools.product(recipe.stems, tasks):
-        cells = TaskSweep(begun, stem, task, data[task])
+    for network, task in itertools.product(recipe.networks, tasks):
+        cells = TaskSweep(begun, network, task, data[task])
         for cell in cells.to_train():
             try:
                 with begun.outputs(cell.label, track, cell.path) as outputs:
@@ -77,13 +77,13 @@ def sweep(begun: Session[VtabRecipe]) -> Json:
 
 
 def _check_network(
-    recipe: VtabRecipe, stem: str, task: Task, folder: RunFolder, facts: Json, world: World, console: Console
+    recipe: VtabRecipe, network: str, task: Task, folder: RunFolder, facts: Json, world: World, console: Console
 ) -> None:
-    """Load a stem's network before any training, say how it loaded, and see that its weights fit on the disk."""
-    model = load_network(recipe, stem, task.classes)
+    """Load a network before any training, report how it loaded, and check that its weights fit on the disk."""
+    model = load_network(recipe, network, task.classes)
     report, config = model.report, model.config
-    console.info(f"{spoken(stem)}: {report.summary()}")
-    before = facts.get(f"backbone_{stem}", {}).get("digest", report.digest)
+    console.info(f"{spoken(network)}: {report.summary()}")
+    before = facts.get(f"backbone_{network}", {}).get("digest", report.digest)
     if before != report.digest:
         raise DataError(f"{report.source}: the weights have changed since this run began; start another with -o")
     cells, free = len(recipe.lrs) * len(recipe.seeds), shutil.disk_usage(folder.path).free
@@ -94,31 +94,31 @@ def _check_network(
             "of weights until its learning rate is chosen; free some space or pass another -o"
         )
     if world.leads:
-        folder.update(arch=config.arch, image_size=list(config.image_size), **{f"backbone_{stem}": report.to_dict()})
+        folder.update(arch=config.arch, image_size=list(config.image_size), **{f"backbone_{network}": report.to_dict()})
 
 
 def timing(folder: RunFolder) -> Json:
-    """Add up what the markers of finished cells say of their trainings, in seconds."""
+    """Return the seconds that the finished cells trained, by their markers."""
     markers = [read_json(path) or {} for path in sorted(folder.path.glob("cells/*/*/*/done.json"))]
     total = {key: round(sum(marker[key] for marker in markers), 2) for key in ("train_seconds", "wait_seconds")}
     return {**total, "trainings": len(markers)}
 
 
 class TaskSweep:
-    """All cells of one task with one stem: train, choose the learning rate on val200, score on test."""
+    """All cells of one task and network: train, choose the learning rate on val200, score on test."""
 
-    def __init__(self, begun: Session[VtabRecipe], stem: str, task: Task, data: TaskData) -> None:
-        self.begun, self.recipe, self.stem, self.task, self.data = begun, begun.recipe, stem, task, data
+    def __init__(self, begun: Session[VtabRecipe], network: str, task: Task, data: TaskData) -> None:
+        self.begun, self.recipe, self.network, self.task, self.data = begun, begun.recipe, network, task, data
         self.folder, self.world, self.console = begun.folder, begun.world, begun.console
         folder = begun.folder
-        self.path = folder.path / "cells" / begun.recipe.folders[stem] / task.name
+        self.path = folder.path / "cells" / begun.recipe.folders[network] / task.name
         self.ledger = Ledger(folder.path / "ledger.jsonl")
-        self.outcome = TaskOutcome(task, stem)
+        self.outcome = TaskOutcome(task, network)
 
     @cached_property
     def trainer(self) -> Trainer:
-        """The network and the pixels, made when the first unfinished cell asks for them."""
-        return Trainer(self.recipe, self.stem, self.task, self.data, self.world, self.console)
+        """The network and the pixels, created for the first unfinished cell."""
+        return Trainer(self.recipe, self.network, self.task, self.data, self.world, self.console)
 
     def to_train(self) -> Iterator[Cell]:
         """Yield the unfinished cells, which the caller trains, and score the task afterwards."""
@@ -130,7 +130,7 @@ class TaskSweep:
                 outcome.val.setdefault(cell.lr, {})[cell.seed] = float(marker["val_accuracy"])
         if outcome.failed and not self.recipe.allow_failed:
             return
-        # A choice stands: cells that failed then and finish later do not bring another lr to the test split.
+        # A choice is final: cells that failed before it and finish later cannot change the lr that is scored on test.
         made = distributed.from_leader(read_json(self.path / "choice.json"))
         outcome.lr = made["lr"] if made else choose_lr(outcome.val, len(seeds))
         if outcome.lr is None:
@@ -148,16 +148,16 @@ class TaskSweep:
             self._score(chosen)
             self._discard(chosen)
             counts = np.bincount(np.asarray(self.data.test.labels), minlength=self.task.classes)
-            metric = f"{self.task.name} {self.stem}: test top-1"
+            metric = f"{self.task.name} {self.network}: test top-1"
             mean = fmean(outcome.test.values())
             if warning := result_warning(metric, mean, class_floors(counts.tolist()), outcome.test_images):
                 self.console.warn(warning)
 
     def _cell(self, lr: float, seed: int, split: str = "train800") -> Cell:
-        return Cell(self.stem, self.task, lr, seed, split, self.path / f"{split}_lr{lr:g}_seed{seed}")
+        return Cell(self.network, self.task, lr, seed, split, self.path / f"{split}_lr{lr:g}_seed{seed}")
 
     def _weights_needed(self, cell: Cell) -> bool:
-        """Tell whether a cell's weights may still meet the test split."""
+        """Tell whether a cell's weights may still be scored on test."""
         if self.ledger.entry(cell):
             return False
         choice = read_json(self.path / "choice.json")
@@ -165,7 +165,7 @@ class TaskSweep:
         return meets_test and (choice is None or choice["lr"] == cell.lr)
 
     def _marker(self, cell: Cell) -> Json | None:
-        """Return the leading rank's marker of a cell that is done, with its weights where they are needed, or None."""
+        """Return the leading rank's marker of a finished cell; None also when weights that it needs are missing."""
         marker = cell.done(self.recipe.schedule.steps)
         if marker and self._weights_needed(cell) and not cell.weights.is_file():
             marker = None
@@ -176,9 +176,9 @@ class TaskSweep:
             yield cell
 
     def note_failure(self, cell: Cell, error: NonFiniteError | OutOfMemoryError) -> None:
-        """Note why a cell failed, so that the sweep continues.
+        """Record why a cell failed, so that the sweep continues.
 
-        Raises an `OutOfMemoryError` of several ranks again: the others are waiting for this one's gradients.
+        Raises an `OutOfMemoryError` again when there are several ranks: the others wait for this one's gradients.
         """
         if self.world.size > 1 and isinstance(error, OutOfMemoryError):
             raise error
@@ -188,7 +188,7 @@ class TaskSweep:
             replace_json(cell.path / "failed.json", {"error": str(error), "exit_code": error.exit_code})
 
     def keep(self, cell: Cell, result: engine.FitResult) -> None:
-        """Write the marker of a trained cell, and its weights while they may still meet the test split."""
+        """Write the marker of a trained cell, and its weights if they may still be scored on test."""
         marker: Json = {
             "steps": result.steps,
             "val_accuracy": result.metrics["accuracy"],
@@ -208,7 +208,7 @@ class TaskSweep:
         self.console.info(f"{cell.label}: val {marker['val_accuracy']:.1f} %  ({result.seconds:.1f} s)")
 
     def _score(self, cells: Sequence[Cell]) -> None:
-        """Score cells on the test split, once in the life of the run: the ledger knows what was scored before."""
+        """Score cells on the test split, each once in the life of the run: the ledger records past scores."""
         todo = [cell for cell in cells if distributed.from_leader(self.ledger.entry(cell)) is None]
         if todo:
             began, device = time.perf_counter(), self.world.device
@@ -224,7 +224,7 @@ class TaskSweep:
             distributed.barrier()
             mean, images = fmean(row["accuracy"] for _, row in rows), rows[0][1]["images"]
             self.console.info(
-                f"{self.task.name} {self.stem}: chosen lr {cells[0].lr:g}, test {mean:.1f} % "
+                f"{self.task.name} {self.network}: chosen lr {cells[0].lr:g}, test {mean:.1f} % "
                 f"({len(rows)} seeds, {images} images, {time.perf_counter() - began:.1f} s)"
             )
         for cell in cells:
@@ -233,7 +233,7 @@ class TaskSweep:
             self.outcome.test[cell.seed], self.outcome.test_images = entry["accuracy"], entry["images"]
 
     def _discard(self, cells: Sequence[Cell]) -> None:
-        """Delete the weights that nothing asks for any more, unless the recipe keeps them."""
+        """Delete weights that are no longer needed, unless the recipe keeps them."""
         if self.world.leads and self.recipe.keep_weights != "all":
             for cell in cells:
                 kept = self.recipe.keep_weights == "chosen" and cell.lr == self.outcome.lr

@@ -1,4 +1,4 @@
-"""The 19 tasks of VTAB-1k and the demo's, as one table. Imports nothing heavy: the command line completes names."""
+"""The tasks of VTAB-1k and of the demo. Imports nothing heavy, because shell completion reads it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from dpn_cli.errors import DpnError
 GROUPS = ("natural", "specialized", "structured")
 # Networks of Table 3, (arch, stem).
 PAPER_COLUMNS = (("B/32", "none"), ("B/32", "dpn"), ("B/16", "none"), ("B/16", "dpn"))
-# Training and validation images of every task; train800val200 is their union.
+# Number of training and validation images of every task; train800val200 is their union.
 TRAIN, VAL = 800, 200
 
 
 @dataclass(frozen=True)
 class Task:
-    """One task: its name in VTAB, its folder in the usual layout, and what its data must look like.
+    """A task: its name in VTAB, its folder in the usual layout, and the sizes that its data must have.
 
-    `crop` and `flip` say how training images are augmented, unless the recipe's ``data.augment`` says otherwise; `test`
-    is the size of the official test split; `paper` holds the accuracies of Table 3 in percent, in the order of
+    `crop` and `flip` are the default augmentation of training images, which the recipe's ``data.augment`` overrides;
+    `test` is the size of the official test split; `paper` holds the accuracies of Table 3 in percent, in the order of
     `PAPER_COLUMNS`.
     """
 
@@ -36,7 +36,7 @@ class Task:
 
     @property
     def augment(self) -> tuple[Literal["crop", "flip"], ...]:
-        """The usual value of the task in the recipe's ``data.augment``."""
+        """The task's default in the recipe's ``data.augment``."""
         crop: tuple[Literal["crop", "flip"], ...] = ("crop",) if self.crop else ()
         return (*crop, "flip") if self.flip else crop
 
@@ -75,9 +75,9 @@ DEMO_TASKS: tuple[Task, ...] = (
 
 
 def choose_tasks(words: Sequence[str], demo: bool) -> tuple[Task, ...]:
-    """Return the tasks that ``all``, group names, task names and folder names stand for, in the table's order.
+    """Return the tasks that are meant by ``all``, group, task and folder names, in the table's order.
 
-    Raises `DpnError` for an unknown name, with the nearest one.
+    Raises `DpnError` for an unknown name and suggests the nearest one.
     """
     table = DEMO_TASKS if demo else TASKS
     chosen = set()

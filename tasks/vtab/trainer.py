@@ -1,4 +1,4 @@
-"""One network and one task's pixels, made once and used for all trainings of the task."""
+"""A network and a task's pixels, loaded once and used by all trainings of the task."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tasks.vtab.data import TaskData
 from tasks.vtab.recipe import VtabRecipe
 from tasks.vtab.table import Task
 
-# 256 for 224: what the public relative of the paper's recipe resizes to before it crops.
+# 256 for 224: the size from which the public relative of the paper's recipe crops.
 RESIZE_RATIO = 256 / 224
 
 
@@ -39,8 +39,8 @@ def resized_for_crops(recipe: VtabRecipe, size: Size) -> Size:
 
 
 def check_crops(recipe: VtabRecipe, tasks: Sequence[Task], console: Console) -> None:
-    """Warn when training crops show too little of a picture, which they do in every task that crops or in none."""
-    pixels = recipe.backbone.image_size or SCRATCH_PIXELS  # most checkpoints' own
+    """Warn when training crops show too little of a picture; all tasks that crop do it alike."""
+    pixels = recipe.backbone.image_size or SCRATCH_PIXELS  # which most checkpoints have
     size = (pixels, pixels) if isinstance(pixels, int) else pixels
     if any("crop" in recipe.data.augment[task.name] for task in tasks) and (
         warning := crop_warning(size, [resized_for_crops(recipe, size)])
@@ -48,31 +48,31 @@ def check_crops(recipe: VtabRecipe, tasks: Sequence[Task], console: Console) -> 
         console.warn(warning)
 
 
-def load_network(recipe: VtabRecipe, stem: str, classes: int) -> Backbone:
-    """Load one of the recipe's networks, by its name, with a zero head. Raises as `load_backbone` does."""
-    return backbone_of(recipe.each()[stem].backbone, num_classes=classes)
+def load_network(recipe: VtabRecipe, network: str, classes: int) -> Backbone:
+    """Load the recipe's network of that name, with a zero head. Raises the errors of `load_backbone`."""
+    return backbone_of(recipe.each()[network].backbone, num_classes=classes)
 
 
 class Trainer:
     """Trains and scores one network on one task; its compiled step and its pixels serve every cell."""
 
     def __init__(
-        self, recipe: VtabRecipe, stem: str, task: Task, data: TaskData, world: World, console: Console
+        self, recipe: VtabRecipe, network: str, task: Task, data: TaskData, world: World, console: Console
     ) -> None:
         self.recipe, self.task, self.data, self.world, self.console = recipe, task, data, world, console
         self.augment = recipe.data.augment[task.name]
-        self.model = load_network(recipe, stem, task.classes)
+        self.model = load_network(recipe, network, task.classes)
         self.size = self.model.config.image_size
         if recipe.runtime.compile:
-            torch.compiler.reset()  # the compiler gives up after eight head sizes, and VTAB has fifteen
+            torch.compiler.reset()  # the compiler gives up after eight head sizes; VTAB has fifteen
         self.trainable = engine.prepare(self.model, recipe.runtime, world)
-        self.scratch = recipe.each()[stem].backbone.checkpoint == "none"
+        self.scratch = recipe.each()[network].backbone.checkpoint == "none"
         self.first = {name: value.clone() for name, value in self.model.state_dict().items()}
         self.micro_batch = MicroBatch.choose(recipe.runtime, recipe.batch_size // world.size, self.model, world.device)
         self._pixels: dict[tuple[str, bool], PixelSet] = {}
 
     def job(self, cell: Cell, outputs: engine.Outputs) -> engine.Job:
-        """Put the network back to its start and return the engine's job of a cell; its ``accuracy`` is val200's."""
+        """Reset the network and return the engine's job of a cell, whose ``accuracy`` is that on val200."""
         if self.scratch:
             self.model.initialize(cell.seed)
         else:
@@ -103,7 +103,7 @@ class Trainer:
         )
 
     def pixels(self, split: str, *, train: bool) -> PixelSet:
-        """Return a split in memory, for training at the size that crops are taken from."""
+        """Return a split in memory; with `train` and crops, at the size that crops are taken from."""
         if split == "train800val200":
             parts = [self.pixels(part, train=train) for part in ("train800", "val200")]
             return PixelSet(torch.cat([part.images for part in parts]), torch.cat([part.labels for part in parts]))
@@ -126,7 +126,7 @@ class Trainer:
         return LOSSES[self.recipe.loss](logits, F.one_hot(batch["label"], self.task.classes).float())
 
     def evaluate(self, pixels: PixelSet) -> dict[str, float]:
-        """Return top-1 accuracy in percent over a set in memory, each image once whatever the ranks."""
+        """Return top-1 accuracy in percent over a set in memory; the ranks share the images."""
         confusion = confusion_matrix(self.task.classes, self.world.device)
         rows = torch.arange(self.world.rank, len(pixels.images), self.world.size, device=pixels.images.device)
         for part in torch.split(rows, self.recipe.eval_batch_size):
@@ -137,9 +137,9 @@ class Trainer:
         return {"accuracy": 100 * right / images}
 
     def count_test(self, weights: Sequence[dict[str, Tensor]]) -> list[tuple[int, int]]:
-        """Count (right, all) on test for several sets of weights in one pass: each image is decoded once.
+        """Return (right, all) counts on test for several sets of weights, in one pass that decodes each image once.
 
-        Test splits reach 70,000 images, so they are streamed and never held in memory. Raises `StoppedError`.
+        Test splits have up to 70,000 images, so they are streamed and never held in memory. Raises `StoppedError`.
         """
         recipe, test = self.recipe, self.data.test
         confusions = [confusion_matrix(self.task.classes, self.world.device) for _ in weights]
