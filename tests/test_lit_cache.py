@@ -25,11 +25,11 @@ from dpn_cli.data.reading import Pixels
 from dpn_cli.errors import DataError, StoppedError
 from dpn_cli.recipe.schema import Runtime
 from dpn_cli.run import files, stopping
+from dpn_cli.run.arrays import save_array
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import load_backbone
 from tasks.lit import cache
-from tasks.lit.arrays import save_array
 from tasks.lit.batches import cached_batches, encoded_batches, tokenize
 from tasks.lit.cache import cached_features
 from tasks.lit.captions import Captioned, Files

@@ -1,13 +1,15 @@
 """Training batches from encoded images: worker processes decode, crop and resize; the device does the rest.
 
-What an image becomes is a function of (seed, step, place in the batch), never of the worker, the rank or what ran
-before: a resumed training continues inside an epoch as if it had not been interrupted.
+What an image becomes is a function of (seed, step, place in the batch), or with a fixed number of views of (seed, view,
+image), never of the worker, the rank or what ran before: a resumed training continues inside an epoch as if it had not
+been interrupted.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,7 +37,7 @@ REPLACEMENTS = 10
 # Streams of draws that must not meet: crops, flips, mixing.
 CROP, FLIP, MIX, RANDAUGMENT, POLICY = 1, 2, 3, 4, 7
 
-Item = tuple[int, int, int]  # step, place in the global batch, row of the data set
+Item = tuple[int, int, int]  # what its draws are seeded with (step and place, or view and row), row of the data set
 Loaded = tuple[Tensor, int, int] | DataError
 
 
@@ -58,6 +60,7 @@ class Augmentation:
         mirrored: give each rank the pairs of places that mirror each other, which timm mixes.
         mean: the network's, of pixels in [0, 1]; `erase` needs both.
         std: the network's.
+        views: draw each image in so many ways, one in an epoch, over and over; 0 draws it anew at every place.
     """
 
     size: Size
@@ -74,6 +77,7 @@ class Augmentation:
     mirrored: bool = False
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    views: int = 0
 
     @property
     def random_crop(self) -> bool:
@@ -83,7 +87,7 @@ class Augmentation:
     @property
     def one_by_one(self) -> bool:
         """Whether images are mirrored one by one, with what follows, and not a batch at a time."""
-        return bool(self.layers or self.policy or self.jitter or self.erase or self.random_crop)
+        return bool(self.layers or self.policy or self.jitter or self.erase or self.random_crop or self.views)
 
 
 class _Crops(Dataset[Loaded]):
@@ -91,31 +95,31 @@ class _Crops(Dataset[Loaded]):
         self.split, self.augmentation, self.seed, self.skip_bad = split, augmentation, seed, skip_bad
 
     def __getitem__(self, item: Item) -> Loaded:
-        step, place, row = item
+        first, second, row = item
         last: DataError | None = None
         for skipped in range(REPLACEMENTS + 1 if self.skip_bad else 1):
             at = (row + skipped) % len(self.split.labels)
-            generator = torch.Generator().manual_seed(fold(self.seed, CROP, step, place))
+            generator = torch.Generator().manual_seed(fold(self.seed, CROP, first, second))
             try:
                 image, where = self.split.open(at), self.split.where(at)
-                return self._made(image, where, generator, step, place), int(self.split.labels[at]), skipped
+                return self._made(image, where, generator, first, second), int(self.split.labels[at]), skipped
             except DataError as error:
                 last = error  # raised in a worker process it would come back wrapped in that process's traceback
         assert last is not None
         return last
 
-    def _made(self, image: Image.Image, where: str, generator: torch.Generator, step: int, place: int) -> Tensor:
+    def _made(self, image: Image.Image, where: str, generator: torch.Generator, first: int, second: int) -> Tensor:
         how = self.augmentation
         if how.random_crop:
             whole = Image.fromarray(decode(image, where, decoder_of(how.decode)))
-            return self._drawn(whole, step, place)
+            return self._drawn(whole, first, second)
         crop = self._cut(image, where, generator)
         if how.layers:
-            return self._augmented(crop, step, place)
-        return self._drawn(Image.fromarray(crop.permute(1, 2, 0).numpy()), step, place) if how.one_by_one else crop
+            return self._augmented(crop, first, second)
+        return self._drawn(Image.fromarray(crop.permute(1, 2, 0).numpy()), first, second) if how.one_by_one else crop
 
-    def _drawn(self, image: Image.Image, step: int, place: int) -> Tensor:
-        with seeded(fold(self.seed, POLICY, step, place)):
+    def _drawn(self, image: Image.Image, first: int, second: int) -> Tensor:
+        with seeded(fold(self.seed, POLICY, first, second)):
             return pipeline(self.augmentation)(image)
 
     def _cut(self, image: Image.Image, where: str, generator: torch.Generator) -> Tensor:
@@ -123,9 +127,9 @@ class _Crops(Dataset[Loaded]):
             return resize(decode(image, where, decoder_of(self.augmentation.decode)), self.augmentation.size)
         return train_crop(image, where, self.augmentation.size, generator, self.augmentation.decode)
 
-    def _augmented(self, crop: Tensor, step: int, place: int) -> Tensor:
+    def _augmented(self, crop: Tensor, first: int, second: int) -> Tensor:
         """Mirror every second crop, then augment it: shearing turns about a corner, so the order matters."""
-        generator = torch.Generator().manual_seed(fold(self.seed, RANDAUGMENT, step, place))
+        generator = torch.Generator().manual_seed(fold(self.seed, RANDAUGMENT, first, second))
         mirrored = bool(torch.rand((), generator=generator) < 0.5)
         if mirrored and self.augmentation.flip:
             crop = crop.flip(-1)
@@ -133,20 +137,34 @@ class _Crops(Dataset[Loaded]):
 
 
 class Steps(Sampler[list[Item]]):
-    """The items of this rank's share of every batch from a step on, without end."""
+    """The items of this rank's share of every batch from a step on, without end.
+
+    `repeats` and `views` are those of `Augmentation`.
+    """
 
     def __init__(
-        self, images: int, batch_size: int, seed: int, start: int, mine: Sequence[int], repeats: int = 1
+        self,
+        images: int,
+        batch_size: int,
+        seed: int,
+        start: int,
+        mine: Sequence[int],
+        repeats: int = 1,
+        views: int = 0,
     ) -> None:
         self.images, self.batch_size, self.seed, self.start = images, batch_size, seed, start
-        self.mine, self.repeats = mine, repeats
+        self.mine, self.repeats, self.views = mine, repeats, views
 
     def __iter__(self) -> Iterator[list[Item]]:
         step = self.start
         while True:
             rows = rows_of_step(self.images, self.batch_size, self.seed, step, self.repeats).tolist()
-            yield [(step, place, rows[place]) for place in self.mine]
+            yield [(*self._seeds(step, place, rows[place]), rows[place]) for place in self.mine]
             step += 1
+
+    def _seeds(self, step: int, place: int, row: int) -> tuple[int, int]:
+        epoch = (step * self.batch_size + place) // self.images
+        return (epoch % self.views, row) if self.views else (step, place)
 
 
 def _collate(loaded: Sequence[Loaded]) -> tuple[Tensor, Tensor, int] | DataError:
@@ -164,6 +182,36 @@ def worker_count(workers: int | Literal["auto"], device: torch.device, ranks: in
         return workers
     cores = os.cpu_count() or 1
     return max(1, min(16, cores // ranks - 1)) if device.type == "cuda" else int(cores > 1)
+
+
+def crops_of(
+    split: Labelled,
+    augmentation: Augmentation,
+    seed: int,
+    batches: Iterable[list[Item]],
+    device: torch.device,
+    workers: int,
+    skip_bad: bool,
+    on_skip: Callable[[int], None] = lambda count: None,
+) -> Generator[tuple[Tensor, Tensor], None, None]:
+    """Yield images (b, 3, h, w) and labels (b,) of batches of items, on the device. Raises as `crop_batches` does.
+
+    Where images are not made one by one they are not mirrored yet.
+    """
+    with open_loader(
+        _Crops(split, augmentation, seed, skip_bad),
+        workers,
+        batch_sampler=batches,
+        collate_fn=_collate,
+        pin_memory=device.type == "cuda",
+    ) as items:
+        for loaded in items:
+            if isinstance(loaded, DataError):
+                raise loaded
+            images, labels, skipped = loaded
+            if skipped:
+                on_skip(skipped)
+            yield images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
 
 
 def crop_batches(
@@ -186,20 +234,10 @@ def crop_batches(
     mine = places(batch_size, world, mirrored=augmentation.mirrored)
 
     def batches(start: int) -> Generator[Batch, None, None]:
-        with open_loader(
-            _Crops(split, augmentation, seed, skip_bad),
-            workers,
-            batch_sampler=Steps(len(split.labels), batch_size, seed, start, mine, augmentation.repeats),
-            collate_fn=_collate,
-            pin_memory=world.device.type == "cuda",
-        ) as items:
-            for step, loaded in enumerate(items, start):
-                if isinstance(loaded, DataError):
-                    raise loaded
-                images, labels, skipped = loaded
-                if skipped:
-                    on_skip(skipped)
-                images, labels = (tensor.to(world.device, non_blocking=True) for tensor in (images, labels))
+        repeats, views = augmentation.repeats, augmentation.views
+        steps = Steps(len(split.labels), batch_size, seed, start, mine, repeats, views)
+        with closing(crops_of(split, augmentation, seed, steps, world.device, workers, skip_bad, on_skip)) as crops:
+            for step, (images, labels) in enumerate(crops, start):
                 if augmentation.flip and not augmentation.one_by_one:
                     generator = torch.Generator().manual_seed(fold(seed, FLIP, step))
                     flipped = (torch.rand(batch_size, generator=generator) < 0.5)[mine].nonzero()[:, 0]

@@ -19,8 +19,8 @@ from dpn_cli.engine.fit import Batch, Batches
 from dpn_cli.engine.seeds import fold
 from dpn_cli.errors import DataError
 from dpn_cli.run import stopping
+from dpn_cli.run.arrays import facts_of, save_array
 from dpn_cli.run.distributed import World
-from tasks.lit.arrays import facts_of, save_array
 from tasks.lit.captions import Captioned
 from tasks.lit.features import Features, ImageEncoder
 from tasks.lit.tokens import Tokenizer

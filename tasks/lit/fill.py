@@ -23,9 +23,9 @@ from dpn_cli.data.pixels import PixelSet, resize, stream
 from dpn_cli.data.reading import Pixels
 from dpn_cli.errors import DataError, SaveError
 from dpn_cli.run import stopping
+from dpn_cli.run.arrays import facts_of, save_array
 from dpn_cli.run.console import LINE_EVERY, Console
 from dpn_cli.run.files import replace_json
-from tasks.lit.arrays import facts_of, save_array
 from tasks.lit.captions import Captioned
 from tasks.lit.features import ImageEncoder
 

@@ -18,6 +18,7 @@ from dpn_cli.run.session import Session, run_name, session
 from dpn_cli.weights.backbone import LoadReport
 from tasks.classify.check import check_divides
 from tasks.classify.classifier import Classifier
+from tasks.classify.distill.cache import check_views
 from tasks.classify.distill.data import Pictures, open_pictures
 from tasks.classify.distill.recipe import DistillRecipe
 from tasks.classify.distill.student import as_taught, load_teacher
@@ -100,6 +101,7 @@ def _check(begun: Session[DistillRecipe], teacher: Classifier, pictures: Picture
     check_divides(recipe.batch_size, recipe.runtime.micro_batch_size, world)
     if options := probing_of(recipe):
         check_transfer(options)
+    check_views(recipe, len(pictures.train.labels))
     parts = {name: len(part.labels) for name, part in pictures.parts().items()}
     begun.console.info(
         f"{parts['train']} pictures to train on, {parts['held_out']} held out"
@@ -127,6 +129,8 @@ def _check(begun: Session[DistillRecipe], teacher: Classifier, pictures: Picture
 
 def _dry_run(distillation: Distillation) -> None:
     """Train two steps, keeping nothing, and say what the training takes."""
+    if cache := distillation.cache:
+        cache.check_space()
     seconds, steps = distillation.measure_step(), distillation.recipe.schedule.steps
     distillation.console.info(
         f"dry run passed: {steps} steps at {seconds:.3g} s a step: about {steps * seconds / 3600:.3g} hours here, and "

@@ -11,6 +11,7 @@ from torch import Tensor
 from dpn_cli.data.classified import ImageSource, Part, has_split, hash_order, minival_size, open_split
 from dpn_cli.data.images import open_unlabelled
 from dpn_cli.data.labelled import Labelled, fingerprint
+from dpn_cli.data.loader import Augmentation
 from dpn_cli.data.pixels import Transform, stream
 from dpn_cli.data.reading import Reading, decoder_of
 from dpn_cli.errors import DataError
@@ -96,6 +97,20 @@ def open_pictures(recipe: DistillRecipe, classes: Sequence[str] | None, console:
             console.info(f"the val images of {data.source} are not scored: {error}")
             val = None
     return Pictures(train, held_out, val, len(names), columns)
+
+
+def augmentation_of(recipe: DistillRecipe, size: tuple[int, int]) -> Augmentation:
+    """Return how training pictures become images of `size`, for teacher and student."""
+    data = recipe.data
+    return Augmentation(
+        size,
+        data.decode,
+        recipe.mixup,
+        crop=data.crop or "inception",
+        flip=bool(data.flip),
+        jitter=data.jitter,
+        views=recipe.cache_teacher or 0,
+    )
 
 
 def _labelled_val(source: ImageSource) -> bool:

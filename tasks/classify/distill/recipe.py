@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from dpn_cli.arch import Norm, Placement, Stem
 from dpn_cli.errors import DpnError
 from dpn_cli.recipe.compare import ComparedTraining
-from dpn_cli.recipe.flag import DATA, MODEL, TRAIN, flag
+from dpn_cli.recipe.flag import DATA, MODEL, RUNTIME, TRAIN, flag
 from dpn_cli.recipe.home import find_data
 from dpn_cli.recipe.layers import last_given, layered
 from dpn_cli.recipe.network import ARCH, DROP_PATH, IMAGE_SIZE, NORM, PLACEMENT, STEM, BackboneConfig
@@ -183,6 +183,16 @@ class DistillRecipe(ComparedTraining):
         Annotated[float, Field(gt=0, lt=1)] | None,
         flag("--ema", help="Decay of the averaged weights that are evaluated and kept.", panel=TRAIN),
     ] = None
+    cache_teacher: Annotated[
+        Positive | None,
+        flag(
+            "--cache-teacher",
+            help="Keep what the teacher computes for so many views of every picture on the disk, and train on those "
+            "views alone; deleted when the run has finished.",
+            panel=RUNTIME,
+            unset="none: the teacher runs in every step",
+        ),
+    ] = None
     fewshot_data: Annotated[
         str | None,
         flag(
@@ -205,6 +215,11 @@ class DistillRecipe(ComparedTraining):
             raise ValueError(
                 "stem_share: trains a stem before blocks that are trained already, and this student begins from "
                 "scratch; leave it at 0"
+            )
+        if self.cache_teacher and self.mixup:
+            raise ValueError(
+                f"cache_teacher ({self.cache_teacher}): keeps what the teacher computes for pictures, and mixup "
+                f"({self.mixup:g}) mixes them anew in every step; leave one of them out"
             )
         return self
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpn_cli.data.loader import Augmentation, crop_batches, worker_count
+from dpn_cli.data.loader import crop_batches, worker_count
 from dpn_cli.data.trained_on import record
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine.memory import MicroBatch
@@ -26,7 +26,8 @@ from dpn_cli.run.session import Session
 from dpn_cli.scoring import score
 from dpn_cli.weights.backbone import Backbone, export_backbone
 from tasks.classify.classifier import Classifier, predict, save_classifier
-from tasks.classify.distill.data import Pictures
+from tasks.classify.distill.cache import TargetCache, kept_targets
+from tasks.classify.distill.data import Pictures, augmentation_of
 from tasks.classify.distill.losses import Distance, Observed, Seen, inputs_of
 from tasks.classify.distill.nearness import Nearness, nearness
 from tasks.classify.distill.recipe import DistillRecipe
@@ -68,6 +69,8 @@ class Distillation:
             before = "stem" if self.stem_steps else "start"
             self._stage("all", before, self.stem_steps, self.recipe.schedule.steps - self.stem_steps)
         result = self._result()
+        if self.cache:
+            self.cache.delete()
         if self.world.leads:
             for stage in ("start", "stem"):
                 self._file(stage, ".safetensors").unlink(missing_ok=True)
@@ -79,7 +82,7 @@ class Distillation:
         recipe = of_two_steps(self.recipe)
         student, _ = new_student(recipe, self.teacher, self._sample)
         self.console.info(student.report.summary())
-        observed, job = self._job(recipe, student, engine.Outputs(warn=self.console.warn), 0, workers=0)
+        observed, job = self._job(recipe, student, engine.Outputs(warn=self.console.warn), 0, dry_run=True)
         return engine.fit(engine.prepare(observed, recipe.runtime, self.world), job).seconds / 2
 
     def _begin(self) -> None:
@@ -114,40 +117,28 @@ class Distillation:
             outputs.checkpoints.clear()
 
     def _job(
-        self, recipe: DistillRecipe, student: Backbone, outputs: engine.Outputs, first: int, workers: int | None = None
+        self, recipe: DistillRecipe, student: Backbone, outputs: engine.Outputs, first: int, *, dry_run: bool = False
     ) -> tuple[Observed, engine.Job]:
-        """Return the student as the engine trains it, and what the engine has to do."""
-        world, data, runtime, teacher = self.world, recipe.data, recipe.runtime, self.teacher
-        pairs = check_pair(recipe, teacher, student)
-        seeing = Observed(teacher, recipe.losses, [theirs for _, theirs in pairs])
+        """Return the student as the engine trains it, and what the engine has to do; `dry_run` keeps no targets."""
+        world, runtime = self.world, recipe.runtime
+        pairs = check_pair(recipe, self.teacher, student)
         observed = Observed(student.to(world.device), recipe.losses, [ours for ours, _ in pairs])
         observed.freeze_unseen()
-        compiled = torch.compile(seeing) if runtime.compile else seeing
-
-        def targets(batch: engine.Batch) -> Seen:
-            with torch.no_grad():
-                seen: Seen = compiled(inputs_of(teacher, batch))
-            return seen
-
-        augmentation = Augmentation(
-            student.config.image_size,
-            data.decode,
-            recipe.mixup,
-            crop=data.crop or "inception",
-            flip=bool(data.flip),
-            jitter=data.jitter,
-        )
         batches = crop_batches(
             self.pictures.train,
-            augmentation,
+            augmentation_of(recipe, student.config.image_size),
             recipe.batch_size,
             recipe.seed,
             world,
-            workers=worker_count(runtime.workers, world.device, world.size) if workers is None else workers,
-            skip_bad=data.skip_bad_images,
+            workers=0 if dry_run else worker_count(runtime.workers, world.device, world.size),
+            skip_bad=recipe.data.skip_bad_images,
             on_skip=self.skipped.append,
         )
-        deviations = self._deviations(seeing) if recipe.losses.tokens else {}
+        targets: Callable[[engine.Batch], Seen] = self._targets
+        if self.cache and not dry_run:
+            self.cache.fill()
+            batches, targets = self.cache.joined(batches), kept_targets
+        deviations = self._deviations() if recipe.losses.tokens else {}
         return observed, engine.Job.of(
             recipe,
             loss_fn=Distance(targets, student, recipe.losses, deviations, self.taught.loss),
@@ -163,6 +154,28 @@ class Distillation:
         )
 
     @cached_property
+    def _seeing(self) -> Observed:
+        return Observed(self.teacher, self.recipe.losses, [theirs for _, theirs in self.recipe.losses.layers])
+
+    @cached_property
+    def _compiled(self) -> Callable[[Tensor], Seen]:
+        return torch.compile(self._seeing) if self.recipe.runtime.compile else self._seeing
+
+    @torch.no_grad()
+    def _targets(self, batch: engine.Batch) -> Seen:
+        """Return what the teacher computes for a batch."""
+        with engine.precision_of(self.recipe.runtime, self.world.device):
+            return self._compiled(inputs_of(self.teacher, batch))
+
+    @cached_property
+    def cache(self) -> TargetCache | None:
+        """Where the teacher's targets are kept; None where it runs in every step."""
+        if not self.recipe.cache_teacher:
+            return None
+        here = self._targets, self.pictures.train, self.world, self.console
+        return TargetCache(self.path, self.recipe, self.teacher, *here)
+
+    @cached_property
     def _pixels(self) -> Tensor:
         return self.pictures.sample(self.taught.transform, self.recipe.data.skip_bad_images)
 
@@ -170,13 +183,13 @@ class Distillation:
         """Yield the pictures on which stems are fitted, prepared as they are evaluated, a few at a time."""
         return iter(torch.split(self._pixels, 32))
 
-    def _deviations(self, seeing: Observed) -> dict[str, Tensor]:
+    def _deviations(self) -> dict[str, Tensor]:
         """Return the standard deviation per channel (d,) of the teacher's tokens at each place that is compared."""
         sums: dict[str, Tensor] = {}
         count = 0
         with torch.no_grad(), engine.precision_of(self.recipe.runtime, self.world.device):
             for pixels in self._sample():
-                seen = seeing(self.teacher.normalize(pixels.to(self.world.device)))
+                seen = self._seeing(self.teacher.normalize(pixels.to(self.world.device)))
                 tokens = {name: value.flatten(0, 1).double() for name, value in seen.items() if "tokens" in name}
                 count += len(tokens["tokens"])
                 for name, value in tokens.items():

@@ -1,0 +1,273 @@
+"""What a teacher computes for a fixed number of views of every picture, computed once and read from the disk.
+
+A cache is the folder ``teacher`` of a run, belongs to that run alone, and is deleted at its end. ``cache.json`` says
+what it is of. Entry ``view * pictures + row`` holds the tensors of `Seen` for that view of that picture one after the
+other in float16; a shard ``targets-00000.npy`` (entries, values) has as many of them as its size allows, and beside it
+lies its digest.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing
+from functools import lru_cache, partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dpn_cli.data.labelled import Labelled, fingerprint
+from dpn_cli.data.loader import Steps, crops_of, places, worker_count
+from dpn_cli.data.pixels import to_device
+from dpn_cli.engine.fit import Batch, Batches
+from dpn_cli.errors import DataError, DpnError
+from dpn_cli.model.config import ViTConfig
+from dpn_cli.run import distributed, stopping
+from dpn_cli.run.arrays import facts_of, save_array
+from dpn_cli.run.console import LINE_EVERY, Console
+from dpn_cli.run.distributed import World
+from dpn_cli.run.files import read_object, replace_json
+from dpn_cli.weights.backbone import Backbone
+from tasks.classify.distill.data import augmentation_of
+from tasks.classify.distill.losses import Seen
+from tasks.classify.distill.recipe import DistillRecipe, Losses
+
+FOLDER = "teacher"
+# Bytes of a shard at most, which a killed run computes again, and how many maps of shards are open at once.
+SHARD, OPEN = 2**28, 256
+# How many entries of an older cache a rank computes again, to see that they are the same; cosine they must reach.
+SPOT_CHECKS, SPOT_COSINE = 8, 0.999
+# What the names of targets begin with in a batch.
+PREFIX = "teacher."
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def target_shapes(teacher: ViTConfig, losses: Losses) -> Shapes:
+    """Return the shapes of what is kept of one image, by the names of `Seen`."""
+    width, patches = teacher.size.width, teacher.grid[0] * teacher.grid[1]
+    shapes: Shapes = {"tokens": (patches + teacher.has_class_token, width)} if losses.tokens else {}
+    if losses.representation:
+        shapes["representation"] = (width,)
+    if losses.logits:
+        shapes["logits"] = (teacher.num_classes,)
+    blocks = [theirs for _, theirs in losses.layers]
+
+    def tokens(block: int) -> int:
+        return patches + (teacher.has_class_token and block >= teacher.class_token_at)
+
+    if losses.tokens:
+        shapes |= {f"tokens.{pair}": (tokens(block), width) for pair, block in enumerate(blocks)}
+    if losses.attention:
+        for pair, block in enumerate(blocks or [teacher.size.depth - 1]):
+            shapes[f"attention.{pair}"] = (teacher.size.heads, tokens(block), tokens(block))
+    return shapes
+
+
+def values_of(shapes: Shapes) -> int:
+    """Return how many numbers an entry has."""
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def check_views(recipe: DistillRecipe, pictures: int) -> None:
+    """Raise `DpnError` where the teacher would see more views than the training."""
+    views, drawn = recipe.cache_teacher or 0, recipe.schedule.steps * recipe.batch_size
+    if views * pictures > drawn:
+        raise DpnError(
+            f"--cache-teacher {views}: the teacher would see {views * pictures} views of {pictures} pictures, and the "
+            f"training sees {drawn}; "
+            + (f"use --cache-teacher {drawn // pictures} at most" if drawn >= pictures else "leave it out")
+        )
+
+
+def kept_targets(batch: Batch) -> Seen:
+    """Return the targets that `TargetCache.joined` put into a batch."""
+    return {name.removeprefix(PREFIX): value for name, value in batch.items() if name.startswith(PREFIX)}
+
+
+class TargetCache:
+    """The targets of all views of all training pictures, in shards; see the module.
+
+    Args:
+        run: the run's folder.
+        recipe: the run's recipe, with a number of views.
+        network: the teacher.
+        teacher: returns what it computes for a batch.
+        pictures: the training pictures.
+        world: this rank.
+        console: is told of long work and of what is computed again.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        recipe: DistillRecipe,
+        network: Backbone,
+        teacher: Callable[[Batch], Seen],
+        pictures: Labelled,
+        world: World,
+        console: Console,
+    ) -> None:
+        assert recipe.cache_teacher
+        self.folder, self.recipe, self.teacher, self.pictures = run / FOLDER, recipe, teacher, pictures
+        self.world, self.console, self.filled = world, console, False
+        self.views, self.shapes = recipe.cache_teacher, target_shapes(network.config, recipe.losses)
+        self.augmentation = augmentation_of(recipe, network.config.image_size)
+        self.entries, self.values = self.views * len(pictures.labels), values_of(self.shapes)
+        self.per_shard = max(1, SHARD // (2 * self.values))
+        self.shards = [
+            range(first, min(first + self.per_shard, self.entries)) for first in range(0, self.entries, self.per_shard)
+        ]
+        self.facts = {
+            "teacher": network.report.digest,
+            "data": fingerprint(pictures),
+            "decoder": pictures.reading.versions(),
+            "recipe": recipe.model_dump(mode="json", include={"data", "losses", "seed", "cache_teacher"}),
+            "precision": f"{recipe.runtime.precision_on(world.device.type)} on {world.device.type}",
+            "targets": {name: list(shape) for name, shape in self.shapes.items()},
+        }
+        self._open = lru_cache(OPEN)(partial(np.load, mmap_mode="r"))
+
+    def check_space(self) -> None:
+        """Say how large the cache becomes. Raises `DpnError` where the disk has less space than is missing."""
+        folder = next(place for place in (self.folder, *self.folder.absolute().parents) if place.is_dir())
+        missing = sum(len(entries) for number, entries in enumerate(self.shards) if not self._file(number).is_file())
+        whole, needed = (2 * self.values * count for count in (self.entries, missing))
+        free = shutil.disk_usage(folder).free
+        what = f"what the teacher computes for {self.views} views of {len(self.pictures.labels)} pictures"
+        if needed > free:
+            raise DpnError(
+                f"--cache-teacher {self.views}: {what} takes {whole / 1e9:.3g} GB, {needed / 1e9:.3g} of them still to "
+                f"be written, and {folder} has {free / 1e9:.3g} GB free; use fewer views, or leave the option out"
+            )
+        if missing:
+            self.console.info(f"{what} takes {whole / 1e9:.3g} GB in {self.folder} until the run has finished")
+
+    def fill(self) -> None:
+        """Compute what is not there yet; ranks share the work, and finished shards are kept whatever happens.
+
+        A cache of something else and damaged shards are reported and computed again. Raises `DpnError` where the disk
+        is too small, `DataError` for an unreadable picture unless the recipe skips them, for pictures that have changed
+        and for targets that float16 does not hold, and `StoppedError` when a signal asks to stop.
+        """
+        if self.filled:
+            return
+        problem: DpnError | None = None
+        if self.world.leads:
+            try:
+                self._begin()
+                self.check_space()
+            except DpnError as error:
+                problem = error
+        if problem := distributed.from_leader(problem):
+            raise problem
+        mine = range(self.world.rank, len(self.shards), self.world.size)
+        whole = [number for number in mine if self._is_whole(number)]
+        self._check_some(whole)
+        self._compute(sorted(set(mine) - set(whole)))
+        distributed.barrier()
+        self.filled = True
+
+    def joined(self, batches: Batches) -> Batches:
+        """Return `batches`, which hold views of this cache, with the targets of each row; see `kept_targets`."""
+        recipe, world, pictures = self.recipe, self.world, len(self.pictures.labels)
+        mine, sizes = places(recipe.batch_size, world), [math.prod(shape) for shape in self.shapes.values()]
+
+        def with_targets(start: int) -> Generator[Batch, None, None]:
+            steps = Steps(pictures, recipe.batch_size, recipe.seed, start, mine, views=self.views)
+            with closing(batches(start)) as stream:
+                for items, batch in zip(steps, stream, strict=False):
+                    kept = to_device(self.read([view * pictures + row for view, row, _ in items]), world.device)
+                    parts = zip(self.shapes.items(), torch.split(kept, sizes, 1), strict=True)
+                    yield {**batch, **{PREFIX + name: part.reshape(len(part), *shape) for (name, shape), part in parts}}
+
+        return with_targets
+
+    def read(self, entries: Sequence[int]) -> Tensor:
+        """Return entries (n, values) in float16."""
+        kept = np.empty((len(entries), self.values), np.float16)
+        for at, entry in enumerate(entries):
+            number, place = divmod(entry, self.per_shard)
+            kept[at] = self._open(self._file(number))[place]
+        return torch.from_numpy(kept)
+
+    def delete(self) -> None:
+        """Free the disk."""
+        self._open.cache_clear()
+        if self.world.leads:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _file(self, number: int) -> Path:
+        return self.folder / f"targets-{number:05d}.npy"
+
+    def _begin(self) -> None:
+        """Make the folder, or clear one of something else."""
+        path = self.folder / "cache.json"
+        if read_object(path) != self.facts:
+            if self.folder.is_dir():
+                self.console.warn(f"{self.folder}: damaged, or not of this training; all of it is computed again")
+                shutil.rmtree(self.folder)
+            replace_json(path, self.facts)
+
+    def _is_whole(self, number: int) -> bool:
+        stopping.check_here()
+        try:
+            return facts_of(self._file(number)) is not None
+        except DataError as error:
+            self.console.warn(f"{error}; it is computed again")
+            return False
+
+    def _check_some(self, whole: Sequence[int]) -> None:
+        """Compute a few entries of older shards again. Raises `DataError` where something else comes out."""
+        if not whole:
+            return
+        shards = [self.shards[whole[at * len(whole) // SPOT_CHECKS]] for at in range(SPOT_CHECKS)]
+        entries = [shard[at * len(shard) // SPOT_CHECKS] for at, shard in enumerate(shards)]
+        with closing(self._seen([entries], workers=0)) as seen:
+            near = F.cosine_similarity(next(seen).float(), self.read(entries).float())
+        if not near.min() > SPOT_COSINE:
+            row = entries[int(near.argmin())] % len(self.pictures.labels)
+            raise DataError(
+                f"{self.pictures.where(row)}: the teacher computes something else for it than {self.folder} holds, so "
+                "the picture has changed since this run began; start another with -o"
+            )
+
+    def _compute(self, numbers: Sequence[int]) -> None:
+        """Compute shards, each in batches of its own: its bytes do not depend on what else is computed."""
+        step, shown, rows = self.recipe.eval_batch_size, time.monotonic(), list[Tensor]()
+        parts = [
+            (number, self.shards[number][begin : begin + step])
+            for number in numbers
+            for begin in range(0, len(self.shards[number]), step)
+        ]
+        with closing(self._seen(part for _, part in parts)) as seen:
+            for done, ((number, part), kept) in enumerate(zip(parts, seen, strict=True), 1):
+                stopping.check_here()
+                rows.append(kept)
+                if part[-1] == self.shards[number][-1]:
+                    save_array(self._file(number), torch.cat(rows).numpy())
+                    rows = []
+                if time.monotonic() - shown >= LINE_EVERY:
+                    shown = time.monotonic()
+                    self.console.info(f"the teacher has seen {done / len(parts):.1%} of the views")
+
+    def _seen(self, batches: Iterable[Sequence[int]], workers: int | None = None) -> Generator[Tensor, None, None]:
+        """Yield what is kept of batches of entries, (b, values) in float16. Raises as `fill` does."""
+        recipe, world, pictures = self.recipe, self.world, len(self.pictures.labels)
+        workers = worker_count(recipe.runtime.workers, world.device, world.size) if workers is None else workers
+        items = ([(entry // pictures, entry % pictures, entry % pictures) for entry in part] for part in batches)
+        how = world.device, workers, recipe.data.skip_bad_images
+        with closing(crops_of(self.pictures, self.augmentation, recipe.seed, items, *how)) as crops:
+            for images, _ in crops:
+                seen = self.teacher({"image": images})
+                kept = torch.cat([seen[name].flatten(1).half() for name in self.shapes], 1)
+                if not kept.isfinite().all():
+                    raise DataError(
+                        "the teacher computes numbers that float16 does not hold; leave --cache-teacher out"
+                    )
+                yield kept.cpu()
