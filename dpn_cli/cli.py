@@ -58,8 +58,8 @@ def _told(error: typer.TyperException) -> str:
     parameter = getattr(error, "param", None)
     if parameter is None or not isinstance(error.__cause__, ValidationError):
         return error.format_message().strip().rstrip(".")
-    given, bounds = error.__cause__.errors()[0]["input"], Field(ge=parameter.min, le=parameter.max)
-    return f"{'/'.join(parameter.opts)}: {refusal(given, parameter.type_descriptor.annotation, [bounds])}"
+    value, bounds = error.__cause__.errors()[0]["input"], Field(ge=parameter.min, le=parameter.max)
+    return f"{'/'.join(parameter.opts)}: {refusal(value, parameter.type_descriptor.annotation, [bounds])}"
 
 
 app = typer.Typer(
@@ -98,8 +98,8 @@ def main() -> None:
         app()
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(show: bool) -> None:
+    if show:
         print(f"dpn {__version__}")
         raise typer.Exit
 

@@ -131,7 +131,7 @@ def test_what_a_pickle_asks_for_is_not_run(tmp_path: Path) -> None:
     write(tmp_path, TEN)
     file = tmp_path / TEN.folder / "data_batch_2"
     file.write_bytes(pickle.dumps({"data": Harmful(tmp_path / "run"), "labels": []}))
-    with pytest.raises(DataError, match=r"data_batch_2: not a file of CIFAR \(it asks for .*, which is no array\)"):
+    with pytest.raises(DataError, match=r"data_batch_2: not a file of CIFAR \(it names .*, which no array needs\)"):
         Cifar(tmp_path / TEN.folder, TEN, "train")
     assert not (tmp_path / "run").exists()
 
@@ -166,7 +166,7 @@ def test_missing_and_shortened_files_are_named(tmp_path: Path) -> None:
     write(tmp_path / "b", TEN_BYTES)
     file = tmp_path / "b" / TEN_BYTES.folder / "data_batch_1.bin"
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(DataError, match=r"data_batch_1.bin: .*its 12291 bytes are no whole number of pictures"):
+    with pytest.raises(DataError, match=r"data_batch_1.bin: .*its 12291 bytes are not a whole number of pictures"):
         Cifar(file.parent, TEN_BYTES, "train")
 
 

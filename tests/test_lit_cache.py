@@ -211,7 +211,7 @@ def of_shards_of_another_form(root: Path) -> None:
         (without_description, "cache.json cannot be read"),
         (of_another_form, "cache.json cannot be read"),
         (of_shards_of_another_form, "damaged (its digest differs)"),
-        (of_an_earlier_version, "earlier version, which did not know images that had changed; it is removed"),
+        (of_an_earlier_version, "earlier version, which did not notice images that had changed; it is removed"),
         (of_fewer_rows, "damaged (its description is of other rows)"),
     ],
 )

@@ -183,7 +183,7 @@ def test_one_class_is_refused_before_anything_is_trained(
     shutil.rmtree(odd / "photos" / "class1")
     done = go(name, odd, tmp_path, monkeypatch)
     assert done.exit_code == 3, done.output
-    assert "--data photos: one class (class0), where two are the least" in " ".join(done.stderr.split())
+    assert "--data photos: one class (class0), and a classifier needs two at least" in " ".join(done.stderr.split())
     assert not list((tmp_path / "out").rglob("*.safetensors"))
 
 

@@ -165,7 +165,7 @@ def test_a_damaged_result_is_made_again(tmp_path: Path) -> None:
     (tmp_path / "result.json").write_text('{"top1": 5')
     folder, (warning,) = open_run(tmp_path, resume=True)
     assert folder.result is None
-    assert "result.json is damaged and is made again" in warning
+    assert "result.json is damaged and is computed again" in warning
 
 
 @pytest.mark.parametrize("name", ["run.json", "config.yaml", "cat.jpg"])

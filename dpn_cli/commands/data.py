@@ -81,7 +81,7 @@ def _pack(options: PackOptions, console: Console) -> Outcome:
         del splits[name]
     for name in splits:
         check_classes(source, splits["train"][1], splits[name][1])
-    with stopping.listen(stopping.GOES_ON), claimed(out):
+    with stopping.listen(stopping.PARTS_KEPT), claimed(out):
         manifest = pack.pack(
             {name: (split, hash_order(split)) for name, (split, _) in splits.items()},
             splits["train"][1],

@@ -1,7 +1,7 @@
-"""timm's and torchvision's augmentation, as DeiT trains with it, drawn anew at every place of every batch.
+"""DeiT's augmentation by timm and torchvision, drawn anew for every place of every batch.
 
-Both libraries draw from the global random numbers of Python, NumPy and torch. Here those are seeded for the call and
-put back after it, so that what an image becomes depends on its place in the training and on nothing else.
+Both libraries draw from the global random numbers of Python, NumPy and torch. They are seeded here for the call and
+restored after it, so that an image's augmentation depends only on its place in the training.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 # Streams of draws; see `dpn_cli.data.loader` for the others.
 EPOCH, MIX_TIMM = 5, 6
-# What AutoAugment's geometric operations leave empty is grey.
+# Grey fills the areas that AutoAugment's geometric operations leave empty.
 FILL = [128, 128, 128]
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed the global random numbers of Python, NumPy and torch's CPU, and put them back after the block."""
+    """Seed the global random numbers of Python, NumPy and torch's CPU for the block, and restore them after it."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -84,16 +84,16 @@ def pipeline(how: Augmentation) -> Callable[[Image.Image], Tensor]:
 
 
 def _posterized(image: Image.Image, bits: int, **others: Any) -> Image.Image:
-    """Keep `bits` of each value, as timm does; at full strength none, which is black, and which Pillow 13 refuses."""
+    """Keep `bits` of each value, as timm does. Zero bits, which Pillow 13 refuses, give a black picture."""
     kept: Image.Image = posterize(image, bits, **others) if bits else Image.new(image.mode, image.size)
     return kept
 
 
 def repeated(images: int, seed: int, epoch: int, repeats: int) -> Tensor:
-    """Return the order of `images` draws in an epoch: the first images of a shuffle, each `repeats` times in a row.
+    """Return an epoch's order of `images` draws: the first images of a shuffle, each `repeats` times in a row.
 
-    Repeated augmentation (arXiv 1901.09335) as timm's sampler has it: an epoch has its usual length and sees a share of
-    the images.
+    Repeated augmentation (arXiv 1901.09335) as in timm's sampler: an epoch keeps its length and sees a share of the
+    images.
     """
     sampler = RepeatAugSampler(range(images), num_replicas=1, rank=0, num_repeats=repeats, selected_round=0)
     sampler.set_epoch(fold(seed, EPOCH, epoch))
@@ -103,8 +103,8 @@ def repeated(images: int, seed: int, epoch: int, repeats: int) -> Tensor:
 def mixed(batches: Batches, mixup: Mixup, normalize: Callable[[Tensor], Tensor], seed: int) -> Batches:
     """Return batches of ``image`` (b, 3, h, w), normalised and mixed by timm's mixup and CutMix, and ``target``.
 
-    Each image meets the one at the mirrored place of the batch; one share for all of a batch. ``target`` (b, classes)
-    has the label smoothing of `mixup` in it.
+    Each image is mixed with the one at the mirrored place of the batch, with one share for the whole batch. ``target``
+    (b, classes) includes the label smoothing of `mixup`.
     """
 
     def mixing(start: int) -> Generator[Batch, None, None]:
@@ -118,6 +118,6 @@ def mixed(batches: Batches, mixup: Mixup, normalize: Callable[[Tensor], Tensor],
 
 
 def mixup_of(mixup: float, cutmix: float, smoothing: float, classes: int) -> Mixup:
-    """Return timm's mixing with DeiT's other settings: always, one of the two for a whole batch with equal chances."""
+    """Return timm's mixing with DeiT's other settings: every batch is mixed, by mixup or CutMix with equal chances."""
     shares: dict[str, Any] = {"mixup_alpha": mixup, "cutmix_alpha": cutmix, "label_smoothing": smoothing}
     return Mixup(**shares, prob=1.0, switch_prob=0.5, mode="batch", num_classes=classes)

@@ -1,6 +1,6 @@
 """CIFAR-10 and CIFAR-100 as their authors publish them: Python pickles, or bytes (cs.toronto.edu/~kriz/cifar.html).
 
-Pickles can run code while they are read. Here they are read by an unpickler that builds NumPy arrays and nothing else.
+Pickles can run code when they are read. The unpickler here builds NumPy arrays and plain values only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dpn_cli.errors import DataError
 
 SIDE = 32
 PIXELS = 3 * SIDE * SIDE
-# What damaged pickles raise.
+# Exceptions that damaged pickles raise.
 DAMAGED = (
     *(pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, IndexError, AttributeError),
     *(MemoryError, OverflowError, ImportError, OSError, NotImplementedError),
@@ -30,10 +30,10 @@ DAMAGED = (
 
 @dataclass(frozen=True)
 class Layout:
-    """One published form: its folder, its files by split, the file with the names of the classes, and where labels are.
+    """One published form: its folder, its files by split, the file with the class names, and the place of the labels.
 
-    `labels` is the key of a pickle's class numbers, and `names` that of the names; of the form in bytes they are None,
-    and each picture has `before` bytes in front, of which the last is its class.
+    `labels` and `names` are the keys of class numbers and class names in a pickle. In the binary form they are None,
+    and `before` bytes precede each picture, the last of them its class.
     """
 
     folder: str
@@ -65,9 +65,9 @@ LAYOUTS = (
 
 
 def find_cifar(root: Path) -> tuple[Path, Layout] | None:
-    """Return the folder of a published form that `root` is or holds, and the form; None for any other folder.
+    """Return the folder of a published form, `root` or one in it, and the form; None if there is none.
 
-    Raises `DataError` where `root` holds CIFAR-10 and CIFAR-100.
+    Raises `DataError` when `root` holds both CIFAR-10 and CIFAR-100.
     """
     for layout in LAYOUTS:
         if (root / layout.meta).is_file() and (root / layout.files["val"][0]).is_file():
@@ -81,7 +81,7 @@ def find_cifar(root: Path) -> tuple[Path, Layout] | None:
 class Cifar(Images):
     """The training (``train``) or test images (``val``) of CIFAR, 32 x 32 pixels, with named classes.
 
-    Raises `DataError`, naming the file, for one that is missing, damaged or something else.
+    Raises `DataError`, naming the file, when one is missing, damaged or not CIFAR.
     """
 
     def __init__(self, folder: Path, layout: Layout, split: str) -> None:
@@ -99,12 +99,12 @@ class Cifar(Images):
         self.sizes: Sequence[int] = [PIXELS] * len(labels)
 
     def where(self, index: int) -> str:
-        """Name a picture's file and its number in it."""
+        """Name a picture's file and its row in it."""
         path, row = self._place(index)
         return f"{path}, picture {row}"
 
     def key(self, index: int) -> str:
-        """Return a picture's file and its number in it."""
+        """Return a picture's file and its row in it."""
         path, row = self._place(index)
         return f"{path.name}/{row}"
 
@@ -127,8 +127,8 @@ def _table(path: Path, key: str | None, before: int) -> tuple[Pixels, Sequence[i
     """Return the pictures of a file, (n, 3072) uint8 in planes, and their classes; each process reads it once."""
     if key is None:
         return _from_bytes(path, before)
-    found = _unpickled(path)
-    pictures, labels = found.get("data"), found.get(key)
+    table = _unpickled(path)
+    pictures, labels = table.get("data"), table.get(key)
     if not isinstance(pictures, np.ndarray) or pictures.dtype != np.uint8 or pictures.shape[1:] != (PIXELS,):
         raise _damaged(path, f"no table of {PIXELS} bytes a picture under 'data'")
     if not isinstance(labels, list) or len(labels) != len(pictures) or not all(type(one) is int for one in labels):
@@ -142,7 +142,7 @@ def _from_bytes(path: Path, before: int) -> tuple[Pixels, Sequence[int]]:
     except (OSError, ValueError) as error:
         raise _damaged(path, str(error)) from error
     if len(table) % (before + PIXELS):
-        raise _damaged(path, f"its {len(table)} bytes are no whole number of pictures")
+        raise _damaged(path, f"its {len(table)} bytes are not a whole number of pictures")
     rows = table.reshape(-1, before + PIXELS)
     return rows[:, before:], rows[:, before - 1].tolist()
 
@@ -162,29 +162,29 @@ def _names(path: Path, layout: Layout) -> tuple[str, ...]:
 class _ArraysOnly(pickle.Unpickler):
     """An unpickler for plain values and NumPy arrays (Python's documentation, "Restricting Globals")."""
 
-    # The function that NumPy's pickles call has had several homes; an array tells where it is now.
+    # NumPy moved the function that its pickles call; an array knows its current place.
     _rebuild: Any = np.empty(0).__reduce__()[0]
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what a pickle refers to, where it belongs to an array. Raises `UnpicklingError` for all else."""
+        """Return the object that a pickle names, if arrays need it. Raises `UnpicklingError` for any other."""
         home, _, rest = module.partition(".")
         if home == "numpy" and rest in ("core.multiarray", "_core.multiarray") and name == "_reconstruct":
             return self._rebuild
         if module == "numpy" and name in ("ndarray", "dtype"):
             return getattr(np, name)
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no array")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no array needs")
 
 
 def _unpickled(path: Path) -> dict[str, Any]:
-    """Read a pickled mapping. Raises `DataError` for any other file; nothing in it is executed."""
+    """Read a pickled mapping, without running code from it. Raises `DataError` for any other file."""
     try:
         with path.open("rb") as file:
-            found = _ArraysOnly(file, encoding="latin1").load()
+            table = _ArraysOnly(file, encoding="latin1").load()
     except DAMAGED as error:
         raise _damaged(path, getattr(error, "strerror", None) or str(error) or "it ends early") from error
-    if not isinstance(found, dict):
+    if not isinstance(table, dict):
         raise _damaged(path, "no table")
-    return found
+    return table
 
 
 def _damaged(path: Path, reason: str) -> DataError:

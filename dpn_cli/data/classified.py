@@ -1,4 +1,4 @@
-"""Labelled images with named classes, in the splits that fine-tuning needs, from wherever they are."""
+"""Labelled images with named classes, from every kind of source, in the splits that fine-tuning needs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from dpn_cli.data.scenes import LABELS
 from dpn_cli.data.shards import Shards
 from dpn_cli.errors import DataError
 
-# The share of the training images in minival, and what it grows to where that is too little: 50 images show a
-# training's course, but an accuracy on them is uncertain by up to 14 points (95 %), on 500 by up to 4.
+# The share of the training images in minival, and its limit when minival is too small: 50 images show a training's
+# course, but an accuracy on them is uncertain by up to 14 points (95 %), on 500 by up to 4.
 MINIVAL_SHARE, MINIVAL_MOST_SHARE = 0.01, 0.1
 MINIVAL_WATCHES, MINIVAL_CHOOSES = 50, 500
 SPLITS = ("train", "val", "test")
 IMAGENET_IMAGES = 1_281_167, 50_000
-# What is asked of the built-in scenes, and the numbers of the scenes in every split. Pre-training has scenes of its
-# own: no other task trains or tests on them.
+# The demo task of the built-in scenes, and the scene numbers of every split. Pre-training has its own scenes, which no
+# other task trains or tests on.
 DEMO: dict[str, tuple[str, dict[str, tuple[int, int]]]] = {
     "demo": ("demo_color", {"train": (0, 1000), "val": (1000, 2000)}),
     "demo:objects": ("demo_object", {"train": (1_000_000, 1_010_000), "val": (1_010_000, 1_011_000)}),
@@ -36,10 +36,10 @@ DEMO: dict[str, tuple[str, dict[str, tuple[int, int]]]] = {
 
 @dataclass(frozen=True)
 class ImageSource:
-    """Where images are: what ``--data`` and its companions say.
+    """Where images are, by ``--data`` and related options.
 
     `place` is a folder (of classes, packed, or CIFAR's), ``hf:NAME[:CONFIGURATION]``, ``wds:PATTERN`` or ``demo``;
-    `val_place` another one for the validation images. Without validation images `val_fraction` of the others is set
+    `val_place` is another one for the validation images. Without validation images, `val_fraction` of the others is set
     apart.
     """
 
@@ -88,7 +88,7 @@ class ClassFolders(Images):
 
 
 class Part(Images):
-    """Some images of a split, in the order of their numbers in it."""
+    """Some images of a split, in the order of the split."""
 
     def __init__(self, whole: Labelled, rows: Sequence[int]) -> None:
         self.whole, self.rows, self.reading = whole, list(rows), whole.reading
@@ -96,11 +96,11 @@ class Part(Images):
         self.sizes: Sequence[int] = [whole.sizes[row] for row in self.rows]
 
     def where(self, index: int) -> str:
-        """Name the place of an image in the split that this is a part of."""
+        """Name the place of an image in the whole split."""
         return self.whole.where(self.rows[index])
 
     def key(self, index: int) -> str:
-        """Return an image's name in the split that this is a part of."""
+        """Return an image's name in the whole split."""
         return self.whole.key(self.rows[index])
 
     def content(self, index: int) -> bytes:
@@ -114,7 +114,7 @@ class Part(Images):
 
 @dataclass(frozen=True)
 class ClassData:
-    """A data set of named classes; `minival` is empty where every image is trained on."""
+    """A data set of named classes; `minival` is empty when every image is trained on."""
 
     train: Labelled
     minival: Labelled
@@ -125,9 +125,9 @@ class ClassData:
 def open_class_data(source: ImageSource, minival: float | None, *, chooses: bool = False) -> ClassData:
     """Open a data set for training: validation split, minival, and the rest to train on.
 
-    `minival` is the share of the training images that shows a training's course and, where it `chooses`, decides which
-    checkpoint is kept. None is the paper's last 1 %, at least 50 images, 500 to choose by, or a tenth where that is
-    less. Raises `DataError`, naming files, when the splits do not agree.
+    `minival` is the share of the training images that shows a training's course and, if it `chooses`, decides which
+    checkpoint is kept. None means the paper's last 1 %, but at least 50 images (500 to choose by), and at most a tenth.
+    Raises `DataError`, naming files, when the splits do not agree.
     """
     train, classes = open_split(source, "train")
     validation = open_split(source, "val") if has_split(source, "val") else None
@@ -158,7 +158,7 @@ def minival_size(images: int, share: float | None, chooses: bool = False) -> int
 
 
 def hash_order(split: Labelled) -> list[int]:
-    """Order images by a hash of their names: shuffled alike on every machine, whatever else is in the data set."""
+    """Order images by a hash of their names: a shuffle that depends on neither the machine nor the other images."""
     digests = [hashlib.sha256(os.fsencode(split.key(index))).digest() for index in range(len(split.labels))]
     return sorted(range(len(digests)), key=digests.__getitem__)
 
@@ -197,7 +197,7 @@ def open_tuning_data(source: ImageSource) -> ClassData:
 
 
 def own_splits(source: ImageSource) -> list[str]:
-    """Return which of ``train``, ``val`` and ``test`` a data set has, none of them standing in for another."""
+    """Return which of ``train``, ``val`` and ``test`` a data set has itself, without substitutes."""
     own = [split for split in SPLITS if has_split(source, split)]
     if source.place.startswith("hf:") and "val" in own and hub_split(source.place, "val") == "test":
         own.remove("val")
@@ -223,10 +223,10 @@ def has_split(source: ImageSource, split: str) -> bool:
 
 
 def open_split(source: ImageSource, split: str, *, unlabelled: bool = False) -> tuple[Labelled, tuple[str, ...]]:
-    """Open a split of a data set; returns it with the names of its classes.
+    """Open a split of a data set; returns it with its class names.
 
-    Raises `DataError`, also when there are not at least two classes, or too many for a network, and for withheld
-    labels (-1, as many hub data sets have in their test split); `unlabelled` allows all of this, to store the images.
+    Raises `DataError`, also for fewer than two classes, for more than a network can have, and for withheld labels (-1,
+    as in the test split of many hub data sets); `unlabelled` allows these, to store the images.
     """
     place = source.val_place if split == "val" and source.val_place else source.place
     opened, classes = _open(source, place, split)
@@ -244,7 +244,7 @@ def _check_labels(place: str, split: str, labels: Sequence[int], classes: Sequen
     if len(classes) < 2:
         only = f"one class ({classes[0]})" if classes else "no classes"
         raise DataError(
-            f"--data {place}: {only}, where two are the least that can be told apart; pictures go into one folder per "
+            f"--data {place}: {only}, and a classifier needs two at least; pictures go into one folder per "
             "class: name the folder that holds these"
         )
     if len(classes) > MOST_CLASSES:
@@ -289,7 +289,7 @@ def hub_name(place: str) -> tuple[str, str]:
 
 
 def hub_split(place: str, split: str) -> str | None:
-    """Return what a hub data set calls its ``train`` or ``val`` split, or None when it has none."""
+    """Return the name of a hub data set's ``train`` or ``val`` split, or None when it has none."""
     from dpn_cli.data.labelled import load_hub
 
     splits = load_hub(*hub_name(place), True)
@@ -310,7 +310,7 @@ def check_classes(source: ImageSource, train: Sequence[str], val: Sequence[str])
 
 
 def describe_imagenet(data: ClassData) -> str | None:
-    """Say whether class folders are ImageNet-1k's, complete and in the official order; None for other classes."""
+    """Describe class folders of ImageNet-1k: complete or not, official order; None for other classes."""
     from timm.data import ImageNetInfo
 
     official = ImageNetInfo("imagenet-1k").label_names()

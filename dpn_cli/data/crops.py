@@ -1,4 +1,4 @@
-"""Where images are cut and how they are resized, as big_vision's preprocessing does it on TensorFlow.
+"""Crops and resizing as in big_vision's preprocessing on TensorFlow.
 
 Sizes are (height, width), boxes (top, left, height, width), all in pixels; images are uint8 (h, w, 3).
 """
@@ -31,7 +31,7 @@ def inception_box(size: Size, generator: torch.Generator) -> Box:
     """Draw a crop as TensorFlow's sample_distorted_bounding_box does for a whole image.
 
     The aspect ratio and then the height are uniform, so crops are smaller than torchvision's, which draws the area.
-    The last possible offset is never drawn. After 100 misfits (extreme images) it is the whole image.
+    The last possible offset is never drawn. After 100 misfits (extreme images) the crop is the whole image.
     """
     height, width = size
     for ratio, *draws in torch.rand(TRIES, 4, generator=generator).tolist():
@@ -50,7 +50,7 @@ def _fit(height: int, width: int, ratio: float, draws: list[float]) -> Box | Non
     high = min(high, height)
     low = min(low, high)
     tall = low + int(draws[0] * (high - low + 1))
-    # Rounding may miss the area bounds by a pixel: one taller, then one shorter is tried.
+    # Rounding may miss the area bounds by a pixel: try one pixel taller, then one shorter.
     tall += round(tall * ratio) * tall < smallest
     tall -= round(tall * ratio) * tall > largest
     wide = round(tall * ratio)
@@ -64,7 +64,7 @@ def train_crop(image: Image.Image, where: str, size: Size, generator: torch.Gene
 
     ``exact`` decodes all of the image and resizes the crop as the reference does; ``pillow`` does the same with
     Pillow's pixels of a JPEG. ``fast`` lets the JPEG decoder shrink the image by 2, 4 or 8 where the crop stays at
-    least as large as `size`, and resizes in integers, which rounds where the reference cuts off: other pixels, see
+    least as large as `size`, and resizes in integers, which rounds where the reference truncates: other pixels, see
     docs/measurements.md. Raises `DataError` when the image is unreadable.
     """
     top, left, height, width = inception_box((image.height, image.width), generator)
@@ -90,9 +90,9 @@ def small_size(size: Size, side: int) -> Size:
 
 
 def eval_crop(pixels: Pixels, resize_side: int, size: Size) -> Tensor:
-    """Resize the shorter side to `resize_side` by area, and cut the centre: (3, *size) uint8, fractions cut off.
+    """Resize the shorter side to `resize_side` by area, and crop the centre: (3, *size) uint8, truncated.
 
-    Raises `ValueError` when the centre is larger than what is resized.
+    Raises `ValueError` when the crop is larger than the resized image.
     """
     full = pixels.shape[0], pixels.shape[1]
     resized = small_size(full, resize_side)
@@ -101,7 +101,7 @@ def eval_crop(pixels: Pixels, resize_side: int, size: Size) -> Tensor:
     top, left = (resized[0] - size[0]) // 2, (resized[1] - size[1]) // 2
     rows = area_weights(full[0], resized[0], top, size[0])
     columns = area_weights(full[1], resized[1], left, size[1])
-    # One channel in float32 at a time: all of them take five times the memory of the picture.
+    # One channel in float32 at a time: all three would take five times the memory of the picture.
     resized_pixels = torch.stack(
         [rows @ torch.from_numpy(pixels[..., channel].astype(np.float32)) @ columns.T for channel in range(3)]
     )
@@ -113,8 +113,8 @@ def eval_crop(pixels: Pixels, resize_side: int, size: Size) -> Tensor:
 def area_weights(old: int, new: int, first: int, count: int) -> Tensor:
     """Return (count, old): how much of each old pixel lies under each of `count` new ones from `first` on.
 
-    TensorFlow's area resizing from `old` to `new` pixels. Only what is cut out is computed: a picture of 1 x 5000
-    would be two million pixels wide.
+    TensorFlow's area resizing from `old` to `new` pixels, computed for the crop only: a picture of 1 x 5000 would
+    become two million pixels wide.
     """
     edges = torch.arange(first, first + count + 1, dtype=torch.float64) * (old / new)
     begin, end = edges[:-1, None], edges[1:, None]

@@ -39,7 +39,7 @@ class ImageFiles(Images):
 
 
 def find_images(source: str, most: int, seed: int, reading: Reading = USUAL) -> Labelled:
-    """Return up to `most` images of a folder and the folders in it, drawn by `seed`, or that many scenes of ``demo``.
+    """Return up to `most` images below a folder, drawn by `seed`, or that many scenes of ``demo``.
 
     Raises `DataError` when there is no such folder or no image in it.
     """

@@ -17,12 +17,12 @@ from dpn_cli.data.reading import FAILURES, USUAL, Pixels, Reading, decode, file_
 from dpn_cli.errors import DataError, PictureError
 from dpn_cli.weights.hub import offline
 
-# Classes of a network at most: a table of all confusions of more takes 8 GB.
+# Most classes of a network: the confusion matrix of more takes 8 GB.
 MOST_CLASSES = 2**15
 
 
 class Labelled(Protocol):
-    """Labelled images, decoded one at a time, as `reading` says."""
+    """Labelled images, decoded one at a time with the options in `reading`."""
 
     reading: Reading
 
@@ -38,31 +38,31 @@ class Labelled(Protocol):
         """Name the place of an image for messages: file and line, or data set and row."""
 
     def key(self, index: int) -> str:
-        """Return the name of an image inside the data set, wherever that is; its number where it has none."""
+        """Return the name of an image inside the data set, whatever the set's place; its number if it has none."""
 
     def open(self, index: int) -> Image.Image:
         """Open an image, not decoded yet. Raises `DataError` with its place when it is not an image."""
 
     def content(self, index: int) -> bytes:
-        """Return what an image is stored as: equal bytes are the same picture. Raises `DataError` as `open` does."""
+        """Return an image's stored bytes; equal bytes are the same picture. Raises `DataError` as `open` does."""
 
     def pixels(self, index: int) -> Pixels:
         """Decode an image to (height, width, 3). Raises `DataError` with its place when it is unreadable."""
 
 
 def fingerprint(split: Labelled) -> str:
-    """Return a hash over place-independent facts of a split: order, labels and encoded sizes in bytes.
+    """Return a hash of a split's order, labels and encoded sizes in bytes, which does not depend on its place.
 
-    It tells copies of a data set apart (re-encoded images have other sizes) without reading the images.
+    It distinguishes copies of a data set without reading the images: re-encoded images have other sizes.
     """
     rows = zip(split.labels, split.sizes, strict=True)
     return hashlib.sha256("\n".join(f"{label} {size}" for label, size in rows).encode()).hexdigest()[:16]
 
 
 def number_names(split: Labelled, place: str) -> tuple[str, ...]:
-    """Return the class numbers 0, 1, ... of a split as names, for data sets that name no classes.
+    """Return the class numbers 0, 1, ... of a split as names, for data sets without class names.
 
-    Raises `DataError`, naming the image, for a class number that is too large for one.
+    Raises `DataError`, naming the image, for a class number that is too large.
     """
     largest = max(split.labels)
     if largest >= MOST_CLASSES:
@@ -72,13 +72,13 @@ def number_names(split: Labelled, place: str) -> tuple[str, ...]:
 
 
 def rows_to_check(split: Labelled, most: int) -> list[int]:
-    """Return which images to decode before long work: about `most` of them, and all that are empty or no files."""
+    """Return the images to decode before long work: about `most` of them, and all empty or missing files."""
     spread = range(0, len(split.labels), max(1, len(split.labels) // most))
     return sorted({*spread, *(row for row, size in enumerate(split.sizes) if not size)})
 
 
 class Images(ABC):
-    """What all kinds of labelled images share: decoding what they open, as `reading` says."""
+    """Base of the kinds of labelled images: decodes opened images with the options in `reading`."""
 
     reading: Reading = USUAL
 
@@ -91,11 +91,11 @@ class Images(ABC):
         """Name the place of an image for messages."""
 
     def key(self, index: int) -> str:
-        """Return the name of an image inside the data set; its number where it has none."""
+        """Return the name of an image inside the data set; its number if it has none."""
         return str(index)
 
     def content(self, index: int) -> bytes:
-        """Return the bytes of an image's file, or the pixels of one that has none or is decoded when it is opened."""
+        """Return the bytes of an image's file, or its pixels when there is no file or opening decodes it."""
         try:
             with self.open(index) as image:
                 if (file := getattr(image, "fp", None)) is None:
@@ -149,7 +149,7 @@ class FileList(Images):
 class HubPictures(Images):
     """The image column of a split of a Hugging Face data set (hub name or local folder).
 
-    Raises `DataError` when the data set is out of reach, has no such split, or not exactly one such column.
+    Raises `DataError` when the data set cannot be loaded, has no such split, or does not have exactly one image column.
     """
 
     def __init__(self, name: str, config: str, split: str, image: str | None, alone: bool) -> None:
@@ -163,7 +163,7 @@ class HubPictures(Images):
         import pyarrow.compute
 
         self.rows = rows
-        for name, feature in rows.features.items():  # others, too: a row is read with all its columns
+        for name, feature in rows.features.items():  # all image columns: a row is read with all of them
             if name == self.image or isinstance(feature, datasets.Image):
                 self.rows = self.rows.cast_column(name, datasets.Image(decode=False))
         stored = self.rows.data.column(self.image)
@@ -172,7 +172,7 @@ class HubPictures(Images):
         self.sizes: Sequence[int] = [
             file_size(Path(file or "")) if size is None else size for size, file in zip(sizes, files, strict=True)
         ]
-        self.files: Sequence[str | None] = [  # of the pictures that are not stored in the data set itself
+        self.files: Sequence[str | None] = [  # for pictures that are not stored in the data set itself
             file if size is None else None for size, file in zip(sizes, files, strict=True)
         ]
 
@@ -200,7 +200,7 @@ class HubPictures(Images):
 
 
 def stored_file(stored: Any, where: str) -> Path | io.BytesIO:
-    """Return the picture of a hub data set's row, which holds its bytes or names its file. Raises `PictureError`."""
+    """Return the picture in a row of a hub data set, stored as bytes or a file name. Raises `PictureError`."""
     if stored is None or (stored["bytes"] is None and stored["path"] is None):
         raise PictureError(f"{where}: empty; every row needs its picture")
     return Path(stored["path"]) if stored["bytes"] is None else io.BytesIO(stored["bytes"])
@@ -229,11 +229,11 @@ class HubSplit(HubPictures):
 
 @cache
 def load_hub(name: str, config: str, alone: bool) -> Any:
-    """Return the splits of a hub data set's configuration; with `alone` the only one may have another name.
+    """Return the splits of a hub data set's configuration; with `alone`, a single one may have another name.
 
-    Raises `DataError` when it is out of reach or has no such configuration.
+    Raises `DataError` when it cannot be loaded or has no such configuration.
     """
-    offline()  # before the import, at which the library notes whether it is
+    offline()  # before the import, which reads it
     import datasets
 
     try:
@@ -241,7 +241,7 @@ def load_hub(name: str, config: str, alone: bool) -> Any:
         chosen = config if config in configs else configs[0] if alone and len(configs) == 1 else None
         if chosen is not None:
             return datasets.load_dataset(name, chosen)
-    except (OSError, ValueError, RuntimeError, IndexError) as error:  # the last one for an empty name
+    except (OSError, ValueError, RuntimeError, IndexError) as error:  # the latter for an empty name
         raise DataError(
             f"--data hf:{name}: not loaded ({str(error).splitlines()[0][:160]}). On a machine with a "
             f"network: 'hf download --repo-type dataset {name}', then copy the hub cache here, or pass "

@@ -1,7 +1,7 @@
 """Training batches from encoded images: worker processes decode, crop and resize; the device does the rest.
 
-What an image becomes is a function of (seed, step, place in the batch), or with a fixed number of views of (seed, view,
-image), never of the worker, the rank or what ran before: a resumed training continues inside an epoch as if it had not
+An image's augmentation is a function of (seed, step, place in the batch), or with a fixed number of views of (seed,
+view, image), never of the worker, the rank or the past: a resumed training continues inside an epoch as if it had not
 been interrupted.
 """
 
@@ -32,9 +32,9 @@ from dpn_cli.errors import DataError
 from dpn_cli.recipe.schema import Crop
 from dpn_cli.run.distributed import World
 
-# An unreadable image is replaced by the next readable one of the data set, within this many.
+# An unreadable image is replaced by the next readable one among this many.
 REPLACEMENTS = 10
-# Streams of draws that must not meet: crops, flips, mixing.
+# Independent streams of random numbers: crops, flips, mixing.
 CROP, FLIP, MIX, RANDAUGMENT, POLICY = 1, 2, 3, 4, 7
 
 Item = tuple[int, int, int]  # what its draws are seeded with (step and place, or view and row), row of the data set
@@ -56,7 +56,7 @@ class Augmentation:
         policy: timm's RandAugment or torchvision's AutoAugment, by name.
         jitter: how far timm changes brightness, contrast and saturation: by factors of 1 - jitter to 1 + jitter.
         erase: share of images of which timm erases a part; these batches are float32 and normalised.
-        repeats: how often an epoch draws each of its images, repeated augmentation.
+        repeats: how often an epoch draws each of its images (repeated augmentation).
         mirrored: give each rank the pairs of places that mirror each other, which timm mixes.
         mean: the network's, of pixels in [0, 1]; `erase` needs both.
         std: the network's.
@@ -86,7 +86,7 @@ class Augmentation:
 
     @property
     def one_by_one(self) -> bool:
-        """Whether images are mirrored one by one, with what follows, and not a batch at a time."""
+        """Whether images are mirrored and augmented one by one, rather than a batch at a time."""
         return bool(self.layers or self.policy or self.jitter or self.erase or self.random_crop or self.views)
 
 
@@ -104,7 +104,7 @@ class _Crops(Dataset[Loaded]):
                 image, where = self.split.open(at), self.split.where(at)
                 return self._made(image, where, generator, first, second), int(self.split.labels[at]), skipped
             except DataError as error:
-                last = error  # raised in a worker process it would come back wrapped in that process's traceback
+                last = error  # raised in a worker, it would come back wrapped in the worker's traceback
         assert last is not None
         return last
 
@@ -177,7 +177,7 @@ def _collate(loaded: Sequence[Loaded]) -> tuple[Tensor, Tensor, int] | DataError
 
 
 def worker_count(workers: int | Literal["auto"], device: torch.device, ranks: int = 1) -> int:
-    """Return how many processes decode: on a GPU up to 16 a rank, on a CPU one, which the training leaves room for."""
+    """Return the number of decoding processes per rank: on a GPU up to 16, on a CPU one, beside the training."""
     if workers != "auto":
         return workers
     cores = os.cpu_count() or 1
@@ -227,9 +227,9 @@ def crop_batches(
 ) -> Batches:
     """Return the engine's ``batches``: ``image`` (b, 3, h, w) uint8 and ``label`` (b,), this rank's rows.
 
-    With random erasing images are float32, in the network's input range. With mixup there are ``other_image`` and
-    ``other_label``, this rank's rows rolled by one, and ``mix`` (b,), the share of the first. Raises `DataError` naming
-    the first unreadable image, unless `skip_bad` replaces it and tells `on_skip`.
+    With random erasing, images are float32 in the network's input range. With mixup, batches also hold ``other_image``
+    and ``other_label``, this rank's rows rolled by one, and ``mix`` (b,), the share of the first. Raises `DataError`
+    naming the first unreadable image, unless `skip_bad` replaces it and calls `on_skip`.
     """
     mine = places(batch_size, world, mirrored=augmentation.mirrored)
 
@@ -250,9 +250,9 @@ def crop_batches(
 
 
 def places(batch_size: int, world: World, *, mirrored: bool = False) -> list[int]:
-    """Return a rank's places in the global batch: a run of them, or, `mirrored`, half of it and its mirror image.
+    """Return a rank's places in the global batch: consecutive ones, or with `mirrored` half of them and their mirrors.
 
-    In the second case the mirror image of a rank's rows holds the rows at mirrored places of the global batch.
+    With `mirrored`, rows that mirror each other in a rank's batch do so in the global batch.
     """
     share = batch_size // world.size
     if not mirrored:
@@ -268,9 +268,9 @@ def blend(first: Tensor, other: Tensor, share: Tensor) -> Tensor:
 
 
 def mixing(batch: Batch, strength: float, seed: int, step: int) -> Batch:
-    """Return what mixup adds to a batch: one share for all of it, Beta(p, p) folded to at least a half.
+    """Return the keys that mixup adds to a batch: one share for all of it, Beta(p, p) folded to at least a half.
 
-    big_vision's get_mixup: each example meets the one before it in the batch.
+    big_vision's get_mixup: each example is mixed with the one before it in the batch.
     """
     draw = np.random.default_rng((seed, MIX, step)).beta(strength, strength)
     images, labels = batch["image"], batch["label"]

@@ -1,7 +1,7 @@
-"""Packed data sets: a folder of webdataset shards that is written once, with an index and a digest for each.
+"""Packed data sets: a folder of webdataset shards, written once, with an index and a digest of each.
 
 ``manifest.json`` says what was packed and lists the shards; ``SPLIT/000000.tar`` holds pictures with a ``.cls`` beside
-each, in an order that is shuffled by the pictures' names; ``SPLIT/000000.npz`` says where in it each picture lies.
+each, shuffled by the pictures' names; ``SPLIT/000000.npz`` says where in it each picture lies.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dpn_cli.run import stopping
 from dpn_cli.run.files import file_digest, is_leftover, remove_leftovers, replace_file, replace_json
 
 MANIFEST, FORMAT = "manifest.json", "dpn-pack-1"
-# What packs were made with whose manifest does not say it.
+# Values of manifest keys that older packs do not have.
 UNSAID = {"decode": "pillow"}
 SHARD_IMAGES = 1000
 Json = dict[str, Any]
@@ -82,7 +82,7 @@ def pack(
         left = {
             shard: rows for shard, rows in jobs.items() if not _intact(out / name / f"{shard}.tar", done.get(shard))
         }
-        # A split has a million names: every process gets it once.
+        # A split may have a million names: every process receives it once.
         arguments = (split, out / name, packing, skip_bad)
         pool = ProcessPoolExecutor(workers, initializer=_begin_process, initargs=arguments)
         try:
@@ -94,7 +94,7 @@ def pack(
                     progress(f"{name}: {len(done)} of {len(jobs)} shards")
                     stopping.check_here()
         except WorkerError:
-            kill(multiprocessing.active_children())  # they may wait for a lock that the dead one holds
+            kill(multiprocessing.active_children())  # they may wait for a lock of the dead one
             raise
         finally:
             pool.shutdown(cancel_futures=True)
@@ -131,7 +131,7 @@ def _intact(path: Path, entry: Json | None) -> bool:
     return (file_digest(path), file_digest(index)) == (entry["sha256"], entry["index_sha256"])
 
 
-_given: list[Any] = []  # what `_begin_process` was given, for all shards that the process writes
+_given: list[Any] = []  # the arguments of `_begin_process`, for all shards that the process writes
 
 
 def _begin_process(split: Labelled, folder: Path, packing: Packing, skip_bad: bool) -> None:
@@ -200,9 +200,9 @@ KEPT = {
 
 
 def _encoded(image: Image.Image, where: str, packing: Packing, reading: Reading) -> tuple[str, bytes]:
-    """Return a picture as it is stored, with its ending; one that need not change keeps its bytes.
+    """Return a picture's stored bytes and ending; a picture that need not change keeps its bytes.
 
-    It is decoded in any case. Raises `DataError` for one that is unreadable, or that the encoding cannot hold.
+    It is decoded in any case. Raises `DataError` when it is unreadable or the encoding cannot hold it.
     """
     file, kind = getattr(image, "fp", None), image.format or ""
     original = b""
@@ -210,7 +210,7 @@ def _encoded(image: Image.Image, where: str, packing: Packing, reading: Reading)
         file.seek(0)
         original = file.read()
         image = open_image(io.BytesIO(original), where, reading)
-    shrunk = bool(getattr(image, "decoderconfig", ()))  # a JPEG above the limit is read smaller than it is
+    shrunk = bool(getattr(image, "decoderconfig", ()))  # a JPEG above the limit was decoded at a smaller size
     pixels = Image.fromarray(decode(image, where, reading.decoder))
     short = min(pixels.size)
     if packing.size is None or short <= packing.size:
@@ -218,7 +218,7 @@ def _encoded(image: Image.Image, where: str, packing: Packing, reading: Reading)
             return KEPT[kind], original
     else:
         width, height = (max(1, round(side * packing.size / short)) for side in pixels.size)
-        pixels = pixels.resize((width, height), Image.Resampling.BICUBIC)  # antialiased, as Pillow's always are
+        pixels = pixels.resize((width, height), Image.Resampling.BICUBIC)  # Pillow always antialiases
     buffer = io.BytesIO()
     try:
         pixels.save(buffer, packing.encode, quality=packing.quality)
@@ -291,7 +291,7 @@ class Packed(Images):
         self.shard, self.offsets = joined["shard"], joined["offsets"]
 
     def where(self, index: int) -> str:
-        """Name a picture's shard, and what it was called before it was packed."""
+        """Name a picture's shard, and its name before it was packed."""
         return f"{self.paths[self.shard[index]]} ({self.key(index)})"
 
     def key(self, index: int) -> str:

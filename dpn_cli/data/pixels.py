@@ -1,4 +1,4 @@
-"""From encoded images to uint8 tensors of one size, and the order and augmentation in which training sees them."""
+"""Decode images to uint8 tensors of one size; shuffle, crop and mirror them for training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dpn_cli.run.distributed import World
 if TYPE_CHECKING:
     from dpn_cli.engine.fit import Batch, Batches
 
-# Below this many images the start of worker processes costs more than they save.
+# For fewer images, starting worker processes costs more than it saves.
 WORTH_WORKERS = 4000
 
 
@@ -47,8 +47,8 @@ class PixelSet:
 def resize(pixels: Pixels, size: tuple[int, int]) -> Tensor:
     """Resize (h, w, 3) uint8 to (3, *size) uint8 as big_vision's ``resize`` does.
 
-    Bilinear with half-pixel centres, aspect ratio ignored, no antialiasing even when shrinking, and the fraction
-    is cut off, not rounded. PIL and torchvision antialias; that is another operation.
+    Bilinear with half-pixel centres, without regard to the aspect ratio, without antialiasing even when shrinking, and
+    truncated, not rounded. PIL and torchvision antialias, which gives other pixels.
     """
     image = rearrange(torch.from_numpy(pixels.copy()), "h w c -> 1 c h w")
     if tuple(image.shape[-2:]) == tuple(size):
@@ -57,7 +57,7 @@ def resize(pixels: Pixels, size: tuple[int, int]) -> Tensor:
 
 
 def whole_levels(image: Tensor) -> Tensor:
-    """Cut the fraction off grey levels in float32, on the CPU: NumPy's conversion takes a fifth of torch's time."""
+    """Truncate float32 grey levels to integers on the CPU: NumPy takes a fifth of torch's time."""
     return torch.from_numpy(image.numpy().astype(np.uint8))
 
 
@@ -77,7 +77,7 @@ class _Transformed(Dataset[Item]):
         try:
             return self.transform(self.split.pixels(row)), int(self.split.labels[row])
         except DataError as error:
-            return error  # raised in a worker process it would come back wrapped in that process's traceback
+            return error  # raised in a worker, it would come back wrapped in the worker's traceback
 
 
 def _collate(items: list[Item]) -> tuple[PixelSet, list[DataError]]:
@@ -132,15 +132,15 @@ def load(
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a small tensor to the device without waiting for what the device is doing."""
+    """Copy a small tensor to the device without waiting for the device."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def rows_of_step(images: int, batch_size: int, seed: int, step: int, repeats: int = 1) -> Tensor:
-    """Return which images the batch of a step holds: a pure function of (seed, step).
+    """Return the rows of the images in a step's batch: a pure function of (seed, step).
 
     Shuffled epochs follow each other without a gap, so an epoch may end inside a batch (big_vision's
-    shuffle, repeat, batch). With `repeats` an epoch holds a share of the images, each that often in a row.
+    shuffle, repeat, batch). With `repeats`, an epoch holds a share of the images, each repeated that often in a row.
     """
     first, last = step * batch_size, (step + 1) * batch_size
     parts = []
@@ -170,8 +170,8 @@ def augment(
 ) -> Tensor:
     """Gather `rows` (b,) of images (n, 3, H, W), crop them to `size` at random, mirror every second one at random.
 
-    The draws are made for the whole global batch, of which the part `mine` is returned: what one image gets does
-    not depend on how many ranks share the batch. Without `crop` the images must have that size.
+    Numbers are drawn for the whole global batch, and its part `mine` is returned: an image's augmentation does not
+    depend on the number of ranks. Without `crop`, the images must have that size.
     """
     count = len(rows)
     if crop:

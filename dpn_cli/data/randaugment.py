@@ -3,7 +3,7 @@
 Sixteen operations, each drawn with the same probability and always applied. Where torchvision and timm differ:
 geometric operations take the nearest pixel and fill with grey, translation is in pixels, Contrast blends with a grey
 that depends on the image's area and not on its content, the threshold of Solarize wraps at 256, Posterize keeps at
-least one bit, and magnitude 0 is no identity. Images are uint8 (3, h, w); pixels are (row, column).
+least one bit, and magnitude 0 is not the identity. Images are uint8 (3, h, w); pixels are (row, column).
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def apply(image: Image, name: str, magnitude: float, *, negative: bool, centre: 
 
 
 def _lookup(table: npt.NDArray[Any], image: Image) -> Image:
-    """Map grey levels by a table of 256 values, which are cut off to bytes."""
+    """Map grey levels by a table of 256 values, truncated to bytes."""
     mapped: Image = np.clip(table, 0, 255).astype(np.uint8)[image]
     return mapped
 
 
 def _posterize(image: Image, share: float) -> Image:
-    kept = min(max(int(share * 4), 1), 8)  # TensorFlow shifts a byte by seven at most
+    kept = min(max(int(share * 4), 1), 8)  # TensorFlow shifts a byte by at most seven
     return image & np.uint8(256 - (1 << (8 - kept)))
 
 
@@ -104,7 +104,7 @@ def _sharpness(image: Image, share: float) -> Image:
 
 
 def _blend(first: npt.NDArray[np.float32] | np.float32, second: npt.NDArray[np.float32], factor: float) -> Image:
-    """Return first + factor * (second - first), cut off to uint8; a factor above 1 goes beyond the second."""
+    """Return first + factor * (second - first), truncated to uint8; factors above 1 extrapolate."""
     mixed = second - first
     mixed *= np.float32(factor)
     mixed += first

@@ -1,4 +1,4 @@
-"""Picture files: found in folders, opened with their size checked, and decoded to the pixels that TensorFlow gives."""
+"""Picture files: list folders, open files with a check of their size, decode to TensorFlow's pixels."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Pixels = npt.NDArray[np.uint8]
 Decoder = Literal["exact", "pillow"]
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm"}
-# What Pillow and NumPy raise for a picture that is damaged, missing, or larger than memory.
+# Exceptions of Pillow and NumPy for a picture that is damaged, missing, or larger than memory.
 FAILURES = (OSError, ValueError, SyntaxError, OverflowError, MemoryError, Image.DecompressionBombError)
 
-# `open_image` has a limit of its own, which the user can move; Pillow's would warn at half of it.
+# `open_image` has its own limit, which the user can change; Pillow would warn at half of it.
 Image.MAX_IMAGE_PIXELS = None
 
 
@@ -36,8 +36,8 @@ Image.MAX_IMAGE_PIXELS = None
 class Reading:
     """How picture files are read.
 
-    `decoder` makes the pixels of JPEGs: ``exact`` gives TensorFlow's, ``pillow`` Pillow's. Pictures of more than
-    `max_pixels` are refused, except JPEGs where `shrink` allows a half, quarter or eighth of their size.
+    `decoder` decodes JPEGs: ``exact`` gives TensorFlow's pixels, ``pillow`` Pillow's. Pictures of more than
+    `max_pixels` are refused; with `shrink`, JPEGs are read at a half, quarter or eighth of their size instead.
     """
 
     decoder: Decoder = "exact"
@@ -45,7 +45,7 @@ class Reading:
     shrink: bool = True
 
     def versions(self) -> dict[str, str]:
-        """Return which library decodes what, with versions: the entry of a result file."""
+        """Return the libraries that decode, with versions: the entry of a result file."""
         pillow = f"pillow {metadata.version('pillow')}"
         exact = f"simplejpeg {metadata.version('simplejpeg')}"
         return {"jpeg": exact if self.decoder == "exact" else pillow, "other": pillow}
@@ -62,8 +62,8 @@ def decoder_of(decode: str) -> Decoder:
 def find_files(folder: Path, suffixes: Collection[str] = SUFFIXES) -> list[tuple[Path, int]]:
     """Return the pictures in a folder and below it in alphabetical order, with their sizes in bytes.
 
-    A name that is not a regular file (a broken link, a FIFO) counts as a picture of zero bytes: opening it
-    fails, and it is reported or left out as any other unreadable picture.
+    A name that is not a regular file (a broken link, a FIFO) counts as a picture of zero bytes: opening it fails, and
+    it is reported or left out like any other unreadable picture.
     """
     named = sorted(path for path in folder.rglob("*") if path.suffix.lower() in suffixes)
     return [(path, file_size(path)) for path in named if not path.is_dir()]
@@ -79,10 +79,10 @@ def file_size(path: Path) -> int:
 
 
 def open_image(file: Path | io.BytesIO, where: str, reading: Reading = USUAL) -> Image.Image:
-    """Open an image file without decoding it: its size is known, its pixels are not.
+    """Open an image file and read its size, without decoding it.
 
-    A JPEG that is shrunk has its reduced size. Raises `PictureError` with the place when the file is missing, not a
-    regular file or no image, or when it has too many pixels.
+    A JPEG that will be shrunk has its reduced size. Raises `PictureError` with the place when the file is missing, not
+    a regular file or not an image, or when it has too many pixels.
     """
     try:
         if isinstance(file, Path) and not stat.S_ISREG(file.stat().st_mode):
@@ -101,7 +101,7 @@ def open_image(file: Path | io.BytesIO, where: str, reading: Reading = USUAL) ->
 
 
 def _shrunk(image: Image.Image, most: int) -> bool:
-    """Let the JPEG decoder make a picture smaller, as little as possible. False when that is not small enough."""
+    """Let the JPEG decoder shrink a picture by the smallest factor that is enough. False when none is."""
     width, height = image.size
     for factor in (2, 4, 8):
         if math.ceil(width / factor) * math.ceil(height / factor) <= most:
@@ -112,8 +112,8 @@ def _shrunk(image: Image.Image, most: int) -> bool:
 def decode(image: Image.Image, where: str, decoder: Decoder = "exact") -> Pixels:
     """Decode an opened image to RGB (height, width, 3) as TensorFlow's decode_image does, and close it.
 
-    Grey is repeated, transparency is dropped, 16-bit values keep their upper byte, of an animation the first frame
-    is taken, EXIF rotation is not applied. Raises `PictureError` with the place when the data are damaged.
+    Repeats grey, drops transparency, keeps the upper byte of 16-bit values, takes the first frame of an animation, and
+    ignores EXIF rotation. Raises `PictureError` with the place when the data are damaged.
     """
     try:
         with image:
@@ -136,7 +136,7 @@ def read_pixels(file: Path | io.BytesIO, where: str, reading: Reading) -> Pixels
 
 
 def _jpeg_pixels(image: Image.Image) -> Pixels | None:
-    """Return TensorFlow's pixels of a JPEG in grey or colour; None for other images, and where the decoder refuses.
+    """Return TensorFlow's pixels of a JPEG in grey or colour; None for other images and when the decoder fails.
 
     TensorFlow's default is libjpeg's fast integer DCT with smooth chroma; Pillow has the accurate DCT.
     """
@@ -152,7 +152,7 @@ def _jpeg_pixels(image: Image.Image) -> Pixels | None:
 
 
 def _stored_pixels(image: Image.Image) -> Pixels | None:
-    """Return the pixels of an opened picture that lie in its file as they are, a PPM's: Pillow copies them twice."""
+    """Return the pixels that a PPM holds uncompressed, of an opened picture: Pillow would copy them twice."""
     if not isinstance(image, PpmImageFile) or image.mode != "RGB" or [tile[0] for tile in image.tile] != ["raw"]:
         return None
     assert image.fp is not None

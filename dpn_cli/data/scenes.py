@@ -35,8 +35,8 @@ LIGHTS: tuple[str, ...] = ("left", "right", "top", "bottom")
 MASK_CLASSES: tuple[str, ...] = ("background", *SHAPES)
 """Names of the mask ids 1..K in order; the raw id 0 ("other") never occurs in a demo mask."""
 
-# The main object's centre keeps to this range on both axes, whatever its radius, so that its place says
-# nothing about its size and even the largest one stays inside the image.
+# Range of the main object's centre on both axes. It does not depend on the radius, so that the place says nothing
+# about the size; even the largest object stays inside the image.
 _CENTRE_RANGE = (0.26, 0.74)
 _MAIN_RADIUS = (0.19, 0.25)
 _SMALL_RADIUS = (0.09, 0.115)
@@ -71,7 +71,7 @@ class SceneObject:
 
 @dataclass(frozen=True)
 class Scene:
-    """Everything that determines one picture.
+    """The parameters of one picture.
 
     ``objects`` holds 1 to 4 objects, the main and largest one first.  ``background`` is the RGB grey level
     of the background half way across the image, ``light`` the side in ``LIGHTS`` that is brightest, and
@@ -86,8 +86,8 @@ class Scene:
     noise_seed: int
 
 
-# What can be asked of a scene, and the names of the classes. Uniform over the classes and independent of each other,
-# but for the last, which asks for colour and shape at once.
+# The demo tasks with their class names. Classes are uniform, and tasks independent of each other but for the last,
+# which combines colour and shape.
 LABELS: dict[str, tuple[str, ...]] = {
     "demo_shape": SHAPES,
     "demo_color": tuple(COLORS),
@@ -162,7 +162,7 @@ def sample_scene(seed: int, index: int) -> Scene:
 
 @lru_cache(maxsize=4096)
 def demo_scene(number: int) -> Scene:
-    """Return a scene of the built-in data, whose labels, captions and pictures are read one after the other."""
+    """Return a scene of the built-in data, cached because labels, captions and pictures all read it."""
     return sample_scene(0, number)
 
 
@@ -220,7 +220,7 @@ def caption(scene: Scene) -> str:
 
 
 def label(scene: Scene, task: str) -> int:
-    """Return the scene's class index for a question in ``LABELS``.
+    """Return the scene's class index for a task in ``LABELS``.
 
     Raises:
         ValueError: no demo task has that name.

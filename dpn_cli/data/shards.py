@@ -23,9 +23,9 @@ from dpn_cli.run.files import read_named
 def expand(pattern: str) -> list[Path]:
     """Return the files of ``shards/train-{000..009}.tar``, ``{a,b}.tar`` or ``*.tar``.
 
-    Raises `DataError` when none of them is there, one that the pattern names is missing, or one is not a file.
+    Raises `DataError` when no file matches, when one that the pattern names is missing, or when one is not a file.
     """
-    # Our own: neither Python nor any library that dpn needs expands braces.
+    # Neither Python nor any dependency of dpn expands braces.
     if braces := re.search(r"\{([^{}]*)\}", pattern):
         ends = re.fullmatch(r"(\d+)\.\.(\d+)", braces[1])
         words = (
@@ -41,7 +41,7 @@ def expand(pattern: str) -> list[Path]:
     try:
         files = sorted(path.parent.glob(path.name))
     except ValueError as error:
-        raise DataError(f"--data wds:{pattern}: no pattern of file names ({error})") from error
+        raise DataError(f"--data wds:{pattern}: not a pattern of file names ({error})") from error
     if not files:
         raise DataError(f"--data wds:{pattern}: no such file")
     for shard in files:
@@ -52,7 +52,7 @@ def expand(pattern: str) -> list[Path]:
 
 @dataclass(frozen=True)
 class Member:
-    """A picture in a shard: its name, where its bytes are, and the content of the files of the same name by ending."""
+    """A picture in a shard: its name, the place of its bytes, and the files of the same name by ending."""
 
     name: str
     offset: int

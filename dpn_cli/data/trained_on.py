@@ -1,4 +1,4 @@
-"""Which pictures a network was trained on, told by their content, wherever they lie and whatever they are called."""
+"""Which pictures a network was trained on, identified by their content, whatever their place and name."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from dpn_cli.errors import DataError
 from dpn_cli.run import distributed, stopping
 from dpn_cli.run.distributed import World
 
-# Pictures that are read for it, in a network's file and of a split that is looked up: 160 kB of digests.
+# Most pictures that are read, of a training set and of a split that is looked up: 160 kB of digests.
 MOST = 20_000
-DIGEST = 6  # bytes: among 20,000 pictures on either side two unequal ones agree once in 700,000 evaluations
+DIGEST = 6  # bytes: with 20,000 pictures on either side, two unequal ones agree once in 700,000 evaluations
 
 
 @dataclass(frozen=True)
 class Known:
-    """How many pictures of a split a network was trained on; an estimate where only a sample was compared."""
+    """The number of a split's pictures that a network was trained on; an estimate when a sample was compared."""
 
     images: int
     of: int
@@ -45,9 +45,9 @@ class Known:
 
 
 def record(split: Labelled) -> dict[str, Any]:
-    """Return the description of a training set that a network's file keeps: counts, and digests of the content.
+    """Return the description of a training set for a network's file: counts, and digests of the content.
 
-    Of more than `MOST` images a sample is described. Unreadable ones are left out.
+    Describes a sample of sets with more than `MOST` images. Unreadable images are left out.
     """
     rows = _sample(split, 0)
     digests = sorted(filter(None, (_digest(split, row) for row in rows)))
@@ -67,7 +67,7 @@ def look_up(split: Labelled, described: Mapping[str, Any] | None, world: World) 
         return None
     joined = base64.b64decode(described["digests"])
     known = {joined[at : at + DIGEST] for at in range(0, len(joined), DIGEST)}
-    rows = _sample(split, 1)  # not the rows of the record: two samples of one data set have to be independent
+    rows = _sample(split, 1)  # another seed than the record's: two samples of one data set must be independent
     met = 0
     for row in rows[world.rank :: world.size]:
         stopping.check_here()

@@ -1,4 +1,4 @@
-"""Worker processes that read data: they end with the block that uses them, and their death is one clear error."""
+"""Worker processes that read data. They end with the block that uses them, and their death is one clear error."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from torch.utils.data import DataLoader, Dataset
 from dpn_cli.errors import DpnError, WorkerError
 from dpn_cli.run.stopping import SIGNALS
 
-# Seconds that a worker has to finish what it is reading once nobody wants it; then it is killed.
+# Seconds that a worker has to finish its last item before it is killed.
 PATIENCE = 2.0
-# Seconds that a process takes to end after its connections have closed.
+# Most seconds from the closing of a process's connections to its end.
 DYING = 1.0
-# Why the system ends a process with a signal that nobody sent.
+# Probable causes of a signal that the system sent.
 CAUSES = {
     signal.SIGKILL: "the machine has probably run out of memory; use a smaller -j",
     signal.SIGBUS: "shared memory (/dev/shm) is probably full; enlarge it, or use a smaller -j",
 }
 
-_watched: list[Sequence[BaseProcess]] = []  # child processes belong to the process, and so does the list of them
+_watched: list[Sequence[BaseProcess]] = []  # global, as child processes are
 
 
 def leave_to_parent(worker: int) -> None:
@@ -54,7 +54,7 @@ def open_loader(dataset: Dataset[Any], workers: int, **options: Any) -> Iterator
     `options` are the loader's. Raises `WorkerError` inside the block as soon as a worker dies.
     """
     items = iter(DataLoader(dataset, num_workers=workers, worker_init_fn=leave_to_parent, **options))
-    # The loader itself stops its workers when it is collected as garbage: whatever keeps a frame keeps them alive.
+    # A loader stops its workers when it is garbage-collected, so that a kept frame or traceback would keep them alive.
     processes: Sequence[BaseProcess] = getattr(items, "_workers", [])
     try:
         with watched(processes):
@@ -69,14 +69,14 @@ def watched(processes: Sequence[BaseProcess]) -> Iterator[None]:
     """Raise `WorkerError` inside the block, wherever it is, as soon as one of the child processes dies."""
     _watched.append(processes)
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGCHLD, _notice)  # in place of the loader's, which raises a RuntimeError
+        signal.signal(signal.SIGCHLD, _notice)  # instead of the loader's handler, which raises a RuntimeError
     try:
         _raise_for_dead(processes)
         yield
     except DpnError:
         raise
     except Exception:
-        # Who reads from a worker meets its end as a lost connection or a RuntimeError, perhaps before it has ended.
+        # A dying worker shows as a lost connection or a RuntimeError in its reader, perhaps before it has ended.
         closed = wait([process.sentinel for process in processes], DYING if processes else 0)
         for process in processes:
             if process.sentinel in closed:
@@ -96,8 +96,8 @@ def _wait_for_exit_code(process: BaseProcess) -> None:
     """Wait, for a second at most, until a process whose connections have closed has an exit code."""
     last = time.monotonic() + DYING
     process.join(DYING)
-    # A pool's own thread may have been given the exit code by the system and not yet have written it down; until it
-    # has, `join` returns at once.
+    # A pool's own thread may have received the exit code from the system and not stored it yet; until it does, `join`
+    # returns at once.
     while process.exitcode is None and time.monotonic() < last:
         time.sleep(0.001)
 
@@ -105,7 +105,7 @@ def _wait_for_exit_code(process: BaseProcess) -> None:
 def _raise_for_dead(processes: Sequence[BaseProcess]) -> None:
     for process in processes:
         if code := process.exitcode:
-            _forget(processes)  # it is said once, not again while other workers end because of it
+            _forget(processes)  # raised once, and not again while the other workers end
             raise WorkerError(_cause_of_death(process.pid, code)) from None
 
 
@@ -122,9 +122,9 @@ def _forget(processes: Sequence[BaseProcess]) -> None:
 
 
 def _end(items: Any, processes: Sequence[BaseProcess]) -> None:
-    """Stop a loader's workers. They ignore SIGTERM, so those that are busy for long are killed: they keep nothing."""
+    """Stop a loader's workers, and kill those that are busy for long: they ignore SIGTERM and hold nothing to save."""
     if any(process.exitcode for process in processes):
-        kill(processes)  # they may wait for a lock that the dead one holds
+        kill(processes)  # they may wait for a lock of the dead one
     late = threading.Timer(PATIENCE, kill, [processes])
     late.start()
     try:
@@ -145,6 +145,6 @@ def kill(processes: Sequence[BaseProcess]) -> None:
 
 @atexit.register
 def _kill_all() -> None:
-    """Leave no worker to multiprocessing's exit, which sends them a SIGTERM and waits for ever."""
+    """Kill workers before multiprocessing's exit, which sends them a SIGTERM and waits for ever."""
     for processes in _watched:
         kill(processes)

@@ -110,7 +110,7 @@ def _empty_in(value: object, key: str = "") -> str | None:
         return key
     parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return next(
-        (found for name, part in parts if (found := _empty_in(part, f"{key}.{name}".lstrip("."))) is not None), None
+        (place for name, part in parts if (place := _empty_in(part, f"{key}.{name}".lstrip("."))) is not None), None
     )
 
 

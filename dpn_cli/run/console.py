@@ -21,14 +21,14 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
 # Seconds between two lines of progress where stderr is not a terminal; more only if a step takes longer.
 LINE_EVERY = 10.0
-# Characters of an error at most: it may quote input of any length.
+# Longest error in characters: it may quote input of any length.
 LONGEST = 2000
-# Control characters, those that end a line or turn the reading order, and halves of characters (names in no encoding).
+# Control characters, line and direction marks, and lone surrogates (from names in an unknown encoding).
 UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: object) -> str:
-    """Return text on one line with control characters as escapes: ``\\x1b[31m`` for the code of red text."""
+    """Return text on one line with control characters escaped: ``\\x1b[31m`` for the code of red text."""
     return UNPRINTABLE.sub(_escaped, str(text))
 
 
@@ -39,7 +39,7 @@ def _escaped(match: re.Match[str]) -> str:
 
 
 def cell(text: object) -> str:
-    """Return text for a cell of a table, where brackets would be rich's markup."""
+    """Return text for a table cell, with rich's markup escaped."""
     return escape(printable(text))
 
 
@@ -49,7 +49,7 @@ def show(text: str) -> None:
 
 
 def show_error(error: object) -> None:
-    """Print an error on stderr, on one line; a very long one is cut in the middle."""
+    """Print an error on one line on stderr; a very long one is cut in the middle."""
     text = printable(error)
     if len(text) > LONGEST:
         text = f"{text[: LONGEST // 2]} … {text[-LONGEST // 2 :]}"
@@ -59,7 +59,7 @@ def show_error(error: object) -> None:
 
 @dataclass(frozen=True)
 class Tick:
-    """The state of a training after a step, for display: the loss of this rank's rows, and seconds that are left."""
+    """A training's progress after a step: the loss over this rank's rows, and the estimated seconds left."""
 
     step: int
     steps: int
@@ -84,7 +84,7 @@ class Console:
         leads = int(os.environ.get("RANK", "0")) == 0
         self.rich = RichConsole(stderr=True, highlight=False, quiet=not leads, soft_wrap=True)
         self.quiet, self.clock = quiet, clock
-        self.shown = -math.inf  # when the last line of progress was printed, of whatever training
+        self.shown = -math.inf  # time of the last line of progress, of any training
 
     def info(self, text: str) -> None:
         """Print a line unless -q was given."""
@@ -99,13 +99,13 @@ class Console:
     def progress(self, label: str) -> Iterator[Callable[[Tick], None]]:
         """Show a training's progress: a bar on a terminal, elsewhere a line at the first step and every ten seconds.
 
-        Yields a function to call with the `Tick` of every step.
+        Yields a function that takes the `Tick` of every step.
         """
         if self.quiet or self.rich.quiet:
             yield lambda tick: None
         elif self.rich.is_terminal:
             columns = (
-                SpinnerColumn(),  # moves on its own, as in an evaluation
+                SpinnerColumn(),  # keeps moving during an evaluation
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=8),
                 TextColumn("{task.fields[tick]}"),

@@ -1,4 +1,4 @@
-"""One process or many, started by ``torchrun --no-python dpn …``: thin over torch.distributed."""
+"""A thin layer over torch.distributed, for one process or several (``torchrun --no-python dpn …``)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ValueT = TypeVar("ValueT")
 
 @dataclass(frozen=True)
 class World:
-    """This process among its ranks, and the device it computes on."""
+    """This process's rank, the number of ranks, and the device it computes on."""
 
     rank: int
     size: int
@@ -35,7 +35,7 @@ class World:
 
 @contextmanager
 def join(device: str) -> Iterator[World]:
-    """Join the ranks that torchrun started, or run alone. Work inside work that has joined them is among them already.
+    """Join the ranks that torchrun started, or run alone. A nested call joins nothing again.
 
     `device` is ``"auto"`` or a torch device name. Raises `DpnError` when this machine lacks the device, and
     `WorkerError` when another rank ends early.
@@ -64,7 +64,7 @@ def join(device: str) -> Iterator[World]:
 
 @contextmanager
 def lost_rank() -> Iterator[None]:
-    """Raise `WorkerError` for gloo's error about another rank that has ended."""
+    """Turn gloo's error about another rank that has ended into a `WorkerError`."""
     try:
         yield
     except RuntimeError as error:
@@ -86,14 +86,14 @@ def _device(name: str, local: int) -> torch.device:
 
 
 def max_over_ranks(value: int) -> int:
-    """Return the largest of all ranks' values. Every rank must call it at the same point."""
+    """Return the maximum over ranks. Every rank must call it at the same point."""
     if not dist.is_initialized():
         return value
     return int(reduce_over_ranks(torch.tensor(value), dist.ReduceOp.MAX))
 
 
 def reduce_over_ranks(value: torch.Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
-    """Return the sum (or another reduction) of all ranks' tensors."""
+    """Return the sum, or another reduction, of a tensor over ranks."""
     if dist.is_initialized():
         value = value.cuda() if dist.get_backend() == "nccl" else value.clone()
         dist.all_reduce(value, how)
@@ -101,9 +101,9 @@ def reduce_over_ranks(value: torch.Tensor, how: dist.ReduceOp.RedOpType = dist.R
 
 
 class _Gather(torch.autograd.Function):
-    """All ranks' rows, in the order of ranks; each rank's rows receive the sum of all ranks' gradients.
+    """Concatenate all ranks' rows in order; in the backward pass, each rank's rows receive the gradients of all ranks.
 
-    Our own: torch.distributed.nn.functional.all_gather, which gives the same, is deprecated from torch 2.15 on.
+    torch.distributed.nn.functional.all_gather does the same but is deprecated from torch 2.15 on.
     """
 
     @staticmethod
@@ -120,7 +120,7 @@ class _Gather(torch.autograd.Function):
 
 
 def gather(rows: torch.Tensor) -> torch.Tensor:
-    """Return the rows of all ranks (ranks * n, d), with gradients; every rank passes its n rows (n, d).
+    """Return the rows of all ranks (ranks * n, d), with gradients; every rank passes n rows (n, d).
 
     The gradients of all ranks' losses add up, so that DDP's mean over ranks is the gradient of the mean loss.
     """
@@ -131,7 +131,7 @@ def gather(rows: torch.Tensor) -> torch.Tensor:
 
 
 def from_leader(value: ValueT) -> ValueT:
-    """Return rank 0's value on every rank, so that all ranks take the same decision."""
+    """Return rank 0's value on every rank, so that all ranks decide alike."""
     if not dist.is_initialized():
         return value
     box = [value]
@@ -146,12 +146,12 @@ def barrier() -> None:
 
 
 def parallel(model: nn.Module, world: World) -> nn.Module:
-    """Wrap a model so that its gradients are averaged over ranks; alone, return it as it is."""
+    """Wrap a model so that its gradients are averaged over ranks; with one rank, return it unchanged."""
     if world.size == 1:
         return model
     devices = [world.device.index] if world.device.type == "cuda" else None
-    # Buffers are constants here; broadcasting them would tie ranks together in every forward pass.
+    # Buffers are equal on all ranks; broadcasting them would synchronise the ranks in every forward pass.
     with warnings.catch_warnings():
-        # torch 2.15 would rather have the option's new name, which torch 2.11 does not know.
+        # torch 2.15 renames the option; torch 2.11 does not know the new name.
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
         return DistributedDataParallel(model, device_ids=devices, broadcast_buffers=False)

@@ -21,27 +21,27 @@ from safetensors import SafetensorError
 
 from dpn_cli.errors import DataError, DpnError, SaveError
 
-# Seconds after which a claimed folder is given up: worker processes notice within five that their run was killed.
+# Seconds to wait for a claimed folder: the workers of a killed run notice within five.
 PATIENCE = 10.0
-# What `replace_file` calls its temporary files: the process is the last number.
+# Names of the temporary files of `replace_file`; the last number is the process.
 LEFTOVER = re.compile(r"\..+\.\d+\.tmp")
-# Seconds without a write after which a temporary file is nobody's, not even a process's of another machine.
+# Seconds without a write after which a temporary file is abandoned, even by a process of another machine.
 ABANDONED = 60.0
 
 
 @contextlib.contextmanager
 def claimed(folder: Path, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
-    """Keep other processes that claim a folder out of it, by a locked file beside it.
+    """Claim a folder by locking a file beside it, so that other processes that claim it wait.
 
-    Raises `DpnError` when another process is still in it after `PATIENCE`; with `on_wait` that is called instead, and
-    waiting continues. Where the system has no locks, or no permission to create the file, nobody is kept out.
+    Raises `DpnError` when another process still holds it after `PATIENCE`; with `on_wait`, calls that instead and keeps
+    waiting. Has no effect where the system has no locks or does not allow the file to be created.
     """
     folder = folder.absolute()
     lock = FileLock(folder.parent / f".{folder.name}.lock")
     with contextlib.suppress(OSError):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder.parent):
-            pass  # a lock waits for its turn where it could see at once that its file cannot be made
+            pass  # raises at once where the lock could not create its file and would wait
         while not lock.is_locked:
             try:
                 lock.acquire(timeout=PATIENCE)
@@ -62,12 +62,12 @@ def claimed(folder: Path, on_wait: Callable[[], None] | None = None) -> Iterator
 
 
 def is_leftover(name: str) -> bool:
-    """Tell whether a name is that of the temporary file of a `replace_file` that may have been killed."""
+    """Tell whether a name is that of a temporary file of `replace_file`, which may have been killed."""
     return LEFTOVER.fullmatch(name) is not None
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete the temporary files that killed processes of this machine left in a folder of ours and those below."""
+    """Delete the temporary files that killed processes of this machine left in a folder of ours and below it."""
     with contextlib.suppress(OSError):
         for path in list(folder.rglob(".*.tmp")):
             if _is_ownerless(path):
@@ -75,7 +75,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Delete what killed processes left of a file in a folder that need not be ours."""
+    """Delete a file's abandoned temporary copies, in a folder that may not be ours."""
     with contextlib.suppress(OSError):
         for rest in list(path.parent.glob(f".{glob.escape(path.name)}.*.tmp")):
             if _is_ownerless(rest) and time.time() - rest.stat().st_mtime > ABANDONED:
@@ -98,7 +98,7 @@ def _is_alive(process: int) -> bool:
 
 
 def make_folder(path: Path) -> None:
-    """Make the folder that ``-o`` names. Raises `DpnError` when there is something else, or none can be made."""
+    """Make the folder that ``-o`` names. Raises `DpnError` when a file is there or the folder cannot be made."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
@@ -108,7 +108,7 @@ def make_folder(path: Path) -> None:
 
 
 def clear_folder(path: Path, last: Sequence[str]) -> None:
-    """Delete the content of a folder, the files named in `last` at the end, in their order. Raises `SaveError`."""
+    """Empty a folder, deleting the files named in `last` at the end and in that order. Raises `SaveError`."""
     try:
         for entry in sorted(path.iterdir(), key=lambda entry: last.index(entry.name) if entry.name in last else -1):
             if entry.is_dir() and not entry.is_symlink():
@@ -126,7 +126,7 @@ def file_digest(path: Path) -> str:
 
 
 def flush(path: Path) -> None:
-    """Ask the system to put a file, or the entries of a folder, on the disk."""
+    """Flush a file, or the entries of a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -135,10 +135,10 @@ def flush(path: Path) -> None:
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> str:
-    """Let `write` fill a temporary file, then put it in the place of `path`; returns its SHA-256.
+    """Let `write` fill a temporary file, then rename it to `path`; returns its SHA-256.
 
-    Raises `SaveError` when writing fails, and whatever else `write` raises, with the old file untouched and no
-    rest left behind.
+    Raises `SaveError` when writing fails, and whatever else `write` raises; the old file is then untouched, and the
+    temporary one deleted.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # others may write the same file of a shared cache
     try:
@@ -147,7 +147,7 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> str:
         temporary.touch()
         mode = temporary.stat().st_mode
         write(temporary)
-        temporary.chmod(mode)  # safetensors makes files that nobody else can read
+        temporary.chmod(mode)  # safetensors creates files that only their owner can read
         flush(temporary)
         digest = file_digest(temporary)
         temporary.replace(path)
@@ -161,21 +161,21 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> str:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Put `text` in the place of a file's content, atomically. Raises `SaveError`."""
-    # Bytes of a name that are not UTF-8 become escapes, which JSON and YAML read back.
+    """Replace a file's content by `text`, atomically. Raises `SaveError`."""
+    # Bytes of a name that are not UTF-8 are escaped; JSON and YAML read the escapes back.
     replace_file(path, lambda temporary: temporary.write_text(text, "utf-8", "backslashreplace"))
 
 
 def replace_json(path: Path, value: object) -> None:
-    """Put a value as JSON in the place of a file's content, atomically. Raises `SaveError`."""
+    """Replace a file's content by a value as JSON, atomically. Raises `SaveError`."""
     replace_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def read_named(path: Path, option: str, way_out: str) -> bytes:
     """Return the content of the file that an option or a data set names.
 
-    Raises `DataError` with the system's reason and the way out for one that is missing, not a regular file (a folder,
-    a FIFO that nobody writes to) or not readable.
+    Raises `DataError`, with the system's reason and the way out, for a file that is missing, not a regular file (a
+    folder, a FIFO that nobody writes to) or not readable.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
@@ -187,7 +187,7 @@ def read_named(path: Path, option: str, way_out: str) -> bytes:
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """Return the object in a JSON file, or None when there is no such file or it holds something else."""
+    """Return the object in a JSON file, or None when the file is missing or holds something else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

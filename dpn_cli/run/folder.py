@@ -36,9 +36,9 @@ from dpn_cli.run.files import (
 )
 from dpn_cli.run.provenance import differences, git_commit, now, read_recipe, recipe_digest, versions
 
-# The files that tell whose folder it is.
+# The files that identify a run's folder.
 IDENTITY = ("config.yaml", "run.json")
-# What stands in metrics.jsonl for records that were lost: how many.
+# Key of the line in metrics.jsonl that counts lost records.
 LOST = "lost_records"
 
 
@@ -50,12 +50,12 @@ class RunFolder:
 
     @property
     def result(self) -> dict[str, Any] | None:
-        """The finished run's result; None when there is none, or it is damaged."""
+        """The finished run's result; None when it is missing or damaged."""
         return read_object(self.path / "result.json")
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What run.json says; nothing when it is missing or damaged."""
+        """The content of run.json; empty when it is missing or damaged."""
         return read_object(self.path / "run.json") or {}
 
     @classmethod
@@ -70,11 +70,11 @@ class RunFolder:
         warn: Callable[[str], None],
         complete: Callable[[Any], Any] = lambda saved: saved,
     ) -> RunFolder:
-        """Start a run in `path`, or continue the one that is there, repairing its description where possible.
+        """Start a run in `path`, or continue the one there, repairing its description where possible.
 
-        `complete` returns a saved recipe with all keys of today's.
-        Raises `DpnError` when the folder holds a run and neither `resume` nor `overwrite` says what to do with it,
-        when it is not empty and not a run, or when `resume` meets a run of another kind or recipe (the keys are
+        `complete` returns a saved recipe with all of today's keys.
+        Raises `DpnError` when the folder holds a run and neither `resume` nor `overwrite` is set, when it is not empty
+        and not a run, or when `resume` is set and the run there is of another kind or has another recipe (the keys are
         listed); `DataError` when the recipe of the run there cannot be read.
         """
         make_folder(path)
@@ -84,7 +84,7 @@ class RunFolder:
         remove_leftovers(path)
         untouched = "run.json" in names and names <= set(IDENTITY)
         if names and (overwrite or untouched):
-            clear_folder(path, last=IDENTITY)  # a run that ended before it produced anything leaves nothing to lose
+            clear_folder(path, last=IDENTITY)  # a run that ended before it produced anything can be replaced
         elif names and not resume:
             state = "a finished run" if folder.result else "a run that has not finished"
             raise DpnError(
@@ -98,12 +98,12 @@ class RunFolder:
         return folder
 
     def _is_ours(self, names: set[str]) -> bool:
-        """Tell a run from other folders; one of the two files that describe it may be missing or damaged."""
+        """Tell whether a folder is a run; one of the two files that describe it may be missing or damaged."""
         with_versions = "dpn-cli" in str(self.facts.get("versions"))
         return names >= set(IDENTITY) or with_versions or read_recipe(self.path / "config.yaml") is not None
 
     def _begin(self, recipe: Mapping[str, Any], kind: kinds.Kind) -> None:
-        """Describe the run: run.json comes first, because it alone tells that the folder is ours."""
+        """Describe the run. Writes run.json first, because it alone marks the folder as ours."""
         self.update(
             kind=kind,
             recipe=recipe_digest(recipe),
@@ -125,7 +125,7 @@ class RunFolder:
         warn: Callable[[str], None],
         complete: Callable[[Any], Any],
     ) -> None:
-        """Check that the run there has this recipe, and rewrite damaged parts of its description."""
+        """Check that the existing run has this recipe, and rewrite damaged parts of its description."""
         path, facts = self.path, self.facts
         there = facts.get(kinds.KEY, kind)
         if there != kind:
@@ -146,15 +146,15 @@ class RunFolder:
                     "give the same options to resume it, or pass another -o"
                 )
         if (path / "result.json").is_file() and self.result is None:
-            warn(f"{path / 'result.json'} is damaged and is made again")
+            warn(f"{path / 'result.json'} is damaged and is computed again")
         if before is None or changed:
             self._write_recipe(recipe)
             warn(f"{path / 'config.yaml'} was missing or damaged and is written again")
         if not facts:
             self._begin(recipe, kind)
             warn(
-                f"{path / 'run.json'} was missing or damaged and is written again; what it said about the data and "
-                "weights of the start is lost, so the run continues with those that are there now"
+                f"{path / 'run.json'} was missing or damaged and is written again; its record of the data and "
+                "weights at the start is lost, so the run continues with those that are there now"
             )
 
     def update(self, **fields: Any) -> None:
@@ -175,7 +175,7 @@ class MetricsLog:
         self.on_record = on_record
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append a record. Raises `SaveError` when the disk does not take it."""
+        """Append a record. Raises `SaveError` when it cannot be written."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
@@ -186,16 +186,16 @@ class MetricsLog:
             self.on_record(record)
 
     def records(self) -> list[dict[str, Any]]:
-        """Return all records that are whole, in their order."""
+        """Return all complete records, in order."""
         text = self.path.read_text(encoding="utf-8", errors="replace") if self.path.is_file() else ""
         return [record for line in text.splitlines() if (record := _record(line)) is not None]
 
     def count(self) -> int:
-        """Return how many records were written, those included that are noted as lost."""
+        """Return how many records were written, including those noted as lost."""
         return sum(record.get(LOST, 1) for record in self.records())
 
     def note_lost(self, step: int, written: int) -> int:
-        """Compare the log with the number of records that were `written` up to `step`; note and return what is missing.
+        """Compare the log with the number of records `written` up to `step`; note and return how many are missing.
 
         Raises `SaveError` as `write` does.
         """
@@ -209,9 +209,9 @@ class MetricsLog:
         return sum(record.get(LOST, 0) for record in self.records())
 
     def truncate(self, step: int, *, evaluated: bool = True) -> None:
-        """Drop records after `step`, which a resumed run will write again (a half-written last line too).
+        """Drop records after `step`, which a resumed run writes again, and a half-written last line.
 
-        Unless the step was `evaluated` before it was saved, that goes for its evaluation too.
+        Drops the evaluation of `step` too, unless the step was `evaluated` before it was saved.
         """
 
         def stays(record: dict[str, Any]) -> bool:
@@ -231,13 +231,13 @@ class Checkpoints:
 
     @property
     def begun(self) -> bool:
-        """Whether a state was saved from which the training continues."""
+        """Whether there is a saved state from which the training continues."""
         return any((self.path / name).is_dir() for name in ("last", "last.previous"))
 
     def save(self, name: str, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Write tensors and plain values as `name`, keeping the one before it as ``name.previous``.
+        """Write tensors and plain values as `name`, and keep the state before it as ``name.previous``.
 
-        Raises `SaveError`; whatever was saved before stays readable at every moment of the save.
+        A saved state is readable at every moment of the save. Raises `SaveError`.
         """
         fresh, last, previous = (self.path / part for part in (f".{name}", name, f"{name}.previous"))
         try:
@@ -262,7 +262,7 @@ class Checkpoints:
             raise save_error(last, error) from error
 
     def load(self, name: str, warn: Callable[[str], None]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Return what was saved last under `name`, falling back to the one before it when it is damaged.
+        """Return the state that was saved last under `name`, or the one before it when that is damaged.
 
         Returns None when nothing was saved. Raises `DataError` when all that was saved is damaged.
         """
@@ -284,9 +284,9 @@ class Checkpoints:
 
 
 def open_report(path: Path) -> None:
-    """Make the folder of a report before the work that fills it.
+    """Make the folder of a report, before the work that fills it.
 
-    Raises `DpnError` when it holds a run, whose result would be lost, and when it cannot be made.
+    Raises `DpnError` when the folder holds a run, whose result would be lost, or cannot be made.
     """
     make_folder(path)
     if (path / "run.json").is_file():
@@ -301,7 +301,7 @@ def describe_device(device: torch.device) -> str:
 
 
 def _record(line: str) -> dict[str, Any] | None:
-    """Return the record in a line of a log, or None for a line that was cut off."""
+    """Return the record in a line of a log, or None for an incomplete line."""
     try:
         record = json.loads(line)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What a run or a weight file is, and which commands take it: one table, checked wherever one is opened."""
+"""The kinds of runs and weight files, and the commands that take each: checked wherever one is opened."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from dpn_cli.run.files import read_object
 
 Kind = Literal["classifier", "segmenter", "towers", "sweep", "comparison", "network"]
 KEY, WEIGHTS, DIGEST = "kind", "weights.safetensors", "weights_sha256"
-# Files that were written before they named their kind have one of these keys in their metadata, or none.
+# Older files do not name their kind; their metadata has one of these keys or none.
 DESCRIPTIONS: dict[str, Kind] = {"classifier": "classifier", "segmenter": "segmenter", "lit": "towers"}
 
-# How messages name a run's folder, and a weight file.
+# Names of each kind in messages: of a run's folder, and of a weight file.
 NAMES: dict[Kind, tuple[str, str]] = {
     "classifier": ("a classification run", "a classifier"),
     "segmenter": ("a segmentation run", "a segmentation network"),
@@ -25,7 +25,7 @@ NAMES: dict[Kind, tuple[str, str]] = {
     "comparison": ("a comparison of several trainings", "a comparison of several trainings"),
     "network": ("a run of one network", "a single network"),
 }
-# How to get from a single network to what a command takes.
+# How to make what a command takes from a single network.
 MAKERS: dict[Kind, str] = {
     "segmenter": "'dpn segment ade20k' or 'dpn segment folder' with --checkpoint {place} trains one",
     "towers": "'dpn lit train --checkpoint {place}' trains them",
@@ -59,20 +59,20 @@ def kind_of(metadata: Mapping[str, str]) -> Kind:
 
 
 def is_run(folder: Path) -> bool:
-    """Tell whether a folder holds a run of ours, finished or not."""
+    """Tell whether a folder holds a run of ours, finished or unfinished."""
     return any((folder / name).is_file() for name in ("run.json", "config.yaml"))
 
 
 def resolve(place: str, command: str) -> str:
     """Return what `command` opens for `place`: the weights of a run's folder, or `place` itself.
 
-    Raises `DataError` when it is of a kind that the command does not take, naming the command that does, and when a run
-    has not finished.
+    Raises `DataError` for a kind that the command does not take, naming the command that does, and for an unfinished
+    run.
     """
     try:
         path = Path(place).expanduser()
         path.exists()
-    except (OSError, RuntimeError) as error:  # a name that is too long, a home that nobody has
+    except (OSError, RuntimeError) as error:  # the name is too long, or the home folder is unknown
         raise DataError(f"{place}: {getattr(error, 'strerror', None) or error}") from error
     if is_run(path):
         weights = path / (read_object(path / "result.json") or {}).get("weights", WEIGHTS)
@@ -92,7 +92,7 @@ def resolve(place: str, command: str) -> str:
 
 
 def digest_in_run(weights: Path) -> str | None:
-    """Return the SHA-256 that the run of a weight file noted when it wrote it, or None where none is known."""
+    """Return the SHA-256 that a run recorded for its weight file, or None when it is not known."""
     run = read_object(weights.parent / "run.json") if weights.name == WEIGHTS else None
     return (run or {}).get(DIGEST)
 

@@ -1,4 +1,4 @@
-"""Where a training leaves its state, its log and its progress."""
+"""The outputs of a training: checkpoints, log, progress."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dpn_cli.run.folder import Checkpoints, MetricsLog
 
 @dataclass(frozen=True)
 class Outputs:
-    """Where a training saves its state, logs and reports; each part may be left out.
+    """Where a training saves its state, writes its log and shows its progress; each part is optional.
 
     `tick` is called after every step, `warn` and `info` with a line for the user.
     """

@@ -1,4 +1,4 @@
-"""How the program's process meets the terminal that it was started from, and how it ends."""
+"""The process: its standard streams, and a quick exit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _code: list[int] = []  # the exit code belongs to the process
 def prepare() -> None:
     """Make stdout and stderr safe to write to. Call it first in the program, before anything heavy is imported.
 
-    A terminal may know fewer characters than file names have, and it may be gone before the program ends (`disown`).
+    File names may have characters that a terminal cannot show, and it may close before the program ends (`disown`).
     """
     sys.stdout, sys.stderr = _open(sys.stdout), _open(sys.stderr)
     atexit.register(_leave)  # what is registered first is called last
@@ -25,9 +25,9 @@ def prepare() -> None:
 
 @contextmanager
 def leaving() -> Iterator[None]:
-    """End the process at once after a `SystemExit` of the block, once all that was registered to be done has been.
+    """End the process right after the functions registered with `atexit`, when the block raises `SystemExit`.
 
-    Taking down the interpreter takes seconds where torch is loaded, and changes nothing outside the process.
+    Finalising the interpreter takes seconds when torch is loaded, and changes nothing outside the process.
     """
     try:
         yield
@@ -39,14 +39,14 @@ def leaving() -> Iterator[None]:
 
 def _leave() -> None:
     if _code:
-        with suppress(OSError):  # a closed pipe: the interpreter says so in its own way
+        with suppress(OSError):  # a closed pipe, which the interpreter reports itself
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(_code[0])
 
 
 class _Terminal(io.FileIO):
-    """A terminal whose text goes nowhere once it has closed."""
+    """A terminal that discards text once it has closed."""
 
     def write(self, text: Any) -> int:
         try:

@@ -1,4 +1,4 @@
-"""What a run was made with: its recipe, which a resumed run has to have too, and the versions of the code."""
+"""The provenance of a run: its recipe, which a resumed run must share, and the versions of the code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import yaml
 
 from dpn_cli.recipe.reading import Plain
 
-# A resumed run may run elsewhere and otherwise; it may not compute something else.
+# A resumed run may use other hardware and other files; it may not compute something else.
 MAY_CHANGE = ("runtime", "allow_failed", "keep_weights", "max_pixels")
 # The keys that every recipe has.
 RECIPE_KEYS = {"backbone", "data", "optim", "schedule", "runtime"}
@@ -24,7 +24,7 @@ VERSIONS = ("dpn-cli", "torch", "torchvision", "timm", "numpy", "pillow", "simpl
 
 
 def read_recipe(path: Path) -> Plain | None:
-    """Return the recipe of a config.yaml, or None when there is none or it was cut off."""
+    """Return the recipe of a config.yaml, or None when the file is missing or cut off."""
     try:
         recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
@@ -33,7 +33,7 @@ def read_recipe(path: Path) -> Plain | None:
 
 
 def recipe_digest(recipe: Mapping[str, Any]) -> str:
-    """Return a digest of what a resumed run may not change."""
+    """Return a digest of the keys that a resumed run may not change."""
 
     def fixed(value: Any) -> Any:
         if not isinstance(value, dict):
@@ -44,7 +44,7 @@ def recipe_digest(recipe: Mapping[str, Any]) -> str:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Return a line for each key that a resumed run may not change and that has another value."""
+    """Return a line for each changed key that a resumed run may not change."""
     lines = []
     for key in {**old, **new}:
         before, now = old.get(key), new.get(key)
@@ -57,12 +57,12 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that decide what comes out."""
+    """Return the versions of Python and of the packages that affect results."""
     return {"python": platform.python_version(), **{name: metadata.version(name) for name in VERSIONS}}
 
 
 def git_commit() -> str | None:
-    """Return the commit of the checkout that this code runs from, with + when it has changes."""
+    """Return the commit of the checkout that this code runs from, followed by + when it has changes."""
     here = Path(__file__).parent
     try:
         commit = subprocess.run(["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
@@ -75,5 +75,5 @@ def git_commit() -> str | None:
 
 
 def now() -> str:
-    """Return the time with its zone, to the second."""
+    """Return the current time with its zone, to the second."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")

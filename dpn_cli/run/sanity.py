@@ -1,4 +1,4 @@
-"""Signs that a training will not learn, or has not learnt. Every task asks here and warns in the same words."""
+"""Warnings that a training will not learn, or has not learnt, shared by all tasks."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from statistics import median
 
 from scipy.special import betainc
 
-# A crop below this share of a picture's area shows too little of it; it is also the smallest inception crop.
+# Smallest share of a picture's area that a crop should show; inception crops have the same limit.
 LEAST_CROP = 0.05
-# How unlikely a score must be for guessing before it counts as learnt.
+# A score counts as learnt when guessing reaches it with at most this probability.
 SIGNIFICANCE = 0.05
 
 
@@ -37,19 +37,19 @@ def crop_warning(crop: tuple[int, int], pictures: Sequence[tuple[int, int]]) -> 
 
 
 def class_floors(counts: Sequence[int]) -> dict[str, float]:
-    """Return accuracies in percent that need no learning, given how many scored images each class has."""
+    """Return the accuracies in percent of two guessers, from the number of scored images per class."""
     return {"chance": 100 / len(counts), "most_frequent_class": 100 * max(counts) / sum(counts)}
 
 
 def result_warning(metric: str, value: float, floors: Mapping[str, float], answers: int | None = None) -> str | None:
-    """Warn after training when a score is not above what guessing gives.
+    """Warn after training when a score does not exceed that of guessing.
 
     Args:
-        metric: what was scored, for the message: ``"validation top-1"``.
+        metric: the score's name in the message: ``"validation top-1"``.
         value: the score in percent.
         floors: scores in percent that need no learning, by name: ``{"chance": 10.0}``; see `class_floors`.
-        answers: how many independent right-or-wrong answers the score counts. A score above the floor by luck is then
-            still not above it (one-sided binomial test at 5 %). None for other scores (mIoU).
+        answers: the number of independent right-or-wrong answers behind the score, for a one-sided binomial test at
+            5 %: a score that may exceed the floor by luck does not count. None for other scores (mIoU).
 
     Returns:
         The warning, or None for a score above all floors.
@@ -58,7 +58,7 @@ def result_warning(metric: str, value: float, floors: Mapping[str, float], answe
     if value > floor and (answers is None or _probability(value, floor, answers) <= SIGNIFICANCE):
         return None
     if value >= floor >= 100:
-        return None  # nothing can be above a floor of 100 %
+        return None  # no score exceeds a floor of 100 %
     words = {"most_frequent_class": "what always naming the most frequent class gives"}.get(name, name)
     counted = "" if answers is None else f" of {answers}"
     return (
@@ -68,6 +68,6 @@ def result_warning(metric: str, value: float, floors: Mapping[str, float], answe
 
 
 def _probability(value: float, floor: float, answers: int) -> float:
-    """Return how likely a guesser with a hit rate of `floor` percent scores at least `value` percent."""
+    """Return the probability that a guesser with a hit rate of `floor` percent scores at least `value` percent."""
     right = round(value / 100 * answers)
     return float(betainc(right, answers - right + 1, floor / 100)) if right else 1.0

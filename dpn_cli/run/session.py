@@ -1,4 +1,4 @@
-"""A run from its folder to its result: ranks, signals, and the status when it ends early."""
+"""A run from start to end: its folder, ranks and signals, and its status when it ends early."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run_name(backbone: BackboneConfig, stems: str | None = None) -> str:
 class Session(Generic[RecipeT]):
     """A run while it is at work: its recipe, its folder, and the ranks it runs on.
 
-    `differs` says where the run differs from the paper; None where there is nothing to compare with.
+    `differs` lists differences from the paper; None when there is nothing to compare with.
     """
 
     recipe: RecipeT
@@ -60,12 +60,12 @@ class Session(Generic[RecipeT]):
     differs: list[str] | None = None
 
     def tracker(self, report_to: str) -> Track:
-        """Return what sends records to the tracker of that name, from the leading rank only."""
+        """Return a function that sends records to the tracker of that name, from the leading rank only."""
         return build_tracker(report_to if self.world.leads else "none", self.folder.path, self.console)
 
     @contextmanager
     def outputs(self, label: str, track: Track, path: Path | None = None) -> Iterator[Outputs]:
-        """Give a training of the run its checkpoints and log, in `path` or the run's folder, and show its progress.
+        """Yield the outputs of a training, in `path` or the run's folder, and show its progress.
 
         `label` names the training on the screen and to `track`.
         """
@@ -84,9 +84,9 @@ def session(
 ) -> Iterator[Session[RecipeT]]:
     """Join the ranks, listen to signals, and open the run's folder: that of `place`, or `default`.
 
-    The session's recipe is the one that the run in the folder began with; where it differs from the paper is said. On
-    the way out the folder notes how the run ended. In a dry run nothing is made at the folder's place. Raises
-    `DpnError` and its kin.
+    The session's recipe is the one that the run in the folder began with; its differences from the paper are printed.
+    On exit the status of the run is written to the folder. A dry run does not create the folder. Raises `DpnError` and
+    its subclasses.
     """
     if place.resume and place.overwrite:
         raise DpnError("--resume --overwrite: one continues the existing run, the other deletes it; pass one of them")
@@ -114,7 +114,7 @@ def session(
 
 
 def _compared(recipe: Recipe, precision: str, console: Console) -> list[str] | None:
-    """Return where a run differs from the paper, and say it."""
+    """Return a run's differences from the paper, and print them."""
     differs = differences(recipe, precision)
     if differs:
         console.info(f"differs from the paper: {'; '.join(differs)}")
@@ -122,9 +122,9 @@ def _compared(recipe: Recipe, precision: str, console: Console) -> list[str] | N
 
 
 def as_begun(recipe: SectionT, facts: Mapping[str, Any]) -> SectionT:
-    """Return the recipe with the decoder that the run of the given run.json began with.
+    """Return the recipe with the decoder that the run began with, by the `facts` of its run.json.
 
-    ``exact`` was Pillow's decoder in runs that began before simplejpeg was among the versions.
+    In runs that began before simplejpeg was among the versions, ``exact`` was Pillow's decoder.
     """
     data, versions = getattr(recipe, "data", None), facts.get("versions")
     if versions is None or "simplejpeg" in versions or getattr(data, "decode", None) != "exact":
@@ -144,9 +144,9 @@ def open_folder(
     overwrite: bool,
     claims: ExitStack | None = None,
 ) -> RunFolder:
-    """Open a run folder on rank 0 and tell all ranks how that went; no other process may use it until `claims` closes.
+    """Open a run folder on rank 0, with the outcome on all ranks, and claim it until `claims` closes.
 
-    Raises as `RunFolder.open` does, and `DpnError` for a folder in which another process is at work.
+    Raises the errors of `RunFolder.open`, and `DpnError` for a folder that another process has claimed.
     """
     problem: DpnError | None = None
     if world.leads:
@@ -165,10 +165,10 @@ def open_folder(
 
 
 def _completed(recipe: Section, facts: Mapping[str, Any], saved: Any) -> Any:
-    """Return a saved recipe in today's words: keys that it did not have at their defaults, and what ``exact`` was."""
+    """Return a saved recipe with today's keys: missing ones at their defaults, ``exact`` as the decoder it was."""
     try:
         whole = type(recipe).model_validate(saved)
     except ValidationError:
-        return saved  # what differs is listed key by key
+        return saved  # the differences are listed key by key
     unchanged = as_begun(recipe, facts) is recipe
     return (as_begun(whole, facts) if unchanged else whole).model_dump(mode="json")

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGHUP, SIGINT and SIGUSR1 ask a run to stop; it does so at the next step, with its state saved."""
+"""Stop a run at its next step, with its state saved, on SIGTERM, SIGHUP, SIGINT or SIGUSR1."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dpn_cli.errors import RESUME, StoppedError, WorkerError
 from dpn_cli.run import distributed
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)
-# Endings of the message about stopped work without --resume: evaluations, and work that is kept part by part.
+# Endings of the message about stopped work that has no --resume: evaluations, and work that is saved in parts.
 NO_RESULT = "no result was written"
-GOES_ON = "finished parts are kept: run the same command again to continue"
+PARTS_KEPT = "finished parts are kept: run the same command again to continue"
 # Ending of the message about a run that could not save its state.
 LAST_SAVED = "run the same command with --resume to continue from the last saved state"
 
-_received: list[int] = []  # signal handlers belong to the process, and so does what they note
+_received: list[int] = []  # global, as signal handlers are
 
 
 def _note(number: int, frame: FrameType | None) -> None:
@@ -28,10 +28,9 @@ def _note(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def listen(then: str = RESUME) -> Iterator[None]:
-    """Note stop signals instead of dying from them; a second Ctrl-C ends the process at once.
+    """Record stop signals instead of dying from them; a second Ctrl-C ends the process at once.
 
-    `then` ends the message of the error. A process that nohup started ignores SIGHUP. Work that is part of other work
-    which listens already leaves everything to it.
+    `then` ends the error's message. Under nohup, SIGHUP stays ignored. A nested call changes nothing.
     """
     if signal.getsignal(signal.SIGTERM) is _note:
         yield
@@ -51,19 +50,19 @@ def listen(then: str = RESUME) -> Iterator[None]:
 
 
 def requested() -> int | None:
-    """Return the signal that any rank has received, or None. Every rank must ask at the same point."""
+    """Return the signal that any rank has received, or None. Every rank must call it at the same point."""
     number = distributed.max_over_ranks(_received[0] if _received else 0)
     return number or None
 
 
 def check_here() -> None:
-    """Raise `StoppedError` when this rank was asked to stop, for loops that ranks run independently."""
+    """Raise `StoppedError` when this rank has received a signal, in loops that ranks run independently."""
     if _received:
         raise StoppedError(_received[0])
 
 
 def check() -> None:
-    """Raise `StoppedError` when any rank was asked to stop, for loops whose work is redone on resume."""
+    """Raise `StoppedError` when any rank has received a signal, in loops whose work is redone on resume."""
     number = requested()
     if number is not None:
         raise StoppedError(number)

@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases follow a run when asked; metrics.jsonl stays the source of truth."""
+"""Optional trackers, TensorBoard and Weights & Biases. metrics.jsonl stays the source of truth."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Track = Callable[[str, dict[str, Any]], None]
 
 
 def build_tracker(name: str, path: Path, console: Console) -> Track:
-    """Return ``track(label, record)``; whatever goes wrong in a tracker is a warning and ends the tracking only."""
+    """Return ``track(label, record)``. An error in a tracker is a warning, and ends the tracking but not the run."""
     try:
         write = {"none": _none, "tensorboard": _tensorboard, "wandb": _wandb}[name](path)
-    except Exception as error:  # trackers raise what they like, and none of it may stop a run
+    except Exception as error:  # trackers raise anything, and nothing of it may stop a run
         console.warn(f"--report-to {name}: not available ({error}); pip install 'dpn-cli[{name}]'. The run continues")
         return lambda label, record: None
     alive = True

@@ -142,9 +142,9 @@ def load_backbone(
             _check_stem_agrees(source, check_stem(stem))
         _check_norms_agree(source, norm and check_norm(norm), placement and check_placement(placement), options)
         config = replace(config_of(source, arch, pool, image_size), num_classes=num_classes, **dropped)
-        for key, asked in (("pre_logits", pre_logits), ("posemb", posemb)):
-            if asked not in (None, own := getattr(config, key)):
-                raise DpnError(f"backbone.{key}={asked}: {source.source} was trained with {own}; leave the key out")
+        for key, value in (("pre_logits", pre_logits), ("posemb", posemb)):
+            if value not in (None, own := getattr(config, key)):
+                raise DpnError(f"backbone.{key}={value}: {source.source} was trained with {own}; leave the key out")
         model = _load(source, config, head, align_corners)
     if grad_checkpointing and has_running_norms(model):
         raise DpnError(
@@ -280,9 +280,9 @@ def _load(source: Checkpoint, config: ViTConfig, head: str, align_corners: bool)
     state = source.state
     _fit_state(state, model, source, head, align_corners)
     expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    given = {name: tuple(value.shape) for name, value in state.items()}
-    if expected != given:
-        _refuse(report.source, expected, given)
+    shapes = {name: tuple(value.shape) for name, value in state.items()}
+    if expected != shapes:
+        _refuse(report.source, expected, shapes)
     own = {name: torch.empty(shape) for name, shape in expected.items()}
     for name, value in own.items():
         value.copy_(state.pop(name))  # one by one, so that a file's tensors are freed as they are copied
@@ -291,15 +291,15 @@ def _load(source: Checkpoint, config: ViTConfig, head: str, align_corners: bool)
     return model
 
 
-def _refuse(source: str, expected: dict[str, tuple[int, ...]], given: dict[str, tuple[int, ...]]) -> NoReturn:
+def _refuse(source: str, expected: dict[str, tuple[int, ...]], shapes: dict[str, tuple[int, ...]]) -> NoReturn:
     """Say what keeps tensors from being the network: a head of other classes than asked for, or the file itself."""
-    wrong = {name for name in {**expected, **given} if expected.get(name) != given.get(name)}
-    head, new = given.get(HEAD[0], ()), expected.get(HEAD[0], ())
+    wrong = {name for name in {**expected, **shapes} if expected.get(name) != shapes.get(name)}
+    head, new = shapes.get(HEAD[0], ()), expected.get(HEAD[0], ())
     if wrong == set(HEAD) and len(head) == len(new) == 2 and head[1] == new[1]:
         raise DpnError(f"--checkpoint {source}: its head has {head[0]} classes, not the {new[0]} that were asked for")
     raise DataError(
         f"--checkpoint {source}: not the tensors of one whole ViT (- missing, + left over: "
-        f"{_difference(expected, given)}); save the network's state dict alone, and all of it"
+        f"{_difference(expected, shapes)}); save the network's state dict alone, and all of it"
     )
 
 
@@ -329,9 +329,9 @@ def _fit_state(state: State, model: Backbone, source: Checkpoint, head: str, ali
             )
 
 
-def _difference(expected: dict[str, tuple[int, ...]], given: dict[str, tuple[int, ...]], most: int = 12) -> str:
+def _difference(expected: dict[str, tuple[int, ...]], shapes: dict[str, tuple[int, ...]], most: int = 12) -> str:
     """List what is missing (-) and left over (+); a tensor of another shape is both."""
-    lines = [f"- {name} {shape}" for name, shape in expected.items() if given.get(name) != shape]
-    lines += [f"+ {name} {shape}" for name, shape in given.items() if expected.get(name) != shape]
+    lines = [f"- {name} {shape}" for name, shape in expected.items() if shapes.get(name) != shape]
+    lines += [f"+ {name} {shape}" for name, shape in shapes.items() if expected.get(name) != shape]
     more = f", and {len(lines) - most} more" if len(lines) > most else ""
     return ", ".join(lines[:most]) + more

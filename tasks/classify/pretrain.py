@@ -119,10 +119,10 @@ class _Sweep:
         best, score = "", -1.0
         for count, (name, recipe) in enumerate(runs, 1):
             result = self._cell(f"{place}/{name}", recipe, searching, f"{count} of {len(runs)}")
-            found = top1[name] = result["minival_top1"]
+            top = top1[name] = result["minival_top1"]
             loser = name
-            if found is not None and found > score:
-                best, loser, score = name, best, found
+            if top is not None and top > score:
+                best, loser, score = name, best, top
             if loser:
                 self._drop(f"{place}/{loser}")
         if not best:

@@ -168,9 +168,9 @@ def resolve(
         say,
     )
     if name in PROBED and not plain.get("fewshot_data"):
-        found = find_data("imagenet")
-        if found != "demo":
-            plain = merge(plain, {"fewshot_data": found})
+        imagenet = find_data("imagenet")
+        if imagenet != "demo":
+            plain = merge(plain, {"fewshot_data": imagenet})
         else:
             say("no ImageNet for the few-shot probe at the end; name it with --fewshot-data")
     if plain.get("stages"):

@@ -25,9 +25,9 @@ from tasks.lit.captions import Captioned
 from tasks.lit.features import Features, ImageEncoder
 from tasks.lit.tokens import Tokenizer
 
-# Streams of draws that must not meet: captions, views, crops.
+# Independent streams of random numbers: captions, views, crops.
 CAPTION, VIEW, CROP = 1, 2, 3
-# Captions that are turned into tokens between two looks for a stop signal.
+# Captions that are tokenized between two checks for a stop signal.
 CHUNK = 10_000
 
 
@@ -44,13 +44,13 @@ class Texts:
         return int((self.first[images + 1] - self.first[images]).sum())
 
     def of(self, images: Tensor, draws: Tensor) -> Tensor:
-        """Return the tokens (b, context) of one caption of each image (b,), chosen by a draw from [0, 1)."""
+        """Return the tokens (b, context) of one caption of each image (b,), chosen by `draws` (b,) from [0, 1)."""
         begin, end = self.first[images], self.first[images + 1]
         return self.tokens[begin + (draws * (end - begin)).long()].long()
 
 
 def tokenize(data: Captioned, tokenizer: Tokenizer, root: Path | None = None) -> Texts:
-    """Turn all captions into tokens, once: below `root` they are kept under a hash of texts and tokenizer."""
+    """Tokenize all captions. With `root`, tokens are cached there under a hash of texts and tokenizer."""
     texts = [text for several in data.captions for text in several]
     first = torch.tensor([0, *map(len, data.captions)]).cumsum(0)
     if root is None:
@@ -79,14 +79,14 @@ def _encode(texts: Sequence[str], tokenizer: Tokenizer) -> tuple[np.ndarray[tupl
 
 
 def draws(count: int, seed: int, kind: int, step: int) -> Tensor:
-    """Return `count` numbers from [0, 1): a function of seed, what they are for, and step."""
+    """Return `count` numbers from [0, 1): a function of seed, `kind` of draw, and step."""
     return torch.rand(count, generator=torch.Generator().manual_seed(fold(seed, kind, step)))
 
 
 def cached_batches(features: Features, good: Tensor, texts: Texts, batch_size: int, seed: int, world: World) -> Batches:
     """Return the engine's ``batches``: ``image`` (b, d) in float16 and ``tokens`` (b, context), this rank's rows.
 
-    Images are those of `good`, in shuffled epochs; one caption and one view of each is drawn anew at every visit.
+    Images are those of `good`, in shuffled epochs; every visit draws one caption and one view of the image.
     """
     mine = _share(batch_size, world)
 
@@ -131,8 +131,8 @@ def encoded_batches(
 ) -> Batches:
     """Return the same batches without a cache: every image is read and encoded at every visit.
 
-    With ``encoder.views`` it is cut and mirrored anew each time. At most `micro` images are read ahead by a worker, and
-    are in the tower, at once: the largest share of the batch that divides it.
+    With ``encoder.views``, every visit crops and mirrors it anew. A worker reads ahead, and the tower encodes, at most
+    `micro` images at once: the largest number up to it that divides the rank's batch.
     """
     mine = _share(batch_size, world)
 

@@ -1,6 +1,6 @@
 """Features of a frozen image tower, computed once per image and kept in memory-mapped shards.
 
-A cache is a folder named by a hash of what decides its content: weights, preprocessing, the images' names and sizes,
+A cache is a folder named by a hash of the inputs of its content: weights, preprocessing, the images' names and sizes,
 views. ``cache.json`` says what it is, ``features-00000.npy`` (rows, views, d) in float16 holds unit features, and
 ``features-00000.json`` the shard's digest and two lists over its rows: ``stamps`` of the images' files
 (`captions.stamp_of`), and ``contents``, digests of the encoded images (empty for an unreadable one).
@@ -33,28 +33,28 @@ from tasks.lit.captions import Captioned
 from tasks.lit.features import Features, ImageEncoder
 from tasks.lit.fill import Shard, content_digest, fill
 
-# Images per shard, which is what a killed run encodes again, and per batch that goes through the tower.
+# Images per shard, which a killed run encodes again, and per batch of the tower.
 SHARD, BATCH = 4096, 64
-# How many images of an existing cache are encoded again, to see that it holds what it says; cosine they must reach.
+# Number of images of an existing cache that are encoded again as a check, and the cosine that they must reach.
 SPOT_CHECKS, SPOT_COSINE = 8, 0.999
-# Of what a cache holds. Version 1 kept neither stamps nor contents, and knew one decoder only.
+# Version of the format. Version 1 had neither stamps nor contents, and one decoder only.
 VERSION = 2
 
 Json = dict[str, Any]
 Plan = dict[int, dict[int, str]]
-"""Numbers of shards, and of each the rows to read with the stamps that their files have now."""
+"""Shards by number, each with the rows to read and their files' current stamps."""
 
 
 def data_fingerprint(data: Captioned) -> str:
-    """Return a hash over the images' names and encoded sizes, in order; places on this machine do not matter."""
+    """Return a hash over the images' names and encoded sizes, in order; their folder does not matter."""
     lines = (f"{data.key(index)} {size}" for index, size in enumerate(data.sizes))
     return hashlib.sha256(os.fsencode("\n".join(lines))).hexdigest()
 
 
 def cached_features(data: Captioned, encoder: ImageEncoder, root: Path, world: World, console: Console) -> Features:
-    """Return the features of all images from the cache below `root`, encoding what is not there yet, once.
+    """Return the features of all images from the cache below `root`, after encoding those that it lacks.
 
-    Ranks share the work, and the folder; another process that fills the same one is waited for. Damaged shards, caches
+    Ranks share the work and the folder; if another process fills the same folder, wait for it. Damaged shards, caches
     of something else under this name, and images that have changed are reported and encoded again. Finished shards are
     kept whatever happens. Raises `DataError` for an unreadable image unless they are skipped, `StoppedError` when a
     signal asks to stop.
@@ -92,7 +92,7 @@ def _remove_version_1(root: Path, facts: Json, console: Console) -> None:
     former = root / _name({name: value for name, value in facts.items() if name != "decoder"} | {"version": 1})
     if former.is_dir():
         console.warn(
-            f"cache {former}: made by an earlier version, which did not know images that had changed; it is removed "
+            f"cache {former}: made by an earlier version, which did not notice images that had changed; it is removed "
             "and its images are encoded again"
         )
         shutil.rmtree(former, ignore_errors=True)
@@ -101,7 +101,7 @@ def _remove_version_1(root: Path, facts: Json, console: Console) -> None:
 def _filled(
     folder: Path, facts: Json, data: Captioned, encoder: ImageEncoder, world: World, console: Console
 ) -> Features:
-    """Return the features of a cache's folder, after encoding what is not there yet or has changed."""
+    """Return the features of a cache's folder, after encoding images that are new or have changed."""
     total = len(data.captions)
     shards = [
         Shard(folder / f"features-{number:05d}.npy", first, min(SHARD, total - first))
@@ -132,9 +132,9 @@ def _filled(
 def _finished(
     shards: Sequence[Shard], facts: Json, data: Captioned, encoder: ImageEncoder, console: Console
 ) -> tuple[list[Json | None], bool]:
-    """Return what was saved with each shard, None for those to be encoded, and whether stamps are not to be trusted.
+    """Return each shard's saved facts, None for those to encode, and whether stamps cannot be trusted.
 
-    A cache that does not hold what its name says is cleared, and a new one begun.
+    A cache whose content does not match its name is cleared and begun anew.
     """
     folder = shards[0].file.parent
     path = folder / "cache.json"
@@ -159,7 +159,7 @@ def _finished(
 
 
 def _whole(shards: Sequence[Shard], console: Console) -> list[Json | None]:
-    """Return what was saved with each shard, None for those to be encoded; damaged ones are reported."""
+    """Return each shard's saved facts, None for those to encode; report damaged ones."""
     finished: list[Json | None] = []
     for shard in shards:
         try:
@@ -191,7 +191,7 @@ def _spot_check(
         assert saved is not None
         try:
             content, pixels = content_digest(data, row), data.pixels(row)
-        except DataError:  # an image that is gone has been encoded
+        except DataError:  # an image that is missing now was encoded
             continue
         if content != contents[row]:
             replaced = data.where(row) if data.stamps[row] == saved["stamps"][row - shard.first] else replaced
@@ -210,7 +210,7 @@ def _spread(rows: Sequence[int], count: int) -> Sequence[int]:
 def _plan(
     shards: Sequence[Shard], finished: Sequence[Json | None], data: Captioned, distrust: bool, console: Console
 ) -> Plan:
-    """Return which rows are to be read: all of new shards, and those whose files have other stamps now."""
+    """Return the rows to read: all of new shards, and those whose files have other stamps now."""
     plan = Plan()
     new = compared = 0
     for number, (shard, facts) in enumerate(zip(shards, finished, strict=True)):
@@ -232,7 +232,7 @@ def _plan(
 
 
 def _unreadable(shards: Sequence[Shard], before: Sequence[Json | None], plan: Plan, console: Console) -> list[int]:
-    """Return the rows of unreadable images; says how many images had changed."""
+    """Return the rows of unreadable images, and report how many images had changed."""
     bad, changed, compared = list[int](), 0, 0
     for number, (shard, old) in enumerate(zip(shards, before, strict=True)):
         facts = shard.facts() if number in plan else old

@@ -19,10 +19,10 @@ from dpn_cli.data.reading import open_image
 from dpn_cli.data.shards import Member, ShardPictures
 from dpn_cli.errors import DataError, PictureError
 
-# Names of caption columns that are understood without being asked for: open_clip's, img2dataset's, Hugging Face's.
+# Names of caption columns that need no option: open_clip's, img2dataset's, Hugging Face's.
 CAPTION_COLUMNS = ("caption", "captions", "text", "title", "sentence", "sentences")
 BESIDE = ("txt", "json")
-# JSON can hold these, UTF-8 cannot.
+# Lone surrogates, which JSON can hold and UTF-8 cannot.
 _HALF = re.compile("[\ud800-\udfff]")
 
 
@@ -39,7 +39,7 @@ class Captioned(Images):
 
     @property
     def labels(self) -> Sequence[int]:
-        """The images' own numbers, by which a reader sees which ones it was given."""
+        """The images' numbers, from which a reader of batches tells the images."""
         return range(len(self.captions))
 
     @abstractmethod
@@ -56,7 +56,7 @@ def captions_fingerprint(data: Captioned) -> str:
 
 
 class Subset(Captioned):
-    """Some images of a set, in the order of their numbers in it."""
+    """Some images of a set, in the order of the set."""
 
     def __init__(self, whole: Captioned, rows: Sequence[int]) -> None:
         self.whole, self.rows, self.reading = whole, list(rows), whole.reading
@@ -73,7 +73,7 @@ class Subset(Captioned):
         return self.whole.where(self.rows[index])
 
     def content(self, index: int) -> bytes:
-        """Return what an image is stored as."""
+        """Return an image's stored bytes."""
         return self.whole.content(self.rows[index])
 
     def open(self, index: int) -> Image.Image:
@@ -82,7 +82,7 @@ class Subset(Captioned):
 
 
 class Files(Captioned):
-    """Picture files with their sentences, in the order in which they are added."""
+    """Picture files with their sentences, in the order of `add`."""
 
     def __init__(self, skip_bad: bool = False) -> None:
         self.skip_bad = skip_bad
@@ -93,13 +93,13 @@ class Files(Captioned):
         self.stamps: list[str] = []
 
     def add(self, root: Path, name: str, raw: Iterable[object], place: str) -> None:
-        """Add a picture; one without text, or that is not there, is an error or left out."""
+        """Add a picture. One that is missing or has no text is left out or an error."""
         path = root / name
         captions = sentences(raw, f"{place}: {name}", self.skip_bad)
         status = _status(path)
         if status is None and not self.skip_bad:
             if os.path.lexists(path):
-                open_image(path, str(path))  # says what it is instead of a file
+                open_image(path, str(path))  # raises, naming what it is instead of a file
             raise PictureError(f"{place}: {path}: no such image; name their folder with --images")
         if not captions or status is None:
             self.dropped += 1
@@ -124,10 +124,10 @@ class Files(Captioned):
 
 
 def stamp_of(status: os.stat_result | None) -> str:
-    """Return what changes when a file is replaced or written to: size, both times, inode; ``""`` without a file.
+    """Return a file's size, times and inode, which change when it is replaced or written to; ``""`` without a file.
 
-    Modification times can be set and travel with a copy. The time of the last change to the inode cannot be set, and a
-    file that is renamed to another's name brings its own inode.
+    Modification times can be set, and copies keep them. The time of the last change to the inode cannot be set, and a
+    file that is renamed onto another keeps its own inode.
     """
     if status is None:
         return ""
@@ -135,7 +135,7 @@ def stamp_of(status: os.stat_result | None) -> str:
 
 
 def _status(path: Path) -> os.stat_result | None:
-    """Return what the system knows of a file; None when there is none, as of a name that no file can have."""
+    """Return a file's status; None when there is no file, or the name is impossible."""
     try:
         status = path.stat()
     except (OSError, ValueError):
@@ -144,7 +144,7 @@ def _status(path: Path) -> os.stat_result | None:
 
 
 def sentences(raw: Iterable[object], where: str, skip_bad: bool) -> tuple[str, ...]:
-    """Return the sentences that are not empty; none at all is an error unless `skip_bad`, as is half a character."""
+    """Return the sentences that are not empty. None, or half a character in one, is an error unless `skip_bad`."""
     captions = tuple(text.strip() for text in raw if isinstance(text, str) and text.strip())
     if halved := next((text for text in captions if _HALF.search(text)), None):
         if not skip_bad:
@@ -161,7 +161,7 @@ def sentences(raw: Iterable[object], where: str, skip_bad: bool) -> tuple[str, .
 class ShardCaptions(ShardPictures, Captioned):
     """Webdataset shards as img2dataset writes them: pictures with a .txt, or a .json that has a caption.
 
-    A .txt is one caption, whatever its lines; of a .json the first field with a caption's name counts, as of a table.
+    A .txt is one caption, however many lines it has; a .json's is its first field with a caption's name, as in a table.
     """
 
     def __init__(self, pattern: str, skip_bad: bool) -> None:

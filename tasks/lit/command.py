@@ -56,7 +56,7 @@ def show(result: dict[str, Any]) -> None:
 
 def fill_cache(recipe: LitRecipe, console: Console) -> dict[str, Any] | None:
     """Encode all images of a recipe once and turn the captions into tokens; None on ranks that do not lead."""
-    with stopping.listen(stopping.GOES_ON), join(recipe.runtime.device) as world:
+    with stopping.listen(stopping.PARTS_KEPT), join(recipe.runtime.device) as world:
         data, val = open_pairs(source_of(recipe))
         tokenizer = open_tokenizer(recipe.text.tokenizer, recipe.text.context, recipe.text.clean)
         tower = load_tower(recipe, world)

@@ -1,4 +1,4 @@
-"""Features of a frozen image tower: what images are encoded how, and the features as they are read from the disk."""
+"""Features of a frozen image tower: the encoder, and features that are read from the disk."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ class ImageEncoder:
 
     @property
     def read_size(self) -> tuple[int, int]:
-        """The size that images are read in: larger where views are cut from them."""
+        """The size at which images are read: larger when views are cropped from them."""
         height, width = (round(side * LARGER) if self.views else side for side in self.size)
         return height, width
 
     def encode_views(self, images: Tensor, rows: Sequence[int]) -> Tensor:
-        """Encode images (b, 3, *read_size), which are those of `rows`; returns features (b, views, d)."""
+        """Encode the images of `rows`, (b, 3, *read_size); returns features (b, views, d)."""
         return self.encode(views_of(images, rows, self)).reshape(len(images), max(1, self.views), -1)
 
 
 class Features:
-    """Unit features of images, (n, views, d), read from the disk as they are asked for.
+    """Unit features of images, (n, views, d), read from the disk on demand.
 
     All shards but the last have the same number of rows; `bad` are the rows of unreadable images.
     """
@@ -75,7 +75,7 @@ class Features:
 
 
 def encode_function(tower: Backbone, device: torch.device, autocast: torch.autocast) -> Encode:
-    """Return what maps uint8 images (b, 3, h, w) to unit features (b, d) of the frozen tower."""
+    """Return a function from uint8 images (b, 3, h, w) to unit features (b, d) of the frozen tower."""
 
     def encode(images: Tensor) -> Tensor:
         with torch.no_grad(), autocast:
@@ -85,7 +85,7 @@ def encode_function(tower: Backbone, device: torch.device, autocast: torch.autoc
 
 
 def digest_of(tower: torch.nn.Module) -> str:
-    """Return a SHA-256 over a network's tensors, whatever file they came from."""
+    """Return a SHA-256 over a network's tensors, which does not depend on their file."""
     digest = hashlib.sha256()
     for name, value in sorted(tower.state_dict().items()):
         digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())

@@ -1,4 +1,4 @@
-"""Encoding images into the shards of a cache: all of a new shard, of an older one those that have changed."""
+"""Encode images into the shards of a cache: all of a new shard, the changed ones of an existing shard."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from dpn_cli.run.files import replace_json
 from tasks.lit.captions import Captioned
 from tasks.lit.features import ImageEncoder
 
-# Bytes of a content's digest; images that are read between two looks for a stop signal.
+# Bytes of a content's digest; images that are read between two checks for a stop signal.
 DIGEST, AT_ONCE = 16, 256
 
 Json = dict[str, Any]
@@ -52,7 +52,7 @@ class Shard:
 
 
 Work = Sequence[tuple[Shard, dict[int, str]]]
-"""Shards, and of each the rows to read with the stamps that their files have now."""
+"""Shards, each with the rows to read and their files' current stamps."""
 
 
 def content_digest(data: Captioned, row: int) -> str:
@@ -63,8 +63,8 @@ def content_digest(data: Captioned, row: int) -> str:
 def fill(data: Captioned, encoder: ImageEncoder, work: Work, batch: int, console: Console) -> None:
     """Encode the rows of new shards, and of other shards the rows whose content has changed.
 
-    Every shard is saved as soon as it is whole. Raises `DataError` for an unreadable image unless they are skipped, and
-    for features that are not finite.
+    Every shard is saved as soon as it is complete. Raises `DataError` for an unreadable image unless they are skipped,
+    and for features that are not finite.
     """
     shown, parts = time.monotonic(), list[_Part]()
     for number, (shard, stamps) in enumerate(work):
@@ -79,7 +79,7 @@ def fill(data: Captioned, encoder: ImageEncoder, work: Work, batch: int, console
 
 
 def _changed(data: Captioned, shard: Shard, stamps: dict[int, str]) -> list[int]:
-    """Return which rows of a shard are to be encoded; the others get the stamps that their files have now."""
+    """Return the rows of a shard to encode; save the current stamps of the others' files."""
     try:
         facts = shard.facts()
     except DataError:
@@ -91,7 +91,7 @@ def _changed(data: Captioned, shard: Shard, stamps: dict[int, str]) -> list[int]
     for row in same:
         facts["stamps"][row - shard.first] = stamps[row]
     if same:
-        with contextlib.suppress(SaveError):  # a cache that may only be read is compared again the next time
+        with contextlib.suppress(SaveError):  # a read-only cache is compared again the next time
             replace_json(shard.file.with_suffix(".json"), facts)
     return sorted(stamps.keys() - set(same))
 
@@ -130,7 +130,7 @@ class _Part:
         return kept
 
     def put(self, row: int, features: Tensor | None, content: str, encoder: ImageEncoder) -> None:
-        """Take a row's features (views, d), None for an unreadable image; the last row saves the shard."""
+        """Store a row's features (views, d), None for an unreadable image; the last row saves the shard."""
         if self.features is None:
             self.features = self._open(encoder)
         place = row - self.shard.first
@@ -143,9 +143,9 @@ class _Part:
 
 
 class _Reader(Images):
-    """Images as `stream` reads them: pixels of one size, and behind them a digest of the encoded image.
+    """Images as `stream` reads them: pixels of one size, followed by a digest of the encoded image.
 
-    The digest is taken first, so that an image that is replaced in between counts as changed the next time.
+    The digest is computed first, so that an image that is replaced in between counts as changed the next time.
     """
 
     def __init__(self, data: Captioned, size: tuple[int, int]) -> None:
@@ -162,7 +162,7 @@ class _Reader(Images):
         return self.data.open(index)
 
     def pixels(self, index: int) -> Pixels:
-        """Decode an image to (height, width, 3), and note its digest for `resized`, which follows."""
+        """Decode an image to (height, width, 3), and keep its digest for the `resized` that follows."""
         self._digest = bytes.fromhex(content_digest(self.data, index))
         return self.data.pixels(index)
 
@@ -172,13 +172,13 @@ class _Reader(Images):
         return torch.cat([resize(pixels, self.size).flatten(), digest])
 
     def split(self, read: PixelSet) -> tuple[Tensor, list[str]]:
-        """Return the images (b, 3, h, w) and the digests of what was read."""
+        """Split a batch into images (b, 3, h, w) and digests."""
         images = read.images[:, :-DIGEST].view(-1, 3, *self.size)
         return images, [bytes(row.tolist()).hex() for row in read.images[:, -DIGEST:]]
 
 
 def _encode(data: Captioned, encoder: ImageEncoder, parts: Sequence[_Part], batch: int, console: Console) -> None:
-    """Encode the rows of some shards, all in one stream of images."""
+    """Encode the rows of several shards in one stream of images."""
     owners = [part for part in parts for _ in part.rows]
     pending = [row for part in parts for row in part.rows]
     reader, shown = _Reader(data, encoder.read_size), time.monotonic()

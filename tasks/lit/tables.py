@@ -101,8 +101,8 @@ def _read_json(path: Path) -> Any:
 
 def _coco_folder(path: Path, root: Path) -> Path:
     """Return ``val2017`` in or beside `root` for COCO's own ``captions_val2017.json``, where there is such a folder."""
-    _, found, split = path.stem.partition("captions_")
-    return next((place / split for place in (root, root.parent) if found and (place / split).is_dir()), root)
+    _, prefix, split = path.stem.partition("captions_")
+    return next((place / split for place in (root, root.parent) if prefix and (place / split).is_dir()), root)
 
 
 def splits_in(path: Path) -> set[str]:

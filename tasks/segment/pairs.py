@@ -25,14 +25,14 @@ from tasks.segment.recipe import MaskData
 SPLITS = {"train": "training", "val": "validation"}
 DEMO_SPLITS = {"train": (0, 1000), "val": (1000, 1200)}
 MASK_SUFFIXES = (".png", ".tif", ".tiff", ".bmp")
-# What data sets on the hub call their column of masks.
+# Usual names of the mask column of hub data sets.
 MASK_COLUMNS = ("annotation", "mask", "label", "labels", "segmentation", "segmentation_mask", "semantic_segmentation")
-# An image that is read at a part of its size would not fit its mask.
+# An image that is read at a reduced size would not fit its mask.
 WHOLE = Reading(shrink=False)
 
 
 class Pairs(ABC):
-    """A split: image number i and its mask, each opened when it is asked for, as `reading` says.
+    """A split of images and masks, which are opened on demand with the options in `reading`.
 
     `names` tell the pairs apart, in alphabetical order or a hub data set's own; `sizes` are the encoded bytes of
     image and mask.
@@ -130,9 +130,9 @@ class FolderPairs(Pairs):
 
 
 def _files(folder: Path, kinds: Collection[str]) -> dict[str, Path]:
-    """Return the files of some kinds by their name without ending, in alphabetical order.
+    """Return files of some kinds by their name without ending, in alphabetical order.
 
-    Raises `DataError` when two differ in nothing but the ending.
+    Raises `DataError` when two differ only in the ending.
     """
     files: dict[str, Path] = {}
     for path, _ in find_files(folder, kinds):
@@ -148,7 +148,7 @@ def _files(folder: Path, kinds: Collection[str]) -> dict[str, Path]:
 class HubPairs(Pairs):
     """A split of a Hugging Face data set (hub name or local folder) with a column of images and one of masks.
 
-    Raises `DataError` when it is out of reach, or it is not clear which columns are meant.
+    Raises `DataError` when it cannot be loaded, or its columns of images and masks are ambiguous.
     """
 
     def __init__(self, place: str, split: str, image: str | None, mask: str | None) -> None:
@@ -281,7 +281,7 @@ def _open_pairs(data: MaskData, split: str) -> Pairs:
 
 
 def take(pairs: Pairs, fraction: float) -> Pairs:
-    """Return a share of a split, rounded down: the first pairs of one fixed shuffle, so smaller shares lie in larger.
+    """Return a share of a split, rounded down: the first pairs of a fixed shuffle, so larger shares contain smaller.
 
     App. G does not say which images; the shuffle is NumPy's legacy generator with seed 0, the same on every machine.
     """
@@ -292,11 +292,11 @@ def take(pairs: Pairs, fraction: float) -> Pairs:
 
 
 def list_digest(pairs: Pairs) -> str:
-    """Return a hash of the names in a split: which images, wherever they are."""
+    """Return a hash of the names in a split, which does not depend on its folder."""
     return hashlib.sha256(os.fsencode("\n".join(pairs.names))).hexdigest()[:16]
 
 
 def fingerprint(pairs: Pairs) -> str:
-    """Return a hash of the names and encoded sizes of a split, which tells copies of a data set apart."""
+    """Return a hash of the names and encoded sizes of a split, which distinguishes copies of a data set."""
     lines = (f"{name} {image} {mask}" for name, (image, mask) in zip(pairs.names, pairs.sizes, strict=True))
     return hashlib.sha256(os.fsencode("\n".join(lines))).hexdigest()[:16]

@@ -141,12 +141,12 @@ class Evaluation(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_more_pass(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("size") == "both":
-            scales = given.get("scales")
-            if given.get("flip") or (isinstance(scales, list | tuple) and len(scales) > 1):
-                return {**given, "size": "native"}
-        return given
+    def _one_more_pass(cls, evaluation: Any) -> Any:
+        if isinstance(evaluation, dict) and evaluation.get("size") == "both":
+            scales = evaluation.get("scales")
+            if evaluation.get("flip") or (isinstance(scales, list | tuple) and len(scales) > 1):
+                return {**evaluation, "size": "native"}
+        return evaluation
 
     @property
     def beside(self) -> Evaluation | None:

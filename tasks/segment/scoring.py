@@ -1,4 +1,4 @@
-"""How well label maps fit: one confusion of pixels over a data set, summed over ranks, divided once."""
+"""Scores of label maps, from one confusion matrix of pixels over a data set and all ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Item = tuple[list[Tensor], Tensor] | DataError
 
 
 def count_pixels(predicted: Tensor, label: Tensor, classes: int) -> Tensor:
-    """Return the confusion (classes, classes) int64 of label maps of one shape, rows the truth; 255 is left out."""
+    """Return the confusion matrix (classes, classes) int64 of two label maps, truth in rows, without label 255."""
     seen = label != IGNORE
     # 32 bits a pixel: pictures of 10,000 x 10,000 are scored in one go.
     return torch.bincount(label[seen].int() * classes + predicted[seen], minlength=classes**2).view(classes, classes)
@@ -36,7 +36,7 @@ def count_pixels(predicted: Tensor, label: Tensor, classes: int) -> Tensor:
 
 @dataclass(frozen=True)
 class SegmentScores:
-    """The confusion of a data set's pixels, (classes, classes) int64, rows the truth."""
+    """Scores from the confusion matrix of a data set's pixels, (classes, classes) int64, truth in rows."""
 
     confusion: Tensor
     images: int
@@ -69,7 +69,7 @@ class SegmentScores:
 
     @property
     def majority_miou(self) -> float:
-        """What mIoU it would be to call every pixel the most frequent class: the score of no skill."""
+        """The mIoU of predicting the most frequent class everywhere, in percent."""
         support = self.confusion.sum(1)
         return 100 * int(support.max()) / int(support.sum()) / int((support > 0).sum())
 
@@ -111,7 +111,7 @@ class _Sized(Dataset[Item]):
             pixels, raw = self.pairs.load(row)
             labels = self.rule.labels(raw, self.pairs.where_mask(row))
         except DataError as error:
-            return error  # raised in a worker process it would come back wrapped in that process's traceback
+            return error  # raised in a worker, it would come back wrapped in the worker's traceback
         full = pixels.shape[0], pixels.shape[1]
         images = [resize_image(pixels, self.plan.size(full, ratio)) for ratio in self.plan.ratios]
         return images, torch.from_numpy(labels)
@@ -128,7 +128,7 @@ def score(
     count = worker_count(workers, world.device, world.size)
     confusion = torch.zeros(rule.classes, rule.classes, dtype=torch.int64, device=world.device)
     with open_loader(_Sized(pairs, rows, rule, plan), count, batch_size=None) as items:
-        # Rank 0 has the most rows; all ranks go round as often as it, because they decide together when to stop.
+        # All ranks loop as often as rank 0, which has the most rows, because they decide together when to stop.
         for _ in range(-(-len(pairs) // world.size)):
             stopping.check()
             item = next(items, None)

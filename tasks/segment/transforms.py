@@ -1,7 +1,7 @@
 """Training transforms with mmsegmentation's semantics: resize, crop, flip, photometric distortion.
 
-Images are uint8 (3, h, w) in RGB, labels uint8 (h, w), sizes (height, width) in pixels. Where the reference draws at
-random, a number of [0, 1) is drawn here, in the same order: one stream of numbers drives both to the same picture.
+Images are uint8 (3, h, w) in RGB, labels uint8 (h, w), sizes (height, width) in pixels. Random
+choices take numbers from [0, 1) in the reference's order: one stream of numbers gives the same picture in both.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def resize_image(pixels: Pixels, size: Size) -> Tensor:
 
 
 def crop_labels(labels: Labels, size: Size, box: Box) -> Labels:
-    """Return what is in `box` (top, left, height, width) of labels resized to `size` by OpenCV's INTER_NEAREST."""
+    """Return the `box` (top, left, height, width) of labels resized to `size` as OpenCV's INTER_NEAREST does."""
     top, left, height, width = box
     rows, columns = (
         np.minimum((np.arange(first, first + count) * (1 / (new / old))).astype(np.int64), old - 1)
@@ -69,7 +69,7 @@ def crop_labels(labels: Labels, size: Size, box: Box) -> Labels:
 def augment(pixels: Pixels, labels: Labels, how: SegmentAugmentation, draw: Draw) -> tuple[Tensor, Tensor]:
     """Make a training example of an image (h, w, 3) and its labels (h, w).
 
-    Returns image and labels of at most the crop's size: what a small image lacks is padded after normalising.
+    Returns image and labels of at most the crop's size: small ones are padded later, after normalising.
     """
     ratio = how.ratio[0] + draw() * (how.ratio[1] - how.ratio[0])
     longest, shortest = int(how.scale[0] * ratio), int(how.scale[1] * ratio)
@@ -103,7 +103,7 @@ def _crop(labels: Labels, size: Size, how: SegmentAugmentation, draw: Draw) -> t
 def photometric_distortion(image: Tensor, draw: Draw) -> Tensor:
     """Change brightness, contrast, saturation and hue of (3, h, w) uint8, each with probability a half.
 
-    Every stage is cut off to whole grey levels as the reference's are; hue counts in OpenCV's steps of two degrees.
+    Every stage truncates to whole grey levels as in the reference; hue is in OpenCV's steps of two degrees.
     """
 
     def happens() -> bool:
@@ -128,9 +128,9 @@ def photometric_distortion(image: Tensor, draw: Draw) -> Tensor:
 
 
 def scale_saturation(rgb: Tensor, factor: float) -> Tensor:
-    """Multiply the saturation of (3, h, w) in HSV by a factor, cut off where it is full; hue and value stay.
+    """Multiply the saturation of (3, h, w) in HSV by a factor, clipped at full; hue and value stay.
 
-    The reference goes through OpenCV's HSV and back, whose 8 bits turn hues by up to a degree; this does not.
+    The reference converts to OpenCV's 8-bit HSV and back, which turns hues by up to a degree; this does not.
     """
     value = rgb.amax(0)
     if factor > 1:  # at most until the smallest channel is zero

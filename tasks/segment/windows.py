@@ -1,8 +1,8 @@
-"""From an image to its label map: sliding windows, averaged and resized, in memory independent of image size.
+"""From an image to its label map by sliding windows, in memory independent of image size.
 
-Windows cover an image on a grid, their logits are upsampled bilinearly, overlaps are averaged, the average is resized
-bilinearly to the label's size. All of it is linear and apart for rows and columns, so it is two matrices around the
-logits per patch: no map of all classes exists, only tiles of it.
+Windows cover an image on a grid; their logits are upsampled bilinearly, averaged where they overlap, and resized
+bilinearly to the label's size. All of this is linear and separable into rows and columns, so it is two matrices around
+the logits per patch: only tiles of the map of all classes are in memory.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ TILE = 256
 
 @dataclass(frozen=True)
 class Plan:
-    """How images are seen: window and stride in pixels (None: the whole image at once), sizes, flips.
+    """The plan of an evaluation: window and stride in pixels (None: the whole image at once), sizes, flips.
 
-    `scale` caps the longer and the shorter side; ``native`` keeps an image's own size unless a window is larger. Each
-    of `ratios` is one more look at the image, twice with `flip`; their probabilities are averaged.
+    `scale` caps the longer and the shorter side; ``native`` keeps an image's own size unless a window is larger. The
+    image is evaluated at each of `ratios`, also mirrored with `flip`; the probabilities are averaged.
     """
 
     window: int
@@ -40,7 +40,7 @@ class Plan:
     batch_size: int = 8
 
     def size(self, size: Size, ratio: float) -> Size:
-        """Return what an image of `size` is resized to. What is smaller than a window after that is padded."""
+        """Return the size to which an image of `size` is resized. A result smaller than a window is padded later."""
         if not self.native:
             longest, shortest = (int(cap * ratio) for cap in self.scale)
             return fit_into(size, longest, shortest)
@@ -50,7 +50,7 @@ class Plan:
 
 
 def starts(length: int, window: int, stride: int) -> list[int]:
-    """Return where windows begin: every stride, the last one shifted back to the end (mmsegmentation's rule)."""
+    """Return where windows begin: every stride, the last one shifted back to end with the image (mmsegmentation)."""
     count = max(length - window + stride - 1, 0) // stride + 1
     return [max(min(index * stride, length - window), 0) for index in range(count)]
 
@@ -69,8 +69,8 @@ def resize_rows(matrix: Tensor, rows: int) -> Tensor:
 def axis_matrix(window: int, begins: Sequence[int], patches: int, length: int, out: int) -> Tensor:
     """Return (out, windows * patches): each output pixel as a mean of windows of logits per patch, along one axis.
 
-    A window is `window` pixels and `patches` logits long; they begin at `begins` in an image of `length` pixels, which
-    is resized to `out` pixels.
+    A window is `window` pixels and `patches` logits long; windows begin at `begins` in an image of `length` pixels,
+    which is resized to `out` pixels.
     """
     upsample = resize_rows(torch.eye(patches, dtype=torch.float64), window)
     matrix = torch.zeros(max(length, window), len(begins) * patches, dtype=torch.float64)
@@ -83,7 +83,7 @@ def axis_matrix(window: int, begins: Sequence[int], patches: int, length: int, o
 
 @dataclass
 class View:
-    """One look at an image: logits per patch (rows, columns, classes), and the matrices that make a map of them."""
+    """One evaluation of an image: logits per patch (rows, columns, classes), and the matrices to the map."""
 
     logits: Tensor
     down: Tensor
@@ -97,7 +97,7 @@ class View:
 
 
 def view(network: LinearSegmenter, image: Tensor, out: Size, plan: Plan, *, flip: bool) -> View:
-    """Run the network over an image (3, h, w) uint8; the map will have the size `out`."""
+    """Run the network over an image (3, h, w) uint8, for a map of the size `out`."""
     vit, size = network.vit, (image.shape[-2], image.shape[-1])
     patch = vit.config.patch
     begins = [starts(side, plan.window, plan.stride) if plan.stride else [0] for side in size]
@@ -122,21 +122,21 @@ def view(network: LinearSegmenter, image: Tensor, out: Size, plan: Plan, *, flip
 
 
 def label_map(network: LinearSegmenter, images: Sequence[Tensor], out: Size, plan: Plan) -> Tensor:
-    """Return the class of every pixel, (h, w) uint8 of the size `out`, of an image given at each of the plan's ratios.
+    """Return the class of every pixel, (h, w) uint8 of the size `out`.
 
-    `images` are uint8 (3, h, w) on the network's device. Beside logits per patch, a tile of 256 x 256 pixels is in
-    memory at a time.
+    `images` holds the image at each of the plan's ratios, uint8 (3, h, w) on the network's device. Apart from logits
+    per patch, one tile of 256 x 256 pixels is in memory at a time.
     """
-    looks = [view(network, image, out, plan, flip=flip) for image in images for flip in (False, True)[: 1 + plan.flip]]
+    views = [view(network, image, out, plan, flip=flip) for image in images for flip in (False, True)[: 1 + plan.flip]]
     labels = torch.empty(out, dtype=torch.uint8, device=images[0].device)
     with torch.autocast(labels.device.type, enabled=False):
         for left in range(0, out[1], TILE):
             for top in range(0, out[0], TILE):
                 rows, columns = slice(top, top + TILE), slice(left, left + TILE)
-                scores = looks[0].tile(rows, columns)
-                if len(looks) > 1:
+                scores = views[0].tile(rows, columns)
+                if len(views) > 1:
                     scores = scores.softmax(-1)
-                    for look in looks[1:]:
-                        scores += look.tile(rows, columns).softmax(-1)
+                    for other in views[1:]:
+                        scores += other.tile(rows, columns).softmax(-1)
                 labels[rows, columns] = scores.argmax(-1)
     return labels

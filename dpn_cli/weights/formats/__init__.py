@@ -106,11 +106,11 @@ def _read(known: Format, contents: Contents) -> Checkpoint:
 
 def _only_format(contents: Contents) -> Format:
     names = list(contents.tensors)
-    found = formats_of(names, contents.metadata)
-    if len(found) == 1:
-        return found[0]
-    if found:
-        both = " and ".join(known.name for known in found)
+    matching = formats_of(names, contents.metadata)
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
+        both = " and ".join(known.name for known in matching)
         raise DataError(f"it has the names of {both}; keep one network in a file")
     if known := reason_against(names):
         raise DataError(f"not read. It looks like {known}")
