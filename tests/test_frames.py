@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import pictures
+from test_distill import teacher_file
 
 from dpn_cli import cli
 
@@ -34,6 +35,7 @@ COMMANDS = {
     ],
     "highres": ["finetune", "highres", *OWN, *SCRATCH],
     "pretrain": ["pretrain", *OWN, "--augment", "none", "--arch", "mu/16", *SHORT],
+    "distill": ["distill", "--teacher", "TEACHER", "--data", "PHOTOS", "-b", "8", *SHORT],
     "lit": ["lit", "train", "--data", "demo", "--no-cache", "-b", "8", *SCRATCH],
     "segment": ["segment", "ade20k", "--data", "demo", "-b", "8", *SCRATCH],
 }
@@ -60,7 +62,8 @@ def test_at_most_eight_frames_lie_between_main_and_the_gradients(
 
     monkeypatch.setattr(torch.Tensor, "backward", look)
     photos = str(pictures(tmp_path / "photos", classes=2, each=20))
-    words = [photos if word == "PHOTOS" else word for word in COMMANDS[task]]
+    teacher = str(teacher_file(tmp_path / "teacher.safetensors"))
+    words = [{"PHOTOS": photos, "TEACHER": teacher}.get(word, word) for word in COMMANDS[task]]
     monkeypatch.setenv("DPN_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(sys, "argv", ["dpn", *words, "-o", str(tmp_path / "run")])
     with pytest.raises(_GradientsError):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_distill
 import test_highres
 import test_lit
 import test_pretrain
@@ -24,6 +25,7 @@ from dpn_cli.recipe.schema import (
     Section,
 )
 from dpn_cli.weights import backbone
+from tasks.classify.distill.recipe import DistillRecipe
 from tasks.classify.highres_recipe import HighresRecipe
 from tasks.classify.pretrain_recipe import PretrainRecipe
 from tasks.lit.recipe import LitRecipe
@@ -97,12 +99,25 @@ def _segment(digits: Path, photos: Path, path: Path, **changes: Any) -> Callable
     return lambda: test_segment.train(recipe, path)
 
 
+def _distill(digits: Path, photos: Path, path: Path, **changes: Any) -> Callable[[], Any]:
+    teacher = path.parent / f"teacher-{path.name}.safetensors"
+    test_distill.teacher_file(teacher)
+    shots = path.parent / f"shots-{path.name}"
+    for split in ("train", "val"):
+        (shots / split).parent.mkdir(exist_ok=True)
+        (shots / split).symlink_to(photos)
+    asked = merge({"fewshot_data": str(shots), "fewshot": 2}, from_flags(changes))
+    recipe = test_distill.small(photos, teacher, **asked)
+    return lambda: test_distill.train(recipe, path)
+
+
 TASKS = {
     "vtab": _vtab,
     "highres": _classifier(test_highres),
     "pretrain": _classifier(test_pretrain),
     "lit": _lit,
     "segment": _segment,
+    "distill": _distill,
 }
 # What the second training of a task has, to read the keys of what the first one does not do.
 SECOND: dict[str, dict[str, Any]] = {
@@ -116,11 +131,13 @@ SCHEMAS: dict[str, type[Section]] = {
     "pretrain": PretrainRecipe,
     "lit": LitRecipe,
     "segment": SegmentRecipe,
+    "distill": DistillRecipe,
 }
 # Keys that a schema has and refuses, with a value that is not their default.
 REFUSED: dict[str, dict[str, Any]] = {
     "lit": {"backbone.drop_path": 0.1, "backbone.grad_checkpointing": True, "optim.layer_decay": 0.9},
     "segment": {"backbone.pre_logits": True, "optim.layer_decay": 0.9},
+    "distill": {"backbone.pool": "gap", "backbone.pre_logits": True},
 }
 
 
@@ -133,11 +150,12 @@ def test_a_training_reads_every_key(task: str, digits: Path, photos: Path, tmp_p
     with _reads() as seen:
         for run in runs:
             run()
-    network = {name for section, name in seen if issubclass(section, BackboneConfig)}
-    assert network  # the others are arguments of load_backbone, all of them: see backbone_of
+    assert any(issubclass(section, BackboneConfig) for section, _ in seen)
+    # A network's keys are arguments of load_backbone, all of them (see backbone_of), but for a student's.
+    elsewhere = (*DESCRIPTION, "schedule.", *(("backbone.",) if task != "distill" else ()))
     missing = []
     for key, section, name in _keys(SCHEMAS[task]):
-        known = key.startswith((*DESCRIPTION, "backbone.", "schedule.")) or key in REFUSED.get(task, {})
+        known = key.startswith(elsewhere) or key in REFUSED.get(task, {})
         if not known and not any(issubclass(section, each) and name == field for each, field in seen):
             missing.append(key)
     assert sorted(missing) == sorted(UNREAD.get(task, ())), missing
@@ -150,6 +168,7 @@ UNREAD = {
     "vtab": ("data.image_column", "data.label_column", "allow_failed"),
     "highres": SEVERAL,
     "pretrain": SEVERAL,
+    "distill": SEVERAL,
     "segment": ("compare", "data.image_column", "data.mask_column", "seeds"),
 }
 
@@ -165,7 +184,7 @@ def test_every_key_of_a_network_is_an_argument_of_its_loader() -> None:
     import inspect
 
     arguments = set(inspect.signature(backbone.load_backbone).parameters)
-    for schema in SCHEMAS.values():
+    for schema in (schema for task, schema in SCHEMAS.items() if task != "distill"):
         section: Any = schema.model_fields["backbone"].annotation
         assert set(section.model_fields) <= arguments
 

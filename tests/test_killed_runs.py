@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_distill
 import test_highres
 import test_lit
 import test_pretrain
@@ -60,6 +61,11 @@ def segment(data: Path, path: Path, **how: Any) -> dict[str, Any]:
     return test_segment.train(test_segment.small(data / "scenes", batch_size=2, **STEPS), path, **how)
 
 
+def distill(data: Path, path: Path, **how: Any) -> dict[str, Any]:
+    recipe = test_distill.small(data / "photos", data / "teacher.safetensors", **STEPS)
+    return test_distill.train(recipe, path, **how)
+
+
 RUNS: dict[str, tuple[Start, str]] = {
     "highres": (highres, "classifier"),
     "pretrain": (pretrain, "classifier"),
@@ -67,6 +73,7 @@ RUNS: dict[str, tuple[Start, str]] = {
     "vtab": (vtab, "sweep"),
     "lit": (lit, "towers"),
     "segment": (segment, "segmenter"),
+    "distill": (distill, "classifier"),
 }
 
 
@@ -109,6 +116,7 @@ def data(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_table(root / "captioned" / "pairs.csv", [(name, f"picture {name}") for name in names])
     test_segment.write_scenes(root / "scenes", {"training": 4, "validation": 2})
     (root / "vtab-1k").symlink_to(digits)
+    test_distill.teacher_file(root / "teacher.safetensors")
     return root
 
 
@@ -179,7 +187,7 @@ def test_a_killed_run_is_resumed_whatever_became_of_its_run_json(
 def says_where_it_continues(name: str, step: int, said: list[str]) -> None:
     continued = [line for line in said if "continues after step" in line]
     assert len(continued) == 1
-    prefix = "svhn dpn lr 0.01 seed 0: " if name == "vtab" else ""
+    prefix = {"vtab": "svhn dpn lr 0.01 seed 0: ", "distill": "stem: "}.get(name, "")
     assert continued[0].startswith(f"{prefix}continues after step {step} of ")
     fresh = [line for line in said if "from scratch (" in line]
     # A frozen tower has no saved state; the second stage of a sweep and every new cell of VTAB do start from scratch.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -26,7 +26,7 @@ from dpn_cli.run.files import replace_json
 from dpn_cli.run.folder import describe_device
 from dpn_cli.run.session import Session, run_name, session
 from dpn_cli.statistics import PERCENT, Summary, paired_difference, summarize
-from dpn_cli.weights.backbone import backbone_of
+from dpn_cli.weights.backbone import LoadReport, backbone_of
 from dpn_cli.weights.origin import with_own_stem
 
 SCORES = {"top1": "top-1", "miou": "mIoU", "agreement": "agreement"}
@@ -79,7 +79,7 @@ class SideBySide:
                 return None
             result = begun.folder.result
             if result is None:
-                _load(begun, firsts)
+                _load(begun, firsts, getattr(self.trainer, "load", _load_backbone))
                 result = self._train(begun, runs)
             return result if begun.world.leads else None
 
@@ -146,16 +146,23 @@ class SideBySide:
         return result
 
 
-def _load(begun: Session[ComparedTraining], runs: Sequence[_Run]) -> None:
+def _load_backbone(recipe: ComparedTraining) -> LoadReport:
+    return backbone_of(recipe.backbone).report
+
+
+def _load(
+    begun: Session[ComparedTraining], runs: Sequence[_Run], load: Callable[[ComparedTraining], LoadReport]
+) -> None:
     """Load the network of each run and say how that went; a resumed comparison starts from the weights it began with.
 
-    Raises `DataError` when they have changed, and as `load_backbone` does.
+    `load` loads the weights that a run depends on: its network's own, unless the task's module has another function of
+    this name. Raises `DataError` when they have changed, and as `load_backbone` does.
     """
     folder, world = begun.folder, begun.world
     digests: dict[str, str] = {}
     for run in runs:
         with _named(run.network):
-            report = backbone_of(run.recipe.backbone).report
+            report = load(run.recipe)
         begun.console.info(f"{spoken(run.network)}: {report.summary()}")
         digests[run.network] = report.digest
     before = from_leader(folder.facts).get("digests", digests)
@@ -194,7 +201,8 @@ def build_result(
         found = values.setdefault(run.network, {})
         if run.folder in results:
             network["runs"][run.folder] = results[run.folder]
-            found[run.recipe.seed] = results[run.folder][score]
+            if results[run.folder][score] is not None:
+                found[run.recipe.seed] = results[run.folder][score]
     first, *others = networks
     for name, found in values.items():
         networks[name][score] = _described(summarize(list(found.values()), PERCENT)) if found else None

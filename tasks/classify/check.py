@@ -51,6 +51,11 @@ def check_divides(batch: int, micro: int | str, world: World) -> None:
         )
 
 
+def interval(every: int, steps: int) -> int:
+    """Return the steps between evaluations of a training: `every`, or a quarter of a training shorter than that."""
+    return every if every < steps else max(1, steps // 4)
+
+
 def check_data(recipe: SupervisedRecipe, data: ClassData, folder: RunFolder, world: World, console: Console) -> Json:
     """Decode a sample, and see that a resumed run meets the classes and images it began with."""
     facts: Json = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, Literal
@@ -175,7 +175,7 @@ def model_card(classifier: Classifier, kind: Kind, digest: str) -> str:
         f"  fractions of a grey level dropped; values in [0, 1]; normalisation: {inside}.",
         f"- Output: {len(names)} logits; {classifier.loss} gives probabilities.",
         f"- Classes: {shown}",
-        f"- Top-1 on minival: {f'{scored:.2f} %' if scored is not None else 'not measured'}",
+        *(_distilled(facts["distilled"]) if "distilled" in facts else [f"- Top-1 on minival: {_percent(scored)}"]),
         f"- Parameters: {model.report.parameters / 1e6:.2f} M, SHA-256 `{digest}`",
         "",
         "## How it was made",
@@ -186,3 +186,23 @@ def model_card(classifier: Classifier, kind: Kind, digest: str) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _distilled(facts: Mapping[str, Any]) -> list[str]:
+    """Say in a card which network this one was distilled from, on which pictures, and how near it is."""
+    teacher = facts["teacher"]
+    return [
+        f"- Distilled from {teacher['source']} ({teacher['arch']}, stem `{teacher['stem']}`, SHA-256 "
+        f"`{teacher['digest']}`) with pictures whose labels were not used (fingerprint {facts['data']['train']}).",
+        f"- On {facts['images']} held-out pictures: names the same class as its teacher on {facts['agreement']:.2f} %, "
+        f"Kullback-Leibler divergence {facts['kl']:.4g} nats, share of the token variance {_share(facts)}.",
+    ]
+
+
+def _share(facts: Mapping[str, Any]) -> str:
+    value = facts["token_variance"]
+    return "not comparable" if value is None else f"{value:.4f}"
+
+
+def _percent(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.2f} %"

@@ -30,7 +30,7 @@ from dpn_cli.run.session import Session
 from dpn_cli.scoring import Scores, score
 from dpn_cli.weights.backbone import Backbone, backbone_of
 from dpn_cli.weights.origin import describe_start
-from tasks.classify.check import check_batch, check_data, resize_side_of, shot_pool
+from tasks.classify.check import check_batch, check_data, interval, resize_side_of, shot_pool
 from tasks.classify.classifier import WEIGHTS, Classifier, load_classifier, predict, save_classifier
 from tasks.classify.fewshot import probing_of, transfer
 from tasks.classify.probe import choose, encode, probe
@@ -104,8 +104,7 @@ def load_network(recipe: SupervisedRecipe, classes: int) -> Backbone:
 
 def evaluation_interval(recipe: SupervisedRecipe) -> int:
     """Return the steps between evaluations on minival: the recipe's, or a quarter of a training shorter than that."""
-    steps = recipe.schedule.steps
-    return recipe.evaluate_every if recipe.evaluate_every < steps else max(1, steps // 4)
+    return interval(recipe.evaluate_every, recipe.schedule.steps)
 
 
 def loss_of(recipe: SupervisedRecipe, model: Backbone, classes: int) -> engine.LossFn:

@@ -21,8 +21,9 @@ from tasks.classify.classifier import Classifier
 from tasks.classify.distill.cache import check_views
 from tasks.classify.distill.data import Pictures, open_pictures
 from tasks.classify.distill.recipe import DistillRecipe
+from tasks.classify.distill.scores import probing_of
 from tasks.classify.distill.student import as_taught, load_teacher
-from tasks.classify.distill.train import Distillation, probing_of
+from tasks.classify.distill.train import Distillation
 from tasks.classify.fewshot import check_transfer, describe_accuracies
 
 Json = dict[str, Any]

@@ -251,6 +251,8 @@ def resolve(config: str | None, flags: Mapping[str, Any], settings: Mapping[str,
         say("a student from scratch: losses.tokens, losses.representation and stem_share are 0 unless they are set")
         base = merge(base, {"losses": {"tokens": 0.0, "representation": 0.0}, "stem_share": 0.0, "stem_lr": None})
     plain = layered(base, file, command, shipped, say)
+    if not plain.get("stem_share") and "stem_lr" not in command:
+        plain = merge(plain, {"stem_lr": None})
     return merge(plain, {"data": {"source": DEMO_OBJECTS if demo else source}})
 
 

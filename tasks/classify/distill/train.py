@@ -20,21 +20,20 @@ from dpn_cli.recipe.layers import counted
 from dpn_cli.recipe.training import of_two_steps
 from dpn_cli.run import distributed
 from dpn_cli.run.files import read_object, replace_json, replace_text
-from dpn_cli.run.folder import MetricsLog
+from dpn_cli.run.folder import Checkpoints, MetricsLog
 from dpn_cli.run.kinds import DIGEST, KEY, WEIGHTS
 from dpn_cli.run.session import Session
-from dpn_cli.scoring import score
 from dpn_cli.weights.backbone import Backbone, export_backbone
-from tasks.classify.classifier import Classifier, predict, save_classifier
+from dpn_cli.weights.origin import describe_start
+from tasks.classify.check import interval
+from tasks.classify.classifier import Classifier, save_classifier
 from tasks.classify.distill.cache import TargetCache, kept_targets
 from tasks.classify.distill.data import Pictures, augmentation_of
 from tasks.classify.distill.losses import Distance, Observed, Seen, inputs_of
-from tasks.classify.distill.nearness import Nearness, nearness
 from tasks.classify.distill.recipe import DistillRecipe
+from tasks.classify.distill.scores import Scoring
 from tasks.classify.distill.student import check_pair, gated, new_student, prepared, reload_student, ungated
 from tasks.classify.export import model_card
-from tasks.classify.fewshot import transfer
-from tasks.classify.options import Probing
 
 Json = dict[str, Any]
 # A channel of the teacher's tokens that hardly varies counts as if it did this much of what the others do.
@@ -51,7 +50,8 @@ class Distillation:
     def __init__(self, begun: Session[DistillRecipe], teacher: Classifier, pictures: Pictures) -> None:
         self.begun, self.recipe, self.world, self.console = begun, begun.recipe, begun.world, begun.console
         self.path, self.pictures = begun.folder.path, pictures
-        self.taught = prepared(self.recipe, teacher, teacher.model)
+        self.scoring = Scoring(self.recipe, teacher, pictures, self.world, self.console)
+        self.taught = self.scoring.taught
         self.teacher = teacher.model.to(self.world.device)
         self.skipped: list[int] = []
 
@@ -62,12 +62,21 @@ class Distillation:
 
     def train(self) -> Json:
         """Train what is not trained yet, score it, and return the result, which is written to the folder too."""
-        if not distributed.from_leader((self.path / WEIGHTS).is_file()):
+        first, before = 0, "start"
+        stages = {"stem": self.stem_steps, "all": self.recipe.schedule.steps - self.stem_steps}
+        if distributed.from_leader((self.path / WEIGHTS).is_file()):
+            stages = {}
+        else:
             self._begin()
-            if self.stem_steps:
-                self._stage("stem", "start", 0, self.stem_steps)
-            before = "stem" if self.stem_steps else "start"
-            self._stage("all", before, self.stem_steps, self.recipe.schedule.steps - self.stem_steps)
+        for stage, steps in stages.items():
+            if steps and self._note(stage) is None:
+                recipe, student, path = self._ready(stage, before, steps)
+                track = self.begun.tracker(recipe.runtime.report_to)
+                with self.begun.outputs("distill" if stage == "all" else stage, track, path) as outputs:
+                    observed, job = self._job(recipe, student, outputs, first)
+                    done = engine.fit(engine.prepare(observed, recipe.runtime, self.world), job)
+                self._finish(stage, student, done, outputs)
+            first, before = first + steps, stage if steps else before
         result = self._result()
         if self.cache:
             self.cache.delete()
@@ -94,25 +103,25 @@ class Distillation:
             check_pair(self.recipe, self.teacher, student)
             self._keep("start", student, {"fitted": fitted} if fitted else {})
 
-    def _stage(self, stage: str, before: str, first: int, steps: int) -> None:
-        """Train a stage from the weights of another one, beginning with the batch of step `first`; keep its weights."""
-        if self._note(stage) is not None:
-            return
+    def _ready(self, stage: str, before: str, steps: int) -> tuple[DistillRecipe, Backbone, Path]:
+        """Return the recipe of a stage, the student as the stage `before` left it, and the folder of its log."""
         student = reload_student(self.recipe, str(self._file(before, ".safetensors")), self.teacher.num_classes)
+        path = self.path if stage == "all" else self.path / stage
+        if (saved := Checkpoints(path / "checkpoints")).begun:
+            self.console.info(describe_start(student.report, saved))
         recipe = self.recipe.model_copy(update={"schedule": counted(self.recipe.schedule, steps)})
         if stage == "stem":
             recipe = recipe.model_copy(update={"lr": recipe.stem_lr or recipe.lr, "ema": None})
             train_only(student, (*STEM, *POSITIONS))
             if recipe.backbone.start == "anneal":
                 gated(student)
-        own = self.path if stage == "all" else self.path / stage
-        track = self.begun.tracker(recipe.runtime.report_to)
-        with self.begun.outputs("distill" if stage == "all" else stage, track, own) as outputs:
-            observed, job = self._job(recipe, student, outputs, first)
-            done = engine.fit(engine.prepare(observed, recipe.runtime, self.world), job)
+        return recipe, student, path
+
+    def _finish(self, stage: str, student: Backbone, done: engine.FitResult, outputs: engine.Outputs) -> None:
+        """Keep the weights of a stage that has ended, and drop the states in between."""
         ungated(student)
         timing = {"train_seconds": round(done.seconds, 2), "wait_seconds": round(done.wait_seconds, 2)}
-        self._keep(stage, student, {"steps": steps, "loss": done.loss, "timing": timing})
+        self._keep(stage, student, {"steps": done.steps, "loss": done.loss, "timing": timing})
         if self.world.leads and outputs.checkpoints:
             outputs.checkpoints.clear()
 
@@ -145,8 +154,8 @@ class Distillation:
             batches=lambda start: batches(first + start),
             micro_batch=MicroBatch.choose(runtime, recipe.batch_size // world.size, student, world.device),
             ema_decay=recipe.ema,
-            evaluate=lambda: self._nearness(student).metrics(),
-            evaluate_every=min(recipe.evaluate_every, max(1, recipe.schedule.steps // 4)),
+            evaluate=lambda: self.scoring.nearness(student).metrics(),
+            evaluate_every=interval(recipe.evaluate_every, recipe.schedule.steps),
             monitor="images",  # nothing is chosen: the last step is kept
             keep_best=False,
             world=world,
@@ -200,41 +209,6 @@ class Distillation:
             for name, variance in variances.items()
         }
 
-    def _nearness(self, student: Backbone) -> Nearness:
-        runtime = self.recipe.runtime
-        with engine.precision_of(runtime, self.world.device):
-            return nearness(
-                self.teacher,
-                student,
-                self.pictures.held_out,
-                self.taught.transform,
-                self.world,
-                loss=self.taught.loss,
-                batch_size=self.recipe.eval_batch_size,
-                workers=runtime.workers,
-                skip_bad=self.recipe.data.skip_bad_images,
-            )
-
-    def _top1(self, model: Backbone) -> float | None:
-        """Return the accuracy on the labelled images in percent; None without them."""
-        pictures, recipe = self.pictures, self.recipe
-        if pictures.val is None:
-            return None
-        classifier = prepared(recipe, self.taught, model)
-        with engine.precision_of(recipe.runtime, self.world.device):
-            return score(
-                lambda images: predict(classifier, images),
-                pictures.val,
-                classifier.transform,
-                pictures.classes,
-                self.world,
-                loss=classifier.loss,
-                batch_size=recipe.eval_batch_size,
-                workers=recipe.runtime.workers,
-                skip_bad=recipe.data.skip_bad_images,
-                columns=None if pictures.columns is None else pictures.columns.to(self.world.device),
-            ).top1
-
     def _file(self, stage: str, suffix: str) -> Path:
         return self.path / "stages" / f"{stage}{suffix}"
 
@@ -245,8 +219,8 @@ class Distillation:
     def _keep(self, stage: str, student: Backbone, facts: Json) -> None:
         """Write the weights of a stage, and the note that it is finished."""
         student.to(self.world.device).eval()
-        near = self._nearness(student).to_dict()
-        note = {**facts, **near, "top1": self._top1(student)}
+        near = self.scoring.nearness(student).to_dict()
+        note = {**facts, **near, "top1": self.scoring.top1(student)}
         if self.world.leads:
             if stage == "all":
                 self._export(student, near)
@@ -260,7 +234,7 @@ class Distillation:
 
     def _export(self, student: Backbone, near: Json) -> None:
         """Write the student's file: a classifier where the teacher has a head."""
-        distilled = {"teacher": self.described_teacher(), "data": self.pictures.fingerprints(), **near}
+        distilled = {"teacher": self.scoring.described_teacher(), "data": self.pictures.fingerprints(), **near}
         if not student.num_classes:
             export_backbone(student, self.path / WEIGHTS, {KEY: "network", "distilled": json.dumps(distilled)})
             return
@@ -276,22 +250,11 @@ class Distillation:
         digest = save_classifier(classifier, self.path / WEIGHTS)
         replace_text(self.path / "README.md", model_card(classifier, "safetensors", digest))
 
-    def described_teacher(self) -> Json:
-        """Return what is known of the teacher: its place, digest and shape."""
-        report, config = self.teacher.report, self.teacher.config
-        return {
-            "source": report.source,
-            "digest": report.digest,
-            "arch": config.arch,
-            "stem": config.stem,
-            "norm": config.norm,
-            "parameters": report.parameters,
-        }
-
     def _result(self) -> Json:
         student = reload_student(self.recipe, str(self.path / WEIGHTS), self.teacher.num_classes)
         student.to(self.world.device).eval()
         stages = {stage: note for stage in ("start", "stem", "all") if (note := self._note(stage)) is not None}
+        timings = [note.pop("timing") for note in stages.values() if "timing" in note]
         if self.skipped:
             self.console.warn(f"{sum(self.skipped)} times an unreadable picture was replaced by the next one")
         log, config = MetricsLog(self.path / "metrics.jsonl"), student.config
@@ -303,14 +266,17 @@ class Distillation:
             "start": self.recipe.backbone.start,
             "image_size": list(config.image_size),
             "parameters": student.report.parameters,
-            "teacher": self.described_teacher(),
+            "teacher": self.scoring.described_teacher(),
             "classes": self.teacher.num_classes,
             **stages["all"],
             "images": {name: len(part.labels) for name, part in self.pictures.parts().items()},
-            "top1": self._top1(student),
-            "teacher_top1": self._top1(self.teacher),
-            "fewshot": self._fewshot(student),
+            "top1": self.scoring.top1(student),
+            "teacher_top1": self.scoring.top1(self.teacher),
+            "fewshot": self.scoring.fewshot(student),
             "stages": stages,
+            "timing": {
+                name: round(sum(each[name] for each in timings), 2) for name in ("train_seconds", "wait_seconds")
+            },
             "curve": [one for one in log.records() if "images" in one],
             "lost_records": log.lost(),
             "steps": self.recipe.schedule.steps,
@@ -319,31 +285,3 @@ class Distillation:
             "decoder": self.pictures.train.reading.versions(),
             "differs_from_paper": self.begun.differs,
         }
-
-    def _fewshot(self, student: Backbone) -> Json | None:
-        """Probe teacher and student on a few labelled images per class; None without such images."""
-        options = probing_of(self.recipe)
-        if options is None:
-            return None
-        found = None
-        if self.world.leads:
-            whole = self.taught.transform if self.taught.resize_side is None else None
-            found = {
-                name: transfer(model, options, self.world.device, self.console, whole)
-                for name, model in (("student", student), ("teacher", self.teacher))
-            }
-        return distributed.from_leader(found)
-
-
-def probing_of(recipe: DistillRecipe) -> Probing | None:
-    """Return the few-shot probe at the end of a training; None without data for it."""
-    if recipe.fewshot_data is None:
-        return None
-    return Probing(
-        checkpoint="none",
-        source=recipe.fewshot_data,
-        skip_bad_images=recipe.data.skip_bad_images,
-        shots=(recipe.fewshot,),
-        batch_size=recipe.eval_batch_size,
-        runtime=recipe.runtime,
-    )

@@ -1,0 +1,107 @@
+"""What a distillation is scored by: how near the student is to its teacher, and what both can do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dpn_cli.engine import fit as engine
+from dpn_cli.run import distributed
+from dpn_cli.run.console import Console
+from dpn_cli.run.distributed import World
+from dpn_cli.scoring import score
+from dpn_cli.weights.backbone import Backbone
+from tasks.classify.classifier import Classifier, predict
+from tasks.classify.distill.data import Pictures
+from tasks.classify.distill.nearness import Nearness, nearness
+from tasks.classify.distill.recipe import DistillRecipe
+from tasks.classify.distill.student import prepared
+from tasks.classify.fewshot import transfer
+from tasks.classify.options import Probing
+
+Json = dict[str, Any]
+
+
+class Scoring:
+    """Scores networks on the pictures of a distillation, with the recipe's precision, loader and crops."""
+
+    def __init__(
+        self, recipe: DistillRecipe, teacher: Classifier, pictures: Pictures, world: World, console: Console
+    ) -> None:
+        self.recipe, self.pictures, self.world, self.console = recipe, pictures, world, console
+        self.taught = prepared(recipe, teacher, teacher.model)
+
+    def nearness(self, student: Backbone) -> Nearness:
+        """Compare a student with its teacher on the pictures that are held out."""
+        runtime = self.recipe.runtime
+        with engine.precision_of(runtime, self.world.device):
+            return nearness(
+                self.taught.model,
+                student,
+                self.pictures.held_out,
+                self.taught.transform,
+                self.world,
+                loss=self.taught.loss,
+                batch_size=self.recipe.eval_batch_size,
+                workers=runtime.workers,
+                skip_bad=self.recipe.data.skip_bad_images,
+            )
+
+    def top1(self, model: Backbone) -> float | None:
+        """Return the accuracy on the labelled images in percent; None without them."""
+        pictures, recipe = self.pictures, self.recipe
+        if pictures.val is None:
+            return None
+        classifier = prepared(recipe, self.taught, model)
+        with engine.precision_of(recipe.runtime, self.world.device):
+            return score(
+                lambda images: predict(classifier, images),
+                pictures.val,
+                classifier.transform,
+                pictures.classes,
+                self.world,
+                loss=classifier.loss,
+                batch_size=recipe.eval_batch_size,
+                workers=recipe.runtime.workers,
+                skip_bad=recipe.data.skip_bad_images,
+                columns=None if pictures.columns is None else pictures.columns.to(self.world.device),
+            ).top1
+
+    def described_teacher(self) -> Json:
+        """Return what is known of the teacher: its place, digest and shape."""
+        report, config = self.taught.model.report, self.taught.model.config
+        return {
+            "source": report.source,
+            "digest": report.digest,
+            "arch": config.arch,
+            "stem": config.stem,
+            "norm": config.norm,
+            "parameters": report.parameters,
+        }
+
+    def fewshot(self, student: Backbone) -> Json | None:
+        """Probe teacher and student on a few labelled images per class; None without such images."""
+        options = probing_of(self.recipe)
+        if options is None:
+            return None
+        found = None
+        if self.world.leads:
+            whole = self.taught.transform if self.taught.resize_side is None else None
+            found = {
+                name: transfer(model, options, self.world.device, self.console, whole)
+                for name, model in (("student", student), ("teacher", self.taught.model))
+            }
+        return distributed.from_leader(found)
+
+
+def probing_of(recipe: DistillRecipe) -> Probing | None:
+    """Return the few-shot probe at the end of a training; None without data for it."""
+    if recipe.fewshot_data is None:
+        return None
+    return Probing(
+        checkpoint="none",
+        source=recipe.fewshot_data,
+        skip_bad_images=recipe.data.skip_bad_images,
+        shots=(recipe.fewshot,),
+        batch_size=recipe.eval_batch_size,
+        runtime=recipe.runtime,
+    )
