@@ -96,7 +96,7 @@ MUTATIONS = [
      "recipes: CIFAR's pictures lie on their side", R),
     (CIFAR, "if not all(0 <= number < len(self.classes) for number in numbers):", "if False:",
      "recipes: CIFAR's class numbers are not checked", R),
-    (CIFAR, "raise pickle.UnpicklingError(f\"it asks for", "return super().find_class(module, name)\n        raise ValueError(f\"",
+    (CIFAR, "raise pickle.UnpicklingError(f\"it names", "return super().find_class(module, name)\n        raise ValueError(f\"",
      "recipes: pickles run code", R),
     ("dpn_cli/weights/backbone.py", "posemb=posemb or \"learn\"", "posemb=\"learn\"",
      "recipes: S/16+ learns its positions", R),

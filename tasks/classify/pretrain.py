@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from tasks.classify.recipe import SupervisedRecipe, in_steps
 from tasks.classify.train import evaluate, train_classifier
 
 Json = dict[str, Any]
+Training = tuple[Session[PretrainRecipe], ClassData]
 DEMO_NOTE = (
     "This is the demo: generated scenes and a tower of 220,000 weights. Nothing here is an ImageNet number. "
     "For images of your own: dpn pretrain --arch S/16 --data FOLDER"
@@ -44,7 +46,13 @@ def run(recipe: PretrainRecipe, place: Place, console: Console) -> Json | None:
         if result is None:
             data = _open_data(begun.recipe)
             if begun.recipe.stages:
-                result = _Sweep(begun, data).run()
+                sweep = _Sweep(begun, data)
+                for one, split in sweep.trainings():
+                    try:
+                        train_classifier(one, split, "pretrain")
+                    except NonFiniteError as error:
+                        sweep.note_failure(one, error)
+                result = sweep.result
             else:
                 counted = in_steps(begun.recipe, len(data.train.labels), console.info)
                 result = train_classifier(replace(begun, recipe=counted), data, "pretrain")
@@ -86,30 +94,42 @@ def open_tuning(recipe: SupervisedRecipe) -> ClassData:
 
 
 class _Sweep:
-    """Stages of trainings, each a run folder of its own; what a stage chooses is carried on to the next."""
+    """Stages of trainings, each in a run folder of its own. A stage's choice is where the next one starts."""
+
+    result: Json
 
     def __init__(self, begun: Session[PretrainRecipe], data: ClassData) -> None:
         self.begun, self.recipe, self.data = begun, begun.recipe, data
         self.folder, self.world, self.console = begun.folder, begun.world, begun.console
 
-    def run(self) -> Json:
-        """Run all stages; what each of them chose is scored once on the test split, a row of Table 7 each."""
+    def trainings(self) -> Generator[Training, None, None]:
+        """Yield the trainings of all stages that are not done, for the caller to run; afterwards `result` is there.
+
+        The choice of each stage is scored once on the test split, which gives a row of Table 7.
+        """
         chosen, stages = self.recipe, list[Json]()
         for number, stage in enumerate(self.recipe.stages[:-1], 1):
-            chosen, row = self._search(number, chosen, stage)
+            chosen, row = yield from self._search(number, chosen, stage)
             stages.append(row)
         number = len(self.recipe.stages)
         ((name, final),) = cells(chosen, self.recipe.stages[-1])
-        result = self._cell(f"stage{number}/{name}", final, self.data, "1 of 1")
+        result = yield from self._cell(f"stage{number}/{name}", final, self.data, "1 of 1")
         if result["minival_top1"] is None:
             raise NonFiniteError(f"stage {number}: the loss is NaN or infinite; lower lr")
-        whole = {**result, "stages": stages, "weights": f"stage{number}/{name}/{WEIGHTS}"}
+        self.result = {**result, "stages": stages, "weights": f"stage{number}/{name}/{WEIGHTS}"}
         if self.world.leads:
-            self.folder.finish(whole)
-        return whole
+            self.folder.finish(self.result)
 
-    def _search(self, number: int, chosen: PretrainRecipe, stage: Stage) -> tuple[PretrainRecipe, Json]:
-        """Train a stage's grid; returns the run that is best on validation, and the stage's numbers.
+    def note_failure(self, training: Session[PretrainRecipe], error: NonFiniteError) -> None:
+        """Record that a training's loss became NaN or infinite: it has a result without a score."""
+        self.console.warn(f"{training.folder.path.relative_to(self.folder.path)}: {error}")
+        if self.world.leads:
+            training.folder.finish({"task": "pretrain", "minival_top1": None, "error": str(error)})
+
+    def _search(
+        self, number: int, chosen: PretrainRecipe, stage: Stage
+    ) -> Generator[Training, None, tuple[PretrainRecipe, Json]]:
+        """Yield the trainings of a stage's grid; returns the run that is best on validation, and the stage's numbers.
 
         A search leaves its numbers, not a network per run: only the best one so far is kept, until it is scored.
         """
@@ -118,7 +138,7 @@ class _Sweep:
         top1: dict[str, float | None] = {}
         best, score = "", -1.0
         for count, (name, recipe) in enumerate(runs, 1):
-            result = self._cell(f"{place}/{name}", recipe, searching, f"{count} of {len(runs)}")
+            result = yield from self._cell(f"{place}/{name}", recipe, searching, f"{count} of {len(runs)}")
             top = top1[name] = result["minival_top1"]
             loser = name
             if top is not None and top > score:
@@ -155,21 +175,16 @@ class _Sweep:
         if self.world.leads:
             (self.folder.path / place / WEIGHTS).unlink(missing_ok=True)
 
-    def _cell(self, place: str, recipe: PretrainRecipe, data: ClassData, shown: str) -> Json:
-        """Run one training or return its result, without a score when its loss became NaN or infinite."""
+    def _cell(self, place: str, recipe: PretrainRecipe, data: ClassData, shown: str) -> Generator[Training, None, Json]:
+        """Yield a training if it is not done; returns its result."""
         path = self.folder.path / place
         folder = open_folder(path, recipe, "classifier", self.world, self.console, resume=True, overwrite=False)
-        if (result := folder.result) is not None:
-            return result
-        self.console.info(f"{place} ({shown})")
-        try:
+        if folder.result is None:
+            self.console.info(f"{place} ({shown})")
             counted = in_steps(recipe, len(data.train.labels))
-            result = train_classifier(replace(self.begun, recipe=counted, folder=folder), data, "pretrain")
-        except NonFiniteError as error:
-            self.console.warn(f"{place}: {error}")
-            result = {"task": "pretrain", "minival_top1": None, "error": str(error)}
-            if self.world.leads:
-                folder.finish(result)
+            yield replace(self.begun, recipe=counted, folder=folder), data
+        result = from_leader(folder.result)
+        assert result is not None  # the caller has trained
         return result
 
 
