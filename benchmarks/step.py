@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dpn_cli.arch import Stem
-from dpn_cli.engine.fit import Batch, Job, Outputs, fit, precision_of
+from dpn_cli.engine.fit import Batch, Job, LossFn, Outputs, fit, precision_of
 from dpn_cli.engine.losses import sigmoid_xent
 from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.recipe.schema import Optim, Runtime, Schedule
@@ -35,10 +35,10 @@ def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
     return sigmoid_xent(model(batch["image"]).float(), batch["label"])
 
 
-def synthetic(rows: int, device: torch.device) -> Batch:
-    """Return one batch of noise, (rows, 3, 224, 224)."""
+def synthetic(rows: int, device: torch.device, side: int = 224) -> Batch:
+    """Return one batch of noise, (rows, 3, side, side)."""
     target = nn.functional.one_hot(torch.arange(rows) % CLASSES, CLASSES).float()
-    return {"image": torch.randn(rows, 3, 224, 224).to(device), "label": target.to(device)}
+    return {"image": torch.randn(rows, 3, side, side).to(device), "label": target.to(device)}
 
 
 def bare_steps(model: nn.Module, batch: Batch, runtime: Runtime, device: torch.device) -> Steps:
@@ -62,8 +62,8 @@ def bare_steps(model: nn.Module, batch: Batch, runtime: Runtime, device: torch.d
     return run
 
 
-def fit_steps(model: nn.Module, batch: Batch, runtime: Runtime, device: torch.device) -> Steps:
-    """Return the same training through our loop, logging every step."""
+def fit_steps(model: nn.Module, batch: Batch, runtime: Runtime, device: torch.device, loss: LossFn = loss_fn) -> Steps:
+    """Return the same training, or that of another loss, through our loop, logging every step."""
     rows = len(batch["image"])
 
     def batches(start: int) -> Generator[Batch, None, None]:
@@ -72,7 +72,7 @@ def fit_steps(model: nn.Module, batch: Batch, runtime: Runtime, device: torch.de
     def run(steps: int) -> list[float]:
         times = [time.perf_counter()]
         job = Job(
-            loss_fn=loss_fn,
+            loss_fn=loss,
             batches=batches,
             optim=Optim(),
             schedule=Schedule(steps=steps),
@@ -90,8 +90,8 @@ def fit_steps(model: nn.Module, batch: Batch, runtime: Runtime, device: torch.de
     return run
 
 
-def compare(label: str, ours: Steps, theirs: Steps, steps: int, rounds: int, rows: int) -> None:
-    """Measure two loops in turns and print medians and ratio."""
+def compare(label: str, ours: Steps, theirs: Steps, steps: int, rounds: int, rows: int) -> float:
+    """Measure two loops in turns and print medians and ratio; returns the median of ours in seconds."""
     times: tuple[list[float], list[float]] = ([], [])
     for number in range(rounds):
         order = ((0, ours), (1, theirs)) if number % 2 == 0 else ((1, theirs), (0, ours))
@@ -103,6 +103,7 @@ def compare(label: str, ours: Steps, theirs: Steps, steps: int, rounds: int, row
         f"({rows / first:.1f} and {rows / second:.1f} images/s, {rounds} rounds of {steps} steps)",
         flush=True,
     )
+    return first
 
 
 def main() -> None:
