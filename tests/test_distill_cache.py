@@ -24,9 +24,10 @@ from dpn_cli.recipe.reading import build, merge, read_recipe
 from dpn_cli.recipe.start import Place
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
-from dpn_cli.weights.backbone import export_backbone, load_backbone
+from dpn_cli.weights.backbone import Backbone, export_backbone, load_backbone
 from tasks.classify.distill import cache as caches
 from tasks.classify.distill import command
+from tasks.classify.distill import train as training
 from tasks.classify.distill.cache import TargetCache, check_views, kept_targets, target_shapes
 from tasks.classify.distill.data import augmentation_of
 from tasks.classify.distill.losses import Distance, Observed, Seen, inputs_of
@@ -115,8 +116,9 @@ def test_the_shapes_are_those_that_the_teacher_returns(pool: Any) -> None:
         assert {name: tuple(value.shape[1:]) for name, value in seen.items()} == target_shapes(teacher.config, losses)
 
 
-def test_views_come_again_after_all_of_them(split: ClassFolders) -> None:
-    how = Augmentation(SIZE, jitter=0.4, views=2)
+@pytest.mark.parametrize("jitter", [0.0, 0.4])
+def test_views_come_again_after_all_of_them(split: ClassFolders, jitter: float) -> None:
+    how = Augmentation(SIZE, jitter=jitter, views=2)
     drawn: dict[tuple[int, int], list[Tensor]] = {}
     batches = zip(
         Steps(15, 5, 0, 0, range(5), views=2), crop_batches(split, how, 5, 0, ALONE, workers=0)(0), strict=False
@@ -183,19 +185,25 @@ def test_what_does_not_fit_is_refused(fill: Any, monkeypatch: pytest.MonkeyPatch
 def test_a_run_trains_on_kept_targets_and_deletes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     teacher = tmp_path / "teacher.safetensors"
     export_backbone(load_backbone("nano/8", stem="none", image_size=16, seed=1), teacher)
-    read: list[int] = []
+    read, looked = list[int](), list[int]()
     reading = TargetCache.read
 
     def noting(cache: TargetCache, entries: Sequence[int]) -> Tensor:
         read.extend(entries)
         return reading(cache, entries)
 
+    def looking(teacher: Backbone, batch: Batch) -> Tensor:
+        looked.append(len(batch["image"]))
+        return inputs_of(teacher, batch)
+
     monkeypatch.setattr(TargetCache, "read", noting)
+    monkeypatch.setattr(training, "inputs_of", looking)
     data = {"source": str(pictures(tmp_path / "photos")), "held_out": 0.2, "crop": None}
     keys = {"data": data, "teacher": str(teacher), "losses": {"logits": 0, "attention": 0, "layers": []}}
     recipe = settle(recipe_of(**keys, stem_share=0.25, schedule={"steps": 8}))
     result = command.run(recipe, Place(tmp_path / "run"), QUIET)
     assert result is not None
     assert sorted(read) == sorted([*range(24)] * 2)  # 8 steps of 6: two views of 12 pictures, each twice
+    assert looked == [4] * 6
     assert not (tmp_path / "run" / "teacher").exists()
     assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 8

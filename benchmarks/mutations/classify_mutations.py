@@ -5,6 +5,8 @@ P = "tests/test_pretrain.py tests/test_pretrain_recipe.py tests/test_pretrain_st
 V = "tests/test_scoring.py tests/test_eval_splits.py tests/test_highres.py"
 R = "tests/test_deit.py tests/test_cifar.py tests/test_pretrain_paper.py"
 AUGMENT, RECIPE, CIFAR = "dpn_cli/data/augment.py", "tasks/classify/pretrain_recipe.py", "dpn_cli/data/cifar.py"
+K = "tests/test_distill_cache.py"
+CACHE, DISTILL = "tasks/classify/distill/cache.py", "tasks/classify/distill/train.py"
 TRAIN, CHECK = "tasks/classify/train.py", "tasks/classify/check.py"
 SCORING, CLASSIFIER = "dpn_cli/scoring.py", "tasks/classify/classifier.py"
 
@@ -64,7 +66,7 @@ MUTATIONS = [
      "recipes: CutMix never comes", R),
     ("dpn_cli/data/loader.py", "*(batch_size - 1 - place for place in reversed(half))", "*half",
      "recipes: ranks mix other pairs than one rank would", R),
-    ("dpn_cli/data/loader.py", "fold(self.seed, POLICY, step, place)", "fold(self.seed, POLICY, step)",
+    ("dpn_cli/data/loader.py", "fold(self.seed, POLICY, first, second)", "fold(self.seed, POLICY, first)",
      "recipes: all images of a batch are augmented alike", R),
     (TRAIN, "mixup_of(recipe.mixup, recipe.cutmix, recipe.label_smoothing, len", "mixup_of(recipe.mixup, 0.0, 0.0, len",
      "recipes: CutMix and smoothing do not reach timm", R),
@@ -100,4 +102,28 @@ MUTATIONS = [
      "recipes: pickles run code", R),
     ("dpn_cli/weights/backbone.py", "posemb=posemb or \"learn\"", "posemb=\"learn\"",
      "recipes: S/16+ learns its positions", R),
+    ("dpn_cli/data/loader.py", "return (epoch % self.views, row)", "return (epoch, row)",
+     "distill: views never come again", K),
+    ("dpn_cli/data/loader.py", "self.random_crop or self.views)", "self.random_crop)",
+     "distill: views are mirrored by the step", K),
+    (CACHE, "view * pictures + row for view, row, _ in items", "row for view, row, _ in items",
+     "distill: every view gets the targets of the first", K),
+    (CACHE, "return facts_of(self._file(number)) is not None", "return self._file(number).is_file()",
+     "distill: damaged targets are trained on", K),
+    (CACHE, "        self._check_some(whole)\n", "",
+     "distill: pictures that have changed keep their targets", K),
+    (CACHE, "if read_object(path) != self.facts:", "if not path.is_file():",
+     "distill: targets of another training are kept", K),
+    (CACHE, "if needed > free:", "if needed >= free:",
+     "distill: a disk of just the size is refused", K),
+    (CACHE, "begin in range(0, len(self.shards[number]), step)", "begin in range(0, len(self.shards[number]), step + 1)",
+     "distill: some views have no targets", K),
+    (DISTILL, "            self.cache.delete()\n", "            pass\n",
+     "distill: the teacher's targets stay on the disk", K),
+    (DISTILL, "batches, targets = self.cache.joined(batches), kept_targets", "batches = self.cache.joined(batches)",
+     "distill: the teacher runs beside its kept targets", K),
+    ("tasks/classify/flops.py", "2 if stem_only else 3", "3", "distill: frozen blocks have the price of trained ones",
+     "tests/test_flops.py tests/test_distill_plan.py"),
+    ("tasks/classify/distill/plan.py", "views or steps * recipe.batch_size", "steps * recipe.batch_size",
+     "distill: kept targets have the price of a teacher in every step", "tests/test_distill_plan.py"),
 ]  # fmt: skip

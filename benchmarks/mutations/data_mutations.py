@@ -9,9 +9,9 @@ READING, D, O = "dpn_cli/data/reading.py", "tests/test_reading.py tests/test_dec
 CLASSIFIED, LABELLED, SHARDS = "dpn_cli/data/classified.py", "dpn_cli/data/labelled.py", "dpn_cli/data/shards.py"
 
 MUTATIONS = [
-    (LOADER, "manual_seed(fold(self.seed, CROP, step, place))", "manual_seed(fold(self.seed, CROP, 0, place))",
+    (LOADER, "manual_seed(fold(self.seed, CROP, first, second))", "manual_seed(fold(self.seed, CROP, 0, second))",
      "crops are the same at every step", L),
-    (LOADER, "manual_seed(fold(self.seed, CROP, step, place))", "manual_seed(fold(self.seed, CROP, step, 0))",
+    (LOADER, "manual_seed(fold(self.seed, CROP, first, second))", "manual_seed(fold(self.seed, CROP, first, 0))",
      "all crops of a batch are the same", L),
     (LOADER, "return list(range(world.rank * share, (world.rank + 1) * share))", "return list(range(0, share))",
      "every rank trains on the first rank's images", L + " tests/test_distributed.py"),
