@@ -68,10 +68,10 @@ class Distillation:
             stages = {}
         else:
             self._begin()
+        track = self.begun.tracker(self.recipe.runtime.report_to if stages else "none")
         for stage, steps in stages.items():
             if steps and self._note(stage) is None:
                 recipe, student, path = self._ready(stage, before, steps)
-                track = self.begun.tracker(recipe.runtime.report_to)
                 with self.begun.outputs("distill" if stage == "all" else stage, track, path) as outputs:
                     observed, job = self._job(recipe, student, outputs, first)
                     done = engine.fit(engine.prepare(observed, recipe.runtime, self.world), job)
@@ -89,19 +89,23 @@ class Distillation:
     def measure_step(self) -> float:
         """Train two steps of all weights, keeping nothing; returns the seconds of a step."""
         recipe = of_two_steps(self.recipe)
-        student, _ = new_student(recipe, self.teacher, self._sample)
-        self.console.info(student.report.summary())
+        student, _ = self._new_student()
         observed, job = self._job(recipe, student, engine.Outputs(warn=self.console.warn), 0, dry_run=True)
         return engine.fit(engine.prepare(observed, recipe.runtime, self.world), job).seconds / 2
 
     def _begin(self) -> None:
         """Make the student as it is before its first step, unless it is there."""
         if self._note("start") is None:
-            student, fitted = new_student(self.recipe, self.teacher.cpu(), self._sample)
-            self.teacher.to(self.world.device)
-            self.console.info(student.report.summary())
+            student, fitted = self._new_student()
             check_pair(self.recipe, self.teacher, student)
             self._keep("start", student, {"fitted": fitted} if fitted else {})
+
+    def _new_student(self) -> tuple[Backbone, Json]:
+        """Make the student on the CPU, where its stem is fitted in float64."""
+        student, fitted = new_student(self.recipe, self.teacher.cpu(), self._sample)
+        self.teacher.to(self.world.device)
+        self.console.info(student.report.summary())
+        return student, fitted
 
     def _ready(self, stage: str, before: str, steps: int) -> tuple[DistillRecipe, Backbone, Path]:
         """Return the recipe of a stage, the student as the stage `before` left it, and the folder of its log."""
