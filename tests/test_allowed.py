@@ -230,6 +230,7 @@ SIZED = [
     ["finetune", "vtab", "--data", "demo"],
     ["pretrain", "--data", "demo"],
     ["plan", "pretrain", "--arch", "B/16"],
+    ["plan", "distill"],
     ["lit", "train", "--data", "demo"],
     ["lit", "cache", "--data", "demo"],
     ["segment", "ade20k", "--data", "demo"],

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dpn_cli.arch import SIZES, Pool, Stem
 from dpn_cli.model.config import ViTConfig
+from dpn_cli.model.freeze import POSITIONS, STEM, train_only
 from dpn_cli.weights.backbone import load_backbone
 from tasks.classify.flops import count, training_flops
 
@@ -42,12 +43,15 @@ def test_forward_is_what_timm_publishes(letter: str, gmacs: float) -> None:
     assert count(config(letter, 16)).forward / 1e9 == pytest.approx(gmacs, rel=6e-3)
 
 
-def counted(stem: Stem, pool: Pool, *, pre_logits: bool, checkpointing: bool) -> tuple[ViTConfig, int, int]:
+def counted(
+    stem: Stem, pool: Pool, *, pre_logits: bool, checkpointing: bool, trained: tuple[str, ...] = ("",)
+) -> tuple[ViTConfig, int, int]:
     """Count a small network in torch, with attention as plain matrix products."""
     model = load_backbone(
         "nano/8", stem=stem, image_size=(32, 48), num_classes=10, pool=pool, pre_logits=pre_logits,
         grad_checkpointing=checkpointing,
     ).train()  # fmt: skip
+    train_only(model, trained)
     image = torch.randn(1, 3, 32, 48)
     with sdpa_kernel(SDPBackend.MATH):
         with FlopCounterMode(display=False) as forward:
@@ -66,6 +70,15 @@ def test_the_formula_is_torchs_count_of_plain_products(stem: Stem, pool: Pool, c
     assert forward == 2 * macs.forward
     # Plain attention keeps its first product for backward; fused attention, which is counted, does not.
     assert both == training_flops(shape, grad_checkpointing=checkpointing) - macs.attention
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("stem", ["none", "dpn", "dpn_no_affine"])
+def test_frozen_blocks_have_no_gradients_of_their_own(stem: Stem, checkpointing: bool) -> None:
+    trained = (*STEM, *POSITIONS)
+    shape, _, both = counted(stem, "gap", pre_logits=True, checkpointing=checkpointing, trained=trained)
+    expected = training_flops(shape, grad_checkpointing=checkpointing, stem_only=True)
+    assert both == expected - count(shape).attention
 
 
 def test_small_16_needs_28_gflop_for_an_image_whatever_torch_counts() -> None:

@@ -63,6 +63,9 @@ COMMANDS = dict(commands())
 TRAINED = ["--arch", "mu/8", "--image-size", "16", "-b", "4", "--steps", "2", "-j", "0", "--device", "cpu", "-o", "out"]
 GOOD: dict[str, list[str]] = {
     "pretrain": ["--data", "PHOTOS", "--val-fraction", "0.4", "--augment", "none", *TRAINED],
+    "distill": [
+        "--teacher", "PLAIN", "--data", "PHOTOS", "-b", "4", "--steps", "2", "-j", "0", "--device", "cpu", "-o", "out"
+    ],
     "finetune highres": ["--data", "PHOTOS", "--val-fraction", "0.4", "--checkpoint", "none", *TRAINED],
     "finetune vtab": [
         "--data", "demo", "--tasks", "demo_color", "--checkpoint", "none", "--set", "schedule.warmup=0", *TRAINED
@@ -74,6 +77,7 @@ GOOD: dict[str, list[str]] = {
     "lit search": ["LIT", "--images", "PHOTOS", "--query", "a dog", "--cache-dir", "cache", "-j", "0"],
     "lit export": ["LIT", "-o", "out"],
     "plan pretrain": ["--arch", "mu/8", "--augment", "none", "--device", "cpu"],
+    "plan distill": ["--teacher-arch", "mu/8", "--device", "cpu"],
     "eval score": ["CLASSIFIER", "--data", "PHOTOS", "--split", "all", "-j", "0"],
     "eval fewshot": ["CLASSIFIER", "--data", "PHOTOS", "--val-fraction", "0.5", "--shots", "1", "-j", "0"],
     "segment ade20k": ["--data", "SCENES", "--checkpoint", "none", *TRAINED],

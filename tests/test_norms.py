@@ -408,7 +408,7 @@ def test_evaluation_before_any_training_is_finite() -> None:
 
 # A warning of torch's that it hides itself where warnings are no errors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("name", ["bn", "sn", "dtn", "powernorm", "un"])
+@pytest.mark.parametrize("name", ["bn", "sn", "prepbn", "dtn", "powernorm", "un"])
 def test_compiled_norms_are_those_that_were_compiled(name: Norm) -> None:
     norm, compiled = build(name), build(name)
     compiled.compile(backend="aot_eager_decomp_partition", fullgraph=name in ("bn", "dtn"))

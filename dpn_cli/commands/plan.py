@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import typer
 
 from dpn_cli.commands import one_line_errors
 from dpn_cli.commands.flags import with_signature
-from dpn_cli.commands.tasks import PRETRAIN
+from dpn_cli.commands.tasks import DISTILL, PRETRAIN
 from dpn_cli.commands.training import CONFIG_OPTIONS, JSON, VERBOSE, option
-from dpn_cli.recipe.flag import DATA, RUNTIME
+from dpn_cli.errors import DpnError
+from dpn_cli.recipe.flag import DATA, MODEL, RUNTIME
 from dpn_cli.run.console import Console, show
 from tasks.classify.pretrain_recipe import settle
 
 KEYS = frozenset(("arch", "stem", "image_size", "data", "steps", "epochs", "batch_size", "precision", "device"))
+DISTILL_KEYS = KEYS - {"arch"} | {
+    *("teacher", "student_arch", "norm", "placement", "start", "stem_share", "cache_teacher")
+}
+TEACHER_ARCH = "B/32"
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -31,8 +37,24 @@ def pretrain(**arguments: Any) -> None:
         recipe = settle(PRETRAIN.layers({**arguments, "data": arguments["data"] or "imagenet"}, Console().info))
         from tasks.classify.plan import describe_plan, estimate
 
-        result = estimate(recipe, arguments["images"], here=here, ranks=arguments["ranks"])
-        show(json.dumps(result, indent=2) if arguments["json"] else describe_plan(result))
+        _show(estimate(recipe, arguments["images"], here=here, ranks=arguments["ranks"]), describe_plan, arguments)
+
+
+def distill(**arguments: Any) -> None:
+    """Steps, hours and disk of a distillation, from FLOP counts and this device's matrix-product rate."""
+    with one_line_errors(arguments):
+        here, arch = arguments["data"] is not None, arguments["teacher_arch"]
+        recipe = DISTILL.layers({**arguments, "data": arguments["data"] or "imagenet"}, Console().info)
+        if recipe.teacher and arch:
+            raise DpnError(f"--teacher-arch {arch}: the weights of --teacher {recipe.teacher} say it; leave one out")
+        from tasks.classify.distill.plan import describe_plan, estimate
+
+        how = {"here": here, "ranks": arguments["ranks"]}
+        _show(estimate(recipe, arch or TEACHER_ARCH, arguments["images"], **how), describe_plan, arguments)
+
+
+def _show(result: dict[str, Any], describe: Callable[[dict[str, Any]], str], arguments: dict[str, Any]) -> None:
+    show(json.dumps(result, indent=2) if arguments["json"] else describe(result))
 
 
 OPTIONS = (
@@ -42,7 +64,7 @@ OPTIONS = (
         None,
         "--images",
         min=1,
-        help="Images to train on (minival is not among them), where the data are not here. "
+        help="Images to train on (minival and held-out ones are not among them), where the data are not here. "
         "\\[default: those of --data, else ImageNet-1k's]",
         panel=DATA,
     ),
@@ -50,4 +72,16 @@ OPTIONS = (
 )
 app.command("pretrain", epilog="Example: dpn plan pretrain --arch B/16 --images 1268355")(
     with_signature(pretrain, [*PRETRAIN.extra, *PRETRAIN.parameters(KEYS), *OPTIONS, *CONFIG_OPTIONS, JSON, VERBOSE])
+)
+TEACHER = option(
+    "teacher_arch",
+    str | None,
+    None,
+    "--teacher-arch",
+    help="The teacher, SIZE/PATCH with a plain stem and 1000 classes, where its weights are not here. "
+    f"\\[default: --teacher's, else {TEACHER_ARCH}]",
+    panel=MODEL,
+)
+app.command("distill", epilog="Example: dpn plan distill --teacher-arch B/32 --images 10000000")(
+    with_signature(distill, [TEACHER, *DISTILL.parameters(DISTILL_KEYS), *OPTIONS, *CONFIG_OPTIONS, JSON, VERBOSE])
 )

@@ -91,13 +91,14 @@ class DynamicTokenNorm(TokenNorm):
         offset = place[:, None] - place
         along, squared = weight[:, 1 - axis, None, None], weight[:, 2, None, None]
         attention = (along * offset + squared * offset.square()).softmax(-1)
-        return F.threshold(attention, 1e-30, 0.0)  # products with denormal numbers take a CPU ten times as long
+        # Products with small gradients would be denormal numbers, which take a CPU ten times as long.
+        return F.threshold(attention, torch.finfo(attention.dtype).eps ** 2, 0.0)
 
     def normalize(self, x: Tensor) -> Tensor:
         """Normalise tokens (b, t, c) of full precision."""
         if self.released:
             x = head_rms(x, self.heads, self.eps)
-        mean_ln, var_ln = moments(x, 2)
+        ((mean_ln, var_ln),) = moments(x, 2)
         if self.released:
             var_ln = var_ln * (self.features / (self.features - 1))
         rows, columns = self.grid

@@ -31,7 +31,7 @@ class InstanceNorm(TokenNorm):
 
     def normalize(self, x: Tensor) -> Tensor:
         """Normalise tokens (b, t, c) of full precision."""
-        mean, variance = moments(x, 1)
+        ((mean, variance),) = moments(x, 1)
         if self.unbiased:
             variance = variance * (x.shape[1] / (x.shape[1] - 1))
         return standardised(x, mean, variance, self.weight, self.bias, self.eps)
@@ -51,7 +51,7 @@ class GroupNorm(TokenNorm):
     def normalize(self, x: Tensor) -> Tensor:
         """Normalise tokens (b, t, c) of full precision."""
         groups = x.reshape(*x.shape[:2], self.groups, -1)
-        mean, variance = (part.expand(-1, -1, -1, groups.shape[-1]).flatten(2) for part in moments(groups, 1, 3))
+        mean, variance = (part.expand(-1, -1, -1, groups.shape[-1]).flatten(2) for part in moments(groups, (1, 3))[0])
         return standardised(x, mean, variance, self.weight, self.bias, self.eps)
 
 

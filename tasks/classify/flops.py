@@ -49,16 +49,18 @@ def count(config: ViTConfig) -> Macs:
     )
 
 
-def training_flops(config: ViTConfig, *, grad_checkpointing: bool = False) -> int:
+def training_flops(config: ViTConfig, *, grad_checkpointing: bool = False, stem_only: bool = False) -> int:
     """Return the FLOPs of one image forward and backward; a multiply-add is two.
 
     Backward has two products for each one of forward, the gradients of both factors; the projection has one where
     nothing in front of it is learned. Fused attention computes its first product again, which makes it 3.5 times
     forward; checkpointed blocks are computed again up to their last layer, whose output nothing in backward needs.
+    With `stem_only` the weights behind the stem are frozen, and have no gradients of their own.
     """
     macs = count(config)
     # The input of the projection has a gradient where the stem learns something in front of it.
     learned = any(True for _ in stem_norm(config.stem, "norm_in", 1, config.eps).parameters())
     projection = (3 if learned else 2) * macs.projection
     again = macs.blocks + macs.attention if grad_checkpointing else 0
-    return 2 * (projection + 3 * (macs.blocks + macs.last + macs.ends) + again) + 7 * macs.attention
+    linear = (2 if stem_only else 3) * (macs.blocks + macs.last + macs.ends)
+    return 2 * (projection + linear + again) + 7 * macs.attention

@@ -1,4 +1,4 @@
-"""What a pre-training will cost: steps and hours from FLOP counts and a measured matrix-product rate, and disk."""
+"""What a training will cost: steps and hours from FLOP counts and a measured matrix-product rate, and disk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dpn_cli.engine import fit as engine
-from dpn_cli.recipe.schema import Runtime
+from dpn_cli.recipe.schema import Optim, Runtime
 from dpn_cli.run.distributed import World, join
 from tasks.classify.check import check_batch
 from tasks.classify.common import open_data
@@ -46,14 +46,7 @@ def estimate(recipe: PretrainRecipe, images: int | None, *, here: bool, ranks: i
     model = load_network(recipe, classes)
     flops = training_flops(model.config, grad_checkpointing=recipe.backbone.grad_checkpointing)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    work = flops * recipe.batch_size * sum(steps)
-    with join(recipe.runtime.device) as world:
-        rate = matrix_rate(recipe.runtime, world.device)
-        device = str(world.device)
-    state = 4 + (2 if recipe.optim.state_dtype == "bfloat16" else 4) + 4 + (4 if recipe.ema else 0)
-    # The last state, the one before it, and one that is being written; the best one likewise.
-    copies = 3 + (2 if recipe.select == "best" else 0)
-    seconds = work / rate / ranks
+    drawn = recipe.batch_size * sum(steps)
     return {
         "task": "plan pretrain",
         "arch": recipe.backbone.arch,
@@ -64,16 +57,34 @@ def estimate(recipe: PretrainRecipe, images: int | None, *, here: bool, ranks: i
         "steps": sum(steps),
         "batch_size": recipe.batch_size,
         "flops_per_image": flops,
-        "flops": work,
+        **duration(recipe.runtime, flops * drawn, drawn, ranks),
+        **disk(recipe.optim, parameters, ema=bool(recipe.ema), best=recipe.select == "best"),
+    }
+
+
+def duration(runtime: Runtime, flops: int, images: int, ranks: int) -> Json:
+    """Measure the device, and return how long `ranks` of it take for so many FLOPs, in which `images` are loaded."""
+    with join(runtime.device) as world:
+        rate = matrix_rate(runtime, world.device)
+        device = str(world.device)
+    seconds = flops / rate / ranks
+    return {
+        "flops": flops,
         "device": device,
         "ranks": ranks,
         "matrix_flops_per_second": rate,
         "hours_at_matrix_rate": seconds / 3600,
         "hours": seconds / 3600 / SHARE,
-        "images_per_second_needed": recipe.batch_size * sum(steps) / seconds * SHARE,
-        "weights_bytes": 4 * parameters,
-        "checkpoints_bytes": copies * parameters * state,
+        "images_per_second_needed": images / seconds * SHARE,
     }
+
+
+def disk(optim: Optim, parameters: int, *, ema: bool, best: bool) -> Json:
+    """Return the bytes of the weights, and of the checkpoints of a training that keeps its `best` state or does not."""
+    state = 4 + (2 if optim.state_dtype == "bfloat16" else 4) + 4 + (4 if ema else 0)
+    # The last state, the one before it, and one that is being written; the best one likewise.
+    copies = 3 + (2 if best else 0)
+    return {"weights_bytes": 4 * parameters, "checkpoints_bytes": copies * parameters * state}
 
 
 def matrix_rate(runtime: Runtime, device: torch.device) -> float:
@@ -96,19 +107,32 @@ def matrix_rate(runtime: Runtime, device: torch.device) -> float:
 def describe_plan(result: Json) -> str:
     """Return the estimate as text."""
     steps, runs = result["steps"], result["runs"]
-    rate = result["matrix_flops_per_second"]
     return "\n".join(
         [
             f"{result['arch']} stem {result['stem']}: {result['parameters'] / 1e6:.1f} M weights, "
             f"{result['flops_per_image'] / 1e9:.1f} GFLOP an image forward and backward",
             f"{steps:,} steps of {result['batch_size']:,}{f' in {runs} runs' if runs > 1 else ''} on "
             f"{result['images']:,} images: {result['flops']:.3g} FLOP",
-            f"{result['device']} multiplies matrices at {_si(rate)}FLOP/s (measured); {result['ranks']} of it: "
-            f"{_hours(result['hours_at_matrix_rate'])} at that rate, {_hours(result['hours'])} at {SHARE:.0%} of it, "
-            f"for which the loader has to make {result['images_per_second_needed']:,.0f} images/s",
-            f"disk: {result['weights_bytes'] / 1e6:.0f} MB of weights, {result['checkpoints_bytes'] / 1e6:.0f} MB of "
-            "checkpoints while it trains",
+            describe_duration(result),
+            describe_disk(result),
         ]
+    )
+
+
+def describe_duration(result: Json) -> str:
+    """Return the estimate of `duration` as a line of text."""
+    return (
+        f"{result['device']} multiplies matrices at {_si(result['matrix_flops_per_second'])}FLOP/s (measured); "
+        f"{result['ranks']} of it: {_hours(result['hours_at_matrix_rate'])} at that rate, {_hours(result['hours'])} at "
+        f"{SHARE:.0%} of it, for which the loader has to make {result['images_per_second_needed']:,.0f} images/s"
+    )
+
+
+def describe_disk(result: Json) -> str:
+    """Return the estimate of `disk` as a line of text."""
+    return (
+        f"disk: {result['weights_bytes'] / 1e6:.0f} MB of weights, {result['checkpoints_bytes'] / 1e6:.0f} MB of "
+        "checkpoints while it trains"
     )
 
 

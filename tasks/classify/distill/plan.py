@@ -1,0 +1,105 @@
+"""What a distillation will cost: the teacher's forward passes, the student's steps, and the disk for both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dpn_cli.model.config import ViTConfig
+from dpn_cli.recipe.training import counted_in_steps
+from dpn_cli.run.console import Console
+from dpn_cli.run.distributed import World
+from dpn_cli.weights.backbone import load_backbone
+from tasks.classify.check import check_divides
+from tasks.classify.distill.cache import check_views, target_shapes, values_of
+from tasks.classify.distill.data import open_pictures
+from tasks.classify.distill.recipe import DistillRecipe, Losses
+from tasks.classify.distill.student import check_pair, load_teacher, new_student, start_of
+from tasks.classify.flops import count, training_flops
+from tasks.classify.plan import USUAL, describe_disk, describe_duration, disk, duration
+
+Json = dict[str, Any]
+
+
+def estimate(recipe: DistillRecipe, arch: str, images: int | None, *, here: bool, ranks: int) -> Json:
+    """Count the FLOPs of teacher and student, measure the device, and return steps, hours and bytes.
+
+    The teacher is the recipe's, or without one a plain ViT of `arch` with 1000 classes. With `here` the pictures are
+    counted in the recipe's data. Evaluations are left out. Raises `DpnError` and its subclasses.
+    """
+    if recipe.teacher:
+        teacher = load_teacher(recipe).model
+    else:
+        size = recipe.backbone.image_size or 224
+        teacher = load_backbone(arch, stem="none", image_size=size, num_classes=USUAL[False][1])
+    start = start_of(recipe.backbone, teacher)
+    unfitted = recipe.backbone.model_copy(update={"start": start if start == "scratch" else "copy"})
+    student, _ = new_student(recipe.model_copy(update={"backbone": unfitted}), teacher, lambda: iter(()))
+    check_pair(recipe, teacher, student)
+    check_divides(recipe.batch_size, recipe.runtime.micro_batch_size, World(0, ranks, torch.device("cpu")))
+    if images is None:
+        images = len(open_pictures(recipe, None, Console()).train.labels) if here else USUAL[False][0]
+    recipe = counted_in_steps(recipe, images / recipe.batch_size)
+    check_views(recipe, images)
+    steps, ours, losses = recipe.schedule.steps, student.config, recipe.losses
+    stem_steps, parameters = round(recipe.stem_share * steps), student.report.parameters
+    views = (recipe.cache_teacher or 0) * images
+    drawn, looked = steps * recipe.batch_size, views or steps * recipe.batch_size
+    checkpointing = recipe.backbone.grad_checkpointing
+    linear, products = attention_again(ours, losses)
+    forward = 2 * (count(teacher.config).forward + sum(attention_again(teacher.config, losses)))
+    whole = training_flops(ours, grad_checkpointing=checkpointing) + 6 * (linear + products)
+    stem = training_flops(ours, grad_checkpointing=checkpointing, stem_only=True) + 4 * linear + 6 * products
+    flops = looked * forward + recipe.batch_size * (stem_steps * stem + (steps - stem_steps) * whole)
+    return {
+        "task": "plan distill",
+        "teacher": {"arch": teacher.config.arch, "stem": teacher.config.stem, "parameters": teacher.report.parameters},
+        "arch": ours.arch,
+        "stem": ours.stem,
+        "parameters": parameters,
+        "images": images,
+        "steps": steps,
+        "stem_steps": stem_steps,
+        "batch_size": recipe.batch_size,
+        "teacher_images": looked,
+        "teacher_flops_per_image": forward,
+        "flops_per_image": whole,
+        "stem_flops_per_image": stem,
+        **duration(recipe.runtime, flops, drawn + views, ranks),
+        **disk(recipe.optim, parameters, ema=bool(recipe.ema), best=False),
+        "stages_bytes": 4 * parameters * (2 if stem_steps else 1),
+        "cache_bytes": 2 * views * values_of(target_shapes(teacher.config, losses)),
+    }
+
+
+def attention_again(config: ViTConfig, losses: Losses) -> tuple[int, int]:
+    """Return the multiply-adds of the attention that losses compare: of its linear layer, and of queries with keys.
+
+    The blocks themselves do not give it away, so both are computed once more; see `Observed`.
+    """
+    blocks = (len(losses.layers) or 1) if losses.attention else 0
+    width, tokens = config.size.width, config.grid[0] * config.grid[1] + config.has_class_token
+    inner = config.attn_width or width
+    return blocks * tokens * 3 * width * inner, blocks * tokens**2 * inner
+
+
+def describe_plan(result: Json) -> str:
+    """Return the estimate as text."""
+    teacher, cache = result["teacher"], result["cache_bytes"]
+    stem = (
+        f", {result['stem_flops_per_image'] / 1e9:.1f} while the stem alone is trained" if result["stem_steps"] else ""
+    )
+    return "\n".join(
+        [
+            f"{result['arch']} stem {result['stem']} ({result['parameters'] / 1e6:.1f} M weights) from "
+            f"{teacher['arch']} stem {teacher['stem']} ({teacher['parameters'] / 1e6:.1f} M): "
+            f"{result['flops_per_image'] / 1e9:.1f} GFLOP an image forward and backward{stem}, "
+            f"{result['teacher_flops_per_image'] / 1e9:.1f} for the teacher",
+            f"{result['steps']:,} steps of {result['batch_size']:,} on {result['images']:,} images, the teacher on "
+            f"{result['teacher_images']:,}: {result['flops']:.3g} FLOP",
+            describe_duration(result),
+            f"{describe_disk(result)}, {result['stages_bytes'] / 1e6:.0f} MB of the stages before the last"
+            + (f", {cache / 1e9:.3g} GB of what the teacher computes" if cache else ""),
+        ]
+    )
