@@ -14,7 +14,11 @@ import test_lit
 import test_pretrain
 import test_segment
 import test_vtab
+import torch
+from conftest import pictures
 from pydantic import BaseModel
+from safetensors.torch import load_file
+from torch import Tensor
 
 from dpn_cli.engine.optim import lr_factor
 from dpn_cli.errors import DpnError
@@ -210,3 +214,122 @@ def test_every_key_of_a_schedule_moves_the_learning_rate() -> None:
             for more in ({}, {key: value})
         ]
         assert curves[0] != curves[1], key
+
+
+# Of the keys that pretrain and finetune highres share: another value, and what both trainings have beside it.
+CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "data.source": ("OTHER", {}),
+    "data.val_fraction": (0.5, {}),
+    "data.minival": (0.5, {}),
+    "data.decode": ("pillow", {}),
+    "data.max_pixels": (1999, {}),  # JPEGs of 2000 are read at half their size
+    "data.crop": ("whole", {}),
+    "data.flip": (False, {}),
+    "lr": (0.1, {}),
+    "seed": (1, {}),
+    "epochs": (0.1, {}),
+    "batch_size": (8, {}),
+    "lr_batch": (1, {}),
+    "loss": ("sigmoid", {}),
+    "head_bias": (-3.0, {}),
+    "label_smoothing": (0.1, {}),
+    "randaugment.layers": (2, {"randaugment.magnitude": 10}),
+    "randaugment.magnitude": (20, {"randaugment.layers": 2}),
+    "auto_augment": ("cifar10", {}),
+    "erase": (1.0, {}),
+    "repeats": (2, {}),
+    "mixup": (0.5, {}),
+    "mixing": ("timm", {"mixup": 0.5}),
+    "cutmix": (1.0, {"mixing": "timm", "mixup": 0.5}),
+    "ema": (0.5, {}),
+    "freeze": (("stem",), {}),
+    "backbone.arch": ("mu/16", {}),
+    "backbone.stem": ("none", {}),
+    "backbone.norm": ("bn", {}),
+    "backbone.placement": ("post,post", {}),
+    "backbone.norm_options": ({"eps": 0.1}, {}),
+    "backbone.image_size": (24, {}),
+    "backbone.pool": ("tok", {}),
+    "backbone.pre_logits": (True, {}),
+    "backbone.drop_path": (0.9, {"backbone.arch": "nano/8"}),
+    "backbone.dropout": (0.5, {}),
+    "backbone.drop_path_rescale": (
+        False,
+        {"backbone.arch": "nano/8", "backbone.drop_path": 0.5, "backbone.drop_path_rescale": True},
+    ),
+    "backbone.posemb": ("sincos2d", {}),
+    "optim.name": ("momentum", {}),
+    "optim.momentum": (0.5, {"optim.name": "momentum"}),
+    "optim.betas": ((0.5, 0.9), {}),
+    "optim.eps": (0.1, {}),
+    "optim.state_dtype": ("bfloat16", {}),
+    "optim.weight_decay": (10.0, {}),
+    "optim.decay_unit": ("gradient", {"optim.weight_decay": 1.0}),
+    "optim.decay_mask": ("all", {"optim.weight_decay": 10.0}),
+    "optim.clip_norm": (1e-6, {}),
+    "optim.layer_decay": (0.1, {}),
+}
+# Those that change nothing in the weights of two steps, and what they do.
+WITHOUT_EFFECT = {
+    **dict.fromkeys(("compare", "seeds", "stages"), "make several trainings of one"),
+    **dict.fromkeys(("data.image_column", "data.label_column"), "columns of data sets from the hub"),
+    **dict.fromkeys(("data.val_source", "data.eval_resize", "eval_batch_size"), "what is scored, and how"),
+    **dict.fromkeys(("evaluate_every", "fewshot", "fewshot_data"), "when it is scored, and a probe"),
+    "select": "which evaluated step is kept; the last of two steps is the best one here",
+    "data.skip_bad_images": "these images can be read",
+    "backbone.checkpoint": "other weights are no change of a training from scratch",
+    "backbone.grad_checkpointing": "saves memory",
+}
+
+
+CLASSIFIERS: dict[str, Any] = {"highres": test_highres, "pretrain": test_pretrain}
+KEYS_OF = {task: {key for key, _, _ in _keys(SCHEMAS[task])} for task in CLASSIFIERS}
+TINY: dict[str, Any] = {
+    "backbone": {"image_size": 16, "arch": "mu/8", "pool": "gap", "pre_logits": False, "dropout": 0, "drop_path": 0},
+    "data": {"val_fraction": 0.25, "minival": 0, "crop": "inception", "flip": True},
+    "randaugment": {"layers": 0, "magnitude": 0},
+    "schedule": {"steps": 2, "warmup": 0},
+    "mixup": 0,
+    "batch_size": 4,
+    "lr": 0.01,
+}
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, dict[str, Any]], dict[str, Tensor]]:
+    """Return the weights after two steps with some settings; the same training is done once."""
+    root = tmp_path_factory.mktemp("steps")
+    sources = {name: str(pictures(root / name, classes=count, each=4)) for name, count in (("photos", 3), ("OTHER", 2))}
+    done: dict[str, dict[str, Tensor]] = {}
+
+    def weights(task: str, settings: dict[str, Any]) -> dict[str, Tensor]:
+        name = f"{task} {sorted(settings.items())}"
+        if name not in done:
+            changed = from_flags({key: settings[key] for key in settings if key not in ("data.source", "epochs")})
+            recipe = CLASSIFIERS[task].small(sources[settings.get("data.source", "photos")], **merge(TINY, changed))
+            recipe = recipe.model_copy(update={"epochs": settings.get("epochs")})  # the test's own are in steps
+            path = root / f"run{len(done)}"
+            CLASSIFIERS[task].train(recipe, path)
+            done[name] = load_file(path / "weights.safetensors")
+        return done[name]
+
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("task", "key"), [(task, key) for task in CLASSIFIERS for key in CHANGES if key in KEYS_OF[task]]
+)
+def test_a_changed_key_changes_the_weights_after_two_steps(
+    task: str, key: str, two_steps: Callable[[str, dict[str, Any]], dict[str, Tensor]]
+) -> None:
+    value, beside = CHANGES[key]
+    before, after = two_steps(task, beside), two_steps(task, {**beside, key: value})
+    equal = before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert not equal
+
+
+@pytest.mark.parametrize("task", CLASSIFIERS)
+def test_every_key_is_changed_or_has_a_reason_not_to_be(task: str) -> None:
+    keys = {key for key in KEYS_OF[task] if not key.startswith((*DESCRIPTION, "runtime.", "schedule."))}
+    assert keys <= CHANGES.keys() | WITHOUT_EFFECT.keys()
+    assert not CHANGES.keys() & WITHOUT_EFFECT.keys()

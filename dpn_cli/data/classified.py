@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -309,14 +310,20 @@ def check_classes(source: ImageSource, train: Sequence[str], val: Sequence[str])
     )
 
 
-def describe_imagenet(data: ClassData) -> str | None:
-    """Describe class folders of ImageNet-1k: complete or not, official order; None for other classes."""
+@cache
+def imagenet_folders() -> tuple[str, ...]:
+    """Return the class folders of ImageNet-1k (n01440764, ...) in the official order."""
     from timm.data import ImageNetInfo
 
-    official = ImageNetInfo("imagenet-1k").label_names()
+    return tuple(ImageNetInfo("imagenet-1k").label_names())
+
+
+def describe_imagenet(data: ClassData) -> str | None:
+    """Describe class folders of ImageNet-1k: complete or not, official order; None for other classes."""
+    official = imagenet_folders()
     if not set(data.classes) <= set(official):
         return None
-    if list(data.classes) != official:
+    if tuple(data.classes) != official:
         return f"ImageNet class folders: {len(data.classes)} of 1000; numbers are not comparable with published ones"
     train, val = len(data.train.labels) + len(data.minival.labels), len(data.val.labels)
     if (train, val) == IMAGENET_IMAGES:

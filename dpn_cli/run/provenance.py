@@ -8,6 +8,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Mapping
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -56,11 +57,13 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
     return lines
 
 
+@cache
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that affect results."""
     return {"python": platform.python_version(), **{name: metadata.version(name) for name in VERSIONS}}
 
 
+@cache
 def git_commit() -> str | None:
     """Return the commit of the checkout that this code runs from, followed by + when it has changes."""
     here = Path(__file__).parent

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpn_cli.data.classified import imagenet_folders
 from dpn_cli.data.crops import Size, eval_crop
 from dpn_cli.data.pixels import Transform, resize
 from dpn_cli.data.reading import Decoder
@@ -132,9 +133,7 @@ def imagenet_classes(count: int) -> tuple[str, ...]:
     """Return ImageNet-1k's class folders in their official order, or numbers when it is another count."""
     if count != 1000:
         return tuple(str(number) for number in range(count))
-    from timm.data import ImageNetInfo
-
-    return tuple(ImageNetInfo("imagenet-1k").label_names())
+    return imagenet_folders()
 
 
 def readable(classes: Sequence[str]) -> list[str]:
