@@ -17,10 +17,13 @@ from dpn_cli.recipe.flag import DATA, MODEL, RUNTIME
 from dpn_cli.run.console import Console, show
 from tasks.classify.pretrain_recipe import settle
 
-KEYS = frozenset(("arch", "stem", "image_size", "data", "steps", "epochs", "batch_size", "precision", "device"))
-DISTILL_KEYS = KEYS - {"arch"} | {
-    *("teacher", "student_arch", "norm", "placement", "start", "stem_share", "cache_teacher")
-}
+KEYS = frozenset(
+    (
+        *("arch", "stem", "norm", "placement", "image_size", "data"),
+        *("steps", "epochs", "batch_size", "precision", "device"),
+    )
+)
+DISTILL_KEYS = KEYS - {"arch"} | {*("teacher", "student_arch", "start", "stem_share", "cache_teacher")}
 TEACHER_ARCH = "B/32"
 
 app = typer.Typer(

@@ -51,6 +51,8 @@ def estimate(recipe: PretrainRecipe, images: int | None, *, here: bool, ranks: i
         "task": "plan pretrain",
         "arch": recipe.backbone.arch,
         "stem": recipe.backbone.stem,
+        "norm": model.config.norm,
+        "placement": model.config.placement,
         "parameters": parameters,
         "images": images,
         "runs": len(runs),
@@ -109,7 +111,8 @@ def describe_plan(result: Json) -> str:
     steps, runs = result["steps"], result["runs"]
     return "\n".join(
         [
-            f"{result['arch']} stem {result['stem']}: {result['parameters'] / 1e6:.1f} M weights, "
+            f"{result['arch']} stem {result['stem']}, norm {result['norm']} {result['placement']}: "
+            f"{result['parameters'] / 1e6:.1f} M weights, "
             f"{result['flops_per_image'] / 1e9:.1f} GFLOP an image forward and backward",
             f"{steps:,} steps of {result['batch_size']:,}{f' in {runs} runs' if runs > 1 else ''} on "
             f"{result['images']:,} images: {result['flops']:.3g} FLOP",
