@@ -284,6 +284,11 @@ def test_the_commands_describe_and_convert_such_files(tmp_path: Path) -> None:
         assert refused.exit_code == 2
         assert message in refused.stderr
     deit = saved(slab_state(2, linear_norm=True), tmp_path)
+    refused = run("predict", str(deit), "x.png")
+    assert f"'dpn checkpoint convert {deit} OUT.safetensors --heads N' writes one that does" in refused.stderr
+    folded = run("checkpoint", "fold", str(deit), str(tmp_path / "folded.safetensors"), "--heads", "4")
+    assert folded.exit_code == 0, folded.stderr
+    assert load_whole(read_file(tmp_path / "folded.safetensors"), None).config.size.heads == 4
     assert "prepbn, placement pre,pre, final same" in run("checkpoint", "inspect", str(deit), "--heads", "4").stdout
 
 

@@ -112,6 +112,7 @@ class Folding(Section):
     source: Annotated[str, argument("A finished run's folder, or a weight file.")]
     target: Annotated[Path, argument("The .safetensors file to write.")]
     overwrite: Annotated[bool, flag("--overwrite", help="Replace the file when it exists.", panel=OUTPUT)] = False
+    facts: FileFacts = FileFacts()
 
 
 class Retrofit(Writing):
@@ -167,9 +168,8 @@ def _fold(options: Folding, console: Console) -> Outcome:
     _check_target(options.target, options.overwrite)
     from dpn_cli.run.kinds import resolve
     from dpn_cli.weights.fold import fold_file
-    from dpn_cli.weights.sources import open_checkpoint
 
-    source = open_checkpoint(resolve(options.source, "dpn checkpoint fold"))
+    source = _open(resolve(options.source, "dpn checkpoint fold"), options.facts)
     return (
         fold_file(source, options.target),
         lambda done: (

@@ -102,7 +102,7 @@ def _usual_heads(source: Checkpoint, width: int) -> int:
     if width not in USUAL_HEADS:
         raise DpnError(
             f"--checkpoint {source.source}: the file does not say how many attention heads its {width} features make; "
-            "state it with --arch, or 'dpn checkpoint convert --heads N'"
+            f"'dpn checkpoint convert {source.source} OUT.safetensors --heads N' writes one that does"
         )
     source.assumed["heads"] = f"{USUAL_HEADS[width]} heads (usual for a width of {width})"
     return USUAL_HEADS[width]
