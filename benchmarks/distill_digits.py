@@ -76,8 +76,8 @@ def main() -> None:
     for name in ("teacher", "student", "scratch"):
         result = dpn(
             "finetune", "vtab", "--data", str(out / "vtab-1k"), "--tasks", "svhn", "--checkpoint",
-            str(out / name / "weights.safetensors"), "--image-size", "16", "--steps", "200", "-b", "64",
-            folder=out / f"vtab-{name}",
+            str(out / name / "weights.safetensors"), "--image-size", "16", "--steps", "500", "-b", "64",
+            "--lrs", "0.01,0.03,0.1", folder=out / f"vtab-{name}",
         )  # fmt: skip
         test = result["tasks"]["svhn"]["test"]
         words = {"teacher": "the plain teacher", "student": "the distilled DPN student", "scratch": "DPN, with labels"}

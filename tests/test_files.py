@@ -92,7 +92,7 @@ def test_runs_are_named_by_network_and_stem_once() -> None:
     assert run_name(BackboneConfig(arch="B/32", checkpoint="x/y.npz"), "dpn") == "B-32-dpn"
     assert run_name(BackboneConfig(checkpoint="x/B-32-dpn.npz"), "dpn") == "B-32-dpn"
     assert run_name(BackboneConfig(checkpoint="x/B-32-dpn.npz"), "none-vs-dpn") == "B-32-dpn-none-vs-dpn"
-    assert run_name(BackboneConfig(), "rms") == "scratch-rms"
+    assert run_name(BackboneConfig(), "rms") == "rms"
 
 
 @pytest.mark.parametrize("command", ["eval", "lit eval", "segment eval"])

@@ -98,7 +98,7 @@ MUTATIONS = [
      "the sigmoid loss is averaged over classes", E + " tests/test_optim.py"),
     ("dpn_cli/run/distributed.py", "        dist.all_reduce(gradient)\n", "",
      "features gathered from other ranks lose their gradient", "tests/test_lit_ranks.py tests/test_contrastive.py"),
-    ("dpn_cli/model/freeze.py", "            parameter.requires_grad_(False)", "            pass",
+    ("dpn_cli/model/freeze.py", "            parameter.requires_grad_(False)\n            frozen", "            frozen",
      "frozen parts are trained", "tests/test_highres.py"),
     ("dpn_cli/statistics.py", "stdtrit(n - 1, 0.975)", "stdtrit(n, 0.975)",
      "intervals have a degree of freedom too many", "tests/test_statistics.py"),
