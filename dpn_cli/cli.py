@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError
 from typer.core import TyperGroup
 
 from dpn_cli import __version__
-from dpn_cli.commands import checkpoint, data, evaluate, lit, plan, recipes, segment, tasks, training
+from dpn_cli.commands import checkpoint, data, evaluate, lit, plan, recipes, report, runs, segment, tasks, training
 from dpn_cli.recipe.allowed import refusal
 from dpn_cli.run import process
 from dpn_cli.run.console import show_error
@@ -89,6 +89,8 @@ app.add_typer(segment.app, name="segment")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(data.app, name="data")
 app.add_typer(recipes.app, name="recipes")
+report.add_to(app)
+app.add_typer(runs.app, name="runs")
 
 
 def main() -> None:

@@ -30,6 +30,7 @@ ROOMS = (
     ("dpn_cli.engine",),
     ("dpn_cli.data",),
     ("dpn_cli.scoring",),
+    ("dpn_cli.report",),
     ("tasks",),
     ("dpn_cli.commands",),
     ("dpn_cli.cli", "dpn_cli.__main__"),
@@ -123,7 +124,7 @@ def test_the_wheel_holds_every_module_and_recipe_and_works_alone(tmp_path: Path)
         archive.extractall(installed)
     expected = {str(path.relative_to(ROOT)) for path in MODULES}
     expected |= {f"dpn_cli/configs/{path.name}" for path in (ROOT / "configs").iterdir()}
-    expected |= {"dpn_cli/py.typed", "tasks/py.typed", "tasks/segment/ade20k.csv"}
+    expected |= {"dpn_cli/py.typed", "tasks/py.typed", "tasks/segment/ade20k.csv", "dpn_cli/report/page.html"}
     assert expected <= names
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"dpn_cli", "tasks"}
     script = (

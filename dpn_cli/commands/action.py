@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import typer
+from typer.core import TyperGroup
 
 from dpn_cli.commands import one_line_errors
 from dpn_cli.commands.flags import Variant, default_of, given_flags, keys_of, option_names, parameter_of, with_signature
@@ -20,6 +21,18 @@ OptionsT = TypeVar("OptionsT", bound=Section)
 Outcome = tuple[Any, Callable[[Any], str | None]]
 # How a training runs, and of no use to anything else.
 TRAINING_ONLY = frozenset({"runtime.compile", "runtime.micro_batch_size", "runtime.report_to"})
+
+
+class DefaultGroup(TyperGroup):
+    """A group of commands of which one needs no name: a first word that is no command is an argument of it."""
+
+    default: str
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put the default command's name before its arguments."""
+        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
+            args = [self.default, *args]
+        return super().parse_args(ctx, args)
 
 
 def action(

@@ -19,6 +19,7 @@ from dpn_cli.commands.training import Result, Training, TrainingModule
 from dpn_cli.errors import DataError, DpnError, NonFiniteError, OutOfMemoryError, StoppedError
 from dpn_cli.recipe.compare import ComparedTraining, settings_of, spoken
 from dpn_cli.recipe.start import Place
+from dpn_cli.report.comparison import SCORES
 from dpn_cli.run import stopping
 from dpn_cli.run.console import Console, cell
 from dpn_cli.run.distributed import from_leader
@@ -29,7 +30,6 @@ from dpn_cli.statistics import PERCENT, Summary, paired_difference, summarize
 from dpn_cli.weights.backbone import LoadReport, backbone_of
 from dpn_cli.weights.origin import with_own_stem
 
-SCORES = {"top1": "top-1", "miou": "mIoU", "agreement": "agreement"}
 LEGEND = (
     "{score} in %: mean and standard deviation over n trainings with different seeds. The difference is the mean over "
     "pairs with the same seed ± its standard error, with the 95 % t-interval."

@@ -7,20 +7,14 @@ from typing import Any
 import typer
 from rich.console import Console as RichConsole
 from rich.table import Column, Table
-from typer.core import TyperGroup
 
-from dpn_cli.commands.action import Outcome, action
+from dpn_cli.commands.action import DefaultGroup, Outcome, action
 from dpn_cli.run.console import Console, cell
 from tasks.classify.options import Export, Prediction, Probing, Scoring
 
 
-class _ScoreByDefault(TyperGroup):
-    """``dpn eval RUN`` scores; only the name of another command leads elsewhere."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
-            args = ["score", *args]
-        return super().parse_args(ctx, args)
+class _ScoreByDefault(DefaultGroup):
+    default = "score"
 
 
 app = typer.Typer(

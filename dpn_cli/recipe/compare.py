@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
@@ -36,6 +37,15 @@ def distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
     if len(set(values)) != len(values):
         raise ValueError("every value may be given once")
     return values
+
+
+def folders_of(networks: Sequence[str]) -> dict[str, str]:
+    """Return a folder for each of several networks, by their names."""
+    folders: dict[str, str] = {}
+    for name in networks:
+        short = re.sub(r"[^\w=,.+-]+", "-", name)[:LONGEST]
+        folders[name] = f"{short}-{len(folders)}" if short in folders.values() else short
+    return folders
 
 
 def _networks(value: object) -> object:
@@ -128,11 +138,7 @@ class Comparison(Recipe):
     @property
     def folders(self) -> dict[str, str]:
         """The folder of each network, by its name."""
-        folders: dict[str, str] = {}
-        for name in self.networks:
-            short = re.sub(r"[^\w=,.+-]+", "-", name)[:LONGEST]
-            folders[name] = f"{short}-{len(folders)}" if short in folders.values() else short
-        return folders
+        return folders_of(self.networks)
 
     @property
     def versus(self) -> str:

@@ -107,6 +107,16 @@ def make_folder(path: Path) -> None:
         raise DpnError(f"-o {path}: the folder cannot be made ({error.strerror}); pass another -o") from error
 
 
+def open_report(path: Path) -> None:
+    """Make the folder of a report, before the work that fills it.
+
+    Raises `DpnError` when the folder holds a run, whose result would be lost, or cannot be made.
+    """
+    make_folder(path)
+    if (path / "run.json").is_file():
+        raise DpnError(f"-o {path}: the folder holds a run, and its result.json would be replaced; pass another -o")
+
+
 def clear_folder(path: Path, last: Sequence[str]) -> None:
     """Empty a folder, deleting the files named in `last` at the end and in that order. Raises `SaveError`."""
     try:

@@ -35,6 +35,7 @@ from dpn_cli.run.files import (
     save_error,
 )
 from dpn_cli.run.provenance import differences, git_commit, now, read_recipe, recipe_digest, versions
+from dpn_cli.run.records import read_records
 
 # The files that identify a run's folder.
 IDENTITY = ("config.yaml", "run.json")
@@ -187,8 +188,7 @@ class MetricsLog:
 
     def records(self) -> list[dict[str, Any]]:
         """Return all complete records, in order."""
-        text = self.path.read_text(encoding="utf-8", errors="replace") if self.path.is_file() else ""
-        return [record for line in text.splitlines() if (record := _record(line)) is not None]
+        return read_records(self.path)[0]
 
     def count(self) -> int:
         """Return how many records were written, including those noted as lost."""
@@ -283,27 +283,8 @@ class Checkpoints:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def open_report(path: Path) -> None:
-    """Make the folder of a report, before the work that fills it.
-
-    Raises `DpnError` when the folder holds a run, whose result would be lost, or cannot be made.
-    """
-    make_folder(path)
-    if (path / "run.json").is_file():
-        raise DpnError(f"-o {path}: the folder holds a run, and its result.json would be replaced; pass another -o")
-
-
 def describe_device(device: torch.device) -> str:
     """Return the name of the hardware behind a torch device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
-
-
-def _record(line: str) -> dict[str, Any] | None:
-    """Return the record in a line of a log, or None for an incomplete line."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None

@@ -22,8 +22,7 @@ from dpn_cli.errors import DataError, DpnError
 from dpn_cli.run import distributed, stopping
 from dpn_cli.run.console import Console, printable
 from dpn_cli.run.distributed import World, join
-from dpn_cli.run.files import replace_json, replace_text
-from dpn_cli.run.folder import open_report
+from dpn_cli.run.files import open_report, replace_json, replace_text
 from dpn_cli.scoring import Scores, score
 from tasks.classify.classifier import Classifier, load_classifier, predict, readable
 from tasks.classify.options import Scoring

@@ -15,8 +15,7 @@ from dpn_cli.errors import DataError
 from dpn_cli.run import stopping
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World, join
-from dpn_cli.run.files import replace_json
-from dpn_cli.run.folder import open_report
+from dpn_cli.run.files import open_report, replace_json
 from dpn_cli.scoring import Scores
 from tasks.lit.data import DEMO_SPLITS, CaptionSource, SceneClasses
 from tasks.lit.encode import cache_root, describe_retrieval, image_encoder, retrieval_scores

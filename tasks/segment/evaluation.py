@@ -10,8 +10,7 @@ from dpn_cli.recipe.schema import Runtime
 from dpn_cli.run import distributed, stopping
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World, join
-from dpn_cli.run.files import replace_json, replace_text
-from dpn_cli.run.folder import open_report
+from dpn_cli.run.files import open_report, replace_json, replace_text
 from tasks.segment.check import check_masks
 from tasks.segment.classes import classes_of, listed_in
 from tasks.segment.options import MULTI_SCALE, Scoring

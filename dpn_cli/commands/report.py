@@ -1,0 +1,116 @@
+"""`dpn report`: a page with figures about runs. `dpn runs`: what runs there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dpn_cli.commands.action import Outcome, action
+from dpn_cli.commands.recipes import schema_of
+from dpn_cli.errors import DataError, DpnError
+from dpn_cli.recipe.flag import OUTPUT, argument, flag
+from dpn_cli.recipe.reading import build, read_recipe, shipped_recipes
+from dpn_cli.recipe.schema import Section
+from dpn_cli.recipe.sources import flat, read_sources, shown
+from dpn_cli.report.common import Origins
+from dpn_cli.report.content import Findings
+from dpn_cli.report.reading import OpenRun, named, open_run
+from dpn_cli.run.console import Console
+from dpn_cli.run.files import open_report
+
+# The module of the task that reads a run of each kind; `findings` in it returns what a page shows.
+FIGURES = {
+    "classifier": "tasks.classify.figures",
+    "network": "tasks.classify.figures",
+    "segmenter": "tasks.segment.figures",
+    "towers": "tasks.lit.figures",
+    "sweep": "tasks.vtab.figures",
+}
+EVALUATIONS = {"eval": "classifier", "segment eval": "segmenter", "lit eval": "towers"}
+
+
+class Reporting(Section):
+    """Options of ``dpn report``."""
+
+    runs: Annotated[list[Path], argument("Runs' folders, or -o folders of evaluations; several are laid side by side.")]
+    output_dir: Annotated[
+        Path, flag("--output-dir", "-o", help="Folder for the page, its figures and tables.", panel=OUTPUT)
+    ] = Path("report")
+
+
+def report(options: Reporting, console: Console) -> dict[str, Any]:
+    """Write a page about runs and return where. Raises `DataError` for a folder that is no run."""
+    paths = list(dict.fromkeys(options.runs))
+    runs = [open_run(path, name) for path, name in zip(paths, named(paths), strict=True)]
+    open_report(options.output_dir)
+    from dpn_cli.report.assemble import sections_of
+    from dpn_cli.report.page import write_page  # matplotlib takes a second
+
+    sections = sections_of(runs, _reader, origins_of)
+    for run in runs:
+        for note in run.notes:
+            console.warn(f"{run.path}: {note}")
+    title = f"dpn report: {', '.join(run.name for run in runs)}"
+    page = write_page(options.output_dir, title, sections)
+    return {"page": str(page), "runs": [str(run.path) for run in runs]}
+
+
+def _reader(run: OpenRun) -> Callable[[OpenRun, str], Findings]:
+    """Return the function of the run's task that reads it."""
+    kind = EVALUATIONS.get(run.result["task"], "") if run.kind == "eval" else run.kind
+    if kind not in FIGURES:
+        raise DataError(f"{run.path}: a run of the kind {kind!r}, of which this version of dpn knows nothing")
+    reader: Callable[[OpenRun, str], Findings] = import_module(FIGURES[kind]).findings
+
+    def read(run: OpenRun, prefix: str) -> Findings:
+        try:
+            return reader(run, prefix)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise DataError(
+                f"{run.path / 'result.json'}: not what a run of this kind holds ({type(error).__name__}: {error}); the "
+                "command that began the run writes it again with --resume, once the file is deleted"
+            ) from error
+
+    return read
+
+
+def origins_of(run: OpenRun) -> Origins:
+    """Return every key of a run's recipe with its value, and whether a shipped recipe has that, or it is a default."""
+    if run.recipe is None:
+        return ()
+    name = next((name for name in shipped_recipes() if read_recipe(name)["about"] == run.recipe.get("about")), None)
+    if name is None:
+        return [(key, shown(value), "a recipe file") for key, value in flat(run.recipe)]
+    plain = read_recipe(name)
+    try:
+        schema = schema_of(plain, name)
+        usual = dict(flat(build(schema, plain, name).model_dump(mode="json")))
+        sources = read_sources(name, schema)
+    except DpnError:
+        return [(key, shown(value), "") for key, value in flat(run.recipe)]
+    stated = {key for key, _ in flat(plain)}
+    found = []
+    for key, value in flat(run.recipe):
+        parts = key.split(".")
+        above = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+        source = next((sources[one].comment() for one in above if one in sources), "")
+        if value != usual.get(key):
+            origin = f"given; the recipe {name} has {shown(usual[key])}" if key in usual else "given"
+        else:
+            origin = f"recipe {name}" if key in stated else "default"
+        found.append((key, shown(value), "; ".join(filter(None, (origin, source)))))
+    return found
+
+
+def add_to(root: typer.Typer) -> None:
+    """Add ``report`` to the root of all commands."""
+    action(root, "report", Reporting, "dpn report runs/highres/B-32-dpn -o report")(_report)
+
+
+def _report(options: Reporting, console: Console) -> Outcome:
+    """Write a page with figures and tables about runs, finished or not, and about evaluations."""
+    return report(options, console), lambda done: f"{done['page']}: open it in a browser"

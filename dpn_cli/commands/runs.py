@@ -1,0 +1,164 @@
+"""`dpn runs`: which runs there are, and what is known of one."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console as RichConsole
+from rich.table import Column, Table
+
+from dpn_cli.commands.action import DefaultGroup, Outcome, action
+from dpn_cli.errors import DataError
+from dpn_cli.recipe.flag import argument
+from dpn_cli.recipe.schema import Section
+from dpn_cli.report.common import command
+from dpn_cli.report.reading import OpenRun, find_runs, hours, moment, open_run
+from dpn_cli.run.console import Console, cell
+from dpn_cli.run.kinds import NAMES
+
+# The key of a result that is its score in percent, and what to call it; the first that a result has.
+METRICS = {
+    "top1": "top-1",
+    "miou": "mIoU",
+    "agreement": "agreement",
+    "mean19": "mean of 19",
+    "mean_groups": "mean of groups",
+}
+
+
+class Listing(Section):
+    """Options of ``dpn runs``."""
+
+    folder: Annotated[Path, argument("Folder with runs in it or below it.")] = Path("runs")
+
+
+class Showing(Section):
+    """Options of ``dpn runs show``."""
+
+    run: Annotated[Path, argument("A run's folder.")]
+
+
+class _ListByDefault(DefaultGroup):
+    default = "list"
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, args or ["list"])
+
+
+app = typer.Typer(
+    cls=_ListByDefault,
+    help="List the runs in a folder ('list' may be left out), or show one.",
+    epilog="Example: dpn runs runs/highres",
+)
+
+
+def described(run: OpenRun) -> dict[str, Any]:
+    """Return what a list says of a run: metric and value in percent are None where there is none yet."""
+    metric, value = score_of(run)
+    updated = moment(run, "updated")
+    return {
+        "run": str(run.path),
+        "kind": run.kind,
+        "status": run.status,
+        "metric": metric,
+        "value": value,
+        "step": max((record["step"] for record in run.records), default=None),
+        "steps": (run.recipe or {}).get("schedule", {}).get("steps"),
+        "age_seconds": None if updated is None else round((datetime.now(UTC) - updated).total_seconds()),
+        "command": command(run),
+    }
+
+
+def score_of(run: OpenRun) -> tuple[str | None, float | None]:
+    """Return the name and the value in percent of a run's score; of a comparison, that of its last network."""
+    result = run.result
+    if run.kind == "comparison" and result.get("compare"):
+        name, network = list(result["compare"]["networks"].items())[-1]
+        found = network[result["score"]]
+        return f"{METRICS[result['score']]}, {name}", found and found["mean"]
+    if "zeroshot" in result:
+        return "zero-shot top-1", result["zeroshot"]["top1"]
+    if "retrieval" in result:
+        return "image to text R@1", result["retrieval"]["image_to_text@1"]
+    if key := next((key for key in METRICS if result.get(key) is not None), None):
+        return METRICS[key], result[key]
+    tested = [one["test"]["mean"] for one in result.get("tasks", {}).values() if one["test"]]
+    return ("mean of its tasks", fmean(tested)) if tested else (None, None)
+
+
+def age(seconds: float | None) -> str:
+    """Return a duration in its largest unit: 45 s, 12 min, 3 h, 5 d."""
+    if seconds is None:
+        return "-"
+    for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= length:
+            return f"{seconds // length:.0f} {unit}"
+    return f"{max(0, seconds):.0f} s"
+
+
+def _print_list(rows: list[dict[str, Any]]) -> None:
+    columns = (
+        Column("run", overflow="fold"),
+        "status",
+        Column("score", justify="right"),
+        Column("step", justify="right"),
+        Column("age", justify="right"),
+        Column("command", overflow="fold"),
+    )
+    table = Table(*columns, box=None, padding=(0, 2, 0, 0))
+    for row in rows:
+        score = "-" if row["value"] is None else f"{row['value']:.2f} % {row['metric']}"
+        step = "-" if row["step"] is None else f"{row['step']}" + (f"/{row['steps']}" if row["steps"] else "")
+        texts = (row["run"], row["status"], score, step, age(row["age_seconds"]), row["command"])
+        table.add_row(*map(cell, texts))
+    RichConsole(highlight=False).print(table)
+
+
+def _print_run(row: dict[str, Any]) -> None:
+    table = Table("", Column("", overflow="fold"), box=None, padding=(0, 2, 0, 0), show_header=False)
+    for key, value in row.items():
+        if isinstance(value, list):
+            for line in value:
+                table.add_row(key.rstrip("s"), cell(line))
+        elif value is not None:
+            table.add_row(key.replace("_", " "), cell(f"{value:.4g}" if isinstance(value, float) else value))
+    RichConsole(highlight=False).print(table)
+
+
+@action(app, "list", Listing, "dpn runs list runs/highres", quiet=False)
+def _list(options: Listing, console: Console) -> Outcome:
+    """The runs in a folder and below it: status, score, step, time since the last write, command."""
+    folder = options.folder.expanduser()
+    if not folder.is_dir():
+        raise DataError(f"{options.folder}: no such folder; name one with runs in it")
+    found = [described(open_run(path)) for path in find_runs(folder)]
+    if not found:
+        raise DataError(f"{options.folder}: no runs in it or below it; name another folder")
+    return found, _print_list
+
+
+@action(app, "show", Showing, "dpn runs show runs/highres/B-32-dpn", quiet=False)
+def _show(options: Showing, console: Console) -> Outcome:
+    """What is known of a run: its command, network, data, versions, score, and what is missing or damaged."""
+    run = open_run(options.run)
+    facts, backbone = run.facts, run.facts.get("backbone", {})
+    row = {
+        **described(run),
+        "kind": NAMES[run.kind][0] if run.kind in NAMES else run.kind,
+        "started": facts.get("started"),
+        "updated": facts.get("updated"),
+        "hours": hours(run),
+        "device": facts.get("device"),
+        "network": backbone.get("network"),
+        "weights": backbone.get("source"),
+        "data": str(facts["data"]) if facts.get("data") else None,
+        "versions": ", ".join(f"{name} {value}" for name, value in facts.get("versions", {}).items()) or None,
+        "git": facts.get("git"),
+        "differs_from_paper": run.result.get("differs_from_paper") or None,
+        "notes": list(run.notes),
+    }
+    return row, _print_run

@@ -1,0 +1,56 @@
+"""A page about one run or several: the parts that all runs have, around those of their tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from dpn_cli.report import comparison
+from dpn_cli.report.common import Origins, against_paper, curves, what_was_run
+from dpn_cli.report.content import Findings, Part, Section, Table, Text
+from dpn_cli.report.reading import OpenRun
+from dpn_cli.report.side import paired, summary
+
+# Returns what a task reads out of a run; the names of its charts begin with the second argument.
+Reader = Callable[[OpenRun, str], Findings]
+
+
+def sections_of(
+    runs: Sequence[OpenRun], reader: Callable[[OpenRun], Reader], origins: Callable[[OpenRun], Origins]
+) -> list[Section]:
+    """Return the sections of a page about runs: side by side first, then one after the other."""
+    several = len(runs) > 1
+    prefixes = [f"run{number}_" if several else "" for number in range(1, len(runs) + 1)]
+    readers = [comparison.findings if run.kind == "comparison" else reader(run) for run in runs]
+    found = [read(run, prefix) for read, run, prefix in zip(readers, runs, prefixes, strict=True)]
+    pairs = list(zip(runs, found, strict=True))
+
+    def call(run: OpenRun, text: str) -> str:
+        return f"{run.name}: {text}" if several else text
+
+    overview: list[Part] = [
+        Text(call(run, line), warning=True)
+        for run, findings in pairs
+        for line in dict.fromkeys([*run.notes, *findings.warnings])
+    ]
+    overview.append(summary(pairs))
+    watched = {key: name for findings in found for key, name in findings.watched.items()}
+    charts = curves(runs, watched, "")
+    pages = [Section("Overview", overview)]
+    if charts:
+        pages.append(Section("Learning curves", charts))
+    if difference := paired(pairs):
+        pages.append(difference)
+    for run, findings in pairs:
+        own = [*findings.sections, against_paper(run), what_was_run(run, origins(run))]
+        pages += [
+            Section(call(run, one.title), [_titled(run, part, several) for part in one.parts]) for one in own if one
+        ]
+    return pages
+
+
+def _titled(run: OpenRun, part: Part, several: bool) -> Part:
+    """Name the run in the title of a table that also stands outside the page."""
+    if several and isinstance(part, Table) and part.name:
+        return replace(part, title=f"{run.name}: {part.title}")
+    return part

@@ -1,0 +1,266 @@
+"""Charts by matplotlib: the styles of all of them, an SVG to stand inside a page, and a PNG to lie beside it.
+
+The SVG takes its text colour from the page, so that it can be read on light and on dark paper. The same numbers give
+the same bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+from functools import singledispatch
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import PowerNorm
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+from dpn_cli.report.content import Bars, Chart, Confusion, Heat, Lines, Panel, Reliability, Series
+from dpn_cli.run.console import printable
+
+# The colours of Okabe and Ito, which colour-blind readers can tell apart, without yellow and black; dashes tell further
+# lines apart.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+DASHES = ("-", "--", ":", "-.")
+# Lines and text: the page's own colour in the SVG. Nothing else has this colour.
+INK = "#15181d"
+STYLE: Any = {
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.labelsize": 9,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+    "text.color": INK,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "grid.color": INK,
+    "grid.alpha": 0.15,
+    "grid.linewidth": 0.6,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.linewidth": 0.7,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "lines.linewidth": 1.5,
+    "image.cmap": "cividis",
+    "svg.fonttype": "none",
+    "svg.hashsalt": "dpn",
+    "text.parse_math": False,
+    "axes.formatter.use_mathtext": False,
+    "axes.unicode_minus": True,
+}
+# Inches; a chart of this width can be read on a phone.
+WIDTH, HEIGHT = 4.7, 3.0
+DPI = 160
+# Points of a line above which it is drawn as means over stretches of it.
+MOST_POINTS = 400
+# Characters of a label; longer names are cut in the middle.
+LONGEST_LABEL = 26
+
+
+def draw(chart: Chart, prefix: str) -> tuple[str, bytes]:
+    """Return a chart as an SVG element for an HTML page, whose ids begin with `prefix`, and as a PNG."""
+    with mpl.rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")  # a name in a script that the font does not have
+        figure = _figure(chart)
+        svg, png = io.BytesIO(), io.BytesIO()
+        figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        figure.savefig(png, format="png", dpi=DPI, facecolor="white", metadata={"Software": None})
+    return _inline(svg.getvalue().decode("utf-8"), prefix), png.getvalue()
+
+
+def _inline(svg: str, prefix: str) -> str:
+    """Return a file of matplotlib's as an element: no namespaces, metadata or styles of its own, and ids of its own."""
+    svg = svg[svg.index("<svg") :].strip()
+    svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", svg, flags=re.DOTALL)
+    head, rest = svg.split(">", 1)
+    box = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', head)
+    assert box is not None
+    width = float(box[1])
+    wide = ' class="wide"' if width > 72 * WIDTH + 20 else ""
+    head = f'<svg{wide} viewBox="0 0 {box[1]} {box[2]}" width="{width:.0f}pt" role="img"'
+    used = set(re.findall(r'(?:"#|url\(#)([^")]+)', rest))
+    rest = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", rest)
+    rest = re.sub(r'( id="|"#|url\(#)', rf"\g<1>{prefix}-", rest)
+    return f"{head}>{rest}".replace(INK, "currentColor")
+
+
+def label(text: str) -> str:
+    """Return a name of bounded length without control characters."""
+    text = printable(text)
+    half = LONGEST_LABEL // 2
+    return text if len(text) <= LONGEST_LABEL else f"{text[: half - 1]}…{text[-half:]}"
+
+
+@singledispatch
+def _figure(chart: Chart) -> Figure:
+    """Draw a chart of any kind."""
+    raise TypeError(f"no drawing of {type(chart).__name__}")
+
+
+def _canvas(width: float = WIDTH, height: float = HEIGHT) -> tuple[Figure, Axes]:
+    figure = Figure((width, height), layout="constrained")
+    return figure, figure.subplots()
+
+
+def thinned(series: Series, most: int = MOST_POINTS) -> Series:
+    """Return a line of at most `most` points, each the mean over a stretch of it."""
+    if len(series.x) <= most:
+        return series
+    bounds = [len(series.x) * part // most for part in range(most + 1)]
+    stretches = [slice(*pair) for pair in pairwise(bounds)]
+    return Series(series.name, [fmean(series.x[one]) for one in stretches], [fmean(series.y[one]) for one in stretches])
+
+
+@_figure.register
+def _lines(chart: Lines) -> Figure:
+    figure, axes = _canvas(height=HEIGHT + 0.17 * max(0, len(chart.series) - 1))
+    for place, one in enumerate(chart.series):
+        line, style = thinned(one), _line(place)
+        axes.plot(
+            line.x, line.y, label=label(one.name), marker="o" if len(line.x) < 12 else "", markersize=3.5, **style
+        )
+    if chart.floor:
+        axes.axhline(chart.floor[1], color=INK, linewidth=1, linestyle=(0, (2, 2)), label=label(chart.floor[0]))
+    if chart.log_y:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}"))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}" if value < 1e6 else f"{value:.3g}"))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.set(xlabel=printable(chart.x), ylabel=printable(chart.y))
+    if len(chart.series) > 1 or chart.floor:
+        figure.legend(loc="outside upper left", ncols=2)
+    return figure
+
+
+def _line(place: int) -> dict[str, Any]:
+    return {"color": COLOURS[place % len(COLOURS)], "linestyle": DASHES[place // len(COLOURS) % len(DASHES)]}
+
+
+@_figure.register
+def _bars(chart: Bars) -> Figure:
+    count = len(chart.series)
+    figure, axes = _canvas(height=1.0 + 0.13 * (count + 1.3) * len(chart.categories) + 0.1 * count)
+    thick = 0.8 / count
+    for place, (name, values) in enumerate(chart.series.items()):
+        middle = np.arange(len(values)) + (place - (count - 1) / 2) * thick
+        errors = chart.errors.get(name, [None] * len(values))
+        kept = [row for row, value in enumerate(values) if value is not None]
+        axes.barh(
+            middle[kept],
+            [values[row] or 0.0 for row in kept],
+            thick * 0.92,
+            color=COLOURS[place % len(COLOURS)],
+            label=label(name),
+            xerr=[errors[row] or 0.0 for row in kept] if any(errors) else None,
+            error_kw={"ecolor": INK, "elinewidth": 0.9, "capsize": 1.5},
+        )
+    axes.set_yticks(range(len(chart.categories)), [label(name) for name in chart.categories])
+    axes.set_ylim(len(chart.categories) - 0.4, -0.6)
+    axes.grid(visible=False, axis="y")
+    axes.tick_params(axis="y", length=0)
+    if chart.whole:
+        axes.set_xlim(0, 100)
+    axes.set_xlabel(printable(chart.value))
+    if count > 1:
+        figure.legend(loc="outside upper left", ncols=2)
+    return figure
+
+
+@_figure.register
+def _heat(chart: Heat) -> Figure:
+    across = min(len(chart.panels), 4)
+    down = -(-len(chart.panels) // across)
+    most = max(len(panel.columns) for panel in chart.panels)
+    tall = max(len(panel.rows) for panel in chart.panels)
+    names = max(len(label(name)) for panel in chart.panels for name in panel.rows)
+    size = (across * (0.4 + 0.07 * names + 0.42 * most), down * (0.62 + 0.25 * tall))
+    figure = Figure(size, layout="constrained")
+    grid = figure.subplots(down, across, squeeze=False)
+    for place, axes in enumerate(grid.flat):
+        if place >= len(chart.panels):
+            axes.axis("off")
+            continue
+        _panel(axes, chart.panels[place])
+        if place % across == 0:
+            axes.set_ylabel(label(chart.row))
+        if place + across >= len(chart.panels):
+            axes.set_xlabel(label(chart.column))
+    return figure
+
+
+def _panel(axes: Axes, panel: Panel) -> None:
+    values = np.array([[np.nan if value is None else value for value in row] for row in panel.values])
+    known = values[~np.isnan(values)]
+    low, high = (known.min(), known.max()) if len(known) else (0.0, 1.0)
+    axes.imshow(values, aspect="auto", vmin=low, vmax=max(high, low + 1e-9))
+    axes.grid(visible=False)
+    for row, column in zip(*np.where(~np.isnan(values)), strict=True):
+        bright = values[row, column] > (low + high) / 2
+        colour = "#000000" if bright else "#ffffff"
+        number = f"{values[row, column]:.1f}"
+        axes.text(column, row, number, ha="center", va="center", color=colour, fontsize=8)
+    for row in panel.marked:
+        frame = Rectangle((-0.5, row - 0.5), len(panel.columns), 1, fill=False, edgecolor=COLOURS[1], linewidth=2.5)
+        frame.set_clip_on(False)
+        axes.add_patch(frame)
+    axes.set_xticks(range(len(panel.columns)), [label(name) for name in panel.columns])
+    axes.set_yticks(range(len(panel.rows)), [label(name) for name in panel.rows])
+    axes.tick_params(length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.set_title(label(panel.title), loc="left")
+
+
+@_figure.register
+def _confusion(chart: Confusion) -> Figure:
+    counts = np.asarray(chart.counts, dtype=np.float64)
+    totals = counts.sum(1, keepdims=True)
+    shares = 100 * np.divide(counts, totals, out=np.zeros_like(counts), where=totals > 0)
+    few = len(counts) <= 50
+    side = max(3.4, min(1.6 + 0.2 * len(counts), 8.0)) if few else 5.6
+    figure, axes = _canvas(side + 0.9, side)
+    # Most pairs of many classes are rare: the root of the share makes them visible.
+    norm = PowerNorm(1.0 if few else 0.5, 0, 100)
+    image = axes.imshow(shares, norm=norm, interpolation="none")
+    axes.grid(visible=False)
+    if few:
+        names = [label(name) for name in chart.classes]
+        axes.set_xticks(range(len(names)), names, rotation=90)
+        axes.set_yticks(range(len(names)), names)
+    else:
+        axes.set_xticks([])
+        axes.set_yticks([])
+    axes.set(xlabel="predicted class", ylabel="true class")
+    figure.colorbar(image, ax=axes, label="% of the true class", shrink=0.8)
+    return figure
+
+
+@_figure.register
+def _reliability(chart: Reliability) -> Figure:
+    figure, axes = _canvas(height=3.6)
+    edges = 100 * np.asarray(chart.edges)
+    kept = [row for row, images in enumerate(chart.images) if images]
+    confidence = [100 * (chart.confidence[row] or 0.0) for row in kept]
+    accuracy = [100 * (chart.accuracy[row] or 0.0) for row in kept]
+    widths = np.diff(edges)[kept]
+    axes.bar(edges[:-1][kept], accuracy, widths * 0.94, align="edge", color=COLOURS[5], label="accuracy")
+    axes.plot([0, 100], [0, 100], color=INK, linewidth=1, linestyle="--", label="as sure as right")
+    axes.plot(confidence, accuracy, "o", color=COLOURS[1], markersize=4, label="mean of a bin")
+    axes.set(xlim=(0, 100), ylim=(0, 100), xlabel="confidence in %", ylabel="accuracy in %")
+    figure.legend(loc="outside upper left", ncols=3)
+    return figure

@@ -1,0 +1,97 @@
+"""What a page says of every run, whatever its task: what was run, how it went, and what to mind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from dpn_cli.recipe.sources import flat
+from dpn_cli.report.content import Cell, Chart, Lines, Part, Section, Table, Text
+from dpn_cli.report.reading import OpenRun, hours, trainings
+
+# A recipe key with its value and where that comes from.
+Origins = Sequence[tuple[str, str, str]]
+# Axes of the curves that every training has.
+CURVES = {
+    "loss": ("Loss", "training loss"),
+    "lr": ("Learning rate", "learning rate"),
+    "grad_norm": ("Gradient norm before clipping", "L2 norm of the gradient"),
+}
+UNKNOWN = "-"
+
+
+def curves(runs: Sequence[OpenRun], watched: Mapping[str, str], prefix: str) -> list[Chart]:
+    """Return the learning curves of runs in common charts; `watched` names the metrics of evaluations and units."""
+    charts: list[Chart] = []
+    keys = dict.fromkeys(key for run in runs for key in run.watched())
+    named = {**CURVES, **{key: (watched.get(key, key), watched.get(key, key)) for key in keys}}
+    for key, (title, axis) in named.items():
+        series = [one for run in runs if (one := run.series(key)).x]
+        if series:
+            log_y = key == "grad_norm" and all(min(one.y) > 0 for one in series)
+            charts.append(Lines(f"{prefix}{key.replace('@', '_at_')}", title, "step", axis, series, log_y=log_y))
+    return charts
+
+
+def what_was_run(run: OpenRun, origins: Origins) -> Section:
+    """Return the section of a run's command, versions, data, time and recipe."""
+    facts, result = run.facts, run.result
+    timing, time = result.get("timing", {}), hours(run)
+    speed = run.series("images_per_second").y
+    waited = run.series("wait_share").y
+    share = timing["wait_seconds"] / timing["train_seconds"] if timing.get("train_seconds") else None
+    share = share if share is not None else waited[-1] if waited else None
+    rows: list[tuple[str, Cell]] = [
+        ("folder", str(run.path)),
+        ("command", command(run)),
+        ("status", run.status),
+        ("started", facts.get("started", UNKNOWN)),
+        ("last written", facts.get("updated", UNKNOWN)),
+        ("device", f"{facts.get('device', UNKNOWN)}, {facts.get('ranks', 1)} process(es)"),
+        ("hours of training", UNKNOWN if time is None else f"{time:.3g}"),
+        ("images per second", f"{speed[-1]:.1f}" if speed else UNKNOWN),
+        ("share of waiting for data", UNKNOWN if share is None else f"{100 * share:.1f} %"),
+        *[(f"data, {name}", str(value)) for name, value in flat(_data(run))],
+        ("weights", str(facts.get("backbone", {}).get("source", UNKNOWN))),
+        ("versions", ", ".join(f"{name} {value}" for name, value in facts.get("versions", {}).items()) or UNKNOWN),
+        ("git commit", facts.get("git") or UNKNOWN),
+    ]
+    if run.kind == "eval":
+        keys = ("network", "run", "data", "split", "part", "image_preparation", "images", "skipped", "fingerprint")
+        rows = [("folder", str(run.path)), *((key, str(result[key])) for key in keys if result.get(key) is not None)]
+    parts: list[Part] = [Table("", ("", ""), rows)]
+    if origins:
+        columns = ("key", "value", "where it comes from")
+        parts.append(Table("Recipe: every value and where it comes from", columns, origins, folded=True))
+    return Section("What was run", parts)
+
+
+def command(run: OpenRun) -> str:
+    """Return the command line of a run."""
+    argv = [str(word) for word in run.facts.get("argv", [])]
+    return " ".join(["dpn", *argv[1:]]) if argv else UNKNOWN
+
+
+def _data(run: OpenRun) -> Mapping[str, object]:
+    data = run.facts.get("data") or next((one.get("data") for _, one in trainings(run.result)), None)
+    return data if isinstance(data, dict) else {}
+
+
+def against_paper(run: OpenRun) -> Section | None:
+    """Return what differs from the paper; None for a run without anything to compare with."""
+    if run.kind == "eval" or "differs_from_paper" not in run.result:
+        return None
+    differs = run.result["differs_from_paper"]
+    if differs is None:
+        said = "There is nothing to compare with: a demo, own pictures, or a network that the paper does not have."
+        return Section("What differs from the paper", [Text(said)])
+    if not differs:
+        return Section("What differs from the paper", [Text("Nothing that is known.")])
+    rows = [_split(line) for line in differs]
+    return Section("What differs from the paper", [Table("", ("key", "here", "paper"), rows)])
+
+
+def _split(line: str) -> tuple[str, str, str]:
+    """Return the key, the value and the paper's of a difference; a sentence has none."""
+    key, colon, rest = line.partition(": ")
+    here, bracket, paper = rest.rpartition(" (paper: ")
+    return (key, here, paper.removesuffix(")")) if colon and bracket else (line, "", "")

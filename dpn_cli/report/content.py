@@ -1,0 +1,206 @@
+"""What a page holds: sections of text, tables, charts and pictures. Imports neither matplotlib nor Jinja2.
+
+A chart is the numbers it shows. `dpn_cli.report.charts` draws it, and `rows` is what its CSV file holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+Cell = str | float | int | None
+Rows = list[list[Cell]]
+
+
+@dataclass(frozen=True)
+class Text:
+    """A paragraph; a warning stands out."""
+
+    text: str
+    warning: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table; floats are shown with `digits` decimals. Rows in `strong` are set apart, such as means.
+
+    `name` makes it one of those that are also written as Markdown and LaTeX; `folded` hides it behind its title.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    note: str = ""
+    digits: int = 2
+    strong: frozenset[int] = frozenset()
+    name: str = ""
+    folded: bool = False
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A small picture as JPEG or PNG bytes, with lines of text below it."""
+
+    data: bytes
+    lines: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """Pictures side by side."""
+
+    title: str
+    pictures: Sequence[Picture]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line of a chart: `y` over `x`."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Base of the charts: `name` is that of the files beside the page, `caption` says what is drawn."""
+
+    name: str
+    title: str
+    caption: str = field(default="", kw_only=True)
+
+    def rows(self) -> Rows:
+        """Return the numbers that are drawn, with a header."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Lines(Chart):
+    """Lines over one axis; `x` and `y` name the axes with their units. `floor` is a level to compare with, by name."""
+
+    x: str
+    y: str
+    series: Sequence[Series]
+    log_y: bool = False
+    floor: tuple[str, float] | None = None
+
+    def rows(self) -> Rows:
+        """Return one row per point."""
+        found: Rows = [["series", self.x, self.y]]
+        return found + [[one.name, x, y] for one in self.series for x, y in zip(one.x, one.y, strict=True)]
+
+
+@dataclass(frozen=True)
+class Bars(Chart):
+    """Horizontal bars by category, one per category and series; a missing value is None. `errors` are half-lengths."""
+
+    value: str
+    categories: Sequence[str]
+    series: Mapping[str, Sequence[float | None]]
+    errors: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
+    whole: bool = True
+    """Whether the axis covers 0 to 100 %."""
+
+    def rows(self) -> Rows:
+        """Return one row per bar."""
+        found: Rows = [["series", "category", self.value, "error"]]
+        for name, values in self.series.items():
+            errors = self.errors.get(name, ())
+            found += [
+                [name, *row] for row in zip_longest(self.categories, values, errors[: len(values)], fillvalue=None)
+            ]
+        return found
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One heat map of `Heat`: numbers by row and column, of which None was not measured."""
+
+    title: str
+    rows: Sequence[str]
+    columns: Sequence[str]
+    values: Sequence[Sequence[float | None]]
+    marked: frozenset[int] = frozenset()
+    """Rows with a frame around them."""
+
+
+@dataclass(frozen=True)
+class Heat(Chart):
+    """Small heat maps with their numbers in them, each with colours of its own; `row` and `column` name the axes."""
+
+    row: str
+    column: str
+    value: str
+    panels: Sequence[Panel]
+
+    def rows(self) -> Rows:
+        """Return one row per cell."""
+        found: Rows = [["panel", self.row, self.column, self.value, "marked"]]
+        for panel in self.panels:
+            for place, (label, values) in enumerate(zip(panel.rows, panel.values, strict=True)):
+                for column, value in zip(panel.columns, values, strict=True):
+                    found.append([panel.title, label, column, value, int(place in panel.marked)])
+        return found
+
+
+@dataclass(frozen=True)
+class Confusion(Chart):
+    """Counts of (true, predicted) classes, (classes, classes), drawn as shares of the true class."""
+
+    classes: Sequence[str]
+    counts: Sequence[Sequence[int]]
+
+    def rows(self) -> Rows:
+        """Return one row per pair of classes that occurs, in the drawn order."""
+        found: Rows = [["true", "predicted", "images"]]
+        for true, counts in zip(self.classes, self.counts, strict=True):
+            found += [[true, name, count] for name, count in zip(self.classes, counts, strict=True) if count]
+        return found
+
+
+@dataclass(frozen=True)
+class Reliability(Chart):
+    """Accuracy by confidence: edges (bins + 1) in 0 … 1, and of each bin images, mean confidence and accuracy."""
+
+    edges: Sequence[float]
+    images: Sequence[int]
+    confidence: Sequence[float | None]
+    accuracy: Sequence[float | None]
+
+    def rows(self) -> Rows:
+        """Return one row per bin."""
+        found: Rows = [["from", "to", "images", "confidence", "accuracy"]]
+        bins = zip(self.edges[:-1], self.edges[1:], self.images, self.confidence, self.accuracy, strict=True)
+        return found + [list(row) for row in bins]
+
+
+Part = Text | Table | Gallery | Chart
+
+
+@dataclass(frozen=True)
+class Section:
+    """A headed part of a page."""
+
+    title: str
+    parts: Sequence[Part]
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a task reads out of a run.
+
+    Args:
+        metric: the name of the score, in percent: "top-1".
+        scores: by the part of the task ("" where it has one) and the seed.
+        sections: what is shown of the run.
+        watched: the metric of an evaluation during training, by its key in metrics.jsonl.
+        warnings: what a reader must not overlook.
+    """
+
+    metric: str
+    scores: Mapping[str, Mapping[int, float]]
+    sections: Sequence[Section]
+    watched: Mapping[str, str] = field(default_factory=dict)
+    warnings: Sequence[str] = ()

@@ -1,0 +1,185 @@
+"""A run's folder as a report reads it: what is there, and what is missing or damaged. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from dpn_cli.errors import DataError
+from dpn_cli.recipe.reading import Plain
+from dpn_cli.report.content import Series
+from dpn_cli.run.files import read_object
+from dpn_cli.run.kinds import is_run
+from dpn_cli.run.provenance import read_recipe
+from dpn_cli.run.records import read_records
+
+Json = dict[str, Any]
+# What each record of a step holds beside the metrics of evaluations.
+STEP_KEYS = ("step", "loss", "lr", "grad_norm", "images_per_second", "wait_share", "lost_records")
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    """What a folder holds of a run or of an evaluation.
+
+    Args:
+        path: the folder.
+        name: how the report calls it.
+        kind: the kind of run, "eval" for the output of an evaluation.
+        facts: run.json; empty where it is missing.
+        recipe: config.yaml; None where it is missing or damaged.
+        result: result.json, or partial.json of a run with failures; empty while there is none.
+        records: metrics.jsonl.
+        notes: what is missing, damaged or unfinished, in sentences.
+    """
+
+    path: Path
+    name: str
+    kind: str
+    facts: Json
+    recipe: Plain | None
+    result: Json
+    records: Sequence[Json]
+    notes: Sequence[str]
+
+    @property
+    def seed(self) -> int:
+        """The seed of a single training."""
+        return int((self.recipe or {}).get("seed", 0))
+
+    @property
+    def status(self) -> str:
+        """The run's status: finished, running, stopped, failed …; scored for an evaluation."""
+        return "scored" if self.kind == "eval" else str(self.facts.get("status", "unknown"))
+
+    def series(self, key: str) -> Series:
+        """Return the values of a key in the log over steps, without those that are not finite numbers."""
+        points = [(record["step"], record[key]) for record in self.records if _is_number(record.get(key))]
+        return Series(self.name, [x for x, _ in points], [y for _, y in points])
+
+    def watched(self) -> list[str]:
+        """Return the metrics of evaluations during the training, by their keys."""
+        keys = dict.fromkeys(key for record in self.records for key in record if key not in STEP_KEYS)
+        return [key for key in keys if self.series(key).x]
+
+
+def open_run(path: Path, name: str | None = None) -> OpenRun:
+    """Read a folder. Raises `DataError` when it holds neither a run nor the output of an evaluation."""
+    place = path.expanduser()
+    if not place.is_dir():
+        raise DataError(f"{path}: no such folder" if not place.exists() else f"{path}: a file, not a run's folder")
+    facts, result = read_object(place / "run.json") or {}, read_object(place / "result.json")
+    evaluated = not is_run(place) and str((result or {}).get("task", "")).endswith("eval")
+    if not is_run(place) and not evaluated:
+        raise DataError(
+            f"{path}: not a run's folder (no run.json in it), nor the -o folder of 'dpn eval'; 'dpn runs {path}' lists "
+            "the runs below it"
+        )
+    recipe = read_recipe(place / "config.yaml")
+    records, damaged = read_records(place / "metrics.jsonl")
+    good = [record for record in records if _is_number(record.get("step"))]
+    partial = None if result else read_object(place / "partial.json")
+    run = OpenRun(
+        path=place,
+        name=name or place.resolve().name,
+        kind="eval" if evaluated else str(facts.get("kind") or _kind_of(recipe)),
+        facts=facts,
+        recipe=recipe,
+        result=result or partial or {},
+        records=good,
+        notes=(),
+    )
+    notes = _notes(run, damaged + len(records) - len(good)) if not evaluated else []
+    return replace(run, notes=notes)
+
+
+def _notes(run: OpenRun, damaged: int) -> list[str]:
+    """Return what is missing, damaged or unfinished."""
+    notes = []
+    if not run.facts:
+        notes.append("run.json is missing or damaged: versions, device and data are not known.")
+    if run.recipe is None:
+        notes.append("config.yaml is missing or damaged: the recipe is not known.")
+    if not run.result:
+        steps = (run.recipe or {}).get("schedule", {}).get("steps")
+        at = max((record["step"] for record in run.records), default=0)
+        reached = f", logged up to step {at}" + (f" of {steps}" if steps else "") if at else ""
+        damage = "result.json is damaged" if (run.path / "result.json").is_file() else "no result.json"
+        notes.append(
+            f"UNFINISHED: status {run.status!r}{reached}; {damage}, so the page shows what there is. "
+            "The command that began the run continues it with --resume."
+        )
+    elif run.facts.get("status") not in (None, "finished"):
+        notes.append(f"The run's status is {run.status!r}.")
+    if error := run.facts.get("error"):
+        notes.append(f"It ended with: {error}" if not run.result else f"It once ended with: {error}")
+    if damaged:
+        lines = "1 line is" if damaged == 1 else f"{damaged} lines are"
+        notes.append(f"metrics.jsonl: {lines} damaged and left out of the curves.")
+    if lost := sum(record.get("lost_records", 0) for record in run.records):
+        notes.append(f"metrics.jsonl: {lost} records were lost before, and the curves lack them.")
+    return notes
+
+
+def _kind_of(recipe: Plain | None) -> str:
+    """Return the kind of a run whose run.json does not say it."""
+    about = (recipe or {}).get("about")
+    command = str(about.get("command", "")) if isinstance(about, dict) else ""
+    words = {"dpn finetune vtab": "sweep", "dpn lit": "towers", "dpn segment": "segmenter"}
+    return next((kind for start, kind in words.items() if command.startswith(start)), "classifier")
+
+
+def named(paths: Sequence[Path]) -> list[str]:
+    """Return a name of each of several folders: the end of its path that no other one has."""
+    whole = [path.expanduser().resolve().parts for path in paths]
+    for length in range(1, max(map(len, whole)) + 1):
+        names = ["/".join(parts[-length:]) for parts in whole]
+        if len(set(names)) == len(names):
+            return names
+    return ["/".join(parts) for parts in whole]
+
+
+def find_runs(root: Path) -> Iterator[Path]:
+    """Yield the runs' folders in a folder and below it, in order of name, without those inside another run."""
+    if (root / "run.json").is_file():
+        yield root
+        return
+    try:
+        folders = sorted(path for path in root.iterdir() if path.is_dir() and not path.is_symlink())
+    except OSError:
+        return
+    for folder in folders:
+        yield from find_runs(folder)
+
+
+def hours(run: OpenRun) -> float | None:
+    """Return the hours that a run has trained, by its result; its whole age where trainings in it count for themselves.
+
+    None when neither is known.
+    """
+    seconds = run.result.get("timing", {}).get("train_seconds")
+    if seconds is None and run.kind == "comparison":
+        seconds = sum(one.get("timing", {}).get("train_seconds", 0) for _, one in trainings(run.result))
+    return None if seconds is None else seconds / 3600
+
+
+def trainings(result: Mapping[str, Any]) -> Iterator[tuple[str, Json]]:
+    """Yield the folder and the result of each training of a comparison's result."""
+    for network in result.get("compare", {}).get("networks", {}).values():
+        yield from network.get("runs", {}).items()
+
+
+def moment(run: OpenRun, key: str) -> datetime | None:
+    """Return a time of run.json."""
+    try:
+        return datetime.strptime(str(run.facts.get(key)), "%Y-%m-%dT%H:%M:%S%z").astimezone(UTC)
+    except ValueError:
+        return None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

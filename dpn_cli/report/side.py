@@ -1,0 +1,197 @@
+"""Runs side by side: one table of them all, and their differences in pairs where a pair says something."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dpn_cli.recipe.sources import flat, shown
+from dpn_cli.report.content import Cell, Findings, Part, Section, Table, Text
+from dpn_cli.report.reading import OpenRun, hours
+from dpn_cli.statistics import PERCENT, PERCENT_DIFFERENCE, Summary, paired_difference, summarize
+
+# What two trainings may differ in and still be compared by seed: the network, and what computes the same numbers.
+FREE = ("about", "backbone", "seed", "seeds", "compare", "runtime", "allow_failed", "keep_weights")
+# Keys that say where images are; their fingerprints say what they are.
+PLACES = ("data.source", "data.val_source", "data.max_pixels")
+Pair = tuple[OpenRun, Findings]
+
+
+def summary(pairs: Sequence[Pair]) -> Table:
+    """Return the table of all runs, one a row."""
+    columns = ("run", "task", "network", "seed", "score", "", "steps", "hours", "images/s", "waiting", "status")
+    rows = [_row(run, findings) for run, findings in pairs]
+    filled = [place for place in range(len(columns)) if any(row[place] not in ("", None) for row in rows)]
+    return Table(
+        "Runs" if len(pairs) > 1 else "Run",
+        [columns[place] for place in filled],
+        [[row[place] for place in filled] for row in rows],
+        name="runs",
+    )
+
+
+def _row(run: OpenRun, findings: Findings) -> list[Cell]:
+    result, time, speed = run.result, hours(run), run.series("images_per_second").y
+    timing = result.get("timing", {})
+    share = timing["wait_seconds"] / timing["train_seconds"] if timing.get("train_seconds") else None
+    values = findings.scores.get("", {})
+    single = len(values) == 1
+    return [
+        run.name,
+        result.get("task", run.kind),
+        " ".join(str(result[key]) for key in ("arch", "stem") if result.get(key)),
+        str(next(iter(values))) if single and run.kind != "eval" else "",
+        summarize(list(values.values())).mean if values else None,
+        f"{findings.metric} in %" if values else "",
+        result.get("steps"),
+        None if time is None else f"{time:.3g}",
+        None if not speed else f"{speed[-1]:.1f}",
+        None if share is None else f"{100 * share:.1f} %",
+        run.status,
+    ]
+
+
+def paired(pairs: Sequence[Pair]) -> Section | None:
+    """Return the differences of later networks to the first, in pairs by seed; None for a single run.
+
+    Where runs cannot be paired, one line says why.
+    """
+    if len(pairs) < 2:
+        return None
+    groups = _groups(pairs)
+    first, *others = groups
+    parts: list[Part] = []
+    if not others:
+        parts = [Text("All of these runs are of one network: there is nothing to take the difference of.")]
+        if len(first.seeds) > 1:
+            parts.append(_means(first))
+    for other in others:
+        reason = refusal(first, other)
+        parts.append(
+            Text(f"{other.name} is not paired with {first.name}: {reason}.") if reason else _table(first, other)
+        )
+    return Section("Differences in pairs", parts)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs of one network: their score by part of the task and seed."""
+
+    name: str
+    runs: Sequence[OpenRun]
+    metric: str
+    scores: Mapping[str, Mapping[int, float]]
+
+    @property
+    def seeds(self) -> set[int]:
+        """Every seed of which there is a score."""
+        return {seed for values in self.scores.values() for seed in values}
+
+
+def _groups(pairs: Sequence[Pair]) -> list[Group]:
+    """Gather the runs of each network, and name the networks by what they differ in.
+
+    A run with another recipe than its network's first, or of a seed that is there already, stands alone.
+    """
+    networks = [_network(run) for run, _ in pairs]
+    keys = dict.fromkeys(key for network in networks for key in network)
+    differing = [key for key in keys if len({repr(network.get(key)) for network in networks}) > 1]
+    groups: dict[str, Group] = {}
+    for (run, findings), network in zip(pairs, networks, strict=True):
+        name = ", ".join(f"{key} {shown(network.get(key))}" for key in differing) or run.name
+        alone = Group(name, [run], findings.metric, findings.scores)
+        before = groups.get(name)
+        if before is None:
+            groups[name] = alone
+        elif before.seeds & alone.seeds or _protocol(run) != _protocol(before.runs[0]):
+            groups[run.name] = replace(alone, name=run.name)
+        else:
+            parts = dict.fromkeys([*before.scores, *alone.scores])
+            scores = {part: {**before.scores.get(part, {}), **alone.scores.get(part, {})} for part in parts}
+            groups[name] = replace(before, runs=[*before.runs, run], scores=scores)
+    return list(groups.values())
+
+
+def _network(run: OpenRun) -> dict[str, Any]:
+    backbone = (run.recipe or {}).get("backbone", {})
+    compare = (run.recipe or {}).get("compare") or None
+    return {**dict(flat(backbone)), **({"compare": compare} if compare else {})}
+
+
+def _protocol(run: OpenRun) -> dict[str, Any]:
+    """Return what two trainings must share to be paired: the recipe but for the network, and fingerprints of data."""
+    recipe = {key: value for key, value in (run.recipe or {}).items() if key not in FREE}
+    keys = {key: value for key, value in flat(recipe) if key not in PLACES}
+    data = run.facts.get("data")
+    return {**keys, **{f"data {key}": value for key, value in flat(data if isinstance(data, dict) else {})}}
+
+
+def refusal(first: Group, other: Group) -> str | None:
+    """Say why two groups of runs cannot be paired; None when they can."""
+    one, two = first.runs[0], other.runs[0]
+    if one.kind != two.kind or first.metric != other.metric:
+        return f"one is scored by {other.metric} ({two.kind}), the other by {first.metric} ({one.kind})"
+    if "eval" in (one.kind, two.kind):
+        return "evaluations have no seeds; compare their rows in the table"
+    if "comparison" in (one.kind, two.kind):
+        return "a comparison of several trainings holds its own pairs; they are below"
+    for group in (other, first):
+        if not group.scores:
+            return f"{group.name} has no score yet"
+    for run in (one, two):
+        if run.recipe is None or not run.facts.get("data"):
+            return f"it is not known how {run.name} was trained and on what data"
+    there, here = _protocol(one), _protocol(two)
+    differs = [key for key in {**there, **here} if there.get(key) != here.get(key)]
+    if differs:
+        said = "; ".join(f"{key} is {shown(here.get(key))} and {shown(there.get(key))}" for key in differs[:3])
+        more = f"; and {len(differs) - 3} more" if len(differs) > 3 else ""
+        return f"their protocols differ ({said}{more})"
+    if not any(set(values) & set(other.scores.get(part, {})) for part, values in first.scores.items()):
+        seeds = [", ".join(map(str, sorted(group.seeds))) for group in (other, first)]
+        return f"they share no seed ({seeds[0]} and {seeds[1]})"
+    return None
+
+
+def _table(first: Group, other: Group) -> Table:
+    """Return the differences part by part over the seeds that both have, and over the parts."""
+    rows: list[Sequence[Cell]] = []
+    means = []
+    for part, values in first.scores.items():
+        seeds = sorted(set(values) & set(other.scores.get(part, {})))
+        if seeds:
+            ours, theirs = ([scores[seed] for seed in seeds] for scores in (other.scores[part], values))
+            difference = paired_difference(ours, theirs)
+            means.append(difference.mean)
+            sides = [summarize(one, PERCENT).mean for one in (theirs, ours)]
+            rows.append([part or other.metric, *sides, *described(difference), ", ".join(map(str, seeds))])
+    strong = frozenset[int]()
+    if len(means) > 1:
+        strong = frozenset({len(rows)})
+        rows.append(["over tasks", None, None, *described(summarize(means, PERCENT_DIFFERENCE)), ""])
+    return Table(
+        f"{other.name} minus {first.name}",
+        (first.metric, first.name, other.name, "difference", "95 %", "n", "seeds"),
+        rows,
+        note="Points: the mean over pairs with the same seed ± its standard error, with the 95 % t-interval; over "
+        "tasks, that of the tasks' means.",
+        strong=strong,
+        name="differences",
+    )
+
+
+def _means(group: Group) -> Table:
+    rows: list[Sequence[Cell]] = []
+    for part, values in group.scores.items():
+        mean, interval, count = described(summarize(list(values.values()), PERCENT))
+        rows.append([part or group.metric, mean, interval, count])
+    title = f"Mean over seeds {', '.join(map(str, sorted(group.seeds)))}"
+    return Table(title, (group.metric, "mean", "95 %", "n"), rows, name="means")
+
+
+def described(summary: Summary) -> tuple[str, str, int]:
+    """Return mean ± standard error, the 95 % interval and n as text."""
+    error = "" if summary.stderr is None else f" ± {summary.stderr:.2f}"
+    interval = "-" if summary.ci95 is None else f"{summary.ci95[0]:.2f} … {summary.ci95[1]:.2f}"
+    return f"{summary.mean:.2f}{error}", interval, len(summary.values)

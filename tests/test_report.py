@@ -1,0 +1,353 @@
+"""`dpn report` and `dpn runs`: what pages hold, and what is said of runs that are unfinished or damaged."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import html5lib
+import pytest
+import yaml
+from scipy import stats
+from test_cli import run
+
+from dpn_cli.recipe.reading import build, merge, read_recipe
+from dpn_cli.report.charts import INK, draw, thinned
+from dpn_cli.report.content import Bars, Heat, Lines, Panel, Series, Table
+from dpn_cli.report.page import write_page
+from dpn_cli.report.tables import as_latex, as_markdown
+from tasks.classify.highres_recipe import HighresRecipe
+from tasks.lit.recipe import LitRecipe
+from tasks.segment.recipe import SegmentRecipe
+from tasks.vtab.cells import TaskOutcome
+from tasks.vtab.recipe import VtabRecipe
+from tasks.vtab.report import build_result
+from tasks.vtab.table import TASKS
+
+Json = dict[str, Any]
+SVG = "{http://www.w3.org/2000/svg}"
+SCRIPT = "<script>alert(1)</script>"
+
+
+def write_run(
+    path: Path, schema: Any, recipe: str, result: Json | None, kind: str = "classifier", **changes: Any
+) -> Path:
+    """Write the folder of a run as the commands do."""
+    path.mkdir(parents=True)
+    plain = build(schema, merge(read_recipe(recipe), changes), "test").model_dump(mode="json")
+    (path / "config.yaml").write_text(yaml.safe_dump(plain))
+    facts = {"kind": kind, "argv": ["dpn", "finetune", "highres"], "versions": {"dpn-cli": "0.1.0"}}
+    facts |= {"status": "finished" if result else "running", "data": {"train": "a1", "val": "b2"}}
+    facts |= {"updated": "2026-01-01T00:00:00+0000"}
+    (path / "run.json").write_text(json.dumps(facts))
+    if result:
+        (path / "result.json").write_text(json.dumps({"differs_from_paper": None, **result}))
+    records = [{"step": step, "loss": 2 / step, "lr": 0.1 * step, "grad_norm": 1.5 / step} for step in range(1, 9)]
+    records.append({"step": 8, "accuracy": 31.0})
+    (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def classifier(path: Path, top1: float = 80.0, seed: int = 0, stem: str = "dpn", **changes: Any) -> Path:
+    result = {
+        **{"task": "highres", "arch": "mu/16", "stem": stem, "top1": top1, "top5": 99.0, "loss": 0.5, "classes": 6},
+        **{"images": {"train": 950, "minival": 50, "val": 1000}, "floors": {"chance": 16.7}, "steps": 8},
+        **{"minival_top1": 31.0, "best_step": 8, "timing": {"train_seconds": 7.2, "wait_seconds": 1.8}},
+    }
+    backbone = {"stem": stem}
+    return write_run(path, HighresRecipe, "highres_demo", result, seed=seed, backbone=backbone, **changes)
+
+
+def page_of(tmp_path: Path, *runs: Path) -> str:
+    done = run("report", *map(str, runs), "-o", str(tmp_path / "page"))
+    assert done.exit_code == 0, done.output
+    return (tmp_path / "page" / "report.html").read_text()
+
+
+def rows_of(tmp_path: Path, name: str) -> list[list[str]]:
+    with (tmp_path / "page" / "figures" / f"{name}.csv").open(newline="") as file:
+        return list(csv.reader(file))
+
+
+def check_page(html: str) -> Any:
+    """Assert that a page is valid HTML that loads nothing from elsewhere, and return its tree."""
+    tree = html5lib.HTMLParser(strict=True).parse(html)
+    ids = [element.get("id") for element in tree.iter() if element.get("id")]
+    assert len(ids) == len(set(ids))
+    for element in tree.iter():
+        assert not str(element.tag).endswith(("}script", "}link", "}iframe", "}object")), element.tag
+        for name, value in element.attrib.items():
+            if str(name).rpartition("}")[2] in {"src", "href", "data", "action", "poster", "srcset"}:
+                assert value.startswith(("#", "data:image/")), (name, value[:80])
+                assert not value.startswith("#") or value[1:] in ids, value
+            assert not str(name).startswith("on"), name
+    assert not re.search(r"url\((?!#)|@import", html)
+    return tree
+
+
+def test_a_page_is_valid_stands_alone_and_escapes_names(tmp_path: Path) -> None:
+    folder = classifier(tmp_path / SCRIPT.replace("/", "") / "run & co", data={"val_source": SCRIPT})
+    html = page_of(tmp_path, folder)
+    tree = check_page(html)
+    assert "<script" not in html
+    assert SCRIPT in "".join(tree.itertext())
+    drawings = list(tree.iter(f"{SVG}svg"))
+    assert len(drawings) == 4
+    assert INK not in html  # lines and text have the page's own colour, light or dark
+    assert all("currentColor" in "".join(map(str, one.itertext())) or one.get("role") == "img" for one in drawings)
+    assert {path.name for path in (tmp_path / "page").iterdir()} == {"report.html", "figures", "table.md", "table.tex"}
+    assert all(path.with_suffix(".png").read_bytes()[:4] == b"\x89PNG" for path in (tmp_path / "page").rglob("*.csv"))
+
+
+def test_the_same_runs_give_the_same_bytes_and_old_figures_are_deleted(tmp_path: Path) -> None:
+    folder = classifier(tmp_path / "run")
+    first = page_of(tmp_path, folder)
+    (tmp_path / "page" / "figures" / "of_another_run.png").touch()
+    pictures = {
+        path.name: path.read_bytes() for path in (tmp_path / "page" / "figures").iterdir() if path.stat().st_size
+    }
+    assert page_of(tmp_path, folder) == first
+    assert {path.name: path.read_bytes() for path in (tmp_path / "page" / "figures").iterdir()} == pictures
+
+
+def test_curves_are_those_of_the_log_and_values_say_where_they_come_from(tmp_path: Path) -> None:
+    html = page_of(tmp_path, classifier(tmp_path / "run", lr=0.25))
+    header, *rows = rows_of(tmp_path, "loss")
+    assert header == ["series", "step", "training loss"]
+    assert [(int(step), float(loss)) for _, step, loss in rows] == [(step, 2 / step) for step in range(1, 9)]
+    assert rows_of(tmp_path, "accuracy")[1:] == [["run", "8", "31.0"]]
+    text = "".join(check_page(html).itertext())
+    assert "given; the recipe highres_demo has 0.005" in text
+    assert "25.0 %" in text  # 1.8 of 7.2 seconds
+    assert "0.002" in text  # hours
+
+
+def test_differences_in_pairs_are_scipys(tmp_path: Path) -> None:
+    plain, dpn = [70.0, 74.0, 71.0], [73.0, 75.5, 75.0]
+    runs = [classifier(tmp_path / f"none{seed}", score, seed, "none") for seed, score in enumerate(plain)]
+    runs += [classifier(tmp_path / f"dpn{seed}", score, seed, "dpn") for seed, score in enumerate(dpn)]
+    text = "".join(check_page(page_of(tmp_path, *runs)).itertext())
+    low, high = stats.ttest_rel(dpn, plain).confidence_interval(0.95)
+    error = stats.sem([a - b for a, b in zip(dpn, plain, strict=True)])
+    assert f"{fmean(dpn) - fmean(plain):.2f} ± {error:.2f}" in text
+    assert f"{low:.2f} … {high:.2f}" in text
+    assert "stem dpn minus stem none" in text
+    tables = (tmp_path / "page" / "table.md").read_text()
+    assert f"| 2.83 ± {error:.2f} |" in tables
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"seed": 1}, "they share no seed (1 and 0)"),
+        ({"lr": 0.25}, "their protocols differ (lr is 0.25 and 0.005)"),
+        ({"facts": {"data": {"train": "zz", "val": "b2"}}}, "their protocols differ (data train is zz and a1)"),
+        ({"facts": {"data": None}}, "on what data"),
+        ({"result": {}}, "has no score yet"),
+    ],
+)
+def test_runs_that_make_no_pair_are_not_paired_and_the_page_says_why(
+    tmp_path: Path, changes: Json, reason: str
+) -> None:
+    facts, result = changes.pop("facts", {}), changes.pop("result", None)
+    first, other = classifier(tmp_path / "one", stem="none"), classifier(tmp_path / "two", **changes)
+    place = other / "run.json"
+    place.write_text(json.dumps({**json.loads(place.read_text()), **facts}))
+    if result is not None:
+        (other / "result.json").unlink()
+    text = "".join(check_page(page_of(tmp_path, first, other)).itertext())
+    assert reason in text
+    assert "is not paired with stem none" in text
+    assert "minus" not in text
+
+
+def test_an_unfinished_or_damaged_run_is_shown_as_far_as_it_is_there(tmp_path: Path) -> None:
+    folder = classifier(tmp_path / "run", top1=16.0)
+    (folder / "result.json").write_text('{"task": ')
+    with (folder / "metrics.jsonl").open("a") as log:
+        log.write('{"step": 9, "loss": NaN}\nnot a record\n{"loss": 3}\n{"step": 10, "lo')
+    done = run("report", str(folder), "-o", str(tmp_path / "page"))
+    assert "UNFINISHED" in done.stderr
+    text = "".join(check_page((tmp_path / "page" / "report.html").read_text()).itertext())
+    assert "result.json is damaged" in text
+    assert "metrics.jsonl: 3 lines are damaged" in text
+    assert len(rows_of(tmp_path, "loss")) == 9
+    assert "NOTHING LEARNT" not in text
+    (folder / "metrics.jsonl").unlink()
+    for name in ("config.yaml", "run.json"):
+        kept = (folder / name).read_text()
+        (folder / name).write_text("")
+        assert f"{name} is missing or damaged" in page_of(tmp_path, folder)
+        (folder / name).write_text(kept)
+
+
+def test_a_score_at_chance_is_called_so(tmp_path: Path) -> None:
+    assert "NOTHING LEARNT: validation top-1 16.00 % of 1000" in page_of(
+        tmp_path, classifier(tmp_path / "run", top1=16.0)
+    )
+
+
+def test_folders_that_cannot_be_reported_end_with_one_line(tmp_path: Path) -> None:
+    folder = classifier(tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "run.json").write_text('{"kind": "oracle"}')
+    result = json.loads((folder / "result.json").read_text())
+    for words, code, message in (
+        (["report", str(tmp_path / "none")], 3, "no such folder"),
+        (["report", str(folder / "run.json")], 3, "a file, not a run's folder"),
+        (["report", str(tmp_path / "empty")], 3, "not a run's folder"),
+        (["report", str(tmp_path / "odd")], 3, "of the kind 'oracle'"),
+        (["report", str(folder), "-o", str(folder)], 2, "the folder holds a run"),
+        (["runs", str(tmp_path / "empty")], 3, "no runs in it"),
+        (["runs", "show", str(tmp_path / "empty")], 3, "not a run's folder"),
+    ):
+        done = run(*words, *(["-o", str(tmp_path / "page")] if len(words) == 2 and words[0] == "report" else []))
+        assert done.exit_code == code, done.output
+        assert message in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1
+    del result["top5"]
+    (folder / "result.json").write_text(json.dumps(result))
+    assert "KeyError: 'top5'" in run("report", str(folder), "-o", str(tmp_path / "page")).stderr
+
+
+def test_runs_are_listed_and_shown(tmp_path: Path) -> None:
+    classifier(tmp_path / "runs" / "highres" / "a")
+    unfinished = classifier(tmp_path / "runs" / "b")
+    (unfinished / "result.json").unlink()
+    listed = json.loads(run("runs", str(tmp_path / "runs"), "--json").stdout)
+    assert [(row["run"][-1], row["status"], row["metric"], row["value"]) for row in listed] == [
+        ("b", "finished", None, None),
+        ("a", "finished", "top-1", 80.0),
+    ]
+    assert [row["step"] for row in listed] == [8, 8]
+    assert listed[0]["command"] == "dpn finetune highres"
+    done = run("runs", str(tmp_path / "runs"))
+    assert re.search(r"80.00 % top-1 +8/\d+ +\d+ d", done.stdout), done.output
+    shown = run("runs", "show", str(unfinished))
+    assert "no result.json" in " ".join(shown.stdout.split())
+
+
+def sweep(path: Path, recipe: VtabRecipe, score: dict[str, float]) -> Path:
+    """Write a sweep over two tasks in which the second learning rate is best, and the second seed a point better."""
+    outcomes = []
+    for network in recipe.networks:
+        for task in TASKS[:1] + TASKS[7:8]:
+            val = {lr: {seed: 10.0 * place + seed for seed in recipe.seeds} for place, lr in enumerate(recipe.lrs)}
+            test = {seed: score[network] + seed for seed in recipe.seeds}
+            outcomes.append(TaskOutcome(task, network, val, test, 1000, recipe.lrs[-1]))
+    timing = {"train_seconds": 1.0, "wait_seconds": 0.5, "trainings": 4}
+    result = build_result(recipe, outcomes, "B/32", {}, timing)
+    write_run(path, VtabRecipe, "vtab", result, "sweep", compare=list(recipe.compare))
+    (path / "metrics.jsonl").unlink()
+    rows = [
+        {"time": "t", "stem": "dpn", "task": "camelyon", "lr": 0.01, "seed": 0, "accuracy": got} for got in (None, 9)
+    ]
+    (path / "ledger.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_sweep_has_every_cell_the_papers_values_and_the_ledger(tmp_path: Path) -> None:
+    plain = merge(read_recipe("vtab"), {"backbone": {"arch": "B/32"}, "compare": ["none", "dpn"], "seeds": [0, 1]})
+    recipe = build(VtabRecipe, plain, "test")
+    html = page_of(tmp_path, sweep(tmp_path / "run", recipe, {"none": 60.0, "dpn": 64.0}))
+    text = " ".join("".join(check_page(html).itertext()).split())
+    cells = rows_of(tmp_path, "network2_cells")
+    assert cells[0] == ["panel", "learning rate", "seed", "val200 in %", "marked"]
+    assert len(cells) == 1 + 2 * len(recipe.lrs) * 2
+    assert {row[1] for row in cells if row[4] == "1"} == {f"{recipe.lrs[-1]:g}"}
+    assert ["caltech101", f"{recipe.lrs[1]:g}", "1", "11.0", "0"] in cells
+    bars = {(row[0], row[1]): row[2] for row in rows_of(tmp_path, "tasks")}
+    assert bars["dpn", "caltech101"] == "64.5"
+    assert bars["dpn, paper", "caltech101"] == "87.7"
+    assert bars["none, paper", "camelyon"] == "77.9"
+    assert "edge of the grid for caltech101 (highest), camelyon (highest)" in text
+    assert "1 scorings of the test split" in text
+    assert "4.00 ± 0.00" in text  # dpn minus none
+
+
+def test_recall_and_classes_are_drawn_from_their_results(tmp_path: Path) -> None:
+    recall = {f"{way}@{k}": 10.0 * k for way in ("image_to_text", "text_to_image") for k in (1, 5)}
+    retrieval = {**recall, "chance@5": 0.5, "images": 1000, "captions": 1000}
+    result = {"task": "lit", "retrieval": retrieval, "temperature": 10.0}
+    text = page_of(tmp_path, write_run(tmp_path / "lit", LitRecipe, "lit_demo", result, "towers"))
+    check_page(text)
+    assert rows_of(tmp_path, "recall")[1:] == [
+        *(["image to text", k, v] for k, v in (("1", "10.0"), ("5", "50.0"))),
+        *(["text to image", k, v] for k, v in (("1", "10.0"), ("5", "50.0"))),
+        *(["chance", k, v] for k, v in (("1", "0.1"), ("5", "0.5"))),
+    ]
+    result = {"task": "segment", "miou": 20.0, "majority_miou": 30.0, "images": 5}
+    folder = write_run(tmp_path / "segment", SegmentRecipe, "ade20k_demo", result, "segmenter")
+    (folder / "per_class.csv").write_text(
+        f"class,name,pixels,predicted,iou,recall,precision\n0,a,1,1,10.00,1.00,1.00\n1,{SCRIPT},1,1,90.00,1.00,1.00\n2,c,0,0,,,\n"
+    )
+    html = page_of(tmp_path, folder)
+    check_page(html)
+    assert "<script" not in html
+    assert [row[1:3] for row in rows_of(tmp_path, "iou")[1:]] == [[SCRIPT, "90.0"], ["a", "10.0"]]
+    assert "NOTHING LEARNT: validation mIoU" in html
+    (folder / "per_class.csv").unlink()
+    assert "per_class.csv is missing" in page_of(tmp_path, folder)
+
+
+def test_a_comparison_has_its_means_and_differences(tmp_path: Path) -> None:
+    score = {"mean": 12.0, "std": 2.0, "n": 2, "stderr": 1.4, "ci95": [1.0, 23.0]}
+    networks = {name: {"runs": {f"{name}/seed0": {"top1": 11.0}}, "top1": score} for name in ("none", "dpn")}
+    differences = [{"network": "dpn", "minus": "none", "seeds": [0, 1], "top1": {**score, "mean": -3.0}}]
+    compare = {"networks": networks, "differences": differences}
+    result = {"task": "pretrain", "score": "top1", "compare": compare, "failed": ["dpn, seed 1: loss nan"]}
+    folder = write_run(tmp_path / "run", HighresRecipe, "highres_demo", result, "comparison")
+    for name in ("none", "dpn"):
+        classifier(folder / name / "seed0", stem=name)
+    html = page_of(tmp_path, folder)
+    check_page(html)
+    assert "-3.00 ± 1.40" in html
+    assert "failed: dpn, seed 1: loss nan" in html
+    assert rows_of(tmp_path, "networks")[1:] == [["top-1", "none", "12.0", "11.0"], ["top-1", "dpn", "12.0", "11.0"]]
+    assert {row[0] for row in rows_of(tmp_path, "networks_loss")[1:]} == {"none", "dpn"}
+
+
+def test_a_long_line_is_drawn_as_means_of_its_stretches() -> None:
+    line = thinned(Series("loss", range(1, 1001), [1 / step for step in range(1, 1001)]), most=100)
+    assert line.y[:2] == pytest.approx([fmean(1 / step for step in range(1, 11)), fmean(1 / s for s in range(11, 21))])
+    assert line.x[-1] == fmean(range(991, 1001))
+
+
+def test_charts_keep_names_as_they_are(tmp_path: Path) -> None:
+    name = f"$x^2$ & {SCRIPT} 猫 \x1b[31m"
+    for chart in (
+        Lines("lines", name, name, name, [Series(name, [1, 2], [1.0, 3.0])], log_y=True, floor=(name, 2.0)),
+        Bars("bars", name, name, [name], {name: [None], "b": [3.0]}, {"b": [1.0]}),
+        Heat("heat", name, name, name, name, [Panel(name, [name], [name, "b"], [[None, 2.0]], frozenset({0}))]),
+    ):
+        svg, png = draw(chart, chart.name)
+        tree = check_page(f"<!DOCTYPE html><html><head><title>x</title></head><body>{svg}</body></html>")
+        assert "$x^2$" in "".join(tree.itertext())
+        assert "\x1b" not in svg
+        assert png.startswith(b"\x89PNG")
+    write_page(tmp_path, name, [])
+    check_page((tmp_path / "report.html").read_text())
+
+
+def test_tables_are_markdown_and_latex() -> None:
+    table = Table("50 % & more", ["a_b", "n"], [["x|y", 1.234], ["mean", None]], note="μ", strong=frozenset({1}))
+    assert as_markdown(table) == ("**50 % & more**\n\n| a\\_b | n |\n|---|--:|\n| x\\|y | 1.23 |\n| mean |  |\n\nμ\n")
+    assert as_latex(table).splitlines() == [
+        r"\begin{table}",
+        r"\caption{50 \% \& more μ}",
+        r"\begin{tabular}{lr}",
+        r"\toprule",
+        r"a\_b & n \\",
+        r"\midrule",
+        r"x|y & 1.23 \\",
+        r"\midrule",
+        r"mean &  \\",
+        r"\bottomrule",
+        r"\end{tabular}",
+        r"\end{table}",
+    ]
