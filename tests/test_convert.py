@@ -321,6 +321,18 @@ def test_a_stem_with_norms_cannot_be_retrofitted(tmp_path: Path) -> None:
         retrofit(read_file(DPN), tmp_path / "x.safetensors", lambda: iter([pictures(8, 32)]))
 
 
+def test_other_stems_are_fitted_where_they_have_scales(tmp_path: Path) -> None:
+    def batches() -> Iterator[Tensor]:
+        return iter([pictures(16, 32)])
+
+    done = retrofit(read_file(PLAIN), tmp_path / "rms.safetensors", batches, stem="rms")
+    assert load_backbone(checkpoint=str(tmp_path / "rms.safetensors"), image_size=32).config.stem == "rms"
+    assert done["survives"] > done["survives_copied"]
+    for stem in ("none", "dpn_no_affine", "affine_only"):
+        with pytest.raises(DpnError, match=f"--stem {stem}: has no norms to fit; use pre, post"):
+            retrofit(read_file(PLAIN), tmp_path / "x.safetensors", batches, stem=stem)
+
+
 def test_the_commands_work_from_file_to_file(tmp_path: Path) -> None:
     photos = tmp_path / "photos" / "deep"
     photos.mkdir(parents=True)

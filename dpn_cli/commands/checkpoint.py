@@ -10,11 +10,11 @@ from pydantic import BeforeValidator, Field
 from rich.console import Console as RichConsole
 from rich.table import Column, Table
 
-from dpn_cli.arch import Act
+from dpn_cli.arch import Act, Stem
 from dpn_cli.commands.action import Outcome, action
 from dpn_cli.errors import DpnError
 from dpn_cli.recipe.flag import DATA, FACTS, OUTPUT, argument, flag
-from dpn_cli.recipe.network import IMAGE_SIZE
+from dpn_cli.recipe.network import IMAGE_SIZE, STEM
 from dpn_cli.recipe.schema import (
     Pictures,
     Pixels,
@@ -118,6 +118,7 @@ class Folding(Section):
 class Retrofit(Writing):
     """Options of ``dpn checkpoint retrofit``."""
 
+    stem: Annotated[Stem, STEM.but(help="Stem to fit: pre, post, post_posemb, dpn or rms.")] = "dpn"
     data: Annotated[str, flag("--data", help="Folder of images to fit the norms on, or demo.", panel=DATA)]
     images: Annotated[
         Annotated[int, Field(ge=4, le=100_000)],
@@ -204,16 +205,22 @@ def _retrofit(options: Retrofit, console: Console) -> Outcome:
     size = _pair(options.image_size) or config_of(opened).image_size
     reading = Reading(options.pictures.decode, options.pictures.max_pixels)
     pixels = load(find_images(options.data, options.images, options.seed, reading), size).images
-    done = retrofit(opened, options.target, lambda: iter(torch.split(pixels, 32)), image_size=size)
+    images = torch.split(pixels, 32)
+    done = retrofit(opened, options.target, lambda: iter(images), stem=options.stem, image_size=size)
     return (
         done,
         lambda done: (
-            f"{done['path']}: stem dpn, fitted on {done['patches']} patches of {len(pixels)} images "
+            f"{done['path']}: stem {options.stem}, fitted on {done['patches']} patches of {len(pixels)} images "
             f"(mean contrast {done['contrast']:.3f}, mean brightness {done['brightness']:+.3f}).\n"
             f"Of the variance of the tokens of held-out images {done['survives']:.1%} survives "
             f"({done['survives_copied']:.1%} with norms of scale 1 and bias 0).\n"
-            "This is a start for training, not an equal network: a norm on raw patches removes each patch's brightness "
-            "and contrast, which the plain ViT uses."
+            "This is a start for training, not an equal network"
+            + (
+                ": a norm on raw patches removes each patch's brightness and contrast, which the plain ViT uses."
+                if options.stem in ("pre", "dpn")
+                else "."
+            )
+            + " 'dpn distill' trains it to be nearer."
         ),
     )
 

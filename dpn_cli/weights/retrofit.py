@@ -18,6 +18,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from dpn_cli.arch import Stem
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.model.config import ViTConfig
 from dpn_cli.weights.backbone import Backbone, LoadReport, export_backbone, load_whole
@@ -27,6 +28,8 @@ from dpn_cli.weights.formats import Checkpoint
 Batches = Callable[[], Iterator[Tensor]]
 # Of this many images each, one is held out from the fit to measure what survives.
 HELD_OUT = 4
+# The stems whose norms have scales.
+FITTED: tuple[Stem, ...] = ("pre", "post", "post_posemb", "dpn", "rms")
 
 
 @dataclass(frozen=True)
@@ -45,16 +48,25 @@ class Fitted:
 
 
 def retrofit(
-    source: Checkpoint, target: Path, images: Batches, *, image_size: int | tuple[int, int] | None = None
+    source: Checkpoint,
+    target: Path,
+    images: Batches,
+    *,
+    stem: Stem = "dpn",
+    image_size: int | tuple[int, int] | None = None,
 ) -> dict[str, Any]:
-    """Write a plain ViT with a DPN stem fitted on `images`; returns what was fitted and what survives.
+    """Write a plain ViT with another stem fitted on `images`; returns what was fitted and what survives.
 
     `images` yields batches (b, 3, h, w) of uint8 pixels at the image size, and can be started again. Raises
-    `DpnError` when the network already has a norm in its stem, `DataError` when there are too few images.
+    `DpnError` when the network already has a norm in its stem and for a stem that has no scales to fit, `DataError`
+    when there are too few images.
     """
-    check_plain(source.stem, source.source)
+    if source.stem != "none":
+        raise DpnError(f"{source.source} has stem {source.stem!r}; only a plain stem (none) can be fitted with norms")
+    if stem not in FITTED:
+        raise DpnError(f"--stem {stem}: has no norms to fit; use {', '.join(FITTED)}")
     plain = load_whole(source, image_size)
-    dual = converted(plain, replace(plain.config, stem="dpn"))
+    dual = converted(plain, replace(plain.config, stem=stem))
     fitted = fit_stem(plain, dual, images)
     survival = {"fitted": fitted.survives, "copied": fitted.copied}
     digest = export_backbone(dual, target, {"origin": origin(plain), "retrofit": json.dumps(survival)})
@@ -67,12 +79,6 @@ def retrofit(
         "survives": fitted.survives,
         "survives_copied": fitted.copied,
     }
-
-
-def check_plain(stem: str, place: str) -> None:
-    """Raise `DpnError` when a network has norms in its stem already."""
-    if stem != "none":
-        raise DpnError(f"{place} has stem {stem!r}; only a plain stem (none) can be fitted with norms")
 
 
 def converted(model: Backbone, config: ViTConfig, seed: int = 0) -> Backbone:
