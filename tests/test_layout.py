@@ -31,6 +31,7 @@ ROOMS = (
     ("dpn_cli.data",),
     ("dpn_cli.scoring",),
     ("dpn_cli.report",),
+    ("dpn_cli.analysis",),
     ("tasks",),
     ("dpn_cli.commands",),
     ("dpn_cli.cli", "dpn_cli.__main__"),

@@ -1,0 +1,54 @@
+"""One pass of images through a network, in which everything that needs images is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dpn_cli.analysis.attention import AttentionDistances, uniform_distance
+from dpn_cli.analysis.patches import Explained
+from dpn_cli.analysis.tokens import Lengths, TokenLengths
+from dpn_cli.run import stopping
+from dpn_cli.weights.backbone import Backbone
+
+# Numbers of one layer's attention that are held at a time.
+MOST_ATTENTION = 2**25
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What images showed of a network; see `AttentionDistances`, `TokenLengths` and `Explained`.
+
+    `distances` are (layers, heads) in pixels, `ceiling` that of uniform attention.
+    """
+
+    images: int
+    distances: Tensor
+    ceiling: float
+    lengths: list[Lengths]
+    shares: dict[str, float | None]
+
+
+def images_at_once(model: Backbone) -> int:
+    """Return how many images go through a network at a time: at most 16, fewer where attention is large."""
+    tokens = model.config.grid[0] * model.config.grid[1] + 1
+    return max(1, min(16, MOST_ATTENTION // (model.config.size.heads * tokens**2)))
+
+
+@torch.no_grad()
+def observe(model: Backbone, batches: Iterable[Tensor]) -> Observed:
+    """Send batches (b, 3, h, w) of uint8 pixels through a network in evaluation mode and measure it meanwhile."""
+    device = model.patch_embed.proj.weight.device
+    grid, patch = model.config.grid, model.config.patch
+    attention, lengths, explained = AttentionDistances(model), TokenLengths(grid[0] * grid[1]), Explained(model)
+    images = 0
+    with attention.watching(model), lengths.watching(model), explained.watching(model):
+        for pixels in batches:
+            stopping.check_here()
+            model.forward_features(model.normalize(pixels.to(device)))
+            images += len(pixels)
+    ceiling = uniform_distance(grid, patch)
+    return Observed(images, attention.pixels, ceiling, lengths.summary(), explained.shares())

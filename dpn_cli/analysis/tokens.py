@@ -1,0 +1,83 @@
+"""How long tokens are, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from dpn_cli.weights.backbone import Backbone
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths (L2 norms) of the tokens at one place of a network.
+
+    `low` and `high` are quantiles (5 and 95 %) of the patch tokens, `largest` the longest of them; `class_token` is the
+    mean over images, None where there is none yet.
+    """
+
+    place: str
+    mean: float
+    low: float
+    high: float
+    largest: float
+    class_token: float | None
+
+
+@dataclass
+class TokenLengths:
+    """Collects the lengths of tokens while images go through a network."""
+
+    patches: int
+    found: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    def add(self, place: str, tokens: Tensor) -> None:
+        """Take tokens (b, n, d), or (b, 1 + n, d) with a class token in front."""
+        self.found.setdefault(place, []).append(tokens.float().norm(dim=-1).cpu())
+
+    def summary(self) -> list[Lengths]:
+        """Return the lengths at every place, in the order of the network."""
+        return [_summary(place, torch.cat(parts), self.patches) for place, parts in self.found.items()]
+
+    @contextmanager
+    def watching(self, model: Backbone) -> Iterator[None]:
+        """Take the tokens after the stem, with positions, after every block and after the final norm."""
+        with ExitStack() as stack:
+            places = [("stem", model.patch_embed), *_blocks(model)]
+            if not isinstance(model.norm, nn.Identity):
+                places.append(("final norm", model.norm))
+            for place, module in places:
+                hook = module.register_forward_hook(lambda module, inputs, output, place=place: self.add(place, output))
+                stack.callback(hook.remove)
+            first = model.blocks[0].register_forward_pre_hook(
+                lambda module, inputs: self.add("with positions", inputs[0])
+            )
+            stack.callback(first.remove)
+            yield
+
+
+def _blocks(model: Backbone) -> list[tuple[str, nn.Module]]:
+    return [(f"block {number}", block) for number, block in enumerate(model.blocks, 1)]
+
+
+def _summary(place: str, lengths: Tensor, patches: int) -> Lengths:
+    of_patches = lengths[:, -patches:].double()
+    # torch.quantile takes 2^24 numbers at most.
+    low, high = (float(of_patches.flatten().kthvalue(_rank(share, of_patches.numel()))[0]) for share in (0.05, 0.95))
+    has_class_token = lengths.shape[1] > patches
+    return Lengths(
+        place,
+        float(of_patches.mean()),
+        low,
+        high,
+        float(of_patches.max()),
+        float(lengths[:, 0].double().mean()) if has_class_token else None,
+    )
+
+
+def _rank(share: float, count: int) -> int:
+    return 1 + round(share * (count - 1))
