@@ -15,7 +15,7 @@ MUTATIONS = [
     (TRAIN, '"ema": None}', '"lr": recipe.lr}', "the stem's stage is averaged, too", D),
     (TRAIN, "ema_decay=recipe.ema", "ema_decay=None", "--ema is ignored", D),
     (TRAIN, "        ungated(student)\n", "", "gates stay in the file", D),
-    (TRAIN, "        observed.freeze_unseen()\n", "", "ranks wait for gradients that nobody computes", "tests/test_distill_cache.py"),
+    (TRAIN, "        observed.freeze_unseen()\n", "", "ranks wait for gradients that nobody computes", D),
     (TRAIN, '"trained_on": record(self.pictures.train)', '"trained_on": None', "the file does not know what it was trained on", D),
     (LOSSES, "value * temperature**2", "value", "the temperature shrinks the gradients", L),
     (LOSSES, " / self.deviations[name]", "", "channels count by their size", L),
