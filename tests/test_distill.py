@@ -42,7 +42,9 @@ SMALL: dict[str, Any] = {
 CLASSES = ("class0", "class1", "class2")
 
 
-def teacher_file(path: Path, arch: str = "mu/8", classes: int = 3, **how: Any) -> Path:
+def teacher_file(
+    path: Path, arch: str = "mu/8", classes: int = 3, names: tuple[str, ...] = CLASSES, **how: Any
+) -> Path:
     """Write a classifier with random weights, those of its head included; without classes a network without a head."""
     model = load_backbone(arch, stem=how.pop("stem", "none"), image_size=16, num_classes=classes, seed=5, **how).eval()
     if not classes:
@@ -50,7 +52,7 @@ def teacher_file(path: Path, arch: str = "mu/8", classes: int = 3, **how: Any) -
         return path
     with torch.no_grad():
         model.head.weight.normal_(generator=torch.Generator().manual_seed(1))
-    save_classifier(Classifier(model, CLASSES[:classes], "softmax", None, {}), path)
+    save_classifier(Classifier(model, names[:classes], "softmax", None, {}), path)
     return path
 
 
@@ -264,6 +266,17 @@ def test_the_file_goes_wherever_weights_go(finished: tuple[Path, dict[str, Any]]
     assert json.loads(converted.stdout)["difference"] == 0
     named = dpn_run("predict", str(path), str(photos / "val" / "class0" / "000.jpg"), "--device", "cpu")
     assert named.exit_code == 0, named.stderr
+
+
+def test_classes_are_those_of_the_teacher_whatever_their_order(photos: Path, tmp_path: Path) -> None:
+    place = teacher_file(tmp_path / "teacher.safetensors", names=("class2", "class0", "class1"))
+    result = train(small(photos, place), tmp_path / "run")
+    scored = json.loads(dpn_run("eval", str(place), "--data", str(photos), "--device", "cpu", "--json").stdout)
+    assert result["teacher_top1"] == scored["top1"]
+    again = json.loads(
+        dpn_run("eval", str(tmp_path / "run"), "--data", str(photos), "--device", "cpu", "--json").stdout
+    )
+    assert result["top1"] == again["top1"]
 
 
 def test_a_teacher_without_a_head_is_distilled_by_its_tokens(photos: Path, tmp_path: Path) -> None:

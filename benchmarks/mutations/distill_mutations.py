@@ -37,7 +37,7 @@ MUTATIONS = [
     (DATA, "            if data.val_source:\n                raise\n", "", "--val-data of other classes is dropped in silence", S),
     (IMAGES, 'folder = inner if inner.is_dir() else root', "folder = root", "validation images are trained on", "tests/test_distill.py"),
     (AUGMENT, "color_jitter=how.jitter or None", "color_jitter=None", "colours stay as they are", S),
-    (RECIPE, '"stem_share": 0.0, "stem_lr": None})', '"stem_lr": None})', "a student from scratch trains its stem first", D),
+    (RECIPE, '{"losses": {"tokens": 0.0, "representation": 0.0}}', "{}", "other widths are compared token by token", D),
     (COMMAND, 'before.get("teacher", now["teacher"]) != now["teacher"]', "False", "another teacher continues the run", D),
     (SCORES, "None if pictures.columns is None else pictures.columns.to(self.world.device)", "None", "top-1 of permuted classes", D),
 ]  # fmt: skip

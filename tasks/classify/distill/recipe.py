@@ -232,7 +232,7 @@ class DistillRecipe(ComparedTraining):
 def resolve(config: str | None, flags: Mapping[str, Any], settings: Mapping[str, Any], say: Say = unsaid) -> Plain:
     """Merge the layers over the recipe of the data: the demo's without data and teacher, else the usual one.
 
-    A student from scratch has no stage for its stem, and only the logits of a teacher of another width to learn from.
+    A student from scratch has only the logits of a teacher of another width to learn from.
     Raises `DpnError` as `layered` does, and where there is a teacher and nothing to show it.
     """
     file, command = read_recipe(config) if config else {}, merge(flags, settings)
@@ -248,8 +248,8 @@ def resolve(config: str | None, flags: Mapping[str, Any], settings: Mapping[str,
     shipped = "distill_demo" if demo else "distill"
     base = read_recipe(shipped)
     if last_given("backbone", "arch", file, command) or last_given("backbone", "start", file, command) == "scratch":
-        say("a student from scratch: losses.tokens, losses.representation and stem_share are 0 unless they are set")
-        base = merge(base, {"losses": {"tokens": 0.0, "representation": 0.0}, "stem_share": 0.0, "stem_lr": None})
+        say("a student from scratch: losses.tokens and losses.representation are 0 unless they are set")
+        base = merge(base, {"losses": {"tokens": 0.0, "representation": 0.0}})
     plain = layered(base, file, command, shipped, say)
     if not plain.get("stem_share") and "stem_lr" not in command:
         plain = merge(plain, {"stem_lr": None})
