@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,15 @@ if TYPE_CHECKING:
     from torchmetrics.classification import MulticlassConfusionMatrix
 
 
+class Answer(NamedTuple):
+    """What a classifier says of one image: its row in the split, its class, the best class, and how likely that is."""
+
+    row: int
+    label: int
+    predicted: int
+    confidence: float
+
+
 @dataclass
 class Scores:
     """Counts of a split; `confusion` is (classes, classes), rows the truth."""
@@ -32,7 +41,7 @@ class Scores:
     loss: float
     skipped: int
     confusion: Tensor
-    predictions: list[int] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
 
     @property
     def top1(self) -> float:
@@ -100,17 +109,17 @@ def score(
     workers: int | Literal["auto"] = "auto",
     skip_bad: bool = False,
     columns: Tensor | None = None,
-    keep_predictions: bool = False,
+    keep_answers: bool = False,
 ) -> Scores:
     """Score a split.
 
     `logits_of` maps uint8 images (b, 3, h, w) to logits, of which `columns` picks those of the split's classes.
-    With `keep_predictions` the best class of every image is kept in order (alone, not over ranks). Raises `DataError`
-    for an unreadable image unless `skip_bad`, `StoppedError` when a signal asks to stop.
+    With `keep_answers` every readable image has an `Answer`, in the split's order. Raises `DataError` for an unreadable
+    image unless `skip_bad`, `StoppedError` when a signal asks to stop.
     """
     confusion = confusion_matrix(classes, world.device)
     sums = torch.zeros(4, dtype=torch.float64)  # images, right among five, loss, skipped
-    predictions: list[int] = []
+    answers: list[Answer] = []
     with closing(rank_share(split, transform, world, batch_size, workers, skip_bad=skip_bad)) as parts:
         for part in parts:
             sums[3] += part.skipped
@@ -124,8 +133,10 @@ def score(
                 best = logits.topk(min(5, classes), dim=-1).indices
                 value = LOSSES[loss](logits, F.one_hot(labels, classes).float()) * len(labels)
             sums[:3] += torch.tensor([len(labels), int((best == labels[:, None]).sum()), value.item()])
-            if keep_predictions:
-                predictions += best[:, 0].tolist()
+            if keep_answers:
+                chances = logits.sigmoid() if loss == "sigmoid" else logits.softmax(-1)
+                sure, guess = chances.max(-1)
+                answers += map(Answer, part.rows, labels.tolist(), guess.tolist(), sure.tolist())
     images, right5, total, skipped = distributed.reduce_over_ranks(sums).tolist()
     table = confusion.compute().cpu()
     if not int(table.sum()) == images == len(split.labels) - skipped:
@@ -133,4 +144,5 @@ def score(
             f"{int(images)} images were scored and {int(table.sum())} of them counted in the confusion matrix, but the "
             f"split has {len(split.labels)}, of which {int(skipped)} are unreadable"
         )
-    return Scores(int(images), int(table.trace()), int(right5), total / images, int(skipped), table, predictions)
+    answers = sorted(answer for rank in distributed.from_all(answers) for answer in rank)
+    return Scores(int(images), int(table.trace()), int(right5), total / images, int(skipped), table, answers)

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -213,12 +214,12 @@ def picture_job(world: World, folder: Path) -> None:
         red = images[:, 0].float().mean((1, 2)) > images[:, 1].float().mean((1, 2))
         return torch.stack([red.float(), 1 - red.float()], 1)
 
-    scores = score(
-        logits_of, split, lambda pixels: resize(pixels, (8, 8)), 2, world, loss="softmax", batch_size=2, workers=0
-    )
+    how: Any = {"loss": "softmax", "batch_size": 2, "workers": 0, "keep_answers": True}
+    scores = score(logits_of, split, lambda pixels: resize(pixels, (8, 8)), 2, world, **how)
     assert (scores.images, scores.right5) == (7, 7)
     assert scores.confusion.tolist() == [[4, 0], [0, 3]]
     assert scores.loss == pytest.approx(math.log(1 + math.exp(-1)))
+    assert [answer[:3] for answer in scores.answers] == [(row, row // 4, row // 4) for row in range(7)]
 
 
 JOBS = {

@@ -153,6 +153,14 @@ def test_what_follows_a_run(finished: tuple[Path, dict[str, Any]], photos: Path,
     rows = list(csv.DictReader((tmp_path / "report" / "per_class.csv").read_text().splitlines()))
     assert [row["class"] for row in rows] == ["class0", "class1", "class2"]
     assert sum(int(row["right"]) for row in rows) == round(report["top1"] * 0.9)
+    answers = list(csv.DictReader((tmp_path / "report" / "answers.csv").read_text().splitlines()))
+    assert [int(answer["row"]) for answer in answers] == list(range(90))
+    assert all(Path(answer["image"]).parent.name == answer["true"] for answer in answers)
+    wrong = {answer["row"] for answer in answers if answer["true"] != answer["predicted"]}
+    assert {file.stem for file in (tmp_path / "report" / "mistakes").glob("*.jpg")} == wrong
+    done = run("report", str(tmp_path / "report"), "-o", str(tmp_path / "page"))
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "page" / "report.html").read_text().count("<img ") == len(wrong)
     guessed = run("predict", str(path), str(photos / "class1"), "--top", "2", "--json")
     guesses = json.loads(guessed.stdout)
     assert len(guesses) == 30

@@ -33,15 +33,16 @@ WORTH_WORKERS = 4000
 
 @dataclass
 class PixelSet:
-    """Decoded images (n, 3, h, w) uint8 with labels (n,) int64, on one device."""
+    """Decoded images (n, 3, h, w) uint8 with labels (n,) int64, on one device; `rows` are theirs in a split."""
 
     images: Tensor
     labels: Tensor
     skipped: int = 0
+    rows: tuple[int, ...] = ()
 
     def to(self, device: torch.device) -> PixelSet:
         """Return the set on another device."""
-        return PixelSet(self.images.to(device), self.labels.to(device), self.skipped)
+        return PixelSet(self.images.to(device), self.labels.to(device), self.skipped, self.rows)
 
 
 def resize(pixels: Pixels, size: tuple[int, int]) -> Tensor:
@@ -61,7 +62,7 @@ def whole_levels(image: Tensor) -> Tensor:
     return torch.from_numpy(image.numpy().astype(np.uint8))
 
 
-Item = tuple[Tensor, int] | DataError
+Item = tuple[Tensor, int, int] | DataError
 Transform = Callable[[Pixels], Tensor]
 
 
@@ -75,7 +76,7 @@ class _Transformed(Dataset[Item]):
     def __getitem__(self, index: int) -> Item:
         row = self.rows[index]
         try:
-            return self.transform(self.split.pixels(row)), int(self.split.labels[row])
+            return self.transform(self.split.pixels(row)), int(self.split.labels[row]), row
         except DataError as error:
             return error  # raised in a worker, it would come back wrapped in the worker's traceback
 
@@ -83,8 +84,9 @@ class _Transformed(Dataset[Item]):
 def _collate(items: list[Item]) -> tuple[PixelSet, list[DataError]]:
     good = [item for item in items if not isinstance(item, DataError)]
     bad = [item for item in items if isinstance(item, DataError)]
-    images = torch.stack([image for image, _ in good]) if good else torch.empty(0, dtype=torch.uint8)
-    return PixelSet(images, torch.tensor([label for _, label in good], dtype=torch.int64), len(bad)), bad
+    images = torch.stack([image for image, _, _ in good]) if good else torch.empty(0, dtype=torch.uint8)
+    labels = torch.tensor([label for _, label, _ in good], dtype=torch.int64)
+    return PixelSet(images, labels, len(bad), tuple(row for _, _, row in good)), bad
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from dpn_cli.report.content import Bars, Chart, Confusion, Heat, Lines, Panel, Reliability, Series
 from dpn_cli.run.console import printable
 
+Values = np.ndarray[Any, np.dtype[np.float64]]
 # The colours of Okabe and Ito, which colour-blind readers can tell apart, without yellow and black; dashes tell further
 # lines apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -66,6 +67,8 @@ WIDTH, HEIGHT = 4.7, 3.0
 DPI = 160
 # Points of a line above which it is drawn as means over stretches of it.
 MOST_POINTS = 400
+# Classes of a confusion matrix up to which its numbers stand in it, and up to which each has a name.
+MOST_NUMBERS, MOST_NAMED = 16, 50
 # Characters of a label; longer names are cut in the middle.
 LONGEST_LABEL = 26
 
@@ -76,7 +79,7 @@ def draw(chart: Chart, prefix: str) -> tuple[str, bytes]:
         warnings.filterwarnings("ignore", "Glyph .* missing from")  # a name in a script that the font does not have
         figure = _figure(chart)
         svg, png = io.BytesIO(), io.BytesIO()
-        figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        figure.savefig(svg, format="svg", dpi=DPI, transparent=True, metadata={"Date": None, "Creator": None})
         figure.savefig(png, format="png", dpi=DPI, facecolor="white", metadata={"Software": None})
     return _inline(svg.getvalue().decode("utf-8"), prefix), png.getvalue()
 
@@ -154,7 +157,7 @@ def _line(place: int) -> dict[str, Any]:
 @_figure.register
 def _bars(chart: Bars) -> Figure:
     count = len(chart.series)
-    figure, axes = _canvas(height=1.0 + 0.13 * (count + 1.3) * len(chart.categories) + 0.1 * count)
+    figure, axes = _canvas(height=0.9 + (0.1 + 0.11 * count) * len(chart.categories) + 0.1 * count)
     thick = 0.8 / count
     for place, (name, values) in enumerate(chart.series.items()):
         middle = np.arange(len(values)) + (place - (count - 1) / 2) * thick
@@ -209,11 +212,7 @@ def _panel(axes: Axes, panel: Panel) -> None:
     low, high = (known.min(), known.max()) if len(known) else (0.0, 1.0)
     axes.imshow(values, aspect="auto", vmin=low, vmax=max(high, low + 1e-9))
     axes.grid(visible=False)
-    for row, column in zip(*np.where(~np.isnan(values)), strict=True):
-        bright = values[row, column] > (low + high) / 2
-        colour = "#000000" if bright else "#ffffff"
-        number = f"{values[row, column]:.1f}"
-        axes.text(column, row, number, ha="center", va="center", color=colour, fontsize=8)
+    _numbers(axes, values, (low + high) / 2, "{:.1f}")
     for row in panel.marked:
         frame = Rectangle((-0.5, row - 0.5), len(panel.columns), 1, fill=False, edgecolor=COLOURS[1], linewidth=2.5)
         frame.set_clip_on(False)
@@ -226,41 +225,67 @@ def _panel(axes: Axes, panel: Panel) -> None:
     axes.set_title(label(panel.title), loc="left")
 
 
+def _numbers(axes: Axes, values: Values, bright: float, form: str) -> None:
+    """Write the numbers of a heat map into it, in black where they are above `bright`."""
+    for (row, column), value in np.ndenumerate(values):
+        if not np.isnan(value):
+            colour = "#000000" if value > bright else "#ffffff"
+            axes.text(column, row, form.format(value), ha="center", va="center", color=colour, fontsize=8)
+
+
 @_figure.register
 def _confusion(chart: Confusion) -> Figure:
     counts = np.asarray(chart.counts, dtype=np.float64)
     totals = counts.sum(1, keepdims=True)
     shares = 100 * np.divide(counts, totals, out=np.zeros_like(counts), where=totals > 0)
-    few = len(counts) <= 50
-    side = max(3.4, min(1.6 + 0.2 * len(counts), 8.0)) if few else 5.6
+    if len(counts) > MOST_NAMED:
+        return _scattered(shares)
+    names = [label(name) for name in chart.classes]
+    side = max(3.4, min(1.6 + 0.2 * len(counts), 8.0))
     figure, axes = _canvas(side + 0.9, side)
     # Most pairs of many classes are rare: the root of the share makes them visible.
-    norm = PowerNorm(1.0 if few else 0.5, 0, 100)
-    image = axes.imshow(shares, norm=norm, interpolation="none")
+    numbered = len(names) <= MOST_NUMBERS
+    image = axes.imshow(shares, norm=PowerNorm(1.0 if numbered else 0.5, 0, 100), interpolation="none")
     axes.grid(visible=False)
-    if few:
-        names = [label(name) for name in chart.classes]
-        axes.set_xticks(range(len(names)), names, rotation=90)
-        axes.set_yticks(range(len(names)), names)
-    else:
-        axes.set_xticks([])
-        axes.set_yticks([])
+    axes.set_xticks(range(len(names)), names, rotation=90)
+    axes.set_yticks(range(len(names)), names)
+    if numbered:
+        _numbers(axes, shares, 50.0, "{:.0f}")
     axes.set(xlabel="predicted class", ylabel="true class")
     figure.colorbar(image, ax=axes, label="% of the true class", shrink=0.8)
     return figure
 
 
+def _scattered(shares: Values) -> Figure:
+    """Draw the confusions of many classes as points, whose area is the share of the true class."""
+    figure, axes = _canvas(5.6, 5.9)
+    for right, colour, text in ((True, COLOURS[0], "right"), (False, COLOURS[1], "taken for another class")):
+        true, predicted = np.nonzero((shares > 0) & (np.eye(len(shares), dtype=bool) == right))
+        area = 0.2 + 0.08 * shares[true, predicted]
+        axes.scatter(predicted, true, area, color=colour, linewidths=0, rasterized=True, label=text)
+    axes.set(xlim=(-1, len(shares)), ylim=(len(shares), -1), xlabel="predicted class", ylabel="true class")
+    axes.set_aspect("equal")
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+    figure.legend(loc="outside upper left", ncols=2, markerscale=3)
+    return figure
+
+
 @_figure.register
 def _reliability(chart: Reliability) -> Figure:
-    figure, axes = _canvas(height=3.6)
+    figure = Figure((WIDTH, 4.2), layout="constrained")
+    axes, below = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
     edges = 100 * np.asarray(chart.edges)
     kept = [row for row, images in enumerate(chart.images) if images]
     confidence = [100 * (chart.confidence[row] or 0.0) for row in kept]
     accuracy = [100 * (chart.accuracy[row] or 0.0) for row in kept]
-    widths = np.diff(edges)[kept]
-    axes.bar(edges[:-1][kept], accuracy, widths * 0.94, align="edge", color=COLOURS[5], label="accuracy")
+    widths = 0.94 * np.diff(edges)
+    axes.bar(edges[:-1][kept], accuracy, widths[kept], align="edge", color=COLOURS[5], label="accuracy")
     axes.plot([0, 100], [0, 100], color=INK, linewidth=1, linestyle="--", label="as sure as right")
     axes.plot(confidence, accuracy, "o", color=COLOURS[1], markersize=4, label="mean of a bin")
-    axes.set(xlim=(0, 100), ylim=(0, 100), xlabel="confidence in %", ylabel="accuracy in %")
-    figure.legend(loc="outside upper left", ncols=3)
+    axes.set(xlim=(0, 100), ylim=(0, 102), ylabel="accuracy in %")
+    below.bar(edges[:-1], chart.images, widths, align="edge", color=COLOURS[0])
+    below.set(xlabel="confidence in %", ylabel="images")
+    below.yaxis.set_major_locator(MaxNLocator(2, integer=True))
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=3)
     return figure

@@ -147,7 +147,7 @@ class Heat(Chart):
 
 @dataclass(frozen=True)
 class Confusion(Chart):
-    """Counts of (true, predicted) classes, (classes, classes), drawn as shares of the true class."""
+    """Counts of (true, predicted) classes, (classes, classes), drawn in this order as shares of the true class."""
 
     classes: Sequence[str]
     counts: Sequence[Sequence[int]]

@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from dpn_cli.report.charts import draw
 from dpn_cli.report.content import Chart, Gallery, Part, Section, Table, Text
-from dpn_cli.report.tables import as_csv, as_latex, as_markdown, is_number, shown
+from dpn_cli.report.tables import as_csv, as_latex, as_markdown, is_number, on_the_right, shown
 from dpn_cli.run.console import printable
 from dpn_cli.run.files import replace_file, replace_text
 
@@ -70,7 +70,13 @@ def render(title: str, sections: Sequence[Section], svgs: dict[str, Markup]) -> 
         "text": lambda part: isinstance(part, Text),
         "numeric": is_number,
     }
-    environment.filters |= {"shown": shown, "data_uri": _data_uri, "anchor": anchor, "gathered": _gathered}
+    environment.filters |= {
+        "shown": shown,
+        "on_the_right": on_the_right,
+        "data_uri": _data_uri,
+        "anchor": anchor,
+        "gathered": _gathered,
+    }
     return environment.get_template("page.html").render(title=title, sections=sections, svgs=svgs) + "\n"
 
 

@@ -44,7 +44,7 @@ def as_markdown(table: Table) -> str:
         return "| " + " | ".join(_SPECIAL.sub(r"\\\g<0>", cell) for cell in cells) + " |"
 
     rows = [[shown(cell, table.digits) for cell in row] for row in table.rows]
-    rule = f"|{'|'.join('--:' if right else '---' for right in _right(table))}|"
+    rule = f"|{'|'.join('--:' if right else '---' for right in on_the_right(table))}|"
     note = f"\n\n{table.note}" if table.note else ""
     return "\n".join([f"**{table.title}**", "", line(table.columns), rule, *map(line, rows)]) + note + "\n"
 
@@ -63,7 +63,7 @@ def as_latex(table: Table) -> str:
         [
             r"\begin{table}",
             rf"\caption{{{latex(' '.join([table.title, table.note]).strip())}}}",
-            rf"\begin{{tabular}}{{{''.join('r' if right else 'l' for right in _right(table))}}}",
+            rf"\begin{{tabular}}{{{''.join('r' if right else 'l' for right in on_the_right(table))}}}",
             r"\toprule",
             line(table.columns),
             r"\midrule",
@@ -81,7 +81,7 @@ def latex(text: str) -> str:
     return "".join(_LATEX.get(sign, sign) for sign in printable(text))
 
 
-def _right(table: Table) -> list[bool]:
+def on_the_right(table: Table) -> list[bool]:
     """Return which columns hold numbers."""
     columns = zip(*table.rows, strict=True) if table.rows else ((),) * len(table.columns)
     filled = [[cell for cell in column if cell not in (None, "", "-")] for column in columns]

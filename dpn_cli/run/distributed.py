@@ -139,6 +139,15 @@ def from_leader(value: ValueT) -> ValueT:
     return box[0]
 
 
+def from_all(value: ValueT) -> list[ValueT]:
+    """Return the values of all ranks, in their order, on every rank."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def barrier() -> None:
     """Wait for all ranks."""
     if dist.is_initialized():

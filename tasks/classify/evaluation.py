@@ -18,12 +18,13 @@ from dpn_cli.data.labelled import Labelled, fingerprint
 from dpn_cli.data.reading import Reading
 from dpn_cli.data.trained_on import Known, look_up
 from dpn_cli.engine import fit as engine
-from dpn_cli.errors import DataError, DpnError
+from dpn_cli.errors import DataError
 from dpn_cli.run import distributed, stopping
 from dpn_cli.run.console import Console, printable
 from dpn_cli.run.distributed import World, join
 from dpn_cli.run.files import open_report, replace_json, replace_text
 from dpn_cli.scoring import Scores, score
+from tasks.classify.answers import calibration_error, write_answers
 from tasks.classify.classifier import Classifier, load_classifier, predict, readable
 from tasks.classify.options import Scoring
 from tasks.classify.parts import open_part
@@ -56,13 +57,15 @@ def evaluate(options: Scoring, console: Console) -> dict[str, Any] | None:
         if warning := known and known.warning():
             console.warn(warning)
         real = read_real(options.real, split) if options.real else None
-        if real and world.size > 1:
-            raise DpnError("--real: run on one rank")
-        scores = _score(classifier, split, columns, options, world, keep=bool(real))
+        keep = bool(real) or options.output_dir is not None
+        scores = _score(classifier, split, columns, options, world, keep=keep)
         result = _result(options, classifier, names, scores, split, part, known)
         if real:
-            result["real"] = real_accuracy(scores.predictions, real)
+            labels = [real[answer.row] for answer in scores.answers]
+            result["real"] = real_accuracy([answer.predicted for answer in scores.answers], labels)
         if options.output_dir and world.leads:
+            result["ece"] = calibration_error(scores.answers)
+            write_answers(options.output_dir, scores.answers, names, split)
             replace_json(options.output_dir / "result.json", result)
             replace_text(options.output_dir / "per_class.csv", per_class(names, scores.confusion))
         distributed.barrier()
@@ -117,7 +120,7 @@ def _score(
             workers=options.runtime.workers,
             skip_bad=options.skip_bad_images,
             columns=None if columns is None else columns.to(world.device),
-            keep_predictions=keep,
+            keep_answers=keep,
         )
 
 

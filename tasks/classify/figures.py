@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
-from dpn_cli.report.content import Cell, Findings, Part, Section, Table
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+
+from dpn_cli.report.content import (
+    Bars,
+    Cell,
+    Confusion,
+    Findings,
+    Gallery,
+    Lines,
+    Part,
+    Picture,
+    Section,
+    Series,
+    Table,
+    Text,
+)
 from dpn_cli.report.reading import Json, OpenRun
 from dpn_cli.run.sanity import result_warning
+from tasks.classify.calibration import Told, clustered, confusion, read_answers, reliability
 
 WATCHED = {"accuracy": "minival top-1 in %", "minival_loss": "minival loss"}
+# Classes of which each has a label and a bar; more are clustered, and one line.
+MOST_NAMED = 50
+# Rows of the table of the worst classes.
+WORST = 25
 
 
 def findings(run: OpenRun, prefix: str) -> Findings:
@@ -19,14 +41,16 @@ def findings(run: OpenRun, prefix: str) -> Findings:
     images = result["images"]["val"] if isinstance(result["images"], dict) else result["images"]
     warnings = []
     if floors := result.get("floors"):
-        warnings = [result_warning("validation top-1", result["top1"], floors, images)]
-    return Findings(
-        "top-1",
-        {"": {run.seed: result["top1"]}},
-        [Section("Scores", _scores(result, images))],
-        WATCHED,
-        [line for line in warnings if line],
-    )
+        warnings.append(result_warning("validation top-1", result["top1"], floors, images))
+    if known := result.get("trained_on"):
+        from dpn_cli.data.trained_on import Known  # loads torch
+
+        warnings.append(Known(**known).warning())
+    sections = [Section("Scores", _scores(result, images))]
+    if run.kind == "eval":
+        sections += _answers(run, prefix)
+    scores = {"": {run.seed: result["top1"]}}
+    return Findings("top-1", scores, sections, WATCHED, [line for line in warnings if line])
 
 
 def _scores(result: Json, images: int) -> list[Part]:
@@ -40,7 +64,92 @@ def _scores(result: Json, images: int) -> list[Part]:
     rows += [[f"{name.replace('_', ' ')} in %", value] for name, value in result.get("floors", {}).items()]
     if result.get("minival_top1") is not None:
         rows += [["minival top-1 in %", result["minival_top1"]], ["step that is scored", result["best_step"]]]
+    if "real" in result:
+        rows.append([f"ReaL top-1 in %, {result['real']['images']} images", result["real"]["top1"]])
+    if "ece" in result:
+        rows.append(["expected calibration error in points", result["ece"]])
     return [Table("Validation images" if "floors" in result else "Scored images", ("", ""), rows, name="scores")]
+
+
+def _answers(run: OpenRun, prefix: str) -> list[Section]:
+    """Return calibration, classes, confusions and mistakes of an evaluation, from what it kept of every image."""
+    if not (run.path / "answers.csv").is_file():
+        said = (
+            "answers.csv is not there: calibration, confusions and mistakes are not known. Repeat 'dpn eval' with -o."
+        )
+        return [Section("Answers", [Text(said, warning=True)])]
+    answers = read_answers(run.path / "answers.csv")
+    with (run.path / "per_class.csv").open(encoding="utf-8", newline="") as file:
+        classes = list(csv.DictReader(file))
+    names = {row["class"]: row["name"] for row in classes}
+    counts = confusion(answers, list(names))
+    sections = [
+        Section("Calibration", [reliability(answers, f"{prefix}reliability")]),
+        Section("Classes", _classes(classes, f"{prefix}classes")),
+        Section("Confusions", _confusions(run.result, counts, list(names.values()), f"{prefix}confusion")),
+    ]
+    if pictures := _mistakes(run.path / "mistakes", answers, names):
+        sections.append(Section("Most confident mistakes", [Gallery("Wrong and sure of it", pictures)]))
+    return sections
+
+
+def _classes(classes: Sequence[dict[str, str]], name: str) -> list[Part]:
+    """Return the accuracy of every class, best first, and a table of the worst ones."""
+    found = sorted(((row["name"], float(row["recall"])) for row in classes if row["recall"]), key=lambda one: -one[1])
+    axis, values = "accuracy in %", [value for _, value in found]
+    chart = (
+        Bars(name, "Accuracy by class", axis, [word for word, _ in found], {axis: values})
+        if len(found) <= MOST_NAMED
+        else Lines(
+            name, "Accuracy by class", "class, best first", axis, [Series(axis, range(1, len(found) + 1), values)]
+        )
+    )
+    worst = sorted((row for row in classes if row["recall"]), key=lambda row: float(row["recall"]))[:WORST]
+    rows: list[list[Cell]] = [
+        [
+            row["name"],
+            int(row["images"]),
+            int(row["right"]),
+            *(float(row[k]) if row[k] else None for k in ("recall", "precision")),
+        ]
+        for row in worst
+    ]
+    title = (
+        "Every class, worst first" if len(worst) == len(found) else f"The {len(worst)} worst of {len(found)} classes"
+    )
+    columns = ("class", "images", "right", "accuracy (recall) in %", "precision in %")
+    return [chart, Table(title, columns, rows, folded=True)]
+
+
+def _confusions(result: Json, counts: list[list[int]], words: Sequence[str], name: str) -> list[Part]:
+    caption = "Rows are the true classes, columns what they are taken for."
+    if len(words) > MOST_NAMED:
+        order = clustered(counts)
+        counts = [[counts[true][predicted] for predicted in order] for true in order]
+        words = [words[row] for row in order]
+        caption += (
+            " Classes that are taken for each other stand together (average-linkage clustering), in the order of the "
+            "CSV file. The area of a point is the share of the true class."
+        )
+    rows: list[list[Cell]] = [
+        [pair["true"], pair["predicted"], pair["images"], pair["share"]] for pair in result["worst_pairs"]
+    ]
+    columns = ("true", "taken for", "images", "% of the true class")
+    table = Table("Most frequent confusions", columns, rows, digits=1, name="confusions")
+    return [Confusion(name, "Confusion matrix", words, counts, caption=caption), table]
+
+
+def _mistakes(folder: Path, answers: Sequence[Told], names: dict[str, str]) -> list[Picture]:
+    """Return the pictures that the evaluation kept, the surest mistake first."""
+    wrong = [answer for answer in answers if answer.true != answer.predicted]
+    pictures = []
+    for answer in sorted(wrong, key=lambda answer: (-answer.confidence, answer.row)):
+        path = folder / f"{answer.row}.jpg"
+        if path.is_file():
+            said = f"{names[answer.predicted]} ({answer.confidence:.1%})"
+            lines = [f"is {names[answer.true]}", f"taken for {said}", answer.image]
+            pictures.append(Picture(path.read_bytes(), lines))
+    return pictures
 
 
 def _distilled(run: OpenRun) -> Findings:
@@ -50,8 +159,7 @@ def _distilled(run: OpenRun) -> Findings:
         for key, value in result.items()
         if isinstance(value, int | float) and not isinstance(value, bool)
     ]
-    sections = (
-        [Section("Scores", [Table("Student and teacher", ("", ""), rows, digits=3, name="scores")])] if rows else []
-    )
+    table = Table("Student and teacher", ("", ""), rows, digits=3, name="scores")
     score = result.get("agreement")
-    return Findings("agreement", {} if score is None else {"": {run.seed: score}}, sections)
+    scores = {} if score is None else {"": {run.seed: score}}
+    return Findings("agreement", scores, [Section("Scores", [table])] if rows else [])

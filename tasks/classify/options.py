@@ -63,7 +63,12 @@ class Scoring(Section):
     runtime: Runtime = Runtime()
     output_dir: Annotated[
         Path | None,
-        flag("--output-dir", "-o", help="Folder for result.json and per_class.csv.", panel=OUTPUT),
+        flag(
+            "--output-dir",
+            "-o",
+            help="Folder for the scores, every answer, and what 'dpn report' shows of them.",
+            panel=OUTPUT,
+        ),
     ] = None
 
 

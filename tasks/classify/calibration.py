@@ -1,0 +1,96 @@
+"""Reading an evaluation's answers: reliability, confusion, and an order in which confused classes stand together."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from dpn_cli.errors import DataError
+from dpn_cli.report.content import Reliability
+
+# Bins of the expected calibration error, as in arXiv 1706.04599.
+BINS = 15
+
+
+@dataclass(frozen=True)
+class Told:
+    """One line of answers.csv."""
+
+    row: int
+    image: str
+    true: str
+    predicted: str
+    confidence: float
+
+
+def read_answers(path: Path) -> list[Told]:
+    """Read answers.csv. Raises `DataError` naming the line that is damaged."""
+    found = []
+    with path.open(encoding="utf-8", newline="") as file:
+        lines = csv.DictReader(file)
+        try:
+            for line in lines:
+                told = Told(int(line["row"]), line["image"], line["true"], line["predicted"], float(line["confidence"]))
+                if not 0 <= told.confidence <= 1:
+                    raise ValueError(f"confidence {told.confidence}")
+                found.append(told)
+        except (ValueError, KeyError, TypeError, csv.Error) as error:
+            raise DataError(
+                f"{path}, line {lines.line_num}: damaged ({error}); repeat the 'dpn eval' that wrote it"
+            ) from error
+    return found
+
+
+def reliability(answers: Sequence[Told], name: str) -> Reliability:
+    """Return accuracy and mean confidence in bins of equal width."""
+    edges = np.linspace(0, 1, BINS + 1)
+    sure = np.array([answer.confidence for answer in answers])
+    right = np.array([answer.true == answer.predicted for answer in answers], dtype=float)
+    bins = np.clip(np.searchsorted(edges, sure, side="right") - 1, 0, BINS - 1)
+    images = np.bincount(bins, minlength=BINS)
+
+    def mean(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> list[float | None]:
+        sums = np.bincount(bins, weights=values, minlength=BINS)
+        return [float(total / count) if count else None for total, count in zip(sums, images, strict=True)]
+
+    return Reliability(
+        name,
+        "Reliability",
+        edges.tolist(),
+        images.tolist(),
+        mean(sure),
+        mean(right),
+        caption="Images by the probability of their best class: a bar below the dashed line is a network that is surer "
+        "than it is right.",
+    )
+
+
+def confusion(answers: Sequence[Told], classes: Sequence[str]) -> list[list[int]]:
+    """Return counts (classes, classes), rows the truth."""
+    place = {name: index for index, name in enumerate(classes)}
+    pairs = np.array([(place[answer.true], place[answer.predicted]) for answer in answers]).reshape(-1, 2)
+    counts = np.zeros((len(classes), len(classes)), dtype=int)
+    np.add.at(counts, (pairs[:, 0], pairs[:, 1]), 1)
+    found: list[list[int]] = counts.tolist()
+    return found
+
+
+def clustered(counts: Sequence[Sequence[int]]) -> list[int]:
+    """Return an order of classes in which those that are taken for each other stand together.
+
+    `counts` are (classes, classes), rows the truth. The distance of two classes is 1 minus the mean of the shares in
+    which each is taken for the other; clusters are joined by their average distance (scipy's UPGMA).
+    """
+    from scipy.cluster.hierarchy import leaves_list, linkage
+    from scipy.spatial.distance import squareform
+
+    table = np.asarray(counts, dtype=float)
+    totals = table.sum(1, keepdims=True)
+    shares = np.divide(table, totals, out=np.zeros_like(table), where=totals > 0)
+    distance = 1 - (shares + shares.T) / 2
+    np.fill_diagonal(distance, 0)
+    return [int(row) for row in leaves_list(linkage(squareform(distance, checks=False), "average"))]
