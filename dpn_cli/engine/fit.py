@@ -190,10 +190,9 @@ class _Training:
         self.model.train()
         if job.outputs.log and job.world.leads:
             job.outputs.log.write({"step": step, **metrics})
-        if job.evaluate_every and metrics[job.monitor] > self.best:
+        if job.keep_best and job.evaluate_every and metrics[job.monitor] > self.best:
             self.best = metrics[job.monitor]
-            if job.keep_best:
-                self.save("best", step)
+            self.save("best", step)
         return metrics
 
     def tick(self, result: FitResult, lr: float, done: int) -> Tick:

@@ -45,7 +45,7 @@ class Job:
             sees and what the model holds at the end.
         evaluate: returns metrics by name; called with the model in eval mode, after the last step.
         evaluate_every: also evaluate every so many steps; 0 evaluates at the end only.
-        monitor: the metric to maximise.
+        monitor: the metric to maximise, where the best weights are kept.
         keep_best: save the weights with the best `monitor` as ``best``; needs `evaluate_every`.
         outputs: checkpoints, log and display. A checkpoint found there is resumed from.
     """

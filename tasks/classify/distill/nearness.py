@@ -40,8 +40,8 @@ class Nearness:
         return asdict(self)
 
     def metrics(self) -> dict[str, float]:
-        """Return what is known, by name."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        """Return what is known of how near they are, by name."""
+        return {name: value for name, value in asdict(self).items() if value is not None and name != "images"}
 
 
 @torch.inference_mode()

@@ -20,7 +20,7 @@ from dpn_cli.recipe.layers import counted
 from dpn_cli.recipe.training import of_two_steps
 from dpn_cli.run import distributed
 from dpn_cli.run.files import read_object, replace_json, replace_text
-from dpn_cli.run.folder import Checkpoints, MetricsLog
+from dpn_cli.run.folder import LOST, Checkpoints, MetricsLog
 from dpn_cli.run.kinds import DIGEST, KEY, WEIGHTS
 from dpn_cli.run.session import Session
 from dpn_cli.weights.backbone import Backbone, export_backbone
@@ -160,7 +160,6 @@ class Distillation:
             ema_decay=recipe.ema,
             evaluate=lambda: self.scoring.nearness(student).metrics(),
             evaluate_every=interval(recipe.evaluate_every, recipe.schedule.steps),
-            monitor="images",  # nothing is chosen: the last step is kept
             keep_best=False,
             world=world,
             outputs=outputs,
@@ -281,7 +280,7 @@ class Distillation:
             "timing": {
                 name: round(sum(each[name] for each in timings), 2) for name in ("train_seconds", "wait_seconds")
             },
-            "curve": [one for one in log.records() if "images" in one],
+            "curve": [one for one in log.records() if "lr" not in one and LOST not in one],
             "lost_records": log.lost(),
             "steps": self.recipe.schedule.steps,
             "data": self.pictures.fingerprints(),
