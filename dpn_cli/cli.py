@@ -11,7 +11,20 @@ from pydantic import Field, ValidationError
 from typer.core import TyperGroup
 
 from dpn_cli import __version__
-from dpn_cli.commands import checkpoint, data, evaluate, lit, plan, recipes, report, runs, segment, tasks, training
+from dpn_cli.commands import (
+    checkpoint,
+    data,
+    evaluate,
+    inspect,
+    lit,
+    plan,
+    recipes,
+    report,
+    runs,
+    segment,
+    tasks,
+    training,
+)
 from dpn_cli.recipe.allowed import refusal
 from dpn_cli.run import process
 from dpn_cli.run.console import show_error
@@ -85,6 +98,7 @@ training.add(app, "distill", tasks.DISTILL)
 app.add_typer(plan.app, name="plan")
 app.add_typer(evaluate.app, name="eval")
 evaluate.add_to(app)
+inspect.add_to(app)
 app.add_typer(segment.app, name="segment")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(data.app, name="data")

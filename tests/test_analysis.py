@@ -142,6 +142,7 @@ def test_lengths_of_tokens_are_those_of_every_place() -> None:
     assert seen["with positions"].class_token == pytest.approx(0.5 * 8)
     assert seen["final norm"].mean == pytest.approx(float(final[:, 1:].norm(dim=-1).mean()), rel=1e-5)
     assert seen["final norm"].class_token == pytest.approx(float(final[:, 0].norm(dim=-1).mean()), rel=1e-5)
+    assert seen["with positions"].mean == pytest.approx(8, rel=1e-3)  # a norm comes after them in this stem
     one = seen["stem"]
     assert one.low < one.mean < one.high < one.largest
     assert one.largest == pytest.approx(float(stem.norm(dim=-1).max()))
@@ -217,9 +218,12 @@ def test_a_dpn_stem_sees_no_light_and_amplifies_a_little_noise() -> None:
     assert float(ordinary.std()) == pytest.approx(float(middle))
     kinds = {one.name: one for one in probe_stem(model, ordinary)}
     plain = {one.name: one for one in probe_stem(network("none"), ordinary)}
-    for name in ("ordinary, half the light", "ordinary, half the contrast"):
+    for name in ("half the light", "half the contrast"):
         assert kinds[name].change < 1e-4 < 0.1 < plain[name].change
-    little = kinds["flat grey, noise of one level"]
+    plant(model)
+    (flat,) = (one for one in probe_stem(model, ordinary) if one.name == "flat grey")
+    assert torch.equal(flat.normalised, torch.arange(8.0)[:, None].expand(3, 8, 8))  # the first norm's bias
+    little = kinds["flat, noise of one level"]
     assert little.contrast == pytest.approx(0.5 / 127.5, rel=0.05)
     assert little.contrast_after == pytest.approx(1 / math.sqrt(1 + 1e-6 / little.contrast**2), rel=1e-4)
     assert kinds["flat grey"].contrast_after == 0

@@ -62,6 +62,7 @@ REFUSED: dict[str, tuple[list[str], dict[str, str]]] = {
         [],
         {"classifier": "use 'dpn export'", "segmenter": "dpn segment eval", "network": "'dpn lit train"},
     ),
+    "inspect": ([], {"towers": "which 'dpn inspect' does not take; commands for it: dpn lit predict"}),
     "checkpoint inspect": ([], {"towers": "which '--checkpoint' does not take; commands for it: dpn lit predict"}),
     "checkpoint retrofit": (
         ["out.safetensors", "--data", "demo"],

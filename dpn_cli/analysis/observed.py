@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dpn_cli.analysis.attention import AttentionDistances, uniform_distance
 from dpn_cli.analysis.patches import Explained
+from dpn_cli.analysis.probes import ordinary_patch
 from dpn_cli.analysis.tokens import Lengths, TokenLengths
 from dpn_cli.run import stopping
 from dpn_cli.weights.backbone import Backbone
@@ -22,10 +23,12 @@ MOST_ATTENTION = 2**25
 class Observed:
     """What images showed of a network; see `AttentionDistances`, `TokenLengths` and `Explained`.
 
+    `ordinary` (3, p, q) is the patch of median contrast in the first batch, in grey levels;
     `distances` are (layers, heads) in pixels, `ceiling` that of uniform attention.
     """
 
     images: int
+    ordinary: Tensor
     distances: Tensor
     ceiling: float
     lengths: list[Lengths]
@@ -44,11 +47,12 @@ def observe(model: Backbone, batches: Iterable[Tensor]) -> Observed:
     device = model.patch_embed.proj.weight.device
     grid, patch = model.config.grid, model.config.patch
     attention, lengths, explained = AttentionDistances(model), TokenLengths(grid[0] * grid[1]), Explained(model)
-    images = 0
+    images, ordinary = 0, torch.empty(0)
     with attention.watching(model), lengths.watching(model), explained.watching(model):
         for pixels in batches:
             stopping.check_here()
+            ordinary = ordinary if images else ordinary_patch(model, pixels)
             model.forward_features(model.normalize(pixels.to(device)))
             images += len(pixels)
     ceiling = uniform_distance(grid, patch)
-    return Observed(images, attention.pixels, ceiling, lengths.summary(), explained.shares())
+    return Observed(images, ordinary, attention.pixels, ceiling, lengths.summary(), explained.shares())

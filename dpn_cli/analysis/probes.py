@@ -54,10 +54,10 @@ def kinds_of_patches(ordinary: Tensor) -> dict[str, Tensor]:
     flat = torch.full_like(ordinary, GREY)
     return {
         "ordinary": ordinary,
-        "ordinary, half the light": ordinary / 2,
-        "ordinary, half the contrast": ordinary.mean() + (ordinary - ordinary.mean()) / 2,
+        "half the light": ordinary / 2,
+        "half the contrast": ordinary.mean() + (ordinary - ordinary.mean()) / 2,
         "flat grey": flat,
-        "flat grey, noise of one level": flat + torch.randint(2, flat.shape, generator=g),
+        "flat, noise of one level": flat + torch.randint(2, flat.shape, generator=g),
         "noise": torch.randint(256, flat.shape, generator=g).to(flat),
     }
 

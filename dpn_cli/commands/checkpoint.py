@@ -130,7 +130,10 @@ class Retrofit(Writing):
 
 @action(app, "inspect", Inspection, "dpn checkpoint inspect B_32.npz --image-size 384", quiet=False)
 def _inspect(options: Inspection, console: Console) -> Outcome:
-    """Say what a weight file is, and what loading it would rename, resize, drop, add or assume."""
+    """Say what a weight file is, and what loading it would rename, resize, drop, add or assume.
+
+    For pictures of what the network in it has learned, see 'dpn inspect'.
+    """
     from dpn_cli.weights.convert import inspect
 
     return inspect(_open(options.source, options.facts), _pair(options.image_size)), _print_inspection

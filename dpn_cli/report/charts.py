@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import io
 import re
+import textwrap
 import warnings
 from functools import singledispatch
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from statistics import fmean
 from typing import Any
 
@@ -22,7 +23,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from dpn_cli.report.content import Bars, Chart, Confusion, Heat, Lines, Panel, Reliability, Series
+from dpn_cli.report.content import Bars, Chart, Confusion, Heat, Lines, Maps, Panel, Reliability, Series
 from dpn_cli.run.console import printable
 
 Values = np.ndarray[Any, np.dtype[np.float64]]
@@ -69,6 +70,8 @@ DPI = 160
 MOST_POINTS = 400
 # Classes of a confusion matrix up to which its numbers stand in it, and up to which each has a name.
 MOST_NUMBERS, MOST_NAMED = 16, 50
+# Pictures of `Maps` above which they have no titles.
+MOST_TITLES = 12
 # Characters of a label; longer names are cut in the middle.
 LONGEST_LABEL = 26
 
@@ -131,12 +134,15 @@ def thinned(series: Series, most: int = MOST_POINTS) -> Series:
 def _lines(chart: Lines) -> Figure:
     figure, axes = _canvas(height=HEIGHT + 0.17 * max(0, len(chart.series) - 1))
     for place, one in enumerate(chart.series):
-        line, style = thinned(one), _line(place)
-        axes.plot(
-            line.x, line.y, label=label(one.name), marker="o" if len(line.x) < 12 else "", markersize=3.5, **style
-        )
+        line, style = thinned(one) if chart.joined else one, _line(place)
+        if not chart.joined:
+            style |= {"linestyle": "none", "alpha": 0.75, "markeredgewidth": 0}
+        marker = "o" if len(line.x) < 12 or not chart.joined else ""
+        axes.plot(line.x, line.y, label=label(one.name), marker=marker, markersize=3.5, **style)
     if chart.floor:
         axes.axhline(chart.floor[1], color=INK, linewidth=1, linestyle=(0, (2, 2)), label=label(chart.floor[0]))
+    if chart.from_zero:
+        axes.set_ylim(bottom=0)
     if chart.log_y:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -231,6 +237,34 @@ def _numbers(axes: Axes, values: Values, bright: float, form: str) -> None:
         if not np.isnan(value):
             colour = "#000000" if value > bright else "#ffffff"
             axes.text(column, row, form.format(value), ha="center", va="center", color=colour, fontsize=8)
+
+
+@_figure.register
+def _maps(chart: Maps) -> Figure:
+    across = min(chart.across, len(chart.maps))
+    down = -(-len(chart.maps) // across)
+    titled = len(chart.maps) <= MOST_TITLES
+    coloured = chart.maps[0].values.ndim == 3
+    scaled = chart.limits is None and not coloured
+    rows, columns = chart.maps[0].values.shape[:2]
+    bar = 0.75 * bool(chart.limits)
+    side = max(0.5, min(1.1, (WIDTH - bar) / across))
+    title = 0.32 if titled else 0.0
+    size = across * (side + 0.5 * scaled) + bar, down * (side * rows / columns + title)
+    figure = Figure(size, layout="constrained")
+    low, high = chart.limits or (None, None)
+    for axes, one in zip_longest(figure.subplots(down, across, squeeze=False).flat, chart.maps):
+        axes.axis("off")
+        if one is None:
+            continue
+        image = axes.imshow(one.values, vmin=low, vmax=high, interpolation="none")
+        if titled:
+            axes.set_title(textwrap.fill(label(one.title), 13), fontsize=8)
+        if scaled:
+            figure.colorbar(image, ax=axes, shrink=0.8)
+    if chart.limits:
+        figure.colorbar(image, ax=figure.axes, label=printable(chart.value), shrink=0.6, aspect=30)
+    return figure
 
 
 @_figure.register

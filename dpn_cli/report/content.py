@@ -8,6 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 Cell = str | float | int | None
 Rows = list[list[Cell]]
@@ -78,13 +83,18 @@ class Chart:
 
 @dataclass(frozen=True)
 class Lines(Chart):
-    """Lines over one axis; `x` and `y` name the axes with their units. `floor` is a level to compare with, by name."""
+    """Lines over one axis; `x` and `y` name the axes with their units. `floor` is a level to compare with, by name.
+
+    Points that are not `joined` stand alone: several may have the same x. `from_zero` begins the vertical axis at 0.
+    """
 
     x: str
     y: str
     series: Sequence[Series]
     log_y: bool = False
     floor: tuple[str, float] | None = None
+    joined: bool = True
+    from_zero: bool = False
 
     def rows(self) -> Rows:
         """Return one row per point."""
@@ -142,6 +152,38 @@ class Heat(Chart):
             for place, (label, values) in enumerate(zip(panel.rows, panel.values, strict=True)):
                 for column, value in zip(panel.columns, values, strict=True):
                     found.append([panel.title, label, column, value, int(place in panel.marked)])
+        return found
+
+
+@dataclass(frozen=True)
+class Map:
+    """One picture of `Maps`: numbers (rows, columns), or colours (rows, columns, 3) as red, green, blue in 0 … 1."""
+
+    title: str
+    values: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Maps(Chart):
+    """Pictures with a colour for every number, `across` side by side; `value` says what the numbers are.
+
+    Each has a scale of its own, unless `limits` are the ends of one scale for all. Titles of more than twelve are in
+    the CSV file only.
+    """
+
+    value: str
+    maps: Sequence[Map]
+    across: int
+    limits: tuple[float, float] | None = None
+
+    def rows(self) -> Rows:
+        """Return one row per number or colour."""
+        coloured = self.maps[0].values.ndim == 3
+        found: Rows = [["map", "row", "column", *(("red", "green", "blue") if coloured else (self.value,))]]
+        for one in self.maps:
+            for row, line in enumerate(one.values.tolist()):
+                for column, value in enumerate(line):
+                    found.append([one.title, row, column, *(value if coloured else [value])])
         return found
 
 

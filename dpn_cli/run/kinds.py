@@ -44,6 +44,7 @@ COMMANDS: dict[str, tuple[str, tuple[Kind, ...]]] = {
     "dpn eval fewshot": ("probe", ("classifier", "network")),
     "dpn distill": ("distil", ("classifier", "network")),
     "dpn lit train": ("frozen tower", ("classifier", "network")),
+    "dpn inspect": ("look into", ("classifier", "segmenter", "network")),
     "dpn checkpoint fold": ("fold", ("classifier", "network")),
     "dpn checkpoint retrofit": ("retrofit", ("classifier", "network")),
     "--checkpoint": ("start", ("classifier", "segmenter", "network")),

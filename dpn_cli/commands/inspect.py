@@ -1,0 +1,138 @@
+"""`dpn inspect`: pictures of what a network has learned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from pydantic import Field
+
+from dpn_cli.commands.action import Outcome, action
+from dpn_cli.errors import DpnError
+from dpn_cli.recipe.flag import DATA, OUTPUT, argument, flag
+from dpn_cli.recipe.network import IMAGE_SIZE
+from dpn_cli.recipe.schema import DATA_SOURCE, ImageColumn, Pictures, Pixels, Runtime, Section, SkipBadImages
+from dpn_cli.run.console import Console
+from dpn_cli.run.files import open_report, replace_json
+from dpn_cli.run.kinds import WEIGHTS
+
+if TYPE_CHECKING:
+    from dpn_cli.analysis.pictures import Shown
+    from dpn_cli.weights.backbone import Backbone
+
+IMAGES = 128  # as many as arXiv 2010.11929 takes for its attention distances
+UNUSED = frozenset({"runtime.precision"})
+
+
+class Inspection(Section):
+    """Options of ``dpn inspect``."""
+
+    checkpoint: Annotated[str, argument("A run's folder, or weights of any format.")]
+    other: Annotated[str | None, argument("Another one to show beside it.")] = None
+    source: Annotated[
+        str | None,
+        DATA_SOURCE.but(
+            help="Pictures without labels to send through the network: a folder, a packed folder, "
+            "hf:OWNER/NAME[:CONFIGURATION], wds:PATTERN, or demo.",
+            unset="what needs pictures is left out",
+        ),
+    ] = None
+    images: Annotated[
+        Annotated[int, Field(ge=1, le=10_000)],
+        flag("--images", help="How many of them, by the order of their names' hashes.", panel=DATA),
+    ] = IMAGES
+    image_column: ImageColumn = None
+    pictures: Pictures = Pictures()
+    skip_bad_images: SkipBadImages = False
+    image_size: Annotated[Pixels | None, IMAGE_SIZE.but(unset="the checkpoint's own")] = None
+    runtime: Runtime = Runtime()
+    output_dir: Annotated[
+        Path, flag("--output-dir", "-o", help="Folder for the page, its figures and result.json.", panel=OUTPUT)
+    ] = Path("inspect")
+
+
+def inspect(options: Inspection, console: Console) -> dict[str, Any]:
+    """Write a page about one network or two, its figures and ``result.json``; returns the result.
+
+    Raises `DataError` for weights and pictures that cannot be read, `DpnError` for an output folder that holds a run.
+    """
+    if options.source is None and options.images != IMAGES:
+        raise DpnError(f"--images {options.images}: says how many of --data; pass --data, too")
+    from dpn_cli.analysis.examined import Examined, examine
+    from dpn_cli.analysis.figures import sections_of
+    from dpn_cli.report.page import write_page  # matplotlib takes a second
+    from dpn_cli.run import stopping
+    from dpn_cli.run.distributed import join
+
+    places = [place for place in (options.checkpoint, options.other) if place is not None]
+    networks: list[Examined] = []
+    with stopping.listen(stopping.NO_RESULT), join(options.runtime.device) as world:
+        if world.size > 1:
+            raise DpnError("inspect: run on one rank")
+        shown, names = _shown(options), _names(places)
+        models = [_open(place, options) for place in places]
+        open_report(options.output_dir)
+        for name, model in zip(names, models, strict=True):
+            console.info(model.report.summary())
+            model.to(world.device).eval()
+            networks.append(examine(name, model, None if shown is None else shown.batches(model)))
+            for line in networks[-1].left_out:
+                console.info(f"{name}: {line}")
+    page = write_page(options.output_dir, f"dpn inspect: {' and '.join(names)}", sections_of(networks))
+    result = {
+        "task": "inspect",
+        "data": options.source,
+        "decoder": shown.reading.versions() if shown else None,
+        "networks": [one.to_dict() for one in networks],
+        "page": page.name,
+    }
+    replace_json(options.output_dir / "result.json", result)
+    return result
+
+
+def _shown(options: Inspection) -> Shown | None:
+    from dpn_cli.analysis.pictures import Shown
+    from dpn_cli.data.classified import ImageSource
+    from dpn_cli.data.reading import Reading, decoder_of
+
+    if options.source is None:
+        return None
+    reading = Reading(decoder_of(options.pictures.decode), options.pictures.max_pixels)
+    source = ImageSource(options.source, image_column=options.image_column, reading=reading)
+    return Shown(source, options.images, options.runtime.workers, options.skip_bad_images)
+
+
+def _open(place: str, options: Inspection) -> Backbone:
+    from dpn_cli.run.kinds import resolve
+    from dpn_cli.weights.backbone import load_backbone
+    from dpn_cli.weights.sources import open_checkpoint
+
+    return load_backbone(checkpoint=open_checkpoint(resolve(place, "dpn inspect")), image_size=options.image_size)
+
+
+def _names(places: Sequence[str]) -> list[str]:
+    """Return what networks are called on the page: the ends of their paths that tell them apart."""
+    from dpn_cli.report.reading import named
+
+    paths = [path.parent if (path := Path(place)).name == WEIGHTS else path for place in places]
+    if len(set(paths)) < len(paths):
+        raise DpnError(f"{places[1]}: the same network twice; name another one, or leave it out")
+    short = [path.with_suffix("") if path.is_file() else path for path in paths]
+    return named(short if len(set(short)) == len(short) else paths)
+
+
+def add_to(root: typer.Typer) -> None:
+    """Add ``inspect`` to the root of all commands."""
+    action(root, "inspect", Inspection, "dpn inspect runs/highres/B-32-dpn --data photos -o inspect", without=UNUSED)(
+        _inspect
+    )
+
+
+def _inspect(options: Inspection, console: Console) -> Outcome:
+    """Pictures of what a network has learned, or two beside each other: norms, filters, positions, attention, tokens.
+
+    For what a weight file is and what loading it would change, see 'dpn checkpoint inspect'.
+    """
+    return inspect(options, console), lambda done: f"{options.output_dir / done['page']}: open it in a browser"
