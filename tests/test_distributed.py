@@ -28,7 +28,7 @@ from dpn_cli.errors import NonFiniteError, WorkerError
 from dpn_cli.recipe.schema import Runtime, Schedule
 from dpn_cli.run import distributed
 from dpn_cli.run.distributed import World
-from dpn_cli.run.folder import Checkpoints
+from dpn_cli.run.folder import Checkpoints, MetricsLog
 from dpn_cli.scoring import confusion_matrix, count_right, score
 
 CPU = torch.device("cpu")
@@ -67,7 +67,16 @@ def fit(
     model = engine.prepare(small(), Runtime(), world)
     written = Outputs(**outputs)  # type: ignore[arg-type]
     result = engine.fit(
-        model, job(5, batches=batches, loss_fn=loss, world=world, outputs=written, micro_batch=MicroBatch(micro))
+        model,
+        job(
+            5,
+            batches=batches,
+            loss_fn=loss,
+            world=world,
+            outputs=written,
+            micro_batch=MicroBatch(micro),
+            layer_norms=written.log is not None,
+        ),
     )
     result.metrics = {name: value.double().sum().item() for name, value in engine.unwrap(model).state_dict().items()}
     return result
@@ -75,13 +84,19 @@ def fit(
 
 def train_job(world: World, folder: Path) -> None:
     for micro in (4, 1):
-        result = fit(world, share(world), micro=micro)
+        result = fit(world, share(world), micro=micro, log=MetricsLog(folder / f"{micro}.jsonl"))
         (folder / f"rank{world.rank}-{micro}.json").write_text(json.dumps(result.metrics))
 
 
 def test_two_ranks_train_the_network_of_one(tmp_path: Path) -> None:
     spawn("train", tmp_path)
-    alone = fit(World(0, 1, CPU), random_batches()).metrics
+    alone_log = MetricsLog(tmp_path / "alone.jsonl")
+    alone = fit(World(0, 1, CPU), random_batches(), log=alone_log).metrics
+    norms = [record["layer_norms"] for record in alone_log.records()]
+    assert len(norms) == 5
+    for micro in (4, 1):
+        for there, here in zip(MetricsLog(tmp_path / f"{micro}.jsonl").records(), norms, strict=True):
+            assert there["layer_norms"] == pytest.approx(here, rel=1e-4)
     for rank in (0, 1):
         for micro in (4, 1):
             together = json.loads((tmp_path / f"rank{rank}-{micro}.json").read_text())

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine.coupled import CoupledLoss
 from dpn_cli.engine.fit import Batch, Job, Outputs
+from dpn_cli.engine.layer_norms import LayerNorms, layer_name
 from dpn_cli.engine.losses import sigmoid_xent
 from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.errors import NonFiniteError, StoppedError
@@ -410,3 +411,72 @@ def test_kill_nine_in_the_middle_of_a_save_loses_nothing(tmp_path: Path) -> None
     )
     assert steps == [4]
     assert same(whole, resumed)
+
+
+# The parameters of each layer of the small network, whose only block has the number 1.
+OWN_LAYERS = {
+    "positions": ["pos_embed"],
+    "class token": ["cls_token"],
+    "embedding": ["patch_embed.proj.weight", "patch_embed.proj.bias"],
+    "first norm": ["patch_embed.norm_in.weight", "patch_embed.norm_in.bias"],
+    "second norm": ["patch_embed.norm.weight", "patch_embed.norm.bias"],
+    "head": ["head.weight", "head.bias"],
+    "other": ["norm.weight", "norm.bias"],
+}
+
+
+@pytest.mark.parametrize("micro", [8, 3])
+def test_norms_of_layers_are_those_of_the_gradients_before_clipping(micro: int, tmp_path: Path) -> None:
+    log, model = MetricsLog(tmp_path / "metrics.jsonl"), small()
+    nn.init.normal_(model.get_parameter("head.weight"), generator=torch.Generator().manual_seed(1))
+    loss_fn(model, next(random_batches()(0))).backward()  # type: ignore[no-untyped-call]
+    found = {name: value.grad.double() for name, value in model.named_parameters() if value.grad is not None}
+    layers = {**OWN_LAYERS, "block 1": [name for name in found if name.startswith("blocks.0.")]}
+    by_hand = {name: math.sqrt(sum(float((found.pop(one) ** 2).sum()) for one in own)) for name, own in layers.items()}
+    assert not found
+    job_of_one = job(
+        1, layer_norms=True, optim=Optim(clip_norm=1e-3), outputs=Outputs(log=log), micro_batch=MicroBatch(micro)
+    )
+    engine.fit(model, job_of_one)
+    (record,) = log.records()
+    assert record["layer_norms"] == pytest.approx(by_hand, rel=1e-4)
+    assert min(by_hand.values()) > 1e-3
+    assert record["grad_norm"] == pytest.approx(math.sqrt(sum(norm**2 for norm in by_hand.values())), rel=1e-4)
+
+
+def test_norms_of_layers_cost_nothing_unless_they_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed: list[Tensor] = []
+
+    def counted(norms: LayerNorms) -> Tensor:
+        computed.append(torch.zeros(len(norms.names)))
+        return computed[-1]
+
+    monkeypatch.setattr(LayerNorms, "compute", counted)
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    train(small(), 3, outputs=Outputs(log=log))
+    assert not computed
+    assert all("layer_norms" not in record for record in log.records())
+    model = small()
+    model.patch_embed.requires_grad_(False)
+    train(model, 120, layer_norms=True, batch_size=2, batches=random_batches(2), outputs=Outputs(log=log))
+    assert len(computed) == 60  # of 120 steps, as often as the log is written
+    assert "embedding" not in log.records()[-1]["layer_norms"]
+
+
+@pytest.mark.parametrize(
+    ("parameter", "layer"),
+    [
+        ("backbone.patch_embed.proj.bias", "embedding"),
+        ("vit.blocks.11.norm1.weight", "block 12"),
+        ("transformer.resblocks.0.ln_1.weight", "block 1"),
+        ("norm_posemb.weight", "second norm"),
+        ("positional_embedding", "positions"),
+        ("token_embedding.weight", "other"),
+        ("attn_pool.mlp.fc1.weight", "other"),
+        ("overhead.weight", "other"),
+    ],
+)
+def test_layers_are_found_by_the_names_of_parameters_in_any_network(parameter: str, layer: str) -> None:
+    assert layer_name(parameter) == layer

@@ -279,6 +279,7 @@ WITHOUT_EFFECT = {
     "data.skip_bad_images": "these images can be read",
     "backbone.checkpoint": "other weights are no change of a training from scratch",
     "backbone.grad_checkpointing": "saves memory",
+    "log.layer_norms": "what the log holds",
 }
 
 

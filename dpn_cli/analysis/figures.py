@@ -47,6 +47,11 @@ def _of(one: Examined, text: str, networks: Sequence[Examined]) -> str:
     return f"{one.name}: {text}" if len(networks) > 1 else text
 
 
+def _title(one: Examined, text: str, networks: Sequence[Examined]) -> str:
+    """Return a title, with the network's name before it where there are two."""
+    return _of(one, text, networks) if len(networks) > 1 else text[0].upper() + text[1:]
+
+
 def _each(networks: Sequence[Examined], make: Callable[[Examined, str], Chart | None]) -> list[Part]:
     """Return a chart per network; `make` is given what its name ends with."""
     endings = [f"_{number}" if len(networks) > 1 else "" for number in range(1, len(networks) + 1)]
@@ -66,7 +71,7 @@ def _first_norm(networks: Sequence[Examined]) -> list[Part]:
             if kind not in one.maps:
                 return None
             pictures = [Map(*pair) for pair in zip(CHANNELS, one.maps[kind].numpy(), strict=True)]
-            title = _of(one, f"{kind} of the first norm", networks)
+            title = _title(one, f"{kind} of the first norm", networks)
             caption = (
                 f"One map per channel, a square for each pixel of a patch, with a colour scale of its own "
                 f"({PAPER}, Figure 3)."
@@ -117,7 +122,7 @@ def _projection(networks: Sequence[Examined]) -> list[Part]:
                 zip(one.filters.patterns, one.filters.shares.tolist(), strict=True), 1
             )
         ]
-        title = _of(one, "principal filters", networks)
+        title = _title(one, "principal filters", networks)
         caption = (
             f"The first {len(pictures)} principal components of the patch projection's filters, the strongest first; "
             f"together {float(one.filters.shares.sum()):.0%} of their variance. Each has its own scale, grey is zero."
@@ -168,7 +173,7 @@ def _positions(networks: Sequence[Examined]) -> list[Part]:
             "Each picture is the grid of patches: how alike the positions are to the one where the picture stands "
             f"({len(similarity.rows)} x {len(similarity.columns)} of them are shown)."
         )
-        title, across = _of(one, "similarity of position embeddings", networks), len(similarity.columns)
+        title, across = _title(one, "similarity of position embeddings", networks), len(similarity.columns)
         name = f"positions{ending}"
         return Maps(name, title, "cosine similarity", pictures, across, (-1.0, 1.0), caption=caption)
 
@@ -194,7 +199,7 @@ def _probes(networks: Sequence[Examined]) -> list[Part]:
             largest = one.probes[0].normalised.abs().max()
             maps += [Map("after first norm", _shown_after(probe.normalised, largest)) for probe in one.probes]
             caption += "; below, what the first norm makes of them, all on the ordinary patch's scale"
-        title = _of(one, "patches before and after the first norm", networks)
+        title = _title(one, "patches before and after the first norm", networks)
         return Maps(f"stem_patches{ending}", title, "pixel", maps, len(one.probes), caption=f"{caption}.")
 
     rows: list[list[Cell]] = [
@@ -235,7 +240,7 @@ def _attention(networks: Sequence[Examined]) -> list[Part]:
         )
         return Lines(
             f"attention{ending}",
-            _of(one, "mean attention distance of every head", networks),
+            _title(one, "mean attention distance of every head", networks),
             "block",
             "pixels",
             [Series("heads", x, one.observed.distances.flatten().tolist())],

@@ -63,14 +63,15 @@ def fit(model: nn.Module, job: Job) -> FitResult:
             assert batch is not None, f"the batches ended before step {step}"
             last = step + 1 == steps
             lr = job.lr * lr_factor(job.schedule, step)
-            pending = training.gradients.compute(batch, step)
+            logged = last or (step + 1) % log_every == 0
+            pending = training.gradients.compute(batch, step, logged=logged)
             # A GPU is still busy with the gradients: the next batch is made meanwhile.
             batch = None if last else training.fetch(stream, result)
-            result.loss, norm = training.update(pending, step, lr)
+            result.loss, *norms = training.update(pending, step, lr)
             result.steps, result.seconds = step + 1, time.perf_counter() - began
             tick = training.tick(result, lr, step + 1 - start)
-            if last or (step + 1) % log_every == 0:
-                training.log(tick, norm)
+            if logged:
+                training.log(tick, norms)
             if job.evaluate and (last or (job.evaluate_every and (step + 1) % job.evaluate_every == 0)):
                 result.metrics = training.evaluate(step + 1)
             elif not last and (step + 1) % job.runtime.checkpoint_every == 0:
@@ -159,9 +160,10 @@ class _Training:
             result.wait_seconds += time.perf_counter() - began
         return batch
 
-    def update(self, pending: Tensor, step: int, lr: float) -> tuple[float, float]:
-        """Take the optimizer step if loss and gradient norm are finite; returns both."""
-        loss_value, norm_value = pending.tolist()
+    def update(self, pending: Tensor, step: int, lr: float) -> list[float]:
+        """Take the optimizer step if loss and gradient norm are finite; returns both, and the norms behind them."""
+        values: list[float] = pending.tolist()
+        loss_value, norm_value = values[:2]
         if not math.isfinite(loss_value + norm_value):
             raise NonFiniteError(
                 f"step {step}: loss {loss_value}, gradient norm {norm_value}; nothing was updated. "
@@ -172,7 +174,7 @@ class _Training:
         self.optimizer.zero_grad(set_to_none=True)
         if self.ema:
             self.ema.update(self.network, step)
-        return loss_value, norm_value
+        return values
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluate, log, and save the weights if they are the best; returns the metrics.
@@ -210,18 +212,20 @@ class _Training:
         self.job.outputs.tick(tick)
         return tick
 
-    def log(self, tick: Tick, norm: float) -> None:
-        """Log the state after a step, with the mean loss over ranks."""
+    def log(self, tick: Tick, norms: list[float]) -> None:
+        """Log the state after a step, with the mean loss over ranks and the gradient's norm, then those of layers."""
         world, log = self.job.world, self.job.outputs.log
         loss = distributed.reduce_over_ranks(torch.tensor(tick.loss)).item() / world.size
+        layers = self.gradients.layer_norms
         if log and world.leads:
             log.write(
                 {
                     "step": tick.step,
                     "loss": loss,
                     "lr": tick.lr,
-                    "grad_norm": norm,
+                    "grad_norm": norms[0],
                     "images_per_second": round(tick.images_per_second, 2),
                     "wait_share": round(tick.wait_share, 5),
+                    **({"layer_norms": layers.named(norms[1:])} if layers else {}),
                 }
             )

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dpn_cli.engine.coupled import CoupledLoss, SurrogateLoss, feature_gradient
 from dpn_cli.engine.job import Batch, Job, LossFn, precision_of
+from dpn_cli.engine.layer_norms import LayerNorms
 from dpn_cli.engine.memory import MicroBatch, is_out_of_memory
 from dpn_cli.engine.optim import clip_gradients
 from dpn_cli.engine.seeds import fold
@@ -28,10 +29,14 @@ class Gradients:
     def __init__(self, model: nn.Module, network: nn.Module, job: Job, micro_batch: MicroBatch) -> None:
         self.model, self.network, self.job, self.micro_batch = model, network, job, micro_batch
         self.parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
+        self.layer_norms = LayerNorms(network) if job.layer_norms else None
         network.zero_grad(set_to_none=True)  # what a training that ended in an error may have left behind
 
-    def compute(self, batch: Batch, step: int) -> Tensor:
-        """Compute and clip the gradients of a batch; returns (loss over this rank's rows, global norm), pending."""
+    def compute(self, batch: Batch, step: int, *, logged: bool = False) -> Tensor:
+        """Compute and clip the gradients of a batch; returns (loss over this rank's rows, global norm), pending.
+
+        Where the job asks for them and the step is `logged`, the norms of each layer before clipping follow.
+        """
         loss_fn = self.job.loss_fn
         set_progress(self.network, step / self.job.schedule.steps)
         while True:
@@ -45,7 +50,9 @@ class Gradients:
                 if not is_out_of_memory(error):
                     raise
             else:
-                return torch.stack([loss, clip_gradients(self.parameters, self.job.optim.clip_norm)])
+                layers = self.layer_norms.compute() if self.layer_norms and logged else loss.new_empty(0)
+                norm = clip_gradients(self.parameters, self.job.optim.clip_norm)
+                return torch.cat([torch.stack([loss, norm]), layers])
             self._shrink(step, count_rows(batch))  # outside the handler, which holds the tensors of the failed pass
 
     def _accumulate(self, loss_fn: LossFn, batch: Batch, step: int, *, sync: bool = True) -> Tensor:

@@ -46,6 +46,7 @@ class Job:
         evaluate: returns metrics by name; called with the model in eval mode, after the last step.
         evaluate_every: also evaluate every so many steps; 0 evaluates at the end only.
         monitor: the metric to maximise, where the best weights are kept.
+        layer_norms: log the norm of the gradient of every layer, too; see `LayerNorms`.
         keep_best: save the weights with the best `monitor` as ``best``; needs `evaluate_every`.
         outputs: checkpoints, log and display. A checkpoint found there is resumed from.
     """
@@ -64,6 +65,7 @@ class Job:
     evaluate: Evaluate | None = None
     evaluate_every: int = 0
     monitor: str = "accuracy"
+    layer_norms: bool = False
     keep_best: bool = True
     outputs: Outputs = field(default_factory=Outputs)
 
@@ -77,6 +79,7 @@ class Job:
             batch_size=recipe.batch_size,
             seed=recipe.seed,
             runtime=recipe.runtime,
+            layer_norms=recipe.log.layer_norms,
             **others,
         )
 

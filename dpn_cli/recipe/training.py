@@ -25,6 +25,16 @@ from dpn_cli.recipe.schema import (
 )
 
 
+class Log(Section):
+    """What metrics.jsonl holds beside what it always does.
+
+    Args:
+        layer_norms: the norm of the gradient of every block and every part of the stem, before clipping.
+    """
+
+    layer_norms: bool = False
+
+
 class TrainingRecipe(Recipe):
     """A recipe of one training. A task's recipe derives from it and adds its own `data` section and keys."""
 
@@ -37,6 +47,7 @@ class TrainingRecipe(Recipe):
     optim: Optim = Optim()
     schedule: Schedule
     runtime: Runtime = Runtime()
+    log: Log = Log()
 
     @model_validator(mode="after")
     def _one_checkpoint(self) -> TrainingRecipe:

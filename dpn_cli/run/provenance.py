@@ -18,7 +18,7 @@ import yaml
 from dpn_cli.recipe.reading import Plain
 
 # A resumed run may use other hardware and other files; it may not compute something else.
-MAY_CHANGE = ("runtime", "allow_failed", "keep_weights", "max_pixels")
+MAY_CHANGE = ("runtime", "log", "allow_failed", "keep_weights", "max_pixels")
 # The keys that every recipe has.
 RECIPE_KEYS = {"backbone", "data", "optim", "schedule", "runtime"}
 VERSIONS = ("dpn-cli", "torch", "torchvision", "timm", "numpy", "pillow", "simplejpeg", "safetensors")
