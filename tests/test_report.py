@@ -16,8 +16,9 @@ from scipy import stats
 from test_cli import run
 
 from dpn_cli.recipe.reading import build, merge, read_recipe
-from dpn_cli.report.charts import INK, draw, thinned
-from dpn_cli.report.content import Bars, Heat, Lines, Panel, Series, Table
+from dpn_cli.report import page
+from dpn_cli.report.charts import INK, draw
+from dpn_cli.report.content import Bars, Heat, Lines, Panel, Series, Table, thinned
 from dpn_cli.report.page import write_page
 from dpn_cli.report.tables import as_latex, as_markdown
 from tasks.classify.highres_recipe import HighresRecipe
@@ -68,6 +69,12 @@ def page_of(tmp_path: Path, *runs: Path) -> str:
     return (tmp_path / "page" / "report.html").read_text()
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave charts out of pages of which only the text is looked at."""
+    monkeypatch.setattr(page, "draw", lambda chart, prefix: ("<svg></svg>", b""))
+
+
 def rows_of(tmp_path: Path, name: str) -> list[list[str]]:
     with (tmp_path / "page" / "figures" / f"{name}.csv").open(newline="") as file:
         return list(csv.reader(file))
@@ -114,6 +121,7 @@ def test_the_same_runs_give_the_same_bytes_and_old_figures_are_deleted(tmp_path:
     assert {path.name: path.read_bytes() for path in (tmp_path / "page" / "figures").iterdir()} == pictures
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_curves_are_those_of_the_log_and_values_say_where_they_come_from(tmp_path: Path) -> None:
     html = page_of(tmp_path, classifier(tmp_path / "run", lr=0.25))
     header, *rows = rows_of(tmp_path, "loss")
@@ -126,6 +134,7 @@ def test_curves_are_those_of_the_log_and_values_say_where_they_come_from(tmp_pat
     assert "0.002" in text  # hours
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_differences_in_pairs_are_scipys(tmp_path: Path) -> None:
     plain, dpn = [70.0, 74.0, 71.0], [73.0, 75.5, 75.0]
     runs = [classifier(tmp_path / f"none{seed}", score, seed, "none") for seed, score in enumerate(plain)]
@@ -150,6 +159,7 @@ def test_differences_in_pairs_are_scipys(tmp_path: Path) -> None:
         ({"result": {}}, "has no score yet"),
     ],
 )
+@pytest.mark.usefixtures("undrawn")
 def test_runs_that_make_no_pair_are_not_paired_and_the_page_says_why(
     tmp_path: Path, changes: Json, reason: str
 ) -> None:
@@ -165,6 +175,7 @@ def test_runs_that_make_no_pair_are_not_paired_and_the_page_says_why(
     assert "minus" not in text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_an_unfinished_or_damaged_run_is_shown_as_far_as_it_is_there(tmp_path: Path) -> None:
     folder = classifier(tmp_path / "run", top1=16.0)
     (folder / "result.json").write_text('{"task": ')
@@ -185,12 +196,14 @@ def test_an_unfinished_or_damaged_run_is_shown_as_far_as_it_is_there(tmp_path: P
         (folder / name).write_text(kept)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_score_at_chance_is_called_so(tmp_path: Path) -> None:
     assert "NOTHING LEARNT: validation top-1 16.00 % of 1000" in page_of(
         tmp_path, classifier(tmp_path / "run", top1=16.0)
     )
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_folders_that_cannot_be_reported_end_with_one_line(tmp_path: Path) -> None:
     folder = classifier(tmp_path / "run")
     (tmp_path / "empty").mkdir()
@@ -295,6 +308,7 @@ def test_recall_and_classes_are_drawn_from_their_results(tmp_path: Path) -> None
     assert "per_class.csv is missing" in page_of(tmp_path, folder)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_comparison_has_its_means_and_differences(tmp_path: Path) -> None:
     score = {"mean": 12.0, "std": 2.0, "n": 2, "stderr": 1.4, "ci95": [1.0, 23.0]}
     networks = {name: {"runs": {f"{name}/seed0": {"top1": 11.0}}, "top1": score} for name in ("none", "dpn")}

@@ -11,8 +11,7 @@ import re
 import textwrap
 import warnings
 from functools import singledispatch
-from itertools import pairwise, zip_longest
-from statistics import fmean
+from itertools import zip_longest
 from typing import Any
 
 import matplotlib as mpl
@@ -23,7 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from dpn_cli.report.content import Bars, Chart, Confusion, Heat, Lines, Maps, Panel, Reliability, Series
+from dpn_cli.report.content import Bars, Chart, Confusion, Heat, Lines, Maps, Panel, Reliability, thinned
 from dpn_cli.run.console import printable
 
 Values = np.ndarray[Any, np.dtype[np.float64]]
@@ -66,8 +65,6 @@ STYLE: Any = {
 # Inches; a chart of this width can be read on a phone.
 WIDTH, HEIGHT = 4.7, 3.0
 DPI = 160
-# Points of a line above which it is drawn as means over stretches of it.
-MOST_POINTS = 400
 # Classes of a confusion matrix up to which its numbers stand in it, and up to which each has a name.
 MOST_NUMBERS, MOST_NAMED = 16, 50
 # Pictures of `Maps` above which they have no titles.
@@ -83,6 +80,7 @@ def draw(chart: Chart, prefix: str) -> tuple[str, bytes]:
         figure = _figure(chart)
         svg, png = io.BytesIO(), io.BytesIO()
         figure.savefig(svg, format="svg", dpi=DPI, transparent=True, metadata={"Date": None, "Creator": None})
+        figure.set_layout_engine("none")  # keeps the places that were found
         figure.savefig(png, format="png", dpi=DPI, facecolor="white", metadata={"Software": None})
     return _inline(svg.getvalue().decode("utf-8"), prefix), png.getvalue()
 
@@ -121,15 +119,6 @@ def _canvas(width: float = WIDTH, height: float = HEIGHT) -> tuple[Figure, Axes]
     return figure, figure.subplots()
 
 
-def thinned(series: Series, most: int = MOST_POINTS) -> Series:
-    """Return a line of at most `most` points, each the mean over a stretch of it."""
-    if len(series.x) <= most:
-        return series
-    bounds = [len(series.x) * part // most for part in range(most + 1)]
-    stretches = [slice(*pair) for pair in pairwise(bounds)]
-    return Series(series.name, [fmean(series.x[one]) for one in stretches], [fmean(series.y[one]) for one in stretches])
-
-
 @_figure.register
 def _lines(chart: Lines) -> Figure:
     figure, axes = _canvas(height=HEIGHT + 0.17 * max(0, len(chart.series) - 1))
@@ -163,6 +152,7 @@ def _line(place: int) -> dict[str, Any]:
 @_figure.register
 def _bars(chart: Bars) -> Figure:
     count = len(chart.series)
+    own = [name for name in chart.series if name not in chart.beside]
     figure, axes = _canvas(height=0.9 + (0.1 + 0.11 * count) * len(chart.categories) + 0.1 * count)
     thick = 0.8 / count
     for place, (name, values) in enumerate(chart.series.items()):
@@ -173,7 +163,8 @@ def _bars(chart: Bars) -> Figure:
             middle[kept],
             [values[row] or 0.0 for row in kept],
             thick * 0.92,
-            color=COLOURS[place % len(COLOURS)],
+            color=COLOURS[own.index(chart.beside.get(name, name)) % len(COLOURS)],
+            alpha=0.45 if name in chart.beside else 1.0,
             label=label(name),
             xerr=[errors[row] or 0.0 for row in kept] if any(errors) else None,
             error_kw={"ecolor": INK, "elinewidth": 0.9, "capsize": 1.5},
@@ -182,8 +173,7 @@ def _bars(chart: Bars) -> Figure:
     axes.set_ylim(len(chart.categories) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")
     axes.tick_params(axis="y", length=0)
-    if chart.whole:
-        axes.set_xlim(0, 100)
+    axes.set_xlim(0, 100)
     axes.set_xlabel(printable(chart.value))
     if count > 1:
         figure.legend(loc="outside upper left", ncols=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from dpn_cli.recipe.sources import flat
-from dpn_cli.report.content import Cell, Chart, Lines, Part, Section, Table, Text
+from dpn_cli.report.content import MOST_POINTS, Cell, Chart, Lines, Part, Section, Table, Text
 from dpn_cli.report.reading import OpenRun, hours, trainings
 
 # A recipe key with its value and where that comes from.
@@ -16,6 +16,7 @@ CURVES = {
     "lr": ("Learning rate", "learning rate"),
     "grad_norm": ("Gradient norm before clipping", "L2 norm of the gradient"),
 }
+MEANS = f"Drawn as {MOST_POINTS} means over neighbouring records; the CSV file has all of them."
 UNKNOWN = "-"
 
 
@@ -28,7 +29,9 @@ def curves(runs: Sequence[OpenRun], watched: Mapping[str, str], prefix: str) -> 
         series = [one for run in runs if (one := run.series(key)).x]
         if series:
             log_y = key == "grad_norm" and all(min(one.y) > 0 for one in series)
-            charts.append(Lines(f"{prefix}{key.replace('@', '_at_')}", title, "step", axis, series, log_y=log_y))
+            long = any(len(one.x) > MOST_POINTS for one in series)
+            name, caption = f"{prefix}{key.replace('@', '_at_')}", MEANS if long else ""
+            charts.append(Lines(name, title, "step", axis, series, log_y=log_y, caption=caption))
     return charts
 
 

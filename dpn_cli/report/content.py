@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+# Points of a line above which it is drawn as means over stretches of it.
+MOST_POINTS = 400
 Cell = str | float | int | None
 Rows = list[list[Cell]]
 
@@ -68,6 +71,15 @@ class Series:
     y: Sequence[float]
 
 
+def thinned(series: Series, most: int = MOST_POINTS) -> Series:
+    """Return a line of at most `most` points, each the mean over a stretch of it."""
+    if len(series.x) <= most:
+        return series
+    bounds = [len(series.x) * part // most for part in range(most + 1)]
+    stretches = [slice(*pair) for pair in pairwise(bounds)]
+    return Series(series.name, [fmean(series.x[one]) for one in stretches], [fmean(series.y[one]) for one in stretches])
+
+
 @dataclass(frozen=True)
 class Chart:
     """Base of the charts: `name` is that of the files beside the page, `caption` says what is drawn."""
@@ -104,14 +116,14 @@ class Lines(Chart):
 
 @dataclass(frozen=True)
 class Bars(Chart):
-    """Horizontal bars by category, one per category and series; a missing value is None. `errors` are half-lengths."""
+    """Horizontal bars in percent, one per category and series; a missing value is None. `errors` are half-lengths."""
 
     value: str
     categories: Sequence[str]
     series: Mapping[str, Sequence[float | None]]
     errors: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
-    whole: bool = True
-    """Whether the axis covers 0 to 100 %."""
+    beside: Mapping[str, str] = field(default_factory=dict)
+    """Series that are drawn in the lighter colour of another one, by their names."""
 
     def rows(self) -> Rows:
         """Return one row per bar."""

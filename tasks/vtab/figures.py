@@ -142,16 +142,19 @@ def _bars(result: Json, networks: Mapping[str, Json], prefix: str) -> list[Chart
     ):
         series: dict[str, Sequence[float | None]] = {}
         errors: dict[str, Sequence[float | None]] = {}
+        beside: dict[str, str] = {}
         for network, part in networks.items():
             found = [part["groups"][one] if name == "groups" else part["tasks"][one]["test"] for one in categories]
             series[network] = [one and one["mean"] for one in found]
             errors[network] = [one and one["stderr"] for one in found]
             if paper := paper_of(result, network):
+                beside[f"{network}, paper"] = network
                 series[f"{network}, paper"] = [
                     fmean(paper[task] for task in (members[one] if name == "groups" else [one])) for one in categories
                 ]
         caption = "Thin lines: standard error over seeds." if len(result["seeds"]) > 1 else ""
-        charts.append(Bars(f"{prefix}{name}", title, "test accuracy in %", categories, series, errors, caption=caption))
+        axis = "test accuracy in %"
+        charts.append(Bars(f"{prefix}{name}", title, axis, categories, series, errors, beside, caption=caption))
     return charts
 
 
