@@ -21,6 +21,7 @@ from dpn_cli.report.charts import INK, draw
 from dpn_cli.report.content import Bars, Heat, Lines, Panel, Series, Table, thinned
 from dpn_cli.report.page import write_page
 from dpn_cli.report.tables import as_latex, as_markdown
+from tasks.classify.distill.recipe import DistillRecipe
 from tasks.classify.highres_recipe import HighresRecipe
 from tasks.lit.recipe import LitRecipe
 from tasks.segment.recipe import SegmentRecipe
@@ -324,6 +325,27 @@ def test_a_comparison_has_its_means_and_differences(tmp_path: Path) -> None:
     assert "failed: dpn, seed 1: loss nan" in html
     assert rows_of(tmp_path, "networks")[1:] == [["top-1", "none", "12.0", "11.0"], ["top-1", "dpn", "12.0", "11.0"]]
     assert {row[0] for row in rows_of(tmp_path, "networks_loss")[1:]} == {"none", "dpn"}
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_distillation_has_its_stages_and_its_teacher(tmp_path: Path) -> None:
+    near = {"agreement": 78.25, "kl": 0.0696, "token_variance": None, "top1": 62.5}
+    result = {
+        **{"task": "distill", "agreement": 78.25, "top1": 62.5, "teacher_top1": 66.4, "teacher": {"arch": "B/32"}},
+        **{"stages": {"start": {**near, "agreement": 4.0}, "all": near}, "images": {"held_out": 500, "val": 1000}},
+    }
+    changes = {"teacher": "x", "data": {"source": "demo"}}
+    folder = write_run(tmp_path / "run", DistillRecipe, "distill_demo", result, "network", **changes)
+    with (folder / "metrics.jsonl").open("a") as log:
+        log.write('{"step": 4, "images": 500, "agreement": 58.0}\n')
+    html = page_of(tmp_path, folder)
+    check_page(html)
+    lines = (tmp_path / "page" / "table.md").read_text().splitlines()
+    assert "| before the first step | 4.00 | 0.0696 | 62.50 |" in lines
+    assert "| after the last step | 78.25 | 0.0696 | 62.50 |" in lines
+    assert "| the teacher, B/32 |  |  | 66.40 |" in lines
+    assert rows_of(tmp_path, "agreement")[1:] == [["run", "4", "58.0"]]
+    assert not (tmp_path / "page" / "figures" / "images.csv").exists()
 
 
 def test_a_long_line_is_drawn_as_means_of_its_stretches() -> None:

@@ -19,7 +19,7 @@ from dpn_cli.run.records import read_records
 
 Json = dict[str, Any]
 # What each record of a step holds beside the metrics of evaluations.
-STEP_KEYS = ("step", "loss", "lr", "grad_norm", "images_per_second", "wait_share", "lost_records")
+STEP_KEYS = ("step", "loss", "lr", "grad_norm", "images_per_second", "wait_share", "lost_records", "images")
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from dpn_cli.report.content import (
 from dpn_cli.report.reading import Json, OpenRun
 from dpn_cli.run.sanity import result_warning
 from tasks.classify.calibration import Told, clustered, confusion, read_answers, reliability
+from tasks.classify.distill import figures as distilled
 
 WATCHED = {"accuracy": "minival top-1 in %", "minival_loss": "minival loss"}
 # Classes of which each has a label and a bar; more are clustered, and one line.
@@ -35,7 +36,7 @@ def findings(run: OpenRun, prefix: str) -> Findings:
     """Return what a page shows of a run of pretrain, highres or distill, or of ``dpn eval``."""
     result = run.result
     if run.recipe and "teacher" in run.recipe:
-        return _distilled(run)
+        return distilled.findings(run)
     if "top1" not in result:
         return Findings("top-1", {}, [], WATCHED)
     images = result["images"]["val"] if isinstance(result["images"], dict) else result["images"]
@@ -150,16 +151,3 @@ def _mistakes(folder: Path, answers: Sequence[Told], names: dict[str, str]) -> l
             lines = [f"is {names[answer.true]}", f"taken for {said}", answer.image]
             pictures.append(Picture(path.read_bytes(), lines))
     return pictures
-
-
-def _distilled(run: OpenRun) -> Findings:
-    result = run.result
-    rows: list[list[Cell]] = [
-        [key.replace("_", " "), value]
-        for key, value in result.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    ]
-    table = Table("Student and teacher", ("", ""), rows, digits=3, name="scores")
-    score = result.get("agreement")
-    scores = {} if score is None else {"": {run.seed: score}}
-    return Findings("agreement", scores, [Section("Scores", [table])] if rows else [])
