@@ -51,6 +51,8 @@ def test_calibration_is_torchmetrics_and_that_of_the_drawn_bins() -> None:
     error = sum(images * abs((right or 0) - (sure or 0)) for images, sure, right in bins) / 700
     assert 100 * error == pytest.approx(expected, rel=1e-5)
     assert sum(drawn.images) == 700
+    spans = zip(drawn.edges, drawn.confidence, drawn.edges[1:], strict=False)
+    assert all(low <= sure <= high for low, sure, high in spans if sure is not None)
 
 
 def test_confusions_are_scikit_learns_and_clusters_stand_together() -> None:
@@ -86,19 +88,19 @@ def test_answers_keep_their_rows_when_pictures_are_left_out(tmp_path: Path) -> N
 
 
 def test_the_most_confident_mistakes_are_kept_as_small_pictures(tmp_path: Path) -> None:
-    split = ClassFolders(pictures(tmp_path / "photos", each=10))
-    answers = [Answer(row, split.labels[row], 0, (row % 10 + 1) / 10) for row in range(30)]
+    split = ClassFolders(pictures(tmp_path / "photos", each=15))
+    answers = [Answer(row, split.labels[row], 0, (row % 15 + 1) / 15) for row in range(45)]
     (tmp_path / "mistakes").mkdir()
     (tmp_path / "mistakes" / "7.jpg").touch()
     (tmp_path / "answers.csv").touch()
     write_answers(tmp_path, answers, split.classes, split)
     kept = sorted(int(path.stem) for path in (tmp_path / "mistakes").iterdir())
-    wrong = sorted(answers[10:], key=lambda answer: -answer.confidence)
+    wrong = sorted(answers[15:], key=lambda answer: -answer.confidence)
     assert kept == sorted(answer.row for answer in wrong[:MOST_MISTAKES])
     with Image.open(tmp_path / "mistakes" / f"{kept[0]}.jpg") as image:
         assert max(image.size) <= SIDE
     rows = list(csv.DictReader((tmp_path / "answers.csv").read_text().splitlines()))
-    assert [rows[10][key] for key in COLUMNS[2:]] == ["class1", "class0", "0.100000"]
+    assert [rows[15][key] for key in COLUMNS[2:]] == ["class1", "class0", "0.066667"]
 
 
 def evaluated(folder: Path, classes: int, images: int) -> Path:
