@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from dpn_cli.recipe.sources import flat
 from dpn_cli.report.content import MOST_POINTS, Cell, Chart, Lines, Part, Section, Table, Text
+from dpn_cli.report.gradients import layer_charts
 from dpn_cli.report.reading import OpenRun, hours, trainings
 
 # A recipe key with its value and where that comes from.
@@ -32,7 +33,7 @@ def curves(runs: Sequence[OpenRun], watched: Mapping[str, str], prefix: str) -> 
             long = any(len(one.x) > MOST_POINTS for one in series)
             name, caption = f"{prefix}{key.replace('@', '_at_')}", MEANS if long else ""
             charts.append(Lines(name, title, "step", axis, series, log_y=log_y, caption=caption))
-    return charts
+    return charts + layer_charts(runs, prefix)
 
 
 def what_was_run(run: OpenRun, origins: Origins) -> Section:

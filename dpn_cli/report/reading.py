@@ -58,7 +58,7 @@ class OpenRun:
 
     def series(self, key: str) -> Series:
         """Return the values of a key in the log over steps, without those that are not finite numbers."""
-        points = [(record["step"], record[key]) for record in self.records if _is_number(record.get(key))]
+        points = [(record["step"], record[key]) for record in self.records if is_number(record.get(key))]
         return Series(self.name, [x for x, _ in points], [y for _, y in points])
 
     def watched(self) -> list[str]:
@@ -81,7 +81,7 @@ def open_run(path: Path, name: str | None = None) -> OpenRun:
         )
     recipe = read_recipe(place / "config.yaml")
     records, damaged = read_records(place / "metrics.jsonl")
-    good = [record for record in records if _is_number(record.get("step"))]
+    good = [record for record in records if is_number(record.get("step"))]
     partial = None if result else read_object(place / "partial.json")
     run = OpenRun(
         path=place,
@@ -181,5 +181,6 @@ def moment(run: OpenRun, key: str) -> datetime | None:
         return None
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Tell whether a value in a log is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
