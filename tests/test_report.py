@@ -17,7 +17,7 @@ from test_cli import run
 
 from dpn_cli.recipe.reading import build, merge, read_recipe
 from dpn_cli.report import page
-from dpn_cli.report.charts import INK, draw
+from dpn_cli.report.charts import COLOURS, INK, draw
 from dpn_cli.report.content import Bars, Heat, Lines, Panel, Series, Table, thinned
 from dpn_cli.report.page import write_page
 from dpn_cli.report.tables import as_latex, as_markdown
@@ -139,7 +139,10 @@ def test_curves_are_those_of_the_log_and_values_say_where_they_come_from(tmp_pat
 def test_differences_in_pairs_are_scipys(tmp_path: Path) -> None:
     plain, dpn = [70.0, 74.0, 71.0], [73.0, 75.5, 75.0]
     runs = [classifier(tmp_path / f"none{seed}", score, seed, "none") for seed, score in enumerate(plain)]
-    runs += [classifier(tmp_path / f"dpn{seed}", score, seed, "dpn") for seed, score in enumerate(dpn)]
+    runs += [
+        classifier(tmp_path / f"dpn{seed}", score, seed, "dpn", runtime={"workers": 3})
+        for seed, score in enumerate(dpn)
+    ]
     text = "".join(check_page(page_of(tmp_path, *runs)).itertext())
     low, high = stats.ttest_rel(dpn, plain).confidence_interval(0.95)
     error = stats.sem([a - b for a, b in zip(dpn, plain, strict=True)])
@@ -174,6 +177,16 @@ def test_runs_that_make_no_pair_are_not_paired_and_the_page_says_why(
     assert reason in text
     assert "is not paired with stem none" in text
     assert "minus" not in text
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_networks_that_differ_in_much_are_called_like_their_runs(tmp_path: Path) -> None:
+    other = classifier(tmp_path / "two")
+    plain = yaml.safe_load((other / "config.yaml").read_text())
+    plain["backbone"] |= {"arch": "mu/8", "norm": "bn", "pool": "token", "dropout": 0.5}
+    (other / "config.yaml").write_text(yaml.safe_dump(plain))
+    text = "".join(check_page(page_of(tmp_path, classifier(tmp_path / "one"), other)).itertext())
+    assert "two minus one" in text
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -353,6 +366,15 @@ def test_a_long_line_is_drawn_as_means_of_its_stretches() -> None:
     line = thinned(Series("loss", range(1, 1001), [1 / step for step in range(1, 1001)]), most=100)
     assert line.y[:2] == pytest.approx([fmean(1 / step for step in range(1, 11)), fmean(1 / s for s in range(11, 21))])
     assert line.x[-1] == fmean(range(991, 1001))
+
+
+def test_a_run_has_one_colour_in_all_charts() -> None:
+    """Whether or not the runs before it have that curve."""
+    line = Series("b", [1.0, 2.0], [3.0, 4.0])
+    for before in (Series("a", [], []), Series("a", [1.0, 2.0], [1.0, 2.0])):
+        svg, _ = draw(Lines("x", "x", "x", "y", [before, line]), "x")
+        assert COLOURS[1].lower() in svg.lower()
+        assert (">a</text>" in svg) == bool(before.x)
 
 
 def test_charts_keep_names_as_they_are(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import pytest
 
 ROOT = Path(__file__).parents[2]
-LISTS = ("core", "norms", "data", "checkpoints", "classify", "distill", "vtab", "lit", "segment", "compare")
+LISTS = ("core", "norms", "data", "checkpoints", "classify", "distill", "vtab", "lit", "segment", "compare", "report")
 BAR = 0.95
 # Which test has noticed which mutation before: it is tried first.
 NOTICED = Path(__file__).with_name("noticed.json")

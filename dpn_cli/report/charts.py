@@ -123,7 +123,11 @@ def _canvas(width: float = WIDTH, height: float = HEIGHT) -> tuple[Figure, Axes]
 def _lines(chart: Lines) -> Figure:
     figure, axes = _canvas(height=HEIGHT + 0.17 * max(0, len(chart.series) - 1))
     for place, one in enumerate(chart.series):
+        if not one.x:
+            continue
         line, style = thinned(one) if chart.joined else one, _line(place)
+        if len(line.x) > 100:
+            style["linewidth"] = 1.1
         if not chart.joined:
             style |= {"linestyle": "none", "alpha": 0.75, "markeredgewidth": 0}
         marker = "o" if len(line.x) < 12 or not chart.joined else ""

@@ -27,9 +27,9 @@ def curves(runs: Sequence[OpenRun], watched: Mapping[str, str], prefix: str) -> 
     keys = dict.fromkeys(key for run in runs for key in run.watched())
     named = {**CURVES, **{key: (watched.get(key, key), watched.get(key, key)) for key in keys}}
     for key, (title, axis) in named.items():
-        series = [one for run in runs if (one := run.series(key)).x]
-        if series:
-            log_y = key == "grad_norm" and all(min(one.y) > 0 for one in series)
+        series = [run.series(key) for run in runs]  # empty ones too: a run has one colour in all charts
+        if any(one.x for one in series):
+            log_y = key == "grad_norm" and min(value for one in series for value in one.y) > 0
             long = any(len(one.x) > MOST_POINTS for one in series)
             name, caption = f"{prefix}{key.replace('@', '_at_')}", MEANS if long else ""
             charts.append(Lines(name, title, "step", axis, series, log_y=log_y, caption=caption))

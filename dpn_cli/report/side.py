@@ -9,12 +9,15 @@ from typing import Any
 from dpn_cli.recipe.sources import flat, shown
 from dpn_cli.report.content import Cell, Findings, Part, Section, Table, Text
 from dpn_cli.report.reading import OpenRun, hours
+from dpn_cli.run.provenance import MAY_CHANGE
 from dpn_cli.statistics import PERCENT, PERCENT_DIFFERENCE, Summary, paired_difference, summarize
 
 # What two trainings may differ in and still be compared by seed: the network, and what computes the same numbers.
-FREE = ("about", "backbone", "seed", "seeds", "compare", "runtime", "allow_failed", "keep_weights")
+FREE = (*MAY_CHANGE, "about", "backbone", "seed", "seeds", "compare")
 # Keys that say where images are; their fingerprints say what they are.
 PLACES = ("data.source", "data.val_source", "data.max_pixels")
+# Keys in the name of a network; one that differs in more is called like its run.
+MOST_KEYS = 3
 Pair = tuple[OpenRun, Findings]
 
 
@@ -99,17 +102,19 @@ def _groups(pairs: Sequence[Pair]) -> list[Group]:
     differing = [key for key in keys if len({repr(network.get(key)) for network in networks}) > 1]
     groups: dict[str, Group] = {}
     for (run, findings), network in zip(pairs, networks, strict=True):
-        name = ", ".join(f"{key} {shown(network.get(key))}" for key in differing) or run.name
-        alone = Group(name, [run], findings.metric, findings.scores)
-        before = groups.get(name)
+        described = ", ".join(f"{key} {shown(network.get(key))}" for key in differing)
+        alone = Group(
+            described if 0 < len(differing) <= MOST_KEYS else run.name, [run], findings.metric, findings.scores
+        )
+        before = groups.get(described)
         if before is None:
-            groups[name] = alone
+            groups[described] = alone
         elif before.seeds & alone.seeds or _protocol(run) != _protocol(before.runs[0]):
             groups[run.name] = replace(alone, name=run.name)
         else:
             parts = dict.fromkeys([*before.scores, *alone.scores])
             scores = {part: {**before.scores.get(part, {}), **alone.scores.get(part, {})} for part in parts}
-            groups[name] = replace(before, runs=[*before.runs, run], scores=scores)
+            groups[described] = replace(before, runs=[*before.runs, run], scores=scores)
     return list(groups.values())
 
 

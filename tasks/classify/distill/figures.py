@@ -7,8 +7,8 @@ from dpn_cli.report.reading import OpenRun
 
 WATCHED = {
     "agreement": "agreement with the teacher in %",
-    "kl": "KL divergence from the teacher in nats",
-    "token_variance": "explained share of the variance of the teacher's tokens",
+    "kl": "KL from the teacher in nats",
+    "token_variance": "share of the tokens' variance explained",
 }
 STAGES = {"start": "before the first step", "stem": "after the stem's stage", "all": "after the last step"}
 

@@ -1,0 +1,64 @@
+"""Breakages of reports: (file, text, replacement, what it breaks, tests)."""
+
+R, A = "tests/test_report.py", "tests/test_answers.py"
+PAGE, CHARTS, SIDE = "dpn_cli/report/page.py", "dpn_cli/report/charts.py", "dpn_cli/report/side.py"
+READING, CONTENT, COMMAND = "dpn_cli/report/reading.py", "dpn_cli/report/content.py", "dpn_cli/commands/report.py"
+VTAB, SEGMENT, LIT = "tasks/vtab/figures.py", "tasks/segment/figures.py", "tasks/lit/figures.py"
+CALIBRATION, ANSWERS, SCORING = "tasks/classify/calibration.py", "tasks/classify/answers.py", "dpn_cli/scoring.py"
+
+MUTATIONS = [
+    (PAGE, "autoescape=True", "autoescape=False", "names from elsewhere are read as HTML", R),
+    (PAGE, "    _clear(folder)\n", "", "figures of an earlier page stay", R),
+    (CHARTS, '"text.parse_math": False', '"text.parse_math": True', "a dollar in a name is read as mathematics", R),
+    (CHARTS, '"svg.hashsalt": "dpn"', '"svg.hashsalt": None', "the same run gives another page every time", R),
+    (CHARTS, 'rf"\\g<1>{prefix}-"', 'r"\\g<1>"', "figures of one page share ids", R),
+    (CHARTS, '.replace(INK, "currentColor")', "", "figures are black on dark paper", R),
+    (CHARTS, "    text = printable(text)\n", "    text = str(text)\n", "control characters reach the page", R),
+    (
+        SIDE,
+        "paired_difference(ours, theirs)",
+        "paired_difference(theirs, ours)",
+        "the difference has the other sign",
+        R,
+    ),
+    (SIDE, "    if differs:\n", "    if False:\n", "runs with other recipes are paired", R),
+    (SIDE, '"about", "backbone"', '"about", "lr", "backbone"', "runs with other learning rates are paired", R),
+    (READING, "math.isfinite(value)", "True", "a loss that is no number ends the report", R),
+    (READING, "result or partial or {}", "result or {}", "a comparison with failures has no numbers", R),
+    (CONTENT, "pairwise(bounds)]", "pairwise(bounds[:-1])]", "long curves lack their end", R),
+    (COMMAND, "if value != usual.get(key):", "if False:", "a given value is called the recipe's", R),
+    (
+        VTAB,
+        "task.paper[PAPER_COLUMNS.index(column)]",
+        "task.paper[0]",
+        "every network is compared with the plain B/32",
+        R,
+    ),
+    (VTAB, "and lr == f\"{found['lr']:g}\"", "", "every learning rate is marked as chosen", R),
+    (SEGMENT, "found.sort(key=lambda one: -one[1])", "pass", "classes are not in order of IoU", R),
+    (LIT, "100 * min(1.0, k / images)", "100.0 * k", "chance is a hundred times too high", R),
+    (CALIBRATION, 'side="right") - 1', 'side="right")', "confidences are in the next bin", A),
+    (
+        CALIBRATION,
+        "place[answer.true], place[answer.predicted]",
+        "place[answer.predicted], place[answer.true]",
+        "the confusion matrix is transposed",
+        A,
+    ),
+    (CALIBRATION, "1 - (shares + shares.T) / 2", "(shares + shares.T) / 2", "classes that are confused stand apart", A),
+    (
+        ANSWERS,
+        "(-answer.confidence, answer.row)",
+        "(answer.confidence, answer.row)",
+        "the least sure mistakes are kept",
+        A,
+    ),
+    (SCORING, 'logits.sigmoid() if loss == "sigmoid" else ', "", "sigmoid classifiers have softmax confidences", A),
+    (
+        "dpn_cli/data/pixels.py",
+        "tuple(row for _, _, row in good)",
+        "tuple(range(len(good)))",
+        "answers are of other rows where pictures are left out",
+        A,
+    ),
+]
