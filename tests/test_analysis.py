@@ -194,6 +194,7 @@ def test_singular_values_with_and_without_the_scale() -> None:
     np.testing.assert_allclose(singular_values(model, with_scale=False), values, rtol=1e-9)
     np.testing.assert_allclose(singular_values(model, with_scale=True), 3 * values, rtol=1e-6)
     assert effective_rank(torch.tensor([2.0, 2.0, 2.0, 0.0])) == pytest.approx(3)
+    assert effective_rank(torch.tensor([3.0, 1.0])) == pytest.approx(0.9**-0.9 * 0.1**-0.1)
 
 
 def test_similarity_of_positions_is_their_cosine() -> None:

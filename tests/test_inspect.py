@@ -80,7 +80,10 @@ def test_two_networks_stand_side_by_side(folder: Path, tmp_path: Path) -> None:
     assert dpn["explained_by"]["both"] < plain["explained_by"]["both"]
     assert [one["change"] < 0.01 for one in dpn["stem_on_patches"][:3]] == [True] * 3
     tree = check_page((tmp_path / "report.html").read_text())
-    assert "none: maps of the first norm are left out" in "".join(tree.itertext())
+    text = "".join(tree.itertext())
+    assert "none: maps of the first norm are left out" in text
+    assert "dpn: principal filters" in text
+    assert "none: principal filters" in text
     names = {path.stem for path in (tmp_path / "figures").glob("*.csv")}
     assert {"attention_1", "attention_2", "filters_2", "first_norm_scale_1", "explained"} <= names
     assert "first_norm_scale_2" not in names

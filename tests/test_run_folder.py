@@ -20,6 +20,7 @@ from dpn_cli.run import files
 from dpn_cli.run import folder as runstate
 from dpn_cli.run.files import is_leftover, remove_leftovers, replace_text
 from dpn_cli.run.folder import RunFolder
+from dpn_cli.run.provenance import differences, recipe_digest
 
 RECIPE: dict[str, Any] = {
     "backbone": {"arch": "mu/8"},
@@ -269,3 +270,11 @@ def test_the_newest_state_of_a_description_is_what_is_compared(tmp_path: Path, m
         open_run(tmp_path, {**RECIPE, "optim": {"name": "momentum"}}, resume=True)
     monkeypatch.setattr(runstate, "versions", lambda: pytest.fail("a whole run.json was written again"))
     open_run(tmp_path, resume=True)
+
+
+def test_a_run_may_be_resumed_with_another_log() -> None:
+    begun = {"seed": 0, "backbone": {"stem": "dpn"}}  # by a version without that key
+    now = {**begun, "log": {"layer_norms": True}}
+    assert recipe_digest(now) == recipe_digest(begun)
+    assert differences(begun, now) == []
+    assert differences(begun, {**now, "seed": 1}) == ["seed: 0 there, 1 now"]

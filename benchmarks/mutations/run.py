@@ -37,7 +37,20 @@ if TYPE_CHECKING:
     import pytest
 
 ROOT = Path(__file__).parents[2]
-LISTS = ("core", "norms", "data", "checkpoints", "classify", "distill", "vtab", "lit", "segment", "compare", "report")
+LISTS = (
+    "core",
+    "norms",
+    "data",
+    "checkpoints",
+    "classify",
+    "distill",
+    "vtab",
+    "lit",
+    "segment",
+    "compare",
+    "report",
+    "inspect",
+)
 BAR = 0.95
 # Which test has noticed which mutation before: it is tried first.
 NOTICED = Path(__file__).with_name("noticed.json")
