@@ -80,14 +80,14 @@ def test_regions_of_a_patch_of_16_pixels() -> None:
 
 
 @pytest.mark.parametrize("pool", ["tok", "gap"])
-def test_attention_without_preference_is_as_far_as_the_ceiling(pool: str) -> None:
+def test_attention_without_preference_is_as_far_as_uniform_attention(pool: str) -> None:
     model = network(pool=pool)
     for block in model.blocks:
         block.attn.qkv.weight.data.zero_()
     centres = [(row * 8, column * 8) for row in range(4) for column in range(3)]
     by_hand = np.mean([math.dist(one, other) for one in centres for other in centres])
     seen = observe(model, [noise()])
-    assert seen.ceiling == pytest.approx(by_hand)
+    assert seen.uniform == pytest.approx(by_hand)
     np.testing.assert_allclose(seen.distances, np.full((4, 2), by_hand), rtol=1e-6)
     assert uniform_distance((14, 14), (16, 16)) == pytest.approx(117, abs=1)
 

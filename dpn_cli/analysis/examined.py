@@ -72,7 +72,7 @@ class Examined:
             found["images"] = self.observed.images
             found["attention_distance"] = {
                 "pixels": self.observed.distances.tolist(),
-                "of_uniform_attention": self.observed.ceiling,
+                "of_uniform_attention": self.observed.uniform,
             }
             found["token_lengths"] = [asdict(one) for one in self.observed.lengths]
             found["explained_by"] = self.observed.shares

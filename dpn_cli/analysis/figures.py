@@ -244,14 +244,14 @@ def _attention(networks: Sequence[Examined]) -> list[Part]:
             "block",
             "pixels",
             [Series("heads", x, one.observed.distances.flatten().tolist())],
-            floor=("uniform attention", one.observed.ceiling),
+            floor=("uniform attention", one.observed.uniform),
             joined=False,
             from_zero=True,
             caption=caption,
         )
 
     rows: list[list[Cell]] = [
-        [_of(one, f"block {layer}", networks), min(row), fmean(row), max(row), one.observed.ceiling]
+        [_of(one, f"block {layer}", networks), min(row), fmean(row), max(row), one.observed.uniform]
         for one in networks
         if one.observed
         for layer, row in enumerate(one.observed.distances.tolist(), 1)

@@ -24,13 +24,13 @@ class Observed:
     """What images showed of a network; see `AttentionDistances`, `TokenLengths` and `Explained`.
 
     `ordinary` (3, p, q) is the patch of median contrast in the first batch, in grey levels;
-    `distances` are (layers, heads) in pixels, `ceiling` that of uniform attention.
+    `distances` are (layers, heads) in pixels, `uniform` that of uniform attention.
     """
 
     images: int
     ordinary: Tensor
     distances: Tensor
-    ceiling: float
+    uniform: float
     lengths: list[Lengths]
     shares: dict[str, float | None]
 
@@ -54,5 +54,5 @@ def observe(model: Backbone, batches: Iterable[Tensor]) -> Observed:
             ordinary = ordinary if images else ordinary_patch(model, pixels)
             model.forward_features(model.normalize(pixels.to(device)))
             images += len(pixels)
-    ceiling = uniform_distance(grid, patch)
-    return Observed(images, ordinary, attention.pixels, ceiling, lengths.summary(), explained.shares())
+    uniform = uniform_distance(grid, patch)
+    return Observed(images, ordinary, attention.pixels, uniform, lengths.summary(), explained.shares())

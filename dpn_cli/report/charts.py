@@ -135,7 +135,7 @@ def _lines(chart: Lines) -> Figure:
     if chart.floor:
         axes.axhline(chart.floor[1], color=INK, linewidth=1, linestyle=(0, (2, 2)), label=label(chart.floor[0]))
     if chart.from_zero:
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
     if chart.log_y:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
