@@ -92,6 +92,10 @@ GOOD: dict[str, list[str]] = {
     "checkpoint retrofit": ["PLAIN", "new.safetensors", "--data", "PHOTOS", "--images", "4"],
     "data pack": ["--data", "PHOTOS", "-o", "out", "-j", "1"],
     "recipes show": ["vtab"],
+    "inspect": ["WEIGHTS", "-o", "out"],
+    "report": ["SEGMENTER", "-o", "out"],
+    "runs list": ["SEGMENTER"],
+    "runs show": ["SEGMENTER"],
 }  # fmt: skip
 HOSTILE = [
     *("", " ", "-", "--", "0", "-1", "3.7", "1e400", "nan", "-inf", "1" * 5000, str(2**70), "1000000000", "0.5", "1/0"),

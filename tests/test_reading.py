@@ -209,3 +209,13 @@ def test_decoding_closes_the_file(tmp_path: Path) -> None:
         decode(image, "it", decoder)
         file = getattr(image, "fp", None)
         assert file is None or file.closed
+
+
+def test_a_palette_with_transparency_is_read_without_a_word(tmp_path: Path) -> None:
+    image = Image.fromarray(np.arange(12, dtype=np.uint8).reshape(3, 4), "P")
+    image.putpalette(list(range(255, 219, -1)))
+    image.save(tmp_path / "plain.png")
+    image.save(tmp_path / "half.png", transparency=bytes(range(12)))
+    plain, half = (read_pixels(tmp_path / name, name, USUAL) for name in ("plain.png", "half.png"))
+    assert np.array_equal(plain, half)
+    assert half[2, 3].tolist() == [222, 221, 220]

@@ -226,7 +226,7 @@ def test_folders_that_cannot_be_reported_end_with_one_line(tmp_path: Path) -> No
     result = json.loads((folder / "result.json").read_text())
     for words, code, message in (
         (["report", str(tmp_path / "none")], 3, "no such folder"),
-        (["report", str(folder / "run.json")], 3, "a file, not a run's folder"),
+        (["report", str(folder / "run.json")], 3, "a file, not a folder of runs"),
         (["report", str(tmp_path / "empty")], 3, "not a run's folder"),
         (["report", str(tmp_path / "odd")], 3, "of the kind 'oracle'"),
         (["report", str(folder), "-o", str(folder)], 2, "the folder holds a run"),

@@ -18,7 +18,7 @@ from dpn_cli.recipe.schema import Section
 from dpn_cli.recipe.sources import flat, read_sources, shown
 from dpn_cli.report.common import Origins
 from dpn_cli.report.content import Findings
-from dpn_cli.report.reading import OpenRun, named, open_run
+from dpn_cli.report.reading import OpenRun, folder_of, named, open_run
 from dpn_cli.run.console import Console
 from dpn_cli.run.files import open_report
 
@@ -44,7 +44,7 @@ class Reporting(Section):
 
 def report(options: Reporting, console: Console) -> dict[str, Any]:
     """Write a page about runs and return where. Raises `DataError` for a folder that is no run."""
-    paths = list(dict.fromkeys(options.runs))
+    paths = [folder_of(path) for path in dict.fromkeys(options.runs)]
     runs = [open_run(path, name) for path, name in zip(paths, named(paths), strict=True)]
     open_report(options.output_dir)
     from dpn_cli.report.assemble import sections_of

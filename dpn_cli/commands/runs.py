@@ -16,7 +16,7 @@ from dpn_cli.errors import DataError
 from dpn_cli.recipe.flag import argument
 from dpn_cli.recipe.schema import Section
 from dpn_cli.report.common import command
-from dpn_cli.report.reading import OpenRun, find_runs, hours, moment, open_run
+from dpn_cli.report.reading import DEPTH, OpenRun, find_runs, folder_of, hours, moment, open_run
 from dpn_cli.run.console import Console, cell
 from dpn_cli.run.kinds import NAMES
 
@@ -132,12 +132,9 @@ def _print_run(row: dict[str, Any]) -> None:
 @action(app, "list", Listing, "dpn runs list runs/highres", quiet=False)
 def _list(options: Listing, console: Console) -> Outcome:
     """The runs in a folder and below it: status, score, step, time since the last write, command."""
-    folder = options.folder.expanduser()
-    if not folder.is_dir():
-        raise DataError(f"{options.folder}: no such folder; name one with runs in it")
-    found = [described(open_run(path)) for path in find_runs(folder)]
+    found = [described(open_run(path)) for path in find_runs(folder_of(options.folder))]
     if not found:
-        raise DataError(f"{options.folder}: no runs in it or below it; name another folder")
+        raise DataError(f"{options.folder}: no runs in it or in the {DEPTH} levels below it; name another folder")
     return found, _print_list
 
 

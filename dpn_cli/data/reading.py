@@ -125,6 +125,7 @@ def decode(image: Image.Image, where: str, decoder: Decoder = "exact") -> Pixels
             if image.mode.startswith("I"):  # PIL would clip 16-bit values instead of scaling them
                 grey = (np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8)
                 return np.repeat(grey[..., None], 3, axis=2)
+            image.info.pop("transparency", None)  # dropped in any case, and PIL would warn of a palette's
             return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
     except FAILURES as error:
         raise unreadable(where, error) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -18,6 +19,8 @@ from dpn_cli.run.provenance import read_recipe
 from dpn_cli.run.records import read_records
 
 Json = dict[str, Any]
+# Levels below a folder at which runs are looked for: ./runs/TASK/NAME.
+DEPTH = 3
 # What each record of a step holds beside the metrics of evaluations.
 STEP_KEYS = ("step", "loss", "lr", "grad_norm", "images_per_second", "wait_share", "lost_records", "images")
 
@@ -69,9 +72,7 @@ class OpenRun:
 
 def open_run(path: Path, name: str | None = None) -> OpenRun:
     """Read a folder. Raises `DataError` when it holds neither a run nor the output of an evaluation."""
-    place = path.expanduser()
-    if not place.is_dir():
-        raise DataError(f"{path}: no such folder" if not place.exists() else f"{path}: a file, not a run's folder")
+    place = folder_of(path)
     facts, result = read_object(place / "run.json") or {}, read_object(place / "result.json")
     evaluated = not is_run(place) and str((result or {}).get("task", "")).endswith("eval")
     if not is_run(place) and not evaluated:
@@ -95,6 +96,18 @@ def open_run(path: Path, name: str | None = None) -> OpenRun:
     )
     notes = _notes(run, damaged + len(records) - len(good)) if not evaluated else []
     return replace(run, notes=notes)
+
+
+def folder_of(path: Path) -> Path:
+    """Return the folder that the user names. Raises `DataError` when there is none."""
+    try:
+        place = path.expanduser()
+        if place.is_dir():
+            return place
+        missing = not place.exists()
+    except (OSError, RuntimeError) as error:  # the name is too long, or the home folder is unknown
+        raise DataError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    raise DataError(f"{path}: no such folder" if missing else f"{path}: a file, not a folder of runs")
 
 
 def _notes(run: OpenRun, damaged: int) -> list[str]:
@@ -143,17 +156,22 @@ def named(paths: Sequence[Path]) -> list[str]:
     return ["/".join(parts) for parts in whole]
 
 
-def find_runs(root: Path) -> Iterator[Path]:
-    """Yield the runs' folders in a folder and below it, in order of name, without those inside another run."""
-    if (root / "run.json").is_file():
-        yield root
-        return
+def find_runs(root: Path, depth: int = DEPTH) -> Iterator[Path]:
+    """Yield the runs' folders in a folder and at most `depth` levels below it, in order of name.
+
+    Folders inside a run, hidden ones, links and those that may not be read are left out.
+    """
     try:
-        folders = sorted(path for path in root.iterdir() if path.is_dir() and not path.is_symlink())
+        if (root / "run.json").is_file():
+            yield root
+            return
+        with os.scandir(root) as entries:
+            names = [one.name for one in entries if one.is_dir(follow_symlinks=False) and not one.name.startswith(".")]
     except OSError:
         return
-    for folder in folders:
-        yield from find_runs(folder)
+    if depth:
+        for name in sorted(names):
+            yield from find_runs(root / name, depth - 1)
 
 
 def hours(run: OpenRun) -> float | None:
