@@ -146,11 +146,12 @@ def test_norms_come_in_from_nothing_to_all(
 
     monkeypatch.setattr(engine._Training, "update", noting)
     recipe = small(photos, teacher, backbone={"start": "anneal"}, stem_share=0.75, schedule={"steps": 8})
-    train(recipe, tmp_path / "run")
+    start = train(recipe, tmp_path / "run")["stages"]["start"]
     assert [each[0] for each in shares[:6]] == pytest.approx([0, 1 / 6 / 0.8, 2 / 6 / 0.8, 3 / 6 / 0.8, 4 / 6 / 0.8, 1])
     assert all(len(each) == 2 for each in shares[:6])
     assert shares[6:] == [[], []]
     assert "patch_embed.norm_in.weight" in load_file(tmp_path / "run" / "weights.safetensors")
+    assert (start["agreement"], start["kl"], start["token_variance"]) == (100.0, 0.0, 1.0)
 
 
 def test_a_gate_that_is_shut_is_the_plain_network() -> None:
@@ -288,6 +289,15 @@ def test_a_teacher_without_a_head_is_distilled_by_its_tokens(photos: Path, tmp_p
     assert again.config.stem == "dpn"
 
 
+def test_a_teacher_at_another_size_is_told(photos: Path, teacher: Path, tmp_path: Path) -> None:
+    given = "--teacher", str(teacher), "--data", str(photos), "-o", str(tmp_path / "run"), "--device", "cpu", "-j", "0"
+    done = dpn_run("distill", *given, "--steps", "2", "-b", "8", "--image-size", "24")
+    assert done.exit_code == 0, done.stderr
+    told = " ".join(done.stderr.split())
+    assert "the teacher runs at the student's 24x24 pixels, not at its own size" in told
+    assert "at 24 x 24 pixels" in (tmp_path / "run" / "README.md").read_text()
+
+
 def test_another_architecture_learns_from_the_logits(photos: Path, teacher: Path, tmp_path: Path) -> None:
     said: list[str] = []
     given: dict[str, Any] = {"data": {"source": str(photos)}, "teacher": str(teacher), "backbone": {"arch": "nano/4"}}
@@ -361,7 +371,9 @@ def _unlike(changes: dict[str, Any], teacher: Path, photos: Path, path: Path) ->
         ),
         ({"backbone": {"stem": "dpn_no_affine", "start": "retrofit"}}, "use --start copy"),
         ({"backbone": {"image_size": 20}}, "20"),
-        ({"teacher": "nowhere.safetensors"}, "nowhere.safetensors"),
+        ({"stem_share": 0.05}, "--stem-share 0.05: 0 of 6 steps would train the stem alone"),
+        ({"stem_share": 0.95}, "--stem-share 0.95: 6 of 6 steps would train the stem alone"),
+        ({"teacher": "nowhere.safetensors"}, "--teacher nowhere.safetensors"),
         ({"photos": "nowhere"}, "--data nowhere: no such folder; pass a folder of images"),
     ],
 )

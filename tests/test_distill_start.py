@@ -264,7 +264,7 @@ def test_labels_of_other_classes_are_left_alone_unless_they_are_asked_for(tmp_pa
     assert open_pictures(recipe, ("x", "y", "z"), Noting(quiet=True)).val is None
     assert any("are not scored" in line for line in said)
     asked = small(root, teacher, data={"val_source": str(root)})
-    with pytest.raises(DataError, match="classes that the classifier does not know"):
+    with pytest.raises(DataError, match="--val-data .*: classes that the classifier does not know"):
         open_pictures(asked, ("x", "y", "z"), Console(quiet=True))
     found = open_pictures(asked, ("class1", "other", "class0"), Console(quiet=True))
     assert found.columns is not None

@@ -205,5 +205,7 @@ def _survival(plain: Backbone, other: Backbone, images: Batches) -> float:
         squares += float((tokens**2).sum())
         total += tokens.sum(0)
     if count == 0:
-        raise DataError(f"fewer than {HELD_OUT} images: none is left to measure what survives; pass more (--data)")
+        raise DataError(
+            f"fewer than {HELD_OUT} images to fit a stem on: none is left to measure what survives; pass more (--data)"
+        )
     return 1 - wrong / (squares - float((total**2).sum()) / count)

@@ -176,7 +176,7 @@ def model_card(classifier: Classifier, kind: Kind, digest: str) -> str:
         f"- Output: {len(names)} logits; {classifier.loss} gives probabilities.",
         f"- Classes: {shown}",
         *(_distilled(facts["distilled"]) if "distilled" in facts else [f"- Top-1 on minival: {_percent(scored)}"]),
-        f"- Parameters: {model.report.parameters / 1e6:.2f} M, SHA-256 `{digest}`",
+        f"- Parameters: {model.report.parameters / 1e6:.2f} M; SHA-256 of the file `{digest}`",
         "",
         "## How it was made",
         "",
@@ -192,8 +192,9 @@ def _distilled(facts: Mapping[str, Any]) -> list[str]:
     """Say in a card which network this one was distilled from, on which pictures, and how near it is."""
     teacher = facts["teacher"]
     return [
-        f"- Distilled from {teacher['source']} ({teacher['arch']}, stem `{teacher['stem']}`, SHA-256 "
-        f"`{teacher['digest']}`) with pictures whose labels were not used (fingerprint {facts['data']['train']}).",
+        f"- Distilled from {teacher['source']} ({teacher['arch']}, stem `{teacher['stem']}`, at "
+        f"{teacher['image_size'][0]} x {teacher['image_size'][1]} pixels, SHA-256 of the file `{teacher['digest']}`), "
+        f"start {facts['start']}, with pictures whose labels were not used (fingerprint {facts['data']['train']}).",
         f"- On {facts['images']} held-out pictures: names the same class as its teacher on {facts['agreement']:.2f} %, "
         f"Kullback-Leibler divergence {facts['kl']:.4g} nats, share of the token variance {_share(facts)}.",
     ]

@@ -13,6 +13,11 @@ REFUSED = (
         "it holds the encoder twice and a decoder; save its `encoder` alone",
     ),
     (
+        "DeiT's distilled network",
+        r"(^|\.)(dist_token|head_dist\.)",
+        "it has a second token and a second head, which a ViT does not",
+    ),
+    (
         "a vit-pytorch NaViT",
         r"(^|\.)pos_embed_(height|width)$",
         "its queries and keys are normalised and its pooling attends, which a ViT does not",

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dpn_cli.errors import DataError
+from dpn_cli.errors import DataError, DpnError
 from dpn_cli.recipe.start import Place
 from dpn_cli.recipe.training import counted_in_steps
 from dpn_cli.run import console as terminal
@@ -22,7 +22,7 @@ from tasks.classify.distill.cache import check_views
 from tasks.classify.distill.data import Pictures, open_pictures
 from tasks.classify.distill.recipe import DistillRecipe
 from tasks.classify.distill.scores import probing_of
-from tasks.classify.distill.student import as_taught, load_teacher
+from tasks.classify.distill.student import as_taught, load_teacher, resized
 from tasks.classify.distill.train import Distillation
 from tasks.classify.fewshot import check_transfer, describe_accuracies
 
@@ -100,6 +100,9 @@ def _check(begun: Session[DistillRecipe], teacher: Classifier, pictures: Picture
     """Check batch and pictures, and that a resumed run meets the pictures and the teacher that it began with."""
     recipe, folder, world = begun.recipe, begun.folder, begun.world
     check_divides(recipe.batch_size, recipe.runtime.micro_batch_size, world)
+    check_stages(recipe)
+    if note := resized(teacher):
+        begun.console.warn(note)
     if options := probing_of(recipe):
         check_transfer(options)
     check_views(recipe, len(pictures.train.labels))
@@ -126,6 +129,16 @@ def _check(begun: Session[DistillRecipe], teacher: Classifier, pictures: Picture
     if world.leads:
         folder.update(device=describe_device(world.device), ranks=world.size, status="running", **now)
         pictures.check(recipe.data.skip_bad_images)
+
+
+def check_stages(recipe: DistillRecipe) -> None:
+    """Raise `DpnError` where a share of the steps leaves one of the two stages without any."""
+    steps, share = recipe.schedule.steps, recipe.stem_share
+    if share and not 0 < round(share * steps) < steps:
+        raise DpnError(
+            f"--stem-share {share:g}: {round(share * steps)} of {steps} steps would train the stem alone; give each "
+            "stage one step at least, or leave it at 0"
+        )
 
 
 def _dry_run(distillation: Distillation) -> None:

@@ -93,7 +93,7 @@ def open_pictures(recipe: DistillRecipe, classes: Sequence[str] | None, console:
             columns = match_classes(classes, names)
         except DataError as error:
             if data.val_source:
-                raise
+                raise DataError(str(error).replace("--data", f"--val-data {data.val_source}")) from error
             console.info(f"the val images of {data.source} are not scored: {error}")
             val = None
     return Pictures(train, held_out, val, len(names), columns)

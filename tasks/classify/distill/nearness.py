@@ -90,5 +90,5 @@ def nearness(
         int(images),
         100 * equal / images if classes else None,
         1 - distance / variance if comparable else None,
-        apart / images if classes else None,
+        max(0.0, apart / images) if classes else None,
     )

@@ -75,6 +75,7 @@ class Scoring:
             "arch": config.arch,
             "stem": config.stem,
             "norm": config.norm,
+            "image_size": list(config.image_size),
             "parameters": report.parameters,
         }
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from dpn_cli.data.reading import decoder_of
+from dpn_cli.engine.seeds import fold
 from dpn_cli.errors import DpnError
 from dpn_cli.model.norms import GradualNorm
 from dpn_cli.recipe.network import NormOptions
@@ -21,6 +22,8 @@ from tasks.classify.distill.recipe import DistillRecipe, Start, Student
 
 # Share of the stem's stage in which the norms of `anneal` come in.
 ANNEALED = 0.8
+# Stream of a student's first weights. Of the seed itself, they could be those that its teacher was pre-trained from.
+DRAW = 8
 STEM_NORMS = ("norm_in", "norm")
 
 
@@ -32,14 +35,29 @@ def load_teacher(recipe: DistillRecipe) -> Classifier:
     assert recipe.teacher
     size = recipe.backbone.image_size
     pair = (size, size) if isinstance(size, int) else size
-    source = open_checkpoint(resolve(recipe.teacher, "dpn distill"))
-    if "head.weight" in source.state:
-        teacher = classifier_of(source, pair)
-    else:
-        model = load_whole(source, pair)
-        teacher = Classifier(model, (), "softmax", resize_for(model.config.image_size), facts_of(source))
+    try:
+        source = open_checkpoint(resolve(recipe.teacher, "dpn distill"))
+        if "head.weight" in source.state:
+            teacher = classifier_of(source, pair)
+        else:
+            model = load_whole(source, pair)
+            teacher = Classifier(model, (), "softmax", resize_for(model.config.image_size), facts_of(source))
+    except DpnError as error:
+        raise type(error)(str(error).replace("--checkpoint", "--teacher")) from error
     teacher.model.requires_grad_(False).eval()
     return teacher
+
+
+def resized(teacher: Classifier) -> str | None:
+    """Say that a teacher is asked at another image size than its own; None at its own."""
+    changes = [change for change in teacher.model.report.resized if change.startswith("pos_embed")]
+    if not changes:
+        return None
+    height, width = teacher.model.config.image_size
+    return (
+        f"the teacher runs at the student's {height}x{width} pixels, not at its own size ({changes[0]}): how near they "
+        "are, and the teacher's accuracy, are those at this size"
+    )
 
 
 def as_taught(recipe: DistillRecipe, teacher: Classifier) -> DistillRecipe:
@@ -74,8 +92,10 @@ def start_of(student: Student, teacher: Backbone) -> Start:
     fits = teacher.config.stem == "none" and student.stem not in ("none", "dpn_no_affine")
     if student.start in ("retrofit", "anneal") and not fits:
         raise DpnError(
-            f"--start {student.start}: fits the norms of a stem to the tokens of a plain one, and the teacher has stem "
-            f"{teacher.config.stem!r}, the student {student.stem!r}; use --start copy"
+            f"--start {student.start}: fits scales and biases of a stem's norms to the tokens of a plain one; the "
+            f"teacher has stem {teacher.config.stem!r}, and the student's is {student.stem!r}"
+            + (", which has nothing to fit" if student.stem in ("none", "dpn_no_affine") else "")
+            + "; use --start copy"
         )
     return student.start or ("retrofit" if fits else "copy")
 
@@ -99,7 +119,7 @@ def new_student(recipe: DistillRecipe, teacher: Backbone, pictures: Batches) -> 
             pool=asked.pool or (config.pool if asked.arch is None else None),
             pre_logits=config.pre_logits if asked.arch is None else asked.pre_logits,
             drop_path=asked.drop_path,
-            seed=recipe.seed,
+            seed=fold(recipe.seed, DRAW),
         )
         return student, {}
     same_norms = asked.norm in (None, config.norm) and asked.placement in (None, config.placement)
@@ -167,8 +187,8 @@ def check_pair(recipe: DistillRecipe, teacher: Backbone, student: Backbone) -> S
     if places[0] != places[1] and losses.tokens + losses.attention:
         raise DpnError(
             f"losses.tokens ({losses.tokens:g}), losses.attention ({losses.attention:g}): the student has "
-            f"{_grid(ours.grid)} patches, the teacher {_grid(theirs.grid)}, or one of them has no class token; set "
-            "both to 0"
+            f"{_grid(ours.grid)} patches, the teacher {_grid(theirs.grid)}, or one of them has no class token; both "
+            "have to be 0"
         )
     if losses.attention and ours.size.heads != theirs.size.heads:
         raise DpnError(

@@ -83,6 +83,7 @@ class Distillation:
         if self.world.leads:
             for stage in ("start", "stem"):
                 self._file(stage, ".safetensors").unlink(missing_ok=True)
+            Checkpoints(self.path / "checkpoints").clear()
             self.begun.folder.finish(result)
         return result
 
@@ -97,6 +98,8 @@ class Distillation:
         """Make the student as it is before its first step, unless it is there."""
         if self._note("start") is None:
             student, fitted = self._new_student()
+            if self.recipe.backbone.start == "anneal":
+                gated(student)
             check_pair(self.recipe, self.teacher, student)
             self._keep("start", student, {"fitted": fitted} if fitted else {})
 
@@ -228,6 +231,7 @@ class Distillation:
             if stage == "all":
                 self._export(student, near)
             else:
+                ungated(student)
                 export_backbone(student, self._file(stage, ".safetensors"))
             replace_json(self._file(stage, ".json"), note)
         distributed.barrier()
@@ -237,7 +241,8 @@ class Distillation:
 
     def _export(self, student: Backbone, near: Json) -> None:
         """Write the student's file: a classifier where the teacher has a head."""
-        distilled = {"teacher": self.scoring.described_teacher(), "data": self.pictures.fingerprints(), **near}
+        described = {"teacher": self.scoring.described_teacher(), "start": self.recipe.backbone.start}
+        distilled = {**described, "data": self.pictures.fingerprints(), **near}
         if not student.num_classes:
             export_backbone(student, self.path / WEIGHTS, {KEY: "network", "distilled": json.dumps(distilled)})
             return
