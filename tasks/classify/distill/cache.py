@@ -209,9 +209,9 @@ class TargetCache:
         """Make the folder, or clear one of something else."""
         path = self.folder / "cache.json"
         if read_object(path) != self.facts:
-            if self.folder.is_dir():
+            if any(self.folder.glob("*.npy")):
                 self.console.warn(f"{self.folder}: damaged, or not of this training; all of it is computed again")
-                shutil.rmtree(self.folder)
+            shutil.rmtree(self.folder, ignore_errors=True)
             replace_json(path, self.facts)
 
     def _is_whole(self, number: int) -> bool:
