@@ -29,6 +29,7 @@ from tasks.classify.classifier import Classifier, load_classifier, save_classifi
 from tasks.classify.distill import command
 from tasks.classify.distill import train as training
 from tasks.classify.distill.recipe import DistillRecipe, resolve, settle
+from tasks.classify.fewshot import probing_of
 
 SMALL: dict[str, Any] = {
     "data": {"held_out": 0.2, "jitter": 0.0},
@@ -334,10 +335,14 @@ def test_every_option_of_a_stage_reaches_the_engine(
 
 
 def test_teacher_and_student_are_probed_with_few_images(photos: Path, teacher: Path, tmp_path: Path) -> None:
-    recipe = small(photos, teacher, fewshot_data=str(photos), fewshot=2)
+    recipe = small(photos, teacher, fewshot_data=str(photos), fewshot=2, data={"decode": "pillow", "max_pixels": 9000})
+    asked = probing_of(recipe)
+    assert asked is not None
+    assert (asked.pictures.decode, asked.pictures.max_pixels) == ("pillow", 9000)
     result = train(recipe, tmp_path / "run")
     assert set(result["fewshot"]) == {"student", "teacher"}
-    probe = dpn_run("eval", "fewshot", str(teacher), "--data", str(photos), "--shots", "2", "--device", "cpu", "--json")
+    how = "--shots", "2", "--device", "cpu", "--decode", "pillow", "--json"
+    probe = dpn_run("eval", "fewshot", str(teacher), "--data", str(photos), *how)
     assert result["fewshot"]["teacher"]["accuracy"] == json.loads(probe.stdout)["accuracy"]
 
 

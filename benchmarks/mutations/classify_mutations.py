@@ -74,7 +74,7 @@ MUTATIONS = [
      "recipes: labels are smooth under timm's mixing alone", R),
     (TRAIN, "image if image.is_floating_point() else", "",
      "recipes: erased images are normalised twice", R),
-    (TRAIN, "result[\"fewshot\"] = _on_leader(", "_on_leader(",
+    (TRAIN, "result[\"fewshot\"] = distributed.on_leader(", "distributed.on_leader(",
      "recipes: the probe at the end is lost", R),
     ("tasks/classify/recipe.py", "self.lr * self.batch_size / self.lr_batch if self.lr_batch else self.lr", "self.lr",
      "recipes: the learning rate does not follow the batch", R),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -146,6 +146,20 @@ def from_all(value: ValueT) -> list[ValueT]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def on_leader(world: World, compute: Callable[[], ValueT]) -> ValueT:
+    """Return on every rank what rank 0 computes; what stops it there stops all ranks."""
+    value, problem = None, None
+    if world.leads:
+        try:
+            value = compute()
+        except DpnError as error:
+            problem = error
+    value, problem = from_leader((value, problem))
+    if problem is not None:
+        raise problem
+    return cast(ValueT, value)
 
 
 def barrier() -> None:

@@ -22,6 +22,7 @@ from dpn_cli.statistics import PERCENT, summarize
 from dpn_cli.weights.backbone import Backbone, load_backbone
 from dpn_cli.weights.sources import open_checkpoint
 from tasks.classify.classifier import facts_of, takes_whole_pictures
+from tasks.classify.distill.recipe import DistillRecipe
 from tasks.classify.options import Probing
 from tasks.classify.probe import check_shots, encode, pick, probe
 from tasks.classify.recipe import SupervisedRecipe
@@ -70,7 +71,7 @@ def fewshot(options: Probing, console: Console) -> dict[str, Any]:
         }
 
 
-def probing_of(recipe: SupervisedRecipe) -> Probing | None:
+def probing_of(recipe: SupervisedRecipe | DistillRecipe) -> Probing | None:
     """Return the probe at the end of a training: three draws of the images per class; None without data for it."""
     data = recipe.data
     if recipe.fewshot_data is None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,6 @@ from dpn_cli.data.trained_on import record
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine.losses import LOSSES
 from dpn_cli.engine.trainstate import evaluated_weights
-from dpn_cli.errors import DpnError
 from dpn_cli.model.freeze import freeze
 from dpn_cli.recipe.training import of_two_steps
 from dpn_cli.run import distributed
@@ -37,7 +35,6 @@ from tasks.classify.probe import choose, encode, probe
 from tasks.classify.recipe import RecipeT, SupervisedRecipe, head_bias_of
 
 Json = dict[str, Any]
-ValueT = TypeVar("ValueT")
 
 
 def train_classifier(begun: Session[RecipeT], data: ClassData, task: str) -> Json:
@@ -86,7 +83,9 @@ def train_classifier(begun: Session[RecipeT], data: ClassData, task: str) -> Jso
     }
     if options := probing_of(recipe):
         whole = classifier.transform if classifier.resize_side is None else None
-        result["fewshot"] = _on_leader(world, lambda: transfer(classifier.model, options, world.device, console, whole))
+        result["fewshot"] = distributed.on_leader(
+            world, lambda: transfer(classifier.model, options, world.device, console, whole)
+        )
     if warning := result_warning("validation top-1", scores.top1, scores.floors, scores.images):
         console.warn(warning)
     if world.leads:
@@ -159,20 +158,6 @@ def training_batches(
         return batches
     mixup = mixup_of(recipe.mixup, recipe.cutmix, recipe.label_smoothing, len(data.classes))
     return mixed(batches, mixup, partial(normalized, model), recipe.seed)
-
-
-def _on_leader(world: World, compute: Callable[[], ValueT]) -> ValueT:
-    """Return on every rank what rank 0 computes; what stops it there stops all ranks."""
-    value, problem = None, None
-    if world.leads:
-        try:
-            value = compute()
-        except DpnError as error:
-            problem = error
-    value, problem = distributed.from_leader((value, problem))
-    if problem is not None:
-        raise problem
-    return cast(ValueT, value)
 
 
 class _ClassifierTraining:
@@ -260,7 +245,7 @@ class _ClassifierTraining:
 
     def fewshot(self, shots: int) -> float:
         """Return the accuracy in percent on minival of a probe on a few training images per class."""
-        return _on_leader(self.world, lambda: self._probe(shots))
+        return distributed.on_leader(self.world, lambda: self._probe(shots))
 
     def _probe(self, shots: int) -> float:
         pool, classes = shot_pool(self.data.train), len(self.data.classes)

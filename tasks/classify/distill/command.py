@@ -21,10 +21,9 @@ from tasks.classify.classifier import Classifier
 from tasks.classify.distill.cache import check_views
 from tasks.classify.distill.data import Pictures, open_pictures
 from tasks.classify.distill.recipe import DistillRecipe
-from tasks.classify.distill.scores import probing_of
 from tasks.classify.distill.student import as_taught, load_teacher, resized
 from tasks.classify.distill.train import Distillation
-from tasks.classify.fewshot import check_transfer, describe_accuracies
+from tasks.classify.fewshot import check_transfer, describe_accuracies, probing_of
 
 Json = dict[str, Any]
 DEMO_NOTE = (
@@ -134,9 +133,9 @@ def _check(begun: Session[DistillRecipe], teacher: Classifier, pictures: Picture
 def check_stages(recipe: DistillRecipe) -> None:
     """Raise `DpnError` where a share of the steps leaves one of the two stages without any."""
     steps, share = recipe.schedule.steps, recipe.stem_share
-    if share and not 0 < round(share * steps) < steps:
+    if share and not 0 < recipe.stem_steps < steps:
         raise DpnError(
-            f"--stem-share {share:g}: {round(share * steps)} of {steps} steps would train the stem alone; give each "
+            f"--stem-share {share:g}: {recipe.stem_steps} of {steps} steps would train the stem alone; give each "
             "stage one step at least, or leave it at 0"
         )
 

@@ -43,7 +43,7 @@ def estimate(recipe: DistillRecipe, arch: str, images: int | None, *, here: bool
     recipe = counted_in_steps(recipe, images / recipe.batch_size)
     check_views(recipe, images)
     steps, ours, losses = recipe.schedule.steps, student.config, recipe.losses
-    stem_steps, parameters = round(recipe.stem_share * steps), student.report.parameters
+    stem_steps, parameters = recipe.stem_steps, student.report.parameters
     views = (recipe.cache_teacher or 0) * images
     drawn, looked = steps * recipe.batch_size, views or steps * recipe.batch_size
     checkpointing = recipe.backbone.grad_checkpointing

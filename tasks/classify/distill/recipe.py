@@ -224,6 +224,11 @@ class DistillRecipe(ComparedTraining):
         return self
 
     @property
+    def stem_steps(self) -> int:
+        """The steps of the stem's stage, once the duration is in steps."""
+        return round(self.stem_share * self.schedule.steps)
+
+    @property
     def demo(self) -> bool:
         """Whether the data are the built-in scenes, whatever is asked about them."""
         return (self.data.source or "").split(":")[0] == "demo"

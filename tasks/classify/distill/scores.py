@@ -15,8 +15,7 @@ from tasks.classify.distill.data import Pictures
 from tasks.classify.distill.nearness import Nearness, nearness
 from tasks.classify.distill.recipe import DistillRecipe
 from tasks.classify.distill.student import prepared
-from tasks.classify.fewshot import transfer
-from tasks.classify.options import Probing
+from tasks.classify.fewshot import probing_of, transfer
 
 Json = dict[str, Any]
 
@@ -84,25 +83,12 @@ class Scoring:
         options = probing_of(self.recipe)
         if options is None:
             return None
-        found = None
-        if self.world.leads:
-            whole = self.taught.transform if self.taught.resize_side is None else None
-            found = {
+        whole = self.taught.transform if self.taught.resize_side is None else None
+
+        def probe() -> Json:
+            return {
                 name: transfer(model, options, self.world.device, self.console, whole)
                 for name, model in (("student", student), ("teacher", self.taught.model))
             }
-        return distributed.from_leader(found)
 
-
-def probing_of(recipe: DistillRecipe) -> Probing | None:
-    """Return the few-shot probe at the end of a training; None without data for it."""
-    if recipe.fewshot_data is None:
-        return None
-    return Probing(
-        checkpoint="none",
-        source=recipe.fewshot_data,
-        skip_bad_images=recipe.data.skip_bad_images,
-        shots=(recipe.fewshot,),
-        batch_size=recipe.eval_batch_size,
-        runtime=recipe.runtime,
-    )
+        return distributed.on_leader(self.world, probe)

@@ -24,7 +24,6 @@ from tasks.classify.distill.recipe import DistillRecipe, Start, Student
 ANNEALED = 0.8
 # Stream of a student's first weights. Of the seed itself, they could be those that its teacher was pre-trained from.
 DRAW = 8
-STEM_NORMS = ("norm_in", "norm")
 
 
 def load_teacher(recipe: DistillRecipe) -> Classifier:
@@ -152,19 +151,21 @@ def reload_student(recipe: DistillRecipe, place: str, classes: int) -> Backbone:
 
 def gated(network: Backbone) -> None:
     """Let the norms of the stem come in gradually, so that the network begins as the plain one whose weights it has."""
-    for slot in STEM_NORMS:
-        norm = getattr(network.patch_embed, slot)
-        if not isinstance(norm, nn.Identity):
-            setattr(network.patch_embed, slot, GradualNorm(norm, ANNEALED))
-    if not isinstance(network.norm_posemb, nn.Identity):
-        network.norm_posemb = GradualNorm(network.norm_posemb, ANNEALED)
+    for holder, slot in _stem_norms(network):
+        if not isinstance(norm := getattr(holder, slot), nn.Identity):
+            setattr(holder, slot, GradualNorm(norm, ANNEALED))
 
 
 def ungated(network: Backbone) -> None:
     """Put the norms themselves in the place of their gates, which are open after the stage."""
-    for holder, slot in ((network.patch_embed, "norm_in"), (network.patch_embed, "norm"), (network, "norm_posemb")):
+    for holder, slot in _stem_norms(network):
         if isinstance(gate := getattr(holder, slot), GradualNorm):
             setattr(holder, slot, gate.norm)
+
+
+def _stem_norms(network: Backbone) -> tuple[tuple[nn.Module, str], ...]:
+    """Return the places of a stem's norms: modules and the names that the norms have there."""
+    return (network.patch_embed, "norm_in"), (network.patch_embed, "norm"), (network, "norm_posemb")
 
 
 def check_pair(recipe: DistillRecipe, teacher: Backbone, student: Backbone) -> Sequence[tuple[int, int]]:

@@ -55,15 +55,11 @@ class Distillation:
         self.teacher = teacher.model.to(self.world.device)
         self.skipped: list[int] = []
 
-    @property
-    def stem_steps(self) -> int:
-        """The steps of the stem's stage."""
-        return round(self.recipe.stem_share * self.recipe.schedule.steps)
-
     def train(self) -> Json:
         """Train what is not trained yet, score it, and return the result, which is written to the folder too."""
         first, before = 0, "start"
-        stages = {"stem": self.stem_steps, "all": self.recipe.schedule.steps - self.stem_steps}
+        stem = self.recipe.stem_steps
+        stages = {"stem": stem, "all": self.recipe.schedule.steps - stem}
         if distributed.from_leader((self.path / WEIGHTS).is_file()):
             stages = {}
         else:
