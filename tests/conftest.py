@@ -13,6 +13,7 @@ from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["DPN_NO_REPORT"] = "1"  # a page takes a second or two
 
 import numpy as np
 import pytest

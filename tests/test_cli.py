@@ -110,6 +110,7 @@ OPTIONS = {
     "--set",
     "--print-config",
     "--dry-run",
+    "--no-report",
     "--json",
     "--quiet",
     "--verbose",

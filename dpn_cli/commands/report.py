@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,13 +12,13 @@ import typer
 
 from dpn_cli.commands.action import Outcome, action
 from dpn_cli.commands.recipes import schema_of
-from dpn_cli.errors import DataError, DpnError
+from dpn_cli.errors import DataError, DpnError, StoppedError
 from dpn_cli.recipe.flag import OUTPUT, argument, flag
 from dpn_cli.recipe.reading import build, read_recipe, shipped_recipes
 from dpn_cli.recipe.schema import Section
 from dpn_cli.recipe.sources import flat, read_sources, shown
 from dpn_cli.report.common import Origins
-from dpn_cli.report.content import Findings
+from dpn_cli.report.content import PAGE, Findings
 from dpn_cli.report.reading import OpenRun, folder_of, named, open_run
 from dpn_cli.run.console import Console
 from dpn_cli.run.files import open_report
@@ -30,6 +31,8 @@ FIGURES = {
     "towers": "tasks.lit.figures",
     "sweep": "tasks.vtab.figures",
 }
+# Where a run has its own page, and the variable that leaves it out, as --no-report does.
+INSIDE, NO_REPORT = Path("report") / PAGE, "DPN_NO_REPORT"
 EVALUATIONS = {"eval": "classifier", "segment eval": "segmenter", "lit eval": "towers"}
 
 
@@ -42,8 +45,11 @@ class Reporting(Section):
     ] = Path("report")
 
 
-def report(options: Reporting, console: Console) -> dict[str, Any]:
-    """Write a page about runs and return where. Raises `DataError` for a folder that is no run."""
+def report(options: Reporting, console: Console, check: Callable[[], object] = lambda: None) -> dict[str, Any]:
+    """Write a page about runs and return where; `check` is called between figures, and may raise.
+
+    Raises `DataError` for a folder that is no run.
+    """
     paths = [folder_of(path) for path in dict.fromkeys(options.runs)]
     runs = [open_run(path, name) for path, name in zip(paths, named(paths), strict=True)]
     open_report(options.output_dir)
@@ -55,8 +61,37 @@ def report(options: Reporting, console: Console) -> dict[str, Any]:
         for note in run.notes:
             console.warn(f"{run.path}: {note}")
     title = f"dpn report: {', '.join(run.name for run in runs)}"
-    page = write_page(options.output_dir, title, sections)
+    page = write_page(options.output_dir, title, sections, check)
     return {"page": str(page), "runs": [str(run.path) for run in runs]}
+
+
+def page_at_end(folder: Path, console: Console) -> None:
+    """Write the page of a run that has ended into its folder, unless it is there since the result was written.
+
+    The result is there already: whatever goes wrong here, a stop signal included, is a warning.
+    """
+    if os.environ.get(NO_REPORT):
+        return
+    from dpn_cli.run import stopping  # torch, which the training has loaded
+
+    page, again = folder / INSIDE, f"'dpn report {folder}' writes it"
+    try:
+        with stopping.listen():
+            if not _is_newest(page, [folder / name for name in ("result.json", "partial.json")]):
+                report(Reporting(runs=[folder], output_dir=page.parent), console, stopping.check_here)
+        console.info(f"report: {page}")
+    except (StoppedError, KeyboardInterrupt):
+        console.warn(f"stopped at the run's page; the run is finished, and {again}")
+    except Exception as error:  # a chart may fail in any way, and the run has not
+        console.warn(
+            f"the run's page was not written ({type(error).__name__}: {error}); the run is finished, and {again}"
+        )
+
+
+def _is_newest(page: Path, results: Sequence[Path]) -> bool:
+    return page.is_file() and all(
+        page.stat().st_mtime_ns >= result.stat().st_mtime_ns for result in results if result.is_file()
+    )
 
 
 def _reader(run: OpenRun) -> Callable[[OpenRun, str], Findings]:

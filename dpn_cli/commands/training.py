@@ -106,14 +106,19 @@ def add(app: typer.Typer, name: str, training: Training) -> None:
                 print(dump(recipe), end="")
                 return
             recipe, trainer = _ready(training, recipe, console)
-            place = Place(arguments["output_dir"], *(arguments[key] for key in ("resume", "overwrite", "dry_run")))
-            result = trainer.run(recipe, place, console)
+            how = {key: arguments[key] for key in ("resume", "overwrite", "dry_run")}
+            folders: list[Path] = []
+            result = trainer.run(recipe, Place(arguments["output_dir"], **how, opened=folders.append), console)
             if result is None:
                 return
             if arguments["json"]:
                 show(json.dumps(result, indent=2))
             else:
                 trainer.show(result)
+            if not arguments["no_report"]:
+                from dpn_cli.commands.report import page_at_end  # which knows the commands of this module
+
+                page_at_end(folders[0], console)
             if failed := training.failures(result):
                 raise SweepError(
                     f"{len(failed)} trainings failed and are listed above; the others are kept: run the same command "
@@ -189,5 +194,6 @@ OUTPUT_OPTIONS = (
         "--dry-run",
         help="Check all data, train two steps with save, resume and validation; print hours and disk. No result.",
     ),
+    switch("no_report", "--no-report", help="Write no page about the run into its folder at the end."),
     *PRINTING,
 )

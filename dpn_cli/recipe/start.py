@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -21,13 +21,14 @@ SCRATCH_PIXELS = 224
 class Place:
     """The folder of a run (None: one named after the task and the network), and what happens to a run that is there.
 
-    With `dry_run` there is no folder.
+    With `dry_run` there is no folder; else `opened` is told which one it is.
     """
 
     folder: Path | None = None
     resume: bool = False
     overwrite: bool = False
     dry_run: bool = False
+    opened: Callable[[Path], object] = lambda folder: None
 
 
 def find_start(

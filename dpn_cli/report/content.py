@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+PAGE = "report.html"
 # Points of a line above which it is drawn as means over stretches of it.
 MOST_POINTS = 400
 Cell = str | float | int | None

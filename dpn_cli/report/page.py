@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -17,24 +17,28 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from dpn_cli.report.charts import draw
-from dpn_cli.report.content import Chart, Gallery, Part, Section, Table, Text
+from dpn_cli.report.content import PAGE, Chart, Gallery, Part, Section, Table, Text
 from dpn_cli.report.tables import as_csv, as_latex, as_markdown, is_number, on_the_right, shown
 from dpn_cli.run.console import printable
 from dpn_cli.run.files import replace_file, replace_text
 
-PAGE, FIGURES = "report.html", "figures"
+FIGURES = "figures"
 
 
-def write_page(folder: Path, title: str, sections: Sequence[Section]) -> Path:
+def write_page(
+    folder: Path, title: str, sections: Sequence[Section], check: Callable[[], object] = lambda: None
+) -> Path:
     """Write a page with its tables and figures to a folder and return the page's path.
 
     ``report.html`` holds the page, ``figures`` every chart as PNG and its numbers as CSV, ``table.md`` and
-    ``table.tex`` the tables that have a name. Figures of an earlier page there are deleted. Raises `SaveError`.
+    ``table.tex`` the tables that have a name. Figures of an earlier page there are deleted. `check` is called before
+    every chart, and may raise. Raises `SaveError`.
     """
     _clear(folder)
     svgs: dict[str, Markup] = {}
     for chart in (part for section in sections for part in section.parts if isinstance(part, Chart)):
         assert chart.name not in svgs, f"two charts are called {chart.name}"
+        check()
         svg, png = draw(chart, chart.name)
         svgs[chart.name] = Markup(svg)
         replace_file(folder / FIGURES / f"{chart.name}.png", partial(Path.write_bytes, data=png))

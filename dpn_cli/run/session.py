@@ -97,6 +97,7 @@ def session(
             yield Session(recipe, RunFolder(path), world, console, _compared(recipe, precision, console))
             return
         folder = open_folder(path, recipe, kind, world, console, **how, claims=claims)
+        place.opened(path)
         if folder.result is None:
             console.info(f"run folder {path}")
         try:
