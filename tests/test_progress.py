@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from dpn_cli.engine.fit import Outputs
 from dpn_cli.run import distributed
-from dpn_cli.run.console import Console, Tick
+from dpn_cli.run.console import Console, Tick, several, sparkline
 from dpn_cli.run.folder import MetricsLog
 
 
@@ -82,6 +84,60 @@ def test_a_bar_shows_the_same() -> None:
     assert "25/100 loss 0.5 lr 0.001 ETA 0:45:00 12.3 images/s wait 12.5%" in written.getvalue()
 
 
+def on_terminal(width: int, losses: list[float], encoding: str = "utf-8") -> str:
+    """Return the last line that a terminal shows of a training; every second step is logged."""
+    console, file = Console(), io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    console.rich = RichConsole(file=file, force_terminal=True, width=width)
+    with console.progress("highres") as tick:
+        for step, loss in enumerate(losses, 1):
+            tick(dataclasses.replace(tick_of(step, len(losses)), loss=loss, logged=step % 2 == 0))
+    file.seek(0)
+    return re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", file.read()).strip())[-1]
+
+
+def test_a_terminal_shows_a_curve_of_the_last_logged_losses() -> None:
+    losses = [float(step) for step in range(100)]
+    for width, points in ((120, 24), (80, 8)):
+        line = on_terminal(width, losses)
+        (curve,) = re.findall("[▁▂▃▄▅▆▇█]+", line)
+        assert curve == sparkline(losses[1::2][-points:])
+        assert "100/100 loss 99 lr 0.001" in line
+        assert "images/s" in line
+        assert len(line) < width
+    for width, encoding in ((120, "ascii"), (70, "utf-8")):
+        assert not re.search("[▁▂▃▄▅▆▇█]", on_terminal(width, losses, encoding))
+
+
+def test_a_curve_goes_from_the_lowest_to_the_highest_block() -> None:
+    assert sparkline([3, 2, 1, 0]) == "█▆▃▁"
+    assert sparkline([0.5, 0.5]) == "▁▁"
+    assert sparkline([]) == ""
+
+
+def test_pictures_are_counted_in_a_line_every_ten_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    with Console(clock=clock).counting("eval", 100) as done:
+        for _ in range(25):
+            clock.now += 1
+            done(4)
+    assert capsys.readouterr().err.splitlines() == ["eval: 40 of 100 pictures", "eval: 80 of 100 pictures"]
+    with Console(quiet=True, clock=clock).counting("eval", 100) as done:
+        clock.now += 99
+        done(4)
+    assert capsys.readouterr().err == ""
+    console, written = Console(), io.StringIO()
+    console.rich = RichConsole(file=written, force_terminal=True, width=120)
+    with console.counting("[red]", 100) as done:
+        done(40)
+        done(2)
+    assert "[red]" in written.getvalue()
+    assert "42/100" in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", written.getvalue())
+
+
+def test_one_thing_has_no_plural() -> None:
+    assert [several(count, "step") for count in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
+
+
 def test_every_step_is_shown_and_the_log_keeps_its_fifty_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +153,7 @@ def test_every_step_is_shown_and_the_log_keeps_its_fifty_records(
     log = MetricsLog(tmp_path / "metrics.jsonl")
     train(small(), 150, outputs=Outputs(log=log, tick=seen.append))
     assert [tick.step for tick in seen] == list(range(1, 151))
+    assert [tick.step for tick in seen if tick.logged] == list(range(3, 151, 3))
     records = [json.loads(line) for line in log.path.read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(3, 151, 3))
     assert len(reductions) == 50

@@ -7,7 +7,7 @@ VTAB, SEGMENT, LIT = "tasks/vtab/figures.py", "tasks/segment/figures.py", "tasks
 CALIBRATION, ANSWERS, SCORING = "tasks/classify/calibration.py", "tasks/classify/answers.py", "dpn_cli/scoring.py"
 
 MUTATIONS = [
-    (PAGE, "autoescape=True", "autoescape=False", "names from elsewhere are read as HTML", R),
+    ("dpn_cli/report/html.py", "autoescape=True", "autoescape=False", "names from elsewhere are read as HTML", R),
     (PAGE, "    _clear(folder)\n", "", "figures of an earlier page stay", R),
     (CHARTS, '"text.parse_math": False', '"text.parse_math": True', "a dollar in a name is read as mathematics", R),
     (CHARTS, '"svg.hashsalt": "dpn"', '"svg.hashsalt": None', "the same run gives another page every time", R),

@@ -69,7 +69,7 @@ def fit(model: nn.Module, job: Job) -> FitResult:
             batch = None if last else training.fetch(stream, result)
             result.loss, *norms = training.update(pending, step, lr)
             result.steps, result.seconds = step + 1, time.perf_counter() - began
-            tick = training.tick(result, lr, step + 1 - start)
+            tick = training.tick(result, lr, step + 1 - start, logged=logged)
             if logged:
                 training.log(tick, norms)
             if job.evaluate and (last or (job.evaluate_every and (step + 1) % job.evaluate_every == 0)):
@@ -197,7 +197,7 @@ class _Training:
             self.save("best", step)
         return metrics
 
-    def tick(self, result: FitResult, lr: float, done: int) -> Tick:
+    def tick(self, result: FitResult, lr: float, done: int, *, logged: bool) -> Tick:
         """Show the state after a step, of which this process has done `done`. It needs nothing of other ranks."""
         steps, seconds = self.job.schedule.steps, result.seconds
         tick = Tick(
@@ -208,6 +208,7 @@ class _Training:
             images_per_second=done * self.job.batch_size / seconds,
             wait_share=result.wait_seconds / seconds,
             seconds_left=(steps - result.steps) * seconds / done,
+            logged=logged,
         )
         self.job.outputs.tick(tick)
         return tick

@@ -64,6 +64,14 @@ class Gallery:
 
 
 @dataclass(frozen=True)
+class Legend:
+    """What colours stand for: "#rrggbb" by name."""
+
+    title: str
+    colours: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class Series:
     """One line of a chart: `y` over `x`."""
 
@@ -231,7 +239,7 @@ class Reliability(Chart):
         return found + [list(row) for row in bins]
 
 
-Part = Text | Table | Gallery | Chart
+Part = Text | Table | Gallery | Legend | Chart
 
 
 @dataclass(frozen=True)

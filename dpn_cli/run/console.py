@@ -10,19 +10,23 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
 from rich.console import Console as RichConsole
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
 # Seconds between two lines of progress where stderr is not a terminal; more only if a step takes longer.
 LINE_EVERY = 10.0
 # Longest error in characters: it may quote input of any length.
 LONGEST = 2000
+# Bars of one character from low to high, and how many of them a curve has on a terminal of so many columns.
+BLOCKS = "▁▂▃▄▅▆▇█"
+CURVES = {80: 8, 110: 24}
 # Control characters, line and direction marks, and lone surrogates (from names in an unknown encoding).
 UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -57,9 +61,28 @@ def show_error(error: object) -> None:
     print(text, file=sys.stderr)
 
 
+def several(count: int, noun: str) -> str:
+    """Return a number with its noun, which takes an s unless the number is one: "1 step", "2 steps"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def sparkline(values: Iterable[float]) -> str:
+    """Return numbers as a row of blocks, the lowest at the bottom and the highest at the top."""
+    drawn = list(values)
+    low, height = min(drawn, default=0.0), max(drawn, default=0.0) - min(drawn, default=0.0)
+    return "".join(BLOCKS[round((len(BLOCKS) - 1) * (value - low) / height) if height else 0] for value in drawn)
+
+
+def _points(width: int) -> int:
+    return max((points for columns, points in CURVES.items() if columns <= width), default=0)
+
+
 @dataclass(frozen=True)
 class Tick:
-    """A training's progress after a step: the loss over this rank's rows, and the estimated seconds left."""
+    """A training's progress after a step: the loss over this rank's rows, and the estimated seconds left.
+
+    `logged` steps are those of the log, and of the curve on a terminal.
+    """
 
     step: int
     steps: int
@@ -68,12 +91,17 @@ class Tick:
     images_per_second: float
     wait_share: float
     seconds_left: float
+    logged: bool = True
 
     def __str__(self) -> str:
+        return f"{self.short} wait {self.wait_share:.1%}"
+
+    @property
+    def short(self) -> str:
+        """All but the share of waiting."""
         return (
             f"{self.step}/{self.steps} loss {self.loss:.3g} lr {self.lr:.2g} "
-            f"ETA {timedelta(seconds=round(self.seconds_left))} "
-            f"{self.images_per_second:.1f} images/s wait {self.wait_share:.1%}"
+            f"ETA {timedelta(seconds=round(self.seconds_left))} {self.images_per_second:.1f} images/s"
         )
 
 
@@ -99,20 +127,32 @@ class Console:
     def progress(self, label: str) -> Iterator[Callable[[Tick], None]]:
         """Show a training's progress: a bar on a terminal, elsewhere a line at the first step and every ten seconds.
 
-        Yields a function that takes the `Tick` of every step.
+        A terminal that shows Unicode has a curve of the loss at the last logged steps, where there is room; with room
+        for little else, it is in place of the bar and the share of waiting. Yields a function that takes the `Tick` of
+        every step.
         """
         if self.quiet or self.rich.quiet:
             yield lambda tick: None
         elif self.rich.is_terminal:
+            points = 0 if self.rich.options.ascii_only else _points(self.rich.width)
+            losses, full = deque[float](maxlen=points), points in (0, max(CURVES.values()))
             columns = (
-                SpinnerColumn(),  # keeps moving during an evaluation
+                self._spinner(),  # keeps moving during an evaluation
                 TextColumn("{task.description}"),
-                BarColumn(bar_width=8),
+                *([BarColumn(bar_width=8)] if full else []),
+                *([TextColumn("{task.fields[curve]}")] if points else []),
                 TextColumn("{task.fields[tick]}"),
             )
             with Progress(*columns, console=self.rich, transient=True) as bar:
-                task = bar.add_task(label, total=None, tick="")
-                yield lambda tick: bar.update(task, completed=tick.step, total=tick.steps, tick=str(tick))
+                task = bar.add_task(label, total=None, tick="", curve="")
+
+                def update(tick: Tick) -> None:
+                    if tick.logged:
+                        losses.append(tick.loss)
+                    said = str(tick) if full else tick.short
+                    bar.update(task, completed=tick.step, total=tick.steps, tick=said, curve=sparkline(losses))
+
+                yield update
         else:
             before = self.clock()
 
@@ -126,3 +166,31 @@ class Console:
                 before = now
 
             yield line
+
+    @contextmanager
+    def counting(self, label: str, total: int) -> Iterator[Callable[[int], None]]:
+        """Show how many of `total` pictures are done: a bar on a terminal, elsewhere a line every ten seconds.
+
+        Yields a function that takes how many more are done.
+        """
+        if self.quiet or self.rich.quiet:
+            yield lambda more: None
+        elif self.rich.is_terminal:
+            columns = (self._spinner(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+            with Progress(*columns, console=self.rich, transient=True) as bar:
+                task = bar.add_task(escape(label), total=total)
+                yield lambda more: bar.advance(task, more)
+        else:
+            done, shown = 0, self.clock()
+
+            def line(more: int) -> None:
+                nonlocal done, shown
+                done += more
+                if self.clock() - shown >= LINE_EVERY:
+                    self.info(f"{label}: {done} of {total} pictures")
+                    shown = self.clock()
+
+            yield line
+
+    def _spinner(self) -> SpinnerColumn:
+        return SpinnerColumn("line" if self.rich.options.ascii_only else "dots")
