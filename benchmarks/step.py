@@ -1,4 +1,4 @@
-"""What our loop and our stem cost: `fit` beside a bare loop, and the Dual PatchNorm stem beside a plain one.
+"""What our loop, our stem and `log.layer_norms` cost: each beside the same without it.
 
     python benchmarks/step.py [--steps 8] [--rounds 4]
 
@@ -20,8 +20,10 @@ from torch import Tensor, nn
 
 from dpn_cli.arch import Stem
 from dpn_cli.engine.fit import Batch, Job, LossFn, Outputs, fit, precision_of
+from dpn_cli.engine.layer_norms import LayerNorms
 from dpn_cli.engine.losses import sigmoid_xent
 from dpn_cli.engine.memory import MicroBatch
+from dpn_cli.engine.optim import clip_gradients
 from dpn_cli.recipe.schema import Optim, Runtime, Schedule
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import load_backbone
@@ -90,6 +92,24 @@ def fit_steps(model: nn.Module, batch: Batch, runtime: Runtime, device: torch.de
     return run
 
 
+def norms_share(model: nn.Module, batch: Batch, step: float, rounds: int) -> None:
+    """Print what the norms of layers add to clipping, as a share of a step of so many seconds."""
+    loss_fn(model, batch).backward()  # type: ignore[no-untyped-call]
+    layers, parameters = LayerNorms(model), list(model.parameters())
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for number in range(20 * rounds):
+        with_norms = number % 2 == 0
+        began = time.perf_counter()
+        clip_gradients(parameters, 1.0, layers.add() if with_norms else None).item()
+        times[with_norms].append(time.perf_counter() - began)
+    more, less = (statistics.median(values) for values in (times[True], times[False]))
+    print(
+        f"log.layer_norms / step: clipping {more * 1e3:.2f} ms against {less * 1e3:.2f} ms, "
+        f"{100 * (more - less) / step:+.2f} % of a step of {step * 1e3:.0f} ms",
+        flush=True,
+    )
+
+
 def compare(label: str, ours: Steps, theirs: Steps, steps: int, rounds: int, rows: int) -> float:
     """Measure two loops in turns and print medians and ratio; returns the median of ours in seconds."""
     times: tuple[list[float], list[float]] = ([], [])
@@ -107,7 +127,7 @@ def compare(label: str, ours: Steps, theirs: Steps, steps: int, rounds: int, row
 
 
 def main() -> None:
-    """Measure both pairs on the device at hand."""
+    """Measure all of them on the device at hand."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=4)
@@ -138,7 +158,7 @@ def main() -> None:
     rows = rows if device.type == "cuda" else 4
     batch = synthetic(rows, device)
     plain, dual = network("B/16", "none"), network("B/16", "dpn")
-    compare(
+    step = compare(
         "B/16 DPN stem / plain stem, bare loop",
         bare_steps(dual, batch, runtime, device),
         bare_steps(plain, batch, runtime, device),
@@ -146,6 +166,7 @@ def main() -> None:
         asked.rounds,
         rows,
     )
+    norms_share(dual, batch, step, asked.rounds)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+import statistics
 import traceback
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -22,9 +23,10 @@ from torch import Tensor, nn
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine.coupled import CoupledLoss
 from dpn_cli.engine.fit import Batch, Job, Outputs
-from dpn_cli.engine.layer_norms import LayerNorms, layer_name
+from dpn_cli.engine.layer_norms import layer_name
 from dpn_cli.engine.losses import sigmoid_xent
 from dpn_cli.engine.memory import MicroBatch
+from dpn_cli.engine.optim import clip_gradients
 from dpn_cli.errors import NonFiniteError, StoppedError
 from dpn_cli.recipe.schema import Optim, Runtime, Schedule
 from dpn_cli.run import stopping
@@ -444,25 +446,55 @@ def test_norms_of_layers_are_those_of_the_gradients_before_clipping(micro: int, 
     assert record["grad_norm"] == pytest.approx(math.sqrt(sum(norm**2 for norm in by_hand.values())), rel=1e-4)
 
 
-def test_norms_of_layers_cost_nothing_unless_they_are_asked_for(
+def test_norms_of_layers_are_means_over_all_steps_and_those_of_the_last_ones_stand_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    computed: list[Tensor] = []
+    """120 steps are logged every second one; here the last 15 begin after an odd one."""
+    by_hand: list[float] = []
 
-    def counted(norms: LayerNorms) -> Tensor:
-        computed.append(torch.zeros(len(norms.names)))
-        return computed[-1]
+    def noting(parameters: list[nn.Parameter], *others: Any) -> Tensor:
+        block = [one.grad for name, one in model.named_parameters() if name.startswith("blocks.0.")]
+        by_hand.append(math.sqrt(sum(float((one.double() ** 2).sum()) for one in block if one is not None)))
+        return clip_gradients(parameters, *others)
 
-    monkeypatch.setattr(LayerNorms, "compute", counted)
-    log = MetricsLog(tmp_path / "metrics.jsonl")
-    train(small(), 3, outputs=Outputs(log=log))
-    assert not computed
-    assert all("layer_norms" not in record for record in log.records())
-    model = small()
-    model.patch_embed.requires_grad_(False)
-    train(model, 120, layer_norms=True, batch_size=2, batches=random_batches(2), outputs=Outputs(log=log))
-    assert len(computed) == 60  # of 120 steps, as often as the log is written
-    assert "embedding" not in log.records()[-1]["layer_norms"]
+    monkeypatch.setattr("dpn_cli.engine.gradients.clip_gradients", noting)
+    monkeypatch.setattr(engine, "LAST_STEPS", 15)
+    model, plain, log = small(), small(), MetricsLog(tmp_path / "metrics.jsonl")
+    for network in (model, plain):
+        network.patch_embed.requires_grad_(False)
+    fields: dict[str, Any] = {"batch_size": 2, "batches": random_batches(2)}
+    train(model, 120, layer_norms=True, outputs=Outputs(log=log), **fields)
+    records, before = log.records(), 0
+    assert [record["step"] for record in records] == [*range(2, 105, 2), 105, *range(106, 121, 2)]
+    for record in records:
+        assert record["layer_norms_steps"] == record["step"] - before
+        mean = statistics.fmean(by_hand[before : record["step"]])
+        assert record["layer_norms"]["block 1"] == pytest.approx(mean, rel=1e-4)
+        before = record["step"]
+    assert "embedding" not in records[-1]["layer_norms"]
+    monkeypatch.undo()
+    untouched = MetricsLog(tmp_path / "plain.jsonl")
+    train(plain, 120, outputs=Outputs(log=untouched), **fields)
+    assert same(model, plain)
+    assert all("layer_norms" not in record for record in untouched.records())
+
+
+def test_norms_of_layers_of_a_resumed_run_are_those_of_the_uninterrupted_one(tmp_path: Path) -> None:
+    """The state is saved every seventh step, which lies between two records."""
+
+    def broken(start: int) -> Generator[Batch, None, None]:
+        yield from itertools.islice(random_batches(2)(start), 10)
+        raise KeyboardInterrupt
+
+    whole, cut = (MetricsLog(tmp_path / name) for name in ("whole.jsonl", "cut.jsonl"))
+    fields: dict[str, Any] = {"batch_size": 2, "layer_norms": True, "checkpoint_every": 7}
+    train(small(), 120, batches=random_batches(2), outputs=Outputs(log=whole), **fields)
+    outputs = Outputs(Checkpoints(tmp_path / "checkpoints"), cut)
+    with pytest.raises(KeyboardInterrupt):
+        train(small(), 120, batches=broken, outputs=outputs, **fields)
+    train(small(seed=9), 120, batches=random_batches(2), outputs=outputs, **fields)
+    norms = [[(one["step"], one["layer_norms"]) for one in log.records()] for log in (whole, cut)]
+    assert norms[0] == norms[1]
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,14 @@ BOTH = {"dpn": 1.0, "none": 4.0}
 
 
 def with_norms(path: Path, embedding: float) -> Path:
-    """Write a run whose log has norms at steps 1000, 1500 and 2000; block 10 is logged before block 2."""
+    """Write a run whose log has norms at steps 1000, 1800 and 2000; block 10 is logged before block 2."""
     folder = classifier(path)
     records = []
-    for step in (1000, 1500, 2000):
+    for step, count in ((1000, 1000), (1800, 800), (2000, 200)):
         last = float("nan") if step == 2000 else 0.5
         norms = {"embedding": embedding * step, "block 10": last, "block 2": 2.0 * step, "head": 9.0}
-        records.append({"step": step, "loss": 1.0, "lr": 0.1, "grad_norm": 3.0, "layer_norms": norms})
+        record = {"step": step, "loss": 1.0, "lr": 0.1, "grad_norm": 3.0, "layer_norms": norms}
+        records.append({**record, "layer_norms_steps": count})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
 
@@ -35,15 +36,15 @@ def test_depth_is_the_mean_of_the_last_steps_and_the_embedding_is_over_all(
     runs = [with_norms(tmp_path / name, factor) for name, factor in BOTH.items()]
     assert run("report", *map(str, runs), "-o", str(tmp_path / "page")).exit_code == 0
     rows = [(name, int(x), float(y)) for name, x, y in rows_of(tmp_path, "layer_norms")[1:]]
-    for name, embedding in (("dpn", 1750), ("none", 7000)):  # of steps 1500 and 2000: 1000 is too early
-        assert [row[1:] for row in rows if row[0] == name] == [(0, embedding), (2, 3500), (10, 0.5)]
+    for name, factor in BOTH.items():  # 1800 over 800 steps and 2000 over 200: 1000 is too early
+        assert [row[1:] for row in rows if row[0] == name] == [(0, 1840 * factor), (2, 3680), (10, 0.5)]
     rows = [(name, int(x), float(y)) for name, x, y in rows_of(tmp_path, "embedding_norm")[1:]]
-    assert rows == [(name, step, factor * step) for name, factor in BOTH.items() for step in (1000, 1500, 2000)]
+    assert rows == [(name, step, factor * step) for name, factor in BOTH.items() for step in (1000, 1800, 2000)]
 
 
 def test_runs_without_these_norms_have_no_such_charts(tmp_path: Path) -> None:
-    assert layer_charts([open_run(classifier(tmp_path / "run"))], "") == []
+    assert layer_charts({"run": [open_run(classifier(tmp_path / "run"))]}, "") == []
     folder = classifier(tmp_path / "text")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "layer_norms": 3}\n{"step": 9, "layer_norms": {"embedding": "x", "block b": 1}}\n')
-    assert layer_charts([open_run(folder)], "") == []
+    assert layer_charts({"run": [open_run(folder)]}, "") == []

@@ -341,6 +341,27 @@ def test_a_comparison_has_its_means_and_differences(tmp_path: Path) -> None:
     assert {row[0] for row in rows_of(tmp_path, "networks_loss")[1:]} == {"none", "dpn"}
 
 
+def test_curves_of_a_comparison_are_means_over_seeds_in_a_band_that_holds_them_all(tmp_path: Path) -> None:
+    """A seed that has come less far is in the means as far as it has come."""
+    names = {"arch=mu/8": "arch=mu-8", "dpn": "dpn"}
+    networks: dict[str, object] = {
+        name: {"runs": {f"{folder}/seed0": {}}, "top1": None} for name, folder in names.items()
+    }
+    compare = {"networks": networks, "differences": []}
+    result = {"task": "pretrain", "score": "top1", "compare": compare, "failed": []}
+    folder = write_run(tmp_path / "run", HighresRecipe, "highres_demo", result, "comparison")
+    losses = {"arch=mu-8/seed0": (5, 4), "dpn/seed0": (1, 2), "dpn/seed2": (3,), "dpn/seed10": (8, 3)}
+    for name, values in losses.items():
+        records = [{"step": step, "loss": float(value)} for step, value in enumerate(values, 1)]
+        (classifier(folder / name) / "metrics.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in records))
+    assert "mean over seeds in a band" in page_of(tmp_path, folder)
+    rows = [[name, *map(float, row)] for name, *row in rows_of(tmp_path, "networks_loss")[1:]]
+    assert rows == [
+        *([name, step, mean, mean, mean] for name, step, mean in (("arch=mu/8", 1, 5), ("arch=mu/8", 2, 4))),
+        *(["dpn", 1, 4, 1, 8], ["dpn", 2, 2.5, 2, 3]),
+    ]
+
+
 @pytest.mark.usefixtures("undrawn")
 def test_a_distillation_has_its_stages_and_its_teacher(tmp_path: Path) -> None:
     near = {"agreement": 78.25, "kl": 0.0696, "token_variance": None, "top1": 62.5}

@@ -25,6 +25,7 @@ MUTATIONS = [
     (SIDE, '"about", "backbone"', '"about", "lr", "backbone"', "runs with other learning rates are paired", R),
     (READING, "math.isfinite(value)", "True", "a loss that is no number ends the report", R),
     (READING, "result or partial or {}", "result or {}", "a comparison with failures has no numbers", R),
+    (CONTENT, "list(map(min, values))", "list(map(max, values))", "a band over seeds lacks its lower end", R),
     (CONTENT, "pairwise(bounds)]", "pairwise(bounds[:-1])]", "long curves lack their end", R),
     (COMMAND, "if value != usual.get(key):", "if False:", "a given value is called the recipe's", R),
     (

@@ -25,9 +25,13 @@ from dpn_cli.engine.optim import build_optimizer, lr_factor, set_lr
 from dpn_cli.engine.trainstate import Ema, restore, state_of
 from dpn_cli.errors import DpnError, NonFiniteError, StoppedError
 from dpn_cli.recipe.schema import Runtime
+from dpn_cli.recipe.training import LAST_STEPS
 from dpn_cli.run import distributed, stopping
 from dpn_cli.run.console import Tick
 from dpn_cli.run.distributed import World
+
+# What a checkpoint calls the sums of the norms of layers.
+NORMS = "norms.sums"
 
 
 def fit(model: nn.Module, job: Job) -> FitResult:
@@ -63,7 +67,7 @@ def fit(model: nn.Module, job: Job) -> FitResult:
             assert batch is not None, f"the batches ended before step {step}"
             last = step + 1 == steps
             lr = job.lr * lr_factor(job.schedule, step)
-            logged = last or (step + 1) % log_every == 0
+            logged = last or (step + 1) % log_every == 0 or (job.layer_norms and step + 1 == steps - LAST_STEPS)
             pending = training.gradients.compute(batch, step, logged=logged)
             # A GPU is still busy with the gradients: the next batch is made meanwhile.
             batch = None if last else training.fetch(stream, result)
@@ -129,6 +133,8 @@ class _Training:
         self.best = -math.inf if state["best"] is None else state["best"]
         if saved:
             restore(self.network, self.optimizer, self.ema, *saved)
+            if self.gradients.layer_norms and NORMS in saved[0]:
+                self.gradients.layer_norms.restore(saved[0][NORMS], int(state["norm_steps"]))
             outputs.info(f"continues after step {step} of {self.job.schedule.steps}, which was saved last")
         if outputs.log and self.job.world.leads:
             outputs.log.truncate(step, evaluated=not due)
@@ -145,6 +151,8 @@ class _Training:
             best = self.best if math.isfinite(self.best) else None
             records = outputs.log.count() if outputs.log else 0
             state = {"step": step, "best": best, "groups": groups, "due": due, "records": records}
+            if layers := self.gradients.layer_norms:
+                tensors[NORMS], state["norm_steps"] = layers.sums, layers.steps
             outputs.checkpoints.save(name, tensors, state)
         distributed.barrier()
 
@@ -227,6 +235,6 @@ class _Training:
                     "grad_norm": norms[0],
                     "images_per_second": round(tick.images_per_second, 2),
                     "wait_share": round(tick.wait_share, 5),
-                    **({"layer_norms": layers.named(norms[1:])} if layers else {}),
+                    **({"layer_norms": layers.named(norms[1:]), "layer_norms_steps": layers.taken} if layers else {}),
                 }
             )

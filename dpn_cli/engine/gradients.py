@@ -35,7 +35,7 @@ class Gradients:
     def compute(self, batch: Batch, step: int, *, logged: bool = False) -> Tensor:
         """Compute and clip the gradients of a batch; returns (loss over this rank's rows, global norm), pending.
 
-        Where the job asks for them and the step is `logged`, the norms of each layer before clipping follow.
+        Where the job asks for them and the step is `logged`, the mean norms of each layer before clipping follow.
         """
         loss_fn = self.job.loss_fn
         set_progress(self.network, step / self.job.schedule.steps)
@@ -50,8 +50,9 @@ class Gradients:
                 if not is_out_of_memory(error):
                     raise
             else:
-                layers = self.layer_norms.compute() if self.layer_norms and logged else loss.new_empty(0)
-                norm = clip_gradients(self.parameters, self.job.optim.clip_norm)
+                norms = self.layer_norms.add() if self.layer_norms else None
+                norm = clip_gradients(self.parameters, self.job.optim.clip_norm, norms)
+                layers = self.layer_norms.take() if self.layer_norms and logged else loss.new_empty(0)
                 return torch.cat([torch.stack([loss, norm]), layers])
             self._shrink(step, count_rows(batch))  # outside the handler, which holds the tensors of the failed pass
 

@@ -46,7 +46,8 @@ class Job:
         evaluate: returns metrics by name; called with the model in eval mode, after the last step.
         evaluate_every: also evaluate every so many steps; 0 evaluates at the end only.
         monitor: the metric to maximise, where the best weights are kept.
-        layer_norms: log the norm of the gradient of every layer, too; see `LayerNorms`.
+        layer_norms: log the norm of the gradient of every layer, too, and when the last `LAST_STEPS` begin; see
+            `LayerNorms`.
         keep_best: save the weights with the best `monitor` as ``best``; needs `evaluate_every`.
         outputs: checkpoints, log and display. A checkpoint found there is resumed from.
     """

@@ -29,22 +29,46 @@ def layer_name(parameter: str) -> str:
 
 
 class LayerNorms:
-    """The L2 norm of the gradient of all parameters of each layer of a network, those that are trained."""
+    """The L2 norm of the gradient of all parameters of each layer of a network, as means over steps.
+
+    Norms are added up on the network's device, and nothing waits for them until `take` is read.
+    """
 
     def __init__(self, network: nn.Module) -> None:
         trained = [(name, parameter) for name, parameter in network.named_parameters() if parameter.requires_grad]
         self.parameters = [parameter for _, parameter in trained]
         self.names = list(dict.fromkeys(layer_name(name) for name, _ in trained))
-        self.layers = [self.names.index(layer_name(name)) for name, _ in trained]
+        device = self.parameters[0].device
+        self.layers = torch.tensor([self.names.index(layer_name(name)) for name, _ in trained], device=device)
+        self.sums = torch.zeros(len(self.names), device=device)
+        self.steps = self.taken = 0
 
-    def compute(self) -> Tensor:
-        """Return the norms (layers,) of the gradients that there are now, float32, in one pass over them."""
-        there = [
-            (layer, one.grad) for layer, one in zip(self.layers, self.parameters, strict=True) if one.grad is not None
-        ]
-        norms = torch.stack(torch._foreach_norm([gradient for _, gradient in there])).float()
-        layers = torch.tensor([layer for layer, _ in there], device=norms.device)
-        return norms.new_zeros(len(self.names)).index_add(0, layers, norms.square()).sqrt()
+    @torch.no_grad()
+    def add(self) -> Tensor:
+        """Add the norms of the gradients that there are now, in one pass over them, to those of steps before.
+
+        Returns the norm of each gradient that there is, float32, in the order of the parameters.
+        """
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        norms = torch.stack(torch._foreach_norm(gradients)).float()
+        layers = self.layers
+        if len(gradients) < len(self.parameters):
+            layers = layers[[parameter.grad is not None for parameter in self.parameters]]
+        self.sums += norms.new_zeros(len(self.names)).index_add_(0, layers, norms.square()).sqrt_()
+        self.steps += 1
+        return norms
+
+    def take(self) -> Tensor:
+        """Return the mean norms (layers,) over the steps since this was called last; `taken` is their number."""
+        means = self.sums / self.steps
+        self.taken, self.steps = self.steps, 0
+        self.sums.zero_()
+        return means
+
+    def restore(self, sums: Tensor, steps: int) -> None:
+        """Go on with the sums that a checkpoint holds."""
+        self.sums.copy_(sums)
+        self.steps = steps
 
     def named(self, norms: Sequence[float]) -> dict[str, float]:
         """Return norms by the names of their layers."""

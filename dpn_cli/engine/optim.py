@@ -105,13 +105,18 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None, norms: Tensor | None = None) -> Tensor:
     """Scale all gradients by max_norm / norm where their global norm is above max_norm; returns the norm, a scalar.
+
+    `norms` holds the norm of each gradient (gradients,) where that is known already.
 
     big_vision divides by the norm itself; torch adds 1e-6 to it first, which is taken off here.
     """
     trainable = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = nn.utils.get_total_norm([parameter.grad for parameter in trainable if parameter.grad is not None])
+    if norms is None:
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in trainable if parameter.grad is not None])
+    else:
+        norm = torch.linalg.vector_norm(norms)
     if max_norm is not None:
         nn.utils.clip_grads_with_norm_(trainable, max_norm, norm - 1e-6)
     return norm

@@ -24,12 +24,16 @@ from dpn_cli.recipe.schema import (
     Seed,
 )
 
+# Steps at the end of a training over which Figures 2 and 4 of arXiv 2302.01327 take means of gradient norms.
+LAST_STEPS = 1000
+
 
 class Log(Section):
     """What metrics.jsonl holds beside what it always does.
 
     Args:
-        layer_norms: the norm of the gradient of every block and every part of the stem, before clipping.
+        layer_norms: the norm of the gradient of every block and every part of the stem, before clipping: the mean over
+            the steps since the record before.
     """
 
     layer_norms: bool = False

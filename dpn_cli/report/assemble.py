@@ -35,7 +35,7 @@ def sections_of(
     ]
     overview.append(summary(pairs))
     watched = {key: name for findings in found for key, name in findings.watched.items()}
-    charts = curves(runs, watched, "")
+    charts = curves({run.name: [run] for run in runs}, watched, "")
     pages = [Section("Overview", overview)]
     if charts:
         pages.append(Section("Learning curves", charts))

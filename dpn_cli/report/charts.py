@@ -132,6 +132,8 @@ def _lines(chart: Lines) -> Figure:
             style |= {"linestyle": "none", "alpha": 0.75, "markeredgewidth": 0}
         marker = "o" if len(line.x) < 12 or not chart.joined else ""
         axes.plot(line.x, line.y, label=label(one.name), marker=marker, markersize=3.5, **style)
+        if line.low:
+            axes.fill_between(line.x, line.low, line.high, color=style["color"], alpha=0.2, linewidth=0)
     if chart.floor:
         axes.axhline(chart.floor[1], color=INK, linewidth=1, linestyle=(0, (2, 2)), label=label(chart.floor[0]))
     if chart.from_zero:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from dpn_cli.recipe.sources import flat
-from dpn_cli.report.content import MOST_POINTS, Cell, Chart, Lines, Part, Section, Table, Text
+from dpn_cli.report.content import MOST_POINTS, Cell, Chart, Lines, Part, Section, Table, Text, together
 from dpn_cli.report.gradients import layer_charts
 from dpn_cli.report.reading import OpenRun, hours, trainings
 
@@ -21,19 +21,23 @@ MEANS = f"Drawn as {MOST_POINTS} means over neighbouring records; the CSV file h
 UNKNOWN = "-"
 
 
-def curves(runs: Sequence[OpenRun], watched: Mapping[str, str], prefix: str) -> list[Chart]:
-    """Return the learning curves of runs in common charts; `watched` names the metrics of evaluations and units."""
+def curves(networks: Mapping[str, Sequence[OpenRun]], watched: Mapping[str, str], prefix: str) -> list[Chart]:
+    """Return learning curves in common charts: the mean over the runs of each network, in a band that holds them all.
+
+    `watched` names the metrics of evaluations and units.
+    """
     charts: list[Chart] = []
-    keys = dict.fromkeys(key for run in runs for key in run.watched())
+    keys = dict.fromkeys(key for runs in networks.values() for run in runs for key in run.watched())
     named = {**CURVES, **{key: (watched.get(key, key), watched.get(key, key)) for key in keys}}
     for key, (title, axis) in named.items():
-        series = [run.series(key) for run in runs]  # empty ones too: a run has one colour in all charts
+        # Empty ones too: a network has one colour in all charts.
+        series = [together(name, [run.series(key) for run in runs]) for name, runs in networks.items()]
         if any(one.x for one in series):
-            log_y = key == "grad_norm" and min(value for one in series for value in one.y) > 0
+            log_y = key == "grad_norm" and min(value for one in series for value in one.low or one.y) > 0
             long = any(len(one.x) > MOST_POINTS for one in series)
             name, caption = f"{prefix}{key.replace('@', '_at_')}", MEANS if long else ""
             charts.append(Lines(name, title, "step", axis, series, log_y=log_y, caption=caption))
-    return charts + layer_charts(runs, prefix)
+    return charts + layer_charts(networks, prefix)
 
 
 def what_was_run(run: OpenRun, origins: Origins) -> Section:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from dpn_cli.errors import DataError
 from dpn_cli.report.common import curves
 from dpn_cli.report.content import Bars, Cell, Findings, Part, Section, Table, Text
@@ -14,8 +16,10 @@ SCORES = {"top1": "top-1", "miou": "mIoU", "agreement": "agreement"}
 def findings(run: OpenRun, prefix: str) -> Findings:
     """Return what a page shows of a comparison; the names of its charts begin with `prefix`."""
     inside = _trainings(run)
+    several = any(len(runs) > 1 for runs in inside.values())
     charts = curves(inside, {}, f"{prefix}networks_")
-    learnt = [Section("Learning curves, first seed of each network", charts)] if charts else []
+    title = "Learning curves" + (", mean over seeds in a band that holds all of them" if several else "")
+    learnt = [Section(title, charts)] if charts else []
     compared = run.result.get("compare")
     if not compared:
         return Findings("", {}, learnt)
@@ -60,20 +64,16 @@ def _warn(line: str) -> Text:
     return Text(line, warning=True)
 
 
-def _trainings(run: OpenRun) -> list[OpenRun]:
-    """Return the first training of each network that has a log, named after the network's folder."""
-    found: dict[str, OpenRun] = {}
-    for path in sorted(
-        run.path.glob("**/seed*/run.json"), key=lambda path: (path.parents[1], len(path.parent.name), path)
-    ):
-        folder = path.parent
-        network = str(folder.parent.relative_to(run.path)) if folder.parent != run.path else folder.name
-        if network not in found:
-            try:
-                found[network] = open_run(folder, network)
-            except DataError:
-                continue
-    return list(found.values())
+def _trainings(run: OpenRun) -> dict[str, list[OpenRun]]:
+    """Return the trainings of each network from all seeds, by the network's name or its folder while there is none."""
+    networks = (run.result.get("compare") or {}).get("networks", {})
+    names = {folder.rpartition("/")[0]: name for name, network in networks.items() for folder in network["runs"]}
+    found: dict[str, list[OpenRun]] = {name: [] for name in names.values()}
+    for path in sorted(run.path.glob("**/seed*/run.json"), key=lambda path: (path.parents[1], path)):
+        network = path.parent.parent.relative_to(run.path).as_posix().removeprefix(".")
+        with suppress(DataError):
+            found.setdefault(names.get(network, network or run.name), []).append(open_run(path.parent))
+    return {name: runs for name, runs in found.items() if runs}
 
 
 def _mean(found: Json | None) -> list[Cell]:

@@ -6,7 +6,7 @@ A chart is the numbers it shows. `dpn_cli.report.charts` draws it, and `rows` is
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise, zip_longest
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -73,11 +73,25 @@ class Legend:
 
 @dataclass(frozen=True)
 class Series:
-    """One line of a chart: `y` over `x`."""
+    """One line of a chart: `y` over `x`. A band around it reaches from `low` to `high` where these are given."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+
+
+def together(name: str, several: Sequence[Series]) -> Series:
+    """Return the mean of lines at every x that one of them has, in a band from the lowest to the highest of them."""
+    if len(several) == 1:
+        return replace(several[0], name=name)
+    found: dict[float, list[float]] = {}
+    for series in several:
+        for x, y in zip(series.x, series.y, strict=True):
+            found.setdefault(x, []).append(y)
+    values = [found[x] for x in sorted(found)]
+    return Series(name, sorted(found), list(map(fmean, values)), list(map(min, values)), list(map(max, values)))
 
 
 def thinned(series: Series, most: int = MOST_POINTS) -> Series:
@@ -86,7 +100,8 @@ def thinned(series: Series, most: int = MOST_POINTS) -> Series:
         return series
     bounds = [len(series.x) * part // most for part in range(most + 1)]
     stretches = [slice(*pair) for pair in pairwise(bounds)]
-    return Series(series.name, [fmean(series.x[one]) for one in stretches], [fmean(series.y[one]) for one in stretches])
+    lines = (series.x, series.y, series.low, series.high)
+    return Series(series.name, *([fmean(line[one]) for one in stretches] if line else [] for line in lines))
 
 
 @dataclass(frozen=True)
@@ -118,9 +133,14 @@ class Lines(Chart):
     from_zero: bool = False
 
     def rows(self) -> Rows:
-        """Return one row per point."""
-        found: Rows = [["series", self.x, self.y]]
-        return found + [[one.name, x, y] for one in self.series for x, y in zip(one.x, one.y, strict=True)]
+        """Return one row per point, with the ends of the band where a line has one."""
+        if not any(one.low for one in self.series):
+            found: Rows = [["series", self.x, self.y]]
+            return found + [[one.name, x, y] for one in self.series for x, y in zip(one.x, one.y, strict=True)]
+        found = [["series", self.x, self.y, "lowest", "highest"]]
+        for one in self.series:
+            found += [[one.name, *row] for row in zip(one.x, one.y, one.low or one.y, one.high or one.y, strict=True)]
+        return found
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,10 @@ Json = dict[str, Any]
 # Levels below a folder at which runs are looked for: ./runs/TASK/NAME.
 DEPTH = 3
 # What each record of a step holds beside the metrics of evaluations.
-STEP_KEYS = ("step", "loss", "lr", "grad_norm", "images_per_second", "wait_share", "lost_records", "images")
+STEP_KEYS = (
+    *("step", "loss", "lr", "grad_norm", "layer_norms_steps", "images_per_second", "wait_share"),
+    *("lost_records", "images"),
+)
 
 
 @dataclass(frozen=True)
