@@ -22,9 +22,16 @@ from dpn_cli.report.content import Rows
 from dpn_cli.report.tables import as_csv
 from dpn_cli.run.distributed import World
 from dpn_cli.scoring import Answer, score
-from tasks.classify.answers import COLUMNS, MOST_MISTAKES, SIDE, calibration_error, write_answers
+from tasks.classify.answers import (
+    COLUMNS,
+    MOST_MISTAKES,
+    SIDE,
+    calibration_error,
+    per_class,
+    worst_pairs,
+    write_answers,
+)
 from tasks.classify.calibration import Told, clustered, confusion, reliability
-from tasks.classify.evaluation import per_class, worst_pairs
 
 ONE = World(0, 1, torch.device("cpu"))
 

@@ -22,9 +22,12 @@ from dpn_cli.engine import fit as engine
 from dpn_cli.errors import StoppedError
 from dpn_cli.recipe.reading import build, merge
 from dpn_cli.recipe.start import Place
+from dpn_cli.report.reading import open_run
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import export_backbone, load_backbone
+from tasks.classify import figures
+from tasks.classify.calibration import read_answers
 from tasks.classify.classifier import Classifier, load_classifier, save_classifier
 from tasks.classify.distill import command
 from tasks.classify.distill import train as training
@@ -253,6 +256,10 @@ def test_the_result_says_how_near_the_student_is(finished: tuple[Path, dict[str,
     card = (path / "README.md").read_text()
     for fact in (result["teacher"]["digest"], result["weights_sha256"], result["data"]["train"], "Distilled from"):
         assert fact in card, fact
+    titles = [section.title for section in figures.findings(open_run(path), "").sections]
+    assert titles[:4] == ["Scores", "Calibration", "Classes", "Confusions"]
+    answers = read_answers(path / "answers.csv")
+    assert 100 * sum(one.true == one.predicted for one in answers) / len(answers) == pytest.approx(result["top1"])
 
 
 def test_the_file_goes_wherever_weights_go(finished: tuple[Path, dict[str, Any]], photos: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import shutil
@@ -15,14 +16,16 @@ from test_cli import run
 from test_report import check_page
 
 from dpn_cli.report import page
+from tasks.classify.answers import MOST_MISTAKES
 
+HTML = "{http://www.w3.org/1999/xhtml}"
 SMALL = ["--image-size", "16", "--steps", "2", "-b", "8", "-j", "0", "--device", "cpu", "--json"]
 NEW = ["--arch", "mu/8", "--checkpoint", "none", *SMALL]
 
 
 @pytest.fixture(scope="module")
 def highres(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    photos = pictures(tmp_path_factory.mktemp("data") / "photos", classes=3, each=10)
+    photos = pictures(tmp_path_factory.mktemp("data") / "photos", classes=4, each=10)  # the last looks like the first
     return ["finetune", "highres", "--data", str(photos), "--val-fraction", "0.2", *NEW]
 
 
@@ -50,7 +53,13 @@ def test_a_finished_run_has_the_page_that_report_writes_and_keeps_it(
     assert json.loads(done.stdout) == json.loads((copy / "result.json").read_text())
     assert f"report: {copy / 'report' / 'report.html'}" in done.stderr
     html = (copy / "report" / "report.html").read_bytes()
-    check_page(html.decode())
+    titles = [title.text for title in check_page(html.decode()).iter(f"{HTML}h2")]
+    assert titles[2:7] == ["Scores", "Calibration", "Classes", "Confusions", "Most confident mistakes"]
+    with (copy / "report" / "figures" / "confusion.csv").open() as file:
+        counts = [(row["true"] == row["predicted"], int(row["images"])) for row in csv.DictReader(file)]
+    right = sum(images for same, images in counts if same)
+    assert 100 * right / sum(images for _, images in counts) == json.loads(done.stdout)["top1"]
+    assert 0 < html.count(b'<img src="data:image/jpeg') <= MOST_MISTAKES
     assert run("report", str(copy), "-o", str(tmp_path / "page")).exit_code == 0
     assert (tmp_path / "page" / "report.html").read_bytes() == html
     os.utime(copy / "report" / "report.html")

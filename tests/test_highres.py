@@ -29,8 +29,9 @@ from dpn_cli.run import stopping
 from dpn_cli.run.console import Console
 from dpn_cli.weights.backbone import load_backbone
 from tasks.classify import highres as command
+from tasks.classify.answers import per_class, worst_pairs
 from tasks.classify.classifier import Classifier, resize_for, save_classifier
-from tasks.classify.evaluation import match_classes, per_class, real_accuracy, worst_pairs
+from tasks.classify.evaluation import match_classes, real_accuracy
 from tasks.classify.highres_recipe import HighresRecipe, resolve, settle
 from tasks.classify.recipe import in_steps
 

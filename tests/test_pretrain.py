@@ -197,12 +197,12 @@ def test_a_stopped_run_goes_on_to_the_same_weights(photos: Path, tmp_path: Path)
     recipe, seen = small(photos), 0
     evaluate = training.evaluate
 
-    def stop(*arguments: Any) -> Any:
+    def stop(*arguments: Any, **how: Any) -> Any:
         nonlocal seen
         seen += 1
         if seen == 2:
             signal.raise_signal(signal.SIGTERM)
-        return evaluate(*arguments)
+        return evaluate(*arguments, **how)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "evaluate", stop)
@@ -339,8 +339,8 @@ class Stopping:
     def __init__(self, evaluate: Any, at: int) -> None:
         self.evaluate, self.at, self.seen = evaluate, at, 0
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: Any, **how: Any) -> Any:
         self.seen += 1
         if self.seen == self.at:
             raise StoppedError(signal.SIGTERM)
-        return self.evaluate(*arguments)
+        return self.evaluate(*arguments, **how)

@@ -16,6 +16,8 @@ from test_pretrain import SMALL, train
 
 from dpn_cli.errors import DataError, DpnError, NonFiniteError, StoppedError
 from dpn_cli.recipe.reading import build, merge
+from dpn_cli.report.reading import open_run
+from tasks.classify import figures
 from tasks.classify import pretrain as command
 from tasks.classify import train as training
 from tasks.classify.classifier import load_classifier
@@ -67,8 +69,8 @@ def test_a_sweep_chooses_on_validation_and_scores_each_row_of_the_table_once_on_
     recipe, scored = sweep(places, stages), list[tuple[str, float]]()
     evaluate = training.evaluate
 
-    def watch(classifier: Any, split: Any, *arguments: Any) -> Any:
-        scores = evaluate(classifier, split, *arguments)
+    def watch(classifier: Any, split: Any, *arguments: Any, **how: Any) -> Any:
+        scores = evaluate(classifier, split, *arguments, **how)
         if len(split.labels) == 15:  # only test has as many
             tried = classifier.facts["recipe"]
             scored.append((f"lr={tried['lr']:g} mixup={tried['mixup']:g} epochs={tried['epochs']:g}", scores.top1))
@@ -92,6 +94,8 @@ def test_a_sweep_chooses_on_validation_and_scores_each_row_of_the_table_once_on_
     assert f"lr={chosen['lr']:g}" == result["stages"][0]["chosen"] == "lr=0.0035"
     assert f"mixup={chosen['mixup']:g}" == result["stages"][1]["chosen"]
     assert load_classifier(str(tmp_path / "sweep" / result["weights"])).facts["minival_top1"] == final["minival_top1"]
+    titles = [section.title for section in figures.findings(open_run(tmp_path / "sweep"), "").sections]
+    assert titles[:4] == ["Scores", "Calibration", "Classes", "Confusions"]
     kept = [str(path.parent.name) for path in (tmp_path / "sweep").rglob("weights.safetensors")]
     assert kept == ["only"]
     assert re.search(
@@ -110,11 +114,11 @@ def test_a_search_keeps_one_network_until_its_stage_is_scored(
     recipe = sweep(places, [{"epochs": 1, "grid": {"lr": [1e-6, 3e-3, 1e-5]}}, {"epochs": 1}])
     evaluate, kept = training.evaluate, list[list[str]]()
 
-    def note(classifier: Any, split: Any, *arguments: Any) -> Any:
+    def note(classifier: Any, split: Any, *arguments: Any, **how: Any) -> Any:
         kept.append(sorted(path.parent.name for path in (tmp_path / "sweep").rglob("weights.safetensors")))
-        return evaluate(classifier, split, *arguments)
+        return evaluate(classifier, split, *arguments, **how)
 
-    def stop(*arguments: Any) -> Any:
+    def stop(*arguments: Any, **how: Any) -> Any:
         raise StoppedError(signal.SIGTERM)
 
     monkeypatch.setattr(training, "evaluate", note)

@@ -1,24 +1,43 @@
-"""What ``dpn eval -o`` keeps of every image: the answer, and small pictures of the most confident mistakes."""
+"""What the end of a training and ``dpn eval -o`` keep for a page: answers, classes, small pictures of mistakes."""
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
+from torch import Tensor
 
 from dpn_cli.data.labelled import Labelled
 from dpn_cli.report.content import Cell
 from dpn_cli.report.tables import as_csv
 from dpn_cli.run.files import replace_file, replace_text
-from dpn_cli.scoring import Answer
+from dpn_cli.scoring import Answer, Scores
 from tasks.classify.calibration import BINS
+from tasks.classify.classifier import readable
 
-ANSWERS, MISTAKES = "answers.csv", "mistakes"
+ANSWERS, MISTAKES, CLASSES = "answers.csv", "mistakes", "per_class.csv"
 COLUMNS = ("row", "image", "true", "predicted", "confidence")
 # Mistakes that are kept as pictures, and their longer side in pixels.
 MOST_MISTAKES, SIDE = 24, 144
+WORST_PAIRS = 10
+
+
+def keep(folder: Path, scores: Scores, names: Sequence[str], split: Labelled) -> dict[str, Any]:
+    """Write what a page shows of a scored split, whose answers were kept; return what of it belongs into the result.
+
+    `names` are those of the classes. Raises `SaveError`.
+    """
+    write_answers(folder, scores.answers, names, split)
+    replace_text(folder / CLASSES, per_class(names, scores.confusion))
+    return {
+        "ece": calibration_error(scores.answers),
+        "worst_pairs": described_pairs(names, scores.confusion),
+    }
 
 
 def calibration_error(answers: Sequence[Answer]) -> float:
@@ -60,3 +79,34 @@ def write_answers(folder: Path, answers: Sequence[Answer], names: Sequence[str],
             image.save(path, format="JPEG", quality=85)
 
         replace_file(folder / MISTAKES / f"{answer.row}.jpg", save)
+
+
+def described_pairs(names: Sequence[str], confusion: Tensor) -> list[dict[str, Any]]:
+    """Return the most frequent confusions with the classes' readable names and the share in percent."""
+    words = readable(names)
+    return [
+        {"true": words[true], "predicted": words[predicted], "images": count, "share": 100 * share}
+        for true, predicted, count, share in worst_pairs(confusion)
+    ]
+
+
+def worst_pairs(confusion: Tensor) -> list[tuple[int, int, int, float]]:
+    """Return the most frequent confusions as (true, predicted, images, share of the true class)."""
+    wrong = confusion.clone().fill_diagonal_(0)
+    totals = confusion.sum(1)
+    order = wrong.flatten().argsort(descending=True, stable=True)[:WORST_PAIRS].tolist()
+    pairs = [divmod(place, len(confusion)) for place in order]
+    return [(t, p, int(wrong[t, p]), float(wrong[t, p] / totals[t])) for t, p in pairs if wrong[t, p] > 0]
+
+
+def per_class(names: Sequence[str], confusion: Tensor) -> str:
+    """Return a CSV of every class: its images, how many are right, recall and precision in percent."""
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(["class", "name", "images", "right", "recall", "precision"])
+    rows, columns, right = confusion.sum(1).tolist(), confusion.sum(0).tolist(), confusion.diagonal().tolist()
+    for index, (name, word) in enumerate(zip(names, readable(names), strict=True)):
+        recall = f"{100 * right[index] / rows[index]:.2f}" if rows[index] else ""
+        precision = f"{100 * right[index] / columns[index]:.2f}" if columns[index] else ""
+        table.writerow([name, word, rows[index], right[index], recall, precision])
+    return text.getvalue()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import re
 from collections.abc import Sequence
@@ -22,14 +20,12 @@ from dpn_cli.errors import DataError
 from dpn_cli.run import distributed, stopping
 from dpn_cli.run.console import Console, printable
 from dpn_cli.run.distributed import World, join
-from dpn_cli.run.files import open_report, replace_json, replace_text
+from dpn_cli.run.files import open_report, replace_json
 from dpn_cli.scoring import Scores, score
-from tasks.classify.answers import calibration_error, write_answers
-from tasks.classify.classifier import Classifier, load_classifier, predict, readable
+from tasks.classify.answers import described_pairs, keep
+from tasks.classify.classifier import Classifier, load_classifier, predict
 from tasks.classify.options import Scoring
 from tasks.classify.parts import open_part
-
-WORST_PAIRS = 10
 
 
 def evaluate(options: Scoring, console: Console) -> dict[str, Any] | None:
@@ -57,17 +53,15 @@ def evaluate(options: Scoring, console: Console) -> dict[str, Any] | None:
         if warning := known and known.warning():
             console.warn(warning)
         real = read_real(options.real, split) if options.real else None
-        keep = bool(real) or options.output_dir is not None
-        scores = _score(classifier, split, columns, options, world, keep=keep)
+        answers = bool(real) or options.output_dir is not None
+        scores = _score(classifier, split, columns, options, world, keep_answers=answers)
         result = _result(options, classifier, names, scores, split, part, known)
         if real:
             labels = [real[answer.row] for answer in scores.answers]
             result["real"] = real_accuracy([answer.predicted for answer in scores.answers], labels)
         if options.output_dir and world.leads:
-            result["ece"] = calibration_error(scores.answers)
-            write_answers(options.output_dir, scores.answers, names, split)
+            result |= keep(options.output_dir, scores, names, split)
             replace_json(options.output_dir / "result.json", result)
-            replace_text(options.output_dir / "per_class.csv", per_class(names, scores.confusion))
         distributed.barrier()
         return result if world.leads else None
 
@@ -105,7 +99,7 @@ def _score(
     columns: Tensor | None,
     options: Scoring,
     world: World,
-    keep: bool,
+    keep_answers: bool,
 ) -> Scores:
     classifier.model.to(world.device).eval()
     with engine.precision_of(options.runtime, world.device):
@@ -120,7 +114,7 @@ def _score(
             workers=options.runtime.workers,
             skip_bad=options.skip_bad_images,
             columns=None if columns is None else columns.to(world.device),
-            keep_answers=keep,
+            keep_answers=keep_answers,
         )
 
 
@@ -133,7 +127,6 @@ def _result(
     part: str | None,
     known: Known | None,
 ) -> dict[str, Any]:
-    words = readable(names)
     return {
         "task": "eval",
         "network": options.network,
@@ -152,33 +145,8 @@ def _result(
         "top1": scores.top1,
         "top5": scores.top5,
         "loss": scores.loss,
-        "worst_pairs": [
-            {"true": words[true], "predicted": words[predicted], "images": count, "share": 100 * share}
-            for true, predicted, count, share in worst_pairs(scores.confusion)
-        ],
+        "worst_pairs": described_pairs(names, scores.confusion),
     }
-
-
-def worst_pairs(confusion: Tensor) -> list[tuple[int, int, int, float]]:
-    """Return the most frequent confusions as (true, predicted, images, share of the true class)."""
-    wrong = confusion.clone().fill_diagonal_(0)
-    totals = confusion.sum(1)
-    order = wrong.flatten().argsort(descending=True, stable=True)[:WORST_PAIRS].tolist()
-    pairs = [divmod(place, len(confusion)) for place in order]
-    return [(t, p, int(wrong[t, p]), float(wrong[t, p] / totals[t])) for t, p in pairs if wrong[t, p] > 0]
-
-
-def per_class(names: Sequence[str], confusion: Tensor) -> str:
-    """Return a CSV of every class: its images, how many are right, recall and precision in percent."""
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
-    table.writerow(["class", "name", "images", "right", "recall", "precision"])
-    rows, columns, right = confusion.sum(1).tolist(), confusion.sum(0).tolist(), confusion.diagonal().tolist()
-    for index, (name, word) in enumerate(zip(names, readable(names), strict=True)):
-        recall = f"{100 * right[index] / rows[index]:.2f}" if rows[index] else ""
-        precision = f"{100 * right[index] / columns[index]:.2f}" if columns[index] else ""
-        table.writerow([name, word, rows[index], right[index], recall, precision])
-    return text.getvalue()
 
 
 def read_real(path: Path, split: Labelled) -> list[list[int]]:

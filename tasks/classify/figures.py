@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from dpn_cli.report.content import (
@@ -36,7 +37,9 @@ def findings(run: OpenRun, prefix: str) -> Findings:
     """Return what a page shows of a run of pretrain, highres or distill, or of ``dpn eval``."""
     result = run.result
     if run.recipe and "teacher" in run.recipe:
-        return distilled.findings(run)
+        found = distilled.findings(run)
+        scored = _answers(run, prefix) if result.get("top1") is not None else []
+        return replace(found, sections=[*found.sections, *scored])
     if "top1" not in result:
         return Findings("top-1", {}, [], WATCHED)
     images = result["images"]["val"] if isinstance(result["images"], dict) else result["images"]
@@ -48,8 +51,7 @@ def findings(run: OpenRun, prefix: str) -> Findings:
 
         warnings.append(Known(**known).warning())
     sections = [Section("Scores", _scores(result, images))]
-    if run.kind == "eval":
-        sections += _answers(run, prefix)
+    sections += _answers(run, prefix)
     scores = {"": {run.seed: result["top1"]}}
     return Findings("top-1", scores, sections, WATCHED, [line for line in warnings if line])
 
@@ -73,14 +75,13 @@ def _scores(result: Json, images: int) -> list[Part]:
 
 
 def _answers(run: OpenRun, prefix: str) -> list[Section]:
-    """Return calibration, classes, confusions and mistakes of an evaluation, from what it kept of every image."""
-    if not (run.path / "answers.csv").is_file():
-        said = (
-            "answers.csv is not there: calibration, confusions and mistakes are not known. Repeat 'dpn eval' with -o."
-        )
-        return [Section("Answers", [Text(said, warning=True)])]
-    answers = read_answers(run.path / "answers.csv")
-    with (run.path / "per_class.csv").open(encoding="utf-8", newline="") as file:
+    """Return calibration, classes, confusions and mistakes, from what the evaluation kept of every image."""
+    folder = run.path / Path(run.result.get("weights", "")).parent  # of a search, its last training
+    if not (folder / "answers.csv").is_file():
+        said = "answers.csv is not there: calibration, confusions and mistakes are not known. 'dpn eval -o' writes it."
+        return [Section("Answers", [Text(said, warning=run.kind == "eval")])]
+    answers = read_answers(folder / "answers.csv")
+    with (folder / "per_class.csv").open(encoding="utf-8", newline="") as file:
         classes = list(csv.DictReader(file))
     names = {row["class"]: row["name"] for row in classes}
     counts = confusion(answers, list(names))
@@ -89,7 +90,7 @@ def _answers(run: OpenRun, prefix: str) -> list[Section]:
         Section("Classes", _classes(classes, f"{prefix}classes")),
         Section("Confusions", _confusions(run.result, counts, list(names.values()), f"{prefix}confusion")),
     ]
-    if pictures := _mistakes(run.path / "mistakes", answers, names):
+    if pictures := _mistakes(folder / "mistakes", answers, names):
         sections.append(Section("Most confident mistakes", [Gallery("Wrong and sure of it", pictures)]))
     return sections
 

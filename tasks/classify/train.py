@@ -28,6 +28,7 @@ from dpn_cli.run.session import Session
 from dpn_cli.scoring import Scores, score
 from dpn_cli.weights.backbone import Backbone, backbone_of
 from dpn_cli.weights.origin import describe_start
+from tasks.classify.answers import keep
 from tasks.classify.check import check_batch, check_data, interval, resize_side_of, shot_pool
 from tasks.classify.classifier import WEIGHTS, Classifier, load_classifier, predict, save_classifier
 from tasks.classify.fewshot import probing_of, transfer
@@ -54,7 +55,7 @@ def train_classifier(begun: Session[RecipeT], data: ClassData, task: str) -> Jso
         training.keep(done, outputs)
     classifier = load_classifier(str(folder.path))
     classifier.model.to(world.device).eval()
-    scores = evaluate(classifier, data.val, recipe, world)
+    scores = evaluate(classifier, data.val, recipe, world, keep_answers=True)
     trained = classifier.facts
     result = {
         "task": task,
@@ -89,6 +90,7 @@ def train_classifier(begun: Session[RecipeT], data: ClassData, task: str) -> Jso
     if warning := result_warning("validation top-1", scores.top1, scores.floors, scores.images):
         console.warn(warning)
     if world.leads:
+        result |= keep(folder.path, scores, data.classes, data.val)
         folder.finish(result)
     return result
 
@@ -260,8 +262,10 @@ class _ClassifierTraining:
         return 100 * probe(*train, *test, classes)
 
 
-def evaluate(classifier: Classifier, split: Labelled, recipe: SupervisedRecipe, world: World) -> Scores:
-    """Score a split with the recipe's precision and loader."""
+def evaluate(
+    classifier: Classifier, split: Labelled, recipe: SupervisedRecipe, world: World, *, keep_answers: bool = False
+) -> Scores:
+    """Score a split with the recipe's precision and loader; see `score`."""
     with engine.precision_of(recipe.runtime, world.device):
         return score(
             lambda images: predict(classifier, images),
@@ -273,6 +277,7 @@ def evaluate(classifier: Classifier, split: Labelled, recipe: SupervisedRecipe, 
             batch_size=recipe.eval_batch_size,
             workers=recipe.runtime.workers,
             skip_bad=recipe.data.skip_bad_images,
+            keep_answers=keep_answers,
         )
 
 

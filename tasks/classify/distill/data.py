@@ -26,7 +26,7 @@ FITTED_ON = 512
 
 @dataclass(frozen=True)
 class Pictures:
-    """Pictures without labels, and `val`, labelled ones, with the teacher's outputs for their classes in `columns`.
+    """Pictures without labels, and `val`, labelled ones, with the teacher's outputs for their `classes` in `columns`.
 
     `columns` is None where the outputs are the classes in their order, `val` where there are no labels.
     """
@@ -34,7 +34,7 @@ class Pictures:
     train: Labelled
     held_out: Labelled
     val: Labelled | None
-    classes: int
+    classes: Sequence[str]
     columns: Tensor | None
 
     def parts(self) -> dict[str, Labelled]:
@@ -96,7 +96,7 @@ def open_pictures(recipe: DistillRecipe, classes: Sequence[str] | None, console:
                 raise DataError(str(error).replace("--data", f"--val-data {data.val_source}")) from error
             console.info(f"the val images of {data.source} are not scored: {error}")
             val = None
-    return Pictures(train, held_out, val, len(names), columns)
+    return Pictures(train, held_out, val, names, columns)
 
 
 def augmentation_of(recipe: DistillRecipe, size: tuple[int, int]) -> Augmentation:

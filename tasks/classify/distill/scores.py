@@ -8,7 +8,7 @@ from dpn_cli.engine import fit as engine
 from dpn_cli.run import distributed
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
-from dpn_cli.scoring import score
+from dpn_cli.scoring import Scores, score
 from dpn_cli.weights.backbone import Backbone
 from tasks.classify.classifier import Classifier, predict
 from tasks.classify.distill.data import Pictures
@@ -47,6 +47,11 @@ class Scoring:
 
     def top1(self, model: Backbone) -> float | None:
         """Return the accuracy on the labelled images in percent; None without them."""
+        scores = self.scores(model)
+        return None if scores is None else scores.top1
+
+    def scores(self, model: Backbone, *, keep_answers: bool = False) -> Scores | None:
+        """Score a network on the labelled images; None without them. See `score`."""
         pictures, recipe = self.pictures, self.recipe
         if pictures.val is None:
             return None
@@ -56,14 +61,15 @@ class Scoring:
                 lambda images: predict(classifier, images),
                 pictures.val,
                 classifier.transform,
-                pictures.classes,
+                len(pictures.classes),
                 self.world,
                 loss=classifier.loss,
                 batch_size=recipe.eval_batch_size,
                 workers=recipe.runtime.workers,
                 skip_bad=recipe.data.skip_bad_images,
                 columns=None if pictures.columns is None else pictures.columns.to(self.world.device),
-            ).top1
+                keep_answers=keep_answers,
+            )
 
     def described_teacher(self) -> Json:
         """Return what is known of the teacher: its place, digest and shape."""

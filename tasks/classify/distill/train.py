@@ -25,6 +25,7 @@ from dpn_cli.run.kinds import DIGEST, KEY, WEIGHTS
 from dpn_cli.run.session import Session
 from dpn_cli.weights.backbone import Backbone, export_backbone
 from dpn_cli.weights.origin import describe_start
+from tasks.classify.answers import keep
 from tasks.classify.check import interval
 from tasks.classify.classifier import Classifier, save_classifier
 from tasks.classify.distill.cache import TargetCache, kept_targets
@@ -262,7 +263,8 @@ class Distillation:
         if self.skipped:
             self.console.warn(f"{sum(self.skipped)} times an unreadable picture was replaced by the next one")
         log, config = MetricsLog(self.path / "metrics.jsonl"), student.config
-        return {
+        scores = self.scoring.scores(student, keep_answers=True)
+        result = {
             "task": "distill",
             "arch": config.arch,
             "stem": config.stem,
@@ -274,7 +276,7 @@ class Distillation:
             "classes": self.teacher.num_classes,
             **stages["all"],
             "images": {name: len(part.labels) for name, part in self.pictures.parts().items()},
-            "top1": self.scoring.top1(student),
+            "top1": None if scores is None else scores.top1,
             "teacher_top1": self.scoring.top1(self.teacher),
             "fewshot": self.scoring.fewshot(student),
             "stages": stages,
@@ -289,3 +291,6 @@ class Distillation:
             "decoder": self.pictures.train.reading.versions(),
             "differs_from_paper": self.begun.differs,
         }
+        if scores is not None and self.pictures.val is not None and self.world.leads:
+            result |= keep(self.path, scores, self.pictures.classes, self.pictures.val)
+        return result
