@@ -20,7 +20,7 @@ from test_cli import run
 from test_recipe import vtab_recipe
 from test_segment import write_scenes
 
-from dpn_cli.commands.comparison import _Run, build_result
+from dpn_cli.commands.compared import Cell, build_result
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DpnError, NonFiniteError, StoppedError
 from dpn_cli.recipe.compare import ComparedTraining, settings_of
@@ -125,14 +125,14 @@ def small(*settings: str) -> HighresRecipe:
 def results_of(recipe: ComparedTraining, scores: dict[str, list[float | None]]) -> dict[str, Any]:
     runs, results, failed = [], {}, {}
     for name, each in recipe.each().items():
-        for (seed, one), score in zip(each.with_seeds().items(), scores[name], strict=True):
+        for seed, score in zip(each.with_seeds(), scores[name], strict=True):
             folder = f"{name}/{seed}"
-            runs.append(_Run(name, one, folder))
+            runs.append(Cell(name, seed, folder))
             if score is None:
                 failed[folder] = f"{name} {seed}: broken"
             else:
                 results[folder] = {"task": "highres", "top1": score}
-    return build_result("top1", recipe, runs, results, failed)
+    return build_result(["miou", "top1"], runs, results, failed, compared=True)
 
 
 def test_differences_are_those_of_pairs_with_the_same_seed() -> None:

@@ -173,6 +173,7 @@ UNREAD = {
     "highres": SEVERAL,
     "pretrain": SEVERAL,
     "distill": SEVERAL,
+    "lit": SEVERAL,
     "segment": ("compare", "data.image_column", "data.mask_column", "seeds"),
 }
 

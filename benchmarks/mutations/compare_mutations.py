@@ -1,7 +1,8 @@
 """Breakages of comparisons: (file, text, replacement, what it breaks, tests)."""
 
 C = "tests/test_comparison.py"
-RECIPE, RUN = "dpn_cli/recipe/compare.py", "dpn_cli/commands/comparison.py"
+RECIPE, RUN, TABLE = (f"dpn_cli/{name}.py" for name in ("recipe/compare", "commands/comparison", "commands/compared"))
+LIT, CL = "tasks/lit/train.py", "tests/test_lit_comparison.py"
 STOPPING, RANKS, KINDS = "dpn_cli/run/stopping.py", "dpn_cli/run/distributed.py", "dpn_cli/run/kinds.py"
 
 MUTATIONS = [
@@ -17,13 +18,17 @@ MUTATIONS = [
     (RECIPE, "{**plain, \"backbone\": _with_own(self.backbone, name)}", '{**plain, "backbone": plain["backbone"]}',
      "every network is the recipe's", C),
     (RECIPE, 'if seeds and info.data.get("seed")', "if False", "--seed is dropped where --seeds is given", C),
-    (RUN, "for which in (name, first))", "for which in (first, name))", "the difference has the other sign", C),
-    (RUN, "[seed for seed in values[name] if seed in values[first]]", "list(values[name])",
+    (TABLE, "for one in (ours, theirs))", "for one in (theirs, ours))", "the difference has the other sign", C),
+    (TABLE, "[seed for seed in ours if seed in theirs]", "list(ours)",
      "a seed that failed is looked for in the pairs", C),
-    (RUN, "summary.stderr * math.sqrt(len(summary.values))", "summary.stderr", "the deviation is the standard error", C),
+    (TABLE, "if any(value_of(one, key) is not None for one in results.values())]", "]",
+     "a score that no training has is the headline", f"{C} {CL}"),
+    (LIT, "views=recipe.cache.views, skip_bad", "views=recipe.cache.views, seed=recipe.seed, skip_bad",
+     "every seed encodes its views again", CL),
+    (TABLE, "summary.stderr * math.sqrt(len(summary.values))", "summary.stderr", "the deviation is the standard error", C),
     (RUN, "Place(folder.path / run.folder, resume=True)", "Place(folder.path / run.folder, overwrite=True)",
      "a resumed comparison trains everything again", C),
-    (RUN, "        if world.leads and failed:\n", "        if False:\n", "a comparison with a failure counts as finished", C),
+    (TABLE, '    if result["failed"]:\n', "    if False:\n", "a comparison with a failure counts as finished", C),
     (RUN, "            except (NonFiniteError, OutOfMemoryError) as error:\n                if world",
      "            except OutOfMemoryError as error:\n                if world", "one NaN ends all trainings", C),
     (RUN, '        with _named(run.network):\n            report', '        if True:\n            report',

@@ -16,18 +16,13 @@ from dpn_cli.errors import DataError
 from dpn_cli.recipe.flag import argument
 from dpn_cli.recipe.schema import Section
 from dpn_cli.report.common import command
+from dpn_cli.report.comparison import SCORES, name_of, value_of
 from dpn_cli.report.reading import DEPTH, OpenRun, find_runs, folder_of, hours, moment, open_run
 from dpn_cli.run.console import Console, cell
 from dpn_cli.run.kinds import NAMES
 
 # The key of a result that is its score in percent, and what to call it; the first that a result has.
-METRICS = {
-    "top1": "top-1",
-    "miou": "mIoU",
-    "agreement": "agreement",
-    "mean19": "mean of 19",
-    "mean_groups": "mean of groups",
-}
+METRICS = {**SCORES, "mean19": "mean of 19", "mean_groups": "mean of groups"}
 
 
 class Listing(Section):
@@ -79,13 +74,10 @@ def score_of(run: OpenRun) -> tuple[str | None, float | None]:
     if run.kind == "comparison" and result.get("compare"):
         name, network = list(result["compare"]["networks"].items())[-1]
         found = network[result["score"]]
-        return f"{METRICS[result['score']]}, {name}", found and found["mean"]
-    if "zeroshot" in result:
-        return "zero-shot top-1", result["zeroshot"]["top1"]
-    if "retrieval" in result:
-        return "image to text R@1", result["retrieval"]["image_to_text@1"]
-    if key := next((key for key in METRICS if result.get(key) is not None), None):
-        return METRICS[key], result[key]
+        return f"{name_of(result['score'])}, {name}", found and found["mean"]
+    for key, metric in METRICS.items():
+        if (value := value_of(result, key)) is not None:
+            return metric, value
     tested = [one["test"]["mean"] for one in result.get("tasks", {}).values() if one["test"]]
     return ("mean of its tasks", fmean(tested)) if tested else (None, None)
 

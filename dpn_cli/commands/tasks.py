@@ -173,6 +173,7 @@ LIT = Training(
     recipes={"": "lit", "demo": "lit_demo"},
     resolve=lit_recipe.resolve,
     settle=_on_demo_tower(lit_recipe.settle),
+    scores=("zeroshot.top1", "retrieval.image_to_text@1", "retrieval.text_to_image@1"),
 )
 
 
@@ -183,7 +184,7 @@ def _segmentation(recipe: str, **others: Any) -> Training:
         recipes={"": recipe, "demo": "ade20k_demo"},
         resolve=partial(segment_recipe.resolve, recipe),
         settle=_on_demo_tower(segment_recipe.settle),
-        score="miou",
+        scores=("miou",),
         **others,
     )
 
@@ -215,7 +216,7 @@ DISTILL = Training(
     recipes={"": "distill", "demo": "distill_demo"},
     resolve=distill_recipe.resolve,
     settle=_settle_distill,
-    score="agreement",
+    scores=("agreement",),
 )
 
 # Every command that trains, by its words after ``dpn``.

@@ -9,7 +9,7 @@ from functools import partial
 from importlib import import_module
 from inspect import Parameter
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, cast
+from typing import Annotated, Any, Protocol, cast
 
 import typer
 
@@ -55,7 +55,8 @@ class Training:
         without: recipe keys that are not options of this command.
         extra: options that are not recipe keys; `resolve` receives them by name.
         failures: returns what failed of several trainings.
-        score: the number of a result, in percent, by which ``--compare`` compares trainings.
+        scores: the numbers of a result, in percent, by which ``--compare`` compares trainings: the first one that a
+            result has is the headline. A dot leads inside, ``zeroshot.top1``.
     """
 
     help: str
@@ -69,7 +70,7 @@ class Training:
     without: frozenset[str] = frozenset()
     extra: tuple[Parameter, ...] = ()
     failures: Callable[[Result], Sequence[str]] = lambda result: result.get("failed", ())
-    score: Literal["top1", "miou", "agreement"] = "top1"
+    scores: tuple[str, ...] = ("top1",)
 
     def layers(self, arguments: Mapping[str, Any], say: Say) -> Any:
         """Return the validated recipe of a command line. Raises `DpnError`."""

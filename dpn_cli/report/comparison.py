@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import Any
 
 from dpn_cli.errors import DataError
 from dpn_cli.report.common import curves
@@ -10,7 +11,36 @@ from dpn_cli.report.content import Bars, Cell, Findings, Part, Section, Table, T
 from dpn_cli.report.reading import Json, OpenRun, open_run
 
 # What a comparison may be scored by, and what to call it.
-SCORES = {"top1": "top-1", "miou": "mIoU", "agreement": "agreement"}
+SCORES = {
+    "top1": "top-1",
+    "miou": "mIoU",
+    "agreement": "agreement",
+    "zeroshot.top1": "zero-shot top-1",
+    "retrieval.image_to_text@1": "image to text R@1",
+    "retrieval.text_to_image@1": "text to image R@1",
+}
+NOTE = (
+    "Mean and standard deviation over trainings with different seeds; the difference to the first network is the mean "
+    "over pairs with the same seed ± its standard error, with the 95 % t-interval."
+)
+
+
+def name_of(score: str) -> str:
+    """Return what to call a score, which without a name of its own is its key."""
+    return SCORES.get(score, score)
+
+
+def scores_of(result: Json) -> list[str]:
+    """Return the scores of a comparison's result, the headline first; older results have no other one."""
+    return list(result.get("scores", [result["score"]]))
+
+
+def value_of(result: Json, score: str) -> float | None:
+    """Return a score of a training's result, of which a dot leads inside; None where it is not there."""
+    value: Any = result
+    for key in score.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return None if value is None else float(value)
 
 
 def findings(run: OpenRun, prefix: str) -> Findings:
@@ -23,41 +53,42 @@ def findings(run: OpenRun, prefix: str) -> Findings:
     compared = run.result.get("compare")
     if not compared:
         return Findings("", {}, learnt)
-    key = run.result["score"]
-    metric = SCORES[key]
-    differences = {each["network"]: each[key] for each in compared["differences"]}
-    networks = compared["networks"]
-    rows: list[list[Cell]] = [
-        [name, *_mean(network[key]), *_difference(differences.get(name))] for name, network in networks.items()
-    ]
-    columns = ("network", f"{metric} in %", "std", "n", "difference", "95 %", "pairs")
-    parts: list[Part] = [
-        Table(
-            f"{metric} in % of each network",
-            columns if differences else columns[:4],
-            rows if differences else [row[:4] for row in rows],
-            note="Mean and standard deviation over trainings with different seeds; the difference to the first network "
-            "is the mean over pairs with the same seed ± its standard error, with the 95 % t-interval.",
-            name="comparison",
-        ),
+    keys, networks = scores_of(run.result), compared["networks"]
+    names = {key: name_of(key) for key in keys}
+    parts: list[Part] = [_table(key, compared) for key in keys]
+    parts.append(
         Bars(
             f"{prefix}networks",
-            f"{metric} of each network",
-            f"{metric} in %",
+            f"{names[keys[0]] if len(keys) == 1 else 'Scores'} of each network",
+            f"{names[keys[0]] if len(keys) == 1 else 'score'} in %",
             list(networks),
-            {metric: [network[key] and network[key]["mean"] for network in networks.values()]},
-            {metric: [_half(network[key]) for network in networks.values()]},
+            {names[key]: [one[key] and one[key]["mean"] for one in networks.values()] for key in keys},
+            {names[key]: [_half(one[key]) for one in networks.values()] for key in keys},
             caption="Mean over seeds, with the 95 % t-interval where there are several.",
-        ),
-    ]
-    per_seed = [
-        [name, folder, one.get(key), one.get("steps")]
+        )
+    )
+    per_seed: list[list[Cell]] = [
+        [name, folder, *(value_of(one, key) for key in keys), one.get("steps")]
         for name, network in networks.items()
         for folder, one in network["runs"].items()
     ]
-    parts.append(Table("Every training", ("network", "folder", f"{metric} in %", "steps"), per_seed, folded=True))
+    columns = ("network", "folder", *(f"{names[key]} in %" for key in keys), "steps")
+    parts.append(Table("Every training", columns, per_seed, folded=True))
     failed = [f"failed: {line}" for line in run.result["failed"]]
-    return Findings(metric, {}, [Section("Networks compared", [*map(_warn, failed), *parts]), *learnt], warnings=failed)
+    section = Section("Networks compared", [*map(_warn, failed), *parts])
+    return Findings(names[keys[0]], {}, [section, *learnt], warnings=failed)
+
+
+def _table(key: str, compared: Json) -> Table:
+    metric, differences = name_of(key), {each["network"]: each[key] for each in compared["differences"]}
+    columns = ("network", f"{metric} in %", "std", "n", "difference", "95 %", "pairs")
+    rows: list[list[Cell]] = [
+        [name, *_mean(network[key]), *_difference(differences.get(name))]
+        for name, network in compared["networks"].items()
+    ]
+    shown = len(columns) if differences else 4
+    title = f"{metric} in % of each network"
+    return Table(title, columns[:shown], [row[:shown] for row in rows], note=NOTE, name="comparison")
 
 
 def _warn(line: str) -> Text:

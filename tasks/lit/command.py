@@ -18,6 +18,7 @@ from dpn_cli.run import stopping
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World, join
 from dpn_cli.run.session import run_name, session
+from dpn_cli.weights.backbone import LoadReport
 from dpn_cli.weights.origin import with_own_stem
 from tasks.lit.batches import cached_batches, tokenize
 from tasks.lit.cache import BATCH, cached_features
@@ -40,13 +41,22 @@ def run(recipe: LitRecipe, place: Place, console: Console) -> dict[str, Any] | N
     if recipe.demo:
         console.info(DEMO_NOTE)
     recipe = recipe.model_copy(update={"backbone": with_own_stem(recipe.backbone, console)})
-    default = Path("runs") / ("lit_demo" if recipe.demo else "lit") / run_name(recipe.backbone)
-    with session(recipe, recipe.runtime, "towers", place, default, console) as begun:
+    with session(recipe, recipe.runtime, "towers", place, default_folder(recipe), console) as begun:
         if place.dry_run:
             _dry_run(begun.recipe, begun.world, console)
             return None
         result = begun.folder.result or train(begun)
         return result if begun.world.leads else None
+
+
+def default_folder(recipe: LitRecipe) -> Path:
+    """Return runs/lit/ARCH-STEM."""
+    return Path("runs") / ("lit_demo" if recipe.demo else "lit") / run_name(recipe.backbone)
+
+
+def load(recipe: LitRecipe) -> LoadReport:
+    """Load the frozen tower and say how that went. Raises as `load_backbone` does."""
+    return load_tower(recipe, World(0, 1, torch.device("cpu"))).report
 
 
 def show(result: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from dpn_cli.arch import SIZES, nearest
 from dpn_cli.errors import DpnError
+from dpn_cli.recipe.compare import ComparedTraining
 from dpn_cli.recipe.flag import DATA, MODEL, TRAIN, flag
 from dpn_cli.recipe.layers import last_given, layered
 from dpn_cli.recipe.network import IMAGE_SIZE, BackboneConfig
@@ -30,7 +31,7 @@ from dpn_cli.recipe.schema import (
     refuse_unused,
 )
 from dpn_cli.recipe.start import SCRATCH_PIXELS, find_start
-from dpn_cli.recipe.training import TrainingRecipe, counted_in_steps
+from dpn_cli.recipe.training import counted_in_steps
 
 # Pixels per side of the built-in scenes (dpn_cli.data.scenes.SCENE_SIZE, which imports too much for this module).
 DEMO_PIXELS = 64
@@ -139,7 +140,7 @@ class ImageTower(BackboneConfig):
     )
 
 
-class LitRecipe(TrainingRecipe):
+class LitRecipe(ComparedTraining):
     """All that ``dpn lit train`` does."""
 
     backbone: ImageTower = ImageTower()

@@ -63,15 +63,12 @@ def load_tower(recipe: LitRecipe, world: World) -> Backbone:
 
 
 def recipe_encoder(recipe: LitRecipe, tower: Backbone, world: World) -> ImageEncoder:
-    """Return how the images that are trained on are encoded."""
-    return image_encoder(
-        tower,
-        recipe.runtime,
-        world,
-        views=recipe.cache.views,
-        seed=recipe.seed,
-        skip_bad=recipe.data.skip_bad_images,
-    )
+    """Return how the images that are trained on are encoded.
+
+    Views are the same for every seed, so that seeds share a cache; which view is seen at a visit is up to the seed.
+    """
+    skip_bad = recipe.data.skip_bad_images
+    return image_encoder(tower, recipe.runtime, world, views=recipe.cache.views, skip_bad=skip_bad)
 
 
 def train(begun: Session[LitRecipe]) -> Json:
