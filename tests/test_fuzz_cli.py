@@ -174,7 +174,7 @@ SETTINGS = [
     *("runtime.device=mps", "schedule.stairs=[[1, 2], [1]]", "backbone.image_size=[16, 16, 16]", "lr=" + "[" * 3000),
     *("schedule.steps=" + "9" * 99, "batch_size=1000000000000", "data.minival=1", "optim.betas=[2, 2]", "freeze=[[]]"),
 ]
-WRITTEN = ("--output-dir", "--out", "--cache-dir", "target")
+WRITTEN = ("--output-dir", "--out", "--cache-dir", "--csv", "--html", "target")
 # Values that options take, and that mean a lot of work.
 WORK = {"--workers": {"auto"}, "--to": {"onnx", "pt2"}}
 # Numbers at edges: none that is large and allowed, which would be a lot of work and not a mistake.

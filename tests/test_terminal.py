@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from safetensors.torch import load_file, save_file
 from test_cli import run
 from typer.testing import Result
 
+from dpn_cli.recipe.schema import Written
+from dpn_cli.report.predictions import Predictions
 from dpn_cli.run.console import Console, printable, show_error
 from dpn_cli.weights.backbone import export_backbone, load_backbone
 from tasks.classify.classifier import Classifier, save_classifier
@@ -117,13 +120,19 @@ def test_tensors_of_inspect(tmp_path: Path) -> None:
     assert f"{BOLD}{SHOWN[0]}.npz" in re.sub(r"\s", "", text)  # the column folds what is longer
 
 
+def predictions(results: list[dict[str, Any]]) -> Predictions:
+    found = Predictions([Path(result["image"]) for result in results], Written(), Console())
+    found.results += results
+    return found
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_labels_and_pictures_of_lit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from tasks.lit import use
 
     shown = printable(name)
     found = {"image": name, "labels": [{"label": name, "probability": 1.0, "cosine": 0.5}]}
-    monkeypatch.setattr(use, "label", lambda *_, **__: [found])
+    monkeypatch.setattr(use, "label", lambda *_, **__: predictions([found]))
     monkeypatch.setattr(use, "search", lambda *_, **__: [{"image": name, "cosine": 0.5}])
     text = harmless(run("lit", "predict", "run", "x.jpg", "--labels", "a"))
     assert text.splitlines()[0] == shown
@@ -137,7 +146,7 @@ def test_classes_of_segment_predict(name: str, monkeypatch: pytest.MonkeyPatch) 
 
     files = dict.fromkeys(("labels", "overlay", "legend"), f"{name}.png")
     result = {"image": name, "classes": [{"name": name, "share": 1.0}], **files}
-    monkeypatch.setattr(prediction, "predict", lambda *_, **__: [result])
+    monkeypatch.setattr(prediction, "predict", lambda *_, **__: predictions([result]))
     lines = harmless(run("segment", "predict", "run", "x.jpg")).splitlines()
     assert lines[0] == f"{printable(name)}: {printable(name)} 100.0%"
     assert lines[1].strip() == "  ".join([f"{printable(name)}.png"] * 3)

@@ -12,13 +12,16 @@ from typer.core import TyperGroup
 from dpn_cli.commands import one_line_errors
 from dpn_cli.commands.flags import Variant, default_of, given_flags, keys_of, option_names, parameter_of, with_signature
 from dpn_cli.commands.training import JSON, QUIET, VERBOSE
+from dpn_cli.errors import DpnError
 from dpn_cli.recipe.reading import build
 from dpn_cli.recipe.schema import Section
 from dpn_cli.run.console import Console, show
 
 OptionsT = TypeVar("OptionsT", bound=Section)
-# A result for ``--json``, or None on ranks that do not lead, and what prints it for a person.
-Outcome = tuple[Any, Callable[[Any], str | None]]
+Tell = Callable[[Any], str | None]
+# A result for ``--json``, or None on ranks that do not lead, and what prints it for a person; where there is a third,
+# an error with which the command ends although there is a result.
+Outcome = tuple[Any, Tell] | tuple[Any, Tell, DpnError | None]
 # How a training runs, and of no use to anything else.
 TRAINING_ONLY = frozenset({"runtime.compile", "runtime.micro_batch_size", "runtime.report_to"})
 
@@ -55,12 +58,14 @@ def action(
         def command(**arguments: Any) -> None:
             with one_line_errors(arguments):
                 options = build(schema, given_flags(keys, arguments), name, option_names(keys, arguments))
-                result, as_text = function(options, Console(quiet=arguments.get("quiet", False)))
+                result, as_text, *problem = function(options, Console(quiet=arguments.get("quiet", False)))
                 if result is None:
                     return
                 text = json.dumps(result, indent=2) if arguments["json"] else as_text(result)
                 if text is not None:
                     show(text)
+                if problem and problem[0]:
+                    raise problem[0]
 
         command.__doc__ = function.__doc__
         usual = [Variant("", {})]

@@ -43,10 +43,7 @@ def _fewshot(options: Probing, console: Console) -> Outcome:
 
 def add_to(root: typer.Typer) -> None:
     """Add ``predict`` and ``export`` to the root of all commands."""
-    no_loader = frozenset({"runtime.workers"})
-    action(root, "predict", Prediction, "dpn predict runs/highres/B-32-dpn photo.jpg", without=no_loader, quiet=False)(
-        _predict
-    )
+    action(root, "predict", Prediction, "dpn predict runs/highres/B-32-dpn photos --html predictions.html")(_predict)
     action(root, "export", Export, "dpn export runs/highres/B-32-dpn --to onnx -o export", quiet=False)(_export)
 
 
@@ -54,7 +51,8 @@ def _predict(options: Prediction, console: Console) -> Outcome:
     """The classes of pictures with their probabilities, prepared as the run's own images were."""
     from tasks.classify.prediction import classify
 
-    return classify(options), _print_guesses
+    found = classify(options, console)
+    return found.results, _print_guesses, found.problem(options.skip_bad_images)
 
 
 def _print_guesses(results: list[dict[str, Any]]) -> None:

@@ -64,13 +64,12 @@ def inspect(options: Inspection, console: Console) -> dict[str, Any]:
     from dpn_cli.analysis.figures import sections_of
     from dpn_cli.report.page import write_page  # matplotlib takes a second
     from dpn_cli.run import stopping
-    from dpn_cli.run.distributed import join
+    from dpn_cli.run.distributed import join, refuse_ranks
 
     places = [place for place in (options.checkpoint, options.other) if place is not None]
     networks: list[Examined] = []
     with stopping.listen(stopping.NO_RESULT), join(options.runtime.device) as world:
-        if world.size > 1:
-            raise DpnError("inspect: run on one rank")
+        refuse_ranks(world, "inspect")
         shown, names = _shown(options), _names(places)
         models = [_open(place, options) for place in places]
         open_report(options.output_dir)

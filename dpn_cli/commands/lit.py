@@ -56,19 +56,13 @@ def _evaluate(options: Scoring, console: Console) -> Outcome:
     return evaluate(options, console), describe_scores
 
 
-@action(
-    app,
-    "predict",
-    Labelling,
-    'dpn lit predict runs/lit/B-32-dpn photo.jpg --labels "a cat,a dog"',
-    without=frozenset({"runtime.workers"}),
-    quiet=False,
-)
+@action(app, "predict", Labelling, 'dpn lit predict runs/lit/B-32-dpn photos --labels "a cat,a dog" --csv labels.csv')
 def _predict(options: Labelling, console: Console) -> Outcome:
     """Which of some labels fits a picture best."""
     from tasks.lit.use import label
 
-    return label(options, console), _describe_labels
+    found = label(options, console)
+    return found.results, _describe_labels, found.problem(options.skip_bad_images)
 
 
 def _describe_labels(results: list[dict[str, Any]]) -> str:

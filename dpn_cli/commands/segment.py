@@ -33,19 +33,17 @@ def _evaluate(options: Scoring, console: Console) -> Outcome:
     return evaluate(options, console), describe_scores
 
 
-@action(
-    app,
-    "predict",
-    Prediction,
-    "dpn segment predict runs/segment_ade20k/B-16-dpn photo.jpg -o predictions",
-    without=frozenset({"runtime.workers"}),
-    quiet=False,
-)
+@action(app, "predict", Prediction, "dpn segment predict runs/segment_ade20k/B-16-dpn photos -o predictions")
 def _predict(options: Prediction, console: Console) -> Outcome:
     """Label maps of pictures: the classes' numbers, a coloured overlay and a legend, as PNG files."""
     from tasks.segment.prediction import predict
 
-    return predict(options), lambda pictures: "\n".join(map(_describe_picture, pictures))
+    found = predict(options, console)
+    return found.results, _describe, found.problem(options.skip_bad_images)
+
+
+def _describe(pictures: list[dict[str, Any]]) -> str:
+    return "\n".join(map(_describe_picture, pictures))
 
 
 def _describe_picture(result: dict[str, Any]) -> str:

@@ -89,6 +89,13 @@ def _collate(items: list[Item]) -> tuple[PixelSet, list[DataError]]:
     return PixelSet(images, labels, len(bad), tuple(row for _, _, row in good)), bad
 
 
+def reader_count(workers: int | Literal["auto"], images: int) -> int:
+    """Return the number of processes that read so many images: without one given, up to eight where they pay."""
+    if workers != "auto":
+        return workers
+    return min(8, os.cpu_count() or 1) if images >= WORTH_WORKERS else 0
+
+
 @contextmanager
 def stream(
     split: Labelled,
@@ -105,7 +112,7 @@ def stream(
     `skip_bad` leaves those out and counts them, and `WorkerError` when such a process dies.
     """
     rows = range(len(split.labels)) if rows is None else rows
-    count = (min(8, os.cpu_count() or 1) if len(rows) >= WORTH_WORKERS else 0) if workers == "auto" else workers
+    count = reader_count(workers, len(rows))
     with open_loader(_Transformed(split, transform, rows), count, batch_size=batch_size, collate_fn=_collate) as loaded:
         yield _good(loaded, skip_bad)
 

@@ -6,6 +6,7 @@ Layers, later ones win: schema defaults < shipped recipe < ``--config`` < flags 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -14,7 +15,7 @@ from dpn_cli.arch import (
     MOST_PIXELS,
     whole,
 )
-from dpn_cli.recipe.flag import DATA, OUTPUT, RUNTIME, TRAIN, flag
+from dpn_cli.recipe.flag import DATA, OUTPUT, RUNTIME, TRAIN, argument, flag
 
 # The largest seed that every library takes.
 MOST_SEED = 2**32 - 1
@@ -78,6 +79,11 @@ SEED = flag("--seed", help="Seed of the order of images, of crops and of new wei
 EPOCHS = flag("--epochs", help="Duration in passes over the training images.", panel=TRAIN, unset="by --steps")
 BATCH_SIZE = flag("--batch-size", "-b", help="Images per optimizer step over all ranks.", panel=TRAIN)
 
+# Of commands that do not train: their batches change nothing beyond floating-point rounding.
+AT_ONCE = flag("--batch-size", "-b", help="Images at a time.", panel=RUNTIME)
+AtOnce = Annotated[Positive, AT_ONCE]
+PICTURES = argument("Pictures, or folders of pictures.")
+HTML = flag("--html", help="File for a page of thumbnails with what was predicted.", panel=OUTPUT)
 MICRO_BATCH_SIZE = flag(
     "--micro-batch-size",
     help="Images per forward pass, or auto: as many as fit into memory.",
@@ -136,6 +142,15 @@ class RunPictures(Section):
 
     decode: Annotated[Literal["exact", "pillow"] | None, DECODE.but(unset="the run's")] = None
     max_pixels: MaxPixels = MAX_PIXELS
+
+
+class Written(Section):
+    """The files that a prediction is written to, besides what is printed."""
+
+    csv: Annotated[
+        Path | None, flag("--csv", help="File for a table of what was predicted, a row per picture.", panel=OUTPUT)
+    ] = None
+    html: Annotated[Path | None, HTML] = None
 
 
 class Optim(Section):

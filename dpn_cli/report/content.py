@@ -65,10 +65,10 @@ class Gallery:
 
 @dataclass(frozen=True)
 class Legend:
-    """What colours stand for: "#rrggbb" by name."""
+    """What colours stand for: names, each with its colour as "#rrggbb"."""
 
     title: str
-    colours: Mapping[str, str]
+    colours: Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from dpn_cli.report.content import Cell, Table
 from dpn_cli.run.console import printable
@@ -86,6 +87,25 @@ def on_the_right(table: Table) -> list[bool]:
     columns = zip(*table.rows, strict=True) if table.rows else ((),) * len(table.columns)
     filled = [[cell for cell in column if cell not in (None, "", "-")] for column in columns]
     return [bool(cells) and all(map(is_number, cells)) for cells in filled]
+
+
+def flattened(results: Sequence[Mapping[str, Any]]) -> list[list[Cell]]:
+    """Return results as rows under a header, one a result: a list in it fills columns that end in _1, _2, …
+
+    Every result has the same keys, and so has every entry of a list; rows are filled up to the longest list.
+    """
+    rows: list[dict[str, Cell]] = [dict(_flat(result)) for result in results]
+    columns = max((list(row) for row in rows), key=len, default=[])
+    return [[*columns], *([row.get(column) for column in columns] for row in rows)]
+
+
+def _flat(result: Mapping[str, Any]) -> Iterator[tuple[str, Cell]]:
+    for key, value in result.items():
+        if isinstance(value, list):
+            for place, entry in enumerate(value, 1):
+                yield from ((f"{name}_{place}", cell) for name, cell in entry.items())
+        else:
+            yield key, value
 
 
 def as_csv(rows: Sequence[Sequence[Cell]]) -> str:

@@ -62,6 +62,12 @@ def join(device: str) -> Iterator[World]:
         dist.destroy_process_group()
 
 
+def refuse_ranks(world: World, command: str) -> None:
+    """Raise `DpnError` for a command that has nothing to share when there are several ranks."""
+    if world.size > 1:
+        raise DpnError(f"{command}: run on one rank")
+
+
 @contextmanager
 def lost_rank() -> Iterator[None]:
     """Turn gloo's error about another rank that has ended into a `WorkerError`."""

@@ -12,11 +12,11 @@ from dpn_cli.data.labelled import Labelled, fingerprint
 from dpn_cli.data.pixels import Transform, resize
 from dpn_cli.data.reading import Reading, decoder_of
 from dpn_cli.data.trained_on import Known, look_up
-from dpn_cli.errors import DataError, DpnError
+from dpn_cli.errors import DataError
 from dpn_cli.recipe.schema import Pictures
 from dpn_cli.run import stopping
 from dpn_cli.run.console import Console
-from dpn_cli.run.distributed import join
+from dpn_cli.run.distributed import join, refuse_ranks
 from dpn_cli.run.kinds import resolve
 from dpn_cli.statistics import PERCENT, summarize
 from dpn_cli.weights.backbone import Backbone, load_backbone
@@ -42,8 +42,7 @@ def fewshot(options: Probing, console: Console) -> dict[str, Any]:
     runtime, size = options.runtime, options.image_size
     source = _source_of(options)
     with stopping.listen(stopping.NO_RESULT), join(runtime.device) as world:
-        if world.size > 1:
-            raise DpnError("eval fewshot: run on one rank")
+        refuse_ranks(world, "eval fewshot")
         place = resolve(options.checkpoint, "dpn eval fewshot")
         opened = None if place == "none" else open_checkpoint(place)
         facts = facts_of(opened) if opened else {}

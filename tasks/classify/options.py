@@ -7,11 +7,13 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from dpn_cli.recipe.flag import DATA, MODEL, OUTPUT, RUNTIME, argument, flag
+from dpn_cli.recipe.flag import DATA, MODEL, OUTPUT, argument, flag
 from dpn_cli.recipe.network import IMAGE_SIZE
 from dpn_cli.recipe.schema import (
+    PICTURES,
     VAL_DATA,
     VAL_FRACTION,
+    AtOnce,
     ImageColumn,
     LabelColumn,
     Pictures,
@@ -22,18 +24,17 @@ from dpn_cli.recipe.schema import (
     Section,
     Seed,
     SkipBadImages,
+    Written,
     listed,
 )
 from tasks.classify.recipe import Share
 
 RUN = argument("A run's folder, or its weights.safetensors.")
-IMAGES = argument("Pictures, or folders of pictures.")
 LABELLED = flag(
     "--data",
     help="Folder with val/CLASS or CLASS, hf:OWNER/NAME[:CONFIGURATION], wds:PATTERN, or demo.",
     panel=DATA,
 )
-AT_ONCE = flag("--batch-size", "-b", help="Images at a time.", panel=RUNTIME)
 OWN_SIZE = IMAGE_SIZE.but(unset="the checkpoint's own")
 
 
@@ -59,7 +60,7 @@ class Scoring(Section):
         Path | None, flag("--real", help="ImageNet-ReaL's real.json: score against it too.", panel=DATA)
     ] = None
     image_size: Annotated[Pixels | None, OWN_SIZE] = None
-    batch_size: Annotated[Positive, AT_ONCE] = 64
+    batch_size: AtOnce = 64
     runtime: Runtime = Runtime()
     output_dir: Annotated[
         Path | None,
@@ -100,7 +101,7 @@ class Probing(Section):
         flag("--pool", help="Training images to draw from, by the order of their names' hashes.", panel=DATA),
     ] = 65_000
     image_size: Annotated[Pixels | None, OWN_SIZE] = None
-    batch_size: Annotated[Positive, AT_ONCE] = 64
+    batch_size: AtOnce = 64
     runtime: Runtime = Runtime()
 
 
@@ -108,9 +109,12 @@ class Prediction(Section):
     """Options of ``dpn predict``."""
 
     run: Annotated[str, RUN]
-    images: Annotated[list[Path], IMAGES]
+    images: Annotated[list[Path], PICTURES]
     top: Annotated[Positive, flag("--top", "-k", help="Classes per picture.", panel=OUTPUT)] = 3
     pictures: RunPictures = RunPictures()
+    skip_bad_images: SkipBadImages = False
+    batch_size: AtOnce = 64
+    written: Written = Written()
     runtime: Runtime = Runtime()
 
 

@@ -2,42 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
 
 from dpn_cli.data.images import find_pictures
-from dpn_cli.data.reading import Reading, read_pixels
+from dpn_cli.data.reading import Reading
 from dpn_cli.engine import fit as engine
-from dpn_cli.run.distributed import join
+from dpn_cli.report.predictions import Predictions, tally
+from dpn_cli.run import stopping
+from dpn_cli.run.console import Console
+from dpn_cli.run.distributed import join, refuse_ranks
 from tasks.classify.classifier import load_classifier, predict, readable
 from tasks.classify.options import Prediction
 
-# Pictures that go through the network at once.
-AT_ONCE = 32
+# Classes below a thumbnail.
+MOST_LINES = 3
 
 
-def classify(options: Prediction) -> list[dict[str, Any]]:
+def classify(options: Prediction, console: Console) -> Predictions:
     """Return for every picture its best classes with probabilities, prepared as the run's own images were.
 
-    Without ``--decode`` JPEGs are decoded as they were for the training. Raises `DataError` for an unreadable picture.
+    Without ``--decode`` JPEGs are decoded as they were for the training. Unreadable pictures are named and left out;
+    raises `DataError` where that leaves none.
     """
     how, runtime = options.pictures, options.runtime
-    with join(runtime.device) as world:
+    with stopping.listen(stopping.NO_RESULT), join(runtime.device) as world:
+        refuse_ranks(world, "predict")
         classifier = load_classifier(options.run)
         classifier.model.to(world.device).eval()
         reading = Reading(how.decode or classifier.decoder, how.max_pixels)
-        paths, words, results = find_pictures(options.images), readable(classifier.classes), []
-        for begin in range(0, len(paths), AT_ONCE):
-            part = paths[begin : begin + AT_ONCE]
-            images = torch.stack([classifier.transform(read_pixels(path, str(path), reading)) for path in part])
-            with engine.precision_of(runtime, world.device):
-                chances = classifier.probabilities(predict(classifier, images.to(world.device)))
-            best = chances.topk(min(options.top, len(words)), dim=-1)
-            for path, values, indices in zip(part, best.values.tolist(), best.indices.tolist(), strict=True):
-                guesses = [
-                    {"class": classifier.classes[index], "name": words[index], "probability": value}
-                    for index, value in zip(indices, values, strict=True)
-                ]
-                results.append({"image": str(path), "classes": guesses})
-    return results
+        found, words = (
+            Predictions(find_pictures(options.images), options.written, console),
+            readable(classifier.classes),
+        )
+        batches = found.read(
+            reading, classifier.transform, batch_size=options.batch_size, workers=runtime.workers, label="predict"
+        )
+        with closing(batches):
+            for part in batches:
+                images = torch.stack([one.prepared for one in part])
+                with engine.precision_of(runtime, world.device):
+                    chances = classifier.probabilities(predict(classifier, images.to(world.device)))
+                best = chances.topk(min(options.top, len(words)), dim=-1)
+                for one, values, indices in zip(part, best.values.tolist(), best.indices.tolist(), strict=True):
+                    guesses = [
+                        {"class": classifier.classes[index], "name": words[index], "probability": value}
+                        for index, value in zip(indices, values, strict=True)
+                    ]
+                    found.add({"image": str(one.path), "classes": guesses}, one.small)
+        predicted = tally("What was predicted", "class", (result["classes"][0]["name"] for result in found.results))
+        found.write("dpn predict", options.run, [predicted], _lines)
+    return found
+
+
+def _lines(result: dict[str, Any]) -> Sequence[str]:
+    guesses = [f"{guess['name']} {guess['probability']:.1%}" for guess in result["classes"][:MOST_LINES]]
+    return [*guesses, result["image"]]

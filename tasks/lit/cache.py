@@ -114,7 +114,7 @@ def _filled(
     plan = distributed.from_leader(plan)
     if plan:
         mine = sorted(plan)[world.rank :: world.size]
-        fill(data, encoder, [(shards[number], plan[number]) for number in mine], BATCH, console)
+        fill(data, encoder, [(shards[number], plan[number]) for number in mine], encoder.batch_size or BATCH, console)
         distributed.barrier()
     if world.leads:
         bad = _unreadable(shards, finished, plan, console)

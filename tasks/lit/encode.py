@@ -28,7 +28,14 @@ def cache_root(folder: str | None) -> Path:
 
 
 def image_encoder(
-    tower: Backbone, runtime: Runtime, world: World, *, views: int = 0, seed: int = 0, skip_bad: bool = False
+    tower: Backbone,
+    runtime: Runtime,
+    world: World,
+    *,
+    views: int = 0,
+    seed: int = 0,
+    skip_bad: bool = False,
+    batch_size: int | None = None,
 ) -> ImageEncoder:
     """Return how images are encoded, with all that it depends on."""
     facts = {
@@ -40,7 +47,8 @@ def image_encoder(
         "precision": f"{runtime.precision} on {world.device.type}",
     }
     encode = encode_function(tower, world.device, engine.precision_of(runtime, world.device))
-    return ImageEncoder(encode, tower.embed_dim, tower.config.image_size, facts, views, seed, runtime.workers, skip_bad)
+    size, workers = tower.config.image_size, runtime.workers
+    return ImageEncoder(encode, tower.embed_dim, size, facts, views, seed, workers, skip_bad, batch_size)
 
 
 def encoded(
@@ -53,8 +61,9 @@ def encoded(
     everything = list(range(len(data.captions)))
     if root is None:
         parts = []
-        for begin in range(0, len(everything), BATCH):
-            some = everything[begin : begin + BATCH]
+        at_once = encoder.batch_size or BATCH
+        for begin in range(0, len(everything), at_once):
+            some = everything[begin : begin + at_once]
             parts.append(encoder.encode(torch.stack([resize(data.pixels(row), encoder.size) for row in some])))
         return torch.cat(parts), everything
     features = cached_features(data, encoder, root, world, console)

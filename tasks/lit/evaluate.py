@@ -118,7 +118,8 @@ def _retrieval(towers: Towers, options: Scoring, reading: Reading, world: World,
     captions = sum(map(len, data.captions))
     console.info(f"{len(data.captions)} images with {captions} captions" + (f", {part}" if part else ""))
     known = _known(towers, data, world, console)
-    encoder = image_encoder(towers.image, options.runtime, world, skip_bad=options.skip_bad_images)
+    skip, rows = options.skip_bad_images, options.batch_size
+    encoder = image_encoder(towers.image, options.runtime, world, skip_bad=skip, batch_size=rows)
     root = cache_root(options.cache_dir)
     return {
         "split": options.split or "val",

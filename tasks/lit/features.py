@@ -27,7 +27,10 @@ Encode = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class ImageEncoder:
-    """A frozen image tower: `encode`, the width of its features, and the facts that identify them."""
+    """A frozen image tower: `encode`, the width of its features, and the facts that identify them.
+
+    `workers` processes read the images; `batch_size` of them go through the tower at once (None: the cache's number).
+    """
 
     encode: Encode
     width: int
@@ -37,6 +40,7 @@ class ImageEncoder:
     seed: int = 0
     workers: int | Literal["auto"] = "auto"
     skip_bad: bool = False
+    batch_size: int | None = None
 
     @property
     def read_size(self) -> tuple[int, int]:

@@ -5,8 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from dpn_cli.recipe.flag import DATA, MODEL, OUTPUT, RUNTIME, argument, flag
-from dpn_cli.recipe.schema import ImageColumn, LabelColumn, Positive, RunPictures, Runtime, Section
+from dpn_cli.recipe.flag import DATA, MODEL, OUTPUT, argument, flag
+from dpn_cli.recipe.schema import (
+    HTML,
+    PICTURES,
+    AtOnce,
+    ImageColumn,
+    LabelColumn,
+    Positive,
+    RunPictures,
+    Runtime,
+    Section,
+    SkipBadImages,
+    Written,
+)
 from tasks.lit.recipe import CACHE_DIR, CAPTION_COLUMN, IMAGES, SKIP_BAD
 
 RUN = argument("A run's folder, an export's, or its weights.safetensors.")
@@ -66,7 +78,7 @@ class Scoring(Section):
     skip_bad_images: SkipBad = False
     force: Annotated[bool, flag("--force", help="Print an accuracy that is not above chance.", panel=DATA)] = False
     cache_dir: CacheDir = None
-    batch_size: Annotated[Positive, flag("--batch-size", "-b", help="Images at a time.", panel=RUNTIME)] = 64
+    batch_size: AtOnce = 64
     runtime: Runtime = Runtime()
     output_dir: Annotated[Path | None, flag("--output-dir", "-o", help="Folder for result.json.", panel=OUTPUT)] = None
 
@@ -80,14 +92,16 @@ class Labelling(Section):
     """Options of ``dpn lit predict``."""
 
     run: Annotated[str, RUN]
-    images: Annotated[list[Path], argument("Pictures, or folders of pictures.")]
+    images: Annotated[list[Path], PICTURES]
     labels: Annotated[str, flag("--labels", help="What the pictures may show, comma separated.", panel=MODEL)]
     prompts: Annotated[str, flag("--prompts", help="As for eval: plain takes the labels as they are.", panel=MODEL)] = (
         "plain"
     )
     top: Annotated[Positive, TOP] = 3
     pictures: RunPictures = RunPictures()
-    skip_bad_images: SkipBad = False
+    skip_bad_images: SkipBadImages = False
+    batch_size: AtOnce = 64
+    written: Written = Written()
     runtime: Runtime = Runtime()
 
 
@@ -99,8 +113,10 @@ class Search(Section):
     query: Annotated[str, flag("--query", help="What to look for, a sentence.", panel=MODEL)]
     top: Annotated[Positive, TOP] = 10
     pictures: RunPictures = RunPictures()
-    skip_bad_images: SkipBad = False
+    skip_bad_images: SkipBadImages = False
     cache_dir: CacheDir = None
+    batch_size: AtOnce = 64
+    html: Annotated[Path | None, HTML.but(help="File for a page of the pictures that are found.")] = None
     runtime: Runtime = Runtime()
 
 

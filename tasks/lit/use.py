@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from open_clip.tokenizer import canonicalize_text
-from torch import Tensor
 
 from dpn_cli.arch import STEMS
 from dpn_cli.data.images import find_pictures
-from dpn_cli.data.reading import Reading, read_pixels
+from dpn_cli.data.pixels import resize
+from dpn_cli.data.reading import Reading
 from dpn_cli.engine import fit as engine
-from dpn_cli.errors import DataError, DpnError
+from dpn_cli.errors import DpnError
+from dpn_cli.report.content import Cell, Gallery, Picture, Section, Table
+from dpn_cli.report.predictions import Predictions, check_writable, tally, thumbnails, write_gallery
 from dpn_cli.run import stopping
 from dpn_cli.run.console import Console
-from dpn_cli.run.distributed import join
+from dpn_cli.run.distributed import join, refuse_ranks
 from dpn_cli.run.files import replace_json, replace_text
 from dpn_cli.weights.convert import PROOF_IMAGES, PROOF_SEED
 from tasks.lit.captions import Files
@@ -28,79 +32,97 @@ from tasks.lit.towers import WEIGHTS, Towers, describe_towers, load_towers, save
 from tasks.lit.zeroshot import build_classifier, prompt_set
 
 Json = dict[str, Any]
-AT_ONCE = 32
+# Labels below a thumbnail.
+MOST_LINES = 3
 
 
-def label(options: Labelling, console: Console) -> list[Json]:
+def label(options: Labelling, console: Console) -> Predictions:
     """Return for every picture its best labels with cosine and probability.
 
-    Without ``--decode`` JPEGs are decoded as they were for the training. Raises `DpnError` without labels, and
-    `DataError` for an unreadable picture unless ``--skip-bad-images`` leaves it out.
+    Without ``--decode`` JPEGs are decoded as they were for the training. Unreadable pictures are named and left out.
+    Raises `DpnError` without labels, and `DataError` where no picture is readable.
     """
     names = [name.strip() for name in options.labels.split(",") if canonicalize_text(name)]
     if not names:
         raise DpnError('--labels: no label in it; write them with commas, e.g. --labels "a red circle,a blue square"')
     how, runtime = options.pictures, options.runtime
-    with join(runtime.device) as world:
+    with stopping.listen(stopping.NO_RESULT), join(runtime.device) as world:
+        refuse_ranks(world, "lit predict")
         towers = load_towers(options.run, "dpn lit predict").to(world.device)
-        paths, results = find_pictures(options.images), list[Json]()
+        found = Predictions(find_pictures(options.images), options.written, console)
         reading = Reading(how.decode or towers.decoder, how.max_pixels)
         autocast = engine.precision_of(runtime, world.device)
         with autocast:
             classes = build_classifier(towers, names, prompt_set(options.prompts))
-        for begin in range(0, len(paths), AT_ONCE):
-            part, images = _read(towers, paths[begin : begin + AT_ONCE], reading, options.skip_bad_images, console)
-            if not part:
-                continue
-            with autocast:
-                features = towers.encode_images(torch.stack(images))
-            cosine = features @ classes.T
-            chances = towers.probabilities(cosine)
-            best = cosine.topk(min(options.top, len(names)), dim=-1).indices
-            for path, row, values, chance in zip(part, best.tolist(), cosine.tolist(), chances.tolist(), strict=True):
-                predictions = [{"label": names[i], "cosine": values[i], "probability": chance[i]} for i in row]
-                results.append({"image": str(path), "labels": predictions})
-    return results
+        resized = partial(resize, size=towers.image.config.image_size)
+        batches = found.read(
+            reading, resized, batch_size=options.batch_size, workers=runtime.workers, label="lit predict"
+        )
+        with closing(batches):
+            for part in batches:
+                with autocast:
+                    features = towers.encode_images(torch.stack([one.prepared for one in part]))
+                cosine = features @ classes.T
+                chances = towers.probabilities(cosine)
+                best = cosine.topk(min(options.top, len(names)), dim=-1).indices
+                for one, row, values, chance in zip(
+                    part, best.tolist(), cosine.tolist(), chances.tolist(), strict=True
+                ):
+                    labels = [{"label": names[i], "cosine": values[i], "probability": chance[i]} for i in row]
+                    found.add({"image": str(one.path), "labels": labels}, one.small)
+        predicted = tally("What was predicted", "label", (result["labels"][0]["label"] for result in found.results))
+        found.write("dpn lit predict", options.run, [predicted], _lines)
+    return found
 
 
-def _read(
-    towers: Towers, paths: Sequence[Path], reading: Reading, skip_bad: bool, console: Console
-) -> tuple[list[Path], list[Tensor]]:
-    """Return the readable pictures of some, and their pixels as the image tower takes them."""
-    readable, images = list[Path](), list[Tensor]()
-    for path in paths:
-        try:
-            images.append(towers.prepare(read_pixels(path, str(path), reading)))
-            readable.append(path)
-        except DataError as error:
-            if not skip_bad:
-                raise
-            console.warn(str(error))
-    return readable, images
+def _lines(result: Json) -> Sequence[str]:
+    labels = [f"{one['label']} {one['probability']:.1%}, cosine {one['cosine']:+.3f}" for one in result["labels"]]
+    return [*labels[:MOST_LINES], result["image"]]
 
 
-def search(options: Search, console: Console) -> list[Json]:
+def search(options: Search, console: Console) -> list[Json] | None:
     """Return the pictures of a folder that are nearest to a sentence; their features are cached.
 
-    Without ``--decode`` JPEGs are decoded as they were for the training.
+    Without ``--decode`` JPEGs are decoded as they were for the training. None on ranks that do not lead.
     """
     if not canonicalize_text(options.query):
         raise DpnError("--query: an empty sentence")
+    check_writable("--html", options.html)
     how, runtime, skip_bad = options.pictures, options.runtime, options.skip_bad_images
     with stopping.listen(stopping.NO_RESULT), join(runtime.device) as world:
         towers = load_towers(options.run, "dpn lit search").to(world.device)
         files = pictures_in(options.images, options.query, skip_bad)
         files.reading = Reading(how.decode or towers.decoder, how.max_pixels)
-        encoder = image_encoder(towers.image, runtime, world, skip_bad=skip_bad)
+        encoder = image_encoder(towers.image, runtime, world, skip_bad=skip_bad, batch_size=options.batch_size)
         features, good = encoded(files, encoder, cache_root(options.cache_dir), world, console)
         with engine.precision_of(runtime, world.device):
             sentence = build_classifier(towers, [options.query], prompt_set("plain"))
         cosine = (features.to(world.device) @ sentence.T)[:, 0]
         best = cosine.topk(min(options.top, len(good)))
-        return [
+        nearest = [
             {"image": files.where(good[row]), "cosine": value}
             for row, value in zip(best.indices.tolist(), best.values.tolist(), strict=True)
         ]
+        if world.leads and options.html:
+            paths = [files.paths[good[row]] for row in best.indices.tolist()]
+            shown = list(thumbnails(paths, files.reading, runtime.workers))
+            _write_found(options.html, options, nearest, shown, len(good))
+    return nearest if world.leads else None
+
+
+def _write_found(
+    file: Path, options: Search, nearest: Sequence[Json], shown: Sequence[tuple[int, bytes]], count: int
+) -> None:
+    """Write the page of a search among `count` pictures; `shown` are thumbnails with their places in `nearest`."""
+    facts: list[tuple[str, Cell]] = [("query", options.query), ("network", options.run)]
+    facts += [("folder", str(options.images)), ("pictures in it", count)]
+    pictures = [
+        Picture(small, [f"{place + 1}. cosine {nearest[place]['cosine']:.3f}", nearest[place]["image"]])
+        for place, small in shown
+    ]
+    title = f"The {len(pictures)} nearest pictures, the nearest first" if len(pictures) > 1 else "The nearest picture"
+    said = Section("Search", [Table("", ("", ""), facts)])
+    write_gallery(file, f"dpn lit search: {options.query}", said, Gallery(title, pictures))
 
 
 def pictures_in(folder: Path, query: str, skip_bad: bool = False) -> Files:

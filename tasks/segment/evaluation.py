@@ -22,7 +22,7 @@ from tasks.segment.segmenter import Segmenter, load_segmenter
 
 def evaluation_of(options: Scoring, before: Evaluation) -> Evaluation:
     """Return the run's way of evaluating with the options in place of it."""
-    stated = options.model_dump(include={"mode", "size", "stride"}, exclude_none=True)
+    stated = options.model_dump(include={"mode", "size", "stride", "batch_size"}, exclude_none=True)
     if options.multi_scale:
         stated |= {"scales": MULTI_SCALE, "flip": True}
     return Evaluation.model_validate({**before.model_dump(), **stated})

@@ -6,10 +6,21 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from dpn_cli.recipe.flag import DATA, OUTPUT, argument, flag
-from dpn_cli.recipe.schema import RunPictures, Runtime, Section, Side
+from dpn_cli.recipe.schema import (
+    AT_ONCE,
+    PICTURES,
+    Positive,
+    RunPictures,
+    Runtime,
+    Section,
+    Side,
+    SkipBadImages,
+    Written,
+)
 
 # Segmenter's test scales (arXiv 2105.05633), each plain and mirrored.
 MULTI_SCALE = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75)
+Windows = Annotated[Positive | None, AT_ONCE.but(help="Windows of a picture at a time.", unset="the run's")]
 RUN = argument("The folder of a segmentation run, or its weights.safetensors.")
 
 
@@ -57,6 +68,7 @@ class Scoring(Section):
         ),
     ] = False
     pictures: RunPictures = RunPictures()
+    batch_size: Windows = None
     runtime: Runtime = Runtime()
     output_dir: Annotated[
         Path | None,
@@ -68,8 +80,11 @@ class Prediction(Section):
     """Options of ``dpn segment predict``."""
 
     run: Annotated[str, RUN]
-    images: Annotated[list[Path], argument("Pictures, or folders of pictures.")]
+    images: Annotated[list[Path], PICTURES]
     pictures: RunPictures = RunPictures()
+    skip_bad_images: SkipBadImages = False
+    batch_size: Windows = None
+    written: Written = Written()
     runtime: Runtime = Runtime()
     output_dir: Annotated[Path, flag("--output-dir", "-o", help="Folder for what is written.", panel=OUTPUT)] = Path(
         "predictions"

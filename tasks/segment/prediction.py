@@ -3,75 +3,127 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
 
 from dpn_cli.data.images import find_pictures
-from dpn_cli.data.reading import Pixels, Reading, read_pixels
+from dpn_cli.data.reading import Pixels, Reading
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DpnError
-from dpn_cli.run.distributed import join
+from dpn_cli.report.content import Cell, Legend, Part, Table
+from dpn_cli.report.predictions import Predictions
+from dpn_cli.report.thumbnails import thumbnail
+from dpn_cli.run import stopping
+from dpn_cli.run.console import Console
+from dpn_cli.run.distributed import join, refuse_ranks
 from dpn_cli.run.files import replace_file
 from tasks.segment.classes import Class
 from tasks.segment.labels import LabelRule, Labels
 from tasks.segment.options import Prediction
-from tasks.segment.segmenter import load_segmenter
+from tasks.segment.segmenter import Segmenter, load_segmenter
 from tasks.segment.transforms import resize_image
-from tasks.segment.windows import label_map
+from tasks.segment.windows import Plan, label_map
 
 # How much of the colour is laid over the picture; rows of the legend in pixels.
 STRENGTH, ROW = 0.55, 22
+# Overlays of a page, their longer side in pixels, and the classes below each: as many bytes as a page of thumbnails.
+MOST_SHOWN, SHOWN_SIDE, MOST_NAMED = 100, 288, 6
+# Ending of the message about stopped work.
+DRAWN = "the pictures that were finished are kept"
 
 
-def predict(options: Prediction) -> list[dict[str, Any]]:
+def predict(options: Prediction, console: Console) -> Predictions:
     """Write for every picture NAME its label map, an overlay and a legend into the output folder.
 
     ``NAME.labels.png`` has the data set's raw class numbers at the picture's own size, ``NAME.overlay.png`` the
     classes' colours over the picture, ``NAME.legend.png`` the classes in it. Returns per picture the files, and the
     classes with their share of the pixels, largest first. Without ``--decode`` JPEGs are decoded as they were for the
-    training. Raises `DataError` for a missing or unreadable picture.
+    training. Unreadable pictures are named and left out; raises `DataError` where that leaves none, and for a missing
+    picture.
     """
     how, runtime = options.pictures, options.runtime
-    with join(runtime.device) as world:
+    with stopping.listen(DRAWN), join(runtime.device) as world:
+        refuse_ranks(world, "segment predict")
         segmenter = load_segmenter(options.run)
         segmenter.network.to(world.device)
         # Photographs have any size: where a run is scored at two, that of its training suits them.
-        plan, results = segmenter.plan(segmenter.evaluation.beside), []
+        plan = segmenter.plan(segmenter.evaluation.beside)
+        plan = replace(plan, batch_size=options.batch_size or plan.batch_size)
         reading = Reading(how.decode or segmenter.data.decode, how.max_pixels, shrink=False)
         paths = find_pictures(options.images)
-        names = _distinct(paths)
-        for path, name in zip(paths, names, strict=True):
-            pixels = read_pixels(path, str(path), reading)
-            size = pixels.shape[0], pixels.shape[1]
-            images = [resize_image(pixels, plan.size(size, ratio)).to(world.device) for ratio in plan.ratios]
-            with torch.inference_mode(), engine.precision_of(runtime, world.device):
-                labels: Labels = label_map(segmenter.network, images, size, plan).cpu().numpy()
-            counts = np.array(Image.fromarray(labels).histogram())
-            order = [int(index) for index in np.argsort(-counts, kind="stable") if counts[index]]
-            shares = [(segmenter.classes[index], counts[index] / labels.size) for index in order]
-            drawn = {
-                "labels": draw_labels(labels, segmenter.rule, segmenter.classes),
-                "overlay": draw_overlay(pixels, labels, segmenter.classes),
-                "legend": draw_legend(shares),
-            }
-            files = {kind: options.output_dir / f"{name}.{kind}.png" for kind in drawn}
-            for kind, image in drawn.items():
-                _save(image, files[kind])
-            results.append(
-                {
-                    "image": str(path),
-                    **{kind: str(file) for kind, file in files.items()},
-                    "classes": [
-                        {"value": index + segmenter.rule.offset, "name": one.name, "share": float(share)}
-                        for index, (one, share) in zip(order, shares, strict=True)
-                    ],
-                }
-            )
-        return results
+        names, found = _distinct(paths), Predictions(paths, options.written, console, MOST_SHOWN)
+        batches = found.read(
+            reading, partial(_sized, plan=plan), batch_size=1, workers=runtime.workers, label="segment predict",
+            small=False,
+        )  # fmt: skip
+        with closing(batches):
+            for (one,) in batches:
+                pixels, sized = one.prepared
+                images = [image.to(world.device) for image in sized]
+                with torch.inference_mode(), engine.precision_of(runtime, world.device):
+                    labels: Labels = label_map(segmenter.network, images, pixels.shape[:2], plan).cpu().numpy()
+                files, overlay, classes = _written(pixels, labels, segmenter, options.output_dir / names[one.index])
+                small = thumbnail(np.asarray(overlay), SHOWN_SIDE) if one.index in found.shown else None
+                found.add({"image": str(one.path), **files, "classes": classes}, small)
+        found.write("dpn segment predict", options.run, _summary(found.results, segmenter), _lines)
+    return found
+
+
+def _sized(pixels: Pixels, plan: Plan) -> tuple[Pixels, list[Tensor]]:
+    """Return the pixels, and the picture at each size at which the plan looks at it."""
+    size = pixels.shape[0], pixels.shape[1]
+    return pixels, [resize_image(pixels, plan.size(size, ratio)) for ratio in plan.ratios]
+
+
+def _written(
+    pixels: Pixels, labels: Labels, segmenter: Segmenter, place: Path
+) -> tuple[dict[str, str], Image.Image, list[dict[str, Any]]]:
+    """Draw a picture's label map into files that begin with `place`; returns them, the overlay and the classes."""
+    counts = np.array(Image.fromarray(labels).histogram())
+    order = [int(index) for index in np.argsort(-counts, kind="stable") if counts[index]]
+    shares = [(segmenter.classes[index], counts[index] / labels.size) for index in order]
+    drawn = {
+        "labels": draw_labels(labels, segmenter.rule, segmenter.classes),
+        "overlay": draw_overlay(pixels, labels, segmenter.classes),
+        "legend": draw_legend(shares),
+    }
+    files = {kind: place.with_name(f"{place.name}.{kind}.png") for kind in drawn}
+    for kind, image in drawn.items():
+        _save(image, files[kind])
+    classes = [
+        {"value": index + segmenter.rule.offset, "name": one.name, "share": float(share)}
+        for index, (one, share) in zip(order, shares, strict=True)
+    ]
+    return {kind: str(file) for kind, file in files.items()}, drawn["overlay"], classes
+
+
+def _summary(results: Sequence[dict[str, Any]], segmenter: Segmenter) -> list[Part]:
+    """Return the colours of the classes in some pictures, and how often and how large they are."""
+    shares: dict[int, list[float]] = {}
+    for one in (one for result in results for one in result["classes"]):
+        shares.setdefault(one["value"] - segmenter.rule.offset, []).append(one["share"])
+    order = sorted(shares, key=lambda index: -sum(shares[index]))
+    rows: list[Sequence[Cell]] = [
+        (segmenter.classes[index].name, len(shares[index]), 100 * sum(shares[index]) / len(results)) for index in order
+    ]
+    colours = [(segmenter.classes[i].name, "#{:02x}{:02x}{:02x}".format(*segmenter.classes[i].color)) for i in order]
+    columns = ("class", "pictures with it", "mean % of the pixels")
+    table = Table("What was predicted", columns, rows, digits=1, folded=len(rows) > 12)
+    return [Legend("Colours, which are laid over the pictures", colours), table]
+
+
+def _lines(result: dict[str, Any]) -> Sequence[str]:
+    named = ", ".join(f"{one['name']} {one['share']:.1%}" for one in result["classes"][:MOST_NAMED])
+    more = len(result["classes"]) - MOST_NAMED
+    return [named + (f" and {more} more" if more > 0 else ""), result["image"]]
 
 
 def _distinct(paths: Sequence[Path]) -> list[str]:

@@ -1,0 +1,231 @@
+"""What is predicted of picture files: each is read once, unreadable ones are named, and the rest is written.
+
+A table has a row for every picture. A page has thumbnails of a bounded number of pictures, evenly spread over all of
+them, so that it can be sent to somebody.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch.utils.data import Dataset
+
+from dpn_cli.data.pixels import reader_count
+from dpn_cli.data.reading import Pixels, Reading, read_pixels
+from dpn_cli.data.workers import open_loader
+from dpn_cli.errors import DataError, DpnError
+from dpn_cli.recipe.schema import Written
+from dpn_cli.report.content import Cell, Gallery, Part, Picture, Section, Table, Text
+from dpn_cli.report.html import render
+from dpn_cli.report.tables import as_csv, flattened
+from dpn_cli.report.thumbnails import thumbnail
+from dpn_cli.run import stopping
+from dpn_cli.run.console import Console, several
+from dpn_cli.run.files import replace_text
+
+# Thumbnails of a page: with at most 11 kB each as text, they are below 4.5 MB. Unreadable pictures that it names.
+MOST_SHOWN, MOST_NAMED = 400, 50
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Read:
+    """A picture: its place among all, its file, what was prepared of it, and its thumbnail if the page shows it."""
+
+    index: int
+    path: Path
+    prepared: Any
+    small: bytes | None = None
+
+
+Item = Read | tuple[Path, DataError]
+
+
+class _Files(Dataset[Item]):
+    def __init__(
+        self, paths: Sequence[Path], reading: Reading, prepare: Callable[[Pixels], Any], small: frozenset[int]
+    ) -> None:
+        self.paths, self.reading, self.prepare, self.small = paths, reading, prepare, small
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> Item:
+        path = self.paths[index]
+        try:
+            pixels = read_pixels(path, str(path), self.reading)
+        except DataError as error:
+            return path, error  # raised in a worker, it would come back wrapped in the worker's traceback
+        return Read(index, path, self.prepare(pixels), thumbnail(pixels) if index in self.small else None)
+
+
+def read_files(
+    paths: Sequence[Path],
+    reading: Reading,
+    prepare: Callable[[Pixels], Any],
+    *,
+    batch_size: int,
+    workers: int | Literal["auto"],
+    small: frozenset[int] = frozenset(),
+) -> Generator[list[Item], None, None]:
+    """Yield picture files in order, `batch_size` at a time; an unreadable one with its error instead of its content.
+
+    `prepare` maps decoded pixels (h, w, 3) to what is yielded of them; those in `small` have a thumbnail. Raises
+    `StoppedError` when a signal asks to stop, and `WorkerError` when a process that reads dies.
+    """
+    files = _Files(paths, reading, prepare, small)
+    count = reader_count(workers, len(paths))
+    with open_loader(files, count, batch_size=batch_size, collate_fn=list) as batches:
+        for batch in batches:
+            stopping.check_here()
+            yield batch
+
+
+def spread(count: int, most: int) -> frozenset[int]:
+    """Return up to `most` of the numbers below `count`, evenly spread."""
+    return frozenset(range(count)) if count <= most else frozenset(place * count // most for place in range(most))
+
+
+class Predictions:
+    """What is predicted of pictures, in their order; see the module.
+
+    Args:
+        paths: the picture files.
+        written: the files to write.
+        console: for progress and the names of unreadable pictures.
+        most: how many pictures the page shows.
+    """
+
+    def __init__(self, paths: Sequence[Path], written: Written, console: Console, most: int = MOST_SHOWN) -> None:
+        for option, file in (("--csv", written.csv), ("--html", written.html)):
+            check_writable(option, file)
+        self.paths, self.written, self.console = paths, written, console
+        self.shown = spread(len(paths), most) if written.html else frozenset()
+        self.results: list[Json] = []
+        self.pictures: list[tuple[bytes, Json]] = []
+        self.unreadable: list[Path] = []
+
+    def read(
+        self,
+        reading: Reading,
+        prepare: Callable[[Pixels], Any],
+        *,
+        batch_size: int,
+        workers: int | Literal["auto"],
+        label: str,
+        small: bool = True,
+    ) -> Generator[list[Read], None, None]:
+        """Yield the readable pictures, up to `batch_size` at a time, and name the others; see `read_files`.
+
+        With `small`, those that the page shows have a thumbnail. `label` names the progress. Raises `DataError` when
+        none is readable.
+        """
+        chosen = self.shown if small else frozenset[int]()
+        batches = read_files(self.paths, reading, prepare, batch_size=batch_size, workers=workers, small=chosen)
+        with self.console.counting(label, len(self.paths)) as done:
+            for batch in batches:
+                for item in batch:
+                    if not isinstance(item, Read):
+                        self._leave_out(*item)
+                if good := [item for item in batch if isinstance(item, Read)]:
+                    yield good
+                done(len(batch))
+        if len(self.unreadable) == len(self.paths):
+            raise DataError(f"none of the {len(self.paths)} pictures can be read; they are named above")
+
+    def _leave_out(self, path: Path, error: DataError) -> None:
+        if len(self.paths) == 1:
+            raise DataError(str(error))
+        self.console.warn(str(error))
+        self.unreadable.append(path)
+
+    def add(self, result: Json, small: bytes | None) -> None:
+        """Add the result of a picture, and its thumbnail if the page shows it."""
+        self.results.append(result)
+        if small is not None:
+            self.pictures.append((small, result))
+
+    def write(self, command: str, run: str, summary: Sequence[Part], lines: Callable[[Json], Sequence[str]]) -> None:
+        """Write the files that were asked for.
+
+        Args:
+            command: the command's name, for the title of the page.
+            run: the network's place.
+            summary: what the page says of all pictures.
+            lines: what stands below the thumbnail of a result.
+
+        Raises:
+            SaveError: a file cannot be written.
+        """
+        if self.written.csv:
+            replace_text(self.written.csv, as_csv(flattened(self.results)))
+        if self.written.html:
+            gallery = Gallery(self._caption(), [Picture(small, lines(result)) for small, result in self.pictures])
+            facts: list[tuple[str, Cell]] = [("network", run), ("pictures", len(self.results))]
+            said = Section("Predictions", [*self._left_out(), Table("", ("", ""), facts), *summary])
+            title = f"{command}: {several(len(self.results), 'picture')}"
+            write_gallery(self.written.html, title, said, gallery)
+
+    def _caption(self) -> str:
+        if len(self.pictures) == len(self.results):
+            return "All of them" if len(self.results) > 1 else "The picture"
+        return (
+            f"{len(self.pictures)} of {len(self.results)}, evenly spread over their order. The others are left out of "
+            "this page; --csv writes all predictions to a table"
+        )
+
+    def _left_out(self) -> list[Part]:
+        if not self.unreadable:
+            return []
+        named = ", ".join(map(str, self.unreadable[:MOST_NAMED]))
+        more = f" and {len(self.unreadable) - MOST_NAMED} more" if len(self.unreadable) > MOST_NAMED else ""
+        return [Text(f"Not readable and left out: {named}{more}.", warning=True)]
+
+    def problem(self, skip_bad: bool) -> DataError | None:
+        """Return the error with which the command ends after all: for unreadable pictures, unless they are skipped."""
+        if skip_bad or not self.unreadable:
+            return None
+        return DataError(
+            f"{len(self.unreadable)} of {len(self.paths)} pictures cannot be read and are named above; the others are "
+            "done. Fetch them again, or accept it with --skip-bad-images"
+        )
+
+
+def write_gallery(file: Path, title: str, said: Section, gallery: Gallery) -> None:
+    """Write a page of pictures and what is said of them all. Raises `SaveError`."""
+    replace_text(file, render(title, [said, Section("Pictures", [gallery])], {}))
+
+
+def thumbnails(paths: Sequence[Path], reading: Reading, workers: int | Literal["auto"]) -> Iterator[tuple[int, bytes]]:
+    """Yield the thumbnails of up to `MOST_SHOWN` picture files with their places; not those of unreadable ones."""
+    few = paths[:MOST_SHOWN]
+    small = frozenset(range(len(few)))
+    with closing(read_files(few, reading, _nothing, batch_size=1, workers=workers, small=small)) as batches:
+        for item in (item for batch in batches for item in batch if isinstance(item, Read)):
+            assert item.small is not None
+            yield item.index, item.small
+
+
+def _nothing(pixels: Pixels) -> None:
+    pass
+
+
+def check_writable(option: str, file: Path | None) -> None:
+    """Raise `DpnError` where the file that an option names cannot be written, before the work for it."""
+    if file is not None and (file.is_dir() or any(parent.is_file() for parent in file.parents)):
+        raise DpnError(f"{option} {file}: a folder, or inside a file; name a file to write")
+
+
+def tally(title: str, noun: str, names: Iterable[str]) -> Table:
+    """Return a table of how often each name was predicted, the most frequent first."""
+    counts = Counter(names)
+    rows: list[Sequence[Cell]] = [
+        (name, count, 100 * count / counts.total()) for name, count in sorted(counts.items(), key=lambda one: -one[1])
+    ]
+    return Table(title, (noun, "pictures", "% of the pictures"), rows, digits=1, folded=len(rows) > 12)

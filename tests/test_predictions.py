@@ -1,0 +1,203 @@
+"""What is predicted of many pictures: unreadable ones lose nothing, tables and pages hold what is printed."""
+
+from __future__ import annotations
+
+import csv
+import json
+from base64 import b64decode
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import pictures
+from PIL import Image
+from test_cli import run
+from test_lit_scores import towers
+from test_report import check_page
+
+from dpn_cli.data.reading import Reading, read_pixels
+from dpn_cli.recipe.schema import Written
+from dpn_cli.report.content import Legend, Section
+from dpn_cli.report.html import render
+from dpn_cli.report.predictions import MOST_SHOWN, Predictions, spread
+from dpn_cli.report.thumbnails import DENSITY, SIDE, thumbnail
+from dpn_cli.run.console import Console
+from dpn_cli.weights.backbone import load_backbone
+from tasks.classify.classifier import Classifier, save_classifier
+from tasks.lit.towers import save_towers
+from tasks.segment import prediction
+from tasks.segment.classes import Class
+from tasks.segment.network import LinearSegmenter
+from tasks.segment.recipe import Evaluation, MaskData
+from tasks.segment.segmenter import Segmenter, save_segmenter
+
+SCRIPT = "<script>alert(1)<script>"
+# The arguments of each command behind the network and the pictures, and the list in its results.
+COMMANDS: dict[str, tuple[list[str], str]] = {
+    "predict": (["-k", "2"], "classes"),
+    "lit predict": (["--labels", f"a dog,{SCRIPT},a cat", "-k", "2"], "labels"),
+    "segment predict": (["-o", "out"], "classes"),
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A network of each kind with a hostile class, and a folder of eight pictures of which two are damaged."""
+    root = tmp_path_factory.mktemp("predictions")
+    names = ("ant", SCRIPT, "cow")
+    vit = load_backbone("mu/8", image_size=16, num_classes=3, seed=1)
+    assert isinstance(vit.head, torch.nn.Linear)
+    torch.nn.init.normal_(vit.head.weight, std=0.3, generator=torch.Generator().manual_seed(0))
+    save_classifier(Classifier(vit, names, "softmax", 18, {}), root / "predict.safetensors")
+    save_towers(towers(), root / "lit predict.safetensors")
+    classes = tuple(Class(name, (9, 9 * number, 200)) for number, name in enumerate(names))
+    own = Segmenter(LinearSegmenter(vit, final_norm=False), classes, MaskData(source="x"), Evaluation(), {})
+    save_segmenter(own, root / "segment predict.safetensors")
+    pictures(root / "photos", classes=2, each=3, size=(40, 30))
+    for number, path in enumerate(sorted((root / "photos").rglob("*.jpg"))):
+        path.rename(root / "photos" / f"{number}{SCRIPT if number == 2 else ''}.jpg")
+    for name in ("1-damaged.png", "9-damaged.png"):
+        (root / "photos" / name).write_bytes(b"no picture")
+    return root
+
+
+@pytest.fixture(autouse=True)
+def here(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def predict(command: str, place: Path, *more: str) -> Any:
+    network = str(place / f"{command}.safetensors")
+    return run(*command.split(), network, str(place / "photos"), *COMMANDS[command][0], "--json", "-q", *more)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_damaged_pictures_are_named_one_by_one_and_the_others_are_done(command: str, place: Path) -> None:
+    done = predict(command, place, "--csv", "all.csv")
+    assert done.exit_code == 3
+    *warnings, error = done.stderr.splitlines()
+    assert [warning.partition(": not a readable image")[0] for warning in warnings] == [
+        f"warning: {place}/photos/{name}-damaged.png" for name in "19"
+    ]
+    assert error.startswith("error: 2 of 8 pictures cannot be read and are named above; the others are done.")
+    results = json.loads(done.stdout)
+    assert [Path(result["image"]).name[0] for result in results] == list("012345")
+    accepted = predict(command, place, "--skip-bad-images")
+    assert (accepted.exit_code, json.loads(accepted.stdout)) == (0, results)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_results_do_not_depend_on_batches_and_workers(command: str, place: Path) -> None:
+    first, second = (
+        json.loads(predict(command, place, *how).stdout) for how in (("-b", "1", "-j", "0"), ("-b", "4", "-j", "2"))
+    )
+    assert len(first) == len(second) == 6
+    for one, other in zip(first, second, strict=True):
+        for entry, same in zip(one.pop(COMMANDS[command][1]), other.pop(COMMANDS[command][1]), strict=True):
+            assert entry == pytest.approx(same, abs=1e-5)
+        assert one == other
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_table_has_what_is_printed(command: str, place: Path) -> None:
+    results = json.loads(predict(command, place, "--csv", "some/where/all.csv").stdout)
+    with Path("some/where/all.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len(results) == 6
+    for row, result in zip(rows, results, strict=True):
+        told = {key: value for key, value in result.items() if not isinstance(value, list)}
+        for place_, entry in enumerate(result[COMMANDS[command][1]], 1):
+            told |= {f"{key}_{place_}": value for key, value in entry.items()}
+        assert {key: value for key, value in row.items() if value} == {key: str(told[key]) for key in told}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_page_shows_every_picture_and_escapes_names(command: str, place: Path) -> None:
+    results = json.loads(predict(command, place, "--html", "page.html").stdout)
+    html = Path("page.html").read_text()
+    text = "".join(check_page(html).itertext())
+    assert "<script" not in html
+    assert html.count("<img ") == 6
+    assert text.count("-damaged.png") == 2
+    for result in results:
+        assert result["image"] in text
+        best = result[COMMANDS[command][1]][0]
+        assert best.get("name", best.get("label")) in text
+    assert any(SCRIPT in result["image"] for result in results)
+
+
+def test_a_page_of_segments_has_overlays_and_a_legend(place: Path) -> None:
+    results = json.loads(predict("segment predict", place, "--html", "page.html").stdout)
+    html = Path("page.html").read_text()
+    seen = {entry["name"]: entry["value"] for result in results for entry in result["classes"]}
+    assert html.count('<span style="background: #') == len(seen)
+    assert all(f"background: #09{9 * value:02x}c8" in html for value in seen.values())
+    with Image.open(results[0]["overlay"]) as overlay:
+        expected = thumbnail(np.asarray(overlay), prediction.SHOWN_SIDE)
+    assert shown_in(html)[0] == expected
+
+
+def shown_in(html: str) -> list[bytes]:
+    return [b64decode(part.partition('"')[0]) for part in html.split("data:image/jpeg;base64,")[1:]]
+
+
+def test_a_search_has_a_page_of_what_it_found(place: Path) -> None:
+    network, photos = str(place / "lit predict.safetensors"), str(place / "photos")
+    search = ["lit", "search", network, "--images", photos, "--query", "a <b> dog", "--skip-bad-images", "-q"]
+    done = run(*search, "-k", "4", "--json", "--html", "found.html", "-b", "2")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    html = Path("found.html").read_text()
+    text = "".join(check_page(html).itertext())
+    assert "a <b> dog" in text
+    assert html.count("<img ") == 4
+    places = [text.index(f"{number}. cosine {one['cosine']:.3f}{one['image']}") for number, one in enumerate(found, 1)]
+    assert places == sorted(places)
+    assert shown_in(html)[0] == thumbnail(read_pixels(Path(found[0]["image"]), "", Reading()))
+
+
+def test_a_page_of_five_thousand_pictures_can_be_sent(tmp_path: Path) -> None:
+    assert sorted(spread(5000, 4)) == [0, 1250, 2500, 3750]
+    assert spread(3, 4) == {0, 1, 2}
+    noise = np.random.default_rng(0).integers(0, 2, (300, 300, 3), dtype=np.uint8) * 255
+    small = thumbnail(noise[:SIDE, :SIDE])
+    assert len(small) <= DENSITY * SIDE**2
+    assert prediction.MOST_SHOWN * prediction.SHOWN_SIDE**2 <= MOST_SHOWN * SIDE**2
+    paths = [Path(f"a/folder/of/photographs/{number:05}.jpg") for number in range(5000)]
+    found = Predictions(paths, Written(csv=tmp_path / "all.csv", html=tmp_path / "page.html"), Console(quiet=True))
+    for number, path in enumerate(paths):
+        found.add({"image": str(path)}, small if number in found.shown else None)
+    found.write("dpn predict", "run", (), lambda result: ["a label that is somewhat long 100.0%", result["image"]])
+    assert (tmp_path / "page.html").stat().st_size < 5e6
+    html = (tmp_path / "page.html").read_text()
+    assert html.count("<img ") == MOST_SHOWN
+    assert f"{MOST_SHOWN} of 5000, evenly spread" in html
+    assert len((tmp_path / "all.csv").read_text().splitlines()) == 5001
+
+
+def test_files_that_cannot_be_written_are_refused_before_the_work(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for option, name in (("--csv", "."), ("--html", "file/page.html")):
+        done = predict("predict", place, option, name)
+        assert done.exit_code == 2
+        assert f"{option} {name}: a folder, or inside a file" in done.stderr
+
+
+def test_a_single_damaged_picture_is_one_line_and_of_several_each_has_one(place: Path, tmp_path: Path) -> None:
+    network = str(place / "predict.safetensors")
+    for name in "ab":
+        Path(f"{name}.png").write_bytes(b"no picture")
+    done = run("predict", network, "a.png", "--skip-bad-images")
+    assert (done.exit_code, len(done.stderr.splitlines())) == (3, 1)
+    done = run("predict", network, "a.png", "b.png", "--html", "page.html")
+    assert done.exit_code == 3
+    assert done.stderr.splitlines()[-1] == "error: none of the 2 pictures can be read; they are named above"
+    assert not Path("page.html").exists()
+
+
+def test_a_legend_keeps_classes_of_one_name_apart() -> None:
+    html = render("x", [Section("y", [Legend("z", [("a", "#000000"), ("a", "#ffffff")])])], {})
+    check_page(html)
+    assert html.count("<li>") == 2
