@@ -18,20 +18,21 @@ from test_report import SCRIPT, check_page, page_of, rows_of
 from torchmetrics.classification import MulticlassCalibrationError
 
 from dpn_cli.data.classified import ClassFolders
+from dpn_cli.report.confusions import clustered
 from dpn_cli.report.content import Rows
 from dpn_cli.report.tables import as_csv
+from dpn_cli.report.thumbnails import SIDE
 from dpn_cli.run.distributed import World
 from dpn_cli.scoring import Answer, score
 from tasks.classify.answers import (
     COLUMNS,
     MOST_MISTAKES,
-    SIDE,
     calibration_error,
     per_class,
     worst_pairs,
     write_answers,
 )
-from tasks.classify.calibration import Told, clustered, confusion, reliability
+from tasks.classify.calibration import Told, confusion, reliability
 
 ONE = World(0, 1, torch.device("cpu"))
 

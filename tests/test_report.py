@@ -323,6 +323,29 @@ def test_recall_and_classes_are_drawn_from_their_results(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("undrawn")
+def test_runs_on_parts_of_the_images_are_a_curve(tmp_path: Path) -> None:
+    runs = []
+    for stem, share, seed, miou in (
+        ("none", 0.25, 0, 20.0),
+        ("none", 1.0, 0, 30.0),
+        ("dpn", 0.25, 0, 24.0),
+        ("dpn", 0.25, 1, 28.0),
+    ):
+        result = {"task": "segment", "miou": miou, "stem": stem}
+        changes = {"backbone": {"stem": stem}, "data": {"source": "demo", "fraction": share}, "seed": seed}
+        folder = tmp_path / f"{stem}-{share}-{seed}"
+        runs.append(write_run(folder, SegmentRecipe, "ade20k_demo", result, "segmenter", **changes))
+    check_page(page_of(tmp_path, *runs))
+    assert [row[:3] for row in rows_of(tmp_path, "fractions")[1:]] == [
+        ["stem none", "25.0", "20.0"],
+        ["stem none", "100.0", "30.0"],
+        ["stem dpn", "25.0", "26.0"],
+    ]
+    page_of(tmp_path, *runs[::2])  # of one part
+    assert not (tmp_path / "page" / "figures" / "fractions.csv").exists()
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_a_comparison_has_its_means_and_differences(tmp_path: Path) -> None:
     score = {"mean": 12.0, "std": 2.0, "n": 2, "stderr": 1.4, "ci95": [1.0, 23.0]}
     networks = {name: {"runs": {f"{name}/seed0": {"top1": 11.0}}, "top1": score} for name in ("none", "dpn")}

@@ -4,6 +4,7 @@ R, A = "tests/test_report.py", "tests/test_answers.py"
 PAGE, CHARTS, SIDE = "dpn_cli/report/page.py", "dpn_cli/report/charts.py", "dpn_cli/report/side.py"
 READING, CONTENT, COMMAND = "dpn_cli/report/reading.py", "dpn_cli/report/content.py", "dpn_cli/commands/report.py"
 VTAB, SEGMENT, LIT = "tasks/vtab/figures.py", "tasks/segment/figures.py", "tasks/lit/figures.py"
+CONFUSIONS = "dpn_cli/report/confusions.py"
 CALIBRATION, ANSWERS, SCORING = "tasks/classify/calibration.py", "tasks/classify/answers.py", "dpn_cli/scoring.py"
 
 MUTATIONS = [
@@ -46,7 +47,7 @@ MUTATIONS = [
         "the confusion matrix is transposed",
         A,
     ),
-    (CALIBRATION, "1 - (shares + shares.T) / 2", "(shares + shares.T) / 2", "classes that are confused stand apart", A),
+    (CONFUSIONS, "1 - (shares + shares.T) / 2", "(shares + shares.T) / 2", "classes that are confused stand apart", A),
     (
         ANSWERS,
         "(-answer.confidence, answer.row)",

@@ -9,7 +9,7 @@ from dpn_cli.report import comparison
 from dpn_cli.report.common import Origins, against_paper, curves, what_was_run
 from dpn_cli.report.content import Findings, Part, Section, Table, Text
 from dpn_cli.report.reading import OpenRun
-from dpn_cli.report.side import paired, summary
+from dpn_cli.report.side import over_fractions, paired, summary
 
 # Returns what a task reads out of a run; the names of its charts begin with the second argument.
 Reader = Callable[[OpenRun, str], Findings]
@@ -39,6 +39,8 @@ def sections_of(
     pages = [Section("Overview", overview)]
     if charts:
         pages.append(Section("Learning curves", charts))
+    if several and (fractions := over_fractions(pairs)):
+        pages.append(Section(fractions.title, [fractions]))
     if difference := paired(pairs):
         pages.append(difference)
     for run, findings in pairs:

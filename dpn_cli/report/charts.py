@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
+from dpn_cli.report.confusions import MOST_NAMED
 from dpn_cli.report.content import Bars, Chart, Confusion, Heat, Lines, Maps, Panel, Reliability, thinned
 from dpn_cli.run.console import printable
 
@@ -65,8 +66,8 @@ STYLE: Any = {
 # Inches; a chart of this width can be read on a phone.
 WIDTH, HEIGHT = 4.7, 3.0
 DPI = 160
-# Classes of a confusion matrix up to which its numbers stand in it, and up to which each has a name.
-MOST_NUMBERS, MOST_NAMED = 16, 50
+# Classes of a confusion matrix up to which its numbers stand in it.
+MOST_NUMBERS = 16
 # Pictures of `Maps` above which they have no titles.
 MOST_TITLES = 12
 # Characters of a label; longer names are cut in the middle.

@@ -57,10 +57,11 @@ class Picture:
 
 @dataclass(frozen=True)
 class Gallery:
-    """Pictures side by side."""
+    """Pictures side by side: `across` of them whatever the reader's screen, by default as many as it takes."""
 
     title: str
     pictures: Sequence[Picture]
+    across: int = 0
 
 
 @dataclass(frozen=True)
@@ -230,14 +231,15 @@ class Maps(Chart):
 
 @dataclass(frozen=True)
 class Confusion(Chart):
-    """Counts of (true, predicted) classes, (classes, classes), drawn in this order as shares of the true class."""
+    """Counts of a `unit` by true and predicted class, (classes, classes), drawn as shares of the true class."""
 
     classes: Sequence[str]
     counts: Sequence[Sequence[int]]
+    unit: str = "images"
 
     def rows(self) -> Rows:
         """Return one row per pair of classes that occurs, in the drawn order."""
-        found: Rows = [["true", "predicted", "images"]]
+        found: Rows = [["true", "predicted", self.unit]]
         for true, counts in zip(self.classes, self.counts, strict=True):
             found += [[true, name, count] for name, count in zip(self.classes, counts, strict=True) if count]
         return found

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from dpn_cli.recipe.sources import flat, shown
-from dpn_cli.report.content import Cell, Findings, Part, Section, Table, Text
+from dpn_cli.report.content import Cell, Findings, Lines, Part, Section, Series, Table, Text, together
 from dpn_cli.report.reading import OpenRun, hours
 from dpn_cli.run.provenance import MAY_CHANGE
 from dpn_cli.statistics import PERCENT, PERCENT_DIFFERENCE, Summary, paired_difference, summarize
@@ -77,6 +77,37 @@ def paired(pairs: Sequence[Pair]) -> Section | None:
     return Section("Differences in pairs", parts)
 
 
+def over_fractions(pairs: Sequence[Pair]) -> Lines | None:
+    """Return the score of each network over the share of the images that it was trained on, where runs differ in it."""
+    points: dict[str, list[Series]] = {}
+    metric, keys = "", _differing([run for run, _ in pairs])
+    for run, findings in pairs:
+        share = (run.recipe or {}).get("data", {}).get("fraction")
+        if share is not None:
+            for network, value in _values(run, findings):
+                metric, line = metric or findings.metric, network or _described(run, keys) or "all runs"
+                points.setdefault(line, []).append(Series("", [100 * share], [value]))
+    lines = [together(name, several) for name, several in points.items()]
+    if len({x for line in lines for x in line.x}) < 2:
+        return None
+    caption = "Mean over seeds, in a band from the lowest to the highest." if any(line.low for line in lines) else ""
+    axis = "share of the training images in %"
+    return Lines("fractions", f"{metric} over the training images", axis, f"{metric} in %", lines, caption=caption)
+
+
+def _values(run: OpenRun, findings: Findings) -> Iterator[tuple[str, float]]:
+    """Yield the scores of a run; a comparison's have the names of their networks."""
+    if run.kind == "comparison":
+        compare, key = run.result.get("compare", {}), run.result.get("score", "")
+        for name, network in compare.get("networks", {}).items():
+            for one in network["runs"].values():
+                if one.get(key) is not None:
+                    yield name, one[key]
+        return
+    for value in findings.scores.get("", {}).values():
+        yield "", value
+
+
 @dataclass(frozen=True)
 class Group:
     """Runs of one network: their score by part of the task and seed."""
@@ -97,15 +128,12 @@ def _groups(pairs: Sequence[Pair]) -> list[Group]:
 
     A run with another recipe than its network's first, or of a seed that is there already, stands alone.
     """
-    networks = [_network(run) for run, _ in pairs]
-    keys = dict.fromkeys(key for network in networks for key in network)
-    differing = [key for key in keys if len({repr(network.get(key)) for network in networks}) > 1]
+    keys = _differing([run for run, _ in pairs])
     groups: dict[str, Group] = {}
-    for (run, findings), network in zip(pairs, networks, strict=True):
-        described = ", ".join(f"{key} {shown(network.get(key))}" for key in differing)
-        alone = Group(
-            described if 0 < len(differing) <= MOST_KEYS else run.name, [run], findings.metric, findings.scores
-        )
+    for run, findings in pairs:
+        described = _described(run, keys)
+        name = described if 0 < len(keys) <= MOST_KEYS else run.name
+        alone = Group(name, [run], findings.metric, findings.scores)
         before = groups.get(described)
         if before is None:
             groups[described] = alone
@@ -116,6 +144,18 @@ def _groups(pairs: Sequence[Pair]) -> list[Group]:
             scores = {part: {**before.scores.get(part, {}), **alone.scores.get(part, {})} for part in parts}
             groups[described] = replace(before, runs=[*before.runs, run], scores=scores)
     return list(groups.values())
+
+
+def _differing(runs: Sequence[OpenRun]) -> list[str]:
+    """Return the keys in which the networks of runs differ."""
+    networks = [_network(run) for run in runs]
+    keys = dict.fromkeys(key for network in networks for key in network)
+    return [key for key in keys if len({repr(network.get(key)) for network in networks}) > 1]
+
+
+def _described(run: OpenRun, keys: Sequence[str]) -> str:
+    network = _network(run)
+    return ", ".join(f"{key} {shown(network.get(key))}" for key in keys)
 
 
 def _network(run: OpenRun) -> dict[str, Any]:

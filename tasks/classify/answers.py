@@ -5,16 +5,17 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 from dpn_cli.data.labelled import Labelled
 from dpn_cli.report.content import Cell
 from dpn_cli.report.tables import as_csv
+from dpn_cli.report.thumbnails import thumbnail
 from dpn_cli.run.files import replace_file, replace_text
 from dpn_cli.scoring import Answer, Scores
 from tasks.classify.calibration import BINS
@@ -22,8 +23,8 @@ from tasks.classify.classifier import readable
 
 ANSWERS, MISTAKES, CLASSES = "answers.csv", "mistakes", "per_class.csv"
 COLUMNS = ("row", "image", "true", "predicted", "confidence")
-# Mistakes that are kept as pictures, and their longer side in pixels.
-MOST_MISTAKES, SIDE = 24, 144
+# Mistakes that are kept as pictures.
+MOST_MISTAKES = 24
 WORST_PAIRS = 10
 
 
@@ -72,13 +73,8 @@ def write_answers(folder: Path, answers: Sequence[Answer], names: Sequence[str],
     ]
     replace_text(folder / ANSWERS, as_csv([COLUMNS, *rows]))
     for answer in most_confident_mistakes(answers):
-        image = Image.fromarray(split.pixels(answer.row))
-        image.thumbnail((SIDE, SIDE))
-
-        def save(path: Path, image: Image.Image = image) -> None:
-            image.save(path, format="JPEG", quality=85)
-
-        replace_file(folder / MISTAKES / f"{answer.row}.jpg", save)
+        picture = thumbnail(split.pixels(answer.row))
+        replace_file(folder / MISTAKES / f"{answer.row}.jpg", partial(Path.write_bytes, data=picture))
 
 
 def described_pairs(names: Sequence[str], confusion: Tensor) -> list[dict[str, Any]]:

@@ -77,20 +77,3 @@ def confusion(answers: Sequence[Told], classes: Sequence[str]) -> list[list[int]
     np.add.at(counts, (pairs[:, 0], pairs[:, 1]), 1)
     found: list[list[int]] = counts.tolist()
     return found
-
-
-def clustered(counts: Sequence[Sequence[int]]) -> list[int]:
-    """Return an order of classes in which those that are taken for each other stand together.
-
-    `counts` are (classes, classes), rows the truth. The distance of two classes is 1 minus the mean of the shares in
-    which each is taken for the other; clusters are joined by their average distance (scipy's UPGMA).
-    """
-    from scipy.cluster.hierarchy import leaves_list, linkage
-    from scipy.spatial.distance import squareform
-
-    table = np.asarray(counts, dtype=float)
-    totals = table.sum(1, keepdims=True)
-    shares = np.divide(table, totals, out=np.zeros_like(table), where=totals > 0)
-    distance = 1 - (shares + shares.T) / 2
-    np.fill_diagonal(distance, 0)
-    return [int(row) for row in leaves_list(linkage(squareform(distance, checks=False), "average"))]

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from dpn_cli.report.confusions import MOST_NAMED, confusion_chart
 from dpn_cli.report.content import (
     Bars,
     Cell,
-    Confusion,
     Findings,
     Gallery,
     Lines,
@@ -23,12 +23,10 @@ from dpn_cli.report.content import (
 )
 from dpn_cli.report.reading import Json, OpenRun
 from dpn_cli.run.sanity import result_warning
-from tasks.classify.calibration import Told, clustered, confusion, read_answers, reliability
+from tasks.classify.calibration import Told, confusion, read_answers, reliability
 from tasks.classify.distill import figures as distilled
 
 WATCHED = {"accuracy": "minival top-1 in %", "minival_loss": "minival loss"}
-# Classes of which each has a label and a bar; more are clustered, and one line.
-MOST_NAMED = 50
 # Rows of the table of the worst classes.
 WORST = 25
 
@@ -124,21 +122,12 @@ def _classes(classes: Sequence[dict[str, str]], name: str) -> list[Part]:
 
 
 def _confusions(result: Json, counts: list[list[int]], words: Sequence[str], name: str) -> list[Part]:
-    caption = "Rows are the true classes, columns what they are taken for."
-    if len(words) > MOST_NAMED:
-        order = clustered(counts)
-        counts = [[counts[true][predicted] for predicted in order] for true in order]
-        words = [words[row] for row in order]
-        caption += (
-            " Classes that are taken for each other stand together (average-linkage clustering), in the order of the "
-            "CSV file. The area of a point is the share of the true class."
-        )
     rows: list[list[Cell]] = [
         [pair["true"], pair["predicted"], pair["images"], pair["share"]] for pair in result["worst_pairs"]
     ]
     columns = ("true", "taken for", "images", "% of the true class")
     table = Table("Most frequent confusions", columns, rows, digits=1, name="confusions")
-    return [Confusion(name, "Confusion matrix", words, counts, caption=caption), table]
+    return [confusion_chart(name, words, counts, "images"), table]
 
 
 def _mistakes(folder: Path, answers: Sequence[Told], names: dict[str, str]) -> list[Picture]:

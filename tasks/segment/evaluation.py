@@ -10,12 +10,13 @@ from dpn_cli.recipe.schema import Runtime
 from dpn_cli.run import distributed, stopping
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World, join
-from dpn_cli.run.files import open_report, replace_json, replace_text
+from dpn_cli.run.files import open_report, replace_json
 from tasks.segment.check import check_masks
 from tasks.segment.classes import classes_of, listed_in
 from tasks.segment.options import MULTI_SCALE, Scoring
 from tasks.segment.pairs import Pairs, fingerprint, open_pairs
 from tasks.segment.recipe import Evaluation, MaskData
+from tasks.segment.samples import keep
 from tasks.segment.scoring import SegmentScores, score
 from tasks.segment.segmenter import Segmenter, load_segmenter
 
@@ -62,7 +63,7 @@ def evaluate(options: Scoring, console: Console) -> dict[str, Any] | None:
         }
         if options.output_dir and world.leads:
             replace_json(options.output_dir / "result.json", result)
-            replace_text(options.output_dir / "per_class.csv", scores.per_class(segmenter.classes))
+            keep(options.output_dir, segmenter, pairs, scores, evaluation, runtime, world)
         distributed.barrier()
         return result if world.leads else None
 

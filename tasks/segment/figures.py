@@ -5,12 +5,35 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from dpn_cli.report.content import Bars, Cell, Findings, Lines, Part, Section, Series, Table, Text
+from dpn_cli.report.confusions import confusion_chart
+from dpn_cli.report.content import (
+    Bars,
+    Cell,
+    Findings,
+    Gallery,
+    Legend,
+    Lines,
+    Part,
+    Picture,
+    Section,
+    Series,
+    Table,
+    Text,
+)
 from dpn_cli.report.reading import OpenRun
+from dpn_cli.run.files import read_object
 from dpn_cli.run.sanity import result_warning
 
 # Classes of which each has a bar; the IoUs of more are one line.
 MOST_BARS = 60
+WORST_PAIRS = 10
+# An image's files: itself, truth, prediction, errors.
+ENDINGS = ("jpg", "truth.png", "predicted.png", "errors.png")
+ERRORS_SAID = (
+    "Errors: wrong pixels are orange, right ones grey, and those that no label judges white. An image's mIoU is the "
+    "mean over the classes in its truth or its prediction."
+)
+AGAIN = "'dpn segment eval -o' writes it"
 
 
 def findings(run: OpenRun, prefix: str) -> Findings:
@@ -35,6 +58,8 @@ def findings(run: OpenRun, prefix: str) -> Findings:
     sections = [
         Section("Scores", [Table("Validation images", ("", ""), rows, name="scores")]),
         Section("Classes", _classes(run.path / "per_class.csv", prefix)),
+        *_confusions(run.path, prefix),
+        *_images(run.path),
     ]
     scores = {"": {run.seed: result["miou"]}}
     return Findings("mIoU", scores, sections, {"miou": "mIoU in %"}, [warning] if warning else [])
@@ -63,3 +88,47 @@ def _classes(path: Path, prefix: str) -> list[Part]:
         return [Bars(f"{prefix}iou", title, axis, names, {axis: values}), table]
     line = Series(axis, range(1, len(values) + 1), values)
     return [Lines(f"{prefix}iou", title, "class, best first", axis, [line]), table]
+
+
+def _confusions(folder: Path, prefix: str) -> list[Section]:
+    """Return the confusion matrix of pixels, and the pairs of classes that are most often taken for each other."""
+    try:
+        with (folder / "per_class.csv").open(encoding="utf-8", newline="") as file:
+            names = [row["name"] for row in csv.DictReader(file)]
+        with (folder / "confusion.csv").open(encoding="utf-8", newline="") as file:
+            cells = [tuple(int(row[key]) for key in ("true", "predicted", "pixels")) for row in csv.DictReader(file)]
+        counts = [[0] * len(names) for _ in names]
+        for true, predicted, pixels in cells:
+            counts[true][predicted] = pixels
+    except (OSError, ValueError, KeyError, IndexError, csv.Error):
+        return [Section("Confusions", [Text(f"confusion.csv is missing or damaged; {AGAIN}.")])]
+    whole = sum(pixels for _, _, pixels in cells) or 1
+    wrong = sorted((cell for cell in cells if cell[0] != cell[1]), key=lambda cell: -cell[2])[:WORST_PAIRS]
+    rows: list[list[Cell]] = [
+        [names[true], names[predicted], 100 * pixels / whole, 100 * pixels / sum(counts[true])]
+        for true, predicted, pixels in wrong
+    ]
+    columns = ("true", "taken for", "% of all pixels", "% of the true class")
+    table = Table("Most frequent confusions", columns, rows)
+    return [Section("Confusions", [confusion_chart(f"{prefix}confusion", names, counts, "pixels"), table])]
+
+
+def _images(folder: Path) -> list[Section]:
+    """Return the best, median and worst images, each in one row with truth, prediction and errors."""
+    kept = read_object(folder / "samples.json")
+    if kept is None:
+        return [Section("Images", [Text(f"samples.json is missing or damaged; {AGAIN}.")])]
+    parts: list[Part] = []
+    for kind in ("best", "median", "worst"):
+        pictures = []
+        for one in kept["images"]:
+            files = [folder / "samples" / f"{one['row']}.{end}" for end in ENDINGS]
+            if one["kind"] == kind and all(file.is_file() for file in files):
+                lines = [[f"mIoU {one['miou']:.1f} %", one["image"]], ["truth"], ["prediction"], ["errors"]]
+                pictures += [Picture(file.read_bytes(), said) for file, said in zip(files, lines, strict=True)]
+        if pictures:
+            parts.append(Gallery(f"The {kind} images", pictures, across=len(ENDINGS)))
+    if not parts:
+        return []
+    legend = Legend("Classes in these images", kept["colours"])
+    return [Section("Images", [legend, *parts, Text(ERRORS_SAID)])]

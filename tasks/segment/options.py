@@ -72,7 +72,7 @@ class Scoring(Section):
     runtime: Runtime = Runtime()
     output_dir: Annotated[
         Path | None,
-        flag("--output-dir", "-o", help="Folder for result.json and per_class.csv.", panel=OUTPUT),
+        flag("--output-dir", "-o", help="Folder for result.json, per_class.csv and what a page shows.", panel=OUTPUT),
     ] = None
 
 

@@ -6,7 +6,7 @@ import csv
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,12 +34,23 @@ def count_pixels(predicted: Tensor, label: Tensor, classes: int) -> Tensor:
     return torch.bincount(label[seen].int() * classes + predicted[seen], minlength=classes**2).view(classes, classes)
 
 
+class ImageScore(NamedTuple):
+    """The mIoU in percent of one image, by its row in the split."""
+
+    row: int
+    miou: float
+
+
 @dataclass(frozen=True)
 class SegmentScores:
-    """Scores from the confusion matrix of a data set's pixels, (classes, classes) int64, truth in rows."""
+    """Scores from the confusion matrix of a data set's pixels, (classes, classes) int64, truth in rows.
+
+    `each` is the score of every image that has labelled pixels.
+    """
 
     confusion: Tensor
     images: int
+    each: Sequence[ImageScore] = ()
 
     @property
     def iou(self) -> Tensor:
@@ -127,17 +138,33 @@ def score(
     rows = range(world.rank, len(pairs), world.size)
     count = worker_count(workers, world.device, world.size)
     confusion = torch.zeros(rule.classes, rule.classes, dtype=torch.int64, device=world.device)
+    each: list[ImageScore] = []
     with open_loader(_Sized(pairs, rows, rule, plan), count, batch_size=None) as items:
         # All ranks loop as often as rank 0, which has the most rows, because they decide together when to stop.
-        for _ in range(-(-len(pairs) // world.size)):
+        for turn in range(-(-len(pairs) // world.size)):
             stopping.check()
             item = next(items, None)
-            if isinstance(item, DataError):
-                raise item
             if item is None:
                 continue
-            images, label = [image.to(world.device) for image in item[0]], item[1].to(world.device)
-            with torch.inference_mode():
-                predicted = label_map(network, images, (label.shape[0], label.shape[1]), plan)
-            confusion += count_pixels(predicted, label, rule.classes)
-    return SegmentScores(distributed.reduce_over_ranks(confusion).cpu(), len(pairs))
+            predicted, label = _predict(network, item, plan, world.device)
+            counts = count_pixels(predicted, label, rule.classes)
+            confusion += counts
+            if bool(counts.any()):
+                each.append(ImageScore(rows[turn], SegmentScores(counts, 1).miou))
+    each = sorted(one for rank in distributed.from_all(each) for one in rank)
+    return SegmentScores(distributed.reduce_over_ranks(confusion).cpu(), len(pairs), each)
+
+
+def predict_row(
+    network: LinearSegmenter, pairs: Pairs, row: int, rule: LabelRule, plan: Plan, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return prediction and truth of an image, (h, w) uint8 labels. Raises as `score` does."""
+    return _predict(network, _Sized(pairs, [row], rule, plan)[0], plan, device)
+
+
+def _predict(network: LinearSegmenter, item: Item, plan: Plan, device: torch.device) -> tuple[Tensor, Tensor]:
+    if isinstance(item, DataError):
+        raise item
+    images, label = [image.to(device) for image in item[0]], item[1].to(device)
+    with torch.inference_mode():
+        return label_map(network, images, (label.shape[0], label.shape[1]), plan), label

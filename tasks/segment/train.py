@@ -17,7 +17,6 @@ from dpn_cli.recipe.training import of_two_steps
 from dpn_cli.run import distributed
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
-from dpn_cli.run.files import replace_text
 from dpn_cli.run.folder import Checkpoints, RunFolder, describe_device
 from dpn_cli.run.kinds import DIGEST
 from dpn_cli.run.sanity import result_warning
@@ -33,6 +32,7 @@ from tasks.segment.loss import segmentation_loss
 from tasks.segment.network import LinearSegmenter, initialize_head, normalized, use_imagenet_inputs
 from tasks.segment.pairs import Pairs, fingerprint, list_digest, open_pairs, take
 from tasks.segment.recipe import SegmentRecipe, in_steps
+from tasks.segment.samples import keep
 from tasks.segment.scoring import SegmentScores
 from tasks.segment.segmenter import WEIGHTS, Segmenter, load_segmenter, save_segmenter
 from tasks.segment.transforms import SegmentAugmentation
@@ -121,7 +121,7 @@ def train(begun: Session[SegmentRecipe]) -> Json:
         "differs_from_paper": begun.differs,
     }
     if world.leads:
-        replace_text(folder.path / "per_class.csv", scores.per_class(data.classes))
+        keep(folder.path, segmenter, data.val, scores, recipe.evaluation, recipe.runtime, world)
         folder.finish(result)
         floor = {"calling every pixel the most frequent class": scores.majority_miou}
         if warning := result_warning("validation mIoU", scores.miou, floor):

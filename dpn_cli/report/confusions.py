@@ -1,0 +1,43 @@
+"""Confusion matrices: their chart, and an order in which classes that are taken for each other stand together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dpn_cli.report.content import Confusion
+
+# Classes of which each has a label; more are clustered.
+MOST_NAMED = 50
+
+
+def confusion_chart(name: str, classes: Sequence[str], counts: Sequence[Sequence[int]], unit: str) -> Confusion:
+    """Return the chart of counts (classes, classes) of a `unit`, rows the truth, clustered where classes are many."""
+    caption = "Rows are the true classes, columns what they are taken for."
+    if len(classes) > MOST_NAMED:
+        order = clustered(counts)
+        counts = [[counts[true][predicted] for predicted in order] for true in order]
+        classes = [classes[row] for row in order]
+        caption += (
+            " Classes that are taken for each other stand together (average-linkage clustering), in the order of the "
+            "CSV file. The area of a point is the share of the true class."
+        )
+    return Confusion(name, "Confusion matrix", classes, counts, unit, caption=caption)
+
+
+def clustered(counts: Sequence[Sequence[int]]) -> list[int]:
+    """Return an order of classes in which those that are taken for each other stand together.
+
+    `counts` are (classes, classes), rows the truth. The distance of two classes is 1 minus the mean of the shares in
+    which each is taken for the other; clusters are joined by their average distance (scipy's UPGMA).
+    """
+    from scipy.cluster.hierarchy import leaves_list, linkage
+    from scipy.spatial.distance import squareform
+
+    table = np.asarray(counts, dtype=float)
+    totals = table.sum(1, keepdims=True)
+    shares = np.divide(table, totals, out=np.zeros_like(table), where=totals > 0)
+    distance = 1 - (shares + shares.T) / 2
+    np.fill_diagonal(distance, 0)
+    return [int(row) for row in leaves_list(linkage(squareform(distance, checks=False), "average"))]
