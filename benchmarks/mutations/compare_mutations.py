@@ -3,6 +3,7 @@
 C = "tests/test_comparison.py"
 RECIPE, RUN, TABLE = (f"dpn_cli/{name}.py" for name in ("recipe/compare", "commands/comparison", "commands/compared"))
 LIT, CL = "tasks/lit/train.py", "tests/test_lit_comparison.py"
+PROBES, OPTIONS, CF = "dpn_cli/commands/probing.py", "tasks/classify/options.py", "tests/test_fewshot_comparison.py"
 STOPPING, RANKS, KINDS = "dpn_cli/run/stopping.py", "dpn_cli/run/distributed.py", "dpn_cli/run/kinds.py"
 
 MUTATIONS = [
@@ -25,6 +26,13 @@ MUTATIONS = [
      "a score that no training has is the headline", f"{C} {CL}"),
     (LIT, "views=recipe.cache.views, skip_bad", "views=recipe.cache.views, seed=recipe.seed, skip_bad",
      "every seed encodes its views again", CL),
+    (PROBES, "cell.network == name and self._done(cell) is None]", "cell.network == name]",
+     "draws that are there are done again", CF),
+    (PROBES, "stem not in (None, model.config.stem)", "False", "a network is called by a stem that it does not have", CF),
+    (PROBES, "        check_weights(self.folder, digests)\n", "", "draws of other weights are taken for the network's", CF),
+    (PROBES, "except (NonFiniteError, OutOfMemoryError) as error", "except OutOfMemoryError as error",
+     "one network's NaN ends the probes of all", CF),
+    (OPTIONS, "list(weights.values()).count(weights[name]) > 1", "False", "a network is compared with itself", CF),
     (TABLE, "summary.stderr * math.sqrt(len(summary.values))", "summary.stderr", "the deviation is the standard error", C),
     (RUN, "Place(folder.path / run.folder, resume=True)", "Place(folder.path / run.folder, overwrite=True)",
      "a resumed comparison trains everything again", C),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +12,11 @@ from rich import box
 from rich.console import Console as RichConsole
 from rich.table import Table
 
+from dpn_cli.errors import DataError, DpnError, StoppedError
 from dpn_cli.recipe.compare import settings_of, spoken
 from dpn_cli.report.comparison import name_of, scores_of, value_of
 from dpn_cli.run.console import cell
+from dpn_cli.run.distributed import from_leader
 from dpn_cli.run.files import replace_json
 from dpn_cli.run.folder import RunFolder
 from dpn_cli.statistics import PERCENT, Summary, paired_difference, summarize
@@ -37,6 +40,26 @@ class Cell:
     def label(self) -> str:
         """The cell as a sentence has it."""
         return f"{spoken(self.network)}, seed {self.seed}"
+
+
+@contextmanager
+def named(network: str) -> Iterator[None]:
+    """Put the network's name before what is wrong with it."""
+    try:
+        yield
+    except StoppedError:
+        raise
+    except DpnError as error:
+        raise type(error)(f"{spoken(network)}: {error}") from error
+
+
+def check_weights(folder: RunFolder, digests: Mapping[str, str]) -> None:
+    """Raise `DataError` when a network's weights are others than those that a comparison began with."""
+    before = from_leader(folder.facts).get("digests", digests)
+    if changed := next((name for name in digests if digests[name] != before[name]), None):
+        raise DataError(
+            f"{spoken(changed)}: the weights have changed since this comparison began; start another with -o"
+        )
 
 
 def build_result(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from dpn_cli.commands.compared import Cell, build_result, keep_result, show_comparison
+from dpn_cli.commands.compared import Cell, build_result, check_weights, keep_result, named, show_comparison
 from dpn_cli.commands.training import Result, Training, TrainingModule
-from dpn_cli.errors import DataError, DpnError, NonFiniteError, OutOfMemoryError, StoppedError
+from dpn_cli.errors import DataError, NonFiniteError, OutOfMemoryError
 from dpn_cli.recipe.compare import ComparedTraining, spoken
 from dpn_cli.recipe.start import Place
 from dpn_cli.run import stopping
@@ -73,7 +72,7 @@ class SideBySide:
     def _runs(self, recipe: ComparedTraining, console: Console) -> list[_Run]:
         runs = []
         for name, each in recipe.each().items():
-            with _named(name):
+            with named(name):
                 each = self.training.settle(each, console)
                 each = each.model_copy(update={"backbone": with_own_stem(each.backbone, console)})
             for seed, one in each.with_seeds().items():
@@ -136,25 +135,10 @@ def _load(
     folder, world = begun.folder, begun.world
     digests: dict[str, str] = {}
     for run in runs:
-        with _named(run.network):
+        with named(run.network):
             report = load(run.recipe)
         begun.console.info(f"{spoken(run.network)}: {report.summary()}")
         digests[run.network] = report.digest
-    before = from_leader(folder.facts).get("digests", digests)
-    if changed := next((name for name in digests if digests[name] != before[name]), None):
-        raise DataError(
-            f"{spoken(changed)}: the weights have changed since this comparison began; start another with -o"
-        )
+    check_weights(folder, digests)
     if world.leads:
         folder.update(device=describe_device(world.device), ranks=world.size, status="running", digests=digests)
-
-
-@contextmanager
-def _named(network: str) -> Iterator[None]:
-    """Put the network's name before what is wrong with it."""
-    try:
-        yield
-    except StoppedError:
-        raise
-    except DpnError as error:
-        raise type(error)(f"{spoken(network)}: {error}") from error

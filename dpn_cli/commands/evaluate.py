@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import typer
@@ -9,6 +10,7 @@ from rich.console import Console as RichConsole
 from rich.table import Column, Table
 
 from dpn_cli.commands.action import DefaultGroup, Outcome, action
+from dpn_cli.commands.training import failure
 from dpn_cli.run.console import Console, cell
 from tasks.classify.options import Export, Prediction, Probing, Scoring
 
@@ -36,6 +38,12 @@ def _score(options: Scoring, console: Console) -> Outcome:
 @action(app, "fewshot", Probing, "dpn eval fewshot B-32-dpn.npz --data imagenet --shots 1,5,10,25")
 def _fewshot(options: Probing, console: Console) -> Outcome:
     """The paper's few-shot metric: ridge regression on the frozen representation of a few images per class."""
+    if options.compare or options.run.output_dir:
+        from dpn_cli.commands.compared import show_comparison
+        from dpn_cli.commands.probing import DRAWS, probe_several
+
+        several = probe_several(options, console)
+        return several, partial(show_comparison, trainings=DRAWS), failure(several["failed"], DRAWS)
     from tasks.classify.fewshot import describe_probe, fewshot
 
     return fewshot(options, console), describe_probe

@@ -22,7 +22,7 @@ from dpn_cli.recipe.layers import over_shipped
 from dpn_cli.recipe.reading import Plain, Say, build, dump, from_settings, read_recipe
 from dpn_cli.recipe.schema import Recipe
 from dpn_cli.recipe.sources import read_sources
-from dpn_cli.recipe.start import Place
+from dpn_cli.recipe.start import NO_PAGE, OVERWRITE, RESUME, Place
 from dpn_cli.run.console import Console, show
 
 Result = dict[str, Any]
@@ -120,15 +120,22 @@ def add(app: typer.Typer, name: str, training: Training) -> None:
                 from dpn_cli.commands.report import page_at_end  # which knows the commands of this module
 
                 page_at_end(folders[0], console)
-            if failed := training.failures(result):
-                raise SweepError(
-                    f"{len(failed)} trainings failed and are listed above; the others are kept: run the same command "
-                    "with --resume to try the failed ones again"
-                )
+            if problem := failure(training.failures(result), "trainings"):
+                raise problem
 
     command.__doc__ = training.help
     parameters = [*training.extra, *training.parameters(), *OUTPUT_OPTIONS]
     app.command(name, epilog=f"Example: {training.example}")(with_signature(command, parameters))
+
+
+def failure(failed: Sequence[str], what: str) -> SweepError | None:
+    """Return the error of a run of which some parts have failed."""
+    if not failed:
+        return None
+    return SweepError(
+        f"{len(failed)} {what} failed and are listed above; the others are kept: run the same command with --resume to "
+        "try the failed ones again"
+    )
 
 
 def _ready(training: Training, recipe: Any, console: Console) -> tuple[Any, TrainingModule]:
@@ -176,7 +183,6 @@ JSON = switch("json", "--json", help="Print the result as JSON instead of text."
 QUIET = switch("quiet", "--quiet", "-q", help="No progress on stderr.")
 VERBOSE = switch("verbose", "--verbose", "-v", help="Show where in the code an error was raised.")
 PRINTING = (JSON, QUIET, VERBOSE)
-RESUME = "Continue the run in the output folder; start one if there is none."
 OUTPUT_OPTIONS = (
     option(
         "output_dir",
@@ -187,7 +193,7 @@ OUTPUT_OPTIONS = (
         help="Folder of the run. \\[default: runs/TASK/ARCH-STEM]",
     ),
     switch("resume", "--resume", help=RESUME),
-    switch("overwrite", "--overwrite", help="Delete the run in the output folder first."),
+    switch("overwrite", "--overwrite", help=OVERWRITE),
     *CONFIG_OPTIONS,
     switch("print_config", "--print-config", help="Print the resolved recipe and stop."),
     switch(
@@ -195,6 +201,6 @@ OUTPUT_OPTIONS = (
         "--dry-run",
         help="Check all data, train two steps with save, resume and validation; print hours and disk. No result.",
     ),
-    switch("no_report", "--no-report", help="Write no page about the run into its folder at the end."),
+    switch("no_report", "--no-report", help=NO_PAGE),
     *PRINTING,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
@@ -55,6 +55,15 @@ def _networks(value: object) -> object:
     return listed(value)
 
 
+Networks = Annotated[tuple[str, ...], BeforeValidator(_networks)]
+COMPARE = flag(
+    "--compare",
+    help="Run several stems under the same recipe, e.g. none,dpn, or networks, e.g. "
+    "'stem=none,norm=ln;stem=dpn,norm=ln;stem=none,norm=bn', and print the paired difference.",
+    panel=MODEL,
+)
+
+
 def settings_of(network: str) -> dict[str, Any]:
     """Return the keys of the section ``backbone`` that a network of a comparison has of its own, with dots inside it.
 
@@ -78,6 +87,14 @@ def spoken(name: str) -> str:
     return name if "=" in name else f"stem {name}"
 
 
+def filled(checkpoint: str, settings: Mapping[str, Any]) -> str:
+    """Return the name of a checkpoint with the values of keys in braces in their places; ``B/16`` is B-16."""
+    for key, value in settings.items():
+        if value is not None:
+            checkpoint = checkpoint.replace(f"{{{key}}}", str(value).replace("/", "-"))
+    return checkpoint
+
+
 def _with_own(backbone: BackboneConfig, network: str) -> dict[str, Any]:
     """Return the keys and values of a section with a network's own, and the checkpoint's name with them filled in.
 
@@ -91,9 +108,7 @@ def _with_own(backbone: BackboneConfig, network: str) -> dict[str, Any]:
         section = plain[first] if isinstance(plain[first], dict) else {}
         plain[first] = {**section, rest: value} if rest else value
     if isinstance(plain["checkpoint"], str):
-        for key, value in plain.items():
-            if value is not None:
-                plain["checkpoint"] = plain["checkpoint"].replace(f"{{{key}}}", str(value).replace("/", "-"))
+        plain["checkpoint"] = filled(plain["checkpoint"], plain)
     return plain
 
 
@@ -101,16 +116,7 @@ class Comparison(Recipe):
     """A recipe for one network, or for several that differ in keys of the section ``backbone``."""
 
     backbone: BackboneConfig = BackboneConfig()
-    compare: Annotated[
-        tuple[str, ...],
-        BeforeValidator(_networks),
-        flag(
-            "--compare",
-            help="Run several stems under the same recipe, e.g. none,dpn, or networks, e.g. "
-            "'stem=none,norm=ln;stem=dpn,norm=ln;stem=none,norm=bn', and print the paired difference.",
-            panel=MODEL,
-        ),
-    ] = ()
+    compare: Annotated[Networks, COMPARE] = ()
 
     @field_validator("compare")
     @classmethod

@@ -15,6 +15,10 @@ from dpn_cli.recipe.network import BackboneConfig
 BackboneT = TypeVar("BackboneT", bound=BackboneConfig)
 # Input size of a network from scratch where nothing says one.
 SCRATCH_PIXELS = 224
+# Help of the options that say what happens to a run's folder.
+NO_PAGE = "Write no page about the run into its folder at the end."
+OVERWRITE = "Delete the run in the output folder first."
+RESUME = "Continue the run in the output folder; start one if there is none."
 
 
 @dataclass(frozen=True)

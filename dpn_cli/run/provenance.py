@@ -19,8 +19,9 @@ from dpn_cli.recipe.reading import Plain
 
 # A resumed run may use other hardware and other files; it may not compute something else.
 MAY_CHANGE = ("runtime", "log", "allow_failed", "keep_weights", "max_pixels")
-# The keys that every recipe has.
+# The keys that every recipe of a training has, and those of a few-shot probe.
 RECIPE_KEYS = {"backbone", "data", "optim", "schedule", "runtime"}
+PROBE_KEYS = {"checkpoint", "source", "shots", "seeds", "runtime"}
 VERSIONS = ("dpn-cli", "torch", "torchvision", "timm", "numpy", "pillow", "simplejpeg", "safetensors")
 
 
@@ -30,7 +31,8 @@ def read_recipe(path: Path) -> Plain | None:
         recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return None
-    return recipe if isinstance(recipe, dict) and recipe.keys() >= RECIPE_KEYS else None
+    whole = isinstance(recipe, dict) and (recipe.keys() >= RECIPE_KEYS or recipe.keys() >= PROBE_KEYS)
+    return recipe if whole else None
 
 
 def recipe_digest(recipe: Mapping[str, Any]) -> str:

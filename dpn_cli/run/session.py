@@ -29,7 +29,7 @@ from dpn_cli.run.kinds import Kind
 from dpn_cli.run.outputs import Outputs
 from dpn_cli.run.trackers import Track, build_tracker
 
-RecipeT = TypeVar("RecipeT", bound=Recipe)
+RecipeT = TypeVar("RecipeT", bound=Section)
 SectionT = TypeVar("SectionT", bound=Section)
 BackboneT = TypeVar("BackboneT", bound=BackboneConfig)
 
@@ -114,9 +114,9 @@ def session(
             raise
 
 
-def _compared(recipe: Recipe, precision: str, console: Console) -> list[str] | None:
+def _compared(recipe: Section, precision: str, console: Console) -> list[str] | None:
     """Return a run's differences from the paper, and print them."""
-    differs = differences(recipe, precision)
+    differs = differences(recipe, precision) if isinstance(recipe, Recipe) else None
     if differs:
         console.info(f"differs from the paper: {'; '.join(differs)}")
     return differs

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from dpn_cli.data.classified import ImageSource, Part, has_split, hash_order, hold_out, open_split
@@ -12,11 +14,11 @@ from dpn_cli.data.labelled import Labelled, fingerprint
 from dpn_cli.data.pixels import Transform, resize
 from dpn_cli.data.reading import Reading, decoder_of
 from dpn_cli.data.trained_on import Known, look_up
-from dpn_cli.errors import DataError
+from dpn_cli.errors import DataError, NonFiniteError
 from dpn_cli.recipe.schema import Pictures
 from dpn_cli.run import stopping
 from dpn_cli.run.console import Console
-from dpn_cli.run.distributed import join, refuse_ranks
+from dpn_cli.run.distributed import World, join, refuse_ranks
 from dpn_cli.run.kinds import resolve
 from dpn_cli.statistics import PERCENT, summarize
 from dpn_cli.weights.backbone import Backbone, load_backbone
@@ -24,7 +26,7 @@ from dpn_cli.weights.sources import open_checkpoint
 from tasks.classify.classifier import facts_of, takes_whole_pictures
 from tasks.classify.distill.recipe import DistillRecipe
 from tasks.classify.options import Probing
-from tasks.classify.probe import check_shots, encode, pick, probe
+from tasks.classify.probe import Array, check_shots, encode, pick, probe
 from tasks.classify.recipe import SupervisedRecipe
 
 # Images per class of the probe at the end of a training: arXiv 2302.01327 §5.1.
@@ -39,35 +41,80 @@ def fewshot(options: Probing, console: Console) -> dict[str, Any]:
     probe does it, and taken whole by a classifier that was trained on whole ones. Raises `DataError` when a class has
     fewer images than the largest number of shots.
     """
-    runtime, size = options.runtime, options.image_size
-    source = _source_of(options)
-    with stopping.listen(stopping.NO_RESULT), join(runtime.device) as world:
+    with stopping.listen(stopping.NO_RESULT), join(options.runtime.device) as world:
         refuse_ranks(world, "eval fewshot")
-        place = resolve(options.checkpoint, "dpn eval fewshot")
-        opened = None if place == "none" else open_checkpoint(place)
-        facts = facts_of(opened) if opened else {}
-        model = load_backbone(stem=None, checkpoint=opened, image_size=size)
-        console.info(model.report.summary())
-        model.to(world.device).eval()
-        train, test, names = _open_splits(source, options.pool)
-        check_shots("--shots", train.labels, names, max(options.shots))
-        known = look_up(test, facts.get("trained_on"), world)
-        if warning := known and known.warning():
-            console.warn(warning)
-        whole = partial(resize, size=model.config.image_size) if opened and takes_whole_pictures(opened) else None
-        if whole:
-            console.info("pictures are resized whole, as this classifier was trained on them")
+        assert options.checkpoint is not None, "these are options of several networks"
+        network = Probed.load(options.checkpoint, options)
+        console.info(network.model.report.summary())
+        splits, source = open_splits(options), _source_of(options)
         return {
             "task": "fewshot",
-            "network": options.checkpoint,
             "data": source.place,
-            "trained_on": known.to_dict() if known else None,
             "decoder": source.reading.versions(),
-            "arch": model.config.arch,
-            "stem": model.config.stem,
-            "image_size": list(model.config.image_size),
-            **_accuracies(model, (train, test, names), options, world.device, console, whole),
+            **network.facts(splits.test, world, console),
+            **_accuracies(network.model.to(world.device), splits, options, world.device, console, network.whole),
         }
+
+
+@dataclass(frozen=True)
+class Probed:
+    """A network that is probed; `whole` prepares pictures where it was trained on whole ones."""
+
+    place: str
+    model: Backbone
+    trained_on: Any
+    whole: Transform | None
+
+    @classmethod
+    def load(cls, place: str, options: Probing) -> Probed:
+        """Load weights of any format at the options' image size. Raises as `load_backbone` does."""
+        found = resolve(place, "dpn eval fewshot")
+        opened = None if found == "none" else open_checkpoint(found)
+        model = load_backbone(stem=None, checkpoint=opened, image_size=options.image_size).eval()
+        whole = partial(resize, size=model.config.image_size) if opened and takes_whole_pictures(opened) else None
+        return cls(place, model, facts_of(opened).get("trained_on") if opened else None, whole)
+
+    def facts(self, test: Labelled, world: World, console: Console) -> dict[str, Any]:
+        """Return what a result says of the network; warn of test images that it was trained on."""
+        known = look_up(test, self.trained_on, world)
+        if warning := known and known.warning():
+            console.warn(warning)
+        if self.whole:
+            console.info("pictures are resized whole, as this classifier was trained on them")
+        return {
+            "network": self.place,
+            "arch": self.model.config.arch,
+            "stem": self.model.config.stem,
+            "image_size": list(self.model.config.image_size),
+            "trained_on": known.to_dict() if known else None,
+        }
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The images to draw from and those to test on, and their classes."""
+
+    train: Labelled
+    test: Labelled
+    classes: tuple[str, ...]
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """The fingerprints of both."""
+        return {"train": fingerprint(self.train), "test": fingerprint(self.test)}
+
+
+@dataclass(frozen=True)
+class Features:
+    """What the head reads of images, (n, d) in float64, with their classes (n,): to draw from, and to test on."""
+
+    train: tuple[Array, Array]
+    test: tuple[Array, Array]
+    classes: int
+
+    def accuracy(self, shots: int, seed: int) -> float:
+        """Return the accuracy in percent with so many images per class, drawn by the seed."""
+        return 100 * probe(*pick(*self.train, self.classes, shots, seed), *self.test, self.classes)
 
 
 def probing_of(recipe: SupervisedRecipe | DistillRecipe) -> Probing | None:
@@ -91,49 +138,32 @@ def check_transfer(options: Probing) -> None:
     source = _source_of(options)
     if not has_split(source, "val"):
         raise DataError(NO_TEST.format(f"--fewshot-data {source.place}", "put them beside (train/CLASS, val/CLASS)"))
-    train, _, names = _open_splits(source, options.pool)
-    check_shots(f"--fewshot-data {options.source}: shots", train.labels, names, max(options.shots))
+    open_splits(options, f"--fewshot-data {options.source}: shots")
 
 
 def transfer(
     model: Backbone, options: Probing, device: torch.device, console: Console, transform: Transform | None
 ) -> dict[str, Any]:
     """Probe a network that is in memory on the data of `options`; returns accuracies as `fewshot` does."""
-    splits = _open_splits(_source_of(options), options.pool)
+    splits = open_splits(options)
     return {"data": options.source, **_accuracies(model, splits, options, device, console, transform)}
 
 
 def _accuracies(
     model: Backbone,
-    splits: tuple[Labelled, Labelled, tuple[str, ...]],
+    splits: Splits,
     options: Probing,
     device: torch.device,
     console: Console,
     whole: Transform | None,
 ) -> dict[str, Any]:
     """Encode the images to draw from and those to test on; returns accuracies in percent by shots and seed."""
-    *parts, names = splits
-    features = []
-    for split in parts:
-        skip, rows = options.skip_bad_images, options.batch_size
-        part = encode(model, split, options.runtime, device, rows, skip_bad=skip, transform=whole)
-        features.append(part)
-        count = len(part[1])
-        console.info(f"{count} images encoded")
-        if count < len(split.labels):
-            console.warn(f"{len(split.labels) - count} unreadable images are left out")
-    (x_train, y_train), (x_test, y_test) = features
-    accuracy = {
-        shot: [
-            100 * probe(*pick(x_train, y_train, len(names), shot, seed), x_test, y_test, len(names))
-            for seed in options.seeds
-        ]
-        for shot in options.shots
-    }
+    features = encode_splits(model, splits, options, device, console, whole)
+    accuracy = {shot: [features.accuracy(shot, seed) for seed in options.seeds] for shot in options.shots}
     return {
-        "fingerprints": {name: fingerprint(split) for name, split in zip(("train", "test"), parts, strict=True)},
-        "classes": len(names),
-        "images": {"train": len(y_train), "test": len(y_test)},
+        "fingerprints": splits.fingerprints,
+        "classes": features.classes,
+        "images": {"train": len(features.train[1]), "test": len(features.test[1])},
         "pictures": "whole" if whole else "centre",
         "accuracy": {
             str(shot): {"seeds": list(options.seeds), **summarize(values, PERCENT).to_dict()}
@@ -142,14 +172,46 @@ def _accuracies(
     }
 
 
+def encode_splits(
+    model: Backbone,
+    splits: Splits,
+    options: Probing,
+    device: torch.device,
+    console: Console,
+    whole: Transform | None,
+) -> Features:
+    """Encode the images to draw from and those to test on.
+
+    Raises `DataError` for an unreadable image unless they are skipped, `NonFiniteError` for features that are no
+    numbers.
+    """
+
+    def encoded(split: Labelled) -> tuple[Array, Array]:
+        skip, rows = options.skip_bad_images, options.batch_size
+        found = encode(model, split, options.runtime, device, rows, skip_bad=skip, transform=whole)
+        count = len(found[1])
+        console.info(f"{count} images encoded")
+        if count < len(split.labels):
+            console.warn(f"{len(split.labels) - count} unreadable images are left out")
+        if not np.isfinite(found[0]).all():
+            raise NonFiniteError("the network's features are NaN or infinite; use --precision fp32, or other weights")
+        return found
+
+    return Features(encoded(splits.train), encoded(splits.test), len(splits.classes))
+
+
 def _source_of(options: Probing) -> ImageSource:
     reading = Reading(options.pictures.decode, options.pictures.max_pixels)
     columns = options.image_column, options.label_column
     return ImageSource(options.source, options.val_source, options.val_fraction, *columns, reading)
 
 
-def _open_splits(source: ImageSource, pool: int) -> tuple[Labelled, Labelled, tuple[str, ...]]:
-    """Open the images to draw from, at most `pool`, and those to test on; returns both and the classes."""
+def open_splits(options: Probing, option: str = "--shots") -> Splits:
+    """Open the images to draw from, at most `pool`, and those to test on.
+
+    Raises `DataError` when a class has fewer images than the largest number of shots, naming `option`.
+    """
+    source = _source_of(options)
     train, names = open_split(source, "train")
     if has_split(source, "val"):
         test = open_split(source, "val")[0]
@@ -157,9 +219,10 @@ def _open_splits(source: ImageSource, pool: int) -> tuple[Labelled, Labelled, tu
         train, test = hold_out(train, source.val_fraction)
     else:
         raise DataError(NO_TEST.format(f"--data {source.place}", "add --val-data or --val-fraction 0.5"))
-    if len(train.labels) > pool:
-        train = Part(train, sorted(hash_order(train)[:pool]))
-    return train, test, names
+    if len(train.labels) > options.pool:
+        train = Part(train, sorted(hash_order(train)[: options.pool]))
+    check_shots(option, train.labels, names, max(options.shots))
+    return Splits(train, test, names)
 
 
 def describe_accuracies(result: dict[str, Any]) -> list[str]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
+from dpn_cli.recipe.compare import COMPARE, SEED_COUNT, Networks, counted, filled, settings_of
 from dpn_cli.recipe.flag import DATA, MODEL, OUTPUT, argument, flag
 from dpn_cli.recipe.network import IMAGE_SIZE
 from dpn_cli.recipe.schema import (
@@ -27,6 +28,7 @@ from dpn_cli.recipe.schema import (
     Written,
     listed,
 )
+from dpn_cli.recipe.start import NO_PAGE, OVERWRITE, RESUME
 from tasks.classify.recipe import Share
 
 RUN = argument("A run's folder, or its weights.safetensors.")
@@ -73,11 +75,42 @@ class Scoring(Section):
     ] = None
 
 
+class ProbeFolder(Section):
+    """Where the draws of a few-shot probe are kept, and what happens to a run that is there."""
+
+    output_dir: Annotated[
+        Path | None,
+        flag(
+            "--output-dir",
+            "-o",
+            help="Folder of a run that keeps every draw.",
+            panel=OUTPUT,
+            unset="none; with --compare runs/fewshot/NETWORKS",
+        ),
+    ] = None
+    resume: Annotated[bool, flag("--resume", help=RESUME, panel=OUTPUT)] = False
+    overwrite: Annotated[bool, flag("--overwrite", help=OVERWRITE, panel=OUTPUT)] = False
+    no_report: Annotated[bool, flag("--no-report", help=NO_PAGE, panel=OUTPUT)] = False
+
+
 class Probing(Section):
     """Options of ``dpn eval fewshot``."""
 
-    checkpoint: Annotated[str, argument("Weights of any format, a run's weights.safetensors, or none.")]
+    checkpoint: Annotated[
+        str | None,
+        argument(
+            "Weights of any format, a run's weights.safetensors, or none; {stem} in it is the stem of each network of "
+            "--compare."
+        ),
+    ] = None
     source: Annotated[str, LABELLED]
+    compare: Annotated[
+        Networks,
+        COMPARE.but(
+            help="Probe several networks on the same draws and print the paired difference: stems, e.g. none,dpn, with "
+            "{stem} in CHECKPOINT, or 'checkpoint=A.npz;checkpoint=B.npz'."
+        ),
+    ] = ()
     val_source: Annotated[str | None, VAL_DATA] = None
     val_fraction: Annotated[Share | None, VAL_FRACTION] = None
     image_column: ImageColumn = None
@@ -92,9 +125,9 @@ class Probing(Section):
     ] = (1, 5, 10, 25)
     seeds: Annotated[
         tuple[Seed, ...],
-        BeforeValidator(listed),
-        Field(min_length=1, description="numbers from 0 to 4294967295, each once, with commas, e.g. 0,1,2"),
-        flag("--seeds", help="Draws of the images, comma separated.", panel=DATA),
+        BeforeValidator(counted),
+        Field(min_length=1, description=SEED_COUNT),
+        flag("--seeds", help="Number of draws of the images, or a list of their seeds: 3 is 0,1,2.", panel=DATA),
     ] = (0, 1, 2)
     pool: Annotated[
         Positive,
@@ -103,6 +136,48 @@ class Probing(Section):
     image_size: Annotated[Pixels | None, OWN_SIZE] = None
     batch_size: AtOnce = 64
     runtime: Runtime = Runtime()
+    run: ProbeFolder = ProbeFolder()
+
+    @model_validator(mode="after")
+    def _with_weights(self) -> Probing:
+        """Refuse networks without weights, and with those of another one."""
+        if self.compare:
+            several = (
+                "two stems or more, e.g. none,dpn with {stem} in CHECKPOINT, or 'checkpoint=A.npz;checkpoint=B.npz'"
+            )
+            if len(self.compare) == 1:
+                raise ValueError(f"--compare: needs {several}")
+            weights = self.checkpoints
+            if twin := next((name for name in weights if list(weights.values()).count(weights[name]) > 1), None):
+                raise ValueError(f"--compare: {twin!r} and another network are both {weights[twin]}; name {several}")
+        elif self.checkpoint is None:
+            raise ValueError("CHECKPOINT: missing; name weights of any format, a run, or none")
+        elif "{stem}" in self.checkpoint:
+            raise ValueError(f"{self.checkpoint}: {{stem}} is the stem of each network of --compare, and there is none")
+        elif self.run.output_dir is None and (self.run.resume or self.run.overwrite):
+            raise ValueError("--resume and --overwrite: nothing is kept without -o or --compare")
+        return self
+
+    @property
+    def checkpoints(self) -> dict[str, str]:
+        """The weights of each network of a comparison, by its name.
+
+        Raises `ValueError` for a network without weights, and for a key that is not in the checkpoint's name.
+        """
+        found = {}
+        for name in self.compare:
+            own = settings_of(name)
+            place = str(own.pop("checkpoint", self.checkpoint or ""))
+            if not place:
+                raise ValueError(
+                    f"--compare: {name!r} has no weights; write checkpoint=FILE, or CHECKPOINT with {{stem}} in it"
+                )
+            if idle := next((key for key in own if key != "stem" and f"{{{key}}}" not in place), None):
+                raise ValueError(
+                    f"--compare: {name!r}: {idle} is no key; use checkpoint, or write {{{idle}}} in CHECKPOINT"
+                )
+            found[name] = filled(place, own)
+        return found
 
 
 class Prediction(Section):

@@ -1,0 +1,135 @@
+"""Few-shot probes of several networks on the same draws, every draw kept: `dpn eval fewshot` with a run's folder."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from dpn_cli.commands.compared import Cell, build_result, check_weights, keep_result, named
+from dpn_cli.commands.report import page_at_end
+from dpn_cli.engine.memory import is_out_of_memory
+from dpn_cli.errors import DataError, NonFiniteError, OutOfMemoryError
+from dpn_cli.recipe.compare import LONGEST, folders_of, settings_of, spoken
+from dpn_cli.recipe.start import Place
+from dpn_cli.run import stopping
+from dpn_cli.run.console import Console
+from dpn_cli.run.distributed import refuse_ranks
+from dpn_cli.run.files import make_folder, read_object, replace_json
+from dpn_cli.run.folder import describe_device
+from dpn_cli.run.session import Session, session
+from tasks.classify.fewshot import Features, Probed, Splits, encode_splits, open_splits
+from tasks.classify.options import ProbeFolder, Probing
+
+Result = dict[str, Any]
+DRAWS = "draws of the images"
+
+
+def probe_several(options: Probing, console: Console) -> Result:
+    """Probe every network with every draw and return the comparison; what is there from before is not done again.
+
+    All networks are loaded before the first image is encoded. A network that runs out of memory or has features that
+    are no numbers is noted in the result and tried again on resume; everything else raises `DpnError`.
+    """
+    how, recipe = options.run, options.model_copy(update={"run": ProbeFolder()})
+    folders: list[Path] = []
+    place = Place(how.output_dir, how.resume, how.overwrite, opened=folders.append)
+    with session(recipe, options.runtime, "comparison", place, _folder(options), console) as begun:
+        refuse_ranks(begun.world, "eval fewshot")
+        result = begun.folder.result or _Probes(begun).run()
+    if not how.no_report:
+        page_at_end(folders[0], console)
+    return result
+
+
+def _folder(options: Probing) -> Path:
+    """Return runs/fewshot/NETWORKS; the networks stand in the place of {stem} in the checkpoint's name."""
+    versus = "-vs-".join(folders_of(options.compare).values())[: 2 * LONGEST]
+    name = Path(options.checkpoint or "").stem
+    return Path("runs") / "fewshot" / (name.replace("{stem}", versus) if "{stem}" in name else versus)
+
+
+class _Probes:
+    """The networks of a run of probes, where their weights are, and the cells: a draw for a network each."""
+
+    def __init__(self, begun: Session[Probing]) -> None:
+        self.begun, self.options, self.folder = begun, begun.recipe, begun.folder
+        self.places = self._load()
+        folders = folders_of(self.options.compare)
+        self.cells = [
+            Cell(name, seed, f"{folders[name]}/seed{seed}" if folders else f"seed{seed}")
+            for name in self.places
+            for seed in self.options.seeds
+        ]
+
+    def _load(self) -> dict[str, str]:
+        """Load every network once, say how that went, and return where their weights are, by their names."""
+        options, world = self.options, self.begun.world
+        places, digests = {}, {}
+        for name, place in (options.checkpoints or {"": str(options.checkpoint)}).items():
+            with named(name) if name else nullcontext():
+                model = Probed.load(place, options).model
+                stem = settings_of(name).get("stem") if name else None
+                if stem not in (None, model.config.stem):
+                    raise DataError(f"{place} has stem {model.config.stem}; name the weights of each network")
+            called = name or model.config.stem
+            places[called], digests[called] = place, model.report.digest
+            self.begun.console.info(f"{spoken(called)}: {model.report.summary()}")
+        check_weights(self.folder, digests)
+        self.folder.update(device=describe_device(world.device), ranks=1, status="running", digests=digests)
+        return places
+
+    def run(self) -> Result:
+        """Probe what is missing, and write the result."""
+        options, splits = self.options, open_splits(self.options)
+        data = splits.fingerprints
+        if self.folder.facts.get("data", data) != data:
+            raise DataError(
+                f"{self.folder.path}: the data have changed since this comparison began; start another with -o"
+            )
+        self.folder.update(data=data)
+        failed: dict[str, str] = {}
+        for name, place in self.places.items():
+            missing = [cell for cell in self.cells if cell.network == name and self._done(cell) is None]
+            try:
+                if missing:
+                    self._probe(place, missing, splits)
+            except (NonFiniteError, OutOfMemoryError) as error:
+                self.begun.console.warn(f"{spoken(name)} failed: {error}")
+                failed |= {cell.folder: f"{cell.label}: {error}" for cell in missing}
+        done = {cell.folder: found for cell in self.cells if (found := self._done(cell)) is not None}
+        scores = [_score(shots) for shots in sorted(options.shots, reverse=True)]
+        result = build_result(scores, self.cells, done, failed, compared=bool(options.compare))
+        result |= {"data": options.source, "fingerprints": data, "classes": len(splits.classes)}
+        keep_result(self.folder, result)
+        return result
+
+    def _done(self, cell: Cell) -> Result | None:
+        return read_object(self.folder.path / cell.folder / "result.json")
+
+    def _probe(self, place: str, cells: list[Cell], splits: Splits) -> None:
+        """Encode all images by one network, and write what it reaches with the draws of some cells."""
+        network = Probed.load(place, self.options)
+        facts = {"task": "fewshot", **network.facts(splits.test, self.begun.world, self.begun.console)}
+        features = _features(network, splits, self.begun)
+        for cell in cells:
+            stopping.check_here()
+            self.begun.console.info(cell.label)
+            accuracies = {_score(shots): features.accuracy(shots, cell.seed) for shots in self.options.shots}
+            make_folder(self.folder.path / cell.folder)
+            replace_json(self.folder.path / cell.folder / "result.json", {**facts, "seed": cell.seed, **accuracies})
+
+
+def _features(network: Probed, splits: Splits, begun: Session[Probing]) -> Features:
+    """Encode all images. Raises `OutOfMemoryError`, and as `encode_splits` does."""
+    device, options = begun.world.device, begun.recipe
+    try:
+        return encode_splits(network.model.to(device), splits, options, device, begun.console, network.whole)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    raise OutOfMemoryError(f"out of memory with {options.batch_size} images at a time; use a smaller --batch-size")
+
+
+def _score(shots: int) -> str:
+    return f"{shots}-shot"
