@@ -15,6 +15,7 @@ from dpn_cli.data.labelled import Labelled
 from dpn_cli.data.pixels import PixelSet, Transform, stream
 from dpn_cli.engine.losses import LOSSES, Loss
 from dpn_cli.run import distributed, stopping
+from dpn_cli.run.console import Done, uncounted
 from dpn_cli.run.distributed import World
 from dpn_cli.run.sanity import class_floors
 
@@ -110,18 +111,22 @@ def score(
     skip_bad: bool = False,
     columns: Tensor | None = None,
     keep_answers: bool = False,
+    done: Done = uncounted,
 ) -> Scores:
     """Score a split.
 
     `logits_of` maps uint8 images (b, 3, h, w) to logits, of which `columns` picks those of the split's classes.
-    With `keep_answers` every readable image has an `Answer`, in the split's order. Raises `DataError` for an unreadable
-    image unless `skip_bad`, `StoppedError` when a signal asks to stop.
+    `done` is told how many of this rank's images are done. With `keep_answers` every readable image has an `Answer`, in
+    the split's order.
+
+    Raises `DataError` for an unreadable image unless `skip_bad`, `StoppedError` when a signal asks to stop.
     """
     confusion = confusion_matrix(classes, world.device)
     sums = torch.zeros(4, dtype=torch.float64)  # images, right among five, loss, skipped
     answers: list[Answer] = []
     with closing(rank_share(split, transform, world, batch_size, workers, skip_bad=skip_bad)) as parts:
         for part in parts:
+            done(len(part.images) + part.skipped)
             sums[3] += part.skipped
             if not len(part.images):
                 continue

@@ -130,6 +130,24 @@ def test_one_option_has_one_name_everywhere() -> None:
     assert not {key: names for key, names in keys.items() if len(names) > 1}
 
 
+# What reads pictures and does not train. Batches of `inspect` are as large as memory allows; packing has none.
+READERS = (
+    *("predict", "lit predict", "segment predict", "lit search", "eval score", "eval fewshot", "lit eval"),
+    *("segment eval", "checkpoint retrofit", "inspect", "data pack"),
+)
+
+
+@pytest.mark.parametrize("command", READERS)
+def test_what_reads_pictures_has_the_same_options(command: str) -> None:
+    found: Any = typer.main.get_command(app)
+    for word in command.split():
+        found = found.commands[word]
+    names = {name for parameter in found.params for name in parameter.opts}
+    assert {"-q", "-j", "--decode", "--max-pixels"} <= names
+    assert ("-b" in names) == (command not in {"inspect", "data pack"})
+    assert ({"--csv", "--html"} <= names) == command.endswith("predict")
+
+
 class _Trial(Section):
     rate: Annotated[Annotated[float, Field(gt=0)] | None, flag("--rate", "-r", help="A rate.", panel=TRAIN)] = 0.5
     fast: Annotated[bool, flag("--fast/--no-fast", help="Be fast.", panel=TRAIN)] = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from base64 import b64decode
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,9 @@ from dpn_cli.report.content import Legend, Section
 from dpn_cli.report.html import render
 from dpn_cli.report.predictions import MOST_SHOWN, Predictions, spread
 from dpn_cli.report.thumbnails import DENSITY, SIDE, thumbnail
+from dpn_cli.run import console
 from dpn_cli.run.console import Console
-from dpn_cli.weights.backbone import load_backbone
+from dpn_cli.weights.backbone import export_backbone, load_backbone
 from tasks.classify.classifier import Classifier, save_classifier
 from tasks.lit.towers import save_towers
 from tasks.segment import prediction
@@ -81,7 +83,7 @@ def test_damaged_pictures_are_named_one_by_one_and_the_others_are_done(command: 
     assert [warning.partition(": not a readable image")[0] for warning in warnings] == [
         f"warning: {place}/photos/{name}-damaged.png" for name in "19"
     ]
-    assert error.startswith("error: 2 of 8 pictures cannot be read and are named above; the others are done.")
+    assert error.startswith("error: unreadable: 2 of 8 pictures, named above; the others are done.")
     results = json.loads(done.stdout)
     assert [Path(result["image"]).name[0] for result in results] == list("012345")
     accepted = predict(command, place, "--skip-bad-images")
@@ -197,7 +199,53 @@ def test_a_single_damaged_picture_is_one_line_and_of_several_each_has_one(place:
     assert not Path("page.html").exists()
 
 
+def test_pictures_of_one_name_are_drawn_into_folders(place: Path) -> None:
+    network = str(place / "segment predict.safetensors")
+    photos = pictures(Path("classes"), classes=2, each=1, size=(20, 20))
+    done = run("segment", "predict", network, str(photos), "-o", "out", "--json")
+    found = [one["labels"] for one in json.loads(done.stdout)]
+    assert found == [f"out/{name}/000.labels.png" for name in ("class0", "class1")]
+    assert all(Path(name).is_file() for name in found)
+    (photos / "class1" / "000.png").write_bytes((photos / "class1" / "000.jpg").read_bytes())
+    done = run("segment", "predict", network, str(photos), "-o", "out")
+    assert done.exit_code == 2
+    assert "class1/000.jpg and" in done.stderr
+    assert "both would be written as class1/000.labels.png" in done.stderr
+
+
 def test_a_legend_keeps_classes_of_one_name_apart() -> None:
     html = render("x", [Section("y", [Legend("z", [("a", "#000000"), ("a", "#ffffff")])])], {})
     check_page(html)
     assert html.count("<li>") == 2
+
+
+COUNTED = {
+    "predict": ["predict", "predict.safetensors", "good"],
+    "lit predict": ["lit", "predict", "lit predict.safetensors", "good", "--labels", "a,b"],
+    "segment predict": ["segment", "predict", "segment predict.safetensors", "good"],
+    "eval": ["eval", "predict.safetensors", "--data", "classes", "--split", "all"],
+    "lit eval": ["lit", "eval", "lit predict.safetensors", "--data", "classes", "--split", "train", "--force"],
+    "eval fewshot": ["eval", "fewshot", "predict.safetensors", "--data", "classes", "--val-fraction", "0.5",
+                     "--shots", "1"],
+    "retrofit": ["checkpoint", "retrofit", "plain.safetensors", "new.safetensors", "--data", "good"],
+    "predict.safetensors": ["inspect", "predict.safetensors", "--data", "good"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("label", COUNTED)
+def test_commands_that_read_pictures_say_how_far_they_are(
+    label: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pictures(Path("classes"), classes=3, each=4, size=(20, 20))
+    pictures(Path("good"), classes=2, each=4, size=(20, 20))
+    for number, name in enumerate(("ant", SCRIPT, "cow")):
+        Path(f"classes/class{number}").rename(f"classes/{name}")
+    for path in place.glob("*.safetensors"):
+        Path(path.name).symlink_to(path)
+    export_backbone(load_backbone("mu/8", stem="none", image_size=16), Path("plain.safetensors"))
+    monkeypatch.setattr(console, "LINE_EVERY", -1.0)  # a line every time
+    done = run(*COUNTED[label])
+    assert done.exit_code == 0, done.output
+    told = re.findall(rf"^{label.removesuffix('.safetensors')}: (\d+) of (\d+) pictures$", done.stderr, re.MULTILINE)
+    assert told, done.stderr
+    assert told[-1][0] == told[-1][1]

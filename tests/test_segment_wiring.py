@@ -67,7 +67,7 @@ def scored(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Replace scoring; gives what each was asked for."""
     seen: list[dict[str, Any]] = []
 
-    def score(network: Any, pairs: Any, rule: LabelRule, *_: Any, workers: Any) -> SegmentScores:
+    def score(network: Any, pairs: Any, rule: LabelRule, *_: Any, workers: Any, **__: Any) -> SegmentScores:
         bf16 = torch.is_autocast_enabled("cpu")
         seen.append({"names": list(pairs.names), "rule": rule, "workers": workers, "bf16": bf16})
         return SegmentScores(torch.eye(rule.classes, dtype=torch.int64), len(pairs))

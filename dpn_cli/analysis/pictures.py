@@ -14,6 +14,7 @@ from dpn_cli.data.images import open_unlabelled
 from dpn_cli.data.labelled import SceneSplit
 from dpn_cli.data.pixels import load, resize, stream
 from dpn_cli.errors import DataError
+from dpn_cli.run.console import Done, uncounted
 from dpn_cli.weights.backbone import Backbone
 
 # Scenes among whose patches an ordinary one is looked for.
@@ -32,8 +33,11 @@ class Shown:
         self.split = Part(whole, sorted(hash_order(whole)[:most]))
         self.workers, self.skip_bad = workers, skip_bad
 
-    def batches(self, model: Backbone) -> Iterator[Tensor]:
-        """Yield them as uint8 (b, 3, h, w) at the size of a network. Raises `DataError` for unreadable pictures."""
+    def batches(self, model: Backbone, done: Done = uncounted) -> Iterator[Tensor]:
+        """Yield them as uint8 (b, 3, h, w) at the size of a network, and tell `done` how many are done.
+
+        Raises `DataError` for unreadable pictures.
+        """
         transform = partial(resize, size=model.config.image_size)
         seen = 0
         with stream(
@@ -43,6 +47,7 @@ class Shown:
                 if len(part.images):
                     seen += len(part.images)
                     yield part.images
+                done(len(part.images) + part.skipped)
         if not seen:
             raise DataError(f"--data {self.place}: none of {len(self.split.labels)} pictures can be read")
 

@@ -16,12 +16,14 @@ from dpn_cli.errors import DpnError
 from dpn_cli.recipe.flag import DATA, FACTS, OUTPUT, argument, flag
 from dpn_cli.recipe.network import IMAGE_SIZE, STEM
 from dpn_cli.recipe.schema import (
+    AtOnce,
     Pictures,
     Pixels,
     Positive,
     Section,
     Seed,
     Side,
+    Workers,
     height_by_width,
 )
 from dpn_cli.run.console import Console, cell, printable, show
@@ -126,6 +128,8 @@ class Retrofit(Writing):
     ] = 512
     seed: Annotated[Seed, flag("--seed", help="Seed of the draw.", panel=DATA)] = 0
     pictures: Pictures = Pictures()
+    batch_size: AtOnce = 32
+    workers: Workers = "auto"
 
 
 @action(app, "inspect", Inspection, "dpn checkpoint inspect B_32.npz --image-size 384", quiet=False)
@@ -189,7 +193,6 @@ def _fold(options: Folding, console: Console) -> Outcome:
     "retrofit",
     Retrofit,
     "dpn checkpoint retrofit B_32.npz B_32-dpn.safetensors --data photos",
-    quiet=False,
 )
 def _retrofit(options: Retrofit, console: Console) -> Outcome:
     """Give a plain ViT a DPN stem whose tokens are as near as they can be: a start for training."""
@@ -202,13 +205,16 @@ def _retrofit(options: Retrofit, console: Console) -> Outcome:
     from dpn_cli.data.images import find_images
     from dpn_cli.data.pixels import load
     from dpn_cli.data.reading import Reading
+    from dpn_cli.run import stopping
     from dpn_cli.weights.inferred import config_of
     from dpn_cli.weights.retrofit import retrofit
 
     size = _pair(options.image_size) or config_of(opened).image_size
     reading = Reading(options.pictures.decode, options.pictures.max_pixels)
-    pixels = load(find_images(options.data, options.images, options.seed, reading), size).images
-    images = torch.split(pixels, 32)
+    split = find_images(options.data, options.images, options.seed, reading)
+    with stopping.listen(stopping.NO_RESULT), console.counting("retrofit", len(split.labels)) as counted:
+        pixels = load(split, size, workers=options.workers, done=counted).images
+    images = torch.split(pixels, options.batch_size)
     done = retrofit(opened, options.target, lambda: iter(images), stem=options.stem, image_size=size)
     return (
         done,

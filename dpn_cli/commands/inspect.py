@@ -76,7 +76,11 @@ def inspect(options: Inspection, console: Console) -> dict[str, Any]:
         for name, model in zip(names, models, strict=True):
             console.info(model.report.summary())
             model.to(world.device).eval()
-            networks.append(examine(name, model, None if shown is None else shown.batches(model)))
+            if shown is None:
+                networks.append(examine(name, model, None))
+            else:
+                with console.counting(name, len(shown.split.labels)) as done:
+                    networks.append(examine(name, model, shown.batches(model, done)))
             for line in networks[-1].left_out:
                 console.info(f"{name}: {line}")
     page = write_page(options.output_dir, f"dpn inspect: {' and '.join(names)}", sections_of(networks))

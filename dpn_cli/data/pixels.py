@@ -22,6 +22,7 @@ from dpn_cli.data.reading import Pixels
 from dpn_cli.data.workers import open_loader
 from dpn_cli.errors import DataError
 from dpn_cli.run import stopping
+from dpn_cli.run.console import Done, uncounted
 from dpn_cli.run.distributed import World
 
 if TYPE_CHECKING:
@@ -125,13 +126,19 @@ def _good(loaded: Iterator[tuple[PixelSet, list[DataError]]], skip_bad: bool) ->
 
 
 def load(
-    split: Labelled, size: tuple[int, int], *, workers: int | Literal["auto"] = "auto", skip_bad: bool = False
+    split: Labelled,
+    size: tuple[int, int],
+    *,
+    workers: int | Literal["auto"] = "auto",
+    skip_bad: bool = False,
+    done: Done = uncounted,
 ) -> PixelSet:
-    """Decode and resize a whole split into memory: 3 * h * w bytes an image."""
+    """Decode and resize a whole split into memory: 3 * h * w bytes an image. `done` is told how many are done."""
     parts = []
     with stream(split, partial(resize, size=size), 64, workers=workers, skip_bad=skip_bad) as decoded:
         for part in decoded:
             stopping.check_here()
+            done(len(part.images) + part.skipped)
             parts.append(part)
     return PixelSet(
         torch.cat([part.images for part in parts if len(part.images)]),

@@ -112,6 +112,10 @@ MaxPixels = Annotated[
         panel=DATA,
     ),
 ]
+Workers = Annotated[
+    Annotated[int, Field(ge=0, le=1024)] | Literal["auto"],
+    flag("--workers", "-j", help="Processes that decode images, or auto.", panel=RUNTIME),
+]
 Crop = Literal["inception", "whole", "timm_bicubic", "timm_bilinear"]
 TorchvisionPolicy = Literal["cifar10", "imagenet", "svhn"]
 Lr = Annotated[float, Field(gt=0)]
@@ -227,10 +231,7 @@ class Runtime(Section):
         Positive | Literal["auto"],
         MICRO_BATCH_SIZE,
     ] = "auto"
-    workers: Annotated[
-        Annotated[int, Field(ge=0, le=1024)] | Literal["auto"],
-        flag("--workers", "-j", help="Processes that decode images, or auto.", panel=RUNTIME),
-    ] = "auto"
+    workers: Workers = "auto"
     checkpoint_every: Positive = 500
     report_to: Annotated[
         Literal["none", "tensorboard", "wandb"],

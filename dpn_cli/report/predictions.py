@@ -192,8 +192,8 @@ class Predictions:
         if skip_bad or not self.unreadable:
             return None
         return DataError(
-            f"{len(self.unreadable)} of {len(self.paths)} pictures cannot be read and are named above; the others are "
-            "done. Fetch them again, or accept it with --skip-bad-images"
+            f"unreadable: {len(self.unreadable)} of {several(len(self.paths), 'picture')}, named above; the others are "
+            "done. Fetch what is missing again, or accept it with --skip-bad-images"
         )
 
 

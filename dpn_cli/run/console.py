@@ -18,7 +18,7 @@ from datetime import timedelta
 
 from rich.console import Console as RichConsole
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn
 
 # Seconds between two lines of progress where stderr is not a terminal; more only if a step takes longer.
 LINE_EVERY = 10.0
@@ -27,6 +27,8 @@ LONGEST = 2000
 # Bars of one character from low to high, and how many of them a curve has on a terminal of so many columns.
 BLOCKS = "▁▂▃▄▅▆▇█"
 CURVES = {80: 8, 110: 24}
+# Takes how many more pictures are done.
+Done = Callable[[int], None]
 # Control characters, line and direction marks, and lone surrogates (from names in an unknown encoding).
 UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -105,6 +107,10 @@ class Tick:
         )
 
 
+def uncounted(more: int) -> None:
+    """Show nothing: the `Done` of work that is part of something larger."""
+
+
 class Console:
     """Messages and progress on stderr; `clock` returns seconds."""
 
@@ -113,6 +119,7 @@ class Console:
         self.rich = RichConsole(stderr=True, highlight=False, quiet=not leads, soft_wrap=True)
         self.quiet, self.clock = quiet, clock
         self.shown = -math.inf  # time of the last line of progress, of any training
+        self.barred = False  # whether a terminal shows a bar, beside which there is no other one
 
     def info(self, text: str) -> None:
         """Print a line unless -q was given."""
@@ -143,7 +150,7 @@ class Console:
                 *([TextColumn("{task.fields[curve]}")] if points else []),
                 TextColumn("{task.fields[tick]}"),
             )
-            with Progress(*columns, console=self.rich, transient=True) as bar:
+            with self._bar(*columns) as bar:
                 task = bar.add_task(label, total=None, tick="", curve="")
 
                 def update(tick: Tick) -> None:
@@ -168,16 +175,16 @@ class Console:
             yield line
 
     @contextmanager
-    def counting(self, label: str, total: int) -> Iterator[Callable[[int], None]]:
+    def counting(self, label: str, total: int) -> Iterator[Done]:
         """Show how many of `total` pictures are done: a bar on a terminal, elsewhere a line every ten seconds.
 
-        Yields a function that takes how many more are done.
+        Beside the bar of a training there is none. Yields a function that takes how many more are done.
         """
-        if self.quiet or self.rich.quiet:
-            yield lambda more: None
+        if self.quiet or self.rich.quiet or self.barred:
+            yield uncounted
         elif self.rich.is_terminal:
             columns = (self._spinner(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-            with Progress(*columns, console=self.rich, transient=True) as bar:
+            with self._bar(*columns) as bar:
                 task = bar.add_task(escape(label), total=total)
                 yield lambda more: bar.advance(task, more)
         else:
@@ -191,6 +198,15 @@ class Console:
                     shown = self.clock()
 
             yield line
+
+    @contextmanager
+    def _bar(self, *columns: ProgressColumn) -> Iterator[Progress]:
+        self.barred = True
+        try:
+            with Progress(*columns, console=self.rich, transient=True) as bar:
+                yield bar
+        finally:
+            self.barred = False
 
     def _spinner(self) -> SpinnerColumn:
         return SpinnerColumn("line" if self.rich.options.ascii_only else "dots")

@@ -32,6 +32,10 @@ class World:
         """Whether this rank writes files and prints."""
         return self.rank == 0
 
+    def share(self, count: int) -> int:
+        """Return how many of `count` things that are dealt to the ranks in turn are this rank's."""
+        return len(range(self.rank, count, self.size))
+
 
 @contextmanager
 def join(device: str) -> Iterator[World]:

@@ -18,7 +18,7 @@ from dpn_cli.data.trained_on import Known, look_up
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError
 from dpn_cli.run import distributed, stopping
-from dpn_cli.run.console import Console, printable
+from dpn_cli.run.console import Console, Done, printable
 from dpn_cli.run.distributed import World, join
 from dpn_cli.run.files import open_report, replace_json
 from dpn_cli.scoring import Scores, score
@@ -54,7 +54,8 @@ def evaluate(options: Scoring, console: Console) -> dict[str, Any] | None:
             console.warn(warning)
         real = read_real(options.real, split) if options.real else None
         answers = bool(real) or options.output_dir is not None
-        scores = _score(classifier, split, columns, options, world, keep_answers=answers)
+        with console.counting("eval", world.share(len(split.labels))) as done:
+            scores = _score(classifier, split, columns, options, world, keep_answers=answers, done=done)
         result = _result(options, classifier, names, scores, split, part, known)
         if real:
             labels = [real[answer.row] for answer in scores.answers]
@@ -100,6 +101,7 @@ def _score(
     options: Scoring,
     world: World,
     keep_answers: bool,
+    done: Done,
 ) -> Scores:
     classifier.model.to(world.device).eval()
     with engine.precision_of(options.runtime, world.device):
@@ -115,6 +117,7 @@ def _score(
             skip_bad=options.skip_bad_images,
             columns=None if columns is None else columns.to(world.device),
             keep_answers=keep_answers,
+            done=done,
         )
 
 

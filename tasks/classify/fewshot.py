@@ -188,7 +188,8 @@ def encode_splits(
 
     def encoded(split: Labelled) -> tuple[Array, Array]:
         skip, rows = options.skip_bad_images, options.batch_size
-        found = encode(model, split, options.runtime, device, rows, skip_bad=skip, transform=whole)
+        with console.counting("eval fewshot", len(split.labels)) as done:
+            found = encode(model, split, options.runtime, device, rows, skip_bad=skip, transform=whole, done=done)
         count = len(found[1])
         console.info(f"{count} images encoded")
         if count < len(split.labels):

@@ -18,6 +18,7 @@ from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError
 from dpn_cli.recipe.schema import Runtime
 from dpn_cli.run import stopping
+from dpn_cli.run.console import Done, uncounted
 from dpn_cli.weights.backbone import Backbone
 
 L2 = 1024.0  # 2^10, on every weight, that of the constant included
@@ -56,17 +57,19 @@ def encode(
     rows: Sequence[int] | None = None,
     skip_bad: bool = False,
     transform: Transform | None = None,
+    done: Done = uncounted,
 ) -> tuple[Array, Array]:
     """Return what the head reads of every image of `rows`, (n, d) in float64, and its class (n,).
 
     Images are prepared by `square_crop` unless `transform` is given. With `skip_bad` unreadable images are left out;
-    otherwise raises `DataError` naming the first one.
+    otherwise raises `DataError` naming the first one. `done` is told how many are done.
     """
     features, labels = [], []
     transform = transform or partial(square_crop, size=model.config.image_size)
     with stream(split, transform, batch_size, rows=rows, workers=runtime.workers, skip_bad=skip_bad) as parts:
         for part in parts:
             stopping.check_here()
+            done(len(part.images) + part.skipped)
             if len(part.images):
                 with torch.inference_mode(), engine.precision_of(runtime, device):
                     tokens = model.forward_features(model.normalize(part.images.to(device)))

@@ -63,10 +63,11 @@ def _zeroshot(towers: Towers, options: Scoring, reading: Reading, world: World, 
     run = Path(options.run).expanduser()
     with engine.precision_of(options.runtime, world.device):
         weights = classifier_of(towers, names, templates, run if (run / "run.json").is_file() else None, world)
-        scores = classify(
-            towers, weights, split, world,
-            workers=options.runtime.workers, batch_size=options.batch_size, skip_bad=options.skip_bad_images,
-        )  # fmt: skip
+        with console.counting("lit eval", world.share(len(split.labels))) as done:
+            scores = classify(
+                towers, weights, split, world, done=done,
+                workers=options.runtime.workers, batch_size=options.batch_size, skip_bad=options.skip_bad_images,
+            )  # fmt: skip
     if not options.force:
         check_order(scores, len(names))
     result = _zeroshot_result(scores, split, names, origin, chosen, templates)

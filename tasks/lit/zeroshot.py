@@ -23,6 +23,7 @@ from torch import Tensor
 from dpn_cli.data.labelled import Labelled
 from dpn_cli.errors import DataError, SaveError
 from dpn_cli.run import stopping
+from dpn_cli.run.console import Done, uncounted
 from dpn_cli.run.distributed import World
 from dpn_cli.run.files import read_named
 from dpn_cli.scoring import Scores, score
@@ -149,9 +150,17 @@ def classifier_of(
 
 
 def classify(
-    towers: Towers, weights: Tensor, split: Labelled, world: World, *, workers: Any, batch_size: int, skip_bad: bool
+    towers: Towers,
+    weights: Tensor,
+    split: Labelled,
+    world: World,
+    *,
+    workers: Any,
+    batch_size: int,
+    skip_bad: bool,
+    done: Done = uncounted,
 ) -> Scores:
-    """Score the nearest class of every image of a split."""
+    """Score the nearest class of every image of a split; `done` is that of `score`."""
     scale = towers.text.log_temperature.exp().detach()
 
     def logits(images: Tensor) -> Tensor:
@@ -169,6 +178,7 @@ def classify(
         batch_size=batch_size,
         workers=workers,
         skip_bad=skip_bad,
+        done=done,
     )
 
 

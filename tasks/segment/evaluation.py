@@ -8,7 +8,7 @@ from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError
 from dpn_cli.recipe.schema import Runtime
 from dpn_cli.run import distributed, stopping
-from dpn_cli.run.console import Console
+from dpn_cli.run.console import Console, Done, uncounted
 from dpn_cli.run.distributed import World, join
 from dpn_cli.run.files import open_report, replace_json
 from tasks.segment.check import check_masks
@@ -50,7 +50,9 @@ def evaluate(options: Scoring, console: Console) -> dict[str, Any] | None:
         evaluation = evaluation_of(options, segmenter.evaluation)
         console.info(f"{len(pairs)} images of {len(segmenter.classes)} classes")
         segmenter.network.to(world.device)
-        scores, described = score_sizes(segmenter, pairs, evaluation, runtime, world)
+        passes = 2 if evaluation.beside else 1
+        with console.counting("segment eval", passes * world.share(len(pairs))) as done:
+            scores, described = score_sizes(segmenter, pairs, evaluation, runtime, world, done)
         result = {
             "task": "segment eval",
             "network": options.run,
@@ -69,22 +71,22 @@ def evaluate(options: Scoring, console: Console) -> dict[str, Any] | None:
 
 
 def score_once(
-    segmenter: Segmenter, pairs: Pairs, evaluation: Evaluation, runtime: Runtime, world: World
+    segmenter: Segmenter, pairs: Pairs, evaluation: Evaluation, runtime: Runtime, world: World, done: Done = uncounted
 ) -> SegmentScores:
     """Score a split in one way: at the images' own size where `evaluation` says both."""
     with engine.precision_of(runtime, world.device):
         plan = segmenter.plan(evaluation)
-        return score(segmenter.network, pairs, segmenter.rule, plan, world, workers=runtime.workers)
+        return score(segmenter.network, pairs, segmenter.rule, plan, world, workers=runtime.workers, done=done)
 
 
 def score_sizes(
-    segmenter: Segmenter, pairs: Pairs, evaluation: Evaluation, runtime: Runtime, world: World
+    segmenter: Segmenter, pairs: Pairs, evaluation: Evaluation, runtime: Runtime, world: World, done: Done = uncounted
 ) -> tuple[SegmentScores, dict[str, Any]]:
     """Score a split at the size, or both sizes, of `evaluation`; returns the scores and their part of a result."""
-    scores = score_once(segmenter, pairs, evaluation, runtime, world)
+    scores = score_once(segmenter, pairs, evaluation, runtime, world, done)
     described = scores.to_dict()
     if evaluation.beside:
-        resized = score_once(segmenter, pairs, evaluation.beside, runtime, world).to_dict()
+        resized = score_once(segmenter, pairs, evaluation.beside, runtime, world, done).to_dict()
         described["resized"] = {key: resized[key] for key in ("miou", "pixel_accuracy", "mean_accuracy")}
     return scores, {**described, "evaluation": evaluation.model_dump(mode="json")}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -44,10 +45,10 @@ def predict(options: Prediction, console: Console) -> Predictions:
     """Write for every picture NAME its label map, an overlay and a legend into the output folder.
 
     ``NAME.labels.png`` has the data set's raw class numbers at the picture's own size, ``NAME.overlay.png`` the
-    classes' colours over the picture, ``NAME.legend.png`` the classes in it. Returns per picture the files, and the
-    classes with their share of the pixels, largest first. Without ``--decode`` JPEGs are decoded as they were for the
-    training. Unreadable pictures are named and left out; raises `DataError` where that leaves none, and for a missing
-    picture.
+    classes' colours over the picture, ``NAME.legend.png`` the classes in it; where pictures of several folders have one
+    name, these folders stand before it. Returns per picture the files, and the classes with their share of the pixels,
+    largest first. Without ``--decode`` JPEGs are decoded as they were for the training. Unreadable pictures are named
+    and left out; raises `DataError` where that leaves none, and for a missing picture.
     """
     how, runtime = options.pictures, options.runtime
     with stopping.listen(DRAWN), join(runtime.device) as world:
@@ -127,11 +128,18 @@ def _lines(result: dict[str, Any]) -> Sequence[str]:
 
 
 def _distinct(paths: Sequence[Path]) -> list[str]:
-    """Return the pictures' names without endings. Raises `DpnError` when two would be written to the same files."""
+    """Return the pictures' names without endings; where two are the same, with the folders that tell them apart.
+
+    Raises `DpnError` when two would be written to the same files all the same.
+    """
     names = [path.stem for path in paths]
+    if len(set(names)) < len(names):
+        places = [path.parent.resolve() / path.stem for path in paths]
+        root = os.path.commonpath([place.parent for place in places])
+        names = [str(place.relative_to(root)) for place in places]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        both = [str(path) for path in paths if path.stem == twice]
+        both = [str(path) for path, name in zip(paths, names, strict=True) if name == twice]
         raise DpnError(f"{both[0]} and {both[1]}: both would be written as {twice}.labels.png; predict them apart (-o)")
     return names
 

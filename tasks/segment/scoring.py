@@ -16,6 +16,7 @@ from dpn_cli.data.loader import worker_count
 from dpn_cli.data.workers import open_loader
 from dpn_cli.errors import DataError
 from dpn_cli.run import distributed, stopping
+from dpn_cli.run.console import Done, uncounted
 from dpn_cli.run.distributed import World
 from tasks.segment.classes import Class
 from tasks.segment.labels import IGNORE, LabelRule
@@ -129,9 +130,18 @@ class _Sized(Dataset[Item]):
 
 
 def score(
-    network: LinearSegmenter, pairs: Pairs, rule: LabelRule, plan: Plan, world: World, *, workers: int | Literal["auto"]
+    network: LinearSegmenter,
+    pairs: Pairs,
+    rule: LabelRule,
+    plan: Plan,
+    world: World,
+    *,
+    workers: int | Literal["auto"],
+    done: Done = uncounted,
 ) -> SegmentScores:
     """Score a network on a split at the labels' own sizes, each image once whatever the ranks.
+
+    `done` is told how many of this rank's images are done.
 
     Raises `DataError` for an unreadable image or a wrong mask, `StoppedError` when a signal asks to stop.
     """
@@ -149,6 +159,7 @@ def score(
             predicted, label = _predict(network, item, plan, world.device)
             counts = count_pixels(predicted, label, rule.classes)
             confusion += counts
+            done(1)
             if bool(counts.any()):
                 each.append(ImageScore(rows[turn], SegmentScores(counts, 1).miou))
     each = sorted(one for rank in distributed.from_all(each) for one in rank)
