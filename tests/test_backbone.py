@@ -59,6 +59,14 @@ def test_old_names_become_the_current_ones(golden: Callable[[str], Arrays]) -> N
     assert "class token" in " ".join(old.report.notes)
 
 
+def test_stochastic_depth_of_one_block_is_called_idle() -> None:
+    """Block l of L is left out at l / (L - 1) of the rate, and so the first one never is."""
+    for arch, idle in (("mu/8", True), ("nano/8", False)):
+        model = load_backbone(arch, image_size=16, drop_path=0.3)
+        assert (not any(isinstance(part, timm.layers.DropPath) for part in model.modules())) is idle
+        assert ("drop_path=0.3 does nothing in a network of one block" in model.report.summary()) is idle
+
+
 def test_position_embedding_under_the_encoder_is_read_too(golden: Callable[[str], Arrays], tmp_path: Path) -> None:
     raw = {**arrays_of(str(GOLDENS / "vit_oldckpt.fixed.npz"))}
     raw.pop("pos_embedding")

@@ -92,5 +92,8 @@ def test_weights_and_pictures_that_are_here_are_read(tmp_path: Path) -> None:
     assert result["teacher"]["arch"] == "mu/8"
     done = run("plan", "distill", "--teacher", str(teacher), "--teacher-arch", "B/16")
     assert (done.exit_code, "--teacher-arch B/16" in done.stderr) == (2, True)
+    done = run("plan", "distill", "--teacher", str(teacher), "--images", "1", "-b", "9")
+    assert (done.exit_code, done.stdout) == (3, "")
+    assert "--images 1: 1 picture to train on, fewer than one batch of 9; use --batch-size 1 at most" in done.stderr
     text = run("plan", "distill", "--teacher-arch", "S/16", "--student-arch", "Ti/16", "--images", "1000000").stdout
     assert text.startswith("Ti/16 stem dpn (5.7 M weights) from S/16 stem none (22.1 M): 7.7 GFLOP an image forward")

@@ -50,7 +50,7 @@ MUTATIONS = [
      "gradients of micro-batches are added up without weights", M),
     (GRADIENTS, "sync and done == rows", "sync",
      "ranks exchange gradients at every micro-batch", D + " " + M),
-    (GRADIENTS, "clip_gradients(self.parameters, self.job.optim.clip_norm)", "clip_gradients(self.parameters, None)",
+    (GRADIENTS, "clip_gradients(self.parameters, self.job.optim.clip_norm, norms)", "clip_gradients(self.parameters, None, norms)",
      "gradients are never clipped", E),
     (COUPLED, "GRADIENT: gradient * len(features)", "GRADIENT: gradient",
      "the gradient of a contrastive loss shrinks with the batch", M),

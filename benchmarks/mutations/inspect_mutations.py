@@ -138,8 +138,8 @@ MUTATIONS = [
     ),
     (
         "dpn_cli/report/gradients.py",
-        "if step > after]",
-        "if step >= after]",
+        "if step > after else",
+        "if step >= after else",
         "a step more is in the mean over the last",
         TL,
     ),

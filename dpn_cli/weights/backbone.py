@@ -69,6 +69,8 @@ class Backbone(DPNViT):
     def __init__(self, config: ViTConfig, mean: Rgb, std: Rgb, report: LoadReport) -> None:
         super().__init__(config)
         self.mean, self.std, self.report = mean, std, report
+        if config.drop_path and config.size.depth == 1:
+            report.notes.append(f"backbone.drop_path={config.drop_path:g} does nothing in a network of one block")
         for name, values in (("input_mean", mean), ("input_std", std)):
             self.register_buffer(name, torch.tensor(values, device="cpu")[:, None, None], persistent=False)
 

@@ -15,7 +15,7 @@ from dpn_cli.data.loader import Augmentation
 from dpn_cli.data.pixels import Transform, stream
 from dpn_cli.data.reading import Reading, decoder_of
 from dpn_cli.errors import DataError
-from dpn_cli.run.console import Console
+from dpn_cli.run.console import Console, several
 from tasks.classify.check import decode_some
 from tasks.classify.distill.recipe import DistillRecipe
 from tasks.classify.evaluation import match_classes
@@ -58,6 +58,15 @@ class Pictures:
             return torch.cat([part.images for part in parts if len(part.images)])
 
 
+def check_count(given: str, pictures: int, batch_size: int) -> None:
+    """Raise `DataError` where there are fewer pictures to train on than a batch; `given` is the option that says so."""
+    if pictures < batch_size:
+        raise DataError(
+            f"{given}: {several(pictures, 'picture')} to train on, fewer than one batch of {batch_size}; use "
+            f"--batch-size {max(1, pictures)} at most, or more pictures"
+        )
+
+
 def open_pictures(recipe: DistillRecipe, classes: Sequence[str] | None, console: Console) -> Pictures:
     """Open the recipe's pictures; `classes` are the teacher's, None where it has no head.
 
@@ -81,11 +90,7 @@ def open_pictures(recipe: DistillRecipe, classes: Sequence[str] | None, console:
             f"--data {data.source}: none of {len(order)} pictures is held out to compare teacher and student on; see "
             "data.held_out"
         )
-    if len(train.labels) < recipe.batch_size:
-        raise DataError(
-            f"--data {data.source}: {len(train.labels)} pictures to train on, fewer than one batch of "
-            f"{recipe.batch_size}; use --batch-size {len(train.labels)} at most, or more pictures"
-        )
+    check_count(f"--data {data.source}", len(train.labels), recipe.batch_size)
     val, columns, names = None, None, tuple[str, ...]()
     if classes is not None and (data.val_source or _labelled_val(source)):
         val, names = open_split(source, "val")

@@ -13,7 +13,7 @@ from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import load_backbone
 from tasks.classify.check import check_divides
 from tasks.classify.distill.cache import check_views, target_shapes, values_of
-from tasks.classify.distill.data import open_pictures
+from tasks.classify.distill.data import check_count, open_pictures
 from tasks.classify.distill.recipe import DistillRecipe, Losses
 from tasks.classify.distill.student import check_pair, load_teacher, new_student, start_of
 from tasks.classify.flops import count, training_flops
@@ -38,7 +38,9 @@ def estimate(recipe: DistillRecipe, arch: str, images: int | None, *, here: bool
     student, _ = new_student(recipe.model_copy(update={"backbone": unfitted}), teacher, lambda: iter(()))
     check_pair(recipe, teacher, student)
     check_divides(recipe.batch_size, recipe.runtime.micro_batch_size, World(0, ranks, torch.device("cpu")))
-    if images is None:
+    if images is not None:
+        check_count(f"--images {images}", images, recipe.batch_size)
+    else:
         images = len(open_pictures(recipe, None, Console()).train.labels) if here else USUAL[False][0]
     recipe = counted_in_steps(recipe, images / recipe.batch_size)
     check_views(recipe, images)
