@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -112,12 +112,13 @@ def score(
     columns: Tensor | None = None,
     keep_answers: bool = False,
     done: Done = uncounted,
+    see: Callable[[Sequence[int], Tensor], None] | None = None,
 ) -> Scores:
     """Score a split.
 
     `logits_of` maps uint8 images (b, 3, h, w) to logits, of which `columns` picks those of the split's classes.
     `done` is told how many of this rank's images are done. With `keep_answers` every readable image has an `Answer`, in
-    the split's order.
+    the split's order. `see` is called with the rows and the logits (b, classes) of each part.
 
     Raises `DataError` for an unreadable image unless `skip_bad`, `StoppedError` when a signal asks to stop.
     """
@@ -138,6 +139,8 @@ def score(
                 best = logits.topk(min(5, classes), dim=-1).indices
                 value = LOSSES[loss](logits, F.one_hot(labels, classes).float()) * len(labels)
             sums[:3] += torch.tensor([len(labels), int((best == labels[:, None]).sum()), value.item()])
+            if see:
+                see(part.rows, logits)
             if keep_answers:
                 chances = logits.sigmoid() if loss == "sigmoid" else logits.softmax(-1)
                 sure, guess = chances.max(-1)

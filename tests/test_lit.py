@@ -33,6 +33,7 @@ from dpn_cli.weights.backbone import load_backbone
 from tasks.lit import command
 from tasks.lit.features import digest_of
 from tasks.lit.recipe import LitRecipe, in_steps, resolve, settle
+from tasks.lit.samples import PAIRS
 from tasks.lit.text import TextTower
 from tasks.lit.tokens import Tokenizer
 from tasks.lit.towers import Towers, load_towers, save_towers
@@ -116,6 +117,9 @@ def test_64_photographs_and_sentences_are_learnt_by_heart(finished: tuple[Path, 
     assert result["train_loss"] < math.log(64) / 20  # of which a network that knows nothing has all
     assert json.loads((path / "result.json").read_text()) == result
     assert json.loads((path / "run.json").read_text())["status"] == "finished"
+    records = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    assert records[-1]["temperature"] == result["temperature"] != records[0]["temperature"]
+    assert len(json.loads((path / "captions.json").read_text())["pairs"]["images"]) == PAIRS
     assert not (path / "checkpoints").exists()
 
 

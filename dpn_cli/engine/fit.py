@@ -235,6 +235,7 @@ class _Training:
                     "grad_norm": norms[0],
                     "images_per_second": round(tick.images_per_second, 2),
                     "wait_share": round(tick.wait_share, 5),
+                    **self.job.gauges(),
                     **({"layer_norms": layers.named(norms[1:]), "layer_norms_steps": layers.taken} if layers else {}),
                 }
             )

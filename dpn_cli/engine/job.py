@@ -46,6 +46,7 @@ class Job:
         evaluate: returns metrics by name; called with the model in eval mode, after the last step.
         evaluate_every: also evaluate every so many steps; 0 evaluates at the end only.
         monitor: the metric to maximise, where the best weights are kept.
+        gauges: returns further numbers for every record of the log, by name.
         layer_norms: log the norm of the gradient of every layer, too, and when the last `LAST_STEPS` begin; see
             `LayerNorms`.
         keep_best: save the weights with the best `monitor` as ``best``; needs `evaluate_every`.
@@ -66,6 +67,7 @@ class Job:
     evaluate: Evaluate | None = None
     evaluate_every: int = 0
     monitor: str = "accuracy"
+    gauges: Callable[[], dict[str, float]] = dict
     layer_norms: bool = False
     keep_best: bool = True
     outputs: Outputs = field(default_factory=Outputs)

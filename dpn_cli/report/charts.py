@@ -201,7 +201,7 @@ def _heat(chart: Heat) -> Figure:
         if place >= len(chart.panels):
             axes.axis("off")
             continue
-        _panel(axes, chart.panels[place])
+        _panel(axes, chart.panels[place], chart.digits)
         if place % across == 0:
             axes.set_ylabel(label(chart.row))
         if place + across >= len(chart.panels):
@@ -209,13 +209,13 @@ def _heat(chart: Heat) -> Figure:
     return figure
 
 
-def _panel(axes: Axes, panel: Panel) -> None:
+def _panel(axes: Axes, panel: Panel, digits: int) -> None:
     values = np.array([[np.nan if value is None else value for value in row] for row in panel.values])
     known = values[~np.isnan(values)]
     low, high = (known.min(), known.max()) if len(known) else (0.0, 1.0)
     axes.imshow(values, aspect="auto", vmin=low, vmax=max(high, low + 1e-9))
     axes.grid(visible=False)
-    _numbers(axes, values, (low + high) / 2, "{:.1f}")
+    _numbers(axes, values, (low + high) / 2, f"{{:.{digits}f}}")
     for row in panel.marked:
         frame = Rectangle((-0.5, row - 0.5), len(panel.columns), 1, fill=False, edgecolor=COLOURS[1], linewidth=2.5)
         frame.set_clip_on(False)

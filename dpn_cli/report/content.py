@@ -180,12 +180,16 @@ class Panel:
 
 @dataclass(frozen=True)
 class Heat(Chart):
-    """Small heat maps with their numbers in them, each with colours of its own; `row` and `column` name the axes."""
+    """Small heat maps with their numbers in them, of `digits` decimals, each with colours of its own.
+
+    `row` and `column` name the axes.
+    """
 
     row: str
     column: str
     value: str
     panels: Sequence[Panel]
+    digits: int = 1
 
     def rows(self) -> Rows:
         """Return one row per cell."""

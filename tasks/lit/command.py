@@ -106,7 +106,7 @@ def _dry_run(recipe: LitRecipe, world: World, console: Console) -> None:
     again = torch.arange(recipe.batch_size) % len(features)  # the few images stand for a whole batch
     some_features = Features([features.half()[:, None].numpy()], ())
     batches = cached_batches(some_features, again, tokenize(some, tokenizer), recipe.batch_size, 0, world)
-    job = job_of(of_two_steps(recipe), batches, world, engine.Outputs(warn=console.warn))
+    job = job_of(of_two_steps(recipe), text, batches, world, engine.Outputs(warn=console.warn))
     done = engine.fit(engine.prepare(text, recipe.runtime, world), job)
     hours = recipe.schedule.steps * done.seconds / 2 / 3600
     size = len(data.captions) * max(1, recipe.cache.views) * tower.embed_dim * 2 / 2**30

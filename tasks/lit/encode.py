@@ -19,6 +19,7 @@ from tasks.lit.cache import BATCH, cached_features
 from tasks.lit.captions import Captioned
 from tasks.lit.features import ImageEncoder, digest_of, encode_function
 from tasks.lit.retrieval import chance, recalls
+from tasks.lit.samples import keep_pairs
 from tasks.lit.towers import Towers
 
 
@@ -80,13 +81,19 @@ def retrieval_scores(
     runtime: Runtime,
     world: World,
     console: Console,
+    keep: Path | None = None,
 ) -> dict[str, Any]:
-    """Return recalls on captioned images, both ways, beside what chance would give."""
+    """Return recalls on captioned images, both ways, beside what chance would give.
+
+    The leading rank writes what a page shows of them to the folder `keep`.
+    """
     images, good = encoded(data, encoder, root, world, console)
     owner = torch.tensor([index for index, row in enumerate(good) for _ in data.captions[row]])
     with engine.precision_of(runtime, world.device):
         texts = towers.encode_texts([text for row in good for text in data.captions[row]])
     scores = recalls(images.to(world.device), texts, owner.to(world.device))
+    if keep and world.leads:
+        keep_pairs(keep, data, good, images, texts.float().cpu(), owner)
     counts = {"images": len(good), "captions": len(owner), "unreadable": len(data.captions) - len(good)}
     return {**scores, "chance@5": chance(len(good), 5), **counts}
 

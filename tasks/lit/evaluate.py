@@ -21,6 +21,7 @@ from tasks.lit.data import DEMO_SPLITS, CaptionSource, SceneClasses
 from tasks.lit.encode import cache_root, describe_retrieval, image_encoder, retrieval_scores
 from tasks.lit.options import Scoring
 from tasks.lit.parts import open_part
+from tasks.lit.samples import NearestImages, keep_prompts
 from tasks.lit.towers import Towers, load_towers
 from tasks.lit.zeroshot import check_order, class_names, classifier_of, classify, prompt_set
 
@@ -61,15 +62,19 @@ def _zeroshot(towers: Towers, options: Scoring, reading: Reading, world: World, 
     console.info(f"{len(split.labels)} images of {len(names)} classes; {len(templates)} prompts a class")
     known = _known(towers, split, world, console)
     run = Path(options.run).expanduser()
+    nearest = NearestImages(names)
     with engine.precision_of(options.runtime, world.device):
         weights = classifier_of(towers, names, templates, run if (run / "run.json").is_file() else None, world)
         with console.counting("lit eval", world.share(len(split.labels))) as done:
             scores = classify(
-                towers, weights, split, world, done=done,
+                towers, weights, split, world, done=done, nearest=nearest,
                 workers=options.runtime.workers, batch_size=options.batch_size, skip_bad=options.skip_bad_images,
             )  # fmt: skip
     if not options.force:
         check_order(scores, len(names))
+    best = nearest.gather()
+    if options.output_dir and world.leads:
+        keep_prompts(options.output_dir, split, nearest, best)
     result = _zeroshot_result(scores, split, names, origin, chosen, templates)
     return {"split": options.split or "val", "trained_on": known.to_dict() if known else None, **result}
 
@@ -126,7 +131,9 @@ def _retrieval(towers: Towers, options: Scoring, reading: Reading, world: World,
         "split": options.split or "val",
         "part": part,
         "trained_on": known.to_dict() if known else None,
-        "retrieval": retrieval_scores(towers, data, encoder, root, options.runtime, world, console),
+        "retrieval": retrieval_scores(
+            towers, data, encoder, root, options.runtime, world, console, keep=options.output_dir
+        ),
         "left_out": data.dropped,
     }
 

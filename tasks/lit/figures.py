@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from dpn_cli.report.content import Cell, Findings, Lines, Section, Series, Table
+from dpn_cli.report.content import (
+    Cell,
+    Findings,
+    Gallery,
+    Heat,
+    Lines,
+    Panel,
+    Part,
+    Picture,
+    Section,
+    Series,
+    Table,
+    Text,
+)
 from dpn_cli.report.reading import Json, OpenRun
+from dpn_cli.run.files import read_object
 from dpn_cli.run.sanity import result_warning
 
+WATCHED = {"temperature": "temperature, the factor of the cosines"}
+NEAREST = {"captions": "Images nearest to captions", "prompts": "Images nearest to the prompts of classes"}
 WAYS = {"image_to_text": "image to text", "text_to_image": "text to image"}
 
 
@@ -37,7 +54,8 @@ def findings(run: OpenRun, prefix: str) -> Findings:
     if retrieval and not scored:
         metric, score = "image to text R@1", retrieval["image_to_text@1"]
     scores = {} if score is None else {"": {run.seed: score}}
-    return Findings(metric, scores, sections, warnings=[line for line in warnings if line])
+    sections += [*_similarities(run.path, prefix), *_nearest(run.path, "captions"), *_nearest(run.path, "prompts")]
+    return Findings(metric, scores, sections, WATCHED, [line for line in warnings if line])
 
 
 def _retrieval(result: Json, retrieval: Json, prefix: str) -> Section:
@@ -60,3 +78,51 @@ def _retrieval(result: Json, retrieval: Json, prefix: str) -> Section:
 def _temperature(result: dict[str, Any]) -> str:
     value = result.get("temperature")
     return "" if value is None else f"Learnt temperature: logits are similarities times {value:.4g}."
+
+
+def _similarities(folder: Path, prefix: str) -> list[Section]:
+    """Return the cosines of some captions and images, each caption with its own image on the diagonal."""
+    kept = read_object(folder / "captions.json")
+    if kept is None:
+        return []
+    pairs = kept["pairs"]
+    numbers = [str(number) for number in range(1, len(pairs["images"]) + 1)]
+    rows = [f"{number} {caption}" for number, caption in zip(numbers, pairs["captions"], strict=True)]
+    chart = Heat(
+        f"{prefix}similarity",
+        "Cosine of captions and images",
+        "caption",
+        "image",
+        "cosine",
+        [Panel("held-out pairs", rows, numbers, pairs["similarity"])],
+        digits=2,
+        caption="Pairs that belong together are on the diagonal, which should be the brightest of its row and column.",
+    )
+    pictures = [
+        Picture(data, [said, one["image"]])
+        for said, one in zip(rows, pairs["images"], strict=True)
+        if (data := _picture(folder, "captions", one["row"]))
+    ]
+    return [Section("Similarity", [chart, Gallery("The pairs", pictures)])]
+
+
+def _nearest(folder: Path, name: str) -> list[Section]:
+    """Return for some texts the images that are nearest to them."""
+    kept = read_object(folder / f"{name}.json")
+    if kept is None:
+        return []
+    parts: list[Part] = []
+    for query in kept["queries"]:
+        pictures = []
+        for one in query["nearest"]:
+            said = "right" if one["right"] else "is " + one["is"] if "is" in one else "of another caption"
+            if data := _picture(folder, name, one["row"]):
+                pictures.append(Picture(data, [f"{one['cosine']:.3f}, {said}", one["image"]]))
+        parts.append(Gallery(query["text"], pictures))
+    note = Text("Cosines; the nearest image comes first.")
+    return [Section(NEAREST[name], [note, *parts])]
+
+
+def _picture(folder: Path, name: str, row: int) -> bytes | None:
+    path = folder / name / f"{row}.jpg"
+    return path.read_bytes() if path.is_file() else None

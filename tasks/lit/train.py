@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from tasks.lit.encode import cache_root, image_encoder, retrieval_scores
 from tasks.lit.features import Features, ImageEncoder, digest_of
 from tasks.lit.loss import ContrastiveLoss
 from tasks.lit.recipe import LitRecipe, in_steps
+from tasks.lit.samples import NearestImages, keep_prompts
 from tasks.lit.text import TextTower
 from tasks.lit.tokens import Tokenizer, open_tokenizer
 from tasks.lit.towers import WEIGHTS, Towers, load_towers, save_towers
@@ -93,7 +95,7 @@ def train(begun: Session[LitRecipe]) -> Json:
             cached_features(val, plain, root, world, console)
         training = _TextTraining(begun, pairs, tower, tokenizer, facts)
         with begun.outputs("lit", begun.tracker(recipe.runtime.report_to)) as outputs:
-            job = job_of(training.recipe, training.batches(), world, outputs)
+            job = job_of(training.recipe, training.text, training.batches(), world, outputs)
             done = engine.fit(engine.prepare(training.text, recipe.runtime, world), job)
         training.keep(done)
     towers = load_towers(str(folder.path)).to(world.device)
@@ -101,7 +103,7 @@ def train(begun: Session[LitRecipe]) -> Json:
         raise DpnError(f"{folder.path}: the training changed the frozen image tower; its result is invalid")
     if digest_of(towers.image) != before:
         raise DataError(f"{folder.path / WEIGHTS}: holds another image tower than the run's; start another run with -o")
-    scores = retrieval_scores(towers, val, plain, root, recipe.runtime, world, console)
+    scores = retrieval_scores(towers, val, plain, root, recipe.runtime, world, console, keep=folder.path)
     result = {
         "task": "lit",
         "arch": towers.facts["arch"],
@@ -119,7 +121,7 @@ def train(begun: Session[LitRecipe]) -> Json:
         DIGEST: file_digest(folder.path / WEIGHTS),
         "decoder": val.reading.versions(),
         "differs_from_paper": begun.differs,
-        **({"zeroshot": demo_zeroshot(towers, recipe, world)} if recipe.demo else {}),
+        **({"zeroshot": demo_zeroshot(towers, recipe, world, folder.path)} if recipe.demo else {}),
     }
     for warning in _warnings(result):
         console.warn(warning)
@@ -204,11 +206,14 @@ def _prepare(
     return features, good, texts
 
 
-def job_of(recipe: LitRecipe, batches: engine.Batches, world: World, outputs: engine.Outputs) -> engine.Job:
+def job_of(
+    recipe: LitRecipe, text: TextTower, batches: engine.Batches, world: World, outputs: engine.Outputs
+) -> engine.Job:
     """Return the engine's job: the text tower's training by a recipe whose duration is in steps."""
     return engine.Job.of(
         recipe,
         loss_fn=ContrastiveLoss(recipe.loss, world),
+        gauges=lambda: {"temperature": text.log_temperature.exp().item()},
         batches=batches,
         world=world,
         outputs=outputs,
@@ -269,12 +274,19 @@ class _TextTraining:
         distributed.barrier()
 
 
-def demo_zeroshot(towers: Towers, recipe: LitRecipe, world: World) -> Json:
-    """Return the zero-shot accuracy on held-out scenes: which of 24 coloured shapes is the largest object."""
+def demo_zeroshot(towers: Towers, recipe: LitRecipe, world: World, folder: Path) -> Json:
+    """Return the zero-shot accuracy on held-out scenes: which of 24 coloured shapes is the largest object.
+
+    The leading rank writes what a page shows of it to a folder.
+    """
     split = SceneClasses(*DEMO_SPLITS["val"])
+    nearest = NearestImages(split.classes)
     with engine.precision_of(recipe.runtime, world.device):
         weights = build_classifier(towers, split.classes, prompt_set("demo"))
-        scores = classify(towers, weights, split, world, workers=0, batch_size=BATCH, skip_bad=False)
+        scores = classify(towers, weights, split, world, workers=0, batch_size=BATCH, skip_bad=False, nearest=nearest)
+    best = nearest.gather()
+    if world.leads:
+        keep_prompts(folder, split, nearest, best)
     return {
         "top1": scores.top1,
         "images": scores.images,

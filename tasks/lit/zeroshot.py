@@ -30,6 +30,7 @@ from dpn_cli.scoring import Scores, score
 from dpn_cli.weights.written import read_weights, write_weights
 from tasks.lit.data import DEMO_SPLITS
 from tasks.lit.features import digest_of
+from tasks.lit.samples import NearestImages
 from tasks.lit.towers import Towers
 
 CLASSES = 64  # classes whose prompts go through the text tower between two looks for a stop signal
@@ -158,9 +159,10 @@ def classify(
     workers: Any,
     batch_size: int,
     skip_bad: bool,
+    nearest: NearestImages,
     done: Done = uncounted,
 ) -> Scores:
-    """Score the nearest class of every image of a split; `done` is that of `score`."""
+    """Score the nearest class of every image of a split; `nearest` sees the images, `done` is that of `score`."""
     scale = towers.text.log_temperature.exp().detach()
 
     def logits(images: Tensor) -> Tensor:
@@ -179,6 +181,7 @@ def classify(
         workers=workers,
         skip_bad=skip_bad,
         done=done,
+        see=lambda rows, logits: nearest.see(rows, logits / scale),
     )
 
 
