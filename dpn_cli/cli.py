@@ -25,6 +25,7 @@ from dpn_cli.commands import (
     tasks,
     training,
 )
+from dpn_cli.commands.reproduce import command as reproduce
 from dpn_cli.recipe.allowed import refusal
 from dpn_cli.run import process
 from dpn_cli.run.console import show_error
@@ -104,6 +105,7 @@ app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(data.app, name="data")
 app.add_typer(recipes.app, name="recipes")
 report.add_to(app)
+reproduce.add_to(app)
 app.add_typer(runs.app, name="runs")
 
 

@@ -13,10 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dpn_cli.arch import SIZES, Pool, Stem
 from dpn_cli.model.config import ViTConfig
+from dpn_cli.model.flops import count, training_flops
 from dpn_cli.model.freeze import POSITIONS, STEM, train_only
 from dpn_cli.recipe.network import NormOptions
 from dpn_cli.weights.backbone import load_backbone
-from tasks.classify.flops import count, training_flops
 
 
 def config(letter: str, patch: int, side: int = 224) -> ViTConfig:

@@ -94,6 +94,7 @@ GOOD: dict[str, list[str]] = {
     "recipes show": ["vtab"],
     "inspect": ["WEIGHTS", "-o", "out"],
     "report": ["SEGMENTER", "-o", "out"],
+    "reproduce": ["table7", "fig3", "--plan"],
     "runs list": ["SEGMENTER"],
     "runs show": ["SEGMENTER"],
 }  # fmt: skip

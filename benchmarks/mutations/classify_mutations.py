@@ -122,7 +122,7 @@ MUTATIONS = [
      "distill: the teacher's targets stay on the disk", K),
     (DISTILL, "batches, targets = self.cache.joined(batches), kept_targets", "batches = self.cache.joined(batches)",
      "distill: the teacher runs beside its kept targets", K),
-    ("tasks/classify/flops.py", "2 if stem_only else 3", "3", "distill: frozen blocks have the price of trained ones",
+    ("dpn_cli/model/flops.py", "2 if stem_only else 3", "3", "distill: frozen blocks have the price of trained ones",
      "tests/test_flops.py tests/test_distill_plan.py"),
     ("tasks/classify/distill/plan.py", "views or steps * recipe.batch_size", "steps * recipe.batch_size",
      "distill: kept targets have the price of a teacher in every step", "tests/test_distill_plan.py"),

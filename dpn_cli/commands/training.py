@@ -106,7 +106,7 @@ def add(app: typer.Typer, name: str, training: Training) -> None:
             if arguments["print_config"]:
                 print(dump(recipe), end="")
                 return
-            recipe, trainer = _ready(training, recipe, console)
+            recipe, trainer = ready(training, recipe, console)
             how = {key: arguments[key] for key in ("resume", "overwrite", "dry_run")}
             folders: list[Path] = []
             result = trainer.run(recipe, Place(arguments["output_dir"], **how, opened=folders.append), console)
@@ -138,7 +138,7 @@ def failure(failed: Sequence[str], what: str) -> SweepError | None:
     )
 
 
-def _ready(training: Training, recipe: Any, console: Console) -> tuple[Any, TrainingModule]:
+def ready(training: Training, recipe: Any, console: Console) -> tuple[Any, TrainingModule]:
     """Return the settled recipe and what trains by it, or what trains by several recipes and settles each of them."""
     if isinstance(recipe, ComparedTraining) and recipe.several:
         from dpn_cli.commands.comparison import SideBySide  # torch loads here

@@ -133,7 +133,7 @@ def load_backbone(
     options = None if norm_options is None else NormOptions.model_validate(dict(norm_options))
     dropped: dict[str, Any] = {"drop_path": drop_path, "drop_path_rescale": drop_path_rescale, "dropout": dropout}
     if checkpoint is None or checkpoint == "none":
-        config = replace(_config_from_scratch(arch, stem, norm, placement, options, image_size, pool), **dropped)
+        config = replace(config_from_scratch(arch, stem, norm, placement, options, image_size, pool), **dropped)
         config = replace(config, pre_logits=bool(pre_logits), posemb=posemb or "learn", num_classes=num_classes)
         report = LoadReport("from scratch", f"big_vision init, seed {seed}")
         model = Backbone(config, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), report)
@@ -159,7 +159,7 @@ def load_backbone(
     return model
 
 
-def _config_from_scratch(
+def config_from_scratch(
     arch: str | None,
     stem: str | None,
     norm: str | None,
@@ -168,6 +168,7 @@ def _config_from_scratch(
     image_size: int | tuple[int, int] | None,
     pool: Pool | None,
 ) -> ViTConfig:
+    """Return the shape of a network from scratch, without a head. Raises `DpnError` without an architecture."""
     if arch is None:
         raise DpnError("--arch is needed to train from scratch; with --checkpoint it is inferred")
     size, side = parse_arch(arch)

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from dpn_cli.engine import fit as engine
+from dpn_cli.model.flops import training_flops
 from dpn_cli.recipe.schema import Optim, Runtime
 from dpn_cli.run.distributed import World, join
 from tasks.classify.check import check_batch
 from tasks.classify.common import open_data
-from tasks.classify.flops import training_flops
 from tasks.classify.pretrain import open_tuning
 from tasks.classify.pretrain_recipe import PretrainRecipe, runs_of
 from tasks.classify.recipe import in_steps

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from dpn_cli.model.config import ViTConfig
+from dpn_cli.model.flops import count, training_flops
 from dpn_cli.recipe.training import counted_in_steps
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
@@ -16,7 +17,6 @@ from tasks.classify.distill.cache import check_views, target_shapes, values_of
 from tasks.classify.distill.data import check_count, open_pictures
 from tasks.classify.distill.recipe import DistillRecipe, Losses
 from tasks.classify.distill.student import check_pair, load_teacher, new_student, start_of
-from tasks.classify.flops import count, training_flops
 from tasks.classify.plan import USUAL, describe_disk, describe_duration, disk, duration
 
 Json = dict[str, Any]

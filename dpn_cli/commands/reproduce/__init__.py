@@ -1,0 +1,1 @@
+"""`dpn reproduce`: the paper's tables and figures as trainings of the ordinary commands."""

@@ -1,0 +1,171 @@
+"""What a table of the paper consists of: numbers, each over trainings of the ordinary commands. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
+
+from dpn_cli.errors import DpnError
+
+# The way to a score inside result.json; what is there is a number in percent or a list of them.
+Score = tuple[str | int, ...]
+RESULT = "result.json"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training of an ordinary command, or one evaluation.
+
+    Args:
+        name: its folder below the output folder, ``"imagenet/B-32-dpn/seed0"``.
+        command: the words after ``dpn``: ``"finetune vtab"``.
+        words: its arguments and options, without data, weights and folders.
+        data: options for data sets, with the names of the sets: ``("--data", "imagenet")``.
+        start: the training whose network it starts from or scores.
+        network: architecture and stem, by which the weights folder may hold its network.
+    """
+
+    name: str
+    command: str
+    words: tuple[str, ...]
+    data: tuple[tuple[str, str], ...] = ()
+    start: Job | None = None
+    network: tuple[str, str] | None = None
+
+    @property
+    def group(self) -> str:
+        """The name without the seed, which weights that stand for the training are given for."""
+        return self.name.rpartition("/")[0]
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether it scores the network of another one and trains nothing."""
+        return self.command == "lit eval"
+
+    def line(self, places: Places) -> list[str]:
+        """Return the words of the whole command line after ``dpn``."""
+        folder = str(places.out / self.name)
+        weights = places.weights_of(self.start) if self.start else None
+        data = [word for option, name in self.data for word in (option, places.data.get(name, name))]
+        if self.evaluates:
+            return [*self.command.split(), str(weights), *self.words, *data, "--output-dir", folder]
+        start = ["--checkpoint", str(weights)] if weights else []
+        rest = [*self.words, *start, *data, *places.settings]
+        return [*self.command.split(), *rest, "--output-dir", folder, "--resume"]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where everything is.
+
+    Args:
+        out: the folder of all trainings.
+        data: the data sets that are here, by name.
+        weights: networks that need no training, by the name of the group of their trainings.
+        settings: options that every training gets.
+    """
+
+    out: Path
+    data: dict[str, str]
+    weights: dict[str, str]
+    settings: tuple[str, ...] = ()
+
+    def weights_of(self, job: Job) -> str:
+        """Return what another training starts from: weights that are here, or the training's folder."""
+        return self.weights.get(job.group) or str(self.out / job.name)
+
+    def missing(self, job: Job) -> list[str]:
+        """Return the names of the data sets that a job, or what it starts from, needs and that are not here."""
+        names = [name for _, name in job.data if name not in self.data]
+        if job.start and job.start.group not in self.weights and not self.done(job.start):
+            names += self.missing(job.start)
+        return list(dict.fromkeys(names))
+
+    def done(self, job: Job) -> bool:
+        """Tell whether a job has its result."""
+        return (self.out / job.name / RESULT).is_file()
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number of a table: the mean of a score over trainings, or of its difference to other trainings.
+
+    Args:
+        row, column: where it stands.
+        jobs: the trainings, one for each seed.
+        score: where each of them has it.
+        paper: the paper's number, and `stderr` its standard error over `seeds`, where it is printed.
+        minus: the trainings that are subtracted, in pairs.
+    """
+
+    row: str
+    column: str
+    jobs: tuple[Job, ...]
+    score: Score
+    paper: float | None = None
+    stderr: float | None = None
+    seeds: int = 3
+    minus: tuple[Job, ...] = ()
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A page about trainings in a folder of its own: by ``dpn report``, or by ``dpn inspect`` about networks."""
+
+    name: str
+    by: Literal["report", "inspect"]
+    jobs: tuple[Job, ...]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A table or figure of a paper.
+
+    Args:
+        name: as the command line has it, ``"table1"``.
+        title: what it shows.
+        unit: of its numbers.
+    """
+
+    name: str
+    title: str
+    unit: str
+    numbers: Sequence[Number] = ()
+    drawings: Sequence[Drawing] = ()
+
+    def jobs(self, weights: Mapping[str, str]) -> list[Job]:
+        """Return all jobs, each once, those that others start from first; `weights` stand for some of those."""
+        found: dict[str, Job] = {}
+        for job in self._asked():
+            for each in chain(job, weights):
+                same = found.setdefault(each.name, each)
+                assert same == each, f"two trainings are called {each.name}"
+        return list(found.values())
+
+    def _asked(self) -> Iterator[Job]:
+        for number in self.numbers:
+            yield from (*number.jobs, *number.minus)
+        for drawing in self.drawings:
+            yield from drawing.jobs
+
+
+def chain(job: Job, weights: Mapping[str, str] = MappingProxyType({})) -> list[Job]:
+    """Return what a job starts from, in the order of training, and the job itself; `weights` need no training."""
+    start = job.start if job.start and job.start.group not in weights else None
+    return [*(chain(start, weights) if start else []), job]
+
+
+def named_places(values: Sequence[str], option: str, known: Sequence[str], example: str) -> dict[str, str]:
+    """Read ``NAME=PLACE`` of an option. Raises `DpnError` for another form and for a name that is not `known`."""
+    places: dict[str, str] = {}
+    for value in values:
+        name, equals, place = value.partition("=")
+        if not equals or not place:
+            raise DpnError(f"{option} {value!r}: write NAME=PLACE, e.g. {example}")
+        if name not in known:
+            raise DpnError(f"{option} {value!r}: {name!r} is none of {', '.join(known)}")
+        places[name] = place
+    return places

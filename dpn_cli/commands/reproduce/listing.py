@@ -1,0 +1,77 @@
+"""The list of all tables and figures: what each needs, what of it is here, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console as RichConsole
+from rich.table import Column, Table
+
+from dpn_cli.commands.reproduce.cells import Experiment, Places
+from dpn_cli.commands.reproduce.price import H100, SHARE, flops, gpu_hours, measured
+from dpn_cli.commands.reproduce.trainings import DATA_SETS, Trainings
+from dpn_cli.run.console import cell
+
+Json = dict[str, Any]
+
+
+def listed(experiments: Sequence[Experiment], places: Places) -> list[Json]:
+    """Return what is known of each experiment: trainings and those left, data and weights, operations and hours."""
+    jobs = {job.name: job for experiment in experiments for job in experiment.jobs(places.weights)}
+    rate = measured(list(jobs.values()), places)
+    return [_row(experiment, places, rate) for experiment in experiments]
+
+
+def _row(experiment: Experiment, places: Places, rate: float | None) -> Json:
+    jobs = experiment.jobs(places.weights)
+    left = [job for job in jobs if not places.done(job)]
+    names = dict.fromkeys(name for job in jobs for _, name in job.data if name in DATA_SETS)
+    given = dict.fromkeys(job.start.group for job in jobs if job.start and job.start.group in places.weights)
+    operations = flops(left, places)
+    return {
+        "name": experiment.name,
+        "title": experiment.title,
+        "trainings": sum(not job.evaluates for job in jobs),
+        "left": sum(not job.evaluates for job in left),
+        "data": {name: places.data.get(name) for name in names},
+        "weights": {group: places.weights[group] for group in given},
+        "flops_left": operations,
+        "h100_hours_left": gpu_hours(operations),
+        "flops_per_second_here": rate,
+        "hours_left_here": operations / rate / 3600 if rate else None,
+    }
+
+
+def print_list(rows: Sequence[Json], places: Places, make: Trainings) -> None:
+    """Print the list as a table on stdout, and below it where what is missing is looked for."""
+    rate = rows[0]["flops_per_second_here"]
+    shown, data = Column("shows", overflow="fold"), Column("data", overflow="fold")
+    counts = [Column(name, justify="right") for name in ("trainings", "left", "H100-hours", "hours here")]
+    table = Table("", shown, data, *counts if rate else counts[:-1], box=box.SIMPLE_HEAD)
+    for row in rows:
+        names = ", ".join(name if place else f"{name} (missing)" for name, place in row["data"].items())
+        texts = [row["name"], row["title"], names or "the demo's", row["trainings"], row["left"]]
+        prices = [row["h100_hours_left"], *([row["hours_left_here"]] if rate else [])]
+        table.add_row(*map(cell, [*texts, *map(_hours, prices)]))
+    console = RichConsole(highlight=False)
+    console.print(table)
+    missing = {name for row in rows for name, place in row["data"].items() if not place}
+    for name in DATA_SETS:
+        if name in missing:
+            console.print(cell(f"{name}: {DATA_SETS[name]}; looked for in $DPN_DATA_DIR/{name} and ./{name}"))
+    if missing:
+        console.print("Other places: --data NAME=PLACE; networks that are here: --weights GROUP=FILE.")
+    console.print(
+        f"H100-hours: operations of the trainings that are left, at {SHARE:.0%} of {H100 / 1e12:.0f} TFLOP/s. "
+        "Evaluation and loading are not counted; trainings that tables share are counted in each."
+    )
+    if rate:
+        console.print(cell(f"Hours here: at {rate / 1e12:.3g} TFLOP/s, as measured in the trainings in {places.out}."))
+    if make.small:
+        console.print("All of this is at the demo's size.")
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:,.0f}" if hours >= 10 else f"{hours:.1f}" if hours >= 0.1 else "below 0.1"

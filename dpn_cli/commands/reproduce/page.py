@@ -1,0 +1,96 @@
+"""A page about an experiment: its numbers beside the paper's, as a table, as bars, and as text for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from dpn_cli.commands.reproduce.cells import Experiment
+from dpn_cli.commands.reproduce.compare import Compared, paper_reach
+from dpn_cli.report.content import Bars, Cell, Part, Section, Table, Text
+from dpn_cli.report.page import write_page
+
+NOT_THE_PAPER = "at the demo's size: these are not the paper's numbers"
+COLUMNS = ("", "", "ours", "± s.e.", "n", "paper", "± s.e.", "ours - paper", "in the paper's interval")
+NOTE = (
+    "Ours is the mean over trainings (of a probe: over draws), ± its standard error. The paper's interval is the 95 % "
+    "t-interval of its mean, taking the spreads that it prints for standard errors, which nearly all of them can only "
+    "be."
+)
+
+
+def heading(experiment: Experiment, small: bool) -> str:
+    """Return the heading of everything that is said of an experiment's results."""
+    end = f" ({NOT_THE_PAPER})" if small else ""
+    return f"{experiment.name}, {experiment.title}{end}"
+
+
+def table_of(experiment: Experiment, compared: Sequence[Compared], small: bool) -> Table:
+    """Return all numbers, one row each."""
+    rows: list[list[Cell]] = []
+    for one in compared:
+        number, ours = one.number, one.ours
+        rows.append(
+            [
+                number.row,
+                number.column,
+                None if ours is None else ours.mean,
+                None if ours is None else ours.stderr,
+                None if ours is None else len(ours.values),
+                number.paper,
+                number.stderr,
+                one.difference,
+                None if one.within is None else "yes" if one.within else "no",
+            ]
+        )
+    title = f"{heading(experiment, small)}: {experiment.unit}"
+    return Table(title, COLUMNS, rows, note=NOTE, name=experiment.name)
+
+
+def write(folder: Path, experiment: Experiment, compared: Sequence[Compared], small: bool) -> Path:
+    """Write the page of an experiment with numbers and return its path."""
+    parts: list[Part] = [Text(f"This is {NOT_THE_PAPER}.", warning=True)] if small else []
+    parts.append(table_of(experiment, compared, small))
+    columns = list(dict.fromkeys(one.number.column for one in compared))
+    rows = list(dict.fromkeys(one.number.row for one in compared))
+    place = {(one.number.row, one.number.column): one for one in compared}
+    ours = {column: [_mean(place.get((row, column))) for row in rows] for column in columns}
+    paper = {f"{column}, paper": [_paper(place.get((row, column))) for row in rows] for column in columns}
+    paper = {name: values for name, values in paper.items() if any(value is not None for value in values)}
+    errors = {column: [_reach(place.get((row, column))) for row in rows] for column in columns}
+    errors |= {f"{column}, paper": [_paper_reach(place.get((row, column))) for row in rows] for column in columns}
+    series = {name: {**ours, **paper}[name] for column in columns for name in (column, f"{column}, paper")
+              if name in {**ours, **paper}}  # fmt: skip
+    if any(value is not None for values in ours.values() for value in values):
+        parts.append(
+            Bars(
+                "numbers",
+                heading(experiment, small),
+                experiment.unit,
+                rows,
+                series,
+                {name: errors[name] for name in series},
+                {f"{column}, paper": column for column in columns if f"{column}, paper" in series},
+                caption="With 95 % t-intervals where there are several trainings.",
+            )
+        )
+    return write_page(folder, heading(experiment, small), [Section("Ours beside the paper's", parts)])
+
+
+def _mean(one: Compared | None) -> float | None:
+    return one.ours.mean if one and one.ours else None
+
+
+def _paper(one: Compared | None) -> float | None:
+    return one.number.paper if one else None
+
+
+def _reach(one: Compared | None) -> float | None:
+    ours = one.ours if one else None
+    if ours is None or ours.ci95 is None:
+        return None
+    return max(ours.ci95[1] - ours.mean, ours.mean - ours.ci95[0])
+
+
+def _paper_reach(one: Compared | None) -> float | None:
+    return paper_reach(one.number) if one else None

@@ -1,0 +1,134 @@
+"""Runs the trainings of tables by the ordinary commands' own recipes and modules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import typer
+from PIL import Image
+
+from dpn_cli.commands.reproduce.cells import Job, Places
+from dpn_cli.commands.reproduce.trainings import SCENES
+from dpn_cli.commands.tasks import TRAININGS
+from dpn_cli.commands.training import add, ready
+from dpn_cli.data import scenes
+from dpn_cli.errors import NonFiniteError, OutOfMemoryError
+from dpn_cli.recipe.reading import Say, unsaid
+from dpn_cli.recipe.start import Place
+from dpn_cli.run import stopping
+from dpn_cli.run.console import Console
+from dpn_cli.run.distributed import World, barrier, from_leader
+from dpn_cli.run.files import make_folder
+from tasks.lit.options import Scoring
+
+# Scenes of each class in the splits of the folder that the search at the demo's size reads.
+SPLITS = {"train": 10, "val": 4, "test": 4}
+FIRST_SCENE = 2_000_000
+
+
+@dataclass
+class Ran:
+    """What became of trainings that have no result: the reason, by name."""
+
+    failed: dict[str, str] = field(default_factory=dict)
+    waiting: dict[str, str] = field(default_factory=dict)
+
+
+@lru_cache
+def _parser(command: str) -> Any:
+    """Return the command that parses the words of a training, as the command line has it."""
+    app = typer.Typer()
+    add(app, command, TRAININGS[command])
+    return typer.main.get_command(app)
+
+
+def arguments_of(line: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """Return the command of a line and its parsed arguments. Raises `typer.TyperException` as the command line does."""
+    command = next(name for name in TRAININGS if list(line[: len(name.split())]) == name.split())
+    with _parser(command).make_context(command, list(line[len(command.split()) :])) as context:
+        return command, dict(context.params)
+
+
+def layers(line: Sequence[str], say: Say = unsaid) -> Any:
+    """Return the recipe of a training's command line. Raises `DpnError`."""
+    command, arguments = arguments_of(line)
+    return TRAININGS[command].layers(arguments, say)
+
+
+def run(jobs: Sequence[Job], places: Places, world: World, console: Console) -> Ran:
+    """Run the jobs that have no result, in their order, and return what became of those that still have none.
+
+    A training that diverges or runs out of memory is noted, and those after it go on; everything else raises
+    `DpnError`. Every rank must call it.
+    """
+    ran = Ran()
+    to_do = [job for job in jobs if not from_leader(places.done(job))]
+    for job in {job.group: job for job in to_do if not job.evaluates}.values():
+        layers(job.line(places))  # what is wrong with one of them is told before the first begins
+    for number, job in enumerate(to_do, 1):
+        missing = from_leader(places.missing(job))
+        start = job.start
+        lost = start is not None and start.group not in places.weights and not from_leader(places.done(start))
+        if missing:
+            ran.waiting[job.name] = f"needs {', '.join(missing)}"
+        elif start and lost:
+            ran.waiting[job.name] = f"starts from {start.name}, which has no result"
+        else:
+            stopping.check()
+            console.info(f"{job.name} ({number} of {len(to_do)})")
+            try:
+                _run_one(job, places, world, console)
+            except (NonFiniteError, OutOfMemoryError) as error:
+                if world.size > 1 and isinstance(error, OutOfMemoryError):
+                    raise  # the other ranks are waiting for this one's gradients
+                console.warn(f"{job.name} failed: {error}")
+                ran.failed[job.name] = str(error)
+    return ran
+
+
+def _run_one(job: Job, places: Places, world: World, console: Console) -> None:
+    if any(name == SCENES for _, name in job.data):
+        if world.leads:
+            write_scenes(Path(places.data[SCENES]))
+        barrier()
+    line = job.line(places)
+    if job.evaluates:
+        from tasks.lit.evaluate import evaluate
+
+        folder = places.out / job.name
+        options = Scoring(run=line[2], source=line[line.index("--data") + 1], output_dir=folder, force=True)
+        evaluate(options, console)
+        return
+    command, arguments = arguments_of(line)
+    training = TRAININGS[command]
+    recipe, trainer = ready(training, training.layers(arguments, console.info), console)
+    if recipe.runtime.compile:
+        torch.compiler.reset()  # the compiler gives up after eight networks
+    result = trainer.run(recipe, Place(places.out / job.name, resume=True), console)
+    if failures := training.failures(result or {}):
+        raise NonFiniteError("; ".join(failures))
+
+
+def write_scenes(folder: Path) -> None:
+    """Write scenes as PNG files to SPLIT/CLASS folders, unless they are there."""
+    names = scenes.LABELS["demo_object"]
+    left = {(split, label): most for split, most in SPLITS.items() for label in range(len(names))}
+    number = FIRST_SCENE
+    while any(left.values()):
+        scene = scenes.demo_scene(number)
+        label = scenes.label(scene, "demo_object")
+        split = next((split for split in SPLITS if left[split, label]), None)
+        if split:
+            left[split, label] -= 1
+            path = folder / split / names[label].replace(" ", "_") / f"{number}.png"
+            if not path.is_file():
+                make_folder(path.parent)
+                image, _ = scenes.render(scene)
+                Image.fromarray(np.asarray(image)).save(path)
+        number += 1
