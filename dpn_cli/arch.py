@@ -104,6 +104,11 @@ SIZES: dict[str, Size] = {
 # Pixels per side of an image, and of a patch, at most: four times what the largest published networks read.
 MOST_PIXELS = 16_384
 
+# Shares of letters in common: of a name that may be meant, of one with another first letter, and of a beginning. What
+# counts for a name that begins alike, and for one that is part of the other.
+LIKE, UNLIKE_AT_FIRST, ALMOST = 0.66, 0.8, 0.85
+BEGINS, PART = 0.95, 0.9
+
 # Offered by shell completion; every SIZE/PATCH is accepted.
 COMMON_ARCHS = ("mu/8", "Ti/16", "S/32", "S/16", "B/32", "B/16", "L/16", "H/14")
 
@@ -171,17 +176,25 @@ def size_name(size: Size) -> str | None:
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str | None:
-    """Return the allowed name that is closest in spelling to `given`, or starts nearly so; None when none is close."""
+    """Return the one allowed name that is spelt nearly like `given`, begins nearly so, or holds it, or lies in it.
 
-    def likeness(name: str) -> float:
-        whole = difflib.SequenceMatcher(None, given, name).ratio()
-        starts = (name[: len(given) + more] for more in (-1, 0, 1)) if len(given) > 2 else ()
-        # A name that only starts like it is a little less likely than one that is all like it.
-        return max(whole, *(0.9 * difflib.SequenceMatcher(None, given, start).ratio() for start in starts), 0.0)
+    None where there is no such name, or where several are as close.
+    """
+    close = {name: _likeness(given.casefold(), name.casefold()) for name in allowed if len(given) < 100}
+    best = [name for name, likeness in close.items() if likeness == max(close.values())]
+    return best[0] if len(best) == 1 and close[best[0]] >= LIKE else None
 
-    close = {name: likeness(name) for name in allowed if len(given) < 100}
-    best = max(close, key=lambda name: close[name], default=None)
-    return best if best is not None and close[best] >= 0.6 else None
+
+def _likeness(given: str, name: str) -> float:
+    """Return how alike two names are, from 0 to 1: letters in common, of which the first counts most."""
+    alike = difflib.SequenceMatcher(None, given, name).ratio()
+    if len(given) > 2 and any(
+        difflib.SequenceMatcher(None, given, name[: len(given) + more]).ratio() >= ALMOST for more in (0, 1)
+    ):
+        alike = max(alike, BEGINS)
+    if min(len(given), len(name)) > 3 and (given in name or name in given):
+        alike = max(alike, PART)
+    return alike if given[:1] == name[:1] or alike >= UNLIKE_AT_FIRST else 0.0
 
 
 def did_you_mean(name: str, allowed: Iterable[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -11,6 +12,7 @@ from pydantic import Field, ValidationError
 from typer.core import TyperGroup
 
 from dpn_cli import __version__
+from dpn_cli.arch import did_you_mean, nearest
 from dpn_cli.commands import (
     checkpoint,
     data,
@@ -67,11 +69,22 @@ def _refuse_empty(words: Sequence[str]) -> None:
             raise typer.BadParameter(f"nothing after {where} (is a shell variable unset?)")
 
 
+def _nearer(error: typer.TyperException) -> str | None:
+    """Describe an unknown option or command with the one that may be meant, which has to be nearer than Typer asks."""
+    if options := getattr(error, "possibilities", None):
+        word = getattr(error, "option_name", "")
+        close = nearest(word.lstrip("-"), [option.lstrip("-") for option in options])
+        return f"No such option: {word}" + (f"; did you mean '--{close}'?" if close else "")
+    unknown = re.match(r"No such command '(.*)'\. Did you mean ", error.format_message())
+    commands = getattr(getattr(getattr(error, "ctx", None), "command", None), "commands", {})
+    return f"No such command '{unknown[1]}'{did_you_mean(unknown[1], commands)}" if unknown else None
+
+
 def _told(error: typer.TyperException) -> str:
     """Describe a mistake in a command line; for a wrong value, with the values that are allowed."""
     parameter = getattr(error, "param", None)
     if parameter is None or not isinstance(error.__cause__, ValidationError):
-        return error.format_message().strip().rstrip(".")
+        return _nearer(error) or error.format_message().strip().rstrip(".")
     value, bounds = error.__cause__.errors()[0]["input"], Field(ge=parameter.min, le=parameter.max)
     return f"{'/'.join(parameter.opts)}: {refusal(value, parameter.type_descriptor.annotation, [bounds])}"
 

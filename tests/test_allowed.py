@@ -12,12 +12,14 @@ import pytest
 from pydantic import BaseModel
 from test_cli import run
 
+from dpn_cli.arch import nearest
 from dpn_cli.commands.recipes import schema_of
 from dpn_cli.commands.tasks import HIGHRES, TRAININGS
 from dpn_cli.errors import DpnError
 from dpn_cli.recipe.allowed import allowed
 from dpn_cli.recipe.reading import build, from_settings, merge, read_recipe
 from dpn_cli.recipe.yaml_text import read_yaml
+from tasks.vtab.table import TASKS
 
 # Words of pydantic, and of Python where a person reads.
 JARGON = re.compile(
@@ -108,7 +110,16 @@ def test_types_are_described_by_what_they_take(name: str, setting: str, message:
         ("backbone.grad_check", "backbone.grad_checkpointing"),
         ("optm", "optim"),
         ("lrs", "lr"),
+        ("steps", "schedule.steps"),
+        ("schedule.epochs", "epochs"),
+        ("batch", "batch_size"),
+        ("optimizer", "optim"),
         ("zzz.qqq", None),
+        ("foo", None),
+        ("optim.foo", None),
+        ("data.path", None),
+        ("train", None),
+        ("model", None),
     ],
 )
 def test_an_unknown_key_is_answered_with_the_nearest(key: str, meant: str | None) -> None:
@@ -116,6 +127,17 @@ def test_an_unknown_key_is_answered_with_the_nearest(key: str, meant: str | None
     with pytest.raises(DpnError) as caught:
         build(HIGHRES.schema, plain, "recipe")
     assert f"unknown key; {f'did you mean {meant!r}?' if meant else 'see dpn recipes show'}" in str(caught.value)
+
+
+def test_a_name_is_guessed_only_where_one_is_near() -> None:
+    tasks, stems = [task.name for task in TASKS], ("dpn", "dpn_no_affine", "none", "post_posemb")
+    for given, allowed_names, meant in (
+        ("dtb", tasks, "dtd"), ("cifar", tasks, "cifar100"), ("sun", tasks, "sun397"), ("foo", tasks, None),
+        ("cars", tasks, None), ("dnp", stems, "dpn"), ("DPN", stems, "dpn"), ("post_pos", stems, "post_posemb"),
+        ("plain", stems, None), ("ViT-B/32", ("B/32", "B/16", "L/16"), "B/32"),
+        ("medium3", ("medium1", "medium2"), None), ("vit", ("vit_a", "vit_b"), None),
+    ):  # fmt: skip
+        assert nearest(given, allowed_names) == meant, given
 
 
 @pytest.mark.parametrize(
@@ -188,7 +210,10 @@ def test_a_long_name_is_no_file() -> None:
         (["finetune", "highres", "--lr", "abc"], "--lr: a number (got 'abc'); see '"),
         (["pretrain", "--steps", "0"], "--steps: a whole number above 0 (got 0)"),
         (["data", "pack", "--data", "x", "-o", "y", "--quality", "500"], "--quality/..: a whole number from 1 to 100"),
-        (["finetune", "vtab", "--stesp", "5"], "No such option: --stesp (Possible options: --seeds, --stem, --steps)"),
+        (["finetune", "vtab", "--stesp", "5"], "No such option: --stesp; did you mean '--steps'?; see '"),
+        (["pretrain", "--cuda"], "No such option: --cuda; see '"),
+        (["predct"], "No such command 'predct'; did you mean 'predict'?; see '"),
+        (["fnord"], "No such command 'fnord'; see '"),
         (["predict"], "Missing argument 'run'; see '"),
         (["nonsense\x1b[31m"], r"No such command 'nonsense\x1b[31m'"),
     ],

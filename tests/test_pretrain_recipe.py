@@ -117,7 +117,7 @@ def test_presets_and_levels_say_what_differs() -> None:
         (["imagenet", "--arch", "H/14"], "Appendix C has lines for .* only; say how strongly"),
         (["imagenet"], "--arch is needed: Ti/16"),
         ([], "--arch is needed to train from scratch"),
-        (["--arch", "S/16", "--augment", "medium3"], "choose one of none.*did you mean 'medium"),
+        (["--arch", "S/16", "--augment", "medium3"], "choose one of none, light1"),
         (
             ["--arch", "S/16", "--recipe", "sun397", "--preset", "short"],
             "shortens the recipes of imagenet, .*, not that of sun397",

@@ -85,14 +85,18 @@ def _value(plain: object, path: Path, otherwise: object) -> object:
 
 
 def nearest_key(unknown: str, schema: type[BaseModel]) -> str | None:
-    """Return the key that was meant: of the same section by its own name, else of any section."""
-    keys = list(_keys(schema))
+    """Return the key that was meant: one of this name in another section, else one like it in the same or any section.
+
+    None where there is none, or several.
+    """
+    names = {key: key.rpartition(".")[2] for key in _keys(schema)}
     section, _, name = unknown.rpartition(".")
-    siblings = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == section]
-    if close := nearest(name, siblings):
+    siblings = [own for key, own in names.items() if key.rpartition(".")[0] == section]
+    if name not in names.values() and (close := nearest(name, siblings)):
         return f"{section}.{close}" if section else close
-    elsewhere = nearest(name, [key.rpartition(".")[2] for key in keys])
-    return nearest(unknown, keys) or next((key for key in keys if key.rpartition(".")[2] == elsewhere), None)
+    elsewhere = name if name in names.values() else nearest(name, set(names.values()))
+    found = [key for key, own in names.items() if own == elsewhere]
+    return found[0] if len(found) == 1 else None
 
 
 def dotted_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
