@@ -1,0 +1,34 @@
+"""A page in a browser, on machines that have one."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageColor
+from programs import run_program
+from test_report import classifier, page_of
+
+from dpn_cli.report.charts import COLOURS
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")
+def test_a_page_is_shown_without_complaints(tmp_path: Path) -> None:
+    page_of(tmp_path, classifier(tmp_path / "run"))
+    place, shot = tmp_path / "page" / "report.html", tmp_path / "page.png"
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--window-size=1000,1600"]
+    options += [f"--user-data-dir={tmp_path}/own", f"--screenshot={shot}", "--dump-dom"]
+    shown = run_program([str(BROWSER), *options, place.as_uri()])
+    assert shown.returncode == 0, shown.stderr
+    assert ":CONSOLE" not in shown.stderr, shown.stderr
+    for title in ("Overview", "Learning curves", "Scores", "What was run"):
+        assert f"<h2>{title}</h2>" in shown.stdout
+    with Image.open(shot) as image:
+        pixels = np.array(image.convert("RGB"))
+    lines = (pixels == ImageColor.getrgb(COLOURS[0])).all(-1)
+    assert lines.sum() > 500  # the curves
+    assert lines.any(0).sum() > 300  # two of them side by side
