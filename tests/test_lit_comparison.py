@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import pictures
 from safetensors.torch import load_file
 from test_cli import run
 from test_comparison import fails_at, trained  # noqa: F401  # a fixture
@@ -72,6 +73,29 @@ def test_every_seed_of_a_tower_shares_its_features_and_the_order_is_that_of_the_
     assert all(torch.equal(value, two[name]) for name, value in one.items())
     (listed,) = json.loads(run("runs", str(tmp_path / "all"), "--json").stdout)
     assert (listed["metric"], listed["value"]) == ("image to text R@1, dpn", networks["dpn"][RECALLS[0]]["mean"])
+
+
+def test_towers_are_compared_by_zero_shot_accuracy_where_there_are_labelled_images(
+    command: list[str], tmp_path: Path
+) -> None:
+    """That of 'dpn lit eval'; a run without them has none."""
+    photos = pictures(tmp_path / "photos", classes=3, each=4)
+    words = [*command, "--compare", "none,dpn", "--zeroshot-data", str(photos), "-o", str(tmp_path / "all")]
+    result = json.loads(run(*words).stdout)
+    assert result["scores"] == ["zeroshot.top1", *RECALLS]
+    for name, network in result["compare"]["networks"].items():
+        scored = run("lit", "eval", str(tmp_path / "all" / name / "seed0"), "--data", str(photos), "--force", "--json")
+        (value,) = network["zeroshot.top1"]["values"]
+        assert value == pytest.approx(json.loads(scored.stdout)["top1"], abs=1e-4)
+    (photos / "class0" / "000.jpg").unlink()
+    for place in ("result.json", "dpn/seed0/result.json"):
+        (tmp_path / "all" / place).unlink()
+    changed = run(*words, "--resume")
+    assert changed.exit_code == 3
+    assert "images have changed since this run began" in changed.stderr
+    missing = run(*words[:-3], str(tmp_path / "nowhere"), "-o", str(tmp_path / "other"))
+    assert missing.exit_code == 3
+    assert "nowhere" in missing.stderr
 
 
 def test_a_training_that_fails_is_named_and_tried_again(

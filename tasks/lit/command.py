@@ -28,7 +28,7 @@ from tasks.lit.encode import cache_root, describe_retrieval
 from tasks.lit.features import Features
 from tasks.lit.recipe import LitRecipe, in_steps
 from tasks.lit.tokens import open_tokenizer
-from tasks.lit.train import job_of, load_tower, new_text_tower, recipe_encoder, source_of, train
+from tasks.lit.train import job_of, load_tower, new_text_tower, open_zeroshot, recipe_encoder, source_of, train
 
 DEMO_NOTE = (
     "This is the demo: generated scenes, their sentences and a small image tower. Nothing here is a number of the "
@@ -94,6 +94,7 @@ def fill_cache(recipe: LitRecipe, console: Console) -> dict[str, Any] | None:
 def _dry_run(recipe: LitRecipe, world: World, console: Console) -> None:
     """Encode some images and train two steps on them, keeping nothing; says what all of it would take."""
     data, val = open_pairs(source_of(recipe))
+    open_zeroshot(recipe)
     recipe = in_steps(recipe, len(data.captions))
     tokenizer = open_tokenizer(recipe.text.tokenizer, recipe.text.context, recipe.text.clean)
     tower = load_tower(recipe, world)
@@ -131,8 +132,9 @@ def describe_training(result: dict[str, Any]) -> str:
     ]
     if "zeroshot" in result:
         scored = result["zeroshot"]
+        named = "coloured shapes" if scored["prompts"] == "demo" else "classes"
         lines.append(
-            f"zero-shot: top-1 {scored['top1']:.2f} % of {scored['classes']} coloured shapes, "
+            f"zero-shot: top-1 {scored['top1']:.2f} % of {scored['classes']} {named}, "
             f"{scored['top1'] / scored['chance']:.1f} x chance"
         )
     return "\n".join(lines)

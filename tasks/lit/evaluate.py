@@ -40,7 +40,7 @@ def evaluate(options: Scoring, console: Console) -> Json | None:
             open_report(options.output_dir)
         towers = load_towers(options.run).to(world.device)
         reading = Reading(how.decode or towers.decoder, how.max_pixels)
-        scored = _retrieval if options.captioned else _zeroshot
+        scored = _retrieval if options.captioned else zeroshot
         result = {
             "task": "lit eval",
             "run": options.run,
@@ -54,8 +54,9 @@ def evaluate(options: Scoring, console: Console) -> Json | None:
         return result if world.leads else None
 
 
-def _zeroshot(towers: Towers, options: Scoring, reading: Reading, world: World, console: Console) -> Json:
-    split, folders = _labelled(options, reading)
+def zeroshot(towers: Towers, options: Scoring, reading: Reading, world: World, console: Console) -> Json:
+    """Return the accuracy on labelled images, with what it depends on. Raises `DataError`."""
+    split, folders = open_labelled(options, reading)
     names, origin = class_names(folders, options.class_names)
     chosen = options.prompts or ("demo" if options.source == "demo" else "clip_paper")
     templates = prompt_set(chosen)
@@ -79,7 +80,8 @@ def _zeroshot(towers: Towers, options: Scoring, reading: Reading, world: World, 
     return {"split": options.split or "val", "trained_on": known.to_dict() if known else None, **result}
 
 
-def _labelled(options: Scoring, reading: Reading) -> tuple[Labelled, Sequence[str]]:
+def open_labelled(options: Scoring, reading: Reading) -> tuple[Labelled, Sequence[str]]:
+    """Open the labelled images to score on; returns them and their classes. Raises `DataError`."""
     if options.source == "demo":
         split = SceneClasses(*DEMO_SPLITS["test"])
         return split, split.classes

@@ -67,6 +67,14 @@ class CaptionData(Pictures):
         Annotated[float, Field(gt=0, lt=1)] | None,
         VAL_FRACTION.but(help="Share held out without --val-data.", unset="0.01, 50 to 5000 images"),
     ] = None
+    zeroshot: Annotated[
+        str | None,
+        flag(
+            "--zeroshot-data",
+            help="Labelled images, e.g. imagenet, to classify by prompts at the end, as 'lit eval' does (Table 4).",
+            panel=DATA,
+        ),
+    ] = None
     images: Annotated[
         str | None,
         IMAGES,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dpn_cli.arch import SIZES, size_name
+from dpn_cli.data.labelled import Labelled, fingerprint
 from dpn_cli.data.reading import Reading
 from dpn_cli.data.trained_on import record
 from dpn_cli.engine import fit as engine
@@ -29,8 +30,10 @@ from tasks.lit.cache import BATCH, cached_features, data_fingerprint
 from tasks.lit.captions import Captioned, Subset, captions_fingerprint
 from tasks.lit.data import DEMO_SPLITS, CaptionSource, SceneClasses, open_pairs
 from tasks.lit.encode import cache_root, image_encoder, retrieval_scores
+from tasks.lit.evaluate import open_labelled, zeroshot
 from tasks.lit.features import Features, ImageEncoder, digest_of
 from tasks.lit.loss import ContrastiveLoss
+from tasks.lit.options import Scoring
 from tasks.lit.recipe import LitRecipe, in_steps
 from tasks.lit.samples import NearestImages, keep_prompts
 from tasks.lit.text import TextTower
@@ -83,7 +86,7 @@ def train(begun: Session[LitRecipe]) -> Json:
     tokenizer = open_tokenizer(recipe.text.tokenizer, recipe.text.context, recipe.text.clean)
     tower = load_tower(recipe, world)
     before = digest_of(tower)
-    facts = _check_data(pairs, val, tokenizer, before, folder, world)
+    facts = _check_data(pairs, val, open_zeroshot(recipe), tokenizer, before, folder, world)
     if world.leads:
         folder.update(backbone=tower.report.to_dict(), **{DIGEST: None})
     console.info(tower.report.summary())
@@ -121,7 +124,7 @@ def train(begun: Session[LitRecipe]) -> Json:
         DIGEST: file_digest(folder.path / WEIGHTS),
         "decoder": val.reading.versions(),
         "differs_from_paper": begun.differs,
-        **({"zeroshot": demo_zeroshot(towers, recipe, world, folder.path)} if recipe.demo else {}),
+        **_zeroshot(towers, begun),
     }
     for warning in _warnings(result):
         console.warn(warning)
@@ -143,18 +146,28 @@ def _warnings(result: Json) -> Iterator[str]:
         for way, count in (("image_to_text", "images"), ("text_to_image", "captions"))
     ]
     if scored:
-        scores.append(("zero-shot top-1", scored["top1"], scored["floors"], scored["images"]))
+        floors = scored.get("floors") or {"chance": scored["chance"]}
+        scores.append(("zero-shot top-1", scored["top1"], floors, scored["images"]))
     for score in scores:
         if warning := result_warning(*score):
             yield warning
 
 
 def _check_data(
-    train: Captioned, val: Captioned, tokenizer: Tokenizer, image_tower: str, folder: RunFolder, world: World
+    train: Captioned,
+    val: Captioned,
+    labelled: Labelled | None,
+    tokenizer: Tokenizer,
+    image_tower: str,
+    folder: RunFolder,
+    world: World,
 ) -> Json:
     """See that a resumed run meets the images, captions, tokenizer and image tower it began with."""
+    data = {"train": data_fingerprint(train), "val": data_fingerprint(val)}
+    if labelled:
+        data["zeroshot"] = fingerprint(labelled)
     facts: Json = {
-        "data": {"train": data_fingerprint(train), "val": data_fingerprint(val)},
+        "data": data,
         "captions": {"train": captions_fingerprint(train), "val": captions_fingerprint(val)},
         "tokenizer": tokenizer.to_dict(),
         "image_tower": image_tower,
@@ -272,6 +285,35 @@ class _TextTraining:
             save_towers(towers, path / WEIGHTS)
             Checkpoints(path / "checkpoints").clear()
         distributed.barrier()
+
+
+def zeroshot_options(recipe: LitRecipe, folder: Path) -> Scoring | None:
+    """Return the options of ``dpn lit eval`` by which a run is scored at its end; None where it is not."""
+    data = recipe.data
+    if data.zeroshot is None:
+        return None
+    return Scoring(
+        run=str(folder),
+        source=data.zeroshot,
+        skip_bad_images=data.skip_bad_images,
+        force=True,  # what is not above chance is a warning at the end of a training
+        runtime=recipe.runtime,
+        output_dir=folder,
+    )
+
+
+def open_zeroshot(recipe: LitRecipe) -> Labelled | None:
+    """Open the labelled images that a run is scored on at its end. Raises `DataError`."""
+    options = zeroshot_options(recipe, Path())
+    return open_labelled(options, source_of(recipe).reading)[0] if options else None
+
+
+def _zeroshot(towers: Towers, begun: Session[LitRecipe]) -> Json:
+    """Return the zero-shot accuracy on the images that the recipe names, of the demo on its own, else nothing."""
+    recipe, world = begun.recipe, begun.world
+    if options := zeroshot_options(recipe, begun.folder.path):
+        return {"zeroshot": zeroshot(towers, options, source_of(recipe).reading, world, begun.console)}
+    return {"zeroshot": demo_zeroshot(towers, recipe, world, begun.folder.path)} if recipe.demo else {}
 
 
 def demo_zeroshot(towers: Towers, recipe: LitRecipe, world: World, folder: Path) -> Json:
