@@ -215,7 +215,7 @@ def test_what_fails_is_named_and_the_rest_goes_on(
         done = run(*command)
     assert done.exit_code == 6
     assert "failed: stem none, seed 1: the loss is NaN" in done.stdout
-    assert "1 trainings failed" in done.stderr
+    assert "1 training failed" in done.stderr
     assert not (tmp_path / "all" / "result.json").exists()
     partial = json.loads((tmp_path / "all" / "partial.json").read_text())
     assert partial["compare"]["differences"][0]["seeds"] == [0]

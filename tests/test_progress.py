@@ -139,6 +139,7 @@ def test_pictures_are_counted_in_a_line_every_ten_seconds(capsys: pytest.Capture
 
 def test_one_thing_has_no_plural() -> None:
     assert [several(count, "step") for count in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
+    assert [several(2, noun) for noun in ("class", "patch", "epoch")] == ["2 classes", "2 patches", "2 epochs"]
 
 
 def test_every_step_is_shown_and_the_log_keeps_its_fifty_records(

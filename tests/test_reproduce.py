@@ -226,7 +226,7 @@ def test_a_training_that_fails_is_listed_and_the_others_go_on(trainer: Trainer, 
     trainer.score = score
     done = run("reproduce", "table6", "--small", "--seeds", "1", "-o", "out")
     assert done.exit_code == 6
-    assert "1 trainings failed (imagenet/post/seed0: the loss is NaN)" in done.stderr.replace("\n", " ")
+    assert "1 training failed (imagenet/post/seed0: the loss is NaN)" in done.stderr.replace("\n", " ")
     assert len(trainer.recipes) == 7
     assert "these are not the paper's numbers" in done.stdout.replace("\n", " ")
 

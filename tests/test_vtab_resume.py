@@ -139,7 +139,7 @@ def test_failed_cells_end_the_command_with_code_6(digits: Path, tmp_path: Path) 
     done = dpn(*arguments)
     assert done.exit_code == 6, done.stderr
     assert "lr 1e+30 seed 0: step" in " ".join(done.stdout.split())
-    assert "1 trainings failed" in done.stderr  # the diverged network left nothing to the cell after it
+    assert "1 training failed" in done.stderr  # the diverged network left nothing to the cell after it
 
 
 def test_an_output_folder_with_another_run_is_never_mixed_up(toy: Callable[..., Json], tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from dpn_cli.errors import DataError, NonFiniteError, OutOfMemoryError
 from dpn_cli.recipe.compare import ComparedTraining, spoken
 from dpn_cli.recipe.start import Place
 from dpn_cli.run import stopping
-from dpn_cli.run.console import Console
+from dpn_cli.run.console import Console, several
 from dpn_cli.run.distributed import from_leader
 from dpn_cli.run.folder import describe_device
 from dpn_cli.run.session import Session, run_name, session
@@ -57,7 +57,7 @@ class SideBySide:
                 for run in firsts:
                     console.info(f"{run.label}:")
                     self.trainer.run(run.recipe, place, console)
-                console.info(f"dry run passed: {len(runs)} trainings of {len(firsts)} networks")
+                console.info(f"dry run passed: {several(len(runs), 'training')} of {several(len(firsts), 'network')}")
                 return None
             result = begun.folder.result
             if result is None:

@@ -13,7 +13,7 @@ from dpn_cli.commands.action import Outcome, action
 from dpn_cli.errors import DpnError
 from dpn_cli.recipe.flag import DATA, OUTPUT, RUNTIME, flag
 from dpn_cli.recipe.schema import ImageColumn, LabelColumn, Pictures, Section, Side, SkipBadImages
-from dpn_cli.run.console import Console
+from dpn_cli.run.console import Console, several
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -104,7 +104,7 @@ def _summary(manifest: dict[str, Any]) -> dict[str, Any]:
 
 def _describe_pack(out: Path, result: dict[str, Any]) -> str:
     lines = [
-        f"{name}: {split['images']} images in {split['shards']} shards, {split['bytes'] / 1e6:.1f} MB"
+        f"{name}: {split['images']} images in {several(split['shards'], 'shard')}, {split['bytes'] / 1e6:.1f} MB"
         + (f", {split['left_out']} unreadable ones left out" if split["left_out"] else "")
         for name, split in result.items()
     ]

@@ -23,7 +23,7 @@ from dpn_cli.recipe.reading import Plain, Say, build, dump, from_settings, read_
 from dpn_cli.recipe.schema import Recipe
 from dpn_cli.recipe.sources import read_sources
 from dpn_cli.recipe.start import NO_PAGE, OVERWRITE, RESUME, Place
-from dpn_cli.run.console import Console, show
+from dpn_cli.run.console import Console, several, show
 
 Result = dict[str, Any]
 
@@ -133,8 +133,8 @@ def failure(failed: Sequence[str], what: str) -> SweepError | None:
     if not failed:
         return None
     return SweepError(
-        f"{len(failed)} {what} failed and are listed above; the others are kept: run the same command with --resume to "
-        "try the failed ones again"
+        f"{several(len(failed), what.removesuffix('s'))} failed, as listed above; the others are kept: run the same "
+        "command with --resume to try again what failed"
     )
 
 
@@ -190,7 +190,7 @@ OUTPUT_OPTIONS = (
         None,
         "--output-dir",
         "-o",
-        help="Folder of the run. \\[default: runs/TASK/ARCH-STEM]",
+        help="Folder of the run. \\[default: in runs/TASK, named after the network]",
     ),
     switch("resume", "--resume", help=RESUME),
     switch("overwrite", "--overwrite", help=OVERWRITE),
@@ -199,7 +199,7 @@ OUTPUT_OPTIONS = (
     switch(
         "dry_run",
         "--dry-run",
-        help="Check all data, train two steps with save, resume and validation; print hours and disk. No result.",
+        help="Check the data, train two steps, keep nothing, and say how many hours the whole run takes here.",
     ),
     switch("no_report", "--no-report", help=NO_PAGE),
     *PRINTING,

@@ -8,6 +8,7 @@ from dpn_cli.recipe.sources import flat
 from dpn_cli.report.content import MOST_POINTS, Cell, Chart, Lines, Part, Section, Table, Text, together
 from dpn_cli.report.gradients import layer_charts
 from dpn_cli.report.reading import OpenRun, hours, trainings
+from dpn_cli.run.console import several
 
 # A recipe key with its value and where that comes from.
 Origins = Sequence[tuple[str, str, str]]
@@ -54,7 +55,7 @@ def what_was_run(run: OpenRun, origins: Origins) -> Section:
         ("status", run.status),
         ("started", facts.get("started", UNKNOWN)),
         ("last written", facts.get("updated", UNKNOWN)),
-        ("device", f"{facts.get('device', UNKNOWN)}, {facts.get('ranks', 1)} process(es)"),
+        ("device", f"{facts.get('device', UNKNOWN)}, {several(facts.get('ranks', 1), 'process')}"),
         ("hours of training", UNKNOWN if time is None else f"{time:.3g}"),
         ("images per second", f"{speed[-1]:.1f}" if speed else UNKNOWN),
         ("share of waiting for data", UNKNOWN if share is None else f"{100 * share:.1f} %"),

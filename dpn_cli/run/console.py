@@ -64,8 +64,9 @@ def show_error(error: object) -> None:
 
 
 def several(count: int, noun: str) -> str:
-    """Return a number with its noun, which takes an s unless the number is one: "1 step", "2 steps"."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    """Return a number with its noun, in the plural unless the number is one: "1 step", "2 steps", "3 classes"."""
+    plural = f"{noun}es" if noun.endswith(("s", "tch")) else f"{noun}s"
+    return f"{count} {noun if count == 1 else plural}"
 
 
 def sparkline(values: Iterable[float]) -> str:

@@ -12,7 +12,7 @@ from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.recipe.start import SCRATCH_PIXELS
 from dpn_cli.run import distributed
-from dpn_cli.run.console import Console
+from dpn_cli.run.console import Console, several
 from dpn_cli.run.distributed import World
 from dpn_cli.run.folder import RunFolder, describe_device
 from dpn_cli.run.sanity import crop_warning
@@ -80,7 +80,7 @@ def check_data(recipe: SupervisedRecipe, data: ClassData, folder: RunFolder, wor
         console.info(note)
     console.info(
         f"{len(data.train.labels)} images to train on, {len(data.minival.labels)} in minival, "
-        f"{len(data.val.labels)} to validate, {len(data.classes)} classes; {recipe.schedule.steps} steps of "
+        f"{len(data.val.labels)} to validate, {len(data.classes)} classes; {several(recipe.schedule.steps, 'step')} of "
         f"{recipe.batch_size}, {recipe.schedule.steps * recipe.batch_size / len(data.train.labels):.2f} epochs"
     )
     if recipe.select == "best" and (warning := _choice_warning(len(data.minival.labels))):

@@ -8,7 +8,7 @@ from typing import Any
 
 from dpn_cli.data.classified import ClassData, ImageSource, open_class_data
 from dpn_cli.data.reading import Reading, decoder_of
-from dpn_cli.run.console import Console
+from dpn_cli.run.console import Console, several
 from dpn_cli.run.distributed import World
 from dpn_cli.run.session import run_name
 from tasks.classify.check import check_batch, check_pictures
@@ -52,8 +52,8 @@ def dry_run(recipe: RecipeT, data: ClassData, trainings: Sequence[RecipeT], worl
     steps = sum(each.schedule.steps for each in counted)
     console.info(
         f"dry run passed: {len(data.train.labels)} + {len(data.minival.labels)} + {len(data.val.labels)} images, "
-        f"{len(data.classes)} classes, {steps} steps in {len(counted)} trainings at {seconds:.3g} s a step: about "
-        f"{steps * seconds / 3600:.3g} hours here, and evaluation"
+        f"{len(data.classes)} classes, {several(steps, 'step')} in {several(len(counted), 'training')} at "
+        f"{seconds:.3g} s a step: about {steps * seconds / 3600:.3g} hours here, and evaluation"
     )
 
 
@@ -74,7 +74,7 @@ def describe_training(result: dict[str, Any]) -> str:
         f"{result['arch']} stem {result['stem']} at {height}x{width}, {result['classes']} classes\n"
         f"validation: top-1 {result['top1']:.2f} %, top-5 {result['top5']:.2f} %, loss {result['loss']:.4g} "
         f"({images['val']} images{skipped})\n"
-        f"{chosen}; {result['steps']} steps on {images['train']} images"
+        f"{chosen}; {several(result['steps'], 'step')} on {images['train']} images"
         + "".join(f"\n{line}" for line in probed)
         + (f"\nthe curve is incomplete: {lost} records of metrics.jsonl were lost" if lost else "")
     )

@@ -26,7 +26,7 @@ import torch
 from dpn_cli.data.pixels import resize
 from dpn_cli.errors import DataError
 from dpn_cli.run import distributed, stopping
-from dpn_cli.run.console import Console
+from dpn_cli.run.console import Console, several
 from dpn_cli.run.distributed import World
 from dpn_cli.run.files import claimed, remove_leftovers, replace_json
 from tasks.lit.captions import Captioned
@@ -222,7 +222,7 @@ def _plan(
             plan[number] = rows
         new, compared = (new + len(rows), compared) if facts is None else (new, compared + len(rows))
     if new:
-        console.info(f"encoding {new} images once, into {shards[0].file.parent}")
+        console.info(f"encoding {several(new, 'image')} once, into {shards[0].file.parent}")
     if compared:
         console.info(
             f"comparing {compared} images with the encoded ones: their files have other dates or inodes than before, "

@@ -15,7 +15,7 @@ from dpn_cli.recipe.start import Place
 from dpn_cli.recipe.training import of_two_steps
 from dpn_cli.run import console as terminal
 from dpn_cli.run import stopping
-from dpn_cli.run.console import Console
+from dpn_cli.run.console import Console, several
 from dpn_cli.run.distributed import World, join
 from dpn_cli.run.session import run_name, session
 from dpn_cli.weights.backbone import LoadReport
@@ -113,8 +113,8 @@ def _dry_run(recipe: LitRecipe, world: World, console: Console) -> None:
     size = len(data.captions) * max(1, recipe.cache.views) * tower.embed_dim * 2 / 2**30
     console.info(
         f"dry run passed: {len(data.captions)} images, {len(val.captions)} held out; to encode them once about "
-        f"{encoding / 3600:.3g} hours and {size:.3g} GiB; {recipe.schedule.steps} steps at {done.seconds / 2:.3g} s: "
-        f"about {hours:.3g} hours here"
+        f"{encoding / 3600:.3g} hours and {size:.3g} GiB; {several(recipe.schedule.steps, 'step')} at "
+        f"{done.seconds / 2:.3g} s: about {hours:.3g} hours here"
     )
 
 
@@ -126,8 +126,8 @@ def describe_training(result: dict[str, Any]) -> str:
         f"{result['arch']} stem {result['stem']} at {height}x{width}, text tower {result['text']['size']}, "
         f"{result['tokenizer']['name']}, loss {result['loss']} {result['train_loss']:.4g}, "
         f"temperature {result['temperature']:.3g}",
-        f"{result['steps']} steps of {result['batch_size']} on {result['pairs']['images']} images with "
-        f"{result['pairs']['captions']} captions ({left_out} left out, {result['cut']} captions cut)",
+        f"{several(result['steps'], 'step')} of {result['batch_size']} on {result['pairs']['images']} images with "
+        f"{result['pairs']['captions']} captions ({left_out} left out, {several(result['cut'], 'caption')} cut)",
         "held out: " + describe_retrieval(result["retrieval"]),
     ]
     if "zeroshot" in result:
@@ -146,5 +146,6 @@ def describe_cache(result: dict[str, Any]) -> str:
     return (
         f"{result['folder']}: features of {result['images']} + {result['held_out']} images ({kept}, width "
         f"{result['width']}, float16), {result['captions']} captions as tokens\n"
-        f"{result['unreadable']} unreadable, {result['left_out']} without text or file, {result['cut']} captions cut"
+        f"{result['unreadable']} unreadable, {result['left_out']} without text or file, "
+        f"{several(result['cut'], 'caption')} cut"
     )

@@ -12,7 +12,7 @@ from dpn_cli.data.pixels import resize
 from dpn_cli.engine import fit as engine
 from dpn_cli.recipe.home import home
 from dpn_cli.recipe.schema import Runtime
-from dpn_cli.run.console import Console
+from dpn_cli.run.console import Console, several
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import Backbone
 from tasks.lit.cache import BATCH, cached_features
@@ -103,7 +103,7 @@ def describe_retrieval(scores: dict[str, Any]) -> str:
     ways = {"image_to_text": "image to text", "text_to_image": "text to image"}
     unreadable = f", {scores['unreadable']} unreadable ones left out" if scores["unreadable"] else ""
     lines = [
-        f"retrieval on {scores['images']} images with {scores['captions']} captions "
+        f"retrieval on {several(scores['images'], 'image')} with {several(scores['captions'], 'caption')} "
         f"(chance R@5 {scores['chance@5']:.2f} %{unreadable})"
     ]
     for way, name in ways.items():

@@ -13,7 +13,7 @@ from dpn_cli.data.trained_on import Known, look_up
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError
 from dpn_cli.run import stopping
-from dpn_cli.run.console import Console
+from dpn_cli.run.console import Console, several
 from dpn_cli.run.distributed import World, join
 from dpn_cli.run.files import open_report, replace_json
 from dpn_cli.scoring import Scores
@@ -60,7 +60,7 @@ def zeroshot(towers: Towers, options: Scoring, reading: Reading, world: World, c
     names, origin = class_names(folders, options.class_names)
     chosen = options.prompts or ("demo" if options.source == "demo" else "clip_paper")
     templates = prompt_set(chosen)
-    console.info(f"{len(split.labels)} images of {len(names)} classes; {len(templates)} prompts a class")
+    console.info(f"{len(split.labels)} images of {len(names)} classes; {several(len(templates), 'prompt')} a class")
     known = _known(towers, split, world, console)
     run = Path(options.run).expanduser()
     nearest = NearestImages(names)

@@ -17,7 +17,7 @@ from dpn_cli.data.trained_on import record
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.run import distributed
-from dpn_cli.run.console import Console
+from dpn_cli.run.console import Console, several
 from dpn_cli.run.distributed import World
 from dpn_cli.run.files import file_digest
 from dpn_cli.run.folder import Checkpoints, RunFolder, describe_device
@@ -248,7 +248,7 @@ class _TextTraining:
         console.info(
             f"text tower {recipe.text.size or size_name(tower.config.size)}: "
             f"{sum(p.numel() for p in self.text.parameters()) / 1e6:.2f} M weights to train, the image tower is "
-            f"frozen; {recipe.schedule.steps} steps of {recipe.batch_size} pairs, "
+            f"frozen; {several(recipe.schedule.steps, 'step')} of {recipe.batch_size} pairs, "
             f"{recipe.schedule.steps * recipe.batch_size / len(self.good):.2f} epochs"
         )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from dpn_cli.recipe.start import Place
 from dpn_cli.run import console as terminal
-from dpn_cli.run.console import Console
+from dpn_cli.run.console import Console, several
 from dpn_cli.run.distributed import World
 from dpn_cli.run.session import run_name, session
 from dpn_cli.weights.origin import with_own_stem
@@ -59,7 +59,7 @@ def describe_training(result: dict[str, Any]) -> str:
     return (
         f"{result['arch']} stem {result['stem']} on {result['dataset']}{share}, crops of {result['crop'][0]}\n"
         f"{describe_scores(result)}\n"
-        f"{result['steps']} steps on {result['train_images']} images ({result['passes']:g} passes)"
+        f"{several(result['steps'], 'step')} on {result['train_images']} images ({result['passes']:g} passes)"
     )
 
 

@@ -15,7 +15,7 @@ from dpn_cli.errors import DataError, DpnError
 from dpn_cli.model.freeze import freeze
 from dpn_cli.recipe.training import of_two_steps
 from dpn_cli.run import distributed
-from dpn_cli.run.console import Console
+from dpn_cli.run.console import Console, several
 from dpn_cli.run.distributed import World
 from dpn_cli.run.folder import Checkpoints, RunFolder, describe_device
 from dpn_cli.run.kinds import DIGEST
@@ -139,7 +139,7 @@ def describe_length(recipe: SegmentRecipe, data: SegmentData) -> str:
     share = f" of {data.whole} (fraction {recipe.data.fraction:g}, list {list_digest(data.train)})"
     text = (
         f"{len(data.train)}{share if recipe.data.fraction < 1 else ''} images to train on, {len(data.val)} to "
-        f"validate, {len(data.classes)} classes; {recipe.schedule.steps} steps of {recipe.batch_size}: "
+        f"validate, {len(data.classes)} classes; {several(recipe.schedule.steps, 'step')} of {recipe.batch_size}: "
         f"{passes(recipe, data):g} passes"
     )
     if recipe.data.fraction < 1 and recipe.epochs is None and not recipe.demo:

@@ -12,7 +12,7 @@ from dpn_cli.engine import fit as engine
 from dpn_cli.recipe.compare import spoken
 from dpn_cli.recipe.layers import two_steps
 from dpn_cli.recipe.start import Place
-from dpn_cli.run.console import Console
+from dpn_cli.run.console import Console, several
 from dpn_cli.run.distributed import from_leader
 from dpn_cli.run.folder import Checkpoints
 from dpn_cli.run.session import Session, run_name, session
@@ -83,7 +83,7 @@ def _dry_run(begun: Session[VtabRecipe]) -> None:
     trainings = len(recipe.networks) * len(tasks) * (cells + (len(recipe.seeds) if recipe.protocol == "vtab" else 0))
     hours = trainings * recipe.schedule.steps * seconds / 3600
     console.info(
-        f"dry run passed: {len(tasks)} tasks, {trainings} trainings of {recipe.schedule.steps} steps "
-        f"at {seconds:.3g} s a step: about {hours:.3g} hours on this machine, plus evaluation; "
-        f"at most {cells * size / 1e9:.2g} GB on the disk"
+        f"dry run passed: {several(len(tasks), 'task')}, {several(trainings, 'training')} of "
+        f"{several(recipe.schedule.steps, 'step')} at {seconds:.3g} s a step: about {hours:.3g} hours on this machine, "
+        f"plus evaluation; at most {cells * size / 1e9:.2g} GB on the disk"
     )

@@ -24,7 +24,7 @@ from dpn_cli.errors import DataError, DpnError, SweepError
 from dpn_cli.recipe.flag import DATA, MODEL, OUTPUT, TRAIN
 from dpn_cli.recipe.home import find_weights
 from dpn_cli.report.tables import shown
-from dpn_cli.run.console import Console, cell, show
+from dpn_cli.run.console import Console, cell, several, show
 from dpn_cli.run.files import replace_json
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def _conclude(ran: Ran) -> None:
     """Raise `SweepError` for trainings that failed, `DataError` for those that wait for something that is not here."""
     if ran.failed:
         lines = "; ".join(f"{name}: {reason}" for name, reason in ran.failed.items())
-        raise SweepError(f"{len(ran.failed)} trainings failed ({lines}); run the same command to try them again")
+        raise SweepError(f"{several(len(ran.failed), 'training')} failed ({lines}); run the same command to try again")
     if ran.waiting:
         reasons = "; ".join(dict.fromkeys(ran.waiting.values()))
         raise DataError(

@@ -10,7 +10,7 @@ from dpn_cli.errors import DataError, DpnError
 from dpn_cli.recipe.start import Place
 from dpn_cli.recipe.training import counted_in_steps
 from dpn_cli.run import console as terminal
-from dpn_cli.run.console import Console
+from dpn_cli.run.console import Console, several
 from dpn_cli.run.distributed import from_leader
 from dpn_cli.run.folder import describe_device
 from dpn_cli.run.kinds import WEIGHTS, Kind
@@ -76,7 +76,7 @@ def describe(result: Json) -> str:
     teacher, images = result["teacher"], result["images"]
     lines = [
         f"{result['arch']} stem {result['stem']} from {teacher['source']} ({teacher['arch']}, stem {teacher['stem']}), "
-        f"start {result['start']}, {result['steps']} steps on {images['train']} pictures",
+        f"start {result['start']}, {several(result['steps'], 'step')} on {images['train']} pictures",
     ]
     names = {"start": "before the first step", "stem": "after the stem's stage", "all": "after the last step"}
     for stage, note in result["stages"].items():
@@ -109,7 +109,7 @@ def _check(begun: Session[DistillRecipe], teacher: Classifier, pictures: Picture
     begun.console.info(
         f"{parts['train']} pictures to train on, {parts['held_out']} held out"
         + (f", {parts['val']} labelled ones to score" if "val" in parts else "")
-        + f"; {recipe.schedule.steps} steps of {recipe.batch_size}, "
+        + f"; {several(recipe.schedule.steps, 'step')} of {recipe.batch_size}, "
         f"{recipe.schedule.steps * recipe.batch_size / parts['train']:.2f} epochs"
     )
     if dry_run:
@@ -146,6 +146,6 @@ def _dry_run(distillation: Distillation) -> None:
         cache.check_space()
     seconds, steps = distillation.measure_step(), distillation.recipe.schedule.steps
     distillation.console.info(
-        f"dry run passed: {steps} steps at {seconds:.3g} s a step: about {steps * seconds / 3600:.3g} hours here, and "
-        "evaluation"
+        f"dry run passed: {several(steps, 'step')} at {seconds:.3g} s a step: about {steps * seconds / 3600:.3g} hours "
+        "here, and evaluation"
     )
