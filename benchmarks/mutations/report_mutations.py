@@ -1,6 +1,8 @@
 """Breakages of reports: (file, text, replacement, what it breaks, tests)."""
 
-R, A = "tests/test_report.py", "tests/test_answers.py"
+R, A, E = "tests/test_report.py", "tests/test_answers.py", "tests/test_end_report.py"
+S, L = "tests/test_segment_samples.py", "tests/test_lit_samples.py"
+SAMPLES, PAIRS = "tasks/segment/samples.py", "tasks/lit/samples.py"
 PAGE, CHARTS, SIDE = "dpn_cli/report/page.py", "dpn_cli/report/charts.py", "dpn_cli/report/side.py"
 READING, CONTENT, COMMAND = "dpn_cli/report/reading.py", "dpn_cli/report/content.py", "dpn_cli/commands/report.py"
 VTAB, SEGMENT, LIT = "tasks/vtab/figures.py", "tasks/segment/figures.py", "tasks/lit/figures.py"
@@ -63,4 +65,52 @@ MUTATIONS = [
         "answers are of other rows where pictures are left out",
         A,
     ),
+    (COMMAND, "    if os.environ.get(NO_REPORT):\n        return\n", "", "the variable leaves no page out", E),
+    (COMMAND, "if not _is_newest(", "if (", "a page is drawn again at every --resume", E),
+    (
+        COMMAND,
+        "except (StoppedError, KeyboardInterrupt):",
+        "except KeyboardInterrupt:",
+        "a signal at the page is a failure of it",
+        E,
+    ),
+    (
+        COMMAND,
+        "    except Exception as error:  # a chart",
+        "    except OSError as error:  # a chart",
+        "a chart that fails ends the command",
+        E,
+    ),
+    (SAMPLES, "(-one.miou, one.row)", "(one.miou, one.row)", "the best images are the worst", S),
+    (SAMPLES, "truth == IGNORE, 2,", "truth == IGNORE, 1,", "pixels that nobody judges are errors", S),
+    (
+        SEGMENT,
+        "counts[true][predicted] = pixels",
+        "counts[predicted][true] = pixels",
+        "the confusions of pixels are transposed",
+        S,
+    ),
+    (
+        "tasks/segment/scoring.py",
+        "if bool(counts.any()):",
+        "if True:",
+        "an image without labelled pixels has a score",
+        S,
+    ),
+    (PAIRS, "texts[firsts] @ images[places].T", "images[places] @ texts[firsts].T", "the heat map is transposed", L),
+    (
+        PAIRS,
+        "sorted(self.best[place] + found)[:NEAREST]",
+        "sorted(found)[:NEAREST]",
+        "the nearest images are those of the last part",
+        L,
+    ),
+    (
+        PAIRS,
+        '"row": good[place], "image": data.where(good[place]), "cosine"',
+        '"row": place, "image": data.where(place), "cosine"',
+        "pictures are of other rows where some are unreadable",
+        L,
+    ),
+    (SIDE, "[100 * share]", "[share]", "the curve over fractions is not in percent", R),
 ]

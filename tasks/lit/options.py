@@ -80,7 +80,10 @@ class Scoring(Section):
     cache_dir: CacheDir = None
     batch_size: AtOnce = 64
     runtime: Runtime = Runtime()
-    output_dir: Annotated[Path | None, flag("--output-dir", "-o", help="Folder for result.json.", panel=OUTPUT)] = None
+    output_dir: Annotated[
+        Path | None,
+        flag("--output-dir", "-o", help="Folder for the scores, and what 'dpn report' shows of them.", panel=OUTPUT),
+    ] = None
 
     @property
     def captioned(self) -> bool:

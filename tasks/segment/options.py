@@ -72,7 +72,7 @@ class Scoring(Section):
     runtime: Runtime = Runtime()
     output_dir: Annotated[
         Path | None,
-        flag("--output-dir", "-o", help="Folder for result.json, per_class.csv and what a page shows.", panel=OUTPUT),
+        flag("--output-dir", "-o", help="Folder for the scores, and what 'dpn report' shows of them.", panel=OUTPUT),
     ] = None
 
 
