@@ -180,7 +180,9 @@ def _print(experiment: Experiment, compared: Sequence[Compared], make: Trainings
     console = RichConsole(highlight=False)
     if compared:
         whole = table_of(experiment, compared, make.small)
-        columns = [Column(name, justify="left" if place < 2 else "right") for place, name in enumerate(whole.columns)]
+        texts, numbers = whole.columns[:2], whole.columns[2:]
+        columns = [Column(name, overflow="fold") for name in texts]
+        columns += [Column(name, justify="right", no_wrap=True) for name in numbers]
         table = Table(*columns, box=box.SIMPLE_HEAD, title=cell(whole.title), title_justify="left")
         for row in whole.rows:
             table.add_row(*(cell(shown(value, whole.digits) or "-") for value in row))

@@ -31,7 +31,7 @@ def fig1(make: Trainings, seeds: Sequence[int]) -> Experiment:
             jobs = tuple(make.imagenet(arch, stem, seed, place) for seed in seeds)
             plain = tuple(make.imagenet(arch, "none", seed) for seed in seeds)
             row = "Dual PatchNorm" if stem == "dpn" else place
-            numbers.append(Number(row, make.label(arch), jobs, TOP1, minus=plain))
+            numbers.append(Number(row, arch, jobs, TOP1, minus=plain))
     return Experiment("fig1", "Placements of LayerNorm, relative to (pre, pre)", "points of top-1", numbers)
 
 
@@ -66,5 +66,5 @@ def dtn_table(make: Trainings, seeds: Sequence[int]) -> Experiment:
     for norm, row in NORMS.items():
         for arch in make.some(tuple(row)):
             jobs = (make.deit(arch, "none", 0, norm),)
-            numbers.append(Number(norm, make.label(arch), jobs, TOP1, row[arch]))
+            numbers.append(Number(norm, arch, jobs, TOP1, row[arch]))
     return Experiment("dtn-table", "Norms of the blocks (Dynamic Token Normalization)", "top-1 in %", numbers)

@@ -10,12 +10,11 @@ from dpn_cli.commands.reproduce.compare import Compared, paper_reach
 from dpn_cli.report.content import Bars, Cell, Part, Section, Table, Text
 from dpn_cli.report.page import write_page
 
-NOT_THE_PAPER = "at the demo's size: these are not the paper's numbers"
-COLUMNS = ("", "", "ours", "± s.e.", "n", "paper", "± s.e.", "ours - paper", "in the paper's interval")
+NOT_THE_PAPER = "at the demo's size, with its tower for every network: these are not the paper's numbers"
+COLUMNS = ("", "", "ours", "n", "paper", "difference", "within")
 NOTE = (
-    "Ours is the mean over trainings (of a probe: over draws), ± its standard error. The paper's interval is the 95 % "
-    "t-interval of its mean, taking the spreads that it prints for standard errors, which nearly all of them can only "
-    "be."
+    "Ours: mean over n trainings (of a probe: draws) ± its standard error. Difference: ours minus the paper's. Within: "
+    "whether ours lies in the 95 % t-interval of the paper's mean, with its spreads taken for standard errors."
 )
 
 
@@ -30,19 +29,10 @@ def table_of(experiment: Experiment, compared: Sequence[Compared], small: bool) 
     rows: list[list[Cell]] = []
     for one in compared:
         number, ours = one.number, one.ours
-        rows.append(
-            [
-                number.row,
-                number.column,
-                None if ours is None else ours.mean,
-                None if ours is None else ours.stderr,
-                None if ours is None else len(ours.values),
-                number.paper,
-                number.stderr,
-                one.difference,
-                None if one.within is None else "yes" if one.within else "no",
-            ]
-        )
+        ours_said = (None, None) if ours is None else (_with_error(ours.mean, ours.stderr), len(ours.values))
+        paper = None if number.paper is None else _with_error(number.paper, number.stderr)
+        within = None if one.within is None else "yes" if one.within else "no"
+        rows.append([number.row, number.column, *ours_said, paper, one.difference, within])
     title = f"{heading(experiment, small)}: {experiment.unit}"
     return Table(title, COLUMNS, rows, note=NOTE, name=experiment.name)
 
@@ -75,6 +65,10 @@ def write(folder: Path, experiment: Experiment, compared: Sequence[Compared], sm
             )
         )
     return write_page(folder, heading(experiment, small), [Section("Ours beside the paper's", parts)])
+
+
+def _with_error(mean: float, error: float | None) -> str:
+    return f"{mean:.2f}" if error is None else f"{mean:.2f} ± {error:.2f}"
 
 
 def _mean(one: Compared | None) -> float | None:

@@ -104,6 +104,10 @@ def _pair(row: str, make: Make, paper: Pair, seeds: Sequence[int], score: tuple[
     ]
 
 
+def _steps(steps: int) -> str:
+    return f"{steps / 1e6:g}M" if steps >= 1_000_000 else f"{steps // 1000}k"
+
+
 def _then(start: Make, next_one: Callable[[Job, int], Job]) -> Make:
     """Return what makes a training that starts from the one that `start` makes."""
 
@@ -122,15 +126,15 @@ def table1(make: Trainings, seeds: Sequence[int]) -> Experiment:
     """ImageNet-1k from scratch, and ImageNet-21k with a probe of 25 images per class."""
     numbers: list[Number] = []
     for arch in make.some(tuple(IMAGENET)):
-        row = f"{make.label(arch)}, ImageNet-1k"
+        row = f"{arch}, ImageNet-1k"
         numbers += _pair(row, partial(make.imagenet, arch), IMAGENET[arch], seeds)
-    numbers += _pair(f"{make.label('S/16')}+, ImageNet-1k", make.s16plus, S16PLUS, seeds)
+    numbers += _pair("S/16+, ImageNet-1k", make.s16plus, S16PLUS, seeds)
     for arch in make.some(tuple(DEIT)):
-        row = f"{make.label(arch)}, DeiT"
+        row = f"{arch}, DeiT"
         numbers += _pair(row, partial(make.deit, arch), DEIT[arch], seeds)
     for arch in make.some(tuple(HIGHRES)):
         numbers += _pair(
-            f"{make.label(arch)}, ImageNet-1k, 384 px",
+            f"{arch}, ImageNet-1k, 384 px",
             _then(partial(make.imagenet, arch), partial(make.highres, 384)),
             HIGHRES[arch],
             seeds,
@@ -145,7 +149,7 @@ def _probed(make: Trainings, source: str, name: str, paper: dict[int, dict[str, 
     for steps, pairs in paper.items():
         for arch in make.some(tuple(pairs)):
             numbers += _pair(
-                f"{make.label(arch)}, {name}, {steps // 1000}k steps",
+                f"{arch}, {name}, {_steps(steps)} steps",
                 partial(make.large, source, steps, arch),
                 pairs[arch],
                 (0,),
@@ -160,7 +164,7 @@ def table2(make: Trainings, seeds: Sequence[int]) -> Experiment:
     for arch in make.some(tuple(FINE_TUNED)):
         for (steps, pixels), pair in FINE_TUNED[arch].items():
             numbers += _pair(
-                f"{make.label(arch)}, JFT {steps // 1000}k, fine-tuned at {pixels}",
+                f"{arch}, JFT {_steps(steps)}, fine-tuned at {pixels}",
                 _then(partial(make.large, "jft", steps, arch), partial(make.highres, pixels)),
                 pair,
                 seeds,
@@ -169,16 +173,16 @@ def table2(make: Trainings, seeds: Sequence[int]) -> Experiment:
 
 
 def table3(make: Trainings, seeds: Sequence[int]) -> Experiment:
-    """VTAB-1k. A sweep has three seeds of its own."""
+    """VTAB-1k. A sweep has seeds of its own."""
     archs = make.some(tuple(dict.fromkeys(arch for arch, _ in PAPER_COLUMNS)))
     columns = [(number, *column) for number, column in enumerate(PAPER_COLUMNS) if column[0] in archs]
     numbers = []
     for task in make.tasks:
         for number, arch, stem in columns:
-            sweep = make.vtab(make.imagenet(arch, stem, 0))
+            sweep = make.vtab(make.imagenet(arch, stem, 0), len(seeds))
             paper = task.paper[number] if task.paper else None
             score = ("tasks", task.name, "test", "values")
-            numbers.append(Number(task.name, f"{make.label(arch)} {stem}", (sweep,), score, paper))
+            numbers.append(Number(task.name, f"{arch} {stem}", (sweep,), score, paper))
     return Experiment("table3", "VTAB-1k", "accuracy on the test split in %", numbers)
 
 
@@ -188,7 +192,7 @@ def table4(make: Trainings, seeds: Sequence[int]) -> Experiment:
     for arch in make.some(tuple(LIT)):
         for steps, pair in LIT[arch].items():
             numbers += _pair(
-                f"{make.label(arch)}, JFT {steps // 1000}k",
+                f"{arch}, JFT {_steps(steps)}",
                 _then(partial(make.large, "jft", steps, arch), make.zeroshot),
                 pair,
                 seeds,
@@ -201,7 +205,7 @@ def table5(make: Trainings, seeds: Sequence[int]) -> Experiment:
     numbers: list[Number] = []
     for fraction, pair in ADE20K.items():
         numbers += _pair(
-            f"{make.label('B/16')}, {fraction} of ADE20K",
+            f"B/16, {fraction} of ADE20K",
             _then(partial(_first, partial(make.imagenet, "B/16")), partial(make.segmentation, fraction)),
             pair,
             seeds,
@@ -218,7 +222,7 @@ def table6(make: Trainings, seeds: Sequence[int]) -> Experiment:
             jobs = tuple(make.imagenet(arch, stem, seed) for seed in seeds)
             full = tuple(make.imagenet(arch, "dpn", seed) for seed in seeds)
             paper = points[ABLATED.index(arch)]
-            numbers.append(Number(stem, make.label(arch), jobs, TOP1, paper, minus=full))
+            numbers.append(Number(stem, arch, jobs, TOP1, paper, minus=full))
     return Experiment("table6", "Stems, relative to Dual PatchNorm", "points of top-1", numbers)
 
 
@@ -229,5 +233,5 @@ def table7(make: Trainings, seeds: Sequence[int]) -> Experiment:
         for row, score, values in zip(SEARCH, STAGES, SUN397[arch], strict=True):
             for stem, paper in zip(STEMS, values, strict=True):
                 jobs = (make.sun397(arch, stem),)
-                numbers.append(Number(f"{make.label(arch)}, {row}", stem, jobs, score, paper))
+                numbers.append(Number(f"{arch}, {row}", stem, jobs, score, paper))
     return Experiment("table7", "SUN397 from scratch", "top-1 on the test split in %", numbers)

@@ -47,10 +47,6 @@ class Trainings:
         """Return the architectures of a table that are trained."""
         return archs
 
-    def label(self, arch: str) -> str:
-        """Return what an architecture is called in a table."""
-        return arch
-
     def imagenet(self, arch: str, stem: str, seed: int, placement: str = "pre,pre") -> Job:
         """Pre-training on ImageNet-1k, Appendix C."""
         placed = () if placement == "pre,pre" else ("--placement", placement)
@@ -83,9 +79,10 @@ class Trainings:
         name = f"highres-{pixels}/{_after(start)}/seed{seed}"
         return Job(name, "finetune highres", words, (("--data", "imagenet"),), start)
 
-    def vtab(self, start: Job) -> Job:
-        """The sweep over VTAB-1k, with its own three seeds."""
-        return Job(f"vtab/{_after(start)}/seeds", "finetune vtab", (), (("--data", "vtab-1k"),), start)
+    def vtab(self, start: Job, seeds: int) -> Job:
+        """The sweep over VTAB-1k, with seeds of its own."""
+        words = ("--seeds", str(seeds))
+        return Job(f"vtab/{_after(start)}/{seeds}-seeds", "finetune vtab", words, (("--data", "vtab-1k"),), start)
 
     def zeroshot(self, start: Job, seed: int) -> Job:
         """A text tower trained against a frozen image tower, scored on ImageNet-1k."""
@@ -117,10 +114,6 @@ class SmallTrainings(Trainings):
         """One architecture stands for all."""
         return archs[:1]
 
-    def label(self, arch: str) -> str:
-        """The demo's tower, and what it stands for."""
-        return f"{self.arch} for {arch}"
-
     def imagenet(self, arch: str, stem: str, seed: int, placement: str = "pre,pre") -> Job:
         """The demo's pre-training."""
         placed = () if placement == "pre,pre" else ("--placement", placement)
@@ -151,10 +144,10 @@ class SmallTrainings(Trainings):
         words = ("--image-size", size, "--seed", str(seed), *self._length(), *DEMO)
         return Job(f"highres-{size}/{_after(start)}/seed{seed}", "finetune highres", words, start=start)
 
-    def vtab(self, start: Job) -> Job:
+    def vtab(self, start: Job, seeds: int) -> Job:
         """The demo's tasks."""
-        words = ("--steps", str(self.steps // 2), *DEMO)
-        return Job(f"vtab/{_after(start)}/seeds", "finetune vtab", words, start=start)
+        words = ("--seeds", str(seeds), "--steps", str(self.steps // 2), *DEMO)
+        return Job(f"vtab/{_after(start)}/{seeds}-seeds", "finetune vtab", words, start=start)
 
     def zeroshot(self, start: Job, seed: int) -> Job:
         """A text tower for the demo's scenes."""
