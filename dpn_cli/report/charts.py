@@ -180,7 +180,10 @@ def _bars(chart: Bars) -> Figure:
     axes.set_ylim(len(chart.categories) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")
     axes.tick_params(axis="y", length=0)
-    axes.set_xlim(0, 100)
+    if chart.differences:
+        axes.axvline(0, color=INK, linewidth=0.8)
+    else:
+        axes.set_xlim(0, 100)
     axes.set_xlabel(printable(chart.value))
     if count > 1:
         figure.legend(loc="outside upper left", ncols=2)

@@ -146,7 +146,10 @@ class Lines(Chart):
 
 @dataclass(frozen=True)
 class Bars(Chart):
-    """Horizontal bars in percent, one per category and series; a missing value is None. `errors` are half-lengths."""
+    """Horizontal bars in percent, one per category and series; a missing value is None. `errors` are half-lengths.
+
+    The axis goes from 0 to 100, that of `differences` as far as they go, to both sides.
+    """
 
     value: str
     categories: Sequence[str]
@@ -154,6 +157,7 @@ class Bars(Chart):
     errors: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
     beside: Mapping[str, str] = field(default_factory=dict)
     """Series that are drawn in the lighter colour of another one, by their names."""
+    differences: bool = False
 
     def rows(self) -> Rows:
         """Return one row per bar."""

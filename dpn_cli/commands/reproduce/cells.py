@@ -17,14 +17,14 @@ RESULT = "result.json"
 
 @dataclass(frozen=True)
 class Job:
-    """One training of an ordinary command, or one evaluation.
+    """One training of an ordinary command.
 
     Args:
         name: its folder below the output folder, ``"imagenet/B-32-dpn/seed0"``.
         command: the words after ``dpn``: ``"finetune vtab"``.
         words: its arguments and options, without data, weights and folders.
         data: options for data sets, with the names of the sets: ``("--data", "imagenet")``.
-        start: the training whose network it starts from or scores.
+        start: the training whose network it starts from.
         network: architecture and stem, by which the weights folder may hold its network.
     """
 
@@ -40,18 +40,11 @@ class Job:
         """The name without the seed, which weights that stand for the training are given for."""
         return self.name.rpartition("/")[0]
 
-    @property
-    def evaluates(self) -> bool:
-        """Whether it scores the network of another one and trains nothing."""
-        return self.command == "lit eval"
-
     def line(self, places: Places) -> list[str]:
         """Return the words of the whole command line after ``dpn``."""
         folder = str(places.out / self.name)
         weights = places.weights_of(self.start) if self.start else None
         data = [word for option, name in self.data for word in (option, places.data.get(name, name))]
-        if self.evaluates:
-            return [*self.command.split(), str(weights), *self.words, *data, "--output-dir", folder]
         start = ["--checkpoint", str(weights)] if weights else []
         rest = [*self.words, *start, *data, *places.settings]
         return [*self.command.split(), *rest, "--output-dir", folder, "--resume"]

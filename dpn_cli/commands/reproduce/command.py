@@ -91,7 +91,7 @@ def _places(experiments: Sequence[Experiment], arguments: Mapping[str, Any]) -> 
     out = arguments["output_dir"] or (SMALL_OUT if arguments["small"] else OUT)
     data = named_places(arguments["data"] or (), "--data", tuple(DATA_SETS), "imagenet=/data/imagenet")
     jobs = [job for experiment in experiments for job in experiment.jobs({})]
-    groups = {job.start.group: job.start for job in jobs if job.start and not job.evaluates}
+    groups = {job.start.group: job.start for job in jobs if job.start}
     weights = {}
     for group, job in groups.items():
         arch, stem = job.network or (None, "")

@@ -33,8 +33,8 @@ def _row(experiment: Experiment, places: Places, rate: float | None) -> Json:
     return {
         "name": experiment.name,
         "title": experiment.title,
-        "trainings": sum(not job.evaluates for job in jobs),
-        "left": sum(not job.evaluates for job in left),
+        "trainings": len(jobs),
+        "left": len(left),
         "data": {name: places.data.get(name) for name in names},
         "weights": {group: places.weights[group] for group in given},
         "flops_left": operations,

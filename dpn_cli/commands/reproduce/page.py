@@ -55,16 +55,17 @@ def write(folder: Path, experiment: Experiment, compared: Sequence[Compared], sm
         parts.append(
             Bars(
                 "numbers",
-                heading(experiment, small),
+                "Ours and the paper's" if paper else "Ours",
                 experiment.unit,
                 rows,
                 series,
                 {name: errors[name] for name in series},
                 {f"{column}, paper": column for column in columns if f"{column}, paper" in series},
+                differences=any(one.number.minus for one in compared),
                 caption="With 95 % t-intervals where there are several trainings.",
             )
         )
-    return write_page(folder, heading(experiment, small), [Section("Ours beside the paper's", parts)])
+    return write_page(folder, heading(experiment, small), [Section("Numbers", parts)])
 
 
 def _with_error(mean: float, error: float | None) -> str:

@@ -29,10 +29,10 @@ ADE20K_CLASSES = 150
 
 def flops(jobs: Iterable[Job], places: Places) -> int:
     """Return the operations of trainings, forward and backward."""
-    groups = [job for job in jobs if not job.evaluates]
-    one = {job.group: job for job in groups}  # the seeds of a group cost the same
+    jobs = list(jobs)
+    one = {job.group: job for job in jobs}  # the seeds of a group cost the same
     prices = {group: _flops(job, places) for group, job in one.items()}
-    return sum(prices[job.group] for job in groups)
+    return sum(prices[job.group] for job in jobs)
 
 
 def gpu_hours(operations: int) -> float:
@@ -44,7 +44,7 @@ def measured(jobs: Sequence[Job], places: Places) -> float | None:
     """Return the operations per second of the trainings that are done here; None without one."""
     operations, seconds = 0, 0.0
     for job in jobs:
-        if not job.evaluates and places.done(job) and (taken := hours(open_run(places.out / job.name))):
+        if places.done(job) and (taken := hours(open_run(places.out / job.name))):
             operations, seconds = operations + _flops(job, places), seconds + 3600 * taken
     return operations / seconds if seconds else None
 

@@ -25,7 +25,6 @@ from dpn_cli.run import stopping
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World, barrier, from_leader
 from dpn_cli.run.files import make_folder
-from tasks.lit.options import Scoring
 
 # Scenes of each class in the splits of the folder that the search at the demo's size reads.
 SPLITS = {"train": 10, "val": 4, "test": 4}
@@ -69,7 +68,7 @@ def run(jobs: Sequence[Job], places: Places, world: World, console: Console) -> 
     """
     ran = Ran()
     to_do = [job for job in jobs if not from_leader(places.done(job))]
-    for job in {job.group: job for job in to_do if not job.evaluates}.values():
+    for job in {job.group: job for job in to_do}.values():
         layers(job.line(places))  # what is wrong with one of them is told before the first begins
     for number, job in enumerate(to_do, 1):
         missing = from_leader(places.missing(job))
@@ -98,13 +97,6 @@ def _run_one(job: Job, places: Places, world: World, console: Console) -> None:
             write_scenes(Path(places.data[SCENES]))
         barrier()
     line = job.line(places)
-    if job.evaluates:
-        from tasks.lit.evaluate import evaluate
-
-        folder = places.out / job.name
-        options = Scoring(run=line[2], source=line[line.index("--data") + 1], output_dir=folder, force=True)
-        evaluate(options, console)
-        return
     command, arguments = arguments_of(line)
     training = TRAININGS[command]
     recipe, trainer = ready(training, training.layers(arguments, console.info), console)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from dpn_cli.commands.reproduce.cells import Experiment, Job, Number
-from dpn_cli.commands.reproduce.trainings import MIOU, PROBE, STAGES, TOP1, Trainings
+from dpn_cli.commands.reproduce.trainings import MIOU, PROBE, STAGES, TOP1, ZEROSHOT, Trainings
 from tasks.vtab.table import PAPER_COLUMNS
 
 STEMS = ("none", "dpn")
@@ -193,9 +193,10 @@ def table4(make: Trainings, seeds: Sequence[int]) -> Experiment:
         for steps, pair in LIT[arch].items():
             numbers += _pair(
                 f"{arch}, JFT {_steps(steps)}",
-                _then(partial(make.large, "jft", steps, arch), make.zeroshot),
+                _then(partial(make.large, "jft", steps, arch), make.lit),
                 pair,
                 seeds,
+                ZEROSHOT,
             )
     return Experiment("table4", "LiT: zero-shot ImageNet-1k", "top-1 in %", numbers)
 

@@ -20,6 +20,7 @@ DATA_SETS = {
 }
 TOP1: Score = ("top1",)
 MIOU: Score = ("miou",)
+ZEROSHOT: Score = ("zeroshot", "top1")
 PROBE: Score = ("fewshot", "accuracy", "25", "values")
 # A search has the test score of each stage's choice, and its own.
 STAGES: tuple[Score, ...] = (("stages", 0, "test_top1"), ("stages", 1, "test_top1"), TOP1)
@@ -84,11 +85,10 @@ class Trainings:
         words = ("--seeds", str(seeds))
         return Job(f"vtab/{_after(start)}/{seeds}-seeds", "finetune vtab", words, (("--data", "vtab-1k"),), start)
 
-    def zeroshot(self, start: Job, seed: int) -> Job:
+    def lit(self, start: Job, seed: int) -> Job:
         """A text tower trained against a frozen image tower, scored on ImageNet-1k."""
-        words = ("--seed", str(seed))
-        trained = Job(f"lit/{_after(start)}/seed{seed}", "lit train", words, (("--data", "pairs"),), start)
-        return Job(f"lit-imagenet/{_after(start)}/seed{seed}", "lit eval", (), (("--data", "imagenet"),), trained)
+        data = (("--data", "pairs"), ("--zeroshot-data", "imagenet"))
+        return Job(f"lit/{_after(start)}/seed{seed}", "lit train", ("--seed", str(seed)), data, start)
 
     def segmentation(self, fraction: str, start: Job, seed: int) -> Job:
         """Segmentation of ADE20K with a part of its training images, Appendix G."""
@@ -149,11 +149,10 @@ class SmallTrainings(Trainings):
         words = ("--seeds", str(seeds), "--steps", str(self.steps // 2), *DEMO)
         return Job(f"vtab/{_after(start)}/{seeds}-seeds", "finetune vtab", words, start=start)
 
-    def zeroshot(self, start: Job, seed: int) -> Job:
+    def lit(self, start: Job, seed: int) -> Job:
         """A text tower for the demo's scenes."""
         words = ("--seed", str(seed), "--steps", str(self.steps), *DEMO)
-        trained = Job(f"lit/{_after(start)}/seed{seed}", "lit train", words, start=start)
-        return Job(f"lit-imagenet/{_after(start)}/seed{seed}", "lit eval", DEMO, start=trained)
+        return Job(f"lit/{_after(start)}/seed{seed}", "lit train", words, start=start)
 
     def segmentation(self, fraction: str, start: Job, seed: int) -> Job:
         """The demo's masks."""
