@@ -73,11 +73,11 @@ def test_trainings_differ_from_the_paper_in_nothing_of_their_own(name: str) -> N
 
 
 def test_steps_fractions_and_seeds_reach_the_trainings() -> None:
-    recipes = {job.name: runner.layers(job.line(NOWHERE)) for job in one_of_each_group("table1", "table5")}
-    assert recipes["imagenet21k-930k/B-32-dpn/seed0"].schedule.steps == 930_000
+    recipes = {job.group: runner.layers(job.line(NOWHERE)) for job in one_of_each_group("table1", "table5")}
+    assert recipes["imagenet21k-930k/B-32-dpn"].schedule.steps == 930_000
     assert len(runner.layers(experiment("table3", seeds=2).jobs({})[1].line(NOWHERE)).seeds) == 2
-    assert recipes["imagenet21k-93k/B-32-dpn/seed0"].fewshot_data == "imagenet"
-    assert recipes["ade20k/imagenet-B-16-dpn-1-8/seed0"].data.fraction == 0.125
+    assert recipes["imagenet21k-93k/B-32-dpn"].fewshot_data == "imagenet"
+    assert recipes["ade20k/imagenet-B-16-dpn-1-8"].data.fraction == 0.125
     jobs = experiment("table5", seeds=10).jobs({})
     seeds = [runner.layers(job.line(NOWHERE)).seed for job in jobs if job.group == "ade20k/imagenet-B-16-none-1-4"]
     assert seeds == list(range(10))
