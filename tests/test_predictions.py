@@ -179,6 +179,16 @@ def test_a_page_of_five_thousand_pictures_can_be_sent(tmp_path: Path) -> None:
     assert len((tmp_path / "all.csv").read_text().splitlines()) == 5001
 
 
+def test_only_pictures_that_the_page_shows_have_thumbnails(place: Path, tmp_path: Path) -> None:
+    paths = sorted((place / "photos").glob("*.jpg"))
+    for written, shown in ((Written(html=tmp_path / "page.html"), [0, 3]), (Written(), [])):
+        found = Predictions(paths, written, Console(quiet=True), most=2)
+        batches = found.read(Reading(), np.shape, batch_size=4, workers=0, label="")
+        read = [one for batch in batches for one in batch]
+        assert [one.path for one in read] == paths
+        assert [one.index for one in read if one.small] == shown
+
+
 def test_files_that_cannot_be_written_are_refused_before_the_work(place: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for option, name in (("--csv", "."), ("--html", "file/page.html")):

@@ -96,7 +96,7 @@ def on_terminal(width: int, losses: list[float], encoding: str = "utf-8") -> str
 
 
 def test_a_terminal_shows_a_curve_of_the_last_logged_losses() -> None:
-    losses = [float(step) for step in range(100)]
+    losses = [step * (step % 2.0) for step in range(100)]
     for width, points in ((120, 24), (80, 8)):
         line = on_terminal(width, losses)
         (curve,) = re.findall("[▁▂▃▄▅▆▇█]+", line)

@@ -13,7 +13,7 @@ SCORING, CLASSIFIER = "dpn_cli/scoring.py", "tasks/classify/classifier.py"
 MUTATIONS = [
     (TRAIN, "model.load_state_dict(evaluated_weights(best[0]))", "pass",
      "the best checkpoint is noted and the last one kept", H),
-    (TRAIN, "evaluate(classifier, data.val, recipe, world)", "evaluate(classifier, data.minival, recipe, world)",
+    (TRAIN, "evaluate(classifier, data.val, recipe, world,", "evaluate(classifier, data.minival, recipe, world,",
      "validation is scored on minival", H),
     (TRAIN, "evaluate(self.classifier, self.data.minival, self.recipe, self.world)",
      "evaluate(self.classifier, self.data.val, self.recipe, self.world)",

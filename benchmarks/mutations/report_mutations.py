@@ -1,8 +1,9 @@
 """Breakages of reports: (file, text, replacement, what it breaks, tests)."""
 
 R, A, E = "tests/test_report.py", "tests/test_answers.py", "tests/test_end_report.py"
-S, L = "tests/test_segment_samples.py", "tests/test_lit_samples.py"
+S, L, P = "tests/test_segment_samples.py", "tests/test_lit_samples.py", "tests/test_predictions.py"
 SAMPLES, PAIRS = "tasks/segment/samples.py", "tasks/lit/samples.py"
+PREDICTIONS, CONSOLE, G = "dpn_cli/report/predictions.py", "dpn_cli/run/console.py", "tests/test_progress.py"
 PAGE, CHARTS, SIDE = "dpn_cli/report/page.py", "dpn_cli/report/charts.py", "dpn_cli/report/side.py"
 READING, CONTENT, COMMAND = "dpn_cli/report/reading.py", "dpn_cli/report/content.py", "dpn_cli/commands/report.py"
 VTAB, SEGMENT, LIT = "tasks/vtab/figures.py", "tasks/segment/figures.py", "tasks/lit/figures.py"
@@ -10,6 +11,14 @@ CONFUSIONS = "dpn_cli/report/confusions.py"
 CALIBRATION, ANSWERS, SCORING = "tasks/classify/calibration.py", "tasks/classify/answers.py", "dpn_cli/scoring.py"
 
 MUTATIONS = [
+    (PREDICTIONS, "place * count // most", "place", "a page shows the first pictures only", P),
+    (PREDICTIONS, "        self.unreadable.append(path)\n", "", "damaged pictures are forgotten", P),
+    (PREDICTIONS, "if skip_bad or not", "if not", "accepted pictures end the command with an error", P),
+    (PREDICTIONS, "if index in self.small else None", "", "a page of many pictures is of any size", P),
+    (PREDICTIONS, "collate_fn=list", "collate_fn=lambda items: items[::-1]", "batches are in another order", P),
+    ("dpn_cli/report/tables.py", "enumerate(value, 1)", "enumerate(value)", "columns of a table begin at 0", P),
+    (CONSOLE, "                    if tick.logged:\n", "                    if True:\n", "curves are of all steps", G),
+    (CONSOLE, "(value - low) / height", "(value - low)", "curves leave their blocks", G),
     ("dpn_cli/report/html.py", "autoescape=True", "autoescape=False", "names from elsewhere are read as HTML", R),
     (PAGE, "    _clear(folder)\n", "", "figures of an earlier page stay", R),
     (CHARTS, '"text.parse_math": False', '"text.parse_math": True', "a dollar in a name is read as mathematics", R),

@@ -84,7 +84,7 @@ MUTATIONS = [
     (EVALUATION, "pairs, evaluation.beside, runtime", "pairs, evaluation, runtime", "the size beside is the same size again", f"{E}"),
     (EVALUATION, "engine.precision_of(runtime, world.device)", "engine.precision_of(Runtime(), world.device)",
      "--precision does not reach eval", f"{I} {E} {N}"),
-    (EVALUATION, "plan, world, workers=runtime.workers)", 'plan, world, workers="auto")', "--workers does not reach eval", f"{I} {E}"),
+    (EVALUATION, "world, workers=runtime.workers, done", 'world, workers="auto", done', "--workers does not reach eval", f"{I} {E}"),
     (SCORING, "rows = range(world.rank, len(pairs), world.size)", "rows = range(len(pairs))", "every rank scores every image", f"{S}"),
     (SCORING, "label[seen].int() * classes + predicted[seen]", "predicted[seen].int() * classes + label[seen]",
      "recall and precision change places", f"{W}"),

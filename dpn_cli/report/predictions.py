@@ -151,7 +151,14 @@ class Predictions:
         if small is not None:
             self.pictures.append((small, result))
 
-    def write(self, command: str, run: str, summary: Sequence[Part], lines: Callable[[Json], Sequence[str]]) -> None:
+    def write(
+        self,
+        command: str,
+        run: str,
+        summary: Sequence[Part],
+        lines: Callable[[Json], Sequence[str]],
+        across: int = 0,
+    ) -> None:
         """Write the files that were asked for.
 
         Args:
@@ -159,6 +166,7 @@ class Predictions:
             run: the network's place.
             summary: what the page says of all pictures.
             lines: what stands below the thumbnail of a result.
+            across: how many thumbnails stand side by side; 0 for as many as there is room for.
 
         Raises:
             SaveError: a file cannot be written.
@@ -166,7 +174,8 @@ class Predictions:
         if self.written.csv:
             replace_text(self.written.csv, as_csv(flattened(self.results)))
         if self.written.html:
-            gallery = Gallery(self._caption(), [Picture(small, lines(result)) for small, result in self.pictures])
+            pictures = [Picture(small, lines(result)) for small, result in self.pictures]
+            gallery = Gallery(self._caption(), pictures, across)
             facts: list[tuple[str, Cell]] = [("network", run), ("pictures", len(self.results))]
             said = Section("Predictions", [*self._left_out(), Table("", ("", ""), facts), *summary])
             title = f"{command}: {several(len(self.results), 'picture')}"

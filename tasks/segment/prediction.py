@@ -37,6 +37,8 @@ from tasks.segment.windows import Plan, label_map
 STRENGTH, ROW = 0.55, 22
 # Overlays of a page, their longer side in pixels, and the classes below each: as many bytes as a page of thumbnails.
 MOST_SHOWN, SHOWN_SIDE, MOST_NAMED = 100, 288, 6
+# Overlays side by side, which are larger than thumbnails.
+ACROSS = 3
 # Ending of the message about stopped work.
 DRAWN = "the pictures that were finished are kept"
 
@@ -74,7 +76,7 @@ def predict(options: Prediction, console: Console) -> Predictions:
                 files, overlay, classes = _written(pixels, labels, segmenter, options.output_dir / names[one.index])
                 small = thumbnail(np.asarray(overlay), SHOWN_SIDE) if one.index in found.shown else None
                 found.add({"image": str(one.path), **files, "classes": classes}, small)
-        found.write("dpn segment predict", options.run, _summary(found.results, segmenter), _lines)
+        found.write("dpn segment predict", options.run, _summary(found.results, segmenter), _lines, ACROSS)
     return found
 
 
