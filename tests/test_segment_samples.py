@@ -30,11 +30,14 @@ def test_best_median_and_worst_are_different_images() -> None:
 
 @pytest.fixture(scope="module")
 def scored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A run, and its data; one validation image has no labelled pixel."""
+    """A run, and its data; one validation image has no labelled pixel, another one some that are ignored."""
     root = tmp_path_factory.mktemp("scored")
     scenes = write_scenes(root / "scenes", {"training": 8, "validation": 4})
     Image.new("L", (64, 64)).save(scenes / "annotations" / "validation" / "0003.png")
     Image.new("RGB", (64, 64)).save(scenes / "images" / "validation" / "0003.jpg")
+    mask = pixels_of(scenes / "annotations" / "validation" / "0001.png")
+    mask[:20, :30] = 0
+    Image.fromarray(mask).save(scenes / "annotations" / "validation" / "0001.png")
     train(small(scenes, schedule={"steps": 2}, batch_size=4), root / "run")
     return root / "run", scenes
 
