@@ -21,6 +21,7 @@ from dpn_cli.model.config import OFFLINE, ViTConfig
 from dpn_cli.model.freeze import freeze
 from dpn_cli.model.norms import RunningNorm
 from dpn_cli.model.vit import DPNViT
+from dpn_cli.recipe.network import NormOptions
 from dpn_cli.recipe.schema import Runtime
 from dpn_cli.weights.backbone import export_backbone, load_backbone
 from dpn_cli.weights.convert import build_timm, convert, inspect
@@ -253,6 +254,23 @@ def test_a_folded_file_is_a_plain_vit_that_timm_loads(tmp_path: Path) -> None:
     convert(source, tmp_path / "timm.safetensors", to="timm")
     timm = build_timm(tmp_path / "timm.safetensors")
     torch.testing.assert_close(timm(images()), expected, atol=5e-5, rtol=1e-5)
+
+
+def test_a_folded_network_says_where_its_class_token_joins() -> None:
+    model = network(norm="bn", pool="tok", norm_options={"class_token_at": 2})
+    fold(model)
+    assert model.config.norm_options == NormOptions(class_token_at=2)
+
+
+@pytest.mark.parametrize("difference", [1e-3, math.nan])
+def test_a_folded_file_that_computes_something_else_is_not_written(
+    difference: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export_backbone(network(norm="bn"), tmp_path / "bn.safetensors")
+    monkeypatch.setattr("dpn_cli.weights.fold.relative_difference", lambda *outputs: difference)
+    with pytest.raises(DpnError, match="not written: outputs on .* differ by"):
+        fold_file(read_file(tmp_path / "bn.safetensors"), tmp_path / "plain.safetensors")
+    assert not (tmp_path / "plain.safetensors").exists()
 
 
 @pytest.mark.parametrize(

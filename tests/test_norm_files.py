@@ -28,6 +28,7 @@ from dpn_cli.weights.backbone import load_backbone, load_whole
 from dpn_cli.weights.convert import Facts, build_timm, convert
 from dpn_cli.weights.fold import fold_file
 from dpn_cli.weights.formats import read_file
+from dpn_cli.weights.formats.layout import IMAGENET_MEAN, IMAGENET_STD
 
 State = dict[str, Tensor]
 WIDTH, HEADS, SIDE, PATCH, CLASSES = 32, 4, 4, 4, 5
@@ -194,6 +195,7 @@ def test_networks_of_dtns_code_give_its_outputs(first: int, variance_only: bool,
     blocks = None if first == 3 else first  # 3 of 4 blocks, as 10 of 12, are dpn's default too
     assert ours.config.norm_options == NormOptions(dtn="released", dtn_statistics=statistics, dtn_blocks=blocks)
     assert (source.heads, source.eps, len(source.dropped)) == (HEADS, 1e-5, 2 * first)
+    assert (source.mean, source.std) == (IMAGENET_MEAN, IMAGENET_STD)
     without = dict(state) | {name: torch.zeros_like(value) for name, value in state.items() if "pos_proj.bias" in name}
     torch.testing.assert_close(outputs(without, dtn, joins_at=first), outputs(state, dtn, joins_at=first))
 
@@ -219,6 +221,7 @@ def test_deits_of_slabs_code_give_its_outputs(linear_norm: bool, tmp_path: Path)
     for name in trained:
         torch.testing.assert_close(ours.state_dict()[name.replace("norm1.", "ln.")], state[name].double())
     assert len(source.added) == (0 if linear_norm else 5)
+    assert len(source.dropped) == (4 * 5 if linear_norm else 5)  # counters of every norm
     done = fold_file(source, tmp_path / "plain.safetensors")
     assert len(done["folded"]) == 5
     plain = read_file(tmp_path / "plain.safetensors")
@@ -230,6 +233,12 @@ def test_deits_of_slabs_code_give_its_outputs(linear_norm: bool, tmp_path: Path)
     torch.testing.assert_close(again(images().float()).double(), expected, atol=1e-4, rtol=1e-4)
 
 
+def test_prepbn_in_its_warm_up_is_layer_norm(tmp_path: Path) -> None:
+    state = slab_state(1, linear_norm=True) | {"norm.warm": torch.tensor(10)}
+    read = read_file(saved(state, tmp_path)).state
+    assert (float(read["norm.progress"]), float(read["blocks.0.norm1.progress"])) == (0, 0.75)
+
+
 @torch.no_grad()
 def test_dtns_networks_of_layer_norm_are_told_from_timms(tmp_path: Path) -> None:
     state = dtn_state(12, 0)
@@ -239,7 +248,12 @@ def test_dtns_networks_of_layer_norm_are_told_from_timms(tmp_path: Path) -> None
     assert "joins at block 10" in source.assumed["class_token_at"]
     with pytest.raises(DpnError, match="no class token that joins behind the first block"):
         convert(source, tmp_path / "timm.safetensors", to="timm")
-    for other in ({"blocks.3.attn.qkv.bias": torch.zeros(3 * WIDTH), **state}, dtn_state(10, 0)):
+    others = (
+        {"blocks.3.attn.qkv.bias": torch.zeros(3 * WIDTH), **state},
+        {**state, "pos_embed": torch.zeros(1, SIDE**2 + 1, WIDTH)},
+        dtn_state(10, 0),
+    )
+    for other in others:
         assert read_file(saved(other, tmp_path)).format == "timm"
     save_file(dtn_state(12, 0), tmp_path / "model.safetensors")
     shape = {"img_size": SIDE * PATCH, "patch_size": PATCH, "embed_dim": WIDTH, "num_heads": HEADS, "mlp_ratio": 2}

@@ -1,27 +1,35 @@
-"""`dpn reproduce`: its commands are valid and the paper's, its numbers are what its trainings say, and it goes on."""
+"""`dpn reproduce`: its commands are valid and the paper's, its prices add up, and its numbers are its trainings'."""
 
 from __future__ import annotations
 
 import json
-import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from scipy import stats
-from test_cli import run
+from test_report import undrawn, write_run  # noqa: F401  # a fixture
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
+from dpn_cli.arch import SIZES
 from dpn_cli.commands.reproduce import run as runner
 from dpn_cli.commands.reproduce import tables
 from dpn_cli.commands.reproduce.cells import Experiment, Job, Number, Places
 from dpn_cli.commands.reproduce.command import EXPERIMENTS
-from dpn_cli.commands.reproduce.compare import compare
+from dpn_cli.commands.reproduce.compare import compare, paper_reach
+from dpn_cli.commands.reproduce.listing import listed
+from dpn_cli.commands.reproduce.page import table_of
 from dpn_cli.commands.reproduce.price import flops
-from dpn_cli.commands.reproduce.trainings import DATA_SETS, LOGGED, SmallTrainings, Trainings
+from dpn_cli.commands.reproduce.trainings import DATA_SETS, SmallTrainings, Trainings
 from dpn_cli.commands.tasks import TRAININGS
-from dpn_cli.errors import NonFiniteError
+from dpn_cli.model.config import ViTConfig
+from dpn_cli.model.flops import count, training_flops
 from dpn_cli.recipe.sources import differences
+from tasks.classify.pretrain_recipe import PretrainRecipe
+from tasks.lit.text import TextTower
 from tasks.vtab.table import TASKS
 
 # What every recipe says: not what a training of these tables could change.
@@ -58,6 +66,8 @@ def test_every_training_is_a_valid_command_line(small: bool) -> None:
             assert (backbone.placement or "pre,pre").replace(",", "_") in ("pre_pre", *slug.split("-"))
         else:
             assert backbone.checkpoint == f"out/{job.start.name}"
+        last = job.name.rpartition("/")[2]
+        assert (len(recipe.seeds) if last == "3-seeds" else f"seed{recipe.seed}") in (3, last)
         if "highres" in job.name:
             assert f"highres-{backbone.image_size}/" in job.name
 
@@ -81,6 +91,9 @@ def test_steps_fractions_and_seeds_reach_the_trainings() -> None:
     jobs = experiment("table5", seeds=10).jobs({})
     seeds = [runner.layers(job.line(NOWHERE)).seed for job in jobs if job.group == "ade20k/imagenet-B-16-none-1-4"]
     assert seeds == list(range(10))
+    first = {job.start.name for job in jobs if job.start}
+    assert first == {f"imagenet/B-16-{stem}/seed0" for stem in ("none", "dpn")}  # one network for all seeds
+    assert all(job.line(NOWHERE)[-1] == "--resume" for job in jobs)
 
 
 def test_the_price_is_the_operations_of_the_paper() -> None:
@@ -91,6 +104,44 @@ def test_the_price_is_the_operations_of_the_paper() -> None:
     one, sweep = flops([jobs["imagenet/B-32-none"]], NOWHERE), flops([jobs["vtab/imagenet-B-32-none"]], NOWHERE)
     images = 19 * 3 * 3 * 2500 * 512
     assert sweep / one == pytest.approx(images / (92_897 * 4096), rel=0.01)  # a head of another size
+    assert flops([jobs["imagenet/B-32-none"]] * 3, NOWHERE) == 3 * one
+    fine = jobs["highres-384/imagenet-B-32-none"]
+    larger = ViTConfig(SIZES["B"], (32, 32), (384, 384), num_classes=1000)
+    recipe = runner.layers(fine.line(NOWHERE))
+    expected = recipe.schedule.steps * recipe.batch_size * training_flops(larger)
+    assert flops([fine], NOWHERE) == pytest.approx(expected, rel=0.01)
+
+
+def test_the_price_of_lit_is_the_text_tower_in_training_and_the_image_tower_forward() -> None:
+    """As torch counts one text, with attention as plain matrix products."""
+    job = next(job for job in experiment("table4").jobs({}) if job.group == "lit/jft-220k-B-32-none")
+    recipe = runner.layers(job.line(NOWHERE))
+    assert recipe.text.size is None  # that of the image tower
+    with torch.device("meta"):
+        tower = TextTower(SIZES["B"], 32_000, recipe.text.context, 768, 10.0, None, 0)
+        tokens = torch.zeros(1, recipe.text.context, dtype=torch.long)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as text:
+        tower(tokens)
+    image = 2 * count(ViTConfig(SIZES["B"], (32, 32), (224, 224))).forward
+    pairs = recipe.schedule.steps * recipe.batch_size
+    projection = 2 * 768 * 768  # behind the pooling, which the price leaves out
+    assert flops([job], NOWHERE) == pairs * (3 * (text.get_total_flops() - projection) + image)
+
+
+def test_what_is_left_is_priced_by_what_is_done(tmp_path: Path) -> None:
+    places = Places(tmp_path, {}, {})
+    whole = experiment("fig4")
+    (before,) = listed([whole], places)
+    assert (before["trainings"], before["left"], before["flops_per_second_here"]) == (6, 6, None)
+    result = {"task": "pretrain", "top1": 70.0, "timing": {"train_seconds": 7200.0}}
+    write_run(tmp_path / "imagenet/B-32-dpn/seed0", PretrainRecipe, "pretrain", result)
+    (after,) = listed([whole], places)
+    price = flops([job for job in whole.jobs({}) if "B-32-dpn" in job.name], places)
+    assert (after["trainings"], after["left"]) == (6, 5)
+    assert after["flops_left"] == before["flops_left"] - price
+    assert after["h100_hours_left"] == pytest.approx(after["flops_left"] / (0.3 * 989.4e12) / 3600)
+    assert after["flops_per_second_here"] == pytest.approx(price / 7200)
+    assert after["hours_left_here"] == pytest.approx(2 * after["flops_left"] / price)
 
 
 def test_table_3_has_the_numbers_of_the_vtab_table() -> None:
@@ -100,10 +151,15 @@ def test_table_3_has_the_numbers_of_the_vtab_table() -> None:
 
 
 def test_tables_agree_with_each_other_and_with_the_prose() -> None:
-    """Section 5.3 has gains; those of Table 6 lie within what Table 1 has between both stems."""
+    """Section 5.3 has gains; a table that has a row for each network gives each its own number."""
     gain = {arch: round(dpn[0] - plain[0], 1) for arch, (plain, dpn) in tables.IMAGENET.items()}
     assert gain == {"S/32": 1.9, "Ti/16": 1.4, "B/32": 1.4, "S/16": 1.1, "B/16": 0.7}
     assert [round(dpn[0] - plain[0], 1) for plain, dpn in tables.DEIT.values()] == [0.3, 0.2]
+    points = {(number.row, number.column): number.paper for number in experiment("table6").numbers}
+    assert (len(points), points["pre", "B/32"], points["rms", "Ti/16"]) == (30, -2.6, -1.7)
+    norms = {(number.row, number.column): number.paper or 0.0 for number in experiment("dtn-table").numbers}
+    gains = [norms["dtn", arch] - norms["ln", arch] for arch in ("S/16", "S*/16", "Ti*/16", "B*/16")]
+    assert gains == pytest.approx([0.7, 1.1, 0.9, 0.8])
 
 
 def test_trainings_are_shared_between_tables() -> None:
@@ -132,12 +188,15 @@ def test_numbers_are_means_over_seeds_beside_the_papers_interval(tmp_path: Path)
         Number("r", "paired", a, ("top1",), 1.0, minus=b),
         Number("r", "nothing", (job("c/seed0"),), ("top1",), 70.0, 0.1),
     ]
-    mean, far, paired, nothing = compare(Experiment("x", "", "", numbers), places)
+    whole = Experiment("x", "", "", numbers)
+    mean, far, paired, nothing = compare(whole, places)
     assert mean.ours is not None
     assert mean.ours.mean == pytest.approx(74.5333, abs=1e-4)
     assert mean.difference == pytest.approx(-0.2667, abs=1e-4)
     # The paper's interval, with the halves of the last digits that it prints.
     low, high = stats.t.interval(0.95, 2, loc=74.8, scale=0.065)
+    assert paper_reach(numbers[0]) == pytest.approx((high - low) / 2 + 0.05)
+    assert paper_reach(experiment("table5").numbers[0]) == pytest.approx(stats.t.ppf(0.975, 9) * 0.095 + 0.05)
     assert mean.within is bool(low - 0.05 <= mean.ours.mean <= high + 0.05)
     assert far.within is False
     assert paired.ours is not None
@@ -145,6 +204,10 @@ def test_numbers_are_means_over_seeds_beside_the_papers_interval(tmp_path: Path)
     assert paired.within is None
     assert nothing.ours is None
     assert nothing.difference is None
+    rows = table_of(whole, [mean, far, paired, nothing], small=False).rows
+    assert rows[0] == ["r", "mean", "74.53 ± 0.26", 3, "74.80 ± 0.06", mean.difference, "yes"]
+    assert rows[1][4:] == ["76.20 ± 0.07", far.difference, "no"]
+    assert rows[3][2:] == [None, None, "70.00 ± 0.10", None, None]
 
 
 @pytest.mark.parametrize(
@@ -165,161 +228,6 @@ def test_scores_are_found_where_results_have_them(
     assert found.ours is not None
     assert found.ours.mean == 51.0
     assert missing.ours is None
-
-
-class Trainer:
-    """Stands for every task's module: notes what it is given and writes the result that a test wants."""
-
-    def __init__(self, score: Callable[[str], float]) -> None:
-        self.score, self.recipes = score, dict[str, Any]()
-
-    def __call__(self, training: Any, recipe: Any, console: Any) -> tuple[Any, Any]:
-        return recipe, self
-
-    def run(self, recipe: Any, place: Any, console: Any) -> dict[str, Any]:
-        assert place.resume
-        name = "/".join(place.folder.parts[-3:])
-        self.recipes[name] = recipe
-        place.folder.mkdir(parents=True, exist_ok=True)
-        result = {"task": "pretrain", "top1": self.score(name)}
-        (place.folder / "result.json").write_text(json.dumps(result))
-        return result
-
-
-@pytest.fixture
-def trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Trainer:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("DPN_DATA_DIR", raising=False)
-    stand_in = Trainer(lambda name: 60.0 + len(name) / 10)
-    monkeypatch.setattr(runner, "ready", stand_in)
-    return stand_in
-
-
-def test_what_is_done_is_not_trained_again_and_is_shared(trainer: Trainer, tmp_path: Path) -> None:
-    first = run("reproduce", "table6", "--small", "--seeds", "2", "-o", "out", "--json")
-    assert first.exit_code == 0, first.stderr
-    assert len(trainer.recipes) == 14
-    assert trainer.recipes["imagenet/rms/seed1"].seed == 1
-    assert trainer.recipes["imagenet/rms/seed1"].schedule.steps == SmallTrainings.steps
-    trainer.recipes.clear()
-    (tmp_path / "out/imagenet/rms/seed1/result.json").unlink()
-    again = run("reproduce", "table6", "fig1", "--small", "--seeds", "2", "-o", "out", "--json")
-    assert again.exit_code == 0, again.stderr
-    done = set(trainer.recipes)
-    assert "imagenet/rms/seed1" in done  # the one that was lost
-    assert "imagenet/dpn/seed0" not in done  # Table 6 has it
-    assert len(done) == 1 + 2 * 11  # and Figure 1's other placements and plain networks
-    shown = json.loads(again.stdout)["experiments"]
-    rms = next(number for number in shown[0]["numbers"] if number["row"] == "rms")
-    assert rms["ours"]["mean"] == pytest.approx(0.0)  # both names are equally long
-    assert rms["paper"] == 0.0
-    page = (tmp_path / "out/table6/report.html").read_text()
-    assert "not the paper&#39;s numbers" in page or "not the paper's numbers" in page
-    assert (tmp_path / "out/table6/table.md").read_text().count("| B/16 |") == 6
-
-
-def test_a_training_that_fails_is_listed_and_the_others_go_on(trainer: Trainer, tmp_path: Path) -> None:
-    def score(name: str) -> float:
-        if "/post/" in name:
-            raise NonFiniteError("the loss is NaN")
-        return 50.0
-
-    trainer.score = score
-    done = run("reproduce", "table6", "--small", "--seeds", "1", "-o", "out")
-    assert done.exit_code == 6
-    assert "1 training failed (imagenet/post/seed0: the loss is NaN)" in done.stderr.replace("\n", " ")
-    assert len(trainer.recipes) == 7
-    assert "these are not the paper's numbers" in " ".join(done.stdout.split())
-
-
-def test_what_starts_from_a_lost_training_waits(trainer: Trainer) -> None:
-    def score(name: str) -> float:
-        raise NonFiniteError("the loss is NaN")
-
-    trainer.score = score
-    done = run("reproduce", "table3", "--small", "-o", "out")
-    assert done.exit_code == 6
-    assert set(trainer.recipes) == {"imagenet/none/seed0", "imagenet/dpn/seed0"}
-
-
-def test_missing_data_are_listed_and_what_can_run_runs(trainer: Trainer, tmp_path: Path) -> None:
-    listed = run("reproduce", "--json")
-    assert listed.exit_code == 0
-    rows = {row["name"]: row for row in json.loads(listed.stdout)}
-    assert list(rows) == list(EXPERIMENTS)
-    assert rows["table3"]["data"] == {"imagenet": None, "vtab-1k": None}
-    assert rows["table6"]["trainings"] == rows["table6"]["left"] == 105
-    done = run("reproduce", "table3", "-o", "out")
-    assert done.exit_code == 3
-    assert "needs imagenet" in done.stderr
-    assert not trainer.recipes
-    (tmp_path / "data/imagenet").mkdir(parents=True)
-    done = run("reproduce", "table3", "-o", "out", "--data", "imagenet=data/imagenet")
-    assert done.exit_code == 3
-    assert "needs vtab-1k" in done.stderr
-    assert {recipe.data.source for recipe in trainer.recipes.values()} == {"data/imagenet"}
-    assert len(trainer.recipes) == 4
-
-
-def test_weights_that_are_here_are_not_trained(trainer: Trainer, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv("DPN_HOME", str(tmp_path / "home"))
-    given = ("--weights", "imagenet/B-32-none=plain.npz")
-    (tmp_path / "home/weights").mkdir(parents=True)
-    (tmp_path / "home/weights/B-32-dpn.safetensors").touch()
-    lines = run("reproduce", "table3", "--plan", *given, "--set", "runtime.compile=true").stdout.splitlines()
-    plans = [runner.layers(shlex.split(line)[1:]) for line in lines]
-    assert [plan.backbone.arch for plan in plans if plan.backbone.checkpoint == "none"] == ["B/16", "B/16"]
-    started = [plan.backbone.checkpoint for plan in plans]
-    assert "plain.npz" in started
-    assert str(tmp_path / "home/weights/B-32-dpn.safetensors") in started
-    assert all(plan.runtime.compile for plan in plans)
-    # A table whose number is the pre-training's own score trains it nevertheless.
-    assert "--arch B/32 --stem none" in run("reproduce", "table6", "fig1", "--plan", "--seeds", "1").stdout
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("tabel6",), "did you mean 'table6'?"),
-        (("table6", "--data", "imagenet"), "--data 'imagenet': write NAME=PLACE"),
-        (("table6", "--data", "imagnet=x"), "'imagnet' is none of imagenet,"),
-        (("table3", "--weights", "imagenet/L-16-dpn=x"), "'imagenet/L-16-dpn' is none of imagenet/B-32-none,"),
-        (("table6", "--small", "--set", "lrr=1"), "lrr"),
-    ],
-)
-def test_mistakes_are_one_line(words: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.chdir(tmp_path)
-    done = run("reproduce", *words)
-    assert done.exit_code == 2
-    assert said in done.stderr
-    assert done.stderr.count("\n") <= 2
-
-
-def test_figures_are_drawn_from_real_trainings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, photos: Path) -> None:
-    """Two steps of both stems, then the gradients over depth and the scales of the first norm."""
-
-    def imagenet(make: Trainings, arch: str, stem: str, seed: int) -> Job:
-        size = ("--arch", "mu/8", "--image-size", "16", "--augment", "none", "-b", "4", "--steps", "2", "-j", "0")
-        words = ("imagenet", "--stem", stem, "--seed", str(seed), *size, "--val-fraction", "0.4", *LOGGED)
-        return Job(f"imagenet/{stem}/seed{seed}", "pretrain", (*words, "--data", str(photos)))
-
-    monkeypatch.setattr(SmallTrainings, "imagenet", imagenet)
-    done = run("reproduce", "fig2", "fig3", "--small", "-q", "-o", str(tmp_path))
-    assert done.exit_code == 0, done.stderr
-    layers = (tmp_path / "fig2/B-16/figures/layer_norms.csv").read_text().splitlines()[1:]
-    depths = [line.split(",")[:2] for line in layers]
-    assert depths == [[f"{stem}/seed0", str(depth)] for stem in ("none", "dpn") for depth in range(2)]
-    scales = json.loads((tmp_path / "fig3/imagenet-dpn/result.json").read_text())
-    assert scales["networks"][0]["stem"] == "dpn"
-    assert "open it in a browser" in done.stdout
-
-
-def test_scenes_in_files_are_every_class_in_every_split(tmp_path: Path) -> None:
-    runner.write_scenes(tmp_path)
-    for split, count in runner.SPLITS.items():
-        folders = sorted((tmp_path / split).iterdir())
-        assert len(folders) == 24
-        assert all(len(list(folder.iterdir())) == count for folder in folders)
 
 
 def test_data_sets_are_the_ones_that_trainings_name() -> None:

@@ -202,7 +202,7 @@ def _conclude(ran: Ran) -> None:
     if ran.waiting:
         reasons = "; ".join(dict.fromkeys(ran.waiting.values()))
         raise DataError(
-            f"{len(ran.waiting)} trainings were not begun ({reasons}); 'dpn reproduce' says what is looked for"
+            f"{several(len(ran.waiting), 'training')} not begun ({reasons}); 'dpn reproduce' says what is looked for"
         )
 
 
