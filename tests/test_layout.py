@@ -25,6 +25,7 @@ ROOMS = (
     ("dpn_cli.arch", "dpn_cli.statistics"),
     ("dpn_cli.recipe",),
     ("dpn_cli.run",),
+    ("dpn_cli.jobs",),
     ("dpn_cli.model",),
     ("dpn_cli.weights",),
     ("dpn_cli.engine",),

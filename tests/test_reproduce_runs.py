@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from programs import environment
+from safetensors.torch import load_file
 from test_cli import run
 from test_report import undrawn  # noqa: F401  # a fixture
 
@@ -194,6 +198,42 @@ def test_figures_are_made_from_real_trainings(tmp_path: Path, monkeypatch: pytes
     scales = json.loads((tmp_path / "fig3/imagenet-dpn/result.json").read_text())
     assert scales["networks"][0]["stem"] == "dpn"
     assert "open it in a browser" in done.stdout
+
+
+def test_a_process_of_its_own_makes_the_same_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, photos: Path
+) -> None:
+    def imagenet(make: Trainings, arch: str, stem: str, seed: int) -> Job:
+        size = ("--arch", "mu/8", "--image-size", "16", "--augment", "none", "-b", "4", "--steps", "2", "-j", "0")
+        words = ("imagenet", "--stem", stem, *size, "--val-fraction", "0.4", "--data", str(photos))
+        return Job(f"imagenet/{stem}/seed{seed}", "pretrain", words)
+
+    monkeypatch.setattr(SmallTrainings, "imagenet", imagenet)
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    alone, processes = tmp_path / "alone", tmp_path / "processes"
+    for out, jobs in ((alone, "1"), (processes, "2")):
+        done = run("reproduce", "fig3", "--small", "--jobs", jobs, "-o", str(out))
+        assert done.exit_code == 0, done.stderr
+    assert str(processes / "logs/imagenet-dpn-seed0.log") in done.stderr.replace("\n", "")
+    one, other = (load_file(out / "imagenet/dpn/seed0/weights.safetensors") for out in (alone, processes))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_failure_in_a_process_is_listed_and_what_starts_from_it_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\necho 'error: the loss is NaN' >&2\nexit 5\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    done = run("reproduce", "table3", "--small", "--jobs", "2", "-o", str(tmp_path / "out"), "--json")
+    assert done.exit_code == 6
+    told = json.loads(done.stdout)
+    assert told["failed"] == {f"imagenet/{stem}/seed0": "the loss is NaN" for stem in ("none", "dpn")}
+    assert len(told["waiting"]) == 2
+    assert all("starts from imagenet/" in reason for reason in told["waiting"].values())
 
 
 def test_scenes_in_files_are_every_class_in_every_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

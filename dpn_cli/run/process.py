@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import errno
 import io
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
+# Holds the number of the process that ours ends with, where one has started it.
+PARENT = "DPN_PARENT"
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG in Linux' prctl.h
 _code: list[int] = []  # the exit code belongs to the process
 
 
@@ -19,8 +24,18 @@ def prepare() -> None:
 
     File names may have characters that a terminal cannot show, and it may close before the program ends (`disown`).
     """
+    _end_with(os.environ.pop(PARENT, None))
     sys.stdout, sys.stderr = _open(sys.stdout), _open(sys.stderr)
     atexit.register(_leave)  # what is registered first is called last
+
+
+def _end_with(parent: str | None) -> None:
+    """Have the system send SIGTERM to this process, which saves its state then, when its parent dies. Linux only."""
+    if parent is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, int(signal.SIGTERM), 0, 0, 0)
+    if os.getppid() != int(parent):  # it has died before
+        sys.exit(128 + signal.SIGTERM)
 
 
 @contextmanager

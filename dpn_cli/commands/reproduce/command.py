@@ -21,7 +21,7 @@ from dpn_cli.commands.reproduce.cells import Experiment, Job, Places, named_plac
 from dpn_cli.commands.reproduce.trainings import DATA_SETS, SCENES, SmallTrainings, Trainings, data_here
 from dpn_cli.commands.training import PRINTING, option, switch
 from dpn_cli.errors import DataError, DpnError, SweepError
-from dpn_cli.recipe.flag import DATA, MODEL, OUTPUT, TRAIN
+from dpn_cli.recipe.flag import DATA, MODEL, OUTPUT, RUNTIME, TRAIN
 from dpn_cli.recipe.home import find_weights
 from dpn_cli.report.tables import shown
 from dpn_cli.run.console import Console, cell, several, show
@@ -71,7 +71,7 @@ def reproduce(**arguments: Any) -> None:
             rows = listed(experiments, places)
             show(json.dumps(rows, indent=2)) if arguments["json"] else print_list(rows, places, make)
         else:
-            _reproduce(experiments, places, make, console, as_json=arguments["json"])
+            _reproduce(experiments, places, make, console, jobs=arguments["jobs"], as_json=arguments["json"])
 
 
 def _experiment(name: str, make: Trainings, seeds: int | None) -> Experiment:
@@ -103,7 +103,13 @@ def _places(experiments: Sequence[Experiment], arguments: Mapping[str, Any]) -> 
 
 
 def _reproduce(
-    experiments: Sequence[Experiment], places: Places, make: Trainings, console: Console, *, as_json: bool
+    experiments: Sequence[Experiment],
+    places: Places,
+    make: Trainings,
+    console: Console,
+    *,
+    jobs: int,
+    as_json: bool,
 ) -> None:
     from dpn_cli.commands.reproduce.compare import compare
     from dpn_cli.commands.reproduce.run import run  # torch loads here
@@ -111,10 +117,9 @@ def _reproduce(
     from dpn_cli.run.distributed import join
     from dpn_cli.run.files import make_folder
 
-    jobs = _jobs(experiments, places)
     make_folder(places.out)
     with stopping.listen("run the same command again to go on"), join("auto") as world:
-        ran = run(jobs, places, world, console)
+        ran = run(_jobs(experiments, places), places, world, console, jobs)
         if not world.leads:
             return
     alone, results = world.size == 1, []
@@ -249,6 +254,17 @@ OPTIONS = (
         metavar="KEY=VALUE",
         help="Set a recipe key of every training, e.g. --set runtime.compile=true; may be repeated.",
         panel=TRAIN,
+    ),
+    option(
+        "jobs",
+        int,
+        1,
+        "--jobs",
+        min=1,
+        max=1024,
+        help="Trainings at once, in processes of their own that share the "
+        "cores and get the GPUs in turn. \\[default: 1]",
+        panel=RUNTIME,
     ),
     switch("small", "--small", help="Everything at the size of the demo, in minutes: not the paper's numbers."),
     switch("plan", "--plan", help="Print the commands of the trainings that are not done, and stop."),

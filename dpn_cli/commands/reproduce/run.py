@@ -18,7 +18,9 @@ from dpn_cli.commands.reproduce.trainings import SCENES
 from dpn_cli.commands.tasks import TRAININGS
 from dpn_cli.commands.training import add, ready
 from dpn_cli.data import scenes
-from dpn_cli.errors import NonFiniteError, OutOfMemoryError
+from dpn_cli.errors import DpnError, NonFiniteError, OutOfMemoryError
+from dpn_cli.jobs.processes import Processes, last_error, visible_gpus
+from dpn_cli.jobs.scheduler import Work, run_all
 from dpn_cli.recipe.reading import Say, unsaid
 from dpn_cli.recipe.start import Place
 from dpn_cli.run import stopping
@@ -26,6 +28,8 @@ from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World, barrier, from_leader
 from dpn_cli.run.files import make_folder
 
+# Where processes write what they print, below the folder of all trainings.
+LOGS = "logs"
 # Scenes of each class in the splits of the folder that the search at the demo's size reads.
 SPLITS = {"train": 10, "val": 4, "test": 4}
 FIRST_SCENE = 2_000_000
@@ -60,42 +64,71 @@ def layers(line: Sequence[str], say: Say = unsaid) -> Any:
     return TRAININGS[command].layers(arguments, say)
 
 
-def run(jobs: Sequence[Job], places: Places, world: World, console: Console) -> Ran:
+def run(jobs: Sequence[Job], places: Places, world: World, console: Console, processes: int = 1) -> Ran:
     """Run the jobs that have no result, in their order, and return what became of those that still have none.
 
-    A training that diverges or runs out of memory is noted, and those after it go on; everything else raises
-    `DpnError`. Every rank must call it.
+    A training that diverges or runs out of memory is noted, and those after it go on. Everything else raises
+    `DpnError`, but where trainings run in several `processes`, of which each may fail. Every rank must call it.
     """
     ran = Ran()
     to_do = [job for job in jobs if not from_leader(places.done(job))]
+    for job in to_do:
+        if missing := from_leader(places.missing(job)):
+            ran.waiting[job.name] = f"needs {', '.join(missing)}"
+    to_do = [job for job in to_do if job.name not in ran.waiting]
     for job in {job.group: job for job in to_do}.values():
         layers(job.line(places))  # what is wrong with one of them is told before the first begins
-    for number, job in enumerate(to_do, 1):
-        missing = from_leader(places.missing(job))
-        start = job.start
-        lost = start is not None and start.group not in places.weights and not from_leader(places.done(start))
-        if missing:
-            ran.waiting[job.name] = f"needs {', '.join(missing)}"
-        elif start and lost:
-            ran.waiting[job.name] = f"starts from {start.name}, which has no result"
-        else:
-            stopping.check()
-            console.info(f"{job.name} ({number} of {len(to_do)})")
-            try:
-                _run_one(job, places, world, console)
-            except (NonFiniteError, OutOfMemoryError) as error:
-                if world.size > 1 and isinstance(error, OutOfMemoryError):
-                    raise  # the other ranks are waiting for this one's gradients
-                console.warn(f"{job.name} failed: {error}")
-                ran.failed[job.name] = str(error)
-    return ran
-
-
-def _run_one(job: Job, places: Places, world: World, console: Console) -> None:
-    if any(name == SCENES for _, name in job.data):
+    if any(name == SCENES for job in to_do for _, name in job.data):
         if world.leads:
             write_scenes(Path(places.data[SCENES]))
         barrier()
+    if processes > 1:
+        if world.size > 1:
+            raise DpnError(f"--jobs {processes}: starts processes itself; leave it or torchrun out")
+        _in_processes(to_do, places, console, processes, ran)
+    else:
+        _one_by_one(to_do, places, world, console, ran)
+    return ran
+
+
+def _one_by_one(jobs: Sequence[Job], places: Places, world: World, console: Console, ran: Ran) -> None:
+    for number, job in enumerate(jobs, 1):
+        start = job.start
+        if start and start.group not in places.weights and not from_leader(places.done(start)):
+            ran.waiting[job.name] = f"starts from {start.name}, which has no result"
+            continue
+        stopping.check()
+        console.info(f"{job.name} ({number} of {len(jobs)})")
+        try:
+            _run_one(job, places, console)
+        except (NonFiniteError, OutOfMemoryError) as error:
+            if world.size > 1 and isinstance(error, OutOfMemoryError):
+                raise  # the other ranks are waiting for this one's gradients
+            console.warn(f"{job.name} failed: {error}")
+            ran.failed[job.name] = str(error)
+
+
+def _in_processes(jobs: Sequence[Job], places: Places, console: Console, processes: int, ran: Ran) -> None:
+    backend = Processes(processes, places.out / LOGS, visible_gpus(torch.cuda.device_count()))
+    works = [Work(job.name, (*job.line(places), "--no-report"), (job.start.name,) if job.start else ()) for job in jobs]
+    begun: list[str] = []
+
+    def on_start(work: Work) -> None:
+        begun.append(work.name)
+        console.info(f"{work.name} ({len(begun)} of {len(works)}): {backend.log_of(work.name)}")
+
+    def on_end(work: Work, code: int) -> None:
+        if code:
+            ran.failed[work.name] = last_error(backend.log_of(work.name))
+            console.warn(f"{work.name} failed: {ran.failed[work.name]}")
+        else:
+            console.info(f"{work.name}: done")
+
+    for work in run_all(works, backend, on_start, on_end, stopping.check_here):
+        ran.waiting[work.name] = f"starts from {work.after[0]}, which has no result"
+
+
+def _run_one(job: Job, places: Places, console: Console) -> None:
     line = job.line(places)
     command, arguments = arguments_of(line)
     training = TRAININGS[command]

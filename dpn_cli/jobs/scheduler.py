@@ -1,0 +1,73 @@
+"""What may begin when: work in its order, each after what it needs, as many at once as there are slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+# Seconds between two looks at the signals that have come.
+LOOK_EVERY = 0.5
+
+
+@dataclass(frozen=True)
+class Work:
+    """A command line, its words after ``dpn``, and the names of the work that it needs."""
+
+    name: str
+    line: tuple[str, ...]
+    after: tuple[str, ...] = ()
+
+
+class Backend(Protocol):
+    """What runs work; a slot is a part of the machine, from 0 to `slots` - 1, that one of them has for itself."""
+
+    slots: int
+
+    def start(self, work: Work, slot: int) -> None:
+        """Begin to run work in a slot that is free."""
+
+    def ended(self, seconds: float) -> list[tuple[str, int]]:
+        """Return names and exit codes of work that has ended, as soon as there is any or the time has passed."""
+
+    def stop(self) -> None:
+        """Stop all that runs, with its state saved, and return when it has ended."""
+
+
+def run_all(
+    works: Sequence[Work],
+    backend: Backend,
+    on_start: Callable[[Work], None],
+    on_end: Callable[[Work, int], None],
+    check: Callable[[], None],
+) -> list[Work]:
+    """Run work until nothing is left that can run; return what was not begun, for it needs work that failed.
+
+    Names in `after` that are not among the work count as done. `on_end` gets the exit code. `check` is called all the
+    time; where it raises, everything is stopped first.
+    """
+    waiting = {work.name: work for work in works}
+    running: dict[str, tuple[Work, int]] = {}
+    free = list(range(backend.slots))
+    lost: set[str] = set()
+    try:
+        while True:
+            check()
+            open_ = {*waiting, *running, *lost}
+            ready = [work for work in waiting.values() if not open_.intersection(work.after)]
+            for work in ready[: len(free)]:
+                del waiting[work.name]
+                running[work.name] = work, free.pop(0)
+                on_start(work)
+                backend.start(*running[work.name])
+            if not running:
+                return list(waiting.values())
+            for name, code in backend.ended(LOOK_EVERY):
+                work, slot = running.pop(name)
+                free.append(slot)
+                if code:
+                    lost.add(name)
+                on_end(work, code)
+    finally:
+        if running:
+            backend.stop()
