@@ -11,13 +11,18 @@ from typing import Any, Protocol, cast
 import torch
 
 from dpn_cli.commands.compared import Cell, build_result, check_weights, keep_result, named, show_comparison
+from dpn_cli.commands.tasks import TRAININGS
 from dpn_cli.commands.training import Result, Training, TrainingModule
-from dpn_cli.errors import DataError, NonFiniteError, OutOfMemoryError
+from dpn_cli.errors import DataError, DpnError, NonFiniteError, OutOfMemoryError
+from dpn_cli.jobs.processes import LOGS, Processes, last_error, visible_gpus
+from dpn_cli.jobs.scheduler import Work, run_all
 from dpn_cli.recipe.compare import ComparedTraining, spoken
+from dpn_cli.recipe.reading import dump
 from dpn_cli.recipe.start import Place
 from dpn_cli.run import stopping
 from dpn_cli.run.console import Console, several
 from dpn_cli.run.distributed import from_leader
+from dpn_cli.run.files import replace_text
 from dpn_cli.run.folder import describe_device
 from dpn_cli.run.session import Session, run_name, session
 from dpn_cli.weights.backbone import LoadReport, backbone_of
@@ -62,7 +67,8 @@ class SideBySide:
             result = begun.folder.result
             if result is None:
                 _load(begun, firsts, getattr(self.trainer, "load", _load_backbone))
-                result = self._train(begun, runs)
+                failed = self._at_once(begun, runs, place.jobs) if place.jobs > 1 else {}
+                result = self._train(begun, runs, failed)
             return result if begun.world.leads else None
 
     def show(self, result: Result) -> None:
@@ -92,11 +98,46 @@ class SideBySide:
             several = recipe.versus
         return alone.with_name(alone.name.replace(name, several, 1))
 
-    def _train(self, begun: Session[ComparedTraining], runs: Sequence[_Run]) -> Result:
+    def _at_once(self, begun: Session[ComparedTraining], runs: Sequence[_Run], jobs: int) -> dict[str, str]:
+        """Run the trainings in processes; return, by folder, why some diverged or ran out of memory.
+
+        Raises `DpnError` for every other failure, when all have been stopped.
+        """
+        folder, console = begun.folder.path, begun.console
+        if begun.world.size > 1:
+            raise DpnError(f"--jobs {jobs}: starts processes itself; leave it or torchrun out")
+        backend = Processes(jobs, folder / LOGS, visible_gpus(torch.cuda.device_count()))
+        words = next(name for name, one in TRAININGS.items() if one is self.training).split()
+        works, failed = dict[str, Work](), dict[str, str]()
+        for run in runs:
+            path, recipe = folder / run.folder, folder / LOGS / f"{run.folder.replace('/', '-')}.yaml"
+            if not (path / "result.json").is_file():
+                replace_text(recipe, dump(run.recipe))
+                line = (*words, "--config", str(recipe), "-o", str(path), "--resume", "--no-report")
+                works[run.folder] = Work(run.folder, line)
+        labels = {run.folder: run.label for run in runs}
+
+        def on_start(work: Work) -> None:
+            console.info(f"{labels[work.name]}: {backend.log_of(work.name)}")
+
+        def on_end(work: Work, code: int) -> None:
+            error = last_error(backend.log_of(work.name))
+            if code in (NonFiniteError.exit_code, OutOfMemoryError.exit_code):
+                console.warn(f"{labels[work.name]} failed: {error}")
+                failed[work.name] = f"{labels[work.name]}: {error}"
+            elif code:
+                raise DpnError(f"{labels[work.name]}: {error} (exit code {code}; {backend.log_of(work.name)})")
+
+        run_all(list(works.values()), backend, on_start, on_end, stopping.check_here)
+        return failed
+
+    def _train(self, begun: Session[ComparedTraining], runs: Sequence[_Run], failed: dict[str, str]) -> Result:
+        """Run the trainings that have not failed, which takes no time for those that are done."""
         recipe, folder, world, console = begun.recipe, begun.folder, begun.world, begun.console
         results: dict[str, Result] = {}
-        failed: dict[str, str] = {}
         for number, run in enumerate(runs, 1):
+            if run.folder in failed:
+                continue
             stopping.check()
             console.info(f"{run.label} ({number} of {len(runs)})")
             if recipe.runtime.compile:

@@ -15,9 +15,9 @@ import typer
 
 from dpn_cli.commands import one_line_errors
 from dpn_cli.commands.flags import Variant, default_of, given_flags, keys_of, option_names, parameter_of, with_signature
-from dpn_cli.errors import SweepError
+from dpn_cli.errors import DpnError, SweepError
 from dpn_cli.recipe.compare import ComparedTraining
-from dpn_cli.recipe.flag import OUTPUT
+from dpn_cli.recipe.flag import OUTPUT, RUNTIME
 from dpn_cli.recipe.layers import over_shipped
 from dpn_cli.recipe.reading import Plain, Say, build, dump, from_settings, read_recipe
 from dpn_cli.recipe.schema import Recipe
@@ -107,7 +107,7 @@ def add(app: typer.Typer, name: str, training: Training) -> None:
                 print(dump(recipe), end="")
                 return
             recipe, trainer = ready(training, recipe, console)
-            how = {key: arguments[key] for key in ("resume", "overwrite", "dry_run")}
+            how = {key: arguments[key] for key in ("resume", "overwrite", "dry_run")} | _at_once(recipe, arguments)
             folders: list[Path] = []
             result = trainer.run(recipe, Place(arguments["output_dir"], **how, opened=folders.append), console)
             if result is None:
@@ -124,8 +124,17 @@ def add(app: typer.Typer, name: str, training: Training) -> None:
                 raise problem
 
     command.__doc__ = training.help
-    parameters = [*training.extra, *training.parameters(), *OUTPUT_OPTIONS]
+    jobs = [JOBS] if issubclass(training.schema, ComparedTraining) else []
+    parameters = [*training.extra, *training.parameters(), *jobs, *OUTPUT_OPTIONS]
     app.command(name, epilog=f"Example: {training.example}")(with_signature(command, parameters))
+
+
+def _at_once(recipe: Any, arguments: Mapping[str, Any]) -> dict[str, int]:
+    """Return how many trainings run at once. Raises `DpnError` where there is only one."""
+    jobs: int = arguments.get("jobs", 1)
+    if jobs > 1 and not recipe.several:
+        raise DpnError(f"--jobs {jobs}: this is one training; --compare and --seeds make several")
+    return {"jobs": jobs}
 
 
 def failure(failed: Sequence[str], what: str) -> SweepError | None:
@@ -183,6 +192,16 @@ JSON = switch("json", "--json", help="Print the result as JSON instead of text."
 QUIET = switch("quiet", "--quiet", "-q", help="No progress on stderr.")
 VERBOSE = switch("verbose", "--verbose", "-v", help="Show where in the code an error was raised.")
 PRINTING = (JSON, QUIET, VERBOSE)
+JOBS = option(
+    "jobs",
+    int,
+    1,
+    "--jobs",
+    min=1,
+    max=1024,
+    help="Trainings at once, each in a process; they share the cores and get the GPUs in turn. \\[default: 1]",
+    panel=RUNTIME,
+)
 OUTPUT_OPTIONS = (
     option(
         "output_dir",

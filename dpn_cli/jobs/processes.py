@@ -15,6 +15,8 @@ from pathlib import Path
 from dpn_cli.jobs.scheduler import Work
 from dpn_cli.run.process import PARENT
 
+# Folder of what processes print, in that of all of them.
+LOGS = "logs"
 # Seconds that a process has to save its state, before it is killed.
 PATIENCE = 120.0
 

@@ -25,7 +25,7 @@ RESUME = "Continue the run in the output folder; start one if there is none."
 class Place:
     """The folder of a run (None: one named after the task and the network), and what happens to a run that is there.
 
-    With `dry_run` there is no folder; else `opened` is told which one it is.
+    With `dry_run` there is no folder; else `opened` is told which one it is. Of several trainings `jobs` run at once.
     """
 
     folder: Path | None = None
@@ -33,6 +33,7 @@ class Place:
     overwrite: bool = False
     dry_run: bool = False
     opened: Callable[[Path], object] = lambda folder: None
+    jobs: int = 1
 
 
 def find_start(

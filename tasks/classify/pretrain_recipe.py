@@ -159,7 +159,8 @@ def resolve(
     shipped = "pretrain_demo" if demo and name == "imagenet" else RECIPES[name]
     if not demo and not named:
         shipped = shipped_for(str(source), config, shipped, "pretrain_own", say)
-    row = _row_of(arch, level, searched=name == "sun397") if shipped in BY_ARCH else {}
+    told = level is not None or {"mixup", "randaugment"} <= merge(file, command).keys()
+    row = _row_of(arch, told=told, searched=name == "sun397") if shipped in BY_ARCH else {}
     plain = layered(
         merge(read_recipe(shipped), row),
         merge(file, SHORTER[name] if preset else {}, augmented(_level(level)) if level else {}),
@@ -220,8 +221,11 @@ def _level(level: str) -> Any:
     return level
 
 
-def _row_of(arch: object, level: str | None, *, searched: bool) -> Plain:
-    """Return the recipe keys of Appendix C's line for `arch`; of a search, those that it leaves alone."""
+def _row_of(arch: object, *, told: bool, searched: bool) -> Plain:
+    """Return the recipe keys of Appendix C's line for `arch`; of a search, those that it leaves alone.
+
+    Raises `DpnError` for an architecture without a line, unless it is `told` how strongly to augment.
+    """
     if not isinstance(arch, str):
         raise DpnError(f"--arch is needed: {', '.join(APPENDIX_C)} have a line in Appendix C; any SIZE/PATCH works")
     parse_arch(arch)
@@ -230,7 +234,7 @@ def _row_of(arch: object, level: str | None, *, searched: bool) -> Plain:
         return {"backbone": {"pre_logits": row.pre_logits if row else True}}
     if row:
         return regularized(row)
-    if level is None:
+    if not told:
         raise DpnError(
             f"--arch {arch}: Appendix C has lines for {', '.join(APPENDIX_C)} only; say how strongly to augment it "
             f"with --augment LEVEL ({', '.join(LEVELS)}), and --dropout and --drop-path where you want them"

@@ -19,9 +19,9 @@ from dpn_cli.commands.flags import with_signature
 from dpn_cli.commands.reproduce import figures, tables
 from dpn_cli.commands.reproduce.cells import Experiment, Job, Places, named_places
 from dpn_cli.commands.reproduce.trainings import DATA_SETS, SCENES, SmallTrainings, Trainings, data_here
-from dpn_cli.commands.training import PRINTING, option, switch
+from dpn_cli.commands.training import JOBS, PRINTING, option, switch
 from dpn_cli.errors import DataError, DpnError, SweepError
-from dpn_cli.recipe.flag import DATA, MODEL, OUTPUT, RUNTIME, TRAIN
+from dpn_cli.recipe.flag import DATA, MODEL, OUTPUT, TRAIN
 from dpn_cli.recipe.home import find_weights
 from dpn_cli.report.tables import shown
 from dpn_cli.run.console import Console, cell, several, show
@@ -255,17 +255,7 @@ OPTIONS = (
         help="Set a recipe key of every training, e.g. --set runtime.compile=true; may be repeated.",
         panel=TRAIN,
     ),
-    option(
-        "jobs",
-        int,
-        1,
-        "--jobs",
-        min=1,
-        max=1024,
-        help="Trainings at once, in processes of their own that share the "
-        "cores and get the GPUs in turn. \\[default: 1]",
-        panel=RUNTIME,
-    ),
+    JOBS,
     switch("small", "--small", help="Everything at the size of the demo, in minutes: not the paper's numbers."),
     switch("plan", "--plan", help="Print the commands of the trainings that are not done, and stop."),
     option(

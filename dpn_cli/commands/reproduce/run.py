@@ -19,7 +19,7 @@ from dpn_cli.commands.tasks import TRAININGS
 from dpn_cli.commands.training import add, ready
 from dpn_cli.data import scenes
 from dpn_cli.errors import DpnError, NonFiniteError, OutOfMemoryError
-from dpn_cli.jobs.processes import Processes, last_error, visible_gpus
+from dpn_cli.jobs.processes import LOGS, Processes, last_error, visible_gpus
 from dpn_cli.jobs.scheduler import Work, run_all
 from dpn_cli.recipe.reading import Say, unsaid
 from dpn_cli.recipe.start import Place
@@ -28,8 +28,6 @@ from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World, barrier, from_leader
 from dpn_cli.run.files import make_folder
 
-# Where processes write what they print, below the folder of all trainings.
-LOGS = "logs"
 # Scenes of each class in the splits of the folder that the search at the demo's size reads.
 SPLITS = {"train": 10, "val": 4, "test": 4}
 FIRST_SCENE = 2_000_000
