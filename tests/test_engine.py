@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine.coupled import CoupledLoss
 from dpn_cli.engine.fit import Batch, Job, Outputs
-from dpn_cli.engine.layer_norms import layer_name
+from dpn_cli.engine.layer_norms import LayerNorms, layer_name
 from dpn_cli.engine.losses import sigmoid_xent
 from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.engine.optim import clip_gradients
@@ -444,6 +444,15 @@ def test_norms_of_layers_are_those_of_the_gradients_before_clipping(micro: int, 
     assert record["layer_norms"] == pytest.approx(by_hand, rel=1e-4)
     assert min(by_hand.values()) > 1e-3
     assert record["grad_norm"] == pytest.approx(math.sqrt(sum(norm**2 for norm in by_hand.values())), rel=1e-4)
+
+
+def test_a_parameter_without_gradient_is_left_out_of_its_layers_norm() -> None:
+    network = nn.ModuleDict({"head": nn.Linear(2, 2), "fc": nn.Linear(2, 2)})
+    network.get_parameter("head.bias").grad = torch.full((2,), 3.0)
+    network.get_parameter("fc.weight").grad = torch.full((2, 2), 4.0)
+    norms = LayerNorms(network)
+    norms.add()
+    assert norms.named(norms.take().tolist()) == pytest.approx({"head": math.sqrt(18), "other": 8.0})
 
 
 def test_norms_of_layers_are_means_over_all_steps_and_those_of_the_last_ones_stand_apart(

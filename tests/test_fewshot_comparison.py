@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from conftest import pictures
 from scipy import stats
 from test_cli import run
+from test_report import undrawn  # noqa: F401  # a fixture
 
 from dpn_cli.errors import StoppedError
 from dpn_cli.weights.backbone import export_backbone, load_backbone
@@ -24,9 +26,15 @@ SHOTS = ("2-shot", "1-shot")
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Pictures of three classes, and networks with both stems."""
+    """Pictures of three classes that are hard to tell apart, and networks with both stems."""
     root = tmp_path_factory.mktemp("probes")
     pictures(root / "photos", classes=3, each=10)
+    for number in range(0, 10, 2):
+        first, *others = (root / "photos" / f"class{label}" / f"{number:03d}.jpg" for label in range(3))
+        for other in others:
+            contents = first.read_bytes()
+            first.write_bytes(other.read_bytes())
+            other.write_bytes(contents)
     for seed, stem in enumerate(("none", "dpn")):
         export_backbone(load_backbone("mu/8", stem=stem, image_size=16, seed=seed), root / f"mu-{stem}.safetensors")
     return root
@@ -65,6 +73,9 @@ def test_each_draw_is_the_one_that_it_would_be_alone(root: Path, tmp_path: Path,
         for key in SHOTS:
             found = result["compare"]["networks"][stem][key]
             assert found["values"] == values[stem][key]
+    for one in (values["none"], values["dpn"]):
+        assert len({*one[SHOTS[0]], *one[SHOTS[1]]}) > 2  # or else every draw could be the first
+    assert values["none"] != values["dpn"]
     (difference,) = result["compare"]["differences"]
     for key in SHOTS:
         pairs = [dual - plain for dual, plain in zip(values["dpn"][key], values["none"][key], strict=True)]
@@ -132,6 +143,29 @@ def test_features_that_are_no_numbers_are_failed_draws(root: Path, tmp_path: Pat
     assert (first["2-shot"]["n"], second["2-shot"]) == (3, None)
     alone = run(*command(root, checkpoint=str(tmp_path / "overflows.safetensors")))
     assert alone.exit_code == 5
+
+
+def test_draws_of_other_images_are_not_added(root: Path, tmp_path: Path) -> None:
+    photos = shutil.copytree(root / "photos", tmp_path / "photos")
+    words = command(root, "--compare", "none,dpn", "-o", str(tmp_path / "all"))
+    words[words.index("--data") + 1] = str(photos)
+    assert run(*words).exit_code == 0
+    (tmp_path / "all" / "result.json").unlink()
+    next(photos.rglob("*.jpg")).unlink()
+    changed = run(*words, "--resume")
+    assert changed.exit_code == 3
+    assert "the data have changed since this comparison began" in changed.stderr
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_the_folder_has_a_page_unless_it_is_left_out(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DPN_NO_REPORT")
+    words = command(root, "--seeds", "2", checkpoint="mu-dpn.safetensors")
+    for name, more in (("with", []), ("without", ["--no-report"])):
+        assert run(*words, *more, "-o", str(tmp_path / name)).exit_code == 0
+    assert [path.parts[-3] for path in tmp_path.rglob("report.html")] == ["with"]
 
 
 def test_one_network_keeps_its_draws_too(root: Path, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import load_backbone
 from tasks.lit import command
+from tasks.lit.data import SceneClasses
 from tasks.lit.features import digest_of
 from tasks.lit.recipe import LitRecipe, in_steps, resolve, settle
 from tasks.lit.samples import PAIRS
@@ -38,6 +39,7 @@ from tasks.lit.text import TextTower
 from tasks.lit.tokens import Tokenizer
 from tasks.lit.towers import Towers, load_towers, save_towers
 from tasks.lit.train import load_tower
+from tasks.lit.zeroshot import build_classifier, prompt_set
 
 SMALL: dict[str, Any] = {
     "backbone": {"arch": "nano/8", "checkpoint": "none", "pool": "gap", "image_size": 32},
@@ -420,6 +422,11 @@ def test_the_demo_says_what_it_is_and_the_cache_command_fills_the_trainings_cach
     assert "x chance" in done.stdout
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert (result["zeroshot"]["classes"], result["zeroshot"]["chance"]) == (24, pytest.approx(100 / 24))
+    towers, scenes = load_towers("run"), SceneClasses(0, 150)
+    for query in json.loads((tmp_path / "run" / "prompts.json").read_text())["queries"]:
+        (text,) = build_classifier(towers, [query["text"]], prompt_set("demo"))
+        image = towers.encode_images(towers.prepare(scenes.pixels(query["nearest"][0]["row"]))[None])[0]
+        assert query["nearest"][0]["cosine"] == pytest.approx(float(image @ text), abs=1e-4)
     assert "encoding" not in run("lit", "eval", "run", "--data", "demo", "--retrieval").stderr  # nor by what follows
     dry = run("lit", "train", *network, "--dry-run", "-o", "dry", "-b", "50")
     assert dry.exit_code == 0, dry.output

@@ -6,6 +6,9 @@ import csv
 import json
 import re
 from base64 import b64decode
+from collections import Counter
+from html import unescape
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ from dpn_cli.data.reading import Reading, read_pixels
 from dpn_cli.recipe.schema import Written
 from dpn_cli.report.content import Legend, Section
 from dpn_cli.report.html import render
-from dpn_cli.report.predictions import MOST_SHOWN, Predictions, spread
+from dpn_cli.report.predictions import MOST_SHOWN, Predictions, spread, tally
 from dpn_cli.report.thumbnails import DENSITY, SIDE, thumbnail
 from dpn_cli.run import console
 from dpn_cli.run.console import Console
@@ -123,22 +126,39 @@ def test_the_page_shows_every_picture_and_escapes_names(command: str, place: Pat
     assert "<script" not in html
     assert html.count("<img ") == 6
     assert text.count("-damaged.png") == 2
-    for result in results:
-        assert result["image"] in text
-        best = result[COMMANDS[command][1]][0]
-        assert best.get("name", best.get("label")) in text
+    best = [result[COMMANDS[command][1]][0] for result in results]
+    names = [one.get("name", one.get("label")) for one in best]
+    assert all(result["image"] in text for result in results)
+    assert all(name in text for name in names)
+    if command != "segment predict":
+        cells = cells_of(html)
+        assert {unescape(name): int(count) for name, count in zip(cells[::3], cells[1::3], strict=True)} == Counter(
+            names
+        )
     assert any(SCRIPT in result["image"] for result in results)
 
 
-def test_a_page_of_segments_has_overlays_and_a_legend(place: Path) -> None:
+def test_a_page_of_segments_has_overlays_and_a_legend(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = json.loads(predict("segment predict", place, "--html", "page.html").stdout)
     html = Path("page.html").read_text()
-    seen = {entry["name"]: entry["value"] for result in results for entry in result["classes"]}
-    assert html.count('<span style="background: #') == len(seen)
-    assert all(f"background: #09{9 * value:02x}c8" in html for value in seen.values())
+    shares: Counter[int] = Counter()
+    for entry in (entry for result in results for entry in result["classes"]):
+        shares[entry["value"]] += entry["share"]
+    order = sorted(shares, key=lambda value: -shares[value])
+    assert len(order) > 1
+    assert re.findall("background: #([0-9a-f]{6})", html) == [f"09{9 * value:02x}c8" for value in order]
+    assert cells_of(html)[2::3] == [f"{100 * shares[value] / 6:.1f}" for value in order]
     with Image.open(results[0]["overlay"]) as overlay:
         expected = thumbnail(np.asarray(overlay), prediction.SHOWN_SIDE)
     assert shown_in(html)[0] == expected
+    monkeypatch.setattr(prediction, "MOST_SHOWN", 2)
+    predict("segment predict", place, "--html", "page.html")
+    assert Path("page.html").read_text().count("<img ") == 2
+
+
+def cells_of(html: str) -> list[str]:
+    """Return the cells of the table of what was predicted, three in a row."""
+    return re.findall("<td[^>]*>([^<]*)</td>", html[html.index("What was predicted") :])
 
 
 def shown_in(html: str) -> list[bytes]:
@@ -166,6 +186,8 @@ def test_a_page_of_five_thousand_pictures_can_be_sent(tmp_path: Path) -> None:
     noise = np.random.default_rng(0).integers(0, 2, (300, 300, 3), dtype=np.uint8) * 255
     small = thumbnail(noise[:SIDE, :SIDE])
     assert len(small) <= DENSITY * SIDE**2
+    with Image.open(BytesIO(thumbnail(noise[:200]))) as image:
+        assert image.size == (SIDE, SIDE * 200 // 300)
     assert prediction.MOST_SHOWN * prediction.SHOWN_SIDE**2 <= MOST_SHOWN * SIDE**2
     paths = [Path(f"a/folder/of/photographs/{number:05}.jpg") for number in range(5000)]
     found = Predictions(paths, Written(csv=tmp_path / "all.csv", html=tmp_path / "page.html"), Console(quiet=True))
@@ -221,6 +243,11 @@ def test_pictures_of_one_name_are_drawn_into_folders(place: Path) -> None:
     assert done.exit_code == 2
     assert "class1/000.jpg and" in done.stderr
     assert "both would be written as class1/000.labels.png" in done.stderr
+
+
+def test_classes_are_counted_and_the_most_frequent_comes_first() -> None:
+    table = tally("x", "class", ["a", "b", "b", "b"])
+    assert [tuple(row) for row in table.rows] == [("b", 3, 75.0), ("a", 1, 25.0)]
 
 
 def test_a_legend_keeps_classes_of_one_name_apart() -> None:

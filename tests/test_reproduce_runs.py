@@ -131,6 +131,8 @@ def test_missing_data_are_listed_and_what_can_run_runs(trainer: Trainer, tmp_pat
     assert "needs vtab-1k" in done.stderr
     assert {recipe.data.source for recipe in trainer.recipes.values()} == {"data/imagenet"}
     assert len(trainer.recipes) == 4
+    planned = run("reproduce", "table3", "--plan", "-o", "out").stdout.splitlines()
+    assert [line.split()[:3] for line in planned] == [["dpn", "finetune", "vtab"]] * 4
     (tmp_path / "imagenet").rmdir()
     trainer.recipes.clear()
     done = run("reproduce", "table3", "-o", "out", "--data", "vtab-1k=data")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from sklearn.metrics import confusion_matrix, jaccard_score
+from test_cli import run as command
 from test_report import check_page, page_of, rows_of
 from test_segment import small, train, write_scenes
 
@@ -69,6 +70,16 @@ def test_every_image_has_its_miou_its_confusions_and_its_pictures(scored: tuple[
     assert ">The median images<" in html
     for name, colour in kept["colours"]:
         assert f'<span style="background: {colour}"></span>{name}</li>' in html
+
+
+def test_pictures_of_an_earlier_score_are_deleted(scored: tuple[Path, Path], tmp_path: Path) -> None:
+    run, scenes = scored
+    words = ["segment", "eval", str(run), "--data", str(scenes), "-o", str(tmp_path / "out"), "--device", "cpu", "-q"]
+    for _ in range(2):
+        assert command(*words).exit_code == 0
+        kept = {path.name for path in (tmp_path / "out" / "samples").iterdir()}
+        (tmp_path / "out" / "samples" / "99.truth.png").touch()
+    assert kept == {path.name for path in (run / "samples").iterdir()}
 
 
 def pixels_of(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -51,6 +51,7 @@ LISTS = (
     "compare",
     "reproduce",
     "report",
+    "pages",
     "inspect",
 )
 BAR = 0.95
