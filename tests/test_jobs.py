@@ -12,11 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from programs import LIMIT, environment, run_program, started
 
+from dpn_cli.data.loader import worker_count
 from dpn_cli.errors import StoppedError
 from dpn_cli.jobs.processes import Processes, last_error, visible_gpus
 from dpn_cli.jobs.scheduler import Work, run_all
+from dpn_cli.run.cores import cores
 from dpn_cli.run.process import PARENT
 
 
@@ -211,3 +214,12 @@ def test_gpus_are_those_that_this_process_sees(
     if given:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
     assert visible_gpus(count) == names
+
+
+def test_decoding_processes_are_counted_by_the_cores_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {8, 3, 5})
+    assert cores() == [3, 5, 8]
+    assert worker_count("auto", torch.device("cuda")) == 2
+    assert worker_count("auto", torch.device("cpu")) == 1
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3})
+    assert worker_count("auto", torch.device("cpu")) == 0

@@ -7,7 +7,6 @@ been interrupted.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from dpn_cli.engine.fit import Batch, Batches
 from dpn_cli.engine.seeds import fold
 from dpn_cli.errors import DataError
 from dpn_cli.recipe.schema import Crop
+from dpn_cli.run.cores import cores
 from dpn_cli.run.distributed import World
 
 # An unreadable image is replaced by the next readable one among this many.
@@ -180,8 +180,8 @@ def worker_count(workers: int | Literal["auto"], device: torch.device, ranks: in
     """Return the number of decoding processes per rank: on a GPU up to 16, on a CPU one, beside the training."""
     if workers != "auto":
         return workers
-    cores = os.cpu_count() or 1
-    return max(1, min(16, cores // ranks - 1)) if device.type == "cuda" else int(cores > 1)
+    count = len(cores())
+    return max(1, min(16, count // ranks - 1)) if device.type == "cuda" else int(count > 1)
 
 
 def crops_of(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from dpn_cli.data.workers import open_loader
 from dpn_cli.errors import DataError
 from dpn_cli.run import stopping
 from dpn_cli.run.console import Done, uncounted
+from dpn_cli.run.cores import cores
 from dpn_cli.run.distributed import World
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def reader_count(workers: int | Literal["auto"], images: int) -> int:
     """Return the number of processes that read so many images: without one given, up to eight where they pay."""
     if workers != "auto":
         return workers
-    return min(8, os.cpu_count() or 1) if images >= WORTH_WORKERS else 0
+    return min(8, len(cores())) if images >= WORTH_WORKERS else 0
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dpn_cli.jobs.scheduler import Work
+from dpn_cli.run.cores import cores
 from dpn_cli.run.process import PARENT
 
 # Folder of what processes print, in that of all of them.
@@ -82,24 +83,24 @@ class Processes:
         if self.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = self.gpus[slot % len(self.gpus)]
         if "OMP_NUM_THREADS" not in environment:
-            environment["OMP_NUM_THREADS"] = str(len(self._cores(slot)) or max(1, (os.cpu_count() or 1) // self.slots))
+            environment["OMP_NUM_THREADS"] = str(max(1, len(cores()) // self.slots))
         return environment
 
     def _cores(self, slot: int) -> list[int]:
-        """Return the cores of a slot; none where there are fewer cores than slots, or the system does not tell."""
-        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-        share = len(cores) // self.slots
-        return cores[slot * share : (slot + 1) * share]
+        """Return the cores of a slot; none where there are fewer cores than slots, or the system does not bind any."""
+        mine = cores() if hasattr(os, "sched_setaffinity") else []
+        share = len(mine) // self.slots
+        return mine[slot * share : (slot + 1) * share]
 
 
 @contextmanager
-def _on(cores: list[int]) -> Iterator[None]:
+def _on(chosen: list[int]) -> Iterator[None]:
     """Keep this thread, and what it starts, on some cores."""
-    if not cores:
+    if not chosen:
         yield
         return
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
+    os.sched_setaffinity(0, chosen)
     try:
         yield
     finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +24,7 @@ from dpn_cli.errors import DataError, SaveError
 from dpn_cli.run import stopping
 from dpn_cli.run.arrays import facts_of, save_array
 from dpn_cli.run.console import LINE_EVERY, Console
+from dpn_cli.run.cores import cores
 from dpn_cli.run.files import replace_json
 from tasks.lit.captions import Captioned
 from tasks.lit.features import ImageEncoder
@@ -106,7 +106,7 @@ def _contents(data: Captioned, rows: Sequence[int]) -> list[str]:
             return ""
 
     digests: list[str] = []
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # reading and hashing need no interpreter
+    with ThreadPoolExecutor(min(8, len(cores()))) as pool:  # reading and hashing need no interpreter
         for begin in range(0, len(rows), AT_ONCE):
             stopping.check_here()
             digests += pool.map(digest, rows[begin : begin + AT_ONCE])
