@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from conftest import pictures
 from test_cli import run
-from test_report import check_page
+from test_report import check_page, undrawn  # noqa: F401  # a fixture
 
 from dpn_cli.report import page
 from tasks.classify.answers import MOST_MISTAKES
@@ -44,6 +44,7 @@ def copy(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_finished_run_has_the_page_that_report_writes_and_keeps_it(
     highres: list[str], copy: Path, tmp_path: Path
 ) -> None:

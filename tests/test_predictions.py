@@ -19,7 +19,7 @@ from conftest import pictures
 from PIL import Image
 from test_cli import run
 from test_lit_scores import towers
-from test_report import check_page
+from test_report import check_page, undrawn  # noqa: F401  # a fixture
 
 from dpn_cli.data.reading import Reading, read_pixels
 from dpn_cli.recipe.schema import Written
@@ -269,6 +269,7 @@ COUNTED = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("label", COUNTED)
 def test_commands_that_read_pictures_say_how_far_they_are(
     label: str, place: Path, monkeypatch: pytest.MonkeyPatch

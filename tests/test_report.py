@@ -297,6 +297,7 @@ def test_a_sweep_has_every_cell_the_papers_values_and_the_ledger(tmp_path: Path)
     assert "4.00 ± 0.00" in text  # dpn minus none
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_recall_and_classes_are_drawn_from_their_results(tmp_path: Path) -> None:
     recall = {f"{way}@{k}": 10.0 * k for way in ("image_to_text", "text_to_image") for k in (1, 5)}
     retrieval = {**recall, "chance@5": 0.5, "images": 1000, "captions": 1000}
@@ -364,6 +365,7 @@ def test_a_comparison_has_its_means_and_differences(tmp_path: Path) -> None:
     assert {row[0] for row in rows_of(tmp_path, "networks_loss")[1:]} == {"none", "dpn"}
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_curves_of_a_comparison_are_means_over_seeds_in_a_band_that_holds_them_all(tmp_path: Path) -> None:
     """A seed that has come less far is in the means as far as it has come."""
     names = {"arch=mu/8": "arch=mu-8", "dpn": "dpn"}

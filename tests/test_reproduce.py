@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from scipy import stats
-from test_report import undrawn, write_run  # noqa: F401  # a fixture
+from test_report import write_run
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 

@@ -49,6 +49,7 @@ LISTS = (
     "lit",
     "segment",
     "compare",
+    "jobs",
     "reproduce",
     "report",
     "pages",

@@ -1,0 +1,27 @@
+"""Breakages of trainings at once: (file, text, replacement, what it breaks, tests that should notice)."""
+
+J, C, R = "tests/test_jobs.py", "tests/test_comparison_jobs.py", "tests/test_reproduce_runs.py"
+ORDER, PROCESSES = "dpn_cli/jobs/scheduler.py", "dpn_cli/jobs/processes.py"
+RUN, COMPARED, TRAINING = (f"dpn_cli/commands/{name}.py" for name in ("reproduce/run", "comparison", "training"))
+
+MUTATIONS = [
+    (ORDER, "if not open_.intersection(work.after)]", "]", "work begins before what it needs", J),
+    (ORDER, "{*waiting, *running, *lost}", "{*waiting, *running}", "work begins though what it needs has failed", J),
+    (ORDER, "ready[: len(free)]", "ready[: len(free) + 1]", "more work runs than there are slots", J),
+    (ORDER, "                free.append(slot)\n", "", "a slot is used once", J),
+    (ORDER, "        if running:\n            backend.stop()\n", "        pass\n", "a signal leaves processes behind", J),
+    (ORDER, "free.pop(0)", "free.pop()", "one GPU gets all work that comes in turn", J),
+    (PROCESSES, "share = len(cores) // self.slots", "share = len(cores)", "every process has all cores", J),
+    (PROCESSES, "self.gpus[slot % len(self.gpus)]", "self.gpus[0]", "every process has the first GPU", J),
+    (PROCESSES, "{**os.environ, PARENT: str(os.getpid())}", "{**os.environ}", "processes outlive their parent", J),
+    (PROCESSES, "process.send_signal(signal.SIGTERM)", "process.kill()", "a stopped process cannot save its state", J),
+    (PROCESSES, "    os.sched_setaffinity(0, cores)\n    try:", "    try:", "processes compete for the same cores", J),
+    (PROCESSES, 'given.split(",") if given else', "[] if given else", "GPUs that are set aside are not found", J),
+    (PROCESSES, "(told or lines or", "(lines or", "the reason of a failure is what was printed last", J),
+    ("dpn_cli/run/process.py", "if os.getppid() != int(parent):", "if False:", "a process whose parent has died begins", J),
+    (RUN, "(job.start.name,) if job.start else ()", "()", "trainings in processes begin before what they start from", R),
+    (COMPARED, "if code in (NonFiniteError.exit_code, OutOfMemoryError.exit_code):", "if code:",
+     "a mistake in a process lets the others go on", C),
+    (COMPARED, "            if run.folder in failed:\n", "            if False:\n", "what failed in a process is trained here", C),
+    (TRAINING, "if jobs > 1 and not recipe.several:", "if False:", "--jobs is ignored for one training", C),
+]  # fmt: skip
