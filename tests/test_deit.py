@@ -102,11 +102,12 @@ def test_the_learning_rate_is_timms(batch: int, lr: float) -> None:
 def test_an_image_is_what_timms_transform_makes_of_it(photos: Path) -> None:
     """Crop, flip, RandAugment and erasing of one image, with timm's global random numbers seeded by hand."""
     split = ClassFolders(photos)
-    how = Augmentation((24, 32), crop="timm_bicubic", policy=DEIT, erase=0.5)
+    mean, std = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
+    how = Augmentation((24, 32), crop="timm_bicubic", policy=DEIT, erase=0.5, mean=mean, std=std)
     (batch,) = itertools.islice(crop_batches(split, how, 8, 3, ALONE, workers=0)(5), 1)
     theirs: Callable[[Image.Image], Tensor] = timm.data.create_transform(
         (24, 32), is_training=True, auto_augment=DEIT, interpolation="bicubic", re_prob=0.5, re_mode="pixel",
-        mean=(0.5,) * 3, std=(0.5,) * 3,
+        mean=mean, std=std,
     )  # fmt: skip
     for place, row in enumerate(rows_of_step(len(split.labels), 8, 3, 5).tolist()):
         seed = fold(3, POLICY, 5, place)
@@ -114,6 +115,13 @@ def test_an_image_is_what_timms_transform_makes_of_it(photos: Path) -> None:
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
         assert torch.equal(batch["image"][place], theirs(Image.fromarray(split.pixels(row)))), place
+
+
+def test_erased_images_are_in_the_range_of_the_network(photos: Path) -> None:
+    model = training.load_network(tiny(photos), 3)
+    model.mean, model.std = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
+    how = training.augmentation_of(tiny(photos), model)
+    assert (how.mean, how.std) == (model.mean, model.std)
 
 
 def test_the_strongest_posterization_blackens() -> None:
