@@ -219,6 +219,29 @@ def test_files_that_cannot_be_written_are_refused_before_the_work(place: Path, t
         assert f"{option} {name}: a folder, or inside a file" in done.stderr
 
 
+@pytest.mark.parametrize("command", [*COMMANDS, "lit search"])
+def test_no_file_is_written_over_a_picture_or_another_file(command: str, place: Path) -> None:
+    pictures(Path("photos"), classes=1, each=1, size=(20, 20))
+    picture = Path("photos/class0/000.jpg")
+    before = picture.read_bytes()
+    Path("link.jpg").symlink_to(picture)
+    network = str(place / f"{command.replace('search', 'predict')}.safetensors")
+    asked = [*command.split(), network, "photos", *COMMANDS.get(command, ([], ""))[0]]
+    options = ["--csv", "--html"]
+    if command == "lit search":
+        asked, options = ["lit", "search", network, "--images", "photos", "--query", "a dog"], ["--html"]
+    for option in options:
+        for name in ("photos/../photos/class0/000.jpg", "link.jpg"):
+            done = run(*asked, option, name)
+            assert (done.exit_code, done.stdout) == (2, "")
+            assert f"{option} {name}: would be written over one of the pictures, {picture}; name another" in done.stderr
+            assert picture.read_bytes() == before
+    if len(options) == 2:
+        done = run(*asked, "--csv", "page", "--html", "./page")
+        assert (done.exit_code, Path("page").exists()) == (2, False)
+        assert "--html page: would be written over the file of --csv" in done.stderr
+
+
 def test_a_single_damaged_picture_is_one_line_and_of_several_each_has_one(place: Path, tmp_path: Path) -> None:
     network = str(place / "predict.safetensors")
     for name in "ab":

@@ -7,7 +7,7 @@ them, so that it can be sent to somebody.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,11 +100,13 @@ class Predictions:
         written: the files to write.
         console: for progress and the names of unreadable pictures.
         most: how many pictures the page shows.
+
+    Raises:
+        DpnError: a file cannot be written, or is one of the pictures, or is to be written twice.
     """
 
     def __init__(self, paths: Sequence[Path], written: Written, console: Console, most: int = MOST_SHOWN) -> None:
-        for option, file in (("--csv", written.csv), ("--html", written.html)):
-            check_writable(option, file)
+        check_written({"--csv": written.csv, "--html": written.html}, paths)
         self.paths, self.written, self.console = paths, written, console
         self.shown = spread(len(paths), most) if written.html else frozenset()
         self.results: list[Json] = []
@@ -225,10 +227,20 @@ def _nothing(pixels: Pixels) -> None:
     pass
 
 
-def check_writable(option: str, file: Path | None) -> None:
-    """Raise `DpnError` where the file that an option names cannot be written, before the work for it."""
-    if file is not None and (file.is_dir() or any(parent.is_file() for parent in file.parents)):
-        raise DpnError(f"{option} {file}: a folder, or inside a file; name a file to write")
+def check_written(files: Mapping[str, Path | None], pictures: Iterable[Path]) -> None:
+    """Raise `DpnError` where a file that an option names cannot be written, before the work for it.
+
+    Neither can one of the pictures that are read, nor the file of another option. `files` are by their options.
+    """
+    taken = {picture.resolve(): f"one of the pictures, {picture}" for picture in pictures}
+    for option, file in files.items():
+        if file is None:
+            continue
+        if file.is_dir() or any(parent.is_file() for parent in file.parents):
+            raise DpnError(f"{option} {file}: a folder, or inside a file; name a file to write")
+        if other := taken.get(file.resolve()):
+            raise DpnError(f"{option} {file}: would be written over {other}; name another file")
+        taken[file.resolve()] = f"the file of {option}"
 
 
 def tally(title: str, noun: str, names: Iterable[str]) -> Table:

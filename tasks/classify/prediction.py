@@ -31,13 +31,11 @@ def classify(options: Prediction, console: Console) -> Predictions:
     how, runtime = options.pictures, options.runtime
     with stopping.listen(stopping.NO_RESULT), join(runtime.device) as world:
         refuse_ranks(world, "predict")
+        found = Predictions(find_pictures(options.images), options.written, console)
         classifier = load_classifier(options.run)
         classifier.model.to(world.device).eval()
         reading = Reading(how.decode or classifier.decoder, how.max_pixels)
-        found, words = (
-            Predictions(find_pictures(options.images), options.written, console),
-            readable(classifier.classes),
-        )
+        words = readable(classifier.classes)
         batches = found.read(
             reading, classifier.transform, batch_size=options.batch_size, workers=runtime.workers, label="predict"
         )

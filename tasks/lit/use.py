@@ -19,7 +19,7 @@ from dpn_cli.data.reading import Reading
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DpnError
 from dpn_cli.report.content import Cell, Gallery, Picture, Section, Table
-from dpn_cli.report.predictions import Predictions, check_writable, tally, thumbnails, write_gallery
+from dpn_cli.report.predictions import Predictions, check_written, tally, thumbnails, write_gallery
 from dpn_cli.run import stopping
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import join, refuse_ranks
@@ -48,8 +48,8 @@ def label(options: Labelling, console: Console) -> Predictions:
     how, runtime = options.pictures, options.runtime
     with stopping.listen(stopping.NO_RESULT), join(runtime.device) as world:
         refuse_ranks(world, "lit predict")
-        towers = load_towers(options.run, "dpn lit predict").to(world.device)
         found = Predictions(find_pictures(options.images), options.written, console)
+        towers = load_towers(options.run, "dpn lit predict").to(world.device)
         reading = Reading(how.decode or towers.decoder, how.max_pixels)
         autocast = engine.precision_of(runtime, world.device)
         with autocast:
@@ -87,11 +87,11 @@ def search(options: Search, console: Console) -> list[Json] | None:
     """
     if not canonicalize_text(options.query):
         raise DpnError("--query: an empty sentence")
-    check_writable("--html", options.html)
     how, runtime, skip_bad = options.pictures, options.runtime, options.skip_bad_images
     with stopping.listen(stopping.NO_RESULT), join(runtime.device) as world:
-        towers = load_towers(options.run, "dpn lit search").to(world.device)
         files = pictures_in(options.images, options.query, skip_bad)
+        check_written({"--html": options.html}, files.paths)
+        towers = load_towers(options.run, "dpn lit search").to(world.device)
         files.reading = Reading(how.decode or towers.decoder, how.max_pixels)
         encoder = image_encoder(towers.image, runtime, world, skip_bad=skip_bad, batch_size=options.batch_size)
         features, good = encoded(files, encoder, cache_root(options.cache_dir), world, console)

@@ -55,14 +55,14 @@ def predict(options: Prediction, console: Console) -> Predictions:
     how, runtime = options.pictures, options.runtime
     with stopping.listen(DRAWN), join(runtime.device) as world:
         refuse_ranks(world, "segment predict")
+        paths = find_pictures(options.images)
+        names, found = _distinct(paths), Predictions(paths, options.written, console, MOST_SHOWN)
         segmenter = load_segmenter(options.run)
         segmenter.network.to(world.device)
         # Photographs have any size: where a run is scored at two, that of its training suits them.
         plan = segmenter.plan(segmenter.evaluation.beside)
         plan = replace(plan, batch_size=options.batch_size or plan.batch_size)
         reading = Reading(how.decode or segmenter.data.decode, how.max_pixels, shrink=False)
-        paths = find_pictures(options.images)
-        names, found = _distinct(paths), Predictions(paths, options.written, console, MOST_SHOWN)
         batches = found.read(
             reading, partial(_sized, plan=plan), batch_size=1, workers=runtime.workers, label="segment predict",
             small=False,
