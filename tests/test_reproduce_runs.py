@@ -142,6 +142,7 @@ def test_missing_data_are_listed_and_what_can_run_runs(trainer: Trainer, tmp_pat
 
 def test_weights_that_are_here_are_not_trained(trainer: Trainer, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("DPN_HOME", str(tmp_path / "home"))
+    Path("plain.npz").touch()
     given = ("--weights", "imagenet/B-32-none=plain.npz")
     (tmp_path / "home/weights").mkdir(parents=True)
     (tmp_path / "home/weights/B-32-dpn.safetensors").touch()
@@ -170,6 +171,9 @@ def test_weights_that_are_here_are_not_trained(trainer: Trainer, tmp_path: Path,
         (("tabel6",), "did you mean 'table6'?"),
         (("table6", "--data", "imagenet"), "--data 'imagenet': write NAME=PLACE"),
         (("table6", "--data", "imagnet=x"), "'imagnet' is none of imagenet,"),
+        (("table6", "--plan", "--data", "imagenet=nowhere"), "--data 'imagenet=nowhere': no such file or folder"),
+        (("table3", "--weights", "imagenet/B-32-dpn=x.npz"), "'imagenet/B-32-dpn=x.npz': no such file or folder"),
+        (("table6", "--weights", "imagenet/B-32-dpn=x.npz"), "there is none to name for these"),
         (("table3", "--weights", "imagenet/L-16-dpn=x"), "'imagenet/L-16-dpn' is none of imagenet/B-32-none,"),
         (("table6", "--small", "--set", "lrr=1"), "lrr"),
     ],
@@ -177,7 +181,7 @@ def test_weights_that_are_here_are_not_trained(trainer: Trainer, tmp_path: Path,
 def test_mistakes_are_one_line(words: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     done = run("reproduce", *words)
-    assert done.exit_code == 2
+    assert done.exit_code == (3 if "no such file" in said else 2)
     assert said in done.stderr
     assert done.stderr.count("\n") <= 2
 
@@ -197,6 +201,8 @@ def test_figures_are_made_from_real_trainings(tmp_path: Path, monkeypatch: pytes
     layers = (tmp_path / "fig2/B-16/figures/layer_norms.csv").read_text().splitlines()[1:]
     depths = [line.split(",")[:2] for line in layers]
     assert depths == [[f"{stem}/seed0", str(depth)] for stem in ("none", "dpn") for depth in range(2)]
+    for page in ("fig2/B-16", "fig3/imagenet-dpn"):
+        assert "these are not the paper" in (tmp_path / page / "report.html").read_text()
     scales = json.loads((tmp_path / "fig3/imagenet-dpn/result.json").read_text())
     assert scales["networks"][0]["stem"] == "dpn"
     assert "open it in a browser" in done.stdout

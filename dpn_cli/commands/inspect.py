@@ -53,8 +53,10 @@ class Inspection(Section):
     ] = Path("inspect")
 
 
-def inspect(options: Inspection, console: Console) -> dict[str, Any]:
+def inspect(options: Inspection, console: Console, title: str = "") -> dict[str, Any]:
     """Write a page about one network or two, its figures and ``result.json``; returns the result.
+
+    Without a `title` the page is named after them.
 
     Raises `DataError` for weights and pictures that cannot be read, `DpnError` for an output folder that holds a run.
     """
@@ -83,7 +85,7 @@ def inspect(options: Inspection, console: Console) -> dict[str, Any]:
                     networks.append(examine(name, model, shown.batches(model, done)))
             for line in networks[-1].left_out:
                 console.info(f"{name}: {line}")
-    page = write_page(options.output_dir, f"dpn inspect: {' and '.join(names)}", sections_of(networks))
+    page = write_page(options.output_dir, title or f"dpn inspect: {' and '.join(names)}", sections_of(networks))
     result = {
         "task": "inspect",
         "data": options.source,

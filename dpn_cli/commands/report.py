@@ -45,8 +45,12 @@ class Reporting(Section):
     ] = Path("report")
 
 
-def report(options: Reporting, console: Console, check: Callable[[], object] = lambda: None) -> dict[str, Any]:
+def report(
+    options: Reporting, console: Console, check: Callable[[], object] = lambda: None, title: str = ""
+) -> dict[str, Any]:
     """Write a page about runs and return where; `check` is called between figures, and may raise.
+
+    Without a `title` the page is named after its runs.
 
     Raises `DataError` for a folder that is no run.
     """
@@ -60,7 +64,7 @@ def report(options: Reporting, console: Console, check: Callable[[], object] = l
     for run in runs:
         for note in run.notes:
             console.warn(f"{run.path}: {note}")
-    title = f"dpn report: {', '.join(run.name for run in runs)}"
+    title = title or f"dpn report: {', '.join(run.name for run in runs)}"
     page = write_page(options.output_dir, title, sections, check)
     return {"page": str(page), "runs": [str(run.path) for run in runs]}
 

@@ -124,10 +124,12 @@ def _notes(run: OpenRun, damaged: int) -> list[str]:
         steps = (run.recipe or {}).get("schedule", {}).get("steps")
         at = max((record["step"] for record in run.records), default=0)
         reached = f", logged up to step {at}" + (f" of {steps}" if steps else "") if at else ""
+        # `dpn reproduce` goes on by itself, and has no such option.
+        again = "" if "reproduce" in run.facts.get("argv", ())[1:2] else " with --resume"
         damage = "result.json is damaged" if (run.path / "result.json").is_file() else "no result.json"
         notes.append(
             f"UNFINISHED: status {run.status!r}{reached}; {damage}, so the page shows what there is. "
-            "The command that began the run continues it with --resume."
+            f"The command that began the run continues it{again}."
         )
     elif run.facts.get("status") not in (None, "finished"):
         notes.append(f"The run's status is {run.status!r}.")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from dpn_cli.errors import DpnError
+from dpn_cli.errors import DataError, DpnError
 
 # The way to a score inside result.json; what is there is a number in percent or a list of them.
 Score = tuple[str | int, ...]
 RESULT = "result.json"
+# Places that are no files: of the hub, of timm, and patterns of shards.
+ELSEWHERE = re.compile("(hf|hf-hub|timm|wds):")
 
 
 @dataclass(frozen=True)
@@ -152,13 +155,19 @@ def chain(job: Job, weights: Mapping[str, str] = MappingProxyType({})) -> list[J
 
 
 def named_places(values: Sequence[str], option: str, known: Sequence[str], example: str) -> dict[str, str]:
-    """Read ``NAME=PLACE`` of an option. Raises `DpnError` for another form and for a name that is not `known`."""
+    """Read ``NAME=PLACE`` of an option.
+
+    Raises `DpnError` for another form and for a name that is not `known`, `DataError` for a file that is not there.
+    """
     places: dict[str, str] = {}
     for value in values:
         name, equals, place = value.partition("=")
         if not equals or not place:
             raise DpnError(f"{option} {value!r}: write NAME=PLACE, e.g. {example}")
         if name not in known:
-            raise DpnError(f"{option} {value!r}: {name!r} is none of {', '.join(known)}")
+            choices = f"{name!r} is none of {', '.join(known)}" if known else "there is none to name for these"
+            raise DpnError(f"{option} {value!r}: {choices}")
+        if not ELSEWHERE.match(place) and not Path(place).expanduser().exists():
+            raise DataError(f"{option} {value!r}: no such file or folder")
         places[name] = place
     return places

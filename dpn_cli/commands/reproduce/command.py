@@ -23,7 +23,7 @@ from dpn_cli.commands.training import JOBS, PRINTING, option, switch
 from dpn_cli.errors import DataError, DpnError, SweepError
 from dpn_cli.recipe.flag import DATA, MODEL, OUTPUT, TRAIN
 from dpn_cli.recipe.home import find_weights
-from dpn_cli.report.tables import shown
+from dpn_cli.report.tables import shown as printed
 from dpn_cli.run.console import Console, cell, several, show
 from dpn_cli.run.files import replace_json
 
@@ -64,7 +64,7 @@ def reproduce(**arguments: Any) -> None:
         if arguments["plan"]:
             jobs = _jobs(experiments, places)
             lines = [shlex.join(["dpn", *job.line(places)]) for job in jobs if not places.done(job)]
-            show(json.dumps(lines, indent=2) if arguments["json"] else "\n".join(lines))
+            show(json.dumps(lines, indent=2) if arguments["json"] else "\n".join(lines) or "nothing is left to train")
         elif not names:
             from dpn_cli.commands.reproduce.listing import listed, print_list  # torch loads here
 
@@ -76,7 +76,7 @@ def reproduce(**arguments: Any) -> None:
 
 def _experiment(name: str, make: Trainings, seeds: int | None) -> Experiment:
     if name not in EXPERIMENTS:
-        raise DpnError(f"{name!r}: choose of {', '.join(EXPERIMENTS)}{did_you_mean(name, EXPERIMENTS)}")
+        raise DpnError(f"{name!r}: choose one of {', '.join(EXPERIMENTS)}{did_you_mean(name, EXPERIMENTS)}")
     function, usual = EXPERIMENTS[name]
     return function(make, range(min(usual, 3) if seeds is None and make.small else seeds or usual))
 
@@ -159,22 +159,23 @@ def _write(
     """
     from dpn_cli.commands.inspect import Inspection, inspect
     from dpn_cli.commands.report import Reporting, report
-    from dpn_cli.commands.reproduce.page import write
+    from dpn_cli.commands.reproduce.page import heading, write
 
     folder = places.out / experiment.name
-    pages = []
+    title, pages = heading(experiment, make.small), list[Path]()
     if any(one.ours for one in compared):
         pages.append(write(folder, experiment, compared, make.small))
     for drawing in experiment.drawings:
         page = folder / drawing.name
         done = [job for job in drawing.jobs if places.done(job)]
         if drawing.by == "report" and done:
-            made = report(Reporting(runs=[places.out / job.name for job in done], output_dir=page), console)
+            shown = Reporting(runs=[places.out / job.name for job in done], output_dir=page)
+            made = report(shown, console, title=title)
             pages.append(Path(made["page"]))
         elif done and not alone:
             console.info(f"{experiment.name}: run the same command again in one process for its page")
         elif done:
-            made = inspect(Inspection(checkpoint=places.weights_of(done[0]), output_dir=page), console)
+            made = inspect(Inspection(checkpoint=places.weights_of(done[0]), output_dir=page), console, title)
             pages.append(page / made["page"])
     return pages
 
@@ -190,7 +191,7 @@ def _print(experiment: Experiment, compared: Sequence[Compared], make: Trainings
         columns += [Column(name, justify="right", no_wrap=True) for name in numbers]
         table = Table(*columns, box=box.SIMPLE_HEAD, title=cell(whole.title), title_justify="left")
         for row in whole.rows:
-            table.add_row(*(cell(shown(value, whole.digits) or "-") for value in row))
+            table.add_row(*(cell(printed(value, whole.digits) or "-") for value in row))
         console.print(table)
         console.print(NOTE)
     else:
