@@ -10,7 +10,10 @@ import signal
 import statistics
 import traceback
 from collections.abc import Callable, Generator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -263,6 +266,31 @@ def test_a_signal_saves_the_state_and_names_its_exit_code(number: int, code: int
     assert saved[1]["step"] == 3
     train(resumed, 6, outputs=Outputs(Checkpoints(tmp_path)))
     assert same(whole, resumed)
+
+
+def test_seconds_count_the_sessions_before_and_rates_only_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, outputs = [1000.0], Outputs(Checkpoints(tmp_path))
+    monkeypatch.setattr("dpn_cli.engine.fit.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    ticks: list[Tick] = []
+
+    def slow(start: int, stop: int = 99) -> Generator[Batch, None, None]:
+        stream = random_batches()(start)
+        for _ in range(start, stop):
+            now[0] += 10.0
+            yield next(stream)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(small(), 6, batches=partial(slow, stop=5), outputs=outputs, checkpoint_every=3)
+    now[0] = 9e9  # the time between two sessions does not count
+    result = train(small(), 6, batches=slow, outputs=replace(outputs, tick=ticks.append), checkpoint_every=3)
+    # Three steps and the batch read ahead were saved, and three batches were read then.
+    assert (result.seconds, result.wait_seconds, result.earlier) == (70.0, 70.0, (40.0, 40.0))
+    # Of three steps, the batch of the next one is read ahead.
+    assert [one.images_per_second for one in ticks] == [8 / 20, 16 / 30, 24 / 30]
+    assert [one.wait_share for one in ticks] == [1.0] * 3
 
 
 def test_best_is_the_best_and_survives_a_resume(tmp_path: Path) -> None:

@@ -53,9 +53,8 @@ def fit(model: nn.Module, job: Job) -> FitResult:
     if job.world.size > 1:
         with closing(job.batches(start)) as stream:
             training.gradients.find_micro_batch(next(stream))
-    steps, result = job.schedule.steps, FitResult(start, math.nan, 0.0, 0.0, training.micro_batch.size)
+    steps, result = job.schedule.steps, training.begin(start)
     log_every = max(1, steps // 50)
-    began = time.perf_counter()
     if unevaluated:
         result.metrics = training.evaluate(start)
     with closing(job.batches(start)) as stream:
@@ -72,7 +71,7 @@ def fit(model: nn.Module, job: Job) -> FitResult:
             # A GPU is still busy with the gradients: the next batch is made meanwhile.
             batch = None if last else training.fetch(stream, result)
             result.loss, *norms = training.update(pending, step, lr)
-            result.steps, result.seconds = step + 1, time.perf_counter() - began
+            result.steps, result.seconds = step + 1, training.seconds()
             tick = training.tick(result, lr, step + 1 - start, logged=logged)
             if logged:
                 training.log(tick, norms)
@@ -117,8 +116,10 @@ class _Training:
     def __init__(self, model: nn.Module, job: Job) -> None:
         self.model, self.job, self.network = model, job, unwrap(model)
         self.best = -math.inf
+        self.began = 0.0
         rows = job.batch_size // job.world.size
         self.micro_batch = job.micro_batch or MicroBatch.choose(job.runtime, rows, self.network, job.world.device)
+        self.result = FitResult(0, math.nan, 0.0, 0.0, self.micro_batch.size)
         self.optimizer = build_optimizer(self.network.named_parameters(), job.optim, job.lr)
         self.gradients = Gradients(model, self.network, job, self.micro_batch)
         self.ema = Ema(self.network, job.ema_decay) if job.ema_decay else None
@@ -131,6 +132,7 @@ class _Training:
         state: dict[str, Any] = saved[1] if saved else {"step": 0, "best": None}
         step, due = int(state["step"]), bool(state.get("due"))
         self.best = -math.inf if state["best"] is None else state["best"]
+        self.result.earlier = state.get("seconds", 0.0), state.get("wait_seconds", 0.0)
         if saved:
             restore(self.network, self.optimizer, self.ema, *saved)
             if self.gradients.layer_norms and NORMS in saved[0]:
@@ -143,6 +145,18 @@ class _Training:
                 outputs.warn(f"{path}: {lost} records up to step {step} are gone, and this run's curve lacks them")
         return step, due
 
+    def begin(self, step: int) -> FitResult:
+        """Start the clock after `step` steps; returns the outcome so far, in which earlier sessions count."""
+        result = self.result
+        result.steps, result.micro_batch = step, self.micro_batch.size
+        result.seconds, result.wait_seconds = result.earlier
+        self.began = time.perf_counter() - result.seconds
+        return result
+
+    def seconds(self) -> float:
+        """Return the seconds of this session and of earlier ones."""
+        return time.perf_counter() - self.began
+
     def save(self, name: str, step: int, *, due: bool = False) -> None:
         """Save the state after `step` steps; with `due` it has yet to be evaluated."""
         outputs = self.job.outputs
@@ -151,6 +165,7 @@ class _Training:
             best = self.best if math.isfinite(self.best) else None
             records = outputs.log.count() if outputs.log else 0
             state = {"step": step, "best": best, "groups": groups, "due": due, "records": records}
+            state |= {"seconds": self.seconds(), "wait_seconds": self.result.wait_seconds}
             if layers := self.gradients.layer_norms:
                 tensors[NORMS], state["norm_steps"] = layers.sums, layers.steps
             outputs.checkpoints.save(name, tensors, state)
@@ -207,14 +222,15 @@ class _Training:
 
     def tick(self, result: FitResult, lr: float, done: int, *, logged: bool) -> Tick:
         """Show the state after a step, of which this process has done `done`. It needs nothing of other ranks."""
-        steps, seconds = self.job.schedule.steps, result.seconds
+        steps, (earlier, waited) = self.job.schedule.steps, result.earlier
+        seconds = result.seconds - earlier
         tick = Tick(
             step=result.steps,
             steps=steps,
             loss=result.loss,
             lr=lr,
             images_per_second=done * self.job.batch_size / seconds,
-            wait_share=result.wait_seconds / seconds,
+            wait_share=(result.wait_seconds - waited) / seconds,
             seconds_left=(steps - result.steps) * seconds / done,
             logged=logged,
         )

@@ -89,13 +89,18 @@ class Job:
 
 @dataclass
 class FitResult:
-    """The outcome of a training; times in seconds, of this process alone and not of an earlier, interrupted one."""
+    """The outcome of a training; times in seconds, over all sessions of a training that was interrupted.
+
+    What an interrupted session did after its last save does not count. `earlier` are the seconds, and those of waiting
+    for data, of the sessions before this one.
+    """
 
     steps: int
     loss: float
     seconds: float
     wait_seconds: float
     micro_batch: int
+    earlier: tuple[float, float] = (0.0, 0.0)
     metrics: dict[str, float] = field(default_factory=dict)
 
 

@@ -76,7 +76,7 @@ def _dry_run(begun: Session[VtabRecipe]) -> None:
             engine.fit(trainer.trainable, trainer.job(cell, outputs))
             # The second training resumes after the first step, when everything is warm: its one step is timed.
             resumed = engine.fit(trainer.trainable, trainer.job(cell, outputs))
-            seconds += resumed.seconds / len(recipe.networks)
+            seconds += (resumed.seconds - resumed.earlier[0]) / len(recipe.networks)
         size = max(size, 4 * trainer.model.report.parameters)
         console.info(f"{spoken(network)}: {trainer.model.report.summary()}")
     cells = len(recipe.lrs) * len(recipe.seeds)
