@@ -98,6 +98,7 @@ def test_how_a_process_fails_decides_whether_the_others_go_on(
     if code == 5:
         kept = json.loads((tmp_path / "out/partial.json").read_text())
         assert kept["failed"] == [f"stem {stem}, seed 0: told so" for stem in ("none", "dpn")]
+        assert not list((tmp_path / "out").rglob("result.json"))  # neither is trained here instead
     else:
         assert f"(exit code 3; {tmp_path / 'out/logs'}" in done.stderr.replace("\n", "")
 

@@ -2,7 +2,7 @@
 
 J, C, R = "tests/test_jobs.py", "tests/test_comparison_jobs.py", "tests/test_reproduce_runs.py"
 ORDER, PROCESSES = "dpn_cli/jobs/scheduler.py", "dpn_cli/jobs/processes.py"
-RUN, COMPARED, TRAINING = (f"dpn_cli/commands/{name}.py" for name in ("reproduce/run", "comparison", "training"))
+RUN, COMPARED = (f"dpn_cli/commands/{name}.py" for name in ("reproduce/run", "comparison"))
 
 MUTATIONS = [
     (ORDER, "if not open_.intersection(work.after)]", "]", "work begins before what it needs", J),
@@ -13,7 +13,8 @@ MUTATIONS = [
     (ORDER, "free.pop(0)", "free.pop()", "one GPU gets all work that comes in turn", J),
     (PROCESSES, "share = len(mine) // self.slots", "share = len(mine)", "every process has all cores", J),
     (PROCESSES, "self.gpus[slot % len(self.gpus)]", "self.gpus[0]", "every process has the first GPU", J),
-    (PROCESSES, "{**os.environ, PARENT: str(os.getpid())}", "{**os.environ}", "processes outlive their parent", J),
+    (PROCESSES, "{**os.environ, PARENT: str(os.getpid())}", "{**os.environ}", "processes that share cores are not told who began them",
+     J),
     (PROCESSES, "process.send_signal(signal.SIGTERM)", "process.kill()", "a stopped process cannot save its state", J),
     (PROCESSES, "    os.sched_setaffinity(0, chosen)\n    try:", "    try:", "processes compete for the same cores", J),
     ("dpn_cli/run/cores.py", "sorted(os.sched_getaffinity(0))", "list(range(os.cpu_count() or 1))",
@@ -25,5 +26,4 @@ MUTATIONS = [
     (COMPARED, "if code in (NonFiniteError.exit_code, OutOfMemoryError.exit_code):", "if code:",
      "a mistake in a process lets the others go on", C),
     (COMPARED, "            if run.folder in failed:\n", "            if False:\n", "what failed in a process is trained here", C),
-    (TRAINING, "if jobs > 1 and not recipe.several:", "if False:", "--jobs is ignored for one training", C),
 ]  # fmt: skip

@@ -19,7 +19,7 @@ MUTATIONS = [
     (CLASSES, 'result["classes"][0]["name"]', 'result["classes"][-1]["name"]', "a page counts the least likely classes", P),
     (LABELS, "files.paths[good[row]]", "files.paths[row]", "a search shows other pictures where some are unreadable", P),
     (MASKS, "one.index in found.shown else None", "found.shown else None", "a page of segments is of any size", P),
-    (MASKS, "order = sorted(shares, key=lambda index: -sum(shares[index]))", "order = sorted(shares)",
+    (MASKS, "key=lambda index: -sum(shares[index])", "key=lambda index: sum(shares[index])",
      "a legend does not begin with the largest class", P),
     (MASKS, "100 * sum(shares[index]) / len(results)", "100 * sum(shares[index]) / len(shares[index])",
      "a class's mean share leaves out pictures without it", P),
