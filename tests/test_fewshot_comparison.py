@@ -128,6 +128,18 @@ def test_what_was_stopped_goes_on_with_the_draws_that_are_missing(
     assert "stem dpn: the weights have changed since this comparison began" in changed.stderr
 
 
+def test_draws_that_were_deleted_are_made_again(root: Path, tmp_path: Path, encoded: list[str]) -> None:
+    asked = command(root, "--compare", "none,dpn", "--seeds", "2", "-o", str(tmp_path / "all"), "--json")
+    before = json.loads(run(*asked).stdout)
+    lost = tmp_path / "all" / "dpn" / "seed1" / "result.json"
+    lost.unlink()
+    encoded.clear()
+    again = run(*asked, "--resume")
+    assert json.loads(again.stdout) == before
+    assert encoded == ["dpn", "dpn"]
+    assert lost.is_file()
+
+
 def test_features_that_are_no_numbers_are_failed_draws(root: Path, tmp_path: Path) -> None:
     model = load_backbone("mu/8", image_size=16)
     torch.nn.init.constant_(model.get_parameter("norm.weight"), 3e38)

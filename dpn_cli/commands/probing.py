@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tasks.classify.options import ProbeFolder, Probing
 
 Result = dict[str, Any]
 DRAWS = "draws of the images"
+RESULT = "result.json"
 
 
 def probe_several(options: Probing, console: Console) -> Result:
@@ -36,10 +38,27 @@ def probe_several(options: Probing, console: Console) -> Result:
     place = Place(how.output_dir, how.resume, how.overwrite, opened=folders.append)
     with session(recipe, options.runtime, "comparison", place, _folder(options), console) as begun:
         refuse_ranks(begun.world, "eval fewshot")
-        result = begun.folder.result or _Probes(begun).run()
+        result = begun.folder.result if _complete(begun) else None
+        result = result or _Probes(begun).run()
     if not how.no_report:
         page_at_end(folders[0], console)
     return result
+
+
+def _cells(options: Probing, names: Iterable[str]) -> list[Cell]:
+    """Return a cell for every draw of each of the networks called `names`."""
+    folders = folders_of(options.compare)
+    return [
+        Cell(name, seed, f"{folders[name]}/seed{seed}" if folders else f"seed{seed}")
+        for name in names
+        for seed in options.seeds
+    ]
+
+
+def _complete(begun: Session[Probing]) -> bool:
+    """Tell whether the folder has the result of every draw. What one network is called makes no difference to it."""
+    options, path = begun.recipe, begun.folder.path
+    return all((path / one.folder / RESULT).is_file() for one in _cells(options, options.compare or ("",)))
 
 
 def _folder(options: Probing) -> Path:
@@ -55,12 +74,7 @@ class _Probes:
     def __init__(self, begun: Session[Probing]) -> None:
         self.begun, self.options, self.folder = begun, begun.recipe, begun.folder
         self.places = self._load()
-        folders = folders_of(self.options.compare)
-        self.cells = [
-            Cell(name, seed, f"{folders[name]}/seed{seed}" if folders else f"seed{seed}")
-            for name in self.places
-            for seed in self.options.seeds
-        ]
+        self.cells = _cells(self.options, self.places)
 
     def _load(self) -> dict[str, str]:
         """Load every network once, say how that went, and return where their weights are, by their names."""
@@ -105,7 +119,7 @@ class _Probes:
         return result
 
     def _done(self, cell: Cell) -> Result | None:
-        return read_object(self.folder.path / cell.folder / "result.json")
+        return read_object(self.folder.path / cell.folder / RESULT)
 
     def _probe(self, place: str, cells: list[Cell], splits: Splits) -> None:
         """Encode all images by one network, and write what it reaches with the draws of some cells."""
@@ -117,7 +131,7 @@ class _Probes:
             self.begun.console.info(cell.label)
             accuracies = {_score(shots): features.accuracy(shots, cell.seed) for shots in self.options.shots}
             make_folder(self.folder.path / cell.folder)
-            replace_json(self.folder.path / cell.folder / "result.json", {**facts, "seed": cell.seed, **accuracies})
+            replace_json(self.folder.path / cell.folder / RESULT, {**facts, "seed": cell.seed, **accuracies})
 
 
 def _features(network: Probed, splits: Splits, begun: Session[Probing]) -> Features:
