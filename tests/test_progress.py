@@ -9,6 +9,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console as RichConsole
 from test_engine import small, train
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from dpn_cli.engine.fit import Outputs
 from dpn_cli.run import distributed
-from dpn_cli.run.console import Console, Tick, several, sparkline
+from dpn_cli.run.console import BLOCKS, Console, Tick, gathered, several, sparkline
 from dpn_cli.run.folder import MetricsLog
 
 
@@ -95,17 +96,32 @@ def on_terminal(width: int, losses: list[float], encoding: str = "utf-8") -> str
     return re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", file.read()).strip())[-1]
 
 
-def test_a_terminal_shows_a_curve_of_the_last_logged_losses() -> None:
+def test_a_terminal_shows_a_curve_of_all_logged_losses() -> None:
     losses = [step * (step % 2.0) for step in range(100)]
     for width, points in ((120, 24), (80, 8)):
         line = on_terminal(width, losses)
         (curve,) = re.findall("[▁▂▃▄▅▆▇█]+", line)
-        assert curve == sparkline(losses[1::2][-points:])
+        parts = np.array_split(losses[1::2], points)
+        heights = np.interp([part.mean() for part in parts], (parts[0].mean(), parts[-1].mean()), (0, 7))
+        assert [BLOCKS.index(block) for block in curve] == pytest.approx(heights, abs=1)  # parts differ by a number
+        assert (curve[0], curve[-1]) == ("▁", "█")
         assert "100/100 loss 99 lr 0.001" in line
         assert "images/s" in line
         assert len(line) < width
     for width, encoding in ((120, "ascii"), (70, "utf-8")):
         assert not re.search("[▁▂▃▄▅▆▇█]", on_terminal(width, losses, encoding))
+
+
+def test_a_curve_is_of_the_whole_training() -> None:
+    losses = [3.18 - 0.0075 * step + 0.2 * (step % 4 == 0) for step in range(120)]
+    for width in (80, 120):
+        (curve,) = re.findall("[▁▂▃▄▅▆▇█]+", on_terminal(width, losses))
+        third = len(curve) // 3
+        assert min(curve[:third]) > max(curve[-third:])
+    values = [float(number) for number in range(11)]
+    assert gathered(values, 4) == [0.5, 3.0, 6.0, 9.0]
+    assert gathered(values, 11) == gathered(values, 20) == values
+    assert gathered([], 4) == gathered(values, 0) == []
 
 
 def test_a_curve_goes_from_the_lowest_to_the_highest_block() -> None:

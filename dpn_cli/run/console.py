@@ -10,11 +10,12 @@ import os
 import re
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
+from statistics import fmean
 
 from rich.console import Console as RichConsole
 from rich.markup import escape
@@ -76,6 +77,13 @@ def sparkline(values: Iterable[float]) -> str:
     return "".join(BLOCKS[round((len(BLOCKS) - 1) * (value - low) / height) if height else 0] for value in drawn)
 
 
+def gathered(values: Sequence[float], most: int) -> list[float]:
+    """Return the means of up to `most` stretches of numbers, equally long but for one number."""
+    count = min(most, len(values))
+    ends = [place * len(values) // count for place in range(count + 1)] if count else []
+    return [fmean(values[begin:end]) for begin, end in pairwise(ends)]
+
+
 def _points(width: int) -> int:
     return max((points for columns, points in CURVES.items() if columns <= width), default=0)
 
@@ -135,15 +143,15 @@ class Console:
     def progress(self, label: str) -> Iterator[Callable[[Tick], None]]:
         """Show a training's progress: a bar on a terminal, elsewhere a line at the first step and every ten seconds.
 
-        A terminal that shows Unicode has a curve of the loss at the last logged steps, where there is room; with room
-        for little else, it is in place of the bar and the share of waiting. Yields a function that takes the `Tick` of
-        every step.
+        A terminal that shows Unicode has a curve of the loss since the command began, where there is room: means over
+        equal numbers of logged steps, from the lowest to the highest of them. With room for little else, it is in place
+        of the bar and the share of waiting. Yields a function that takes the `Tick` of every step.
         """
         if self.quiet or self.rich.quiet:
             yield lambda tick: None
         elif self.rich.is_terminal:
             points = 0 if self.rich.options.ascii_only else _points(self.rich.width)
-            losses, full = deque[float](maxlen=points), points in (0, max(CURVES.values()))
+            losses, full = list[float](), points in (0, max(CURVES.values()))
             columns = (
                 self._spinner(),  # keeps moving during an evaluation
                 TextColumn("{task.description}"),
@@ -155,10 +163,11 @@ class Console:
                 task = bar.add_task(label, total=None, tick="", curve="")
 
                 def update(tick: Tick) -> None:
+                    said = str(tick) if full else tick.short
+                    bar.update(task, completed=tick.step, total=tick.steps, tick=said)
                     if tick.logged:
                         losses.append(tick.loss)
-                    said = str(tick) if full else tick.short
-                    bar.update(task, completed=tick.step, total=tick.steps, tick=said, curve=sparkline(losses))
+                        bar.update(task, curve=sparkline(gathered(losses, points)))
 
                 yield update
         else:
