@@ -142,7 +142,8 @@ def test_missing_data_are_listed_and_what_can_run_runs(trainer: Trainer, tmp_pat
 
 def test_weights_that_are_here_are_not_trained(trainer: Trainer, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("DPN_HOME", str(tmp_path / "home"))
-    Path("plain.npz").touch()
+    for name in ("plain.npz", "a.npz", "b.npz"):
+        Path(name).touch()
     Path("data").mkdir(exist_ok=True)
     given = ("--weights", "imagenet/B-32-none=plain.npz")
     (tmp_path / "home/weights").mkdir(parents=True)
