@@ -29,7 +29,7 @@ MUTATIONS = [
     (SMALL, "if file.tell() <= DENSITY * side**2:", "if True:", "thumbnails have any number of bytes", P),
     (CONSOLE, "done += more", "done += 1", "a batch counts as one picture", G),
     (CONSOLE, "or self.rich.quiet or self.barred:", "or self.rich.quiet:", "two bars are drawn over each other", G),
-    (CONSOLE, "deque[float](maxlen=points)", "deque[float]()", "a curve of the loss grows without end", G),
+    (CONSOLE, "sparkline(gathered(losses, points))", "sparkline(losses)", "a curve of the loss grows without end", G),
     ("dpn_cli/engine/fit.py", "step + 1 - start, logged=logged)", "step + 1 - start, logged=True)",
      "all steps count as logged", G),
     (NORMS, "if len(gradients) < len(self.parameters):", "if False:", "norms need a gradient of every parameter", N),
