@@ -14,7 +14,7 @@ from conftest import pictures
 from PIL import Image
 from sklearn.metrics import confusion_matrix
 from test_cli import run
-from test_report import SCRIPT, check_page, page_of, rows_of
+from test_report import SCRIPT, check_page, page_of, rows_of, undrawn  # noqa: F401  # a fixture
 from torchmetrics.classification import MulticlassCalibrationError
 
 from dpn_cli.data.classified import ClassFolders
@@ -155,6 +155,30 @@ def test_an_evaluation_of_an_older_version_is_shown_without_its_answers(tmp_path
     (folder / "answers.csv").write_text(text.replace(text.splitlines()[3], "3,x,class1,class2,2.5"))
     done = run("report", str(folder), "-o", str(tmp_path / "page"))
     assert done.exit_code == 3
-    assert "answers.csv, line 4: damaged (confidence 2.5); repeat the 'dpn eval'" in done.stderr
+    assert "answers.csv, line 4: damaged (ValueError: confidence 2.5); 'dpn eval -o'" in done.stderr
     (folder / "answers.csv").unlink()
     assert "answers.csv is not there" in page_of(tmp_path, folder)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_damage_in_what_was_kept_is_told_of_its_own_file(tmp_path: Path) -> None:
+    folder = evaluated(tmp_path / "scores", 6, 60)
+    answers, classes = folder / "answers.csv", folder / "per_class.csv"
+    kept = {path: path.read_text().splitlines(keepends=True) for path in (answers, classes)}
+    answers.write_text("".join(kept[answers][:41]))
+    assert "it has 40 answers, and 60 images were scored" in page_of(tmp_path, folder)
+    damages = {
+        "answers.csv, line 61: damaged (ValueError: class 'cla', ": (
+            answers,
+            [*kept[answers][:-1], "59,x,class1,cla,0.5"],
+        ),
+        "per_class.csv: damaged (ValueError: 5 classes, ": (classes, kept[classes][:-1]),
+        "per_class.csv: damaged (KeyError": (classes, kept[classes][1:]),
+    }
+    for said, (path, lines) in damages.items():
+        path.write_text("".join(lines))
+        done = run("report", str(folder), "-o", str(tmp_path / "page"))
+        assert (done.exit_code, said in done.stderr, "result.json" in done.stderr) == (3, True, False), done.stderr
+        path.write_text("".join(kept[path]))
+    classes.unlink()
+    assert "per_class.csv is not there" in page_of(tmp_path, folder)

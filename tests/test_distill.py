@@ -258,7 +258,7 @@ def test_the_result_says_how_near_the_student_is(finished: tuple[Path, dict[str,
         assert fact in card, fact
     titles = [section.title for section in figures.findings(open_run(path), "").sections]
     assert titles[:4] == ["Scores", "Calibration", "Classes", "Confusions"]
-    answers = read_answers(path / "answers.csv")
+    answers = read_answers(path / "answers.csv", CLASSES)
     assert 100 * sum(one.true == one.predicted for one in answers) / len(answers) == pytest.approx(result["top1"])
 
 

@@ -1,9 +1,9 @@
-"""Reading an evaluation's answers: reliability, confusion, and an order in which confused classes stand together."""
+"""Reading an evaluation's answers and classes: reliability and confusion."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import numpy as np
 from dpn_cli.errors import DataError
 from dpn_cli.report.content import Reliability
 
+AGAIN = "'dpn eval -o' scores again, for a page of its folder; once the file is deleted, this page goes without it"
 # Bins of the expected calibration error, as in arXiv 1706.04599.
 BINS = 15
 
@@ -27,8 +28,20 @@ class Told:
     confidence: float
 
 
-def read_answers(path: Path) -> list[Told]:
-    """Read answers.csv. Raises `DataError` naming the line that is damaged."""
+@dataclass(frozen=True)
+class Class:
+    """One line of per_class.csv: recall and precision in percent, None where they are not defined."""
+
+    name: str
+    readable: str
+    images: int
+    right: int
+    recall: float | None
+    precision: float | None
+
+
+def read_answers(path: Path, names: Container[str]) -> list[Told]:
+    """Read answers.csv, whose classes are `names`. Raises `DataError` naming the line that is damaged."""
     found = []
     with path.open(encoding="utf-8", newline="") as file:
         lines = csv.DictReader(file)
@@ -37,11 +50,34 @@ def read_answers(path: Path) -> list[Told]:
                 told = Told(int(line["row"]), line["image"], line["true"], line["predicted"], float(line["confidence"]))
                 if not 0 <= told.confidence <= 1:
                     raise ValueError(f"confidence {told.confidence}")
+                if unknown := [name for name in (told.true, told.predicted) if name not in names]:
+                    raise ValueError(f"class {unknown[0]!r}, which per_class.csv lacks")
                 found.append(told)
         except (ValueError, KeyError, TypeError, csv.Error) as error:
             raise DataError(
-                f"{path}, line {lines.line_num}: damaged ({error}); repeat the 'dpn eval' that wrote it"
+                f"{path}, line {lines.line_num}: damaged ({type(error).__name__}: {error}); {AGAIN}"
             ) from error
+    return found
+
+
+def read_classes(path: Path, count: int) -> list[Class]:
+    """Read per_class.csv, which has `count` classes. Raises `DataError` when it is damaged."""
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            found = [
+                Class(
+                    line["class"],
+                    line["name"],
+                    int(line["images"]),
+                    int(line["right"]),
+                    *(float(line[key]) if line[key] else None for key in ("recall", "precision")),
+                )
+                for line in csv.DictReader(file)
+            ]
+        if len(found) != count:
+            raise ValueError(f"{len(found)} classes, and the network has {count}")
+    except (ValueError, KeyError, TypeError, csv.Error) as error:
+        raise DataError(f"{path}: damaged ({type(error).__name__}: {error}); {AGAIN}") from error
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from dpn_cli.report.content import (
 )
 from dpn_cli.report.reading import Json, OpenRun
 from dpn_cli.run.sanity import result_warning
-from tasks.classify.calibration import Told, confusion, read_answers, reliability
+from tasks.classify.calibration import Class, Told, confusion, read_answers, read_classes, reliability
 from tasks.classify.distill import figures as distilled
 
 WATCHED = {"accuracy": "minival top-1 in %", "minival_loss": "minival loss"}
@@ -36,20 +35,20 @@ def findings(run: OpenRun, prefix: str) -> Findings:
     result = run.result
     if run.recipe and "teacher" in run.recipe:
         found = distilled.findings(run)
-        scored = _answers(run, prefix) if result.get("top1") is not None else []
-        return replace(found, sections=[*found.sections, *scored])
+        scored, lost = _answers(run, prefix) if result.get("top1") is not None else ([], [])
+        return replace(found, sections=[*found.sections, *scored], warnings=lost)
     if "top1" not in result:
         return Findings("top-1", {}, [], WATCHED)
     images = result["images"]["val"] if isinstance(result["images"], dict) else result["images"]
-    warnings = []
+    sections, lost = _answers(run, prefix)
+    warnings: list[str | None] = [*lost]
     if floors := result.get("floors"):
         warnings.append(result_warning("validation top-1", result["top1"], floors, images))
     if known := result.get("trained_on"):
         from dpn_cli.data.trained_on import Known  # loads torch
 
         warnings.append(Known(**known).warning())
-    sections = [Section("Scores", _scores(result, images))]
-    sections += _answers(run, prefix)
+    sections = [Section("Scores", _scores(result, images)), *sections]
     scores = {"": {run.seed: result["top1"]}}
     return Findings("top-1", scores, sections, WATCHED, [line for line in warnings if line])
 
@@ -72,16 +71,24 @@ def _scores(result: Json, images: int) -> list[Part]:
     return [Table("Validation images" if "floors" in result else "Scored images", ("", ""), rows, name="scores")]
 
 
-def _answers(run: OpenRun, prefix: str) -> list[Section]:
-    """Return calibration, classes, confusions and mistakes, from what the evaluation kept of every image."""
+def _answers(run: OpenRun, prefix: str) -> tuple[list[Section], list[str]]:
+    """Return calibration, classes, confusions and mistakes, from what the evaluation kept of every image, and warnings.
+
+    Raises `DataError` when what it kept is damaged.
+    """
     folder = run.path / Path(run.result.get("weights", "")).parent  # of a search, its last training
-    if not (folder / "answers.csv").is_file():
-        said = "answers.csv is not there: calibration, confusions and mistakes are not known. 'dpn eval -o' writes it."
-        return [Section("Answers", [Text(said, warning=run.kind == "eval")])]
-    answers = read_answers(folder / "answers.csv")
-    with (folder / "per_class.csv").open(encoding="utf-8", newline="") as file:
-        classes = list(csv.DictReader(file))
-    names = {row["class"]: row["name"] for row in classes}
+    if missing := next((name for name in ("answers.csv", "per_class.csv") if not (folder / name).is_file()), None):
+        said = f"{missing} is not there: calibration, confusions and mistakes are not known. 'dpn eval -o' writes it."
+        return [Section("Answers", [Text(said, warning=run.kind == "eval")])], []
+    classes = read_classes(folder / "per_class.csv", run.result["classes"])
+    names = {one.name: one.readable for one in classes}
+    answers = read_answers(folder / "answers.csv", names)
+    scored, warnings = sum(one.images for one in classes), []
+    if len(answers) != scored:
+        warnings = [
+            f"answers.csv is damaged: it has {len(answers)} answers, and {scored} images were scored. Calibration, "
+            "confusions and mistakes are of these answers alone."
+        ]
     counts = confusion(answers, list(names))
     sections = [
         Section("Calibration", [reliability(answers, f"{prefix}reliability")]),
@@ -90,12 +97,13 @@ def _answers(run: OpenRun, prefix: str) -> list[Section]:
     ]
     if pictures := _mistakes(folder / "mistakes", answers, names):
         sections.append(Section("Most confident mistakes", [Gallery("Wrong and sure of it", pictures)]))
-    return sections
+    return sections, warnings
 
 
-def _classes(classes: Sequence[dict[str, str]], name: str) -> list[Part]:
+def _classes(classes: Sequence[Class], name: str) -> list[Part]:
     """Return the accuracy of every class, best first, and a table of the worst ones."""
-    found = sorted(((row["name"], float(row["recall"])) for row in classes if row["recall"]), key=lambda one: -one[1])
+    recalls = {one: one.recall for one in classes if one.recall is not None}
+    found = sorted(((one.readable, recall) for one, recall in recalls.items()), key=lambda one: -one[1])
     axis, values = "accuracy in %", [value for _, value in found]
     chart = (
         Bars(name, "Accuracy by class", axis, [word for word, _ in found], {axis: values})
@@ -104,16 +112,8 @@ def _classes(classes: Sequence[dict[str, str]], name: str) -> list[Part]:
             name, "Accuracy by class", "class, best first", axis, [Series(axis, range(1, len(found) + 1), values)]
         )
     )
-    worst = sorted((row for row in classes if row["recall"]), key=lambda row: float(row["recall"]))[:WORST]
-    rows: list[list[Cell]] = [
-        [
-            row["name"],
-            int(row["images"]),
-            int(row["right"]),
-            *(float(row[k]) if row[k] else None for k in ("recall", "precision")),
-        ]
-        for row in worst
-    ]
+    worst = sorted(recalls, key=lambda one: recalls[one])[:WORST]
+    rows: list[list[Cell]] = [[one.readable, one.images, one.right, one.recall, one.precision] for one in worst]
     title = (
         "Every class, worst first" if len(worst) == len(found) else f"The {len(worst)} worst of {len(found)} classes"
     )
