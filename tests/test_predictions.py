@@ -262,10 +262,29 @@ def test_pictures_of_one_name_are_drawn_into_folders(place: Path) -> None:
     assert found == [f"out/{name}/000.labels.png" for name in ("class0", "class1")]
     assert all(Path(name).is_file() for name in found)
     (photos / "class1" / "000.png").write_bytes((photos / "class1" / "000.jpg").read_bytes())
-    done = run("segment", "predict", network, str(photos), "-o", "out")
+    for asked, names in ((photos, ("class0/000", "class1/000.jpg", "class1/000.png")),
+                         (photos / "class1", ("000.jpg", "000.png"))):  # fmt: skip
+        done = run("segment", "predict", network, str(asked), "-o", "both", "--json")
+        assert [one["labels"] for one in json.loads(done.stdout)] == [f"both/{name}.labels.png" for name in names]
+    done = run("segment", "predict", network, str(photos), str(photos / "class1" / "000.png"), "-o", "out")
     assert done.exit_code == 2
-    assert "class1/000.jpg and" in done.stderr
-    assert "both would be written as class1/000.labels.png" in done.stderr
+    assert "both would be written as class1/000.png.labels.png" in done.stderr
+
+
+def test_what_was_drawn_into_the_folder_of_the_pictures_is_not_read(place: Path) -> None:
+    network = str(place / "segment predict.safetensors")
+    photos = pictures(Path("classes"), classes=1, each=2, size=(20, 20)) / "class0"
+    asked = ["segment", "predict", network, str(photos), "--json", "-o"]
+    for output, left in ((photos, 0), (photos, 6), (photos / "drawn", 6)):
+        done = run(*asked, str(output))
+        found = json.loads(done.stdout)
+        assert [one["image"] for one in found] == [f"{photos}/{number:03d}.jpg" for number in range(2)]
+        assert ("left out 6 pictures called *.labels.png, *.overlay.png" in done.stderr) == bool(left)
+    drawn = photos / "000.labels.png"
+    before = drawn.read_bytes()
+    done = run("segment", "predict", network, str(photos / "000.jpg"), str(drawn), "-o", str(photos))
+    assert (done.exit_code, drawn.read_bytes()) == (2, before)
+    assert f"{drawn}: would be written over by the files of another picture" in done.stderr
 
 
 def test_classes_are_counted_and_the_most_frequent_comes_first() -> None:

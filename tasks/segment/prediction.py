@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -18,12 +19,12 @@ from torch import Tensor
 from dpn_cli.data.images import find_pictures
 from dpn_cli.data.reading import Pixels, Reading
 from dpn_cli.engine import fit as engine
-from dpn_cli.errors import DpnError
+from dpn_cli.errors import DataError, DpnError
 from dpn_cli.report.content import Cell, Legend, Part, Table
 from dpn_cli.report.predictions import Predictions
 from dpn_cli.report.thumbnails import thumbnail
 from dpn_cli.run import stopping
-from dpn_cli.run.console import Console
+from dpn_cli.run.console import Console, several
 from dpn_cli.run.distributed import join, refuse_ranks
 from dpn_cli.run.files import replace_file
 from tasks.segment.classes import Class
@@ -39,6 +40,8 @@ STRENGTH, ROW = 0.55, 22
 MOST_SHOWN, SHOWN_SIDE, MOST_NAMED = 100, 288, 6
 # Overlays side by side, which are larger than thumbnails.
 ACROSS = 3
+# Endings of the files of a picture.
+ENDINGS = (".labels.png", ".overlay.png", ".legend.png")
 # Ending of the message about stopped work.
 DRAWN = "the pictures that were finished are kept"
 
@@ -47,16 +50,17 @@ def predict(options: Prediction, console: Console) -> Predictions:
     """Write for every picture NAME its label map, an overlay and a legend into the output folder.
 
     ``NAME.labels.png`` has the data set's raw class numbers at the picture's own size, ``NAME.overlay.png`` the
-    classes' colours over the picture, ``NAME.legend.png`` the classes in it; where pictures of several folders have one
-    name, these folders stand before it. Returns per picture the files, and the classes with their share of the pixels,
-    largest first. Without ``--decode`` JPEGs are decoded as they were for the training. Unreadable pictures are named
-    and left out; raises `DataError` where that leaves none, and for a missing picture.
+    classes' colours over the picture, ``NAME.legend.png`` the classes in it; see `_distinct`. Returns per picture the
+    files, and the classes with their share of the pixels, largest first. Without ``--decode`` JPEGs are decoded as they
+    were for the training. Unreadable pictures are named and left out; raises `DataError` where that leaves none, and
+    for a missing picture.
     """
     how, runtime = options.pictures, options.runtime
     with stopping.listen(DRAWN), join(runtime.device) as world:
         refuse_ranks(world, "segment predict")
-        paths = find_pictures(options.images)
+        paths = _pictures(options, console)
         names, found = _distinct(paths), Predictions(paths, options.written, console, MOST_SHOWN)
+        _check_outputs(paths, [options.output_dir / name for name in names])
         segmenter = load_segmenter(options.run)
         segmenter.network.to(world.device)
         # Photographs have any size: where a run is scored at two, that of its training suits them.
@@ -129,17 +133,50 @@ def _lines(result: dict[str, Any]) -> Sequence[str]:
     return [named + (f" and {more} more" if more > 0 else ""), result["image"]]
 
 
-def _distinct(paths: Sequence[Path]) -> list[str]:
-    """Return the pictures' names without endings; where two are the same, with the folders that tell them apart.
+def _pictures(options: Prediction, console: Console) -> list[Path]:
+    """Return the pictures to read: of a folder that has the output folder in it, none that an earlier call wrote.
 
-    Raises `DpnError` when two would be written to the same files all the same.
+    Raises `DataError` where there is none.
+    """
+    output, paths, left = options.output_dir.resolve(), list[Path](), 0
+    for place in options.images:
+        found = find_pictures([place])
+        if place.is_dir() and output.is_relative_to(place.resolve()):
+            kept = [path for path in found if not path.name.endswith(ENDINGS)]
+            left += len(found) - len(kept)
+            found = kept
+        paths += found
+    if left:
+        console.warn(
+            f"left out {several(left, 'picture')} called *{', *'.join(ENDINGS)}: the folder of -o is inside that of "
+            "the pictures, and these are what this command writes there"
+        )
+    if not paths:
+        raise DataError("no picture is left; name folders with other pictures, or another -o")
+    return paths
+
+
+def _check_outputs(paths: Sequence[Path], places: Sequence[Path]) -> None:
+    """Raise `DpnError` where a picture would be written over by the files that begin with one of `places`."""
+    written = {place.with_name(place.name + ending).resolve() for place in places for ending in ENDINGS}
+    if over := next((path for path in paths if path.resolve() in written), None):
+        raise DpnError(f"{over}: would be written over by the files of another picture; pass another -o")
+
+
+def _distinct(paths: Sequence[Path]) -> list[str]:
+    """Return the names under which the pictures' files are written: without endings, where that tells them apart.
+
+    Where two are the same, the folders that tell them apart stand before them; pictures of one folder that differ in
+    the ending alone keep it. Raises `DpnError` when two would be written to the same files all the same.
     """
     names = [path.stem for path in paths]
     if len(set(names)) < len(names):
         places = [path.parent.resolve() / path.stem for path in paths]
         root = os.path.commonpath([place.parent for place in places])
         names = [str(place.relative_to(root)) for place in places]
-    twice = next((name for name in names if names.count(name) > 1), None)
+    times = Counter(names)
+    names = [name + path.suffix if times[name] > 1 else name for name, path in zip(names, paths, strict=True)]
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
         both = [str(path) for path, name in zip(paths, names, strict=True) if name == twice]
         raise DpnError(f"{both[0]} and {both[1]}: both would be written as {twice}.labels.png; predict them apart (-o)")
