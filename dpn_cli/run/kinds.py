@@ -49,6 +49,8 @@ COMMANDS: dict[str, tuple[str, tuple[Kind, ...]]] = {
     "dpn checkpoint retrofit": ("retrofit", ("classifier", "network")),
     "--checkpoint": ("start", ("classifier", "segmenter", "network")),
 }
+# Those that `open_checkpoint` names after the option --checkpoint, and the beginnings of what is no path.
+BY_CHECKPOINT, ELSEWHERE = ("--checkpoint", "dpn lit train"), ("timm:", "hf-hub:")
 
 
 def kind_of(metadata: Mapping[str, str]) -> Kind:
@@ -67,8 +69,8 @@ def is_run(folder: Path) -> bool:
 def resolve(place: str, command: str) -> str:
     """Return what `command` opens for `place`: the weights of a run's folder, or `place` itself.
 
-    Raises `DataError` for a kind that the command does not take, naming the command that does, and for an unfinished
-    run.
+    Raises `DataError` for a kind that the command does not take, naming the command that does, for an unfinished run,
+    and for a missing file where no option names it.
     """
     try:
         path = Path(place).expanduser()
@@ -89,6 +91,8 @@ def resolve(place: str, command: str) -> str:
     if path.is_file():
         _check(place, kind_of(_metadata(path)), command, run=False)
         return str(path)
+    if command not in BY_CHECKPOINT and place != "none" and not path.exists() and not place.startswith(ELSEWHERE):
+        raise DataError(f"{place}: no such file or folder; name a run's folder ('dpn runs' lists them) or its weights")
     return place
 
 
