@@ -297,6 +297,10 @@ def test_a_value_may_hold_commas_and_checkpoints_are_named_by_any_key() -> None:
     )
     networks = [each.backbone.checkpoint for each in recipe.each().values()]
     assert networks == ["w/B-16-none.npz", "own.npz"]
+    assert recipe.unused() is None
+    own = small("compare=['checkpoint=a', 'checkpoint=b']", "backbone.checkpoint=x")
+    assert own.unused() == ("--checkpoint x: not used, because every network of --compare has a checkpoint of its own")
+    assert small("compare=['checkpoint=a', 'checkpoint=b']", "backbone.checkpoint=none").unused() is None
     twins = small("compare=['checkpoint=a/b', 'checkpoint=a-b']")
     assert len(set(twins.folders.values())) == 2
     with pytest.raises(DpnError, match=r"compare: 'image_size=512': data.eval_resize"):

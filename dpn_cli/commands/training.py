@@ -16,7 +16,7 @@ import typer
 from dpn_cli.commands import one_line_errors
 from dpn_cli.commands.flags import Variant, default_of, given_flags, keys_of, option_names, parameter_of, with_signature
 from dpn_cli.errors import DpnError, SweepError
-from dpn_cli.recipe.compare import ComparedTraining
+from dpn_cli.recipe.compare import ComparedTraining, Comparison
 from dpn_cli.recipe.flag import OUTPUT, RUNTIME
 from dpn_cli.recipe.layers import over_shipped
 from dpn_cli.recipe.reading import Plain, Say, build, dump, from_settings, read_recipe
@@ -106,6 +106,8 @@ def add(app: typer.Typer, name: str, training: Training) -> None:
             if arguments["print_config"]:
                 print(dump(recipe), end="")
                 return
+            if isinstance(recipe, Comparison) and (warning := recipe.unused()):
+                console.warn(warning)
             recipe, trainer = ready(training, recipe, console)
             how = {key: arguments[key] for key in ("resume", "overwrite", "dry_run")} | _at_once(recipe, arguments)
             folders: list[Path] = []

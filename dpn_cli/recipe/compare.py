@@ -151,6 +151,15 @@ class Comparison(Recipe):
         """The networks in the name of the comparison's folder."""
         return "-vs-".join(self.folders.values())[: 2 * LONGEST]
 
+    def unused(self) -> str | None:
+        """Return a warning of a checkpoint that no network has, because each of them names its own."""
+        place = self.backbone.checkpoint
+        if place in (None, "none") or not self.compare:
+            return None
+        if any("checkpoint" not in settings_of(network) for network in self.compare):
+            return None
+        return f"--checkpoint {place}: not used, because every network of --compare has a checkpoint of its own"
+
     def each(self) -> dict[str, Self]:
         """Return the recipe of each network, by its name, without the comparison.
 
