@@ -50,14 +50,17 @@ def test_what_patch_tokens_never_meet_is_not_trained() -> None:
     ("how", "std", "largest"),
     [("truncated_normal", 0.02, 2), ("lecun_normal", 32**-0.5, 2.3 * 32**-0.5), ("zero", 0, 0)],
 )
-def test_the_head_begins_as_asked(how: Any, std: float, largest: float) -> None:
-    vit = load_backbone("mu/8", image_size=32, num_classes=200)
+def test_the_head_begins_as_asked(how: Any, std: float, largest: float, tmp_path: Path) -> None:
+    tower = tmp_path / "tower.safetensors"
+    export_backbone(load_backbone("mu/8", image_size=32), tower)
+    vit = load_backbone("mu/8", image_size=32, num_classes=200, checkpoint=str(tower))
     torch.nn.init.ones_(head(vit).bias)
     initialize_head(vit, how, 1)
     weight = head(vit).weight.detach().clone()
     assert weight.std().item() == pytest.approx(std, rel=0.03)
     assert weight.abs().max() <= largest
     assert not head(vit).bias.any()
+    assert vit.report.new[-2:] == [f"head.weight ({how.replace('_', ' ')})", "head.bias (zero)"]
     initialize_head(vit, how, 2)
     assert torch.equal(head(vit).weight, weight) == (how == "zero")
 

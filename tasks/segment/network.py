@@ -62,7 +62,7 @@ class LinearSegmenter(nn.Module):
 def initialize_head(vit: Backbone, how: Literal["truncated_normal", "lecun_normal", "zero"], seed: int) -> None:
     """Fill the head: Segmenter's normal of 0.02, flax's default, or zero; the bias is zero.
 
-    Appendix G does not say which.
+    Appendix G does not say which. The network's report says what was done.
     """
     generator = torch.Generator().manual_seed(seed)
     assert isinstance(vit.head, nn.Linear)
@@ -75,6 +75,8 @@ def initialize_head(vit: Backbone, how: Literal["truncated_normal", "lecun_norma
     with torch.no_grad():
         vit.head.weight.copy_(weight)
         vit.head.bias.zero_()
+    said = {"head.weight (zero)": f"head.weight ({how.replace('_', ' ')})"}
+    vit.report.new = [said.get(name, name) for name in vit.report.new]
 
 
 def use_imagenet_inputs(vit: Backbone) -> None:
