@@ -54,6 +54,8 @@ def test_a_score_has_to_beat_the_highest_floor_by_more_than_luck() -> None:
     assert (
         "NOTHING LEARNT: validation top-1 15.00 % of 100 is not above what always naming the most frequent" in warning
     )
+    warning = result_warning("validation top-1", 5.8, {"most_frequent_class": 5.6}, 1000)
+    assert "5.80 % of 1000 is not clearly above what always naming the most frequent class gives (5.60" in str(warning)
     # The one-sided binomial test of 100 answers at 20 %: 27 may be luck, 28 is not.
     assert binom.sf(26, 100, 0.2) > 0.05 > binom.sf(27, 100, 0.2)
     assert result_warning("", 27.0, floors, 100) is not None

@@ -60,10 +60,10 @@ def result_warning(metric: str, value: float, floors: Mapping[str, float], answe
     if value >= floor >= 100:
         return None  # no score exceeds a floor of 100 %
     words = {"most_frequent_class": "what always naming the most frequent class gives"}.get(name, name)
-    counted = "" if answers is None else f" of {answers}"
+    counted, above = "" if answers is None else f" of {answers}", "clearly above" if value > floor else "above"
     return (
-        f"NOTHING LEARNT: {metric} {value:.2f} %{counted} is not above {words} ({floor:.2f} %). Look at the curve of "
-        "the loss, then change the learning rate, the length of the training or the data"
+        f"NOTHING LEARNT: {metric} {value:.2f} %{counted} is not {above} {words} ({floor:.2f} %). Look at the "
+        "curve of the loss, then change the learning rate, the length of the training or the data"
     )
 
 
