@@ -14,7 +14,7 @@ import torch
 from conftest import pictures
 from scipy import stats
 from test_cli import run
-from test_report import undrawn  # noqa: F401  # a fixture
+from test_report import check_page, page_of, undrawn  # noqa: F401  # a fixture
 
 from dpn_cli.errors import StoppedError
 from dpn_cli.weights.backbone import export_backbone, load_backbone
@@ -167,6 +167,20 @@ def test_draws_of_other_images_are_not_added(root: Path, tmp_path: Path) -> None
     changed = run(*words, "--resume")
     assert changed.exit_code == 3
     assert "the data have changed since this comparison began" in changed.stderr
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_page_calls_draws_by_their_name_and_knows_no_hours(tmp_path: Path) -> None:
+    score = {"mean": 12.0, "std": 2.0, "n": 2, "stderr": 1.4, "ci95": [1.0, 23.0]}
+    draws = {f"seed{seed}": {"task": "fewshot", "5-shot": 12.0} for seed in (0, 1)}
+    result: dict[str, Any] = {"task": "fewshot", "score": "5-shot", "failed": []}
+    result["compare"] = {"networks": {"dpn": {"runs": draws, "5-shot": score}}, "differences": []}
+    (tmp_path / "run.json").write_text(json.dumps({"kind": "comparison", "status": "finished"}))
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    text = " ".join(part.strip() for part in check_page(page_of(tmp_path, tmp_path)).itertext() if part.strip())
+    assert "standard deviation over draws of the images with different seeds" in text
+    assert "Every draw" in text
+    assert "hours of training -" in text
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -366,6 +366,26 @@ def test_a_comparison_has_its_means_and_differences(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
+def test_a_comparison_tells_damage_inside_it_and_shows_what_is_finished_of_one_that_is_not(tmp_path: Path) -> None:
+    several = {"compare": ["none", "dpn"], "seeds": [0, 1]}
+    folder = write_run(tmp_path / "run", HighresRecipe, "highres_demo", None, "comparison", **several)
+    first, second, third = (folder / name for name in ("none/seed0", "none/seed1", "dpn/seed0"))
+    classifier(first, 71.25)
+    (classifier(second, 72.5) / "metrics.jsonl").write_text("")
+    (classifier(third) / "result.json").unlink()
+    html = page_of(tmp_path, folder)
+    text = " ".join(part.strip() for part in check_page(html).itertext() if part.strip())
+    assert "2 of 4 trainings finished" in text
+    assert "none none/seed0 71.25 8 none none/seed1 72.50 8" in text
+    assert "none/seed1: metrics.jsonl is missing or damaged: it ends at step 0 of 8" in text
+    assert "dpn/seed0: UNFINISHED" in text
+    assert "none/seed0: " not in text
+    assert "hours of training - " in text
+    assert "minival top-1 in %" in text
+    assert rows_of(tmp_path, "networks_accuracy")[0][2] == "minival top-1 in %"
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_curves_of_a_comparison_are_means_over_seeds_in_a_band_that_holds_them_all(tmp_path: Path) -> None:
     """A seed that has come less far is in the means as far as it has come."""
     names = {"arch=mu/8": "arch=mu-8", "dpn": "dpn"}

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from dpn_cli.report import comparison
 from dpn_cli.report.common import Origins, against_paper, curves, what_was_run
-from dpn_cli.report.content import Findings, Part, Section, Table, Text
+from dpn_cli.report.comparison import Reader
+from dpn_cli.report.content import Part, Section, Table, Text
 from dpn_cli.report.reading import OpenRun
 from dpn_cli.report.side import over_fractions, paired, summary
-
-# Returns what a task reads out of a run; the names of its charts begin with the second argument.
-Reader = Callable[[OpenRun, str], Findings]
 
 
 def sections_of(
@@ -21,7 +20,8 @@ def sections_of(
     """Return the sections of a page about runs: side by side first, then one after the other."""
     several = len(runs) > 1
     prefixes = [f"run{number}_" if several else "" for number in range(1, len(runs) + 1)]
-    readers = [comparison.findings if run.kind == "comparison" else reader(run) for run in runs]
+    trainings = partial(comparison.findings, reader=reader)
+    readers = [trainings if run.kind == "comparison" else reader(run) for run in runs]
     found = [read(run, prefix) for read, run, prefix in zip(readers, runs, prefixes, strict=True)]
     pairs = list(zip(runs, found, strict=True))
 

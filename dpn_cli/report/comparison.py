@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from dpn_cli.errors import DataError
 from dpn_cli.report.common import curves
 from dpn_cli.report.content import Bars, Cell, Findings, Part, Section, Table, Text
 from dpn_cli.report.reading import Json, OpenRun, open_run
+from dpn_cli.run.files import read_object
 
+# Returns what a task reads out of a run; the names of its charts begin with the second argument.
+Reader = Callable[[OpenRun, str], Findings]
 # What a comparison may be scored by, and what to call it.
 SCORES = {
     "top1": "top-1",
@@ -20,7 +25,7 @@ SCORES = {
     "retrieval.text_to_image@1": "text to image R@1",
 }
 NOTE = (
-    "Mean and standard deviation over trainings with different seeds; the difference to the first network is the mean "
+    "Mean and standard deviation over {} with different seeds; the difference to the first network is the mean "
     "over pairs with the same seed ± its standard error, with the 95 % t-interval."
 )
 
@@ -43,19 +48,29 @@ def value_of(result: Json, score: str) -> float | None:
     return None if value is None else float(value)
 
 
-def findings(run: OpenRun, prefix: str) -> Findings:
-    """Return what a page shows of a comparison; the names of its charts begin with `prefix`."""
+def findings(run: OpenRun, prefix: str, reader: Callable[[OpenRun], Reader]) -> Findings:
+    """Return what a page shows of a comparison; the names of its charts begin with `prefix`.
+
+    `reader` returns what reads a training of the comparison.
+    """
     inside = _trainings(run)
+    trainings = [one for runs in inside.values() for one in runs]
     several = any(len(runs) > 1 for runs in inside.values())
-    charts = curves(inside, {}, f"{prefix}networks_")
+    watched: dict[str, str] = {}
+    for one in trainings[:1]:
+        watched |= reader(one)(replace(one, result={}), "").watched  # without a result it reads nothing else
+    charts = curves(inside, watched, f"{prefix}networks_")
+    damage = [f"{one.path.relative_to(run.path)}: {note}" for one in trainings for note in one.notes]
     title = "Learning curves" + (", mean over seeds in a band that holds all of them" if several else "")
     learnt = [Section(title, charts)] if charts else []
     compared = run.result.get("compare")
     if not compared:
-        return Findings("", {}, learnt)
+        return Findings("", {}, [*_so_far(run), *learnt], warnings=damage)
     keys, networks = scores_of(run.result), compared["networks"]
     names = {key: name_of(key) for key in keys}
-    parts: list[Part] = [_table(key, compared) for key in keys]
+    drawn = run.result["task"] == "fewshot"
+    note = NOTE.format("draws of the images" if drawn else "trainings")
+    parts: list[Part] = [_table(key, compared, note) for key in keys]
     parts.append(
         Bars(
             f"{prefix}networks",
@@ -67,19 +82,41 @@ def findings(run: OpenRun, prefix: str) -> Findings:
             caption="Mean over seeds, with the 95 % t-interval where there are several.",
         )
     )
-    per_seed: list[list[Cell]] = [
-        [name, folder, *(value_of(one, key) for key in keys), one.get("steps")]
-        for name, network in networks.items()
-        for folder, one in network["runs"].items()
-    ]
-    columns = ("network", "folder", *(f"{names[key]} in %" for key in keys), "steps")
-    parts.append(Table("Every training", columns, per_seed, folded=True))
+    found = [(name, folder, one) for name, network in networks.items() for folder, one in network["runs"].items()]
+    parts.append(_each("Every draw" if drawn else "Every training", keys, found, folded=True))
     failed = [f"failed: {line}" for line in run.result["failed"]]
     section = Section("Networks compared", [*map(_warn, failed), *parts])
-    return Findings(names[keys[0]], {}, [section, *learnt], warnings=failed)
+    return Findings(names[keys[0]], {}, [section, *learnt], warnings=[*failed, *damage])
 
 
-def _table(key: str, compared: Json) -> Table:
+def _so_far(run: OpenRun) -> list[Section]:
+    """Return the section of the trainings that are finished, of a comparison without a result."""
+    finished = []
+    for path in sorted(run.path.glob("**/seed*/result.json")):
+        folder = path.parent.relative_to(run.path).as_posix()
+        if result := read_object(path):
+            finished.append((folder.rpartition("/")[0] or run.name, folder, result))
+    recipe, results = run.recipe or {}, [result for _, _, result in finished]
+    what = "draws" if any(one.get("task") == "fewshot" for one in results) else "trainings"
+    planned = len(recipe.get("compare") or [""]) * len(recipe.get("seeds") or [0])
+    said = f"{len(finished)} of {planned} {what} finished" if recipe else f"{len(finished)} {what} finished"
+    shots = sorted({key for one in results for key in one if key.endswith("-shot")})
+    keys = [key for key in (*SCORES, *shots) if any(value_of(one, key) is not None for one in results)]
+    return [Section("Finished so far", [Text(f"{said}."), *([_each("", keys, finished)] if finished else [])])]
+
+
+def _each(title: str, keys: Sequence[str], found: Sequence[tuple[str, str, Json]], *, folded: bool = False) -> Table:
+    """Return the table of networks, folders and their results."""
+    steps = any("steps" in one for _, _, one in found)
+    columns = ("network", "folder", *(f"{name_of(key)} in %" for key in keys), *(["steps"] if steps else []))
+    rows: list[list[Cell]] = [
+        [name, folder, *(value_of(one, key) for key in keys), *([one.get("steps")] if steps else [])]
+        for name, folder, one in found
+    ]
+    return Table(title, columns, rows, folded=folded)
+
+
+def _table(key: str, compared: Json, note: str) -> Table:
     metric, differences = name_of(key), {each["network"]: each[key] for each in compared["differences"]}
     columns = ("network", f"{metric} in %", "std", "n", "difference", "95 %", "pairs")
     rows: list[list[Cell]] = [
@@ -88,7 +125,7 @@ def _table(key: str, compared: Json) -> Table:
     ]
     shown = len(columns) if differences else 4
     title = f"{metric} in % of each network"
-    return Table(title, columns[:shown], [row[:shown] for row in rows], note=NOTE, name="comparison")
+    return Table(title, columns[:shown], [row[:shown] for row in rows], note=note, name="comparison")
 
 
 def _warn(line: str) -> Text:

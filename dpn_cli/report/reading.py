@@ -138,6 +138,10 @@ def _notes(run: OpenRun, damaged: int) -> list[str]:
     if damaged:
         lines = "1 line is" if damaged == 1 else f"{damaged} lines are"
         notes.append(f"metrics.jsonl: {lines} damaged and left out of the curves.")
+    steps = run.result.get("stages", {}).get("all", run.result).get("steps")
+    at = max((record["step"] for record in run.records), default=0)
+    if run.kind not in {"comparison", "sweep"} and steps and at < steps:
+        notes.append(f"metrics.jsonl is missing or damaged: it ends at step {at} of {steps}, and so do the curves.")
     if lost := sum(record.get("lost_records", 0) for record in run.records):
         notes.append(f"metrics.jsonl: {lost} records were lost before, and the curves lack them.")
     return notes
@@ -180,13 +184,11 @@ def find_runs(root: Path, depth: int = DEPTH) -> Iterator[Path]:
 
 
 def hours(run: OpenRun) -> float | None:
-    """Return the hours that a run has trained, by its result; its whole age where trainings in it count for themselves.
-
-    None when neither is known.
-    """
+    """Return the hours that a run has trained, by its result or those of the trainings in it; None when not known."""
     seconds = run.result.get("timing", {}).get("train_seconds")
     if seconds is None and run.kind == "comparison":
-        seconds = sum(one.get("timing", {}).get("train_seconds", 0) for _, one in trainings(run.result))
+        timings = [one["timing"] for _, one in trainings(run.result) if "timing" in one]
+        seconds = sum(timing.get("train_seconds", 0) for timing in timings) if timings else None
     return None if seconds is None else seconds / 3600
 
 
