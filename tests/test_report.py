@@ -12,13 +12,14 @@ from typing import Any
 import html5lib
 import pytest
 import yaml
+from rich.cells import cell_len
 from scipy import stats
 from test_cli import run
 
 from dpn_cli.recipe.reading import build, merge, read_recipe
 from dpn_cli.report import page
 from dpn_cli.report.charts import COLOURS, INK, draw
-from dpn_cli.report.content import Bars, Heat, Lines, Panel, Series, Table, thinned
+from dpn_cli.report.content import Bars, Confusion, Heat, Lines, Panel, Series, Table, thinned
 from dpn_cli.report.page import write_page
 from dpn_cli.report.tables import as_latex, as_markdown
 from tasks.classify.distill.recipe import DistillRecipe
@@ -441,6 +442,16 @@ def test_a_run_has_one_colour_in_all_charts() -> None:
         svg, _ = draw(Lines("x", "x", "x", "y", [before, line]), "x")
         assert COLOURS[1].lower() in svg.lower()
         assert (">a</text>" in svg) == bool(before.x)
+
+
+@pytest.mark.filterwarnings("error")
+def test_long_names_of_classes_leave_room_for_the_confusions() -> None:
+    """Wide characters count twice; matplotlib warns of a chart without room."""
+    name = 6 * "日本語の長い名前"
+    svg, _ = draw(Confusion("x", "x", ["dog", name, "cat"], [[3, 1, 0], [0, 2, 2], [1, 1, 1]], "images"), "x")
+    shown = [text for text in re.findall(r">([^<]+)</text>", svg) if "…" in text]
+    assert len(shown) == 2
+    assert all(cell_len(text) <= 26 and text[0] == name[0] and text[-1] == name[-1] for text in shown)
 
 
 def test_charts_keep_names_as_they_are(tmp_path: Path) -> None:

@@ -20,7 +20,9 @@ from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from matplotlib.textpath import TextPath
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from rich.cells import cell_len, set_cell_size
 
 from dpn_cli.report.confusions import MOST_NAMED
 from dpn_cli.report.content import Bars, Chart, Confusion, Heat, Lines, Maps, Panel, Reliability, thinned
@@ -70,8 +72,11 @@ DPI = 160
 MOST_NUMBERS = 16
 # Pictures of `Maps` above which they have no titles.
 MOST_TITLES = 12
-# Characters of a label; longer names are cut in the middle.
+# Columns of a label, of which a wide character takes two; longer names are cut in the middle, where names that differ
+# at one end stay different.
 LONGEST_LABEL = 26
+# Inches of the labels of a confusion matrix for which there is room anyway.
+ROOM = 0.9
 
 
 def draw(chart: Chart, prefix: str) -> tuple[str, bytes]:
@@ -106,7 +111,10 @@ def label(text: str) -> str:
     """Return a name of bounded length without control characters."""
     text = printable(text)
     half = LONGEST_LABEL // 2
-    return text if len(text) <= LONGEST_LABEL else f"{text[: half - 1]}…{text[-half:]}"
+    if cell_len(text) <= LONGEST_LABEL:
+        return text
+    start, end = set_cell_size(text, half - 1), set_cell_size(text[::-1], half)[::-1]
+    return f"{start.rstrip()}…{end.lstrip()}"
 
 
 @singledispatch
@@ -196,7 +204,7 @@ def _heat(chart: Heat) -> Figure:
     down = -(-len(chart.panels) // across)
     most = max(len(panel.columns) for panel in chart.panels)
     tall = max(len(panel.rows) for panel in chart.panels)
-    names = max(len(label(name)) for panel in chart.panels for name in panel.rows)
+    names = max(cell_len(label(name)) for panel in chart.panels for name in panel.rows)
     size = (across * (0.4 + 0.07 * names + 0.42 * most), down * (0.62 + 0.25 * tall))
     figure = Figure(size, layout="constrained")
     grid = figure.subplots(down, across, squeeze=False)
@@ -275,7 +283,8 @@ def _confusion(chart: Confusion) -> Figure:
     if len(counts) > MOST_NAMED:
         return _scattered(shares)
     names = [label(name) for name in chart.classes]
-    side = max(3.4, min(1.6 + 0.2 * len(counts), 8.0))
+    widest = max((TextPath((0, 0), name, size=8).get_extents().width / 72 for name in names if name), default=0.0)
+    side = max(3.4, min(1.6 + 0.2 * len(counts), 8.0)) + max(0.0, widest - ROOM)
     figure, axes = _canvas(side + 0.9, side)
     # Most pairs of many classes are rare: the root of the share makes them visible.
     numbered = len(names) <= MOST_NUMBERS
