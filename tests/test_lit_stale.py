@@ -17,6 +17,7 @@ from test_distributed import CPU
 from test_lit_data import coco, folder, karpathy, official, picture, table, write_pictures, write_tar
 from torch import Tensor
 
+from dpn_cli.data.images import find_pictures
 from dpn_cli.data.labelled import load_hub
 from dpn_cli.data.pixels import resize
 from dpn_cli.errors import DataError, SaveError
@@ -90,8 +91,10 @@ def hub_folder(root: Path) -> str:
 def opened(place: str) -> Captioned:
     """Open a data set as a new process does."""
     load_hub.cache_clear()
-    folder = place.removeprefix("search:")
-    return open_split(CaptionSource(place), "train") if folder == place else pictures_in(Path(folder), "a dog")
+    if not place.startswith("search:"):
+        return open_split(CaptionSource(place), "train")
+    folder = Path(place.removeprefix("search:"))
+    return pictures_in(folder, find_pictures([folder]), "a dog", lambda path, error: pytest.fail(str(error)))
 
 
 def files_below(root: Path) -> list[Path]:

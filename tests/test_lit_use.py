@@ -115,9 +115,23 @@ def test_a_search_leaves_out_what_it_is_told_to(network: str, tmp_path: Path) ->
     (tmp_path / "1.png").unlink()
     (tmp_path / "1.png").symlink_to(tmp_path / "gone.png")
     search = ["search", network, "--images", str(tmp_path), "--query", "a dog", "-q"]
-    assert run("lit", *search).exit_code == 3
-    found = asked(*search, "--skip-bad-images")
-    assert sorted(Path(entry["image"]).name for entry in found) == ["0.png", "2.png"]
+    (tmp_path / "3.png").write_bytes(b"no picture")
+    for _ in range(2):  # the second time without encoding anything
+        done = run("lit", *search, "--json", "--html", str(tmp_path / "page.html"))
+        assert done.exit_code == 3
+        *warnings, error = done.stderr.splitlines()
+        names = [f"{tmp_path}/{number}.png" for number in "13"]
+        assert [line.partition(": not a readable")[0] for line in warnings] == [f"warning: {name}" for name in names]
+        assert error.startswith("error: unreadable: 2 of 4 pictures, named above; the others are done.")
+        found = json.loads(done.stdout)
+        assert sorted(Path(entry["image"]).name for entry in found) == ["0.png", "2.png"]
+        assert f"Not readable and left out: {', '.join(names)}." in (tmp_path / "page.html").read_text()
+    accepted = run("lit", *search, "--json", "--skip-bad-images")
+    assert (accepted.exit_code, json.loads(accepted.stdout)) == (0, found)
+    assert accepted.stderr.splitlines() == warnings
+    for number in "02":
+        (tmp_path / f"{number}.png").unlink()
+    assert "no other one is" in run("lit", *search).stderr
 
 
 def test_a_filled_cache_leaves_nothing_to_encode_and_to_tokenize(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_labels_and_pictures_of_lit(name: str, monkeypatch: pytest.MonkeyPatch) 
     shown = printable(name)
     found = {"image": name, "labels": [{"label": name, "probability": 1.0, "cosine": 0.5}]}
     monkeypatch.setattr(use, "label", lambda *_, **__: predictions([found]))
-    monkeypatch.setattr(use, "search", lambda *_, **__: [{"image": name, "cosine": 0.5}])
+    monkeypatch.setattr(use, "search", lambda *_, **__: predictions([{"image": name, "cosine": 0.5}]))
     text = harmless(run("lit", "predict", "run", "x.jpg", "--labels", "a"))
     assert text.splitlines()[0] == shown
     assert text.splitlines()[1].endswith(shown)

@@ -79,8 +79,14 @@ def _search(options: Search, console: Console) -> Outcome:
     """The pictures of a folder that are nearest to a sentence; each is encoded once, for all queries to come."""
     from tasks.lit.use import search
 
-    nearest = search(options, console)
-    return nearest, lambda places: "\n".join(f"{one['cosine']:.3f}  {printable(one['image'])}" for one in places)
+    found = search(options, console)
+    if found is None:
+        return None, str
+    return found.results, _describe_nearest, found.problem(options.skip_bad_images)
+
+
+def _describe_nearest(places: list[dict[str, Any]]) -> str:
+    return "\n".join(f"{one['cosine']:.3f}  {printable(one['image'])}" for one in places)
 
 
 @action(app, "export", Export, "dpn lit export runs/lit/B-32-dpn -o export", quiet=False)

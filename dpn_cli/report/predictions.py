@@ -134,14 +134,19 @@ class Predictions:
             for batch in batches:
                 for item in batch:
                     if not isinstance(item, Read):
-                        self._leave_out(*item)
+                        self.leave_out(*item)
                 if good := [item for item in batch if isinstance(item, Read)]:
                     yield good
                 done(len(batch))
+        self.check_any()
+
+    def check_any(self) -> None:
+        """Raise `DataError` when no picture is readable."""
         if len(self.unreadable) == len(self.paths):
             raise DataError(f"none of the {len(self.paths)} pictures can be read; they are named above")
 
-    def _leave_out(self, path: Path, error: DataError) -> None:
+    def leave_out(self, path: Path, error: DataError) -> None:
+        """Name an unreadable picture, and note it. Raises `DataError` when there is no other one."""
         if len(self.paths) == 1:
             raise DataError(str(error))
         self.console.warn(str(error))
@@ -179,7 +184,7 @@ class Predictions:
             pictures = [Picture(small, lines(result)) for small, result in self.pictures]
             gallery = Gallery(self._caption(), pictures, across)
             facts: list[tuple[str, Cell]] = [("network", run), ("pictures", len(self.results))]
-            said = Section("Predictions", [*self._left_out(), Table("", ("", ""), facts), *summary])
+            said = Section("Predictions", [*self.left_out(), Table("", ("", ""), facts), *summary])
             title = f"{command}: {several(len(self.results), 'picture')}"
             write_gallery(self.written.html, title, said, gallery)
 
@@ -191,7 +196,8 @@ class Predictions:
             "this page; --csv writes all predictions to a table"
         )
 
-    def _left_out(self) -> list[Part]:
+    def left_out(self) -> list[Part]:
+        """Return what a page says of unreadable pictures."""
         if not self.unreadable:
             return []
         named = ", ".join(map(str, self.unreadable[:MOST_NAMED]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -17,9 +17,10 @@ from dpn_cli.data.images import find_pictures
 from dpn_cli.data.pixels import resize
 from dpn_cli.data.reading import Reading
 from dpn_cli.engine import fit as engine
-from dpn_cli.errors import DpnError
+from dpn_cli.errors import DataError, DpnError, PictureError
+from dpn_cli.recipe.schema import Written
 from dpn_cli.report.content import Cell, Gallery, Picture, Section, Table
-from dpn_cli.report.predictions import Predictions, check_written, tally, thumbnails, write_gallery
+from dpn_cli.report.predictions import Predictions, tally, thumbnails, write_gallery
 from dpn_cli.run import stopping
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import join, refuse_ranks
@@ -80,40 +81,56 @@ def _lines(result: Json) -> Sequence[str]:
     return [*labels[:MOST_LINES], result["image"]]
 
 
-def search(options: Search, console: Console) -> list[Json] | None:
+def search(options: Search, console: Console) -> Predictions | None:
     """Return the pictures of a folder that are nearest to a sentence; their features are cached.
 
-    Without ``--decode`` JPEGs are decoded as they were for the training. None on ranks that do not lead.
+    Without ``--decode`` JPEGs are decoded as they were for the training. Unreadable pictures are named and left out;
+    raises `DataError` where that leaves none. None on ranks that do not lead.
     """
     if not canonicalize_text(options.query):
         raise DpnError("--query: an empty sentence")
-    how, runtime, skip_bad = options.pictures, options.runtime, options.skip_bad_images
+    how, runtime = options.pictures, options.runtime
     with stopping.listen(stopping.NO_RESULT), join(runtime.device) as world:
-        files = pictures_in(options.images, options.query, skip_bad)
-        check_written({"--html": options.html}, files.paths)
+        found = Predictions(find_pictures([options.images]), Written(html=options.html), console)
+        files = pictures_in(options.images, found.paths, options.query, found.leave_out)
+        found.check_any()
         towers = load_towers(options.run, "dpn lit search").to(world.device)
         files.reading = Reading(how.decode or towers.decoder, how.max_pixels)
-        encoder = image_encoder(towers.image, runtime, world, skip_bad=skip_bad, batch_size=options.batch_size)
+        encoder = image_encoder(towers.image, runtime, world, skip_bad=True, batch_size=options.batch_size)
         features, good = encoded(files, encoder, cache_root(options.cache_dir), world, console)
         with engine.precision_of(runtime, world.device):
             sentence = build_classifier(towers, [options.query], prompt_set("plain"))
+        if not world.leads:
+            return None
+        for row in sorted(set(range(len(files.paths))) - set(good)):
+            found.leave_out(files.paths[row], _problem_of(files, row))
         cosine = (features.to(world.device) @ sentence.T)[:, 0]
         best = cosine.topk(min(options.top, len(good)))
-        nearest = [
+        found.results += [
             {"image": files.where(good[row]), "cosine": value}
             for row, value in zip(best.indices.tolist(), best.values.tolist(), strict=True)
         ]
-        if world.leads and options.html:
+        if options.html:
             paths = [files.paths[good[row]] for row in best.indices.tolist()]
             shown = list(thumbnails(paths, files.reading, runtime.workers))
-            _write_found(options.html, options, nearest, shown, len(good))
-    return nearest if world.leads else None
+            _write_found(options.html, options, found, shown, len(good))
+    return found
+
+
+def _problem_of(files: Files, row: int) -> DataError:
+    """Return the error of a picture that could not be read."""
+    try:
+        files.pixels(row)
+    except DataError as error:
+        return error
+    return DataError(f"{files.where(row)}: was not readable a moment ago")
 
 
 def _write_found(
-    file: Path, options: Search, nearest: Sequence[Json], shown: Sequence[tuple[int, bytes]], count: int
+    file: Path, options: Search, found: Predictions, shown: Sequence[tuple[int, bytes]], count: int
 ) -> None:
-    """Write the page of a search among `count` pictures; `shown` are thumbnails with their places in `nearest`."""
+    """Write the page of a search among `count` pictures; `shown` are thumbnails with their places in the results."""
+    nearest = found.results
     facts: list[tuple[str, Cell]] = [("query", options.query), ("network", options.run)]
     facts += [("folder", str(options.images)), ("pictures in it", count)]
     pictures = [
@@ -121,18 +138,23 @@ def _write_found(
         for place, small in shown
     ]
     title = f"The {len(pictures)} nearest pictures, the nearest first" if len(pictures) > 1 else "The nearest picture"
-    said = Section("Search", [Table("", ("", ""), facts)])
+    said = Section("Search", [*found.left_out(), Table("", ("", ""), facts)])
     write_gallery(file, f"dpn lit search: {options.query}", said, Gallery(title, pictures))
 
 
-def pictures_in(folder: Path, query: str, skip_bad: bool = False) -> Files:
-    """Return the pictures of a folder and those below it, each with the query as its sentence.
+def pictures_in(
+    folder: Path, paths: Sequence[Path], query: str, leave_out: Callable[[Path, DataError], object]
+) -> Files:
+    """Return pictures in or below a folder, each with the query as its sentence.
 
-    Raises `DataError` for a picture's name without a file (a broken link) unless `skip_bad` leaves it out.
+    `leave_out` takes those that are no files (broken links), with what is wrong.
     """
-    files = Files(skip_bad)
-    for path in find_pictures([folder]):
-        files.add(folder, path.relative_to(folder).as_posix(), (query,), str(folder))
+    files = Files()
+    for path in paths:
+        try:
+            files.add(folder, path.relative_to(folder).as_posix(), (query,), str(folder))
+        except PictureError as error:
+            leave_out(path, error)
     return files
 
 
