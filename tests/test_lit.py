@@ -209,7 +209,7 @@ def test_an_unreadable_image_to_be_scored_on_is_told_before_the_training(photos:
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     for name in names:
         (tmp_path / name).write_bytes(b"no picture")
-    with pytest.raises(DataError, match=r"0\.png: not a readable image, and no other one is"):
+    with pytest.raises(DataError, match=r"0\.png: not a readable image.*; no other one is"):
         train(
             small(photos / "pairs.csv", **merge(held_out, {"data": {"skip_bad_images": True}})),
             tmp_path / "run",
@@ -447,7 +447,7 @@ WRONG: list[tuple[list[str], int, str]] = [
     (["train", "--data", "demo", "--arch", "mu/7"], 2, "nearest size that fits"),
     (["cache", "--data", "BROKEN", *TOWER], 3, "1.png: not a readable image"),
     (["train", "--data", "EMPTY", *TOWER, "-b", "2"], 3, "a pair without text"),
-    (["eval", "nowhere", "--data", "demo"], 3, "nowhere: not a file of two LiT towers"),
+    (["eval", "nowhere", "--data", "demo"], 3, "nowhere: no such file or folder"),
     (["eval", str(GOLDENS / "vit_dpn.io.npz"), "--data", "demo"], 3, "not a file of two LiT towers"),
     (["eval", "RUN", "--data", "demo", "--split", "best"], 2, "--split: one of train, val, test, all"),
     (["eval", "RUN", "--data", "demo", "--prompts", "clip_wrst"], 3, "choose clip_paper"),

@@ -116,7 +116,7 @@ MUTATIONS = [
      "--prompts of predict is dropped", U),
     (USE, "Reading(how.decode or towers.decoder, how.max_pixels)\n        autocast", "Reading(\"exact\", how.max_pixels)\n        autocast",
      "predict decodes otherwise than the training did", "tests/test_decoders.py"),
-    (USE, "pictures_in(options.images, options.query, skip_bad)", "pictures_in(options.images, options.query)", "search ends at a broken link", U),
+    (USE, "leave_out(path, error)", "raise", "search ends at a broken link", U),
     (TOWERS, 'about["clean"], None if model', '"canonicalize", None if model', "a run's texts are cleaned otherwise after loading", R),
     (TOWERS, 'image_size=tuple(image["image_size"])', "image_size=224", "a loaded tower has another image size", R),
     (COMMAND, "held_out = cached_features(val, replace(encoder, views=0)", "held_out = cached_features(val, encoder",

@@ -120,13 +120,22 @@ def _filled(
         bad = _unreadable(shards, finished, plan, console)
     bad = distributed.from_leader(bad)
     if len(bad) == total:
-        raise DataError(f"{data.where(0)}: not a readable image, and no other one is; nothing is left to work with")
+        raise DataError(f"{problem_of(data, 0)}; no other one is readable either, so nothing is left to work with")
     if bad and not encoder.skip_bad:
         raise DataError(
             f"{data.where(bad[0])}: not a readable image, as are {len(bad) - 1} others; fetch them again, or leave "
             "them out and count them with --skip-bad-images"
         )
     return Features([np.load(shard.file, mmap_mode="r") for shard in shards], bad)
+
+
+def problem_of(data: Captioned, row: int) -> DataError:
+    """Return the error of an image that could not be read."""
+    try:
+        data.pixels(row)
+    except DataError as error:
+        return error
+    return DataError(f"{data.where(row)}: not a readable image when it was encoded")
 
 
 def _finished(

@@ -26,6 +26,7 @@ from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import join, refuse_ranks
 from dpn_cli.run.files import replace_json, replace_text
 from dpn_cli.weights.convert import PROOF_IMAGES, PROOF_SEED
+from tasks.lit.cache import problem_of
 from tasks.lit.captions import Files
 from tasks.lit.encode import cache_root, encoded, image_encoder
 from tasks.lit.options import Labelling, Search
@@ -103,7 +104,7 @@ def search(options: Search, console: Console) -> Predictions | None:
         if not world.leads:
             return None
         for row in sorted(set(range(len(files.paths))) - set(good)):
-            found.leave_out(files.paths[row], _problem_of(files, row))
+            found.leave_out(files.paths[row], problem_of(files, row))
         cosine = (features.to(world.device) @ sentence.T)[:, 0]
         best = cosine.topk(min(options.top, len(good)))
         found.results += [
@@ -115,15 +116,6 @@ def search(options: Search, console: Console) -> Predictions | None:
             shown = list(thumbnails(paths, files.reading, runtime.workers))
             _write_found(options.html, options, found, shown, len(good))
     return found
-
-
-def _problem_of(files: Files, row: int) -> DataError:
-    """Return the error of a picture that could not be read."""
-    try:
-        files.pixels(row)
-    except DataError as error:
-        return error
-    return DataError(f"{files.where(row)}: was not readable a moment ago")
 
 
 def _write_found(
