@@ -203,10 +203,6 @@ def test_what_follows_a_run(finished: tuple[Path, dict[str, Any]], shapes: Path,
     assert labels.mode == "P"
     assert opened(guessed[0]["overlay"]).size == (64, 64)
     assert opened(guessed[0]["legend"]).width > 64
-    twins = [str(shutil.copy(picture, tmp_path / f"0000.{ending}")) for ending in ("jpg", "png")]
-    clash = run("segment", "predict", str(path), *twins, "-o", str(tmp_path / "out"))
-    assert clash.exit_code == 2
-    assert "predict them apart" in clash.stderr
 
 
 def test_a_long_picture_is_cut_into_windows_of_bounded_number(
