@@ -16,7 +16,7 @@ from test_lit_scores import towers
 
 from dpn_cli.errors import DataError
 from dpn_cli.run.files import file_digest
-from dpn_cli.run.kinds import COMMANDS, kind_of, resolve
+from dpn_cli.run.kinds import BY_CHECKPOINT, COMMANDS, kind_of, resolve
 from dpn_cli.weights.backbone import export_backbone, load_backbone
 from dpn_cli.weights.sources import open_checkpoint
 from dpn_cli.weights.written import KEY, read_weights, write_weights
@@ -252,7 +252,7 @@ def test_another_file_in_the_place_of_a_runs_weights_is_refused(files: dict[str,
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_a_missing_network_is_named_as_it_was_given(command: str) -> None:
-    if command in ("--checkpoint", "dpn lit train"):  # `open_checkpoint` names it after the option
+    if command in BY_CHECKPOINT:  # named after the option
         assert resolve("runs/nope", command) == "runs/nope"
         return
     with pytest.raises(DataError, match="^runs/nope: no such file or folder; name a run's folder"):

@@ -49,8 +49,8 @@ COMMANDS: dict[str, tuple[str, tuple[Kind, ...]]] = {
     "dpn checkpoint retrofit": ("retrofit", ("classifier", "network")),
     "--checkpoint": ("start", ("classifier", "segmenter", "network")),
 }
-# Those that `open_checkpoint` names after the option --checkpoint, and the beginnings of what is no path.
-BY_CHECKPOINT, ELSEWHERE = ("--checkpoint", "dpn lit train"), ("timm:", "hf-hub:")
+# Commands with an option for the place, after which it is named, and the beginnings of what is no path.
+BY_CHECKPOINT, ELSEWHERE = ("--checkpoint", "dpn lit train", "dpn distill"), ("timm:", "hf-hub:")
 
 
 def kind_of(metadata: Mapping[str, str]) -> Kind:
