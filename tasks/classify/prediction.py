@@ -31,8 +31,8 @@ def classify(options: Prediction, console: Console) -> Predictions:
     how, runtime = options.pictures, options.runtime
     with stopping.listen(stopping.NO_RESULT), join(runtime.device) as world:
         refuse_ranks(world, "predict")
-        found = Predictions(find_pictures(options.images), options.written, console)
         classifier = load_classifier(options.run)
+        found = Predictions(find_pictures(options.images), options.written, console)
         classifier.model.to(world.device).eval()
         reading = Reading(how.decode or classifier.decoder, how.max_pixels)
         words = readable(classifier.classes)

@@ -50,8 +50,8 @@ def label(options: Labelling, console: Console) -> Predictions:
     how, runtime = options.pictures, options.runtime
     with stopping.listen(stopping.NO_RESULT), join(runtime.device) as world:
         refuse_ranks(world, "lit predict")
-        found = Predictions(find_pictures(options.images), options.written, console)
         towers = load_towers(options.run, "dpn lit predict").to(world.device)
+        found = Predictions(find_pictures(options.images), options.written, console)
         reading = Reading(how.decode or towers.decoder, how.max_pixels)
         autocast = engine.precision_of(runtime, world.device)
         with autocast:
@@ -92,10 +92,10 @@ def search(options: Search, console: Console) -> Predictions | None:
         raise DpnError("--query: an empty sentence")
     how, runtime = options.pictures, options.runtime
     with stopping.listen(stopping.NO_RESULT), join(runtime.device) as world:
+        towers = load_towers(options.run, "dpn lit search").to(world.device)
         found = Predictions(find_pictures([options.images]), Written(html=options.html), console)
         files = pictures_in(options.images, found.paths, options.query, found.leave_out)
         found.check_any()
-        towers = load_towers(options.run, "dpn lit search").to(world.device)
         files.reading = Reading(how.decode or towers.decoder, how.max_pixels)
         encoder = image_encoder(towers.image, runtime, world, skip_bad=True, batch_size=options.batch_size)
         features, good = encoded(files, encoder, cache_root(options.cache_dir), world, console)

@@ -58,10 +58,10 @@ def predict(options: Prediction, console: Console) -> Predictions:
     how, runtime = options.pictures, options.runtime
     with stopping.listen(DRAWN), join(runtime.device) as world:
         refuse_ranks(world, "segment predict")
+        segmenter = load_segmenter(options.run)
         paths = _pictures(options, console)
         names, found = _distinct(paths), Predictions(paths, options.written, console, MOST_SHOWN)
         _check_outputs(paths, [options.output_dir / name for name in names])
-        segmenter = load_segmenter(options.run)
         segmenter.network.to(world.device)
         # Photographs have any size: where a run is scored at two, that of its training suits them.
         plan = segmenter.plan(segmenter.evaluation.beside)
