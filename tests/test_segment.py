@@ -320,7 +320,7 @@ def test_wrong_commands_end_with_one_line(
     [
         (["folder", "--arch", "mu/16"], 2, "--data: which data set?"),
         (["eval", "nowhere"], 3, "no such file or folder"),
-        (["predict", "nowhere", "x.jpg"], 3, "x.jpg: no such picture"),
+        (["predict", "nowhere", "x.jpg"], 3, "nowhere: no such file or folder"),
         (["ade20k", "--steps", "5", "--epochs", "1"], 2, "give one of them"),
     ],
 )
