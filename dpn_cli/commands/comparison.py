@@ -129,7 +129,7 @@ class SideBySide:
                 raise DpnError(f"{labels[work.name]}: {error} (exit code {code}; {backend.log_of(work.name)})")
 
         run_all(list(works.values()), backend, on_start, on_end, stopping.check_here)
-        return failed
+        return {run.folder: failed[run.folder] for run in runs if run.folder in failed}
 
     def _train(self, begun: Session[ComparedTraining], runs: Sequence[_Run], failed: dict[str, str]) -> Result:
         """Run the trainings that have not failed, which takes no time for those that are done."""

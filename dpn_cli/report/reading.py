@@ -138,7 +138,9 @@ def _notes(run: OpenRun, damaged: int) -> list[str]:
     if damaged:
         lines = "1 line is" if damaged == 1 else f"{damaged} lines are"
         notes.append(f"metrics.jsonl: {lines} damaged and left out of the curves.")
-    steps = run.result.get("stages", {}).get("all", run.result).get("steps")
+    stages = run.result.get("stages", {})
+    # The stages of a search have folders, and logs, of their own; those of a distillation are in one.
+    steps = None if isinstance(stages, list) else stages.get("all", run.result).get("steps")
     at = max((record["step"] for record in run.records), default=0)
     if run.kind not in {"comparison", "sweep"} and steps and at < steps:
         notes.append(f"metrics.jsonl is missing or damaged: it ends at step {at} of {steps}, and so do the curves.")
