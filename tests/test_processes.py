@@ -136,9 +136,12 @@ def test_a_signal_to_all_processes_stops_the_run_with_its_state_saved(
 
 def test_a_run_whose_terminal_closes_stops_with_its_state_saved(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
+    stacks = tmp_path / "stacks.txt"
     arguments = [argument for argument in highres(folder, out, *ENDLESS) if argument != "-q"]  # with a progress bar
     code = (
         "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "  # the terminal of its session
+        f"import faulthandler; stacks = open({str(stacks)!r}, 'w'); "  # where it is when it does not end
+        f"faulthandler.dump_traceback_later({LIMIT * 0.7}, file=stacks); "
         "from dpn_cli.cli import main; main()"
     )
     ours, theirs = pty.openpty()
@@ -148,7 +151,7 @@ def test_a_run_whose_terminal_closes_stops_with_its_state_saved(folder: Path, tm
         in_training(out, process)
         before = json.loads((out / "run.json").read_text())
         os.close(ours)
-        assert process.wait(LIMIT) == 75
+        assert process.wait(LIMIT) == 75, stacks.read_text()
     assert before["status"] == "running"
     assert json.loads((out / "run.json").read_text())["status"] == "stopped"
 
