@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from dpn_cli.arch import SIZES
+from dpn_cli.commands.reproduce import page, tables
 from dpn_cli.commands.reproduce import run as runner
-from dpn_cli.commands.reproduce import tables
 from dpn_cli.commands.reproduce.cells import Experiment, Job, Number, Places
 from dpn_cli.commands.reproduce.command import EXPERIMENTS
 from dpn_cli.commands.reproduce.compare import compare, paper_reach
@@ -234,3 +234,15 @@ def test_data_sets_are_the_ones_that_trainings_name() -> None:
     named = {name for each in EXPERIMENTS for job in experiment(each).jobs({}) for _, name in job.data}
     assert named == set(DATA_SETS)
     assert {job.command for each in EXPERIMENTS for job in experiment(each).jobs({})} <= set(TRAININGS)
+
+
+def test_a_page_of_half_a_table_has_the_papers_bars_of_the_other_half(tmp_path: Path) -> None:
+    places = planted(tmp_path, {"a/seed0": {"top1": 74.0}})
+    numbers = [
+        Number("B/32", stem, (job(f"{name}/seed0"),), ("top1",), paper, 0.06)
+        for stem, name, paper in (("none", "nothing", 74.8), ("dpn", "a", 76.2))
+    ]
+    experiment = Experiment("x", "Half", "top-1 in %", numbers)
+    page.write(tmp_path / "page", experiment, compare(experiment, places), small=False)
+    bars = (tmp_path / "page/figures/numbers.csv").read_text().splitlines()[1:]
+    assert [line.split(",")[-2] for line in bars] == ["", "74.8", "74.0", "76.2"]

@@ -44,27 +44,19 @@ def write(folder: Path, experiment: Experiment, compared: Sequence[Compared], sm
     columns = list(dict.fromkeys(one.number.column for one in compared))
     rows = list(dict.fromkeys(one.number.row for one in compared))
     place = {(one.number.row, one.number.column): one for one in compared}
-    ours = {column: [_mean(place.get((row, column))) for row in rows] for column in columns}
-    paper = {f"{column}, paper": [_paper(place.get((row, column))) for row in rows] for column in columns}
-    paper = {name: values for name, values in paper.items() if any(value is not None for value in values)}
-    errors = {column: [_reach(place.get((row, column))) for row in rows] for column in columns}
-    errors |= {f"{column}, paper": [_paper_reach(place.get((row, column))) for row in rows] for column in columns}
-    series = {name: {**ours, **paper}[name] for column in columns for name in (column, f"{column}, paper")
-              if name in {**ours, **paper}}  # fmt: skip
-    if any(value is not None for values in ours.values() for value in values):
-        parts.append(
-            Bars(
-                "numbers",
-                "Ours and the paper's" if paper else "Ours",
-                experiment.unit,
-                rows,
-                series,
-                {name: errors[name] for name in series},
-                {f"{column}, paper": column for column in columns if f"{column}, paper" in series},
-                differences=any(one.number.minus for one in compared),
-                caption="With 95 % t-intervals where there are several trainings.",
-            )
-        )
+    series, errors, beside = dict[str, list[float | None]](), dict[str, list[float | None]](), dict[str, str]()
+    for column in columns:
+        inside = [place.get((row, column)) for row in rows]
+        for name, value, reach in ((column, _mean, _reach), (f"{column}, paper", _paper, _paper_reach)):
+            values = [value(one) for one in inside]
+            if name == column or any(each is not None for each in values):
+                series[name], errors[name] = values, [reach(one) for one in inside]
+        if f"{column}, paper" in series:
+            beside[f"{column}, paper"] = column
+    title, caption = "Ours and the paper's" if beside else "Ours", "With 95 % t-intervals of several trainings."
+    differences = any(one.number.minus for one in compared)
+    bars = Bars("numbers", title, experiment.unit, rows, series, errors, beside, differences, caption=caption)
+    parts.append(bars)
     return write_page(folder, heading(experiment, small), [Section("Numbers", parts)])
 
 
