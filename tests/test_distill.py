@@ -385,7 +385,7 @@ def _unlike(changes: dict[str, Any], teacher: Path, photos: Path, path: Path) ->
         ({"backbone": {"image_size": 20}}, "20"),
         ({"stem_share": 0.05}, "--stem-share 0.05: 0 of 6 steps would train the stem alone"),
         ({"stem_share": 0.95}, "--stem-share 0.95: 6 of 6 steps would train the stem alone"),
-        ({"teacher": "nowhere.safetensors"}, "--teacher nowhere.safetensors"),
+        ({"teacher": "nowhere.safetensors"}, "nowhere.safetensors: no such file or folder"),
         ({"photos": "nowhere"}, "--data nowhere: no such folder; pass a folder of images"),
     ],
 )

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from test_cli import run
 from test_lit_scores import towers
 
-from dpn_cli.errors import DataError
+from dpn_cli.errors import DataError, DpnError
 from dpn_cli.run.files import file_digest
-from dpn_cli.run.kinds import BY_CHECKPOINT, COMMANDS, kind_of, resolve
+from dpn_cli.run.kinds import COMMANDS, kind_of, resolve
 from dpn_cli.weights.backbone import export_backbone, load_backbone
 from dpn_cli.weights.sources import open_checkpoint
 from dpn_cli.weights.written import KEY, read_weights, write_weights
@@ -252,13 +252,21 @@ def test_another_file_in_the_place_of_a_runs_weights_is_refused(files: dict[str,
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_a_missing_network_is_named_as_it_was_given(command: str) -> None:
-    if command in BY_CHECKPOINT:  # named after the option
-        assert resolve("runs/nope", command) == "runs/nope"
-        return
     with pytest.raises(DataError, match="^runs/nope: no such file or folder; name a run's folder"):
         resolve("runs/nope", command)
     for place in ("timm:vit_base_patch16_224", "hf-hub:owner/name", "none"):
         assert resolve(place, command) == place
+
+
+@pytest.mark.parametrize("place", ["nowhere.npz", "words.txt", "timm:vit_nope", "hf-hub:nobody"])
+def test_an_error_about_weights_begins_with_their_place(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Commands name weights by different options, or by none.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "words.txt").write_text("no weights")
+    with pytest.raises(DpnError, match=f"^{place}: "):
+        open_checkpoint(place)
 
 
 def test_a_damaged_cell_of_vtab_is_named(files: dict[str, Path], tmp_path: Path) -> None:

@@ -49,8 +49,8 @@ COMMANDS: dict[str, tuple[str, tuple[Kind, ...]]] = {
     "dpn checkpoint retrofit": ("retrofit", ("classifier", "network")),
     "--checkpoint": ("start", ("classifier", "segmenter", "network")),
 }
-# Commands with an option for the place, after which it is named, and the beginnings of what is no path.
-BY_CHECKPOINT, ELSEWHERE = ("--checkpoint", "dpn lit train", "dpn distill"), ("timm:", "hf-hub:")
+# The beginnings of what is no path.
+ELSEWHERE = ("timm:", "hf-hub:")
 
 
 def kind_of(metadata: Mapping[str, str]) -> Kind:
@@ -70,7 +70,7 @@ def resolve(place: str, command: str) -> str:
     """Return what `command` opens for `place`: the weights of a run's folder, or `place` itself.
 
     Raises `DataError` for a kind that the command does not take, naming the command that does, for an unfinished run,
-    and for a missing file where no option names it.
+    and for a missing file.
     """
     try:
         path = Path(place).expanduser()
@@ -91,8 +91,8 @@ def resolve(place: str, command: str) -> str:
     if path.is_file():
         _check(place, kind_of(_metadata(path)), command, run=False)
         return str(path)
-    if command not in BY_CHECKPOINT and place != "none" and not path.exists() and not place.startswith(ELSEWHERE):
-        raise DataError(f"{place}: no such file or folder; name a run's folder ('dpn runs' lists them) or its weights")
+    if place != "none" and not path.exists() and not place.startswith(ELSEWHERE):
+        raise DataError(f"{place}: no such file or folder; name a run's folder ('dpn runs' lists them) or weights")
     return place
 
 

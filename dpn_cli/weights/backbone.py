@@ -299,9 +299,9 @@ def _refuse(source: str, expected: dict[str, tuple[int, ...]], shapes: dict[str,
     wrong = {name for name in {**expected, **shapes} if expected.get(name) != shapes.get(name)}
     head, new = shapes.get(HEAD[0], ()), expected.get(HEAD[0], ())
     if wrong == set(HEAD) and len(head) == len(new) == 2 and head[1] == new[1]:
-        raise DpnError(f"--checkpoint {source}: its head has {head[0]} classes, not the {new[0]} that were asked for")
+        raise DpnError(f"{source}: its head has {head[0]} classes, not the {new[0]} that were asked for")
     raise DataError(
-        f"--checkpoint {source}: not the tensors of one whole ViT (- missing, + left over: "
+        f"{source}: not the tensors of one whole ViT (- missing, + left over: "
         f"{_difference(expected, shapes)}); save the network's state dict alone, and all of it"
     )
 

@@ -24,19 +24,19 @@ def config_of(
     try:
         settle_positions(source)
     except DataError as error:
-        raise DataError(f"--checkpoint {source.source}: {error}") from error
+        raise DataError(f"{source.source}: {error}") from error
     state = source.state
     if state.get("patch_embed.proj.weight", torch.empty(0, 0, 0, 0)).ndim != 4:
-        raise DataError(f"--checkpoint {source.source}: its patch projection is not one of images; not a ViT of images")
+        raise DataError(f"{source.source}: its patch projection is not one of images; not a ViT of images")
     try:
         width, _, rows, columns = state["patch_embed.proj.weight"].shape
         depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
         mlp = state["blocks.0.mlp.fc1.weight"].shape[0]
         attn_width = state["blocks.0.attn.qkv.weight"].shape[0] // 3
     except (KeyError, ValueError, IndexError) as error:
-        raise DataError(f"--checkpoint {source.source}: - {error.args[0]} is missing; not a whole ViT") from error
+        raise DataError(f"{source.source}: - {error.args[0]} is missing; not a whole ViT") from error
     if min(width, rows, columns, mlp, attn_width) < 1:
-        raise DataError(f"--checkpoint {source.source}: its tensors are empty; not a whole ViT")
+        raise DataError(f"{source.source}: its tensors are empty; not a whole ViT")
     stated = parse_arch(arch) if arch else None
     heads = source.heads or (stated[0].heads if stated else _usual_heads(source, width))
     size = Size(width, depth, mlp, heads)
@@ -45,7 +45,7 @@ def config_of(
         raise DpnError(f"--arch {arch}: {source.source} is {own}; leave --arch out, or pass another checkpoint")
     if heads < 1 or attn_width % heads:
         raise DataError(
-            f"--checkpoint {source.source}: {heads} heads do not divide its attention's {attn_width} features; "
+            f"{source.source}: {heads} heads do not divide its attention's {attn_width} features; "
             "state the number with 'dpn checkpoint convert --heads N'"
         )
     pool, beside = _pooling(source, pool)
@@ -74,7 +74,7 @@ def config_of(
             norm_options=options,
         )
     except DpnError as error:
-        raise DpnError(f"--checkpoint {source.source}: {error}") from error
+        raise DpnError(f"{source.source}: {error}") from error
 
 
 def _pooling(source: Checkpoint, pool: Pool | None) -> tuple[Pool, bool]:
@@ -83,9 +83,7 @@ def _pooling(source: Checkpoint, pool: Pool | None) -> tuple[Pool, bool]:
     beside = own == "tok" and source.pool == "gap"
     own = "gap" if beside else own
     if source.pool not in (None, own):
-        raise DataError(
-            f"--checkpoint {source.source}: its pool is {source.pool!r} and its tensors are those of {own!r}"
-        )
+        raise DataError(f"{source.source}: its pool is {source.pool!r} and its tensors are those of {own!r}")
     if pool is not None and pool not in ("gap", own):
         has = "attention pooling" if pool == "map" else "class token that it pools by" if beside else "class token"
         ways = " or ".join(dict.fromkeys([f"pool={own}", "pool=gap"]))
@@ -101,7 +99,7 @@ USUAL_HEADS |= {1152: 16, 1408: 16, 1536: 16, 1664: 16}
 def _usual_heads(source: Checkpoint, width: int) -> int:
     if width not in USUAL_HEADS:
         raise DpnError(
-            f"--checkpoint {source.source}: the file does not say how many attention heads its {width} features make; "
+            f"{source.source}: the file does not say how many attention heads its {width} features make; "
             f"'dpn checkpoint convert {source.source} OUT.safetensors --heads N' writes one that does"
         )
     source.assumed["heads"] = f"{USUAL_HEADS[width]} heads (usual for a width of {width})"

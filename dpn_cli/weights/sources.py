@@ -32,7 +32,7 @@ def _from_hub(name: str) -> Checkpoint:
     owner, _, rest = name.partition("/")
     repo, _, filename = rest.partition("/")
     if not owner or not repo:
-        raise DpnError(f"--checkpoint hf-hub:{name}: write hf-hub:OWNER/NAME or hf-hub:OWNER/NAME/FILE")
+        raise DpnError(f"hf-hub:{name}: write hf-hub:OWNER/NAME or hf-hub:OWNER/NAME/FILE")
     repo = f"{owner}/{repo}"
     weights = _fetch_first(repo, (filename,) if filename else WEIGHT_NAMES)
     if weights.name in WEIGHT_NAMES:
@@ -83,8 +83,8 @@ def _fetch_descriptions(repo: str, folder: PurePosixPath, weights: Path) -> None
             fetch_if_there(repo, str(folder / INPUTS_NAME))  # only transformers keeps the inputs apart
     except DataError as error:
         raise DataError(
-            f"{error}. That file describes the weights; --checkpoint {weights} reads them without it and assumes what "
-            "it would say"
+            f"{error}. That file describes the weights; name {weights} to read them without it and to assume what it "
+            "would say"
         ) from error
 
 
@@ -94,18 +94,18 @@ def _from_timm_model(name: str) -> Checkpoint:
 
     if not timm.is_model(name):
         close = did_you_mean(name.split(".")[0], timm.list_models()) or "; see timm.list_models('vit_*')"
-        raise DpnError(f"--checkpoint timm:{name}: timm has no such model{close}")
+        raise DpnError(f"timm:{name}: timm has no such model{close}")
     try:
         apply_facts(Checkpoint({}, "timm", "none", 1e-6, "gelu"), build_empty(name, {}))
     except DataError as error:
-        raise DpnError(f"--checkpoint timm:{name}: {error}; dpn reads timm's ViTs") from error
+        raise DpnError(f"timm:{name}: {error}; dpn reads timm's ViTs") from error
     unreachable = offline()
     try:
         model = timm.create_model(name, pretrained=True)
     except (OSError, RuntimeError) as error:  # the hub client's errors are of both kinds
         where = "the hub is out of reach and the weights are not in its cache" if unreachable else str(error)[:160]
         raise DataError(
-            f"--checkpoint timm:{name}: {where}. On a machine with a network: "
+            f"timm:{name}: {where}. On a machine with a network: "
             f"timm.create_model({name!r}, pretrained=True), then copy the hub cache or a state dict "
             "here and pass its path"
         ) from error
@@ -114,6 +114,6 @@ def _from_timm_model(name: str) -> Checkpoint:
         config = {"architecture": name.split(".")[0], "pretrained_cfg": model.pretrained_cfg}
         checkpoint = known.read(Contents(model.state_dict(), config=config))
     except (DataError, ValueError) as error:
-        raise DpnError(f"--checkpoint timm:{name}: {error}; dpn reads timm's ViTs") from error
+        raise DpnError(f"timm:{name}: {error}; dpn reads timm's ViTs") from error
     checkpoint.source = f"timm:{name}"
     return checkpoint

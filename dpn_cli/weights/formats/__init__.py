@@ -74,7 +74,7 @@ def read_file(path: Path) -> Checkpoint:
                 "one in a folder of its own"
             )
     except DataError as error:
-        raise DataError(f"--checkpoint {path}: {error}") from error
+        raise DataError(f"{path}: {error}") from error
     checkpoint.about = {key: text for key, text in contents.metadata.items() if key in (KEY, *DESCRIPTIONS)}
     return checkpoint
 

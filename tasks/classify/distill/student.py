@@ -34,15 +34,12 @@ def load_teacher(recipe: DistillRecipe) -> Classifier:
     assert recipe.teacher
     size = recipe.backbone.image_size
     pair = (size, size) if isinstance(size, int) else size
-    try:
-        source = open_checkpoint(resolve(recipe.teacher, "dpn distill"))
-        if "head.weight" in source.state:
-            teacher = classifier_of(source, pair)
-        else:
-            model = load_whole(source, pair)
-            teacher = Classifier(model, (), "softmax", resize_for(model.config.image_size), facts_of(source))
-    except DpnError as error:
-        raise type(error)(str(error).replace("--checkpoint", "--teacher")) from error
+    source = open_checkpoint(resolve(recipe.teacher, "dpn distill"))
+    if "head.weight" in source.state:
+        teacher = classifier_of(source, pair)
+    else:
+        model = load_whole(source, pair)
+        teacher = Classifier(model, (), "softmax", resize_for(model.config.image_size), facts_of(source))
     teacher.model.requires_grad_(False).eval()
     return teacher
 
