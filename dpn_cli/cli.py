@@ -16,6 +16,7 @@ from dpn_cli.arch import did_you_mean, nearest
 from dpn_cli.commands import (
     checkpoint,
     data,
+    doctor,
     evaluate,
     inspect,
     lit,
@@ -120,6 +121,7 @@ app.add_typer(recipes.app, name="recipes")
 report.add_to(app)
 reproduce.add_to(app)
 app.add_typer(runs.app, name="runs")
+doctor.add_to(app)
 
 
 def main() -> None:

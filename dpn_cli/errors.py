@@ -21,6 +21,12 @@ class PictureError(DataError):
     """A picture cannot be read: one of those that ``--skip-bad-images`` leaves out."""
 
 
+class CheckError(DpnError):
+    """A check before the run has found what would stop or spoil it; what it found is listed before."""
+
+    exit_code = 3
+
+
 class OutOfMemoryError(DpnError):
     """Memory ran out even with the smallest micro-batch."""
 

@@ -26,7 +26,7 @@ from test_cli import run
 from typer.testing import Result
 
 from dpn_cli.cli import app
-from dpn_cli.commands import tower
+from dpn_cli.commands import doctor, tower
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DpnError
 from dpn_cli.recipe.reading import read_recipe, shipped_recipes
@@ -91,6 +91,7 @@ GOOD: dict[str, list[str]] = {
     "checkpoint fold": ["FOLDABLE", "new.safetensors"],
     "checkpoint retrofit": ["PLAIN", "new.safetensors", "--data", "PHOTOS", "--images", "4", "-j", "0"],
     "data pack": ["--data", "PHOTOS", "-o", "out", "-j", "1"],
+    "doctor": [],
     "recipes show": ["vtab"],
     "inspect": ["WEIGHTS", "-o", "out"],
     "report": ["SEGMENTER", "-o", "out"],
@@ -239,6 +240,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(engine, "fit", stop)
     monkeypatch.setattr(tower, "demo_tower", stop)
+    monkeypatch.setattr(doctor, "examine", list)
     monkeypatch.setattr(plan, "MEASURED_SECONDS", 0.001)
     monkeypatch.setattr(plan, "SIDE", {"cpu": 8})
     return tmp_path

@@ -33,6 +33,7 @@ ROOMS = (
     ("dpn_cli.scoring",),
     ("dpn_cli.report",),
     ("dpn_cli.analysis",),
+    ("dpn_cli.doctor",),
     ("tasks",),
     ("dpn_cli.commands",),
     ("dpn_cli.cli", "dpn_cli.__main__"),

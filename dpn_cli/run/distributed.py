@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
@@ -38,11 +39,11 @@ class World:
 
 
 @contextmanager
-def join(device: str) -> Iterator[World]:
+def join(device: str, patience: timedelta | None = None) -> Iterator[World]:
     """Join the ranks that torchrun started, or run alone. A nested call joins nothing again.
 
-    `device` is ``"auto"`` or a torch device name. Raises `DpnError` when this machine lacks the device, and
-    `WorkerError` when another rank ends early.
+    `device` is ``"auto"`` or a torch device name, `patience` how long ranks wait for each other (torch's own default
+    without it). Raises `DpnError` when this machine lacks the device, and `WorkerError` when another rank ends early.
     """
     size, rank, local = (
         int(os.environ.get(name, default))
@@ -57,7 +58,7 @@ def join(device: str) -> Iterator[World]:
     if dist.is_initialized():
         yield World(rank, size, chosen)
         return
-    dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+    dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=patience)
     try:
         with lost_rank():
             yield World(rank, size, chosen)

@@ -1,0 +1,126 @@
+"""The machine: processor cores, memory, shared memory, open files. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from dpn_cli.doctor.finding import Finding
+from dpn_cli.run.cores import cores
+
+GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+SHARED = Path("/dev/shm")
+# ViT-L's weights, gradients and optimizer state: 16 bytes for each of 304 M weights.
+LEAST_MEMORY = 5e9
+# Each process that decodes keeps two batches in shared memory; one of 512 pictures of 224 pixels has 77 MB.
+LEAST_SHARED = 1e9
+# What Linux gives a process by itself; tensors that processes hand over are open files.
+LEAST_FILES = 1024
+
+
+def machine() -> Iterator[Finding]:
+    """Yield what there is of cores, memory, shared memory and open files."""
+    yield _cores()
+    yield _memory()
+    yield _shared_memory()
+    yield _open_files()
+
+
+def gigabytes(count: float) -> str:
+    """Return a number of bytes in GB, or in MB below one of them."""
+    return f"{count / 1e6:.0f} MB" if count < 1e9 else f"{count / 1e9:.1f} GB"
+
+
+def _cores() -> Finding:
+    mine, all_of_them = len(cores()), os.cpu_count() or 1
+    found = f"{mine} of {all_of_them} cores" if mine < all_of_them else f"{mine} cores"
+    share = _core_limit()
+    if share is None or share >= mine:
+        return Finding("cores", "ok", found)
+    whole = max(1, int(share))
+    return Finding(
+        "cores",
+        "warning",
+        f"{found}, but this container may use {share:g} of them at a time, which '-j auto' does not see",
+        f"pass -j {whole}, and set OMP_NUM_THREADS={whole}",
+    )
+
+
+def _core_limit() -> float | None:
+    """Return how many cores' time the control groups allow; None without a limit."""
+    shares = []
+    for group in _groups("cpu"):
+        text = _read(group / "cpu.max") or f"{_read(group / 'cpu.cfs_quota_us')} {_read(group / 'cpu.cfs_period_us')}"
+        quota, _, period = text.partition(" ")
+        shares += [int(quota) / int(period)] if quota.isdecimal() else []
+    return min(shares, default=None)
+
+
+def _memory() -> Finding:
+    total, available = _memory_of_machine()
+    limits = [_read(group / "memory.max") or _read(group / "memory.limit_in_bytes") for group in _groups("memory")]
+    limit = min([int(text) for text in limits if text.isdecimal()], default=total)
+    total, available = min(total, limit), min(available, limit)
+    found = f"{gigabytes(available)} of {gigabytes(total)} available"
+    if available >= LEAST_MEMORY:
+        return Finding("memory", "ok", found)
+    return Finding(
+        "memory",
+        "warning",
+        f"{found}; weights, gradients and optimizer state of ViT-L take {gigabytes(LEAST_MEMORY)}",
+        "end other programs, or use a smaller --arch, --micro-batch-size and -j",
+    )
+
+
+def _memory_of_machine() -> tuple[int, int]:
+    """Return the bytes of memory, and of those that are available where the system says it (Linux)."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = re.search(r"^MemAvailable:\s+(\d+) kB", _read(Path("/proc/meminfo")), re.MULTILINE)
+    return total, int(available[1]) * 1024 if available else total
+
+
+def _shared_memory() -> Finding:
+    if not SHARED.is_dir():
+        return Finding("shared memory", "ok", f"no {SHARED} on this system")
+    free = shutil.disk_usage(SHARED).free
+    found = f"{gigabytes(free)} free in {SHARED}"
+    if free >= LEAST_SHARED:
+        return Finding("shared memory", "ok", found)
+    return Finding(
+        "shared memory",
+        "warning",
+        f"{found}, in which processes hand over the pictures that they have decoded",
+        "start the container with --shm-size 8g or --ipc host, or pass -j 0",
+    )
+
+
+def _open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= LEAST_FILES:
+        return Finding("open files", "ok", "no limit" if soft == resource.RLIM_INFINITY else f"at most {soft}")
+    found = f"at most {soft}; a batch that a process hands over is an open file"
+    allowed = hard == resource.RLIM_INFINITY or hard >= LEAST_FILES
+    remedy = f"run 'ulimit -n {LEAST_FILES}' first" if allowed else f"have the limit of {hard} raised, or pass -j 0"
+    return Finding("open files", "warning", found, remedy)
+
+
+def _groups(controller: str) -> Iterator[Path]:
+    """Yield the folders of the control groups that this process is in, of both versions, and of those above them."""
+    for line in _read(OWN_GROUPS).splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0" or controller in controllers.split(","):
+            root = GROUPS if number == "0" else GROUPS / controller
+            inner = root / path.strip("/")
+            yield from (folder for folder in (inner, *inner.parents) if folder.is_relative_to(root))
+
+
+def _read(file: Path) -> str:
+    """Return the text of a file without the line's end; nothing where it cannot be read."""
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,123 @@
+"""Whether the ranks that torchrun has started find each other, and whether they are alike. Imports torch."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from dpn_cli.doctor.finding import Finding
+from dpn_cli.doctor.packages import first_line
+from dpn_cli.run.console import several
+from dpn_cli.run.provenance import git_commit, versions
+
+if TYPE_CHECKING:
+    import torch
+
+NAME = "ranks"
+# How long ranks wait for each other before they give up.
+PATIENCE = timedelta(seconds=60)
+# Numbers that are summed over the ranks to measure how fast that is: as many bytes as the gradients of ViT-Ti have.
+NUMBERS = 5_700_000
+FEW = 10
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """What a rank tells the others: its machine, its versions, and its findings."""
+
+    host: str
+    versions: dict[str, str]
+    findings: tuple[Finding, ...]
+
+
+def meet(mine: Sequence[Finding]) -> Iterator[Finding]:
+    """Join the other ranks, sum numbers over them, compare versions; yields what is not well on any of them.
+
+    `mine` are the findings of this rank. All ranks must call it together.
+    """
+    import torch
+
+    size, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    devices = torch.cuda.device_count()
+    if size == 1:
+        built = [name for name in ("gloo", "nccl") if getattr(torch.distributed, f"is_{name}_available")()]
+        found = f"one process (built in: {', '.join(built)}); start several with torchrun to see whether they meet"
+        yield Finding(NAME, "ok", found)
+    elif 0 < devices < local:
+        found = f"{several(local, 'rank')} on this machine, and {several(devices, 'GPU')}"
+        yield Finding(NAME, "problem", found, f"start torchrun with --nproc-per-node {devices}")
+    else:
+        try:
+            yield from _met(mine)
+        except Exception as error:  # a lost network, another rank that has ended, a wrong address: all kinds
+            yield Finding(
+                NAME,
+                "problem",
+                f"rank {os.environ['RANK']} of {size} does not reach the others: {first_line(error)}",
+                "see that each machine has the same torch and reaches MASTER_ADDR, and name the network with "
+                "NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME; NCCL_DEBUG=INFO says more",
+            )
+
+
+def _met(mine: Sequence[Finding]) -> Iterator[Finding]:
+    import torch
+
+    from dpn_cli.run import distributed
+
+    with distributed.join("auto", PATIENCE) as world:
+        ranks = distributed.from_all(_Rank(socket.gethostname(), _versions(), tuple(mine)))
+        total = int(distributed.reduce_over_ranks(torch.tensor(world.rank)))
+        small, large = (_seconds(torch.zeros(numbers, device=world.device)) for numbers in (1, NUMBERS))
+    hosts = len({rank.host for rank in ranks})
+    if total != sum(range(world.size)):
+        found = f"the sum of the numbers of {several(world.size, 'rank')} is {total}"
+        yield Finding(NAME, "problem", found, "the network or a GPU computes wrongly; NCCL_DEBUG=INFO says more")
+        return
+    backend = "nccl" if world.device.type == "cuda" else "gloo"
+    yield Finding(
+        NAME,
+        "ok",
+        f"{several(world.size, 'rank')} on {several(hosts, 'machine')} meet over {backend}: a number is summed in "
+        f"{1e3 * small:.2g} ms, {4e-6 * NUMBERS:.0f} MB in {1e3 * large:.2g} ms",
+    )
+    yield from _unlike(ranks)
+    known = {(ranks[0].host, finding.name, finding.level) for finding in ranks[0].findings}
+    for number, rank in enumerate(ranks):
+        for finding in rank.findings:
+            if finding.level != "ok" and (key := (rank.host, finding.name, finding.level)) not in known:
+                known.add(key)
+                yield replace(finding, name=f"rank {number}, {rank.host}: {finding.name}")
+
+
+def _versions() -> dict[str, str]:
+    return {**versions(), "commit": git_commit() or "none"}
+
+
+def _unlike(ranks: Sequence[_Rank]) -> Iterator[Finding]:
+    """Yield a problem for each rank whose versions differ from those of the first one."""
+    first = ranks[0]
+    for number, rank in enumerate(ranks):
+        unlike = [name for name in first.versions if rank.versions.get(name) != first.versions[name]]
+        if unlike:
+            shown = "; ".join(f"{name} {rank.versions.get(name)}, not {first.versions[name]}" for name in unlike)
+            found = f"not the versions of rank 0 on {first.host}: {shown}"
+            yield Finding(f"rank {number}, {rank.host}", "problem", found, "install the same on all machines")
+
+
+def _seconds(numbers: torch.Tensor) -> float:
+    """Return the mean seconds of a sum over all ranks, the first one left out."""
+    import torch
+    import torch.distributed as dist
+
+    for turn in range(FEW + 1):
+        if turn == 1:
+            begun = time.perf_counter()
+        dist.all_reduce(numbers)
+        if numbers.is_cuda:
+            torch.cuda.synchronize()
+    return (time.perf_counter() - begun) / FEW
