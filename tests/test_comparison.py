@@ -270,7 +270,7 @@ def test_the_folder_is_named_after_the_networks_and_holds_no_network_itself(
         (["--compare", "none;stem=dpn,stem=rms"], "'stem=dpn,stem=rms': stem is given twice"),
         (["--compare", "none;"], "write KEY=VALUE"),
         (["--compare", "none;image_size=20"], "the patch 8x8 does not divide it"),
-        (["--compare", "checkpoint=x.npz;checkpoint=none"], "--checkpoint x.npz: no such file"),
+        (["--compare", "checkpoint=x.npz;checkpoint=none"], "x.npz: no such file"),
         (["--seeds", "2", "--seed", "3"], "--seeds: --seed 3 is given too; give one of them"),
         (["--checkpoint", "w-{stem}.npz"], r"\{stem\} is the stem of each network of --compare"),
     ],
