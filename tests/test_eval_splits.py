@@ -24,7 +24,7 @@ from dpn_cli.errors import DataError
 from dpn_cli.run.distributed import World
 from tasks.classify import evaluation as classification
 from tasks.classify.classifier import load_classifier
-from tasks.classify.parts import Joined, Split, open_part
+from tasks.classify.parts import Joined, Split, open_part, run_source
 
 Json = dict[str, Any]
 ONE = World(0, 1, None)  # type: ignore[arg-type]  # counting needs no device
@@ -75,8 +75,8 @@ def shards(root: Path) -> Json:
     return {"source": f"wds:{root / 'part.tar'}", "val_fraction": 0.2}
 
 
-def scored(network: Path | str, data: str, *more: str) -> Json:
-    done = run("eval", str(network), "--data", data, *more, "--json", "-q")
+def scored(network: Path | str, data: str | None, *more: str) -> Json:
+    done = run("eval", str(network), *(["--data", data] if data else []), *more, "--json", "-q")
     assert done.exit_code == 0, done.output
     result: Json = json.loads(done.stdout)
     if result["trained_on"] and result["trained_on"]["images"]:
@@ -100,6 +100,30 @@ def test_the_runs_own_validation_images_are_scored(source: Callable[[Path], Json
     assert counts(scored(tmp_path / "run", data["source"], "--split", "val")) == (6, 0)
     assert counts(scored(tmp_path / "run", data["source"], "--split", "train")) == (22, 22)
     assert counts(scored(tmp_path / "run", data["source"], "--split", "all")) == (30, 22)
+    without = scored(tmp_path / "run", None)
+    assert (without["data"], without["fingerprint"]) == (data["source"], own["fingerprint"])
+
+
+@pytest.mark.parametrize(
+    ("given", "own", "scored"),
+    [
+        ("demo", "demo:objects", "demo:objects"),
+        ("demo", "demo", "demo"),
+        ("demo", "photos", "demo"),
+        ("demo", None, "demo"),
+        ("demo:objects", "demo", "demo:objects"),
+        ("", "demo:objects", "demo:objects"),
+        ("", "hf:owner/name", "hf:owner/name"),
+    ],
+)
+def test_demo_is_the_demo_that_the_run_was_trained_on(given: str, own: str | None, scored: str) -> None:
+    facts = {"recipe": {"data": {"source": own}}} if own else {}
+    assert run_source(ImageSource(given), facts, "run").place == scored
+
+
+def test_a_demo_that_is_not_there_is_refused_with_those_that_are() -> None:
+    with pytest.raises(DataError, match=r"no such demo; there are demo \(6 classes\), demo:objects \(24 classes\)"):
+        open_split(ImageSource("demo:shapes"), "val")
 
 
 def test_the_demos_scenes_are_split_too() -> None:
@@ -192,6 +216,17 @@ def test_a_network_that_does_not_say_what_it_was_trained_on_is_scored_as_before(
     save_classifier(classifier, tmp_path / "stranger.safetensors")
     result = scored(tmp_path / "stranger.safetensors", str(finished[1]))
     assert (counts(result), result["part"]) == ((30, None), None)
+    done = run("eval", str(tmp_path / "stranger.safetensors"))
+    assert (done.exit_code, "--data: which images?" in done.stderr) == (2, True)
+
+
+def test_pictures_of_a_run_that_are_gone_are_named(tmp_path: Path) -> None:
+    data = folders(tmp_path)
+    train(small(data["source"], data=data, **ONCE), tmp_path / "run")
+    (tmp_path / "photos").rename(tmp_path / "moved")
+    done = run("eval", str(tmp_path / "run"))
+    assert done.exit_code == 3
+    assert "photos, which is not here; name the images with --data" in " ".join(done.stderr.split())
 
 
 def test_a_wrong_split_ends_with_one_line(finished: tuple[Path, Path]) -> None:

@@ -256,6 +256,9 @@ def _open(source: ImageSource, place: str, split: str) -> tuple[Labelled, tuple[
     if place in DEMO:
         task, splits = DEMO[place]
         return SceneSplit(task, *splits[split]), tuple(LABELS[task])
+    if place.startswith("demo:"):
+        told = ", ".join(f"{name} ({len(LABELS[task])} classes)" for name, (task, _) in DEMO.items())
+        raise DataError(f"--data {place}: no such demo; there are {told}")
     if place.startswith("wds:"):
         shards = Shards(place.removeprefix("wds:"))
         return shards, shards.classes

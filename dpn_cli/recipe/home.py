@@ -6,6 +6,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+# The built-in scenes of classifiers: asked for the colour of the largest object, for fine-tuning, and with the question
+# that takes most of them in, for pre-training and distillation.
+DEMO, DEMO_OBJECTS = DEMOS = ("demo", "demo:objects")
+
 
 def home() -> Path:
     """Return the folder for weights that dpn makes or is given: $DPN_HOME, or ~/.dpn."""
@@ -23,7 +27,7 @@ def find_data(name: str) -> str:
     """Return the first of $DPN_DATA_DIR/NAME and ./NAME that exists, else ``"demo"``; archives have their own NAME."""
     places = [Path(os.environ["DPN_DATA_DIR"])] if os.environ.get("DPN_DATA_DIR") else []
     folders = (place / each for place in (*places, Path()) for each in (name, *UNPACKED.get(name, ())))
-    return next((str(folder) for folder in folders if folder.is_dir()), "demo")
+    return next((str(folder) for folder in folders if folder.is_dir()), DEMO)
 
 
 def find_weights(arch: str | None, stems: Sequence[str]) -> str | None:

@@ -25,7 +25,7 @@ from dpn_cli.scoring import Scores, score
 from tasks.classify.answers import described_pairs, keep
 from tasks.classify.classifier import Classifier, load_classifier, predict
 from tasks.classify.options import Scoring
-from tasks.classify.parts import open_part
+from tasks.classify.parts import open_part, run_source
 
 
 def evaluate(options: Scoring, console: Console) -> dict[str, Any] | None:
@@ -39,13 +39,15 @@ def evaluate(options: Scoring, console: Console) -> dict[str, Any] | None:
             open_report(options.output_dir)
         classifier = load_classifier(options.network, (size, size) if isinstance(size, int) else size, "dpn eval")
         reading = Reading(how.decode or classifier.decoder, how.max_pixels)
-        source = ImageSource(
-            options.source, image_column=options.image_column, label_column=options.label_column, reading=reading
+        asked = ImageSource(
+            options.source or "", image_column=options.image_column, label_column=options.label_column, reading=reading
         )
+        source = run_source(asked, classifier.facts, options.network)
         split, names, part = open_part(source, options.split, classifier.facts)
         columns = match_classes(classifier.classes, names)
         console.info(
-            f"{len(split.labels)} images of {len(names)} classes"
+            ("" if source.place == options.source else f"{source.place}: ")
+            + f"{len(split.labels)} images of {len(names)} classes"
             + (f", {part}" if part else "")
             + _columns_note(classifier, columns)
         )
@@ -56,7 +58,7 @@ def evaluate(options: Scoring, console: Console) -> dict[str, Any] | None:
         answers = bool(real) or options.output_dir is not None
         with console.counting("eval", world.share(len(split.labels))) as done:
             scores = _score(classifier, split, columns, options, world, keep_answers=answers, done=done)
-        result = _result(options, classifier, names, scores, split, part, known)
+        result = _result(options, source.place, classifier, names, scores, split, part, known)
         if real:
             labels = [real[answer.row] for answer in scores.answers]
             result["real"] = real_accuracy([answer.predicted for answer in scores.answers], labels)
@@ -123,6 +125,7 @@ def _score(
 
 def _result(
     options: Scoring,
+    place: str,
     classifier: Classifier,
     names: Sequence[str],
     scores: Scores,
@@ -133,7 +136,7 @@ def _result(
     return {
         "task": "eval",
         "network": options.network,
-        "data": options.source,
+        "data": place,
         "split": options.split or "val",
         "part": part,
         "trained_on": known.to_dict() if known else None,

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from dpn_cli.recipe.flag import TRAIN, flag
-from dpn_cli.recipe.home import find_data
+from dpn_cli.recipe.home import DEMOS, find_data
 from dpn_cli.recipe.layers import last_given, layered
 from dpn_cli.recipe.reading import Plain, Say, merge, read_recipe, unsaid
 from dpn_cli.recipe.schema import Optim
@@ -43,7 +43,7 @@ def resolve(config: str | None, flags: Mapping[str, Any], settings: Mapping[str,
     source = last_given("data", "source", file, command) or find_data("imagenet")
     scratch = last_given("backbone", "checkpoint", file, command) == "none"
     own = "pretrain_own" if scratch and config != "highres_own" else "highres_own"
-    shipped = "highres_demo" if source == "demo" else shipped_for(str(source), config, "highres", own, say)
+    shipped = "highres_demo" if source in DEMOS else shipped_for(str(source), config, "highres", own, say)
     base = read_recipe(shipped)
     if shipped == "highres_demo" and not scratch and last_given("backbone", "checkpoint", file, command):
         base = merge(base, {"backbone": {"arch": None, "pool": None}})  # those of the demo's network from scratch

@@ -44,7 +44,7 @@ class Scoring(Section):
     """Options of ``dpn eval``."""
 
     network: Annotated[str, argument("A run's folder, or a checkpoint with a head.")]
-    source: Annotated[str, LABELLED]
+    source: Annotated[str | None, LABELLED.but(unset="the run's")] = None
     split: Annotated[
         Literal["train", "val", "all"] | None,
         flag(

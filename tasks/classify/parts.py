@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +13,8 @@ from PIL import Image
 
 from dpn_cli.data.classified import ClassData, ImageSource, check_classes, has_split, open_class_data, open_split
 from dpn_cli.data.labelled import Images, Labelled, fingerprint
-from dpn_cli.errors import DataError
+from dpn_cli.errors import DataError, DpnError
+from dpn_cli.recipe.home import DEMOS
 
 Split = Literal["train", "val", "all"]
 OWN = {
@@ -56,6 +58,33 @@ class Joined(Images):
         """Open an image, not decoded yet."""
         part, row = self._place(index)
         return part.open(row)
+
+
+def run_source(source: ImageSource, facts: Mapping[str, Any], network: str) -> ImageSource:
+    """Return where the images to score are: where `source` says, or, without a place, where the run's own are.
+
+    ``demo`` is the one of the built-in data sets that the run was trained on. Raises `DpnError` where neither says, and
+    `DataError` where the run's own are gone.
+    """
+    before = _data_of_run(facts)
+    own = before.get("source")
+    if source.place == "demo" and own in DEMOS:
+        return replace(source, place=own)
+    if source.place:
+        return source
+    if own is None:
+        raise DpnError(
+            f"--data: which images? {network} does not say on which it was trained; name a folder with val/CLASS or "
+            "CLASS, hf:OWNER/NAME, wds:PATTERN, or demo"
+        )
+    if ":" not in own and own not in DEMOS and not Path(own).expanduser().is_dir():
+        raise DataError(f"{network}: it was trained on {own}, which is not here; name the images with --data")
+    return replace(
+        source,
+        place=own,
+        image_column=source.image_column or before.get("image_column"),
+        label_column=source.label_column or before.get("label_column"),
+    )
 
 
 def open_part(

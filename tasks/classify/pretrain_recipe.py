@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from dpn_cli.arch import Norm, Placement, Posemb, Stem, did_you_mean, parse_arch
 from dpn_cli.errors import DpnError
 from dpn_cli.recipe.flag import MODEL, TRAIN, flag
-from dpn_cli.recipe.home import UNPACKED, find_data
+from dpn_cli.recipe.home import DEMO_OBJECTS, DEMOS, UNPACKED, find_data
 from dpn_cli.recipe.layers import last_given, layered
 from dpn_cli.recipe.network import (
     ARCH,
@@ -47,7 +47,6 @@ RECIPES = {
     "folder": "pretrain_cifar",
 }
 DATA = {"deit": "imagenet", "s16plus": "imagenet"}
-# The built-in scenes with the question that takes most of them in.
 # The recipes that Appendix C's line of the architecture belongs to.
 BY_ARCH = ("pretrain", "pretrain_imagenet21k", "pretrain_sun397")
 # What --preset short changes in a recipe.
@@ -55,7 +54,6 @@ SHORTER = {"imagenet": SHORT, "cifar10": SHORT_CIFAR, "cifar100": SHORT_CIFAR, "
 ARCHIVES = {"cifar10": "cifar-10-python.tar.gz", "cifar100": "cifar-100-python.tar.gz"}
 # Those whose networks are probed on ImageNet in the end.
 PROBED = ("imagenet21k", "jft")
-DEMO_OBJECTS = "demo:objects"
 LEAST_MINIVAL = 0.01
 
 
@@ -146,7 +144,7 @@ def resolve(
     given = last_given("data", "source", file, command)
     arch = last_given("backbone", "arch", file, command)
     source = _part_of(str(given), name) if given else find_data(DATA.get(name, name))
-    demo = source in ("demo", DEMO_OBJECTS)
+    demo = source in DEMOS
     if demo and name == "sun397":
         raise DpnError(
             f"--data: {name} needs train/CLASS, val/CLASS and test/CLASS; name the folder (there is no demo)"

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from dpn_cli.recipe.compare import ComparedTraining
 from dpn_cli.recipe.flag import TRAIN, flag
+from dpn_cli.recipe.home import DEMOS
 from dpn_cli.recipe.network import DROP_PATH, BackboneConfig, Freeze
 from dpn_cli.recipe.reading import Say, unsaid
 from dpn_cli.recipe.schema import (
@@ -155,7 +156,7 @@ class SupervisedRecipe(ComparedTraining):
     @property
     def demo(self) -> bool:
         """Whether the data are the built-in scenes, whatever is asked about them."""
-        return (self.data.source or "").split(":")[0] == "demo"
+        return self.data.source in DEMOS
 
 
 RecipeT = TypeVar("RecipeT", bound=SupervisedRecipe)

@@ -12,7 +12,7 @@ from dpn_cli.arch import Norm, Placement, Stem
 from dpn_cli.errors import DpnError
 from dpn_cli.recipe.compare import ComparedTraining
 from dpn_cli.recipe.flag import DATA, MODEL, RUNTIME, TRAIN, flag
-from dpn_cli.recipe.home import find_data
+from dpn_cli.recipe.home import DEMO_OBJECTS, DEMOS, find_data
 from dpn_cli.recipe.layers import last_given, layered
 from dpn_cli.recipe.network import ARCH, DROP_PATH, IMAGE_SIZE, NORM, PLACEMENT, STEM, BackboneConfig
 from dpn_cli.recipe.reading import Plain, Say, merge, read_recipe, unsaid
@@ -35,7 +35,6 @@ from dpn_cli.recipe.schema import (
     refuse_unused,
 )
 
-DEMO_OBJECTS = "demo:objects"
 Start = Literal["retrofit", "anneal", "copy", "scratch"]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -231,7 +230,7 @@ class DistillRecipe(ComparedTraining):
     @property
     def demo(self) -> bool:
         """Whether the data are the built-in scenes, whatever is asked about them."""
-        return (self.data.source or "").split(":")[0] == "demo"
+        return self.data.source in DEMOS
 
 
 def resolve(config: str | None, flags: Mapping[str, Any], settings: Mapping[str, Any], say: Say = unsaid) -> Plain:
@@ -243,7 +242,7 @@ def resolve(config: str | None, flags: Mapping[str, Any], settings: Mapping[str,
     file, command = read_recipe(config) if config else {}, merge(flags, settings)
     given = last_given("data", "source", file, command)
     source = given or find_data("imagenet")
-    demo = source in ("demo", DEMO_OBJECTS)
+    demo = source in DEMOS
     teacher = command.get("teacher") or file.get("teacher")
     if demo and teacher and not given:
         raise DpnError(
