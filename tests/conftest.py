@@ -80,19 +80,20 @@ def golden() -> Callable[[str], Arrays]:
     return read
 
 
-def run_ranks(main: Callable[..., None], *arguments: object, limit: float = LIMIT) -> None:
-    """Call ``main(rank, *arguments)`` in two processes; they come from one that has imported the libraries already.
+def run_ranks(main: Callable[..., None], *arguments: object, ranks: int = 2, limit: float = LIMIT) -> None:
+    """Call ``main(rank, *arguments)`` in processes that come from one that has imported the libraries already.
 
     Raises `TimeoutError` after the limit in seconds: ranks that wait for each other wait for ever.
     """
-    ranks = start_processes(main, args=arguments, nprocs=2, join=False, start_method="forkserver")  # type: ignore[no-untyped-call]
+    how: dict[str, Any] = {"nprocs": ranks, "join": False, "start_method": "forkserver"}
+    started = start_processes(main, args=arguments, **how)  # type: ignore[no-untyped-call]
     until = time.monotonic() + limit
     try:
-        while not ranks.join(max(0.0, until - time.monotonic())):
+        while not started.join(max(0.0, until - time.monotonic())):
             if time.monotonic() >= until:
                 raise TimeoutError(f"the ranks did not end within {limit:g} s")
     finally:
-        for process in ranks.processes:
+        for process in started.processes:
             process.kill()
             process.join()
 

@@ -1,4 +1,4 @@
-"""Two processes, gloo, on the CPU: gradients are the whole batch's, and every example is scored once."""
+"""Two and three processes, gloo, on the CPU: gradients are the whole batch's, and every example is scored once."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import multiprocessing
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,34 +38,39 @@ CPU = torch.device("cpu")
 Work = str | Callable[[World, Path], None]
 
 
-def main(rank: int, folder: str, work: Work) -> None:
-    """Do some work as one of two ranks; everything happens inside, so that gloo leaves in order."""
+def main(rank: int, folder: str, work: Work, ranks: int) -> None:
+    """Do some work as one of several ranks; everything happens inside, so that gloo leaves in order."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store{ranks}", rank=rank, world_size=ranks)
     do = JOBS[work] if isinstance(work, str) else work
-    do(World(rank, 2, CPU), Path(folder))
+    do(World(rank, ranks, CPU), Path(folder))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def spawn(work: Work, folder: Path) -> None:
-    run_ranks(main, str(folder), work)
+def spawn(work: Work, folder: Path, ranks: int = 2) -> None:
+    run_ranks(main, str(folder), work, ranks, ranks=ranks)
 
 
 def share(world: World) -> engine.Batches:
-    rows = slice(world.rank * 4, world.rank * 4 + 4)
+    rows = world.rows(8)
 
     def batches(start: int):  # type: ignore[no-untyped-def]
         for batch in random_batches()(start):
-            yield {name: value[rows] for name, value in batch.items()}
+            yield {name: value[rows.start : rows.stop] for name, value in batch.items()}
 
     return batches
 
 
 def fit(
-    world: World, batches: engine.Batches, loss: engine.LossFn = loss_fn, micro: int = 8, **outputs: object
+    world: World,
+    batches: engine.Batches,
+    loss: engine.LossFn = loss_fn,
+    micro: int = 8,
+    drop_path: float = 0.0,
+    **outputs: object,
 ) -> engine.FitResult:
-    model = engine.prepare(small(), Runtime(), world)
+    model = engine.prepare(small(drop_path=drop_path), Runtime(), world)
     written = Outputs(**outputs)  # type: ignore[arg-type]
     result = engine.fit(
         model,
@@ -101,6 +107,31 @@ def test_two_ranks_train_the_network_of_one(tmp_path: Path) -> None:
         for micro in (4, 1):
             together = json.loads((tmp_path / f"rank{rank}-{micro}.json").read_text())
             assert together == pytest.approx(alone, rel=1e-5, abs=1e-5)
+
+
+def thirds_job(world: World, folder: Path) -> None:
+    halves = replace(world, grain=2)
+    log = MetricsLog(folder / "thirds.jsonl")
+    (folder / f"rank{world.rank}.json").write_text(json.dumps(fit(halves, share(halves), micro=2, log=log).metrics))
+    dropping = fit(halves, share(halves), micro=2, drop_path=0.5)
+    (folder / f"rank{world.rank}-dropping.json").write_text(json.dumps(dropping.metrics))
+
+
+def test_three_ranks_train_the_network_of_one_although_they_do_not_divide_the_batch(tmp_path: Path) -> None:
+    """Shares are 2, 2 and 4 rows, so that micro-batches and what they drop are those of one rank."""
+    spawn("thirds", tmp_path, ranks=3)
+    alone_log = MetricsLog(tmp_path / "alone.jsonl")
+    alone = World(0, 1, CPU)
+    expected = {
+        "": fit(alone, random_batches(), log=alone_log).metrics,
+        "-dropping": fit(alone, random_batches(), micro=2, drop_path=0.5).metrics,
+    }
+    for one, three in zip(alone_log.records(), MetricsLog(tmp_path / "thirds.jsonl").records(), strict=True):
+        assert (three["loss"], three["grad_norm"]) == pytest.approx((one["loss"], one["grad_norm"]), rel=1e-4)
+    for name, metrics in expected.items():
+        for rank in range(3):
+            together = json.loads((tmp_path / f"rank{rank}{name}.json").read_text())
+            assert together == pytest.approx(metrics, rel=1e-5, abs=1e-5)
 
 
 def deadlock(rank: int) -> None:
@@ -239,6 +270,7 @@ def picture_job(world: World, folder: Path) -> None:
 
 JOBS = {
     "train": train_job,
+    "thirds": thirds_job,
     "memory": memory_job,
     "stop": stop_job,
     "nan": nan_job,

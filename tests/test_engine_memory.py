@@ -63,8 +63,23 @@ def test_other_errors_are_not_taken_for_memory() -> None:
 
 
 def test_a_batch_that_ranks_cannot_share_is_refused() -> None:
+    with pytest.raises(DpnError, match="--batch-size 8: less than one for each of the 9 ranks; use 9 at least"):
+        engine.fit(small(), job(world=World(0, 9, torch.device("cpu"))))
+    # Statistics over unequal shares are not those of the batch.
     with pytest.raises(DpnError, match="--batch-size 8: not divisible by the 3 ranks; use 6"):
-        engine.fit(small(), job(world=World(0, 3, torch.device("cpu"))))
+        engine.fit(small(norm="bn"), job(world=World(0, 3, torch.device("cpu"))))
+
+
+def test_shares_of_a_batch_are_equal_or_the_nearest_in_whole_grains() -> None:
+    def shares(batch: int, ranks: int, grain: int = 1) -> list[tuple[int, int]]:
+        worlds = [World(rank, ranks, torch.device("cpu"), grain=grain) for rank in range(ranks)]
+        return [(world.rows(batch).start, len(world.rows(batch))) for world in worlds]
+
+    assert shares(8, 2) == shares(8, 2, grain=3) == [(0, 4), (4, 4)]
+    assert shares(8, 3) == shares(8, 3, grain=5) == [(0, 2), (2, 3), (5, 3)]
+    assert shares(8, 3, grain=2) == [(0, 2), (2, 2), (4, 4)]
+    assert shares(8, 3, grain=4) == shares(8, 3)  # two grains are not enough for three ranks
+    assert World(0, 3, torch.device("cpu")).most(8) == 3
 
 
 def test_automatic_micro_batches_fit_a_cpu_and_respect_the_recipe() -> None:

@@ -17,7 +17,7 @@ from conftest import Arrays, pictures
 from PIL import Image
 
 from dpn_cli.data.classified import ClassFolders
-from dpn_cli.data.loader import Augmentation, blend, crop_batches, mixing
+from dpn_cli.data.loader import Augmentation, blend, crop_batches, mixed_with_before
 from dpn_cli.engine.fit import Batch
 from dpn_cli.errors import DataError
 from dpn_cli.run.distributed import World
@@ -76,12 +76,14 @@ def test_an_epoch_sees_every_image_once_even_inside_a_batch(folder: ClassFolders
         assert epoch.bincount().tolist() == [5, 5, 5]
 
 
-def test_ranks_share_the_batch_that_one_rank_would_have(folder: ClassFolders) -> None:
-    alone = take(folder, 0, 3)
-    parts = [take(folder, 0, 3, World(rank, 2, CPU)) for rank in range(2)]
-    for whole, first, second in zip(alone, *parts, strict=True):
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("mixup", [0.0, 0.5])
+def test_ranks_share_the_batch_that_one_rank_would_have(ranks: int, mixup: float, folder: ClassFolders) -> None:
+    alone = take(folder, 0, 3, mixup=mixup)
+    parts = [take(folder, 0, 3, World(rank, ranks, CPU), mixup=mixup) for rank in range(ranks)]
+    for step, whole in enumerate(alone):
         for name in whole:
-            assert torch.equal(torch.cat([first[name], second[name]]), whole[name])
+            assert torch.equal(torch.cat([part[step][name] for part in parts]), whole[name])
 
 
 def test_every_place_of_every_batch_has_its_own_crop(tmp_path: Path) -> None:
@@ -127,12 +129,13 @@ def test_mixup_is_big_visions(p: str, golden: Callable[[str], Arrays]) -> None:
     arrays = golden("mixup")
     images, labels = (torch.from_numpy(arrays[name]) for name in ("images", "labels"))
     share = torch.full((len(images),), float(arrays[f"p{p}/a"]))
-    batch = mixing({"image": images, "label": labels}, float(p), seed=0, step=0)
+    plain = {"image": images, "label": labels}
+    batch = mixed_with_before(plain, float(p), seed=0, step=0)
     for name, first in (("image", images), ("label", labels)):
         mixed = blend(first, batch[f"other_{name}"], share)
         torch.testing.assert_close(mixed, torch.from_numpy(arrays[f"p{p}/{name}s"]), atol=1e-6, rtol=0)
     assert len(set(batch["mix"].tolist())) == 1
-    drawn = [mixing({"image": images, "label": labels}, float(p), 0, step)["mix"][0].item() for step in range(1500)]
+    drawn = [mixed_with_before(plain, float(p), 0, step)["mix"][0].item() for step in range(1500)]
     counts, _ = np.histogram(drawn, bins=20, range=(0.5, 1))
     expected = arrays[f"a_hist/p{p}"] / arrays[f"a_hist/p{p}"].sum() * len(drawn)
     kept = expected > 5

@@ -153,8 +153,11 @@ def test_without_data_it_is_the_demo_unless_an_arch_was_asked_for(
 
 def test_batches_are_divided_or_refused_never_rounded() -> None:
     recipe = built("S/16", batch_size=100)
-    with pytest.raises(DpnError, match="--batch-size 100: not divisible by the 3 ranks; use 99"):
-        check_batch(recipe, World(0, 3, torch.device("cpu")))
+    with pytest.raises(DpnError, match="--batch-size 100: less than one for each of the 300 ranks; use 300 at least"):
+        check_batch(recipe, World(0, 300, torch.device("cpu")))
+    uneven = built("S/16", batch_size=100, runtime={"micro_batch_size": 30})
+    with pytest.raises(DpnError, match="--micro-batch-size 30: does not divide --batch-size 100; use 25, or auto"):
+        check_batch(uneven, World(0, 3, torch.device("cpu")))
     micro = built("S/16", batch_size=96, runtime={"micro_batch_size": 20})
     with pytest.raises(DpnError, match=r"20: does not divide the 48 images of a rank \(--batch-size 96 over 2 ranks\)"):
         check_batch(micro, World(0, 2, torch.device("cpu")))

@@ -64,7 +64,7 @@ MUTATIONS = [
      "recipes: AutoAugment leaves black corners", R),
     (AUGMENT, "switch_prob=0.5", "switch_prob=0.0",
      "recipes: CutMix never comes", R),
-    ("dpn_cli/data/loader.py", "*(batch_size - 1 - place for place in reversed(half))", "*half",
+    ("dpn_cli/data/loader.py", "for place in (first, batch_size - 1 - first)]", "for place in (first, first)]",
      "recipes: ranks mix other pairs than one rank would", R),
     ("dpn_cli/data/loader.py", "fold(self.seed, POLICY, first, second)", "fold(self.seed, POLICY, first)",
      "recipes: all images of a batch are augmented alike", R),

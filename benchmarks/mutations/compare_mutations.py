@@ -49,7 +49,7 @@ MUTATIONS = [
     (TABLE, 'get("digests", digests)', 'get("", digests)', "seeds start from different weights", C),
     (STOPPING, "    if signal.getsignal(signal.SIGTERM) is _note:\n", "    if False:\n",
      "a signal at the end of a training does not stop the others", C),
-    (RANKS, "    if dist.is_initialized():\n        yield World(rank, size, chosen)\n        return\n", "",
+    (RANKS, "    if dist.is_initialized():\n        yield World(rank, size, chosen, here)\n        return\n", "",
      "each training joins the ranks anew", C),
     (KINDS, '    if kind == "comparison":\n', "    if False:\n", "dpn eval does not say where the networks are", C),
 ]  # fmt: skip

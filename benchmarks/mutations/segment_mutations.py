@@ -55,7 +55,7 @@ MUTATIONS = [
     (TRAIN, "scores.miou, floor)", "scores.pixel_accuracy, floor)", "the warning compares another score with the mIoU's floor", f"{G}"),
     (LOADER, "fold(self.seed, step, place)", "fold(self.seed, 0, place)", "every step draws the same crops", f"{N}"),
     (LOADER, "fold(self.seed, step, place)", "fold(self.seed, step)", "a batch's images are cropped alike", f"{I} {N}"),
-    (LOADER, "range(world.rank * share, (world.rank + 1) * share)", "range(0, share)",
+    (LOADER, "mine = world.rows(batch_size)", "mine = range(len(world.rows(batch_size)))",
      "all ranks train on the first rank's rows", f"{S}"),
     (LOADER, "labelled / batch_size", "labelled / len(label)", "the loss depends on the number of ranks", f"{I} {N}"),
     (LOADER, "seed, start, mine)", "seed, 0, mine)", "a resumed run sees its first batches again", f"{S}"),

@@ -103,16 +103,22 @@ def repeated(images: int, seed: int, epoch: int, repeats: int) -> Tensor:
 def mixed(batches: Batches, mixup: Mixup, normalize: Callable[[Tensor], Tensor], seed: int) -> Batches:
     """Return batches of ``image`` (b, 3, h, w), normalised and mixed by timm's mixup and CutMix, and ``target``.
 
-    Each image is mixed with the one at the mirrored place of the batch, with one share for the whole batch. ``target``
+    The images that are mixed with each other are neighbours, a first one and the one at the mirrored place of the
+    batch: a part of the batch is the same for any number of ranks. There is one share for the whole batch. ``target``
     (b, classes) includes the label smoothing of `mixup`.
     """
 
     def mixing(start: int) -> Generator[Batch, None, None]:
         with closing(batches(start)) as stream:
             for step, batch in enumerate(stream, start):
+                rows = len(batch["label"])
+                mirroring = torch.cat([torch.arange(0, rows, 2), torch.arange(rows - 1, 0, -2)]).to(
+                    batch["label"].device
+                )
                 with seeded(fold(seed, MIX_TIMM, step)):
-                    image, target = mixup(normalize(batch["image"]), batch["label"])
-                yield {"image": image, "target": target}
+                    image, target = mixup(normalize(batch["image"][mirroring]), batch["label"][mirroring])
+                neighbours = mirroring.argsort()
+                yield {"image": image[neighbours], "target": target[neighbours]}
 
     return mixing
 

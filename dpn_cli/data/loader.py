@@ -176,12 +176,15 @@ def _collate(loaded: Sequence[Loaded]) -> tuple[Tensor, Tensor, int] | DataError
     return images, labels, sum(skipped for _, _, skipped in good)
 
 
-def worker_count(workers: int | Literal["auto"], device: torch.device, ranks: int = 1) -> int:
-    """Return the number of decoding processes per rank: on a GPU up to 16, on a CPU one, beside the training."""
+def worker_count(workers: int | Literal["auto"], device: torch.device, here: int = 1) -> int:
+    """Return the number of decoding processes per rank: on a GPU up to 16, on a CPU one, beside the training.
+
+    `here` is the number of ranks that share the machine.
+    """
     if workers != "auto":
         return workers
     count = len(cores())
-    return max(1, min(16, count // ranks - 1)) if device.type == "cuda" else int(count > 1)
+    return max(1, min(16, count // here - 1)) if device.type == "cuda" else int(count > 1)
 
 
 def crops_of(
@@ -228,10 +231,12 @@ def crop_batches(
     """Return the engine's ``batches``: ``image`` (b, 3, h, w) uint8 and ``label`` (b,), this rank's rows.
 
     With random erasing, images are float32 in the network's input range. With mixup, batches also hold ``other_image``
-    and ``other_label``, this rank's rows rolled by one, and ``mix`` (b,), the share of the first. Raises `DataError`
-    naming the first unreadable image, unless `skip_bad` replaces it and calls `on_skip`.
+    and ``other_label``, the row of the global batch before each, and ``mix`` (b,), the share of the first. Raises
+    `DataError` naming the first unreadable image, unless `skip_bad` replaces it and calls `on_skip`.
     """
     mine = places(batch_size, world, mirrored=augmentation.mirrored)
+    if augmentation.mixup and world.size > 1:
+        mine = [(mine[0] - 1) % batch_size, *mine]  # the first of these rows is mixed with another rank's last
 
     def batches(start: int) -> Generator[Batch, None, None]:
         repeats, views = augmentation.repeats, augmentation.views
@@ -244,21 +249,19 @@ def crop_batches(
                     flipped = flipped.to(world.device)
                     images[flipped] = images[flipped].flip(-1)
                 batch = {"image": images, "label": labels}
-                yield {**batch, **mixing(batch, augmentation.mixup, seed, step)} if augmentation.mixup else batch
+                if augmentation.mixup:
+                    batch = mixed_with_before(batch, augmentation.mixup, seed, step, wraps=world.size == 1)
+                yield batch
 
     return batches
 
 
 def places(batch_size: int, world: World, *, mirrored: bool = False) -> list[int]:
-    """Return a rank's places in the global batch: consecutive ones, or with `mirrored` half of them and their mirrors.
-
-    With `mirrored`, rows that mirror each other in a rank's batch do so in the global batch.
-    """
-    share = batch_size // world.size
+    """Return a rank's places in the global batch: consecutive ones, or with `mirrored` each followed by its mirror."""
+    mine = world.rows(batch_size)
     if not mirrored:
-        return list(range(world.rank * share, (world.rank + 1) * share))
-    half = list(range(world.rank * share // 2, (world.rank + 1) * share // 2))
-    return [*half, *(batch_size - 1 - place for place in reversed(half))]
+        return list(mine)
+    return [place for first in range(mine.start // 2, mine.stop // 2) for place in (first, batch_size - 1 - first)]
 
 
 def blend(first: Tensor, other: Tensor, share: Tensor) -> Tensor:
@@ -267,15 +270,17 @@ def blend(first: Tensor, other: Tensor, share: Tensor) -> Tensor:
     return weight * first + (1 - weight) * other
 
 
-def mixing(batch: Batch, strength: float, seed: int, step: int) -> Batch:
-    """Return the keys that mixup adds to a batch: one share for all of it, Beta(p, p) folded to at least a half.
+def mixed_with_before(batch: Batch, strength: float, seed: int, step: int, *, wraps: bool = True) -> Batch:
+    """Return a batch with what mixup needs: one share for all of it, Beta(p, p) folded to at least a half.
 
-    big_vision's get_mixup: each example is mixed with the one before it in the batch.
+    big_vision's get_mixup: each example is mixed with the one before it in the global batch, the first one with the
+    last. A batch that does not wrap begins with an example that belongs to the rank before, and is mixed with only.
     """
     draw = np.random.default_rng((seed, MIX, step)).beta(strength, strength)
-    images, labels = batch["image"], batch["label"]
-    return {
-        "other_image": images.roll(1, 0),
-        "other_label": labels.roll(1, 0),
-        "mix": torch.full((len(images),), max(draw, 1 - draw), device=images.device),
-    }
+    if wraps:
+        others = {f"other_{name}": value.roll(1, 0) for name, value in batch.items()}
+    else:
+        others = {f"other_{name}": value[:-1] for name, value in batch.items()}
+        batch = {name: value[1:] for name, value in batch.items()}
+    images = batch["image"]
+    return {**batch, **others, "mix": torch.full((len(images),), max(draw, 1 - draw), device=images.device)}

@@ -212,8 +212,8 @@ def shuffled_batches(
     pixels: PixelSet, size: tuple[int, int], batch_size: int, seed: int, *, crop: bool, flip: bool, world: World
 ) -> Batches:
     """Return the engine's ``batches``: ``image`` (b, 3, *size) uint8 and ``label`` (b,), this rank's rows."""
-    share = batch_size // world.size
-    mine = slice(world.rank * share, (world.rank + 1) * share)
+    rows_here = world.rows(batch_size)
+    mine = slice(rows_here.start, rows_here.stop)
 
     def batches(start: int) -> Generator[Batch, None, None]:
         step = start

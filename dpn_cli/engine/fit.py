@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dpn_cli.engine.coupled import CoupledLoss
 from dpn_cli.engine.gradients import Gradients
 from dpn_cli.engine.job import Batch as Batch
 from dpn_cli.engine.job import Batches as Batches
@@ -24,6 +25,7 @@ from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.engine.optim import build_optimizer, lr_factor, set_lr
 from dpn_cli.engine.trainstate import Ema, restore, state_of
 from dpn_cli.errors import DpnError, NonFiniteError, StoppedError
+from dpn_cli.model.norms import has_running_norms
 from dpn_cli.recipe.schema import Runtime
 from dpn_cli.recipe.training import LAST_STEPS
 from dpn_cli.run import distributed, stopping
@@ -41,13 +43,12 @@ def fit(model: nn.Module, job: Job) -> FitResult:
     runs out, the micro-batch halves.
 
     Raises:
-        DpnError: the ranks do not divide the batch.
+        DpnError: the ranks are more than the batch has rows, or do not divide it where a row depends on others.
         NonFiniteError: loss or gradient norm is NaN or infinite; raised before the optimizer step.
         OutOfMemoryError: one row does not fit into memory.
         StoppedError: a signal asked to stop; the state is saved.
     """
-    if job.batch_size % job.world.size:
-        refuse_batch(job.batch_size, job.world.size)
+    check_shares(model, job)
     training = _Training(model, job)
     start, unevaluated = training.resume()
     if job.world.size > 1:
@@ -85,11 +86,18 @@ def fit(model: nn.Module, job: Job) -> FitResult:
     return result
 
 
+def check_shares(model: nn.Module, job: Job) -> None:
+    """Raise `DpnError` unless every rank has rows of a batch, and equally many where what a row gives takes others."""
+    coupled = isinstance(job.loss_fn, CoupledLoss) or has_running_norms(model)
+    if job.batch_size < job.world.size or (coupled and job.batch_size % job.world.size):
+        refuse_batch(job.batch_size, job.world.size)
+
+
 def refuse_batch(batch_size: int, ranks: int) -> NoReturn:
-    """Raise the `DpnError` for a batch that the ranks do not divide."""
-    raise DpnError(
-        f"--batch-size {batch_size}: not divisible by the {ranks} ranks; use {batch_size // ranks * ranks or ranks}"
-    )
+    """Raise the `DpnError` for a batch that is too small for the ranks, or that they do not divide."""
+    if batch_size < ranks:
+        raise DpnError(f"--batch-size {batch_size}: less than one for each of the {ranks} ranks; use {ranks} at least")
+    raise DpnError(f"--batch-size {batch_size}: not divisible by the {ranks} ranks; use {batch_size // ranks * ranks}")
 
 
 def prepare(model: nn.Module, runtime: Runtime, world: World) -> nn.Module:
@@ -117,7 +125,7 @@ class _Training:
         self.model, self.job, self.network = model, job, unwrap(model)
         self.best = -math.inf
         self.began = 0.0
-        rows = job.batch_size // job.world.size
+        rows = job.world.most(job.batch_size)
         self.micro_batch = job.micro_batch or MicroBatch.choose(job.runtime, rows, self.network, job.world.device)
         self.result = FitResult(0, math.nan, 0.0, 0.0, self.micro_batch.size)
         self.optimizer = build_optimizer(self.network.named_parameters(), job.optim, job.lr)
@@ -240,7 +248,8 @@ class _Training:
     def log(self, tick: Tick, norms: list[float]) -> None:
         """Log the state after a step, with the mean loss over ranks and the gradient's norm, then those of layers."""
         world, log = self.job.world, self.job.outputs.log
-        loss = distributed.reduce_over_ranks(torch.tensor(tick.loss)).item() / world.size
+        share = len(world.rows(self.job.batch_size)) / self.job.batch_size
+        loss = distributed.reduce_over_ranks(torch.tensor(tick.loss * share)).item()
         layers = self.gradients.layer_norms
         if log and world.leads:
             log.write(

@@ -59,6 +59,8 @@ class Gradients:
     def _accumulate(self, loss_fn: LossFn, batch: Batch, step: int, *, sync: bool = True) -> Tensor:
         """Add up the gradients of a batch in micro-batches, and over ranks if `sync`; returns the batch's loss."""
         rows, done = count_rows(batch), 0
+        # Gradients are averaged over ranks, whose shares may differ: this rank's has that weight in the mean.
+        equal_share = self.job.batch_size / self.job.world.size
         loss = torch.zeros((), device=self.job.world.device)
         for part in self._micro_batches(batch, step):
             count = count_rows(part)
@@ -66,7 +68,7 @@ class Gradients:
             with nullcontext() if sync and done == rows else self._no_sync():
                 with precision_of(self.job.runtime, self.job.world.device):
                     value = loss_fn(self.model, part)
-                (value * (count / rows)).backward()  # type: ignore[no-untyped-call]
+                (value * (count / equal_share)).backward()  # type: ignore[no-untyped-call]
             loss += value.detach().float() * (count / rows)
         return loss
 
@@ -130,9 +132,10 @@ class Gradients:
     def _micro_batches(self, batch: Batch, step: int) -> Iterator[Batch]:
         """Yield the micro-batches of a batch, each with the random state that belongs to it."""
         rows, size = count_rows(batch), self.micro_batch.size
+        first = self.job.world.rows(self.job.batch_size).start
         for begin in range(0, rows, size):
             # Dropout and drop path: a function of where in the training, never of what ran before.
-            torch.manual_seed(fold(self.job.seed, step, self.job.world.rank * rows + begin))
+            torch.manual_seed(fold(self.job.seed, step, first + begin))
             yield {name: value[begin : begin + size] for name, value in batch.items()}
 
     def _no_sync(self) -> AbstractContextManager[None]:

@@ -22,16 +22,36 @@ ValueT = TypeVar("ValueT")
 
 @dataclass(frozen=True)
 class World:
-    """This process's rank, the number of ranks, and the device it computes on."""
+    """This process's rank, the number of ranks, and the device it computes on.
+
+    `here` is the number of ranks on this machine. Where the ranks do not divide a batch, their shares are multiples of
+    `grain` rows: with grains that are micro-batches, these are the same ones for any number of ranks.
+    """
 
     rank: int
     size: int
     device: torch.device
+    here: int = 1
+    grain: int = 1
 
     @property
     def leads(self) -> bool:
         """Whether this rank writes files and prints."""
         return self.rank == 0
+
+    def rows(self, batch: int) -> range:
+        """Return this rank's rows of a batch, consecutive ones: an equal share, or the nearest to it in grains."""
+        return self._rows(self.rank, batch)
+
+    def most(self, batch: int) -> int:
+        """Return how many rows of a batch the rank with the largest share has."""
+        return max(len(self._rows(rank, batch)) for rank in range(self.size))
+
+    def _rows(self, rank: int, batch: int) -> range:
+        grains, rest = divmod(batch, self.grain)
+        unit = 1 if batch % self.size == 0 or rest or grains < self.size else self.grain
+        first, last = (unit * (batch // unit * number // self.size) for number in (rank, rank + 1))
+        return range(first, last)
 
     def share(self, count: int) -> int:
         """Return how many of `count` things that are dealt to the ranks in turn are this rank's."""
@@ -49,6 +69,7 @@ def join(device: str, patience: timedelta | None = None) -> Iterator[World]:
         int(os.environ.get(name, default))
         for name, default in (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0"))
     )
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     chosen = _device(device, local)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
@@ -56,12 +77,12 @@ def join(device: str, patience: timedelta | None = None) -> Iterator[World]:
         yield World(0, 1, chosen)
         return
     if dist.is_initialized():
-        yield World(rank, size, chosen)
+        yield World(rank, size, chosen, here)
         return
     dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=patience)
     try:
         with lost_rank():
-            yield World(rank, size, chosen)
+            yield World(rank, size, chosen, here)
             dist.barrier()  # gloo aborts at exit when a rank leaves while another still talks to it
     finally:
         dist.destroy_process_group()

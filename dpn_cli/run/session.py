@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -92,6 +92,8 @@ def session(
         raise DpnError("--resume --overwrite: one continues the existing run, the other deletes it; pass one of them")
     path, how = place.folder or default, {"resume": place.resume, "overwrite": place.overwrite}
     with stopping.listen(), join(runtime.device) as world, ExitStack() as claims:
+        if isinstance(runtime.micro_batch_size, int):
+            world = replace(world, grain=runtime.micro_batch_size)
         precision = runtime.precision_on(world.device.type)
         if place.dry_run:
             yield Session(recipe, RunFolder(path), world, console, _compared(recipe, precision, console))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from dpn_cli.data.classified import MINIVAL_CHOOSES, ClassData, Part, describe_imagenet, hash_order
@@ -27,27 +28,33 @@ SAMPLE = 100
 
 
 def check_batch(recipe: SupervisedRecipe, world: World) -> None:
-    """Raise `DpnError` unless ranks and micro-batches divide the batch: it is never rounded."""
+    """Raise `DpnError` unless ranks can share the batch, and micro-batches divide their shares: it is never rounded."""
     batch = recipe.batch_size
     check_divides(batch, recipe.runtime.micro_batch_size, world)
-    share = batch // world.size
-    if recipe.mixing == "timm" and share % 2:
+    odd = [share for rank in range(world.size) if (share := len(replace(world, rank=rank).rows(batch))) % 2]
+    if recipe.mixing == "timm" and odd:
+        even = -(-batch // (2 * world.size)) * 2 * world.size
         raise DpnError(
-            f"--batch-size {batch}: timm mixes images in pairs, and {share} on each of {world.size} ranks are odd; use "
-            f"{batch + world.size}"
+            f"--batch-size {batch}: timm mixes images in pairs, and the {odd[0]} images of a rank ({world.size} ranks) "
+            f"are odd; use {even}"
         )
 
 
 def check_divides(batch: int, micro: int | str, world: World) -> None:
-    """Raise `DpnError` unless the ranks divide a batch, and micro-batches a rank's share of it."""
-    if batch % world.size:
+    """Raise `DpnError` unless every rank has a share of a batch, and micro-batches divide it.
+
+    Where the ranks do not divide the batch, micro-batches have to divide the batch itself.
+    """
+    if batch < world.size:
         engine.refuse_batch(batch, world.size)
-    share = batch // world.size
-    if isinstance(micro, int) and share > micro and share % micro:
-        fits = max(size for size in range(1, micro) if share % size == 0)
+    share, equal = world.most(batch), batch % world.size == 0
+    whole = share if equal else batch
+    if isinstance(micro, int) and share > micro and whole % micro:
+        fits = max(size for size in range(1, micro) if whole % size == 0)
+        what = f"the {share} images of a rank (--batch-size {batch} over {world.size} ranks)"
         raise DpnError(
-            f"--micro-batch-size {micro}: does not divide the {share} images of a rank (--batch-size {batch} over "
-            f"{world.size} ranks); use {fits}, or auto"
+            f"--micro-batch-size {micro}: does not divide {what if equal else f'--batch-size {batch}'}; use {fits}, or "
+            "auto"
         )
 
 

@@ -190,7 +190,7 @@ class _ClassifierTraining:
             model,
             data,
             world,
-            workers=worker_count(recipe.runtime.workers, world.device, world.size),
+            workers=worker_count(recipe.runtime.workers, world.device, world.here),
             skip_bad=recipe.data.skip_bad_images,
             on_skip=self.skipped.append,
         )

@@ -148,7 +148,7 @@ def encoded_batches(
         return augment(images, places, encoder.size, crop=True, flip=True, generator=generator, mine=here)
 
     def batches(start: int) -> Generator[Batch, None, None]:
-        share = batch_size // world.size
+        share = len(world.rows(batch_size))
         count = next(size for size in range(min(micro, share), 0, -1) if share % size == 0)
         read = partial(resize, size=encoder.read_size)
         visits = _Rows(rows, start, steps, share)
@@ -164,5 +164,5 @@ def encoded_batches(
 
 
 def _share(batch_size: int, world: World) -> slice:
-    share = batch_size // world.size
-    return slice(world.rank * share, (world.rank + 1) * share)
+    rows = world.rows(batch_size)
+    return slice(rows.start, rows.stop)

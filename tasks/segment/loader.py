@@ -53,8 +53,7 @@ def segment_batches(
     number of labelled pixels per image of the whole batch, over all ranks: what the loss divides by.
     Raises `DataError` naming the first image or mask that is unreadable or wrong.
     """
-    share = batch_size // world.size
-    mine = range(world.rank * share, (world.rank + 1) * share)
+    mine = world.rows(batch_size)
 
     def batches(start: int) -> Generator[Batch, None, None]:
         with open_loader(

@@ -217,7 +217,7 @@ def job_of(
     """Return the engine's job: the segmenter's training by a recipe whose duration is in steps."""
     network = segmenter.network
     how = augmentation_of(recipe, network.vit.config.image_size)
-    workers = worker_count(recipe.runtime.workers, world.device, world.size) if workers is None else workers
+    workers = worker_count(recipe.runtime.workers, world.device, world.here) if workers is None else workers
     batches = segment_batches(data.train, data.rule, how, recipe.batch_size, recipe.seed, world, workers=workers)
     every = recipe.evaluate_every or 0
     every = every if every < recipe.schedule.steps else 0  # the end is scored anyway
@@ -229,7 +229,7 @@ def job_of(
         evaluate_every=every,
         monitor="miou",
         world=world,
-        micro_batch=MicroBatch.choose(recipe.runtime, recipe.batch_size // world.size, network.vit, world.device),
+        micro_batch=MicroBatch.choose(recipe.runtime, world.most(recipe.batch_size), network.vit, world.device),
         outputs=outputs,
     )
 

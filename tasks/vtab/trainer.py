@@ -68,7 +68,7 @@ class Trainer:
         self.trainable = engine.prepare(self.model, recipe.runtime, world)
         self.scratch = recipe.each()[network].backbone.checkpoint == "none"
         self.first = {name: value.clone() for name, value in self.model.state_dict().items()}
-        self.micro_batch = MicroBatch.choose(recipe.runtime, recipe.batch_size // world.size, self.model, world.device)
+        self.micro_batch = MicroBatch.choose(recipe.runtime, world.most(recipe.batch_size), self.model, world.device)
         self._pixels: dict[tuple[str, bool], PixelSet] = {}
 
     def job(self, cell: Cell, outputs: engine.Outputs) -> engine.Job:

@@ -259,7 +259,7 @@ class TargetCache:
     def _seen(self, batches: Iterable[Sequence[int]], workers: int | None = None) -> Generator[Tensor, None, None]:
         """Yield what is kept of batches of entries, (b, values) in float16. Raises as `fill` does."""
         recipe, world, pictures = self.recipe, self.world, len(self.pictures.labels)
-        workers = worker_count(recipe.runtime.workers, world.device, world.size) if workers is None else workers
+        workers = worker_count(recipe.runtime.workers, world.device, world.here) if workers is None else workers
         items = ([(entry // pictures, entry % pictures, entry % pictures) for entry in part] for part in batches)
         how = world.device, workers, recipe.data.skip_bad_images
         with closing(crops_of(self.pictures, self.augmentation, recipe.seed, items, *how)) as crops:

@@ -143,7 +143,7 @@ class Distillation:
             recipe.batch_size,
             recipe.seed,
             world,
-            workers=0 if dry_run else worker_count(runtime.workers, world.device, world.size),
+            workers=0 if dry_run else worker_count(runtime.workers, world.device, world.here),
             skip_bad=recipe.data.skip_bad_images,
             on_skip=self.skipped.append,
         )
@@ -156,7 +156,7 @@ class Distillation:
             recipe,
             loss_fn=Distance(targets, student, recipe.losses, deviations, self.taught.loss),
             batches=lambda start: batches(first + start),
-            micro_batch=MicroBatch.choose(runtime, recipe.batch_size // world.size, student, world.device),
+            micro_batch=MicroBatch.choose(runtime, world.most(recipe.batch_size), student, world.device),
             ema_decay=recipe.ema,
             evaluate=lambda: self.scoring.nearness(student).metrics(),
             evaluate_every=interval(recipe.evaluate_every, recipe.schedule.steps),
