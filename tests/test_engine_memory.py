@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from test_engine import job, loss_fn, same, small, train
 from torch import Tensor, nn
 
+from dpn_cli.arch import SIZES
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine.fit import Batch, Outputs
 from dpn_cli.engine.memory import MicroBatch
@@ -14,6 +18,10 @@ from dpn_cli.errors import DpnError, OutOfMemoryError
 from dpn_cli.recipe.schema import Runtime
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import load_backbone
+from tasks.classify.distill.losses import Observed
+from tasks.classify.distill.recipe import Losses
+from tasks.lit.text import TextTower
+from tasks.segment.network import LinearSegmenter
 
 
 def test_accumulated_micro_batches_give_the_gradient_of_the_batch() -> None:
@@ -52,6 +60,46 @@ def test_running_out_of_memory_with_one_image_is_an_error_of_its_own() -> None:
     assert caught.value.exit_code == 4
     with pytest.raises(OutOfMemoryError, match="--micro-batch-size 2"):
         train(small(), loss_fn=hopeless, micro_batch=MicroBatch(4, fixed=True))
+
+
+def kept(compute: Callable[[], Any]) -> tuple[int, Any]:
+    """Return the bytes that autograd keeps for the backward pass, and the value."""
+    sizes: dict[int, int] = {}
+
+    def pack(value: Tensor) -> Tensor:
+        if not isinstance(value, nn.Parameter):
+            sizes[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        value = compute()
+    return sum(sizes.values()), value
+
+
+@pytest.mark.parametrize("task", ["classify", "segment", "distill", "lit"])
+def test_checkpointed_blocks_keep_nothing_and_their_gradients_stay(task: str) -> None:
+    vit: Any = load_backbone("nano/8", image_size=32, num_classes=3, seed=0)
+    nn.init.normal_(vit.head.weight)
+    built: dict[str, Callable[[], nn.Module]] = {
+        "classify": lambda: vit,
+        "segment": lambda: LinearSegmenter(vit, final_norm=False),
+        "distill": lambda: Observed(vit, Losses(tokens=1.0, attention=1.0, layers=((1, 2),)), [1]),
+        "lit": lambda: TextTower(SIZES["nano"], 30, 5, 8, 10.0, None, seed=0),
+    }
+    network: Any = built[task]()
+    inputs = torch.randint(30, (4, 5)) if task == "lit" else torch.randn(4, 3, 32, 32)
+    sizes, gradients = [], []
+    for checkpointing in (False, True):
+        (network.transformer if task == "lit" else vit).set_grad_checkpointing(checkpointing)
+        network.zero_grad()
+        size, out = kept(lambda: network(inputs))
+        parts = out.values() if isinstance(out, dict) else [out]
+        torch.stack([part.square().mean() for part in parts]).sum().backward()  # type: ignore[no-untyped-call]
+        sizes.append(size)
+        gradients.append({name: p.grad for name, p in network.named_parameters() if p.grad is not None})
+    assert sizes[1] < sizes[0] / 2
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, msg=name)
 
 
 def test_other_errors_are_not_taken_for_memory() -> None:

@@ -147,7 +147,7 @@ def test_the_recipes_values_reach_the_training(pairs: Path, tmp_path: Path, monk
         "bias": -3.0,
         "optim": {"weight_decay": 0.125},
         "schedule": {"steps": 9, "warmup": 2},
-        "text": {"size": "nano", "context": 5, "clean": "whitespace"},
+        "text": {"size": "nano", "context": 5, "clean": "whitespace", "grad_checkpointing": True},
     }
     recipe = recipe_of(pairs, **changes)
     found = reached(recipe, tmp_path / "run", monkeypatch)
@@ -160,6 +160,7 @@ def test_the_recipes_values_reach_the_training(pairs: Path, tmp_path: Path, monk
     assert found.text.bias is not None
     assert found.text.bias.item() == -3
     assert found.text.log_temperature.exp().item() == pytest.approx(7)
+    assert found.text.transformer.transformer.grad_checkpointing
     by_seed = [TextTower(SIZES["nano"], 49408, 5, 32, 7.0, -3.0, seed).state_dict() for seed in (5, 0)]
     assert all(torch.equal(value, by_seed[0][name]) for name, value in found.text.state_dict().items())
     assert not all(torch.equal(value, by_seed[1][name]) for name, value in found.text.state_dict().items())

@@ -51,9 +51,8 @@ class MicroBatch:
         """Halve the micro-batch. Raises `OutOfMemoryError` when it is one row already."""
         if self.size == 1:
             raise OutOfMemoryError(
-                "out of memory with one image at a time; use "
-                "--set backbone.grad_checkpointing=true, a smaller --arch or --image-size, "
-                "or another --device"
+                "out of memory with one image at a time; use --set backbone.grad_checkpointing=true (of a text tower "
+                "--set text.grad_checkpointing=true), a smaller --arch or --image-size, or another --device"
             )
         self.size = math.ceil(self.size / 2)
 

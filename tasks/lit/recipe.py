@@ -108,6 +108,7 @@ class Text(Section):
     ] = None
     clean: Literal["canonicalize", "lower", "whitespace"] = "canonicalize"
     context: Annotated[int, Field(ge=3)] = 16
+    grad_checkpointing: bool = False
 
 
 class Cache(Section):

@@ -193,9 +193,11 @@ def new_text_tower(recipe: LitRecipe, tower: Backbone, tokenizer: Tokenizer) -> 
     if name is None:
         raise DpnError(f"--text-size: the image tower has no standard size; choose one of {', '.join(SIZES)}")
     bias = recipe.bias if recipe.loss == "siglip" else None
-    return TextTower(
+    text = TextTower(
         SIZES[name], tokenizer.vocabulary, tokenizer.context, tower.embed_dim, recipe.temperature, bias, recipe.seed
     )
+    text.transformer.set_grad_checkpointing(recipe.text.grad_checkpointing)
+    return text
 
 
 def _prepare(
