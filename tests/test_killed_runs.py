@@ -23,6 +23,7 @@ from programs import LIMIT
 from test_lit_data import write_pictures, write_table
 from test_pretrain_stages import sweep
 
+from dpn_cli.report.reading import open_run
 from dpn_cli.run.console import Console
 from dpn_cli.run.files import file_digest
 from dpn_cli.run.folder import Checkpoints, RunFolder
@@ -139,6 +140,13 @@ def test_a_run_killed_between_its_first_files_starts_again(name: str, killed: Pa
         result = start(data, path, **how)
         assert json.loads((path / "result.json").read_text()) == result
         assert json.loads((path / "run.json").read_text())["kind"] == kind
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("moment", ["begun", "trained"])
+def test_a_killed_run_is_called_interrupted(moment: str, name: str, killed: Path) -> None:
+    assert json.loads((killed / moment / name / "run.json").read_text())["status"] == "running"
+    assert open_run(killed / moment / name).status == "interrupted"
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -16,11 +16,12 @@ import yaml
 from test_cli import run
 
 from dpn_cli.errors import DataError, DpnError
+from dpn_cli.report import reading as report_reading
 from dpn_cli.run import files
 from dpn_cli.run import folder as runstate
 from dpn_cli.run.files import is_leftover, remove_leftovers, replace_text
 from dpn_cli.run.folder import RunFolder
-from dpn_cli.run.provenance import differences, recipe_digest
+from dpn_cli.run.provenance import differences, is_at_work, recipe_digest, this_process
 
 RECIPE: dict[str, Any] = {
     "backbone": {"arch": "mu/8"},
@@ -75,6 +76,43 @@ def test_a_kill_at_any_write_of_a_new_run_leaves_a_folder_that_opens(tmp_path: P
             assert yaml.safe_load((path / "config.yaml").read_text()) == RECIPE
             assert (folder.facts["status"], warnings) == ("running", [])
     assert states == {("tmp",), ("run.json",), ("run.json", "tmp"), ("config.yaml", "run.json")}
+
+
+def status_of(path: Path, **process: Any) -> str:
+    """What is said of a run whose process is this one, but for some of its description."""
+    folder, _ = open_run(path)
+    folder.update(process={**folder.facts["process"], **process})
+    return report_reading.open_run(path).status
+
+
+def test_a_run_at_work_is_running_and_one_whose_process_is_gone_interrupted(tmp_path: Path) -> None:
+    assert status_of(tmp_path / "own") == "running"
+    assert status_of(tmp_path / "ended", pid=2**22) == "interrupted"  # Linux numbers processes below it
+    assert status_of(tmp_path / "number given to another", began="1") == "interrupted"
+    assert status_of(tmp_path / "elsewhere", host="node7", pid=2**22) == "running on node7"
+    assert status_of(tmp_path / "container", pids="pid:[1]", pid=2**22).startswith("running on ")
+    older, _ = open_run(tmp_path / "older")
+    replace_text(older.path / "run.json", json.dumps({**older.facts, "process": None}))
+    assert report_reading.open_run(older.path).status == "running"
+    folder, _ = open_run(tmp_path / "ended", resume=True)
+    assert report_reading.open_run(folder.path).status == "running"
+
+
+def test_a_killed_process_that_nobody_has_waited_for_is_gone() -> None:
+    ours, theirs = multiprocessing.Pipe()
+
+    def child() -> None:
+        theirs.send(this_process())
+        theirs.recv()
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    described = ours.recv()
+    assert is_at_work(described)
+    process.kill()
+    os.waitid(os.P_PID, described["pid"], os.WEXITED | os.WNOWAIT)
+    assert is_at_work(described) is False
+    process.join(LIMIT)
 
 
 def begun(path: Path) -> RunFolder:

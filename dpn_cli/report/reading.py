@@ -15,7 +15,7 @@ from dpn_cli.recipe.reading import Plain
 from dpn_cli.report.content import Series
 from dpn_cli.run.files import read_object
 from dpn_cli.run.kinds import is_run
-from dpn_cli.run.provenance import read_recipe
+from dpn_cli.run.provenance import is_at_work, read_recipe
 from dpn_cli.run.records import read_records
 
 Json = dict[str, Any]
@@ -59,8 +59,17 @@ class OpenRun:
 
     @property
     def status(self) -> str:
-        """The run's status: finished, running, stopped, failed …; scored for an evaluation."""
-        return "scored" if self.kind == "eval" else str(self.facts.get("status", "unknown"))
+        """The run's status: finished, running, stopped, failed …; scored for an evaluation.
+
+        A run is interrupted when its process has gone without a word. Of another machine's that cannot be told.
+        """
+        if self.kind == "eval":
+            return "scored"
+        status, process = str(self.facts.get("status", "unknown")), self.facts.get("process")
+        if status != "running" or not isinstance(process, dict):
+            return status
+        there = is_at_work(process)
+        return f"running on {process.get('host')}" if there is None else status if there else "interrupted"
 
     def series(self, key: str) -> Series:
         """Return the values of a key in the log over steps, without those that are not finite numbers."""

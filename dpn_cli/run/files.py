@@ -84,10 +84,11 @@ def _remove_abandoned(path: Path) -> None:
 
 def _is_ownerless(path: Path) -> bool:
     owner = int(path.name.split(".")[-2]) if is_leftover(path.name) else None
-    return owner is not None and (owner == os.getpid() or not _is_alive(owner))
+    return owner is not None and (owner == os.getpid() or not is_alive(owner))
 
 
-def _is_alive(process: int) -> bool:
+def is_alive(process: int) -> bool:
+    """Tell whether there is a process of this number."""
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):

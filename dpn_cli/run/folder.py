@@ -34,7 +34,7 @@ from dpn_cli.run.files import (
     replace_text,
     save_error,
 )
-from dpn_cli.run.provenance import differences, git_commit, now, read_recipe, recipe_digest, versions
+from dpn_cli.run.provenance import differences, git_commit, now, read_recipe, recipe_digest, this_process, versions
 from dpn_cli.run.records import read_records
 
 # The files that identify a run's folder.
@@ -110,6 +110,7 @@ class RunFolder:
             recipe=recipe_digest(recipe),
             argv=sys.argv,
             status="running",
+            process=this_process(),
             started=now(),
             versions=versions(),
             git=git_commit(),
@@ -157,6 +158,8 @@ class RunFolder:
                 f"{path / 'run.json'} was missing or damaged and is written again; its record of the data and "
                 "weights at the start is lost, so the run continues with those that are there now"
             )
+        elif self.result is None:
+            self.update(process=this_process())
 
     def update(self, **fields: Any) -> None:
         """Set fields of run.json."""

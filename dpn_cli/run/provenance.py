@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import subprocess
 import time
@@ -16,6 +17,7 @@ from typing import Any
 import yaml
 
 from dpn_cli.recipe.reading import Plain
+from dpn_cli.run.files import is_alive
 
 # A resumed run may use other hardware and other files; it may not compute something else.
 MAY_CHANGE = ("runtime", "log", "allow_failed", "keep_weights", "max_pixels")
@@ -77,6 +79,36 @@ def git_commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return commit.stdout.strip() + ("+" if status.stdout.strip() else "")
+
+
+def this_process() -> dict[str, Any]:
+    """Return what tells this process from every other one, of this machine and of others."""
+    return {"host": platform.node(), "pid": os.getpid(), "pids": _pids(), "began": _began(os.getpid())}
+
+
+def is_at_work(process: Mapping[str, Any]) -> bool | None:
+    """Tell whether a process, as `this_process` described it, is there; None of another machine or container."""
+    if (process.get("host"), process.get("pids")) != (platform.node(), _pids()):
+        return None
+    number = int(process["pid"])
+    return is_alive(number) and _began(number) in (None, process.get("began"))
+
+
+def _pids() -> str | None:
+    """Return the name of the container whose processes are numbered as ours are; None where Linux does not tell."""
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return None
+
+
+def _began(process: int) -> str | None:
+    """Return when a process began, in the kernel's ticks, or "" when it has ended; None where Linux does not tell."""
+    try:
+        state, *fields = Path(f"/proc/{process}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return None
+    return "" if state == "Z" else fields[18]  # starttime is field 22 in proc(5), the state field 3
 
 
 def now() -> str:
