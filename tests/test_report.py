@@ -16,11 +16,13 @@ from rich.cells import cell_len
 from scipy import stats
 from test_cli import run
 
+from dpn_cli.commands.report import origins_of
 from dpn_cli.recipe.reading import build, merge, read_recipe
 from dpn_cli.report import page
 from dpn_cli.report.charts import COLOURS, INK, draw
 from dpn_cli.report.content import Bars, Confusion, Heat, Lines, Panel, Series, Table, thinned
 from dpn_cli.report.page import write_page
+from dpn_cli.report.reading import open_run
 from dpn_cli.report.tables import as_latex, as_markdown
 from tasks.classify.distill.recipe import DistillRecipe
 from tasks.classify.highres_recipe import HighresRecipe
@@ -131,9 +133,38 @@ def test_curves_are_those_of_the_log_and_values_say_where_they_come_from(tmp_pat
     assert [(int(step), float(loss)) for _, step, loss in rows] == [(step, 2 / step) for step in range(1, 9)]
     assert rows_of(tmp_path, "accuracy")[1:] == [["run", "8", "31.0"]]
     text = "".join(check_page(html).itertext())
-    assert "given; the recipe highres_demo has 0.005" in text
+    assert "given or derived; the recipe highres_demo has 0.005" in text  # its run.json does not tell
     assert "25.0 %" in text  # 1.8 of 7.2 seconds
     assert "0.002" in text  # hours
+
+
+def origins(folder: Path) -> dict[str, str]:
+    return {key: origin for key, _, origin in origins_of(open_run(folder))}
+
+
+def test_a_value_that_the_command_gave_is_told_from_one_that_follows(tmp_path: Path, photos: Path) -> None:
+    words = ["--data", str(photos), "--val-fraction", "0.3", "--arch", "mu/8", "--checkpoint", "none", "--steps", "2"]
+    words += ["--set", "optim.momentum=0.5", "-b", "8", "-j", "0", "--device", "cpu", "-q", "--image-size", "16"]
+    assert run("finetune", "highres", *words, "-o", str(tmp_path / "one")).exit_code == 0
+    found = origins(tmp_path / "one")
+    begins = {key: found[key].split(";")[0] for key in ("data.source", "optim.momentum", "backbone.stem", "lr")}
+    assert begins == {
+        "data.source": "given",
+        "optim.momentum": "given",
+        "backbone.stem": "derived",
+        "lr": "recipe pretrain_own",
+    }
+    done = run("finetune", "highres", *words, "--compare", "none,dpn", "-o", str(tmp_path / "two"))
+    assert done.exit_code == 0, done.output
+    for folder in (tmp_path / "two", tmp_path / "two" / "dpn" / "seed0"):
+        found = origins(folder)
+        assert found["optim.momentum"].startswith("given;")
+        assert found["schedule.warmup"].startswith("derived;")
+    assert found["backbone.stem"].startswith("given;")
+    file = tmp_path / "two" / "dpn" / "seed0" / "run.json"
+    # A process of --jobs is given all of its recipe, in a file.
+    file.write_text(json.dumps({**json.loads(file.read_text()), "given": list(found)}))
+    assert origins(file.parent) == found
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -13,6 +13,7 @@ import typer
 from dpn_cli.commands.action import Outcome, action
 from dpn_cli.commands.recipes import schema_of
 from dpn_cli.errors import DataError, DpnError, StoppedError
+from dpn_cli.recipe.compare import settings_of
 from dpn_cli.recipe.flag import OUTPUT, argument, flag
 from dpn_cli.recipe.reading import build, read_recipe, shipped_recipes
 from dpn_cli.recipe.schema import Section
@@ -21,7 +22,8 @@ from dpn_cli.report.common import Origins
 from dpn_cli.report.content import PAGE, Findings
 from dpn_cli.report.reading import OpenRun, folder_of, named, open_run
 from dpn_cli.run.console import Console
-from dpn_cli.run.files import open_report
+from dpn_cli.run.files import open_report, read_object
+from dpn_cli.run.provenance import read_recipe as run_recipe
 
 # The module of the task that reads a run of each kind; `findings` in it returns what a page shows.
 FIGURES = {
@@ -123,7 +125,8 @@ def origins_of(run: OpenRun) -> Origins:
         return ()
     name = next((name for name in shipped_recipes() if read_recipe(name)["about"] == run.recipe.get("about")), None)
     if name is None:
-        return [(key, shown(value), "a recipe file") for key, value in flat(run.recipe)]
+        origin = "a recipe file" if "about" in run.recipe else ""  # a probe has options alone
+        return [(key, shown(value), origin) for key, value in flat(run.recipe)]
     plain = read_recipe(name)
     try:
         schema = schema_of(plain, name)
@@ -131,18 +134,33 @@ def origins_of(run: OpenRun) -> Origins:
         sources = read_sources(name, schema)
     except DpnError:
         return [(key, shown(value), "") for key, value in flat(run.recipe)]
-    stated = {key for key, _ in flat(plain)}
+    stated, given = {key for key, _ in flat(plain)}, _given_in(run)
     found = []
     for key, value in flat(run.recipe):
         parts = key.split(".")
         above = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
         source = next((sources[one].comment() for one in above if one in sources), "")
         if value != usual.get(key):
-            origin = f"given; the recipe {name} has {shown(usual[key])}" if key in usual else "given"
+            chosen = "given or derived" if given is None else "given" if given.intersection(above) else "derived"
+            origin = f"{chosen}; the recipe {name} has {shown(usual[key])}" if key in usual else chosen
         else:
             origin = f"recipe {name}" if key in stated else "default"
         found.append((key, shown(value), "; ".join(filter(None, (origin, source)))))
     return found
+
+
+def _given_in(run: OpenRun) -> set[str] | None:
+    """Return the recipe keys that the command of a run gave, with those by which a comparison tells its trainings.
+
+    None where the run does not say. The others follow from these, from the data and from the weights.
+    """
+    for above in run.path.resolve().parents[:2]:
+        facts, recipe = read_object(above / "run.json") or {}, run_recipe(above / "config.yaml") or {}
+        if facts.get("kind") == "comparison" and "given" in facts:
+            own = {f"backbone.{key}" for network in recipe.get("compare", ()) for key in settings_of(network)}
+            return {*facts["given"], "seed", *own}
+    given = run.facts.get("given")
+    return None if given is None else set(given)
 
 
 def add_to(root: typer.Typer) -> None:

@@ -27,7 +27,8 @@ def demo_tower(stem: str, console: Console) -> str:
     from tasks.classify.classifier import WEIGHTS
 
     folder = home() / "runs" / path.stem
-    result = command.run(built, Place(folder, resume=folder.is_dir()), console)
+    place = Place(folder, resume=folder.is_dir(), given=("data.source", "backbone.stem"))
+    result = command.run(built, place, console)
     if result is not None:  # on the leading rank
         path.parent.mkdir(parents=True, exist_ok=True)
         (folder / WEIGHTS).replace(path)

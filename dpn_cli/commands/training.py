@@ -19,9 +19,9 @@ from dpn_cli.errors import DpnError, SweepError
 from dpn_cli.recipe.compare import ComparedTraining, Comparison
 from dpn_cli.recipe.flag import OUTPUT, RUNTIME
 from dpn_cli.recipe.layers import over_shipped
-from dpn_cli.recipe.reading import Plain, Say, build, dump, from_settings, read_recipe
+from dpn_cli.recipe.reading import Plain, Say, build, dump, from_settings, merge, read_recipe
 from dpn_cli.recipe.schema import Recipe
-from dpn_cli.recipe.sources import read_sources
+from dpn_cli.recipe.sources import flat, read_sources
 from dpn_cli.recipe.start import NO_PAGE, OVERWRITE, RESUME, Place
 from dpn_cli.run.console import Console, several, show
 
@@ -85,6 +85,12 @@ class Training:
             read_sources(config, self.schema)  # a mistake in them is told; the run does not need them
         return build(self.schema, plain, "recipe", option_names(keys, arguments))
 
+    def given(self, arguments: Mapping[str, Any]) -> list[str]:
+        """Return the recipe keys that a command line gives, those of its configuration file among them."""
+        config = arguments.get("config")
+        flags, settings = given_flags(list(keys_of(self.schema)), arguments), from_settings(arguments.get("set") or [])
+        return [key for key, _ in flat(merge(read_recipe(config) if config else {}, flags, settings))]
+
     def parameters(self, only: frozenset[str] | None = None) -> list[Parameter]:
         """Return the options of recipe keys, all of them or `only` some, with their defaults in help."""
         shipped = [Variant(label, read_recipe(name)) for label, name in self.recipes.items()]
@@ -110,8 +116,11 @@ def add(app: typer.Typer, name: str, training: Training) -> None:
                 console.warn(warning)
             recipe, trainer = ready(training, recipe, console)
             how = {key: arguments[key] for key in ("resume", "overwrite", "dry_run")} | _at_once(recipe, arguments)
+            given = training.given(arguments)
             folders: list[Path] = []
-            result = trainer.run(recipe, Place(arguments["output_dir"], **how, opened=folders.append), console)
+            result = trainer.run(
+                recipe, Place(arguments["output_dir"], **how, opened=folders.append, given=given), console
+            )
             if result is None:
                 return
             if arguments["json"]:

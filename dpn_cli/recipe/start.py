@@ -26,6 +26,7 @@ class Place:
     """The folder of a run (None: one named after the task and the network), and what happens to a run that is there.
 
     With `dry_run` there is no folder; else `opened` is told which one it is. Of several trainings `jobs` run at once.
+    `given` are the recipe keys that the command gave; None where that is not known.
     """
 
     folder: Path | None = None
@@ -34,6 +35,7 @@ class Place:
     dry_run: bool = False
     opened: Callable[[Path], object] = lambda folder: None
     jobs: int = 1
+    given: Sequence[str] | None = None
 
 
 def find_start(

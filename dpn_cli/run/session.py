@@ -102,6 +102,8 @@ def session(
         place.opened(path)
         if folder.result is None:
             console.info(f"run folder {path}")
+            if world.leads and place.given is not None and "given" not in folder.facts:
+                folder.update(given=list(place.given))
         try:
             with lost_rank():
                 recipe = as_begun(recipe, from_leader(folder.facts))

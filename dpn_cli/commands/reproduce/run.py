@@ -133,7 +133,8 @@ def _run_one(job: Job, places: Places, console: Console) -> None:
     recipe, trainer = ready(training, training.layers(arguments, console.info), console)
     if recipe.runtime.compile:
         torch.compiler.reset()  # the compiler gives up after eight networks
-    result = trainer.run(recipe, Place(places.out / job.name, resume=True), console)
+    place = Place(places.out / job.name, resume=True, given=training.given(arguments))
+    result = trainer.run(recipe, place, console)
     if failures := training.failures(result or {}):
         raise NonFiniteError("; ".join(failures))
 
