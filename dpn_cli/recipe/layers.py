@@ -78,7 +78,7 @@ def _shares(schedule: Mapping[str, Any], usual: int, steps: int, given: set[str]
     shares: Plain = {name: value * steps // usual for name, value in phases.items() if isinstance(value, int) and value}
     if shares:
         changed = ", ".join(f"{name} {share}, not {phases[name]}" for name, share in shares.items())
-        say(f"the training is shorter than the recipe's ({steps} steps, not {usual}), and so are its phases: {changed}")
+        say(f"the training has {steps} steps and the recipe's phases are for {usual}, so they are shorter: {changed}")
     stairs = schedule.get("stairs")
     if stairs and "stairs" not in given:
         shares["stairs"] = tuple((at * steps // usual, factor) for at, factor in stairs)

@@ -18,7 +18,7 @@ from tasks.classify.recipe import in_steps
 from tasks.classify.train import train_classifier
 
 DEMO_NOTE = (
-    "This is the demo: generated scenes and a small network from scratch. Nothing here is an ImageNet number. "
+    "This is the demo: generated scenes. Nothing here is an ImageNet number. "
     "For your own pictures: dpn finetune highres --data FOLDER --checkpoint WEIGHTS"
 )
 

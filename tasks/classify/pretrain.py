@@ -28,7 +28,7 @@ from tasks.classify.train import evaluate, train_classifier
 Json = dict[str, Any]
 Training = tuple[Session[PretrainRecipe], ClassData]
 DEMO_NOTE = (
-    "This is the demo: generated scenes and a tower of 220,000 weights. Nothing here is an ImageNet number. "
+    "This is the demo: generated scenes. Nothing here is an ImageNet number. "
     "For images of your own: dpn pretrain --arch S/16 --data FOLDER"
 )
 

@@ -31,7 +31,7 @@ from tasks.lit.tokens import open_tokenizer
 from tasks.lit.train import job_of, load_tower, new_text_tower, open_zeroshot, recipe_encoder, source_of, train
 
 DEMO_NOTE = (
-    "This is the demo: generated scenes, their sentences and a small image tower. Nothing here is a number of the "
+    "This is the demo: generated scenes and their sentences. Nothing here is a number of the "
     "paper. For your own pictures: dpn lit train --data pairs.csv --checkpoint WEIGHTS"
 )
 

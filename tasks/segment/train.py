@@ -39,7 +39,7 @@ from tasks.segment.transforms import SegmentAugmentation
 
 Json = dict[str, Any]
 DEMO_NOTE = (
-    "This is the demo: generated scenes of 5 classes and a small network. Nothing here is an ADE20K number. "
+    "This is the demo: generated scenes of 5 classes. Nothing here is an ADE20K number. "
     "For ADE20K: dpn segment ade20k --data ADEChallengeData2016 --checkpoint WEIGHTS"
 )
 

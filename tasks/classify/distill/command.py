@@ -26,10 +26,7 @@ from tasks.classify.distill.train import Distillation
 from tasks.classify.fewshot import check_transfer, describe_accuracies, probing_of
 
 Json = dict[str, Any]
-DEMO_NOTE = (
-    "This is the demo: generated scenes and a tower of 220,000 weights. For a network of your own: "
-    "dpn distill --teacher WEIGHTS --data FOLDER"
-)
+DEMO_NOTE = "This is the demo: generated scenes. For a network of your own: dpn distill --teacher WEIGHTS --data FOLDER"
 
 
 def run(recipe: DistillRecipe, place: Place, console: Console) -> Json | None:
