@@ -27,6 +27,12 @@ class CheckError(DpnError):
     exit_code = 3
 
 
+class StoreError(DpnError):
+    """Data behind a URL are missing, out of reach or damaged: no picture's fault, and no reason to leave one out."""
+
+    exit_code = 3
+
+
 class OutOfMemoryError(DpnError):
     """Memory ran out even with the smallest micro-batch."""
 

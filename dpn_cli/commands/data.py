@@ -12,7 +12,8 @@ from dpn_cli.arch import MOST_PIXELS
 from dpn_cli.commands.action import Outcome, action
 from dpn_cli.errors import DpnError
 from dpn_cli.recipe.flag import DATA, OUTPUT, RUNTIME, flag
-from dpn_cli.recipe.schema import ImageColumn, LabelColumn, Pictures, Section, Side, SkipBadImages
+from dpn_cli.recipe.schema import DataPlace, ImageColumn, LabelColumn, Pictures, Section, Side, SkipBadImages
+from dpn_cli.recipe.stores import EXTRAS
 from dpn_cli.run.console import Console, several
 
 app = typer.Typer(
@@ -31,7 +32,7 @@ class PackOptions(Section):
     """Options of ``dpn data pack``."""
 
     source: Annotated[
-        str,
+        DataPlace,
         flag(
             "--data",
             help="Folder with train/CLASS and val/CLASS (or CLASS), hf:OWNER/NAME[:CONFIGURATION], or wds:PATTERN.",
@@ -73,6 +74,8 @@ def _pack(options: PackOptions, console: Console) -> Outcome:
     data, out = options.source, options.out
     reading = Reading(options.pictures.decode, options.pictures.max_pixels)
     source = ImageSource(data, image_column=options.image_column, label_column=options.label_column, reading=reading)
+    if out.parts[:1] in {(f"{scheme}:",) for scheme in EXTRAS}:
+        raise DpnError(f"--out {out}: a URL; pack into a folder, and copy that with the store's own program")
     if out.expanduser().resolve().is_relative_to(Path(data).expanduser().resolve()):
         raise DpnError(f"--out {out}: inside --data {data}, where its shards would be taken for pictures")
     splits = {name: open_split(source, name, unlabelled=True) for name in own_splits(source)}

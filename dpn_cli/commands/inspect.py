@@ -13,7 +13,7 @@ from dpn_cli.commands.action import Outcome, action
 from dpn_cli.errors import DpnError
 from dpn_cli.recipe.flag import DATA, OUTPUT, argument, flag
 from dpn_cli.recipe.network import IMAGE_SIZE
-from dpn_cli.recipe.schema import DATA_SOURCE, ImageColumn, Pictures, Pixels, Runtime, Section, SkipBadImages
+from dpn_cli.recipe.schema import DATA_SOURCE, DataPlace, ImageColumn, Pictures, Pixels, Runtime, Section, SkipBadImages
 from dpn_cli.run.console import Console
 from dpn_cli.run.files import open_report, replace_json
 from dpn_cli.run.kinds import WEIGHTS
@@ -32,10 +32,10 @@ class Inspection(Section):
     checkpoint: Annotated[str, argument("A run's folder, or weights of any format.")]
     other: Annotated[str | None, argument("Another one to show beside it.")] = None
     source: Annotated[
-        str | None,
+        DataPlace | None,
         DATA_SOURCE.but(
-            help="Pictures without labels to send through the network: a folder, a packed folder, "
-            "hf:OWNER/NAME[:CONFIGURATION], wds:PATTERN, or demo.",
+            help="Pictures without labels to send through the network: a folder, a packed folder or "
+            "its URL, hf:OWNER/NAME[:CONFIGURATION], wds:PATTERN, or demo.",
             unset="what needs pictures is left out",
         ),
     ] = None

@@ -17,9 +17,11 @@ from dpn_cli.data.cifar import Cifar, find_cifar
 from dpn_cli.data.labelled import MOST_CLASSES, HubSplit, Images, Labelled, SceneSplit, number_names
 from dpn_cli.data.pack import Packed, is_pack, read_manifest
 from dpn_cli.data.reading import SUFFIXES, USUAL, Reading, find_files, open_image
+from dpn_cli.data.remote import RemotePath, folder_of
 from dpn_cli.data.scenes import LABELS
 from dpn_cli.data.shards import Shards
 from dpn_cli.errors import DataError
+from dpn_cli.recipe.stores import is_hub, is_shards
 
 # The share of the training images in minival, and its limit when minival is too small: 50 images show a training's
 # course, but an accuracy on them is uncertain by up to 14 points (95 %), on 500 by up to 4.
@@ -39,9 +41,9 @@ DEMO: dict[str, tuple[str, dict[str, tuple[int, int]]]] = {
 class ImageSource:
     """Where images are, by ``--data`` and related options.
 
-    `place` is a folder (of classes, packed, or CIFAR's), ``hf:NAME[:CONFIGURATION]``, ``wds:PATTERN`` or ``demo``;
-    `val_place` is another one for the validation images. Without validation images, `val_fraction` of the others is set
-    apart.
+    `place` is a folder (of classes, packed, or CIFAR's), ``hf:NAME[:CONFIGURATION]``, ``wds:PATTERN``, the URL of a
+    packed folder or of shards, or ``demo``; `val_place` is another one for the validation images. Without validation
+    images, `val_fraction` of the others is set apart.
     """
 
     place: str
@@ -200,7 +202,7 @@ def open_tuning_data(source: ImageSource) -> ClassData:
 def own_splits(source: ImageSource) -> list[str]:
     """Return which of ``train``, ``val`` and ``test`` a data set has itself, without substitutes."""
     own = [split for split in SPLITS if has_split(source, split)]
-    if source.place.startswith("hf:") and "val" in own and hub_split(source.place, "val") == "test":
+    if is_hub(source.place) and "val" in own and hub_split(source.place, "val") == "test":
         own.remove("val")
     return own
 
@@ -213,14 +215,16 @@ def has_split(source: ImageSource, split: str) -> bool:
         return split in DEMO[source.place][1]
     if split == "train":
         return True
-    if source.place.startswith("hf:"):
+    if is_hub(source.place):
         return hub_split(source.place, split) is not None
-    root = Path(source.place).expanduser()
-    if is_pack(root):
+    if is_shards(source.place):
+        return False
+    root = folder_of(source.place)
+    if isinstance(root, RemotePath) or is_pack(root):
         return split in read_manifest(root)["splits"]
-    if not source.place.startswith("wds:") and find_cifar(root):
+    if find_cifar(root):
         return split == "val"
-    return not source.place.startswith("wds:") and (root / split).is_dir()
+    return (root / split).is_dir()
 
 
 def open_split(source: ImageSource, split: str, *, unlabelled: bool = False) -> tuple[Labelled, tuple[str, ...]]:
@@ -259,21 +263,21 @@ def _open(source: ImageSource, place: str, split: str) -> tuple[Labelled, tuple[
     if place.startswith("demo:"):
         told = ", ".join(f"{name} ({len(LABELS[task])} classes)" for name, (task, _) in DEMO.items())
         raise DataError(f"--data {place}: no such demo; there are {told}")
-    if place.startswith("wds:"):
+    if is_shards(place):
         shards = Shards(place.removeprefix("wds:"))
         return shards, shards.classes
-    if place.startswith("hf:"):
+    if is_hub(place):
         own = hub_split(place, split)
         name, config = hub_name(place)
         hub = HubSplit(name, config, own or split, source.image_column, source.label_column, alone=True)
         return hub, hub.classes or number_names(hub, place)
-    root = Path(place).expanduser()
-    if not root.is_dir():
+    root = folder_of(place)
+    if isinstance(root, Path) and not root.is_dir():
         raise DataError(
             f"--data {place}: no such folder; it holds train/CLASS/PICTURE.jpg and val/CLASS/PICTURE.jpg. "
             "'demo' is the built-in data, hf:OWNER/NAME a hub data set, wds:PATTERN webdataset shards"
         )
-    if is_pack(root):
+    if isinstance(root, RemotePath) or is_pack(root):
         named = read_manifest(root)["splits"]
         alone = source.val_place is not None and split == "val" and len(named) == 1
         packed = Packed(root, next(iter(named)) if alone else split)

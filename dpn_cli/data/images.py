@@ -13,8 +13,9 @@ from dpn_cli.data.classified import DEMO, ImageSource, hub_name, hub_split, open
 from dpn_cli.data.labelled import HubPictures, Images, Labelled, SceneSplit
 from dpn_cli.data.pack import is_pack
 from dpn_cli.data.reading import SUFFIXES, USUAL, Reading, find_files, open_image
-from dpn_cli.data.shards import Member, ShardPictures
+from dpn_cli.data.shards import Member, Shard, ShardPictures
 from dpn_cli.errors import DataError
+from dpn_cli.recipe.stores import is_hub, is_shards, is_url
 
 
 class ImageFiles(Images):
@@ -70,7 +71,7 @@ class _ShardImages(ShardPictures):
         super().__init__(pattern, ())
         self.labels: Sequence[int] = [0] * len(self.sizes)
 
-    def take(self, path: Path, member: Member) -> bool:
+    def take(self, path: Shard, member: Member) -> bool:
         """Take every picture."""
         return True
 
@@ -82,12 +83,12 @@ def open_unlabelled(source: ImageSource) -> Labelled:
     """
     place = source.place
     split: Labelled
-    if place.startswith("hf:"):
+    if is_hub(place):
         name, config = hub_name(place)
         split = _HubImages(name, config, hub_split(place, "train") or "train", source.image_column)
-    elif place.startswith("wds:"):
+    elif is_shards(place):
         split = _ShardImages(place.removeprefix("wds:"))
-    elif place in DEMO or is_pack(root := Path(place).expanduser()) or find_cifar(root):
+    elif place in DEMO or is_url(place) or is_pack(root := Path(place).expanduser()) or find_cifar(root):
         split, _ = open_split(source, "train", unlabelled=True)
     else:
         if not root.is_dir():

@@ -27,7 +27,7 @@ from dpn_cli.data.reading import decode, decoder_of
 from dpn_cli.data.workers import open_loader
 from dpn_cli.engine.fit import Batch, Batches
 from dpn_cli.engine.seeds import fold
-from dpn_cli.errors import DataError
+from dpn_cli.errors import DataError, DpnError, StoreError
 from dpn_cli.recipe.schema import Crop
 from dpn_cli.run.cores import cores
 from dpn_cli.run.distributed import World
@@ -38,7 +38,7 @@ REPLACEMENTS = 10
 CROP, FLIP, MIX, RANDAUGMENT, POLICY = 1, 2, 3, 4, 7
 
 Item = tuple[int, int, int]  # what its draws are seeded with (step and place, or view and row), row of the data set
-Loaded = tuple[Tensor, int, int] | DataError
+Loaded = tuple[Tensor, int, int] | DpnError
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,11 @@ class Augmentation:
 class _Crops(Dataset[Loaded]):
     def __init__(self, split: Labelled, augmentation: Augmentation, seed: int, skip_bad: bool) -> None:
         self.split, self.augmentation, self.seed, self.skip_bad = split, augmentation, seed, skip_bad
+        self.lost: StoreError | None = None
 
     def __getitem__(self, item: Item) -> Loaded:
+        if self.lost:
+            return self.lost
         first, second, row = item
         last: DataError | None = None
         for skipped in range(REPLACEMENTS + 1 if self.skip_bad else 1):
@@ -105,6 +108,9 @@ class _Crops(Dataset[Loaded]):
                 return self._made(image, where, generator, first, second), int(self.split.labels[at]), skipped
             except DataError as error:
                 last = error  # raised in a worker, it would come back wrapped in the worker's traceback
+            except StoreError as error:
+                self.lost = error  # the other pictures of the batch would wait for the same store
+                return error
         assert last is not None
         return last
 
@@ -167,11 +173,11 @@ class Steps(Sampler[list[Item]]):
         return (epoch % self.views, row) if self.views else (step, place)
 
 
-def _collate(loaded: Sequence[Loaded]) -> tuple[Tensor, Tensor, int] | DataError:
-    bad = next((item for item in loaded if isinstance(item, DataError)), None)
+def _collate(loaded: Sequence[Loaded]) -> tuple[Tensor, Tensor, int] | DpnError:
+    bad = next((item for item in loaded if isinstance(item, DpnError)), None)
     if bad is not None:
         return bad
-    good = [item for item in loaded if not isinstance(item, DataError)]
+    good = [item for item in loaded if not isinstance(item, DpnError)]
     images, labels = torch.stack([image for image, _, _ in good]), torch.tensor([label for _, label, _ in good])
     return images, labels, sum(skipped for _, _, skipped in good)
 
@@ -209,7 +215,7 @@ def crops_of(
         pin_memory=device.type == "cuda",
     ) as items:
         for loaded in items:
-            if isinstance(loaded, DataError):
+            if isinstance(loaded, DpnError):
                 raise loaded
             images, labels, skipped = loaded
             if skipped:

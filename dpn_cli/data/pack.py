@@ -10,12 +10,13 @@ import io
 import json
 import multiprocessing
 import os
+import re
 import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +25,8 @@ from PIL import Image
 
 from dpn_cli.data.labelled import Images, Labelled, fingerprint
 from dpn_cli.data.reading import Reading, decode, open_image
-from dpn_cli.data.shards import members
+from dpn_cli.data.remote import RemotePath, in_parallel
+from dpn_cli.data.shards import Shard, members
 from dpn_cli.data.workers import kill, leave_to_parent, watched
 from dpn_cli.errors import DataError, DpnError, WorkerError
 from dpn_cli.run import stopping
@@ -34,6 +36,7 @@ MANIFEST, FORMAT = "manifest.json", "dpn-pack-1"
 # Values of manifest keys that older packs do not have.
 UNSAID = {"decode": "pillow"}
 SHARD_IMAGES = 1000
+SHA256 = re.compile("[0-9a-f]{64}")
 Json = dict[str, Any]
 
 
@@ -231,13 +234,15 @@ def _encoded(image: Image.Image, where: str, packing: Packing, reading: Reading)
     return {"jpeg": "jpg", "ppm": "ppm"}[packing.encode], buffer.getvalue()
 
 
-def read_manifest(root: Path) -> Json:
-    """Return a pack's manifest. Raises `DataError` when it is damaged."""
+def read_manifest(root: Path | RemotePath) -> Json:
+    """Return a pack's manifest. Raises `DataError` when it is damaged, `StoreError` when it cannot be fetched."""
     try:
         manifest: Json = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
         shards = [shard for split in manifest["splits"].values() for shard in split.values()]
         if not all(isinstance(shard[key], int) for shard in shards for key in ("bytes", "images")):
             raise TypeError("bytes and images are numbers")
+        if not all(SHA256.fullmatch(shard[key]) for shard in shards for key in ("sha256", "index_sha256")):
+            raise ValueError("sha256 and index_sha256 are 64 digits")
         if not isinstance(manifest["classes"], list) or not isinstance(manifest["complete"], bool):
             raise TypeError("classes are a list, complete is true or false")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -259,10 +264,11 @@ def is_pack(root: Path) -> bool:
 class Packed(Images):
     """One split of a packed data set, read at random; every picture's checksum is compared when it is read.
 
-    Raises `DataError` for a pack that is not complete, a missing shard or one of another size, and a damaged index.
+    Shards behind a URL are fetched when they are first read, and must have the manifest's digests. Raises `DataError`
+    for a pack that is not complete, a missing shard or one of another size, and a damaged index.
     """
 
-    def __init__(self, root: Path, split: str) -> None:
+    def __init__(self, root: Path | RemotePath, split: str) -> None:
         manifest = read_manifest(root)
         if split not in manifest["splits"]:
             raise DataError(f"--data {root}: a pack of {', '.join(manifest['splits'])}, without {split}")
@@ -271,19 +277,23 @@ class Packed(Images):
             raise DataError(f"--data {root}: the packing has not finished; {again}")
         shards: dict[str, Json] = manifest["splits"][split]
         self.classes: tuple[str, ...] = tuple(manifest["classes"])
-        self.paths = [root / split / f"{shard}.tar" for shard in shards]
+        self.paths = [_known(root / split / f"{shard}.tar", entry["sha256"]) for shard, entry in shards.items()]
+        lists = [_known(root / split / f"{shard}.npz", entry["index_sha256"]) for shard, entry in shards.items()]
+        for _ in in_parallel(RemotePath.fetch, [path for path in lists if isinstance(path, RemotePath)]):
+            pass
         parts: dict[str, list[Any]] = {name: [] for name in ("keys", "labels", "crc32", "offsets", "sizes", "shard")}
-        for number, (path, entry) in enumerate(zip(self.paths, shards.values(), strict=True)):
-            size = path.stat().st_size if path.is_file() else None
-            if size != entry["bytes"]:
-                damage = "missing" if size is None else f"{size} bytes instead of {entry['bytes']}"
-                raise DataError(f"{path}: a damaged pack ({damage}); {again}")
+        for number, (path, listed, entry) in enumerate(zip(self.paths, lists, shards.values(), strict=True)):
+            if isinstance(path, Path):
+                size = path.stat().st_size if path.is_file() else None
+                if size != entry["bytes"]:
+                    damage = "missing" if size is None else f"{size} bytes instead of {entry['bytes']}"
+                    raise DataError(f"{path}: a damaged pack ({damage}); {again}")
             try:
-                with np.load(path.with_suffix(".npz"), allow_pickle=False) as index:
+                with listed.open("rb") as file, np.load(file, allow_pickle=False) as index:
                     for name, arrays in parts.items():
                         arrays.append(np.full(entry["images"], number) if name == "shard" else index[name])
             except (OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
-                raise DataError(f"{path.with_suffix('.npz')}: a damaged pack ({error}); {again}") from error
+                raise DataError(f"{listed}: a damaged pack ({error}); {again}") from error
         joined: dict[str, Any] = {name: np.concatenate(arrays) for name, arrays in parts.items()}
         self.labels: Sequence[int] = joined["labels"].tolist()
         self.sizes: Sequence[int] = joined["sizes"].tolist()
@@ -300,9 +310,21 @@ class Packed(Images):
 
     def open(self, index: int) -> Image.Image:
         """Open a picture, not decoded yet. Raises `DataError` when its bytes have changed since it was packed."""
-        with self.paths[self.shard[index]].open("rb") as file:
-            file.seek(int(self.offsets[index]))
-            content = file.read(self.sizes[index])
+        path = self.paths[self.shard[index]]
+        content = self._content(path, index)
+        if zlib.crc32(content) != self.crc32[index] and isinstance(path, RemotePath):
+            path.forget()
+            content = self._content(path, index)
         if zlib.crc32(content) != self.crc32[index]:
             raise DataError(f"{self.where(index)}: damaged since it was packed; pack the data again: the rest is kept")
         return open_image(io.BytesIO(content), self.where(index), self.reading)
+
+    def _content(self, path: Shard, index: int) -> bytes:
+        with path.open("rb") as file:
+            file.seek(int(self.offsets[index]))
+            return file.read(self.sizes[index])
+
+
+def _known(path: Shard, sha256: str) -> Shard:
+    """Return a file of a pack; one behind a URL must have the digest."""
+    return replace(path, sha256=sha256) if isinstance(path, RemotePath) else path

@@ -19,7 +19,7 @@ from dpn_cli.data.augment import repeated
 from dpn_cli.data.labelled import Labelled
 from dpn_cli.data.reading import Pixels
 from dpn_cli.data.workers import open_loader
-from dpn_cli.errors import DataError
+from dpn_cli.errors import DataError, StoreError
 from dpn_cli.run import stopping
 from dpn_cli.run.console import Done, uncounted
 from dpn_cli.run.cores import cores
@@ -63,28 +63,35 @@ def whole_levels(image: Tensor) -> Tensor:
     return torch.from_numpy(image.numpy().astype(np.uint8))
 
 
-Item = tuple[Tensor, int, int] | DataError
+Unread = DataError | StoreError
+Item = tuple[Tensor, int, int] | Unread
 Transform = Callable[[Pixels], Tensor]
 
 
 class _Transformed(Dataset[Item]):
     def __init__(self, split: Labelled, transform: Transform, rows: Sequence[int]) -> None:
         self.split, self.transform, self.rows = split, transform, rows
+        self.lost: StoreError | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Item:
+        if self.lost:
+            return self.lost
         row = self.rows[index]
         try:
             return self.transform(self.split.pixels(row)), int(self.split.labels[row]), row
         except DataError as error:
             return error  # raised in a worker, it would come back wrapped in the worker's traceback
+        except StoreError as error:
+            self.lost = error  # the other pictures of the batch would wait for the same store
+            return error
 
 
-def _collate(items: list[Item]) -> tuple[PixelSet, list[DataError]]:
-    good = [item for item in items if not isinstance(item, DataError)]
-    bad = [item for item in items if isinstance(item, DataError)]
+def _collate(items: list[Item]) -> tuple[PixelSet, list[Unread]]:
+    good = [item for item in items if not isinstance(item, Unread)]
+    bad = [item for item in items if isinstance(item, Unread)]
     images = torch.stack([image for image, _, _ in good]) if good else torch.empty(0, dtype=torch.uint8)
     labels = torch.tensor([label for _, label, _ in good], dtype=torch.int64)
     return PixelSet(images, labels, len(bad), tuple(row for _, _, row in good)), bad
@@ -118,10 +125,10 @@ def stream(
         yield _good(loaded, skip_bad)
 
 
-def _good(loaded: Iterator[tuple[PixelSet, list[DataError]]], skip_bad: bool) -> Iterator[PixelSet]:
+def _good(loaded: Iterator[tuple[PixelSet, list[Unread]]], skip_bad: bool) -> Iterator[PixelSet]:
     for part, bad in loaded:
-        if bad and not skip_bad:
-            raise bad[0]
+        if fatal := [error for error in bad if not skip_bad or isinstance(error, StoreError)]:
+            raise fatal[0]
         yield part
 
 

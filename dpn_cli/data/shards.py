@@ -1,40 +1,64 @@
-"""webdataset shards: tar files of pictures with other files of the same name, read at random."""
+"""webdataset shards: tar files of pictures with other files of the same name, read at random, here or behind URLs."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import io
-import itertools
+import json
 import os
 import re
 import tarfile
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 from PIL import Image
 
+from dpn_cli.data import remote
 from dpn_cli.data.labelled import Images, number_names
 from dpn_cli.data.reading import SUFFIXES, open_image
+from dpn_cli.data.remote import RemotePath
 from dpn_cli.errors import DataError
-from dpn_cli.run.files import read_named
+from dpn_cli.recipe.stores import is_url
+from dpn_cli.run.files import read_named, read_object, replace_text
+
+Shard = Path | RemotePath
 
 
-def expand(pattern: str) -> list[Path]:
-    """Return the files of ``shards/train-{000..009}.tar``, ``{a,b}.tar`` or ``*.tar``.
+def expand(pattern: str) -> list[Shard]:
+    """Return the files of ``shards/train-{000..009}.tar``, ``{a,b}.tar`` or ``*.tar``, in a folder or behind a URL.
 
-    Raises `DataError` when no file matches, when one that the pattern names is missing, or when one is not a file.
+    Raises `DataError` when no file matches, when one that the pattern names is missing, or when one is not a file, and
+    `StoreError` for a URL that cannot be read.
     """
-    # Neither Python nor any dependency of dpn expands braces.
-    if braces := re.search(r"\{([^{}]*)\}", pattern):
-        ends = re.fullmatch(r"(\d+)\.\.(\d+)", braces[1])
-        words = (
-            (f"{number:0{len(ends[1])}d}" for number in range(int(ends[1]), int(ends[2]) + 1))
-            if ends
-            else braces[1].split(",")
-        )
-        parts = (expand(pattern[: braces.start()] + word + pattern[braces.end() :]) for word in words)
-        return list(itertools.chain.from_iterable(parts))
+    if is_url(pattern):
+        named = [file for each in _without_braces(pattern) for file in remote.matches(each)]
+        if not named:
+            raise DataError(f"--data {pattern}: no such file")
+        return list(remote.in_parallel(RemotePath.described, named))
+    return [file for each in _without_braces(pattern) for file in _files(each)]
+
+
+def _without_braces(pattern: str) -> Iterator[str]:
+    """Yield the patterns that one with braces stands for; neither Python nor any dependency of dpn expands them."""
+    braces = re.search(r"\{([^{}]*)\}", pattern)
+    if not braces:
+        yield pattern
+        return
+    ends = re.fullmatch(r"(\d+)\.\.(\d+)", braces[1])
+    words = (
+        (f"{number:0{len(ends[1])}d}" for number in range(int(ends[1]), int(ends[2]) + 1))
+        if ends
+        else braces[1].split(",")
+    )
+    for word in words:
+        yield from _without_braces(pattern[: braces.start()] + word + pattern[braces.end() :])
+
+
+def _files(pattern: str) -> list[Path]:
     path = Path(pattern).expanduser()
     if not path.name:
         raise DataError(f"--data wds:{pattern}: which files? Write wds:shards/train-{{0000..1023}}.tar, or wds:*.tar")
@@ -67,23 +91,25 @@ class ShardPictures(Images):
     """
 
     def __init__(self, pattern: str, endings: tuple[str, ...]) -> None:
-        self.paths = expand(pattern)
+        self.paths: list[Shard] = []
         self.names: list[str] = []
         self.places: list[tuple[int, int, int]] = []  # shard, offset, bytes
-        for shard, path in enumerate(self.paths):
-            for member in members(path, endings):
+        for shard, (path, pictures) in enumerate(listed(expand(pattern), endings)):
+            self.paths.append(path)
+            for member in pictures:
                 if self.take(path, member):
                     self.names.append(f"{path.name}/{member.name}")
                     self.places.append((shard, member.offset, member.size))
         self.sizes: Sequence[int] = [size for _, _, size in self.places]
 
     @abstractmethod
-    def take(self, path: Path, member: Member) -> bool:
+    def take(self, path: Shard, member: Member) -> bool:
         """Note what belongs to a picture of shard `path`; False leaves the picture out."""
 
     def where(self, index: int) -> str:
         """Name a picture's shard and its name in it."""
-        return str(self.paths[self.places[index][0]].parent / self.names[index])
+        path = self.paths[self.places[index][0]]
+        return f"{path}{self.names[index].removeprefix(path.name)}"
 
     def key(self, index: int) -> str:
         """Return a picture's name inside the data set."""
@@ -111,16 +137,16 @@ class Shards(ShardPictures):
         super().__init__(pattern, ("cls",))
         if not labels:
             raise DataError(f"--data wds:{pattern}: no picture with a .cls beside it")
-        listed = self.paths[0].parent / "classnames.txt"
-        if not os.path.lexists(listed):
+        names = self.paths[0].parent / "classnames.txt"
+        content = _read_beside(names)
+        if content is None:
             self.classes = number_names(self, f"wds:{pattern}")
             return
-        content = read_named(listed, str(listed), "it names the shards' classes, a name a line")
         self.classes = tuple(content.decode("utf-8", "surrogateescape").splitlines())
         if len(self.classes) <= max(labels):
-            raise DataError(f"{listed}: {len(self.classes)} names, and the shards have the classes 0 to {max(labels)}")
+            raise DataError(f"{names}: {len(self.classes)} names, and the shards have the classes 0 to {max(labels)}")
 
-    def take(self, path: Path, member: Member) -> bool:
+    def take(self, path: Shard, member: Member) -> bool:
         """Note a picture's class."""
         try:
             label = int(member.beside.get("cls", b"-1"))
@@ -133,12 +159,54 @@ class Shards(ShardPictures):
         return True
 
 
-def members(path: Path, endings: tuple[str, ...]) -> Iterator[Member]:
+def _read_beside(path: Shard) -> bytes | None:
+    """Return the content of a file beside shards; None where there is none."""
+    if isinstance(path, RemotePath):
+        with contextlib.suppress(remote.MissingError):
+            return path.read_bytes()
+    elif os.path.lexists(path):
+        return read_named(path, str(path), "it names the shards' classes, a name a line")
+    return None
+
+
+def listed(paths: Sequence[Shard], endings: tuple[str, ...]) -> Iterator[tuple[Shard, Iterable[Member]]]:
+    """Yield shards with their pictures; those behind URLs are fetched several at once, and come with a digest."""
+    near = [path for path in paths if isinstance(path, Path)]
+    yield from ((path, members(path, endings)) for path in near)
+    far = [path for path in paths if isinstance(path, RemotePath)]
+    yield from remote.in_parallel(partial(_listed, endings=endings), far)
+
+
+def _listed(path: RemotePath, endings: tuple[str, ...]) -> tuple[RemotePath, list[Member]]:
+    """Return a shard behind a URL, with the digest of its first copy, and its pictures.
+
+    The list is kept in the cache, so that a shard is not fetched again for what is in it.
+    """
+    kept = path.cached.with_name(f"{path.cached.stem}-{'-'.join(endings)}.json")
+    if (known := read_object(kept)) is None:
+        with path.open() as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        pictures = [
+            [one.name, one.offset, one.size, {ending: text.decode("latin-1") for ending, text in one.beside.items()}]
+            for one in members(path, endings)
+        ]
+        known = {"sha256": digest, "pictures": pictures}
+        replace_text(kept, json.dumps(known))
+        remote.make_room(kept)
+    remote.touch(kept)
+    found = (
+        Member(name, offset, size, {ending: text.encode("latin-1") for ending, text in beside.items()})
+        for name, offset, size, beside in known["pictures"]
+    )
+    return replace(path, sha256=known["sha256"]), list(found)
+
+
+def members(path: Shard, endings: tuple[str, ...]) -> Iterator[Member]:
     """Yield every picture of a shard in its order, with the files beside it that have one of the endings."""
     pictures: dict[str, tuple[str, int, int]] = {}
     beside: dict[str, dict[str, bytes]] = {}
     try:
-        with tarfile.open(path, "r:") as archive:
+        with path.open("rb") as opened, tarfile.open(fileobj=opened, mode="r:") as archive:
             for member in archive:
                 stem, _, ending = PurePosixPath(member.name).name.partition(".")
                 key = str(PurePosixPath(member.name).with_name(stem))

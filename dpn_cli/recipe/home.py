@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
+
+from dpn_cli.errors import DpnError
 
 # The built-in scenes of classifiers: asked for the colour of the largest object, for fine-tuning, and with the question
 # that takes most of them in, for pre-training and distillation.
@@ -14,6 +17,18 @@ DEMO, DEMO_OBJECTS = DEMOS = ("demo", "demo:objects")
 def home() -> Path:
     """Return the folder for weights that dpn makes or is given: $DPN_HOME, or ~/.dpn."""
     return Path(os.environ.get("DPN_HOME") or Path.home() / ".dpn")
+
+
+def cache_bytes() -> int:
+    """Return the limit of the cache of files behind URLs: $DPN_CACHE_GB, or 100 GB. Raises `DpnError` for no number."""
+    given = os.environ.get("DPN_CACHE_GB") or "100"
+    try:
+        limit = float(given)
+    except ValueError:
+        limit = math.nan
+    if not 0 < limit < math.inf:
+        raise DpnError(f"DPN_CACHE_GB={given}: not a number of gigabytes above 0; the usual limit is 100")
+    return int(limit * 1e9)
 
 
 # The folders that archives of a data set unpack to, and where torchvision's examples put them.

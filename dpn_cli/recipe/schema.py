@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from dpn_cli.arch import (
     MOST_PIXELS,
     whole,
 )
 from dpn_cli.recipe.flag import DATA, OUTPUT, RUNTIME, TRAIN, argument, flag
+from dpn_cli.recipe.stores import checked
 
 # The largest seed that every library takes.
 MOST_SEED = 2**32 - 1
@@ -23,6 +24,8 @@ Positive = Annotated[int, Field(gt=0)]
 Seed = Annotated[int, Field(ge=0, le=MOST_SEED)]
 Side = Annotated[int, Field(gt=0, le=MOST_PIXELS)]
 NonNegative = Annotated[float, Field(ge=0)]
+# Where data are, as `--data` says it.
+DataPlace = Annotated[str, AfterValidator(checked)]
 # Pillow's own limit: what it refuses as a decompression bomb.
 MAX_PIXELS = 2 * (1024**3 // 4 // 3)
 

@@ -15,6 +15,7 @@ from dpn_cli.recipe.schema import (
     VAL_DATA,
     VAL_FRACTION,
     AtOnce,
+    DataPlace,
     ImageColumn,
     LabelColumn,
     Pictures,
@@ -44,7 +45,7 @@ class Scoring(Section):
     """Options of ``dpn eval``."""
 
     network: Annotated[str, argument("A run's folder, or a checkpoint with a head.")]
-    source: Annotated[str | None, LABELLED.but(unset="the run's")] = None
+    source: Annotated[DataPlace | None, LABELLED.but(unset="the run's")] = None
     split: Annotated[
         Literal["train", "val", "all"] | None,
         flag(
@@ -103,7 +104,7 @@ class Probing(Section):
             "--compare."
         ),
     ] = None
-    source: Annotated[str, LABELLED]
+    source: Annotated[DataPlace, LABELLED]
     compare: Annotated[
         Networks,
         COMPARE.but(
@@ -111,7 +112,7 @@ class Probing(Section):
             "{stem} in CHECKPOINT, or 'checkpoint=A.npz;checkpoint=B.npz'."
         ),
     ] = ()
-    val_source: Annotated[str | None, VAL_DATA] = None
+    val_source: Annotated[DataPlace | None, VAL_DATA] = None
     val_fraction: Annotated[Share | None, VAL_FRACTION] = None
     image_column: ImageColumn = None
     label_column: LabelColumn = None

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from dpn_cli.recipe.reading import Say, read_recipe, shipped_recipes
+from dpn_cli.recipe.stores import is_shards
 
 # What ImageNet's class folders are called, and what the data set itself is.
 WORDNET_ID = re.compile(r"n\d{8}")
@@ -26,7 +27,7 @@ def is_imagenet(place: str) -> bool:
         path = Path(place.removeprefix("wds:")).expanduser().absolute()
     except (RuntimeError, OSError):  # no such user's home, or no current folder
         path = Path(place)
-    if place.startswith("wds:"):
+    if is_shards(place):
         return bool(IMAGENET.search(f"{path.parent.name}/{path.name}")) or _all_wordnet(_lines(path.parent))
     return bool(IMAGENET.search(path.name)) or _all_wordnet(_packed(path) or _folders(path / "train") or _folders(path))
 

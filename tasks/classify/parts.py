@@ -13,6 +13,7 @@ from PIL import Image
 
 from dpn_cli.data.classified import ClassData, ImageSource, check_classes, has_split, open_class_data, open_split
 from dpn_cli.data.labelled import Images, Labelled, fingerprint
+from dpn_cli.data.remote import MissingError
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.recipe.home import DEMOS
 
@@ -135,7 +136,7 @@ def _own_data(source: ImageSource, split: Split, facts: Mapping[str, Any]) -> Cl
     try:
         chooses = (facts.get("recipe") or {}).get("select") == "best"
         data = open_class_data(again, before.get("minival"), chooses=chooses)
-    except DataError:
+    except (DataError, MissingError):
         return None
     fingerprints = {name: fingerprint(getattr(data, name)) for name in ("train", "minival", "val")}
     return data if fingerprints == facts.get("data") else None

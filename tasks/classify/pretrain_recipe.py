@@ -23,6 +23,7 @@ from dpn_cli.recipe.network import (
 )
 from dpn_cli.recipe.reading import Plain, Say, build, from_flags, merge, read_recipe, unsaid
 from dpn_cli.recipe.schema import (
+    DataPlace,
     Pixels,
     Positive,
     Section,
@@ -91,7 +92,7 @@ class PretrainRecipe(SupervisedRecipe):
         ),
     ] = None
     fewshot_data: Annotated[
-        str | None,
+        DataPlace | None,
         flag(
             "--fewshot-data",
             help="Labelled images, as --data takes them, for a 25-shot probe of the finished network.",

@@ -19,6 +19,7 @@ from dpn_cli.recipe.schema import (
     VAL_DATA,
     VAL_FRACTION,
     Crop,
+    DataPlace,
     Flip,
     ImageColumn,
     LabelColumn,
@@ -49,14 +50,14 @@ class SupervisedData(Section):
     """Where the images are, and how they become pixels."""
 
     source: Annotated[
-        str | None,
+        DataPlace | None,
         DATA_SOURCE.but(
             help="Folder with train/CLASS and val/CLASS (or CLASS, with --val-fraction), a packed folder (dpn data "
-            "pack), hf:OWNER/NAME[:CONFIGURATION], wds:PATTERN, or demo.",
+            "pack) or its URL, hf:OWNER/NAME[:CONFIGURATION], wds:PATTERN, or demo.",
             unset="$DPN_DATA_DIR/imagenet, ./imagenet, else demo",
         ),
     ] = None
-    val_source: Annotated[str | None, VAL_DATA] = None
+    val_source: Annotated[DataPlace | None, VAL_DATA] = None
     val_fraction: Annotated[Share | None, VAL_FRACTION] = None
     minival: Annotated[float, Field(ge=0, lt=1)] | None = None
     image_column: ImageColumn = None
@@ -120,7 +121,7 @@ class SupervisedRecipe(ComparedTraining):
     freeze: Freeze = ()
     select: Literal["best", "last"] = "last"
     fewshot: Positive | None = None
-    fewshot_data: str | None = None
+    fewshot_data: DataPlace | None = None
     eval_batch_size: Positive = 64
     evaluate_every: Positive = 2500
 

@@ -16,7 +16,8 @@ from PIL import Image
 from dpn_cli.data import scenes
 from dpn_cli.data.labelled import HubPictures, Images, SceneSplit
 from dpn_cli.data.reading import open_image
-from dpn_cli.data.shards import Member, ShardPictures
+from dpn_cli.data.remote import RemotePath
+from dpn_cli.data.shards import Member, Shard, ShardPictures
 from dpn_cli.errors import DataError, PictureError
 
 # Names of caption columns that need no option: open_clip's, img2dataset's, Hugging Face's.
@@ -170,10 +171,10 @@ class ShardCaptions(ShardPictures, Captioned):
         super().__init__(pattern, BESIDE)
         if not self.captions:
             raise DataError(f"--data wds:{pattern}: no picture with a .txt or .json beside it")
-        stamps = [stamp_of(_status(path)) for path in self.paths]
+        stamps = [path.version if isinstance(path, RemotePath) else stamp_of(_status(path)) for path in self.paths]
         self.stamps = [stamps[shard] for shard, _, _ in self.places]
 
-    def take(self, path: Path, member: Member) -> bool:
+    def take(self, path: Shard, member: Member) -> bool:
         """Note a picture's sentences."""
         where = f"{path}: {member.name}"
         try:

@@ -13,6 +13,7 @@ from dpn_cli.data.classified import hub_name
 from dpn_cli.data.labelled import SceneSplit, load_hub
 from dpn_cli.data.reading import USUAL, Reading
 from dpn_cli.errors import DataError
+from dpn_cli.recipe.stores import is_hub, is_shards
 from tasks.lit.captions import Captioned, HubCaptions, SceneCaptions, ShardCaptions, Subset
 from tasks.lit.tables import read_coco, read_folder, read_table, splits_in
 
@@ -30,7 +31,8 @@ DEMO_SPLITS = {"train": (0, 8000), "val": (900_000, 901_000), "test": (900_000, 
 class CaptionSource:
     """Where captioned images are: what ``--data`` and its companions say.
 
-    `place` is a .csv, .tsv or .json file, a folder, ``hf:NAME[:CONFIGURATION]``, ``wds:PATTERN`` or ``demo``.
+    `place` is a .csv, .tsv or .json file, a folder, ``hf:NAME[:CONFIGURATION]``, ``wds:PATTERN``, the URL of
+    shards, or ``demo``.
     """
 
     place: str
@@ -66,7 +68,7 @@ def has_split(source: CaptionSource, split: str) -> bool:
     place = source.place
     if place == "demo":
         return True
-    if place.startswith("hf:"):
+    if is_hub(place):
         return _hub_split(place, split) is not None
     return place.endswith(".json") and not splits_in(Path(place).expanduser()).isdisjoint(KARPATHY[split])
 
@@ -82,9 +84,9 @@ def _open(source: CaptionSource, split: str) -> Captioned:
     place = source.val_place if source.val_place and split != "train" else source.place
     if place == "demo":
         return SceneCaptions(*DEMO_SPLITS[split])
-    if place.startswith("wds:"):
+    if is_shards(place):
         return ShardCaptions(place.removeprefix("wds:"), source.skip_bad)
-    if place.startswith("hf:"):
+    if is_hub(place):
         name, config = hub_name(place)
         own = _hub_split(place, split) or split
         return HubCaptions(name, config, own, source.image_column, source.caption_column, source.skip_bad)

@@ -10,6 +10,7 @@ from dpn_cli.recipe.schema import (
     HTML,
     PICTURES,
     AtOnce,
+    DataPlace,
     ImageColumn,
     LabelColumn,
     Positive,
@@ -32,7 +33,7 @@ class Scoring(Section):
 
     run: Annotated[str, RUN]
     source: Annotated[
-        str,
+        DataPlace,
         flag(
             "--data",
             help="Labelled images (folder with val/CLASS or CLASS, hf:OWNER/NAME[:CONFIGURATION], wds:PATTERN, demo), "

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from dpn_cli.data.remote import MissingError
 from dpn_cli.errors import DataError
 from tasks.lit.cache import data_fingerprint
 from tasks.lit.captions import Captioned
@@ -47,6 +48,6 @@ def _own_pairs(source: CaptionSource, split: str, facts: Mapping[str, Any]) -> d
     )
     try:
         pairs = dict(zip(("train", "val"), open_pairs(again), strict=True))
-    except DataError:
+    except (DataError, MissingError):
         return None
     return pairs if {name: data_fingerprint(part) for name, part in pairs.items()} == facts.get("data") else None

@@ -21,6 +21,7 @@ from dpn_cli.recipe.schema import (
     SEED,
     VAL_DATA,
     VAL_FRACTION,
+    DataPlace,
     ImageColumn,
     Pictures,
     Pixels,
@@ -55,20 +56,20 @@ class CaptionData(Pictures):
     """Where the captioned images are; `images` is the folder that their names are relative to."""
 
     source: Annotated[
-        str | None,
+        DataPlace | None,
         DATA_SOURCE.but(
             help="Captioned images: a .csv or .tsv (file, caption), COCO's captions .json, a folder with NAME.txt "
             "beside each picture, wds:PATTERN, hf:OWNER/NAME[:CONFIGURATION], or demo.",
             unset="demo",
         ),
     ] = None
-    val_source: Annotated[str | None, VAL_DATA.but(help="Other captioned images to score retrieval on.")] = None
+    val_source: Annotated[DataPlace | None, VAL_DATA.but(help="Other captioned images to score retrieval on.")] = None
     val_fraction: Annotated[
         Annotated[float, Field(gt=0, lt=1)] | None,
         VAL_FRACTION.but(help="Share held out without --val-data.", unset="0.01, 50 to 5000 images"),
     ] = None
     zeroshot: Annotated[
-        str | None,
+        DataPlace | None,
         flag(
             "--zeroshot-data",
             help="Labelled images, e.g. imagenet, to classify by prompts at the end, as 'lit eval' does (Table 4).",

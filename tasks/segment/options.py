@@ -9,6 +9,7 @@ from dpn_cli.recipe.flag import DATA, OUTPUT, argument, flag
 from dpn_cli.recipe.schema import (
     AT_ONCE,
     PICTURES,
+    DataPlace,
     Positive,
     RunPictures,
     Runtime,
@@ -29,7 +30,7 @@ class Scoring(Section):
 
     run: Annotated[str, RUN]
     source: Annotated[
-        str | None,
+        DataPlace | None,
         flag(
             "--data",
             help="Data set in another place than the run's, of the same classes and values.",

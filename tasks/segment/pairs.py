@@ -19,6 +19,7 @@ from dpn_cli.data.crops import Size
 from dpn_cli.data.labelled import load_hub, stored_file
 from dpn_cli.data.reading import SUFFIXES, Pixels, Reading, decode, file_size, find_files, open_image
 from dpn_cli.errors import DataError
+from dpn_cli.recipe.stores import is_hub
 from tasks.segment.labels import RawMask, read_mask
 from tasks.segment.recipe import MaskData
 
@@ -269,7 +270,7 @@ def _open_pairs(data: MaskData, split: str) -> Pairs:
     place = data.source or "demo"
     if place == "demo":
         return ScenePairs(*DEMO_SPLITS[split])
-    if place.startswith("hf:"):
+    if is_hub(place):
         return HubPairs(place, split, data.image_column, data.mask_column)
     root = Path(place).expanduser()
     if not root.is_dir():

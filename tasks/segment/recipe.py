@@ -20,6 +20,7 @@ from dpn_cli.recipe.reading import Plain, Say, merge, read_recipe, unsaid
 from dpn_cli.recipe.schema import (
     DATA_SOURCE,
     IMAGE_COLUMN,
+    DataPlace,
     Flip,
     Pictures,
     Pixels,
@@ -63,7 +64,7 @@ class MaskData(Pictures):
 
     dataset: Literal["ade20k", "folder"] = "folder"
     source: Annotated[
-        str | None,
+        DataPlace | None,
         DATA_SOURCE.but(
             help="Folder with images/{training,validation} and annotations/{training,validation}, "
             "hf:OWNER/NAME[:CONFIGURATION] with masks, or demo.",

@@ -8,6 +8,7 @@ from pathlib import Path
 from dpn_cli.data.labelled import FileList, HubSplit, Labelled, SceneSplit, fingerprint, rows_to_check
 from dpn_cli.data.reading import Reading
 from dpn_cli.errors import DataError
+from dpn_cli.recipe.stores import is_hub
 from dpn_cli.run import stopping
 from dpn_cli.run.console import Console
 from tasks.vtab.recipe import VtabData
@@ -59,7 +60,7 @@ def _open_split(data: VtabData, task: Task, split: str) -> Labelled:
     if source == "demo":
         start, stop = {"train800": (0, TRAIN), "val200": (TRAIN, TRAIN + VAL), "test": (1000, 1000 + task.test)}[split]
         return SceneSplit(task.name, start, stop)
-    if source.startswith("hf:"):
+    if is_hub(source):
         return HubSplit(
             source.removeprefix("hf:"),
             task.folder,

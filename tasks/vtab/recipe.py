@@ -18,6 +18,7 @@ from dpn_cli.recipe.reading import Plain, Say, merge, read_recipe, unsaid
 from dpn_cli.recipe.schema import (
     BATCH_SIZE,
     DATA_SOURCE,
+    DataPlace,
     Lr,
     Optim,
     Pictures,
@@ -54,7 +55,7 @@ class VtabData(Pictures):
     """Where the tasks' images are, and how they become pixels."""
 
     source: Annotated[
-        str | None,
+        DataPlace | None,
         DATA_SOURCE.but(
             help="Folder with one folder per task (svhn/train800.txt, …), hf:OWNER/NAME, or demo.",
             unset="$DPN_DATA_DIR/vtab-1k, ./vtab-1k, else demo",

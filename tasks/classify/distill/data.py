@@ -15,6 +15,7 @@ from dpn_cli.data.loader import Augmentation
 from dpn_cli.data.pixels import Transform, stream
 from dpn_cli.data.reading import Reading, decoder_of
 from dpn_cli.errors import DataError
+from dpn_cli.recipe.stores import is_shards
 from dpn_cli.run.console import Console, several
 from tasks.classify.check import decode_some
 from tasks.classify.distill.recipe import DistillRecipe
@@ -120,4 +121,4 @@ def augmentation_of(recipe: DistillRecipe, size: tuple[int, int]) -> Augmentatio
 
 def _labelled_val(source: ImageSource) -> bool:
     """Tell whether data have validation images of their own, in folders of classes."""
-    return not source.place.startswith("wds:") and has_split(source, "val")
+    return not is_shards(source.place) and has_split(source, "val")

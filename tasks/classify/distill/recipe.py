@@ -23,6 +23,7 @@ from dpn_cli.recipe.schema import (
     MAX_PIXELS,
     VAL_DATA,
     Crop,
+    DataPlace,
     ImageColumn,
     LabelColumn,
     MaxPixels,
@@ -88,15 +89,15 @@ class DistillData(Section):
     """Where the pictures are, and how they become pixels; labels are not looked at."""
 
     source: Annotated[
-        str | None,
+        DataPlace | None,
         DATA_SOURCE.but(
             help="Pictures without labels: a folder with pictures anywhere in it (in its train folder, if there is "
-            "one), a packed folder, hf:OWNER/NAME[:CONFIGURATION], wds:PATTERN, or demo.",
+            "one), a packed folder or its URL, hf:OWNER/NAME[:CONFIGURATION], wds:PATTERN, or demo.",
             unset="$DPN_DATA_DIR/imagenet, ./imagenet, else demo",
         ),
     ] = None
     val_source: Annotated[
-        str | None,
+        DataPlace | None,
         VAL_DATA.but(
             help="Labelled images, on which teacher and student are scored after the training.",
             unset="the val images in --data, if there are any",
@@ -193,7 +194,7 @@ class DistillRecipe(ComparedTraining):
         ),
     ] = None
     fewshot_data: Annotated[
-        str | None,
+        DataPlace | None,
         flag(
             "--fewshot-data",
             help="Labelled images, as 'dpn pretrain --data' takes them, for a few-shot probe of teacher and student.",
