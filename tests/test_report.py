@@ -291,6 +291,27 @@ def test_runs_are_listed_and_shown(tmp_path: Path) -> None:
     assert "no result.json" in " ".join(shown.stdout.split())
 
 
+@pytest.mark.parametrize(
+    ("columns", "lines", "command"),
+    [
+        ("130", ["runs/pretrain_own/B-32-stem-none-norm-ln-vs-dpn"], True),
+        ("90", ["runs/pretrain_own/B-32-stem-none-norm-ln-vs-dpn"], False),
+        ("60", ["runs/pretrain_own/", "B-32-stem-none-norm-ln-vs-dpn"], False),
+        ("20", ["runs/", "pretrain_own/", "B-32-stem-none-norm-ln-vs-dpn"], False),
+    ],
+)
+def test_names_in_the_list_of_runs_are_whole(
+    columns: str, lines: list[str], command: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    classifier(Path("runs/pretrain_own/B-32-stem-none-norm-ln-vs-dpn"))
+    monkeypatch.setenv("COLUMNS", columns)
+    printed = run("runs").stdout.splitlines()
+    assert [line.split(" ")[0] for line in printed[1 : 1 + len(lines)]] == lines
+    assert ("dpn finetune highres" in printed[1]) == command
+    assert len(printed) == 1 + len(lines)
+
+
 def sweep(path: Path, recipe: VtabRecipe, score: dict[str, float]) -> Path:
     """Write a sweep over two tasks in which the second learning rate is best, and the second seed a point better."""
     outcomes = []

@@ -20,7 +20,7 @@ from dpn_cli.commands.reproduce import run as runner
 from dpn_cli.commands.reproduce.cells import Experiment, Job, Number, Places
 from dpn_cli.commands.reproduce.command import EXPERIMENTS
 from dpn_cli.commands.reproduce.compare import compare, paper_reach
-from dpn_cli.commands.reproduce.listing import listed
+from dpn_cli.commands.reproduce.listing import listed, print_list
 from dpn_cli.commands.reproduce.page import table_of
 from dpn_cli.commands.reproduce.price import flops
 from dpn_cli.commands.reproduce.trainings import DATA_SETS, SmallTrainings, Trainings
@@ -246,3 +246,17 @@ def test_a_page_of_half_a_table_has_the_papers_bars_of_the_other_half(tmp_path: 
     page.write(tmp_path / "page", experiment, compare(experiment, places), small=False)
     bars = (tmp_path / "page/figures/numbers.csv").read_text().splitlines()[1:]
     assert [line.split(",")[-2] for line in bars] == ["", "74.8", "74.0", "76.2"]
+
+
+def test_names_in_the_list_are_whole_and_it_fits_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    rows = listed([experiment(name) for name in EXPERIMENTS], NOWHERE)
+    print_list(
+        [{**row, "flops_per_second_here": 1e11, "hours_left_here": 123_456.0} for row in rows], NOWHERE, Trainings()
+    )
+    table = capsys.readouterr().out.partition("\nimagenet: ")[0].splitlines()
+    assert max(map(len, table)) <= 80
+    words = {word for line in table for word in line.split()}
+    assert words >= {*EXPERIMENTS, *DATA_SETS, "Normalization)", "123,456"}

@@ -18,11 +18,14 @@ from dpn_cli.recipe.schema import Section
 from dpn_cli.report.common import command
 from dpn_cli.report.comparison import SCORES, name_of, value_of
 from dpn_cli.report.reading import DEPTH, OpenRun, find_runs, folder_of, hours, moment, open_run
-from dpn_cli.run.console import Console, cell
+from dpn_cli.run.console import Console, cell, folded, print_columns, printable, width_of
 from dpn_cli.run.kinds import NAMES
 
 # The key of a result that is its score in percent, and what to call it; the first that a result has.
 METRICS = {**SCORES, "mean19": "mean of 19", "mean_groups": "mean of groups"}
+
+# The fewest characters in which a command can be read.
+LEAST_COMMAND = 24
 
 
 class Listing(Section):
@@ -93,21 +96,23 @@ def age(seconds: float | None) -> str:
 
 
 def _print_list(rows: list[dict[str, Any]]) -> None:
-    columns = (
-        Column("run", overflow="fold"),
-        "status",
-        Column("score", justify="right"),
-        Column("step", justify="right"),
-        Column("age", justify="right"),
-        Column("command", overflow="fold"),
-    )
-    table = Table(*columns, box=None, padding=(0, 2, 0, 0))
+    """Print the list with whole names: where there is no room, without commands, and with names folded at slashes."""
+    columns: dict[str, list[str]] = {name: [] for name in ("run", "status", "score", "step", "age", "command")}
     for row in rows:
         score = "-" if row["value"] is None else f"{row['value']:.2f} % {row['metric']}"
         step = "-" if row["step"] is None else f"{row['step']}" + (f"/{row['steps']}" if row["steps"] else "")
         texts = (row["run"], row["status"], score, step, age(row["age_seconds"]), row["command"])
-        table.add_row(*map(cell, texts))
-    RichConsole(highlight=False).print(table)
+        for column, text in zip(columns.values(), texts, strict=True):
+            column.append(printable(text))
+    commands, wide = columns.pop("command"), RichConsole().width
+    room = wide - width_of(columns)
+    if room >= LEAST_COMMAND:
+        columns["command"] = [folded(text, " ", room) for text in commands]
+    elif room < 0:
+        columns["score"] = [text.replace(", ", ",\n", 1) for text in columns["score"]]
+        longest = max(map(len, columns["run"])) + wide - width_of(columns)
+        columns["run"] = [folded(text, "/", longest) for text in columns["run"]]
+    print_columns(columns, right=("score", "step", "age"))
 
 
 def _print_run(row: dict[str, Any]) -> None:

@@ -10,16 +10,18 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
 from statistics import fmean
 
+from rich.cells import cell_len
 from rich.console import Console as RichConsole
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn
+from rich.table import Table
 
 # Seconds between two lines of progress where stderr is not a terminal; more only if a step takes longer.
 LINE_EVERY = 10.0
@@ -28,6 +30,8 @@ LONGEST = 2000
 # Bars of one character from low to high, and how many of them a curve has on a terminal of so many columns.
 BLOCKS = "▁▂▃▄▅▆▇█"
 CURVES = {80: 8, 110: 24}
+# Characters between two columns of a table.
+GAP = 2
 # Takes how many more pictures are done.
 Done = Callable[[int], None]
 # Control characters, line and direction marks, and lone surrogates (from names in an unknown encoding).
@@ -48,6 +52,34 @@ def _escaped(match: re.Match[str]) -> str:
 def cell(text: object) -> str:
     """Return text for a table cell, with rich's markup escaped."""
     return escape(printable(text))
+
+
+def folded(text: str, separator: str, width: int) -> str:
+    """Break a text behind separators into lines of at most `width` characters; a longer part stays whole."""
+    lines = [""]
+    for part in text.replace(separator, f"{separator}\n").splitlines():
+        if lines[-1] and cell_len(lines[-1] + part.rstrip()) > width:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def width_of(columns: Mapping[str, Sequence[str]]) -> int:
+    """Return how many characters `print_columns` takes for columns by their heads."""
+    lines = ([head, *(line for text in texts for line in text.splitlines())] for head, texts in columns.items())
+    return sum(max(map(cell_len, each)) + GAP for each in lines) - GAP
+
+
+def print_columns(columns: Mapping[str, Sequence[str]], right: Collection[str] = ()) -> None:
+    """Print a table on stdout whose texts may have several lines and are never cut or broken, as names must not be."""
+    table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False)
+    for head in columns:
+        table.add_column(head, justify="right" if head in right else "left", no_wrap=True)
+    for texts in zip(*columns.values(), strict=True):
+        table.add_row(*map(escape, texts))
+    console = RichConsole(highlight=False)
+    console.width = max(console.width, width_of(columns))
+    console.print(table)
 
 
 def show(text: str) -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Console as RichConsole
-from rich.table import Column, Table
 
 from dpn_cli.commands.reproduce.cells import Experiment, Places
 from dpn_cli.commands.reproduce.price import H100, SHARE, flops, gpu_hours, measured
 from dpn_cli.commands.reproduce.trainings import DATA_SETS, Trainings
-from dpn_cli.run.console import cell
+from dpn_cli.run.console import cell, folded, print_columns, width_of
 
 Json = dict[str, Any]
+# Characters in a line of the data's names: those of the longest.
+LONG = max(map(len, DATA_SETS))
 
 
 def listed(experiments: Sequence[Experiment], places: Places) -> list[Json]:
@@ -47,16 +47,19 @@ def _row(experiment: Experiment, places: Places, rate: float | None) -> Json:
 def print_list(rows: Sequence[Json], places: Places, make: Trainings) -> None:
     """Print the list as a table on stdout, and below it where what is missing is looked for."""
     rate = rows[0]["flops_per_second_here"]
-    shown, data = Column("shows", overflow="fold"), Column("data", overflow="fold")
-    counts = [Column(name, justify="right") for name in ("trainings", "left", "H100-hours", "hours here")]
-    table = Table("", shown, data, *counts if rate else counts[:-1], box=box.SIMPLE_HEAD)
-    for row in rows:
-        names = ", ".join(name if place else f"{name} (missing)" for name, place in row["data"].items())
-        texts = [row["name"], row["title"], names or "the demo's", row["trainings"], row["left"]]
-        prices = [row["h100_hours_left"], *([row["hours_left_here"]] if rate else [])]
-        table.add_row(*map(cell, [*texts, *map(_hours, prices)]))
+    columns = {
+        "": [row["name"] for row in rows],
+        "shows": [row["title"] for row in rows],
+        "data": [_data(row) for row in rows],
+        "left": [f"{row['left']} of {row['trainings']}" for row in rows],
+        "H100-h": [_hours(row["h100_hours_left"]) for row in rows],
+    }
+    if rate:
+        columns["h here"] = [_hours(row["hours_left_here"]) for row in rows]
     console = RichConsole(highlight=False)
-    console.print(table)
+    room = console.width - width_of({**columns, "shows": [""]}) + len("shows")
+    columns["shows"] = [folded(text, " ", room) for text in columns["shows"]]
+    print_columns(columns, right=("left", "H100-h", "h here"))
     missing = {name for row in rows for name, place in row["data"].items() if not place}
     for name in DATA_SETS:
         if name in missing:
@@ -64,14 +67,22 @@ def print_list(rows: Sequence[Json], places: Places, make: Trainings) -> None:
     if missing:
         console.print("Other places: --data NAME=PLACE; networks that are here: --weights GROUP=FILE.")
     console.print(
-        f"H100-hours: operations of the trainings that are left, at {SHARE:.0%} of {H100 / 1e12:.0f} TFLOP/s. "
+        f"H100-h: hours of an H100, by the operations of what is left, at {SHARE:.0%} of {H100 / 1e12:.0f} TFLOP/s. "
         "Evaluation and loading are not counted; trainings that tables share are counted in each."
     )
     if rate:
-        console.print(cell(f"Hours here: at {rate / 1e12:.3g} TFLOP/s, as measured in the trainings in {places.out}."))
+        console.print(
+            cell(f"h here: hours at {rate / 1e12:.3g} TFLOP/s, as measured in the trainings in {places.out}.")
+        )
     if make.small:
         console.print("All of this is at the demo's size.")
 
 
+def _data(row: Json) -> str:
+    """Return the data sets of an experiment, one a line, or two where the name is long."""
+    names = (name if place else f"{name} (missing)" for name, place in row["data"].items())
+    return "\n".join(folded(name, " ", LONG) for name in names) or "the demo's"
+
+
 def _hours(hours: float) -> str:
-    return f"{hours:,.0f}" if hours >= 10 else f"{hours:.1f}" if hours >= 0.1 else "below 0.1"
+    return f"{hours:,.0f}" if hours >= 10 else f"{hours:.1f}" if hours >= 0.1 else "<0.1"
