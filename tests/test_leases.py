@@ -6,7 +6,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,9 +32,9 @@ def process(folder: Path, name: str, clock: Callable[[], float]) -> Leases:
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[tuple[Leases, Leases, Clock, Clock]]:
+def pair(tmp_path: Path) -> tuple[Leases, Leases, Clock, Clock]:
     one, two = Clock(1e6), Clock(-50.0)
-    yield process(tmp_path, "one", one), process(tmp_path, "two", two), one, two
+    return process(tmp_path, "one", one), process(tmp_path, "two", two), one, two
 
 
 def taken(leases: Leases, name: str) -> Lease:
@@ -49,7 +49,8 @@ def test_only_one_process_has_a_lease_and_the_next_gets_it_when_it_is_released(
     one, two, *_ = pair
     lease = taken(one, "none/caltech101")
     assert one.take("none/caltech101") is None
-    assert two.take("none/caltech101") is None and two.take("none/caltech10")
+    assert two.take("none/caltech101") is None
+    assert two.take("none/caltech10")
     assert two.taken() == ["none/caltech101"]
     lease.release()
     assert two.taken() == []
@@ -113,7 +114,8 @@ def test_a_process_of_this_machine_that_was_killed_is_not_waited_for(tmp_path: P
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
-        assert child.stdout and child.stdout.readline() == "taken\n"
+        assert child.stdout
+        assert child.stdout.readline() == "taken\n"
         mine = Leases(tmp_path)
         assert mine.take("cell") is None
         child.send_signal(signal.SIGKILL)
@@ -137,50 +139,63 @@ def test_the_thread_beats_and_the_end_releases(tmp_path: Path, monkeypatch: pyte
     assert Leases(tmp_path).taken() == []
 
 
-def test_a_thousand_cells_on_a_hundred_nodes_that_die_are_each_finished_once(tmp_path: Path) -> None:
-    """Nodes have clocks of their own, take cells, beat, stall for longer than the patience, die and come back."""
-    chance = random.Random(0)
-    finished: dict[str, int] = {f"cell{number}": 0 for number in range(1000)}
-    clocks = [Clock(chance.uniform(-1e6, 1e6), chance.uniform(0.99, 1.01)) for _ in range(100)]
-    nodes = [process(tmp_path, f"node{number}.0", clock) for number, clock in enumerate(clocks)]
-    work: dict[int, tuple[Lease, int]] = {}
-    stalled, lost, died = dict[int, int](), 0, 0
-    for turn in range(3000):
-        for clock in clocks:
+class Nodes:
+    """Nodes that take cells, beat, stall for longer than the patience, die and come back, each with its own clock."""
+
+    def __init__(self, folder: Path, cells: int, nodes: int) -> None:
+        self.folder, self.chance = folder, random.Random(0)
+        self.finished = {f"cell{number}": 0 for number in range(cells)}
+        self.clocks = [Clock(self.chance.uniform(-1e6, 1e6), self.chance.uniform(0.99, 1.01)) for _ in range(nodes)]
+        self.nodes = [process(folder, f"node{number}.0", clock) for number, clock in enumerate(self.clocks)]
+        self.work: dict[int, tuple[Lease, int]] = {}
+        self.stalled: dict[int, int] = {}
+        self.lost = self.died = 0
+
+    def turn(self, turn: int) -> bool:
+        """Let the time of a beat pass; return whether there is something left to do."""
+        for clock in self.clocks:
             clock.now += BEAT
-        for number in chance.sample(range(100), 100):
-            if stalled.get(number, 0) > turn:
+        for number in self.chance.sample(range(len(self.nodes)), len(self.nodes)):
+            if self.stalled.get(number, 0) > turn:
                 continue
-            event = chance.random()
-            if event < 0.002:  # the node dies, and another comes in its place
-                died, nodes[number] = died + 1, process(tmp_path, f"node{number}.{turn}", clocks[number])
-                work.pop(number, None)
+            event = self.chance.random()
+            if event < 0.002:
+                self.died += 1
+                self.nodes[number] = process(self.folder, f"node{number}.{turn}", self.clocks[number])
+                self.work.pop(number, None)
             elif event < 0.01:
-                stalled[number] = turn + chance.randint(1, 40)
-            elif number not in work:
-                todo = [name for name, times in finished.items() if not times]
-                name = chance.choice(todo) if todo else None
-                lease = nodes[number].take(name) if name else None
-                if lease and finished[lease.name]:
-                    lease.release()
-                elif lease:
-                    work[number] = lease, chance.randint(1, 4)
+                self.stalled[number] = turn + self.chance.randint(1, 40)
+            elif number in self.work:
+                self.go_on(number)
             else:
-                lease, left = work[number]
-                try:
-                    lease.check()
-                    nodes[number].beat()
-                    if left:
-                        work[number] = lease, left - 1
-                        continue
-                    lease.confirm()
-                    finished[lease.name] += 1
-                    lease.release()
-                except LeaseLostError:
-                    lost += 1
-                    lease.release()
-                del work[number]
-        if all(finished.values()) and not work:
+                self.begin(number)
+        return bool(self.work) or not all(self.finished.values())
+
+    def begin(self, number: int) -> None:
+        todo = [name for name, times in self.finished.items() if not times]
+        lease = self.nodes[number].take(self.chance.choice(todo)) if todo else None
+        if lease:
+            self.work[number] = lease, self.chance.randint(1, 4)
+
+    def go_on(self, number: int) -> None:
+        lease, left = self.work.pop(number)
+        try:
+            lease.check()
+            self.nodes[number].beat()
+            if left:
+                self.work[number] = lease, left - 1
+                return
+            lease.confirm()
+            self.finished[lease.name] += 1
+        except LeaseLostError:
+            self.lost += 1
+        lease.release()
+
+
+def test_a_thousand_cells_on_a_hundred_nodes_that_die_are_each_finished_once(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, cells=1000, nodes=100)
+    for turn in range(3000):
+        if not nodes.turn(turn):
             break
-    assert set(finished.values()) == {1}
-    assert died > 5 and lost > 5
+    assert set(nodes.finished.values()) == {1}
+    assert min(nodes.died, nodes.lost) > 5

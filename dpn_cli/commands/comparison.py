@@ -22,11 +22,15 @@ from dpn_cli.recipe.start import Place
 from dpn_cli.run import stopping
 from dpn_cli.run.console import Console, several
 from dpn_cli.run.distributed import from_leader
-from dpn_cli.run.files import replace_text
+from dpn_cli.run.files import read_object, replace_json, replace_text
 from dpn_cli.run.folder import describe_device
-from dpn_cli.run.session import Session, run_name, session
+from dpn_cli.run.leases import LeaseLostError
+from dpn_cli.run.session import Session, pause, run_name, session
 from dpn_cli.weights.backbone import LoadReport, backbone_of
 from dpn_cli.weights.origin import with_own_stem
+
+# Files in the folder of a training that has ended, one way or the other, for processes that share the work.
+RESULT, FAILED = "result.json", "failed.json"
 
 
 class _Comparable(TrainingModule, Protocol):
@@ -56,6 +60,10 @@ class SideBySide:
         the result and tried again when the comparison is resumed; everything else raises `DpnError`.
         """
         runs = self._runs(recipe, console)
+        if place.cell is not None and place.cell >= len(runs):
+            raise DpnError(
+                f"--cell {place.cell}: there are {len(runs)}, 0 to {len(runs) - 1}; --print-cells lists them"
+            )
         with session(recipe, recipe.runtime, "comparison", place, self._folder(recipe, runs), console) as begun:
             firsts = [run for run in runs if run.seed == runs[0].seed]
             if place.dry_run:
@@ -66,10 +74,19 @@ class SideBySide:
                 return None
             result = begun.folder.result
             if result is None:
-                _load(begun, firsts, getattr(self.trainer, "load", _load_backbone))
+                with begun.alone("check"):
+                    _load(begun, firsts, getattr(self.trainer, "load", _load_backbone))
                 failed = self._at_once(begun, runs, place.jobs) if place.jobs > 1 else {}
+                if place.join:
+                    failed = self._along_with_others(begun, runs if place.cell is None else [runs[place.cell]])
+                if place.cell is not None:
+                    return None
                 result = self._train(begun, runs, failed)
             return result if begun.world.leads else None
+
+    def cells(self, recipe: ComparedTraining) -> list[str]:
+        """Return what the numbers of ``--cell`` stand for."""
+        return [run.folder for run in self._runs(recipe, Console(quiet=True))]
 
     def show(self, result: Result) -> None:
         """Print the table of a comparison on stdout."""
@@ -110,8 +127,9 @@ class SideBySide:
         words = next(name for name, one in TRAININGS.items() if one is self.training).split()
         works, failed = dict[str, Work](), dict[str, str]()
         for run in runs:
+            (folder / run.folder / FAILED).unlink(missing_ok=True)
             path, recipe = folder / run.folder, folder / LOGS / f"{run.folder.replace('/', '-')}.yaml"
-            if not (path / "result.json").is_file():
+            if not (path / RESULT).is_file():
                 replace_text(recipe, dump(run.recipe))
                 line = (*words, "--config", str(recipe), "-o", str(path), "--resume", "--no-report")
                 works[run.folder] = Work(run.folder, line)
@@ -131,6 +149,38 @@ class SideBySide:
         run_all(list(works.values()), backend, on_start, on_end, stopping.check_here)
         return {run.folder: failed[run.folder] for run in runs if run.folder in failed}
 
+    def _along_with_others(self, begun: Session[ComparedTraining], runs: Sequence[_Run]) -> dict[str, str]:
+        """Train what no other process trains until nothing is left; return, by folder, why some have failed."""
+        folder, console = begun.folder.path, begun.console
+        while left := [run for run in runs if not _ended(folder / run.folder)]:
+            trained = False
+            for run in left:
+                if (lease := begun.take(run.folder)) is None:
+                    continue
+                try:
+                    if not _ended(folder / run.folder):
+                        trained = True
+                        console.info(run.label)
+                        self._run_one(run, folder, console, lease.check)
+                except (NonFiniteError, OutOfMemoryError) as error:
+                    console.warn(f"{run.label} failed: {error}")
+                    replace_json(folder / run.folder / FAILED, {"error": str(error)})
+                except LeaseLostError as error:
+                    console.warn(f"{run.label}: {error}")
+                finally:
+                    lease.release()
+            if not trained:
+                pause()
+        failed = [run for run in runs if not (folder / run.folder / RESULT).is_file()]
+        reasons = {run.folder: (read_object(folder / run.folder / FAILED) or {}).get("error") for run in failed}
+        return {run.folder: f"{run.label}: {reasons[run.folder]}" for run in failed}
+
+    def _run_one(self, run: _Run, folder: Path, console: Console, check: Callable[[], object] = lambda: None) -> Result:
+        if run.recipe.runtime.compile:
+            torch.compiler.reset()  # the compiler gives up after eight networks
+        place = Place(folder / run.folder, resume=True, check=check)
+        return from_leader(self.trainer.run(run.recipe, place, console) or {})
+
     def _train(self, begun: Session[ComparedTraining], runs: Sequence[_Run], failed: dict[str, str]) -> Result:
         """Run the trainings that have not failed, which takes no time for those that are done."""
         recipe, folder, world, console = begun.recipe, begun.folder, begun.world, begun.console
@@ -140,11 +190,8 @@ class SideBySide:
                 continue
             stopping.check()
             console.info(f"{run.label} ({number} of {len(runs)})")
-            if recipe.runtime.compile:
-                torch.compiler.reset()  # the compiler gives up after eight networks
             try:
-                place = Place(folder.path / run.folder, resume=True)
-                done = results[run.folder] = from_leader(self.trainer.run(run.recipe, place, console) or {})
+                done = results[run.folder] = self._run_one(run, folder.path, console)
                 if done["data"] != next(iter(results.values()))["data"]:
                     raise DataError(
                         f"{folder.path}: the data have changed since this comparison began; start another with -o"
@@ -157,8 +204,13 @@ class SideBySide:
         result = build_result(self.training.scores, runs, results, failed, compared=bool(recipe.compare))
         result["differs_from_paper"] = begun.differs
         if world.leads:
-            keep_result(folder, result)
+            with begun.alone("result"):
+                keep_result(folder, result)
         return result
+
+
+def _ended(folder: Path) -> bool:
+    return (folder / RESULT).is_file() or (folder / FAILED).is_file()
 
 
 def _load_backbone(recipe: ComparedTraining) -> LoadReport:

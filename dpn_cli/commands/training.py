@@ -38,6 +38,13 @@ class TrainingModule(Protocol):
         """Print the result on stdout."""
 
 
+class Divisible(Protocol):
+    """The module of a task whose work processes can share."""
+
+    def cells(self, recipe: Any) -> list[str]:
+        """Return what the numbers of ``--cell`` stand for."""
+
+
 @dataclass(frozen=True)
 class Training:
     """A command that trains.
@@ -115,7 +122,11 @@ def add(app: typer.Typer, name: str, training: Training) -> None:
             if isinstance(recipe, Comparison) and (warning := recipe.unused()):
                 console.warn(warning)
             recipe, trainer = ready(training, recipe, console)
-            how = {key: arguments[key] for key in ("resume", "overwrite", "dry_run")} | _at_once(recipe, arguments)
+            how = _how(recipe, arguments)
+            if arguments.get("print_cells"):
+                for number, name in enumerate(cast(Divisible, trainer).cells(recipe)):
+                    print(f"{number}\t{name}")
+                return
             given = training.given(arguments)
             folders: list[Path] = []
             result = trainer.run(
@@ -135,17 +146,25 @@ def add(app: typer.Typer, name: str, training: Training) -> None:
                 raise problem
 
     command.__doc__ = training.help
-    jobs = [JOBS] if issubclass(training.schema, ComparedTraining) else []
-    parameters = [*training.extra, *training.parameters(), *jobs, *OUTPUT_OPTIONS]
+    shared = SHARED_OPTIONS if issubclass(training.schema, Comparison) else ()
+    parameters = [*training.extra, *training.parameters(), *shared, *OUTPUT_OPTIONS]
     app.command(name, epilog=f"Example: {training.example}")(with_signature(command, parameters))
 
 
-def _at_once(recipe: Any, arguments: Mapping[str, Any]) -> dict[str, int]:
-    """Return how many trainings run at once. Raises `DpnError` where there is only one."""
-    jobs: int = arguments.get("jobs", 1)
-    if jobs > 1 and not recipe.several:
-        raise DpnError(f"--jobs {jobs}: this is one training; --compare and --seeds make several")
-    return {"jobs": jobs}
+def _how(recipe: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a `Place`. Raises `DpnError` for several processes where there is only one training."""
+    how = {key: arguments[key] for key in ("resume", "overwrite", "dry_run")}
+    if "jobs" not in arguments:
+        return how
+    jobs, cell = arguments["jobs"], arguments["cell"]
+    given = {f"--jobs {jobs}": jobs > 1, "--join": arguments["join"], f"--cell {cell}": cell is not None}
+    given["--print-cells"] = arguments["print_cells"]
+    asked = [option for option, was in given.items() if was]
+    if asked and not getattr(recipe, "several", True):
+        raise DpnError(f"{asked[0]}: this is one training; --compare and --seeds make several")
+    if len(asked) > 1:
+        raise DpnError(f"{' '.join(asked)}: each says who does the work; pass one of them")
+    return how | {"jobs": jobs, "join": arguments["join"] or cell is not None, "cell": cell}
 
 
 def failure(failed: Sequence[str], what: str) -> SweepError | None:
@@ -212,6 +231,25 @@ JOBS = option(
     max=1024,
     help="Trainings at once, each in a process; they share the cores and get the GPUs in turn. \\[default: 1]",
     panel=RUNTIME,
+)
+SHARED_OPTIONS = (
+    JOBS,
+    switch(
+        "join",
+        "--join",
+        help="Work on the run in the output folder along with other processes, on any machine that has the folder; "
+        "each does what no other one does.",
+    ),
+    option(
+        "cell",
+        int | None,
+        None,
+        "--cell",
+        min=0,
+        help="Do one part of the work alone, that of this number; other processes do the others.",
+        panel=RUNTIME,
+    ),
+    switch("print_cells", "--print-cells", help="Print the numbers and names of the parts of the work, and stop."),
 )
 OUTPUT_OPTIONS = (
     option(

@@ -26,7 +26,9 @@ class Place:
     """The folder of a run (None: one named after the task and the network), and what happens to a run that is there.
 
     With `dry_run` there is no folder; else `opened` is told which one it is. Of several trainings `jobs` run at once.
-    `given` are the recipe keys that the command gave; None where that is not known.
+    With `join` the process works on a run along with others; `cell` is the number of its part, None for all.
+    `given` are the recipe keys that the command gave; None where that is not known. `check` is called after every step,
+    and ends the run where it raises.
     """
 
     folder: Path | None = None
@@ -35,7 +37,15 @@ class Place:
     dry_run: bool = False
     opened: Callable[[Path], object] = lambda folder: None
     jobs: int = 1
+    join: bool = False
+    cell: int | None = None
     given: Sequence[str] | None = None
+    check: Callable[[], object] = lambda: None
+
+    @property
+    def shared(self) -> bool:
+        """Whether several processes write to the folder."""
+        return self.join or self.jobs > 1
 
 
 def find_start(

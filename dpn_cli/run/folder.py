@@ -34,6 +34,7 @@ from dpn_cli.run.files import (
     replace_text,
     save_error,
 )
+from dpn_cli.run.leases import LEASES
 from dpn_cli.run.provenance import differences, git_commit, now, read_recipe, recipe_digest, this_process, versions
 from dpn_cli.run.records import read_records
 
@@ -69,11 +70,12 @@ class RunFolder:
         resume: bool,
         overwrite: bool,
         warn: Callable[[str], None],
+        join: bool = False,
         complete: Callable[[Any], Any] = lambda saved: saved,
     ) -> RunFolder:
         """Start a run in `path`, or continue the one there, repairing its description where possible.
 
-        `complete` returns a saved recipe with all of today's keys.
+        With `join` other processes may be at work there. `complete` returns a saved recipe with all of today's keys.
         Raises `DpnError` when the folder holds a run and neither `resume` nor `overwrite` is set, when it is not empty
         and not a run, or when `resume` is set and the run there is of another kind or has another recipe (the keys are
         listed); `DataError` when the recipe of the run there cannot be read.
@@ -82,8 +84,15 @@ class RunFolder:
         folder, names = cls(path), {entry.name for entry in path.iterdir() if not is_leftover(entry.name)}
         if names and not folder._is_ours(names):
             raise DpnError(f"-o {path}: the folder is not empty and is not a dpn run; pass another -o")
+        if join:
+            if names:
+                folder._same_version()
+                folder._continue(recipe, kind, warn, complete)
+            else:
+                folder._begin(recipe, kind)
+            return folder
         remove_leftovers(path)
-        untouched = "run.json" in names and names <= set(IDENTITY)
+        untouched = "run.json" in names and names <= {*IDENTITY, LEASES}
         if names and (overwrite or untouched):
             clear_folder(path, last=IDENTITY)  # a run that ended before it produced anything can be replaced
         elif names and not resume:
@@ -97,6 +106,12 @@ class RunFolder:
             return folder
         folder._begin(recipe, kind)
         return folder
+
+    def _same_version(self) -> None:
+        """Raise `DpnError` when another version of this program works on the run."""
+        there, here = (facts.get("dpn-cli") for facts in (self.facts.get("versions") or {}, versions()))
+        if there != here:
+            raise DpnError(f"-o {self.path}: dpn {there} works on the run there, and this is {here}; install {there}")
 
     def _is_ours(self, names: set[str]) -> bool:
         """Tell whether a folder is a run; one of the two files that describe it may be missing or damaged."""

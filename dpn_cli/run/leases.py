@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from dpn_cli.errors import DpnError
 from dpn_cli.run.files import read_object
+from dpn_cli.run.provenance import is_at_work, this_process
 
 # Folder of the leases, in that of a run.
 LEASES = "leases"
@@ -35,7 +36,20 @@ class LeaseLostError(DpnError):
     exit_code = 1
 
 
-class Lease:
+class Unshared:
+    """The lease of a process that has the folder to itself."""
+
+    def check(self) -> None:
+        """Raise `LeaseLostError` when the lease is lost. Takes no time as long as it is renewed."""
+
+    def confirm(self) -> None:
+        """Look whether the lease is still kept, and raise `LeaseLostError` otherwise: before a result is written."""
+
+    def release(self) -> None:
+        """Let others have the lease at once."""
+
+
+class Lease(Unshared):
     """The right to do a piece of work, as long as it is kept."""
 
     def __init__(self, leases: Leases, name: str, number: int) -> None:
@@ -82,9 +96,9 @@ class Leases:
     """
 
     def __init__(
-        self, folder: Path, clock: Callable[[], float] = time.monotonic, owner: dict[str, object] | None = None
+        self, folder: Path, clock: Callable[[], float] = time.monotonic, owner: dict[str, Any] | None = None
     ) -> None:
-        self.folder, self.clock, self.owner = folder, clock, owner or _myself()
+        self.folder, self.clock, self.owner = folder, clock, owner or {"token": uuid.uuid4().hex, **this_process()}
         self._held: dict[str, Lease] = {}
         self._seen: dict[Path, tuple[object, float]] = {}
         self._lock = threading.RLock()
@@ -121,6 +135,23 @@ class Leases:
             for lease in list(self._held.values()):
                 lease.renew()
 
+    def wait_for(self, name: str, pause: Callable[[], None]) -> Lease:
+        """Return the lease of that name when others have released it, after as many calls of `pause` as that takes."""
+        while (lease := self.take(name)) is None:
+            pause()
+        return lease
+
+    def at_work(self, pause: Callable[[], None]) -> list[str]:
+        """Return what other processes work on, after a `pause` until those of other machines beat or are dead."""
+        first: dict[str, dict[str, Any]] = {}
+        while names := self.taken():
+            for name in names:
+                content = self._content(name, self.newest(name) or 0)
+                if _lives(content) or content != first.setdefault(name, content):
+                    return names
+            pause()
+        return []
+
     @contextmanager
     def beating(self) -> Iterator[None]:
         """Renew the leases in a thread; release those that are left at the end."""
@@ -143,11 +174,11 @@ class Leases:
     def newest(self, name: str) -> int | None:
         """Return the number of the newest lease of a name; None without one."""
         with suppress(FileNotFoundError):
-            entries = os.listdir(self.folder / _spelt(name))
+            entries = (entry.name for entry in (self.folder / _spelt(name)).iterdir())
             return max((int(entry) for entry in entries if entry.isdecimal()), default=None)
         return None
 
-    def write(self, name: str, number: int, content: dict[str, object]) -> None:
+    def write(self, name: str, number: int, content: dict[str, Any]) -> None:
         """Replace the content of a lease's file. Raises `OSError`."""
         path = self._path(name, number)
         temporary = path.with_name(f".{number}.{self.owner['token']}")
@@ -162,15 +193,18 @@ class Leases:
 
     def _free(self, name: str, number: int) -> bool:
         """Tell whether the owner of a lease has released it, is dead, or has not beaten for too long."""
-        path = self._path(name, number)
-        content = read_object(path) or {}
-        if content.get(_GONE) or _died(content):
-            return True
+        path, content = self._path(name, number), self._content(name, number)
+        lives = _lives(content)
+        if content.get(_GONE) or lives is not None:
+            return not lives
         before, since = self._seen.get(path, (None, 0.0))
         if before != content:
             self._seen[path] = content, self.clock()
             return False
         return self.clock() - since >= PATIENCE
+
+    def _content(self, name: str, number: int) -> dict[str, Any]:
+        return read_object(self._path(name, number)) or {}
 
     def _path(self, name: str, number: int) -> Path:
         return self.folder / _spelt(name) / str(number)
@@ -184,32 +218,6 @@ def _plain(name: str) -> str:
     return name.replace("~", "/")
 
 
-def _myself() -> dict[str, object]:
-    return {"token": uuid.uuid4().hex, "host": platform.node(), **_process(os.getpid())}
-
-
-def _process(number: int) -> dict[str, object]:
-    """Return what tells a process of this machine from all others; only Linux says enough. Raises `OSError`."""
-    if not Path("/proc/self/stat").exists():
-        return {}
-    stat = Path(f"/proc/{number}/stat").read_text(encoding="utf-8", errors="replace")
-    return {
-        "machine": Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip(),
-        "namespace": os.readlink("/proc/self/ns/pid"),
-        "process": number,
-        "started": stat.rpartition(")")[2].split()[19],
-    }
-
-
-def _died(owner: dict[str, object]) -> bool:
-    """Tell whether an owner was a process of this machine that has ended."""
-    number = owner.get("process")
-    if not isinstance(number, int):
-        return False
-    mine = _process(os.getpid())
-    if any(owner.get(key) != mine.get(key) for key in ("machine", "namespace")):
-        return False
-    try:
-        return _process(number)["started"] != owner.get("started")
-    except OSError:
-        return True
+def _lives(owner: dict[str, Any]) -> bool | None:
+    """Tell whether an owner is a process that is there; None of another machine."""
+    return is_at_work(owner) if "pid" in owner else None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,17 +22,29 @@ from dpn_cli.recipe.schema import (
 from dpn_cli.recipe.sources import differences
 from dpn_cli.recipe.start import Place
 from dpn_cli.run import stopping
-from dpn_cli.run.console import Console
+from dpn_cli.run.console import Console, Tick
 from dpn_cli.run.distributed import World, from_leader, join, lost_rank
-from dpn_cli.run.files import claimed
+from dpn_cli.run.files import claimed, make_folder
 from dpn_cli.run.folder import Checkpoints, MetricsLog, RunFolder
 from dpn_cli.run.kinds import Kind
+from dpn_cli.run.leases import LEASES, Leases, Unshared
 from dpn_cli.run.outputs import Outputs
 from dpn_cli.run.trackers import Track, build_tracker
+
+# Name of the lease of the process that has started others.
+SHARER = "run"
+# Seconds between two looks at what other processes do.
+LOOK_EVERY = 0.5
 
 RecipeT = TypeVar("RecipeT", bound=Section)
 SectionT = TypeVar("SectionT", bound=Section)
 BackboneT = TypeVar("BackboneT", bound=BackboneConfig)
+
+
+def pause() -> None:
+    """Wait a moment. Raises `StoppedError`."""
+    stopping.check_here()
+    time.sleep(LOOK_EVERY)
 
 
 def run_name(backbone: BackboneConfig, stems: str | None = None) -> str:
@@ -50,7 +63,8 @@ def run_name(backbone: BackboneConfig, stems: str | None = None) -> str:
 class Session(Generic[RecipeT]):
     """A run while it is at work: its recipe, its folder, and the ranks it runs on.
 
-    `differs` lists differences from the paper; None when there is nothing to compare with.
+    `differs` lists differences from the paper; None when there is nothing to compare with. `leases` are those of the
+    processes that share the folder; None when it is this one's alone. `check` is that of the `Place`.
     """
 
     recipe: RecipeT
@@ -58,21 +72,44 @@ class Session(Generic[RecipeT]):
     world: World
     console: Console
     differs: list[str] | None = None
+    leases: Leases | None = None
+    check: Callable[[], object] = lambda: None
+
+    def take(self, name: str) -> Unshared | None:
+        """Return the lease of a part of the work, or None while another process has it."""
+        return self.leases.take(name) if self.leases else Unshared()
+
+    @contextmanager
+    def alone(self, name: str) -> Iterator[None]:
+        """Keep other processes out of a block of that name, after waiting for those that are in it."""
+        lease = self.leases.wait_for(name, pause) if self.leases else Unshared()
+        try:
+            yield
+        finally:
+            lease.release()
 
     def tracker(self, report_to: str) -> Track:
         """Return a function that sends records to the tracker of that name, from the leading rank only."""
         return build_tracker(report_to if self.world.leads else "none", self.folder.path, self.console)
 
     @contextmanager
-    def outputs(self, label: str, track: Track, path: Path | None = None) -> Iterator[Outputs]:
+    def outputs(
+        self, label: str, track: Track, path: Path | None = None, lease: Unshared | None = None
+    ) -> Iterator[Outputs]:
         """Yield the outputs of a training, in `path` or the run's folder, and show its progress.
 
-        `label` names the training on the screen and to `track`.
+        `label` names the training on the screen and to `track`. `lease` is checked after every step, before anything is
+        written.
         """
-        path, console = path or self.folder.path, self.console
+        path, console, check = path or self.folder.path, self.console, lease.check if lease else self.check
         log = MetricsLog(path / "metrics.jsonl", lambda record: track(label, record))
         prefix = f"{label}: " if path != self.folder.path else ""
-        with console.progress(label) as tick:
+        with console.progress(label) as show:
+
+            def tick(state: Tick) -> None:
+                check()
+                show(state)
+
             yield Outputs(
                 Checkpoints(path / "checkpoints"), log, tick, console.warn, lambda text: console.info(prefix + text)
             )
@@ -85,12 +122,10 @@ def session(
     """Join the ranks, listen to signals, and open the run's folder: that of `place`, or `default`.
 
     The session's recipe is the one that the run in the folder began with; its differences from the paper are printed.
-    On exit the status of the run is written to the folder. A dry run does not create the folder. Raises `DpnError` and
-    its subclasses.
+    On exit the status of the run is written to the folder, unless this process has joined one that others work on. A
+    dry run does not create the folder. Raises `DpnError` and its subclasses.
     """
-    if place.resume and place.overwrite:
-        raise DpnError("--resume --overwrite: one continues the existing run, the other deletes it; pass one of them")
-    path, how = place.folder or default, {"resume": place.resume, "overwrite": place.overwrite}
+    path, how = place.folder or default, _how(place)
     with stopping.listen(), join(runtime.device) as world, ExitStack() as claims:
         if isinstance(runtime.micro_batch_size, int):
             world = replace(world, grain=runtime.micro_batch_size)
@@ -98,24 +133,49 @@ def session(
         if place.dry_run:
             yield Session(recipe, RunFolder(path), world, console, _compared(recipe, precision, console))
             return
-        folder = open_folder(path, recipe, kind, world, console, **how, claims=claims)
+        if place.shared and world.size > 1:
+            given = "--join" if place.join else f"--jobs {place.jobs}"
+            raise DpnError(f"{given}: starts trainings of one process each; leave it or torchrun out")
+        leases = Leases(path / LEASES) if place.shared else None
+        with ExitStack() as opening:  # processes that share the folder claim it only while they open it
+            folder = open_folder(path, recipe, kind, world, console, **how, claims=opening if leases else claims)
+            if leases:
+                claims.enter_context(leases.beating())
+                if not place.join:
+                    leases.take(SHARER)
         place.opened(path)
         if folder.result is None:
             console.info(f"run folder {path}")
             if world.leads and place.given is not None and "given" not in folder.facts:
                 folder.update(given=list(place.given))
-        try:
-            with lost_rank():
-                recipe = as_begun(recipe, from_leader(folder.facts))
-                yield Session(recipe, folder, world, console, _compared(recipe, precision, console))
-        except StoppedError:
-            if world.leads:
-                folder.update(status="stopped")
-            raise
-        except DpnError as error:
-            if world.leads:
-                folder.update(status="failed", error=str(error))
-            raise
+        with _status(folder, told=world.leads and not place.join), lost_rank():
+            recipe = as_begun(recipe, from_leader(folder.facts))
+            differs = _compared(recipe, precision, console)
+            yield Session(recipe, folder, world, console, differs, leases, place.check)
+
+
+def _how(place: Place) -> dict[str, bool]:
+    """Return how the folder of a run is opened. Raises `DpnError` for two ways at once."""
+    if place.resume and place.overwrite:
+        raise DpnError("--resume --overwrite: one continues the existing run, the other deletes it; pass one of them")
+    if place.join and place.overwrite:
+        raise DpnError("--overwrite: would delete what other processes work on; delete the folder before they start")
+    return {"resume": place.resume, "overwrite": place.overwrite, "join": place.join}
+
+
+@contextmanager
+def _status(folder: RunFolder, *, told: bool) -> Iterator[None]:
+    """Write into a folder why the block ended early, if this process is the one to tell."""
+    try:
+        yield
+    except StoppedError:
+        if told:
+            folder.update(status="stopped")
+        raise
+    except DpnError as error:
+        if told:
+            folder.update(status="failed", error=str(error))
+        raise
 
 
 def _compared(recipe: Section, precision: str, console: Console) -> list[str] | None:
@@ -147,20 +207,26 @@ def open_folder(
     *,
     resume: bool,
     overwrite: bool,
+    join: bool = False,
     claims: ExitStack | None = None,
 ) -> RunFolder:
     """Open a run folder on rank 0, with the outcome on all ranks, and claim it until `claims` closes.
 
-    Raises the errors of `RunFolder.open`, and `DpnError` for a folder that another process has claimed.
+    Raises the errors of `RunFolder.open`, and `DpnError` for a folder that another process has claimed, or works in
+    unless this one is to `join` it.
     """
     problem: DpnError | None = None
     if world.leads:
         try:
             if claims is not None:
                 claims.enter_context(claimed(path))
+                make_folder(path)
+                if not join and (others := Leases(path / LEASES).at_work(pause)):
+                    raise DpnError(f"{path}: other processes work on {others[0]} there; --join works along with them")
             plain = recipe.model_dump(mode="json")
             complete = partial(_completed, recipe, RunFolder(path).facts)
-            RunFolder.open(path, plain, kind, resume=resume, overwrite=overwrite, complete=complete, warn=console.warn)
+            how = {"resume": resume, "overwrite": overwrite, "join": join}
+            RunFolder.open(path, plain, kind, **how, complete=complete, warn=console.warn)
         except DpnError as error:
             problem = error
     problem = from_leader(problem)

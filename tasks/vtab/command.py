@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console as RichConsole
 
 from dpn_cli.engine import fit as engine
+from dpn_cli.errors import DpnError
 from dpn_cli.recipe.compare import spoken
 from dpn_cli.recipe.layers import two_steps
 from dpn_cli.recipe.start import Place
@@ -21,7 +22,7 @@ from tasks.vtab.cells import Cell
 from tasks.vtab.data import check_images, open_task
 from tasks.vtab.recipe import VtabRecipe
 from tasks.vtab.report import DEMO_NOTE, print_result
-from tasks.vtab.sweep import sweep
+from tasks.vtab.sweep import parts, sweep
 from tasks.vtab.table import choose_tasks
 from tasks.vtab.trainer import Trainer, check_crops
 
@@ -35,12 +36,19 @@ def run(recipe: VtabRecipe, place: Place, console: Console) -> dict[str, Any] | 
         console.info(DEMO_NOTE)
     if not recipe.compare:
         recipe = recipe.model_copy(update={"backbone": with_own_stem(recipe.backbone, console)})
+    if place.cell is not None and place.cell >= (count := len(parts(recipe))):
+        raise DpnError(f"--cell {place.cell}: there are {count}, 0 to {count - 1}; --print-cells lists them")
     with session(recipe, recipe.runtime, "sweep", place, default_folder(recipe), console) as begun:
         if place.dry_run:
             _dry_run(begun)
             return None
-        result = begun.folder.result or sweep(begun)
+        result = begun.folder.result or sweep(begun, place.jobs, place.cell)
         return result if begun.world.leads else None
+
+
+def cells(recipe: VtabRecipe) -> list[str]:
+    """Return what the numbers of ``--cell`` stand for."""
+    return [f"{recipe.folders[network]}/{task.name}" for network, task in parts(recipe)]
 
 
 def show(result: dict[str, Any]) -> None:

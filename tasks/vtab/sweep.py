@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from functools import cached_property
 from statistics import fmean
 
@@ -13,14 +14,17 @@ import numpy as np
 
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError, NonFiniteError, OutOfMemoryError, SaveError
+from dpn_cli.jobs.joining import at_once
 from dpn_cli.recipe.compare import spoken
 from dpn_cli.run import distributed
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
 from dpn_cli.run.files import replace_json
 from dpn_cli.run.folder import Checkpoints, RunFolder, describe_device
+from dpn_cli.run.leases import LeaseLostError, Unshared
 from dpn_cli.run.sanity import class_floors, result_warning
-from dpn_cli.run.session import Session
+from dpn_cli.run.session import Session, pause
+from dpn_cli.run.trackers import Track
 from dpn_cli.weights.backbone import export_backbone
 from tasks.vtab.cells import Cell, Json, Ledger, TaskOutcome, choose_lr, read_json
 from tasks.vtab.data import TaskData, check_images, open_task
@@ -29,13 +33,51 @@ from tasks.vtab.report import build_result, write_csv
 from tasks.vtab.table import Task, choose_tasks
 from tasks.vtab.trainer import Trainer, check_crops, load_network
 
+Part = tuple[str, Task]
 
-def sweep(begun: Session[VtabRecipe]) -> Json:
+
+def parts(recipe: VtabRecipe) -> list[Part]:
+    """Return the parts of a sweep, each with all trainings of a network on a task, in the order of their numbers."""
+    return list(itertools.product(recipe.networks, choose_tasks(recipe.data.tasks, recipe.demo)))
+
+
+def sweep(begun: Session[VtabRecipe], jobs: int = 1, cell: int | None = None) -> Json | None:
     """Run or finish the sweep in the run's folder; write its result there and return it.
 
     Data are checked for all tasks before anything is trained. A cell that runs out of memory or diverges
-    is noted in the result and tried again when the run is resumed; everything else raises `DpnError`.
+    is noted in the result and tried again when the run is resumed; everything else raises `DpnError`. Of processes that
+    share the folder, each does what no other one does, until nothing is left. With `jobs` they are started first. With
+    `cell`, the part of that number is all that is done, and the result None.
     """
+    recipe, folder = begun.recipe, begun.folder
+    with begun.alone("check"):
+        data, fingerprints = _check(begun)
+    if jobs > 1:
+        _forget_failures(folder)
+        at_once(begun, ("finetune", "vtab"), jobs)
+    track = begun.tracker(recipe.runtime.report_to)
+    all_parts = parts(recipe)
+    asked = all_parts if cell is None else [all_parts[cell]]
+    outcomes = _finish(begun, asked, data, track)
+    if cell is not None:
+        return None
+    facts = folder.facts
+    arch = recipe.backbone.arch or facts.get("arch", "")
+    result = build_result(recipe, outcomes, arch, fingerprints, timing(folder), begun.differs)
+    result["image_size"] = recipe.backbone.image_size or facts.get("image_size")
+    if begun.world.leads:
+        with begun.alone("result"):
+            write_csv(folder.path / "result.csv", outcomes)
+            if any(outcome.failed for outcome in outcomes):
+                replace_json(folder.path / "partial.json", result)
+                folder.update(status="some cells failed")
+            else:
+                folder.finish(result)
+    return result
+
+
+def _check(begun: Session[VtabRecipe]) -> tuple[dict[Task, TaskData], Json]:
+    """Check data and networks, and return the data of every task and what tells copies of them apart."""
     recipe, folder, world, console = begun.recipe, begun.folder, begun.world, begun.console
     tasks = choose_tasks(recipe.data.tasks, recipe.demo)
     data = {task: open_task(recipe.data, task) for task in tasks}
@@ -45,35 +87,48 @@ def sweep(begun: Session[VtabRecipe]) -> Json:
         raise DataError(f"{recipe.data.source}: the data have changed since this run began; start another with -o")
     for network in recipe.networks:
         _check_network(recipe, network, tasks[0], folder, facts, world, console)
-    if world.leads:
-        folder.update(device=describe_device(world.device), ranks=world.size, status="running", data=fingerprints)
+    if world.leads and not (begun.leases and facts.get("data")):  # which another process has checked
+        folder.update(device=describe_device(world.device), ranks=world.size, status="running")
         check_images(data, recipe.data.skip_bad_images, console)
         check_crops(recipe, tasks, console)
-    track = begun.tracker(recipe.runtime.report_to)
-    outcomes = []
-    for network, task in itertools.product(recipe.networks, tasks):
-        cells = TaskSweep(begun, network, task, data[task])
-        for cell in cells.to_train():
-            try:
-                with begun.outputs(cell.label, track, cell.path) as outputs:
-                    job = cells.trainer.job(cell, outputs)
-                    done = engine.fit(cells.trainer.trainable, job)
-                cells.keep(cell, done)
-            except (NonFiniteError, OutOfMemoryError) as error:
-                cells.note_failure(cell, error)
-        outcomes.append(cells.outcome)
-    facts = folder.facts
-    arch = recipe.backbone.arch or facts.get("arch", "")
-    result = build_result(recipe, outcomes, arch, fingerprints, timing(folder), begun.differs)
-    result["image_size"] = recipe.backbone.image_size or facts.get("image_size")
-    if world.leads:
-        write_csv(folder.path / "result.csv", outcomes)
-        if any(outcome.failed for outcome in outcomes):
-            replace_json(folder.path / "partial.json", result)
-            folder.update(status="some cells failed")
-        else:
-            folder.finish(result)
-    return result
+        folder.update(data=fingerprints)
+    return data, fingerprints
+
+
+def _finish(
+    begun: Session[VtabRecipe], asked: list[Part], data: dict[Task, TaskData], track: Track
+) -> list[TaskOutcome]:
+    """Do what is left of some parts, and return the outcomes of all of them, in their order.
+
+    Parts in which nobody is at work come first: a process decodes few tasks. Then it helps the others.
+    """
+    outcomes: dict[Part, TaskOutcome] = {}
+    helping = False
+    while left := [part for part in asked if part not in outcomes]:
+        trained = False
+        for network, task in left:
+            part = begun.take(f"{begun.recipe.folders[network]}/{task.name}")
+            if part is None and not helping:
+                continue
+            cells = TaskSweep(begun, network, task, data[task])
+            with closing(cells.to_train()) as to_train:
+                for cell, lease in to_train:
+                    trained = True
+                    cells.train(cell, lease, track)
+            if cells.complete:
+                outcomes[network, task] = cells.outcome
+            if part is not None:
+                part.release()
+        if helping and not trained and len(outcomes) < len(asked):
+            pause()
+        helping = True
+    return [outcomes[part] for part in asked]
+
+
+def _forget_failures(folder: RunFolder) -> None:
+    """Let the cells that failed before be tried again."""
+    for path in folder.path.glob("cells/*/*/*/failed.json"):
+        path.unlink(missing_ok=True)
 
 
 def _check_network(
@@ -114,44 +169,70 @@ class TaskSweep:
         self.path = folder.path / "cells" / begun.recipe.folders[network] / task.name
         self.ledger = Ledger(folder.path / "ledger.jsonl")
         self.outcome = TaskOutcome(task, network)
+        self.complete = False
+        self.failures: dict[str, str] = {}
 
     @cached_property
     def trainer(self) -> Trainer:
         """The network and the pixels, created for the first unfinished cell."""
         return Trainer(self.recipe, self.network, self.task, self.data, self.world, self.console)
 
-    def to_train(self) -> Iterator[Cell]:
-        """Yield the unfinished cells, which the caller trains, and score the task afterwards."""
+    def to_train(self) -> Generator[tuple[Cell, Unshared], None, None]:
+        """Yield the unfinished cells that this process has leased, which the caller trains; score the task afterwards.
+
+        The task is `complete` at the end, unless other processes have yet to finish some of its cells.
+        """
         outcome, seeds = self.outcome, self.recipe.seeds
         cells = [self._cell(lr, seed) for lr in self.recipe.lrs for seed in seeds]
         for cell in cells:
             yield from self._unfinished(cell)
-            if marker := self._marker(cell):
-                outcome.val.setdefault(cell.lr, {})[cell.seed] = float(marker["val_accuracy"])
-        if outcome.failed and not self.recipe.allow_failed:
+        if not self._all_ended(cells):
             return
-        # A choice is final: cells that failed before it and finish later cannot change the lr that is scored on test.
-        made = distributed.from_leader(read_json(self.path / "choice.json"))
-        outcome.lr = made["lr"] if made else choose_lr(outcome.val, len(seeds))
+        outcome.lr = self._choose(cells)
         if outcome.lr is None:
+            self.complete = True
             return
-        if self.world.leads:
-            replace_json(self.path / "choice.json", {"lr": outcome.lr, "by": "mean val200 accuracy over the seeds"})
-        distributed.barrier()
         self._discard(cells)
         if self.recipe.protocol == "vtab":
             cells = [self._cell(outcome.lr, seed, "train800val200") for seed in seeds]
             for cell in cells:
                 yield from self._unfinished(cell)
         chosen = [cell for cell in cells if cell.lr == outcome.lr]
-        if distributed.from_leader(all(cell.done(self.recipe.schedule.steps) for cell in chosen)):
-            self._score(chosen)
-            self._discard(chosen)
-            counts = np.bincount(np.asarray(self.data.test.labels), minlength=self.task.classes)
-            metric = f"{self.task.name} {self.network}: test top-1"
-            mean = fmean(outcome.test.values())
-            if warning := result_warning(metric, mean, class_floors(counts.tolist()), outcome.test_images):
-                self.console.warn(warning)
+        self.complete = self._all_ended(chosen)
+        if self.complete and distributed.from_leader(all(cell.done(self.recipe.schedule.steps) for cell in chosen)):
+            self.complete = self._score_alone(chosen)
+
+    def _choose(self, cells: Sequence[Cell]) -> float | None:
+        """Return the learning rate by the validation accuracies of cells that have all ended; None where too few did.
+
+        A choice is final: cells that failed before it and finish later cannot change the lr that is scored on test.
+        """
+        outcome = self.outcome
+        for cell in cells:
+            if marker := self._marker(cell):
+                outcome.val.setdefault(cell.lr, {})[cell.seed] = float(marker["val_accuracy"])
+        if outcome.failed and not self.recipe.allow_failed:
+            return None
+        if made := distributed.from_leader(read_json(self.path / "choice.json")):
+            return float(made["lr"])
+        lr = choose_lr(outcome.val, len(self.recipe.seeds))
+        if lr is not None and self.world.leads:
+            replace_json(self.path / "choice.json", {"lr": lr, "by": "mean val200 accuracy over the seeds"})
+        distributed.barrier()
+        return lr
+
+    def train(self, cell: Cell, lease: Unshared, track: Track) -> None:
+        """Train a cell and keep what became of it, unless another process has taken it over."""
+        try:
+            with self.begun.outputs(cell.label, track, cell.path, lease) as outputs:
+                job = self.trainer.job(cell, outputs)
+                done = engine.fit(self.trainer.trainable, job)
+            lease.confirm()
+            self.keep(cell, done)
+        except (NonFiniteError, OutOfMemoryError) as error:
+            self.note_failure(cell, error)
+        except LeaseLostError as error:
+            self.console.warn(f"{cell.label}: {error}")
 
     def _cell(self, lr: float, seed: int, split: str = "train800") -> Cell:
         return Cell(self.network, self.task, lr, seed, split, self.path / f"{split}_lr{lr:g}_seed{seed}")
@@ -171,9 +252,33 @@ class TaskSweep:
             marker = None
         return distributed.from_leader(marker)
 
-    def _unfinished(self, cell: Cell) -> Iterator[Cell]:
-        if self._marker(cell) is None:
-            yield cell
+    def _unfinished(self, cell: Cell) -> Iterator[tuple[Cell, Unshared]]:
+        if self._ended(cell):
+            return
+        lease = self.begun.take(str(cell.path.relative_to(self.folder.path)))
+        if lease is None:
+            return
+        try:
+            if not self._ended(cell):  # another process may have trained it before the lease was free
+                yield cell, lease
+        finally:
+            lease.release()
+
+    def _all_ended(self, cells: Sequence[Cell]) -> bool:
+        """Tell whether all cells have ended, and note in the outcome which of them failed."""
+        failures = [f"{cell.label}: {error}" for cell in cells if (error := self._failure(cell))]
+        self.outcome.failed += failures
+        return all(self._ended(cell) for cell in cells)
+
+    def _ended(self, cell: Cell) -> bool:
+        return self._marker(cell) is not None or self._failure(cell) is not None
+
+    def _failure(self, cell: Cell) -> str | None:
+        """Return why a cell failed; processes that share the folder know what failed in the others."""
+        if self.begun.leases is not None and cell.label not in self.failures:
+            written = None if cell.done(self.recipe.schedule.steps) else read_json(cell.path / "failed.json")
+            return str(written["error"]) if written else None
+        return self.failures.get(cell.label)
 
     def note_failure(self, cell: Cell, error: NonFiniteError | OutOfMemoryError) -> None:
         """Record why a cell failed, so that the sweep continues.
@@ -183,7 +288,7 @@ class TaskSweep:
         if self.world.size > 1 and isinstance(error, OutOfMemoryError):
             raise error
         self.console.warn(f"{cell.label} failed: {error}")
-        self.outcome.failed.append(f"{cell.label}: {error}")
+        self.failures[cell.label] = str(error)
         if self.world.leads:
             replace_json(cell.path / "failed.json", {"error": str(error), "exit_code": error.exit_code})
 
@@ -207,20 +312,37 @@ class TaskSweep:
         distributed.barrier()
         self.console.info(f"{cell.label}: val {marker['val_accuracy']:.1f} %  ({result.seconds:.1f} s)")
 
+    def _score_alone(self, chosen: Sequence[Cell]) -> bool:
+        """Score the chosen cells on the test split; False while another process does that."""
+        lease = self.begun.take(f"{self.path.relative_to(self.folder.path)}/test")
+        if lease is None:
+            return False
+        try:
+            self._score(chosen)
+        finally:
+            lease.release()
+        self._discard(chosen)
+        counts = np.bincount(np.asarray(self.data.test.labels), minlength=self.task.classes)
+        metric = f"{self.task.name} {self.network}: test top-1"
+        mean = fmean(self.outcome.test.values())
+        if warning := result_warning(metric, mean, class_floors(counts.tolist()), self.outcome.test_images):
+            self.console.warn(warning)
+        return True
+
     def _score(self, cells: Sequence[Cell]) -> None:
         """Score cells on the test split, each once in the life of the run: the ledger records past scores."""
         todo = [cell for cell in cells if distributed.from_leader(self.ledger.entry(cell)) is None]
         if todo:
             began, device = time.perf_counter(), self.world.device
             if self.world.leads:
-                self.ledger.add([(cell, {"images": len(self.data.test.labels), "accuracy": None}) for cell in todo])
+                self._record([(cell, {"images": len(self.data.test.labels), "accuracy": None}) for cell in todo])
             weights = [{name: value.to(device) for name, value in cell.load().items()} for cell in todo]
             rows = [
                 (cell, {"images": images, "right": right, "accuracy": 100 * right / images})
                 for cell, (right, images) in zip(todo, self.trainer.count_test(weights), strict=True)
             ]
             if self.world.leads:
-                self.ledger.add(rows)
+                self._record(rows)
             distributed.barrier()
             mean, images = fmean(row["accuracy"] for _, row in rows), rows[0][1]["images"]
             self.console.info(
@@ -231,6 +353,10 @@ class TaskSweep:
             entry = distributed.from_leader(self.ledger.entry(cell))
             assert entry is not None
             self.outcome.test[cell.seed], self.outcome.test_images = entry["accuracy"], entry["images"]
+
+    def _record(self, rows: Sequence[tuple[Cell, Json]]) -> None:
+        with self.begun.alone("ledger"):
+            self.ledger.add(rows)
 
     def _discard(self, cells: Sequence[Cell]) -> None:
         """Delete weights that are no longer needed, unless the recipe keeps them."""
