@@ -105,7 +105,7 @@ def test_what_another_process_does_is_waited_for_and_done_when_it_died(
     same(tmp_path, alone)
 
 
-def test_a_training_that_failed_is_not_tried_by_every_process(tmp_path: Path) -> None:
+def test_a_training_that_failed_is_not_tried_by_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wild = ("--lrs", "1e30,0.01", "--set", "optim.clip_norm=null", "--tasks", "demo_light")
     for more in (["--join"], ["--join"]):
         done = run(*VTAB, *SHORT, *wild, "-o", str(tmp_path), *more)
@@ -114,6 +114,9 @@ def test_a_training_that_failed_is_not_tried_by_every_process(tmp_path: Path) ->
     assert "failed: step" not in done.stderr  # the second one reads it
     again = run(*VTAB, *SHORT, *wild, "-o", str(tmp_path), "--resume")
     assert "failed: step" in again.stderr
+    monkeypatch.setattr("tasks.vtab.sweep.at_once", lambda *_: None)  # which would start the processes
+    processes = run(*VTAB, *SHORT, *wild, "-o", str(tmp_path), "--resume", "--jobs", "2")
+    assert "failed: step" in processes.stderr
 
 
 def test_a_folder_in_which_others_work_is_refused(tmp_path: Path) -> None:

@@ -10,11 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from programs import started
 
 from dpn_cli.run import leases as module
 from dpn_cli.run.leases import BEAT, PATIENCE, Lease, LeaseLostError, Leases
-
-LIMIT = 60
 
 
 class Clock:
@@ -112,17 +111,14 @@ def test_a_process_of_this_machine_that_was_killed_is_not_waited_for(tmp_path: P
         "import sys; from pathlib import Path; from dpn_cli.run.leases import Leases;"
         f"assert Leases(Path({str(tmp_path)!r})).take('cell'); print('taken', flush=True); sys.stdin.read()"
     )
-    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
+    with started([sys.executable, "-c", code], stdin=subprocess.PIPE) as child:
         assert child.stdout
         assert child.stdout.readline() == "taken\n"
         mine = Leases(tmp_path)
         assert mine.take("cell") is None
         child.send_signal(signal.SIGKILL)
-        child.communicate(timeout=LIMIT)
+        child.communicate()
         assert (mine.take("cell") is not None) is sys.platform.startswith("linux")
-    finally:
-        child.kill()
 
 
 def test_the_thread_beats_and_the_end_releases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ def test_a_failed_cell_is_shown_and_tried_again(
         assert not (tmp_path / "run" / "ledger.jsonl").exists()
     broken = False
     if allow:  # what finishes later must not bring another learning rate to the test split
-        monkeypatch.setattr("tasks.vtab.sweep.choose_lr", lambda val, seeds: 0.03)
+        monkeypatch.setattr("tasks.vtab.one_task.choose_lr", lambda val, seeds: 0.03)
     second = toy(tmp_path / "run", *extra, resume=True)
     assert first["tasks"]["svhn"]["lr"] in {None, second["tasks"]["svhn"]["lr"]}
     assert len(ledger(tmp_path / "run")) == 2

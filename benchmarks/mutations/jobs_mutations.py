@@ -1,5 +1,7 @@
 """Breakages of trainings at once: (file, text, replacement, what it breaks, tests that should notice)."""
 
+L, S = "tests/test_leases.py", "tests/test_joining.py"
+LEASES, SWEEP, ONE = "dpn_cli/run/leases.py", "tasks/vtab/sweep.py", "tasks/vtab/one_task.py"
 J, C, R = "tests/test_jobs.py", "tests/test_comparison_jobs.py", "tests/test_reproduce_runs.py"
 ORDER, PROCESSES = "dpn_cli/jobs/scheduler.py", "dpn_cli/jobs/processes.py"
 RUN, COMPARED = (f"dpn_cli/commands/{name}.py" for name in ("reproduce/run", "comparison"))
@@ -26,4 +28,15 @@ MUTATIONS = [
     (COMPARED, "if code in (NonFiniteError.exit_code, OutOfMemoryError.exit_code):", "if code:",
      "a mistake in a process lets the others go on", C),
     (COMPARED, "            if run.folder in failed:\n", "            if False:\n", "what failed in a process is trained here", C),
+    (LEASES, "os.O_CREAT | os.O_EXCL", "os.O_CREAT", "two processes take over from a dead one", L),
+    (LEASES, "or lives is not None", "or False", "a process that was killed is waited for", L),
+    (LEASES, "self._lost or self._leases.newest(self.name) != self._number", "self._lost", "an owner does not notice that it has lost",
+     L),
+    (LEASES, "return self.clock() - since >= PATIENCE", "return False", "what a dead machine had is never done", L),
+    (LEASES, "if before != content:", "if before is None:", "an owner that beats is taken for dead", L),
+    (ONE, "            if not self._ended(cell):  # another", "            if True:  # another", "a training that another has done meanwhile is done again", S),
+    (ONE, "        if not self._all_ended(cells):\n            return\n", "", "the learning rate is chosen before others have ended", S),
+    ("dpn_cli/run/folder.py", "                folder._same_version()\n", "", "another version works along", S),
+    (SWEEP, "asked = all_parts if cell is None else [all_parts[cell]]", "asked = all_parts", "--cell does everything", S),
+    (SWEEP, "        _forget_failures(folder)\n", "", "--jobs never tries again what failed", S),
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 T = "tests/test_vtab_wiring.py tests/test_vtab.py tests/test_vtab_data.py tests/test_vtab_resume.py"
 TRAINER, SWEEP, CELLS = "tasks/vtab/trainer.py", "tasks/vtab/sweep.py", "tasks/vtab/cells.py"
+ONE = "tasks/vtab/one_task.py"
 REPORT, DATA = "tasks/vtab/report.py", "tasks/vtab/data.py"
 
 MUTATIONS = [
@@ -33,13 +34,13 @@ MUTATIONS = [
      "a resumed run takes other weights", T),
     (SWEEP, 'facts.get("data", fingerprints) != fingerprints', "False",
      "a resumed run takes other data", T),
-    (SWEEP, "chosen = [cell for cell in cells if cell.lr == outcome.lr]", "chosen = cells",
+    (ONE, "chosen = [cell for cell in cells if cell.lr == outcome.lr]", "chosen = cells",
      "every learning rate meets the test split", T),
-    (SWEEP, "if distributed.from_leader(self.ledger.entry(cell)) is None]", "]",
+    (ONE, "if distributed.from_leader(self.ledger.entry(cell)) is None]", "]",
      "the test split is scored again on resume", T),
-    (SWEEP, 'outcome.lr = made["lr"] if made else choose_lr', "outcome.lr = choose_lr",
+    (ONE, 'if made := distributed.from_leader(read_json(self.path / "choice.json")):', "if made := None:",
      "the choice is made anew on resume", T),
-    (SWEEP, "self.data = begun, begun.recipe, network, task, data", "self.data = begun, begun.recipe, begun.recipe.networks[0], task, data",
+    (ONE, "self.data = begun, begun.recipe, network, task, data", "self.data = begun, begun.recipe, begun.recipe.networks[0], task, data",
      "every network's sweep runs the first network", T),
     (CELLS, "key=lambda lr: (-means[lr], lr)", "key=lambda lr: (means[lr], lr)",
      "the worst learning rate is chosen", T),

@@ -161,7 +161,9 @@ class SideBySide:
                     if not _ended(folder / run.folder):
                         trained = True
                         console.info(run.label)
-                        self._run_one(run, folder, console, lease.check)
+                        _forget_compiled(run)
+                        place = Place(folder / run.folder, resume=True, check=lease.check)
+                        self.trainer.run(run.recipe, place, console)
                 except (NonFiniteError, OutOfMemoryError) as error:
                     console.warn(f"{run.label} failed: {error}")
                     replace_json(folder / run.folder / FAILED, {"error": str(error)})
@@ -175,12 +177,6 @@ class SideBySide:
         reasons = {run.folder: (read_object(folder / run.folder / FAILED) or {}).get("error") for run in failed}
         return {run.folder: f"{run.label}: {reasons[run.folder]}" for run in failed}
 
-    def _run_one(self, run: _Run, folder: Path, console: Console, check: Callable[[], object] = lambda: None) -> Result:
-        if run.recipe.runtime.compile:
-            torch.compiler.reset()  # the compiler gives up after eight networks
-        place = Place(folder / run.folder, resume=True, check=check)
-        return from_leader(self.trainer.run(run.recipe, place, console) or {})
-
     def _train(self, begun: Session[ComparedTraining], runs: Sequence[_Run], failed: dict[str, str]) -> Result:
         """Run the trainings that have not failed, which takes no time for those that are done."""
         recipe, folder, world, console = begun.recipe, begun.folder, begun.world, begun.console
@@ -190,8 +186,10 @@ class SideBySide:
                 continue
             stopping.check()
             console.info(f"{run.label} ({number} of {len(runs)})")
+            _forget_compiled(run)
             try:
-                done = results[run.folder] = self._run_one(run, folder.path, console)
+                place = Place(folder.path / run.folder, resume=True)
+                done = results[run.folder] = from_leader(self.trainer.run(run.recipe, place, console) or {})
                 if done["data"] != next(iter(results.values()))["data"]:
                     raise DataError(
                         f"{folder.path}: the data have changed since this comparison began; start another with -o"
@@ -207,6 +205,11 @@ class SideBySide:
             with begun.alone("result"):
                 keep_result(folder, result)
         return result
+
+
+def _forget_compiled(run: _Run) -> None:
+    if run.recipe.runtime.compile:
+        torch.compiler.reset()  # the compiler gives up after eight networks
 
 
 def _ended(folder: Path) -> bool:

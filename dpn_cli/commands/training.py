@@ -246,7 +246,7 @@ SHARED_OPTIONS = (
         None,
         "--cell",
         min=0,
-        help="Do one part of the work alone, that of this number; other processes do the others.",
+        help="Do the part of the work that has this number; other processes do the others. \\[default: all parts]",
         panel=RUNTIME,
     ),
     switch("print_cells", "--print-cells", help="Print the numbers and names of the parts of the work, and stop."),

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import itertools
 import shutil
-import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator
 from contextlib import closing
-from functools import cached_property
-from statistics import fmean
-
-import numpy as np
 
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError, NonFiniteError, OutOfMemoryError, SaveError
@@ -20,18 +15,16 @@ from dpn_cli.run import distributed
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
 from dpn_cli.run.files import replace_json
-from dpn_cli.run.folder import Checkpoints, RunFolder, describe_device
+from dpn_cli.run.folder import RunFolder, describe_device
 from dpn_cli.run.leases import LeaseLostError, Unshared
-from dpn_cli.run.sanity import class_floors, result_warning
 from dpn_cli.run.session import Session, pause
-from dpn_cli.run.trackers import Track
-from dpn_cli.weights.backbone import export_backbone
-from tasks.vtab.cells import Cell, Json, Ledger, TaskOutcome, choose_lr, read_json
+from tasks.vtab.cells import Cell, Json, TaskOutcome, read_json
 from tasks.vtab.data import TaskData, check_images, open_task
+from tasks.vtab.one_task import TaskSweep
 from tasks.vtab.recipe import VtabRecipe
 from tasks.vtab.report import build_result, write_csv
 from tasks.vtab.table import Task, choose_tasks
-from tasks.vtab.trainer import Trainer, check_crops, load_network
+from tasks.vtab.trainer import check_crops, load_network
 
 Part = tuple[str, Task]
 
@@ -58,17 +51,30 @@ def sweep(begun: Session[VtabRecipe], jobs: int = 1, cell: int | None = None) ->
     track = begun.tracker(recipe.runtime.report_to)
     all_parts = parts(recipe)
     asked = all_parts if cell is None else [all_parts[cell]]
-    outcomes = _finish(begun, asked, data, track)
+    outcomes: dict[Part, TaskOutcome] = {}
+    with closing(_to_train(begun, asked, data, outcomes)) as to_train:
+        for cells, one, lease in to_train:
+            try:
+                with begun.outputs(one.label, track, one.path, lease) as outputs:
+                    job = cells.trainer.job(one, outputs)
+                    done = engine.fit(cells.trainer.trainable, job)
+                lease.confirm()
+                cells.keep(one, done)
+            except (NonFiniteError, OutOfMemoryError) as error:
+                cells.note_failure(one, error)
+            except LeaseLostError as error:
+                begun.console.warn(f"{one.label}: {error}")
     if cell is not None:
         return None
     facts = folder.facts
     arch = recipe.backbone.arch or facts.get("arch", "")
-    result = build_result(recipe, outcomes, arch, fingerprints, timing(folder), begun.differs)
+    in_order = [outcomes[part] for part in asked]
+    result = build_result(recipe, in_order, arch, fingerprints, timing(folder), begun.differs)
     result["image_size"] = recipe.backbone.image_size or facts.get("image_size")
     if begun.world.leads:
         with begun.alone("result"):
-            write_csv(folder.path / "result.csv", outcomes)
-            if any(outcome.failed for outcome in outcomes):
+            write_csv(folder.path / "result.csv", in_order)
+            if any(outcome.failed for outcome in in_order):
                 replace_json(folder.path / "partial.json", result)
                 folder.update(status="some cells failed")
             else:
@@ -95,14 +101,13 @@ def _check(begun: Session[VtabRecipe]) -> tuple[dict[Task, TaskData], Json]:
     return data, fingerprints
 
 
-def _finish(
-    begun: Session[VtabRecipe], asked: list[Part], data: dict[Task, TaskData], track: Track
-) -> list[TaskOutcome]:
-    """Do what is left of some parts, and return the outcomes of all of them, in their order.
+def _to_train(
+    begun: Session[VtabRecipe], asked: list[Part], data: dict[Task, TaskData], outcomes: dict[Part, TaskOutcome]
+) -> Generator[tuple[TaskSweep, Cell, Unshared], None, None]:
+    """Yield the cells of some parts that this process has leased, which the caller trains, and fill in the outcomes.
 
     Parts in which nobody is at work come first: a process decodes few tasks. Then it helps the others.
     """
-    outcomes: dict[Part, TaskOutcome] = {}
     helping = False
     while left := [part for part in asked if part not in outcomes]:
         trained = False
@@ -114,7 +119,7 @@ def _finish(
             with closing(cells.to_train()) as to_train:
                 for cell, lease in to_train:
                     trained = True
-                    cells.train(cell, lease, track)
+                    yield cells, cell, lease
             if cells.complete:
                 outcomes[network, task] = cells.outcome
             if part is not None:
@@ -122,7 +127,6 @@ def _finish(
         if helping and not trained and len(outcomes) < len(asked):
             pause()
         helping = True
-    return [outcomes[part] for part in asked]
 
 
 def _forget_failures(folder: RunFolder) -> None:
@@ -157,212 +161,3 @@ def timing(folder: RunFolder) -> Json:
     markers = [read_json(path) or {} for path in sorted(folder.path.glob("cells/*/*/*/done.json"))]
     total = {key: round(sum(marker[key] for marker in markers), 2) for key in ("train_seconds", "wait_seconds")}
     return {**total, "trainings": len(markers)}
-
-
-class TaskSweep:
-    """All cells of one task and network: train, choose the learning rate on val200, score on test."""
-
-    def __init__(self, begun: Session[VtabRecipe], network: str, task: Task, data: TaskData) -> None:
-        self.begun, self.recipe, self.network, self.task, self.data = begun, begun.recipe, network, task, data
-        self.folder, self.world, self.console = begun.folder, begun.world, begun.console
-        folder = begun.folder
-        self.path = folder.path / "cells" / begun.recipe.folders[network] / task.name
-        self.ledger = Ledger(folder.path / "ledger.jsonl")
-        self.outcome = TaskOutcome(task, network)
-        self.complete = False
-        self.failures: dict[str, str] = {}
-
-    @cached_property
-    def trainer(self) -> Trainer:
-        """The network and the pixels, created for the first unfinished cell."""
-        return Trainer(self.recipe, self.network, self.task, self.data, self.world, self.console)
-
-    def to_train(self) -> Generator[tuple[Cell, Unshared], None, None]:
-        """Yield the unfinished cells that this process has leased, which the caller trains; score the task afterwards.
-
-        The task is `complete` at the end, unless other processes have yet to finish some of its cells.
-        """
-        outcome, seeds = self.outcome, self.recipe.seeds
-        cells = [self._cell(lr, seed) for lr in self.recipe.lrs for seed in seeds]
-        for cell in cells:
-            yield from self._unfinished(cell)
-        if not self._all_ended(cells):
-            return
-        outcome.lr = self._choose(cells)
-        if outcome.lr is None:
-            self.complete = True
-            return
-        self._discard(cells)
-        if self.recipe.protocol == "vtab":
-            cells = [self._cell(outcome.lr, seed, "train800val200") for seed in seeds]
-            for cell in cells:
-                yield from self._unfinished(cell)
-        chosen = [cell for cell in cells if cell.lr == outcome.lr]
-        self.complete = self._all_ended(chosen)
-        if self.complete and distributed.from_leader(all(cell.done(self.recipe.schedule.steps) for cell in chosen)):
-            self.complete = self._score_alone(chosen)
-
-    def _choose(self, cells: Sequence[Cell]) -> float | None:
-        """Return the learning rate by the validation accuracies of cells that have all ended; None where too few did.
-
-        A choice is final: cells that failed before it and finish later cannot change the lr that is scored on test.
-        """
-        outcome = self.outcome
-        for cell in cells:
-            if marker := self._marker(cell):
-                outcome.val.setdefault(cell.lr, {})[cell.seed] = float(marker["val_accuracy"])
-        if outcome.failed and not self.recipe.allow_failed:
-            return None
-        if made := distributed.from_leader(read_json(self.path / "choice.json")):
-            return float(made["lr"])
-        lr = choose_lr(outcome.val, len(self.recipe.seeds))
-        if lr is not None and self.world.leads:
-            replace_json(self.path / "choice.json", {"lr": lr, "by": "mean val200 accuracy over the seeds"})
-        distributed.barrier()
-        return lr
-
-    def train(self, cell: Cell, lease: Unshared, track: Track) -> None:
-        """Train a cell and keep what became of it, unless another process has taken it over."""
-        try:
-            with self.begun.outputs(cell.label, track, cell.path, lease) as outputs:
-                job = self.trainer.job(cell, outputs)
-                done = engine.fit(self.trainer.trainable, job)
-            lease.confirm()
-            self.keep(cell, done)
-        except (NonFiniteError, OutOfMemoryError) as error:
-            self.note_failure(cell, error)
-        except LeaseLostError as error:
-            self.console.warn(f"{cell.label}: {error}")
-
-    def _cell(self, lr: float, seed: int, split: str = "train800") -> Cell:
-        return Cell(self.network, self.task, lr, seed, split, self.path / f"{split}_lr{lr:g}_seed{seed}")
-
-    def _weights_needed(self, cell: Cell) -> bool:
-        """Tell whether a cell's weights may still be scored on test."""
-        if self.ledger.entry(cell):
-            return False
-        choice = read_json(self.path / "choice.json")
-        meets_test = cell.split == ("train800" if self.recipe.protocol == "paper" else "train800val200")
-        return meets_test and (choice is None or choice["lr"] == cell.lr)
-
-    def _marker(self, cell: Cell) -> Json | None:
-        """Return the leading rank's marker of a finished cell; None also when weights that it needs are missing."""
-        marker = cell.done(self.recipe.schedule.steps)
-        if marker and self._weights_needed(cell) and not cell.weights.is_file():
-            marker = None
-        return distributed.from_leader(marker)
-
-    def _unfinished(self, cell: Cell) -> Iterator[tuple[Cell, Unshared]]:
-        if self._ended(cell):
-            return
-        lease = self.begun.take(str(cell.path.relative_to(self.folder.path)))
-        if lease is None:
-            return
-        try:
-            if not self._ended(cell):  # another process may have trained it before the lease was free
-                yield cell, lease
-        finally:
-            lease.release()
-
-    def _all_ended(self, cells: Sequence[Cell]) -> bool:
-        """Tell whether all cells have ended, and note in the outcome which of them failed."""
-        failures = [f"{cell.label}: {error}" for cell in cells if (error := self._failure(cell))]
-        self.outcome.failed += failures
-        return all(self._ended(cell) for cell in cells)
-
-    def _ended(self, cell: Cell) -> bool:
-        return self._marker(cell) is not None or self._failure(cell) is not None
-
-    def _failure(self, cell: Cell) -> str | None:
-        """Return why a cell failed; processes that share the folder know what failed in the others."""
-        if self.begun.leases is not None and cell.label not in self.failures:
-            written = None if cell.done(self.recipe.schedule.steps) else read_json(cell.path / "failed.json")
-            return str(written["error"]) if written else None
-        return self.failures.get(cell.label)
-
-    def note_failure(self, cell: Cell, error: NonFiniteError | OutOfMemoryError) -> None:
-        """Record why a cell failed, so that the sweep continues.
-
-        Raises an `OutOfMemoryError` again when there are several ranks: the others wait for this one's gradients.
-        """
-        if self.world.size > 1 and isinstance(error, OutOfMemoryError):
-            raise error
-        self.console.warn(f"{cell.label} failed: {error}")
-        self.failures[cell.label] = str(error)
-        if self.world.leads:
-            replace_json(cell.path / "failed.json", {"error": str(error), "exit_code": error.exit_code})
-
-    def keep(self, cell: Cell, result: engine.FitResult) -> None:
-        """Write the marker of a trained cell, and its weights if they may still be scored on test."""
-        marker: Json = {
-            "steps": result.steps,
-            "val_accuracy": result.metrics["accuracy"],
-            "loss": result.loss,
-            "train_seconds": round(result.seconds, 3),
-            "wait_seconds": round(result.wait_seconds, 3),
-            "micro_batch": result.micro_batch,
-        }
-        if self.world.leads:
-            if self._weights_needed(cell) or self.recipe.keep_weights == "all":
-                model = self.trainer.model
-                marker["weights_sha256"] = export_backbone(model, cell.weights)
-            replace_json(cell.path / "done.json", marker)
-            (cell.path / "failed.json").unlink(missing_ok=True)
-            Checkpoints(cell.path / "checkpoints").clear()
-        distributed.barrier()
-        self.console.info(f"{cell.label}: val {marker['val_accuracy']:.1f} %  ({result.seconds:.1f} s)")
-
-    def _score_alone(self, chosen: Sequence[Cell]) -> bool:
-        """Score the chosen cells on the test split; False while another process does that."""
-        lease = self.begun.take(f"{self.path.relative_to(self.folder.path)}/test")
-        if lease is None:
-            return False
-        try:
-            self._score(chosen)
-        finally:
-            lease.release()
-        self._discard(chosen)
-        counts = np.bincount(np.asarray(self.data.test.labels), minlength=self.task.classes)
-        metric = f"{self.task.name} {self.network}: test top-1"
-        mean = fmean(self.outcome.test.values())
-        if warning := result_warning(metric, mean, class_floors(counts.tolist()), self.outcome.test_images):
-            self.console.warn(warning)
-        return True
-
-    def _score(self, cells: Sequence[Cell]) -> None:
-        """Score cells on the test split, each once in the life of the run: the ledger records past scores."""
-        todo = [cell for cell in cells if distributed.from_leader(self.ledger.entry(cell)) is None]
-        if todo:
-            began, device = time.perf_counter(), self.world.device
-            if self.world.leads:
-                self._record([(cell, {"images": len(self.data.test.labels), "accuracy": None}) for cell in todo])
-            weights = [{name: value.to(device) for name, value in cell.load().items()} for cell in todo]
-            rows = [
-                (cell, {"images": images, "right": right, "accuracy": 100 * right / images})
-                for cell, (right, images) in zip(todo, self.trainer.count_test(weights), strict=True)
-            ]
-            if self.world.leads:
-                self._record(rows)
-            distributed.barrier()
-            mean, images = fmean(row["accuracy"] for _, row in rows), rows[0][1]["images"]
-            self.console.info(
-                f"{self.task.name} {self.network}: chosen lr {cells[0].lr:g}, test {mean:.1f} % "
-                f"({len(rows)} seeds, {images} images, {time.perf_counter() - began:.1f} s)"
-            )
-        for cell in cells:
-            entry = distributed.from_leader(self.ledger.entry(cell))
-            assert entry is not None
-            self.outcome.test[cell.seed], self.outcome.test_images = entry["accuracy"], entry["images"]
-
-    def _record(self, rows: Sequence[tuple[Cell, Json]]) -> None:
-        with self.begun.alone("ledger"):
-            self.ledger.add(rows)
-
-    def _discard(self, cells: Sequence[Cell]) -> None:
-        """Delete weights that are no longer needed, unless the recipe keeps them."""
-        if self.world.leads and self.recipe.keep_weights != "all":
-            for cell in cells:
-                kept = self.recipe.keep_weights == "chosen" and cell.lr == self.outcome.lr
-                if not kept and not self._weights_needed(cell):
-                    cell.weights.unlink(missing_ok=True)
-        distributed.barrier()
