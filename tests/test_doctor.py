@@ -25,7 +25,7 @@ from test_distributed import main
 from dpn_cli.commands import doctor
 from dpn_cli.doctor import apart, devices, machine, packages, places, ranks
 from dpn_cli.doctor.finding import Finding
-from dpn_cli.run import distributed
+from dpn_cli.run import cores, distributed
 from dpn_cli.run.distributed import World
 
 KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
@@ -142,7 +142,7 @@ def test_the_limits_of_a_container_are_seen(version: int, tmp_path: Path, monkey
 
 def test_little_shared_memory_and_few_open_files_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(machine, "SHARED", tmp_path)
+    monkeypatch.setattr(cores, "SHARED", tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=64 * 10**6))
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 256))
     found = _named(machine.machine())

@@ -26,7 +26,7 @@ MUTATIONS = [
      "a score that no training has is the headline", f"{C} {CL}"),
     (LIT, "views=recipe.cache.views, skip_bad", "views=recipe.cache.views, seed=recipe.seed, skip_bad",
      "every seed encodes its views again", CL),
-    (LIT, '        data["zeroshot"] = fingerprint(labelled)', "        pass",
+    (LIT, '        facts["data"]["zeroshot"] = fingerprint(labelled)', "        pass",
      "towers are scored on different images", CL),
     (PROBES, "cell.network == name and self._done(cell) is None]", "cell.network == name]",
      "draws that are there are done again", CF),

@@ -54,6 +54,7 @@ LISTS = (
     "report",
     "pages",
     "inspect",
+    "checks",
 )
 BAR = 0.95
 # Which test has noticed which mutation before: it is tried first.

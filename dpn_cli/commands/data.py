@@ -1,4 +1,4 @@
-"""`dpn data pack`."""
+"""`dpn data`: pack a data set, or check one."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 from pydantic import BeforeValidator, Field
 
 from dpn_cli.arch import MOST_PIXELS
+from dpn_cli.commands import datacheck
 from dpn_cli.commands.action import Outcome, action
 from dpn_cli.errors import DpnError
 from dpn_cli.recipe.flag import DATA, OUTPUT, RUNTIME, flag
@@ -18,9 +19,10 @@ from dpn_cli.run.console import Console, several
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Prepare data sets for fast reading.",
+    help="Check data sets, and prepare them for fast reading.",
     epilog="Example: dpn data pack --data imagenet --out imagenet-320 --size 320",
 )
+app.add_typer(datacheck.app, name="check")
 
 
 def _shorter_side(value: object) -> object:

@@ -14,6 +14,7 @@ import numpy as np
 from PIL import Image
 
 from dpn_cli.data.cifar import Cifar, find_cifar
+from dpn_cli.data.faults import fault
 from dpn_cli.data.labelled import MOST_CLASSES, HubSplit, Images, Labelled, SceneSplit, number_names
 from dpn_cli.data.pack import Packed, is_pack, read_manifest
 from dpn_cli.data.reading import SUFFIXES, USUAL, Reading, find_files, open_image
@@ -71,7 +72,8 @@ class ClassFolders(Images):
         for label, name in enumerate(self.classes):
             files = find_files(root / name)
             if not files:
-                raise DataError(f"{root / name}: a class without pictures ({', '.join(sorted(SUFFIXES))}); remove it")
+                kinds = ", ".join(sorted(SUFFIXES))
+                fault(DataError(f"{root / name}: a class without pictures ({kinds}); remove it"))
             self.paths += [path for path, _ in files]
             labels += [label] * len(files)
             sizes += [size for _, size in files]
@@ -243,8 +245,10 @@ def open_split(source: ImageSource, split: str, *, unlabelled: bool = False) -> 
 
 def _check_labels(place: str, split: str, labels: Sequence[int], classes: Sequence[str]) -> None:
     if min(labels, default=0) < 0:
-        raise DataError(
-            f"--data {place}: its {split} images have the label -1, which means no label; choose another split"
+        fault(
+            DataError(
+                f"--data {place}: its {split} images have the label -1, which means no label; choose another split"
+            )
         )
     if len(classes) < 2:
         only = f"one class ({classes[0]})" if classes else "no classes"
@@ -311,9 +315,11 @@ def check_classes(source: ImageSource, train: Sequence[str], val: Sequence[str])
     if tuple(train) == tuple(val):
         return
     missing, extra = sorted(set(train) - set(val)), sorted(set(val) - set(train))
-    raise DataError(
-        f"--data {source.place}: training and validation have different classes: "
-        f"only in training: {', '.join(missing[:5]) or 'none'}; only in validation: {', '.join(extra[:5]) or 'none'}"
+    fault(
+        DataError(
+            f"--data {source.place}: training and validation have different classes: only in training: "
+            f"{', '.join(missing[:5]) or 'none'}; only in validation: {', '.join(extra[:5]) or 'none'}"
+        )
     )
 
 

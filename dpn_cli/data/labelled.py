@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from PIL import Image
 
 from dpn_cli.data import scenes
+from dpn_cli.data.faults import fault
 from dpn_cli.data.reading import FAILURES, USUAL, Pixels, Reading, decode, file_size, open_image, unreadable
 from dpn_cli.errors import DataError, PictureError
 from dpn_cli.weights.hub import offline
@@ -126,20 +127,25 @@ class FileList(Images):
         self.paths: list[Path] = []
         self.labels: list[int] = []
         self.sizes: list[int] = []
+        self.lines: list[int] = []
         for number, line in enumerate(self.list.read_text("utf-8", "surrogateescape").splitlines(), 1):
             name, _, label = line.strip().rpartition(" ")
             if not name or not label.lstrip("-").isdecimal():
-                raise DataError(f"{self.list}, line {number}: {line[:80]!r} is not '<image path> <label>'")
+                fault(DataError(f"{self.list}, line {number}: {line[:80]!r} is not '<image path> <label>'"))
+                continue
+            try:
+                size = (root / name).stat().st_size
+            except OSError:
+                fault(DataError(f"{root / name} ({self.list.name}, line {number}): no such image"))
+                continue
             self.paths.append(root / name)
             self.labels.append(int(label))
-            try:
-                self.sizes.append(self.paths[-1].stat().st_size)
-            except OSError as error:
-                raise DataError(f"{self.where(number - 1)}: no such image") from error
+            self.sizes.append(size)
+            self.lines.append(number)
 
     def where(self, index: int) -> str:
         """Name an image's file and its line in the list."""
-        return f"{self.paths[index]} ({self.list.name}, line {index + 1})"
+        return f"{self.paths[index]} ({self.list.name}, line {self.lines[index]})"
 
     def open(self, index: int) -> Image.Image:
         """Open an image, not decoded yet."""

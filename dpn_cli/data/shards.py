@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath
 from PIL import Image
 
 from dpn_cli.data import remote
+from dpn_cli.data.faults import fault
 from dpn_cli.data.labelled import Images, number_names
 from dpn_cli.data.reading import SUFFIXES, open_image
 from dpn_cli.data.remote import RemotePath
@@ -144,17 +145,20 @@ class Shards(ShardPictures):
             return
         self.classes = tuple(content.decode("utf-8", "surrogateescape").splitlines())
         if len(self.classes) <= max(labels):
-            raise DataError(f"{names}: {len(self.classes)} names, and the shards have the classes 0 to {max(labels)}")
+            said = f"{len(self.classes)} names, and the shards have the classes 0 to {max(labels)}"
+            fault(DataError(f"{names}: {said}"))
 
     def take(self, path: Shard, member: Member) -> bool:
         """Note a picture's class."""
         try:
             label = int(member.beside.get("cls", b"-1"))
         except ValueError as error:
-            raise DataError(f"{path}: {member.name}: its .cls is not a number ({error})") from error
+            fault(DataError(f"{path}: {member.name}: its .cls is not a number ({error})"))
+            return False
         if label < 0:
             key = PurePosixPath(member.name).with_suffix("")
-            raise DataError(f"{path}: {member.name} has no {key}.cls with a class number")
+            fault(DataError(f"{path}: {member.name} has no {key}.cls with a class number"))
+            return False
         self._append(label)
         return True
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import re
 import resource
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from dpn_cli.doctor.finding import Finding
-from dpn_cli.run.cores import cores
+from dpn_cli.run.cores import SHARED, cores, shared_memory
 
 GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-SHARED = Path("/dev/shm")
 # ViT-L's weights, gradients and optimizer state: 16 bytes for each of 304 M weights.
 LEAST_MEMORY = 5e9
 # Each process that decodes keeps two batches in shared memory; one of 512 pictures of 224 pixels has 77 MB.
@@ -84,9 +82,9 @@ def _memory_of_machine() -> tuple[int, int]:
 
 
 def _shared_memory() -> Finding:
-    if not SHARED.is_dir():
+    free = shared_memory()
+    if free is None:
         return Finding("shared memory", "ok", f"no {SHARED} on this system")
-    free = shutil.disk_usage(SHARED).free
     found = f"{gigabytes(free)} free in {SHARED}"
     if free >= LEAST_SHARED:
         return Finding("shared memory", "ok", found)

@@ -67,7 +67,7 @@ def check_data(recipe: SupervisedRecipe, data: ClassData, folder: RunFolder, wor
     """Decode a sample, and see that a resumed run meets the classes and images it began with."""
     facts: Json = {
         "classes": list(data.classes),
-        "data": {name: fingerprint(getattr(data, name)) for name in ("train", "minival", "val")},
+        "data": fingerprints(data),
     }
     before = distributed.from_leader(folder.facts)
     if "classes" in before and before["classes"] != facts["classes"]:
@@ -96,6 +96,11 @@ def check_data(recipe: SupervisedRecipe, data: ClassData, folder: RunFolder, wor
         folder.update(device=describe_device(world.device), ranks=world.size, status="running", **facts)
         check_pictures(recipe, data, console)
     return facts
+
+
+def fingerprints(data: ClassData) -> dict[str, str]:
+    """Return a hash of each split; see `fingerprint`."""
+    return {name: fingerprint(getattr(data, name)) for name in ("train", "minival", "val")}
 
 
 def check_pictures(recipe: SupervisedRecipe, data: ClassData, console: Console) -> None:

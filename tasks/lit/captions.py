@@ -14,6 +14,7 @@ from pathlib import Path
 from PIL import Image
 
 from dpn_cli.data import scenes
+from dpn_cli.data.faults import fault
 from dpn_cli.data.labelled import HubPictures, Images, SceneSplit
 from dpn_cli.data.reading import open_image
 from dpn_cli.data.remote import RemotePath
@@ -99,9 +100,7 @@ class Files(Captioned):
         captions = sentences(raw, f"{place}: {name}", self.skip_bad)
         status = _status(path)
         if status is None and not self.skip_bad:
-            if os.path.lexists(path):
-                open_image(path, str(path))  # raises, naming what it is instead of a file
-            raise PictureError(f"{place}: {path}: no such image; name their folder with --images")
+            fault(_missing(path, place))
         if not captions or status is None:
             self.dropped += 1
             return
@@ -122,6 +121,16 @@ class Files(Captioned):
     def open(self, index: int) -> Image.Image:
         """Open a picture, not decoded yet."""
         return open_image(self.paths[index], self.where(index), self.reading)
+
+
+def _missing(path: Path, place: str) -> PictureError:
+    """Describe a picture that `place` names and that is not there, or what there is instead of a file."""
+    if os.path.lexists(path):
+        try:
+            open_image(path, str(path)).close()
+        except PictureError as error:
+            return error
+    return PictureError(f"{place}: {path}: no such image; name their folder with --images")
 
 
 def stamp_of(status: os.stat_result | None) -> str:
@@ -149,13 +158,16 @@ def sentences(raw: Iterable[object], where: str, skip_bad: bool) -> tuple[str, .
     captions = tuple(text.strip() for text in raw if isinstance(text, str) and text.strip())
     if halved := next((text for text in captions if _HALF.search(text)), None):
         if not skip_bad:
-            raise DataError(
-                f"{where}: {halved[:60]!r} holds half a character (a surrogate), as texts do that were cut in UTF-16; "
-                "mend it, or leave such texts out with --skip-bad-images"
+            fault(
+                DataError(
+                    f"{where}: {halved[:60]!r} holds half a character (a surrogate), as texts do that were cut in "
+                    "UTF-16; mend it, or leave such texts out with --skip-bad-images"
+                )
             )
+            return ()
         captions = tuple(text for text in captions if not _HALF.search(text))
     if not captions and not skip_bad:
-        raise DataError(f"{where}: a pair without text; write one, or leave such pairs out with --skip-bad-images")
+        fault(DataError(f"{where}: a pair without text; write one, or leave such pairs out with --skip-bad-images"))
     return captions
 
 
@@ -181,7 +193,9 @@ class ShardCaptions(ShardPictures, Captioned):
             described = json.loads(member.beside.get("json", b"{}")) if "txt" not in member.beside else {}
             text = member.beside.get("txt", b"").decode("utf-8-sig")
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{where}: its .txt or .json cannot be read ({error})") from error
+            fault(DataError(f"{where}: its .txt or .json cannot be read ({error})"))
+            self.dropped += 1
+            return False
         fields = described if isinstance(described, dict) else {}
         caption = text or next(filter(None, map(fields.get, CAPTION_COLUMNS)), "")
         captions = sentences(caption if isinstance(caption, list) else [caption], where, self.skip_bad)

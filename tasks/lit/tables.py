@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dpn_cli.data.faults import fault
 from dpn_cli.data.reading import find_files
 from dpn_cli.errors import DataError
 from tasks.lit.captions import CAPTION_COLUMNS, Files
@@ -34,7 +35,8 @@ def read_table(path: Path, root: Path, image: str | None, caption: str | None, s
             for row in rows:
                 name = (row[by_file] or "").strip()
                 if not name:
-                    raise DataError(f"{path}, line {rows.line_num}: no file in the column {by_file!r}")
+                    fault(DataError(f"{path}, line {rows.line_num}: no file in the column {by_file!r}"))
+                    continue
                 gathered.setdefault(name, []).append(row[by_text])
                 lines.setdefault(name, rows.line_num)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -128,9 +130,11 @@ def read_folder(root: Path, image: str | None, caption: str | None, skip_bad: bo
         try:
             raw = text.read_text(encoding="utf-8-sig").splitlines() if text.is_file() else ()
         except UnicodeDecodeError as error:
-            raise DataError(f"{text}: not a text in UTF-8 ({error.reason} at byte {error.start})") from error
+            fault(DataError(f"{text}: not a text in UTF-8 ({error.reason} at byte {error.start})"))
+            continue
         except OSError as error:
-            raise DataError(f"{text}: not readable ({error.strerror})") from error
+            fault(DataError(f"{text}: not readable ({error.strerror})"))
+            continue
         files.add(root, path.relative_to(root).as_posix(), raw, str(text))
     if not files.captions:
         raise DataError(

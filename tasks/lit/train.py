@@ -163,15 +163,13 @@ def _check_data(
     world: World,
 ) -> Json:
     """See that a resumed run meets the images, captions, tokenizer and image tower it began with."""
-    data = {"train": data_fingerprint(train), "val": data_fingerprint(val)}
-    if labelled:
-        data["zeroshot"] = fingerprint(labelled)
     facts: Json = {
-        "data": data,
-        "captions": {"train": captions_fingerprint(train), "val": captions_fingerprint(val)},
+        **fingerprints(train, val),
         "tokenizer": tokenizer.to_dict(),
         "image_tower": image_tower,
     }
+    if labelled:
+        facts["data"]["zeroshot"] = fingerprint(labelled)
     before = distributed.from_leader(folder.facts)
     words = {
         "data": "images have",
@@ -185,6 +183,14 @@ def _check_data(
     if world.leads:
         folder.update(device=describe_device(world.device), ranks=world.size, status="running", **facts)
     return facts
+
+
+def fingerprints(train: Captioned, val: Captioned) -> Json:
+    """Return hashes of the images and of the sentences of both splits."""
+    return {
+        "data": {"train": data_fingerprint(train), "val": data_fingerprint(val)},
+        "captions": {"train": captions_fingerprint(train), "val": captions_fingerprint(val)},
+    }
 
 
 def new_text_tower(recipe: LitRecipe, tower: Backbone, tokenizer: Tokenizer) -> TextTower:

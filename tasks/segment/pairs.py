@@ -16,6 +16,7 @@ from PIL import Image
 from dpn_cli.data import scenes
 from dpn_cli.data.classified import hub_name, hub_split
 from dpn_cli.data.crops import Size
+from dpn_cli.data.faults import fault
 from dpn_cli.data.labelled import load_hub, stored_file
 from dpn_cli.data.reading import SUFFIXES, Pixels, Reading, decode, file_size, find_files, open_image
 from dpn_cli.errors import DataError
@@ -101,16 +102,18 @@ class FolderPairs(Pairs):
         )
         for files, partners, what in ((images, masks, "annotation"), (masks, images, "image")):
             alone = [name for name in files if name not in partners]
-            if alone:
-                folder = folders[1] if what == "annotation" else folders[0]
-                raise DataError(
-                    f"{files[alone[0]]}: no {what} of that name in {folder} "
-                    f"({len(alone)} of {len(files)} have none); every image needs its mask"
+            folder = folders[1] if what == "annotation" else folders[0]
+            for name in alone:
+                fault(
+                    DataError(
+                        f"{files[name]}: no {what} of that name in {folder} "
+                        f"({len(alone)} of {len(files)} have none); every image needs its mask"
+                    )
                 )
         if not images:
             raise DataError(f"{folders[0]}: no picture in it ({', '.join(sorted(SUFFIXES))})")
-        self.names = list(images)
-        self.images, self.masks = list(images.values()), [masks[name] for name in images]
+        self.names = [name for name in images if name in masks]
+        self.images, self.masks = [images[name] for name in self.names], [masks[name] for name in self.names]
         self.sizes = [(file_size(a), file_size(b)) for a, b in zip(self.images, self.masks, strict=True)]
 
     def where(self, index: int) -> str:

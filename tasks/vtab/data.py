@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from dpn_cli.data.faults import fault
 from dpn_cli.data.labelled import FileList, HubSplit, Labelled, SceneSplit, fingerprint, rows_to_check
 from dpn_cli.data.reading import Reading
 from dpn_cli.errors import DataError
@@ -31,21 +32,11 @@ class TaskData:
 def open_task(data: VtabData, task: Task) -> TaskData:
     """Open a task's splits and check counts and labels.
 
-    Raises `DataError`, naming the file and, in a list, the line, for a missing split or image, a wrong number of
-    training or validation images, or a label outside the task's classes.
+    Raises `DataError` as `open_splits` does, and, naming the file and, in a list, the line, for a label outside the
+    task's classes.
     """
-    splits = {name: _open_split(data, task, name) for name in ("train800", "val200", "test")}
+    splits = open_splits(data, task)
     for split in splits.values():
-        split.reading = Reading(data.decode, data.max_pixels)
-    for name, expected in (("train800", TRAIN), ("val200", VAL)):
-        count = len(splits[name].labels)
-        if count != expected:
-            raise DataError(
-                f"{task.name}: {name} has {count} images, VTAB-1k has {expected}; get this task's folder again"
-            )
-    for name, split in splits.items():
-        if not split.labels:
-            raise DataError(f"{task.name}: {name} has no images")
         for index, label in enumerate(split.labels):
             if not 0 <= label < task.classes:
                 raise DataError(
@@ -53,6 +44,26 @@ def open_task(data: VtabData, task: Task) -> TaskData:
                     f"0 to {task.classes - 1}"
                 )
     return TaskData(**splits, fingerprints={name: fingerprint(split) for name, split in splits.items()})
+
+
+def open_splits(data: VtabData, task: Task) -> dict[str, Labelled]:
+    """Open train800, val200 and test of a task and check how many images they have.
+
+    Raises `DataError`, naming the file and, in a list, the line, for a missing split or image, or a wrong number of
+    training or validation images.
+    """
+    splits = {name: _open_split(data, task, name) for name in ("train800", "val200", "test")}
+    for split in splits.values():
+        split.reading = Reading(data.decode, data.max_pixels)
+    for name, expected in (("train800", TRAIN), ("val200", VAL)):
+        count = len(splits[name].labels)
+        if count != expected:
+            text = f"{task.name}: {name} has {count} images, VTAB-1k has {expected}; get this task's folder again"
+            fault(DataError(text))
+    for name, split in splits.items():
+        if not split.labels:
+            fault(DataError(f"{task.name}: {name} has no images"))
+    return splits
 
 
 def _open_split(data: VtabData, task: Task, split: str) -> Labelled:

@@ -1,0 +1,99 @@
+"""``dpn data check highres`` and ``pretrain``: all labelled images, before anything is trained."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import open_clip
+from timm.data import ImageNetInfo
+
+from dpn_cli.data.classified import ClassData, Part, describe_imagenet, imagenet_folders
+from dpn_cli.data.faults import gathering
+from dpn_cli.data.findings import Findings
+from dpn_cli.data.labelled import Labelled
+from dpn_cli.data.loading import check_loading
+from dpn_cli.data.pack import Packed, read_manifest
+from dpn_cli.data.shards import ShardPictures
+from dpn_cli.errors import DataError
+from dpn_cli.run.console import several
+from tasks.classify.check import fingerprints, input_size
+from tasks.classify.common import open_data
+from tasks.classify.pretrain import open_tuning
+from tasks.classify.pretrain_recipe import PretrainRecipe
+from tasks.classify.recipe import SupervisedRecipe
+
+
+def examine(recipe: SupervisedRecipe, findings: Findings, ranks: int) -> dict[str, Any]:
+    """Look at all images of a recipe's splits; returns the fingerprints that a result carries."""
+    with gathering() as errors:
+        data: ClassData | None = None
+        try:
+            data = open_tuning(recipe) if isinstance(recipe, PretrainRecipe) and recipe.stages else open_data(recipe)
+        except DataError as error:
+            errors.append(error)
+    findings.faults(errors)
+    if data is None:
+        return {}
+    splits = {"train": data.train, "minival": data.minival, "val": data.val}
+    parts = {name: findings.split(name, split, data.classes) for name, split in splits.items() if len(split.labels)}
+    if isinstance(data.minival, Part) and "minival" in parts:  # cut from the training images, wherever twins fall
+        parts["minival"].side = parts["train"].side
+    findings.same(*parts.values())
+    size = input_size(recipe)
+    small = sum(min(side) < min(size) for side in parts["train"].sides[parts["train"].readable].tolist())
+    if small:
+        count = len(parts["train"].readable)
+        findings.notes.append(f"{small} of {count} training pictures are smaller than the input of {min(size)} pixels")
+    _check_order(str(recipe.data.source), data.classes, findings)
+    if note := describe_imagenet(data):
+        findings.notes.append(note)
+    _note_storage(data.train, findings)
+    check_loading(
+        findings, len(data.train.labels), recipe.batch_size, ranks, recipe.runtime.workers, 3 * math.prod(size)
+    )
+    return fingerprints(data)
+
+
+def _check_order(place: str, classes: Sequence[str], findings: Findings) -> None:
+    """Hold the order of the classes against those that are known, and numbers against their own order."""
+    known = {
+        "ImageNet-1k's folders": imagenet_folders(),
+        "ImageNet-1k's names": tuple(ImageNetInfo("imagenet-1k").label_descriptions()),
+        "ImageNet-1k's names in open_clip": tuple(open_clip.IMAGENET_CLASSNAMES),
+    }
+    for name, order in known.items():
+        if sorted(classes) == sorted(order) and tuple(classes) != order:
+            first = next(number for number, pair in enumerate(zip(classes, order, strict=True)) if len(set(pair)) > 1)
+            findings.problem(
+                "classes",
+                f"--data {place}: {name} in another order than the official one: class {first} is {classes[first]!r}, "
+                f"there {order[first]!r}; networks with the official order score nothing on them",
+            )
+    if all(name.isdecimal() for name in classes) and sorted(classes, key=int) != list(classes):
+        first = next(number for number, name in enumerate(classes) if number != int(name))
+        findings.warnings.append(
+            f"--data {place}: classes that are numbers, in the order of text: class {first} is {classes[first]!r}; "
+            "write them with leading zeros where networks of others know the classes by number"
+        )
+
+
+def _note_storage(train: Labelled, findings: Findings) -> None:
+    """Note what there is to say of shards: packs that are not the files' own pictures, and how many may read them."""
+    whole = train
+    while isinstance(whole, Part):
+        whole = whole.whole
+    if not isinstance(whole, Packed | ShardPictures):
+        return
+    shards = several(len(whole.paths), "shard")
+    findings.notes.append(
+        f"{shards}, which every process reads at random: any number of ranks and of processes will do"
+    )
+    if isinstance(whole, Packed):
+        packing = read_manifest(whole.paths[0].parent.parent)
+        if packing["size"]:
+            findings.warnings.append(
+                f"packed with a shorter side of at most {packing['size']} pixels: pictures that were larger are "
+                "smoothed copies, and scores may differ from those on the files"
+            )

@@ -1,0 +1,56 @@
+"""``dpn data check vtab``: all images of VTAB-1k, before anything is trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dpn_cli.data.faults import gathering
+from dpn_cli.data.findings import Findings
+from dpn_cli.data.labelled import fingerprint
+from dpn_cli.errors import DataError
+from tasks.vtab.data import open_splits
+from tasks.vtab.recipe import VtabRecipe
+from tasks.vtab.table import Task, choose_tasks
+
+# How Pillow stores a JPEG when it is told nothing, as when arrays were written as .jpg files.
+COPIED = "JPEG 75"
+
+
+def examine(recipe: VtabRecipe, findings: Findings, ranks: int) -> dict[str, Any]:
+    """Look at all images of the recipe's tasks; returns the fingerprints that a result carries."""
+    copied, fingerprints = [], {}
+    for task in choose_tasks(recipe.data.tasks, recipe.demo):
+        with gathering() as errors:
+            try:
+                splits = open_splits(recipe.data, task)
+            except DataError as error:
+                errors.append(error)
+                splits = {}
+        findings.faults(errors)
+        parts = []
+        for name, split in splits.items():
+            parts.append(findings.split(f"{task.name} {name}", split, [str(label) for label in range(task.classes)]))
+            _check_classes(task, getattr(split, "classes", ()), findings)
+        if not parts:
+            continue
+        findings.same(*parts)
+        fingerprints[task.name] = {name: fingerprint(split) for name, split in splits.items()}
+        if set(parts[0].stored) == {COPIED}:
+            copied.append(task.name)
+        if (count := len(splits["test"].labels)) != task.test:
+            findings.warnings.append(
+                f"{task.name}: {count} test images, VTAB has {task.test}: the score is not comparable with published "
+                "ones"
+            )
+    if copied:
+        findings.warnings.append(
+            f"{', '.join(copied)}: all training images are JPEGs of quality 75, as in the usual download, which "
+            "encoded them a second time; do not compare with scores on the original images"
+        )
+    return fingerprints
+
+
+def _check_classes(task: Task, classes: tuple[str, ...], findings: Findings) -> None:
+    if classes and len(classes) != task.classes:
+        text = f"{task.name}: the data set names {len(classes)} classes, and VTAB has {task.classes}"
+        findings.problem("classes", text)
