@@ -30,7 +30,7 @@ class Simulated:
         self.slots, self.random, self.fails = slots, random.Random(seed), fails
         self.running: dict[str, int] = {}
         self.order: list[str] = []
-        self.stopped = False
+        self.stopped = self.closed = False
 
     def start(self, work: Work, slot: int) -> None:
         assert 0 <= slot < self.slots
@@ -44,6 +44,13 @@ class Simulated:
         for name in names:
             del self.running[name]
         return [(name, int(self.random.random() < self.fails)) for name in names]
+
+    def log_of(self, name: str) -> Path:
+        return Path(name)
+
+    def close(self) -> None:
+        assert not self.closed
+        self.closed = True
 
     def stop(self) -> None:
         self.stopped = True

@@ -1,5 +1,7 @@
 """Breakages of trainings at once: (file, text, replacement, what it breaks, tests that should notice)."""
 
+SLURM, NODE, RAY = (f"dpn_cli/jobs/{name}.py" for name in ("slurm", "node", "ray_cluster"))
+E = "tests/test_engines.py"
 L, S = "tests/test_leases.py", "tests/test_joining.py"
 LEASES, SWEEP, ONE = "dpn_cli/run/leases.py", "tasks/vtab/sweep.py", "tasks/vtab/one_task.py"
 J, C, R = "tests/test_jobs.py", "tests/test_comparison_jobs.py", "tests/test_reproduce_runs.py"
@@ -37,6 +39,11 @@ MUTATIONS = [
     (ONE, "            if not self._ended(cell):  # another", "            if True:  # another", "a training that another has done meanwhile is done again", S),
     (ONE, "        if not self._all_ended(cells):\n            return\n", "", "the learning rate is chosen before others have ended", S),
     ("dpn_cli/run/folder.py", "                folder._same_version()\n", "", "another version works along", S),
-    (SWEEP, "asked = all_parts if cell is None else [all_parts[cell]]", "asked = all_parts", "--cell does everything", S),
+    (SWEEP, "asked = all_parts if place.cell is None else [all_parts[place.cell]]", "asked = all_parts", "--cell does everything", S),
     (SWEEP, "        _forget_failures(folder)\n", "", "--jobs never tries again what failed", S),
+    (SLURM, "return code == StoppedError(signal.SIGTERM).exit_code and", "return False and", "a job that was told to stop is taken for failed", E),
+    (SLURM, "node.save_and_end(self.process, signal.SIGUSR1)", "pass", "a job that is preempted cannot save its state", E),
+    (NODE, "{path.stat().st_size}", "", "a node with other files at the same names is taken", E),
+    (NODE, "os.waitid(", "(lambda *_: None)(", "a job is queued again before its state is saved", E),
+    (RAY, '"max_retries": AGAIN, ', '"max_retries": 0, ', "the work of a lost node is not done", E),
 ]  # fmt: skip

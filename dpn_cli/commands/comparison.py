@@ -14,7 +14,8 @@ from dpn_cli.commands.compared import Cell, build_result, check_weights, keep_re
 from dpn_cli.commands.tasks import TRAININGS
 from dpn_cli.commands.training import Result, Training, TrainingModule
 from dpn_cli.errors import DataError, DpnError, NonFiniteError, OutOfMemoryError
-from dpn_cli.jobs.processes import LOGS, Processes, last_error, visible_gpus
+from dpn_cli.jobs.joining import backend_for
+from dpn_cli.jobs.processes import LOGS, last_error
 from dpn_cli.jobs.scheduler import Work, run_all
 from dpn_cli.recipe.compare import ComparedTraining, spoken
 from dpn_cli.recipe.reading import dump
@@ -76,7 +77,7 @@ class SideBySide:
             if result is None:
                 with begun.alone("check"):
                     _load(begun, firsts, getattr(self.trainer, "load", _load_backbone))
-                failed = self._at_once(begun, runs, place.jobs) if place.jobs > 1 else {}
+                failed = self._at_once(begun, runs, place) if place.starts_processes else {}
                 if place.join:
                     failed = self._along_with_others(begun, runs if place.cell is None else [runs[place.cell]])
                 if place.cell is not None:
@@ -115,15 +116,13 @@ class SideBySide:
             several = recipe.versus
         return alone.with_name(alone.name.replace(name, several, 1))
 
-    def _at_once(self, begun: Session[ComparedTraining], runs: Sequence[_Run], jobs: int) -> dict[str, str]:
+    def _at_once(self, begun: Session[ComparedTraining], runs: Sequence[_Run], place: Place) -> dict[str, str]:
         """Run the trainings in processes; return, by folder, why some diverged or ran out of memory.
 
         Raises `DpnError` for every other failure, when all have been stopped.
         """
         folder, console = begun.folder.path, begun.console
-        if begun.world.size > 1:
-            raise DpnError(f"--jobs {jobs}: starts processes itself; leave it or torchrun out")
-        backend = Processes(jobs, folder / LOGS, visible_gpus(torch.cuda.device_count()))
+        backend = backend_for(begun, place)
         words = next(name for name, one in TRAININGS.items() if one is self.training).split()
         works, failed = dict[str, Work](), dict[str, str]()
         for run in runs:

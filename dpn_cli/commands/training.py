@@ -9,7 +9,7 @@ from functools import partial
 from importlib import import_module
 from inspect import Parameter
 from pathlib import Path
-from typing import Annotated, Any, Protocol, cast
+from typing import Annotated, Any, Literal, Protocol, cast
 
 import typer
 
@@ -159,11 +159,16 @@ def _how(recipe: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     jobs, cell = arguments["jobs"], arguments["cell"]
     given = {f"--jobs {jobs}": jobs > 1, "--join": arguments["join"], f"--cell {cell}": cell is not None}
     given["--print-cells"] = arguments["print_cells"]
+    engine, resources = arguments["engine"], from_settings(arguments["resources"] or [], "--resources", "num_gpus=1")
+    if engine != "local":
+        given = {f"--engine {engine}": True} | given
+        given.pop(f"--jobs {jobs}")
     asked = [option for option, was in given.items() if was]
     if asked and not getattr(recipe, "several", True):
         raise DpnError(f"{asked[0]}: this is one training; --compare and --seeds make several")
     if len(asked) > 1:
         raise DpnError(f"{' '.join(asked)}: each says who does the work; pass one of them")
+    how |= {"engine": engine, "resources": tuple(resources.items())}
     return how | {"jobs": jobs, "join": arguments["join"] or cell is not None, "cell": cell}
 
 
@@ -234,6 +239,24 @@ JOBS = option(
 )
 SHARED_OPTIONS = (
     JOBS,
+    option(
+        "engine",
+        Literal["local", "ray", "slurm"],
+        "local",
+        "--engine",
+        help="What starts the --jobs: this machine, a Ray cluster, or an array of SLURM. \\[default: local]",
+        panel=RUNTIME,
+    ),
+    option(
+        "resources",
+        list[str] | None,
+        None,
+        "--resources",
+        metavar="KEY=VALUE",
+        help="What each of the --jobs gets, in the words of the engine, e.g. num_gpus=1 of Ray or timeout_min=240 of "
+        "submitit; may be repeated. \\[default: num_gpus=1 where Ray has GPUs, timeout_min=1440]",
+        panel=RUNTIME,
+    ),
     switch(
         "join",
         "--join",

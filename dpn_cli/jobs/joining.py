@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-import torch
-
 from dpn_cli.errors import DpnError, SweepError
-from dpn_cli.jobs.processes import LOGS, Processes, last_error, visible_gpus
-from dpn_cli.jobs.scheduler import Work, run_all
+from dpn_cli.jobs.engines import backend_of
+from dpn_cli.jobs.processes import LOGS, last_error
+from dpn_cli.jobs.scheduler import Backend, Work, run_all
+from dpn_cli.recipe.start import Place
 from dpn_cli.run import stopping
 from dpn_cli.run.session import Session
 
 
-def at_once(begun: Session[Any], command: Sequence[str], jobs: int) -> None:
-    """Have `jobs` processes do all that is to be done in the folder of a run; return when they have ended.
+def backend_for(begun: Session[Any], place: Place) -> Backend:
+    """Return what runs the work of a run, as its `place` says. Raises the errors of `backend_of`."""
+    source = str(getattr(getattr(begun.recipe, "data", None), "source", None) or "")
+    sources = [source] if source and Path(source).expanduser().exists() else []
+    return backend_of(place.engine, place.jobs, begun.folder.path / LOGS, dict(place.resources), sources)
+
+
+def at_once(begun: Session[Any], command: Sequence[str], place: Place) -> None:
+    """Have processes do all that is to be done in the folder of a run; return when they have ended.
 
     `command` is that of the run, whose recipe they read in its folder. Raises `DpnError` for every failure but that of
     trainings, when all have been stopped.
     """
     folder, console = begun.folder.path, begun.console
-    backend = Processes(jobs, folder / LOGS, visible_gpus(torch.cuda.device_count()))
+    backend = backend_for(begun, place)
     line = (*command, "--config", str(folder / "config.yaml"), "-o", str(folder), "--join", "--no-report")
 
     def on_start(work: Work) -> None:
@@ -32,5 +40,5 @@ def at_once(begun: Session[Any], command: Sequence[str], jobs: int) -> None:
         if code not in (0, SweepError.exit_code):
             raise DpnError(f"{work.name}: {last_error(log)} (exit code {code}; {log})")
 
-    works = [Work(f"process {number}", line) for number in range(1, jobs + 1)]
+    works = [Work(f"process {number}", line) for number in range(1, place.jobs + 1)]
     run_all(works, backend, on_start, on_end, stopping.check_here)

@@ -75,6 +75,9 @@ class Processes:
                 process.kill()
                 process.wait()
 
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
     def _wait(self, name: str, process: subprocess.Popen[bytes]) -> None:
         self._ended.put((name, process.wait()))
 

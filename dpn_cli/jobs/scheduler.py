@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 # Seconds between two looks at the signals that have come.
@@ -32,6 +33,12 @@ class Backend(Protocol):
 
     def stop(self) -> None:
         """Stop all that runs, with its state saved, and return when it has ended."""
+
+    def log_of(self, name: str) -> Path:
+        """Return the file that holds what work prints."""
+
+    def close(self) -> None:
+        """Let go of what runs the work, when all of it has ended."""
 
 
 def run_all(
@@ -71,3 +78,4 @@ def run_all(
     finally:
         if running:
             backend.stop()
+        backend.close()

@@ -123,21 +123,21 @@ def from_flags(flags: Mapping[str, object]) -> Plain:
     return plain
 
 
-def from_settings(settings: Sequence[str]) -> Plain:
+def from_settings(settings: Sequence[str], option: str = "--set", example: str = "optim.clip_norm=0.5") -> Plain:
     """Parse ``--set a.b=c`` items; the value is YAML, so ``[1, 2]``, ``true`` and ``null`` work."""
     plain: Plain = {}
     for item in settings:
         key, equals, value = item.partition("=")
         if not equals or not all(key.split(".")):
-            raise DpnError(f"--set {item!r}: write KEY=VALUE, e.g. --set optim.clip_norm=0.5")
+            raise DpnError(f"{option} {item!r}: write KEY=VALUE, e.g. {option} {example}")
         if key.count(".") >= DEEPEST:
-            raise DpnError(f"--set {item!r}: no key of a recipe is nested that deep")
+            raise DpnError(f"{option} {item!r}: no key of a recipe is nested that deep")
         try:
             parsed = read_yaml(value)
         except ValueError as error:
-            raise DpnError(f"--set {item!r}: {error}; quote a value that holds : or #") from error
+            raise DpnError(f"{option} {item!r}: {error}; quote a value that holds : or #") from error
         if not value or _empty_in(parsed) is not None:
-            raise DpnError(f"--set {item!r}: {EMPTY}")
+            raise DpnError(f"{option} {item!r}: {EMPTY}")
         _put(plain, key, parsed)
     return plain
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from dpn_cli.arch import check_image_size, parse_arch
 from dpn_cli.errors import DpnError
@@ -25,7 +25,8 @@ RESUME = "Continue the run in the output folder; start one if there is none."
 class Place:
     """The folder of a run (None: one named after the task and the network), and what happens to a run that is there.
 
-    With `dry_run` there is no folder; else `opened` is told which one it is. Of several trainings `jobs` run at once.
+    With `dry_run` there is no folder; else `opened` is told which one it is. Of several trainings `jobs` run at once,
+    started by an `engine` with `resources` for each.
     With `join` the process works on a run along with others; `cell` is the number of its part, None for all.
     `given` are the recipe keys that the command gave; None where that is not known. `check` is called after every step,
     and ends the run where it raises.
@@ -37,6 +38,8 @@ class Place:
     dry_run: bool = False
     opened: Callable[[Path], object] = lambda folder: None
     jobs: int = 1
+    engine: Literal["local", "ray", "slurm"] = "local"
+    resources: Sequence[tuple[str, object]] = ()
     join: bool = False
     cell: int | None = None
     given: Sequence[str] | None = None
@@ -45,7 +48,12 @@ class Place:
     @property
     def shared(self) -> bool:
         """Whether several processes write to the folder."""
-        return self.join or self.jobs > 1
+        return self.join or self.starts_processes
+
+    @property
+    def starts_processes(self) -> bool:
+        """Whether other processes do the work."""
+        return self.jobs > 1 or self.engine != "local"
 
 
 def find_start(

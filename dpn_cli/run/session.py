@@ -135,7 +135,7 @@ def session(
             return
         if place.shared and world.size > 1:
             given = "--join" if place.join else f"--jobs {place.jobs}"
-            raise DpnError(f"{given}: starts trainings of one process each; leave it or torchrun out")
+            raise DpnError(f"{given}: starts processes itself; leave it or torchrun out")
         leases = Leases(path / LEASES) if place.shared else None
         with ExitStack() as opening:  # processes that share the folder claim it only while they open it
             folder = open_folder(path, recipe, kind, world, console, **how, claims=opening if leases else claims)

@@ -42,7 +42,7 @@ def run(recipe: VtabRecipe, place: Place, console: Console) -> dict[str, Any] | 
         if place.dry_run:
             _dry_run(begun)
             return None
-        result = begun.folder.result or sweep(begun, place.jobs, place.cell)
+        result = begun.folder.result or sweep(begun, place)
         return result if begun.world.leads else None
 
 

@@ -11,6 +11,7 @@ from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError, NonFiniteError, OutOfMemoryError, SaveError
 from dpn_cli.jobs.joining import at_once
 from dpn_cli.recipe.compare import spoken
+from dpn_cli.recipe.start import Place
 from dpn_cli.run import distributed
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
@@ -34,23 +35,23 @@ def parts(recipe: VtabRecipe) -> list[Part]:
     return list(itertools.product(recipe.networks, choose_tasks(recipe.data.tasks, recipe.demo)))
 
 
-def sweep(begun: Session[VtabRecipe], jobs: int = 1, cell: int | None = None) -> Json | None:
+def sweep(begun: Session[VtabRecipe], place: Place) -> Json | None:
     """Run or finish the sweep in the run's folder; write its result there and return it.
 
     Data are checked for all tasks before anything is trained. A cell that runs out of memory or diverges
     is noted in the result and tried again when the run is resumed; everything else raises `DpnError`. Of processes that
-    share the folder, each does what no other one does, until nothing is left. With `jobs` they are started first. With
-    `cell`, the part of that number is all that is done, and the result None.
+    share the folder, each does what no other one does, until nothing is left; the `place` says whether they are started
+    here first. With the number of a part, this is all that is done, and the result None.
     """
     recipe, folder = begun.recipe, begun.folder
     with begun.alone("check"):
         data, fingerprints = _check(begun)
-    if jobs > 1:
+    if place.starts_processes:
         _forget_failures(folder)
-        at_once(begun, ("finetune", "vtab"), jobs)
+        at_once(begun, ("finetune", "vtab"), place)
     track = begun.tracker(recipe.runtime.report_to)
     all_parts = parts(recipe)
-    asked = all_parts if cell is None else [all_parts[cell]]
+    asked = all_parts if place.cell is None else [all_parts[place.cell]]
     outcomes: dict[Part, TaskOutcome] = {}
     with closing(_to_train(begun, asked, data, outcomes)) as to_train:
         for cells, one, lease in to_train:
@@ -64,7 +65,7 @@ def sweep(begun: Session[VtabRecipe], jobs: int = 1, cell: int | None = None) ->
                 cells.note_failure(one, error)
             except LeaseLostError as error:
                 begun.console.warn(f"{one.label}: {error}")
-    if cell is not None:
+    if place.cell is not None:
         return None
     facts = folder.facts
     arch = recipe.backbone.arch or facts.get("arch", "")

@@ -1,0 +1,147 @@
+"""Runs work on the nodes of a Ray cluster: one that is there, or one of this machine alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from dpn_cli.errors import DataError, DpnError, StoppedError
+from dpn_cli.jobs import node
+from dpn_cli.jobs.scheduler import Work
+from dpn_cli.run.cores import cores
+
+# Times that the work of a node that was lost, or told to stop, begins again.
+AGAIN = 100
+ADDRESS = "address"
+# Seconds in which a cluster has to answer.
+PATIENCE = 10.0
+
+
+class _StoppedNodeError(Exception):
+    """The node is being taken away; the work has saved its state."""
+
+
+def _work(line: tuple[str, ...], log: str, folder: str) -> int:
+    """Run a command line on a node and return its exit code."""
+    with Path(log).open("ab") as file:
+        process = node.start(line, file, folder)
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:  # how Ray cancels
+            node.save_and_end(process, signal.SIGTERM)
+            raise
+    if code == StoppedError(signal.SIGTERM).exit_code:
+        raise _StoppedNodeError
+    return code
+
+
+class RayCluster:
+    """Runs up to `slots` command lines at once. Ray finds nodes for them, and starts those of lost nodes elsewhere.
+
+    Args:
+        slots: how many at once.
+        logs: folder of what they print, ``LOGS/NAME.log``, which every node has.
+        settings: options of a Ray task, such as ``num_gpus``, and ``address`` of the cluster.
+        sources: places of the data.
+
+    Raises `DpnError` when the cluster cannot be reached, and `DataError` when nodes differ in what they need.
+    """
+
+    def __init__(self, slots: int, logs: Path, settings: Mapping[str, Any], sources: list[str]) -> None:
+        self.slots, self.logs = slots, logs.absolute()
+        options = dict(settings)
+        self._connect(options.pop(ADDRESS, None))
+        gpus = float(ray.cluster_resources().get("GPU", 0) > 0)  # type: ignore[no-untyped-call]
+        try:
+            self._task = ray.remote(_work).options(
+                **{"num_cpus": 1, "num_gpus": gpus, "max_retries": AGAIN, "retry_exceptions": [_StoppedNodeError]}
+                | options
+            )
+        except (TypeError, ValueError) as error:
+            raise DpnError(f"--resources {' '.join(options)}: {' '.join(str(error).split())}") from error
+        self._check_nodes(sources)
+        self._running: dict[Any, str] = {}
+
+    def log_of(self, name: str) -> Path:
+        """Return the file that holds what a process prints."""
+        return self.logs / f"{name.replace('/', '-')}.log"
+
+    def start(self, work: Work, slot: int) -> None:
+        """Begin to run work; Ray chooses where."""
+        self.logs.mkdir(parents=True, exist_ok=True)
+        log = self.log_of(work.name)
+        log.write_bytes(b"")
+        self._running[self._task.remote(work.line, str(log), str(Path.cwd()))] = work.name
+
+    def ended(self, seconds: float) -> list[tuple[str, int]]:
+        """Return names and exit codes of work that has ended, as soon as there is any or the time has passed."""
+        done, _ = ray.wait(list(self._running), num_returns=1, timeout=seconds)
+        return [(self._running.pop(reference), self._code(reference)) for reference in done]
+
+    def stop(self) -> None:
+        """Tell all work to save its state and to end, and wait for it."""
+        for reference in self._running:
+            ray.cancel(reference)
+        ray.wait(list(self._running), num_returns=len(self._running))
+
+    def close(self) -> None:
+        """Leave the cluster."""
+        ray.shutdown()
+
+    def _code(self, reference: Any) -> int:
+        try:
+            return int(ray.get(reference))
+        except ray.exceptions.RayError as error:
+            raise DpnError(f"--engine ray: {' '.join(str(error).split())}") from error
+
+    def _connect(self, address: str | None) -> None:
+        how: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "include_dashboard": False}
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        named = address or os.environ.get("RAY_ADDRESS")
+        try:
+            if named:
+                _knock(named)
+                ray.init(address=named, **{name: value for name, value in how.items() if name != "include_dashboard"})
+            else:
+                ray.init(num_cpus=max(len(cores()), self.slots), **how)
+        except (OSError, RuntimeError, ValueError) as error:
+            told = " ".join(str(error).split())[:200]
+            raise DpnError(
+                f"--engine ray: no cluster at {named or 'this machine'} ({told}); start one there"
+            ) from error
+
+    def _check_nodes(self, sources: list[str]) -> None:
+        """Refuse nodes that have another version of this program, or not the run's folder and the same data."""
+        folder, run = str(Path.cwd()), str(self.logs.parent)
+        here = node.look(folder, run, sources)
+        look = ray.remote(node.look)
+        nodes = {each["NodeID"]: each["NodeManagerHostname"] for each in _nodes() if each["Alive"]}
+        for number, host in nodes.items():
+            there_only = NodeAffinitySchedulingStrategy(number, soft=False)
+            try:
+                there = ray.get(look.options(num_cpus=0, scheduling_strategy=there_only).remote(folder, run, sources))
+            except ray.exceptions.RayError as error:
+                raise DpnError(f"--engine ray: {host}: {str(error).splitlines()[-1]}") from error
+            for what, value in here.items():
+                if there[what] != value:
+                    raise DataError(
+                        f"--engine ray: {host}: {what} is {there[what]}, and here {value}; give all nodes the same"
+                    )
+
+
+def _knock(address: str) -> None:
+    """Raise `OSError` when nobody listens at HOST:PORT: Ray ends the process then."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if port.isdecimal():
+        socket.create_connection((host, int(port)), timeout=PATIENCE).close()
+
+
+def _nodes() -> list[dict[str, Any]]:
+    return list(ray.nodes())  # type: ignore[no-untyped-call]

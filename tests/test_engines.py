@@ -1,0 +1,144 @@
+"""``--engine ray`` and ``slurm``: the same sweep on a real local Ray cluster and in submitit's local jobs."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from programs import children, environment, run_program
+from test_cli import run
+from test_joining import SHORT, VTAB, ledger, swept
+
+from dpn_cli.jobs.node import look
+from dpn_cli.jobs.scheduler import Work
+
+LIMIT = 200.0
+# Starts Ray with a head and two nodes, runs the command line, and removes a node when the first training is done.
+CLUSTER = """
+import sys, threading, time
+from pathlib import Path
+from ray.cluster_utils import Cluster
+import os, subprocess
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+words = [*sys.argv[2:], "--resources", f"address={cluster.address}"]
+program = subprocess.Popen([sys.executable, "-m", "dpn_cli", *words])
+removed = False
+while program.poll() is None:
+    time.sleep(0.05)
+    if not removed and any(Path(sys.argv[1]).glob("cells/*/*/*/metrics.jsonl")):
+        cluster.remove_node(nodes[0], allow_graceful=False)
+        removed = True
+cluster.shutdown()
+print("removed a node", removed)
+sys.exit(program.returncode)
+"""
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("alone")
+    swept(out)
+    return out
+
+
+def test_a_ray_cluster_that_loses_a_node_does_the_sweep_of_one_process(alone: Path, tmp_path: Path) -> None:
+    line = [*VTAB, *SHORT, "-o", str(tmp_path / "out"), "--engine", "ray", "--jobs", "3"]
+    done = run_program([sys.executable, "-c", CLUSTER, str(tmp_path / "out"), *line], limit=LIMIT, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "removed a node True" in done.stdout
+    results = [json.loads((out / "result.json").read_text())["tasks"] for out in (tmp_path / "out", alone)]
+    assert results[0] == results[1]
+    assert ledger(tmp_path / "out") == ledger(alone)
+
+
+def test_jobs_of_submitit_that_are_preempted_go_on(tmp_path: Path) -> None:
+    """A job gets its signal in the middle of a training, is queued again, and the weights are those of one process."""
+    code = "import sys; from pathlib import Path; from test_engines import preempted; preempted(Path(sys.argv[1]))"
+    environ = environment(PYTHONPATH=os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parent)]))
+    done = run_program([sys.executable, "-c", code, str(tmp_path)], limit=LIMIT, env=environ)
+    assert done.returncode == 0, done.stderr
+    log = (tmp_path / "logs/work.log").read_text()
+    assert log.splitlines() == ["began", "SIGUSR1", "began", "went on"]
+    assert done.stdout.splitlines() == ["[('work', 0)]"]
+
+
+PROGRAM = """
+import signal, sys, time
+from pathlib import Path
+def stop(number, frame):
+    print(signal.Signals(number).name, flush=True)
+    Path("saved").touch()
+    sys.exit(75)
+signal.signal(signal.SIGUSR1, stop)
+print("began", flush=True)
+if Path("saved").exists():
+    print("went on", flush=True)
+    sys.exit(0)
+Path("begun").touch()
+while True:
+    signal.pause()
+"""
+
+
+def preempted(folder: Path) -> None:
+    """Run a program in the place of dpn as a job, preempt it once it is at work, and print how it ended."""
+    from submitit.local.local import LocalJobEnvironment
+
+    from dpn_cli.jobs.slurm import Command, Slurm
+
+    program = folder / "dpn_cli"
+    program.mkdir()
+    (program / "__init__.py").touch()
+    (program / "__main__.py").write_text(PROGRAM)
+    slurm = Slurm(1, folder / "logs", {"cluster": "local", "timeout_min": 2})
+    slurm.start(Work("work", ()), 0)
+    slurm._waiting = [("work", Command((), str(slurm.log_of("work")), str(folder)))]
+    ended: list[tuple[str, int]] = []
+    interrupted = False
+    while not ended:
+        ended = slurm.ended(0.1)
+        if not interrupted and (folder / "begun").exists():
+            (task,) = children(int(slurm._jobs["work"].job_id))
+            os.kill(task, LocalJobEnvironment._usr_sig())
+            interrupted = True
+    print(ended)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--engine", "ray", "--resources", "address=127.0.0.1:1"), "--engine ray: no cluster at 127.0.0.1:1"),
+        (("--engine", "slurm"), "--engine slurm: "),
+        (("--resources", "num_gpus=1"), "--resources num_gpus: goes with --engine ray or slurm"),
+        (("--engine", "ray", "--cell", "0"), "--engine ray --cell 0: each says who does the work"),
+    ],
+)
+def test_what_cannot_be_started_is_told_before_anything_begins(
+    words: tuple[str, ...], told: str, tmp_path: Path
+) -> None:
+    done = run(*VTAB, *SHORT, "-o", str(tmp_path), *words, *(("--jobs", "2") if "num_gpus=1" in words else ()))
+    assert done.exit_code == 2, done.stderr
+    assert told in done.stderr.replace("\n", " ")
+    assert not list(tmp_path.glob("cells/*"))
+
+
+def test_nodes_are_compared_by_version_folder_and_data(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/run.json").touch()
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.png").write_bytes(b"12")
+    here = look(str(tmp_path), "run", ["one"])
+    assert here["version of dpn"] == version("dpn-cli")
+    assert here["run folder run"] == "there"
+    assert look(str(tmp_path), "two", [])["run folder two"] == "not there"
+    assert look(str(tmp_path), "run", ["two"])["data two"] == here["data one"]
+    (tmp_path / "two/a.png").write_bytes(b"123")
+    assert look(str(tmp_path), "run", ["two"])["data two"] != here["data one"]
+    assert look(str(tmp_path), "run", ["three"])["data three"] == "not there"
