@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
+from typing import Any
 
 from scipy.special import stdtrit
 
@@ -14,7 +15,8 @@ from scipy.special import stdtrit
 class Summary:
     """Values of one quantity with their mean, standard error s/sqrt(n) and two-sided 95 % t-interval.
 
-    Standard error and interval are None for a single value, which says nothing about the spread.
+    Standard error and interval are None for a single value, which says nothing about the spread. Values that are all
+    equal have no interval either: a t-interval of no width would claim to be certain.
     """
 
     values: tuple[float, ...]
@@ -40,6 +42,8 @@ class Summary:
 # The values that an accuracy in percent can take, and a difference of two of them.
 PERCENT = (0.0, 100.0)
 PERCENT_DIFFERENCE = (-100.0, 100.0)
+# Differences of equal scores differ by the rounding of floating point.
+ROUNDING = 1e-9
 
 
 def summarize(values: Sequence[float], within: tuple[float, float] = (-math.inf, math.inf)) -> Summary:
@@ -48,6 +52,8 @@ def summarize(values: Sequence[float], within: tuple[float, float] = (-math.inf,
     if n < 2:
         return Summary(tuple(values), mean, None, None)
     stderr = stdev(values) / math.sqrt(n)
+    if math.isclose(min(values), max(values), rel_tol=ROUNDING, abs_tol=ROUNDING):
+        return Summary(tuple(values), mean, 0.0, None)
     reach = float(stdtrit(n - 1, 0.975)) * stderr
     low, high = within
     return Summary(tuple(values), mean, stderr, (max(low, mean - reach), min(high, mean + reach)))
@@ -56,3 +62,13 @@ def summarize(values: Sequence[float], within: tuple[float, float] = (-math.inf,
 def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> Summary:
     """Summarize ours - theirs in percent, value by value (same seed, or same task)."""
     return summarize([a - b for a, b in zip(ours, theirs, strict=True)], PERCENT_DIFFERENCE)
+
+
+def as_text(summary: Mapping[str, Any], digits: int = 2) -> tuple[str, str]:
+    """Return mean ± standard error, and the interval with so many digits, of `Summary.to_dict`."""
+    mean, stderr, interval = f"{summary['mean']:.2f}", summary["stderr"], summary["ci95"]
+    if stderr is None:
+        return mean, "-"
+    if not stderr or interval is None:
+        return mean, "all equal"
+    return f"{mean} ± {stderr:.2f}", " … ".join(f"{end:.{digits}f}" for end in interval)

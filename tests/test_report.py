@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shlex
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -291,6 +292,14 @@ def test_runs_are_listed_and_shown(tmp_path: Path) -> None:
     assert "no result.json" in " ".join(shown.stdout.split())
 
 
+def test_the_command_of_a_run_is_one_that_a_shell_takes(tmp_path: Path) -> None:
+    folder = classifier(tmp_path / "run")
+    argv = ["dpn", "pretrain", "--data", "my photos", "--compare", "stem=none;stem=dpn", "-o", "it's"]
+    (folder / "run.json").write_text(json.dumps({**json.loads((folder / "run.json").read_text()), "argv": argv}))
+    (row,) = json.loads(run("runs", str(tmp_path), "--json").stdout)
+    assert shlex.split(row["command"]) == argv
+
+
 @pytest.mark.parametrize(
     ("columns", "lines", "command"),
     [
@@ -347,7 +356,7 @@ def test_a_sweep_has_every_cell_the_papers_values_and_the_ledger(tmp_path: Path)
     assert bars["none, paper", "camelyon"] == "77.9"
     assert "edge of the grid for caltech101 (highest), camelyon (highest)" in text
     assert "1 scorings of the test split" in text
-    assert "4.00 ± 0.00" in text  # dpn minus none
+    assert "4.00all equal" in text  # dpn minus none
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -479,6 +488,15 @@ def test_a_distillation_has_its_stages_and_its_teacher(tmp_path: Path) -> None:
     assert "| the teacher, B/32 |  |  | 66.40 |" in lines
     assert rows_of(tmp_path, "agreement")[1:] == [["run", "4", "58.0"]]
     assert not (tmp_path / "page" / "figures" / "images.csv").exists()
+
+
+@pytest.mark.parametrize("ends", [(0.55, 0.95), (600.0, 1400.0), (8.7, 10.4), (0.9, 1.1), (5.5, 5.6), (1e-3, 40.0)])
+def test_a_logarithmic_axis_has_two_labels_at_least(ends: tuple[float, float]) -> None:
+    svg, _ = draw(Lines("x", "x", "step", "norm", [Series("run", [1, 2], list(ends))], log_y=True), "x")
+    texts = re.findall(r"<text[^>]*>([^<]*)</text>", svg)
+    values = [float(text) for text in texts[texts.index("step") + 1 : texts.index("norm")]]
+    assert len(set(values)) > 1, texts
+    assert all(ends[0] / 2 < value < ends[1] * 2 for value in values)
 
 
 def test_a_long_line_is_drawn_as_means_of_its_stretches() -> None:

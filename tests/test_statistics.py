@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+
+import numpy as np
 import pytest
 from scipy import stats
 
-from dpn_cli.statistics import PERCENT, paired_difference, summarize
+from dpn_cli.statistics import PERCENT, as_text, paired_difference, summarize
 
 
 def test_summary_equals_scipy() -> None:
@@ -19,6 +22,18 @@ def test_summary_equals_scipy() -> None:
 
 def test_one_value_has_no_spread() -> None:
     assert (summarize([5.0]).stderr, summarize([5.0]).ci95) == (None, None)
+
+
+def test_equal_values_have_no_interval_and_it_is_said() -> None:
+    with warnings.catch_warnings(action="ignore"):
+        assert np.isnan(stats.ttest_1samp([5.0, 5.0], 5.0).pvalue)  # SciPy knows no test of them either
+    equal = summarize([5.0, 5.0])
+    assert (equal.mean, equal.stderr, equal.ci95) == (5.0, 0.0, None)
+    assert paired_difference([70.3, 60.2], [70.2, 60.1]).ci95 is None  # up to rounding
+    assert as_text(equal.to_dict()) == ("5.00", "all equal")
+    assert as_text({**equal.to_dict(), "ci95": [5.0, 5.0]}) == ("5.00", "all equal")  # of an older result
+    assert as_text(summarize([5.0]).to_dict()) == ("5.00", "-")
+    assert as_text(summarize([4.0, 6.0]).to_dict(), digits=1) == ("5.00 ± 1.00", "-7.7 … 17.7")
 
 
 def test_pairing_removes_what_the_pairs_share() -> None:

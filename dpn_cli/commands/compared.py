@@ -19,7 +19,7 @@ from dpn_cli.run.console import cell
 from dpn_cli.run.distributed import from_leader
 from dpn_cli.run.files import replace_json
 from dpn_cli.run.folder import RunFolder
-from dpn_cli.statistics import PERCENT, Summary, paired_difference, summarize
+from dpn_cli.statistics import PERCENT, Summary, as_text, paired_difference, summarize
 
 Result = dict[str, Any]
 LEGEND = (
@@ -148,10 +148,7 @@ def _table(result: Result, key: str) -> Table:
         found, difference = network[key], differences.get(name)
         row = ["-"] * 3 if found is None else [f"{found['mean']:.2f}", _number(found["std"]), str(found["n"])]
         if difference:
-            low, high = difference["ci95"] or (None, None)
-            error = "" if difference["stderr"] is None else f" ± {difference['stderr']:.2f}"
-            interval = "-" if low is None else f"{low:.1f} … {high:.1f}"
-            row += [f"{difference['mean']:.2f}{error}", interval, str(difference["n"])]
+            row += [*as_text(difference, digits=1), str(difference["n"])]
         table.add_row(cell(name), *row)
     return table
 

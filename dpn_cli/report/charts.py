@@ -21,7 +21,7 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.textpath import TextPath
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator, NullLocator
 from rich.cells import cell_len, set_cell_size
 
 from dpn_cli.report.confusions import MOST_NAMED
@@ -149,7 +149,7 @@ def _lines(chart: Lines) -> Figure:
         axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
     if chart.log_y:
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_locator(_log_locator(*axes.get_ylim()))
         axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}"))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}" if value < 1e6 else f"{value:.3g}"))
@@ -158,6 +158,13 @@ def _lines(chart: Lines) -> Figure:
     if len(chart.series) > 1 or chart.floor:
         figure.legend(loc="outside upper left", ncols=2)
     return figure
+
+
+def _log_locator(low: float, high: float) -> Locator:
+    """Return where a logarithmic axis has ticks: at 1, 2 and 5 of each decade, in a short range as a linear one has."""
+    locator = LogLocator(subs=(1, 2, 5))
+    inside = [tick for tick in locator.tick_values(low, high) if low <= tick <= high]
+    return locator if len(inside) > 1 else MaxNLocator(4)
 
 
 def _line(place: int) -> dict[str, Any]:

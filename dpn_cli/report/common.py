@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 
 from dpn_cli.recipe.sources import flat
@@ -75,9 +76,9 @@ def what_was_run(run: OpenRun, origins: Origins) -> Section:
 
 
 def command(run: OpenRun) -> str:
-    """Return the command line of a run."""
+    """Return the command line of a run, as a shell takes it."""
     argv = [str(word) for word in run.facts.get("argv", [])]
-    return " ".join(["dpn", *argv[1:]]) if argv else UNKNOWN
+    return shlex.join(["dpn", *argv[1:]]) if argv else UNKNOWN
 
 
 def _data(run: OpenRun) -> Mapping[str, object]:

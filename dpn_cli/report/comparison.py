@@ -12,6 +12,7 @@ from dpn_cli.report.common import curves
 from dpn_cli.report.content import Bars, Cell, Findings, Part, Section, Table, Text
 from dpn_cli.report.reading import Json, OpenRun, open_run
 from dpn_cli.run.files import read_object
+from dpn_cli.statistics import as_text
 
 # Returns what a task reads out of a run; the names of its charts begin with the second argument.
 Reader = Callable[[OpenRun, str], Findings]
@@ -151,9 +152,7 @@ def _mean(found: Json | None) -> list[Cell]:
 def _difference(found: Json | None) -> list[Cell]:
     if found is None:
         return [None, None, None]
-    error = "" if found["stderr"] is None else f" ± {found['stderr']:.2f}"
-    interval = "-" if found["ci95"] is None else f"{found['ci95'][0]:.2f} … {found['ci95'][1]:.2f}"
-    return [f"{found['mean']:.2f}{error}", interval, found["n"]]
+    return [*as_text(found), found["n"]]
 
 
 def _half(found: Json | None) -> float | None:

@@ -10,7 +10,7 @@ from dpn_cli.recipe.sources import flat, shown
 from dpn_cli.report.content import Cell, Findings, Lines, Part, Section, Series, Table, Text, together
 from dpn_cli.report.reading import OpenRun, hours
 from dpn_cli.run.provenance import MAY_CHANGE
-from dpn_cli.statistics import PERCENT, PERCENT_DIFFERENCE, Summary, paired_difference, summarize
+from dpn_cli.statistics import PERCENT, PERCENT_DIFFERENCE, Summary, as_text, paired_difference, summarize
 
 # What two trainings may differ in and still be compared by seed: the network, and what computes the same numbers.
 FREE = (*MAY_CHANGE, "about", "backbone", "seed", "seeds", "compare")
@@ -237,6 +237,4 @@ def _means(group: Group) -> Table:
 
 def described(summary: Summary) -> tuple[str, str, int]:
     """Return mean ± standard error, the 95 % interval and n as text."""
-    error = "" if summary.stderr is None else f" ± {summary.stderr:.2f}"
-    interval = "-" if summary.ci95 is None else f"{summary.ci95[0]:.2f} … {summary.ci95[1]:.2f}"
-    return f"{summary.mean:.2f}{error}", interval, len(summary.values)
+    return *as_text(summary.to_dict()), len(summary.values)

@@ -17,10 +17,10 @@ from dpn_cli.data.trained_on import Known, look_up
 from dpn_cli.errors import DataError, NonFiniteError
 from dpn_cli.recipe.schema import Pictures
 from dpn_cli.run import stopping
-from dpn_cli.run.console import Console
+from dpn_cli.run.console import Console, several
 from dpn_cli.run.distributed import World, join, refuse_ranks
 from dpn_cli.run.kinds import resolve
-from dpn_cli.statistics import PERCENT, summarize
+from dpn_cli.statistics import PERCENT, as_text, summarize
 from dpn_cli.weights.backbone import Backbone, load_backbone
 from dpn_cli.weights.sources import open_checkpoint
 from tasks.classify.classifier import facts_of, takes_whole_pictures
@@ -230,11 +230,8 @@ def describe_accuracies(result: dict[str, Any]) -> list[str]:
     """Return a line for each number of shots."""
     lines = []
     for shots, entry in result["accuracy"].items():
-        low, high = entry["ci95"] or (float("nan"),) * 2
-        lines.append(
-            f"{shots:>3}-shot {entry['mean']:6.2f} % ± {entry['stderr'] or 0:.2f} (95 % {low:.1f} ... {high:.1f}, "
-            f"n = {entry['n']} draws)"
-        )
+        mean, interval = as_text(entry, digits=1)
+        lines.append(f"{shots:>3}-shot {mean:>6} % (95 % {interval}, {several(entry['n'], 'draw')})")
     return lines
 
 

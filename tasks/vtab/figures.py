@@ -11,6 +11,7 @@ from dpn_cli.report.content import Bars, Cell, Chart, Findings, Heat, Lines, Pan
 from dpn_cli.report.reading import Json, OpenRun
 from dpn_cli.run.records import read_records
 from dpn_cli.run.sanity import result_warning
+from dpn_cli.statistics import as_text
 from tasks.vtab.table import GROUPS, PAPER_COLUMNS, TASKS
 
 NOTE = "Test accuracy in %: mean ± standard error over n seeds, with the 95 % t-interval, clipped to 0 … 100."
@@ -112,9 +113,7 @@ def _paper_mean(paper: Mapping[str, float], name: str) -> float | None:
 def _described(found: Json | None) -> tuple[Cell, Cell, Cell]:
     if found is None:
         return None, None, None
-    error = "" if found["stderr"] is None else f" ± {found['stderr']:.2f}"
-    interval = None if found["ci95"] is None else f"{found['ci95'][0]:.1f} … {found['ci95'][1]:.1f}"
-    return f"{found['mean']:.2f}{error}", interval, found["n"]
+    return *as_text(found, digits=1), found["n"]
 
 
 def _differences(difference: Json) -> Table:

@@ -17,7 +17,7 @@ from dpn_cli.data.reading import Reading
 from dpn_cli.recipe.compare import spoken
 from dpn_cli.run.console import cell
 from dpn_cli.run.files import replace_text
-from dpn_cli.statistics import PERCENT, PERCENT_DIFFERENCE, Summary, paired_difference, summarize
+from dpn_cli.statistics import PERCENT, PERCENT_DIFFERENCE, Summary, as_text, paired_difference, summarize
 from tasks.vtab.cells import TaskOutcome
 from tasks.vtab.recipe import VtabRecipe
 from tasks.vtab.table import GROUPS, PAPER_COLUMNS, TASKS
@@ -236,9 +236,7 @@ def _table(result: Json, network: str, part: Json) -> Table:
 def _cells(summary: Json | None) -> tuple[str, str, str]:
     if summary is None:
         return "-", "-", "-"
-    value = f"{summary['mean']:.2f}" + (f" ± {summary['stderr']:.2f}" if summary["stderr"] is not None else "")
-    interval = "-" if summary["ci95"] is None else f"{summary['ci95'][0]:.1f} … {summary['ci95'][1]:.1f}"
-    return value, interval, str(summary["n"])
+    return *as_text(summary, digits=1), str(summary["n"])
 
 
 def _difference_table(difference: Json) -> Table:

@@ -9,6 +9,7 @@ from dpn_cli.commands.reproduce.cells import Experiment
 from dpn_cli.commands.reproduce.compare import Compared, paper_reach
 from dpn_cli.report.content import Bars, Cell, Part, Section, Table, Text
 from dpn_cli.report.page import write_page
+from dpn_cli.statistics import as_text
 
 NOT_THE_PAPER = "at the demo's size, with its tower for every network: these are not the paper's numbers"
 COLUMNS = ("", "", "ours", "n", "paper", "difference", "within")
@@ -29,7 +30,7 @@ def table_of(experiment: Experiment, compared: Sequence[Compared], small: bool) 
     rows: list[list[Cell]] = []
     for one in compared:
         number, ours = one.number, one.ours
-        ours_said = (None, None) if ours is None else (_with_error(ours.mean, ours.stderr), len(ours.values))
+        ours_said = (None, None) if ours is None else (as_text(ours.to_dict())[0], len(ours.values))
         paper = None if number.paper is None else _with_error(number.paper, number.stderr)
         within = None if one.within is None else "yes" if one.within else "no"
         rows.append([number.row, number.column, *ours_said, paper, one.difference, within])
