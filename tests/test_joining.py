@@ -14,8 +14,13 @@ from programs import environment, started
 from safetensors.torch import load_file
 from test_cli import run
 
+from dpn_cli.data import decoded as decoded_module
+from dpn_cli.data.decoded import decoded_once
+from dpn_cli.data.pixels import PixelSet, load
+from dpn_cli.errors import SaveError
 from dpn_cli.run import session as session_module
 from dpn_cli.run.leases import LEASES, PATIENCE, Leases
+from tasks.vtab import trainer
 
 VTAB = ("finetune", "vtab", "--data", "demo", "--tasks", "demo_light,demo_color", "--arch", "mu/8", "--device", "cpu")
 SHORT = ("--steps", "3", "-b", "16", "--lrs", "0.01,0.001", "--seeds", "1", "--set", "keep_weights=all", "--no-report")
@@ -161,3 +166,43 @@ def test_parts_are_listed_with_their_numbers() -> None:
     assert done.stdout.splitlines() == [
         "0\tnone/demo_color", "1\tnone/demo_light", "2\tdpn/demo_color", "3\tdpn/demo_light"
     ]  # fmt: skip
+
+
+def test_processes_of_a_machine_decode_a_split_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second network finds what the first one has decoded, and trains on the same pixels as without sharing."""
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    decoded: list[tuple[Any, ...]] = []
+    sets: dict[bool, list[PixelSet]] = {True: [], False: []}
+
+    def counted(*given: Any, **more: Any) -> PixelSet:
+        decoded.append(given)
+        return load(*given, **more)
+
+    monkeypatch.setattr(trainer, "load", counted)
+    for shared in (True, False):
+
+        def once(path: Any, decode: Any, into: list[PixelSet] = sets[shared]) -> PixelSet:
+            into.append(decoded_once(path, decode))
+            return into[-1]
+
+        monkeypatch.setattr(trainer, "decoded_once", once)
+        two = ("--compare", "none,dpn", "--tasks", "demo_light", "--lrs", "0.01")
+        swept(tmp_path / str(shared), *two, *(["--join"] if shared else []))
+    assert len(decoded) == 2 + 4  # two splits; without sharing for each network
+    assert len(sets[True]) == len(sets[False]) == 4
+    for ours, theirs in zip(sets[True], sets[False], strict=True):
+        assert torch.equal(ours.images, theirs.images)
+        assert torch.equal(ours.labels, theirs.labels)
+        assert (ours.skipped, ours.rows) == (theirs.skipped, theirs.rows)
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+def test_pixels_that_cannot_be_shared_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pixels = PixelSet(torch.zeros(1, 3, 2, 2, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64))
+
+    def full(path: Path, write: Any) -> None:
+        raise SaveError(f"{path}: no space left")
+
+    monkeypatch.setattr(decoded_module, "replace_file", full)
+    assert decoded_once(tmp_path / "name", lambda: pixels) is pixels

@@ -46,4 +46,6 @@ MUTATIONS = [
     (NODE, "{path.stat().st_size}", "", "a node with other files at the same names is taken", E),
     (NODE, "os.waitid(", "(lambda *_: None)(", "a job is queued again before its state is saved", E),
     (RAY, '"max_retries": AGAIN, ', '"max_retries": 0, ', "the work of a lost node is not done", E),
+    ("dpn_cli/data/decoded.py", "        if not rest.is_file():\n", "        if True:\n", "every process decodes for itself", S),
+    ("tasks/vtab/sweep.py", "        shutil.rmtree(pixels, ignore_errors=True)\n", "        pass\n", "shared pixels stay behind", S),
 ]  # fmt: skip

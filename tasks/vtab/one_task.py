@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterator, Sequence
 from functools import cached_property
+from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 
+from dpn_cli.data.decoded import folder_on_this_machine
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import NonFiniteError, OutOfMemoryError
 from dpn_cli.run import distributed
@@ -23,6 +25,11 @@ from tasks.vtab.data import TaskData
 from tasks.vtab.recipe import VtabRecipe
 from tasks.vtab.table import Task
 from tasks.vtab.trainer import Trainer
+
+
+def folder_of_pixels(begun: Session[VtabRecipe]) -> Path | None:
+    """Return where the processes of this machine that share the work keep what they decode."""
+    return folder_on_this_machine(begun.folder.path, str(begun.folder.facts.get("started"))) if begun.leases else None
 
 
 class TaskSweep:
@@ -41,7 +48,8 @@ class TaskSweep:
     @cached_property
     def trainer(self) -> Trainer:
         """The network and the pixels, created for the first unfinished cell."""
-        return Trainer(self.recipe, self.network, self.task, self.data, self.world, self.console)
+        shared = folder_of_pixels(self.begun)
+        return Trainer(self.recipe, self.network, self.task, self.data, self.world, self.console, shared)
 
     def to_train(self) -> Generator[tuple[Cell, Unshared], None, None]:
         """Yield the unfinished cells that this process has leased, which the caller trains; score the task afterwards.

@@ -21,7 +21,7 @@ from dpn_cli.run.leases import LeaseLostError, Unshared
 from dpn_cli.run.session import Session, pause
 from tasks.vtab.cells import Cell, Json, TaskOutcome, read_json
 from tasks.vtab.data import TaskData, check_images, open_task
-from tasks.vtab.one_task import TaskSweep
+from tasks.vtab.one_task import TaskSweep, folder_of_pixels
 from tasks.vtab.recipe import VtabRecipe
 from tasks.vtab.report import build_result, write_csv
 from tasks.vtab.table import Task, choose_tasks
@@ -69,6 +69,8 @@ def sweep(begun: Session[VtabRecipe], place: Place) -> Json | None:
         return None
     facts = folder.facts
     arch = recipe.backbone.arch or facts.get("arch", "")
+    if pixels := folder_of_pixels(begun):
+        shutil.rmtree(pixels, ignore_errors=True)
     in_order = [outcomes[part] for part in asked]
     result = build_result(recipe, in_order, arch, fingerprints, timing(folder), begun.differs)
     result["image_size"] = recipe.backbone.image_size or facts.get("image_size")

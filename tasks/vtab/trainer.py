@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpn_cli.data.crops import Size
+from dpn_cli.data.decoded import decoded_once
 from dpn_cli.data.pixels import PixelSet, load, resize, shuffled_batches
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine.losses import LOSSES
@@ -54,13 +56,23 @@ def load_network(recipe: VtabRecipe, network: str, classes: int) -> Backbone:
 
 
 class Trainer:
-    """Trains and scores one network on one task; its compiled step and its pixels serve every cell."""
+    """Trains and scores one network on one task; its compiled step and its pixels serve every cell.
+
+    Processes that share the work share the pixels, too, in the folder `shared`.
+    """
 
     def __init__(
-        self, recipe: VtabRecipe, network: str, task: Task, data: TaskData, world: World, console: Console
+        self,
+        recipe: VtabRecipe,
+        network: str,
+        task: Task,
+        data: TaskData,
+        world: World,
+        console: Console,
+        shared: Path | None = None,
     ) -> None:
         self.recipe, self.task, self.data, self.world, self.console = recipe, task, data, world, console
-        self.augment = recipe.data.augment[task.name]
+        self.augment, self.shared = recipe.data.augment[task.name], shared
         self.model = load_network(recipe, network, task.classes)
         self.size = self.model.config.image_size
         if recipe.runtime.compile:
@@ -109,12 +121,16 @@ class Trainer:
             return PixelSet(torch.cat([part.images for part in parts]), torch.cat([part.labels for part in parts]))
         cropped = train and "crop" in self.augment
         if (split, cropped) not in self._pixels:
-            pixels = load(
+            size = resized_for_crops(self.recipe, self.size) if cropped else self.size
+            decode = partial(
+                load,
                 getattr(self.data, split),
-                resized_for_crops(self.recipe, self.size) if cropped else self.size,
+                size,
                 workers=self.recipe.runtime.workers,
                 skip_bad=self.recipe.data.skip_bad_images,
             )
+            name = f"{self.task.name}-{split}-{size[0]}x{size[1]}"
+            pixels = decoded_once(self.shared / name if self.shared else None, decode)
             if pixels.skipped:
                 self.console.warn(f"{self.task.name}: {pixels.skipped} unreadable images of {split} are left out")
             self._pixels[split, cropped] = pixels.to(self.world.device)
