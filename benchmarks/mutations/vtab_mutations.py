@@ -25,8 +25,8 @@ MUTATIONS = [
     (TRAINER, 'cropped = train and "crop" in self.augment', 'cropped = "crop" in self.augment',
      "validation pixels have the size that crops are taken from", T),
     # Not in `job`: a crop of pixels that have no margin changes nothing.
-    (TRAINER, "self.augment = recipe.data.augment[task.name]",
-     'self.augment = (*recipe.data.augment[task.name], "crop")',
+    (TRAINER, "= recipe.data.augment[task.name], shared",
+     '= (*recipe.data.augment[task.name], "crop"), shared',
      "every task is cropped, whatever its row says", T),
     (TRAINER, 'flip="flip" in self.augment', "flip=True",
      "every task is flipped, whatever its row says", T),

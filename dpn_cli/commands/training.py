@@ -159,7 +159,8 @@ def _how(recipe: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     jobs, cell = arguments["jobs"], arguments["cell"]
     given = {f"--jobs {jobs}": jobs > 1, "--join": arguments["join"], f"--cell {cell}": cell is not None}
     given["--print-cells"] = arguments["print_cells"]
-    engine, resources = arguments["engine"], from_settings(arguments["resources"] or [], "--resources", "num_gpus=1")
+    processes = processes_of(arguments)
+    engine = processes["engine"]
     if engine != "local":
         given = {f"--engine {engine}": True} | given
         given.pop(f"--jobs {jobs}")
@@ -168,8 +169,13 @@ def _how(recipe: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
         raise DpnError(f"{asked[0]}: this is one training; --compare and --seeds make several")
     if len(asked) > 1:
         raise DpnError(f"{' '.join(asked)}: each says who does the work; pass one of them")
-    how |= {"engine": engine, "resources": tuple(resources.items())}
-    return how | {"jobs": jobs, "join": arguments["join"] or cell is not None, "cell": cell}
+    return how | processes | {"join": arguments["join"] or cell is not None, "cell": cell}
+
+
+def processes_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a `Place` that are `PROCESS_OPTIONS`. Raises `DpnError`."""
+    resources = from_settings(arguments["resources"] or [], "--resources", "num_gpus=1")
+    return {"jobs": arguments["jobs"], "engine": arguments["engine"], "resources": tuple(resources.items())}
 
 
 def failure(failed: Sequence[str], what: str) -> SweepError | None:
@@ -237,7 +243,7 @@ JOBS = option(
     help="Trainings at once, each in a process; they share the cores and get the GPUs in turn. \\[default: 1]",
     panel=RUNTIME,
 )
-SHARED_OPTIONS = (
+PROCESS_OPTIONS = (
     JOBS,
     option(
         "engine",
@@ -257,6 +263,9 @@ SHARED_OPTIONS = (
         "submitit; may be repeated. \\[default: num_gpus=1 where Ray has GPUs, timeout_min=1440]",
         panel=RUNTIME,
     ),
+)
+SHARED_OPTIONS = (
+    *PROCESS_OPTIONS,
     switch(
         "join",
         "--join",

@@ -19,10 +19,11 @@ from dpn_cli.commands.flags import with_signature
 from dpn_cli.commands.reproduce import figures, tables
 from dpn_cli.commands.reproduce.cells import Experiment, Job, Places, named_places
 from dpn_cli.commands.reproduce.trainings import DATA_SETS, SCENES, SmallTrainings, Trainings, data_here
-from dpn_cli.commands.training import JOBS, PRINTING, option, switch
+from dpn_cli.commands.training import PRINTING, PROCESS_OPTIONS, option, processes_of, switch
 from dpn_cli.errors import DataError, DpnError, SweepError
 from dpn_cli.recipe.flag import DATA, MODEL, OUTPUT, TRAIN
 from dpn_cli.recipe.home import find_weights
+from dpn_cli.recipe.start import Place
 from dpn_cli.report.tables import shown as printed
 from dpn_cli.run.console import Console, cell, several, show
 from dpn_cli.run.files import replace_json
@@ -71,7 +72,9 @@ def reproduce(**arguments: Any) -> None:
             rows = listed(experiments, places)
             show(json.dumps(rows, indent=2)) if arguments["json"] else print_list(rows, places, make)
         else:
-            _reproduce(experiments, places, make, console, jobs=arguments["jobs"], as_json=arguments["json"])
+            _reproduce(
+                experiments, places, make, console, how=Place(**processes_of(arguments)), as_json=arguments["json"]
+            )
 
 
 def _experiment(name: str, make: Trainings, seeds: int | None) -> Experiment:
@@ -108,7 +111,7 @@ def _reproduce(
     make: Trainings,
     console: Console,
     *,
-    jobs: int,
+    how: Place,
     as_json: bool,
 ) -> None:
     from dpn_cli.commands.reproduce.compare import compare
@@ -119,7 +122,7 @@ def _reproduce(
 
     make_folder(places.out)
     with stopping.listen("run the same command again to go on"), join("auto") as world:
-        ran = run(_jobs(experiments, places), places, world, console, jobs)
+        ran = run(_jobs(experiments, places), places, world, console, how)
         if not world.leads:
             return
     alone, results = world.size == 1, []
@@ -256,7 +259,7 @@ OPTIONS = (
         help="Set a recipe key of every training, e.g. --set runtime.compile=true; may be repeated.",
         panel=TRAIN,
     ),
-    JOBS,
+    *PROCESS_OPTIONS,
     switch("small", "--small", help="Everything at the size of the demo, in minutes: not the paper's numbers."),
     switch("plan", "--plan", help="Print the commands of the trainings that are not done, and stop."),
     option(

@@ -19,7 +19,8 @@ from dpn_cli.commands.tasks import TRAININGS
 from dpn_cli.commands.training import add, ready
 from dpn_cli.data import scenes
 from dpn_cli.errors import DpnError, NonFiniteError, OutOfMemoryError
-from dpn_cli.jobs.processes import LOGS, Processes, last_error, visible_gpus
+from dpn_cli.jobs.engines import backend_of
+from dpn_cli.jobs.processes import LOGS, last_error
 from dpn_cli.jobs.scheduler import Work, run_all
 from dpn_cli.recipe.reading import Say, unsaid
 from dpn_cli.recipe.start import Place
@@ -28,6 +29,8 @@ from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World, barrier, from_leader
 from dpn_cli.run.files import make_folder
 
+# One training after the other, in this process.
+ALONE = Place()
 # Scenes of each class in the splits of the folder that the search at the demo's size reads.
 SPLITS = {"train": 10, "val": 4, "test": 4}
 FIRST_SCENE = 2_000_000
@@ -62,11 +65,12 @@ def layers(line: Sequence[str], say: Say = unsaid) -> Any:
     return TRAININGS[command].layers(arguments, say)
 
 
-def run(jobs: Sequence[Job], places: Places, world: World, console: Console, processes: int = 1) -> Ran:
+def run(jobs: Sequence[Job], places: Places, world: World, console: Console, how: Place = ALONE) -> Ran:
     """Run the jobs that have no result, in their order, and return what became of those that still have none.
 
     A training that diverges or runs out of memory is noted, and those after it go on. Everything else raises
-    `DpnError`, but where trainings run in several `processes`, of which each may fail. Every rank must call it.
+    `DpnError`, but where trainings run in several processes, as `how` says, of which each may fail. Every rank must
+    call it.
     """
     ran = Ran()
     to_do = [job for job in jobs if not from_leader(places.done(job))]
@@ -80,10 +84,10 @@ def run(jobs: Sequence[Job], places: Places, world: World, console: Console, pro
         if world.leads:
             write_scenes(Path(places.data[SCENES]))
         barrier()
-    if processes > 1:
+    if how.starts_processes:
         if world.size > 1:
-            raise DpnError(f"--jobs {processes}: starts processes itself; leave it or torchrun out")
-        _in_processes(to_do, places, console, processes, ran)
+            raise DpnError(f"--jobs {how.jobs}: starts processes itself; leave it or torchrun out")
+        _in_processes(to_do, places, console, how, ran)
     else:
         _one_by_one(to_do, places, world, console, ran)
     return ran
@@ -106,8 +110,9 @@ def _one_by_one(jobs: Sequence[Job], places: Places, world: World, console: Cons
             ran.failed[job.name] = str(error)
 
 
-def _in_processes(jobs: Sequence[Job], places: Places, console: Console, processes: int, ran: Ran) -> None:
-    backend = Processes(processes, places.out / LOGS, visible_gpus(torch.cuda.device_count()))
+def _in_processes(jobs: Sequence[Job], places: Places, console: Console, how: Place, ran: Ran) -> None:
+    sources = sorted({places.data[name] for job in jobs for _, name in job.data if Path(places.data[name]).exists()})
+    backend = backend_of(how.engine, how.jobs, places.out / LOGS, dict(how.resources), sources)
     works = [Work(job.name, (*job.line(places), "--no-report"), (job.start.name,) if job.start else ()) for job in jobs]
     begun: list[str] = []
 
