@@ -110,10 +110,18 @@ def test_each_training_is_the_one_that_it_would_be_alone(
     again = run(*several, "--resume")
     assert json.loads(again.stdout) == result
     assert len(trained) == count
+    shutil.rmtree(tmp_path / "all" / folders[3])
+    assert scores_of_each(json.loads(run(*several, "--resume").stdout)) == scores_of_each(result)
+    assert len(trained) == count + 1
+    assert (tmp_path / "all" / folders[3] / "result.json").is_file()
     score = result["score"]
     for name, network in result["compare"]["networks"].items():
         assert network["network"] == settings_of(name)
         assert network[score]["values"] == pytest.approx([one[score] for one in network["runs"].values()], abs=1e-4)
+
+
+def scores_of_each(result: dict[str, Any]) -> list[Any]:
+    return [network[result["score"]] for network in result["compare"]["networks"].values()]
 
 
 def small(*settings: str) -> HighresRecipe:

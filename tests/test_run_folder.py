@@ -21,6 +21,7 @@ from dpn_cli.run import files
 from dpn_cli.run import folder as runstate
 from dpn_cli.run.files import is_leftover, remove_leftovers, replace_text
 from dpn_cli.run.folder import RunFolder
+from dpn_cli.run.leases import LEASES, Leases
 from dpn_cli.run.provenance import differences, is_at_work, recipe_digest, this_process
 
 RECIPE: dict[str, Any] = {
@@ -91,6 +92,9 @@ def test_a_run_at_work_is_running_and_one_whose_process_is_gone_interrupted(tmp_
     assert status_of(tmp_path / "number given to another", began="1") == "interrupted"
     assert status_of(tmp_path / "elsewhere", host="node7", pid=2**22) == "running on node7"
     assert status_of(tmp_path / "container", pids="pid:[1]", pid=2**22).startswith("running on ")
+    assert Leases(tmp_path / "ended" / LEASES).take("a training")
+    assert report_reading.open_run(tmp_path / "ended").status == "running"  # this process has joined it
+    shutil.rmtree(tmp_path / "ended" / LEASES)
     older, _ = open_run(tmp_path / "older")
     replace_text(older.path / "run.json", json.dumps({**older.facts, "process": None}))
     assert report_reading.open_run(older.path).status == "running"

@@ -117,6 +117,7 @@ def keep_result(folder: RunFolder, result: Result) -> None:
     """Write a result into a comparison's folder: as result.json when nothing failed, else as partial.json."""
     if result["failed"]:
         replace_json(folder.path / "partial.json", result)
+        (folder.path / "result.json").unlink(missing_ok=True)  # of a training that was deleted and failed this time
         folder.update(status="some trainings failed")
     else:
         (folder.path / "partial.json").unlink(missing_ok=True)

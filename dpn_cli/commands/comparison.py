@@ -73,7 +73,7 @@ class SideBySide:
                     self.trainer.run(run.recipe, place, console)
                 console.info(f"dry run passed: {several(len(runs), 'training')} of {several(len(firsts), 'network')}")
                 return None
-            result = begun.folder.result
+            result = begun.folder.result if _complete(begun.folder.path, runs) else None
             if result is None:
                 with begun.alone("check"):
                     _load(begun, firsts, getattr(self.trainer, "load", _load_backbone))
@@ -213,6 +213,11 @@ def _forget_compiled(run: _Run) -> None:
 
 def _ended(folder: Path) -> bool:
     return (folder / RESULT).is_file() or (folder / FAILED).is_file()
+
+
+def _complete(folder: Path, runs: Sequence[_Run]) -> bool:
+    """Tell whether every training has its result, whatever the comparison's own says."""
+    return all((folder / run.folder / RESULT).is_file() for run in runs)
 
 
 def _load_backbone(recipe: ComparedTraining) -> LoadReport:

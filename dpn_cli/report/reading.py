@@ -15,6 +15,7 @@ from dpn_cli.recipe.reading import Plain
 from dpn_cli.report.content import Series
 from dpn_cli.run.files import read_object
 from dpn_cli.run.kinds import is_run
+from dpn_cli.run.leases import LEASES, Leases
 from dpn_cli.run.provenance import is_at_work, read_recipe
 from dpn_cli.run.records import read_records
 
@@ -61,7 +62,8 @@ class OpenRun:
     def status(self) -> str:
         """The run's status: finished, running, stopped, failed …; scored for an evaluation.
 
-        A run is interrupted when its process has gone without a word. Of another machine's that cannot be told.
+        A run is interrupted when its process, and all that have joined it, have gone without a word. Of another
+        machine's that cannot be told.
         """
         if self.kind == "eval":
             return "scored"
@@ -69,7 +71,9 @@ class OpenRun:
         if status != "running" or not isinstance(process, dict):
             return status
         there = is_at_work(process)
-        return f"running on {process.get('host')}" if there is None else status if there else "interrupted"
+        if there is None:
+            return f"running on {process.get('host')}"
+        return status if there or Leases(self.path / LEASES).taken() else "interrupted"
 
     def series(self, key: str) -> Series:
         """Return the values of a key in the log over steps, without those that are not finite numbers."""

@@ -125,7 +125,6 @@ class RunFolder:
             recipe=recipe_digest(recipe),
             argv=sys.argv,
             status="running",
-            process=this_process(),
             started=now(),
             versions=versions(),
             git=git_commit(),
@@ -174,10 +173,12 @@ class RunFolder:
                 "weights at the start is lost, so the run continues with those that are there now"
             )
         elif self.result is None:
-            self.update(process=this_process())
+            self.update(status="running")
 
     def update(self, **fields: Any) -> None:
-        """Set fields of run.json."""
+        """Set fields of run.json; what sets a run running is the process at work on it."""
+        if fields.get("status") == "running":
+            fields["process"] = this_process()
         replace_json(self.path / "run.json", {**self.facts, **fields, "updated": now()})
 
     def finish(self, result: Mapping[str, Any]) -> None:
