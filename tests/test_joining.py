@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from dpn_cli.data.decoded import decoded_once
 from dpn_cli.data.pixels import PixelSet, load
 from dpn_cli.errors import SaveError
 from dpn_cli.run import session as session_module
-from dpn_cli.run.leases import LEASES, PATIENCE, Leases
+from dpn_cli.run.leases import LEASES, PATIENCE, Lease, Leases
 from tasks.vtab import trainer
 
 VTAB = ("finetune", "vtab", "--data", "demo", "--tasks", "demo_light,demo_color", "--arch", "mu/8", "--device", "cpu")
@@ -107,6 +108,24 @@ def test_what_another_process_does_is_waited_for_and_done_when_it_died(
     assert other.take(name)
     swept(tmp_path, "--join")
     assert pauses == [False, False]
+    same(tmp_path, alone)
+
+
+def test_what_another_process_has_done_before_its_lease_was_free_is_not_done_again(
+    alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "cells/dpn/demo_light/train800_lr0.001_seed0"
+    take = Leases.take
+
+    def after_another(self: Leases, asked: str) -> Lease | None:
+        if asked == name:
+            shutil.copytree(alone / name, tmp_path / name)
+        return take(self, asked)
+
+    monkeypatch.setattr(Leases, "take", after_another)
+    done = swept(tmp_path, "--join")
+    assert "demo_light dpn lr 0.01 seed 0: val" in done.stderr
+    assert "demo_light dpn lr 0.001 seed 0: val" not in done.stderr
     same(tmp_path, alone)
 
 
