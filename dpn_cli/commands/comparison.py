@@ -75,7 +75,7 @@ class SideBySide:
                 return None
             result = begun.folder.result if _complete(begun.folder.path, runs) else None
             if result is None:
-                with begun.alone("check"):
+                with begun.alone_unless("digests"):
                     _load(begun, firsts, getattr(self.trainer, "load", _load_backbone))
                 failed = self._at_once(begun, runs, place) if place.starts_processes else {}
                 if place.join:
@@ -240,5 +240,5 @@ def _load(
         begun.console.info(f"{spoken(run.network)}: {report.summary()}")
         digests[run.network] = report.digest
     check_weights(folder, digests)
-    if world.leads:
+    if world.leads and not (begun.leases and folder.facts.get("digests")):
         folder.update(device=describe_device(world.device), ranks=world.size, status="running", digests=digests)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dpn_cli.errors import DpnError
-from dpn_cli.run.files import read_object
+from dpn_cli.run.files import read_object, save_error
 from dpn_cli.run.provenance import is_at_work, this_process
 
 # Folder of the leases, in that of a run.
@@ -104,7 +104,10 @@ class Leases:
         self._lock = threading.RLock()
 
     def take(self, name: str) -> Lease | None:
-        """Return the lease of that name, or None while another process has it; taken again when its owner died."""
+        """Return the lease of that name, or None while another process has it; taken again when its owner died.
+
+        Raises `SaveError` when the folder cannot be written.
+        """
         with self._lock:
             if name in self._held:
                 return None
@@ -118,6 +121,8 @@ class Leases:
                 os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
             except FileExistsError:
                 return None
+            except OSError as error:
+                raise save_error(path, error) from error
             lease = self._held[name] = Lease(self, name, number)
             lease.renew()
             return lease

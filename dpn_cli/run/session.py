@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -87,6 +87,10 @@ class Session(Generic[RecipeT]):
             yield
         finally:
             lease.release()
+
+    def alone_unless(self, fact: str) -> AbstractContextManager[None]:
+        """Keep other processes out of a block that sets a fact of run.json, until the fact is there."""
+        return nullcontext() if self.leases and self.folder.facts.get(fact) else self.alone("check")
 
     def tracker(self, report_to: str) -> Track:
         """Return a function that sends records to the tracker of that name, from the leading rank only."""

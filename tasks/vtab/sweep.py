@@ -44,7 +44,7 @@ def sweep(begun: Session[VtabRecipe], place: Place) -> Json | None:
     here first. With the number of a part, this is all that is done, and the result None.
     """
     recipe, folder = begun.recipe, begun.folder
-    with begun.alone("check"):
+    with begun.alone_unless("data"):
         data, fingerprints = _check(begun)
     if place.starts_processes:
         _forget_failures(folder)
@@ -155,7 +155,7 @@ def _check_network(
             f"-o {folder.path}: {free / 1e9:.1f} GB free, and the {cells} cells of a task keep {needed / 1e9:.1f} GB "
             "of weights until its learning rate is chosen; free some space or pass another -o"
         )
-    if world.leads:
+    if world.leads and f"backbone_{network}" not in facts:
         folder.update(arch=config.arch, image_size=list(config.image_size), **{f"backbone_{network}": report.to_dict()})
 
 
