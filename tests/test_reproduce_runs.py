@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from dpn_cli.commands.reproduce.cells import Job
 from dpn_cli.commands.reproduce.command import EXPERIMENTS
 from dpn_cli.commands.reproduce.trainings import LOGGED, SmallTrainings, Trainings
 from dpn_cli.errors import NonFiniteError
+from dpn_cli.weights.backbone import export_backbone, load_backbone
 
 
 class Trainer:
@@ -245,6 +247,31 @@ def test_a_failure_in_a_process_is_listed_and_what_starts_from_it_waits(
     assert told["failed"] == {f"imagenet/{stem}/seed0": "the loss is NaN" for stem in ("none", "dpn")}
     assert len(told["waiting"]) == 2
     assert all("starts from imagenet/" in reason for reason in told["waiting"].values())
+
+
+@pytest.mark.parametrize("code", [2, 3])
+def test_a_mistake_in_a_process_ends_all(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "python"
+    script.write_text(f"#!/bin/sh\necho 'error: not like this' >&2\nexit {code}\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    done = run("reproduce", "table3", "--small", "--jobs", "2", "-o", str(tmp_path / "out"), "--json")
+    assert (done.exit_code, done.stdout) == (code, "")
+    assert re.search(r"error: imagenet/\w+/seed0: not like this \(", done.stderr)
+
+
+def test_weights_that_are_here_are_looked_into_and_not_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    export_backbone(load_backbone("mu/8", stem="dpn", image_size=16, seed=0), tmp_path / "given.safetensors")
+    given = ("fig3", "--small", "--weights", "imagenet/dpn=given.safetensors", "-o", "out")
+    assert run("reproduce", *given, "--plan").stdout == "nothing is left to train\n"
+    done = run("reproduce", *given, "--json")
+    assert done.exit_code == 0, done.stderr
+    (page,) = json.loads(done.stdout)["experiments"][0]["pages"]
+    assert Path(page).is_file()
+    networks = json.loads((Path(page).parent / "result.json").read_text())["networks"]
+    assert [one["stem"] for one in networks] == ["dpn"]
+    assert not Path("out/imagenet").exists()
 
 
 def test_scenes_in_files_are_every_class_in_every_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,8 +112,9 @@ class _Probes:
                 self.begun.console.warn(f"{spoken(name)} failed: {error}")
                 failed |= {cell.folder: f"{cell.label}: {error}" for cell in missing}
         done = {cell.folder: found for cell in self.cells if (found := self._done(cell)) is not None}
-        scores = [_score(shots) for shots in sorted(options.shots, reverse=True)]
+        scores = [_score(shots) for shots in reversed(options.shots)]  # most shots are the headline
         result = build_result(scores, self.cells, done, failed, compared=bool(options.compare))
+        result["scores"].reverse()
         result |= {"data": options.source, "fingerprints": data, "classes": len(splits.classes)}
         keep_result(self.folder, result)
         return result

@@ -211,6 +211,14 @@ def switch(name: str, *names: str, help: str) -> Parameter:
     return option(name, bool, False, *names, help=help)
 
 
+SET = option(
+    "set",
+    list[str] | None,
+    None,
+    "--set",
+    metavar="KEY=VALUE",
+    help="Set one recipe key, e.g. --set optim.clip_norm=0.5; may be repeated.",
+)
 CONFIG_OPTIONS = (
     option(
         "config",
@@ -220,14 +228,7 @@ CONFIG_OPTIONS = (
         "-c",
         help="A shipped recipe's name or a YAML file, laid over the command's own recipe.",
     ),
-    option(
-        "set",
-        list[str] | None,
-        None,
-        "--set",
-        metavar="KEY=VALUE",
-        help="Set one recipe key, e.g. --set optim.clip_norm=0.5; may be repeated.",
-    ),
+    SET,
 )
 JSON = switch("json", "--json", help="Print the result as JSON instead of text.")
 QUIET = switch("quiet", "--quiet", "-q", help="No progress on stderr.")

@@ -37,7 +37,7 @@ def name_of(score: str) -> str:
 
 
 def scores_of(result: Json) -> list[str]:
-    """Return the scores of a comparison's result, the headline first; older results have no other one."""
+    """Return the scores of a comparison's result in the order of its tables; older results have the headline alone."""
     return list(result.get("scores", [result["score"]]))
 
 
@@ -87,7 +87,7 @@ def findings(run: OpenRun, prefix: str, reader: Callable[[OpenRun], Reader]) -> 
     parts.append(_each("Every draw" if drawn else "Every training", keys, found, folded=True))
     failed = [f"failed: {line}" for line in run.result["failed"]]
     section = Section("Networks compared", [*map(_warn, failed), *parts])
-    return Findings(names[keys[0]], {}, [section, *learnt], warnings=[*failed, *damage])
+    return Findings(name_of(run.result["score"]), {}, [section, *learnt], warnings=[*failed, *damage])
 
 
 def _so_far(run: OpenRun) -> list[Section]:
@@ -101,7 +101,7 @@ def _so_far(run: OpenRun) -> list[Section]:
     what = "draws" if any(one.get("task") == "fewshot" for one in results) else "trainings"
     planned = len(recipe.get("compare") or [""]) * len(recipe.get("seeds") or [0])
     said = f"{len(finished)} of {planned} {what} finished" if recipe else f"{len(finished)} {what} finished"
-    shots = sorted({key for one in results for key in one if key.endswith("-shot")})
+    shots = sorted({key for one in results for key in one if key.endswith("-shot")}, key=lambda key: (len(key), key))
     keys = [key for key in (*SCORES, *shots) if any(value_of(one, key) is not None for one in results)]
     return [Section("Finished so far", [Text(f"{said}."), *([_each("", keys, finished)] if finished else [])])]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from dpn_cli.recipe.compare import COMPARE, SEED_COUNT, Networks, counted, filled, settings_of
 from dpn_cli.recipe.flag import DATA, MODEL, OUTPUT, argument, flag
@@ -121,6 +121,7 @@ class Probing(Section):
     shots: Annotated[
         tuple[Annotated[int, Field(ge=1, le=1_000_000)], ...],
         BeforeValidator(listed),
+        AfterValidator(lambda shots: tuple(sorted(shots))),  # the order in which results list them
         Field(min_length=1, description="numbers from 1 to 1000000, each once, with commas, e.g. 1,5,10"),
         flag("--shots", help="Images per class, comma separated.", panel=DATA),
     ] = (1, 5, 10, 25)

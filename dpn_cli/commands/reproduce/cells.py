@@ -115,6 +115,11 @@ class Drawing:
     by: Literal["report", "inspect"]
     jobs: tuple[Job, ...]
 
+    def ready(self, places: Places) -> list[Job]:
+        """Return the jobs that can be shown: those with a result, and networks that are here."""
+        given = places.weights if self.by == "inspect" else {}
+        return [job for job in self.jobs if job.group in given or places.done(job)]
+
 
 @dataclass(frozen=True)
 class Experiment:
@@ -133,19 +138,31 @@ class Experiment:
     drawings: Sequence[Drawing] = ()
 
     def jobs(self, weights: Mapping[str, str]) -> list[Job]:
-        """Return all jobs, each once, those that others start from first; `weights` stand for some of those."""
+        """Return all jobs, each once, those that others start from first; `weights` stand for some of `networks`."""
         found: dict[str, Job] = {}
-        for job in self._asked():
+        looked_into = (job for job in self._looked_into() if job.group not in weights)
+        for job in (*self._asked(), *looked_into):
             for each in chain(job, weights):
                 same = found.setdefault(each.name, each)
                 assert same == each, f"two trainings are called {each.name}"
         return list(found.values())
 
+    def networks(self) -> dict[str, Job]:
+        """Return, by their groups, the jobs of which the network alone is used, so that weights can stand for them."""
+        starts = (job.start for job in self.jobs({}) if job.start)
+        return {job.group: job for job in (*starts, *self._looked_into())}
+
     def _asked(self) -> Iterator[Job]:
         for number in self.numbers:
             yield from (*number.jobs, *number.minus)
         for drawing in self.drawings:
-            yield from drawing.jobs
+            if drawing.by == "report":
+                yield from drawing.jobs
+
+    def _looked_into(self) -> Iterator[Job]:
+        for drawing in self.drawings:
+            if drawing.by == "inspect":
+                yield from drawing.jobs
 
 
 def chain(job: Job, weights: Mapping[str, str] = MappingProxyType({})) -> list[Job]:

@@ -19,7 +19,7 @@ from dpn_cli.commands.flags import with_signature
 from dpn_cli.commands.reproduce import figures, tables
 from dpn_cli.commands.reproduce.cells import Experiment, Job, Places, named_places
 from dpn_cli.commands.reproduce.trainings import DATA_SETS, SCENES, SmallTrainings, Trainings, data_here
-from dpn_cli.commands.training import PRINTING, PROCESS_OPTIONS, option, processes_of, switch
+from dpn_cli.commands.training import PRINTING, PROCESS_OPTIONS, SET, option, processes_of, switch
 from dpn_cli.errors import DataError, DpnError, SweepError
 from dpn_cli.recipe.flag import DATA, MODEL, OUTPUT, TRAIN
 from dpn_cli.recipe.home import find_weights
@@ -93,8 +93,7 @@ def _jobs(experiments: Sequence[Experiment], places: Places) -> list[Job]:
 def _places(experiments: Sequence[Experiment], arguments: Mapping[str, Any]) -> Places:
     out = arguments["output_dir"] or (SMALL_OUT if arguments["small"] else OUT)
     data = named_places(arguments["data"] or (), "--data", tuple(DATA_SETS), "imagenet=/data/imagenet")
-    jobs = [job for experiment in experiments for job in experiment.jobs({})]
-    groups = {job.start.group: job.start for job in jobs if job.start}
+    groups = {group: job for experiment in experiments for group, job in experiment.networks().items()}
     weights = {}
     for group, job in groups.items():
         arch, stem = job.network or (None, "")
@@ -170,7 +169,7 @@ def _write(
         pages.append(write(folder, experiment, compared, make.small))
     for drawing in experiment.drawings:
         page = folder / drawing.name
-        done = [job for job in drawing.jobs if places.done(job)]
+        done = drawing.ready(places)
         if drawing.by == "report" and done:
             shown = Reporting(runs=[places.out / job.name for job in done], output_dir=page)
             made = report(shown, console, title=title)
@@ -250,15 +249,7 @@ OPTIONS = (
         help="Trainings of each network. \\[default: the paper's number, 3 (Table 5: 10); with --small at most 3]",
         panel=TRAIN,
     ),
-    option(
-        "set",
-        list[str] | None,
-        None,
-        "--set",
-        metavar="KEY=VALUE",
-        help="Set a recipe key of every training, e.g. --set runtime.compile=true; may be repeated.",
-        panel=TRAIN,
-    ),
+    SET,
     *PROCESS_OPTIONS,
     switch("small", "--small", help="Everything at the size of the demo, in minutes: not the paper's numbers."),
     switch("plan", "--plan", help="Print the commands of the trainings that are not done, and stop."),

@@ -28,7 +28,7 @@ def _row(experiment: Experiment, places: Places, rate: float | None) -> Json:
     jobs = experiment.jobs(places.weights)
     left = [job for job in jobs if not places.done(job)]
     names = dict.fromkeys(name for job in jobs for _, name in job.data if name in DATA_SETS)
-    given = dict.fromkeys(job.start.group for job in jobs if job.start and job.start.group in places.weights)
+    given = [group for group in experiment.networks() if group in places.weights]
     operations = flops(left, places)
     return {
         "name": experiment.name,

@@ -18,7 +18,7 @@ from dpn_cli.commands.reproduce.trainings import SCENES
 from dpn_cli.commands.tasks import TRAININGS
 from dpn_cli.commands.training import add, ready
 from dpn_cli.data import scenes
-from dpn_cli.errors import DpnError, NonFiniteError, OutOfMemoryError
+from dpn_cli.errors import DataError, DpnError, NonFiniteError, OutOfMemoryError
 from dpn_cli.jobs.engines import backend_of
 from dpn_cli.jobs.processes import LOGS, last_error
 from dpn_cli.jobs.scheduler import Work, run_all
@@ -68,9 +68,9 @@ def layers(line: Sequence[str], say: Say = unsaid) -> Any:
 def run(jobs: Sequence[Job], places: Places, world: World, console: Console, how: Place = ALONE) -> Ran:
     """Run the jobs that have no result, in their order, and return what became of those that still have none.
 
-    A training that diverges or runs out of memory is noted, and those after it go on. Everything else raises
-    `DpnError`, but where trainings run in several processes, as `how` says, of which each may fail. Every rank must
-    call it.
+    A training that diverges or runs out of memory is noted, and those after it go on; so is one whose process dies,
+    where trainings run in several, as `how` says. Everything else raises `DpnError`: a mistake or what is wrong with
+    the data is that of others, too. Every rank must call it.
     """
     ran = Ran()
     to_do = [job for job in jobs if not from_leader(places.done(job))]
@@ -121,8 +121,11 @@ def _in_processes(jobs: Sequence[Job], places: Places, console: Console, how: Pl
         console.info(f"{work.name} ({len(begun)} of {len(works)}): {backend.log_of(work.name)}")
 
     def on_end(work: Work, code: int) -> None:
+        error = last_error(backend.log_of(work.name)) if code else ""
+        if mistake := next((kind for kind in (DpnError, DataError) if kind.exit_code == code), None):
+            raise mistake(f"{work.name}: {error} ({backend.log_of(work.name)})")
         if code:
-            ran.failed[work.name] = last_error(backend.log_of(work.name))
+            ran.failed[work.name] = error
             console.warn(f"{work.name} failed: {ran.failed[work.name]}")
         else:
             console.info(f"{work.name}: done")
