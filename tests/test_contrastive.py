@@ -135,9 +135,9 @@ def mean_over_ranks(loss: float, world: World) -> float:
     return distributed.reduce_over_ranks(torch.tensor(loss)).item() / world.size
 
 
-def train(world: World, kind: Kind, micro: int) -> dict[str, float]:
+def train(world: World, kind: Kind, micro: int, *, shard: bool = False) -> dict[str, float]:
     """Train three steps on this rank's share of every batch; returns loss and weights as sums."""
-    model = engine.prepare(tower(-1.0 if kind == "siglip" else None), Runtime(), world)
+    model = engine.prepare(tower(-1.0 if kind == "siglip" else None), Runtime(shard=shard), world)
     mine = slice(world.rank * ROWS // world.size, (world.rank + 1) * ROWS // world.size)
 
     def batches(start: int) -> Generator[Batch, None, None]:

@@ -465,8 +465,10 @@ MOMENTUM: dict[str, Any] = {
 
 def two_ranks(world: World, folder: Path) -> None:
     os.environ.update(WORLD_SIZE=str(world.size), RANK=str(world.rank))  # as torchrun sets them
-    recipe = small(folder / "photos", folder / "teacher.safetensors", **MOMENTUM)
-    command.run(recipe, Place(folder / "run"), Console(quiet=True))
+    for name, shard in (("run", False), ("parts", True)):
+        runtime = {"runtime": {"shard": shard}}
+        recipe = small(folder / "photos", folder / "teacher.safetensors", **MOMENTUM, **runtime)
+        command.run(recipe, Place(folder / name), Console(quiet=True))
 
 
 def test_two_ranks_distil_what_one_does(tmp_path: Path) -> None:
@@ -474,12 +476,14 @@ def test_two_ranks_distil_what_one_does(tmp_path: Path) -> None:
     pictures(tmp_path / "photos" / "train", classes=3, each=20)
     pictures(tmp_path / "photos" / "val", classes=3, each=2)
     spawn(two_ranks, tmp_path)
-    together = json.loads((tmp_path / "run" / "result.json").read_text())
     alone = train(small(tmp_path / "photos", teacher, **MOMENTUM), tmp_path / "alone")
-    assert (together["images"], together["top1"]) == (alone["images"], alone["top1"])
-    for stage, note in alone["stages"].items():
-        both = together["stages"][stage]
-        assert (both["kl"], both["token_variance"]) == pytest.approx((note["kl"], note["token_variance"]), rel=1e-4)
-    ours, theirs = (load_file(tmp_path / run / "weights.safetensors") for run in ("run", "alone"))
-    for name, value in theirs.items():
-        torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=1e-5)
+    theirs = load_file(tmp_path / "alone" / "weights.safetensors")
+    for run in ("run", "parts"):
+        together = json.loads((tmp_path / run / "result.json").read_text())
+        assert (together["images"], together["top1"]) == (alone["images"], alone["top1"])
+        for stage, note in alone["stages"].items():
+            both = together["stages"][stage]
+            assert (both["kl"], both["token_variance"]) == pytest.approx((note["kl"], note["token_variance"]), rel=1e-4)
+        ours = load_file(tmp_path / run / "weights.safetensors")
+        for name, value in theirs.items():
+            torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=1e-5)

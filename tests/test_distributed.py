@@ -28,8 +28,9 @@ from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.errors import NonFiniteError, WorkerError
 from dpn_cli.recipe.schema import Runtime, Schedule
 from dpn_cli.run import distributed
+from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.distributed import World
-from dpn_cli.run.folder import Checkpoints, MetricsLog
+from dpn_cli.run.folder import MetricsLog
 from dpn_cli.scoring import confusion_matrix, count_right, score
 
 CPU = torch.device("cpu")
@@ -294,18 +295,20 @@ SHORT_SWEEP = (
 
 def sweep_job(world: World, folder: Path) -> None:
     os.environ.update(WORLD_SIZE=str(world.size), RANK=str(world.rank))  # as torchrun sets them
-    with nullcontext() if world.leads else pytest.raises(AssertionError):  # the result is the leader's
-        run(folder / "digits", folder / "two", *SHORT_SWEEP)
+    for name, shard in (("two", "false"), ("parts", "true")):
+        with nullcontext() if world.leads else pytest.raises(AssertionError):  # the result is the leader's
+            run(folder / "digits", folder / name, *SHORT_SWEEP, f"runtime.shard={shard}")
 
 
 def test_a_sweep_over_ranks_is_that_of_one(digits: Path, tmp_path: Path) -> None:
     (tmp_path / "digits").symlink_to(digits)
     spawn(sweep_job, tmp_path)
-    two = json.loads((tmp_path / "two" / "result.json").read_text())["tasks"]["svhn"]
     one = run(digits, tmp_path / "one", *SHORT_SWEEP)["tasks"]["svhn"]
-    assert two["test_images"] == one["test_images"] == 797
-    # Gradients are summed in another order, which may tip a few of the 797 images.
-    assert two["test"]["mean"] == pytest.approx(one["test"]["mean"], abs=1.0)
-    assert two["val"]["0.01"] == pytest.approx(one["val"]["0.01"], abs=1.5)
-    ledger = (tmp_path / "two" / "ledger.jsonl").read_text().splitlines()
-    assert len(ledger) == 2  # begun and scored
+    for name in ("two", "parts"):
+        two = json.loads((tmp_path / name / "result.json").read_text())["tasks"]["svhn"]
+        assert two["test_images"] == one["test_images"] == 797
+        # Gradients are summed in another order, which may tip a few of the 797 images.
+        assert two["test"]["mean"] == pytest.approx(one["test"]["mean"], abs=1.0)
+        assert two["val"]["0.01"] == pytest.approx(one["val"]["0.01"], abs=1.5)
+        ledger = (tmp_path / name / "ledger.jsonl").read_text().splitlines()
+        assert len(ledger) == 2  # begun and scored

@@ -33,9 +33,10 @@ from dpn_cli.engine.optim import clip_gradients
 from dpn_cli.errors import NonFiniteError, StoppedError
 from dpn_cli.recipe.schema import Optim, Runtime, Schedule
 from dpn_cli.run import stopping
+from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.console import Tick
 from dpn_cli.run.distributed import World
-from dpn_cli.run.folder import Checkpoints, MetricsLog
+from dpn_cli.run.folder import MetricsLog
 from dpn_cli.weights.backbone import Backbone, load_backbone
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -421,7 +422,7 @@ def save_and_die(folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dpn_cli.run.folder.save_file", dying)
+        patch.setattr("dpn_cli.run.checkpoints.save_file", dying)
         train(small(), 10, outputs=Outputs(Checkpoints(folder)), checkpoint_every=2)
 
 

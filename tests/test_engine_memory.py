@@ -130,8 +130,12 @@ def test_shares_of_a_batch_are_equal_or_the_nearest_in_whole_grains() -> None:
     assert World(0, 3, torch.device("cpu")).most(8) == 3
 
 
-def test_automatic_micro_batches_fit_a_cpu_and_respect_the_recipe() -> None:
+def test_automatic_micro_batches_fit_and_respect_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     large = load_backbone("Ti/16", image_size=224)
     assert MicroBatch.choose(Runtime(), 512, large, torch.device("cpu")).size == 16
     assert MicroBatch.choose(Runtime(), 512, small(), torch.device("cpu")).size == 512
     assert MicroBatch.choose(Runtime(micro_batch_size=7), 512, large, torch.device("cpu")) == MicroBatch(7, True)
+    gpu = torch.device("cuda")
+    assert MicroBatch.choose(Runtime(), 512, large, gpu).size == 512  # and is halved where that is too much
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (12 * 10**9, 80 * 10**9))
+    assert MicroBatch.choose(Runtime(shard=True), 512, large, gpu).size == 64

@@ -14,8 +14,9 @@ from conftest import FSYNC
 from safetensors.torch import save_file
 
 from dpn_cli.run.arrays import save_array
+from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.files import replace_file, replace_json, replace_text
-from dpn_cli.run.folder import Checkpoints, RunFolder
+from dpn_cli.run.folder import RunFolder
 from dpn_cli.weights.backbone import export_backbone, load_backbone
 from dpn_cli.weights.written import write_weights
 

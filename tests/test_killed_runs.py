@@ -24,9 +24,10 @@ from test_lit_data import write_pictures, write_table
 from test_pretrain_stages import sweep
 
 from dpn_cli.report.reading import open_run
+from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.console import Console
 from dpn_cli.run.files import file_digest
-from dpn_cli.run.folder import Checkpoints, RunFolder
+from dpn_cli.run.folder import RunFolder
 from tasks.classify.common import describe_training
 
 STEPS: dict[str, Any] = {"schedule": {"steps": 4, "warmup": 0}, "runtime": {"workers": 0, "checkpoint_every": 2}}

@@ -41,7 +41,9 @@ def ranks_job(world: World, folder: Path) -> None:
     np.save(folder / f"rank{world.rank}-again.npy", features(folder, "together", world))
     for kind in KINDS:
         for micro in MICROS:
-            (folder / f"{kind}-{micro}-{world.rank}.json").write_text(json.dumps(train(world, kind, micro)))
+            for shard in (False, True):
+                found = train(world, kind, micro, shard=shard)
+                (folder / f"{kind}-{micro}-{shard}-{world.rank}.json").write_text(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +61,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_two_ranks_of_half_the_batch_train_as_one(folder: Path) -> None:
+@pytest.mark.parametrize("shard", [False, True])
+def test_two_ranks_of_half_the_batch_train_as_one(shard: bool, folder: Path) -> None:
     for kind in KINDS:
         alone = train(ALONE, kind, ROWS)
         for micro in MICROS:
             for rank in (0, 1):
-                together = json.loads((folder / f"{kind}-{micro}-{rank}.json").read_text())
+                together = json.loads((folder / f"{kind}-{micro}-{shard}-{rank}.json").read_text())
                 assert together == pytest.approx(alone, rel=2e-5)
 
 

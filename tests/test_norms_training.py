@@ -17,8 +17,8 @@ from dpn_cli.engine.fit import Outputs
 from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.model.config import OFFLINE
 from dpn_cli.recipe.schema import Runtime
+from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.distributed import World
-from dpn_cli.run.folder import Checkpoints
 from dpn_cli.weights.backbone import Backbone
 
 OVER_THE_BATCH: tuple[Norm, ...] = ("sn", *OFFLINE)

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from dpn_cli.cli import app
 from dpn_cli.run import stopping
-from dpn_cli.run.folder import Checkpoints
+from dpn_cli.run.checkpoints import Checkpoints
 
 # As the program's own start, but that garbage keeps what it holds: nothing ends because it happens to be collected.
 DPN = (sys.executable, "-c", "import gc; gc.disable(); from dpn_cli.cli import main; main()")

@@ -13,8 +13,9 @@ from conftest import run_apart
 from safetensors.torch import save_file
 
 from dpn_cli.errors import DataError, SaveError
+from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.files import file_digest, replace_file
-from dpn_cli.run.folder import Checkpoints, MetricsLog
+from dpn_cli.run.folder import MetricsLog
 
 
 def test_a_damaged_last_falls_back_to_the_one_before_and_says_so(tmp_path: Path) -> None:
@@ -80,7 +81,7 @@ def test_no_space_left_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.M
 
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save("last", {"w": torch.ones(2)}, {"step": 1})
-    monkeypatch.setattr("dpn_cli.run.folder.flush", full)
+    monkeypatch.setattr("dpn_cli.run.checkpoints.flush", full)
     with pytest.raises(SaveError, match=r"last: not written \(No space left on device\)"):
         checkpoints.save("last", {"w": torch.ones(2)}, {"step": 2})
     loaded = checkpoints.load("last", pytest.fail)

@@ -380,15 +380,17 @@ def _rank(rank: int, size: int, folder: str, shapes: str) -> None:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     # Adam would make steps of the rounding errors that are the key biases' gradients.
     optim = {"name": "momentum", "weight_decay": 0.0}
-    recipe, world = small(shapes, schedule={"steps": 3}, optim=optim), World(rank, size, torch.device("cpu"))
-    data = open_data(recipe)
-    segmenter = Segmenter(build_network(recipe, 5), data.classes, recipe.data, recipe.evaluation, {})
-    fit_alone(recipe, data, segmenter, world)
-    segmenter.network.eval()
-    scores = evaluate(segmenter, data, recipe, world)
-    weights = {name: value.double().sum().item() for name, value in segmenter.network.state_dict().items()}
-    found = {"weights": weights, "confusion": scores.confusion.tolist()}
-    (Path(folder) / f"{rank}-of-{size}.json").write_text(json.dumps(found))
+    world = World(rank, size, torch.device("cpu"))
+    for shard in (False, True)[:size]:
+        recipe = small(shapes, schedule={"steps": 3}, optim=optim, runtime={"shard": shard})
+        data = open_data(recipe)
+        segmenter = Segmenter(build_network(recipe, 5), data.classes, recipe.data, recipe.evaluation, {})
+        fit_alone(recipe, data, segmenter, world)
+        segmenter.network.eval()
+        scores = evaluate(segmenter, data, recipe, world)
+        weights = {name: value.double().sum().item() for name, value in segmenter.network.state_dict().items()}
+        found = {"weights": weights, "confusion": scores.confusion.tolist()}
+        (Path(folder) / f"{rank}-of-{size}{'-in-parts' if shard else ''}.json").write_text(json.dumps(found))
     if size > 1:
         dist.barrier()
         dist.destroy_process_group()
@@ -397,9 +399,8 @@ def _rank(rank: int, size: int, folder: str, shapes: str) -> None:
 def test_two_ranks_train_and_score_as_one(shapes: Path, tmp_path: Path) -> None:
     run_ranks(_rank, 2, str(tmp_path), str(shapes))
     _rank(0, 1, str(tmp_path), str(shapes))
-    alone, *ranks = (
-        json.loads((tmp_path / name).read_text()) for name in ("0-of-1.json", "0-of-2.json", "1-of-2.json")
-    )
+    names = ("0-of-1", "0-of-2", "1-of-2", "0-of-2-in-parts", "1-of-2-in-parts")
+    alone, *ranks = (json.loads((tmp_path / f"{name}.json").read_text()) for name in names)
     for rank in ranks:
         assert rank["weights"] == pytest.approx(alone["weights"], rel=1e-4, abs=1e-4)
         assert rank["confusion"] == ranks[0]["confusion"]

@@ -25,9 +25,9 @@ from dpn_cli.engine.gradients import Gradients
 from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.engine.trainstate import evaluated_weights
 from dpn_cli.recipe.schema import Optim, Schedule
+from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
-from dpn_cli.run.folder import Checkpoints
 from dpn_cli.run.trackers import build_tracker
 from dpn_cli.scoring import score
 

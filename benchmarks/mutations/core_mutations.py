@@ -7,11 +7,12 @@ R = "tests/test_runstate.py tests/test_flush.py tests/test_engine.py tests/test_
 V = "tests/test_vit.py tests/test_stem.py tests/test_backbone.py"
 D = "tests/test_distributed.py"
 S, SOURCES = "tests/test_sources.py", "dpn_cli/recipe/sources.py"
+P, SHARDS = "tests/test_shards.py", "dpn_cli/engine/shards.py"
 ENGINE, GRADIENTS, COUPLED = "dpn_cli/engine/fit.py", "dpn_cli/engine/gradients.py", "dpn_cli/engine/coupled.py"
 OPTIM, STATE, RUNSTATE, FILES = (
     "dpn_cli/engine/optim.py",
     "dpn_cli/engine/trainstate.py",
-    "dpn_cli/run/folder.py",
+    "dpn_cli/run/checkpoints.py",
     "dpn_cli/run/files.py",
 )
 VIT, STEM, BACKBONE, RECIPE = (
@@ -24,9 +25,9 @@ VIT, STEM, BACKBONE, RECIPE = (
 MUTATIONS = [
     (ENGINE, "job.lr * lr_factor(job.schedule, step)", "job.lr * lr_factor(job.schedule, step + 1)",
      "the first update has a learning rate", E),
-    (ENGINE, "        averaged = self.ema.applied(self.network) if self.ema else nullcontext()", "        averaged = nullcontext()",
+    (ENGINE, "self.ema.applied(self.network) if self.ema else nullcontext()", "nullcontext()",
      "the raw weights are evaluated where an average is kept", E),
-    (ENGINE, "        training.network.load_state_dict(training.ema.average)", "        pass",
+    (ENGINE, "            self.network.load_state_dict(self.ema.average)", "            pass",
      "a training with averaged weights ends with the raw ones", E),
     (ENGINE, "self.ema.update(self.network, step)", "self.ema.update(self.network, 0)",
      "the decay of the average never rises", E),
@@ -50,10 +51,28 @@ MUTATIONS = [
      "gradients of micro-batches are added up without weights", M),
     (GRADIENTS, "(value * (count / equal_share)).backward()", "(value * (count / rows)).backward()",
      "a rank with fewer images than others counts as much", D),
-    (GRADIENTS, "sync and done == rows", "sync",
+    (GRADIENTS, "sync and number == passes", "sync",
      "ranks exchange gradients at every micro-batch", D + " " + M),
     (GRADIENTS, "clip_gradients(self.parameters, self.job.optim.clip_norm, norms)", "clip_gradients(self.parameters, None, norms)",
      "gradients are never clipped", E),
+    (SHARDS, "                parameter.grad /= dist.get_world_size()\n", "",
+     "the temperature's gradient is a sum over ranks", "tests/test_lit_ranks.py"),
+    (SHARDS, "set_requires_gradient_sync(False)", "set_requires_gradient_sync(True)",
+     "ranks with parts exchange gradients at every micro-batch", P),
+    (SHARDS, "            value.copy_(part_like(value, whole[name]))", "            pass",
+     "a network in parts begins with the weights that it was made with", P),
+    (SHARDS, "            self.whole.train()\n            self._free()", "            self.whole.train()",
+     "the whole network stays in memory after an evaluation", P),
+    (OPTIM, "return torch.where(torch.tensor(in_parts, device=norms.device), over_ranks, norms)", "return norms",
+     "gradients are clipped by the norm of a rank's parts", P),
+    (ENGINE, "self.shards.shown(self.evaluated)", "self.shards.shown(self.network.state_dict())",
+     "the raw weights of a network in parts are evaluated where an average is kept", P),
+    (ENGINE, "self.shards.give(self.evaluated)", "self.shards.give(self.network.state_dict())",
+     "a training in parts ends with the raw weights where an average is kept", P),
+    (STATE, 'group["fused"] = own', "pass",
+     "a network in parts takes the optimizer's kernels from the state of a whole one", P),
+    (RUNSTATE, "file_digest(path / file) != digest", "False",
+     "a damaged part of a checkpoint is loaded", P),
     (COUPLED, "GRADIENT: gradient * len(features)", "GRADIENT: gradient",
      "the gradient of a contrastive loss shrinks with the batch", M),
     (OPTIM, "0.5 * (1 + math.cos(math.pi * progress))", "math.cos(math.pi / 2 * progress)",
@@ -74,9 +93,9 @@ MUTATIONS = [
      "the average starts anew on resume", "tests/test_highres.py"),
     (STATE, '{"state": slots, ', '{"state": {}, ',
      "the optimizer's moments are lost on resume", E),
-    (RUNSTATE, "file_digest(data) == digest", "True or digest",
+    (RUNSTATE, "return lines == [[file_digest(path / WHOLE)]]", "return True",
      "a damaged checkpoint is loaded", R),
-    (RUNSTATE, "                last.rename(previous)", "                shutil.rmtree(last)",
+    (RUNSTATE, "            last.rename(previous)", "            shutil.rmtree(last)",
      "no checkpoint before the last is kept", R),
     (FILES, "        flush(temporary)\n", "",
      "a file is renamed before its bytes are on the disk", R),

@@ -23,7 +23,7 @@ Tell = Callable[[Any], str | None]
 # an error with which the command ends although there is a result.
 Outcome = tuple[Any, Tell] | tuple[Any, Tell, DpnError | None]
 # How a training runs, and of no use to anything else.
-TRAINING_ONLY = frozenset({"runtime.compile", "runtime.micro_batch_size", "runtime.report_to"})
+TRAINING_ONLY = frozenset({"runtime.compile", "runtime.shard", "runtime.micro_batch_size", "runtime.report_to"})
 
 
 class DefaultGroup(TyperGroup):

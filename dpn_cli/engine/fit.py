@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -23,7 +23,8 @@ from dpn_cli.engine.job import Outputs as Outputs
 from dpn_cli.engine.job import precision_of as precision_of
 from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.engine.optim import build_optimizer, lr_factor, set_lr
-from dpn_cli.engine.trainstate import Ema, restore, state_of
+from dpn_cli.engine.shards import Shards, gathered
+from dpn_cli.engine.trainstate import Ema, restore, room_for, state_of
 from dpn_cli.errors import DpnError, NonFiniteError, StoppedError
 from dpn_cli.model.norms import has_running_norms
 from dpn_cli.recipe.schema import Runtime
@@ -50,39 +51,39 @@ def fit(model: nn.Module, job: Job) -> FitResult:
     """
     check_shares(model, job)
     training = _Training(model, job)
-    start, unevaluated = training.resume()
-    if job.world.size > 1:
+    with training.at_work():
+        start, unevaluated = training.resume()
+        if job.world.size > 1 and not training.shards:  # no rank computes anything alone of a network in parts
+            with closing(job.batches(start)) as stream:
+                training.gradients.find_micro_batch(next(stream))
+        steps, result = job.schedule.steps, training.begin(start)
+        log_every = max(1, steps // 50)
+        if unevaluated:
+            result.metrics = training.evaluate(start)
         with closing(job.batches(start)) as stream:
-            training.gradients.find_micro_batch(next(stream))
-    steps, result = job.schedule.steps, training.begin(start)
-    log_every = max(1, steps // 50)
-    if unevaluated:
-        result.metrics = training.evaluate(start)
-    with closing(job.batches(start)) as stream:
-        batch = training.fetch(stream, result) if start < steps else None
-        for step in range(start, steps):
-            if (number := stopping.requested()) is not None:
-                training.save("last", step)
-                raise StoppedError(number)
-            assert batch is not None, f"the batches ended before step {step}"
-            last = step + 1 == steps
-            lr = job.lr * lr_factor(job.schedule, step)
-            logged = last or (step + 1) % log_every == 0 or (job.layer_norms and step + 1 == steps - LAST_STEPS)
-            pending = training.gradients.compute(batch, step, logged=logged)
-            # A GPU is still busy with the gradients: the next batch is made meanwhile.
-            batch = None if last else training.fetch(stream, result)
-            result.loss, *norms = training.update(pending, step, lr)
-            result.steps, result.seconds = step + 1, training.seconds()
-            tick = training.tick(result, lr, step + 1 - start, logged=logged)
-            if logged:
-                training.log(tick, norms)
-            if job.evaluate and (last or (job.evaluate_every and (step + 1) % job.evaluate_every == 0)):
-                result.metrics = training.evaluate(step + 1)
-            elif not last and (step + 1) % job.runtime.checkpoint_every == 0:
-                training.save("last", step + 1)
-    result.micro_batch = training.micro_batch.size
-    if training.ema:
-        training.network.load_state_dict(training.ema.average)
+            batch = training.fetch(stream, result) if start < steps else None
+            for step in range(start, steps):
+                if (number := stopping.requested()) is not None:
+                    training.save("last", step)
+                    raise StoppedError(number)
+                assert batch is not None, f"the batches ended before step {step}"
+                last = step + 1 == steps
+                lr = job.lr * lr_factor(job.schedule, step)
+                logged = last or (step + 1) % log_every == 0 or (job.layer_norms and step + 1 == steps - LAST_STEPS)
+                pending = training.gradients.compute(batch, step, logged=logged)
+                # A GPU is still busy with the gradients: the next batch is made meanwhile.
+                batch = None if last else training.fetch(stream, result)
+                result.loss, *norms = training.update(pending, step, lr)
+                result.steps, result.seconds = step + 1, training.seconds()
+                tick = training.tick(result, lr, step + 1 - start, logged=logged)
+                if logged:
+                    training.log(tick, norms)
+                if job.evaluate and (last or (job.evaluate_every and (step + 1) % job.evaluate_every == 0)):
+                    result.metrics = training.evaluate(step + 1)
+                elif not last and (step + 1) % job.runtime.checkpoint_every == 0:
+                    training.save("last", step + 1)
+        result.micro_batch = training.micro_batch.size
+        training.finish()
     return result
 
 
@@ -101,17 +102,21 @@ def refuse_batch(batch_size: int, ranks: int) -> NoReturn:
 
 
 def prepare(model: nn.Module, runtime: Runtime, world: World) -> nn.Module:
-    """Return `model` compiled and spread over ranks as asked; its weights stay those of `model` itself.
+    """Return `model` compiled and spread over ranks as asked; what is trained are the weights of `model` itself.
 
     Do it once for many trainings: the compiled step is reused.
     """
     model.to(world.device)
+    if runtime.shard:
+        return Shards(model, runtime, world)
     compiled = torch.compile(model) if runtime.compile else model
     return distributed.parallel(compiled, world)  # type: ignore[arg-type]  # torch.compile keeps an nn.Module one
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the network inside what `prepare` made."""
+    """Return the network that `prepare` was given."""
+    if isinstance(model, Shards):
+        return model.whole
     if isinstance(model, DistributedDataParallel):
         model = model.module
     inner: nn.Module = getattr(model, "_orig_mod", model)
@@ -122,21 +127,47 @@ class _Training:
     """The state of one training between two steps, and the parts of a step that `fit` puts in order."""
 
     def __init__(self, model: nn.Module, job: Job) -> None:
-        self.model, self.job, self.network = model, job, unwrap(model)
+        self.model, self.job = model, job
+        self.shards = model if isinstance(model, Shards) else None
+        self.network = self.shards.network if self.shards else unwrap(model)
         self.best = -math.inf
         self.began = 0.0
         rows = job.world.most(job.batch_size)
         self.micro_batch = job.micro_batch or MicroBatch.choose(job.runtime, rows, self.network, job.world.device)
         self.result = FitResult(0, math.nan, 0.0, 0.0, self.micro_batch.size)
+        if self.shards:
+            self.shards.take()
         self.optimizer = build_optimizer(self.network.named_parameters(), job.optim, job.lr)
         self.gradients = Gradients(model, self.network, job, self.micro_batch)
         self.ema = Ema(self.network, job.ema_decay) if job.ema_decay else None
         self.model.train()
 
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Train inside the block."""
+        try:
+            yield
+        finally:
+            if self.shards:
+                self.shards.release()
+
+    @property
+    def evaluated(self) -> dict[str, Tensor]:
+        """The weights by name that are evaluated and kept: the average where there is one."""
+        return self.ema.average if self.ema else self.network.state_dict()
+
+    def finish(self) -> None:
+        """Leave the trained weights in the network."""
+        if self.shards:
+            self.shards.give(self.evaluated)
+        elif self.ema:
+            self.network.load_state_dict(self.ema.average)
+
     def resume(self) -> tuple[int, bool]:
         """Restore the last checkpoint; returns its step (0 without one), and whether it has yet to be evaluated."""
         outputs = self.job.outputs
-        saved = outputs.checkpoints.load("last", outputs.warn) if outputs.checkpoints else None
+        empty = room_for(self.network, self.optimizer, self.ema) if self.shards else None
+        saved = outputs.checkpoints.load("last", outputs.warn, empty) if outputs.checkpoints else None
         state: dict[str, Any] = saved[1] if saved else {"step": 0, "best": None}
         step, due = int(state["step"]), bool(state.get("due"))
         self.best = -math.inf if state["best"] is None else state["best"]
@@ -167,16 +198,22 @@ class _Training:
 
     def save(self, name: str, step: int, *, due: bool = False) -> None:
         """Save the state after `step` steps; with `due` it has yet to be evaluated."""
-        outputs = self.job.outputs
-        if outputs.checkpoints and self.job.world.leads:
+        outputs, world = self.job.outputs, self.job.world
+        in_parts = self.shards is not None and name == "last"  # the best weights are for anyone to read
+        if outputs.checkpoints and (world.leads or self.shards):
             tensors, groups = state_of(self.network, self.optimizer, self.ema)
+            if self.shards and not in_parts:
+                tensors = {f"model.{key}": one.cpu() for key, one in gathered(self.evaluated) if world.leads}
             best = self.best if math.isfinite(self.best) else None
             records = outputs.log.count() if outputs.log else 0
             state = {"step": step, "best": best, "groups": groups, "due": due, "records": records}
             state |= {"seconds": self.seconds(), "wait_seconds": self.result.wait_seconds}
             if layers := self.gradients.layer_norms:
                 tensors[NORMS], state["norm_steps"] = layers.sums, layers.steps
-            outputs.checkpoints.save(name, tensors, state)
+            if in_parts:
+                outputs.checkpoints.save_parts(name, tensors, state, world)
+            elif world.leads:
+                outputs.checkpoints.save(name, tensors, state)
         distributed.barrier()
 
     def fetch(self, stream: Iterator[Batch], result: FitResult) -> Batch | None:
@@ -217,7 +254,9 @@ class _Training:
         if job.evaluate_every:
             self.save("last", step, due=True)
         self.model.eval()
-        averaged = self.ema.applied(self.network) if self.ema else nullcontext()
+        averaged: AbstractContextManager[None] = self.ema.applied(self.network) if self.ema else nullcontext()
+        if self.shards:
+            averaged = self.shards.shown(self.evaluated)
         with averaged, torch.inference_mode(), precision_of(job.runtime, job.world.device):
             metrics = evaluate()
         self.model.train()

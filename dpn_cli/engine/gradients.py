@@ -15,6 +15,7 @@ from dpn_cli.engine.layer_norms import LayerNorms
 from dpn_cli.engine.memory import MicroBatch, is_out_of_memory
 from dpn_cli.engine.optim import clip_gradients
 from dpn_cli.engine.seeds import fold
+from dpn_cli.engine.shards import Shards
 from dpn_cli.errors import OutOfMemoryError
 from dpn_cli.model.norms import has_running_norms, set_progress
 from dpn_cli.run import distributed
@@ -58,24 +59,26 @@ class Gradients:
 
     def _accumulate(self, loss_fn: LossFn, batch: Batch, step: int, *, sync: bool = True) -> Tensor:
         """Add up the gradients of a batch in micro-batches, and over ranks if `sync`; returns the batch's loss."""
-        rows, done = count_rows(batch), 0
+        rows = count_rows(batch)
         # Gradients are averaged over ranks, whose shares may differ: this rank's has that weight in the mean.
         equal_share = self.job.batch_size / self.job.world.size
         loss = torch.zeros((), device=self.job.world.device)
-        for part in self._micro_batches(batch, step):
-            count = count_rows(part)
-            done += count
-            with nullcontext() if sync and done == rows else self._no_sync():
+        passes = self._passes(rows)
+        for number, (part, count) in enumerate(self._micro_batches(batch, step), 1):
+            with nullcontext() if sync and number == passes else self._no_sync():
                 with precision_of(self.job.runtime, self.job.world.device):
                     value = loss_fn(self.model, part)
                 (value * (count / equal_share)).backward()  # type: ignore[no-untyped-call]
             loss += value.detach().float() * (count / rows)
+        if sync and isinstance(self.model, Shards):
+            self.model.average_undivided()
         return loss
 
     def _first_pass(self, coupled: CoupledLoss, batch: Batch, step: int) -> tuple[Tensor, Batch]:
         """Return the loss of a batch, and the batch on which `SurrogateLoss` has the gradients of that loss."""
         with precision_of(self.job.runtime, self.job.world.device):
-            return feature_gradient(coupled, self.model, batch, self._micro_batches(batch, step))
+            parts = (part for part, _ in self._micro_batches(batch, step))
+            return feature_gradient(coupled, self.model, batch, parts)
 
     def find_micro_batch(self, batch: Batch) -> None:
         """Halve the micro-batch until every rank has the memory for it, before the ranks depend on each other.
@@ -96,7 +99,7 @@ class Gradients:
 
     def _fits(self, batch: Batch) -> bool:
         """Try one micro-batch. It must not wait for other ranks, so a coupled loss has a gradient made up."""
-        loss_fn, part = self.job.loss_fn, next(self._micro_batches(batch, 0))
+        loss_fn, (part, _) = self.job.loss_fn, next(self._micro_batches(batch, 0))
         if isinstance(loss_fn, CoupledLoss):
             loss_fn, part = SurrogateLoss(loss_fn), SurrogateLoss.placeholder(part)
         try:
@@ -129,17 +132,29 @@ class Gradients:
         if self.job.world.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _micro_batches(self, batch: Batch, step: int) -> Iterator[Batch]:
-        """Yield the micro-batches of a batch, each with the random state that belongs to it."""
+    def _passes(self, rows: int) -> int:
+        """Return how many micro-batches a batch is; with a network in parts as many as the largest share of a rank is.
+
+        Ranks then compute each block together.
+        """
+        most = self.job.world.most(self.job.batch_size) if isinstance(self.model, Shards) else rows
+        return -(-most // self.micro_batch.size)
+
+    def _micro_batches(self, batch: Batch, step: int) -> Iterator[tuple[Batch, int]]:
+        """Yield the micro-batches of a batch and their rows, each with the random state that belongs to it.
+
+        One that a rank has too few rows for is a row that counts as none.
+        """
         rows, size = count_rows(batch), self.micro_batch.size
         first = self.job.world.rows(self.job.batch_size).start
-        for begin in range(0, rows, size):
+        for begin in range(0, self._passes(rows) * size, size):
             # Dropout and drop path: a function of where in the training, never of what ran before.
             torch.manual_seed(fold(self.job.seed, step, first + begin))
-            yield {name: value[begin : begin + size] for name, value in batch.items()}
+            here = slice(begin, begin + size) if begin < rows else slice(0, 1)
+            yield {name: value[here] for name, value in batch.items()}, max(0, min(size, rows - begin))
 
     def _no_sync(self) -> AbstractContextManager[None]:
-        return self.model.no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext()
+        return self.model.no_sync() if isinstance(self.model, DistributedDataParallel | Shards) else nullcontext()
 
 
 def count_rows(batch: Batch) -> int:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from dpn_cli.engine.optim import gradient_norms
+
 EMBEDDING, OTHER = "embedding", "other"
 # What a parameter belongs to, by its name inside any network; a block is called by its number, counted from 1.
 LAYERS = {
@@ -50,7 +52,7 @@ class LayerNorms:
         Returns the norm of each gradient that there is, float32, in the order of the parameters.
         """
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        norms = torch.stack(torch._foreach_norm(gradients)).float()
+        norms = gradient_norms(gradients)
         layers = self.layers
         if len(gradients) < len(self.parameters):
             layers = layers[[parameter.grad is not None for parameter in self.parameters]]

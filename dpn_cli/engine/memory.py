@@ -11,6 +11,7 @@ from torch import nn
 from dpn_cli.errors import DpnError, OutOfMemoryError
 from dpn_cli.model.norms import has_running_norms
 from dpn_cli.recipe.schema import Runtime
+from dpn_cli.run import distributed
 
 # Forward activations that autograd keeps, in bytes per token, block and unit of width, in float32.
 ACTIVATION_BYTES = 34 * 4
@@ -29,6 +30,7 @@ class MicroBatch:
     def choose(cls, runtime: Runtime, rows: int, model: nn.Module, device: torch.device) -> MicroBatch:
         """Return the recipe's micro-batch; for ``"auto"`` all `rows`, or as many as fit into 1.5 GB on a CPU.
 
+        On a GPU a network in parts has no micro-batch to try out, and gets as many as fit into half of what is free.
         Raises `DpnError` when fewer rows would fit and the network's norms take statistics over them: only the user can
         change what such a network computes.
         """
@@ -36,8 +38,10 @@ class MicroBatch:
             return cls(min(runtime.micro_batch_size, rows), fixed=True)
         tokens = getattr(model, "pos_embed", torch.empty(1, 1, 1)).shape[1] + 1
         cost = tokens * getattr(model, "embed_dim", 1) * len(getattr(model, "blocks", [0])) * ACTIVATION_BYTES
-        fits = max(1, CPU_BUDGET // cost)
-        size = rows if device.type != "cpu" else min(rows, 1 << (fits.bit_length() - 1))
+        size = rows
+        if device.type == "cpu" or runtime.shard:
+            fits = max(1, _budget(device) // cost)
+            size = min(rows, 1 << (fits.bit_length() - 1))
         over_the_batch = has_running_norms(model)
         if over_the_batch and size < rows:
             raise DpnError(
@@ -55,6 +59,14 @@ class MicroBatch:
                 "--set text.grad_checkpointing=true), a smaller --arch or --image-size, or another --device"
             )
         self.size = math.ceil(self.size / 2)
+
+
+def _budget(device: torch.device) -> int:
+    """Return the bytes that activations may take: on a GPU half of what is free on the rank with the least."""
+    if device.type == "cpu":
+        return CPU_BUDGET
+    free, _ = torch.cuda.mem_get_info(device)
+    return -distributed.max_over_ranks(-(free // 2))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

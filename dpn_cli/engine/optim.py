@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from timm.optim import SGDW
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from dpn_cli.engine.shards import local
 from dpn_cli.recipe.schema import Optim, Schedule
+from dpn_cli.run import distributed
 
 # Weights that big_vision does not call "/kernel", although they have more than one axis.
 NO_KERNEL = ("pos_embed", "cls_token", "positional_embedding", "token_embedding.weight")
@@ -95,7 +98,9 @@ def build_optimizer(parameters: Iterable[tuple[str, nn.Parameter]], optim: Optim
     if decay and optim.decay_unit != "gradient":
         optimizer: torch.optim.Optimizer = SGDW(groups, lr=lr, momentum=optim.momentum)  # torch's SGD couples it
         return optimizer
-    return torch.optim.SGD(groups, lr=lr, momentum=optim.momentum, fused=True)
+    # torch has no fused step for gradients in parts.
+    fused = not any(isinstance(parameter, DTensor) for _, parameter in trainable)
+    return torch.optim.SGD(groups, lr=lr, momentum=optim.momentum, fused=fused)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -113,13 +118,23 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None, n
     big_vision divides by the norm itself; torch adds 1e-6 to it first, which is taken off here.
     """
     trainable = [parameter for parameter in parameters if parameter.grad is not None]
-    if norms is None:
-        norm = nn.utils.get_total_norm([parameter.grad for parameter in trainable if parameter.grad is not None])
-    else:
-        norm = torch.linalg.vector_norm(norms)
+    gradients = [parameter.grad for parameter in trainable if parameter.grad is not None]
+    if norms is None and any(isinstance(gradient, DTensor) for gradient in gradients):
+        norms = gradient_norms(gradients)
+    norm = nn.utils.get_total_norm(gradients) if norms is None else torch.linalg.vector_norm(norms)
     if max_norm is not None:
         nn.utils.clip_grads_with_norm_(trainable, max_norm, norm - 1e-6)
     return norm
+
+
+def gradient_norms(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the norm of each gradient (gradients,), float32: over all ranks where each has a part of it."""
+    norms = torch.stack(torch._foreach_norm([local(gradient) for gradient in gradients])).float()
+    in_parts = [isinstance(gradient, DTensor) for gradient in gradients]
+    if not any(in_parts):
+        return norms
+    over_ranks = distributed.reduce_over_ranks(norms.square()).sqrt()
+    return torch.where(torch.tensor(in_parts, device=norms.device), over_ranks, norms)
 
 
 class Bfloat16State(torch.optim.Optimizer):

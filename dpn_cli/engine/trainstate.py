@@ -7,27 +7,37 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
+from dpn_cli.engine.shards import local
+from dpn_cli.run.checkpoints import Empty
 
-class Ema(ModelEmaV3):  # type: ignore[misc]  # timm has no types
-    """The exponential moving average of a network's weights.
 
-    The decay rises to `decay` as (1 + step) / (10 + step), TensorFlow's rule; timm's own warm-up rises otherwise.
+class Ema:
+    """The exponential moving average of a network's weights, by name; in parts where the network is in parts.
+
+    The decay rises to `decay` as (1 + step) / (10 + step), TensorFlow's rule. timm's average has another rule, and
+    copies the module, which torch's FSDP2 refuses.
     """
 
-    def get_decay(self, step: int | None = None) -> float:
-        """Return the decay in the update of `step`, counted from 0."""
-        assert step is not None
-        limit: float = self.decay
-        return min(limit, (1 + step) / (10 + step))
+    def __init__(self, network: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.average = {name: value.detach().clone() for name, value in network.state_dict().items()}
 
-    @property
-    def average(self) -> dict[str, Tensor]:
-        """The averaged weights by name."""
-        state: dict[str, Tensor] = self.module.state_dict()
-        return state
+    def get_decay(self, step: int) -> float:
+        """Return the decay in the update of `step`, counted from 0."""
+        return min(self.decay, (1 + step) / (10 + step))
+
+    @torch.no_grad()
+    def update(self, network: nn.Module, step: int) -> None:
+        """Move the average towards the network's weights; counts, which have no average, are copied."""
+        weights = network.state_dict()
+        pairs = [(local(value), local(weights[name])) for name, value in self.average.items()]
+        moved, targets = zip(*(pair for pair in pairs if pair[0].is_floating_point()), strict=True)
+        torch._foreach_lerp_(moved, targets, weight=1 - self.get_decay(step))
+        for value, target in pairs:
+            if not value.is_floating_point():
+                value.copy_(target)
 
     @contextmanager
     def applied(self, network: nn.Module) -> Iterator[None]:
@@ -50,6 +60,24 @@ def state_of(
         tensors.update({f"optim.{index}.{slot}": value for slot, value in slots.items() if isinstance(value, Tensor)})
     tensors.update({f"ema.{name}": value for name, value in (ema.average if ema else {}).items()})
     return tensors, state["param_groups"]
+
+
+def room_for(network: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None) -> Empty:
+    """Return what the tensors of `state_of` are read into, in parts where the network is in parts."""
+    kept: dict[str, Tensor] = {f"model.{name}": value for name, value in network.state_dict().items()}
+    kept |= {f"ema.{name}": value for name, value in (ema.average if ema else {}).items()}
+    parameters: list[Tensor] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def empty(name: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
+        if name in kept:
+            return kept[name].detach()
+        kind, _, rest = name.partition(".")
+        like: Tensor | None = parameters[int(rest.split(".")[0])] if kind == "optim" else None
+        if like is None or like.shape != size:  # a count of steps, or sums of norms
+            return torch.empty(size, dtype=dtype)
+        return torch.zeros_like(like, dtype=dtype)
+
+    return empty
 
 
 def evaluated_weights(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -75,4 +103,8 @@ def restore(
         if name.startswith("optim."):
             _, index, slot = name.split(".", 2)
             slots.setdefault(int(index), {})[slot] = value
+    fused = [group.get("fused") for group in optimizer.param_groups]
     optimizer.load_state_dict({"state": slots, "param_groups": state["groups"]})
+    for group, own in zip(optimizer.param_groups, fused, strict=True):
+        if "fused" in group:
+            group["fused"] = own  # of this network, which may be in parts where the saved one was not

@@ -230,6 +230,14 @@ class Runtime(Section):
     compile: Annotated[
         bool, flag("--compile/--no-compile", help="Compile the training step with torch.compile.", panel=RUNTIME)
     ] = False
+    shard: Annotated[
+        bool,
+        flag(
+            "--shard/--no-shard",
+            help="Spread weights, gradients and optimizer over torchrun's processes (FSDP2).",
+            panel=RUNTIME,
+        ),
+    ] = False
     micro_batch_size: Annotated[
         Positive | Literal["auto"],
         MICRO_BATCH_SIZE,

@@ -59,11 +59,13 @@ class World:
 
 
 @contextmanager
-def join(device: str, patience: timedelta | None = None) -> Iterator[World]:
+def join(device: str, patience: timedelta | None = None, *, shard: bool = False) -> Iterator[World]:
     """Join the ranks that torchrun started, or run alone. A nested call joins nothing again.
 
     `device` is ``"auto"`` or a torch device name, `patience` how long ranks wait for each other (torch's own default
-    without it). Raises `DpnError` when this machine lacks the device, and `WorkerError` when another rank ends early.
+    without it). Raises `DpnError` when this machine lacks the device, and where there are no ranks to `shard` a network
+    over (one that torchrun started is enough: others may have been lost). Raises `WorkerError` when another rank ends
+    early.
     """
     size, rank, local = (
         int(os.environ.get(name, default))
@@ -73,7 +75,12 @@ def join(device: str, patience: timedelta | None = None) -> Iterator[World]:
     chosen = _device(device, local)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    if size == 1:
+    if shard and not (dist.is_torchelastic_launched() or dist.is_initialized()):
+        raise DpnError(
+            "--shard: spreads a network over several processes, and this is one; start N of them with "
+            "'torchrun --no-python --nproc-per-node N dpn ...', or leave --shard out"
+        )
+    if size == 1 and not shard:
         yield World(0, 1, chosen)
         return
     if dist.is_initialized():
@@ -178,6 +185,25 @@ def from_all(value: ValueT) -> list[ValueT]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def on_all(compute: Callable[[], ValueT]) -> list[ValueT]:
+    """Return on every rank what each of them computes, in their order; what stops one stops all."""
+    value, problem = None, None
+    try:
+        value = compute()
+    except DpnError as error:
+        problem = error
+    outcomes = from_all((value, problem))
+    for _, stopped in outcomes:
+        if stopped is not None:
+            raise stopped
+    return [cast(ValueT, computed) for computed, _ in outcomes]
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def on_leader(world: World, compute: Callable[[], ValueT]) -> ValueT:

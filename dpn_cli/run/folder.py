@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import platform
-import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,16 +15,11 @@ from typing import Any
 
 import torch
 import yaml
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.run import kinds
 from dpn_cli.run.files import (
     clear_folder,
-    file_digest,
-    flush,
     is_leftover,
     make_folder,
     read_object,
@@ -240,66 +234,6 @@ class MetricsLog:
         if self.path.is_file():
             kept = [record for record in self.records() if stays(record)]
             replace_text(self.path, "".join(f"{json.dumps(record)}\n" for record in kept))
-
-
-class Checkpoints:
-    """``last`` and ``best`` of one training, each a folder that is renamed into place with its digest inside."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @property
-    def begun(self) -> bool:
-        """Whether there is a saved state from which the training continues."""
-        return any((self.path / name).is_dir() for name in ("last", "last.previous"))
-
-    def save(self, name: str, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Write tensors and plain values as `name`, and keep the state before it as ``name.previous``.
-
-        A saved state is readable at every moment of the save. Raises `SaveError`.
-        """
-        fresh, last, previous = (self.path / part for part in (f".{name}", name, f"{name}.previous"))
-        try:
-            shutil.rmtree(fresh, ignore_errors=True)
-            fresh.mkdir(parents=True)
-            data = fresh / "state.safetensors"
-            save_file(
-                {key: value.detach().cpu().contiguous() for key, value in tensors.items()},
-                data,
-                {"state": json.dumps(state)},
-            )
-            (fresh / "sha256").write_text(file_digest(data) + "\n", encoding="utf-8")
-            for path in (data, fresh / "sha256", fresh):
-                flush(path)
-            if last.is_dir():
-                shutil.rmtree(previous, ignore_errors=True)
-                last.rename(previous)
-            fresh.rename(last)
-            flush(self.path)
-        except (OSError, SafetensorError) as error:
-            shutil.rmtree(fresh, ignore_errors=True)
-            raise save_error(last, error) from error
-
-    def load(self, name: str, warn: Callable[[str], None]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Return the state that was saved last under `name`, or the one before it when that is damaged.
-
-        Returns None when nothing was saved. Raises `DataError` when all that was saved is damaged.
-        """
-        copies = [path for path in (self.path / name, self.path / f"{name}.previous") if path.is_dir()]
-        for path in copies:
-            data, digest = path / "state.safetensors", path / "sha256"
-            if data.is_file() and digest.is_file() and file_digest(data) == digest.read_text("utf-8").strip():
-                with safe_open(data, framework="pt") as file:
-                    tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-                    return tensors, json.loads(file.metadata()["state"])
-            warn(f"{path}: the checkpoint is damaged (its digest differs); trying the one before it")
-        if copies:
-            raise DataError(f"{self.path}: no checkpoint there is intact; delete it to start this training again")
-        return None
-
-    def clear(self) -> None:
-        """Delete all checkpoints of this training."""
-        shutil.rmtree(self.path, ignore_errors=True)
 
 
 def describe_device(device: torch.device) -> str:

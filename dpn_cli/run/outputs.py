@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.console import Tick
-from dpn_cli.run.folder import Checkpoints, MetricsLog
+from dpn_cli.run.folder import MetricsLog
 
 
 @dataclass(frozen=True)

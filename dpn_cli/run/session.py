@@ -22,10 +22,11 @@ from dpn_cli.recipe.schema import (
 from dpn_cli.recipe.sources import differences
 from dpn_cli.recipe.start import Place
 from dpn_cli.run import stopping
+from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.console import Console, Tick
 from dpn_cli.run.distributed import World, from_leader, join, lost_rank
 from dpn_cli.run.files import claimed, make_folder
-from dpn_cli.run.folder import Checkpoints, MetricsLog, RunFolder
+from dpn_cli.run.folder import MetricsLog, RunFolder
 from dpn_cli.run.kinds import Kind
 from dpn_cli.run.leases import LEASES, Leases, Unshared
 from dpn_cli.run.outputs import Outputs
@@ -130,7 +131,7 @@ def session(
     dry run does not create the folder. Raises `DpnError` and its subclasses.
     """
     path, how = place.folder or default, _how(place)
-    with stopping.listen(), join(runtime.device) as world, ExitStack() as claims:
+    with stopping.listen(), join(runtime.device, shard=runtime.shard) as world, ExitStack() as claims:
         if isinstance(runtime.micro_batch_size, int):
             world = replace(world, grain=runtime.micro_batch_size)
         precision = runtime.precision_on(world.device.type)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TypeVar
 
 from dpn_cli.recipe.network import BackboneConfig
+from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.console import Console
-from dpn_cli.run.folder import Checkpoints
 from dpn_cli.weights.backbone import LoadReport
 from dpn_cli.weights.inferred import config_of
 from dpn_cli.weights.sources import open_checkpoint

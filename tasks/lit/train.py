@@ -17,10 +17,11 @@ from dpn_cli.data.trained_on import record
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.run import distributed
+from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.console import Console, several
 from dpn_cli.run.distributed import World
 from dpn_cli.run.files import file_digest
-from dpn_cli.run.folder import Checkpoints, RunFolder, describe_device
+from dpn_cli.run.folder import RunFolder, describe_device
 from dpn_cli.run.kinds import DIGEST, resolve
 from dpn_cli.run.sanity import result_warning
 from dpn_cli.run.session import Session

@@ -15,9 +15,10 @@ from dpn_cli.errors import DataError, DpnError
 from dpn_cli.model.freeze import freeze
 from dpn_cli.recipe.training import of_two_steps
 from dpn_cli.run import distributed
+from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.console import Console, several
 from dpn_cli.run.distributed import World
-from dpn_cli.run.folder import Checkpoints, RunFolder, describe_device
+from dpn_cli.run.folder import RunFolder, describe_device
 from dpn_cli.run.kinds import DIGEST
 from dpn_cli.run.sanity import result_warning
 from dpn_cli.run.session import Session

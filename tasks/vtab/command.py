@@ -13,9 +13,9 @@ from dpn_cli.errors import DpnError
 from dpn_cli.recipe.compare import spoken
 from dpn_cli.recipe.layers import two_steps
 from dpn_cli.recipe.start import Place
+from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.console import Console, several
 from dpn_cli.run.distributed import from_leader
-from dpn_cli.run.folder import Checkpoints
 from dpn_cli.run.session import Session, run_name, session
 from dpn_cli.weights.origin import with_own_stem
 from tasks.vtab.cells import Cell

@@ -14,8 +14,8 @@ from dpn_cli.data.decoded import folder_on_this_machine
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import NonFiniteError, OutOfMemoryError
 from dpn_cli.run import distributed
+from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.files import replace_json
-from dpn_cli.run.folder import Checkpoints
 from dpn_cli.run.leases import Unshared
 from dpn_cli.run.sanity import class_floors, result_warning
 from dpn_cli.run.session import Session

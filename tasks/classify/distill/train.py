@@ -19,8 +19,9 @@ from dpn_cli.model.freeze import POSITIONS, STEM, train_only
 from dpn_cli.recipe.layers import counted
 from dpn_cli.recipe.training import of_two_steps
 from dpn_cli.run import distributed
+from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.files import read_object, replace_json, replace_text
-from dpn_cli.run.folder import LOST, Checkpoints, MetricsLog
+from dpn_cli.run.folder import LOST, MetricsLog
 from dpn_cli.run.kinds import DIGEST, KEY, WEIGHTS
 from dpn_cli.run.session import Session
 from dpn_cli.weights.backbone import Backbone, export_backbone
