@@ -45,7 +45,7 @@ MUTATIONS = [
     (SLURM, "node.save_and_end(self.process, signal.SIGUSR1)", "pass", "a job that is preempted cannot save its state", E),
     (NODE, "{path.stat().st_size}", "", "a node with other files at the same names is taken", E),
     (NODE, "os.waitid(", "(lambda *_: None)(", "a job is queued again before its state is saved", E),
-    (RAY, '"max_retries": AGAIN, ', '"max_retries": 0, ', "the work of a lost node is not done", E),
+    (RAY, "and self._lost < AGAIN", "and False", "the work of a lost node is not done", E),
     ("dpn_cli/data/decoded.py", "        if not rest.is_file():\n", "        if True:\n", "every process decodes for itself", S),
     ("tasks/vtab/sweep.py", "        shutil.rmtree(pixels, ignore_errors=True)\n", "        pass\n", "shared pixels stay behind", S),
 ]  # fmt: skip

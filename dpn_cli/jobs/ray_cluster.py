@@ -24,26 +24,19 @@ ADDRESS = "address"
 PATIENCE = 10.0
 
 
-class _StoppedNodeError(Exception):
-    """The node is being taken away; the work has saved its state."""
-
-
 def _work(line: tuple[str, ...], log: str, folder: str) -> int:
     """Run a command line on a node and return its exit code."""
     with Path(log).open("ab") as file:
         process = node.start(line, file, folder)
         try:
-            code = process.wait()
+            return process.wait()
         except KeyboardInterrupt:  # how Ray cancels
             node.save_and_end(process, signal.SIGTERM)
             raise
-    if code == StoppedError(signal.SIGTERM).exit_code:
-        raise _StoppedNodeError
-    return code
 
 
 class RayCluster:
-    """Runs up to `slots` command lines at once. Ray finds nodes for them, and starts those of lost nodes elsewhere.
+    """Runs up to `slots` command lines at once. Ray finds nodes for them; those of lost nodes begin again elsewhere.
 
     Args:
         slots: how many at once.
@@ -60,14 +53,13 @@ class RayCluster:
         self._connect(options.pop(ADDRESS, None))
         gpus = float(ray.cluster_resources().get("GPU", 0) > 0)  # type: ignore[no-untyped-call]
         try:
-            self._task = ray.remote(_work).options(
-                **{"num_cpus": 1, "num_gpus": gpus, "max_retries": AGAIN, "retry_exceptions": [_StoppedNodeError]}
-                | options
-            )
+            how = {"num_cpus": 1, "num_gpus": gpus, "max_retries": 0} | options
+            self._task = ray.remote(_work).options(**how)
         except (TypeError, ValueError) as error:
             raise DpnError(f"--resources {' '.join(options)}: {' '.join(str(error).split())}") from error
         self._check_nodes(sources)
-        self._running: dict[Any, str] = {}
+        self._running: dict[Any, Work] = {}
+        self._lost = 0
 
     def log_of(self, name: str) -> Path:
         """Return the file that holds what a process prints."""
@@ -76,14 +68,21 @@ class RayCluster:
     def start(self, work: Work, slot: int) -> None:
         """Begin to run work; Ray chooses where."""
         self.logs.mkdir(parents=True, exist_ok=True)
-        log = self.log_of(work.name)
-        log.write_bytes(b"")
-        self._running[self._task.remote(work.line, str(log), str(Path.cwd()))] = work.name
+        self.log_of(work.name).write_bytes(b"")
+        self._submit(work)
 
     def ended(self, seconds: float) -> list[tuple[str, int]]:
         """Return names and exit codes of work that has ended, as soon as there is any or the time has passed."""
         done, _ = ray.wait(list(self._running), num_returns=1, timeout=seconds)
-        return [(self._running.pop(reference), self._code(reference)) for reference in done]
+        codes = []
+        for reference in done:
+            work, code = self._running.pop(reference), self._code(reference)
+            if code == StoppedError(signal.SIGTERM).exit_code and self._lost < AGAIN:
+                self._lost += 1
+                self._submit(work)
+            else:
+                codes.append((work.name, code))
+        return codes
 
     def stop(self) -> None:
         """Tell all work to save its state and to end, and wait for it."""
@@ -95,11 +94,17 @@ class RayCluster:
         """Leave the cluster."""
         ray.shutdown()
 
+    def _submit(self, work: Work) -> None:
+        self._running[self._task.remote(work.line, str(self.log_of(work.name)), str(Path.cwd()))] = work
+
     def _code(self, reference: Any) -> int:
+        """Return the exit code of work; that of work that was stopped when its node is lost."""
         try:
             return int(ray.get(reference))
-        except ray.exceptions.RayError as error:
-            raise DpnError(f"--engine ray: {' '.join(str(error).split())}") from error
+        except ray.exceptions.RayTaskError as error:
+            raise DpnError(f"--engine ray: {str(error).strip().splitlines()[-1]}") from error
+        except ray.exceptions.RayError:
+            return StoppedError(signal.SIGTERM).exit_code
 
     def _connect(self, address: str | None) -> None:
         how: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "include_dashboard": False}
