@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from scipy.special import stdtrit
-
 
 @dataclass(frozen=True)
 class Summary:
@@ -54,6 +52,8 @@ def summarize(values: Sequence[float], within: tuple[float, float] = (-math.inf,
     stderr = stdev(values) / math.sqrt(n)
     if math.isclose(min(values), max(values), rel_tol=ROUNDING, abs_tol=ROUNDING):
         return Summary(tuple(values), mean, 0.0, None)
+    from scipy.special import stdtrit  # which takes longer to load than all that help needs
+
     reach = float(stdtrit(n - 1, 0.975)) * stderr
     low, high = within
     return Summary(tuple(values), mean, stderr, (max(low, mean - reach), min(high, mean + reach)))

@@ -17,10 +17,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import run_ranks
 from programs import ROOT, environment, run_program
 from test_cli import run
-from test_distributed import main
+from test_distributed import spawn
 
 from dpn_cli.commands import doctor
 from dpn_cli.doctor import apart, devices, machine, packages, places, ranks
@@ -256,7 +255,7 @@ def _meet(world: World, folder: Path) -> None:
 
 
 def test_ranks_tell_each_other_their_versions_and_findings(tmp_path: Path) -> None:
-    run_ranks(main, str(tmp_path), _meet)
+    spawn(_meet, tmp_path)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert [row[:2] for row in first] == [row[:2] for row in second]
     (met, unlike, told) = first
