@@ -447,7 +447,7 @@ def test_every_task_trains_with_the_decoder_that_its_run_began_with(
 ) -> None:
     begun: list[str] = []
 
-    def note(run: Session[Any]) -> Any:
+    def note(run: Session[Any], *_: Any) -> Any:
         begun.append(run.recipe.data.decode)
         raise DpnError("enough")
 

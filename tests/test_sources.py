@@ -274,7 +274,7 @@ def test_precision_is_that_of_the_runs_device(
     precision: str, device: str, listed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = recipe_of("vtab", runtime={"precision": precision})
-    monkeypatch.setattr(sessions, "join", lambda name: nullcontext(World(0, 1, torch.device(device))))
+    monkeypatch.setattr(sessions, "join", lambda name, shard=False: nullcontext(World(0, 1, torch.device(device))))
     place = Place(tmp_path / "run")
     with sessions.session(recipe, recipe.runtime, "sweep", place, tmp_path, Console(quiet=True)) as begun:
         assert ("runtime.precision: bf16 (paper: fp32)" in (begun.differs or ())) == listed
