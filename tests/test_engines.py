@@ -47,6 +47,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.skipif("DPN_TEST_RAY" not in os.environ, reason="a cluster of three nodes: set DPN_TEST_RAY")
 def test_a_ray_cluster_that_loses_a_node_does_the_sweep_of_one_process(alone: Path, tmp_path: Path) -> None:
     line = [*VTAB, *SHORT, "-o", str(tmp_path / "out"), "--engine", "ray", "--jobs", "3"]
     done = run_program([sys.executable, "-c", CLUSTER, str(tmp_path / "out"), *line], limit=LIMIT, cwd=tmp_path)
