@@ -227,6 +227,17 @@ def test_every_bit_of_a_small_file_counts(tmp_path: Path) -> None:
     assert missed == []
 
 
+def test_equal_contents_are_equal_files(tmp_path: Path) -> None:
+    metadata = {"kind": "network", "note": 'a "b" \\ c\t\x01é日\U0001f600', "eps": "1e-06", "act": "gelu"}
+    tensors = {"w": torch.arange(5.0), "b": torch.tensor(True)}
+    digests = {write_weights(tmp_path / str(number), tensors, metadata) for number in range(8)}
+    assert len(digests) == 1
+    found, described = read_weights(tmp_path / "0")
+    described.pop(KEY)
+    assert described == metadata
+    assert all(found[name].equal(value) for name, value in tensors.items())
+
+
 def test_files_without_checksums_still_load(files: dict[str, Path], tmp_path: Path) -> None:
     for kind in ("classifier", "segmenter", "towers"):
         with safe_open(files[kind], framework="pt") as file:

@@ -55,6 +55,7 @@ LISTS = (
     "pages",
     "inspect",
     "checks",
+    "faults",
 )
 BAR = 0.95
 # Which test has noticed which mutation before: it is tried first.

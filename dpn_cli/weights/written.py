@@ -31,6 +31,19 @@ def save_weights(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
     state = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     described = {name: text for name, text in metadata.items() if name != KEY}
     save_file(state, path, {**described, KEY: json.dumps(_checksums(state, described))})
+    _sort_metadata(path)
+
+
+def _sort_metadata(path: Path) -> None:
+    """Put the metadata of a file in order, so that equal contents are equal files: safetensors writes any order."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")  # of the header: JSON, padded with spaces
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        content = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode().ljust(size)
+        assert len(content) == size
+        file.seek(8)
+        file.write(content)
 
 
 def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
