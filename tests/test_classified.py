@@ -17,13 +17,13 @@ from dpn_cli.data.classified import (
     ClassFolders,
     ImageSource,
     Part,
-    describe_imagenet,
     hash_order,
     hold_out,
     minival_size,
     open_class_data,
     open_split,
 )
+from dpn_cli.data.imagenet import describe_imagenet
 from dpn_cli.data.labelled import fingerprint
 from dpn_cli.data.shards import Shards, expand
 from dpn_cli.errors import DataError

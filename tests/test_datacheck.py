@@ -20,9 +20,10 @@ from test_highres import small, train
 
 from dpn_cli.commands.datacheck import CHECKS
 from dpn_cli.data import classified, examine, loading
-from dpn_cli.data.classified import ClassFolders, imagenet_folders
+from dpn_cli.data.classified import ClassFolders
 from dpn_cli.data.examine import Examined, same_pictures, see_picture, storage_of
 from dpn_cli.data.faults import fault, gathering
+from dpn_cli.data.imagenet import imagenet_folders
 from dpn_cli.errors import DataError, StoppedError
 from dpn_cli.run import stopping
 from dpn_cli.run.folder import RunFolder

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import pictures
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from dpn_cli.data.classified import ClassFolders
 from dpn_cli.data.loader import Augmentation, Steps, crop_batches
+from dpn_cli.data.order import ShardOrder
 from dpn_cli.engine.fit import Batch
 from dpn_cli.errors import DataError, DpnError, StoppedError
 from dpn_cli.recipe.reading import build, merge, read_recipe
@@ -90,14 +92,17 @@ def shards(cache: TargetCache | Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*.npy")}
 
 
-def test_cached_targets_give_the_teachers_loss(split: ClassFolders, fill: Callable[..., TargetCache]) -> None:
+@pytest.mark.parametrize("order", [None, ShardOrder(np.arange(15) // 5, 6, 0, 2)], ids=["images", "shards"])
+def test_cached_targets_give_the_teachers_loss(
+    order: ShardOrder | None, split: ClassFolders, fill: Callable[..., TargetCache]
+) -> None:
     cache, recipe = fill(), recipe_of()
     student = load_backbone("nano/8", stem="dpn", image_size=SIZE, num_classes=3, seed=2).eval()
     observed, looks = Observed(student, recipe.losses, [0, 1]), Looks(recipe)
     deviations = {name: torch.full((shape[1],), 0.7) for name, shape in cache.shapes.items() if "tokens" in name}
     live, kept = (Distance(of, student, recipe.losses, deviations, "softmax") for of in (looks, kept_targets))
-    batches = crop_batches(split, augmentation_of(recipe, SIZE), 6, recipe.seed, ALONE, workers=0)
-    for batch in itertools.islice(cache.joined(batches)(3), 4):
+    batches = crop_batches(split, augmentation_of(recipe, SIZE), 6, recipe.seed, ALONE, workers=0, order=order)
+    for batch in itertools.islice(cache.joined(batches, order)(3), 4):
         now, stored = looks(batch), kept_targets(batch)
         assert stored.keys() == now.keys()
         for name, value in now.items():

@@ -41,6 +41,7 @@ LISTS = (
     "core",
     "norms",
     "data",
+    "remote",
     "checkpoints",
     "readers",
     "classify",

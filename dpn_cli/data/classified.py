@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ from PIL import Image
 from dpn_cli.data.cifar import Cifar, find_cifar
 from dpn_cli.data.faults import fault
 from dpn_cli.data.labelled import MOST_CLASSES, HubSplit, Images, Labelled, SceneSplit, number_names
+from dpn_cli.data.order import Sharded
 from dpn_cli.data.pack import Packed, is_pack, read_manifest
 from dpn_cli.data.reading import SUFFIXES, USUAL, Reading, find_files, open_image
 from dpn_cli.data.remote import RemotePath, folder_of
@@ -29,7 +29,6 @@ from dpn_cli.recipe.stores import is_hub, is_shards
 MINIVAL_SHARE, MINIVAL_MOST_SHARE = 0.01, 0.1
 MINIVAL_WATCHES, MINIVAL_CHOOSES = 50, 500
 SPLITS = ("train", "val", "test")
-IMAGENET_IMAGES = 1_281_167, 50_000
 # The demo task of the built-in scenes, and the scene numbers of every split. Pre-training has its own scenes, which no
 # other task trains or tests on.
 DEMO: dict[str, tuple[str, dict[str, tuple[int, int]]]] = {
@@ -99,6 +98,11 @@ class Part(Images):
         self.whole, self.rows, self.reading = whole, list(rows), whole.reading
         self.labels: Sequence[int] = [whole.labels[row] for row in self.rows]
         self.sizes: Sequence[int] = [whole.sizes[row] for row in self.rows]
+
+    @property
+    def shards(self) -> Sharded | None:
+        """Which shard of the whole split each image is in."""
+        return self.whole.shards.only(self.rows) if self.whole.shards else None
 
     def where(self, index: int) -> str:
         """Name the place of an image in the whole split."""
@@ -320,28 +324,4 @@ def check_classes(source: ImageSource, train: Sequence[str], val: Sequence[str])
             f"--data {source.place}: training and validation have different classes: only in training: "
             f"{', '.join(missing[:5]) or 'none'}; only in validation: {', '.join(extra[:5]) or 'none'}"
         )
-    )
-
-
-@cache
-def imagenet_folders() -> tuple[str, ...]:
-    """Return the class folders of ImageNet-1k (n01440764, ...) in the official order."""
-    from timm.data import ImageNetInfo
-
-    return tuple(ImageNetInfo("imagenet-1k").label_names())
-
-
-def describe_imagenet(data: ClassData) -> str | None:
-    """Describe class folders of ImageNet-1k: complete or not, official order; None for other classes."""
-    official = imagenet_folders()
-    if not set(data.classes) <= set(official):
-        return None
-    if tuple(data.classes) != official:
-        return f"ImageNet class folders: {len(data.classes)} of 1000; numbers are not comparable with published ones"
-    train, val = len(data.train.labels) + len(data.minival.labels), len(data.val.labels)
-    if (train, val) == IMAGENET_IMAGES:
-        return f"ImageNet-1k: official class order, {train} + {val} images"
-    return (
-        f"ImageNet-1k class folders with {train} + {val} images, {IMAGENET_IMAGES[0]} + {IMAGENET_IMAGES[1]} are "
-        "official; numbers are not comparable with published ones"
     )

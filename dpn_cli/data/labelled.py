@@ -14,6 +14,7 @@ from PIL import Image
 
 from dpn_cli.data import scenes
 from dpn_cli.data.faults import fault
+from dpn_cli.data.order import Sharded
 from dpn_cli.data.reading import FAILURES, USUAL, Pixels, Reading, decode, file_size, open_image, unreadable
 from dpn_cli.errors import DataError, PictureError
 from dpn_cli.weights.hub import offline
@@ -34,6 +35,10 @@ class Labelled(Protocol):
     @property
     def sizes(self) -> Sequence[int]:
         """The encoded size of every image in bytes."""
+
+    @property
+    def shards(self) -> Sharded | None:
+        """Which file each image is in, where files hold many images; None for images in files of their own."""
 
     def where(self, index: int) -> str:
         """Name the place of an image for messages: file and line, or data set and row."""
@@ -82,6 +87,11 @@ class Images(ABC):
     """Base of the kinds of labelled images: decodes opened images with the options in `reading`."""
 
     reading: Reading = USUAL
+
+    @property
+    def shards(self) -> Sharded | None:
+        """Which file each image is in; None for images in files of their own."""
+        return None
 
     @abstractmethod
     def open(self, index: int) -> Image.Image:

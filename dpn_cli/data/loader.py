@@ -21,6 +21,7 @@ from torch.utils.data import Dataset, Sampler
 from dpn_cli.data.augment import pipeline, seeded
 from dpn_cli.data.crops import Decode, Size, train_crop
 from dpn_cli.data.labelled import Labelled
+from dpn_cli.data.order import ShardOrder
 from dpn_cli.data.pixels import resize, rows_of_step
 from dpn_cli.data.randaugment import rand_augment
 from dpn_cli.data.reading import decode, decoder_of
@@ -145,7 +146,7 @@ class _Crops(Dataset[Loaded]):
 class Steps(Sampler[list[Item]]):
     """The items of this rank's share of every batch from a step on, without end.
 
-    `repeats` and `views` are those of `Augmentation`.
+    `repeats` and `views` are those of `Augmentation`. Without an `order`, images are shuffled all together.
     """
 
     def __init__(
@@ -157,16 +158,23 @@ class Steps(Sampler[list[Item]]):
         mine: Sequence[int],
         repeats: int = 1,
         views: int = 0,
+        order: ShardOrder | None = None,
     ) -> None:
         self.images, self.batch_size, self.seed, self.start = images, batch_size, seed, start
-        self.mine, self.repeats, self.views = mine, repeats, views
+        self.mine, self.repeats, self.views, self.order = mine, repeats, views, order
 
     def __iter__(self) -> Iterator[list[Item]]:
         step = self.start
         while True:
-            rows = rows_of_step(self.images, self.batch_size, self.seed, step, self.repeats).tolist()
+            rows = self._rows(step)
             yield [(*self._seeds(step, place, rows[place]), rows[place]) for place in self.mine]
             step += 1
+
+    def _rows(self, step: int) -> list[int]:
+        if self.order:
+            return self.order.rows(step)
+        rows: list[int] = rows_of_step(self.images, self.batch_size, self.seed, step, self.repeats).tolist()
+        return rows
 
     def _seeds(self, step: int, place: int, row: int) -> tuple[int, int]:
         epoch = (step * self.batch_size + place) // self.images
@@ -233,12 +241,14 @@ def crop_batches(
     workers: int,
     skip_bad: bool = False,
     on_skip: Callable[[int], None] = lambda count: None,
+    order: ShardOrder | None = None,
 ) -> Batches:
     """Return the engine's ``batches``: ``image`` (b, 3, h, w) uint8 and ``label`` (b,), this rank's rows.
 
     With random erasing, images are float32 in the network's input range. With mixup, batches also hold ``other_image``
-    and ``other_label``, the row of the global batch before each, and ``mix`` (b,), the share of the first. Raises
-    `DataError` naming the first unreadable image, unless `skip_bad` replaces it and calls `on_skip`.
+    and ``other_label``, the row of the global batch before each, and ``mix`` (b,), the share of the first. `order` is
+    that of the images, which are shuffled all together without one. Raises `DataError` naming the first unreadable
+    image, unless `skip_bad` replaces it and calls `on_skip`.
     """
     mine = places(batch_size, world, mirrored=augmentation.mirrored)
     if augmentation.mixup and world.size > 1:
@@ -246,7 +256,7 @@ def crop_batches(
 
     def batches(start: int) -> Generator[Batch, None, None]:
         repeats, views = augmentation.repeats, augmentation.views
-        steps = Steps(len(split.labels), batch_size, seed, start, mine, repeats, views)
+        steps = Steps(len(split.labels), batch_size, seed, start, mine, repeats, views, order)
         with closing(crops_of(split, augmentation, seed, steps, world.device, workers, skip_bad, on_skip)) as crops:
             for step, (images, labels) in enumerate(crops, start):
                 if augmentation.flip and not augmentation.one_by_one:

@@ -24,6 +24,7 @@ import numpy as np
 from PIL import Image
 
 from dpn_cli.data.labelled import Images, Labelled, fingerprint
+from dpn_cli.data.order import Sharded
 from dpn_cli.data.reading import Reading, decode, open_image
 from dpn_cli.data.remote import RemotePath, in_parallel
 from dpn_cli.data.shards import Shard, members
@@ -299,6 +300,11 @@ class Packed(Images):
         self.sizes: Sequence[int] = joined["sizes"].tolist()
         self.keys, self.crc32 = joined["keys"], joined["crc32"]
         self.shard, self.offsets = joined["shard"], joined["offsets"]
+
+    @property
+    def shards(self) -> Sharded:
+        """Which shard each picture is in."""
+        return Sharded(self.paths, self.shard)
 
     def where(self, index: int) -> str:
         """Name a picture's shard, and its name before it was packed."""

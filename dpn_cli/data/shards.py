@@ -15,11 +15,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 
+import numpy as np
 from PIL import Image
 
 from dpn_cli.data import remote
 from dpn_cli.data.faults import fault
 from dpn_cli.data.labelled import Images, number_names
+from dpn_cli.data.order import Sharded
 from dpn_cli.data.reading import SUFFIXES, open_image
 from dpn_cli.data.remote import RemotePath
 from dpn_cli.errors import DataError
@@ -102,6 +104,11 @@ class ShardPictures(Images):
                     self.names.append(f"{path.name}/{member.name}")
                     self.places.append((shard, member.offset, member.size))
         self.sizes: Sequence[int] = [size for _, _, size in self.places]
+
+    @property
+    def shards(self) -> Sharded:
+        """Which shard each picture is in."""
+        return Sharded(self.paths, np.array([shard for shard, _, _ in self.places], dtype=np.int64))
 
     @abstractmethod
     def take(self, path: Shard, member: Member) -> bool:

@@ -134,6 +134,21 @@ def refuse_unused(section: Section, name: str, keys: Sequence[str], reason: str)
             raise ValueError(f"{name}.{key}: {reason}; leave it at {shown}")
 
 
+class Drawn(Section):
+    """In which order training images are drawn."""
+
+    shuffle: Annotated[
+        Literal["images", "shards"],
+        flag(
+            "--shuffle",
+            help="images: training images are shuffled all together; shards: a few shards of a pack or webdataset at a "
+            "time, for data behind URLs that are larger than the cache.",
+            panel=DATA,
+        ),
+    ] = "images"
+    open_shards: Positive = 16
+
+
 class Pictures(Section):
     """How picture files are read: the decoder of JPEGs, and how many pixels a picture may have."""
 

@@ -6,8 +6,9 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from dpn_cli.data.classified import MINIVAL_CHOOSES, ClassData, Part, describe_imagenet, hash_order
+from dpn_cli.data.classified import MINIVAL_CHOOSES, ClassData, Part, hash_order
 from dpn_cli.data.crops import Size, small_size
+from dpn_cli.data.imagenet import describe_imagenet
 from dpn_cli.data.labelled import Labelled, fingerprint, rows_to_check
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError, DpnError

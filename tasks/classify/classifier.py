@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpn_cli.data.classified import imagenet_folders
 from dpn_cli.data.crops import Size, eval_crop
+from dpn_cli.data.imagenet import imagenet_folders
 from dpn_cli.data.pixels import Transform, resize
 from dpn_cli.data.reading import Decoder
 from dpn_cli.engine.losses import Loss

@@ -9,9 +9,10 @@ from typing import Any
 import open_clip
 from timm.data import ImageNetInfo
 
-from dpn_cli.data.classified import ClassData, Part, describe_imagenet, imagenet_folders
+from dpn_cli.data.classified import ClassData, Part
 from dpn_cli.data.faults import gathering
 from dpn_cli.data.findings import Findings
+from dpn_cli.data.imagenet import describe_imagenet, imagenet_folders
 from dpn_cli.data.labelled import Labelled
 from dpn_cli.data.loading import check_loading
 from dpn_cli.data.pack import Packed, read_manifest

@@ -20,6 +20,7 @@ from dpn_cli.recipe.schema import (
     VAL_FRACTION,
     Crop,
     DataPlace,
+    Drawn,
     Flip,
     ImageColumn,
     LabelColumn,
@@ -46,7 +47,7 @@ Policy = Annotated[
 ]
 
 
-class SupervisedData(Section):
+class SupervisedData(Drawn):
     """Where the images are, and how they become pixels."""
 
     source: Annotated[
@@ -142,6 +143,11 @@ class SupervisedRecipe(ComparedTraining):
             raise ValueError(
                 f"auto_augment ({self.auto_augment}) and randaugment.layers ({self.randaugment.layers}): one policy is "
                 "applied; leave one of them at null or 0"
+            )
+        if self.repeats > 1 and self.data.shuffle == "shards":
+            raise ValueError(
+                f"repeats ({self.repeats}): such epochs draw a share of all images; leave data.shuffle at images, or "
+                "repeats at 1"
             )
         if self.mixing == "big_vision" and self.cutmix:
             raise ValueError(f"cutmix ({self.cutmix:g}): timm's; set mixing to timm, or leave it at 0")

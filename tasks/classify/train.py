@@ -12,6 +12,7 @@ from dpn_cli.data.augment import mixed, mixup_of
 from dpn_cli.data.classified import ClassData
 from dpn_cli.data.labelled import Labelled
 from dpn_cli.data.loader import Augmentation, blend, crop_batches, worker_count
+from dpn_cli.data.order import order_of
 from dpn_cli.data.trained_on import record
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine.losses import LOSSES
@@ -155,7 +156,10 @@ def training_batches(
     recipe: SupervisedRecipe, model: Backbone, data: ClassData, world: World, **how: Any
 ) -> engine.Batches:
     """Return the engine's batches of a training; `how` are the loader's arguments."""
-    batches = crop_batches(data.train, augmentation_of(recipe, model), recipe.batch_size, recipe.seed, world, **how)
+    order = order_of(data.train, recipe.data, recipe.batch_size, recipe.seed)
+    batches = crop_batches(
+        data.train, augmentation_of(recipe, model), recipe.batch_size, recipe.seed, world, order=order, **how
+    )
     if recipe.mixing == "big_vision":
         return batches
     mixup = mixup_of(recipe.mixup, recipe.cutmix, recipe.label_smoothing, len(data.classes))

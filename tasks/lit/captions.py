@@ -16,6 +16,7 @@ from PIL import Image
 from dpn_cli.data import scenes
 from dpn_cli.data.faults import fault
 from dpn_cli.data.labelled import HubPictures, Images, SceneSplit
+from dpn_cli.data.order import Sharded
 from dpn_cli.data.reading import open_image
 from dpn_cli.data.remote import RemotePath
 from dpn_cli.data.shards import Member, Shard, ShardPictures
@@ -65,6 +66,11 @@ class Subset(Captioned):
         self.captions = [whole.captions[row] for row in self.rows]
         self.sizes = [whole.sizes[row] for row in self.rows]
         self.stamps = [whole.stamps[row] for row in self.rows]
+
+    @property
+    def shards(self) -> Sharded | None:
+        """Which shard of the whole set each image is in."""
+        return self.whole.shards.only(self.rows) if self.whole.shards else None
 
     def key(self, index: int) -> str:
         """Return an image's name inside the data set."""

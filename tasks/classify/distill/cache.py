@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dpn_cli.data.labelled import Labelled, fingerprint
 from dpn_cli.data.loader import Steps, crops_of, places, worker_count
+from dpn_cli.data.order import ShardOrder
 from dpn_cli.data.pixels import to_device
 from dpn_cli.engine.fit import Batch, Batches
 from dpn_cli.errors import DataError, DpnError
@@ -173,13 +174,16 @@ class TargetCache:
         distributed.barrier()
         self.filled = True
 
-    def joined(self, batches: Batches) -> Batches:
-        """Return `batches`, which hold views of this cache, with the targets of each row; see `kept_targets`."""
+    def joined(self, batches: Batches, order: ShardOrder | None = None) -> Batches:
+        """Return `batches`, which hold views of this cache, with the targets of each row; see `kept_targets`.
+
+        `order` is that of the batches.
+        """
         recipe, world, pictures = self.recipe, self.world, len(self.pictures.labels)
         mine, sizes = places(recipe.batch_size, world), [math.prod(shape) for shape in self.shapes.values()]
 
         def with_targets(start: int) -> Generator[Batch, None, None]:
-            steps = Steps(pictures, recipe.batch_size, recipe.seed, start, mine, views=self.views)
+            steps = Steps(pictures, recipe.batch_size, recipe.seed, start, mine, views=self.views, order=order)
             with closing(batches(start)) as stream:
                 for items, batch in zip(steps, stream, strict=False):
                     kept = to_device(self.read([view * pictures + row for view, row, _ in items]), world.device)

@@ -24,6 +24,7 @@ from dpn_cli.recipe.schema import (
     VAL_DATA,
     Crop,
     DataPlace,
+    Drawn,
     ImageColumn,
     LabelColumn,
     MaxPixels,
@@ -85,7 +86,7 @@ class Student(BackboneConfig):
         return self.start == "scratch" or self.arch is not None
 
 
-class DistillData(Section):
+class DistillData(Drawn):
     """Where the pictures are, and how they become pixels; labels are not looked at."""
 
     source: Annotated[

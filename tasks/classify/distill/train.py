@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dpn_cli.data.loader import crop_batches, worker_count
+from dpn_cli.data.order import order_of
 from dpn_cli.data.trained_on import record
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine.memory import MicroBatch
@@ -138,6 +139,7 @@ class Distillation:
         pairs = check_pair(recipe, self.teacher, student)
         observed = Observed(student.to(world.device), recipe.losses, [ours for ours, _ in pairs])
         observed.freeze_unseen()
+        order = order_of(self.pictures.train, recipe.data, recipe.batch_size, recipe.seed)
         batches = crop_batches(
             self.pictures.train,
             augmentation_of(recipe, student.config.image_size),
@@ -147,11 +149,12 @@ class Distillation:
             workers=0 if dry_run else worker_count(runtime.workers, world.device, world.here),
             skip_bad=recipe.data.skip_bad_images,
             on_skip=self.skipped.append,
+            order=order,
         )
         targets: Callable[[engine.Batch], Seen] = self._targets
         if self.cache and not dry_run:
             self.cache.fill()
-            batches, targets = self.cache.joined(batches), kept_targets
+            batches, targets = self.cache.joined(batches, order), kept_targets
         deviations = self._deviations() if recipe.losses.tokens else {}
         return observed, engine.Job.of(
             recipe,
