@@ -1,6 +1,7 @@
 """Breakages of checks before a run: (file, text, replacement, what it breaks, tests that should notice)."""
 
-D, C = "tests/test_doctor.py", "tests/test_datacheck.py"
+D, C, H = "tests/test_doctor.py", "tests/test_datacheck.py", "tests/test_rehearsal.py"
+REHEARSAL, COSTS = "dpn_cli/engine/rehearsal.py", "dpn_cli/commands/costs.py"
 DOCTOR, DATA = "dpn_cli/doctor/", "dpn_cli/data/"
 
 MUTATIONS = [
@@ -99,5 +100,89 @@ MUTATIONS = [
         "if count := 0:",
         "a check with problems ends with 0",
         C,
+    ),
+    (
+        REHEARSAL,
+        'super().load(f"{name}.previous", warn, empty)',
+        "super().load(name, warn, empty)",
+        "nothing is taken again after the load",
+        H,
+    ),
+    (REHEARSAL, "        _again(begin(), batch, scratch)\n", "", "what cannot be resumed is not noticed", H),
+    (REHEARSAL, "if not distance <= bound]", "if distance > bound + 1]", "a step that ends elsewhere is right", H),
+    (
+        REHEARSAL,
+        'and "loading state_dict" not in str(error)',
+        "",
+        "a state without some weights ends in a traceback",
+        H,
+    ),
+    (
+        REHEARSAL,
+        "return max(computing, loading / workers) if workers else computing + loading",
+        "return computing + loading",
+        "reading in other processes takes time",
+        H,
+    ),
+    (
+        REHEARSAL,
+        "return evaluations * sampled.during + sampled.end",
+        "return evaluations * sampled.during",
+        "the evaluation at the end takes no time",
+        H,
+    ),
+    (
+        REHEARSAL,
+        "evaluations = -(-job.schedule.steps // every) if every",
+        "evaluations = job.schedule.steps // every if every",
+        "an evaluation after the last step is not counted",
+        H,
+    ),
+    (
+        REHEARSAL,
+        "STATES + (BEST_STATES if job.evaluate_every and job.keep_best else 0)",
+        "STATES",
+        "the best state takes no space",
+        H,
+    ),
+    (
+        REHEARSAL,
+        "            shutil.rmtree(path, ignore_errors=True)\n",
+        "            pass\n",
+        "states of a dry run stay on the disk",
+        H,
+    ),
+    (
+        REHEARSAL,
+        '            CLEAR.write_text("5")',
+        "            pass",
+        "a peak of memory is that of what was there before",
+        H,
+    ),
+    (
+        "dpn_cli/recipe/cost.py",
+        "sum(cost.kept + cost.cached for cost in costs) + max(",
+        "sum(cost.kept + cost.cached for cost in costs) + 0 * max(",
+        "states of a training take no space",
+        H,
+    ),
+    ("dpn_cli/recipe/cost.py", "kept=count * self.kept", "kept=self.kept", "weights of further seeds take no space", H),
+    (COSTS, "if needed > free + held:", "if False:", "a disk that is too small is found by the run", H),
+    (COSTS, "if needed > free + held:", "if needed > free:", "what a run has written already has to be free again", H),
+    ("dpn_cli/commands/comparison.py", "cost.times(seeds)", "cost", "seeds take no time", H),
+    (
+        "dpn_cli/run/session.py",
+        "stopping.NOTHING_KEPT if place.dry_run else RESUME",
+        "RESUME",
+        "a stopped dry run says that it can be resumed",
+        H,
+    ),
+    ("tasks/classify/rehearsal.py", "end=len(data.val.labels)", "end=0", "validation of a classifier takes no time", H),
+    (
+        "tasks/classify/common.py",
+        "steps = sum(each.schedule.steps for each in counted)",
+        "steps = counted[-1].schedule.steps",
+        "only the last training of a sweep takes time",
+        H,
     ),
 ]

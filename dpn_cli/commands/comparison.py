@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -18,10 +18,11 @@ from dpn_cli.jobs.joining import backend_for
 from dpn_cli.jobs.processes import LOGS, last_error
 from dpn_cli.jobs.scheduler import Work, run_all
 from dpn_cli.recipe.compare import ComparedTraining, spoken
+from dpn_cli.recipe.cost import Cost
 from dpn_cli.recipe.reading import dump
 from dpn_cli.recipe.start import Place
 from dpn_cli.run import stopping
-from dpn_cli.run.console import Console, several
+from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import from_leader
 from dpn_cli.run.files import read_object, replace_json, replace_text
 from dpn_cli.run.folder import describe_device
@@ -68,10 +69,7 @@ class SideBySide:
         with session(recipe, recipe.runtime, "comparison", place, self._folder(recipe, runs), console) as begun:
             firsts = [run for run in runs if run.seed == runs[0].seed]
             if place.dry_run:
-                for run in firsts:
-                    console.info(f"{run.label}:")
-                    self.trainer.run(run.recipe, place, console)
-                console.info(f"dry run passed: {several(len(runs), 'training')} of {several(len(firsts), 'network')}")
+                self._rehearse(firsts, len(runs) // len(firsts), place, console)
                 return None
             result = begun.folder.result if _complete(begun.folder.path, runs) else None
             if result is None:
@@ -84,6 +82,16 @@ class SideBySide:
                     return None
                 result = self._train(begun, runs, failed)
             return result if begun.world.leads else None
+
+    def _rehearse(self, firsts: Sequence[_Run], seeds: int, place: Place, console: Console) -> None:
+        """Tell what the trainings of each network take, of which one is rehearsed: seeds make no difference to that."""
+        for run in firsts:
+            console.info(f"{spoken(run.network)}:")
+            costs = list[Cost]()
+            _forget_compiled(run)
+            self.trainer.run(run.recipe, replace(place, costed=costs.append), console)
+            for cost in costs:
+                place.costed(replace(cost.times(seeds), name=run.network))
 
     def cells(self, recipe: ComparedTraining) -> list[str]:
         """Return what the numbers of ``--cell`` stand for."""

@@ -14,9 +14,11 @@ from typing import Annotated, Any, Literal, Protocol, cast
 import typer
 
 from dpn_cli.commands import one_line_errors
+from dpn_cli.commands.costs import tell_costs
 from dpn_cli.commands.flags import Variant, default_of, given_flags, keys_of, option_names, parameter_of, with_signature
 from dpn_cli.errors import DpnError, SweepError
 from dpn_cli.recipe.compare import ComparedTraining, Comparison
+from dpn_cli.recipe.cost import Cost
 from dpn_cli.recipe.flag import OUTPUT, RUNTIME
 from dpn_cli.recipe.layers import over_shipped
 from dpn_cli.recipe.reading import Plain, Say, build, dump, from_settings, merge, read_recipe
@@ -128,10 +130,10 @@ def add(app: typer.Typer, name: str, training: Training) -> None:
                     print(f"{number}\t{name}")
                 return
             given = training.given(arguments)
-            folders: list[Path] = []
-            result = trainer.run(
-                recipe, Place(arguments["output_dir"], **how, opened=folders.append, given=given), console
-            )
+            folders, costs = list[Path](), list[Cost]()
+            place = Place(arguments["output_dir"], **how, opened=folders.append, costed=costs.append, given=given)
+            result = trainer.run(recipe, place, console)
+            tell_costs(costs, folders[0], console, as_json=arguments["json"])
             if result is None:
                 return
             if arguments["json"]:
@@ -300,7 +302,8 @@ OUTPUT_OPTIONS = (
     switch(
         "dry_run",
         "--dry-run",
-        help="Check the data, train two steps, keep nothing, and say how many hours the whole run takes here.",
+        help="Check the data, train a few steps on one batch, evaluate, save, resume, keep nothing, and print what the "
+        "whole run takes here: memory, seconds per step, hours, disk.",
     ),
     switch("no_report", "--no-report", help=NO_PAGE),
     *PRINTING,

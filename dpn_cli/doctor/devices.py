@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dpn_cli.doctor.finding import Finding
-from dpn_cli.doctor.machine import gigabytes
 from dpn_cli.doctor.packages import TOGETHER, first_line, installed
+from dpn_cli.run.console import gigabytes
 
 # Files that the driver of NVIDIA's GPUs makes.
 DRIVER = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"))

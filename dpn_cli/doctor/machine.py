@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dpn_cli.doctor.finding import Finding
+from dpn_cli.run.console import gigabytes
 from dpn_cli.run.cores import SHARED, cores, shared_memory
 
 GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -26,11 +27,6 @@ def machine() -> Iterator[Finding]:
     yield _memory()
     yield _shared_memory()
     yield _open_files()
-
-
-def gigabytes(count: float) -> str:
-    """Return a number of bytes in GB, or in MB below one of them."""
-    return f"{count / 1e6:.0f} MB" if count < 1e9 else f"{count / 1e9:.1f} GB"
 
 
 def _cores() -> Finding:

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dpn_cli.doctor.finding import Finding
-from dpn_cli.doctor.machine import gigabytes
 from dpn_cli.recipe.home import UNPACKED, find_data, home
-from dpn_cli.run.console import several
+from dpn_cli.run.console import gigabytes, several
 
 # A run of ViT-B/16 keeps five states of 1.4 GB while it trains.
 LEAST_DISK = 10e9

@@ -9,6 +9,7 @@ from typing import Literal, TypeVar
 
 from dpn_cli.arch import check_image_size, parse_arch
 from dpn_cli.errors import DpnError
+from dpn_cli.recipe.cost import Cost
 from dpn_cli.recipe.home import find_weights, home
 from dpn_cli.recipe.network import BackboneConfig
 
@@ -25,8 +26,9 @@ RESUME = "Continue the run in the output folder; start one if there is none."
 class Place:
     """The folder of a run (None: one named after the task and the network), and what happens to a run that is there.
 
-    With `dry_run` there is no folder; else `opened` is told which one it is. Of several trainings `jobs` run at once,
-    started by an `engine` with `resources` for each.
+    `opened` is told which folder it is. With `dry_run` nothing is written there, and `costed` is told what the
+    trainings of each network take. Of several trainings `jobs` run at once, started by an `engine` with `resources` for
+    each.
     With `join` the process works on a run along with others; `cell` is the number of its part, None for all.
     `given` are the recipe keys that the command gave; None where that is not known. `check` is called after every step,
     and ends the run where it raises.
@@ -37,6 +39,7 @@ class Place:
     overwrite: bool = False
     dry_run: bool = False
     opened: Callable[[Path], object] = lambda folder: None
+    costed: Callable[[Cost], object] = lambda cost: None
     jobs: int = 1
     engine: Literal["local", "ray", "slurm"] = "local"
     resources: Sequence[tuple[str, object]] = ()

@@ -102,6 +102,11 @@ def several(count: int, noun: str) -> str:
     return f"{count} {noun if count == 1 else plural}"
 
 
+def gigabytes(count: float) -> str:
+    """Return a number of bytes in GB, or in MB below one of them."""
+    return f"{count / 1e6:.0f} MB" if count < 1e9 else f"{count / 1e9:.1f} GB"
+
+
 def sparkline(values: Iterable[float]) -> str:
     """Return numbers as a row of blocks, the lowest at the bottom and the highest at the top."""
     drawn = list(values)

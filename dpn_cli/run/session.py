@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
-from dpn_cli.errors import DpnError, StoppedError
+from dpn_cli.errors import RESUME, DpnError, StoppedError
 from dpn_cli.recipe.network import BackboneConfig
 from dpn_cli.recipe.schema import (
     Recipe,
@@ -131,11 +131,13 @@ def session(
     dry run does not create the folder. Raises `DpnError` and its subclasses.
     """
     path, how = place.folder or default, _how(place)
-    with stopping.listen(), join(runtime.device, shard=runtime.shard) as world, ExitStack() as claims:
+    kept = stopping.NOTHING_KEPT if place.dry_run else RESUME
+    with stopping.listen(kept), join(runtime.device, shard=runtime.shard) as world, ExitStack() as claims:
         if isinstance(runtime.micro_batch_size, int):
             world = replace(world, grain=runtime.micro_batch_size)
         precision = runtime.precision_on(world.device.type)
         if place.dry_run:
+            place.opened(path)
             yield Session(recipe, RunFolder(path), world, console, _compared(recipe, precision, console))
             return
         if place.shared and world.size > 1:

@@ -11,8 +11,9 @@ from dpn_cli.errors import RESUME, StoppedError, WorkerError
 from dpn_cli.run import distributed
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)
-# Endings of the message about stopped work that has no --resume: evaluations, and work that is saved in parts.
+# Endings of the message about stopped work that has no --resume: evaluations, dry runs, work saved in parts.
 NO_RESULT = "no result was written"
+NOTHING_KEPT = "a dry run keeps nothing"
 PARTS_KEPT = "finished parts are kept: run the same command again to continue"
 # Ending of the message about a run that could not save its state.
 LAST_SAVED = "run the same command with --resume to continue from the last saved state"

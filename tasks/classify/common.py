@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dpn_cli.data.classified import ClassData, ImageSource, open_class_data
 from dpn_cli.data.reading import Reading, decoder_of
-from dpn_cli.run.console import Console, several
-from dpn_cli.run.distributed import World
-from dpn_cli.run.session import run_name
+from dpn_cli.recipe.start import Place
+from dpn_cli.run.console import several
+from dpn_cli.run.session import Session, run_name
 from tasks.classify.check import check_batch, check_pictures
 from tasks.classify.fewshot import check_transfer, describe_accuracies, probing_of
 from tasks.classify.recipe import RecipeT, SupervisedRecipe, in_steps
-from tasks.classify.train import measure_step
+from tasks.classify.rehearsal import rehearse_training
 
 
 def open_data(recipe: SupervisedRecipe) -> ClassData:
@@ -40,21 +41,24 @@ def default_folder(recipe: SupervisedRecipe, task: str) -> Path:
     return Path("runs") / task / run_name(recipe.backbone)
 
 
-def dry_run(recipe: RecipeT, data: ClassData, trainings: Sequence[RecipeT], world: World, console: Console) -> None:
-    """Train two steps of the last of some trainings on the data, keeping nothing, and say what all of them take."""
+def dry_run(begun: Session[RecipeT], data: ClassData, trainings: Sequence[RecipeT], place: Place) -> None:
+    """Check the data, rehearse the last of some trainings on them, and tell what all of them take."""
+    recipe, world = begun.recipe, begun.world
     counted = [in_steps(each, len(data.train.labels)) for each in trainings]
     check_batch(recipe, world)
     if world.leads:
-        check_pictures(recipe, data, console)
+        check_pictures(recipe, data, begun.console)
     if options := probing_of(recipe):
         check_transfer(options)
-    seconds = measure_step(counted[-1], data, world, console)
-    steps = sum(each.schedule.steps for each in counted)
-    console.info(
-        f"dry run passed: {len(data.train.labels)} + {len(data.minival.labels)} + {len(data.val.labels)} images, "
-        f"{len(data.classes)} classes, {several(steps, 'step')} in {several(len(counted), 'training')} at "
-        f"{seconds:.3g} s a step: about {steps * seconds / 3600:.3g} hours here, and evaluation"
+    begun.console.info(
+        f"{len(data.train.labels)} + {len(data.minival.labels)} + {len(data.val.labels)} images, "
+        f"{len(data.classes)} classes"
     )
+    cost = rehearse_training(replace(begun, recipe=counted[-1]), data)
+    steps = sum(each.schedule.steps for each in counted)
+    networks = min(2, len(counted))  # of a sweep's, the best one so far and the one that may be better
+    if world.leads:
+        place.costed(replace(cost.of_steps(steps, len(counted)), kept=networks * cost.kept))
 
 
 def describe_training(result: dict[str, Any]) -> str:

@@ -30,7 +30,7 @@ def run(recipe: HighresRecipe, place: Place, console: Console) -> dict[str, Any]
     recipe = recipe.model_copy(update={"backbone": with_own_stem(recipe.backbone, console)})
     with session(recipe, recipe.runtime, "classifier", place, default_folder(recipe), console) as begun:
         if place.dry_run:
-            command.dry_run(recipe, command.open_data(recipe), [recipe], begun.world, console)
+            command.dry_run(begun, command.open_data(recipe), [recipe], place)
             return None
         result = begun.folder.result
         if result is None:

@@ -40,7 +40,7 @@ def run(recipe: PretrainRecipe, place: Place, console: Console) -> Json | None:
     recipe = recipe.model_copy(update={"backbone": with_own_stem(recipe.backbone, console)})
     with session(recipe, recipe.runtime, "classifier", place, default_folder(recipe), console) as begun:
         if place.dry_run:
-            command.dry_run(recipe, _open_data(recipe), runs_of(recipe), begun.world, console)
+            command.dry_run(begun, _open_data(recipe), runs_of(recipe), place)
             return None
         result = begun.folder.result
         if result is None:

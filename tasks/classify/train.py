@@ -18,10 +18,8 @@ from dpn_cli.engine import fit as engine
 from dpn_cli.engine.losses import LOSSES
 from dpn_cli.engine.trainstate import evaluated_weights
 from dpn_cli.model.freeze import freeze
-from dpn_cli.recipe.training import of_two_steps
 from dpn_cli.run import distributed
 from dpn_cli.run.checkpoints import Checkpoints
-from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
 from dpn_cli.run.kinds import DIGEST
 from dpn_cli.run.sanity import result_warning
@@ -283,20 +281,3 @@ def evaluate(
             skip_bad=recipe.data.skip_bad_images,
             keep_answers=keep_answers,
         )
-
-
-def measure_step(recipe: SupervisedRecipe, data: ClassData, world: World, console: Console) -> float:
-    """Train two steps, keeping nothing; returns the seconds of a step."""
-    model = load_network(recipe, len(data.classes))
-    console.info(model.report.summary())
-    if recipe.freeze:
-        freeze(model, recipe.freeze)
-    job = engine.Job.of(
-        of_two_steps(recipe),
-        loss_fn=loss_of(recipe, model, len(data.classes)),
-        batches=training_batches(recipe, model, data, world, workers=0),
-        ema_decay=recipe.ema,
-        world=world,
-        outputs=engine.Outputs(warn=console.warn),
-    )
-    return engine.fit(engine.prepare(model, recipe.runtime, world), job).seconds / 2
