@@ -7,6 +7,7 @@ P = "tests/test_pack.py"
 LOADER, PIXELS, CROPS = "dpn_cli/data/loader.py", "dpn_cli/data/pixels.py", "dpn_cli/data/crops.py"
 READING, D, O = "dpn_cli/data/reading.py", "tests/test_reading.py tests/test_decoders.py", "tests/test_odd_data.py"
 CLASSIFIED, LABELLED, SHARDS = "dpn_cli/data/classified.py", "dpn_cli/data/labelled.py", "dpn_cli/data/shards.py"
+BATCHING, B = "dpn_cli/data/batching.py", "tests/test_batching.py"
 
 MUTATIONS = [
     (LOADER, "manual_seed(fold(self.seed, CROP, first, second))", "manual_seed(fold(self.seed, CROP, 0, second))",
@@ -25,6 +26,28 @@ MUTATIONS = [
      "mixup's share is the same at every step", L),
     (LOADER, "return weight * first + (1 - weight) * other", "return weight * other + (1 - weight) * first",
      "mixup gives the larger share to the other image", L),
+    (BATCHING, "part_size(picture_bytes, workers, ranks_here())", "2**30",
+     "parts: a worker makes whole batches", B),
+    (BATCHING, "ranks * parts_in_memory(workers) * picture_bytes", "parts_in_memory(workers) * picture_bytes",
+     "parts: ranks of a machine each take all of the shared memory", B),
+    (BATCHING, "min(SHARED, int(free * SHARE))", "SHARED",
+     "parts: do not become smaller where shared memory is small", B),
+    (BATCHING, "        errors += part.errors", "        errors = part.errors",
+     "parts: errors of all but the last one are lost", B),
+    (BATCHING, "            self.room.release()\n            yield batch", "            yield batch\n            self.room.release()",
+     "parts: nothing is made while a batch is in use", B),
+    (BATCHING, "parts.put((None, None))", "pass",
+     "parts: the end of a training waits for its workers", B),
+    (BATCHING, "            kill(self.items._workers)", "            pass",
+     "parts: a hanging worker keeps the thread for ever", B),
+    (BATCHING, "            if isinstance(batch, BaseException):\n                raise batch\n", "",
+     "parts: an error of the thread is a batch", B),
+    (PIXELS, "picture_bytes = transform(SQUARE).nbytes", "picture_bytes = 1",
+     "parts: of an evaluation take any amount of shared memory", B),
+    (LOADER, "(4 if self.erase else 1)", "1",
+     "parts: of floating-point pictures are four times as large", B),
+    ("tasks/segment/loader.py", "PIXEL_BYTES = 4", "PIXEL_BYTES = 1",
+     "parts: of a segmentation are four times as large", B),
     (CROPS, "AREA, RATIO = (0.05, 1.0)", "AREA, RATIO = (0.08, 1.0)",
      "the smallest crop is timm's", X),
     (CROPS, "(0.75, 1.33)", "(0.75, 4 / 3)",

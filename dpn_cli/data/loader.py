@@ -7,6 +7,7 @@ been interrupted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -19,13 +20,13 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from dpn_cli.data.augment import pipeline, seeded
+from dpn_cli.data.batching import open_batches
 from dpn_cli.data.crops import Decode, Size, train_crop
 from dpn_cli.data.labelled import Labelled
 from dpn_cli.data.order import ShardOrder
 from dpn_cli.data.pixels import resize, rows_of_step
 from dpn_cli.data.randaugment import rand_augment
 from dpn_cli.data.reading import decode, decoder_of
-from dpn_cli.data.workers import open_loader
 from dpn_cli.engine.fit import Batch, Batches
 from dpn_cli.engine.seeds import fold
 from dpn_cli.errors import DataError, DpnError, StoreError
@@ -89,6 +90,11 @@ class Augmentation:
     def one_by_one(self) -> bool:
         """Whether images are mirrored and augmented one by one, rather than a batch at a time."""
         return bool(self.layers or self.policy or self.jitter or self.erase or self.random_crop or self.views)
+
+    @property
+    def picture_bytes(self) -> int:
+        """The size of a training image in bytes."""
+        return 3 * math.prod(self.size) * (4 if self.erase else 1)
 
 
 class _Crops(Dataset[Loaded]):
@@ -181,15 +187,6 @@ class Steps(Sampler[list[Item]]):
         return (epoch % self.views, row) if self.views else (step, place)
 
 
-def _collate(loaded: Sequence[Loaded]) -> tuple[Tensor, Tensor, int] | DpnError:
-    bad = next((item for item in loaded if isinstance(item, DpnError)), None)
-    if bad is not None:
-        return bad
-    good = [item for item in loaded if not isinstance(item, DpnError)]
-    images, labels = torch.stack([image for image, _, _ in good]), torch.tensor([label for _, label, _ in good])
-    return images, labels, sum(skipped for _, _, skipped in good)
-
-
 def worker_count(workers: int | Literal["auto"], device: torch.device, here: int = 1) -> int:
     """Return the number of decoding processes per rank: on a GPU up to 16, on a CPU one, beside the training.
 
@@ -215,19 +212,19 @@ def crops_of(
 
     Where images are not made one by one they are not mirrored yet.
     """
-    with open_loader(
+    with open_batches(
         _Crops(split, augmentation, seed, skip_bad),
+        batches,
         workers,
-        batch_sampler=batches,
-        collate_fn=_collate,
-        pin_memory=device.type == "cuda",
-    ) as items:
-        for loaded in items:
-            if isinstance(loaded, DpnError):
-                raise loaded
-            images, labels, skipped = loaded
-            if skipped:
-                on_skip(skipped)
+        picture_bytes=augmentation.picture_bytes,
+        device=device,
+    ) as made:
+        for columns, errors in made:
+            if errors:
+                raise errors[0]
+            images, labels, skipped = columns
+            if count := int(skipped.sum()):
+                on_skip(count)
             yield images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
 
 

@@ -6,15 +6,13 @@ from typing import Literal
 
 import torch
 
+from dpn_cli.data.batching import part_size, parts_in_memory
 from dpn_cli.data.findings import Findings
 from dpn_cli.data.loader import worker_count
 from dpn_cli.engine.fit import refuse_batch
 from dpn_cli.errors import DpnError
 from dpn_cli.run.console import several
 from dpn_cli.run.cores import SHARED, shared_memory
-
-# Batches that each process has ready, or in the making: what torch's loader asks of it.
-AHEAD = 2
 
 
 def check_loading(
@@ -32,7 +30,8 @@ def check_loading(
     share = batch_size // ranks
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     processes = worker_count(workers, device, ranks)
-    needed, free = ranks * processes * AHEAD * share * image_bytes, shared_memory()
+    handed = ranks * parts_in_memory(processes) * min(share, part_size(image_bytes, processes, ranks))
+    needed, free = handed * image_bytes if processes else 0, shared_memory()
     findings.notes.append(
         f"a batch of {batch_size} on {several(ranks, 'rank')}: {share} each, {images / batch_size:.1f} steps an epoch; "
         f"decoded by {several(processes, 'process')} a rank, with up to {needed / 1e6:.0f} MB in shared memory"

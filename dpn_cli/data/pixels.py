@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from dpn_cli.data.augment import repeated
+from dpn_cli.data.batching import Made, open_batches
 from dpn_cli.data.labelled import Labelled
 from dpn_cli.data.reading import Pixels
-from dpn_cli.data.workers import open_loader
 from dpn_cli.errors import DataError, StoreError
 from dpn_cli.run import stopping
 from dpn_cli.run.console import Done, uncounted
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 # For fewer images, starting worker processes costs more than it saves.
 WORTH_WORKERS = 4000
+# A picture to see what transforms make of one, and what is made of none.
+SQUARE = np.zeros((64, 64, 3), np.uint8)
+NOTHING = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)]
 
 
 @dataclass
@@ -89,14 +92,6 @@ class _Transformed(Dataset[Item]):
             return error
 
 
-def _collate(items: list[Item]) -> tuple[PixelSet, list[Unread]]:
-    good = [item for item in items if not isinstance(item, Unread)]
-    bad = [item for item in items if isinstance(item, Unread)]
-    images = torch.stack([image for image, _, _ in good]) if good else torch.empty(0, dtype=torch.uint8)
-    labels = torch.tensor([label for _, label, _ in good], dtype=torch.int64)
-    return PixelSet(images, labels, len(bad), tuple(row for _, _, row in good)), bad
-
-
 def reader_count(workers: int | Literal["auto"], images: int) -> int:
     """Return the number of processes that read so many images: without one given, up to eight where they pay."""
     if workers != "auto":
@@ -121,15 +116,18 @@ def stream(
     """
     rows = range(len(split.labels)) if rows is None else rows
     count = reader_count(workers, len(rows))
-    with open_loader(_Transformed(split, transform, rows), count, batch_size=batch_size, collate_fn=_collate) as loaded:
-        yield _good(loaded, skip_bad)
+    batches = (range(begin, min(begin + batch_size, len(rows))) for begin in range(0, len(rows), batch_size))
+    picture_bytes = transform(SQUARE).nbytes  # of all pictures: a batch is one tensor
+    with open_batches(_Transformed(split, transform, rows), batches, count, picture_bytes=picture_bytes) as made:
+        yield _good(made, skip_bad)
 
 
-def _good(loaded: Iterator[tuple[PixelSet, list[Unread]]], skip_bad: bool) -> Iterator[PixelSet]:
-    for part, bad in loaded:
-        if fatal := [error for error in bad if not skip_bad or isinstance(error, StoreError)]:
+def _good(made: Iterator[Made], skip_bad: bool) -> Iterator[PixelSet]:
+    for columns, errors in made:
+        if fatal := [error for error in errors if not skip_bad or isinstance(error, StoreError)]:
             raise fatal[0]
-        yield part
+        images, labels, rows = columns or NOTHING
+        yield PixelSet(images, labels, len(errors), tuple(rows.tolist()))
 
 
 def load(

@@ -58,6 +58,11 @@ class World:
         return len(range(self.rank, count, self.size))
 
 
+def ranks_here() -> int:
+    """Return the number of ranks that torchrun started on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+
+
 @contextmanager
 def join(device: str, patience: timedelta | None = None, *, shard: bool = False) -> Iterator[World]:
     """Join the ranks that torchrun started, or run alone. A nested call joins nothing again.
@@ -71,7 +76,7 @@ def join(device: str, patience: timedelta | None = None, *, shard: bool = False)
         int(os.environ.get(name, default))
         for name, default in (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0"))
     )
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    here = ranks_here()
     chosen = _device(device, local)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)

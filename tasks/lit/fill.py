@@ -151,7 +151,7 @@ class _Reader(Images):
     def __init__(self, data: Captioned, size: tuple[int, int]) -> None:
         self.data, self.size = data, size
         self.labels, self.sizes = data.labels, data.sizes
-        self._digest = b""
+        self._digest = bytes(DIGEST)
 
     def where(self, index: int) -> str:
         """Name an image's place."""

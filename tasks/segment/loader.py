@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import math
+from collections.abc import Generator
 
 import numpy as np
-import torch
-from torch import Tensor
 from torch.utils.data import Dataset
 
+from dpn_cli.data.batching import Example, open_batches
 from dpn_cli.data.loader import Item, Steps
-from dpn_cli.data.workers import open_loader
 from dpn_cli.engine.fit import Batch, Batches
 from dpn_cli.engine.seeds import fold
 from dpn_cli.errors import DataError
@@ -20,7 +19,8 @@ from tasks.segment.labels import IGNORE, LabelRule
 from tasks.segment.pairs import Pairs
 from tasks.segment.transforms import SegmentAugmentation, augment, pad
 
-Example = tuple[Tensor, Tensor, Tensor, Tensor] | DataError
+# Bytes of a pixel: three of the image, one of its label.
+PIXEL_BYTES = 4
 
 
 class _Examples(Dataset[Example]):
@@ -36,12 +36,7 @@ class _Examples(Dataset[Example]):
             return error  # raised in a worker process it would come back wrapped in that process's traceback
         draw = np.random.default_rng(fold(self.seed, step, place)).random
         image, target, extent = pad(*augment(pixels, labels, self.how, draw), self.how.crop)
-        return image, target, extent, torch.tensor(float(np.count_nonzero(target.numpy() != IGNORE)))
-
-
-def _collate(examples: Sequence[Example]) -> list[Tensor] | DataError:
-    bad = next((example for example in examples if isinstance(example, DataError)), None)
-    return bad or [torch.stack(parts) for parts in zip(*(e for e in examples if isinstance(e, tuple)), strict=True)]
+        return image, target, tuple(extent.tolist()), float(np.count_nonzero(target.numpy() != IGNORE))
 
 
 def segment_batches(
@@ -56,17 +51,17 @@ def segment_batches(
     mine = world.rows(batch_size)
 
     def batches(start: int) -> Generator[Batch, None, None]:
-        with open_loader(
+        with open_batches(
             _Examples(pairs, rule, how, seed),
+            Steps(len(pairs), batch_size, seed, start, mine),
             workers,
-            batch_sampler=Steps(len(pairs), batch_size, seed, start, mine),
-            collate_fn=_collate,
-            pin_memory=world.device.type == "cuda",
-        ) as items:
-            for loaded in items:
-                if isinstance(loaded, DataError):
-                    raise loaded
-                image, label, extent, known = (tensor.to(world.device, non_blocking=True) for tensor in loaded)
+            picture_bytes=PIXEL_BYTES * math.prod(how.crop),
+            device=world.device,
+        ) as made:
+            for columns, errors in made:
+                if errors:
+                    raise errors[0]
+                image, label, extent, known = (tensor.to(world.device, non_blocking=True) for tensor in columns)
                 labelled = distributed.reduce_over_ranks(known.sum())
                 valid = (labelled / batch_size).expand(len(label))
                 yield {"image": image, "label": label, "extent": extent, "valid": valid}
