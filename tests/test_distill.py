@@ -433,7 +433,8 @@ def test_a_dry_run_leaves_nothing(
         str(tmp_path / "run"), "--dry-run", "--device", "cpu", "-j", "0",
     )  # fmt: skip
     assert done.exit_code == 0, done.stderr
-    assert "dry run passed: 40 steps at" in done.stderr
+    assert "dry run passed: 1 training in about" in done.stderr
+    assert done.stdout.splitlines()[1].split()[-6:-4] == ["40", "1"]
     assert not (tmp_path / "run").exists()
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import pictures
 from test_cli import run
+from test_distill import teacher_file
 from test_distributed import spawn
 from test_engine import job, loss_fn, random_batches, small
 from torch import Tensor, nn
@@ -28,6 +29,8 @@ from dpn_cli.run import stopping
 from dpn_cli.run.checkpoints import Checkpoints, State
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
+from tasks.vtab.rehearsal import whole_sweep
+from tasks.vtab.table import TASKS
 
 ADAM = Optim(name="adam")
 
@@ -218,7 +221,7 @@ def test_the_table_has_eighty_columns(capsys: pytest.CaptureFixture[str]) -> Non
     large = {"memory": 79 * 10**9, "steps": 1_234_567, "step_seconds": 0.123456, "kept": 10**12, "trainings": 228}
     costs.print_costs([cost(), cost(name="stem=dpn,norm=bn,placement=pre,post", part="stem alone", **large)])
     head, first, *second = capsys.readouterr().out.splitlines()
-    assert head.split() == ["network", "memory", "s/step", "steps", "runs", "hours", "scoring", "disk"]
+    assert head.split() == ["network", "memory", "s/step", "steps", "runs", "hours", "no", "step", "disk"]
     assert first.split() == ["B/32", "dpn", "3.0", "GB", "0.5", "7,200", "2", "1.5", "33%", "1.4", "GB"]
     assert [line.split()[0] for line in second] == ["stem=dpn,norm=bn,", "placement=pre,post,", "stem"]
     assert max(map(len, [head, first, *second])) <= 80
@@ -254,21 +257,50 @@ NEW = ["--arch", "mu/8", "--checkpoint", "none", *SMALL]
 OWN = ["--data", "PHOTOS", "--val-fraction", "0.2"]
 TRAININGS = {
     "highres": ["finetune", "highres", *OWN, *NEW, "--steps", "40"],
+    "distill": ["distill", "--teacher", "TEACHER", "--data", "PHOTOS", *SMALL, "--steps", "40", "--stem-share", "0.25"],
+    "lit": ["lit", "train", "--data", "demo", *NEW, "--steps", "40"],
+    "lit uncached": ["lit", "train", "--data", "demo", *NEW, "--steps", "40", "--no-cache"],
+    "segment": ["segment", "ade20k", "--data", "demo", *NEW, "--steps", "40"],
+    "vtab": [
+        "finetune",
+        "vtab",
+        "--data",
+        "demo",
+        "--tasks",
+        "demo_color",
+        *NEW,
+        "--steps",
+        "10",
+        "--seeds",
+        "2",
+        "--lrs",
+        "1e-3,1e-2",
+        "--set",
+        "schedule.warmup=0",
+    ],
     "pretrain": ["pretrain", *OWN, "--augment", "none", "--arch", "mu/8", *SMALL, "--steps", "40"],
 }
 
 
 def words_of(task: str, folder: Path) -> list[str]:
-    photos = folder / "photos"
+    photos, teacher = folder / "photos", folder / "teacher.safetensors"
     if not photos.is_dir():
         pictures(photos, classes=3, each=10)
-    return [{"PHOTOS": str(photos)}.get(word, word) for word in TRAININGS[task]]
+        teacher_file(teacher)
+    return [{"PHOTOS": str(photos), "TEACHER": str(teacher)}.get(word, word) for word in TRAININGS[task]]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.fixture
+def _few_scenes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for task in ("lit.data", "segment.pairs"):
+        monkeypatch.setattr(f"tasks.{task}.DEMO_SPLITS", {"train": (0, 60), "val": (900, 930)})
+
+
+@pytest.mark.usefixtures("_few_scenes")
 @pytest.mark.parametrize("task", TRAININGS)
 def test_every_training_is_rehearsed_and_nothing_stays(
     task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -280,15 +312,18 @@ def test_every_training_is_rehearsed_and_nothing_stays(
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     for one in found["networks"]:
-        assert one["hours"] == pytest.approx((one["steps"] * one["step_seconds"] + one["evaluation_seconds"]) / 3600)
-        assert min(one["memory"], one["step_seconds"], one["evaluation_seconds"], one["kept"], one["passing"]) > 0
+        no_step = one["evaluation_seconds"] + one["cache_seconds"]
+        assert one["hours"] == pytest.approx((one["steps"] * one["step_seconds"] + no_step) / 3600)
+        assert bool(one["cached"]) == bool(one["cache_seconds"]) == (task == "lit")
+        assert min(one["memory"], one["step_seconds"], one["evaluation_seconds"], one["passing"]) > 0
     assert sum(one["steps"] for one in found["networks"]) == 40
     assert found["hours"] == pytest.approx(sum(one["hours"] for one in found["networks"]))
     assert "passed: 1 training" in done.stderr or done.stderr == ""
     assert list(place.iterdir()) == []
 
 
-@pytest.mark.parametrize("task", TRAININGS)
+@pytest.mark.usefixtures("_few_scenes")
+@pytest.mark.parametrize("task", [task for task in TRAININGS if task != "lit uncached"])
 def test_every_training_notices_that_it_could_not_be_resumed(
     task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,7 +364,7 @@ def test_a_signal_ends_a_dry_run_that_keeps_nothing(tmp_path: Path, monkeypatch:
     done = run(*words_of("highres", tmp_path), "--dry-run", "-q", "-o", str(tmp_path / "run"))
     assert done.exit_code == StoppedError(15).exit_code
     assert "stopped by SIGTERM; a dry run keeps nothing" in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["photos"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["photos", "teacher.safetensors"]
 
 
 def of_two_ranks(world: World, folder: Path) -> None:
@@ -347,7 +382,10 @@ def of_two_ranks(world: World, folder: Path) -> None:
 def test_two_ranks_rehearse_together_whole_and_in_parts(tmp_path: Path) -> None:
     words_of("highres", tmp_path)
     spawn(of_two_ranks, tmp_path)
-    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("store")] == ["photos"]
+    assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith("store")) == [
+        "photos",
+        "teacher.safetensors",
+    ]
 
 
 def test_all_trainings_of_a_sweep_count(tmp_path: Path) -> None:
@@ -360,3 +398,27 @@ def test_all_trainings_of_a_sweep_count(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     (one,) = json.loads(done.stdout)["networks"]
     assert (one["steps"], one["trainings"]) == (3 * 2 + 3 * 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "keep", "trainings", "kept", "passing"),
+    [("paper", "none", 2 * 6, 0, 6), ("paper", "chosen", 2 * 6, 2 * 3, 6), ("vtab", "all", 2 * 9, 2 * 9, 9)],
+)
+def test_a_sweep_takes_all_its_trainings_and_scores_each_test_split_once_a_seed(
+    protocol: str, keep: str, trainings: int, kept: int, passing: int
+) -> None:
+    recipe: Any = SimpleNamespace(seeds=(0, 1, 2), lrs=(0.1, 0.2), protocol=protocol, keep_weights=keep)
+    tasks = [one for one in TASKS if one.name in ("dtd", "svhn")]
+    one = cost(steps=100, trainings=1, evaluation_seconds=0.5, kept=1000, passing=70)
+    found = whole_sweep(recipe, one, tasks)
+    assert (found.trainings, found.steps, found.step_seconds) == (trainings, 100 * trainings, 0.5)
+    assert found.evaluation_seconds == 0.5 * (200 * trainings + 2 * 1000 + 3 * (1_880 + 26_032))
+    assert (found.kept, found.passing) == (1000 * kept, 70 + 1000 * passing)
+
+
+def test_two_stages_of_a_distillation_are_two_rows(tmp_path: Path) -> None:
+    done = run(*words_of("distill", tmp_path), "--dry-run", "--json", "-q")
+    stem, every = json.loads(done.stdout)["networks"]
+    assert [(one["part"], one["steps"]) for one in (stem, every)] == [("stem weights", 10), ("all weights", 30)]
+    assert stem["kept"] == 0 < every["kept"]
+    assert stem["passing"] < every["passing"]  # the optimizer has no state of what is frozen

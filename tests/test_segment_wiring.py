@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from test_segment import NAMES, small, train, write_scenes
 from dpn_cli.commands import tasks as commands
 from dpn_cli.engine.fit import Outputs
 from dpn_cli.errors import DataError, DpnError
+from dpn_cli.recipe.cost import Cost
 from dpn_cli.recipe.start import Place
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
@@ -241,12 +241,18 @@ def test_a_run_has_the_folder_of_its_task_network_and_fraction(
 def test_a_dry_run_counts_the_steps_of_the_epochs(
     data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("tasks.segment.command.measure_step", lambda *_: 3600.0)
-    recipe = small(data).model_copy(update={"epochs": 5.0})
-    trainer.run(recipe, Place(dry_run=True), Console())
-    said = capsys.readouterr().err
-    assert "5 steps of 8: 5 passes" in said
-    assert re.search(r"3.6e\+03 s a step, about 5 hours here", said)
+    asked: list[int] = []
+
+    def rehearsed(begun: Any, opened: Any) -> Cost:
+        asked.append(begun.recipe.schedule.steps)
+        return Cost(
+            name="mu/8 dpn", memory=1, step_seconds=1.0, steps=1, trainings=1, evaluation_seconds=0.0, kept=1, passing=1
+        )
+
+    monkeypatch.setattr("tasks.segment.command.rehearse_training", rehearsed)
+    trainer.run(small(data).model_copy(update={"epochs": 5.0}), Place(dry_run=True), Console())
+    assert asked == [5]
+    assert "5 steps of 8: 5 passes" in capsys.readouterr().err
 
 
 def test_each_command_has_its_own_recipe() -> None:

@@ -335,9 +335,9 @@ def test_a_dry_run_goes_through_everything_and_leaves_nothing(digits: Path, tmp_
     )
     assert done.exit_code == 0, done.stderr
     said = " ".join(done.stderr.split())
-    assert "9 trainings of 2500 steps" in said
-    assert "GB on the disk" in said
-    assert done.stdout == ""
+    assert "dry run passed: 9 trainings in about" in said
+    row = done.stdout.splitlines()[1].split()
+    assert (row[:2], row[-6:-4]) == (["mu/8", "dpn"], [f"{9 * 2500:,}", "9"])
     assert list(tmp_path.iterdir()) == []
 
 

@@ -13,7 +13,7 @@ from dpn_cli.run.console import Console, folded, gigabytes, print_columns, sever
 
 # Longest line of a network's name, so that the table has 80 columns.
 NAME = 19
-NUMBERS = ("memory", "s/step", "steps", "runs", "hours", "scoring", "disk")
+NUMBERS = ("memory", "s/step", "steps", "runs", "hours", "no step", "disk")
 
 
 def tell_costs(costs: Sequence[Cost], folder: Path, console: Console, *, as_json: bool) -> None:
@@ -46,7 +46,7 @@ def print_costs(costs: Sequence[Cost]) -> None:
             f"{cost.steps:,}",
             f"{cost.trainings}",
             f"{cost.hours:.3g}",
-            f"{cost.evaluation_seconds / 3600 / cost.hours:.0%}",
+            f"{1 - cost.steps * cost.step_seconds / 3600 / cost.hours:.0%}",
             gigabytes(cost.disk),
         )
         for cost in costs

@@ -64,7 +64,7 @@ class Scene:
 
     model: nn.Module
     job: Job
-    sampled: Sampled
+    sampled: Sampled = Sampled(1, lambda: None)
     workers: int = 0
 
 
@@ -103,8 +103,8 @@ def rehearse(begin: Callable[[], Scene], name: str, beside: Path, *, weights: in
         del scene, job
         gc.collect()  # a GPU may not hold two networks
         _again(begin(), batch, scratch)
-    step = _with_loading(measured.step, measured.loading, workers)
-    evaluation = _with_loading(measured.evaluation, measured.evaluation_loading, workers)
+    step = with_loading(measured.step, measured.loading, workers)
+    evaluation = with_loading(measured.evaluation, measured.evaluation_loading, workers)
     return Cost(
         name=name,
         memory=max_over_ranks(measured.memory),
@@ -129,7 +129,7 @@ def _evaluated(job: Job, sampled: Sampled) -> int:
     return evaluations * sampled.during + sampled.end
 
 
-def _with_loading(computing: float, loading: float, workers: int) -> float:
+def with_loading(computing: float, loading: float, workers: int) -> float:
     """Return the seconds of what is loaded by this process, or by workers while something else is computed."""
     return max(computing, loading / workers) if workers else computing + loading
 

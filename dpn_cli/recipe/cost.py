@@ -19,9 +19,10 @@ class Cost:
         steps: those of all trainings.
         trainings: how many there are.
         evaluation_seconds: all evaluations of all trainings.
+        cache_seconds: what is computed once for all of them.
         kept: what all trainings leave on the disk.
         passing: what one training needs there besides, until it has ended.
-        cached: what is kept for later trainings.
+        cached: the bytes of what is computed once.
     """
 
     name: str
@@ -34,11 +35,12 @@ class Cost:
     kept: int
     passing: int
     cached: int = 0
+    cache_seconds: float = 0.0
 
     @property
     def hours(self) -> float:
-        """Those of all steps and all evaluations."""
-        return (self.steps * self.step_seconds + self.evaluation_seconds) / 3600
+        """Those of all steps, all evaluations and the cache."""
+        return (self.steps * self.step_seconds + self.evaluation_seconds + self.cache_seconds) / 3600
 
     @property
     def disk(self) -> int:

@@ -94,8 +94,3 @@ def counted(schedule: Schedule, steps: int, say: Say = unsaid) -> Schedule:
 def steps_of(epochs: float | None, schedule: Schedule, steps_per_epoch: float, say: Say = unsaid) -> Schedule:
     """Return the schedule in steps: its own without epochs, else their rounded number, at least one step."""
     return schedule if epochs is None else counted(schedule, max(1, round(epochs * steps_per_epoch)), say)
-
-
-def two_steps(schedule: Schedule) -> Schedule:
-    """Return the schedule of a dry run: two steps, without warm-up."""
-    return schedule.model_copy(update={"steps": 2, "warmup": 0, "decay_from": None})

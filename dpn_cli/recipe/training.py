@@ -6,7 +6,7 @@ from typing import Annotated, TypeVar
 
 from pydantic import model_validator
 
-from dpn_cli.recipe.layers import steps_of, two_steps
+from dpn_cli.recipe.layers import steps_of
 from dpn_cli.recipe.network import BackboneConfig
 from dpn_cli.recipe.reading import Say, unsaid
 from dpn_cli.recipe.schema import (
@@ -76,8 +76,3 @@ RecipeT = TypeVar("RecipeT", bound=TrainingRecipe)
 def counted_in_steps(recipe: RecipeT, steps_per_epoch: float, say: Say = unsaid) -> RecipeT:
     """Return the recipe with its duration in steps."""
     return recipe.model_copy(update={"schedule": steps_of(recipe.epochs, recipe.schedule, steps_per_epoch, say)})
-
-
-def of_two_steps(recipe: RecipeT) -> RecipeT:
-    """Return the recipe of a dry run: two steps, without warm-up."""
-    return recipe.model_copy(update={"schedule": two_steps(recipe.schedule)})

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dpn_cli.data.pixels import resize
-from dpn_cli.engine import fit as engine
 from dpn_cli.recipe.start import Place
-from dpn_cli.recipe.training import of_two_steps
 from dpn_cli.run import console as terminal
 from dpn_cli.run import stopping
 from dpn_cli.run.console import Console, several
 from dpn_cli.run.distributed import World, join
-from dpn_cli.run.session import run_name, session
+from dpn_cli.run.session import Session, run_name, session
 from dpn_cli.weights.backbone import LoadReport
 from dpn_cli.weights.origin import with_own_stem
-from tasks.lit.batches import cached_batches, tokenize
-from tasks.lit.cache import BATCH, cached_features
-from tasks.lit.captions import Subset
+from tasks.lit.batches import tokenize
+from tasks.lit.cache import cached_features
 from tasks.lit.data import open_pairs
 from tasks.lit.encode import cache_root, describe_retrieval
-from tasks.lit.features import Features
 from tasks.lit.recipe import LitRecipe, in_steps
+from tasks.lit.rehearsal import rehearse_training
 from tasks.lit.tokens import open_tokenizer
-from tasks.lit.train import job_of, load_tower, new_text_tower, open_zeroshot, recipe_encoder, source_of, train
+from tasks.lit.train import load_tower, open_zeroshot, recipe_encoder, source_of, train
 
 DEMO_NOTE = (
     "This is the demo: generated scenes and their sentences. Nothing here is a number of the "
@@ -43,7 +38,7 @@ def run(recipe: LitRecipe, place: Place, console: Console) -> dict[str, Any] | N
     recipe = recipe.model_copy(update={"backbone": with_own_stem(recipe.backbone, console)})
     with session(recipe, recipe.runtime, "towers", place, default_folder(recipe), console) as begun:
         if place.dry_run:
-            _dry_run(begun.recipe, begun.world, console)
+            _dry_run(begun, place)
             return None
         result = begun.folder.result or train(begun)
         return result if begun.world.leads else None
@@ -91,31 +86,16 @@ def fill_cache(recipe: LitRecipe, console: Console) -> dict[str, Any] | None:
         }
 
 
-def _dry_run(recipe: LitRecipe, world: World, console: Console) -> None:
-    """Encode some images and train two steps on them, keeping nothing; says what all of it would take."""
-    data, val = open_pairs(source_of(recipe))
-    open_zeroshot(recipe)
-    recipe = in_steps(recipe, len(data.captions))
-    tokenizer = open_tokenizer(recipe.text.tokenizer, recipe.text.context, recipe.text.clean)
-    tower = load_tower(recipe, world)
-    console.info(tower.report.summary())
-    encoder, some = recipe_encoder(recipe, tower, world), Subset(data, range(min(BATCH, len(data.captions))))
-    began = time.perf_counter()
-    features = encoder.encode(torch.stack([resize(some.pixels(row), encoder.size) for row in some.labels]))
-    encoding = (time.perf_counter() - began) / len(features) * (len(data.captions) + len(val.captions))
-    text = new_text_tower(recipe, tower, tokenizer)
-    again = torch.arange(recipe.batch_size) % len(features)  # the few images stand for a whole batch
-    some_features = Features([features.half()[:, None].numpy()], ())
-    batches = cached_batches(some_features, again, tokenize(some, tokenizer), recipe.batch_size, 0, world)
-    job = job_of(of_two_steps(recipe), text, batches, world, engine.Outputs(warn=console.warn))
-    done = engine.fit(engine.prepare(text, recipe.runtime, world), job)
-    hours = recipe.schedule.steps * done.seconds / 2 / 3600
-    size = len(data.captions) * max(1, recipe.cache.views) * tower.embed_dim * 2 / 2**30
-    console.info(
-        f"dry run passed: {len(data.captions)} images, {len(val.captions)} held out; to encode them once about "
-        f"{encoding / 3600:.3g} hours and {size:.3g} GiB; {several(recipe.schedule.steps, 'step')} at "
-        f"{done.seconds / 2:.3g} s: about {hours:.3g} hours here"
-    )
+def _dry_run(begun: Session[LitRecipe], place: Place) -> None:
+    """Encode some images, rehearse the training on them, and tell what all of it takes."""
+    data, val = open_pairs(source_of(begun.recipe))
+    labelled = open_zeroshot(begun.recipe)
+    recipe = in_steps(begun.recipe, len(data.captions))
+    begun.console.info(f"{len(data.captions)} images, {len(val.captions)} held out")
+    scored = len(val.captions) + (len(labelled.labels) if labelled else 0)
+    cost = rehearse_training(replace(begun, recipe=recipe), data, val, scored)
+    if begun.world.leads:
+        place.costed(cost)
 
 
 def describe_training(result: dict[str, Any]) -> str:

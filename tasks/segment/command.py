@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dpn_cli.recipe.start import Place
 from dpn_cli.run import console as terminal
 from dpn_cli.run.console import Console, several
-from dpn_cli.run.distributed import World
-from dpn_cli.run.session import run_name, session
+from dpn_cli.run.session import Session, run_name, session
 from dpn_cli.weights.origin import with_own_stem
+from tasks.segment.check import check_masks
 from tasks.segment.recipe import SegmentRecipe, in_steps
+from tasks.segment.rehearsal import rehearse_training
 from tasks.segment.segmenter import WEIGHTS
-from tasks.segment.train import DEMO_NOTE, describe_length, measure_step, open_data, train
+from tasks.segment.train import DEMO_NOTE, describe_length, open_data, train
 
 
 def run(recipe: SegmentRecipe, place: Place, console: Console) -> dict[str, Any] | None:
@@ -23,7 +25,7 @@ def run(recipe: SegmentRecipe, place: Place, console: Console) -> dict[str, Any]
     recipe = recipe.model_copy(update={"backbone": with_own_stem(recipe.backbone, console)})
     with session(recipe, recipe.runtime, "segmenter", place, default_folder(recipe), console) as begun:
         if place.dry_run:
-            _dry_run(begun.recipe, begun.world, console)
+            _dry_run(begun, place)
             return None
         result = begun.folder.result or train(begun)
         console.info(f"weights: {begun.folder.path / WEIGHTS}, for 'dpn segment eval' and 'predict'")
@@ -42,15 +44,17 @@ def show(result: dict[str, Any]) -> None:
     terminal.show(describe_training(result))
 
 
-def _dry_run(recipe: SegmentRecipe, world: World, console: Console) -> None:
-    data = open_data(recipe)
-    recipe = in_steps(recipe, len(data.train))
-    console.info(describe_length(recipe, data))
-    seconds = measure_step(recipe, data, world, console)
-    console.info(
-        f"dry run passed: {seconds:.3g} s a step, about {recipe.schedule.steps * seconds / 3600:.3g} hours here, "
-        "and evaluation"
-    )
+def _dry_run(begun: Session[SegmentRecipe], place: Place) -> None:
+    """Check a sample of the masks, rehearse the training, and tell what it takes."""
+    data = open_data(begun.recipe)
+    recipe = in_steps(begun.recipe, len(data.train))
+    begun.console.info(describe_length(recipe, data))
+    if begun.world.leads:
+        check_masks(data.train, data.rule)
+        check_masks(data.val, data.rule)
+    cost = rehearse_training(replace(begun, recipe=recipe), data)
+    if begun.world.leads:
+        place.costed(cost)
 
 
 def describe_training(result: dict[str, Any]) -> str:

@@ -13,7 +13,6 @@ from dpn_cli.engine import fit as engine
 from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.model.freeze import freeze
-from dpn_cli.recipe.training import of_two_steps
 from dpn_cli.run import distributed
 from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.console import Console, several
@@ -81,7 +80,7 @@ def train(begun: Session[SegmentRecipe]) -> Json:
     recipe = in_steps(begun.recipe, len(data.train), console.info)
     facts = _check_data(recipe, data, folder, world, console)
     if not distributed.from_leader((folder.path / WEIGHTS).is_file()):
-        segmenter = _untrained(recipe, data, world, console, Checkpoints(folder.path / "checkpoints"))
+        segmenter = untrained(recipe, data, world, console, Checkpoints(folder.path / "checkpoints"))
         network = segmenter.network
         if world.leads:
             folder.update(backbone=network.vit.report.to_dict(), **{DIGEST: None})
@@ -235,7 +234,7 @@ def job_of(
     )
 
 
-def _untrained(
+def untrained(
     recipe: SegmentRecipe, data: SegmentData, world: World, console: Console, saved: Checkpoints | None = None
 ) -> Segmenter:
     """Load the recipe's network, report it, and warn of crops that show too little."""
@@ -250,13 +249,3 @@ def _untrained(
 def evaluate(segmenter: Segmenter, data: SegmentData, recipe: SegmentRecipe, world: World) -> SegmentScores:
     """Score the validation split in one pass, with the recipe's evaluation, precision and loader."""
     return score_once(segmenter, data.val, recipe.evaluation, recipe.runtime, world)
-
-
-def measure_step(recipe: SegmentRecipe, data: SegmentData, world: World, console: Console) -> float:
-    """Train two steps and keep nothing; returns the seconds of a step."""
-    segmenter = _untrained(recipe, data, world, console)
-    check_masks(data.train, data.rule)
-    check_masks(data.val, data.rule)
-    short = of_two_steps(recipe.model_copy(update={"evaluate_every": None}))
-    job = job_of(short, data, segmenter, world, engine.Outputs(warn=console.warn), workers=0)
-    return engine.fit(engine.prepare(segmenter.network, recipe.runtime, world), job).seconds / 2

@@ -21,6 +21,7 @@ from tasks.classify.classifier import Classifier
 from tasks.classify.distill.cache import check_views
 from tasks.classify.distill.data import Pictures, open_pictures
 from tasks.classify.distill.recipe import DistillRecipe
+from tasks.classify.distill.rehearsal import rehearse_stages
 from tasks.classify.distill.student import as_taught, load_teacher, resized
 from tasks.classify.distill.train import Distillation
 from tasks.classify.fewshot import check_transfer, describe_accuracies, probing_of
@@ -44,7 +45,7 @@ def run(recipe: DistillRecipe, place: Place, console: Console) -> Json | None:
             _check(replace(begun, recipe=counted), teacher, pictures, dry_run=place.dry_run)
             distillation = Distillation(replace(begun, recipe=counted), teacher, pictures)
             if place.dry_run:
-                _dry_run(distillation)
+                _dry_run(distillation, place)
                 return None
             result = distillation.train()
         console.info(f"weights: {begun.folder.path / WEIGHTS}, for --checkpoint of any command")
@@ -137,12 +138,11 @@ def check_stages(recipe: DistillRecipe) -> None:
         )
 
 
-def _dry_run(distillation: Distillation) -> None:
-    """Train two steps, keeping nothing, and say what the training takes."""
+def _dry_run(distillation: Distillation, place: Place) -> None:
+    """Rehearse the stages, and tell what they take."""
     if cache := distillation.cache:
         cache.check_space()
-    seconds, steps = distillation.measure_step(), distillation.recipe.schedule.steps
-    distillation.console.info(
-        f"dry run passed: {several(steps, 'step')} at {seconds:.3g} s a step: about {steps * seconds / 3600:.3g} hours "
-        "here, and evaluation"
-    )
+    costs = rehearse_stages(distillation)
+    if distillation.world.leads:
+        for cost in costs:
+            place.costed(cost)

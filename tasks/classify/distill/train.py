@@ -18,7 +18,6 @@ from dpn_cli.engine import fit as engine
 from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.model.freeze import POSITIONS, STEM, train_only
 from dpn_cli.recipe.layers import counted
-from dpn_cli.recipe.training import of_two_steps
 from dpn_cli.run import distributed
 from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.files import read_object, replace_json, replace_text
@@ -72,7 +71,7 @@ class Distillation:
             if steps and self._note(stage) is None:
                 recipe, student, path = self._ready(stage, before, steps)
                 with self.begun.outputs("distill" if stage == "all" else stage, track, path) as outputs:
-                    observed, job = self._job(recipe, student, outputs, first)
+                    observed, job = self.job(recipe, student, outputs, first)
                     done = engine.fit(engine.prepare(observed, recipe.runtime, self.world), job)
                 self._finish(stage, student, done, outputs)
             first, before = first + steps, stage if steps else before
@@ -86,23 +85,16 @@ class Distillation:
             self.begun.folder.finish(result)
         return result
 
-    def measure_step(self) -> float:
-        """Train two steps of all weights, keeping nothing; returns the seconds of a step."""
-        recipe = of_two_steps(self.recipe)
-        student, _ = self._new_student()
-        observed, job = self._job(recipe, student, engine.Outputs(warn=self.console.warn), 0, dry_run=True)
-        return engine.fit(engine.prepare(observed, recipe.runtime, self.world), job).seconds / 2
-
     def _begin(self) -> None:
         """Make the student as it is before its first step, unless it is there."""
         if self._note("start") is None:
-            student, fitted = self._new_student()
+            student, fitted = self.new_student()
             if self.recipe.backbone.start == "anneal":
                 gated(student)
             check_pair(self.recipe, self.teacher, student)
             self._keep("start", student, {"fitted": fitted} if fitted else {})
 
-    def _new_student(self) -> tuple[Backbone, Json]:
+    def new_student(self) -> tuple[Backbone, Json]:
         """Make the student on the CPU, where its stem is fitted in float64."""
         student, fitted = new_student(self.recipe, self.teacher.cpu(), self._sample)
         self.teacher.to(self.world.device)
@@ -115,13 +107,17 @@ class Distillation:
         path = self.path if stage == "all" else self.path / stage
         if (saved := Checkpoints(path / "checkpoints")).begun:
             self.console.info(describe_start(student.report, saved))
+        return self.of_stage(stage, student, steps), student, path
+
+    def of_stage(self, stage: str, student: Backbone, steps: int) -> DistillRecipe:
+        """Return the recipe of a stage of so many steps, after freezing what it does not train in the student."""
         recipe = self.recipe.model_copy(update={"schedule": counted(self.recipe.schedule, steps)})
         if stage == "stem":
             recipe = recipe.model_copy(update={"lr": recipe.stem_lr or recipe.lr, "ema": None})
             train_only(student, (*STEM, *POSITIONS))
             if recipe.backbone.start == "anneal":
                 gated(student)
-        return recipe, student, path
+        return recipe
 
     def _finish(self, stage: str, student: Backbone, done: engine.FitResult, outputs: engine.Outputs) -> None:
         """Keep the weights of a stage that has ended, and drop the states in between."""
@@ -131,7 +127,7 @@ class Distillation:
         if self.world.leads and outputs.checkpoints:
             outputs.checkpoints.clear()
 
-    def _job(
+    def job(
         self, recipe: DistillRecipe, student: Backbone, outputs: engine.Outputs, first: int, *, dry_run: bool = False
     ) -> tuple[Observed, engine.Job]:
         """Return the student as the engine trains it, and what the engine has to do; `dry_run` keeps no targets."""

@@ -1,0 +1,106 @@
+"""The dry run of a text tower's training."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from dpn_cli.data.crops import Size
+from dpn_cli.data.loader import worker_count
+from dpn_cli.data.pixels import resize, stream
+from dpn_cli.engine import fit as engine
+from dpn_cli.engine.rehearsal import Sampled, Scene, rehearse, with_loading
+from dpn_cli.recipe.cost import Cost
+from dpn_cli.run.distributed import from_all
+from dpn_cli.run.session import Session
+from tasks.lit.batches import cached_batches, encoded_batches, tokenize
+from tasks.lit.cache import BATCH
+from tasks.lit.captions import Captioned, Subset
+from tasks.lit.features import Features, ImageEncoder
+from tasks.lit.recipe import LitRecipe
+from tasks.lit.tokens import open_tokenizer
+from tasks.lit.towers import Towers
+from tasks.lit.train import job_of, load_tower, new_text_tower, recipe_encoder
+
+# Bytes of a feature's number, and of a token.
+FLOAT16, INT32 = 2, 4
+
+
+def rehearse_training(begun: Session[LitRecipe], data: Captioned, val: Captioned, scored: int) -> Cost:
+    """Rehearse a training whose duration is in steps, and return what it takes, with the encoding of all images.
+
+    Few images are encoded; with a cache they stand for those of a whole batch. `scored` is how many images are scored
+    at the end. Raises as `rehearse` does.
+    """
+    recipe, world, console = begun.recipe, begun.world, begun.console
+    tokenizer = open_tokenizer(recipe.text.tokenizer, recipe.text.context, recipe.text.clean)
+    tower = load_tower(recipe, world)
+    console.info(tower.report.summary())
+    encoder = replace(recipe_encoder(recipe, tower, world), workers=0)
+    features, seconds = _encode(_few(data), encoder, worker_count(recipe.runtime.workers, world.device, world.here))
+    size, seed = recipe.batch_size, recipe.seed
+
+    def begin() -> Scene:
+        text = new_text_tower(recipe, tower, tokenizer)
+        if recipe.cache.use:
+            again = torch.arange(size) % len(features)
+            batches = cached_batches(features, again, tokenize(_few(data), tokenizer), size, seed, world)
+        else:
+            texts = tokenize(data, tokenizer)
+            batches = encoded_batches(data, encoder, texts, size, seed, world, steps=1, micro=BATCH)
+        job = job_of(recipe, text, batches, world, engine.Outputs(warn=console.warn))
+        towers = Towers(tower, text, tokenizer, recipe.loss, {}, data.reading.decoder)
+        return Scene(engine.prepare(text, recipe.runtime, world), job, _sampled(towers, encoder, _few(val), scored))
+
+    text = new_text_tower(recipe, tower, tokenizer)
+    weights = 4 * (tower.report.parameters + sum(parameter.numel() for parameter in text.parameters()))
+    del text
+    cost = rehearse(begin, f"{tower.config.arch} {tower.config.stem}", begun.folder.path, weights=weights)
+    if not recipe.cache.use:
+        return cost
+    images = len(data.captions) + len(val.captions)
+    numbers = (len(data.captions) * features.views + len(val.captions)) * features.width
+    tokens = tokenizer.context * sum(map(len, data.captions))
+    return replace(
+        cost,
+        cached=FLOAT16 * numbers + INT32 * tokens,
+        cache_seconds=max(from_all(seconds)) / len(features) * images / world.size,
+    )
+
+
+def _few(data: Captioned) -> Captioned:
+    return Subset(data, range(min(BATCH, len(data.captions))))
+
+
+def _read(few: Captioned, size: Size, skip_bad: bool) -> Tensor:
+    with stream(few, partial(resize, size=size), BATCH, workers=0, skip_bad=skip_bad) as parts:
+        return torch.cat([part.images for part in parts])
+
+
+def _encode(few: Captioned, encoder: ImageEncoder, workers: int) -> tuple[Features, float]:
+    """Return the features of a few images and the seconds that they take, after one that warms up."""
+    began = time.perf_counter()
+    images = _read(few, encoder.read_size, encoder.skip_bad)
+    read = time.perf_counter() - began
+    encoder.encode_views(images[:1], [0])
+    began = time.perf_counter()
+    features = encoder.encode_views(images, range(len(images)))
+    seconds = with_loading(time.perf_counter() - began, read, workers)
+    return Features([features.half().numpy()], ()), seconds
+
+
+def _sampled(towers: Towers, encoder: ImageEncoder, few: Captioned, scored: int) -> Sampled:
+    """Return the encoding of a few held-out images and of their sentences."""
+
+    def load() -> Tensor:
+        return _read(few, encoder.size, encoder.skip_bad)
+
+    def evaluate() -> None:
+        encoder.encode(load())
+        towers.encode_texts([text for texts in few.captions for text in texts])
+
+    return Sampled(len(few.captions), evaluate, load, end=scored)
