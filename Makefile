@@ -6,13 +6,16 @@ OLDEST := .venv-oldest
 RUN := $(VENV)/bin
 PYTEST := -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-oldest lint clean
+.PHONY: demo test test-cluster test-oldest lint clean
 
 demo: $(VENV)/.installed
 	$(RUN)/dpn finetune vtab --data demo --compare none,dpn --overwrite
 
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(RUN)/python $(PYTEST)
+
+test-cluster: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -m cluster
 
 test-oldest: $(OLDEST)/.installed
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python $(PYTEST)

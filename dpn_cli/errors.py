@@ -58,7 +58,7 @@ class SaveError(DpnError):
 
 
 class WorkerError(DpnError):
-    """A process that this one needs, another rank or one that reads the data, has died; what was saved is intact."""
+    """What this process needs has died: another rank, a reader of data, a node of a cluster. What was saved is kept."""
 
     exit_code = 1
 

@@ -4,35 +4,55 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import ray
 from programs import children, environment, run_program
 from test_cli import run
 from test_joining import SHORT, VTAB, ledger, swept
 
+from dpn_cli.errors import StoppedError, WorkerError
+from dpn_cli.jobs import ray_cluster
 from dpn_cli.jobs.node import look
 from dpn_cli.jobs.scheduler import Work
 
-LIMIT = 200.0
-# Starts Ray with a head and two nodes, runs the command line, and removes a node when the first training is done.
-CLUSTER = """
-import sys, threading, time
+LIMIT = 400.0
+# Says through which node the command line speaks to the cluster.
+PROGRAM_ON_RAY = """
+import sys
+from pathlib import Path
+from dpn_cli.jobs.ray_cluster import RayCluster, ray
+
+check, place = RayCluster._check_nodes, Path(sys.argv.pop(1))
+def told(self, sources):
+    place.write_text(ray.get_runtime_context().get_node_id())
+    check(self, sources)
+RayCluster._check_nodes = told
+from dpn_cli.cli import main
+main()
+"""
+# Starts Ray with three nodes, runs the command line, and removes a node that is not the command line's when a training
+# is at work.
+CLUSTER = f"""
+import os, subprocess, sys, time
 from pathlib import Path
 from ray.cluster_utils import Cluster
-import os, subprocess
 
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+out = Path(sys.argv[1])
+cluster = Cluster(initialize_head=True, head_node_args={{"num_cpus": 1, "include_dashboard": False}})
 nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
-words = [*sys.argv[2:], "--resources", f"address={cluster.address}"]
-program = subprocess.Popen([sys.executable, "-m", "dpn_cli", *words])
+words = [str(out / "node"), *sys.argv[2:], "--resources", f"address={{cluster.address}}"]
+program = subprocess.Popen([sys.executable, "-c", {PROGRAM_ON_RAY!r}, *words])
 removed = False
 while program.poll() is None:
     time.sleep(0.05)
-    if not removed and any(Path(sys.argv[1]).glob("cells/*/*/*/metrics.jsonl")):
-        cluster.remove_node(nodes[0], allow_graceful=False)
+    if not removed and any(out.glob("run/cells/*/*/*/metrics.jsonl")):
+        here = (out / "node").read_text()
+        cluster.remove_node(next(node for node in nodes if node.node_id != here), allow_graceful=False)
         removed = True
 cluster.shutdown()
 print("removed a node", removed)
@@ -47,15 +67,64 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.skipif("DPN_TEST_RAY" not in os.environ, reason="a cluster of three nodes: set DPN_TEST_RAY")
+@pytest.mark.cluster
 def test_a_ray_cluster_that_loses_a_node_does_the_sweep_of_one_process(alone: Path, tmp_path: Path) -> None:
-    line = [*VTAB, *SHORT, "-o", str(tmp_path / "out"), "--engine", "ray", "--jobs", "3"]
-    done = run_program([sys.executable, "-c", CLUSTER, str(tmp_path / "out"), *line], limit=LIMIT, cwd=tmp_path)
+    line = [*VTAB, *SHORT, "-o", str(tmp_path / "run"), "--engine", "ray", "--jobs", "3"]
+    done = run_program([sys.executable, "-c", CLUSTER, str(tmp_path), *line], limit=LIMIT, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "removed a node True" in done.stdout
-    results = [json.loads((out / "result.json").read_text())["tasks"] for out in (tmp_path / "out", alone)]
+    results = [json.loads((out / "result.json").read_text())["tasks"] for out in (tmp_path / "run", alone)]
     assert results[0] == results[1]
-    assert ledger(tmp_path / "out") == ledger(alone)
+    assert ledger(tmp_path / "run") == ledger(alone)
+
+
+def test_a_node_of_ray_that_is_lost_with_the_command_on_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing ends any more, and Ray says nothing about it."""
+    nodes = [{"NodeID": "here", "Alive": True}, {"NodeID": "there", "Alive": True}]
+    waited = []
+
+    def wait(work: list[object], **how: object) -> tuple[list[object], list[object]]:
+        waited.append(work)
+        return [], work
+
+    monkeypatch.setattr("ray.wait", wait)
+    monkeypatch.setattr(ray_cluster, "_nodes", lambda: nodes)
+    cluster = object.__new__(ray_cluster.RayCluster)
+    cluster._running, cluster._here = {"reference": Work("work", ())}, "here"
+    assert cluster.ended(0.5) == []
+    nodes[1]["Alive"] = False
+    assert cluster.ended(0.5) == []
+    nodes[0]["Alive"] = False
+    with pytest.raises(WorkerError, match="this machine's node of the cluster is lost"):
+        cluster.ended(0.5)
+    cluster.stop()  # there is nothing to wait for
+    assert waited == [["reference"]] * 3
+
+
+def test_work_that_ray_has_lost_begins_again_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = [ray.exceptions.NodeDiedError("lost"), StoppedError(signal.SIGTERM).exit_code, 6]  # type: ignore[no-untyped-call]
+    begun: list[Work] = []
+
+    def get(reference: object) -> object:
+        if isinstance(end := ends.pop(0), Exception):
+            raise end
+        return end
+
+    monkeypatch.setattr("ray.wait", lambda work, **how: (work, []))
+    monkeypatch.setattr("ray.get", get)
+    cluster = object.__new__(ray_cluster.RayCluster)
+    cluster._running, cluster._lost = {}, 0
+
+    def submit(work: Work) -> None:
+        begun.append(work)
+        cluster._running[len(begun)] = work
+
+    monkeypatch.setattr(cluster, "_submit", submit)
+    submit(Work("work", ()))
+    assert [cluster.ended(0.5) for _ in range(3)] == [[], [], [("work", 6)]]
+    assert [work.name for work in begun] == ["work"] * 3
 
 
 def test_jobs_of_submitit_that_are_preempted_go_on(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from dpn_cli.errors import SaveError
 from dpn_cli.run import session as session_module
 from dpn_cli.run.leases import LEASES, PATIENCE, Lease, Leases
 from tasks.vtab import trainer
+from tasks.vtab.cells import read_json
 
 VTAB = ("finetune", "vtab", "--data", "demo", "--tasks", "demo_light,demo_color", "--arch", "mu/8", "--device", "cpu")
 SHORT = ("--steps", "3", "-b", "16", "--lrs", "0.01,0.001", "--seeds", "1", "--set", "keep_weights=all", "--no-report")
@@ -127,6 +128,22 @@ def test_what_another_process_has_done_before_its_lease_was_free_is_not_done_aga
     assert "demo_light dpn lr 0.01 seed 0: val" in done.stderr
     assert "demo_light dpn lr 0.001 seed 0: val" not in done.stderr
     same(tmp_path, alone)
+
+
+def test_a_file_that_another_process_writes_meanwhile_is_not_taken_for_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marker, read = tmp_path / "done.json", Path.read_text
+
+    def just_before(path: Path, *how: Any, **more: Any) -> str:
+        try:
+            return read(path, *how, **more)
+        finally:
+            path.write_text("{}")
+
+    monkeypatch.setattr(Path, "read_text", just_before)
+    assert read_json(marker) is None
+    assert read_json(marker) == {}
 
 
 def test_a_training_that_failed_is_not_tried_by_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

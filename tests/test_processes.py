@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -165,6 +166,29 @@ fifo = sys.argv.pop()
 pack._encoded = lambda *given: open(fifo).read()
 main()
 """
+# A worker dies before the program watches it.
+PACK_AND_DIE = """
+import multiprocessing, os, signal
+from dpn_cli.data import pack
+
+def killed(pool, *given):
+    future = submit(pool, *given)
+    worker = min(multiprocessing.active_children(), key=lambda process: process.pid)
+    worker.kill()
+    os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+    return future
+
+submit, pack.ProcessPoolExecutor.submit = pack.ProcessPoolExecutor.submit, killed
+"""
+
+
+def test_packing_ends_when_a_worker_is_killed_at_its_start(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    folder = pictures(tmp_path / "photos", classes=2, each=2)
+    command = ("data", "pack", "--data", str(folder), "--out", str(tmp_path / "pack"), "-j", "2", "-q")
+    done = run_program([sys.executable, "-c", PACK_AND_DIE + PACK_AND_WAIT, *command, str(tmp_path / "fifo")])
+    assert done.returncode == 1
+    assert re.match(r"error: data-loading process \d+ was killed by SIGKILL", done.stderr)
 
 
 @pytest.mark.parametrize("victim", ["worker", "program"])

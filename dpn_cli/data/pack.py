@@ -91,7 +91,8 @@ def pack(
         pool = ProcessPoolExecutor(workers, initializer=_begin_process, initargs=arguments)
         try:
             futures = {pool.submit(_write_shard, shard, rows): shard for shard, rows in left.items()}
-            with watched(multiprocessing.active_children()):
+            # Not `active_children`, which leaves out a process that has died by now.
+            with watched(list(pool._processes.values())):
                 for future in as_completed(futures):
                     done[futures[future]] = future.result()
                     replace_json(out / MANIFEST, manifest)

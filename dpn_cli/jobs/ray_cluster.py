@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from dpn_cli.errors import DataError, DpnError, StoppedError
+from dpn_cli.errors import DataError, DpnError, StoppedError, WorkerError
 from dpn_cli.jobs import node
 from dpn_cli.jobs.scheduler import Work
 from dpn_cli.run.cores import cores
@@ -20,8 +20,8 @@ from dpn_cli.run.cores import cores
 # Times that the work of a node that was lost, or told to stop, begins again.
 AGAIN = 100
 ADDRESS = "address"
-# Seconds in which a cluster has to answer.
-PATIENCE = 10.0
+# Seconds in which a cluster has to answer, and those that work has to save its state.
+PATIENCE, NOTICE = 10.0, 120.0
 
 
 def _work(line: tuple[str, ...], log: str, folder: str) -> int:
@@ -58,6 +58,7 @@ class RayCluster:
         except (TypeError, ValueError) as error:
             raise DpnError(f"--resources {' '.join(options)}: {' '.join(str(error).split())}") from error
         self._check_nodes(sources)
+        self._here = ray.get_runtime_context().get_node_id()
         self._running: dict[Any, Work] = {}
         self._lost = 0
 
@@ -72,8 +73,17 @@ class RayCluster:
         self._submit(work)
 
     def ended(self, seconds: float) -> list[tuple[str, int]]:
-        """Return names and exit codes of work that has ended, as soon as there is any or the time has passed."""
+        """Return names and exit codes of work that has ended, as soon as there is any or the time has passed.
+
+        Raises `WorkerError` when the node through which this process speaks to the cluster is lost: Ray ends all work
+        then and says nothing.
+        """
         done, _ = ray.wait(list(self._running), num_returns=1, timeout=seconds)
+        if not done and not any(each["Alive"] for each in _nodes() if each["NodeID"] == self._here):
+            self._running.clear()
+            raise WorkerError(
+                "--engine ray: this machine's node of the cluster is lost; start it again, and pass --resume to go on"
+            )
         codes = []
         for reference in done:
             work, code = self._running.pop(reference), self._code(reference)
@@ -88,7 +98,8 @@ class RayCluster:
         """Tell all work to save its state and to end, and wait for it."""
         for reference in self._running:
             ray.cancel(reference)
-        ray.wait(list(self._running), num_returns=len(self._running))
+        if self._running:
+            ray.wait(list(self._running), num_returns=len(self._running), timeout=NOTICE)
 
     def close(self) -> None:
         """Leave the cluster."""

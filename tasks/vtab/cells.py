@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from dpn_cli.errors import DataError
-from dpn_cli.run.files import file_digest, read_object, replace_text
+from dpn_cli.run.files import file_digest, replace_text
 from dpn_cli.weights.written import read_weights
 from tasks.vtab.table import Task
 
@@ -143,7 +143,12 @@ def choose_lr(val: Mapping[float, Mapping[int, float]], seeds: int) -> float | N
 
 def read_json(path: Path) -> Json | None:
     """Return the object in a JSON file, or None when there is no such file. Raises `DataError` when it is damaged."""
-    value = read_object(path)
-    if value is None and path.is_file():
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))  # one look: other processes write and delete such files
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
         raise DataError(f"{path}: damaged (not a JSON object); restore it, or delete it to repeat that part")
     return value
