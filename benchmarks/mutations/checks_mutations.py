@@ -93,7 +93,13 @@ MUTATIONS = [
         "pairs without text are left out in silence",
         C,
     ),
-    ("tasks/vtab/datacheck.py", "if set(parts[0].stored) == {COPIED}:", "if False:", "copies as JPEG are not told", C),
+    (
+        "tasks/vtab/datacheck.py",
+        "if set(parts[0].stored) == {COPIED} and",
+        "if False and",
+        "copies as JPEG are not told",
+        C,
+    ),
     (
         "dpn_cli/commands/datacheck.py",
         "if count := len(findings.problems):",

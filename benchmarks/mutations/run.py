@@ -57,6 +57,7 @@ LISTS = (
     "inspect",
     "checks",
     "faults",
+    "prepare",
 )
 BAR = 0.95
 # Which test has noticed which mutation before: it is tried first.

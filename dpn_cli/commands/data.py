@@ -1,4 +1,4 @@
-"""`dpn data`: pack a data set, or check one."""
+"""`dpn data`: prepare a data set, pack one, or check one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 from pydantic import BeforeValidator, Field
 
 from dpn_cli.arch import MOST_PIXELS
-from dpn_cli.commands import datacheck
+from dpn_cli.commands import datacheck, prepare
 from dpn_cli.commands.action import Outcome, action
 from dpn_cli.errors import DpnError
 from dpn_cli.recipe.flag import DATA, OUTPUT, RUNTIME, flag
@@ -23,6 +23,7 @@ app = typer.Typer(
     epilog="Example: dpn data pack --data imagenet --out imagenet-320 --size 320",
 )
 app.add_typer(datacheck.app, name="check")
+app.add_typer(prepare.app, name="prepare")
 
 
 def _shorter_side(value: object) -> object:

@@ -12,6 +12,7 @@ from dpn_cli.errors import DataError
 from dpn_cli.recipe.stores import is_hub
 from dpn_cli.run import stopping
 from dpn_cli.run.console import Console
+from tasks.vtab.prepare.write import is_prepared
 from tasks.vtab.recipe import VtabData
 from tasks.vtab.table import TRAIN, VAL, Task
 
@@ -91,6 +92,11 @@ def _open_split(data: VtabData, task: Task, split: str) -> Labelled:
     return FileList(root / task.folder, split)
 
 
+def written_here(split: Labelled) -> bool:
+    """Tell whether ``dpn data prepare vtab`` wrote a split's folder: its JPEG files are the original ones."""
+    return isinstance(split, FileList) and is_prepared(split.list.parent)
+
+
 def check_images(tasks: dict[Task, TaskData], skip_bad: bool, console: Console) -> None:
     """Decode every training and validation image and a sample of each test split, before any training.
 
@@ -108,7 +114,7 @@ def check_images(tasks: dict[Task, TaskData], skip_bad: bool, console: Console) 
                     if not skip_bad:
                         raise
         paths = data.train800.paths if isinstance(data.train800, FileList) else []
-        if any(path.suffix.lower() in {".jpg", ".jpeg"} for path in paths):
+        if any(path.suffix.lower() in {".jpg", ".jpeg"} for path in paths) and not written_here(data.train800):
             jpeg.append(task.name)
         if len(data.test.labels) != task.test:
             console.warn(

@@ -51,6 +51,14 @@ def _complete_tasks(incomplete: str) -> list[str]:
     return [f"{done},{name}".lstrip(",") for name in task_names() if name.startswith(word)]
 
 
+TASKS_FLAG = flag(
+    "--tasks",
+    help="all, natural, specialized, structured, or task names, comma separated.",
+    panel=DATA,
+    complete=_complete_tasks,
+)
+
+
 class VtabData(Pictures):
     """Where the tasks' images are, and how they become pixels."""
 
@@ -65,12 +73,7 @@ class VtabData(Pictures):
         tuple[str, ...],
         BeforeValidator(listed),
         Field(min_length=1),
-        flag(
-            "--tasks",
-            help="all, natural, specialized, structured, or task names, comma separated.",
-            panel=DATA,
-            complete=_complete_tasks,
-        ),
+        TASKS_FLAG,
     ] = ("all",)
     resize: Side | None = None
     # Holds every task after validation.

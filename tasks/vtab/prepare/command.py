@@ -1,0 +1,101 @@
+"""Writes the chosen tasks one source after the other, and says at the end which are left and why."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dpn_cli import __version__
+from dpn_cli.errors import DataError
+from dpn_cli.run import stopping
+from dpn_cli.run.console import Console, several
+from dpn_cli.run.files import claimed, make_folder
+from tasks.vtab.prepare.builders import library, missing_by_hand, open_builder
+from tasks.vtab.prepare.sources import SOURCES, Source
+from tasks.vtab.prepare.write import check_free, is_prepared, partial, prepare, verify
+from tasks.vtab.table import TASKS, Task, choose_tasks
+
+LIBRARIES = ("tensorflow-datasets", "tensorflow", "tensorflow-cpu")
+
+
+def run(
+    words: Sequence[str],
+    out: Path,
+    root: Path,
+    manual: Path | None,
+    *,
+    download: bool,
+    verified: bool,
+    console: Console,
+) -> tuple[dict[str, Any], DataError | None]:
+    """Write the folders of the tasks that `words` name into `out`; those that are there already are kept.
+
+    `root` is the folder of TensorFlow Datasets, and `manual` that of files fetched by hand. With `verified`, the files
+    of folders that are there are compared with their digests, and damaged folders written again. Returns what was
+    done, and an error when some tasks could not be written. Raises `DpnError` before any work for an unknown task, for
+    a folder that holds something else and without TensorFlow Datasets, and as `prepare` does.
+    """
+    tasks = choose_tasks(words, demo=False)
+    root = root.expanduser()
+    manual = manual.expanduser() if manual else root / "downloads" / "manual"
+    out = out.expanduser()
+    check_free(out, tasks)
+    if verified or not all(is_prepared(out / task.folder) for task in tasks):
+        library()
+    make_folder(out)
+    done, left = dict[str, str](), dict[str, str]()
+    with claimed(out):
+        for task in TASKS:
+            shutil.rmtree(partial(out, task), ignore_errors=True)
+        if verified:
+            _delete_damaged(out, tasks, console)
+        for source in _in_order(tasks, root, manual):
+            chosen = [task for task in source.tasks if task in tasks]
+            missing = [task for task in chosen if not is_prepared(out / task.folder)]
+            done |= {task.name: "kept" for task in chosen if task not in missing}
+            if not missing:
+                continue
+            try:
+                builder = open_builder(source, root, manual, download)  # outside of `listen`: a download can be stopped
+                with stopping.listen(stopping.PARTS_KEPT):
+                    prepare(source, missing, builder, out, console, _versions())
+                done |= {task.name: "written" for task in missing}
+                console.info(f"{' and '.join(task.name for task in missing)}: written, from {builder.name}")
+            except DataError as error:
+                console.warn(str(error))
+                left |= {task.name: str(error) for task in missing}
+    names = ", ".join(task.name for task in tasks if task.name in left)
+    problem = DataError(f"{several(len(left), 'task')} left: {names}; the reasons are above, the others are written")
+    states = {task.name: done.get(task.name, "left") for task in tasks}
+    return {"task": "data prepare vtab", "out": str(out), "tasks": states, "left": left}, problem if left else None
+
+
+def _in_order(tasks: Sequence[Task], root: Path, manual: Path) -> list[Source]:
+    """Return the sources of tasks, those last of which something has to be fetched by hand."""
+    sources = [source for source in SOURCES if not set(source.tasks).isdisjoint(tasks)]
+    return sorted(sources, key=lambda source: bool(missing_by_hand(source, root, manual)))
+
+
+def _delete_damaged(out: Path, tasks: Sequence[Task], console: Console) -> None:
+    """Delete the prepared folders in which a file is missing or differs."""
+    with stopping.listen(stopping.PARTS_KEPT):
+        for task in tasks:
+            if is_prepared(out / task.folder) and (wrong := verify(out / task.folder)):
+                console.warn(
+                    f"{out / task.folder}: {several(len(wrong), 'file')} missing or changed, {wrong[0]} first; the task"
+                    " is written again"
+                )
+                shutil.rmtree(out / task.folder)
+
+
+def _versions() -> dict[str, str]:
+    found = {"dpn": __version__}
+    for name in LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
