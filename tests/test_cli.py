@@ -168,7 +168,7 @@ def test_the_set_of_options_is_frozen_and_each_says_its_default() -> None:
         ["plan", "distill", "--help"],
         ["data", "pack", "--help"],
         ["data", "prepare", "--help"],
-        ["data", "prepare", "vtab", "--help"],
+        *(["data", "prepare", name, "--help"] for name in ("vtab", "ade20k", "coco")),
         *(["data", "check", name, "--help"] for name in ("vtab", "highres", "pretrain", "lit", "ade20k", "folder")),
         ["doctor", "--help"],
         ["segment", "--help"],

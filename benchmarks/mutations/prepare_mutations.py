@@ -3,6 +3,8 @@
 T = "tests/test_prepare_vtab.py"
 SOURCES, WRITE = "tasks/vtab/prepare/sources.py", "tasks/vtab/prepare/write.py"
 COMMAND, BUILDERS = "tasks/vtab/prepare/command.py", "tasks/vtab/prepare/builders.py"
+A = "tests/test_prepare_archives.py"
+ARCHIVES, ADE, COCO = "dpn_cli/data/archives.py", "tasks/segment/prepare.py", "tasks/lit/prepare.py"
 
 MUTATIONS = [
     (SOURCES, '("train", 65_931)', '("train", 65_932)', "val200 of SVHN begins at another row", T),
@@ -164,4 +166,44 @@ MUTATIONS = [
         "the check calls original JPEG files copies",
         T,
     ),
+    (ARCHIVES, "if UNSAFE.search(name) or", "if",
+     "members lead out of the folder", A),
+    (ARCHIVES, 'not in {0, stat.S_IFREG}:', "in set():",
+     "links in an archive are unpacked", A),
+    (ARCHIVES, "if info.flag_bits & 1:", "if False:",
+     "an encrypted member is met when it is unpacked", A),
+    (ARCHIVES, "if info.file_size > MOST_SHRUNK * max(info.compress_size, SMALL):", "if False:",
+     "a bomb is unpacked", A),
+    (ARCHIVES, "if len(members) > MOST_FILES or", "if",
+     "any number of files is unpacked", A),
+    (ARCHIVES, "or size > MOST_BYTES:", "or False:",
+     "any number of bytes is unpacked", A),
+    (ARCHIVES, "            if match[1] in places:", "            if False:",
+     "two members have one place", A),
+    (ARCHIVES, "    if not entries:\n", "    if False:\n",
+     "an archive of something else is accepted", A),
+    (ARCHIVES, "    if needed > free:", "    if False:",
+     "a full disk is met while unpacking", A),
+    (ARCHIVES, "if file_size(out / entry.target) != entry.info.file_size]", "if not file_size(out / entry.target)]",
+     "a file that was cut is kept", A),
+    (ARCHIVES, "if file_size(out / entry.target) != entry.info.file_size]", "if True]",
+     "whole files are unpacked again", A),
+    (ARCHIVES, "        temporary.replace(target)", "        shutil.copy(temporary, target)\n        temporary = target.with_name('x')",
+     "temporary files stay", A),
+    (ARCHIVES, "    remove_leftovers(out)\n", "",
+     "what a killed process left stays", A),
+    (ARCHIVES, "                stopping.check_here()\n", "",
+     "a signal does not stop the unpacking", A),
+    (ARCHIVES, "        if count != layout.files[folder]\n", "        if count > layout.files[folder]\n",
+     "missing files are not noticed", A),
+    (ADE, "short if classes < RULE.classes else []", "[]",
+     "classes without a pixel are not noticed", A),
+    (ADE, '"images/training": 20_210', '"images/training": 20_201',
+     "ADE20K has another number of images", A),
+    (COCO, "            if read.dropped:", "            if False:",
+     "captions without their image are not noticed", A),
+    ("dpn_cli/commands/prepare.py", "problem if short and not options.partial else None", "None",
+     "a part of a data set passes for the whole", A),
+    ("dpn_cli/commands/prepare.py", "for text in short if options.partial else ():", "for text in ():",
+     "--partial says nothing", A),
 ]

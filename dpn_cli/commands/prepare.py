@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Protocol
 
 import typer
 from pydantic import BeforeValidator, Field
 
 from dpn_cli.commands.action import Outcome, action
-from dpn_cli.recipe.flag import DATA, OUTPUT, flag
+from dpn_cli.errors import DataError
+from dpn_cli.recipe.flag import DATA, OUTPUT, argument, flag
 from dpn_cli.recipe.schema import Section, listed
 from dpn_cli.run.console import Console, several
 from tasks.vtab.recipe import TASKS_FLAG
@@ -78,3 +79,67 @@ def _vtab(options: VtabOptions, console: Console) -> Outcome:
         )
 
     return result, tell, problem
+
+
+class ArchiveOptions(Section):
+    """Options of the commands that unpack archives."""
+
+    archives: Annotated[list[Path], argument("The data set's archives, as they were downloaded.")]
+    out: Annotated[Path, flag("--out", "-o", help="Folder to unpack into.", panel=OUTPUT)]
+    partial: Annotated[
+        bool, flag("--partial/--whole", help="Warn only, where the data set is not all there.", panel=DATA)
+    ] = False
+
+
+class ArchivedModule(Protocol):
+    """The module of a task that knows a data set's archives; it loads numpy."""
+
+    def look_at(self, out: Path, console: Console) -> tuple[dict[str, Any], list[str]]:
+        """Return what is in the unpacked folder, and a line for each thing that is not."""
+
+    def next_step(self, out: Path) -> str:
+        """Return the command that reads the folder."""
+
+
+def _unpack(options: ArchiveOptions, layout: Any, module: ArchivedModule, console: Console) -> Outcome:
+    from dpn_cli.data import archives
+    from dpn_cli.run import stopping
+    from dpn_cli.run.files import claimed
+
+    out = options.out.expanduser()
+    places = [place.expanduser() for place in options.archives]
+    with stopping.listen(stopping.PARTS_KEPT), claimed(out):
+        files = archives.unpack(places, layout, out, console)
+        found, short = module.look_at(out, console)
+    short = [*archives.lacking(layout, out), *short]
+    for text in short if options.partial else ():
+        console.warn(text)
+    result = {"task": f"data prepare {layout.name}", "out": str(out), "files": files, **found, "short": short}
+
+    def tell(_: object) -> str:
+        written, kept, left_out = (files[key] for key in ("written", "kept", "left_out"))
+        return f"{out}: {written} files written, {kept} kept, {left_out} left out\n{module.next_step(out)}"
+
+    problem = DataError(f"{'; '.join(short)}; unpack the rest into the same folder, or accept this with --partial")
+    return result, tell, problem if short and not options.partial else None
+
+
+@action(app, "ade20k", ArchiveOptions, "dpn data prepare ade20k ADEChallengeData2016.zip --out ADEChallengeData2016")
+def _ade20k(options: ArchiveOptions, console: Console) -> Outcome:
+    """ADE20K for 'dpn segment ade20k', from ADEChallengeData2016.zip; run it again after a stop."""
+    from tasks.segment import prepare
+
+    return _unpack(options, prepare.ADE20K, prepare, console)
+
+
+@action(
+    app,
+    "coco",
+    ArchiveOptions,
+    "dpn data prepare coco train2017.zip val2017.zip annotations_trainval2017.zip --out coco",
+)
+def _coco(options: ArchiveOptions, console: Console) -> Outcome:
+    """COCO's captions for 'dpn lit train', from its archives of 2017; run it again after a stop."""
+    from tasks.lit import prepare
+
+    return _unpack(options, prepare.COCO, prepare, console)

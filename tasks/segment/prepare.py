@@ -1,0 +1,59 @@
+"""ADE20K from its archive: the folder that `dpn segment ade20k` reads, and whether it is all there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dpn_cli.data.archives import Layout
+from dpn_cli.run import stopping
+from dpn_cli.run.console import Console
+from tasks.segment.labels import LabelRule, read_mask
+from tasks.segment.pairs import FolderPairs
+
+# Segmenter, segm/scripts/prepare_ade20k.py; MMSegmentation, mmseg/datasets/ade.py.
+ADE20K = Layout(
+    name="ADE20K",
+    archives="ADEChallengeData2016.zip",
+    member=re.compile(
+        r"(?:ADEChallengeData2016/)?"
+        r"((?:images/(?:training|validation)/[^/]+\.jpg|annotations/(?:training|validation)/[^/]+\.png)"
+        r"|objectInfo150\.txt|sceneCategories\.txt)"
+    ),
+    files={
+        "images/training": 20_210,
+        "annotations/training": 20_210,
+        "images/validation": 2_000,
+        "annotations/validation": 2_000,
+    },
+)
+RULE = LabelRule(150, 1, 0)
+
+
+def look_at(out: Path, console: Console) -> tuple[dict[str, Any], list[str]]:
+    """Pair images with masks, and count the classes of the validation masks.
+
+    Returns what was found, and a line when there are classes without a pixel. Raises `DataError` for an image
+    without its mask, a mask without its image, and a mask that is unreadable or has values of no class.
+    """
+    pairs = {split: FolderPairs(out, split) for split in ("training", "validation")}
+    validation, seen = pairs["validation"], np.zeros(2**16, bool)
+    with console.counting("masks of validation", len(validation)) as done:
+        for row in range(len(validation)):
+            stopping.check_here()
+            mask = read_mask(validation.open_mask(row), validation.where_mask(row))
+            RULE.labels(mask, validation.where_mask(row))
+            seen[np.unique(mask)] = True
+            done(1)
+    classes = int(seen[1 : 1 + RULE.classes].sum())
+    short = [f"the masks in {out / 'annotations' / 'validation'} have {classes} of the {RULE.classes} classes"]
+    found = {"training": len(pairs["training"]), "validation": len(validation), "classes": classes}
+    return found, short if classes < RULE.classes else []
+
+
+def next_step(out: Path) -> str:
+    """Return the command that reads the folder."""
+    return f"train on it with: dpn segment ade20k --data {out}"
