@@ -171,7 +171,7 @@ def test_the_lowest_versions_that_are_promised_are_the_ones_that_are_tested() ->
         lines = [line.split("==") for line in (ROOT / name).read_text().splitlines() if not line.startswith("#")]
         pinned[name] = {canonicalize_name(package): Version(version) for package, version in lines}
     untested = {"dpn-cli", "wandb", "gcsfs"}  # itself, and services that no test can reach
-    untested |= {"tensorflow", "tensorflow-datasets", "opencv-python-headless"}  # 1.8 GB, and tests have a stand-in
+    untested |= {"tensorflow", "tensorflow-datasets", "opencv-python-headless", "importlib_resources"}  # 1.8 GB
     for requirement in required:
         if requirement.name in untested:
             continue
