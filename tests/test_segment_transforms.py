@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from PIL import Image
 from test_segment_windows import mmseg
 
+from tasks.segment import transforms
 from tasks.segment.labels import IGNORE
 from tasks.segment.transforms import (
     CROP_TRIES,
@@ -178,6 +179,15 @@ def test_an_image_smaller_than_the_crop_is_padded() -> None:
     assert (target[:20, :30] == 1).all()
     assert (target[20:] == IGNORE).all()
     assert (target[:, 30:] == IGNORE).all()
+
+
+def test_strips_change_no_pixel(monkeypatch: pytest.MonkeyPatch) -> None:
+    image = torch.randint(0, 256, (3, 50, 40), generator=torch.Generator().manual_seed(0)).byte()
+    strips: list[list[torch.Tensor]] = []
+    for rows in (7, 50):
+        monkeypatch.setattr(transforms, "STRIP", rows)
+        strips.append([photometric_distortion(image, np.random.default_rng(seed).random) for seed in range(40)])
+    assert all(torch.equal(*pair) for pair in zip(*strips, strict=True))
 
 
 @pytest.mark.parametrize("factor", [0.5, 0.9, 1.4])

@@ -5,6 +5,7 @@ R, X, W = "tests/test_segment_recipe.py", "tests/test_segment_transforms.py", "t
 I, G = "tests/test_segment_wiring.py", "tests/test_segment_digits.py"
 TRAIN, EVALUATION, SEGMENTER = "tasks/segment/train.py", "tasks/segment/evaluation.py", "tasks/segment/segmenter.py"
 LOADER, SCORING, RECIPE = "tasks/segment/loader.py", "tasks/segment/scoring.py", "tasks/segment/recipe.py"
+LABELS = "tasks/segment/labels.py"
 TRANSFORMS, WINDOWS, NETWORK = "tasks/segment/transforms.py", "tasks/segment/windows.py", "tasks/segment/network.py"
 PREDICTION, COMMAND, CLASSES = "tasks/segment/prediction.py", "tasks/segment/command.py", "tasks/segment/classes.py"
 TABLE, CHECK, PAIRS = "dpn_cli/commands/tasks.py", "tasks/segment/check.py", "tasks/segment/pairs.py"
@@ -59,6 +60,8 @@ MUTATIONS = [
      "all ranks train on the first rank's rows", f"{S}"),
     (LOADER, "labelled / batch_size", "labelled / len(label)", "the loss depends on the number of ranks", f"{I} {N}"),
     (LOADER, "seed, start, mine)", "seed, 0, mine)", "a resumed run sees its first batches again", f"{S}"),
+    (TRANSFORMS, "range(0, image.shape[1], STRIP)", "range(0, image.shape[1] - STRIP, STRIP)", "colours of the last rows are not changed", f"{X}"),
+    (LABELS, "self.table[: 2**8].tobytes()", "bytes(range(2**8))", "labels of small masks are their raw values", f"{R} {X}"),
     (TRANSFORMS, "minlength=IGNORE + 1)[:IGNORE]", "minlength=IGNORE + 1)", "ignored pixels count for cat_max", f"{X}"),
     (TRANSFORMS, "lacking, value=IGNORE)", "lacking)", "padding is trained on as the first class", f"{X}"),
     (TRANSFORMS, "draw() < 0.5 and how.flip", "draw() < 0.5", "--no-flip does nothing", f"{X} {N}"),

@@ -63,7 +63,11 @@ class LabelRule:
 
     def labels(self, raw: RawMask, where: str) -> Labels:
         """Map raw values (h, w) to labels. Raises `DataError` naming values that stand for no class."""
-        labels: Labels = self.table.take(raw)
+        if raw.dtype == np.uint8:  # NumPy would make eight bytes of each value first
+            values = bytearray(raw).translate(self.table[: 2**8].tobytes())
+            labels: Labels = np.frombuffer(values, np.uint8).reshape(raw.shape)
+        else:
+            labels = self.table.take(raw)
         if (labels == _UNKNOWN).any():
             raise DataError(self.explain(np.unique(raw).tolist(), where))
         return labels

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,13 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpn_cli.data.crops import Box, Size
-from dpn_cli.data.pixels import whole_levels
 from dpn_cli.data.reading import Pixels
 from tasks.segment.labels import IGNORE, Labels
 
 Draw = Callable[[], float]
 
 CROP_TRIES = 10
+# Rows whose colours are changed at once: larger parts of a picture do not stay in the processor's memory.
+STRIP = 128
 # PhotoMetricDistortion's ranges: grey levels, factors, factors of the saturation, half turns of 180 of the hue.
 BRIGHTNESS, CONTRAST, SATURATION, HUE = 32.0, (0.5, 1.5), (0.5, 1.5), 18
 
@@ -105,6 +107,18 @@ def photometric_distortion(image: Tensor, draw: Draw) -> Tensor:
 
     Every stage truncates to whole grey levels as in the reference; hue is in OpenCV's steps of two degrees.
     """
+    stages = _stages(draw)
+    distorted = np.empty(image.shape, np.uint8)
+    for top in range(0, image.shape[1], STRIP):
+        x = image[:, top : top + STRIP].contiguous().float()
+        for stage in stages:
+            x = stage(x)
+        distorted[:, top : top + STRIP] = x.numpy()  # which truncates
+    return torch.from_numpy(distorted)
+
+
+def _stages(draw: Draw) -> list[Callable[[Tensor], Tensor]]:
+    """Draw what happens to an image, in the reference's order."""
 
     def happens() -> bool:
         return int(draw() * 2) == 1
@@ -112,19 +126,27 @@ def photometric_distortion(image: Tensor, draw: Draw) -> Tensor:
     def between(low: float, high: float) -> float:
         return low + draw() * (high - low)
 
-    x = image.contiguous().float()
+    stages: list[Callable[[Tensor], Tensor]] = []
     if happens():
-        x = (x + between(-BRIGHTNESS, BRIGHTNESS)).clamp_(0, 255).floor_()
+        stages.append(partial(_shift, levels=between(-BRIGHTNESS, BRIGHTNESS)))
     contrast_first = happens()
     if contrast_first and happens():
-        x = (x * between(*CONTRAST)).clamp_(0, 255).floor_()
+        stages.append(partial(_scale, factor=between(*CONTRAST)))
     if happens():
-        x = scale_saturation(x, between(*SATURATION))
+        stages.append(partial(scale_saturation, factor=between(*SATURATION)))
     if happens():
-        x = turn_hue(x, int(draw() * 2 * HUE) - HUE)
+        stages.append(partial(turn_hue, steps=int(draw() * 2 * HUE) - HUE))
     if not contrast_first and happens():
-        x = (x * between(*CONTRAST)).clamp_(0, 255).floor_()
-    return whole_levels(x)
+        stages.append(partial(_scale, factor=between(*CONTRAST)))
+    return stages
+
+
+def _scale(rgb: Tensor, factor: float) -> Tensor:
+    return (rgb * factor).clamp_(0, 255).floor_()
+
+
+def _shift(rgb: Tensor, levels: float) -> Tensor:
+    return (rgb + levels).clamp_(0, 255).floor_()
 
 
 def scale_saturation(rgb: Tensor, factor: float) -> Tensor:
@@ -133,10 +155,12 @@ def scale_saturation(rgb: Tensor, factor: float) -> Tensor:
     The reference converts to OpenCV's 8-bit HSV and back, which turns hues by up to a degree; this does not.
     """
     value = rgb.amax(0)
+    below = value - rgb
     if factor > 1:  # at most until the smallest channel is zero
-        share = value / (value - rgb.amin(0)).clamp_(min=1)
-        return (value - (value - rgb) * share.clamp_(max=factor)).add_(0.5).floor_()
-    return (value - (value - rgb) * factor).add_(0.5).floor_()
+        below *= (value / (value - rgb.amin(0)).clamp_(min=1)).clamp_(max=factor)
+    else:
+        below *= factor
+    return torch.sub(value, below, out=below).add_(0.5).floor_()
 
 
 def turn_hue(rgb: Tensor, steps: int) -> Tensor:
