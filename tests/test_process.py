@@ -45,6 +45,12 @@ def test_what_nobody_expected_ends_the_program_as_ever() -> None:
     assert "the interpreter was taken down" in done.stdout
 
 
+def test_an_interrupt_before_the_work_begins_is_one_line() -> None:
+    code = "import signal; from dpn_cli import cli; cli.app = lambda: signal.raise_signal(signal.SIGINT); cli.main()"
+    done = run_program([sys.executable, "-c", code])
+    assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
+
+
 def test_the_program_leaves_at_once() -> None:
     code = "from dpn_cli import cli; kept = type('Kept', (), {'__del__': lambda it: print('late')})()"
     done = run_program([sys.executable, "-c", f"{code}; cli.main()", "recipes", "show"])

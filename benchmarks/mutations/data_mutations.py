@@ -93,7 +93,7 @@ MUTATIONS = [
      "pictures: --max-pixels moves no limit", D),
     (READING, "for factor in (2, 4, 8)", "for factor in (8,)",
      "pictures: large JPEGs are read smaller than they need be", D),
-    (READING, "if isinstance(file, Path) and not stat.S_ISREG(file.stat().st_mode):", "if False:",
+    (READING, "if not stat.S_ISREG(status.st_mode):", "if False:",
      "pictures: a FIFO is waited for", "tests/test_reading.py"),
     (READING, "if not path.is_dir()]", "]",
      "pictures: a folder with a picture's name is one", D),

@@ -34,7 +34,7 @@ def one_line_errors(arguments: Mapping[str, Any]) -> Iterator[None]:
         show_error(f"{error}{_way_out(error, arguments)}")
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
-        print("interrupted at once: the state since the last checkpoint is lost", file=sys.stderr)
+        show_error("interrupted at once: the state since the last checkpoint is lost")
         raise typer.Exit(130) from None
 
 

@@ -88,7 +88,7 @@ class ClassFolders(Images):
 
     def open(self, index: int) -> Image.Image:
         """Open a picture, not decoded yet."""
-        return open_image(self.paths[index], self.where(index), self.reading)
+        return open_image(self.paths[index], self.where(index), self.reading, self.sizes[index])
 
 
 class Part(Images):

@@ -36,7 +36,7 @@ class ImageFiles(Images):
 
     def open(self, index: int) -> Image.Image:
         """Open an image, not decoded yet."""
-        return open_image(self.paths[index], self.where(index), self.reading)
+        return open_image(self.paths[index], self.where(index), self.reading, self.sizes[index])
 
 
 def find_images(source: str, most: int, seed: int, reading: Reading = USUAL) -> Labelled:

@@ -159,7 +159,7 @@ class FileList(Images):
 
     def open(self, index: int) -> Image.Image:
         """Open an image, not decoded yet."""
-        return open_image(self.paths[index], self.where(index), self.reading)
+        return open_image(self.paths[index], self.where(index), self.reading, self.sizes[index])
 
 
 class HubPictures(Images):
@@ -212,7 +212,8 @@ class HubPictures(Images):
 
     def open(self, index: int) -> Image.Image:
         """Open an image, not decoded yet."""
-        return open_image(stored_file(self.rows[index][self.image], self.where(index)), self.where(index), self.reading)
+        where = self.where(index)
+        return open_image(stored_file(self.rows[index][self.image], where), where, self.reading, self.sizes[index])
 
 
 def stored_file(stored: Any, where: str) -> Path | io.BytesIO:

@@ -18,7 +18,7 @@ from PIL import Image, UnidentifiedImageError
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PpmImagePlugin import PpmImageFile
 
-from dpn_cli.errors import PictureError
+from dpn_cli.errors import DataError, PictureError
 from dpn_cli.recipe.schema import MAX_PIXELS
 
 Pixels = npt.NDArray[np.uint8]
@@ -78,15 +78,23 @@ def file_size(path: Path) -> int:
     return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
 
-def open_image(file: Path | io.BytesIO, where: str, reading: Reading = USUAL) -> Image.Image:
+def open_image(file: Path | io.BytesIO, where: str, reading: Reading = USUAL, listed: int | None = None) -> Image.Image:
     """Open an image file and read its size, without decoding it.
 
     A JPEG that will be shrunk has its reduced size. Raises `PictureError` with the place when the file is missing, not
-    a regular file or not an image, or when it has too many pixels.
+    a regular file or not an image, or when it has too many pixels, and `DataError` when it has another number of bytes
+    than was `listed`.
     """
     try:
-        if isinstance(file, Path) and not stat.S_ISREG(file.stat().st_mode):
-            raise OSError("not a regular file")
+        if isinstance(file, Path):
+            status = file.stat()
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError("not a regular file")
+            if listed not in (None, status.st_size):
+                raise DataError(
+                    f"{where}: the file has {status.st_size} bytes, and had {listed} when the data were listed; put "
+                    "back what was there, and leave the data alone while they are in use"
+                )
         image = Image.open(file)
     except FAILURES as error:
         raise unreadable(where, error) from error

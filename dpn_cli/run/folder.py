@@ -54,6 +54,11 @@ class RunFolder:
         """The content of run.json; empty when it is missing or damaged."""
         return read_object(self.path / "run.json") or {}
 
+    @property
+    def timing(self) -> dict[str, float]:
+        """The times of `note_time`; empty when run.json has lost them."""
+        return dict(self.facts.get("timing") or {})
+
     @classmethod
     def open(
         cls,
@@ -174,6 +179,10 @@ class RunFolder:
         if fields.get("status") == "running":
             fields["process"] = this_process()
         replace_json(self.path / "run.json", {**self.facts, **fields, "updated": now()})
+
+    def note_time(self, seconds: float, waiting: float) -> None:
+        """Keep how long a training took in run.json: weight files hold no times, so that equal ones are equal files."""
+        self.update(timing={"train_seconds": round(seconds, 2), "wait_seconds": round(waiting, 2)})
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write result.json and mark the run finished."""

@@ -42,7 +42,8 @@ def _end_with(parent: str | None) -> None:
 def leaving() -> Iterator[None]:
     """End the process right after the functions registered with `atexit`, when the block raises `SystemExit`.
 
-    Finalising the interpreter takes seconds when torch is loaded, and changes nothing outside the process.
+    Finalising the interpreter takes seconds when torch is loaded, and changes nothing outside the process. A Ctrl-C
+    that nothing has caught, because the work has not begun, is one line.
     """
     try:
         yield
@@ -50,6 +51,10 @@ def leaving() -> Iterator[None]:
         if isinstance(end.code, int):
             _code[:] = [end.code]
         raise
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        _code[:] = [128 + signal.SIGINT]
+        sys.exit(128 + signal.SIGINT)
 
 
 def _leave() -> None:

@@ -75,7 +75,7 @@ def train_classifier(begun: Session[RecipeT], data: ClassData, task: str) -> Jso
         "curve": trained["curve"],
         "lost_records": trained.get("lost_records", 0),
         "steps": recipe.schedule.steps,
-        "timing": trained["timing"],
+        "timing": folder.timing,
         "data": facts["data"],
         DIGEST: classifier.model.report.digest,
         "decoder": data.val.reading.versions(),
@@ -229,12 +229,12 @@ class _ClassifierTraining:
             "best_step": best[1]["step"] if best else recipe.schedule.steps,
             "curve": [record for record in log.records() if "accuracy" in record],
             "lost_records": log.lost(),
-            "timing": {"train_seconds": round(done.seconds, 2), "wait_seconds": round(done.wait_seconds, 2)},
             "recipe": recipe.model_dump(mode="json"),
             "data": self.facts["data"],
             "trained_on": record(data.train) if world.leads else None,
         }
         if world.leads:
+            self.folder.note_time(done.seconds, done.wait_seconds)
             save_classifier(self.classifier, self.folder.path / WEIGHTS)
             checkpoints.clear()
         distributed.barrier()

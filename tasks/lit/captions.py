@@ -126,7 +126,7 @@ class Files(Captioned):
 
     def open(self, index: int) -> Image.Image:
         """Open a picture, not decoded yet."""
-        return open_image(self.paths[index], self.where(index), self.reading)
+        return open_image(self.paths[index], self.where(index), self.reading, self.sizes[index])
 
 
 def _missing(path: Path, place: str) -> PictureError:

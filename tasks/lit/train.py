@@ -117,7 +117,8 @@ def train(begun: Session[LitRecipe]) -> Json:
         "tokenizer": tokenizer.to_dict(),
         "loss": recipe.loss,
         "retrieval": scores,
-        **{name: towers.facts[name] for name in ("pairs", "left_out", "cut", "train_loss", "temperature", "timing")},
+        **{name: towers.facts[name] for name in ("pairs", "left_out", "cut", "train_loss", "temperature")},
+        "timing": folder.timing,
         "steps": towers.facts["steps"],
         "batch_size": recipe.batch_size,
         "image_tower": before,
@@ -284,13 +285,13 @@ class _TextTraining:
             "train_loss": loss,
             "temperature": self.text.log_temperature.exp().item(),
             "steps": recipe.schedule.steps,
-            "timing": {"train_seconds": round(done.seconds, 2), "wait_seconds": round(done.wait_seconds, 2)},
             "recipe": recipe.model_dump(mode="json"),
             "data": self.facts["data"],
             "trained_on": record(Subset(data, good.tolist())) if world.leads else None,
         }
         if world.leads:
             towers = Towers(self.tower, self.text, self.tokenizer, recipe.loss, trained, data.reading.decoder)
+            self.begun.folder.note_time(done.seconds, done.wait_seconds)
             save_towers(towers, path / WEIGHTS)
             Checkpoints(path / "checkpoints").clear()
         distributed.barrier()

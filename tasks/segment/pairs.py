@@ -126,11 +126,11 @@ class FolderPairs(Pairs):
 
     def open(self, index: int) -> Image.Image:
         """Open an image, not decoded yet."""
-        return open_image(self.images[index], self.where(index), self.reading)
+        return open_image(self.images[index], self.where(index), self.reading, self.sizes[index][0])
 
     def open_mask(self, index: int) -> Image.Image:
         """Open a mask, not decoded yet."""
-        return open_image(self.masks[index], self.where_mask(index), self.reading)
+        return open_image(self.masks[index], self.where_mask(index), self.reading, self.sizes[index][1])
 
 
 def _files(folder: Path, kinds: Collection[str]) -> dict[str, Path]:

@@ -88,11 +88,11 @@ def train(begun: Session[SegmentRecipe]) -> Json:
             job = job_of(recipe, data, segmenter, world, outputs)
             done = engine.fit(engine.prepare(network, recipe.runtime, world), job)
         segmenter.facts = {
-            "timing": {"train_seconds": round(done.seconds, 2), "wait_seconds": round(done.wait_seconds, 2)},
             "recipe": recipe.model_dump(mode="json"),
             "data": facts["data"],
         }
         if world.leads:
+            folder.note_time(done.seconds, done.wait_seconds)
             save_segmenter(segmenter, folder.path / WEIGHTS)
         distributed.barrier()
     if world.leads:
@@ -114,7 +114,7 @@ def train(begun: Session[SegmentRecipe]) -> Json:
         "steps": recipe.schedule.steps,
         "passes": passes(recipe, data),
         "seed": recipe.seed,
-        "timing": segmenter.facts["timing"],
+        "timing": folder.timing,
         "data": facts["data"],
         DIGEST: segmenter.network.vit.report.digest,
         "decoder": data.val.reading.versions(),
