@@ -15,7 +15,7 @@ from PIL import Image
 from dpn_cli.data import scenes
 from dpn_cli.data.faults import fault
 from dpn_cli.data.order import Sharded
-from dpn_cli.data.reading import FAILURES, USUAL, Pixels, Reading, decode, file_size, open_image, unreadable
+from dpn_cli.data.reading import FAILURES, USUAL, Pixels, Reading, decode, file_size, inside, open_image, unreadable
 from dpn_cli.errors import DataError, PictureError
 from dpn_cli.weights.hub import offline
 
@@ -144,11 +144,15 @@ class FileList(Images):
                 fault(DataError(f"{self.list}, line {number}: {line[:80]!r} is not '<image path> <label>'"))
                 continue
             try:
-                size = (root / name).stat().st_size
+                path = inside(root, name, f"{self.list}, line {number}")
+                size = path.stat().st_size
+            except DataError as error:
+                fault(error)
+                continue
             except OSError:
                 fault(DataError(f"{root / name} ({self.list.name}, line {number}): no such image"))
                 continue
-            self.paths.append(root / name)
+            self.paths.append(path)
             self.labels.append(int(label))
             self.sizes.append(size)
             self.lines.append(number)

@@ -243,6 +243,8 @@ def read_manifest(root: Path | RemotePath) -> Json:
         shards = [shard for split in manifest["splits"].values() for shard in split.values()]
         if not all(isinstance(shard[key], int) for shard in shards for key in ("bytes", "images")):
             raise TypeError("bytes and images are numbers")
+        if not all(Path(name).name == name for split in manifest["splits"].values() for name in split):
+            raise ValueError("shards are files of the pack")
         if not all(SHA256.fullmatch(shard[key]) for shard in shards for key in ("sha256", "index_sha256")):
             raise ValueError("sha256 and index_sha256 are 64 digits")
         if not isinstance(manifest["classes"], list) or not isinstance(manifest["complete"], bool):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import stat
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -76,6 +77,21 @@ def file_size(path: Path) -> int:
     except OSError:
         return 0
     return status.st_size if stat.S_ISREG(status.st_mode) else 0
+
+
+def inside(root: Path, name: str, where: str) -> Path:
+    """Return the path below `root` that data name. Raises `DataError`, with the place of the name, for any other path.
+
+    What a name is a link to may be anywhere: a link is made by who has the data, a name comes with them.
+    """
+    path = root / name
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        whole = Path(os.path.normpath(Path.cwd() / path))
+        if not any(whole.is_relative_to(folder) for folder in (os.path.normpath(Path.cwd() / root), root.resolve())):
+            raise DataError(
+                f"{where}: {name} is not in the folder of the data, {root}; name a folder that holds all files"
+            )
+    return path
 
 
 def open_image(file: Path | io.BytesIO, where: str, reading: Reading = USUAL, listed: int | None = None) -> Image.Image:

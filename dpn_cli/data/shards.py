@@ -29,6 +29,8 @@ from dpn_cli.recipe.stores import is_url
 from dpn_cli.run.files import read_named, read_object, replace_text
 
 Shard = Path | RemotePath
+# Most bytes of a label or a caption beside a picture.
+MOST_TEXT = 2**20
 
 
 def expand(pattern: str) -> list[Shard]:
@@ -219,11 +221,15 @@ def members(path: Shard, endings: tuple[str, ...]) -> Iterator[Member]:
     try:
         with path.open("rb") as opened, tarfile.open(fileobj=opened, mode="r:") as archive:
             for member in archive:
+                if member.issparse():  # whose size is whatever its header says
+                    raise ValueError(f"{member.name} is stored with holes")
                 stem, _, ending = PurePosixPath(member.name).name.partition(".")
                 key = str(PurePosixPath(member.name).with_name(stem))
                 if f".{ending.lower()}" in SUFFIXES:
                     pictures[key] = member.name, member.offset_data, member.size
                 elif ending in endings and (file := archive.extractfile(member)):
+                    if member.size > MOST_TEXT:
+                        raise ValueError(f"{member.name} has {member.size} bytes, too many for a label or a caption")
                     beside.setdefault(key, {})[ending] = file.read()
     except (tarfile.TarError, OSError, ValueError) as error:
         raise DataError(

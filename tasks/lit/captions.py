@@ -17,7 +17,7 @@ from dpn_cli.data import scenes
 from dpn_cli.data.faults import fault
 from dpn_cli.data.labelled import HubPictures, Images, SceneSplit
 from dpn_cli.data.order import Sharded
-from dpn_cli.data.reading import open_image
+from dpn_cli.data.reading import inside, open_image
 from dpn_cli.data.remote import RemotePath
 from dpn_cli.data.shards import Member, Shard, ShardPictures
 from dpn_cli.errors import DataError, PictureError
@@ -102,7 +102,7 @@ class Files(Captioned):
 
     def add(self, root: Path, name: str, raw: Iterable[object], place: str) -> None:
         """Add a picture. One that is missing or has no text is left out or an error."""
-        path = root / name
+        path = inside(root, name, place)
         captions = sentences(raw, f"{place}: {name}", self.skip_bad)
         status = _status(path)
         if status is None and not self.skip_bad:
