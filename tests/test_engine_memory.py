@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_engine import job, loss_fn, same, small, train
+from test_engine import job, loss_fn, random_batches, same, small, train
 from torch import Tensor, nn
 
 from dpn_cli.arch import SIZES
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine.fit import Batch, Outputs
-from dpn_cli.engine.memory import MicroBatch
+from dpn_cli.engine.memory import MicroBatch, in_parts
 from dpn_cli.errors import DpnError, OutOfMemoryError
 from dpn_cli.recipe.schema import Runtime
+from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import load_backbone
 from tasks.classify.distill.losses import Observed
@@ -100,6 +103,66 @@ def test_checkpointed_blocks_keep_nothing_and_their_gradients_stay(task: str) ->
     assert sizes[1] < sizes[0] / 2
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, msg=name)
+
+
+def test_a_resumed_run_begins_with_the_micro_batch_that_fitted(tmp_path: Path) -> None:
+    def training(folder: str, seed: int, most: int, stop: int | None, micro: MicroBatch) -> tuple[nn.Module, list[int]]:
+        tried: list[int] = []
+
+        def hungry(model: nn.Module, batch: Batch) -> Tensor:
+            tried.append(len(batch["image"]))
+            if tried[-1] > most:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return loss_fn(model, batch)
+
+        def broken(start: int) -> Generator[Batch, None, None]:
+            yield from islice(random_batches()(start), stop)
+            raise KeyboardInterrupt
+
+        model = small(seed)
+        outputs = Outputs(Checkpoints(tmp_path / folder), warn=lambda text: None)
+        how: dict[str, Any] = {"loss_fn": hungry, "micro_batch": micro, "outputs": outputs, "batches": broken}
+        if stop is None:
+            train(model, 6, checkpoint_every=2, **how)
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                train(model, 6, checkpoint_every=2, **how)
+        return model, tried
+
+    whole, _ = training("whole", 0, 2, None, MicroBatch(8))
+    for folder in ("shrunk", "stated"):
+        assert training(folder, 0, 2, 3, MicroBatch(8))[1][:3] == [8, 4, 2]
+    resumed, tried = training("shrunk", 1, 8, None, MicroBatch(8))  # there would be room for more
+    assert set(tried) == {2}
+    assert same(whole, resumed)
+    assert set(training("stated", 1, 8, None, MicroBatch(4, fixed=True))[1]) == {4}
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 7, 8])
+def test_rows_that_do_not_fit_at_once_are_taken_in_parts(most: int) -> None:
+    tried: list[int] = []
+
+    def forward(part: Tensor) -> Tensor:
+        tried.append(len(part))
+        if len(part) > most:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+        return part * 2
+
+    rows = torch.arange(8)
+    assert torch.equal(in_parts(forward, rows), rows * 2)
+    assert tried[-1] <= most
+    assert torch.equal(in_parts(forward, rows[:0]), rows[:0])
+    with pytest.raises(RuntimeError, match="of another kind"):
+        in_parts(lambda part: (_ for _ in ()).throw(RuntimeError("of another kind")), rows)
+
+
+def test_one_row_that_does_not_fit_is_an_error_of_its_own() -> None:
+    def hopeless(part: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(OutOfMemoryError, match="one image at a time, in an evaluation") as caught:
+        in_parts(hopeless, torch.arange(4))
+    assert caught.value.exit_code == 4
 
 
 def test_other_errors_are_not_taken_for_memory() -> None:

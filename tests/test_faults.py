@@ -1,22 +1,35 @@
-"""Files that change under a command that works with them."""
+"""Files that change under a command that works with them, and memory that runs out in an evaluation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import pictures, write_task
 from PIL import Image
+from test_engine import ALONE
 from test_segment import write_scenes
+from torch import Tensor
 
 from dpn_cli.data.classified import ClassFolders
 from dpn_cli.data.images import find_images
 from dpn_cli.data.labelled import FileList
+from dpn_cli.data.pixels import PixelSet
 from dpn_cli.errors import DataError, PictureError
+from dpn_cli.scoring import score
+from dpn_cli.weights.backbone import load_backbone
+from tasks.classify.classifier import Classifier, predict
 from tasks.lit.captions import Files
+from tasks.lit.features import encode_function
+from tasks.segment.network import LinearSegmenter
 from tasks.segment.pairs import FolderPairs
+from tasks.segment.windows import Plan, label_map
+from tasks.vtab.trainer import Trainer
 
 
 def class_folders(folder: Path) -> tuple[Path, Callable[[], object]]:
@@ -68,3 +81,66 @@ def test_a_picture_that_is_replaced_while_it_is_in_use_is_named(
     assert not isinstance(found.value, PictureError)  # which --skip-bad-images would leave out
     path.write_bytes(before)
     read()
+
+
+MOST = 3  # images at once that there is memory for
+
+
+def hungry(network: torch.nn.Module) -> list[int]:
+    """Let a network run out of memory with more images; returns the list of what it was given."""
+    seen: list[int] = []
+
+    def check(module: torch.nn.Module, given: tuple[Tensor, ...]) -> None:
+        seen.append(len(given[0]))
+        if seen[-1] > MOST:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    network.register_forward_pre_hook(check)
+    return seen
+
+
+def classify(folder: Path) -> tuple[torch.nn.Module, Callable[[], Any]]:
+    model = load_backbone("mu/8", image_size=16, num_classes=3)
+    classifier = Classifier(model, ("a", "b", "c"), "softmax", 18, {})
+    split = ClassFolders(pictures(folder / "photos", classes=3, each=4))
+    return model, lambda: score(
+        lambda images: predict(classifier, images), split, classifier.transform, 3, ALONE, loss="softmax",
+        batch_size=8, workers=0,
+    ).top1  # fmt: skip
+
+
+def segment(folder: Path) -> tuple[torch.nn.Module, Callable[[], Any]]:
+    network = LinearSegmenter(load_backbone("mu/8", image_size=16, num_classes=5), final_norm=True)
+    image = torch.randint(256, (3, 40, 56), dtype=torch.uint8)
+    plan = Plan(16, 8, (56, 40), batch_size=8)
+    return network, lambda: label_map(network, [image], (40, 56), plan).tolist()
+
+
+def vtab(folder: Path) -> tuple[torch.nn.Module, Callable[[], Any]]:
+    trainer = SimpleNamespace(
+        task=SimpleNamespace(classes=3, name="svhn"), world=ALONE, recipe=SimpleNamespace(eval_batch_size=8),
+        model=load_backbone("mu/8", image_size=16, num_classes=3),
+    )  # fmt: skip
+    pixels = PixelSet(torch.randint(256, (11, 3, 16, 16), dtype=torch.uint8), torch.arange(11) % 3)
+    return trainer.model, lambda: Trainer.evaluate(trainer, pixels)  # type: ignore[arg-type]
+
+
+def lit(folder: Path) -> tuple[torch.nn.Module, Callable[[], Any]]:
+    tower = load_backbone("mu/8", image_size=16)
+    images = torch.randint(256, (8, 3, 16, 16), dtype=torch.uint8)
+    encode = encode_function(tower, torch.device("cpu"), torch.autocast("cpu", enabled=False))
+    return tower, lambda: encode(images).numpy().round(5).tolist()
+
+
+@pytest.mark.parametrize("task", [classify, segment, vtab, lit])
+def test_an_evaluation_that_runs_out_of_memory_takes_fewer_images_at_once(
+    task: Callable[[Path], tuple[torch.nn.Module, Callable[[], Any]]], tmp_path: Path
+) -> None:
+    network, evaluate = task(tmp_path)
+    network.eval()
+    with torch.inference_mode():
+        expected = evaluate()
+        seen = hungry(network)
+        assert evaluate() == expected
+    assert max(seen) > MOST
+    assert any(count <= MOST for count in seen)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import multiprocessing
 import os
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,16 @@ import yaml
 from test_cli import run
 
 from dpn_cli.errors import DataError, DpnError
+from dpn_cli.recipe.reading import read_recipe, shipped_recipes
 from dpn_cli.report import reading as report_reading
 from dpn_cli.run import files
 from dpn_cli.run import folder as runstate
+from dpn_cli.run.console import Console
 from dpn_cli.run.files import is_leftover, remove_leftovers, replace_text
 from dpn_cli.run.folder import RunFolder
 from dpn_cli.run.leases import LEASES, Leases
 from dpn_cli.run.provenance import differences, is_at_work, recipe_digest, this_process
+from dpn_cli.run.session import _note_precision
 
 RECIPE: dict[str, Any] = {
     "backbone": {"arch": "mu/8"},
@@ -320,3 +324,42 @@ def test_a_run_may_be_resumed_with_another_log() -> None:
     assert recipe_digest(now) == recipe_digest(begun)
     assert differences(begun, now) == []
     assert differences(begun, {**now, "seed": 1}) == ["seed: 0 there, 1 now"]
+
+
+def leaves(plain: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, value in plain.items():
+        if isinstance(value, dict):
+            yield from leaves(value, (*path, key))
+        else:
+            yield (*path, key)
+
+
+@pytest.mark.parametrize("name", list(shipped_recipes()))
+def test_each_key_of_each_recipe_may_change_on_resume_or_is_named(name: str, tmp_path: Path) -> None:
+    recipe = RECIPE | read_recipe(name)
+    open_run(tmp_path, recipe)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    free = ("runtime", "log")  # micro-batch, workers, device, precision, trackers; what is logged
+    for path in leaves(recipe):
+        other = copy.deepcopy(recipe)
+        section = other
+        for key in path[:-1]:
+            section = section[key]
+        section[path[-1]] = "another"
+        if path[0] in free or path[-1] in ("allow_failed", "keep_weights", "max_pixels"):
+            open_run(tmp_path, other, resume=True)
+            open_run(tmp_path, recipe, resume=True)
+        else:
+            with pytest.raises(DpnError) as refused:
+                open_run(tmp_path, other, resume=True)
+            assert f"({'.'.join(path)}: " in str(refused.value)
+            assert " there, another now); give the same options to resume it" in str(refused.value)
+
+
+def test_another_precision_on_resume_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, _ = open_run(tmp_path)
+    for precision, warns in (("fp32", False), ("fp32", False), ("bf16", True), ("bf16", False)):
+        _note_precision(folder, precision, Console())
+        said = " ".join(capsys.readouterr().err.split())
+        assert ("began in fp32 and goes on in bf16" in said) is warns
+        assert folder.facts["precision"] == precision

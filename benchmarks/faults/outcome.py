@@ -42,8 +42,10 @@ class Outcome:
         )
 
     def differences(self, other: Outcome, *, curves: bool = True) -> list[str]:
-        """Return what differs; without `curves`, they may lack records, and the result may say so."""
-        ours, theirs = (one if curves else {**one, "curve": None} for one in (self.result, other.result))
+        """Return what differs; without `curves`, they may lack records, which weight files of classifiers hold, too."""
+        ours, theirs = (
+            one if curves else {**one, "curve": None, "weights_sha256": None} for one in (self.result, other.result)
+        )
         found = [] if ours == theirs else [f"result: {_first(ours, theirs)}"]
         if curves and self.curves != other.curves:
             found.append(f"curves: {_first(self.curves, other.curves)}")

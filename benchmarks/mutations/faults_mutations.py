@@ -1,6 +1,7 @@
 """Breakages of what survives faults and damage: (file, text, replacement, what it breaks, tests that should notice)."""
 
 KINDS, FAULTS, KILLED = "tests/test_kinds.py", "tests/test_faults.py", "tests/test_killed_runs.py"
+SECURITY, MEMORY = "tests/test_security.py", "tests/test_engine_memory.py"
 
 MUTATIONS = [
     (
@@ -65,5 +66,77 @@ MUTATIONS = [
         "    except InterruptedError:\n",
         "Ctrl-C before the work begins is a traceback",
         "tests/test_process.py",
+    ),
+    (
+        "dpn_cli/data/reading.py",
+        'if Path(name).is_absolute() or ".." in Path(name).parts:',
+        "if False:",
+        "names in data lead anywhere",
+        SECURITY,
+    ),
+    ("dpn_cli/data/shards.py", "if member.issparse():", "if False:", "a member of a shard claims any size", SECURITY),
+    ("dpn_cli/data/shards.py", "if member.size > MOST_TEXT:", "if False:", "a label of any size is read", SECURITY),
+    (
+        "dpn_cli/data/pack.py",
+        "if not all(Path(name).name == name",
+        "if not all(name",
+        "a pack names files outside it",
+        SECURITY,
+    ),
+    (
+        "dpn_cli/weights/formats/containers.py",
+        'torch.load(path, map_location="cpu", weights_only=True)',
+        'torch.load(path, map_location="cpu", weights_only=bool(path))',
+        "torch.load may unpickle",
+        SECURITY,
+    ),
+    (
+        "dpn_cli/engine/fit.py",
+        '        self.micro_batch.begin_with(state.get("micro_batch"))\n',
+        "",
+        "a resumed run forgets the micro-batch that fitted",
+        MEMORY,
+    ),
+    (
+        "dpn_cli/engine/memory.py",
+        "size is not None and not self.fixed and size",
+        "size is not None and size",
+        "a resumed run takes another micro-batch than the user says",
+        MEMORY,
+    ),
+    (
+        "dpn_cli/engine/memory.py",
+        "            if size <= 1:\n",
+        "            if size <= 0:\n",
+        "one row that does not fit is tried for ever",
+        MEMORY,
+    ),
+    (
+        "tasks/segment/windows.py",
+        "                in_parts(lambda some",
+        "                (lambda forward, rows: forward(rows))(lambda some",
+        "sliding windows end when memory runs out",
+        FAULTS,
+    ),
+    (
+        "tasks/lit/features.py",
+        "return in_parts(features, images)",
+        "return features(images)",
+        "encoding images ends when memory runs out",
+        FAULTS,
+    ),
+    (
+        "dpn_cli/run/session.py",
+        "    if before != precision:\n",
+        "    if False:\n",
+        "another precision on resume is not told",
+        "tests/test_run_folder.py",
+    ),
+    (
+        "dpn_cli/run/provenance.py",
+        'MAY_CHANGE = ("runtime", ',
+        'MAY_CHANGE = ("runtime", "optim", ',
+        "a resumed run may have another optimizer",
+        "tests/test_run_folder.py",
     ),
 ]

@@ -18,7 +18,7 @@ MUTATIONS = [
      "stochastic depth never reaches the network", T),
     (TRAINER, "        self.model.eval()\n        share", "        self.model.train()\n        share",
      "the test split is scored in training mode", T),
-    (TRAINER, "torch.func.functional_call(self.model, state,", "torch.func.functional_call(self.model, weights[0],",
+    (TRAINER, "functional_call, self.model, state)", "functional_call, self.model, weights[0])",
      "every seed is scored with the first seed's weights", T),
     (TRAINER, "cell.split, train=True", '"train800", train=True',
      "the second training of protocol vtab leaves out val200", T),

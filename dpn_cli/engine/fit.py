@@ -171,6 +171,7 @@ class _Training:
         state: dict[str, Any] = saved[1] if saved else {"step": 0, "best": None}
         step, due = int(state["step"]), bool(state.get("due"))
         self.best = -math.inf if state["best"] is None else state["best"]
+        self.micro_batch.begin_with(state.get("micro_batch"))
         self.result.earlier = state.get("seconds", 0.0), state.get("wait_seconds", 0.0)
         if saved:
             restore(self.network, self.optimizer, self.ema, *saved)
@@ -207,6 +208,7 @@ class _Training:
             best = self.best if math.isfinite(self.best) else None
             records = outputs.log.count() if outputs.log else 0
             state = {"step": step, "best": best, "groups": groups, "due": due, "records": records}
+            state["micro_batch"] = self.micro_batch.size if self.micro_batch.shrunk else None
             state |= {"seconds": self.seconds(), "wait_seconds": self.result.wait_seconds}
             if layers := self.gradients.layer_norms:
                 tensors[NORMS], state["norm_steps"] = layers.sums, layers.steps

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dpn_cli.errors import DpnError, OutOfMemoryError
 from dpn_cli.model.norms import has_running_norms
@@ -21,10 +22,14 @@ CPU_BUDGET = 1_500_000_000
 
 @dataclass
 class MicroBatch:
-    """The number of rows that go through the network at once; a `fixed` one never shrinks."""
+    """The number of rows that go through the network at once; a `fixed` one never shrinks.
+
+    `shrunk` tells whether it has.
+    """
 
     size: int
     fixed: bool = False
+    shrunk: bool = False
 
     @classmethod
     def choose(cls, runtime: Runtime, rows: int, model: nn.Module, device: torch.device) -> MicroBatch:
@@ -58,7 +63,12 @@ class MicroBatch:
                 "out of memory with one image at a time; use --set backbone.grad_checkpointing=true (of a text tower "
                 "--set text.grad_checkpointing=true), a smaller --arch or --image-size, or another --device"
             )
-        self.size = math.ceil(self.size / 2)
+        self.size, self.shrunk = math.ceil(self.size / 2), True
+
+    def begin_with(self, size: int | None) -> None:
+        """Begin no larger than an earlier session ended that had to shrink; None where none had to."""
+        if size is not None and not self.fixed and size < self.size:
+            self.size, self.shrunk = size, True
 
 
 def _budget(device: torch.device) -> int:
@@ -67,6 +77,31 @@ def _budget(device: torch.device) -> int:
         return CPU_BUDGET
     free, _ = torch.cuda.mem_get_info(device)
     return -distributed.max_over_ranks(-(free // 2))
+
+
+def in_parts(forward: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    """Return what `forward` gives for rows that do not depend on each other, in as many parts as memory needs.
+
+    It must not wait for other ranks, and tells them nothing: parts change no row. Raises `OutOfMemoryError` when one
+    row does not fit.
+    """
+    size = len(rows)
+    while True:
+        try:
+            return (
+                forward(rows) if size >= len(rows) else torch.cat([forward(part) for part in torch.split(rows, size)])
+            )
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if size <= 1:
+                raise OutOfMemoryError(
+                    "out of memory with one image at a time, in an evaluation; use a smaller --image-size, or another "
+                    "--device"
+                ) from error
+        size = math.ceil(size / 2)  # outside the handler, which holds the tensors of the failed pass
+        if rows.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -157,6 +157,8 @@ def session(
                 folder.update(given=list(place.given))
         with _status(folder, told=world.leads and not place.join), lost_rank():
             recipe = as_begun(recipe, from_leader(folder.facts))
+            if world.leads and folder.result is None:
+                _note_precision(folder, precision, console)
             differs = _compared(recipe, precision, console)
             yield Session(recipe, folder, world, console, differs, leases, place.check)
 
@@ -191,6 +193,15 @@ def _compared(recipe: Section, precision: str, console: Console) -> list[str] | 
     if differs:
         console.info(f"differs from the paper: {'; '.join(differs)}")
     return differs
+
+
+def _note_precision(folder: RunFolder, precision: str, console: Console) -> None:
+    """Keep the precision of a run in run.json, and warn when a resumed one goes on in another."""
+    before = folder.facts.get("precision", precision)
+    if before != precision:
+        console.warn(f"{folder.path}: began in {before} and goes on in {precision}; the result is of neither alone")
+    if folder.facts.get("precision") != precision:
+        folder.update(precision=precision)
 
 
 def as_begun(recipe: SectionT, facts: Mapping[str, Any]) -> SectionT:

@@ -17,6 +17,7 @@ from dpn_cli.data.imagenet import imagenet_folders
 from dpn_cli.data.pixels import Transform, resize
 from dpn_cli.data.reading import Decoder
 from dpn_cli.engine.losses import Loss
+from dpn_cli.engine.memory import in_parts
 from dpn_cli.errors import DpnError
 from dpn_cli.run import kinds
 from dpn_cli.run.kinds import WEIGHTS as WEIGHTS
@@ -148,5 +149,4 @@ def readable(classes: Sequence[str]) -> list[str]:
 @torch.inference_mode()
 def predict(classifier: Classifier, images: Tensor) -> Tensor:
     """Return logits (b, classes) in float32 for uint8 images (b, 3, h, w) on the network's device."""
-    logits: Tensor = classifier.model(classifier.model.normalize(images)).float()
-    return logits
+    return in_parts(lambda part: classifier.model(classifier.model.normalize(part)).float(), images)

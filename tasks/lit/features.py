@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpn_cli.data.pixels import augment
+from dpn_cli.engine.memory import in_parts
 from dpn_cli.engine.seeds import fold
 from dpn_cli.weights.backbone import Backbone
 
@@ -82,8 +83,11 @@ def encode_function(tower: Backbone, device: torch.device, autocast: torch.autoc
     """Return a function from uint8 images (b, 3, h, w) to unit features (b, d) of the frozen tower."""
 
     def encode(images: Tensor) -> Tensor:
+        def features(part: Tensor) -> Tensor:
+            return F.normalize(tower(tower.normalize(part.to(device))).float(), dim=-1).cpu()
+
         with torch.no_grad(), autocast:
-            return F.normalize(tower(tower.normalize(images.to(device))).float(), dim=-1).cpu()
+            return in_parts(features, images)
 
     return encode
 

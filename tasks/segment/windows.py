@@ -17,6 +17,7 @@ from einops import rearrange
 from torch import Tensor
 
 from dpn_cli.data.crops import Size
+from dpn_cli.engine.memory import in_parts
 from tasks.segment.network import LinearSegmenter
 from tasks.segment.transforms import fit_into
 
@@ -112,7 +113,9 @@ def view(network: LinearSegmenter, image: Tensor, out: Size, plan: Plan, *, flip
                 image[:, top : top + window[0], left : left + window[1]]
                 for top, left in places[first : first + plan.batch_size]
             ]
-            parts.append(network(F.pad(vit.normalize(torch.stack(crops)), lacking)).float())
+            parts.append(
+                in_parts(lambda some: network(F.pad(vit.normalize(some), lacking)).float(), torch.stack(crops))
+            )
     logits = rearrange(torch.cat(parts), "(i j) k h w -> (i h) (j w) k", i=len(begins[0])).contiguous()
     down, across = (
         axis_matrix(window[axis], begins[axis], window[axis] // patch[axis], size[axis], out[axis]).to(logits.device)

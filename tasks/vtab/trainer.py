@@ -16,7 +16,7 @@ from dpn_cli.data.decoded import decoded_once
 from dpn_cli.data.pixels import PixelSet, load, resize, shuffled_batches
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine.losses import LOSSES
-from dpn_cli.engine.memory import MicroBatch
+from dpn_cli.engine.memory import MicroBatch, in_parts
 from dpn_cli.recipe.start import SCRATCH_PIXELS
 from dpn_cli.run import distributed
 from dpn_cli.run.console import Console
@@ -146,7 +146,8 @@ class Trainer:
         confusion = confusion_matrix(self.task.classes, self.world.device)
         rows = torch.arange(self.world.rank, len(pixels.images), self.world.size, device=pixels.images.device)
         for part in torch.split(rows, self.recipe.eval_batch_size):
-            confusion.update(self.model(self.model.normalize(pixels.images[part])), pixels.labels[part])
+            logits = in_parts(lambda some: self.model(self.model.normalize(some)), pixels.images[part])
+            confusion.update(logits, pixels.labels[part])
         right, images = count_right(confusion)
         if images != len(pixels.images):
             raise RuntimeError(f"{self.task.name}: {images} images were scored, but the split has {len(pixels.images)}")
@@ -172,7 +173,8 @@ class Trainer:
                     images = self.model.normalize(part.images.to(self.world.device))
                     labels = part.labels.to(self.world.device)
                     for state, confusion in zip(weights, confusions, strict=True):
-                        confusion.update(torch.func.functional_call(self.model, state, (images,)), labels)
+                        forward = partial(torch.func.functional_call, self.model, state)
+                        confusion.update(in_parts(forward, images), labels)
         skipped = int(distributed.reduce_over_ranks(torch.tensor(skipped)))
         if skipped:
             self.console.warn(f"{self.task.name}: {skipped} unreadable test images are left out of the score")
