@@ -180,6 +180,19 @@ def test_a_rank_that_ends_is_one_clear_error_to_the_others(tmp_path: Path) -> No
         raise RuntimeError("of something else")
 
 
+def test_ranks_that_do_not_meet_end_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reset(*_: object, **__: object) -> None:
+        raise torch.distributed.DistNetworkError("Connection reset\nby peer")
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", reset)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with (
+        pytest.raises(WorkerError, match=r"the ranks did not find each other \(Connection reset by peer\)"),
+        distributed.join("cpu"),
+    ):
+        pytest.fail("alone")
+
+
 def memory_job(world: World, folder: Path) -> None:
     def hungry(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         if world.rank == 1 and len(batch["image"]) > 2:

@@ -41,11 +41,13 @@ class Outcome:
             {str(path.relative_to(folder)): load_file(path) for path in sorted(folder.glob(weights))},
         )
 
-    def differences(self, other: Outcome, *, curves: bool = True) -> list[str]:
-        """Return what differs; without `curves`, they may lack records, which weight files of classifiers hold, too."""
-        ours, theirs = (
-            one if curves else {**one, "curve": None, "weights_sha256": None} for one in (self.result, other.result)
-        )
+    def differences(self, other: Outcome, *, curves: bool = True, files: bool = True) -> list[str]:
+        """Return what differs; without `curves`, they may lack records.
+
+        Weight files hold curves and say which pictures were trained on: without `files` they differ where tensors do.
+        """
+        but = ([] if curves else ["curve"]) + ([] if files else ["weights_sha256"])
+        ours, theirs = ({**one, **dict.fromkeys(but)} for one in (self.result, other.result))
         found = [] if ours == theirs else [f"result: {_first(ours, theirs)}"]
         if curves and self.curves != other.curves:
             found.append(f"curves: {_first(self.curves, other.curves)}")

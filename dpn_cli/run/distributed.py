@@ -91,7 +91,10 @@ def join(device: str, patience: timedelta | None = None, *, shard: bool = False)
     if dist.is_initialized():
         yield World(rank, size, chosen, here)
         return
-    dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=patience)
+    try:
+        dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=patience)
+    except dist.DistError as error:  # another rank has ended, or was never there
+        raise WorkerError(f"the ranks did not find each other ({' '.join(str(error).split())[:120]})") from error
     try:
         with lost_rank():
             yield World(rank, size, chosen, here)
