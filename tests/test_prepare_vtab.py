@@ -332,7 +332,7 @@ def test_damaged_tasks_are_written_again_when_asked(few: None, offline: None, tm
     assert digests(tmp_path / "dtd") == before
     assert json.loads(run(*words, "--verify").stdout)["tasks"] == {"dtd": "kept"}
     sums = tmp_path / "dtd" / write.SUMS
-    sums.write_text(sums.read_text().replace("000001", "000009"))
+    sums.write_text("".join(sums.read_text().splitlines(keepends=True)[1:]))
     assert json.loads(run(*words, "--verify").stdout)["tasks"] == {"dtd": "written"}
 
 

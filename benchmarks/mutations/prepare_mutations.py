@@ -133,7 +133,7 @@ MUTATIONS = [
     ),
     (
         COMMAND,
-        "    if verified or not all(is_prepared(out / task.folder) for task in tasks):\n        library()\n",
+        "    if damaged or not all(is_prepared(out / task.folder) for task in tasks):\n        library()\n",
         "",
         "a missing library is met when the work has begun",
         T,
@@ -166,7 +166,13 @@ MUTATIONS = [
         "the check calls original JPEG files copies",
         T,
     ),
-    (ARCHIVES, "if UNSAFE.search(name) or", "if", "members lead out of the folder", A),
+    (
+        ARCHIVES,
+        "        if UNSAFE.search(info.orig_filename):",
+        "        if False:",
+        "members lead out of the folder",
+        A,
+    ),
     (ARCHIVES, "not in {0, stat.S_IFREG}:", "in set():", "links in an archive are unpacked", A),
     (ARCHIVES, "if info.flag_bits & 1:", "if False:", "an encrypted member is met when it is unpacked", A),
     (

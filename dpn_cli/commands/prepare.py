@@ -73,10 +73,8 @@ def _vtab(options: VtabOptions, console: Console) -> Outcome:
 
     def tell(_: object) -> str:
         ready = len(states) - states.count("left")
-        return (
-            f"{several(ready, 'task')} in {options.out}: {states.count('written')} written now\n"
-            f"check it with: dpn data check vtab --data {options.out}"
-        )
+        after = f"\ncheck them with: dpn data check vtab --data {options.out}" if ready else ""
+        return f"{several(ready, 'task')} in {options.out}, {states.count('written')} of them written now{after}"
 
     return result, tell, problem
 

@@ -126,7 +126,7 @@ def _checked(archive: Path, layout: Layout) -> list[Entry]:
     entries, places = list[Entry](), set[str]()
     for info in members:
         name = info.filename
-        if UNSAFE.search(name) or UNSAFE.search(info.orig_filename):
+        if UNSAFE.search(info.orig_filename):
             _refuse(archive, info, "a name that leads out of the folder, or that no file here can have")
         if stat.S_IFMT(info.external_attr >> 16) not in {0, stat.S_IFREG}:
             _refuse(archive, info, "a link or a device")

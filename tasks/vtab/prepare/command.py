@@ -43,15 +43,16 @@ def run(
     manual = manual.expanduser() if manual else root / "downloads" / "manual"
     out = out.expanduser()
     check_free(out, tasks)
-    if verified or not all(is_prepared(out / task.folder) for task in tasks):
+    damaged = _damaged(out, tasks, console) if verified else []
+    if damaged or not all(is_prepared(out / task.folder) for task in tasks):
         library()
     make_folder(out)
     done, left = dict[str, str](), dict[str, str]()
     with claimed(out):
         for task in TASKS:
             shutil.rmtree(partial(out, task), ignore_errors=True)
-        if verified:
-            _delete_damaged(out, tasks, console)
+        for folder in damaged:
+            shutil.rmtree(folder)
         for source in _in_order(tasks, root, manual):
             chosen = [task for task in source.tasks if task in tasks]
             missing = [task for task in chosen if not is_prepared(out / task.folder)]
@@ -79,16 +80,18 @@ def _in_order(tasks: Sequence[Task], root: Path, manual: Path) -> list[Source]:
     return sorted(sources, key=lambda source: bool(missing_by_hand(source, root, manual)))
 
 
-def _delete_damaged(out: Path, tasks: Sequence[Task], console: Console) -> None:
-    """Delete the prepared folders in which a file is missing or differs."""
+def _damaged(out: Path, tasks: Sequence[Task], console: Console) -> list[Path]:
+    """Return the prepared folders in which a file is missing or differs."""
+    found = []
     with stopping.listen(stopping.PARTS_KEPT):
-        for task in tasks:
-            if is_prepared(out / task.folder) and (wrong := verify(out / task.folder)):
+        for folder in (out / task.folder for task in tasks):
+            if is_prepared(folder) and (wrong := verify(folder)):
                 console.warn(
-                    f"{out / task.folder}: {several(len(wrong), 'file')} missing or changed, {wrong[0]} first; the task"
-                    " is written again"
+                    f"{folder}: {several(len(wrong), 'file')} missing or changed, {wrong[0]} first; the task is "
+                    "written again"
                 )
-                shutil.rmtree(out / task.folder)
+                found.append(folder)
+    return found
 
 
 def _versions() -> dict[str, str]:
