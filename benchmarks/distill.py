@@ -19,13 +19,13 @@ import torch
 from step import CLASSES, Steps, bare_steps, compare, fit_steps, synthetic
 
 from dpn_cli.engine.fit import Batch, precision_of
+from dpn_cli.engine.planning import matrix_rate
 from dpn_cli.model.flops import count, training_flops
 from dpn_cli.recipe.reading import read_recipe
 from dpn_cli.recipe.schema import Runtime
 from dpn_cli.weights.backbone import Backbone, load_backbone
 from tasks.classify.distill.losses import Distance, Observed, Seen, inputs_of
 from tasks.classify.distill.recipe import Losses
-from tasks.classify.plan import matrix_rate
 
 MILLIONS = (10, 30, 100)
 

@@ -10,8 +10,8 @@ import pytest
 from conftest import pictures
 from test_cli import run
 
+from dpn_cli.engine import planning
 from dpn_cli.weights.backbone import export_backbone, load_backbone
-from tasks.classify import plan
 
 # S/32 at 224 with 1000 classes: 50 tokens of 384, 49 patches of 3072 values, 12 blocks, an MLP of 1536.
 LINEAR = 12 * 50 * (4 * 384 * 384 + 2 * 384 * 1536) + 384 * 1000
@@ -21,8 +21,8 @@ S32 = ("--teacher-arch", "S/32")
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "MEASURED_SECONDS", 0.001)
-    monkeypatch.setattr(plan, "SIDE", {"cpu": 8})
+    monkeypatch.setattr(planning, "MEASURED_SECONDS", 0.001)
+    monkeypatch.setattr(planning, "SIDE", {"cpu": 8})
 
 
 def planned(*arguments: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import typer.main
 from typer.testing import CliRunner
 
 from dpn_cli.cli import app
-from tasks.classify import plan
+from dpn_cli.engine import planning
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -147,7 +147,7 @@ def test_demo_commands_run(line: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert any(line in in_blocks_without_comments(page) for page in PAGES), "it is in none of the pages any more"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DPN_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(plan, "MEASURED_SECONDS", 0.001)
+    monkeypatch.setattr(planning, "MEASURED_SECONDS", 0.001)
     words = words_of(line)[1:]
     done = CliRunner().invoke(app, [*words, *(["--dry-run"] if "dry_run" in parsed(words) else [])])
     assert done.exit_code == 0, done.output

@@ -28,10 +28,10 @@ from typer.testing import Result
 from dpn_cli.cli import app
 from dpn_cli.commands import doctor, tower
 from dpn_cli.engine import fit as engine
+from dpn_cli.engine import planning
 from dpn_cli.errors import DpnError
 from dpn_cli.recipe.reading import read_recipe, shipped_recipes
 from dpn_cli.weights.backbone import load_backbone
-from tasks.classify import plan
 from tasks.classify.classifier import Classifier, save_classifier
 
 MANY = 1000
@@ -247,8 +247,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(engine, "fit", stop)
     monkeypatch.setattr(tower, "demo_tower", stop)
     monkeypatch.setattr(doctor, "examine", list)
-    monkeypatch.setattr(plan, "MEASURED_SECONDS", 0.001)
-    monkeypatch.setattr(plan, "SIDE", {"cpu": 8})
+    monkeypatch.setattr(planning, "MEASURED_SECONDS", 0.001)
+    monkeypatch.setattr(planning, "SIDE", {"cpu": 8})
     return tmp_path
 
 

@@ -1,6 +1,7 @@
 """Breakages of checks before a run: (file, text, replacement, what it breaks, tests that should notice)."""
 
 D, C, H = "tests/test_doctor.py", "tests/test_datacheck.py", "tests/test_rehearsal.py"
+P = "tests/test_vtab_plan.py"
 REHEARSAL, COSTS = "dpn_cli/engine/rehearsal.py", "dpn_cli/commands/costs.py"
 DOCTOR, DATA = "dpn_cli/doctor/", "dpn_cli/data/"
 
@@ -227,4 +228,34 @@ MUTATIONS = [
         "weights of a student are counted for every stage",
         H,
     ),
+    (
+        "dpn_cli/engine/planning.py",
+        "return world.device, 1 / (SHARE * ",
+        "return world.device, 1 / (",
+        "a training reaches the rate of matrix products",
+        P,
+    ),
+    (
+        "dpn_cli/engine/planning.py",
+        "state = 4 + 4 + 4 + (2",
+        "state = 4 + 4 + (2",
+        "a sum of the optimizer takes no memory",
+        P,
+    ),
+    (
+        "dpn_cli/engine/planning.py",
+        "size * activation_bytes(model)",
+        "activation_bytes(model)",
+        "a micro-batch takes the memory of one row",
+        P,
+    ),
+    ("tasks/vtab/plan.py", "flops * seconds / ranks", "flops * seconds", "more devices take as long", P),
+    (
+        "tasks/vtab/plan.py",
+        "shapes = [replace(model.config, num_classes=task.classes) for task in tasks]",
+        "shapes = [model.config for task in tasks]",
+        "every task has the largest head",
+        P,
+    ),
+    ("tasks/vtab/plan.py", 'each.backbone.checkpoint or "none"', "each.backbone.checkpoint", "a plan needs weights", P),
 ]

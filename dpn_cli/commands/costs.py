@@ -32,8 +32,8 @@ def tell_costs(costs: Sequence[Cost], folder: Path, console: Console, *, as_json
     check_space(costs, folder)
     trainings = sum(cost.trainings for cost in costs)
     console.info(
-        f"dry run passed: {several(trainings, 'training')} in about {total_hours(costs):.3g} hours one after the other "
-        f"on this machine, and at most {gigabytes(needed)} on the disk, which has {gigabytes(free)} free"
+        f"dry run passed: {several(trainings, 'training')} in about {in_hours(total_hours(costs))} hours one after the "
+        f"other on this machine, and at most {gigabytes(needed)} on the disk, which has {gigabytes(free)} free"
     )
 
 
@@ -45,7 +45,7 @@ def print_costs(costs: Sequence[Cost]) -> None:
             f"{cost.step_seconds:.3g}",
             f"{cost.steps:,}",
             f"{cost.trainings}",
-            f"{cost.hours:.3g}",
+            in_hours(cost.hours),
             f"{1 - cost.steps * cost.step_seconds / 3600 / cost.hours:.0%}",
             gigabytes(cost.disk),
         )
@@ -54,6 +54,11 @@ def print_costs(costs: Sequence[Cost]) -> None:
     names = [folded(", ".join(filter(None, (cost.name, cost.part))), ",", NAME) for cost in costs]
     columns = dict(zip(("network", *NUMBERS), (names, *map(list, zip(*rows, strict=True))), strict=True))
     print_columns(columns, right=NUMBERS)
+
+
+def in_hours(hours: float) -> str:
+    """Return hours in three digits, or as many as there are before the point."""
+    return f"{hours:.3g}" if hours < 1000 else f"{hours:,.0f}"
 
 
 def check_space(costs: Sequence[Cost], folder: Path) -> None:

@@ -9,12 +9,14 @@ from typing import Any
 import typer
 
 from dpn_cli.commands import one_line_errors
+from dpn_cli.commands.costs import in_hours, print_costs
 from dpn_cli.commands.flags import with_signature
-from dpn_cli.commands.tasks import DISTILL, PRETRAIN
+from dpn_cli.commands.tasks import DISTILL, PRETRAIN, VTAB
 from dpn_cli.commands.training import CONFIG_OPTIONS, JSON, VERBOSE, option
 from dpn_cli.errors import DpnError
+from dpn_cli.recipe.cost import total_disk, total_hours
 from dpn_cli.recipe.flag import DATA, MODEL, RUNTIME
-from dpn_cli.run.console import Console, show
+from dpn_cli.run.console import Console, gigabytes, show
 from tasks.classify.pretrain_recipe import settle
 
 KEYS = frozenset(
@@ -24,6 +26,7 @@ KEYS = frozenset(
     )
 )
 DISTILL_KEYS = KEYS - {"arch"} | {*("teacher", "student_arch", "start", "stem_share", "cache_teacher")}
+VTAB_KEYS = (KEYS - {"epochs"}) | {*("checkpoint", "compare", "tasks", "protocol", "lrs", "seeds")}
 TEACHER_ARCH = "B/32"
 
 app = typer.Typer(
@@ -56,6 +59,25 @@ def distill(**arguments: Any) -> None:
         _show(estimate(recipe, arch or TEACHER_ARCH, arguments["images"], **how), describe_plan, arguments)
 
 
+def vtab(**arguments: Any) -> None:
+    """Memory, hours and disk of a VTAB sweep, from FLOP counts and this device's matrix-product rate."""
+    with one_line_errors(arguments):
+        recipe = VTAB.layers({**arguments, "data": arguments["data"] or "vtab-1k"}, Console().info)
+        from tasks.vtab.plan import estimate
+
+        costs, device = estimate(recipe, arguments["ranks"])
+        totals = {"hours": total_hours(costs), "disk": total_disk(costs)}
+        if arguments["json"]:
+            facts = {"task": "plan vtab", "device": device, "ranks": arguments["ranks"]}
+            show(json.dumps({**facts, "networks": [cost.to_dict() for cost in costs], **totals}, indent=2))
+            return
+        print_costs(costs)
+        show(
+            f"{in_hours(totals['hours'])} hours on {arguments['ranks']} x {device} at half of its matrix-product rate, "
+            f"which was measured; at most {gigabytes(totals['disk'])} on the disk; reading the images is left out"
+        )
+
+
 def _show(result: dict[str, Any], describe: Callable[[dict[str, Any]], str], arguments: dict[str, Any]) -> None:
     show(json.dumps(result, indent=2) if arguments["json"] else describe(result))
 
@@ -75,6 +97,9 @@ OPTIONS = (
 )
 app.command("pretrain", epilog="Example: dpn plan pretrain --arch B/16 --images 1268355")(
     with_signature(pretrain, [*PRETRAIN.extra, *PRETRAIN.parameters(KEYS), *OPTIONS, *CONFIG_OPTIONS, JSON, VERBOSE])
+)
+app.command("vtab", epilog="Example: dpn plan vtab --arch B/32 --compare none,dpn")(
+    with_signature(vtab, [*VTAB.parameters(VTAB_KEYS), OPTIONS[1], *CONFIG_OPTIONS, JSON, VERBOSE])
 )
 TEACHER = option(
     "teacher_arch",

@@ -41,9 +41,7 @@ class MicroBatch:
         """
         if runtime.micro_batch_size != "auto":
             return cls(min(runtime.micro_batch_size, rows), fixed=True)
-        tokens = getattr(model, "pos_embed", torch.empty(1, 1, 1)).shape[1] + 1
-        cost = tokens * getattr(model, "embed_dim", 1) * len(getattr(model, "blocks", [0])) * ACTIVATION_BYTES
-        size = rows
+        cost, size = activation_bytes(model), rows
         if device.type == "cpu" or runtime.shard:
             fits = max(1, _budget(device) // cost)
             size = min(rows, 1 << (fits.bit_length() - 1))
@@ -69,6 +67,13 @@ class MicroBatch:
         """Begin no larger than an earlier session ended that had to shrink; None where none had to."""
         if size is not None and not self.fixed and size < self.size:
             self.size, self.shrunk = size, True
+
+
+def activation_bytes(model: nn.Module) -> int:
+    """Return the bytes of activations that autograd keeps of one row, in float32; at most about so many."""
+    tokens: int = getattr(model, "pos_embed", torch.empty(1, 1, 1)).shape[1] + 1
+    width: int = getattr(model, "embed_dim", 1)
+    return tokens * width * len(getattr(model, "blocks", [0])) * ACTIVATION_BYTES
 
 
 def _budget(device: torch.device) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from dpn_cli.engine.planning import describe_disk, describe_duration, disk, duration
 from dpn_cli.model.config import ViTConfig
 from dpn_cli.model.flops import count, training_flops
 from dpn_cli.recipe.training import counted_in_steps
@@ -17,7 +18,7 @@ from tasks.classify.distill.cache import check_views, target_shapes, values_of
 from tasks.classify.distill.data import check_count, open_pictures
 from tasks.classify.distill.recipe import DistillRecipe, Losses
 from tasks.classify.distill.student import check_pair, load_teacher, new_student, start_of
-from tasks.classify.plan import USUAL, describe_disk, describe_duration, disk, duration
+from tasks.classify.plan import USUAL
 
 Json = dict[str, Any]
 

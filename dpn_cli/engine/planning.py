@@ -1,0 +1,110 @@
+"""What a training will cost before there are data: time by a measured matrix-product rate, disk, memory."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from dpn_cli.engine import fit as engine
+from dpn_cli.engine.memory import MicroBatch, activation_bytes
+from dpn_cli.recipe.schema import Optim, Runtime
+from dpn_cli.run.distributed import join
+
+# Side of the measured matrices: large enough to show a device's rate, small enough for a second of measuring.
+SIDE = {"cpu": 2048, "cuda": 8192}
+MEASURED_SECONDS = 1.0
+# Share of the matrix-product rate that a well-fed training reaches on a GPU; the rate itself is a bound.
+SHARE = 0.5
+
+Json = dict[str, Any]
+
+
+def price(runtime: Runtime) -> tuple[torch.device, float]:
+    """Return the device, and the seconds of a FLOP there in a training, by the measured matrix-product rate."""
+    with join(runtime.device) as world:
+        return world.device, 1 / (SHARE * matrix_rate(runtime, world.device))
+
+
+def memory(model: nn.Module, optim: Optim, runtime: Runtime, rows: int, device: torch.device) -> int:
+    """Return about how many bytes a training takes on a device with `rows` of a batch: weights, gradients, optimizer
+    state, and the activations of a micro-batch.
+    """
+    state = 4 + 4 + 4 + (2 if optim.state_dtype == "bfloat16" else 4)
+    short = 2 if runtime.precision_on(device.type) == "bf16" else 1
+    size = MicroBatch.choose(runtime, rows, model, device).size
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return state * parameters + size * activation_bytes(model) // short
+
+
+def duration(runtime: Runtime, flops: int, images: int, ranks: int) -> Json:
+    """Measure the device, and return how long `ranks` of it take for so many FLOPs, in which `images` are loaded."""
+    with join(runtime.device) as world:
+        rate = matrix_rate(runtime, world.device)
+        device = str(world.device)
+    seconds = flops / rate / ranks
+    return {
+        "flops": flops,
+        "device": device,
+        "ranks": ranks,
+        "matrix_flops_per_second": rate,
+        "hours_at_matrix_rate": seconds / 3600,
+        "hours": seconds / 3600 / SHARE,
+        "images_per_second_needed": images / seconds * SHARE,
+    }
+
+
+def disk(optim: Optim, parameters: int, *, ema: bool, best: bool) -> Json:
+    """Return the bytes of the weights, and of the checkpoints of a training that keeps its `best` state or does not."""
+    state = 4 + (2 if optim.state_dtype == "bfloat16" else 4) + 4 + (4 if ema else 0)
+    # The last state, the one before it, and one that is being written; the best one likewise.
+    copies = 3 + (2 if best else 0)
+    return {"weights_bytes": 4 * parameters, "checkpoints_bytes": copies * parameters * state}
+
+
+def matrix_rate(runtime: Runtime, device: torch.device) -> float:
+    """Measure FLOPs per second of a square matrix product in the precision of the training."""
+    with engine.precision_of(runtime, device):
+        dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else torch.float32
+    side = SIDE.get(device.type, 2048)
+    matrix = torch.randn(side, side, device=device, dtype=dtype)
+    matrix @ matrix
+    products, began = 0, time.perf_counter()
+    while (seconds := time.perf_counter() - began) < MEASURED_SECONDS:
+        for _ in range(3):
+            matrix @ matrix
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        products += 3
+    return 2 * side**3 * products / seconds
+
+
+def describe_duration(result: Json) -> str:
+    """Return the estimate of `duration` as a line of text."""
+    return (
+        f"{result['device']} multiplies matrices at {_si(result['matrix_flops_per_second'])}FLOP/s (measured); "
+        f"{result['ranks']} of it: {_hours(result['hours_at_matrix_rate'])} at that rate, {_hours(result['hours'])} at "
+        f"{SHARE:.0%} of it, for which the loader has to make {result['images_per_second_needed']:,.0f} images/s"
+    )
+
+
+def describe_disk(result: Json) -> str:
+    """Return the estimate of `disk` as a line of text."""
+    return (
+        f"disk: {result['weights_bytes'] / 1e6:.0f} MB of weights, {result['checkpoints_bytes'] / 1e6:.0f} MB of "
+        "checkpoints while it trains"
+    )
+
+
+def _si(value: float) -> str:
+    power = min(5, int(math.log10(value) // 3))
+    return f"{value / 1000**power:.3g} {' kMGTP'[power].strip()}"
+
+
+def _hours(hours: float) -> str:
+    return (
+        f"{hours * 60:.1f} minutes" if hours < 1 else f"{hours:.1f} hours" if hours < 48 else f"{hours / 24:.1f} days"
+    )
