@@ -37,6 +37,17 @@ def test_a_damaged_last_falls_back_to_the_one_before_and_says_so(tmp_path: Path)
         checkpoints.load("last", warnings.append)
 
 
+def test_digests_that_are_no_text_are_damage(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 2):
+        checkpoints.save("last", {"w": torch.ones(4)}, {"step": step})
+    digests = tmp_path / "last" / "sha256"
+    digests.write_bytes(digests.read_bytes()[:9] + b"\xb9" + digests.read_bytes()[10:])
+    loaded = checkpoints.load("last", lambda text: None)
+    assert loaded is not None
+    assert loaded[1] == {"step": 1}
+
+
 def test_two_processes_may_write_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "features.npy"
 

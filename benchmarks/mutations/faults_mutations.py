@@ -146,4 +146,11 @@ MUTATIONS = [
         "ranks that do not meet end with a traceback",
         "tests/test_distributed.py",
     ),
+    (
+        "dpn_cli/run/checkpoints.py",
+        'read_text("utf-8", "replace")',
+        'read_text("utf-8")',
+        "a flipped bit in the digests of a checkpoint is a traceback",
+        "tests/test_runstate.py",
+    ),
 ]

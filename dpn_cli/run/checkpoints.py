@@ -144,7 +144,7 @@ def _is_intact(path: Path) -> bool:
     """Return whether all files of a state have their digests. Ranks share the files of a state in parts."""
     if not (path / DIGESTS).is_file():
         return False
-    lines = [line.split() for line in (path / DIGESTS).read_text("utf-8").splitlines()]
+    lines = [line.split() for line in (path / DIGESTS).read_text("utf-8", "replace").splitlines()]
     if (path / WHOLE).is_file():
         return lines == [[file_digest(path / WHOLE)]]
     listed = {line[1]: line[0] for line in lines if len(line) == 2}
