@@ -29,6 +29,7 @@ from dpn_cli.run import stopping
 from dpn_cli.run.checkpoints import Checkpoints, State
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
+from tasks.classify import rehearsal as classify
 from tasks.vtab.rehearsal import whole_sweep
 from tasks.vtab.table import TASKS
 
@@ -422,3 +423,19 @@ def test_two_stages_of_a_distillation_are_two_rows(tmp_path: Path) -> None:
     assert [(one["part"], one["steps"]) for one in (stem, every)] == [("stem weights", 10), ("all weights", 30)]
     assert stem["kept"] == 0 < every["kept"]
     assert stem["passing"] < every["passing"]  # the optimizer has no state of what is frozen
+
+
+def test_a_classifier_is_evaluated_on_minival_on_the_way_and_on_validation_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Sampled] = []
+
+    def rehearsed(begin: Callable[[], Scene], *_: object, **more: object) -> Cost:
+        seen.append(begin().sampled)
+        return cost()
+
+    monkeypatch.setattr(classify, "rehearse", rehearsed)
+    assert run(*words_of("highres", tmp_path), "--dry-run", "-q", "--set", "data.minival=0.25").exit_code == 0
+    (sampled,) = seen
+    assert sampled.end == 6  # a fifth of 30 pictures
+    assert sampled.during == sampled.images == 6  # a quarter of the others

@@ -257,5 +257,4 @@ MUTATIONS = [
         "every task has the largest head",
         P,
     ),
-    ("tasks/vtab/plan.py", 'each.backbone.checkpoint or "none"', "each.backbone.checkpoint", "a plan needs weights", P),
 ]
