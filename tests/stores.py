@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,28 +14,53 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from programs import LIMIT
 
 Fault = Literal["cut", "wrong", "short", 503, 403, 400]
 BUCKET = "pictures"
 
 
 class Store:
-    """A server of files at `url`, which counts the GETs and HEADs of every name.
+    """A server of files at `url`, which counts the GETs, HEADs and bytes sent of every name.
 
-    `faults` has, by name, what the next GETs of the file get instead of it. `etag` is sent with every file.
+    `faults` has, by name, what the next GETs of the file get instead of it. `etag` is sent with every file. GETs of the
+    names in `held` wait until they are not in it.
     """
 
     def __init__(self, root: Path | None, upstream: int | None) -> None:
         self.root, self.upstream = root, upstream
-        self.gets, self.heads = Counter[str](), Counter[str]()
+        self.gets, self.heads, self.sent = Counter[str](), Counter[str](), Counter[str]()
+        self.held: set[str] = set()
+        self.changed = threading.Condition()
         self.faults: dict[str, list[Fault]] = {}
         self.etag = ""
         self.url = ""
 
     def clear(self) -> None:
         """Forget what was asked for."""
-        self.gets.clear()
-        self.heads.clear()
+        for count in (self.gets, self.heads, self.sent):
+            count.clear()
+
+    def wait_for(self, happened: Callable[[], bool]) -> None:
+        """Wait until a GET has made something true. Raises `TimeoutError` after a while."""
+        with self.changed:
+            if not self.changed.wait_for(happened, LIMIT):
+                raise TimeoutError(f"the server was asked for {dict(self.gets)} only")
+
+    def begin(self, name: str) -> Fault | None:
+        """Note a GET and wait while the file is held; returns its fault."""
+        with self.changed:
+            self.gets[name] += 1
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: name not in self.held, LIMIT)
+        faults = self.faults.get(name)
+        return faults.pop(0) if faults else None
+
+    def let_go(self) -> None:
+        """Answer the GETs that wait."""
+        with self.changed:
+            self.held.clear()
+            self.changed.notify_all()
 
     def answer(self, method: str, path: str, headers: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
         """Return status, headers and body of a file, or what moto answers."""
@@ -62,10 +88,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(None)
 
     def do_GET(self) -> None:
-        name = self.path.rpartition("/")[2]
-        self.store.gets[name] += 1
-        faults = self.store.faults.get(name)
-        self._send(faults.pop(0) if faults else None)
+        self._send(self.store.begin(self.path.rpartition("/")[2]))
 
     def _send(self, fault: Fault | None) -> None:
         status, headers, body = self.store.answer(self.command, self.path, dict(self.headers))
@@ -82,7 +105,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(body[: len(body) // 2] if fault == "cut" else body)
+            body = body[: len(body) // 2] if fault == "cut" else body
+            self.store.sent[self.path.rpartition("/")[2]] += len(body)
+            with contextlib.suppress(OSError):  # the process that asked may have been ended
+                self.wfile.write(body)
         self.close_connection = True
 
     def log_message(self, *arguments: object) -> None:
@@ -102,6 +128,14 @@ def serving(root: Path | None, upstream: int | None = None) -> Iterator[Store]:
         thread.join()
 
 
+def _reset(port: int) -> None:
+    """Delete the buckets of earlier servers of this process: moto keeps them."""
+    moto = http.client.HTTPConnection("127.0.0.1", port)
+    moto.request("POST", "/moto-api/reset")
+    assert moto.getresponse().status == 200
+    moto.close()
+
+
 @contextmanager
 def s3_serving(root: Path, patch: pytest.MonkeyPatch) -> Iterator[Store]:
     """Serve the files of a folder from a bucket; the client's environment variables lead to it, and it asks once."""
@@ -112,6 +146,7 @@ def s3_serving(root: Path, patch: pytest.MonkeyPatch) -> Iterator[Store]:
     moto.start()
     try:
         _, port = moto.get_host_and_port()
+        _reset(port)
         direct = S3FileSystem(key="k", secret="s", endpoint_url=f"http://127.0.0.1:{port}", skip_instance_cache=True)
         direct.mkdir(BUCKET)
         for file in sorted(path for path in root.rglob("*") if path.is_file()):
@@ -129,4 +164,5 @@ def s3_serving(root: Path, patch: pytest.MonkeyPatch) -> Iterator[Store]:
             store.url = f"s3://{BUCKET}"
             yield store
     finally:
+        S3FileSystem.clear_instance_cache()  # clients that were made meanwhile lead to this server
         moto.stop()

@@ -22,10 +22,10 @@ CASES = [
 ]
 
 
-def order_of(sizes: list[int], batch: int, opened: int, seed: int = 0) -> ShardOrder:
+def order_of(sizes: list[int], batch: int, opened: int, seed: int = 0, steps: int = 10**6) -> ShardOrder:
     """Shards 0, 3, 6, … of these sizes, their images spread over the data set."""
     shards = np.repeat(3 * np.arange(len(sizes)), sizes)
-    return ShardOrder(np.random.default_rng(9).permutation(shards), batch, seed, opened)
+    return ShardOrder(np.random.default_rng(9).permutation(shards), batch, seed, opened, steps)
 
 
 def drawn(order: ShardOrder, steps: int, start: int = 0) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
@@ -55,11 +55,11 @@ def test_steps_need_nothing_of_the_steps_before(case: tuple[list[int], int, int]
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_what_steps_read_is_what_they_need(case: tuple[list[int], int, int], ranks: int) -> None:
-    order = order_of(*case)
     start, stop = 5, 40
+    order = order_of(*case, steps=stop)
     for rank in range(min(ranks, order.batch_size)):
         places = range(order.batch_size * rank // ranks, order.batch_size * (rank + 1) // ranks)
-        needs = list(order.needs(start, stop, places))
+        needs = list(order.needs(start, places))
         assert [need.first for need in needs] == sorted(need.first for need in needs)
         assert all(need.first < stop and need.last >= start for need in needs)
         for step in range(start, stop):
@@ -75,16 +75,15 @@ def test_what_steps_read_is_what_they_need(case: tuple[list[int], int, int], ran
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_ranks_read_shards_of_their_own(ranks: int) -> None:
-    order = order_of([100] * 64, 32, 8)
+    order = order_of([100] * 64, 32, 8, steps=200)  # an epoch
     worlds = [World(rank, ranks, None) for rank in range(ranks)]  # type: ignore[arg-type]
-    mine = [{need.shard for need in order.needs(0, 200, world.rows(32))} for world in worlds]  # an epoch
+    mine = [{need.shard for need in order.needs(0, world.rows(32))} for world in worlds]
     assert sum(map(len, mine)) == 64  # equal shards: no shard is cut
     assert {len(one) for one in mine} == {64 // ranks}
     # Unequal ones are cut between neighbours, and each is read by both at the same end of the epoch.
     sizes = np.random.default_rng(0).integers(50, 150, 64).tolist()
-    uneven = order_of(sizes, 32, 8)
-    steps = sum(sizes) // 32
-    mine = [{need.shard for need in uneven.needs(0, steps, world.rows(32))} for world in worlds]
+    uneven = order_of(sizes, 32, 8, steps=sum(sizes) // 32)
+    mine = [{need.shard for need in uneven.needs(0, world.rows(32))} for world in worlds]
     for one, other in pairwise(mine):
         assert len(one & other) <= 1
     assert sum(map(len, mine)) <= 64 + ranks - 1

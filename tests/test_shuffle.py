@@ -32,10 +32,8 @@ SHARDS, EACH = 8, 12
 TINY = ("--arch", "mu/8", "--checkpoint", "none", "--image-size", "16", "-b", "8", "-j", "0", "-q")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pack of 96 training pictures in 8 shards."""
-    root = tmp_path_factory.mktemp("shuffle")
+def make_pack(root: Path) -> Path:
+    """Pack 96 training pictures in 8 shards into a folder's ``pack``; returns the folder."""
     for split, each in (("train", 32), ("val", 4)):
         pictures(root / "photos" / split, each=each)
     splits = {name: open_split(ImageSource(str(root / "photos")), name) for name in ("train", "val")}
@@ -47,12 +45,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_pack(tmp_path_factory.mktemp("shuffle"))
+
+
 @pytest.mark.parametrize("place", ["pack", "wds:pack/train/*.tar"])
 def test_batches_are_drawn_from_few_shards_and_shared_by_ranks(place: str, folder: Path) -> None:
     where = place.replace("pack", str(folder / "pack"), 1)
     train = open_class_data(ImageSource(where, val_fraction=0.1), 0.0).train
     assert train.shards is not None
-    order = order_of(train, Drawn(shuffle="shards", open_shards=2), 8, 3)
+    order = order_of(train, Drawn(shuffle="shards", open_shards=2), 8, 3, 10)
     assert order is not None
 
     def take(world: World, start: int = 0, what: str = "image") -> list[torch.Tensor]:
@@ -96,6 +99,7 @@ def test_trainings_draw_shards_when_they_are_told_to(
     assert orders[0] is None
     assert order
     assert (order.open_shards, order.seed, order.batch_size) == (3, 5, 8 if kind == "distill" else 16)
+    assert order.steps == (20 if kind == "distill" else 2)
 
 
 def test_data_without_shards_and_orders_of_their_own_are_refused(folder: Path, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Breakages of shards, here and behind URLs: (file, text, replacement, what it breaks, tests that should notice)."""
 
 ORDER, LOADER = "dpn_cli/data/order.py", "dpn_cli/data/loader.py"
-O, S = "tests/test_order.py", "tests/test_shuffle.py"
+AHEAD = "dpn_cli/data/ahead.py"
+O, S, A = "tests/test_order.py", "tests/test_shuffle.py", "tests/test_ahead.py"
 
 MUTATIONS = [
     (ORDER, "if lane % 2 == 0:", "if lane < 0:", "lanes that share a shard read it at opposite ends of the epoch", O),
@@ -24,8 +25,8 @@ MUTATIONS = [
     ),
     (
         ORDER,
-        "if need.last >= start and need.first < stop)",
-        "if need.last > start and need.first < stop)",
+        "if need.last >= start and need.first < self.steps)",
+        "if need.last > start and need.first < self.steps)",
         "a shard's last step does not need it",
         O,
     ),
@@ -61,9 +62,85 @@ MUTATIONS = [
     ),
     (
         "tasks/classify/train.py",
-        "world, order=order, **how",
-        "world, order=None, **how",
+        'how["order"] = shard_order(recipe, data)',
+        'how["order"] = None',
         "a classifier's training shuffles all images together",
         S,
+    ),
+    (AHEAD, "if need.last > step]", "if need.last >= step + 1 and False]", "what is needed is released", A),
+    (
+        AHEAD,
+        "self.next.first <= made or self._has_room(made)",
+        "self._has_room(made)",
+        "what is needed is not fetched where there is no room",
+        A,
+    ),
+    (
+        AHEAD,
+        "self.next.first <= made or self._has_room(made)",
+        "self.next.first <= made",
+        "nothing is fetched ahead",
+        A,
+    ),
+    (AHEAD, "< 2 * open_now and size", "< 9 * open_now and size", "everything is fetched ahead", A),
+    (AHEAD, "and size <= self.budget", "", "more is fetched ahead than there is room for", A),
+    (
+        AHEAD,
+        "    with contextlib.suppress(DpnError):\n        path.fetch()\n",
+        "    with contextlib.suppress(DpnError):\n        return\n",
+        "the process that fetches fetches nothing",
+        A,
+    ),
+    (
+        AHEAD,
+        "        with watched([process]):\n            yield tell",
+        "        yield tell",
+        "a fetching process that dies is not told",
+        A,
+    ),
+    (
+        AHEAD,
+        "    if order:\n        ahead",
+        "    if order and False:\n        ahead",
+        "shards that do not fit are not told",
+        A,
+    ),
+    (AHEAD, "if fetched > total:", "if False:", "an order that fetches shards over and over is not told", A),
+    (AHEAD, "fetched = min(draws, len(split.labels))", "fetched = len(split.labels)", "short trainings are refused", A),
+    (
+        "dpn_cli/data/remote.py",
+        "if path.stat().st_mtime < until - seconds / 2:",
+        "if True:",
+        "a shard that is read is no longer kept for what needs it",
+        A,
+    ),
+    (
+        ORDER,
+        "raise DpnError(",
+        "return None\n        raise DpnError(",
+        "data without shards are shuffled all together",
+        S,
+    ),
+    (LOADER, "max(self.start + 1, self.order.steps)", "self.order.steps + 40", "what no step needs is fetched", A),
+    (
+        "dpn_cli/data/labelled.py",
+        "range(min(most, count)) if behind_url(split)",
+        "range(min(most, count)) if False",
+        "a sample of pictures fetches all shards",
+        A,
+    ),
+    (
+        "dpn_cli/data/trained_on.py",
+        "if split.shards and behind_url(split):",
+        "if False:",
+        "the record of what was trained on fetches all shards",
+        A,
+    ),
+    (
+        "tasks/classify/train.py",
+        "        check_shards(recipe, data, world)\n",
+        "",
+        "a training does not look at the cache",
+        A,
     ),
 ]

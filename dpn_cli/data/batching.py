@@ -53,6 +53,11 @@ def parts_in_memory(workers: int) -> int:
     return AHEAD * workers + 2
 
 
+def batches_ahead(rows: int, workers: int) -> int:
+    """Return how many batches of so many rows may be in the making, or ready, beside the one in use."""
+    return 1 + (min(AHEAD * workers, -(-AHEAD * workers * PICTURES // rows)) if workers else 0)
+
+
 def part_size(picture_bytes: int, workers: int, ranks: int) -> int:
     """Return how many pictures a worker hands over at once.
 

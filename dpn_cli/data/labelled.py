@@ -16,6 +16,7 @@ from dpn_cli.data import scenes
 from dpn_cli.data.faults import fault
 from dpn_cli.data.order import Sharded
 from dpn_cli.data.reading import FAILURES, USUAL, Pixels, Reading, decode, file_size, inside, open_image, unreadable
+from dpn_cli.data.remote import RemotePath
 from dpn_cli.errors import DataError, PictureError
 from dpn_cli.weights.hub import offline
 
@@ -77,9 +78,18 @@ def number_names(split: Labelled, place: str) -> tuple[str, ...]:
     return tuple(map(str, range(1 + largest)))
 
 
+def behind_url(split: Labelled) -> bool:
+    """Tell whether a split's images are in shards that have to be fetched."""
+    return split.shards is not None and any(isinstance(path, RemotePath) for path in split.shards.paths)
+
+
 def rows_to_check(split: Labelled, most: int) -> list[int]:
-    """Return the images to decode before long work: about `most` of them, and all empty or missing files."""
-    spread = range(0, len(split.labels), max(1, len(split.labels) // most))
+    """Return the images to decode before long work: about `most` of them, and all empty or missing files.
+
+    Of shards behind a URL they are the first ones, which are in one shard or two: others would have to be fetched.
+    """
+    count = len(split.labels)
+    spread = range(min(most, count)) if behind_url(split) else range(0, count, max(1, count // most))
     return sorted({*spread, *(row for row, size in enumerate(split.sizes) if not size)})
 
 

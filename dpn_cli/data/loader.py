@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from typing import Literal
 
 import numpy as np
@@ -19,6 +21,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
+from dpn_cli.data.ahead import fetched_ahead
 from dpn_cli.data.augment import pipeline, seeded
 from dpn_cli.data.batching import open_batches
 from dpn_cli.data.crops import Decode, Size, train_crop
@@ -150,9 +153,10 @@ class _Crops(Dataset[Loaded]):
 
 
 class Steps(Sampler[list[Item]]):
-    """The items of this rank's share of every batch from a step on, without end.
+    """The items of this rank's share of every batch from a step on.
 
-    `repeats` and `views` are those of `Augmentation`. Without an `order`, images are shuffled all together.
+    `repeats` and `views` are those of `Augmentation`. Without an `order`, images are shuffled all together; with one,
+    no more is read than the training needs, or one batch.
     """
 
     def __init__(
@@ -170,11 +174,9 @@ class Steps(Sampler[list[Item]]):
         self.mine, self.repeats, self.views, self.order = mine, repeats, views, order
 
     def __iter__(self) -> Iterator[list[Item]]:
-        step = self.start
-        while True:
+        for step in range(self.start, max(self.start + 1, self.order.steps)) if self.order else count(self.start):
             rows = self._rows(step)
             yield [(*self._seeds(step, place, rows[place]), rows[place]) for place in self.mine]
-            step += 1
 
     def _rows(self, step: int) -> list[int]:
         if self.order:
@@ -254,8 +256,14 @@ def crop_batches(
     def batches(start: int) -> Generator[Batch, None, None]:
         repeats, views = augmentation.repeats, augmentation.views
         steps = Steps(len(split.labels), batch_size, seed, start, mine, repeats, views, order)
-        with closing(crops_of(split, augmentation, seed, steps, world.device, workers, skip_bad, on_skip)) as crops:
+        needs = partial(order.needs, start, mine) if order else None
+        with (
+            fetched_ahead(split, needs, len(mine), workers, world.here) as tell,
+            closing(crops_of(split, augmentation, seed, steps, world.device, workers, skip_bad, on_skip)) as crops,
+        ):
+            tell(start - 1)
             for step, (images, labels) in enumerate(crops, start):
+                tell(step)
                 if augmentation.flip and not augmentation.one_by_one:
                     generator = torch.Generator().manual_seed(fold(seed, FLIP, step))
                     flipped = (torch.rand(batch_size, generator=generator) < 0.5)[mine].nonzero()[:, 0]

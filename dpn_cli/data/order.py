@@ -8,6 +8,7 @@ which ranks have no part in: it is a function of seed and step alone.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -75,12 +76,14 @@ class ShardOrder:
         batch_size: images per step, over all ranks.
         seed: another one gives another order.
         open_shards: how many shards the images of a batch come from, over all ranks.
+        steps: how long the training is; what comes after it is not read.
     """
 
     shards: Rows
     batch_size: int
     seed: int
     open_shards: int
+    steps: int = sys.maxsize
     _open: dict[int, tuple[int, int, Rows]] = field(
         default_factory=dict, repr=False
     )  # by lane, the block it draws from
@@ -181,11 +184,11 @@ class ShardOrder:
             yield self._open[lane][2][low - begins[number] : end - begins[number]]
             low = end
 
-    def needs(self, start: int, stop: int, places: Sequence[int]) -> Iterator[Need]:
-        """Yield the shards that steps `start` up to `stop` read for `places` of their batches, in the order of need."""
+    def needs(self, start: int, places: Sequence[int]) -> Iterator[Need]:
+        """Yield the shards that the steps from `start` on read for `places` of their batches, in the order of need."""
         lanes = sorted({place * self.lanes // self.batch_size for place in places})
         widths = np.diff(self._bounds)
-        for epoch in range(start * self.batch_size // self.images, -(-stop * self.batch_size // self.images)):
+        for epoch in range(start * self.batch_size // self.images, -(-self.steps * self.batch_size // self.images)):
             before = self._drawn(epoch * self.images)
             needs = []
             for lane in lanes:
@@ -195,10 +198,10 @@ class ShardOrder:
                 ):
                     first, last = low // widths[lane], (high - 1) // widths[lane]
                     needs += [Need(int(first), int(last), piece.shard) for piece in block]
-            yield from sorted(need for need in needs if need.last >= start and need.first < stop)
+            yield from sorted(need for need in needs if need.last >= start and need.first < self.steps)
 
 
-def order_of(split: Labelled, data: Drawn, batch_size: int, seed: int) -> ShardOrder | None:
+def order_of(split: Labelled, data: Drawn, batch_size: int, seed: int, steps: int) -> ShardOrder | None:
     """Return the order of a training on a split; None where its images are shuffled all together.
 
     Raises `DpnError` where shards are to be drawn, and the split has none.
@@ -210,7 +213,7 @@ def order_of(split: Labelled, data: Drawn, batch_size: int, seed: int) -> ShardO
             "--shuffle shards: the images of --data are in no packed or webdataset shards; pack them with 'dpn data "
             "pack', or leave --shuffle at images"
         )
-    return ShardOrder(split.shards.of, batch_size, seed, data.open_shards)
+    return ShardOrder(split.shards.of, batch_size, seed, data.open_shards, steps)
 
 
 # As long as an epoch is under way, and its end is in the same batch as the beginning of the next one.

@@ -281,7 +281,9 @@ class Packed(Images):
             raise DataError(f"--data {root}: the packing has not finished; {again}")
         shards: dict[str, Json] = manifest["splits"][split]
         self.classes: tuple[str, ...] = tuple(manifest["classes"])
-        self.paths = [_known(root / split / f"{shard}.tar", entry["sha256"]) for shard, entry in shards.items()]
+        self.paths = [
+            _known(root / split / f"{shard}.tar", entry["sha256"], entry["bytes"]) for shard, entry in shards.items()
+        ]
         lists = [_known(root / split / f"{shard}.npz", entry["index_sha256"]) for shard, entry in shards.items()]
         for _ in in_parallel(RemotePath.fetch, [path for path in lists if isinstance(path, RemotePath)]):
             pass
@@ -334,6 +336,6 @@ class Packed(Images):
             return file.read(self.sizes[index])
 
 
-def _known(path: Shard, sha256: str) -> Shard:
-    """Return a file of a pack; one behind a URL must have the digest."""
-    return replace(path, sha256=sha256) if isinstance(path, RemotePath) else path
+def _known(path: Shard, sha256: str, size: int | None = None) -> Shard:
+    """Return a file of a pack; one behind a URL must have the digest, and the size."""
+    return replace(path, sha256=sha256, size=size) if isinstance(path, RemotePath) else path

@@ -91,7 +91,7 @@ class RemotePath:
     def cached(self) -> Path:
         """Where the copy lies: a name made of URL and version, or of the content where the version is not known."""
         key = hashlib.sha256(f"{self.url} {self.version}".encode()).hexdigest() if self.version else self.sha256
-        return home() / "cache" / "remote" / f"{key}{Path(self.name).suffix}"
+        return folder() / f"{key}{Path(self.name).suffix}"
 
     def open(self, mode: Literal["rb"] = "rb") -> BufferedReader:
         """Open the copy, which is fetched where there is none. Raises as `fetch` does.
@@ -215,10 +215,27 @@ def in_parallel(function: Callable[[ItemT], ResultT], items: Iterable[ItemT]) ->
         pool.shutdown(cancel_futures=True)
 
 
-def touch(path: Path) -> None:
-    """Note that a file of the cache was used."""
+def folder() -> Path:
+    """Return the folder of the cache."""
+    return home() / "cache" / "remote"
+
+
+def touch(path: Path, seconds: float = 0.0) -> None:
+    """Note that a file of the cache is used, or will be for some seconds: until then others are deleted before it.
+
+    The note is the file's time of modification, which ends by itself when the process does.
+    """
+    until = time.time() + seconds
     with contextlib.suppress(FileNotFoundError):
-        os.utime(path)
+        if path.stat().st_mtime < until - seconds / 2:
+            os.utime(path, (until, until))
+
+
+def release(path: Path) -> None:
+    """Note that a file of the cache will not be used any more."""
+    with contextlib.suppress(FileNotFoundError):
+        if path.stat().st_mtime > time.time():
+            os.utime(path)
 
 
 def make_room(copy: Path) -> None:

@@ -198,12 +198,12 @@ def _listed(path: RemotePath, endings: tuple[str, ...]) -> tuple[RemotePath, lis
     kept = path.cached.with_name(f"{path.cached.stem}-{'-'.join(endings)}.json")
     if (known := read_object(kept)) is None:
         with path.open() as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            digest, size = hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
         pictures = [
             [one.name, one.offset, one.size, {ending: text.decode("latin-1") for ending, text in one.beside.items()}]
             for one in members(path, endings)
         ]
-        known = {"sha256": digest, "pictures": pictures}
+        known = {"sha256": digest, "size": size, "pictures": pictures}
         replace_text(kept, json.dumps(known))
         remote.make_room(kept)
     remote.touch(kept)
@@ -211,7 +211,7 @@ def _listed(path: RemotePath, endings: tuple[str, ...]) -> tuple[RemotePath, lis
         Member(name, offset, size, {ending: text.encode("latin-1") for ending, text in beside.items()})
         for name, offset, size, beside in known["pictures"]
     )
-    return replace(path, sha256=known["sha256"]), list(found)
+    return replace(path, sha256=known["sha256"], size=known.get("size")), list(found)
 
 
 def members(path: Shard, endings: tuple[str, ...]) -> Iterator[Member]:

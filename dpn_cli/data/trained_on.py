@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dpn_cli.data.labelled import Labelled
+from dpn_cli.data.labelled import Labelled, behind_url
 from dpn_cli.errors import DataError
 from dpn_cli.run import distributed, stopping
 from dpn_cli.run.distributed import World
@@ -79,7 +79,11 @@ def look_up(split: Labelled, described: Mapping[str, Any] | None, world: World) 
 
 
 def _sample(split: Labelled, seed: int) -> list[int]:
+    """Return the images to read, drawn at random; of shards behind a URL, all images of some."""
     count = len(split.labels)
+    if split.shards and behind_url(split):
+        turn = np.random.default_rng(seed).permutation(len(split.shards.paths))
+        return sorted(np.argsort(turn[split.shards.of], kind="stable")[:MOST].tolist())
     drawn: list[int] = np.random.default_rng(seed).permutation(count)[:MOST].tolist()
     return sorted(drawn)
 

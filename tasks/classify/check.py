@@ -6,10 +6,13 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from dpn_cli.data.ahead import check_cache
 from dpn_cli.data.classified import MINIVAL_CHOOSES, ClassData, Part, hash_order
 from dpn_cli.data.crops import Size, small_size
 from dpn_cli.data.imagenet import describe_imagenet
 from dpn_cli.data.labelled import Labelled, fingerprint, rows_to_check
+from dpn_cli.data.loader import worker_count
+from dpn_cli.data.order import ShardOrder, order_of
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.recipe.start import SCRATCH_PIXELS
@@ -62,6 +65,18 @@ def check_divides(batch: int, micro: int | str, world: World) -> None:
 def interval(every: int, steps: int) -> int:
     """Return the steps between evaluations of a training: `every`, or a quarter of a training shorter than that."""
     return every if every < steps else max(1, steps // 4)
+
+
+def shard_order(recipe: SupervisedRecipe, data: ClassData) -> ShardOrder | None:
+    """Return the order of a training whose duration is in steps; None where images are shuffled all together."""
+    return order_of(data.train, recipe.data, recipe.batch_size, recipe.seed, recipe.schedule.steps)
+
+
+def check_shards(recipe: SupervisedRecipe, data: ClassData, world: World) -> None:
+    """Raise `DpnError` for a training in an order that the data do not have, or the cache has no room for."""
+    workers = worker_count(recipe.runtime.workers, world.device, world.here)
+    draws = recipe.schedule.steps * recipe.batch_size
+    check_cache(data.train, shard_order(recipe, data), draws, workers, world)
 
 
 def check_data(recipe: SupervisedRecipe, data: ClassData, folder: RunFolder, world: World, console: Console) -> Json:

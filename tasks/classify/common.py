@@ -12,7 +12,7 @@ from dpn_cli.data.reading import Reading, decoder_of
 from dpn_cli.recipe.start import Place
 from dpn_cli.run.console import several
 from dpn_cli.run.session import Session, run_name
-from tasks.classify.check import check_batch, check_pictures
+from tasks.classify.check import check_batch, check_pictures, check_shards
 from tasks.classify.fewshot import check_transfer, describe_accuracies, probing_of
 from tasks.classify.recipe import RecipeT, SupervisedRecipe, in_steps
 from tasks.classify.rehearsal import rehearse_training
@@ -46,6 +46,7 @@ def dry_run(begun: Session[RecipeT], data: ClassData, trainings: Sequence[Recipe
     recipe, world = begun.recipe, begun.world
     counted = [in_steps(each, len(data.train.labels)) for each in trainings]
     check_batch(recipe, world)
+    check_shards(counted[-1], data, world)
     if world.leads:
         check_pictures(recipe, data, begun.console)
     if options := probing_of(recipe):

@@ -12,7 +12,6 @@ from dpn_cli.data.augment import mixed, mixup_of
 from dpn_cli.data.classified import ClassData
 from dpn_cli.data.labelled import Labelled
 from dpn_cli.data.loader import Augmentation, blend, crop_batches, worker_count
-from dpn_cli.data.order import order_of
 from dpn_cli.data.trained_on import record
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine.losses import LOSSES
@@ -28,7 +27,15 @@ from dpn_cli.scoring import Scores, score
 from dpn_cli.weights.backbone import Backbone, backbone_of
 from dpn_cli.weights.origin import describe_start
 from tasks.classify.answers import keep
-from tasks.classify.check import check_batch, check_data, interval, resize_side_of, shot_pool
+from tasks.classify.check import (
+    check_batch,
+    check_data,
+    check_shards,
+    interval,
+    resize_side_of,
+    shard_order,
+    shot_pool,
+)
 from tasks.classify.classifier import WEIGHTS, Classifier, load_classifier, predict, save_classifier
 from tasks.classify.fewshot import probing_of, transfer
 from tasks.classify.probe import choose, encode, probe
@@ -47,6 +54,7 @@ def train_classifier(begun: Session[RecipeT], data: ClassData, task: str) -> Jso
     facts = check_data(recipe, data, folder, world, console)
     if not distributed.from_leader((folder.path / WEIGHTS).is_file()):
         check_batch(recipe, world)
+        check_shards(recipe, data, world)
         training = _ClassifierTraining(begun, data, facts)
         with begun.outputs(task, begun.tracker(recipe.runtime.report_to)) as outputs:
             job = training.job(outputs)
@@ -154,10 +162,8 @@ def training_batches(
     recipe: SupervisedRecipe, model: Backbone, data: ClassData, world: World, **how: Any
 ) -> engine.Batches:
     """Return the engine's batches of a training; `how` are the loader's arguments."""
-    order = order_of(data.train, recipe.data, recipe.batch_size, recipe.seed)
-    batches = crop_batches(
-        data.train, augmentation_of(recipe, model), recipe.batch_size, recipe.seed, world, order=order, **how
-    )
+    how["order"] = shard_order(recipe, data)
+    batches = crop_batches(data.train, augmentation_of(recipe, model), recipe.batch_size, recipe.seed, world, **how)
     if recipe.mixing == "big_vision":
         return batches
     mixup = mixup_of(recipe.mixup, recipe.cutmix, recipe.label_smoothing, len(data.classes))

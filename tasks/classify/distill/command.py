@@ -6,6 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dpn_cli.data.ahead import check_cache
+from dpn_cli.data.loader import worker_count
+from dpn_cli.data.order import order_of
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.recipe.start import Place
 from dpn_cli.recipe.training import counted_in_steps
@@ -103,6 +106,9 @@ def _check(begun: Session[DistillRecipe], teacher: Classifier, pictures: Picture
     if options := probing_of(recipe):
         check_transfer(options)
     check_views(recipe, len(pictures.train.labels))
+    order = order_of(pictures.train, recipe.data, recipe.batch_size, recipe.seed, recipe.schedule.steps)
+    workers = worker_count(recipe.runtime.workers, world.device, world.here)
+    check_cache(pictures.train, order, recipe.schedule.steps * recipe.batch_size, workers, world)
     parts = {name: len(part.labels) for name, part in pictures.parts().items()}
     begun.console.info(
         f"{parts['train']} pictures to train on, {parts['held_out']} held out"

@@ -135,7 +135,8 @@ class Distillation:
         pairs = check_pair(recipe, self.teacher, student)
         observed = Observed(student.to(world.device), recipe.losses, [ours for ours, _ in pairs])
         observed.freeze_unseen()
-        order = order_of(self.pictures.train, recipe.data, recipe.batch_size, recipe.seed)
+        steps = first + recipe.schedule.steps
+        order = order_of(self.pictures.train, recipe.data, recipe.batch_size, recipe.seed, steps)
         batches = crop_batches(
             self.pictures.train,
             augmentation_of(recipe, student.config.image_size),
