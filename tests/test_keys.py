@@ -168,11 +168,13 @@ def test_a_training_reads_every_key(task: str, digits: Path, photos: Path, tmp_p
 # Keys that these trainings do not read: columns of data sets from the hub, what is done when a cell fails, and what
 # makes several trainings of one. Other tests set them.
 SEVERAL = ("compare", "seeds")
+# That of data in shards, which these trainings do not have.
+SHARDED = "data.open_shards"
 UNREAD = {
     "vtab": ("data.image_column", "data.label_column", "allow_failed"),
-    "highres": SEVERAL,
-    "pretrain": SEVERAL,
-    "distill": SEVERAL,
+    "highres": (*SEVERAL, SHARDED),
+    "pretrain": (*SEVERAL, SHARDED),
+    "distill": (*SEVERAL, SHARDED),
     "lit": SEVERAL,
     "segment": ("compare", "data.image_column", "data.mask_column", "seeds"),
 }
@@ -276,6 +278,7 @@ WITHOUT_EFFECT = {
     **dict.fromkeys(("data.image_column", "data.label_column"), "columns of data sets from the hub"),
     **dict.fromkeys(("data.val_source", "data.eval_resize", "eval_batch_size"), "what is scored, and how"),
     **dict.fromkeys(("evaluate_every", "fewshot", "fewshot_data"), "when it is scored, and a probe"),
+    **dict.fromkeys(("data.shuffle", SHARDED), "data in shards"),
     "select": "which evaluated step is kept; the last of two steps is the best one here",
     "data.skip_bad_images": "these images can be read",
     "backbone.checkpoint": "other weights are no change of a training from scratch",

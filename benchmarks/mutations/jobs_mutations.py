@@ -49,7 +49,7 @@ MUTATIONS = [
     (NODE, "{path.stat().st_size}", "", "a node with other files at the same names is taken", E),
     (NODE, "os.waitid(", "(lambda *_: None)(", "a job is queued again before its state is saved", E),
     (RAY, "if not done and not any(", "if False and not any(", "a command whose node of the cluster is lost waits for ever", E),
-    ("dpn_cli/data/pack.py", "watched(list(pool._processes.values()))", "watched(multiprocessing.active_children())",
+    ("dpn_cli/data/pack.py", "processes[:] = pool._processes.values()", "processes[:] = multiprocessing.active_children()",
      "packing waits for ever when a worker dies at its start", "tests/test_processes.py"),
     (RAY, "and self._lost < AGAIN", "and False", "the work of a lost node is not done", E),
     ("dpn_cli/data/decoded.py", "        if not rest.is_file():\n", "        if True:\n", "every process decodes for itself", S),

@@ -15,8 +15,9 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 
@@ -89,10 +90,13 @@ def pack(
         # A split may have a million names: every process receives it once.
         arguments = (split, out / name, packing, skip_bad)
         pool = ProcessPoolExecutor(workers, initializer=_begin_process, initargs=arguments)
+        processes = list[BaseProcess]()  # `active_children` leaves out a process that has died by now
         try:
-            futures = {pool.submit(_write_shard, shard, rows): shard for shard, rows in left.items()}
-            # Not `active_children`, which leaves out a process that has died by now.
-            with watched(list(pool._processes.values())):
+            with watched(processes):
+                futures = dict[Future[Json], str]()
+                for shard, rows in left.items():
+                    futures[pool.submit(_write_shard, shard, rows)] = shard
+                    processes[:] = pool._processes.values()
                 for future in as_completed(futures):
                     done[futures[future]] = future.result()
                     replace_json(out / MANIFEST, manifest)
