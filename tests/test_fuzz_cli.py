@@ -188,8 +188,8 @@ SETTINGS = [
     *("schedule.steps=" + "9" * 99, "batch_size=1000000000000", "data.minival=1", "optim.betas=[2, 2]", "freeze=[[]]"),
 ]
 WRITTEN = ("--output-dir", "--out", "--cache-dir", "--csv", "--html", "target")
-# Values that options take, and that mean a lot of work.
-WORK = {"--workers": {"auto"}, "--to": {"onnx", "pt2"}}
+# Values that options take, and that mean a lot of work: all pictures of the disk, for one.
+WORK = {"--workers": {"auto"}, "--to": {"onnx", "pt2"}, "run": {"/"}, "images": {"/"}, "--images": {"/"}}
 # Numbers at edges: none that is large and allowed, which would be a lot of work and not a mistake.
 NUMBERS = st.sampled_from([*range(-3, 6), 2**31, 2**32, 2**63, 2**64, -(2**70), 10**18]).map(str)
 TEXT = st.text(st.characters(exclude_characters="\0/", exclude_categories=["Cs"]), max_size=12)
