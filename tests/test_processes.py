@@ -168,14 +168,15 @@ main()
 """
 # A worker dies before the program watches it.
 PACK_AND_DIE = """
-import multiprocessing, os, signal
+import contextlib, multiprocessing, os, signal
 from dpn_cli.data import pack
 
 def killed(pool, *given):
     future = submit(pool, *given)
     worker = min(multiprocessing.active_children(), key=lambda process: process.pid)
     worker.kill()
-    os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+    with contextlib.suppress(ChildProcessError):  # the pool's own thread has already received its exit code
+        os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
     return future
 
 submit, pack.ProcessPoolExecutor.submit = pack.ProcessPoolExecutor.submit, killed

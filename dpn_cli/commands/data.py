@@ -72,14 +72,14 @@ def _pack(options: PackOptions, console: Console) -> Outcome:
     from dpn_cli.data.classified import ImageSource, check_classes, hash_order, open_split, own_splits
     from dpn_cli.data.reading import Reading
     from dpn_cli.run import stopping
-    from dpn_cli.run.files import claimed
+    from dpn_cli.run.files import claimed, real_path
 
     data, out = options.source, options.out
     reading = Reading(options.pictures.decode, options.pictures.max_pixels)
     source = ImageSource(data, image_column=options.image_column, label_column=options.label_column, reading=reading)
     if out.parts[:1] in {(f"{scheme}:",) for scheme in EXTRAS}:
         raise DpnError(f"--out {out}: a URL; pack into a folder, and copy that with the store's own program")
-    if out.expanduser().resolve().is_relative_to(Path(data).expanduser().resolve()):
+    if real_path(out).is_relative_to(real_path(data)):
         raise DpnError(f"--out {out}: inside --data {data}, where its shards would be taken for pictures")
     splits = {name: open_split(source, name, unlabelled=True) for name in own_splits(source)}
     for name in [name for name, (split, _) in splits.items() if min(split.labels) < 0]:

@@ -22,7 +22,7 @@ from dpn_cli.report.common import Origins
 from dpn_cli.report.content import PAGE, Findings
 from dpn_cli.report.reading import OpenRun, folder_of, named, open_run
 from dpn_cli.run.console import Console
-from dpn_cli.run.files import open_report, read_object
+from dpn_cli.run.files import open_report, read_object, real_path
 from dpn_cli.run.provenance import read_recipe as run_recipe
 
 # The module of the task that reads a run of each kind; `findings` in it returns what a page shows.
@@ -154,7 +154,7 @@ def _given_in(run: OpenRun) -> set[str] | None:
 
     None where the run does not say. The others follow from these, from the data and from the weights.
     """
-    for above in run.path.resolve().parents[:2]:
+    for above in real_path(run.path).parents[:2]:
         facts, recipe = read_object(above / "run.json") or {}, run_recipe(above / "config.yaml") or {}
         if facts.get("kind") == "comparison" and "given" in facts:
             own = {f"backbone.{key}" for network in recipe.get("compare", ()) for key in settings_of(network)}

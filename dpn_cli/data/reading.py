@@ -21,6 +21,7 @@ from PIL.PpmImagePlugin import PpmImageFile
 
 from dpn_cli.errors import DataError, PictureError
 from dpn_cli.recipe.schema import MAX_PIXELS
+from dpn_cli.run.files import real_path
 
 Pixels = npt.NDArray[np.uint8]
 Decoder = Literal["exact", "pillow"]
@@ -87,7 +88,7 @@ def inside(root: Path, name: str, where: str) -> Path:
     path = root / name
     if Path(name).is_absolute() or ".." in Path(name).parts:
         whole = Path(os.path.normpath(Path.cwd() / path))
-        if not any(whole.is_relative_to(folder) for folder in (os.path.normpath(Path.cwd() / root), root.resolve())):
+        if not any(whole.is_relative_to(folder) for folder in (os.path.normpath(Path.cwd() / root), real_path(root))):
             raise DataError(
                 f"{where}: {name} is not in the folder of the data, {root}; name a folder that holds all files"
             )

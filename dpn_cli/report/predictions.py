@@ -26,7 +26,7 @@ from dpn_cli.report.tables import as_csv, flattened
 from dpn_cli.report.thumbnails import thumbnail
 from dpn_cli.run import stopping
 from dpn_cli.run.console import Console, several
-from dpn_cli.run.files import replace_text
+from dpn_cli.run.files import real_path, replace_text
 
 # Thumbnails of a page: with at most 11 kB each as text, they are below 4.5 MB. Unreadable pictures that it names.
 MOST_SHOWN, MOST_NAMED = 400, 50
@@ -238,15 +238,15 @@ def check_written(files: Mapping[str, Path | None], pictures: Iterable[Path]) ->
 
     Neither can one of the pictures that are read, nor the file of another option. `files` are by their options.
     """
-    taken = {picture.resolve(): f"one of the pictures, {picture}" for picture in pictures}
+    taken = {real_path(picture): f"one of the pictures, {picture}" for picture in pictures}
     for option, file in files.items():
         if file is None:
             continue
         if file.is_dir() or any(parent.is_file() for parent in file.parents):
             raise DpnError(f"{option} {file}: a folder, or inside a file; name a file to write")
-        if other := taken.get(file.resolve()):
+        if other := taken.get(real_path(file)):
             raise DpnError(f"{option} {file}: would be written over {other}; name another file")
-        taken[file.resolve()] = f"the file of {option}"
+        taken[real_path(file)] = f"the file of {option}"
 
 
 def tally(title: str, noun: str, names: Iterable[str]) -> Table:

@@ -13,7 +13,7 @@ from typing import Any
 from dpn_cli.errors import DataError
 from dpn_cli.recipe.reading import Plain
 from dpn_cli.report.content import Series
-from dpn_cli.run.files import read_object
+from dpn_cli.run.files import read_object, real_path
 from dpn_cli.run.kinds import is_run
 from dpn_cli.run.leases import LEASES, Leases
 from dpn_cli.run.provenance import is_at_work, read_recipe
@@ -102,7 +102,7 @@ def open_run(path: Path, name: str | None = None) -> OpenRun:
     partial = None if result else read_object(place / "partial.json")
     run = OpenRun(
         path=place,
-        name=name or place.resolve().name,
+        name=name or real_path(place).name,
         kind="eval" if evaluated else str(facts.get("kind") or _kind_of(recipe)),
         facts=facts,
         recipe=recipe,
@@ -172,7 +172,7 @@ def _kind_of(recipe: Plain | None) -> str:
 
 def named(paths: Sequence[Path]) -> list[str]:
     """Return a name of each of several folders: the end of its path that no other one has."""
-    whole = [path.expanduser().resolve().parts for path in paths]
+    whole = [real_path(path).parts for path in paths]
     for length in range(1, max(map(len, whole)) + 1):
         names = ["/".join(parts[-length:]) for parts in whole]
         if len(set(names)) == len(names):

@@ -61,6 +61,14 @@ def claimed(folder: Path, on_wait: Callable[[], None] | None = None) -> Iterator
             lock.release()
 
 
+def real_path(path: str | Path) -> Path:
+    """Return the absolute path that a path leads to, with ``~`` expanded, whether it exists or not.
+
+    A loop of links ends with its first name: before Python 3.13, `Path.resolve` raises for one.
+    """
+    return Path(os.path.realpath(os.path.expanduser(path)))  # noqa: PTH111  Path.expanduser raises for an unknown user
+
+
 def is_leftover(name: str) -> bool:
     """Tell whether a name is that of a temporary file of `replace_file`, which may have been killed."""
     return LEFTOVER.fullmatch(name) is not None

@@ -16,6 +16,7 @@ from dpn_cli.data.labelled import Images, Labelled, fingerprint
 from dpn_cli.data.remote import MissingError
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.recipe.home import DEMOS
+from dpn_cli.run.files import real_path
 
 Split = Literal["train", "val", "all"]
 OWN = {
@@ -117,7 +118,7 @@ def _data_of_run(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 def _same_place(source: ImageSource, facts: Mapping[str, Any]) -> bool:
     places = source.place, _data_of_run(facts).get("source") or ""
-    return places[0] == places[1] or len({Path(place).expanduser().resolve() for place in places}) == 1
+    return places[0] == places[1] or len(set(map(real_path, places))) == 1
 
 
 def _own_data(source: ImageSource, split: Split, facts: Mapping[str, Any]) -> ClassData | None:

@@ -26,7 +26,7 @@ from dpn_cli.report.thumbnails import thumbnail
 from dpn_cli.run import stopping
 from dpn_cli.run.console import Console, several
 from dpn_cli.run.distributed import join, refuse_ranks
-from dpn_cli.run.files import replace_file
+from dpn_cli.run.files import real_path, replace_file
 from tasks.segment.classes import Class
 from tasks.segment.labels import LabelRule, Labels
 from tasks.segment.options import Prediction
@@ -138,10 +138,10 @@ def _pictures(options: Prediction, console: Console) -> list[Path]:
 
     Raises `DataError` where there is none.
     """
-    output, paths, left = options.output_dir.resolve(), list[Path](), 0
+    output, paths, left = real_path(options.output_dir), list[Path](), 0
     for place in options.images:
         found = find_pictures([place])
-        if place.is_dir() and output.is_relative_to(place.resolve()):
+        if place.is_dir() and output.is_relative_to(real_path(place)):
             kept = [path for path in found if not path.name.endswith(ENDINGS)]
             left += len(found) - len(kept)
             found = kept
@@ -158,8 +158,8 @@ def _pictures(options: Prediction, console: Console) -> list[Path]:
 
 def _check_outputs(paths: Sequence[Path], places: Sequence[Path]) -> None:
     """Raise `DpnError` where a picture would be written over by the files that begin with one of `places`."""
-    written = {place.with_name(place.name + ending).resolve() for place in places for ending in ENDINGS}
-    if over := next((path for path in paths if path.resolve() in written), None):
+    written = {real_path(place.with_name(place.name + ending)) for place in places for ending in ENDINGS}
+    if over := next((path for path in paths if real_path(path) in written), None):
         raise DpnError(f"{over}: would be written over by the files of another picture; pass another -o")
 
 
@@ -171,7 +171,7 @@ def _distinct(paths: Sequence[Path]) -> list[str]:
     """
     names = [path.stem for path in paths]
     if len(set(names)) < len(names):
-        places = [path.parent.resolve() / path.stem for path in paths]
+        places = [real_path(path.parent) / path.stem for path in paths]
         root = os.path.commonpath([place.parent for place in places])
         names = [str(place.relative_to(root)) for place in places]
     times = Counter(names)
