@@ -24,7 +24,7 @@ from dpn_cli.data.pixels import resize
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine.fit import Batch, Outputs
 from dpn_cli.engine.gradients import Gradients
-from dpn_cli.engine.memory import MicroBatch
+from dpn_cli.engine.memory import MicroBatch, in_parts
 from dpn_cli.errors import NonFiniteError, WorkerError
 from dpn_cli.recipe.schema import Runtime, Schedule
 from dpn_cli.run import distributed
@@ -267,19 +267,25 @@ def test_uneven_shares_are_counted_once_each(tmp_path: Path) -> None:
 
 
 def picture_job(world: World, folder: Path) -> None:
-    """Score 7 pictures, of which rank 1 has three, with logits that are right for four."""
+    """Score 7 pictures, of which rank 1 has three, with logits that are right for all; then without its memory."""
     split = ClassFolders(folder / "pictures")
 
     def logits_of(images: torch.Tensor) -> torch.Tensor:
         red = images[:, 0].float().mean((1, 2)) > images[:, 1].float().mean((1, 2))
         return torch.stack([red.float(), 1 - red.float()], 1)
 
+    def hungry(images: torch.Tensor) -> torch.Tensor:
+        if world.rank == 1 and len(images) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return logits_of(images)
+
     how: Any = {"loss": "softmax", "batch_size": 2, "workers": 0, "keep_answers": True}
-    scores = score(logits_of, split, lambda pixels: resize(pixels, (8, 8)), 2, world, **how)
-    assert (scores.images, scores.right5) == (7, 7)
-    assert scores.confusion.tolist() == [[4, 0], [0, 3]]
-    assert scores.loss == pytest.approx(math.log(1 + math.exp(-1)))
-    assert [answer[:3] for answer in scores.answers] == [(row, row // 4, row // 4) for row in range(7)]
+    for predict in (logits_of, lambda images: in_parts(hungry, images)):
+        scores = score(predict, split, lambda pixels: resize(pixels, (8, 8)), 2, world, **how)
+        assert (scores.images, scores.right5) == (7, 7)
+        assert scores.confusion.tolist() == [[4, 0], [0, 3]]
+        assert scores.loss == pytest.approx(math.log(1 + math.exp(-1)))
+        assert [answer[:3] for answer in scores.answers] == [(row, row // 4, row // 4) for row in range(7)]
 
 
 JOBS = {

@@ -5,6 +5,20 @@ SECURITY, MEMORY = "tests/test_security.py", "tests/test_engine_memory.py"
 
 MUTATIONS = [
     (
+        "dpn_cli/data/reading.py",
+        "FAILURES = (OSError, ValueError, SyntaxError,",
+        "FAILURES = (OSError, ValueError,",
+        "a damaged PNG is a traceback",
+        "tests/test_damaged_images.py",
+    ),
+    (
+        "tasks/segment/labels.py",
+        "        except FAILURES as error:",
+        "        except MemoryError as error:",
+        "a damaged mask is a traceback",
+        "tests/test_damaged_images.py",
+    ),
+    (
         "dpn_cli/weights/written.py",
         "    _sort_metadata(path)\n\n",
         "    pass\n\n",
