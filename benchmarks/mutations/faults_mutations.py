@@ -6,9 +6,9 @@ SECURITY, MEMORY = "tests/test_security.py", "tests/test_engine_memory.py"
 MUTATIONS = [
     (
         "dpn_cli/data/reading.py",
-        "FAILURES = (OSError, ValueError, SyntaxError,",
-        "FAILURES = (OSError, ValueError,",
-        "a damaged PNG is a traceback",
+        'else image.convert("RGB"))\n    except FAILURES as error:',
+        'else image.convert("RGB"))\n    except MemoryError as error:',
+        "a damaged picture is a traceback",
         "tests/test_damaged_images.py",
     ),
     (
