@@ -47,10 +47,10 @@ GIVEN: dict[str, list[dict[str, Any]]] = {
 def test_a_training_of_a_comparison_is_written_down_whole(command: str, given: dict[str, Any], tmp_path: Path) -> None:
     """What a process reads from the file is the recipe that the comparison would have run itself."""
     training, console = TRAININGS[command], Console(quiet=True)
-    recipe = training.settle(training.layers(given, console.info), console)
+    recipe = training.settle(training.layers(given, console.info), console, False)
     path = tmp_path / "recipe.yaml"
     path.write_text(dump(recipe))
-    again = training.settle(training.layers({"config": str(path)}, console.info), console)
+    again = training.settle(training.layers({"config": str(path)}, console.info), console, False)
     assert yaml.safe_load(dump(again)) == yaml.safe_load(dump(recipe))
 
 

@@ -252,6 +252,14 @@ def test_the_demo_tower_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert {path.name for path in (tmp_path / "weights").iterdir()} == {"demo-dpn.safetensors", "demo-none.safetensors"}
 
 
+def test_a_dry_run_makes_no_demo_tower(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DPN_HOME", str(tmp_path))
+    for stem in ("dpn", "none"):
+        model = load_backbone(checkpoint=tower.demo_tower(stem, Console(quiet=True), trained=False), stem=None)
+        assert (model.config.arch, model.config.stem, model.config.image_size) == ("nano/8", stem, (64, 64))
+    assert not list(tmp_path.iterdir())
+
+
 def test_images_may_be_taken_whole(photos: Path) -> None:
     split = ClassFolders(photos)
     batch = next(crop_batches(split, Augmentation((24, 24), crop="whole"), 6, 3, ALONE, workers=0)(0))

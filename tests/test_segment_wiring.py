@@ -263,7 +263,9 @@ def test_each_command_has_its_own_recipe() -> None:
 
 
 def test_the_demo_starts_from_the_tower_of_its_stem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "demo_tower", lambda stem, console: f"tower of {stem}")
+    monkeypatch.setattr(commands, "demo_tower", lambda stem, console, trained: f"tower of {stem}, {trained}")
     recipe = small("demo", backbone={"arch": None, "checkpoint": None, "stem": "none"})
     assert recipe.backbone.checkpoint is None
-    assert commands.ADE20K.settle(recipe, Console(quiet=True)).backbone.checkpoint == "tower of none"
+    for dry_run in (False, True):
+        settled = commands.ADE20K.settle(recipe, Console(quiet=True), dry_run)
+        assert settled.backbone.checkpoint == f"tower of none, {not dry_run}"

@@ -61,7 +61,7 @@ class SideBySide:
         All networks are loaded before anything is trained. A training that runs out of memory or diverges is noted in
         the result and tried again when the comparison is resumed; everything else raises `DpnError`.
         """
-        runs = self._runs(recipe, console)
+        runs = self._runs(recipe, console, place.dry_run)
         if place.cell is not None and place.cell >= len(runs):
             raise DpnError(
                 f"--cell {place.cell}: there are {len(runs)}, 0 to {len(runs) - 1}; --print-cells lists them"
@@ -101,11 +101,11 @@ class SideBySide:
         """Print the table of a comparison on stdout."""
         show_comparison(result)
 
-    def _runs(self, recipe: ComparedTraining, console: Console) -> list[_Run]:
+    def _runs(self, recipe: ComparedTraining, console: Console, dry_run: bool = False) -> list[_Run]:
         runs = []
         for name, each in recipe.each().items():
             with named(name):
-                each = self.training.settle(each, console)
+                each = self.training.settle(each, console, dry_run)
                 each = each.model_copy(update={"backbone": with_own_stem(each.backbone, console)})
             for seed, one in each.with_seeds().items():
                 network, folder = (name, f"{recipe.folders[name]}/") if recipe.compare else (each.backbone.stem, "")

@@ -35,7 +35,7 @@ def cache(**arguments: Any) -> None:
     """Encode all images once and keep the features, as 'train' does by itself; continues where it was stopped."""
     with one_line_errors(arguments):
         console = Console(quiet=arguments["quiet"])
-        recipe = LIT.settle(LIT.layers(arguments, console.info), console)
+        recipe = LIT.settle(LIT.layers(arguments, console.info), console, False)
         from tasks.lit.command import describe_cache, fill_cache
 
         result = fill_cache(recipe, console)

@@ -39,7 +39,7 @@ VTAB = Training(
     module="tasks.vtab.command",
     recipes={"": "vtab", "demo": "vtab_demo", "demo with --arch": "vtab_demo_large"},
     resolve=vtab_recipe.resolve,
-    settle=lambda recipe, console: vtab_recipe.settle(recipe),
+    settle=lambda recipe, console, dry_run: vtab_recipe.settle(recipe),
     failures=_failed_cells,
 )
 
@@ -51,7 +51,7 @@ HIGHRES = Training(
     module="tasks.classify.highres",
     recipes={"": "highres", "demo": "highres_demo", "own pictures": "highres_own"},
     resolve=highres_recipe.resolve,
-    settle=lambda recipe, console: highres_recipe.settle(recipe),
+    settle=lambda recipe, console, dry_run: highres_recipe.settle(recipe),
 )
 
 
@@ -104,7 +104,7 @@ PRETRAIN = Training(
     recipes=PRETRAIN_RECIPES,
     variants=_pretrain_variants,
     resolve=_resolve_pretrain,
-    settle=lambda recipe, console: pretrain_recipe.settle(recipe),
+    settle=lambda recipe, console, dry_run: pretrain_recipe.settle(recipe),
     extra=(
         Parameter(
             "name",
@@ -153,14 +153,14 @@ PRETRAIN = Training(
 )
 
 
-def _on_demo_tower(settle: Callable[..., TrainingRecipe]) -> Callable[[TrainingRecipe, Console], TrainingRecipe]:
+def _on_demo_tower(settle: Callable[..., TrainingRecipe]) -> Callable[[TrainingRecipe, Console, bool], TrainingRecipe]:
     """Return a `settle` that trains the demo's tower, unless it is there, for a demo that names no weights."""
 
-    def settled(recipe: TrainingRecipe, console: Console) -> TrainingRecipe:
+    def settled(recipe: TrainingRecipe, console: Console, dry_run: bool) -> TrainingRecipe:
         decided = settle(recipe)
         if decided.backbone.checkpoint is not None:
             return decided
-        return settle(recipe, demo_tower(recipe.backbone.stem or "dpn", console))
+        return settle(recipe, demo_tower(recipe.backbone.stem or "dpn", console, trained=not dry_run))
 
     return settled
 
@@ -202,9 +202,11 @@ FOLDER = _segmentation(
 )
 
 
-def _settle_distill(recipe: distill_recipe.DistillRecipe, console: Console) -> distill_recipe.DistillRecipe:
+def _settle_distill(
+    recipe: distill_recipe.DistillRecipe, console: Console, dry_run: bool
+) -> distill_recipe.DistillRecipe:
     if recipe.demo and recipe.teacher is None:
-        return distill_recipe.settle(recipe, demo_tower("none", console))
+        return distill_recipe.settle(recipe, demo_tower("none", console, trained=not dry_run))
     return distill_recipe.settle(recipe)
 
 

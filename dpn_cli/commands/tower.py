@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import shutil
+import tempfile
+from pathlib import Path
 
 from dpn_cli.recipe.home import home
 from dpn_cli.recipe.reading import build, merge
@@ -11,18 +14,21 @@ from dpn_cli.run.console import Console
 from tasks.classify import pretrain_recipe
 
 
-def demo_tower(stem: str, console: Console) -> str:
+def demo_tower(stem: str, console: Console, *, trained: bool = True) -> str:
     """Return the path of the demo tower's weights in ``$DPN_HOME/weights``; trains it if it is not there yet.
 
+    Without `trained`, a tower that is not there has random weights, in a file that the process deletes at its end.
     Raises `DpnError` and its subclasses; a training that was stopped continues at the next call.
     """
     path = home() / "weights" / f"demo-{stem}.safetensors"
     if path.is_file():
         console.info(f"image tower: {path}, made by the recipe of 'dpn pretrain --data demo'")
         return str(path)
-    console.info(f"no image tower yet: 'dpn pretrain --data demo' first makes {path}, for all demos to come")
     plain = pretrain_recipe.resolve("imagenet", None, None, None, {"data": {"source": "demo"}}, {})
     built = build(pretrain_recipe.PretrainRecipe, merge(plain, {"backbone": {"stem": stem}}), "demo tower")
+    if not trained:
+        return _untrained(built, console)
+    console.info(f"no image tower yet: 'dpn pretrain --data demo' first makes {path}, for all demos to come")
     from tasks.classify import pretrain as command
     from tasks.classify.classifier import WEIGHTS
 
@@ -33,4 +39,20 @@ def demo_tower(stem: str, console: Console) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         (folder / WEIGHTS).replace(path)
         shutil.rmtree(folder)
+    return str(path)
+
+
+def _untrained(recipe: pretrain_recipe.PretrainRecipe, console: Console) -> str:
+    console.info(
+        "no image tower yet: the dry run takes one of random weights; a training would make it first, as "
+        "'dpn pretrain --data demo' does"
+    )
+    from dpn_cli.data.scenes import LABELS
+    from tasks.classify.classifier import Classifier, save_classifier
+    from tasks.classify.train import load_network
+
+    folder = Path(tempfile.mkdtemp(prefix="dpn-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path, classes = folder / f"demo-{recipe.backbone.stem}.safetensors", LABELS["demo_object"]
+    save_classifier(Classifier(load_network(recipe, len(classes)), classes, recipe.loss, None, {}), path)
     return str(path)

@@ -59,7 +59,8 @@ class Training:
         recipes: names of the shipped recipes that it starts from, by the label that help gives them; the usual one
             comes first and has no label. Help reads the defaults in them.
         resolve: merges ``--config``, flags and ``--set`` over one of the recipes; by default over the usual one.
-        settle: decides what needs more than one key, such as the weights to start from.
+        settle: decides what needs more than one key, such as the weights to start from; its last argument is whether
+            it does so for a dry run.
         variants: the recipes that help reads, where `recipes` does not say all.
         without: recipe keys that are not options of this command.
         extra: options that are not recipe keys; `resolve` receives them by name.
@@ -74,7 +75,7 @@ class Training:
     module: str
     recipes: Mapping[str, str]
     resolve: Callable[..., Plain] | None = None
-    settle: Callable[[Any, Console], Any] = lambda recipe, console: recipe
+    settle: Callable[[Any, Console, bool], Any] = lambda recipe, console, dry_run: recipe
     variants: Callable[[], Sequence[Variant]] | None = None
     without: frozenset[str] = frozenset()
     extra: tuple[Parameter, ...] = ()
@@ -123,7 +124,7 @@ def add(app: typer.Typer, name: str, training: Training) -> None:
                 return
             if isinstance(recipe, Comparison) and (warning := recipe.unused()):
                 console.warn(warning)
-            recipe, trainer = ready(training, recipe, console)
+            recipe, trainer = ready(training, recipe, console, dry_run=arguments["dry_run"])
             how = _how(recipe, arguments)
             if arguments.get("print_cells"):
                 for number, name in enumerate(cast(Divisible, trainer).cells(recipe)):
@@ -190,13 +191,13 @@ def failure(failed: Sequence[str], what: str) -> SweepError | None:
     )
 
 
-def ready(training: Training, recipe: Any, console: Console) -> tuple[Any, TrainingModule]:
+def ready(training: Training, recipe: Any, console: Console, *, dry_run: bool = False) -> tuple[Any, TrainingModule]:
     """Return the settled recipe and what trains by it, or what trains by several recipes and settles each of them."""
     if isinstance(recipe, ComparedTraining) and recipe.several:
         from dpn_cli.commands.comparison import SideBySide  # torch loads here
 
         return recipe, SideBySide(training)
-    recipe = training.settle(recipe, console)
+    recipe = training.settle(recipe, console, dry_run)
     return recipe, cast(TrainingModule, import_module(training.module))  # or here
 
 
