@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,12 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import typer
 from conftest import pictures, write_task
 from PIL import Image
 from test_engine import ALONE
 from test_segment import write_scenes
 from torch import Tensor
 
+from dpn_cli.commands import one_line_errors
 from dpn_cli.data.classified import ClassFolders
 from dpn_cli.data.images import find_images
 from dpn_cli.data.labelled import FileList
@@ -144,3 +148,15 @@ def test_an_evaluation_that_runs_out_of_memory_takes_fewer_images_at_once(
         assert evaluate() == expected
     assert max(seen) > MOST
     assert any(count <= MOST for count in seen)
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.EROFS, 1), (errno.ENOSPC, 1), (errno.EACCES, 3)])
+def test_a_place_to_which_nothing_can_be_written_is_told_from_a_wrong_name(
+    number: int, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit) as ended, one_line_errors({}):
+        raise OSError(number, os.strerror(number), "run/failed.json")
+    assert ended.value.exit_code == code
+    said = capsys.readouterr().err
+    assert said.startswith("error: run/failed.json: ")
+    assert ("what was saved before is intact" in said) == (code == 1)

@@ -5,6 +5,13 @@ SECURITY, MEMORY = "tests/test_security.py", "tests/test_engine_memory.py"
 
 MUTATIONS = [
     (
+        "dpn_cli/commands/__init__.py",
+        "if error.errno in UNWRITABLE:",
+        "if False:",
+        "a disk that has become read-only is told as wrong data",
+        FAULTS,
+    ),
+    (
         "dpn_cli/data/reading.py",
         'else image.convert("RGB"))\n    except FAILURES as error:',
         'else image.convert("RGB"))\n    except MemoryError as error:',

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,10 @@ import typer
 
 from dpn_cli.errors import DataError, DpnError, PictureError
 from dpn_cli.run.console import printable, show_error
+from dpn_cli.run.files import save_error
+
+# What the system says of a place to which nothing more can be written.
+UNWRITABLE = {errno.EROFS, errno.ENOSPC, errno.EDQUOT}
 
 
 @contextmanager
@@ -27,6 +32,8 @@ def one_line_errors(arguments: Mapping[str, Any]) -> Iterator[None]:
         except OSError as error:
             if error.filename is None:
                 raise
+            if error.errno in UNWRITABLE:
+                raise save_error(error.filename, error) from error
             raise DataError(f"{error.filename}: {error.strerror}") from error
     except DpnError as error:
         if arguments.get("verbose"):

@@ -214,7 +214,7 @@ def read_object(path: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def save_error(path: Path, error: Exception) -> SaveError:
+def save_error(path: Path | str, error: Exception) -> SaveError:
     """Describe a failed write in one line."""
     reason = getattr(error, "strerror", None) or " ".join(str(error).split())
     return SaveError(
