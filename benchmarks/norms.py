@@ -22,6 +22,7 @@ from torch import nn
 from dpn_cli.arch import NORMS, SIZES, Norm
 from dpn_cli.model.norms import Tokens, token_norm
 from dpn_cli.recipe.schema import Runtime
+from dpn_cli.run.process import keep_memory
 from dpn_cli.weights.backbone import load_backbone
 
 Step = Callable[[], float]
@@ -73,6 +74,7 @@ def main() -> None:
     parser.add_argument("--norms", default=",".join(name for name in NORMS if name not in ("ln", "none")))
     parser.add_argument("--only-norms", action="store_true")
     asked = parser.parse_args()
+    keep_memory()  # as the program does
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = asked.rows or (64 if device.type == "cuda" else 4)
     what = asked.arch, rows, device

@@ -7,7 +7,7 @@ import pty
 import sys
 from pathlib import Path
 
-from programs import LIMIT, run_program, started
+from programs import LIMIT, environment, run_program, started
 
 LEAVE = """
 import atexit
@@ -92,3 +92,38 @@ def test_a_terminal_that_has_closed_takes_nothing_with_it(tmp_path: Path) -> Non
         os.close(writer)
         assert process.wait(LIMIT) == 0
     assert (tmp_path / "file").read_text() == "kept"
+
+
+FRESH = """
+import ctypes
+import resource
+
+from dpn_cli.run import process
+
+system = ctypes.CDLL(None)
+system.malloc.restype, system.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+system.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+
+
+def step():
+    tensors = [system.malloc(6 * 2**20) for _ in range(4)]
+    for tensor in tensors:
+        system.memset(tensor, 1, 6 * 2**20)
+    for tensor in tensors:
+        system.free(tensor)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+process.prepare()
+first, *_, last = (step() for _ in range(20))
+print(last - first)
+"""
+
+
+def test_memory_of_a_step_is_that_of_the_step_before() -> None:
+    system = {name: value for name, value in environment().items() if not name.startswith("MALLOC_")}
+    fresh = [
+        int(run_program([sys.executable, "-c", FRESH], env={**system, **chosen}).stdout)
+        for chosen in ({}, {"MALLOC_TRIM_THRESHOLD_": "131072"})
+    ]
+    assert 100 * fresh[0] < fresh[1]

@@ -5,6 +5,13 @@ SECURITY, MEMORY = "tests/test_security.py", "tests/test_engine_memory.py"
 
 MUTATIONS = [
     (
+        "dpn_cli/run/process.py",
+        "    keep_memory()\n",
+        "",
+        "every step asks the system for its memory again",
+        "tests/test_process.py",
+    ),
+    (
         "dpn_cli/commands/__init__.py",
         "if error.errno in UNWRITABLE:",
         "if False:",
