@@ -1,12 +1,12 @@
-# `make demo` and `make test` set everything up by themselves, in .venv inside this folder; `make test-oldest` runs the
-# same tests with the lowest versions that pyproject.toml allows, in .venv-oldest.
+# `make demo` and `make test` set everything up by themselves, in .venv inside this folder; `make test-oldest` runs what
+# `make test` runs with the lowest versions that pyproject.toml allows, in .venv-oldest.
 PYTHON ?= python3
 VENV := .venv
 OLDEST := .venv-oldest
 RUN := $(VENV)/bin
 PYTEST := -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-cluster test-oldest lint clean
+.PHONY: demo test test-slow test-oldest lint clean
 
 demo: $(VENV)/.installed
 	$(RUN)/dpn finetune vtab --data demo --compare none,dpn --overwrite
@@ -14,8 +14,8 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(RUN)/python $(PYTEST)
 
-test-cluster: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -m cluster
+test-slow: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(RUN)/python $(PYTEST) -m slow
 
 test-oldest: $(OLDEST)/.installed
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python $(PYTEST)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -28,6 +29,9 @@ from torch.multiprocessing.spawn import start_processes
 GOLDENS = Path(__file__).parent / "goldens"
 Arrays = dict[str, np.ndarray[Any, Any]]
 FSYNC = os.fsync
+# What starts the tests in the background may ignore these, and so would the programs that they interrupt.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # What the processes below import, some of it only when they train or count.
 multiprocessing.set_forkserver_preload(
     [

@@ -95,6 +95,7 @@ def images(batches: Iterable[Batch]) -> torch.Tensor:
     return torch.cat([batch["image"] for batch in batches])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("store", "kind", "workers"),
     [("server", "pack", 2), ("server", "pack", 0), ("server", "shards", 1), ("bucket", "pack", 2)],
@@ -191,6 +192,7 @@ def test_a_process_that_fetches_and_dies_is_told(store: Store) -> None:
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("store", "stopped"), [("server", False), ("bucket", True)], indirect=["store"])
 def test_a_training_ends_as_on_local_files(
     stopped: bool, store: Store, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -64,6 +64,7 @@ def trained(out: Path, photos: Path, *more: str) -> Any:
     return run("pretrain", *words, "--compare", "none,dpn", *more)
 
 
+@pytest.mark.slow
 def test_processes_train_the_same_networks(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environment().items():
         monkeypatch.setenv(name, value)

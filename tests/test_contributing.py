@@ -14,6 +14,8 @@ from conftest import pictures
 from programs import environment, run_program
 from test_docs import ROOT, blocks
 
+pytestmark = pytest.mark.slow
+
 PAGE = ROOT / "CONTRIBUTING.md"
 
 # Runs in the copy. Results go to stdout as one JSON object on the last line.

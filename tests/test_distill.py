@@ -472,6 +472,7 @@ def two_ranks(world: World, folder: Path) -> None:
         command.run(recipe, Place(folder / name), Console(quiet=True))
 
 
+@pytest.mark.slow
 def test_two_ranks_distil_what_one_does(tmp_path: Path) -> None:
     teacher = teacher_file(tmp_path / "teacher.safetensors")
     pictures(tmp_path / "photos" / "train", classes=3, each=20)

@@ -67,7 +67,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.cluster
+@pytest.mark.slow
 def test_a_ray_cluster_that_loses_a_node_does_the_sweep_of_one_process(alone: Path, tmp_path: Path) -> None:
     line = [*VTAB, *SHORT, "-o", str(tmp_path / "run"), "--engine", "ray", "--jobs", "3"]
     done = run_program([sys.executable, "-c", CLUSTER, str(tmp_path), *line], limit=LIMIT, cwd=tmp_path)
@@ -127,6 +127,7 @@ def test_work_that_ray_has_lost_begins_again_elsewhere(monkeypatch: pytest.Monke
     assert [work.name for work in begun] == ["work"] * 3
 
 
+@pytest.mark.slow
 def test_jobs_of_submitit_that_are_preempted_go_on(tmp_path: Path) -> None:
     """A job gets its signal in the middle of a training, is queued again, and the weights are those of one process."""
     code = "import sys; from pathlib import Path; from test_engines import preempted; preempted(Path(sys.argv[1]))"

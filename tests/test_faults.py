@@ -133,7 +133,7 @@ def lit(folder: Path) -> tuple[torch.nn.Module, Callable[[], Any]]:
     tower = load_backbone("mu/8", image_size=16)
     images = torch.randint(256, (8, 3, 16, 16), dtype=torch.uint8)
     encode = encode_function(tower, torch.device("cpu"), torch.autocast("cpu", enabled=False))
-    return tower, lambda: encode(images).numpy().round(5).tolist()
+    return tower, lambda: encode(images)
 
 
 @pytest.mark.parametrize("task", [classify, segment, vtab, lit])
@@ -145,7 +145,8 @@ def test_an_evaluation_that_runs_out_of_memory_takes_fewer_images_at_once(
     with torch.inference_mode():
         expected = evaluate()
         seen = hungry(network)
-        assert evaluate() == expected
+        again = evaluate()
+    torch.testing.assert_close(again, expected, rtol=0, atol=1e-5)  # some CPUs add smaller batches in another order
     assert max(seen) > MOST
     assert any(count <= MOST for count in seen)
 

@@ -62,6 +62,7 @@ def same(out: Path, alone: Path) -> None:
     assert log.count('"step": 3, "loss"') == 4  # each training once
 
 
+@pytest.mark.slow
 def test_processes_do_the_sweep_of_one(alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
@@ -74,6 +75,7 @@ def test_processes_do_the_sweep_of_one(alone: Path, tmp_path: Path, monkeypatch:
     assert done.stderr.count("val") == 0  # the process that starts the others trains nothing itself
 
 
+@pytest.mark.slow
 def test_two_processes_that_start_the_same_part_do_it_once(alone: Path, tmp_path: Path) -> None:
     line = [sys.executable, "-m", "dpn_cli", *VTAB, *SHORT, "-o", str(tmp_path), "--cell", "0"]
     with started(line) as one, started(line) as two:

@@ -316,6 +316,7 @@ def test_what_follows_a_run(finished: tuple[Path, dict[str, Any]], photos: Path,
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_an_export_loads_without_the_parts_that_train(
     finished: tuple[Path, dict[str, Any]], photos: Path, tmp_path: Path
 ) -> None:

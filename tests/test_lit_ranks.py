@@ -21,6 +21,8 @@ from tasks.lit.cache import cached_features
 from tasks.lit.captions import ShardCaptions
 from tasks.lit.encode import image_encoder
 
+pytestmark = pytest.mark.slow
+
 MICROS = (6, 2)
 
 

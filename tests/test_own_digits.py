@@ -77,6 +77,7 @@ def bare(stem: str) -> float:
     return 100 * int(right.sum()) / len(right)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stem", ["none", "dpn"])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_defaults_are_as_good_as_a_bare_loop(command: str, stem: str, folder: Path, tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ def resume(folder: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert saved_step(out) == before + 3
 
 
+@pytest.mark.slow
 def test_a_run_on_two_ranks_ends_after_its_result(folder: Path, tmp_path: Path) -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python")
     done = run_program([*torchrun, *DPN, *highres(folder, tmp_path / "run", "--steps", "2", "-j", "1")])

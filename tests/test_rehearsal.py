@@ -380,6 +380,7 @@ def of_two_ranks(world: World, folder: Path) -> None:
         assert not (folder / "run").exists()
 
 
+@pytest.mark.slow
 def test_two_ranks_rehearse_together_whole_and_in_parts(tmp_path: Path) -> None:
     words_of("highres", tmp_path)
     spawn(of_two_ranks, tmp_path)

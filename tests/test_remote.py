@@ -291,6 +291,7 @@ def read_all(rank: int, place: str, environment: dict[str, str]) -> None:
         split.content(row)
 
 
+@pytest.mark.slow
 def test_two_processes_fetch_a_file_once(store: Store) -> None:
     run_ranks(
         read_all, f"{store.url}/pack", {name: os.environ[name] for name in os.environ if name[:3] in ("AWS", "DPN")}

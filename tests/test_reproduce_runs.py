@@ -212,6 +212,7 @@ def test_figures_are_made_from_real_trainings(tmp_path: Path, monkeypatch: pytes
     assert "open it in a browser" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_a_process_of_its_own_makes_the_same_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, photos: Path

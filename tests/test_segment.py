@@ -129,6 +129,7 @@ def test_pictures_are_segmented_and_the_result_says_what_it_is(finished: tuple[P
     assert not (path / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_the_demo_learns_more_than_the_background(tmp_path: Path) -> None:
     recipe = settle(
         build(

@@ -110,6 +110,7 @@ def folder(root: Path, output: Path, *arguments: str) -> tuple[dict[str, Any], s
     return json.loads(done.stdout), done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stem", ["none", "dpn"])
 def test_the_defaults_are_as_good_as_a_bare_loop(stem: str, sheets: Path, tmp_path: Path) -> None:
     length = ["--image-size", str(CROP), "--steps", str(STEPS), "-b", str(BATCH), "--lr", str(LR)]

@@ -33,6 +33,8 @@ from dpn_cli.run.console import Tick
 from dpn_cli.run.distributed import World
 from dpn_cli.run.folder import MetricsLog
 
+pytestmark = pytest.mark.slow
+
 ALONE = World(0, 1, CPU)
 # States that two ranks go on from, and how these were trained: one in parts, one of a single process.
 GO_ON = {"parts": "adam", "whole": "momentum"}

@@ -44,6 +44,7 @@ def outputs(text: str) -> Iterator[tuple[str, str]]:
             printed = ""
 
 
+@pytest.mark.slow
 def test_the_tutorial_on_digits_gives_about_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.set_num_threads(1)  # more would wait for each other where tests run side by side

@@ -199,7 +199,7 @@ def _pytest(tests: list[str], copy: Path, first: tuple[str, str], sending: Conne
             if report.failed:
                 sending.send(report.nodeid)
 
-    sending.send(int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests], plugins=[Plugin()])))
+    sending.send(int(pytest.main(["-x", "-q", "-m", "", "-p", "no:cacheprovider", *tests], plugins=[Plugin()])))
     os._exit(0)  # a test may have left threads behind
 
 
