@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import re
 import shutil
@@ -23,6 +24,7 @@ from conftest import GOLDENS, pictures
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from programs import LIMIT
 from test_cli import run
 from typer.testing import Result
 
@@ -267,6 +269,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def told(arguments: list[str], world: dict[str, str], here: Path) -> Result:
     """Run a command line in an empty folder; the result is one, or a mistake is told on one line."""
+    faulthandler.dump_traceback_later(2 * LIMIT, exit=True)  # the limit is each line's, however many there are
     for entry in here.iterdir():
         shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
     done = run(*(world.get(word, word) for word in arguments))
