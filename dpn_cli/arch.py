@@ -101,6 +101,8 @@ SIZES: dict[str, Size] = {
     "B*": Size(768, 12, 3072, 16),
 }
 
+# The largest integer of torch and NumPy.
+MOST_INTEGER = 2**63 - 1
 # Pixels per side of an image, and of a patch, at most: four times what the largest published networks read.
 MOST_PIXELS = 16_384
 

@@ -137,4 +137,8 @@ MUTATIONS = [
      "sources: precision is not that of the device", S),
     ("dpn_cli/commands/training.py", "read_sources(config, self.schema)", "pass",
      "sources: a mistake in those of --config is passed over", S),
+    ("dpn_cli/recipe/schema.py", "Field(gt=0, le=MOST_INTEGER)", "Field(gt=0)",
+     "recipes: integers that torch has no room for", "tests/test_recipe.py"),
+    ("dpn_cli/recipe/schema.py", "Field(ge=0, le=MOST_INTEGER)", "Field(ge=0)",
+     "recipes: counts that torch has no room for", "tests/test_recipe.py"),
 ]  # fmt: skip

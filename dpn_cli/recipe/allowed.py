@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from dpn_cli.arch import did_you_mean
+from dpn_cli.arch import MOST_INTEGER, did_you_mean
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlist, _SHORT.maxdict, _SHORT.maxlevel = 80, 80, 8, 4, 3
@@ -29,6 +29,8 @@ def refusal(value: object, annotation: Any, metadata: Iterable[Any] = ()) -> str
         shown = _SHORT.repr(value)
     except ValueError:  # Python prints no number of more than 4300 digits
         shown = "a number too long to print"
+    if isinstance(value, int) and value > MOST_INTEGER:
+        shown += f", which is above {MOST_INTEGER}"
     return f"{allowed(annotation, metadata, finite=infinite)} (got {shown}){close}"
 
 
@@ -71,6 +73,8 @@ def _sequence(annotation: Any, metadata: tuple[Any, ...], *, finite: bool) -> st
 
 def _bounds(metadata: Iterable[Any]) -> str:
     bounds = {name: getattr(note, name) for note in metadata for name in WORDS if hasattr(note, name)}
+    if bounds.get("le") == MOST_INTEGER:
+        del bounds["le"]  # nobody comes near it
     if "ge" in bounds and "le" in bounds:
         return f" from {bounds['ge']} to {bounds['le']}"
     both = " and ".join(f"{word} {bounds[name]}" for name, word in WORDS.items() if name in bounds)

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from dpn_cli.arch import (
+    MOST_INTEGER,
     MOST_PIXELS,
     whole,
 )
@@ -20,7 +21,8 @@ from dpn_cli.recipe.stores import checked
 
 # The largest seed that every library takes.
 MOST_SEED = 2**32 - 1
-Positive = Annotated[int, Field(gt=0)]
+Positive = Annotated[int, Field(gt=0, le=MOST_INTEGER)]
+Whole = Annotated[int, Field(ge=0, le=MOST_INTEGER)]
 Seed = Annotated[int, Field(ge=0, le=MOST_SEED)]
 Side = Annotated[int, Field(gt=0, le=MOST_PIXELS)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -207,14 +209,14 @@ class Schedule(Section):
             panel=TRAIN,
         ),
     ]
-    warmup: Annotated[int, Field(ge=0)] = 0
+    warmup: Whole = 0
     decay: Literal["cosine", "linear", "polynomial", "rsqrt", "stair"] = "cosine"
-    decay_from: Annotated[int, Field(ge=0)] | None = None
+    decay_from: Whole | None = None
     end: NonNegative = 0.0
     start: Annotated[float, Field(ge=0, le=1)] = 0.0
     power: Annotated[float, Field(gt=0)] = 1.0
     timescale: Positive = 10_000
-    cooldown: Annotated[int, Field(ge=0)] = 0
+    cooldown: Whole = 0
     stairs: tuple[tuple[int, float], ...] = ()
 
     @model_validator(mode="after")

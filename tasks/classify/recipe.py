@@ -31,6 +31,7 @@ from dpn_cli.recipe.schema import (
     Side,
     SkipBadImages,
     TorchvisionPolicy,
+    Whole,
 )
 from dpn_cli.recipe.training import counted_in_steps
 
@@ -87,7 +88,7 @@ class SupervisedNetwork(BackboneConfig):
 class RandAugment(Section):
     """How many random operations an image goes through, and how strong they are; the reference goes to 20."""
 
-    layers: Annotated[int, Field(ge=0)] = 0
+    layers: Whole = 0
     magnitude: Annotated[float, Field(ge=0, le=30)] = 0.0
 
 

@@ -29,6 +29,7 @@ from dpn_cli.recipe.schema import (
     Runtime,
     Section,
     Seed,
+    Whole,
     refuse_unused,
 )
 from dpn_cli.recipe.start import SCRATCH_PIXELS, find_start
@@ -123,8 +124,7 @@ class Cache(Section):
         CACHE_DIR,
     ] = None
     views: Annotated[
-        int,
-        Field(ge=0),
+        Whole,
         flag(
             "--views",
             help="Augmented views per image (random cut, mirrored); 0: the plain image.",
