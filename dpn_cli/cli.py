@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 from dpn_cli import __version__
 from dpn_cli.arch import did_you_mean, nearest
 from dpn_cli.commands import (
+    INTERRUPTED,
     checkpoint,
     data,
     doctor,
@@ -49,6 +50,8 @@ class _OneLine(TyperGroup):
         try:
             _refuse_empty(sys.argv[1:] if args is None else args)
             code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+            if code == INTERRUPTED:  # before a command began its work, or after it: Typer says nothing of a Ctrl-C
+                show_error("interrupted")
         except typer.TyperException as error:
             if not standalone_mode:
                 raise

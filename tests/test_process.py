@@ -7,6 +7,7 @@ import pty
 import sys
 from pathlib import Path
 
+import pytest
 from programs import LIMIT, environment, run_program, started
 
 LEAVE = """
@@ -45,9 +46,11 @@ def test_what_nobody_expected_ends_the_program_as_ever() -> None:
     assert "the interpreter was taken down" in done.stdout
 
 
-def test_an_interrupt_before_the_work_begins_is_one_line() -> None:
-    code = "import signal; from dpn_cli import cli; cli.app = lambda: signal.raise_signal(signal.SIGINT); cli.main()"
-    done = run_program([sys.executable, "-c", code])
+@pytest.mark.parametrize("where", ["cli.app", "cli.print"])  # before the command line is read, and within it
+def test_an_interrupt_before_the_work_begins_is_one_line(where: str) -> None:
+    interrupt = f"{where} = lambda *_: signal.raise_signal(signal.SIGINT)"
+    code = f"import signal; from dpn_cli import cli; {interrupt}; cli.main()"
+    done = run_program([sys.executable, "-c", code, "--version"])
     assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
 
 

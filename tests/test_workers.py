@@ -12,13 +12,14 @@ import time
 from collections.abc import Generator
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from conftest import pictures
 from test_engine import job, loss_fn, random_batches, small
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, dataloader
 
 from dpn_cli import scoring
 from dpn_cli.data import workers
@@ -122,6 +123,17 @@ def test_the_death_of_a_worker_is_one_error_that_names_it(reading: bool) -> None
     with pytest.raises(WorkerError) as caught:
         work()
     assert re.search(rf"process {pids[0]} was killed by SIGKILL: .* use a smaller -j", str(caught.value))
+    assert not multiprocessing.active_children()
+
+
+def test_the_death_of_a_worker_is_said_while_the_workers_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def begin(items: Any) -> None:
+        items._workers[1].kill()
+        wait_for_error()  # of torch's handler of SIGCHLD, or of ours
+
+    monkeypatch.setattr(dataloader._MultiProcessingDataLoaderIter, "_try_put_index", begin)
+    with pytest.raises(WorkerError, match="killed by SIGKILL"), open_loader(Numbers(), 2, batch_size=2):
+        pass
     assert not multiprocessing.active_children()
 
 

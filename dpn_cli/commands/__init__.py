@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import errno
+import signal
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-
-import typer
 
 from dpn_cli.errors import DataError, DpnError, PictureError
 from dpn_cli.run.console import printable, show_error
@@ -17,6 +16,8 @@ from dpn_cli.run.files import save_error
 
 # What the system says of a place to which nothing more can be written.
 UNWRITABLE = {errno.EROFS, errno.ENOSPC, errno.EDQUOT}
+
+INTERRUPTED = 128 + signal.SIGINT
 
 
 @contextmanager
@@ -39,10 +40,10 @@ def one_line_errors(arguments: Mapping[str, Any]) -> Iterator[None]:
         if arguments.get("verbose"):
             print("\n".join(map(printable, traceback.format_exc().split("\n"))), file=sys.stderr)
         show_error(f"{error}{_way_out(error, arguments)}")
-        raise typer.Exit(error.exit_code) from None
+        sys.exit(error.exit_code)
     except KeyboardInterrupt:
         show_error("interrupted at once: the state since the last checkpoint is lost")
-        raise typer.Exit(130) from None
+        sys.exit(INTERRUPTED)
 
 
 def _way_out(error: DpnError, arguments: Mapping[str, Any]) -> str:

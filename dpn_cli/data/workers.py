@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import multiprocessing
 import os
 import signal
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import wait
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
@@ -53,15 +55,35 @@ def open_loader(dataset: Dataset[Any], workers: int, **options: Any) -> Iterator
 
     `options` are the loader's. Raises `WorkerError` inside the block as soon as a worker dies.
     """
-    items = iter(DataLoader(dataset, num_workers=workers, worker_init_fn=leave_to_parent, **options))
     # A loader stops its workers when it is garbage-collected, so that a kept frame or traceback would keep them alive.
-    processes: Sequence[BaseProcess] = getattr(items, "_workers", [])
+    processes = list[BaseProcess]()
+    if workers:
+        options |= {"worker_init_fn": leave_to_parent, "multiprocessing_context": _noting(processes)}
+    try:
+        with watched(processes):
+            items = iter(DataLoader(dataset, num_workers=workers, **options))
+    except BaseException:
+        kill(processes)
+        raise
     try:
         with watched(processes):
             yield items
     finally:
         if processes:
             _end(items, processes)
+
+
+def _noting(started: list[BaseProcess]) -> BaseContext:
+    """Return what starts processes as the system does, and puts them on a list."""
+    context = copy.copy(multiprocessing.get_context())
+    make = context.Process
+
+    def note(*arguments: Any, **options: Any) -> BaseProcess:
+        started.append(make(*arguments, **options))
+        return started[-1]
+
+    context.Process = note  # type: ignore[assignment, misc]  # a class otherwise
+    return context
 
 
 @contextmanager
@@ -77,8 +99,9 @@ def watched(processes: Sequence[BaseProcess]) -> Iterator[None]:
         raise
     except Exception:
         # A dying worker shows as a lost connection or a RuntimeError in its reader, perhaps before it has ended.
-        closed = wait([process.sentinel for process in processes], DYING if processes else 0)
-        for process in processes:
+        begun = [process for process in processes if process.pid is not None]
+        closed = wait([process.sentinel for process in begun], DYING if begun else 0)
+        for process in begun:
             if process.sentinel in closed:
                 _wait_for_exit_code(process)
         _raise_for_dead(processes)
@@ -136,10 +159,11 @@ def _end(items: Any, processes: Sequence[BaseProcess]) -> None:
 
 
 def kill(processes: Sequence[BaseProcess]) -> None:
-    """Kill processes and wait until they have ended."""
-    for process in processes:
+    """Kill processes, of which some may not have begun, and wait until they have ended."""
+    begun = [process for process in processes if process.pid is not None]
+    for process in begun:
         process.kill()
-    for process in processes:
+    for process in begun:
         process.join()
 
 
