@@ -181,4 +181,18 @@ MUTATIONS = [
         "a flipped bit in the digests of a checkpoint is a traceback",
         "tests/test_runstate.py",
     ),
+    (
+        "dpn_cli/data/workers.py",
+        "        with watched(processes):\n            items =",
+        "        if True:\n            items =",
+        "workers: one that dies while they are started is a traceback",
+        "tests/test_workers.py",
+    ),
+    (
+        "dpn_cli/cli.py",
+        "code == INTERRUPTED",
+        "False",
+        "a Ctrl-C outside the work of a command says nothing",
+        "tests/test_process.py",
+    ),
 ]
