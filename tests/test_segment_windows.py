@@ -21,7 +21,7 @@ from tasks.segment.labels import IGNORE
 from tasks.segment.loss import UpsampledCrossEntropy, segmentation_loss
 from tasks.segment.network import LinearSegmenter, initialize_head, normalized
 from tasks.segment.scoring import SegmentScores, count_pixels
-from tasks.segment.windows import Plan, axis_matrix, label_map, resize_rows, starts, view
+from tasks.segment.windows import Axis, Plan, axis_matrix, label_map, resize_rows, starts, view
 
 CLASSES = 7
 
@@ -83,6 +83,21 @@ def test_a_map_larger_than_a_tile_is_put_together(network: LinearSegmenter) -> N
     found = label_map(network, [image], (300, 530), Plan(32, 21, (128, 32)))
     expected = by_hand(network, image, (300, 530), 21).argmax(0)
     assert (found.long() == expected).float().mean() > 0.9999
+
+
+def test_a_tile_takes_the_logits_near_it_in_an_image_of_any_size() -> None:
+    for length, out in ((512, 512), (2048, 2048), (8192, 8192), (2048, 683), (600, 4096)):
+        whole = axis_matrix(512, starts(length, 512, 341), 32, length, out)
+        for matrix in (whole, whole.flip(0)):
+            axis = Axis(matrix, torch.device("cpu"))
+            found = torch.zeros_like(matrix)
+            for begin in range(0, out, 256):
+                part, used = axis.part(slice(begin, begin + 256))
+                found[begin : begin + 256, used] = part
+                pixels = math.ceil(256 * length / out) + 2
+                # Windows that cover any of the pixels: each has all of its 32 patches in the matrix.
+                assert used.stop - used.start <= 32 * math.ceil((pixels + 512) / 341 + 1)
+            assert torch.equal(found, matrix)
 
 
 @torch.inference_mode()

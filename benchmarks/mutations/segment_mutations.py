@@ -116,5 +116,10 @@ MUTATIONS = [
      "the demo is scored on training scenes", f"{I} {N}"),
     (PAIRS, "RandomState(0).permutation", "RandomState(1).permutation", "a fraction has other images than before", f"{R}"),
     (WINDOWS, "across.flip(0) if flip else across", "across", "a mirrored look is not mirrored back", f"{W}"),
+    (WINDOWS, "used = slice(int(self.begins[pixels].min()), int(self.ends[pixels].max()))", "used = slice(0, self.matrix.shape[1])",
+     "a tile takes the logits of the whole image", f"{W}"),
+    (WINDOWS, "used.flip(1).argmax(1)", "used.argmax(1)", "a tile lacks logits at its end", f"{W}"),
+    (WINDOWS, "number // len(begins[1]) * rows, number % len(begins[1]) * columns", "number % len(begins[0]) * rows, number // len(begins[0]) * columns",
+     "windows are put together column by column", f"{W}"),
     (NETWORK, '(*UNUSED, "norm.")', "UNUSED", "a final norm that nothing uses is trained", f"{N}"),
 ]  # fmt: skip

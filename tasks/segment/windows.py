@@ -82,18 +82,37 @@ def axis_matrix(window: int, begins: Sequence[int], patches: int, length: int, o
     return resize_rows((matrix / covered)[:length], out).float()
 
 
+class Axis:
+    """A matrix (out, windows * patches) from logits to pixels along one axis, on `device`.
+
+    An output pixel has few logits, those near it: a part of the map takes the same time in an image of any size.
+    """
+
+    def __init__(self, matrix: Tensor, device: torch.device) -> None:
+        used = (matrix != 0).byte()
+        # On the CPU, so that a GPU is not waited for.
+        self.begins, self.ends = used.argmax(1), matrix.shape[1] - used.flip(1).argmax(1)
+        self.matrix = matrix.to(device)
+
+    def part(self, pixels: slice) -> tuple[Tensor, slice]:
+        """Return the matrix of some output pixels, and which logits it is for."""
+        used = slice(int(self.begins[pixels].min()), int(self.ends[pixels].max()))
+        return self.matrix[pixels, used], used
+
+
 @dataclass
 class View:
     """One evaluation of an image: logits per patch (rows, columns, classes), and the matrices to the map."""
 
     logits: Tensor
-    down: Tensor
-    across: Tensor
+    down: Axis
+    across: Axis
 
     def tile(self, rows: slice, columns: slice) -> Tensor:
         """Return the logits (rows, columns, classes) of a part of the map."""
-        part = self.across[columns] @ self.logits
-        tile = self.down[rows] @ part.flatten(1)
+        (down, high), (across, wide) = self.down.part(rows), self.across.part(columns)
+        part = across @ self.logits[high, wide]
+        tile = down @ part.flatten(1)
         return tile.view(len(tile), *part.shape[1:])
 
 
@@ -106,22 +125,25 @@ def view(network: LinearSegmenter, image: Tensor, out: Size, plan: Plan, *, flip
     image = image.flip(-1) if flip else image
     lacking = (0, max(window[1] - size[1], 0), 0, max(window[0] - size[0], 0))
     places = [(top, left) for top in begins[0] for left in begins[1]]
-    parts = []
+    rows, columns = (window[axis] // patch[axis] for axis in (0, 1))
+    logits = torch.empty(0)
     with nullcontext() if plan.stride else network.at_size((window[0], window[1])):
         for first in range(0, len(places), plan.batch_size):
             crops = [
                 image[:, top : top + window[0], left : left + window[1]]
                 for top, left in places[first : first + plan.batch_size]
             ]
-            parts.append(
-                in_parts(lambda some: network(F.pad(vit.normalize(some), lacking)).float(), torch.stack(crops))
-            )
-    logits = rearrange(torch.cat(parts), "(i j) k h w -> (i h) (j w) k", i=len(begins[0])).contiguous()
+            found = in_parts(lambda some: network(F.pad(vit.normalize(some), lacking)).float(), torch.stack(crops))
+            if not first:
+                logits = found.new_empty(len(begins[0]) * rows, len(begins[1]) * columns, found.shape[1])
+            for number, one in enumerate(found, first):
+                top, left = number // len(begins[1]) * rows, number % len(begins[1]) * columns
+                logits[top : top + rows, left : left + columns] = rearrange(one, "k h w -> h w k")
     down, across = (
-        axis_matrix(window[axis], begins[axis], window[axis] // patch[axis], size[axis], out[axis]).to(logits.device)
-        for axis in (0, 1)
+        axis_matrix(window[axis], begins[axis], patches, size[axis], out[axis])
+        for axis, patches in enumerate((rows, columns))
     )
-    return View(logits, down, across.flip(0) if flip else across)
+    return View(logits, Axis(down, logits.device), Axis(across.flip(0) if flip else across, logits.device))
 
 
 def label_map(network: LinearSegmenter, images: Sequence[Tensor], out: Size, plan: Plan) -> Tensor:
