@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -32,16 +33,53 @@ class Answer(NamedTuple):
     confidence: float
 
 
+@dataclass(frozen=True)
+class Confusion:
+    """How many images of a class were taken for which: `pairs` has those that occurred, as ``true * classes + taken``.
+
+    A matrix of ImageNet-21k's classes would take 4 GB.
+    """
+
+    classes: int
+    pairs: Mapping[int, int]
+
+    @property
+    def true(self) -> list[int]:
+        """The images of every class."""
+        return self._sums((pair // self.classes, images) for pair, images in self.pairs.items())
+
+    @property
+    def taken(self) -> list[int]:
+        """The images that were taken for every class."""
+        return self._sums((pair % self.classes, images) for pair, images in self.pairs.items())
+
+    @property
+    def right(self) -> list[int]:
+        """The images of every class that were taken for it."""
+        return [self.pairs.get(number * self.classes + number, 0) for number in range(self.classes)]
+
+    def _sums(self, parts: Iterable[tuple[int, int]]) -> list[int]:
+        sums = [0] * self.classes
+        for number, images in parts:
+            sums[number] += images
+        return sums
+
+    def worst(self, most: int) -> list[tuple[int, int, int]]:
+        """Return the most frequent mistakes as (true, taken, images); of equal ones, those of the first classes."""
+        found = [(-images, *divmod(pair, self.classes)) for pair, images in self.pairs.items()]
+        return [(true, taken, -less) for less, true, taken in sorted(one for one in found if one[1] != one[2])[:most]]
+
+
 @dataclass
 class Scores:
-    """Counts of a split; `confusion` is (classes, classes), rows the truth."""
+    """Counts of a split."""
 
     images: int
     right: int
     right5: int
     loss: float
     skipped: int
-    confusion: Tensor
+    confusion: Confusion
     answers: list[Answer] = field(default_factory=list)
 
     @property
@@ -57,7 +95,7 @@ class Scores:
     @property
     def floors(self) -> dict[str, float]:
         """Accuracies in percent that need no learning, by name."""
-        return class_floors(self.confusion.sum(1).tolist())
+        return class_floors(self.confusion.true)
 
 
 def confusion_matrix(classes: int, device: torch.device) -> MulticlassConfusionMatrix:
@@ -122,7 +160,7 @@ def score(
 
     Raises `DataError` for an unreadable image unless `skip_bad`, `StoppedError` when a signal asks to stop.
     """
-    confusion = confusion_matrix(classes, world.device)
+    pairs = Counter[int]()
     sums = torch.zeros(4, dtype=torch.float64)  # images, right among five, loss, skipped
     answers: list[Answer] = []
     with closing(rank_share(split, transform, world, batch_size, workers, skip_bad=skip_bad)) as parts:
@@ -135,7 +173,7 @@ def score(
             with torch.inference_mode():
                 logits = logits_of(part.images.to(world.device)).float()
                 logits = logits if columns is None else logits[:, columns]
-                confusion.update(logits, labels)
+                pairs.update((labels * classes + logits.argmax(-1)).tolist())
                 best = logits.topk(min(5, classes), dim=-1).indices
                 value = LOSSES[loss](logits, F.one_hot(labels, classes).float()) * len(labels)
             sums[:3] += torch.tensor([len(labels), int((best == labels[:, None]).sum()), value.item()])
@@ -146,11 +184,13 @@ def score(
                 sure, guess = chances.max(-1)
                 answers += map(Answer, part.rows, labels.tolist(), guess.tolist(), sure.tolist())
     images, right5, total, skipped = distributed.reduce_over_ranks(sums).tolist()
-    table = confusion.compute().cpu()
-    if not int(table.sum()) == images == len(split.labels) - skipped:
+    confusion = Confusion(classes, sum(distributed.from_all(pairs), Counter[int]()))
+    counted = sum(confusion.pairs.values())
+    if not counted == images == len(split.labels) - skipped:
         raise RuntimeError(
-            f"{int(images)} images were scored and {int(table.sum())} of them counted in the confusion matrix, but the "
-            f"split has {len(split.labels)}, of which {int(skipped)} are unreadable"
+            f"{int(images)} images were scored and {counted} of them counted among the confusions, "
+            f"but the split has {len(split.labels)}, of which {int(skipped)} are unreadable"
         )
     answers = sorted(answer for rank in distributed.from_all(answers) for answer in rank)
-    return Scores(int(images), int(table.trace()), int(right5), total / images, int(skipped), table, answers)
+    right = sum(confusion.right)
+    return Scores(int(images), right, int(right5), total / images, int(skipped), confusion, answers)

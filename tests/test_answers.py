@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from dpn_cli.report.content import Rows
 from dpn_cli.report.tables import as_csv
 from dpn_cli.report.thumbnails import SIDE
 from dpn_cli.run.distributed import World
-from dpn_cli.scoring import Answer, score
+from dpn_cli.scoring import Answer, Confusion, score
 from tasks.classify.answers import (
     COLUMNS,
     MOST_MISTAKES,
@@ -76,9 +77,22 @@ def test_confusions_are_scikit_learns_and_clusters_stand_together() -> None:
     assert (np.diff(group[order]) != 0).sum() == 5
 
 
+def test_counted_pairs_are_scikit_learns_matrix() -> None:
+    _, labels, answers = answers_of(12, 500)
+    predicted = [answer.predicted for answer in answers]
+    matrix = confusion_matrix(labels, predicted, labels=range(12))
+    counted = Confusion(12, Counter(answer.label * 12 + answer.predicted for answer in answers))
+    assert (counted.true, counted.taken) == (matrix.sum(1).tolist(), matrix.sum(0).tolist())
+    assert counted.right == matrix.diagonal().tolist()
+    wrong = np.where(np.eye(12, dtype=bool), 0, matrix)
+    order = np.argsort(-wrong.flatten(), kind="stable")[:10]
+    assert counted.worst(10) == [(*divmod(place, 12), wrong.flat[place]) for place in order.tolist()]
+    assert Confusion(2, {0: 3, 3: 4}).worst(10) == []
+
+
 def test_answers_keep_their_rows_when_pictures_are_left_out(tmp_path: Path) -> None:
     split = ClassFolders(pictures(tmp_path / "photos", each=4))
-    split.paths[5].write_bytes(b"no picture")
+    split.path(5).write_bytes(b"no picture")
 
     def logits_of(images: torch.Tensor) -> torch.Tensor:
         return torch.tensor([[2.0, 1.0, 0.0]]).repeat(len(images), 1)
@@ -115,9 +129,7 @@ def evaluated(folder: Path, classes: int, images: int) -> Path:
     """Write what an evaluation leaves: one class is a script, one path as well."""
     _, _, answers = answers_of(classes, images)
     names = [SCRIPT, *(f"class{number}" for number in range(1, classes))]
-    table = torch.tensor(
-        confusion([Told(0, "", str(a.label), str(a.predicted), 0.0) for a in answers], list(map(str, range(classes))))
-    )
+    table = Confusion(classes, Counter(answer.label * classes + answer.predicted for answer in answers))
     pairs = [
         {"true": names[true], "predicted": names[predicted], "images": count, "share": 100 * share}
         for true, predicted, count, share in worst_pairs(table)

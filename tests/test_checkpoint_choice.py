@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from test_highres import small, train
 
 from dpn_cli.recipe.reading import build
-from dpn_cli.scoring import Answer, Scores
+from dpn_cli.scoring import Answer, Confusion, Scores
 from tasks.classify import common as command
 from tasks.classify import train as training
 from tasks.classify.common import describe_training
@@ -25,7 +25,9 @@ def falling(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     def score(classifier: Any, split: Any, *_: Any, **how: Any) -> Scores:
         seen.append({name: value.clone() for name, value in classifier.model.state_dict().items()})
-        return Scores(100, 90 - len(seen), 100, 1.0, 0, torch.ones(3, 3), [Answer(0, 0, 0, 0.5)])
+        return Scores(
+            100, 90 - len(seen), 100, 1.0, 0, Confusion(3, dict.fromkeys(range(9), 1)), [Answer(0, 0, 0, 0.5)]
+        )
 
     monkeypatch.setattr(training, "evaluate", score)
     return seen

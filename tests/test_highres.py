@@ -27,6 +27,7 @@ from dpn_cli.recipe.schema import Optim
 from dpn_cli.recipe.start import Place
 from dpn_cli.run import stopping
 from dpn_cli.run.console import Console
+from dpn_cli.scoring import Confusion
 from dpn_cli.weights.backbone import load_backbone
 from tasks.classify import highres as command
 from tasks.classify.answers import per_class, worst_pairs
@@ -253,7 +254,7 @@ def test_classes_are_matched_by_name_or_number() -> None:
 
 
 def test_confusions_and_real_labels_are_counted() -> None:
-    confusion = torch.tensor([[8, 2, 0], [5, 5, 0], [0, 0, 0]])
+    confusion = Confusion(3, {0: 8, 1: 2, 3: 5, 4: 5})
     assert worst_pairs(confusion) == [(1, 0, 5, 0.5), (0, 1, 2, pytest.approx(0.2))]
     assert per_class(["a", "b", "c"], confusion).splitlines()[1:] == [
         "a,a,10,8,80.00,61.54",

@@ -17,7 +17,7 @@ from torch import Tensor
 from dpn_cli.arch import Size
 from dpn_cli.errors import DataError, SaveError
 from dpn_cli.run.distributed import World
-from dpn_cli.scoring import Scores
+from dpn_cli.scoring import Confusion, Scores
 from dpn_cli.weights.backbone import load_backbone
 from tasks.lit.retrieval import recalls
 from tasks.lit.text import TextTower
@@ -142,7 +142,7 @@ def test_features_that_are_no_numbers_never_score(tmp_path: Path) -> None:
 
 
 def scores(right: int, images: int, classes: int) -> Scores:
-    return Scores(images, right, right, 0.0, 0, torch.diag(torch.tensor([right] + [0] * (classes - 1))))
+    return Scores(images, right, right, 0.0, 0, Confusion(classes, {0: right}))
 
 
 def test_an_accuracy_that_chance_explains_is_refused() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import pictures
 from PIL import Image
 from test_cli import run
@@ -69,6 +71,19 @@ def test_five_best_classes_are_five(classes: int, expected: float, batch_size: i
     assert scores.images == classes * classes
     assert scores.top1 == pytest.approx(100 / classes)
     assert scores.top5 == pytest.approx(100 * expected)
+
+
+def test_a_score_of_very_many_classes_counts_pairs_that_occur() -> None:
+    split, classes = Numbers(12, 9), 2**15  # of which a matrix takes 8 GB
+
+    def logits_of(images: Tensor) -> Tensor:
+        return F.one_hot(images[:, 0, 0, 0].long() % 3, classes).float()
+
+    scores = score(logits_of, split, first_pixel, classes, CPU, loss="softmax", batch_size=5, workers=0)
+    assert scores.confusion.pairs == Counter(number % 9 * classes + number % 3 for number in range(12))
+    assert scores.right == 6
+    assert scores.confusion.true[:10] == [2, 2, 2, 1, 1, 1, 1, 1, 1, 0]
+    assert scores.floors == {"chance": pytest.approx(100 / classes), "most_frequent_class": pytest.approx(100 / 6)}
 
 
 def classifier_file(path: Path, resize_side: int) -> Path:

@@ -10,6 +10,8 @@ from dpn_cli.report.content import Confusion
 
 # Classes of which each has a label; more are clustered.
 MOST_NAMED = 50
+# Classes of which a matrix is drawn: clustering compares each of them with each.
+MOST_DRAWN = 2000
 
 
 def confusion_chart(name: str, classes: Sequence[str], counts: Sequence[Sequence[int]], unit: str) -> Confusion:

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dpn_cli.data.labelled import Labelled
 from dpn_cli.report.content import Cell
 from dpn_cli.report.tables import as_csv
 from dpn_cli.report.thumbnails import thumbnail
 from dpn_cli.run.files import replace_file, replace_text
-from dpn_cli.scoring import Answer, Scores
+from dpn_cli.scoring import Answer, Confusion, Scores
 from tasks.classify.calibration import BINS
 from tasks.classify.classifier import readable
 
@@ -77,7 +76,7 @@ def write_answers(folder: Path, answers: Sequence[Answer], names: Sequence[str],
         replace_file(folder / MISTAKES / f"{answer.row}.jpg", partial(Path.write_bytes, data=picture))
 
 
-def described_pairs(names: Sequence[str], confusion: Tensor) -> list[dict[str, Any]]:
+def described_pairs(names: Sequence[str], confusion: Confusion) -> list[dict[str, Any]]:
     """Return the most frequent confusions with the classes' readable names and the share in percent."""
     words = readable(names)
     return [
@@ -86,21 +85,18 @@ def described_pairs(names: Sequence[str], confusion: Tensor) -> list[dict[str, A
     ]
 
 
-def worst_pairs(confusion: Tensor) -> list[tuple[int, int, int, float]]:
+def worst_pairs(confusion: Confusion) -> list[tuple[int, int, int, float]]:
     """Return the most frequent confusions as (true, predicted, images, share of the true class)."""
-    wrong = confusion.clone().fill_diagonal_(0)
-    totals = confusion.sum(1)
-    order = wrong.flatten().argsort(descending=True, stable=True)[:WORST_PAIRS].tolist()
-    pairs = [divmod(place, len(confusion)) for place in order]
-    return [(t, p, int(wrong[t, p]), float(wrong[t, p] / totals[t])) for t, p in pairs if wrong[t, p] > 0]
+    totals = confusion.true
+    return [(true, taken, images, images / totals[true]) for true, taken, images in confusion.worst(WORST_PAIRS)]
 
 
-def per_class(names: Sequence[str], confusion: Tensor) -> str:
+def per_class(names: Sequence[str], confusion: Confusion) -> str:
     """Return a CSV of every class: its images, how many are right, recall and precision in percent."""
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(["class", "name", "images", "right", "recall", "precision"])
-    rows, columns, right = confusion.sum(1).tolist(), confusion.sum(0).tolist(), confusion.diagonal().tolist()
+    rows, columns, right = confusion.true, confusion.taken, confusion.right
     for index, (name, word) in enumerate(zip(names, readable(names), strict=True)):
         recall = f"{100 * right[index] / rows[index]:.2f}" if rows[index] else ""
         precision = f"{100 * right[index] / columns[index]:.2f}" if columns[index] else ""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dpn_cli.report.confusions import MOST_NAMED, confusion_chart
+from dpn_cli.report.confusions import MOST_DRAWN, MOST_NAMED, confusion_chart
 from dpn_cli.report.content import (
     Bars,
     Cell,
@@ -89,11 +89,10 @@ def _answers(run: OpenRun, prefix: str) -> tuple[list[Section], list[str]]:
             f"answers.csv is damaged: it has {len(answers)} answers, and {scored} images were scored. Calibration, "
             "confusions and mistakes are of these answers alone."
         ]
-    counts = confusion(answers, list(names))
     sections = [
         Section("Calibration", [reliability(answers, f"{prefix}reliability")]),
         Section("Classes", _classes(classes, f"{prefix}classes")),
-        Section("Confusions", _confusions(run.result, counts, list(names.values()), f"{prefix}confusion")),
+        Section("Confusions", _confusions(run.result, answers, names, f"{prefix}confusion")),
     ]
     if pictures := _mistakes(folder / "mistakes", answers, names):
         sections.append(Section("Most confident mistakes", [Gallery("Wrong and sure of it", pictures)]))
@@ -121,13 +120,15 @@ def _classes(classes: Sequence[Class], name: str) -> list[Part]:
     return [chart, Table(title, columns, rows, folded=True)]
 
 
-def _confusions(result: Json, counts: list[list[int]], words: Sequence[str], name: str) -> list[Part]:
+def _confusions(result: Json, answers: Sequence[Told], names: dict[str, str], name: str) -> list[Part]:
     rows: list[list[Cell]] = [
         [pair["true"], pair["predicted"], pair["images"], pair["share"]] for pair in result["worst_pairs"]
     ]
     columns = ("true", "taken for", "images", "% of the true class")
     table = Table("Most frequent confusions", columns, rows, digits=1, name="confusions")
-    return [confusion_chart(name, words, counts, "images"), table]
+    if len(names) > MOST_DRAWN:
+        return [Text(f"A matrix of {len(names)} classes is too large to be drawn."), table]
+    return [confusion_chart(name, list(names.values()), confusion(answers, list(names)), "images"), table]
 
 
 def _mistakes(folder: Path, answers: Sequence[Told], names: dict[str, str]) -> list[Picture]:
