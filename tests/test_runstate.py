@@ -6,6 +6,7 @@ import json
 import resource
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -123,3 +124,35 @@ def test_an_evaluation_that_will_be_done_again_leaves_the_log(tmp_path: Path) ->
             log.write(record)
         log.truncate(4, evaluated=evaluated)
         assert log.records() == records[:kept]
+
+
+def test_a_log_is_read_once_however_often_its_records_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = MetricsLog(tmp_path / "m.jsonl")
+    log.path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "lost_records": 4}\n{"step": 9}\n{"ste')
+    reads, read = list[Path](), Path.read_text
+
+    def count(path: Path, *arguments: Any, **options: Any) -> str:
+        reads.append(path)
+        return read(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "read_text", count)
+    log.truncate(3)
+    for step in (4, 5):
+        log.write({"step": step})
+        assert log.count() == step + 3
+    assert log.note_lost(5, 10) == 2
+    assert log.count() == 10
+    assert len(reads) == 1
+    assert MetricsLog(log.path).count() == 10
+
+
+def test_a_log_that_stays_as_it_is_keeps_its_file(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "m.jsonl")
+    for content, kept in (('{"step": 1}\n{"step": 2}\n', True), ('{"step": 1}\n{"step": 2}', False)):
+        log.path.write_text(content)
+        before = log.path.stat().st_ino
+        log.truncate(2)
+        assert (log.path.stat().st_ino == before) is kept
+        assert log.path.read_text() == '{"step": 1}\n{"step": 2}\n'

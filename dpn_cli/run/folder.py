@@ -30,7 +30,7 @@ from dpn_cli.run.files import (
 )
 from dpn_cli.run.leases import LEASES
 from dpn_cli.run.provenance import differences, git_commit, now, read_recipe, recipe_digest, this_process, versions
-from dpn_cli.run.records import read_records
+from dpn_cli.run.records import read_records, record_of
 
 # The files that identify a run's folder.
 IDENTITY = ("config.yaml", "run.json")
@@ -196,6 +196,7 @@ class MetricsLog:
     def __init__(self, path: Path, on_record: Callable[[dict[str, Any]], None] | None = None) -> None:
         self.path = path
         self.on_record = on_record
+        self.counted: int | None = None  # so that no checkpoint has to read the log
 
     def write(self, record: dict[str, Any]) -> None:
         """Append a record. Raises `SaveError` when it cannot be written."""
@@ -205,6 +206,8 @@ class MetricsLog:
                 file.write(json.dumps(record) + "\n")
         except OSError as error:
             raise save_error(self.path, error) from error
+        if self.counted is not None:
+            self.counted += record.get(LOST, 1)
         if self.on_record:
             self.on_record(record)
 
@@ -214,7 +217,9 @@ class MetricsLog:
 
     def count(self) -> int:
         """Return how many records were written, including those noted as lost."""
-        return sum(record.get(LOST, 1) for record in self.records())
+        if self.counted is None:
+            self.counted = sum(record.get(LOST, 1) for record in self.records())
+        return self.counted
 
     def note_lost(self, step: int, written: int) -> int:
         """Compare the log with the number of records `written` up to `step`; note and return how many are missing.
@@ -240,9 +245,16 @@ class MetricsLog:
             at = record.get("step", 0)
             return bool(at < step or (at == step and (evaluated or "lr" in record)))
 
-        if self.path.is_file():
-            kept = [record for record in self.records() if stays(record)]
-            replace_text(self.path, "".join(f"{json.dumps(record)}\n" for record in kept))
+        if not self.path.is_file():
+            return
+        self.counted, kept = 0, list[str]()
+        text = self.path.read_text(encoding="utf-8", errors="replace")
+        for line in text.splitlines():
+            if (record := record_of(line)) is not None and stays(record):
+                self.counted += record.get(LOST, 1)
+                kept.append(f"{line}\n")
+        if (rest := "".join(kept)) != text:
+            replace_text(self.path, rest)
 
 
 def describe_device(device: torch.device) -> str:
