@@ -18,7 +18,7 @@ from test_damaged import BYTES
 
 from dpn_cli.data.crops import eval_crop, train_crop
 from dpn_cli.data.examine import see_picture
-from dpn_cli.data.images import ImageFiles
+from dpn_cli.data.listing import FolderPictures
 from dpn_cli.data.pack import Packing, _encoded
 from dpn_cli.data.reading import Reading, open_image, read_pixels
 from dpn_cli.errors import DpnError
@@ -86,14 +86,14 @@ WAYS: dict[str, Callable[[Path], Any]] = {
     "packed": lambda path: encoded(io.BytesIO(path.read_bytes()), str(path), Packing(None), Reading()),
     "packed, smaller": lambda path: encoded(io.BytesIO(path.read_bytes()), str(path), Packing(8), Reading()),
     "packed, as it is": lambda path: encoded(io.BytesIO(path.read_bytes()), str(path), Packing(8, "ppm"), Reading()),
-    "examined": lambda path: see_picture(ImageFiles([(path, path.stat().st_size)]), 0),
+    "examined": lambda path: see_picture(FolderPictures(path.parent), 0),
 }
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
 @pytest.mark.parametrize("kind", KINDS)
 def test_damaged_pictures_end_in_pixels_or_in_one_line(kind: str, tmp_path: Path) -> None:
-    whole, path = stored(kind), tmp_path / "damaged"
+    whole, path = stored(kind), tmp_path / "damaged.jpg"
     g = np.random.default_rng(KINDS.index(kind))
     outcomes = Counter[str]()
     for number in range(-1, PICTURES // len(KINDS)):

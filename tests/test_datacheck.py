@@ -336,7 +336,7 @@ def test_data_that_cannot_be_opened_are_one_problem(tmp_path: Path) -> None:
 
 def test_processes_see_what_one_sees(folder: Path) -> None:
     split = ClassFolders(folder / "train")
-    split.paths[4].write_bytes(b"")
+    split.path(4).write_bytes(b"")
     alone, shared = (
         examine.examine("x", split.where, partial(see_picture, split), 30, workers=workers) for workers in (0, 2)
     )

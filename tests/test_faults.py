@@ -38,7 +38,7 @@ from tasks.vtab.trainer import Trainer
 
 def class_folders(folder: Path) -> tuple[Path, Callable[[], object]]:
     split = ClassFolders(pictures(folder, classes=2, each=2))
-    return split.paths[1], lambda: split.pixels(1)
+    return split.path(1), lambda: split.pixels(1)
 
 
 def unlabelled(folder: Path) -> tuple[Path, Callable[[], object]]:

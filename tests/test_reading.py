@@ -22,8 +22,9 @@ from PIL import Image
 from test_crops import jpeg, photograph
 
 from dpn_cli.data.crops import Decode, eval_crop, inception_box, train_crop
+from dpn_cli.data.listing import find_files
 from dpn_cli.data.pixels import resize
-from dpn_cli.data.reading import Decoder, Reading, decode, find_files, open_image, read_pixels
+from dpn_cli.data.reading import Decoder, Reading, decode, open_image, read_pixels
 from dpn_cli.errors import DataError, PictureError
 from dpn_cli.recipe.schema import MAX_PIXELS
 

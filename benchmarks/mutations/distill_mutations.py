@@ -34,7 +34,7 @@ MUTATIONS = [
     (NEAR, "divergence(right, given, loss)", "divergence(given, right, loss)", "the divergence of the teacher from the student", D),
     (DATA, "match_classes(classes, names)", "None", "classes in another order are scored wrong", S),
     (DATA, "            if data.val_source:\n", "            if False:\n", "--val-data of other classes is dropped in silence", S),
-    (IMAGES, 'folder = inner if inner.is_dir() else root', "folder = root", "validation images are trained on", "tests/test_distill.py"),
+    (IMAGES, 'FolderPictures(inner if inner.is_dir() else root)', "FolderPictures(root)", "validation images are trained on", "tests/test_distill.py"),
     (AUGMENT, "color_jitter=how.jitter or None", "color_jitter=None", "colours stay as they are", S),
     (RECIPE, '{"losses": {"tokens": 0.0, "representation": 0.0}}', "{}", "other widths are compared token by token", D),
     (COMMAND, 'before.get("teacher", now["teacher"]) != now["teacher"]', "False", "another teacher continues the run", D),

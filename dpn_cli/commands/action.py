@@ -58,7 +58,9 @@ def action(
         def command(**arguments: Any) -> None:
             with one_line_errors(arguments):
                 options = build(schema, given_flags(keys, arguments), name, option_names(keys, arguments))
-                result, as_text, *problem = function(options, Console(quiet=arguments.get("quiet", False)))
+                console = Console(quiet=arguments.get("quiet", False))
+                with console.heard():
+                    result, as_text, *problem = function(options, console)
                 if result is None:
                     return
                 text = json.dumps(result, indent=2) if arguments["json"] else as_text(result)

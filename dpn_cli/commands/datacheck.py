@@ -47,7 +47,7 @@ app = typer.Typer(
 
 def _check(name: str, training: Training, module: str, arguments: Mapping[str, Any]) -> None:
     console = Console(quiet=arguments["quiet"])
-    with one_line_errors(arguments):
+    with one_line_errors(arguments), console.heard():
         # Pre-training asks for a network, by which it augments; data are the same for all of them.
         network = {"arch": "B/32"} if training is PRETRAIN and arguments["data"] else {}
         recipe = training.layers({**arguments, **network}, console.info)

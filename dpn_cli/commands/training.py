@@ -117,7 +117,7 @@ def add(app: typer.Typer, name: str, training: Training) -> None:
 
     def command(**arguments: Any) -> None:
         console = Console(quiet=arguments["quiet"])
-        with one_line_errors(arguments):
+        with one_line_errors(arguments), console.heard():
             recipe = training.layers(arguments, console.info)
             if arguments["print_config"]:
                 print(dump(recipe), end="")

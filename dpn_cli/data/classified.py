@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,10 @@ from PIL import Image
 from dpn_cli.data.cifar import Cifar, find_cifar
 from dpn_cli.data.faults import fault
 from dpn_cli.data.labelled import MOST_CLASSES, HubSplit, Images, Labelled, SceneSplit, number_names
-from dpn_cli.data.order import Sharded
+from dpn_cli.data.listing import FolderPictures, integers
+from dpn_cli.data.order import Rows, Sharded
 from dpn_cli.data.pack import Packed, is_pack, read_manifest
-from dpn_cli.data.reading import SUFFIXES, USUAL, Reading, find_files, open_image
+from dpn_cli.data.reading import SUFFIXES, USUAL, Reading
 from dpn_cli.data.remote import RemotePath, folder_of
 from dpn_cli.data.scenes import LABELS
 from dpn_cli.data.shards import Shards
@@ -54,7 +56,7 @@ class ImageSource:
     reading: Reading = USUAL
 
 
-class ClassFolders(Images):
+class ClassFolders(FolderPictures):
     """Pictures in one folder per class; classes are the folders' names in alphabetical order.
 
     Raises `DataError` for a folder without class folders, or a class without pictures.
@@ -62,42 +64,22 @@ class ClassFolders(Images):
 
     def __init__(self, root: Path) -> None:
         self.classes = tuple(sorted(entry.name for entry in root.iterdir() if entry.is_dir()))
-        self.root, self.paths = root, list[Path]()
-        self.labels: Sequence[int] = []
-        self.sizes: Sequence[int] = []
         if not self.classes:
             raise DataError(f"{root}: no class folders; pictures go into {root}/CLASS/PICTURE.jpg")
-        labels, sizes = [], []
-        for label, name in enumerate(self.classes):
-            files = find_files(root / name)
-            if not files:
+        super().__init__(root, self.classes)
+        for name, count in zip(self.classes, self.listing.counts, strict=True):
+            if not count:
                 kinds = ", ".join(sorted(SUFFIXES))
                 fault(DataError(f"{root / name}: a class without pictures ({kinds}); remove it"))
-            self.paths += [path for path, _ in files]
-            labels += [label] * len(files)
-            sizes += [size for _, size in files]
-        self.labels, self.sizes = labels, sizes
-
-    def where(self, index: int) -> str:
-        """Name a picture's file."""
-        return str(self.paths[index])
-
-    def key(self, index: int) -> str:
-        """Return a picture's name inside the data set."""
-        return self.paths[index].relative_to(self.root).as_posix()
-
-    def open(self, index: int) -> Image.Image:
-        """Open a picture, not decoded yet."""
-        return open_image(self.paths[index], self.where(index), self.reading, self.sizes[index])
 
 
 class Part(Images):
     """Some images of a split, in the order of the split."""
 
-    def __init__(self, whole: Labelled, rows: Sequence[int]) -> None:
-        self.whole, self.rows, self.reading = whole, list(rows), whole.reading
-        self.labels: Sequence[int] = [whole.labels[row] for row in self.rows]
-        self.sizes: Sequence[int] = [whole.sizes[row] for row in self.rows]
+    def __init__(self, whole: Labelled, rows: Sequence[int] | Rows) -> None:
+        self.whole, self.rows, self.reading = whole, integers(rows), whole.reading
+        self.labels: Sequence[int] = array("i", (whole.labels[row] for row in self.rows))
+        self.sizes: Sequence[int] = array("q", (whole.sizes[row] for row in self.rows))
 
     @property
     def shards(self) -> Sharded | None:
@@ -153,7 +135,7 @@ def open_class_data(source: ImageSource, minival: float | None, *, chooses: bool
     count = minival_size(len(train.labels), minival, chooses)
     order = hash_order(train)
     cut = len(order) - count
-    return ClassData(Part(train, sorted(order[:cut])), Part(train, sorted(order[cut:])), val, classes)
+    return ClassData(Part(train, np.sort(order[:cut])), Part(train, np.sort(order[cut:])), val, classes)
 
 
 def minival_size(images: int, share: float | None, chooses: bool = False) -> int:
@@ -166,25 +148,26 @@ def minival_size(images: int, share: float | None, chooses: bool = False) -> int
     return images - math.floor(images * (1 - share))
 
 
-def hash_order(split: Labelled) -> list[int]:
+def hash_order(split: Labelled) -> Sequence[int]:
     """Order images by a hash of their names: a shuffle that depends on neither the machine nor the other images."""
-    digests = [hashlib.sha256(os.fsencode(split.key(index))).digest() for index in range(len(split.labels))]
-    return sorted(range(len(digests)), key=digests.__getitem__)
+    digests = bytearray()
+    for index in range(len(split.labels)):
+        digests += hashlib.sha256(os.fsencode(split.key(index))).digest()
+    parts = np.frombuffer(digests, ">u8").reshape(-1, 4)
+    return integers(np.lexsort(parts.T[::-1]))  # by the first part, then by the second
 
 
 def hold_out(split: Labelled, fraction: float) -> tuple[Labelled, Labelled]:
     """Set the last `fraction` of every class apart, in the order of the names' hashes; returns (rest, part)."""
-    labels = np.asarray(split.labels)
-    order = np.asarray(hash_order(split))
-    apart = []
-    for label in np.unique(labels):
-        rows = order[labels[order] == label]
-        count = min(len(rows) - 1, max(1, round(fraction * len(rows))))
-        apart += rows[len(rows) - count :].tolist()
-    rest = sorted(set(range(len(labels))) - set(apart))
-    if not apart or not rest:
+    labels, order = np.asarray(split.labels), np.asarray(hash_order(split))
+    order = order[np.argsort(labels[order], kind="stable")]
+    apart, end = np.zeros(len(labels), dtype=bool), 0
+    for images in np.unique(labels, return_counts=True)[1].tolist():
+        end += images
+        apart[order[end - min(images - 1, max(1, round(fraction * images))) : end]] = True
+    if apart.all() or not apart.any():
         raise DataError(f"{len(labels)} images are too few to set {fraction:g} of each class apart")
-    return Part(split, rest), Part(split, sorted(apart))
+    return Part(split, np.flatnonzero(~apart)), Part(split, np.flatnonzero(apart))
 
 
 def open_tuning_data(source: ImageSource) -> ClassData:

@@ -6,37 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
 from dpn_cli.data.cifar import find_cifar
-from dpn_cli.data.classified import DEMO, ImageSource, hub_name, hub_split, open_split
-from dpn_cli.data.labelled import HubPictures, Images, Labelled, SceneSplit
+from dpn_cli.data.classified import DEMO, ImageSource, Part, hub_name, hub_split, open_split
+from dpn_cli.data.labelled import HubPictures, Labelled, SceneSplit
+from dpn_cli.data.listing import FolderPictures, find_files
 from dpn_cli.data.pack import is_pack
-from dpn_cli.data.reading import SUFFIXES, USUAL, Reading, find_files, open_image
+from dpn_cli.data.reading import SUFFIXES, USUAL, Reading
 from dpn_cli.data.shards import Member, Shard, ShardPictures
 from dpn_cli.errors import DataError
 from dpn_cli.recipe.stores import is_hub, is_shards, is_url
-
-
-class ImageFiles(Images):
-    """Pictures by their paths and sizes in bytes, with names relative to `root`; every label is zero."""
-
-    def __init__(self, files: Sequence[tuple[Path, int]], reading: Reading = USUAL, root: Path | None = None) -> None:
-        self.paths, self.reading, self.root = [path for path, _ in files], reading, root
-        self.labels: Sequence[int] = [0] * len(files)
-        self.sizes: Sequence[int] = [size for _, size in files]
-
-    def where(self, index: int) -> str:
-        """Name an image's file."""
-        return str(self.paths[index])
-
-    def key(self, index: int) -> str:
-        """Return an image's name in the folder."""
-        return self.paths[index].relative_to(self.root).as_posix() if self.root else super().key(index)
-
-    def open(self, index: int) -> Image.Image:
-        """Open an image, not decoded yet."""
-        return open_image(self.paths[index], self.where(index), self.reading, self.sizes[index])
 
 
 def find_images(source: str, most: int, seed: int, reading: Reading = USUAL) -> Labelled:
@@ -49,11 +28,10 @@ def find_images(source: str, most: int, seed: int, reading: Reading = USUAL) -> 
     folder = Path(source).expanduser()
     if not folder.is_dir():
         raise DataError(f"--data {source}: no such folder; pass a folder of images, or demo")
-    images = find_files(folder)
-    if not images:
+    images = FolderPictures(folder, reading=reading)
+    if not images.sizes:
         raise DataError(f"--data {source}: no image in it or below it ({', '.join(sorted(SUFFIXES))})")
-    order = np.random.default_rng(seed).permutation(len(images))[:most]
-    return ImageFiles([images[i] for i in order], reading)
+    return Part(images, np.random.default_rng(seed).permutation(len(images.sizes))[:most])
 
 
 class _HubImages(HubPictures):
@@ -97,8 +75,7 @@ def open_unlabelled(source: ImageSource) -> Labelled:
                 "or wds:PATTERN"
             )
         inner = root / "train"
-        folder = inner if inner.is_dir() else root
-        split = ImageFiles(find_files(folder), root=folder)
+        split = FolderPictures(inner if inner.is_dir() else root)
     if not len(split.labels):
         raise DataError(f"--data {place}: no image in it or below it ({', '.join(sorted(SUFFIXES))})")
     split.reading = source.reading

@@ -6,7 +6,6 @@ import io
 import math
 import os
 import stat
-from collections.abc import Collection
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -59,16 +58,6 @@ USUAL = Reading()
 def decoder_of(decode: str) -> Decoder:
     """Return the decoder of a recipe's ``data.decode``; ``fast`` differs from ``exact`` in its crops only."""
     return "pillow" if decode == "pillow" else "exact"
-
-
-def find_files(folder: Path, suffixes: Collection[str] = SUFFIXES) -> list[tuple[Path, int]]:
-    """Return the pictures in a folder and below it in alphabetical order, with their sizes in bytes.
-
-    A name that is not a regular file (a broken link, a FIFO) counts as a picture of zero bytes: opening it fails, and
-    it is reported or left out like any other unreadable picture.
-    """
-    named = sorted(path for path in folder.rglob("*") if path.suffix.lower() in suffixes)
-    return [(path, file_size(path)) for path in named if not path.is_dir()]
 
 
 def file_size(path: Path) -> int:

@@ -157,6 +157,15 @@ def uncounted(more: int) -> None:
     """Show nothing: the `Done` of work that is part of something larger."""
 
 
+_heard: list[Callable[[str], None]] = []  # global, as stderr is; the innermost last
+
+
+def tell(text: str) -> None:
+    """Print a line about work that takes long and has no console of its own; nothing outside `Console.heard`."""
+    if _heard:
+        _heard[-1](text)
+
+
 class Console:
     """Messages and progress on stderr; `clock` returns seconds."""
 
@@ -175,6 +184,15 @@ class Console:
     def warn(self, text: str) -> None:
         """Print a warning, -q or not."""
         self.rich.print(f"[yellow]warning:[/] {cell(text)}")
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """Print inside the block what `tell` is told, unless -q was given."""
+        _heard.append(self.info)
+        try:
+            yield
+        finally:
+            _heard.pop()
 
     @contextmanager
     def progress(self, label: str) -> Iterator[Callable[[Tick], None]]:

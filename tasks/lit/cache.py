@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dpn_cli.data.labelled import digest_of_lines
 from dpn_cli.data.pixels import resize
 from dpn_cli.errors import DataError
 from dpn_cli.run import distributed, stopping
@@ -47,8 +47,7 @@ Plan = dict[int, dict[int, str]]
 
 def data_fingerprint(data: Captioned) -> str:
     """Return a hash over the images' names and encoded sizes, in order; their folder does not matter."""
-    lines = (f"{data.key(index)} {size}" for index, size in enumerate(data.sizes))
-    return hashlib.sha256(os.fsencode("\n".join(lines))).hexdigest()
+    return digest_of_lines(f"{data.key(index)} {size}" for index, size in enumerate(data.sizes))
 
 
 def cached_features(data: Captioned, encoder: ImageEncoder, root: Path, world: World, console: Console) -> Features:

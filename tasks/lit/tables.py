@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dpn_cli.data.faults import fault
-from dpn_cli.data.reading import find_files
+from dpn_cli.data.listing import find_files
 from dpn_cli.errors import DataError
 from tasks.lit.captions import CAPTION_COLUMNS, Files
 

@@ -18,7 +18,8 @@ from dpn_cli.data.classified import hub_name, hub_split
 from dpn_cli.data.crops import Size
 from dpn_cli.data.faults import fault
 from dpn_cli.data.labelled import load_hub, stored_file
-from dpn_cli.data.reading import SUFFIXES, Pixels, Reading, decode, file_size, find_files, open_image
+from dpn_cli.data.listing import find_files
+from dpn_cli.data.reading import SUFFIXES, Pixels, Reading, decode, file_size, open_image
 from dpn_cli.errors import DataError
 from dpn_cli.recipe.stores import is_hub
 from tasks.segment.labels import RawMask, read_mask

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -85,7 +86,7 @@ def open_pictures(recipe: DistillRecipe, classes: Sequence[str] | None, console:
     pictures = open_unlabelled(source)
     order = hash_order(pictures)
     cut = len(order) - minival_size(len(order), data.held_out)
-    train, held_out = Part(pictures, sorted(order[:cut])), Part(pictures, sorted(order[cut:]))
+    train, held_out = Part(pictures, np.sort(order[:cut])), Part(pictures, np.sort(order[cut:]))
     if not held_out.labels:
         raise DataError(
             f"--data {data.source}: none of {len(order)} pictures is held out to compare teacher and student on; see "
