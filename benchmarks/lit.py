@@ -157,15 +157,16 @@ def compare_caching(tower: Backbone, count: int, rounds: int, world: World) -> N
     runtime = Runtime(workers=worker_count("auto", world.device))
     encoder, quiet = image_encoder(tower, runtime, world), Console(quiet=True)
     with tempfile.TemporaryDirectory() as place:
-        files = Counted()
-        for path in sorted(write_pictures(Path(place) / "photos", (500, 375), count).rglob("*.jpg")):
-            files.add(path.parent, path.name, ("a picture",), place)
+        root = write_pictures(Path(place) / "photos", (500, 375), count)
+        files = Counted(root)
+        for path in sorted(root.rglob("*.jpg")):
+            files.add(str(path.relative_to(root)), ("a picture",), place)
         noise = torch.randint(256, (BATCH, 3, *encoder.size), dtype=torch.uint8)
         bare, cached = [], []
         for number in range(rounds):
             began = time.perf_counter()
-            for begin in range(0, len(files.paths), BATCH):
-                encoder.encode(noise[: min(BATCH, len(files.paths) - begin)])
+            for begin in range(0, len(files.keys), BATCH):
+                encoder.encode(noise[: min(BATCH, len(files.keys) - begin)])
             bare.append(time.perf_counter() - began)
             began = time.perf_counter()
             cached_features(files, encoder, Path(place) / f"cache{number}", world, quiet)
@@ -173,9 +174,9 @@ def compare_caching(tower: Backbone, count: int, rounds: int, world: World) -> N
         alone = image_encoder(tower, Runtime(workers=0), world)
         cached_features(files, alone, Path(place) / "counted", world, quiet)
         ratio = statistics.median(cached) / statistics.median(bare)
-        times = files.opened / len(files.paths)
+        times = files.opened / len(files.keys)
         print(
-            f"caching {len(files.paths)} JPEGs: {statistics.median(cached):.2f} s, bare forward "
+            f"caching {len(files.keys)} JPEGs: {statistics.median(cached):.2f} s, bare forward "
             f"{statistics.median(bare):.2f} s, ratio {ratio:.3f}; each opened {times:.2f} times"
         )
 

@@ -54,9 +54,9 @@ def listed(folder: Path) -> tuple[Path, Callable[[], object]]:
 
 def captioned(folder: Path) -> tuple[Path, Callable[[], object]]:
     pictures(folder, classes=1, each=1)
-    files = Files()
-    files.add(folder, "class0/000.jpg", ["a picture"], "pairs.csv")
-    return files.paths[0], lambda: files.open(0).close()
+    files = Files(folder)
+    files.add("class0/000.jpg", ["a picture"], "pairs.csv")
+    return files.path(0), lambda: files.open(0).close()
 
 
 def image_of_a_pair(folder: Path) -> tuple[Path, Callable[[], object]]:

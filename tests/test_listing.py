@@ -124,7 +124,7 @@ def test_a_kept_list_is_made_again_after_a_change(change: str, tmp_path: Path) -
         one.rename(one.with_name("z.jpg"))
     elif change == "class":
         (root / "class2").mkdir()
-        one.rename(root / "class2" / "001.jpg")
+        (root / "class2" / "new.jpg").write_bytes(b"new")
     elif change == "write":
         one.write_bytes(b"shorter")
     elif change == "inner":

@@ -422,10 +422,10 @@ def test_without_a_cache_an_image_is_cut_anew_at_every_visit(tmp_path: Path) -> 
 
 def test_tokens_are_kept_for_one_tokenizer_and_one_list_of_captions(tmp_path: Path) -> None:
     root = tmp_path / "cache"
-    files = {ending: Files() for ending in ("x", "y")}
+    files = {ending: Files(tmp_path) for ending in ("x", "y")}
     for ending, several in files.items():
         for name in write_pictures(tmp_path, 2):
-            several.add(tmp_path, name, [f"Picture {name} {ending}"], "here")
+            several.add(name, [f"Picture {name} {ending}"], "here")
     for several in files.values():
         for tokenizer in (Tokenizer(12, "whitespace"), Tokenizer(12, "lower"), Tokenizer(6, "whitespace")):
             kept, made = tokenize(several, tokenizer, root), tokenize(several, tokenizer)
@@ -433,9 +433,9 @@ def test_tokens_are_kept_for_one_tokenizer_and_one_list_of_captions(tmp_path: Pa
 
 
 def test_one_of_several_captions_is_drawn_at_every_visit(tmp_path: Path) -> None:
-    files = Files()
+    files = Files(tmp_path)
     for name in write_pictures(tmp_path, 4):
-        files.add(tmp_path, name, [f"{name} caption {letter}" for letter in "abcd"], "here")
+        files.add(name, [f"{name} caption {letter}" for letter in "abcd"], "here")
     tokenizer = Tokenizer(12, "whitespace")
     texts = tokenize(files, tokenizer, tmp_path / "cache")
     assert torch.equal(tokenize(files, tokenizer, tmp_path / "cache").tokens, texts.tokens)  # from the disk

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import pickle
 import re
 import tarfile
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from PIL import Image as Pil
 
 from dpn_cli.errors import DataError, DpnError
 from tasks.lit.cache import data_fingerprint
-from tasks.lit.captions import HubCaptions
+from tasks.lit.captions import Files, HubCaptions, Subset, stamp_of
 from tasks.lit.data import CaptionSource, open_pairs, open_split
 from tasks.lit.parts import open_part
 from tasks.lit.tokens import Tokenizer, open_tokenizer
@@ -419,3 +420,17 @@ def test_a_folder_without_readable_text_columns_is_refused(tmp_path: Path) -> No
     with pytest.raises(DpnError, match=re.escape("which column holds the caption? The columns are 'file', 'words'")):
         open_split(CaptionSource(str(path)), "train")
     assert open_split(CaptionSource(str(path), caption_column="words"), "train").captions == [("a",)]
+
+
+def test_a_pair_takes_its_texts_and_few_bytes(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    (tmp_path / "a.png").write_bytes(b"a picture")
+    stamp = len(stamp_of((tmp_path / "a.png").stat()))
+    for number in range(200):
+        files.add("a.png", [f"caption {number:03d}", "another"], "here")
+    assert files.captions[17] == ("caption 017", "another")
+    assert files.captions[-1] == ("caption 199", "another")
+    some = Subset(files, range(0, 200, 2))
+    assert (some.captions[1:3], len(some.stamps)) == ([files.captions[2], files.captions[4]], 100)
+    texts, integers = len("a.pngcaption 000another") + stamp, 6 * 8
+    assert len(pickle.dumps(files)) < 200 * (texts + integers) + 2000

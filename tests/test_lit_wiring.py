@@ -201,9 +201,9 @@ def test_views_are_of_the_image_whatever_stands_beside_it(
 
 
 def test_the_view_tells_nothing_of_the_caption(tmp_path: Path) -> None:
-    files = Files()
+    files = Files(tmp_path)
     for name in write_pictures(tmp_path, 8):
-        files.add(tmp_path, name, [f"{name} one", f"{name} two"], "here")
+        files.add(name, [f"{name} one", f"{name} two"], "here")
     texts = tokenize(files, Tokenizer(8, "whitespace"))
     features = Features([np.arange(16, dtype=np.float16).reshape(8, 2, 1)], ())
     visits = cached_batches(features, torch.arange(8), texts, 8, 0, ALONE)(0)
@@ -217,9 +217,9 @@ def test_the_view_tells_nothing_of_the_caption(tmp_path: Path) -> None:
 
 
 def test_views_and_captions_are_drawn_by_the_seed(tmp_path: Path) -> None:
-    files = Files()
+    files = Files(tmp_path)
     (name,) = write_pictures(tmp_path, 1)
-    files.add(tmp_path, name, [f"caption {letter}" for letter in "abcdefgh"], "here")
+    files.add(name, [f"caption {letter}" for letter in "abcdefgh"], "here")
     texts = tokenize(files, Tokenizer(8, "whitespace"))
     features = Features([np.arange(8, dtype=np.float16).reshape(1, 8, 1)], ())
     drawn: list[list[list[int]]] = []
@@ -234,9 +234,9 @@ def test_views_and_captions_are_drawn_by_the_seed(tmp_path: Path) -> None:
 
 
 def test_cuts_without_a_cache_are_of_the_seed_and_the_images_of_one_batch_differ(tmp_path: Path) -> None:
-    files = Files()
+    files = Files(tmp_path)
     for name in write_pictures(tmp_path, 1) * 4:
-        files.add(tmp_path, name, ["a dog"], "here")
+        files.add(name, ["a dog"], "here")
     tower = load_backbone("mu/8", image_size=16, seed=0).eval()
     encoder = image_encoder(tower, Runtime(workers=0), ALONE, views=1)
     encoder = replace(encoder, encode=lambda images: images.flatten(1).float())

@@ -17,7 +17,7 @@ MUTATIONS = [
     (LABELS, "Reading(how.decode or towers.decoder, how.max_pixels)\n        autocast", 'Reading(how.decode or "exact", how.max_pixels)\n        autocast',
      "LiT's pictures are decoded by another decoder than the run's", P + " tests/test_decoders.py"),
     (CLASSES, 'result["classes"][0]["name"]', 'result["classes"][-1]["name"]', "a page counts the least likely classes", P),
-    (LABELS, "files.paths[good[row]]", "files.paths[row]", "a search shows other pictures where some are unreadable", P),
+    (LABELS, "files.path(good[row])", "files.path(row)", "a search shows other pictures where some are unreadable", P),
     (MASKS, "one.index in found.shown else None", "found.shown else None", "a page of segments is of any size", P),
     (MASKS, "key=lambda index: -sum(shares[index])", "key=lambda index: sum(shares[index])",
      "a legend does not begin with the largest class", P),

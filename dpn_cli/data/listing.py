@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import numpy as np
 from PIL import Image
@@ -22,9 +22,11 @@ from dpn_cli.data.labelled import Images
 from dpn_cli.data.reading import SUFFIXES, USUAL, Reading, open_image
 from dpn_cli.errors import DataError, SaveError
 from dpn_cli.recipe.home import home
+from dpn_cli.run import stopping
 from dpn_cli.run.console import LINE_EVERY, tell
 from dpn_cli.run.files import real_path, replace_file
 
+ItemT = TypeVar("ItemT")
 # The list of so many pictures is kept. Nobody edits pictures of larger sets one by one; looking at each of them takes
 # minutes on a disk of the network.
 KEPT = 100_000
@@ -80,6 +82,25 @@ class Names(Sequence[str]):
         return names
 
 
+class Chosen(Sequence[ItemT]):
+    """Some items of a sequence, looked up when they are asked for."""
+
+    def __init__(self, whole: Sequence[ItemT], rows: Sequence[int]) -> None:
+        self.whole, self.rows = whole, integers(rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> ItemT: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[ItemT]: ...
+    def __getitem__(self, index: int | slice) -> ItemT | list[ItemT]:
+        if isinstance(index, slice):
+            return [self.whole[row] for row in self.rows[index]]
+        return self.whole[self.rows[index]]
+
+
 def integers(values: Any) -> array[int]:
     """Return integers in eight bytes each; in a list, they take forty."""
     packed = array("q")
@@ -132,7 +153,7 @@ def list_files(root: Path, within: Sequence[str] = ("",)) -> Listing:
 
     A list of many pictures is kept below `home`, until one of the folders changes. A picture that was written to in its
     place is noticed when it is opened, or in a sample. Says every ten seconds how many were found. Raises `DataError`
-    for a folder that cannot be read.
+    for a folder that cannot be read, `StoppedError` when a signal asks to stop.
     """
     file = _file(root, within)
     if file and (kept := _read(file, root, within)) is not None:
@@ -142,6 +163,7 @@ def list_files(root: Path, within: Sequence[str] = ("",)) -> Listing:
     for folder in within:
         before = len(listing.names)
         for name, size in walk(str(root / folder), f"{folder}/" if folder else "", SUFFIXES, folders):
+            stopping.check_here()
             listing.names.append(name)
             listing.sizes.append(size)
             if time.monotonic() - shown >= LINE_EVERY:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -51,14 +52,14 @@ class Texts:
 
 def tokenize(data: Captioned, tokenizer: Tokenizer, root: Path | None = None) -> Texts:
     """Tokenize all captions. With `root`, tokens are cached there under a hash of texts and tokenizer."""
-    texts = [text for several in data.captions for text in several]
-    first = torch.tensor([0, *map(len, data.captions)]).cumsum(0)
+    texts = (text for several in data.captions for text in several)
+    first = torch.from_numpy(np.fromiter(chain([0], map(len, data.captions)), np.int64)).cumsum(0)
     if root is None:
         tokens, cut = _encode(texts, tokenizer)
         return Texts(torch.from_numpy(tokens), first, cut)
     named = hashlib.sha256(json.dumps(tokenizer.to_dict()).encode())
-    for text in texts:
-        named.update(f"{text}\0".encode())
+    for several in data.captions:
+        named.update("".join(f"{text}\0" for text in several).encode())
     path = root / f"tokens-{named.hexdigest()[:16]}.npy"
     with contextlib.suppress(DataError):  # a damaged file is written again
         if facts := facts_of(path):
@@ -68,11 +69,11 @@ def tokenize(data: Captioned, tokenizer: Tokenizer, root: Path | None = None) ->
     return Texts(torch.from_numpy(tokens), first, cut)
 
 
-def _encode(texts: Sequence[str], tokenizer: Tokenizer) -> tuple[np.ndarray[tuple[int, ...], np.dtype[np.int32]], int]:
+def _encode(texts: Iterator[str], tokenizer: Tokenizer) -> tuple[np.ndarray[tuple[int, ...], np.dtype[np.int32]], int]:
     parts, cut = [], 0
-    for begin in range(0, len(texts), CHUNK):
+    while some := list(islice(texts, CHUNK)):
         stopping.check_here()
-        tokens, longer = tokenizer.encode(texts[begin : begin + CHUNK])
+        tokens, longer = tokenizer.encode(some)
         parts.append(tokens)
         cut += longer
     return np.concatenate(parts), cut

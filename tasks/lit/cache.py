@@ -14,8 +14,9 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 
 from dpn_cli.data.labelled import digest_of_lines
+from dpn_cli.data.order import Rows
 from dpn_cli.data.pixels import resize
 from dpn_cli.errors import DataError
 from dpn_cli.run import distributed, stopping
@@ -43,6 +45,14 @@ VERSION = 2
 Json = dict[str, Any]
 Plan = dict[int, dict[int, str]]
 """Shards by number, each with the rows to read and their files' current stamps."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is kept in mind of a finished shard: the rows with other stamps now, and the rows of unreadable images."""
+
+    changed: dict[int, str]
+    bad: list[int]
 
 
 def data_fingerprint(data: Captioned) -> str:
@@ -106,17 +116,18 @@ def _filled(
         Shard(folder / f"features-{number:05d}.npy", first, min(SHARD, total - first))
         for number, first in enumerate(range(0, total, SHARD))
     ]
-    finished, plan, bad = list[Json | None](), Plan(), list[int]()
+    finished, before, plan, bad = list[Known | None](), dict[int, list[str]](), Plan(), list[int]()
     if world.leads:
         finished, distrust = _finished(shards, facts, data, encoder, console)
         plan = _plan(shards, finished, data, distrust, console)
+        before = {number: _saved(shards[number])["contents"] for number in plan if finished[number]}
     plan = distributed.from_leader(plan)
     if plan:
         mine = sorted(plan)[world.rank :: world.size]
         fill(data, encoder, [(shards[number], plan[number]) for number in mine], encoder.batch_size or BATCH, console)
         distributed.barrier()
     if world.leads:
-        bad = _unreadable(shards, finished, plan, console)
+        bad = _unreadable(shards, finished, before, plan, console)
     bad = distributed.from_leader(bad)
     if len(bad) == total:
         raise DataError(f"{problem_of(data, 0)}; no other one is readable either, so nothing is left to work with")
@@ -139,8 +150,8 @@ def problem_of(data: Captioned, row: int) -> DataError:
 
 def _finished(
     shards: Sequence[Shard], facts: Json, data: Captioned, encoder: ImageEncoder, console: Console
-) -> tuple[list[Json | None], bool]:
-    """Return each shard's saved facts, None for those to encode, and whether stamps cannot be trusted.
+) -> tuple[list[Known | None], bool]:
+    """Return what is known of each shard, None for those to encode, and whether stamps cannot be trusted.
 
     A cache whose content does not match its name is cleared and begun anew.
     """
@@ -154,7 +165,7 @@ def _finished(
         except (OSError, ValueError, AttributeError) as error:
             problem = f"cache.json cannot be read ({error})"
         if problem is None:
-            finished = _whole(shards, console)
+            finished = [_known(shard, data, console) for shard in shards]
             problem, replaced = _spot_check(shards, finished, data, encoder)
             if replaced is not None:
                 console.warn(f"{replaced} was replaced and its date and inode do not show it; all images are compared")
@@ -166,20 +177,34 @@ def _finished(
     return [None] * len(shards), False
 
 
-def _whole(shards: Sequence[Shard], console: Console) -> list[Json | None]:
-    """Return each shard's saved facts, None for those to encode; report damaged ones."""
-    finished: list[Json | None] = []
-    for shard in shards:
-        try:
-            finished.append(shard.facts())
-        except DataError as error:
-            console.warn(f"{error}; its images are encoded again")
-            finished.append(None)
-    return finished
+def _known(shard: Shard, data: Captioned, console: Console) -> Known | None:
+    """Return what is known of a shard, None for one to encode; report a damaged one."""
+    try:
+        facts = shard.facts()
+    except DataError as error:
+        console.warn(f"{error}; its images are encoded again")
+        return None
+    if facts is None:
+        return None
+    pairs = zip(_stamps(shard, data).items(), facts["stamps"], strict=True)
+    changed = {row: stamp for (row, stamp), old in pairs if not stamp or stamp != old}
+    return Known(changed, [row for row, content in enumerate(facts["contents"], shard.first) if not content])
+
+
+def _stamps(shard: Shard, data: Captioned) -> dict[int, str]:
+    """Return the current stamps of a shard's rows."""
+    return dict(enumerate(data.stamps[shard.first : shard.first + shard.count], shard.first))
+
+
+def _saved(shard: Shard) -> Json:
+    """Return the facts of a finished shard."""
+    facts = shard.facts()
+    assert facts is not None
+    return facts
 
 
 def _spot_check(
-    shards: Sequence[Shard], finished: Sequence[Json | None], data: Captioned, encoder: ImageEncoder
+    shards: Sequence[Shard], finished: Sequence[Known | None], data: Captioned, encoder: ImageEncoder
 ) -> tuple[str | None, str | None]:
     """Read and encode a few images of the finished shards again.
 
@@ -187,48 +212,43 @@ def _spot_check(
     the same; None where nothing is.
     """
     replaced = None
-    contents = {
-        shard.first + place: content
-        for shard, facts in zip(shards, finished, strict=True)
-        if facts
-        for place, content in enumerate(facts["contents"])
-        if content
-    }
-    for row in _spread(list(contents), SPOT_CHECKS):
-        shard, saved = shards[row // SHARD], finished[row // SHARD]
-        assert saved is not None
+    good = np.zeros(len(data.captions), dtype=bool)
+    for shard, known in zip(shards, finished, strict=True):
+        if known:
+            good[shard.first : shard.first + shard.count] = True
+            good[known.bad] = False
+    for row in _spread(np.flatnonzero(good), SPOT_CHECKS).tolist():
+        shard = shards[row // SHARD]
+        saved, place = _saved(shard), row - shard.first
         try:
             content, pixels = content_digest(data, row), data.pixels(row)
         except DataError:  # an image that is missing now was encoded
             continue
-        if content != contents[row]:
-            replaced = data.where(row) if data.stamps[row] == saved["stamps"][row - shard.first] else replaced
+        if content != saved["contents"][place]:
+            replaced = data.where(row) if data.stamps[row] == saved["stamps"][place] else replaced
             continue
-        stored = torch.from_numpy(np.load(shard.file, mmap_mode="r")[row - shard.first].astype(np.float32))
+        stored = torch.from_numpy(np.load(shard.file, mmap_mode="r")[place].astype(np.float32))
         now = encoder.encode_views(resize(pixels, encoder.read_size)[None], [row])[0]
         if not (stored * now).sum(-1).min() > SPOT_COSINE:
             return f"{data.where(row)} gives other features now", replaced
     return None, replaced
 
 
-def _spread(rows: Sequence[int], count: int) -> Sequence[int]:
+def _spread(rows: Rows, count: int) -> Rows:
     return rows[:: -(-len(rows) // count) or 1]
 
 
 def _plan(
-    shards: Sequence[Shard], finished: Sequence[Json | None], data: Captioned, distrust: bool, console: Console
+    shards: Sequence[Shard], finished: Sequence[Known | None], data: Captioned, distrust: bool, console: Console
 ) -> Plan:
     """Return the rows to read: all of new shards, and those whose files have other stamps now."""
     plan = Plan()
     new = compared = 0
-    for number, (shard, facts) in enumerate(zip(shards, finished, strict=True)):
-        now = data.stamps[shard.first : shard.first + shard.count]
-        before = [""] * shard.count if facts is None or distrust else facts["stamps"]
-        pairs = enumerate(zip(now, before, strict=True), shard.first)
-        rows = {row: stamp for row, (stamp, old) in pairs if not stamp or stamp != old}
+    for number, (shard, known) in enumerate(zip(shards, finished, strict=True)):
+        rows = _stamps(shard, data) if known is None or distrust else known.changed
         if rows:
             plan[number] = rows
-        new, compared = (new + len(rows), compared) if facts is None else (new, compared + len(rows))
+        new, compared = (new + len(rows), compared) if known is None else (new, compared + len(rows))
     if new:
         console.info(f"encoding {several(new, 'image')} once, into {shards[0].file.parent}")
     if compared:
@@ -239,16 +259,23 @@ def _plan(
     return plan
 
 
-def _unreadable(shards: Sequence[Shard], before: Sequence[Json | None], plan: Plan, console: Console) -> list[int]:
-    """Return the rows of unreadable images, and report how many images had changed."""
+def _unreadable(
+    shards: Sequence[Shard],
+    finished: Sequence[Known | None],
+    before: Mapping[int, Sequence[str]],
+    plan: Plan,
+    console: Console,
+) -> list[int]:
+    """Return the rows of unreadable images, and report how many images had changed since the contents `before`."""
     bad, changed, compared = list[int](), 0, 0
-    for number, (shard, old) in enumerate(zip(shards, before, strict=True)):
-        facts = shard.facts() if number in plan else old
-        assert facts is not None
-        bad += [shard.first + place for place, content in enumerate(facts["contents"]) if not content]
-        if old is not None:
-            compared += shard.count
-            changed += sum(one != other for one, other in zip(old["contents"], facts["contents"], strict=True))
+    for number, (shard, known) in enumerate(zip(shards, finished, strict=True)):
+        compared += shard.count if known else 0
+        if known and number not in plan:
+            bad += known.bad
+            continue
+        now = _saved(shard)["contents"]
+        bad += [row for row, content in enumerate(now, shard.first) if not content]
+        changed += sum(one != other for one, other in zip(before.get(number, now), now, strict=True))
     if changed:
         console.warn(f"{changed} of {compared} images changed since they were encoded; these were encoded again")
     return bad

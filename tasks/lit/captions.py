@@ -8,6 +8,7 @@ import os
 import re
 import stat
 from abc import abstractmethod
+from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from PIL import Image
 from dpn_cli.data import scenes
 from dpn_cli.data.faults import fault
 from dpn_cli.data.labelled import HubPictures, Images, SceneSplit
+from dpn_cli.data.listing import Chosen, Names, integers
 from dpn_cli.data.order import Sharded
 from dpn_cli.data.reading import inside, open_image
 from dpn_cli.data.remote import RemotePath
@@ -62,10 +64,9 @@ class Subset(Captioned):
     """Some images of a set, in the order of the set."""
 
     def __init__(self, whole: Captioned, rows: Sequence[int]) -> None:
-        self.whole, self.rows, self.reading = whole, list(rows), whole.reading
-        self.captions = [whole.captions[row] for row in self.rows]
-        self.sizes = [whole.sizes[row] for row in self.rows]
-        self.stamps = [whole.stamps[row] for row in self.rows]
+        self.whole, self.rows, self.reading = whole, integers(rows), whole.reading
+        self.captions, self.stamps = Chosen(whole.captions, rows), Chosen(whole.stamps, rows)
+        self.sizes = array("q", (whole.sizes[row] for row in self.rows))
 
     @property
     def shards(self) -> Sharded | None:
@@ -89,20 +90,44 @@ class Subset(Captioned):
         return self.whole.open(self.rows[index])
 
 
+class Sentences(Sequence[tuple[str, ...]]):
+    """Tuples of sentences in one piece of memory; see `Names`. Equal to any sequence of the same tuples."""
+
+    def __init__(self) -> None:
+        self.texts, self.ends = Names(), array("q")
+
+    def append(self, sentences: Sequence[str]) -> None:
+        """Add the sentences of a picture."""
+        for text in sentences:
+            self.texts.append(text)
+        self.ends.append(len(self.texts))
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, index: int) -> tuple[str, ...]:  # type: ignore[override]  # no slices
+        place = range(len(self.ends))[index]
+        return tuple(self.texts[self.ends[place - 1] if place else 0 : self.ends[place]])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 class Files(Captioned):
-    """Picture files with their sentences, in the order of `add`."""
+    """Picture files below a folder with their sentences, in the order of `add`."""
 
-    def __init__(self, skip_bad: bool = False) -> None:
-        self.skip_bad = skip_bad
-        self.paths: list[Path] = []
-        self.keys: list[str] = []
-        self.captions: list[tuple[str, ...]] = []
-        self.sizes: list[int] = []
-        self.stamps: list[str] = []
+    def __init__(self, root: Path, skip_bad: bool = False) -> None:
+        self.root, self.skip_bad = root, skip_bad
+        self.keys = Names()
+        self.sizes: array[int] = array("q")
+        self.stamps: Names = Names()
+        self.captions: Sentences = Sentences()
 
-    def add(self, root: Path, name: str, raw: Iterable[object], place: str) -> None:
+    def add(self, name: str, raw: Iterable[object], place: str) -> None:
         """Add a picture. One that is missing or has no text is left out or an error."""
-        path = inside(root, name, place)
+        path = inside(self.root, name, place)
         captions = sentences(raw, f"{place}: {name}", self.skip_bad)
         status = _status(path)
         if status is None and not self.skip_bad:
@@ -110,7 +135,6 @@ class Files(Captioned):
         if not captions or status is None:
             self.dropped += 1
             return
-        self.paths.append(path)
         self.keys.append(name)
         self.captions.append(captions)
         self.sizes.append(status.st_size)
@@ -120,13 +144,17 @@ class Files(Captioned):
         """Return a picture's name inside the data set."""
         return self.keys[index]
 
+    def path(self, index: int) -> Path:
+        """Return a picture's file."""
+        return self.root / self.keys[index]
+
     def where(self, index: int) -> str:
         """Name a picture's file."""
-        return str(self.paths[index])
+        return str(self.path(index))
 
     def open(self, index: int) -> Image.Image:
         """Open a picture, not decoded yet."""
-        return open_image(self.paths[index], self.where(index), self.reading, self.sizes[index])
+        return open_image(self.path(index), self.where(index), self.reading, self.sizes[index])
 
 
 def _missing(path: Path, place: str) -> PictureError:

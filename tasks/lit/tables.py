@@ -23,7 +23,7 @@ def read_table(path: Path, root: Path, image: str | None, caption: str | None, s
 
     Raises `DataError` naming file and line.
     """
-    files, gathered, lines = Files(skip_bad), dict[str, list[object]](), dict[str, int]()
+    files, gathered, lines = Files(root, skip_bad), dict[str, list[object]](), dict[str, int]()
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:  # Excel writes a byte-order mark
             tabs = "\t" in file.readline()  # open_clip's tables are tab-separated and called .csv
@@ -42,7 +42,7 @@ def read_table(path: Path, root: Path, image: str | None, caption: str | None, s
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path}: not a readable table ({' '.join(str(error).split())[:120]})") from error
     for name, raw in gathered.items():
-        files.add(root, name, raw, f"{path}, line {lines[name]}")
+        files.add(name, raw, f"{path}, line {lines[name]}")
     return files
 
 
@@ -61,20 +61,20 @@ def read_coco(path: Path, root: Path, splits: Sequence[str] | None, skip_bad: bo
 
     Raises `DataError` for a file of neither form, and when Karpathy's has none of the splits.
     """
-    files, listed = Files(skip_bad), _read_json(path)
+    listed = _read_json(path)
     try:
         images = listed["images"]
         karpathy = "annotations" not in listed
-        root = root if karpathy else _coco_folder(path, root)
+        files = Files(root if karpathy else _coco_folder(path, root), skip_bad)
         texts: dict[object, list[object]] = {}
         for note in listed.get("annotations", ()):
             texts.setdefault(note["image_id"], []).append(note["caption"])
         for image in images:
             if not karpathy:
-                files.add(root, image["file_name"], texts.get(image["id"], ()), str(path))
+                files.add(image["file_name"], texts.get(image["id"], ()), str(path))
             elif splits is None or image["split"] in splits:
                 raw = [sentence["raw"] for sentence in image["sentences"]]
-                files.add(root, str(Path(image.get("filepath", "")) / image["filename"]), raw, str(path))
+                files.add(str(Path(image.get("filepath", "")) / image["filename"]), raw, str(path))
     except (KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"{path}: neither Karpathy's captions JSON (images with filename, split, sentences) nor COCO's own "
@@ -124,7 +124,7 @@ def read_folder(root: Path, image: str | None, caption: str | None, skip_bad: bo
     if table is not None:
         read = read_coco(table, root, None, skip_bad) if table.suffix == ".json" else None
         return read or read_table(table, root, image, caption, skip_bad)
-    files = Files(skip_bad)
+    files = Files(root, skip_bad)
     for path, _ in find_files(root):
         text = path.with_suffix(".txt")
         try:
@@ -135,7 +135,7 @@ def read_folder(root: Path, image: str | None, caption: str | None, skip_bad: bo
         except OSError as error:
             fault(DataError(f"{text}: not readable ({error.strerror})"))
             continue
-        files.add(root, path.relative_to(root).as_posix(), raw, str(text))
+        files.add(path.relative_to(root).as_posix(), raw, str(text))
     if not files.captions:
         raise DataError(
             f"{root}: no pictures with a .txt of the same name beside them, and none of {', '.join(TABLES)} in it"

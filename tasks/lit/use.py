@@ -103,8 +103,8 @@ def search(options: Search, console: Console) -> Predictions | None:
             sentence = build_classifier(towers, [options.query], prompt_set("plain"))
         if not world.leads:
             return None
-        for row in sorted(set(range(len(files.paths))) - set(good)):
-            found.leave_out(files.paths[row], problem_of(files, row))
+        for row in sorted(set(range(len(files.keys))) - set(good)):
+            found.leave_out(files.path(row), problem_of(files, row))
         cosine = (features.to(world.device) @ sentence.T)[:, 0]
         best = cosine.topk(min(options.top, len(good)))
         found.results += [
@@ -112,7 +112,7 @@ def search(options: Search, console: Console) -> Predictions | None:
             for row, value in zip(best.indices.tolist(), best.values.tolist(), strict=True)
         ]
         if options.html:
-            paths = [files.paths[good[row]] for row in best.indices.tolist()]
+            paths = [files.path(good[row]) for row in best.indices.tolist()]
             shown = list(thumbnails(paths, files.reading, runtime.workers))
             _write_found(options.html, options, found, shown, len(good))
     return found
@@ -141,10 +141,10 @@ def pictures_in(
 
     `leave_out` takes those that are no files (broken links), with what is wrong.
     """
-    files = Files()
+    files = Files(folder)
     for path in paths:
         try:
-            files.add(folder, path.relative_to(folder).as_posix(), (query,), str(folder))
+            files.add(path.relative_to(folder).as_posix(), (query,), str(folder))
         except PictureError as error:
             leave_out(path, error)
     return files
