@@ -78,7 +78,7 @@ class Part(Images):
 
     def __init__(self, whole: Labelled, rows: Sequence[int] | Rows) -> None:
         self.whole, self.rows, self.reading = whole, integers(rows), whole.reading
-        self.labels: Sequence[int] = array("i", (whole.labels[row] for row in self.rows))
+        self.labels: Sequence[int] = array("q", (whole.labels[row] for row in self.rows))
         self.sizes: Sequence[int] = array("q", (whole.sizes[row] for row in self.rows))
 
     @property

@@ -25,6 +25,7 @@ import numpy as np
 from PIL import Image
 
 from dpn_cli.data.labelled import Images, Labelled, fingerprint
+from dpn_cli.data.listing import integers
 from dpn_cli.data.order import Sharded
 from dpn_cli.data.reading import Reading, decode, open_image
 from dpn_cli.data.remote import RemotePath, in_parallel
@@ -305,8 +306,8 @@ class Packed(Images):
             except (OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
                 raise DataError(f"{listed}: a damaged pack ({error}); {again}") from error
         joined: dict[str, Any] = {name: np.concatenate(arrays) for name, arrays in parts.items()}
-        self.labels: Sequence[int] = joined["labels"].tolist()
-        self.sizes: Sequence[int] = joined["sizes"].tolist()
+        self.labels: Sequence[int] = integers(joined["labels"])
+        self.sizes: Sequence[int] = integers(joined["sizes"])
         self.keys, self.crc32 = joined["keys"], joined["crc32"]
         self.shard, self.offsets = joined["shard"], joined["offsets"]
 

@@ -10,6 +10,7 @@ import os
 import re
 import tarfile
 from abc import abstractmethod
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +22,7 @@ from PIL import Image
 from dpn_cli.data import remote
 from dpn_cli.data.faults import fault
 from dpn_cli.data.labelled import Images, number_names
+from dpn_cli.data.listing import Names
 from dpn_cli.data.order import Sharded
 from dpn_cli.data.reading import SUFFIXES, open_image
 from dpn_cli.data.remote import RemotePath
@@ -97,20 +99,22 @@ class ShardPictures(Images):
 
     def __init__(self, pattern: str, endings: tuple[str, ...]) -> None:
         self.paths: list[Shard] = []
-        self.names: list[str] = []
-        self.places: list[tuple[int, int, int]] = []  # shard, offset, bytes
+        self.names = Names()
+        self.shard, self.offsets, sizes = array("q"), array("q"), array("q")
+        self.sizes: Sequence[int] = sizes
         for shard, (path, pictures) in enumerate(listed(expand(pattern), endings)):
             self.paths.append(path)
             for member in pictures:
                 if self.take(path, member):
                     self.names.append(f"{path.name}/{member.name}")
-                    self.places.append((shard, member.offset, member.size))
-        self.sizes: Sequence[int] = [size for _, _, size in self.places]
+                    self.shard.append(shard)
+                    self.offsets.append(member.offset)
+                    sizes.append(member.size)
 
     @property
     def shards(self) -> Sharded:
         """Which shard each picture is in."""
-        return Sharded(self.paths, np.array([shard for shard, _, _ in self.places], dtype=np.int64))
+        return Sharded(self.paths, np.asarray(self.shard))
 
     @abstractmethod
     def take(self, path: Shard, member: Member) -> bool:
@@ -118,7 +122,7 @@ class ShardPictures(Images):
 
     def where(self, index: int) -> str:
         """Name a picture's shard and its name in it."""
-        path = self.paths[self.places[index][0]]
+        path = self.paths[self.shard[index]]
         return f"{path}{self.names[index].removeprefix(path.name)}"
 
     def key(self, index: int) -> str:
@@ -127,10 +131,9 @@ class ShardPictures(Images):
 
     def open(self, index: int) -> Image.Image:
         """Open a picture, not decoded yet."""
-        shard, offset, size = self.places[index]
-        with self.paths[shard].open("rb") as file:
-            file.seek(offset)
-            return open_image(io.BytesIO(file.read(size)), self.where(index), self.reading)
+        with self.paths[self.shard[index]].open("rb") as file:
+            file.seek(self.offsets[index])
+            return open_image(io.BytesIO(file.read(self.sizes[index])), self.where(index), self.reading)
 
 
 class Shards(ShardPictures):

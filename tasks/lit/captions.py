@@ -218,7 +218,7 @@ class ShardCaptions(ShardPictures, Captioned):
         if not self.captions:
             raise DataError(f"--data wds:{pattern}: no picture with a .txt or .json beside it")
         stamps = [path.version if isinstance(path, RemotePath) else stamp_of(_status(path)) for path in self.paths]
-        self.stamps = [stamps[shard] for shard, _, _ in self.places]
+        self.stamps = [stamps[shard] for shard in self.shard]
 
     def take(self, path: Shard, member: Member) -> bool:
         """Note a picture's sentences."""
