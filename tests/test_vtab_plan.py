@@ -6,12 +6,11 @@ import json
 from typing import Any
 
 import pytest
-import torch
 from test_cli import run
 
 from dpn_cli.engine import planning
-from dpn_cli.engine.memory import activation_bytes
-from dpn_cli.recipe.schema import Optim, Runtime
+from dpn_cli.engine.footprint import step_bytes
+from dpn_cli.recipe.schema import Optim
 from dpn_cli.weights.backbone import load_backbone
 
 # S/32 at 224: 50 tokens of 384, 49 patches of 3072 values, 12 blocks, an MLP of 1536; dtd has 47 classes, svhn 10.
@@ -52,13 +51,13 @@ def test_disk_and_memory_are_those_of_weights_gradients_states_and_activations()
     assert one["kept"] == 0
     # Six networks until the learning rate is chosen, and three states of a training.
     assert one["disk"] == pytest.approx(6 * 4 * parameters + 3 * one_state(parameters), rel=0.01)
-    model, runtime = load_backbone("S/32", stem="dpn", num_classes=47), Runtime(micro_batch_size=8)
-    cpu = torch.device("cpu")
-    assert planning.memory(model, Optim(), runtime, 64, cpu) == 16 * parameters + 8 * activation_bytes(model)
-    short = planning.memory(model, Optim(state_dtype="bfloat16"), runtime, 64, cpu)
-    assert short == 14 * parameters + 8 * activation_bytes(model)
-    fewer = planning.memory(model, Optim(), Runtime(micro_batch_size=2, precision="bf16"), 64, cpu)
-    assert fewer == 16 * parameters + 2 * activation_bytes(model) // 2
+    model = load_backbone("S/32", stem="dpn", num_classes=47)
+    (fewer,) = planned("--micro-batch-size", "8")["networks"]
+    assert fewer["memory"] == step_bytes(model, Optim(), 64, 8)
+    (shorter,) = planned("--micro-batch-size", "8", "--precision", "bf16", "--set", "optim.state_dtype=bfloat16")[
+        "networks"
+    ]
+    assert shorter["memory"] == step_bytes(model, Optim(state_dtype="bfloat16"), 64, 8, bf16=True)
 
 
 def one_state(parameters: int) -> int:

@@ -141,4 +141,12 @@ MUTATIONS = [
      "recipes: integers that torch has no room for", "tests/test_recipe.py"),
     ("dpn_cli/recipe/schema.py", "Field(ge=0, le=MOST_INTEGER)", "Field(ge=0)",
      "recipes: counts that torch has no room for", "tests/test_recipe.py"),
+    ("dpn_cli/engine/footprint.py", "self.now -= size", "pass",
+     "memory: what is freed still counts", "tests/test_footprint.py"),
+    ("dpn_cli/engine/footprint.py", "2 if rows < batch else 1", "1",
+     "memory: gradients are not there in a further micro-batch", "tests/test_footprint.py"),
+    ("dpn_cli/engine/footprint.py", "+ (weights if ema else 0)", "",
+     "memory: averaged weights are left out", "tests/test_footprint.py"),
+    ("dpn_cli/engine/planning.py", "ranks if runtime.shard else 1", "1",
+     "memory: a plan knows nothing of --shard", "tests/test_footprint.py"),
 ]  # fmt: skip

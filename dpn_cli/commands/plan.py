@@ -26,18 +26,19 @@ KEYS = frozenset(
     )
 )
 DISTILL_KEYS = KEYS - {"arch"} | {*("teacher", "student_arch", "start", "stem_share", "cache_teacher")}
-VTAB_KEYS = (KEYS - {"epochs"}) | {*("checkpoint", "compare", "tasks", "protocol", "lrs", "seeds")}
+PRETRAIN_KEYS = KEYS | {"shard", "micro_batch_size"}
+VTAB_KEYS = (PRETRAIN_KEYS - {"epochs"}) | {*("checkpoint", "compare", "tasks", "protocol", "lrs", "seeds")}
 TEACHER_ARCH = "B/32"
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="What a training will cost: steps, hours, disk.",
+    help="What a training will cost: steps, hours, memory, disk.",
     epilog="Example: dpn plan pretrain --arch B/16",
 )
 
 
 def pretrain(**arguments: Any) -> None:
-    """Steps, hours and disk of a pre-training, from FLOP counts and this device's matrix-product rate."""
+    """Steps, hours, memory and disk of a pre-training, from FLOP counts and this device's matrix-product rate."""
     with one_line_errors(arguments):
         here = arguments["data"] is not None
         recipe = settle(PRETRAIN.layers({**arguments, "data": arguments["data"] or "imagenet"}, Console().info))
@@ -96,7 +97,9 @@ OPTIONS = (
     option("ranks", int, 1, "--ranks", min=1, help="Devices like this one. \\[default: 1]", panel=RUNTIME),
 )
 app.command("pretrain", epilog="Example: dpn plan pretrain --arch B/16 --images 1268355")(
-    with_signature(pretrain, [*PRETRAIN.extra, *PRETRAIN.parameters(KEYS), *OPTIONS, *CONFIG_OPTIONS, JSON, VERBOSE])
+    with_signature(
+        pretrain, [*PRETRAIN.extra, *PRETRAIN.parameters(PRETRAIN_KEYS), *OPTIONS, *CONFIG_OPTIONS, JSON, VERBOSE]
+    )
 )
 app.command("vtab", epilog="Example: dpn plan vtab --arch B/32 --compare none,dpn")(
     with_signature(vtab, [*VTAB.parameters(VTAB_KEYS), OPTIONS[1], *CONFIG_OPTIONS, JSON, VERBOSE])

@@ -7,12 +7,13 @@ import time
 from typing import Any
 
 import torch
-from torch import nn
 
 from dpn_cli.engine import fit as engine
-from dpn_cli.engine.memory import MicroBatch, activation_bytes
+from dpn_cli.engine.footprint import step_bytes
+from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.recipe.schema import Optim, Runtime
-from dpn_cli.run.distributed import join
+from dpn_cli.run.distributed import World, join
+from dpn_cli.weights.backbone import Backbone
 
 # Side of the measured matrices: large enough to show a device's rate, small enough for a second of measuring.
 SIDE = {"cpu": 2048, "cuda": 8192}
@@ -29,15 +30,27 @@ def price(runtime: Runtime) -> tuple[torch.device, float]:
         return world.device, 1 / (SHARE * matrix_rate(runtime, world.device))
 
 
-def memory(model: nn.Module, optim: Optim, runtime: Runtime, rows: int, device: torch.device) -> int:
-    """Return about how many bytes a training takes on a device with `rows` of a batch: weights, gradients, optimizer
-    state, and the activations of a micro-batch.
+def memory(model: Backbone, optim: Optim, runtime: Runtime, batch: int, ranks: int, *, ema: bool) -> Json:
+    """Return the images that go through the network at once on one of `ranks` devices, and the bytes of a step there.
+
+    `batch` is that of all ranks. As in a training, fewer images go at once where more would not fit into a GPU. Raises
+    `DpnError` as `MicroBatch.choose` does.
     """
-    state = 4 + 4 + 4 + (2 if optim.state_dtype == "bfloat16" else 4)
-    short = 2 if runtime.precision_on(device.type) == "bf16" else 1
-    size = MicroBatch.choose(runtime, rows, model, device).size
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return state * parameters + size * activation_bytes(model) // short
+    with join(runtime.device) as world:
+        device = world.device
+    here = World(0, ranks, device).most(batch)
+    micro_batch = MicroBatch.choose(runtime, here, model, device)
+    parts = ranks if runtime.shard else 1
+    bf16 = runtime.precision_on(device.type) == "bf16"
+
+    def needed() -> int:
+        return step_bytes(model, optim, here, micro_batch.size, bf16=bf16, parts=parts, ema=ema)
+
+    if device.type == "cuda":
+        room = torch.cuda.get_device_properties(device).total_memory
+        while needed() > room and micro_batch.size > 1 and not micro_batch.fixed:
+            micro_batch.halve()
+    return {"micro_batch_size": micro_batch.size, "memory_bytes": needed()}
 
 
 def duration(runtime: Runtime, flops: int, images: int, ranks: int) -> Json:
@@ -88,6 +101,14 @@ def describe_duration(result: Json) -> str:
         f"{result['device']} multiplies matrices at {_si(result['matrix_flops_per_second'])}FLOP/s (measured); "
         f"{result['ranks']} of it: {_hours(result['hours_at_matrix_rate'])} at that rate, {_hours(result['hours'])} at "
         f"{SHARE:.0%} of it, for which the loader has to make {result['images_per_second_needed']:,.0f} images/s"
+    )
+
+
+def describe_memory(result: Json) -> str:
+    """Return the estimate of `memory` as a line of text."""
+    return (
+        f"memory of a device: {result['memory_bytes'] / 1e9:.2f} GB of weights, gradients, optimizer and activations, "
+        f"{result['micro_batch_size']:,} images at once"
     )
 
 

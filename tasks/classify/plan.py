@@ -1,4 +1,4 @@
-"""What a training will cost: steps and hours from FLOP counts and a measured matrix-product rate, and disk."""
+"""What a training will cost: steps and hours from FLOP counts and a measured matrix-product rate, memory, disk."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dpn_cli.engine.planning import describe_disk, describe_duration, disk, duration
+from dpn_cli.engine.planning import describe_disk, describe_duration, describe_memory, disk, duration, memory
 from dpn_cli.model.flops import training_flops
 from dpn_cli.run.distributed import World
 from tasks.classify.check import check_batch
@@ -38,6 +38,7 @@ def estimate(recipe: PretrainRecipe, images: int | None, *, here: bool, ranks: i
     model = load_network(recipe, classes)
     flops = training_flops(model.config, grad_checkpointing=recipe.backbone.grad_checkpointing)
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    ema = bool(recipe.ema)
     drawn = recipe.batch_size * sum(steps)
     return {
         "task": "plan pretrain",
@@ -52,7 +53,8 @@ def estimate(recipe: PretrainRecipe, images: int | None, *, here: bool, ranks: i
         "batch_size": recipe.batch_size,
         "flops_per_image": flops,
         **duration(recipe.runtime, flops * drawn, drawn, ranks),
-        **disk(recipe.optim, parameters, ema=bool(recipe.ema), best=recipe.select == "best"),
+        **memory(model, recipe.optim, recipe.runtime, recipe.batch_size, ranks, ema=ema),
+        **disk(recipe.optim, parameters, ema=ema, best=recipe.select == "best"),
     }
 
 
@@ -67,6 +69,7 @@ def describe_plan(result: Json) -> str:
             f"{steps:,} steps of {result['batch_size']:,}{f' in {runs} runs' if runs > 1 else ''} on "
             f"{result['images']:,} images: {result['flops']:.3g} FLOP",
             describe_duration(result),
+            describe_memory(result),
             describe_disk(result),
         ]
     )

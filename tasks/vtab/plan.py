@@ -8,7 +8,6 @@ from dpn_cli.engine.planning import disk, memory, price
 from dpn_cli.model.flops import count, training_flops
 from dpn_cli.recipe.cost import Cost
 from dpn_cli.recipe.start import check_start
-from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import backbone_of
 from tasks.vtab.recipe import VtabRecipe
 from tasks.vtab.rehearsal import whole_sweep
@@ -23,7 +22,6 @@ def estimate(recipe: VtabRecipe, ranks: int) -> tuple[list[Cost], str]:
     """
     tasks = choose_tasks(recipe.data.tasks, recipe.demo)
     device, seconds = price(recipe.runtime)
-    rows = World(0, ranks, device).most(recipe.batch_size)
     costs = []
     for name, each in recipe.each().items():
         checkpoint = each.backbone.checkpoint or "none"
@@ -35,7 +33,7 @@ def estimate(recipe: VtabRecipe, ranks: int) -> tuple[list[Cost], str]:
         on_disk = disk(recipe.optim, model.report.parameters, ema=False, best=False)
         one = Cost(
             name=name if recipe.compare else f"{model.config.arch} {name}",
-            memory=memory(model, recipe.optim, recipe.runtime, rows, device),
+            memory=memory(model, recipe.optim, recipe.runtime, recipe.batch_size, ranks, ema=False)["memory_bytes"],
             step_seconds=recipe.batch_size * flops * seconds / ranks,
             steps=recipe.schedule.steps,
             trainings=1,
