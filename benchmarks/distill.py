@@ -41,7 +41,8 @@ def distilling(teacher: Backbone, student: Backbone, batch: Batch, runtime: Runt
         return seen
 
     deviations = {"tokens": torch.ones(teacher.embed_dim, device=device)}
-    return fit_steps(observed, batch, runtime, device, Distance(targets, student, losses, deviations, "softmax"))
+    loss = Distance(targets, student, losses, deviations, "softmax")
+    return fit_steps(observed, batch, runtime, device, loss_fn=loss)
 
 
 def apart(teacher: Backbone, student: Backbone, batch: Batch, runtime: Runtime, device: torch.device) -> Steps:

@@ -12,27 +12,28 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from loader import write_pictures
 from open_clip.loss import ClipLoss
 from open_clip.transformer import TextTransformer
 from PIL import Image
-from torch import Tensor
+from step import Steps, fit_steps
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from dpn_cli.arch import SIZES
 from dpn_cli.data.loader import worker_count
 from dpn_cli.engine import fit as engine
-from dpn_cli.engine.fit import Batch, Job, Outputs, fit
-from dpn_cli.engine.memory import MicroBatch
-from dpn_cli.recipe.schema import Optim, Runtime, Schedule
+from dpn_cli.engine.fit import Batch
+from dpn_cli.recipe.schema import Optim, Runtime
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import Backbone, load_backbone
@@ -43,38 +44,10 @@ from tasks.lit.loss import ContrastiveLoss
 from tasks.lit.text import TextTower
 
 VOCABULARY, CONTEXT = 49408, 16
-Steps = Callable[[int], list[float]]
-
-
-def ours(text: TextTower, batch: Callable[[], Batch], rows: int, world: World) -> Steps:
-    """Return what trains some steps through `fit` and returns the seconds of each."""
-
-    def run(steps: int) -> list[float]:
-        def batches(start: int) -> Generator[Batch, None, None]:
-            while True:
-                yield batch()
-
-        times = [time.perf_counter()]
-        job = Job(
-            loss_fn=ContrastiveLoss("softmax", world),
-            batches=batches,
-            optim=Optim(name="adam"),
-            schedule=Schedule(steps=steps),
-            lr=1e-4,
-            batch_size=rows,
-            seed=0,
-            world=world,
-            micro_batch=MicroBatch(rows),
-            outputs=Outputs(tick=lambda tick: times.append(time.perf_counter())),
-        )
-        fit(text, job)
-        return [after - before for before, after in itertools.pairwise(times)]
-
-    return run
 
 
 def open_clip_steps(tower: torch.nn.Module, text: TextTower, images: Tensor, tokens: Tensor) -> Steps:
-    """Return the same for a bare loop over open_clip's parts, with a locked image tower in it."""
+    """Return a bare loop over open_clip's parts, with a locked image tower in it."""
     size = text.size
     transformer = TextTransformer(
         context_length=CONTEXT, vocab_size=VOCABULARY, width=size.width, heads=size.heads, layers=size.depth,
@@ -109,29 +82,50 @@ def flops(run: Callable[[], object]) -> int:
     return counter.get_total_flops()
 
 
-def compare_steps(tower: Backbone, text: TextTower, rows: int, steps: int, rounds: int, world: World) -> None:
-    """Measure the three kinds of steps in turns and print their medians and ratios."""
+@dataclass(frozen=True)
+class Pairs:
+    """Kinds of LiT steps on the same pairs, by name, and their floating-point operations."""
+
+    steps: dict[str, Steps]
+    learning: int
+    looking: int
+
+
+def step_kinds(tower: Backbone, text: TextTower, ready: nn.Module, rows: int, world: World) -> Pairs:
+    """Return a step with cached features, one with the frozen tower in the loop, and open_clip's; `ready` is trained.
+
+    `ready` is what `prepare` returned for `text`. A cached step has the operations `learning`, the tower `looking`.
+    """
     size = tower.config.image_size
     images = torch.randint(256, (rows, 3, *size), dtype=torch.uint8)
     tokens = torch.randint(VOCABULARY, (rows, CONTEXT)).to(world.device)
     encoder = image_encoder(tower, Runtime(), world)
     kept = encoder.encode(images).half().to(world.device)
-    normal = tower.normalize(images.to(world.device))
-    kinds: dict[str, Steps] = {
-        "cached": ours(text, lambda: {"image": kept, "tokens": tokens}, rows, world),
-        "in the loop": ours(
-            text, lambda: {"image": encoder.encode(images).to(world.device), "tokens": tokens}, rows, world
-        ),
+    normal, loss = tower.normalize(images.to(world.device)), ContrastiveLoss("softmax", world)
+    batch: Batch = {"image": kept, "tokens": tokens}
+    how: dict[str, Any] = {"loss_fn": loss, "optim": Optim(name="adam"), "lr": 1e-4}
+
+    def looked_at(start: int) -> Generator[Batch, None, None]:
+        while True:
+            yield {"image": encoder.encode(images).to(world.device), "tokens": tokens}
+
+    kinds = {
+        "cached": fit_steps(ready, batch, Runtime(), world.device, **how),
+        "in the loop": fit_steps(ready, batch, Runtime(), world.device, batches=looked_at, **how),
         "open_clip, locked": open_clip_steps(tower, text, normal, tokens),
     }
-    times: dict[str, list[float]] = {name: [] for name in kinds}
+    return Pairs(kinds, flops(lambda: loss(text, batch).backward()), flops(lambda: encoder.encode(images)))
+
+
+def compare_steps(tower: Backbone, text: TextTower, rows: int, steps: int, rounds: int, world: World) -> None:
+    """Measure the three kinds of steps in turns and print their medians and ratios."""
+    pairs = step_kinds(tower, text, text, rows, world)
+    times: dict[str, list[float]] = {name: [] for name in pairs.steps}
     for _ in range(rounds):
-        for name, run in kinds.items():
+        for name, run in pairs.steps.items():
             times[name] += run(steps + 2)[1:-1]  # `fit` makes no batch in its last step
-    loss = ContrastiveLoss("softmax", world)
-    learning = flops(lambda: loss(text, {"image": kept, "tokens": tokens}).backward())
-    looking = flops(lambda: encoder.encode(images))
-    allowed, medians = 1 + looking / learning, {name: statistics.median(values) for name, values in times.items()}
+    allowed = 1 + pairs.looking / pairs.learning
+    medians = {name: statistics.median(values) for name, values in times.items()}
     for name, median in medians.items():
         print(f"{name}: {1000 * median:.0f} ms a step of {rows}, {rows / median:.2f} pairs/s")
     for name in ("in the loop", "open_clip, locked"):
@@ -152,8 +146,11 @@ class Counted(Files):
         return super().open(index)
 
 
-def compare_caching(tower: Backbone, count: int, rounds: int, world: World) -> None:
-    """Measure caching and a bare forward pass over as many images in turns, and print the ratio."""
+def caching_seconds(tower: Backbone, count: int, rounds: int, world: World) -> tuple[float, float, float]:
+    """Measure caching `count` JPEGs and a bare forward pass over as many images in turns.
+
+    Returns the medians of their seconds, and how often each file was opened.
+    """
     runtime = Runtime(workers=worker_count("auto", world.device))
     encoder, quiet = image_encoder(tower, runtime, world), Console(quiet=True)
     with tempfile.TemporaryDirectory() as place:
@@ -173,12 +170,16 @@ def compare_caching(tower: Backbone, count: int, rounds: int, world: World) -> N
             cached.append(time.perf_counter() - began)
         alone = image_encoder(tower, Runtime(workers=0), world)
         cached_features(files, alone, Path(place) / "counted", world, quiet)
-        ratio = statistics.median(cached) / statistics.median(bare)
-        times = files.opened / len(files.keys)
-        print(
-            f"caching {len(files.keys)} JPEGs: {statistics.median(cached):.2f} s, bare forward "
-            f"{statistics.median(bare):.2f} s, ratio {ratio:.3f}; each opened {times:.2f} times"
-        )
+    return statistics.median(cached), statistics.median(bare), files.opened / count
+
+
+def compare_caching(tower: Backbone, count: int, rounds: int, world: World) -> None:
+    """Print how long caching takes beside a bare forward pass, and the ratio."""
+    cached, bare, opened = caching_seconds(tower, count, rounds, world)
+    print(
+        f"caching {count} JPEGs: {cached:.2f} s, bare forward {bare:.2f} s, ratio {cached / bare:.3f}; "
+        f"each opened {opened:.2f} times"
+    )
 
 
 def main() -> None:

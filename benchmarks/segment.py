@@ -21,21 +21,20 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import timm
 import torch
 import torch.nn.functional as F
 from loader import write_pictures
 from PIL import Image
+from step import Steps, fit_steps, timms
 from torch import Tensor, nn
 
-from dpn_cli.engine.fit import Batch, Job, Outputs, fit, precision_of, prepare
-from dpn_cli.engine.memory import MicroBatch
-from dpn_cli.recipe.schema import Optim, Runtime, Schedule
+from dpn_cli.engine.fit import Batch, precision_of, prepare
+from dpn_cli.recipe.schema import Optim, Runtime
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import load_backbone
 from tasks.segment.labels import LabelRule
@@ -52,48 +51,64 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 WORLD = World(0, 1, DEVICE)
 
 
-def network(arch: str, stem: str = "dpn") -> LinearSegmenter:
+def network(arch: str, stem: str = "dpn", *, crop: int = CROP, device: torch.device = DEVICE) -> LinearSegmenter:
     """Build a network with random weights."""
-    vit = load_backbone(arch, stem=stem, image_size=CROP, num_classes=CLASSES)
+    vit = load_backbone(arch, stem=stem, image_size=crop, num_classes=CLASSES)
     use_imagenet_inputs(vit)
     initialize_head(vit, "truncated_normal", 0)
-    return LinearSegmenter(vit, final_norm=False).to(DEVICE)
+    return LinearSegmenter(vit, final_norm=False).to(device)
 
 
 class Bare(nn.Module):
     """timm's own ViT with the head that the bare loop trains."""
 
-    def __init__(self, arch: str) -> None:
+    def __init__(self, arch: str, crop: int) -> None:
         super().__init__()
-        size = {"Ti": "tiny", "S": "small", "B": "base", "L": "large"}[arch.split("/")[0]]
-        name = f"vit_{size}_patch{arch.split('/')[1]}_224"
-        self.vit = timm.create_model(name, img_size=CROP, num_classes=CLASSES)
+        self.vit = timms(arch, crop, CLASSES)
 
     def forward(self, image: Tensor) -> Tensor:
         """Map normalised images to logits per patch."""
         tokens = self.vit.forward_intermediates(image, indices=1, output_fmt="NLC", intermediates_only=True)[0]
-        return self.vit.head(tokens).transpose(1, 2).unflatten(2, (CROP // self.vit.patch_embed.patch_size[0], -1))
+        rows = image.shape[-2] // self.vit.patch_embed.patch_size[0]
+        return self.vit.head(tokens).transpose(1, 2).unflatten(2, (rows, -1))
 
 
-def measure_step(arch: str, rows: int, steps: int, rounds: int, runtime: Runtime) -> None:
-    """Print the medians of a step of our loop and of a bare one, and their ratio."""
+def synthetic(rows: int, crop: int, device: torch.device) -> Batch:
+    """Return one batch of noise with labels of noise."""
     generator = torch.Generator().manual_seed(0)
-    image = torch.randint(0, 256, (rows, 3, CROP, CROP), dtype=torch.uint8, generator=generator).to(DEVICE)
-    label = torch.randint(0, CLASSES, (rows, CROP, CROP), dtype=torch.uint8, generator=generator).to(DEVICE)
-    extent, valid = torch.full((rows, 2), CROP, device=DEVICE), torch.full((rows,), float(CROP**2), device=DEVICE)
-    batch = {"image": image, "label": label, "extent": extent, "valid": valid}
-    plain, stock = network(arch, "none"), Bare(arch).to(DEVICE)
-    ready, stock_ready = prepare(plain, runtime, WORLD), torch.compile(stock) if runtime.compile else stock
-    optimizer = torch.optim.AdamW(stock.parameters(), lr=3e-5, weight_decay=0.01, fused=True)
-    floats, target = plain.vit.normalize(image), label.long()
+    image = torch.randint(0, 256, (rows, 3, crop, crop), dtype=torch.uint8, generator=generator)
+    label = torch.randint(0, CLASSES, (rows, crop, crop), dtype=torch.uint8, generator=generator)
+    extent, valid = torch.full((rows, 2), crop), torch.full((rows,), float(crop**2))
+    return {
+        "image": image.to(device),
+        "label": label.to(device),
+        "extent": extent.to(device),
+        "valid": valid.to(device),
+    }
 
-    def bare(count: int) -> list[float]:
-        stock.train()
+
+def our_steps(plain: LinearSegmenter, batch: Batch, runtime: Runtime, device: torch.device = DEVICE) -> Steps:
+    """Return the training of `plain` on a batch through our loop."""
+
+    def loss(trainable: nn.Module, part: Batch) -> Tensor:
+        return segmentation_loss(trainable(normalized(plain.vit, part["image"], part["extent"])), part)
+
+    ready = prepare(plain, runtime, World(0, 1, device))
+    adam = Optim(name="adam", weight_decay=0.01, clip_norm=None)
+    return fit_steps(ready, batch, runtime, device, loss_fn=loss, optim=adam, lr=3e-5)
+
+
+def loop(
+    losses: Callable[[], Tensor], parameters: Iterable[nn.Parameter], runtime: Runtime, device: torch.device
+) -> Steps:
+    """Return a plain PyTorch loop: the loss, backward, fused AdamW."""
+    optimizer = torch.optim.AdamW(parameters, lr=3e-5, weight_decay=0.01, fused=True)
+
+    def run(count: int) -> list[float]:
         times = [time.perf_counter()]
         for _ in range(count):
-            with precision_of(runtime, DEVICE):
-                logits = F.interpolate(stock_ready(floats).float(), (CROP, CROP), mode="bilinear")
-                loss = F.cross_entropy(logits, target, ignore_index=255)
+            with precision_of(runtime, device):
+                loss = losses()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -101,28 +116,43 @@ def measure_step(arch: str, rows: int, steps: int, rounds: int, runtime: Runtime
             times.append(time.perf_counter())
         return [after - before for before, after in itertools.pairwise(times)]
 
-    def ours(count: int) -> list[float]:
-        times = [time.perf_counter()]
+    return run
 
-        def loss(trainable: nn.Module, part: Batch) -> Tensor:
-            return segmentation_loss(trainable(normalized(plain.vit, part["image"], part["extent"])), part)
 
-        job = Job(
-            loss_fn=loss,
-            batches=lambda start: (batch for _ in itertools.count()),
-            optim=Optim(name="adam", weight_decay=0.01, clip_norm=None),
-            schedule=Schedule(steps=count),
-            lr=3e-5,
-            batch_size=rows,
-            seed=0,
-            world=WORLD,
-            runtime=runtime,
-            micro_batch=MicroBatch(rows),
-            outputs=Outputs(tick=lambda tick: times.append(time.perf_counter())),
-        )
-        fit(ready, job)
-        return [after - before for before, after in itertools.pairwise(times)]
+def bare_steps(arch: str, floats: Tensor, label: Tensor, runtime: Runtime, device: torch.device = DEVICE) -> Steps:
+    """Return the training of timm's own ViT with a linear head on normalised images in a bare loop."""
+    size, target = floats.shape[-2:], label.long()
+    stock = Bare(arch, size[0]).to(device).train()
+    ready = torch.compile(stock) if runtime.compile else stock
 
+    def losses() -> Tensor:
+        logits = F.interpolate(ready(floats).float(), size, mode="bilinear")
+        return F.cross_entropy(logits, target, ignore_index=255)
+
+    return loop(losses, stock.parameters(), runtime, device)
+
+
+def mmseg_steps(plain: LinearSegmenter, arch: str, floats: Tensor, label: Tensor, runtime: Runtime) -> Steps:
+    """Return the training of mmsegmentation's model around the same network in a bare loop."""
+    theirs = mmseg_model(plain, arch, floats.device).train()
+    from mmengine.structures import PixelData
+    from mmseg.structures import SegDataSample
+
+    samples = [SegDataSample(gt_sem_seg=PixelData(data=one.long()[None])) for one in label]
+
+    def losses() -> Tensor:
+        found: Tensor = theirs.parse_losses(theirs.loss(floats, samples))[0]
+        return found
+
+    trained = [parameter for parameter in theirs.parameters() if parameter.requires_grad]
+    return loop(losses, trained, runtime, floats.device)
+
+
+def measure_step(arch: str, rows: int, steps: int, rounds: int, runtime: Runtime) -> None:
+    """Print the medians of a step of our loop and of a bare one, and their ratio."""
+    plain, batch = network(arch, "none"), synthetic(rows, CROP, DEVICE)
+    ours = our_steps(plain, batch, runtime)
+    bare = bare_steps(arch, plain.vit.normalize(batch["image"]), batch["label"], runtime)
     spent: dict[str, list[float]] = {"bare": [], "ours": []}
     for _ in range(rounds):
         spent["bare"] += bare(steps + 1)[1:]
@@ -198,30 +228,46 @@ def measure_transforms(rounds: int) -> None:
     print(f"transforms: {first:.1f} images/s of a core, mmsegmentation {second:.1f}, ratio {first / second:.2f}")
 
 
-def slide(which: str, arch: str, size: tuple[int, int]) -> Callable[[], Tensor]:
-    """Return a function that segments one image: ours, or mmsegmentation's around the same network."""
-    image = torch.randint(0, 256, (3, *size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    ours = network(arch).eval()
-    if which == "ours":
-        return lambda: label_map(ours, [image], size, Plan(CROP, 341, (2048, 512)))
+def mmseg_model(ours: LinearSegmenter, arch: str, device: torch.device = DEVICE) -> Any:
+    """Return mmsegmentation's model around the same network and head."""
     from mmengine.config import ConfigDict
-    from mmengine.structures import PixelData
     from mmseg.models import EncoderDecoder
-    from mmseg.structures import SegDataSample
     from mmseg.utils import register_all_modules
 
     from tasks.segment import openmmlab, openmmlab_ade20k
 
     assert openmmlab  # importing it registers our network
     register_all_modules()
-    model = dict(openmmlab_ade20k.model)
-    width = ours.vit.embed_dim
-    backbone = {**model["backbone"], "arch": arch}
+    model, window = dict(openmmlab_ade20k.model), ours.vit.config.image_size
+    width, stride = ours.vit.embed_dim, stride_of(window[0])
+    backbone = {**model["backbone"], "arch": arch, "stem": ours.vit.config.stem, "image_size": window[0]}
     head = {**model["decode_head"], "in_channels": width, "channels": width}
-    settings = {"data_preprocessor": model["data_preprocessor"], "test_cfg": ConfigDict(model["test_cfg"])}
-    theirs = EncoderDecoder(backbone=backbone, decode_head=head, **settings).to(DEVICE).eval()
+    inputs = {**model["data_preprocessor"], "size": window, "test_cfg": {"size": window}}
+    sliding = ConfigDict({**model["test_cfg"], "crop_size": window, "stride": (stride, stride)})
+    settings = {"data_preprocessor": inputs, "test_cfg": sliding}
+    theirs = EncoderDecoder(backbone=backbone, decode_head=head, **settings).to(device)
     theirs.backbone.vit, own = ours.vit, theirs.decode_head.conv_seg
     own.weight.data, own.bias.data = ours.vit.head.weight.data[..., None, None], ours.vit.head.bias.data
+    return theirs
+
+
+def stride_of(window: int) -> int:
+    """Return the stride of windows: two thirds of one, as 341 of 512."""
+    return window * 2 // 3
+
+
+def slide(
+    which: str, arch: str, size: tuple[int, int], *, crop: int = CROP, device: torch.device = DEVICE
+) -> Callable[[], Tensor]:
+    """Return a function that segments one image: ours, or mmsegmentation's around the same network."""
+    image = torch.randint(0, 256, (3, *size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).to(device)
+    ours = network(arch, crop=crop, device=device).eval()
+    if which == "ours":
+        return lambda: label_map(ours, [image], size, Plan(crop, stride_of(crop), (2048, 512)))
+    theirs = mmseg_model(ours, arch, device).eval()
+    from mmengine.structures import PixelData
+    from mmseg.structures import SegDataSample
+
     item = SegDataSample(gt_sem_seg=PixelData(data=torch.zeros(1, *size, dtype=torch.long)))
     item.set_metainfo({"img_shape": size, "ori_shape": size, "pad_shape": size})
     return lambda: theirs.test_step({"inputs": [image.flip(0)], "data_samples": [item.clone()]})[0].pred_sem_seg.data[0]

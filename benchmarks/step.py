@@ -13,13 +13,14 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Generator
+from typing import Any
 
-import timm
 import torch
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from dpn_cli.arch import Stem
-from dpn_cli.engine.fit import Batch, Job, LossFn, Outputs, fit, precision_of
+from dpn_cli.arch import Stem, parse_arch
+from dpn_cli.engine.fit import Batch, Job, Outputs, fit, precision_of
 from dpn_cli.engine.layer_norms import LayerNorms
 from dpn_cli.engine.losses import sigmoid_xent
 from dpn_cli.engine.memory import MicroBatch
@@ -43,6 +44,21 @@ def synthetic(rows: int, device: torch.device, side: int = 224) -> Batch:
     return {"image": torch.randn(rows, 3, side, side).to(device), "label": target.to(device)}
 
 
+def timms(arch: str, side: int, classes: int) -> VisionTransformer:
+    """Return timm's own ViT of a size and a patch, such as its `vit_base_patch32_224` of B/32."""
+    size, patch = parse_arch(arch)
+    return VisionTransformer(
+        img_size=side,
+        patch_size=patch,
+        embed_dim=size.width,
+        depth=size.depth,
+        num_heads=size.heads,
+        mlp_ratio=size.mlp / size.width,
+        num_classes=classes,
+        no_embed_class=True,
+    )
+
+
 def bare_steps(model: nn.Module, batch: Batch, runtime: Runtime, device: torch.device) -> Steps:
     """Return a plain PyTorch loop over `model`: forward, backward, clip, fused SGD."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=True)
@@ -64,29 +80,36 @@ def bare_steps(model: nn.Module, batch: Batch, runtime: Runtime, device: torch.d
     return run
 
 
-def fit_steps(model: nn.Module, batch: Batch, runtime: Runtime, device: torch.device, loss: LossFn = loss_fn) -> Steps:
-    """Return the same training, or that of another loss, through our loop, logging every step."""
-    rows = len(batch["image"])
+def job_on(batch: Batch, steps: int, runtime: Runtime, device: torch.device, outputs: Outputs, **others: Any) -> Job:
+    """Return the training of some steps on one batch, again and again; `others` are fields of `Job`."""
+    rows = len(next(iter(batch.values())))
 
     def batches(start: int) -> Generator[Batch, None, None]:
         return (batch for _ in itertools.count())
 
+    settings: dict[str, Any] = {
+        "loss_fn": loss_fn,
+        "batches": batches,
+        "optim": Optim(),
+        "schedule": Schedule(steps=steps),
+        "lr": 1e-3,
+        "batch_size": rows,
+        "seed": 0,
+        "world": World(0, 1, device),
+        "runtime": runtime,
+        "micro_batch": MicroBatch(rows),
+        "outputs": outputs,
+    }
+    return Job(**{**settings, **others})
+
+
+def fit_steps(model: nn.Module, batch: Batch, runtime: Runtime, device: torch.device, **others: Any) -> Steps:
+    """Return the same training through our loop, logging every step; `others` are fields of `Job`."""
+
     def run(steps: int) -> list[float]:
         times = [time.perf_counter()]
-        job = Job(
-            loss_fn=loss,
-            batches=batches,
-            optim=Optim(),
-            schedule=Schedule(steps=steps),
-            lr=1e-3,
-            batch_size=rows,
-            seed=0,
-            world=World(0, 1, device),
-            runtime=runtime,
-            micro_batch=MicroBatch(rows),
-            outputs=Outputs(tick=lambda tick: times.append(time.perf_counter())),
-        )
-        fit(model, job)
+        outputs = Outputs(tick=lambda tick: times.append(time.perf_counter()))
+        fit(model, job_on(batch, steps, runtime, device, outputs, **others))
         return [after - before for before, after in itertools.pairwise(times)]
 
     return run
@@ -140,7 +163,7 @@ def main() -> None:
         return load_backbone(arch, stem=stem, image_size=224, num_classes=CLASSES).to(device)
 
     batch = synthetic(rows, device)
-    stock = timm.create_model("vit_base_patch32_224", num_classes=CLASSES, no_embed_class=True).to(device)
+    stock = timms("B/32", 224, CLASSES).to(device)
     both = asked.steps, asked.rounds, rows
     plain, dual = network("B/32", "none"), network("B/32", "dpn")
     compare(
