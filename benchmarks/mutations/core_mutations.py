@@ -6,6 +6,7 @@ U = "tests/test_optim.py tests/test_recipe.py"
 R = "tests/test_runstate.py tests/test_flush.py tests/test_engine.py tests/test_files.py"
 V = "tests/test_vit.py tests/test_stem.py tests/test_backbone.py"
 D = "tests/test_distributed.py"
+G = "tests/test_gpu_script.py"
 S, SOURCES = "tests/test_sources.py", "dpn_cli/recipe/sources.py"
 P, SHARDS = "tests/test_shards.py", "dpn_cli/engine/shards.py"
 ENGINE, GRADIENTS, COUPLED = "dpn_cli/engine/fit.py", "dpn_cli/engine/gradients.py", "dpn_cli/engine/coupled.py"
@@ -149,4 +150,12 @@ MUTATIONS = [
      "memory: averaged weights are left out", "tests/test_footprint.py"),
     ("dpn_cli/engine/planning.py", "ranks if runtime.shard else 1", "1",
      "memory: a plan knows nothing of --shard", "tests/test_footprint.py"),
+    ("benchmarks/gpu.py", 'return 1 if report.names("failed", "error") else 0', 'return 1 if report.names("error") else 0',
+     "GPU script: a failed check leaves the exit code 0", G),
+    ("benchmarks/gpu.py", "            part.rows.append(row)\n            save()", "            part.rows.append(row)",
+     "GPU script: rows are not written before a part has ended", G),
+    ("benchmarks/gpu_report.py", "return self.value <= self.limit", "return not self.value > self.limit",
+     "GPU script: not a number passes", G),
+    ("benchmarks/gpu_correct.py", "moved = weights(model) - before", "moved = weights(model)",
+     "GPU script: weights are compared, of which their movement is a small part", G),
 ]  # fmt: skip
