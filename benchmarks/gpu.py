@@ -13,6 +13,7 @@ it as Markdown. The exit code is 1 if a check failed or a part ended in an error
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import traceback
@@ -122,6 +123,7 @@ def facts_of(device: torch.device, settings: Settings, minutes: float) -> dict[s
         "time": now(),
         "commit": git_commit(),
         "python": sys.version.split()[0],
+        "cores": os.cpu_count(),
         "versions": {name: installed(name) for name in PACKAGES},
         "cuda": torch.version.cuda,
         "device": str(device),

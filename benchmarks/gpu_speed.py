@@ -21,6 +21,7 @@ from dpn_cli.arch import SIZES, Stem
 from dpn_cli.engine.fit import precision_of, prepare
 from dpn_cli.engine.memory import is_out_of_memory
 from dpn_cli.engine.planning import matrix_rate
+from dpn_cli.errors import OutOfMemoryError
 from dpn_cli.model.flops import count, training_flops
 from dpn_cli.recipe.cost import Cost, total_hours
 from dpn_cli.recipe.schema import Runtime
@@ -77,21 +78,43 @@ def step_seconds(kinds: Mapping[str, Steps], settings: Settings) -> dict[str, fl
     return {name: statistics.median(values) for name, values in found.items()}
 
 
-def best_rows(sizes: Iterable[int], kind: Callable[[int], Steps], settings: Settings) -> tuple[int, str]:
-    """Return the micro-batch with which a step does most images per second, and a note with the rates of all sizes."""
+Kinds = Callable[[int], Mapping[str, Steps]]
+"""Kinds of steps by name, with so many rows at once."""
+
+
+def best_rows(sizes: Iterable[int], kinds: Kinds, settings: Settings) -> tuple[int, str]:
+    """Return the micro-batch with which a step of the first kind does most images per second, and all rates as text."""
     rates: dict[int, float] = {}
     quick = Settings(settings.device, steps=LEAST, seconds=0.5, rounds=1)
     for rows in sizes:
         try:
-            rates[rows] = rows / step_seconds({"": kind(rows)}, quick)[""]
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error) or not rates:
+            name, run = next(iter(kinds(rows).items()))
+            rates[rows] = rows / step_seconds({name: run}, quick)[name]
+        except (RuntimeError, MemoryError, OutOfMemoryError) as error:
+            if not ran_out(error) or not rates:
                 raise
             break
         finally:
             release(settings.device)
     best = max(rates, key=lambda rows: rates[rows])
-    return best, "images/s by micro-batch: " + ", ".join(f"{rows} {rate:.4g}" for rows, rate in rates.items())
+    return best, "per second by micro-batch: " + ", ".join(f"{rows} {rate:.4g}" for rows, rate in rates.items())
+
+
+def rates_of(rows: int, kinds: Kinds, settings: Settings) -> tuple[int, dict[str, float]]:
+    """Return images per second of each kind, with half the rows where not all kinds have the memory, and those rows."""
+    while True:
+        try:
+            return rows, {name: rows / seconds for name, seconds in step_seconds(kinds(rows), settings).items()}
+        except (RuntimeError, MemoryError, OutOfMemoryError) as error:
+            if not ran_out(error) or rows == 1:
+                raise
+        rows //= 2  # outside the handler, which holds the tensors of the failed step
+        release(settings.device)
+
+
+def ran_out(error: BaseException) -> bool:
+    """Return whether memory ran out, in a loop of ours or in another."""
+    return isinstance(error, OutOfMemoryError) or is_out_of_memory(error)
 
 
 def release(device: torch.device) -> None:
@@ -104,12 +127,6 @@ def release(device: torch.device) -> None:
 def classifier(arch: str, side: int, stem: Stem, device: torch.device) -> Backbone:
     """Return a classifier from scratch."""
     return load_backbone(arch, stem=stem, image_size=side, num_classes=CLASSES).to(device)
-
-
-def classifier_steps(model: Backbone, rows: int, runtime: Runtime, device: torch.device) -> Steps:
-    """Return steps of our loop with a classifier on a batch of noise."""
-    ready = prepare(model, runtime, World(0, 1, device))
-    return fit_steps(ready, synthetic(rows, device, model.config.image_size[0]), runtime, device)
 
 
 class Best:
@@ -136,13 +153,15 @@ def training_of(arch: str, side: int, settings: Settings, best: Best) -> Iterato
     """Measure one network with both stems."""
     device = settings.device
     models: dict[Stem, Backbone] = {stem: classifier(arch, side, stem, device) for stem in ("dpn", "none")}
-    rows, note = best_rows(
-        settings.batches, lambda rows: classifier_steps(models["dpn"], rows, RUNTIME, device), settings
-    )
     stock = timms(arch, side, CLASSES).to(device)
-    kinds: dict[str, Steps] = {stem: classifier_steps(model, rows, RUNTIME, device) for stem, model in models.items()}
-    kinds["timm"] = bare_steps(stock, synthetic(rows, device, side), RUNTIME, device)
-    rates = {name: rows / seconds for name, seconds in step_seconds(kinds, settings).items()}
+
+    def kinds(rows: int) -> dict[str, Steps]:
+        batch = synthetic(rows, device, side)
+        ours: dict[str, Steps] = {stem: fit_steps(model, batch, RUNTIME, device) for stem, model in models.items()}
+        return {**ours, "timm": bare_steps(stock, batch, RUNTIME, device)}
+
+    rows, note = best_rows(settings.batches, kinds, settings)
+    rows, rates = rates_of(rows, kinds, settings)
     best.found[f"{arch} at {side}"] = rows, rates["dpn"]
     for stem, peer, other in (("dpn", "the plain stem", "none"), ("none", "timm's ViT in a bare loop", "timm")):
         share = rates[stem] * training_flops(models[stem].config) / peak(device)
@@ -156,10 +175,11 @@ def training_compiled(settings: Settings, best: Best) -> Iterator[Speed]:
     for arch, side in settings.trained:
         found = best.of(f"{arch} at {side}")
         model = classifier(arch, side, "dpn", settings.device)
-        run = classifier_steps(model, found[0], COMPILED, settings.device)
+        ready = prepare(model, COMPILED, World(0, 1, settings.device))
+        run = fit_steps(ready, synthetic(found[0], settings.device, side), COMPILED, settings.device)
         what = f"training {arch} at {side}, stem dpn, --compile"
         yield compiled_row(what, run, found, training_flops(model.config), BARS.get(arch), settings)
-        del model, run
+        del model, ready, run
         release(settings.device)
 
 
@@ -184,31 +204,32 @@ def segmentation(settings: Settings, best: Best) -> Iterator[Speed]:
     import segment
 
     (arch, crop), device = settings.segmented, settings.device
+    plain, other = (segment.network(arch, "none", crop=crop, device=device) for _ in range(2))
+    ours, timm, mmseg = "ours", "timm's ViT in a bare loop", "mmsegmentation's model in a bare loop"
+    lacking = ""
 
-    plain = segment.network(arch, "none", crop=crop, device=device)
-    rows, note = best_rows(
-        settings.crops,
-        lambda rows: segment.our_steps(plain, segment.synthetic(rows, crop, device), RUNTIME, device),
-        settings,
-    )
-    batch = segment.synthetic(rows, crop, device)
-    floats, label = plain.vit.normalize(batch["image"]), batch["label"]
-    kinds: dict[str, Steps] = {
-        "ours": segment.our_steps(plain, batch, RUNTIME, device),
-        "timm's ViT in a bare loop": segment.bare_steps(arch, floats, label, RUNTIME, device),
-    }
-    try:
-        other = segment.network(arch, "none", crop=crop, device=device)
-        kinds["mmsegmentation's model in a bare loop"] = segment.mmseg_steps(other, arch, floats, label, RUNTIME)
-    except ImportError as error:
-        note += f"; mmsegmentation: {error.name} is not installed"
-    rates = {name: rows / seconds for name, seconds in step_seconds(kinds, settings).items()}
-    share = rates["ours"] * training_flops(plain.vit.config) / peak(device)
-    best.found[f"segmentation {arch}"] = rows, rates["ours"]
-    for peer in list(kinds)[1:]:
-        yield Speed(
-            f"training segmentation {arch} at {crop}", rates["ours"], rows, share, SEGMENT_BAR, peer, rates[peer], note
-        )
+    def kinds(rows: int) -> dict[str, Steps]:
+        nonlocal lacking
+        batch = segment.synthetic(rows, crop, device)
+        floats, label = plain.vit.normalize(batch["image"]), batch["label"]
+        found = {
+            ours: segment.our_steps(plain, batch, RUNTIME, device),
+            timm: segment.bare_steps(arch, floats, label, RUNTIME, device),
+        }
+        try:
+            found[mmseg] = segment.mmseg_steps(other, arch, floats, label, RUNTIME)
+        except ImportError as error:
+            lacking = f"; mmsegmentation: {error.name} is not installed"
+        return found
+
+    rows, note = best_rows(settings.crops, kinds, settings)
+    rows, rates = rates_of(rows, kinds, settings)
+    share = rates[ours] * training_flops(plain.vit.config) / peak(device)
+    best.found[f"segmentation {arch}"] = rows, rates[ours]
+    note += lacking
+    what = f"training segmentation {arch} at {crop}"
+    for peer in (name for name in rates if name != ours):
+        yield Speed(what, rates[ours], rows, share, SEGMENT_BAR, peer, rates[peer], note)
         note = ""
 
 
@@ -269,7 +290,7 @@ def encoding(settings: Settings, best: Best) -> Iterator[Speed]:
     tower = load_backbone(arch, image_size=side).requires_grad_(False).to(device).eval()
     encode, flops = encode_function(tower, device, precision_of(RUNTIME, device)), 2 * count(tower.config).forward
 
-    def encoding_steps(rows: int) -> Steps:
+    def kinds(rows: int) -> dict[str, Steps]:
         images = torch.randint(256, (rows, 3, side, side), dtype=torch.uint8)
 
         def go(steps: int) -> list[float]:
@@ -277,10 +298,10 @@ def encoding(settings: Settings, best: Best) -> Iterator[Speed]:
                 encode(images)
             return []
 
-        return go
+        return {"encoding": go}
 
-    rows, note = best_rows(settings.batches, encoding_steps, settings)
-    rate = rows / step_seconds({"": encoding_steps(rows)}, settings)[""]
+    rows, note = best_rows(settings.batches, kinds, settings)
+    rate = rates_of(rows, kinds, settings)[1]["encoding"]
     best.found["encoding"] = rows, rate
     yield Speed(f"encoding {arch} at {side}, images in memory", rate, rows, rate * flops / peak(device), note=note)
     from lit import BATCH, caching_seconds
@@ -335,7 +356,7 @@ def vtab(settings: Settings, best: Best) -> Iterator[Speed]:
     recipe, device = VtabRecipe.model_validate(read_recipe("vtab")), settings.device
     arch, side = settings.towers[0], settings.towers[2]
     rows = settings.batches[-1] if settings.trial else recipe.batch_size
-    run = classifier_steps(classifier(arch, side, "dpn", device), rows, RUNTIME, device)
+    run = fit_steps(classifier(arch, side, "dpn", device), synthetic(rows, device, side), RUNTIME, device)
     seconds = step_seconds({"": run}, settings)[""]
     one = Cost(
         name=arch, memory=0, step_seconds=seconds * recipe.batch_size / rows, steps=recipe.schedule.steps, trainings=1,

@@ -97,7 +97,7 @@ def job_on(batch: Batch, steps: int, runtime: Runtime, device: torch.device, out
         "seed": 0,
         "world": World(0, 1, device),
         "runtime": runtime,
-        "micro_batch": MicroBatch(rows),
+        "micro_batch": MicroBatch(rows, fixed=True),
         "outputs": outputs,
     }
     return Job(**{**settings, **others})
