@@ -11,14 +11,15 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache, partial
+from functools import cache, lru_cache, partial
+from importlib import import_module
 
 import torch
 from gpu_report import NotHereError, Settings, Speed
 from step import CLASSES, Steps, bare_steps, fit_steps, synthetic, timms
 
 from dpn_cli.arch import SIZES, Stem
-from dpn_cli.engine.fit import precision_of, prepare
+from dpn_cli.engine.fit import Batch, precision_of, prepare
 from dpn_cli.engine.memory import is_out_of_memory
 from dpn_cli.engine.planning import matrix_rate
 from dpn_cli.errors import OutOfMemoryError
@@ -78,18 +79,18 @@ def step_seconds(kinds: Mapping[str, Steps], settings: Settings) -> dict[str, fl
     return {name: statistics.median(values) for name, values in found.items()}
 
 
-Kinds = Callable[[int], Mapping[str, Steps]]
-"""Kinds of steps by name, with so many rows at once."""
+Kinds = Mapping[str, Callable[[int], Steps]]
+"""What makes a kind of steps with so many rows at once, by name."""
 
 
 def best_rows(sizes: Iterable[int], kinds: Kinds, settings: Settings) -> tuple[int, str]:
     """Return the micro-batch with which a step of the first kind does most images per second, and all rates as text."""
     rates: dict[int, float] = {}
+    name, kind = next(iter(kinds.items()))
     quick = Settings(settings.device, steps=LEAST, seconds=0.5, rounds=1)
     for rows in sizes:
         try:
-            name, run = next(iter(kinds(rows).items()))
-            rates[rows] = rows / step_seconds({name: run}, quick)[name]
+            rates[rows] = rows / step_seconds({name: kind(rows)}, quick)[name]
         except (RuntimeError, MemoryError, OutOfMemoryError) as error:
             if not ran_out(error) or not rates:
                 raise
@@ -104,7 +105,8 @@ def rates_of(rows: int, kinds: Kinds, settings: Settings) -> tuple[int, dict[str
     """Return images per second of each kind, with half the rows where not all kinds have the memory, and those rows."""
     while True:
         try:
-            return rows, {name: rows / seconds for name, seconds in step_seconds(kinds(rows), settings).items()}
+            made = {name: kind(rows) for name, kind in kinds.items()}
+            return rows, {name: rows / seconds for name, seconds in step_seconds(made, settings).items()}
         except (RuntimeError, MemoryError, OutOfMemoryError) as error:
             if not ran_out(error) or rows == 1:
                 raise
@@ -155,11 +157,15 @@ def training_of(arch: str, side: int, settings: Settings, best: Best) -> Iterato
     models: dict[Stem, Backbone] = {stem: classifier(arch, side, stem, device) for stem in ("dpn", "none")}
     stock = timms(arch, side, CLASSES).to(device)
 
-    def kinds(rows: int) -> dict[str, Steps]:
-        batch = synthetic(rows, device, side)
-        ours: dict[str, Steps] = {stem: fit_steps(model, batch, RUNTIME, device) for stem, model in models.items()}
-        return {**ours, "timm": bare_steps(stock, batch, RUNTIME, device)}
+    @lru_cache(1)
+    def batch(rows: int) -> Batch:
+        return synthetic(rows, device, side)
 
+    kinds: Kinds = {
+        "dpn": lambda rows: fit_steps(models["dpn"], batch(rows), RUNTIME, device),
+        "none": lambda rows: fit_steps(models["none"], batch(rows), RUNTIME, device),
+        "timm": lambda rows: bare_steps(stock, batch(rows), RUNTIME, device),
+    }
     rows, note = best_rows(settings.batches, kinds, settings)
     rows, rates = rates_of(rows, kinds, settings)
     best.found[f"{arch} at {side}"] = rows, rates["dpn"]
@@ -204,32 +210,33 @@ def segmentation(settings: Settings, best: Best) -> Iterator[Speed]:
     import segment
 
     (arch, crop), device = settings.segmented, settings.device
-    plain, other = (segment.network(arch, "none", crop=crop, device=device) for _ in range(2))
-    ours, timm, mmseg = "ours", "timm's ViT in a bare loop", "mmsegmentation's model in a bare loop"
-    lacking = ""
+    plain = segment.network(arch, "none", crop=crop, device=device)
+    ours, lacking = "ours", ""
 
-    def kinds(rows: int) -> dict[str, Steps]:
-        nonlocal lacking
+    def noise(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         batch = segment.synthetic(rows, crop, device)
-        floats, label = plain.vit.normalize(batch["image"]), batch["label"]
-        found = {
-            ours: segment.our_steps(plain, batch, RUNTIME, device),
-            timm: segment.bare_steps(arch, floats, label, RUNTIME, device),
-        }
-        try:
-            found[mmseg] = segment.mmseg_steps(other, arch, floats, label, RUNTIME)
-        except ImportError as error:
-            lacking = f"; mmsegmentation: {error.name} is not installed"
-        return found
+        return plain.vit.normalize(batch["image"]), batch["label"]
 
+    kinds: dict[str, Callable[[int], Steps]] = {
+        ours: lambda rows: segment.our_steps(plain, segment.synthetic(rows, crop, device), RUNTIME, device),
+        "timm's ViT in a bare loop": lambda rows: segment.bare_steps(arch, *noise(rows), RUNTIME, device),
+    }
+    try:
+        import_module("mmseg")
+    except ImportError as error:
+        lacking = f"; mmsegmentation: {error.name} is not installed"
+    else:
+        other = segment.network(arch, "none", crop=crop, device=device)
+        what = "mmsegmentation's model in a bare loop"
+        kinds[what] = lambda rows: segment.mmseg_steps(other, arch, *noise(rows), RUNTIME)
     rows, note = best_rows(settings.crops, kinds, settings)
     rows, rates = rates_of(rows, kinds, settings)
     share = rates[ours] * training_flops(plain.vit.config) / peak(device)
     best.found[f"segmentation {arch}"] = rows, rates[ours]
     note += lacking
-    what = f"training segmentation {arch} at {crop}"
+    what, bar = f"training segmentation {arch} at {crop}", None if settings.trial else SEGMENT_BAR
     for peer in (name for name in rates if name != ours):
-        yield Speed(what, rates[ours], rows, share, SEGMENT_BAR, peer, rates[peer], note)
+        yield Speed(what, rates[ours], rows, share, bar, peer, rates[peer], note)
         note = ""
 
 
@@ -242,7 +249,8 @@ def segmentation_compiled(settings: Settings, best: Best) -> Iterator[Speed]:
     plain = segment.network(arch, "none", crop=crop, device=device)
     run = segment.our_steps(plain, segment.synthetic(found[0], crop, device), COMPILED, device)
     what = f"training segmentation {arch} at {crop}, --compile"
-    yield compiled_row(what, run, found, training_flops(plain.vit.config), SEGMENT_BAR, settings)
+    bar = None if settings.trial else SEGMENT_BAR
+    yield compiled_row(what, run, found, training_flops(plain.vit.config), bar, settings)
 
 
 def lit(settings: Settings, best: Best) -> Iterator[Speed]:
@@ -290,7 +298,7 @@ def encoding(settings: Settings, best: Best) -> Iterator[Speed]:
     tower = load_backbone(arch, image_size=side).requires_grad_(False).to(device).eval()
     encode, flops = encode_function(tower, device, precision_of(RUNTIME, device)), 2 * count(tower.config).forward
 
-    def kinds(rows: int) -> dict[str, Steps]:
+    def steps_of(rows: int) -> Steps:
         images = torch.randint(256, (rows, 3, side, side), dtype=torch.uint8)
 
         def go(steps: int) -> list[float]:
@@ -298,10 +306,11 @@ def encoding(settings: Settings, best: Best) -> Iterator[Speed]:
                 encode(images)
             return []
 
-        return {"encoding": go}
+        return go
 
-    rows, note = best_rows(settings.batches, kinds, settings)
-    rate = rates_of(rows, kinds, settings)[1]["encoding"]
+    rows, note = best_rows(settings.batches, {"": steps_of}, settings)
+    rows, rates = rates_of(rows, {"": steps_of}, settings)
+    rate = rates[""]
     best.found["encoding"] = rows, rate
     yield Speed(f"encoding {arch} at {side}, images in memory", rate, rows, rate * flops / peak(device), note=note)
     from lit import BATCH, caching_seconds
