@@ -205,18 +205,22 @@ def tasks(settings: Settings) -> Iterator[Check]:
             for where, device in (("here", str(settings.device)), ("cpu", "cpu")):
                 out = ["--device", device, "-o", str(place / where / name)]
                 commands[f"{name} {where}"] = [*whole, *training, *out]
-        codes = {}
+        codes = dict[str, int]()
         with closing(run_all(commands, place / "programs", DPN_HOME=home)) as ended:
             for name, done in ended:
-                codes[name] = done.code
+                codes[name], task = done.code, name.partition(" ")[0]
                 if done.code:
                     yield Check(f"dpn {' '.join(commands[name])}".replace(str(place), "…"), done.code, 0, done.note)
-        for name in TASKS:
-            if not codes[f"{name} here"] and not codes[f"{name} cpu"]:
-                here, there = (losses(place / where / name) for where in ("here", "cpu"))
-                apart = max(abs(a - b) / max(abs(b), 1e-9) for a, b in zip(here, there, strict=True))
-                note = f"{len(here)} steps, from {there[0]:.4f} to {there[-1]:.4f}"
-                yield Check(f"{name}: loss of the first steps, relative to the CPU's", apart, LOSSES, note)
+                elif [codes.get(f"{task} {where}") for where in ("here", "cpu")] == [0, 0]:
+                    yield losses_beside(task, place / "here" / task, place / "cpu" / task)
+
+
+def losses_beside(task: str, here: Path, there: Path) -> Check:
+    """Compare the losses of a run with those of one on the CPU."""
+    ours, theirs = losses(here), losses(there)
+    apart = max(abs(a - b) / max(abs(b), 1e-9) for a, b in zip(ours, theirs, strict=True))
+    note = f"{len(ours)} steps, from {theirs[0]:.4f} to {theirs[-1]:.4f}"
+    return Check(f"{task}: loss of the first steps, relative to the CPU's", apart, LOSSES, note)
 
 
 def losses(run: Path) -> list[float]:
