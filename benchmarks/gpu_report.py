@@ -150,7 +150,7 @@ class Report:
 
     def endings(self) -> list[str]:
         """Return a line for every part that has no full result."""
-        said = {"not run": "not run, the time was over", "running": "stopped", "missing": "cannot be measured here"}
+        said = {"running": "stopped", "missing": "cannot be measured here"}
         lines = []
         for name, part in self.parts.items():
             if part.status not in {"done", "failed"}:
