@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 import gpu_correct
 import gpu_programs
 import gpu_speed
+import gpu_waits
 import torch
 from gpu_report import Check, NotHereError, Part, Report, Row, Settings
 
@@ -42,6 +43,7 @@ CHECKS: dict[str, Callable[[Settings], Iterator[Check]]] = {
     "kill": gpu_programs.kill,
     "tasks": gpu_programs.tasks,
     "compiled": gpu_correct.compiled,
+    "waits": gpu_waits.waits,
 }
 SPEEDS: dict[str, Callable[[Settings, gpu_speed.Best], Iterator[Row]]] = {
     "training": gpu_speed.training,
