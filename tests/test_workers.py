@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Generator
 from contextlib import closing, suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,25 @@ def test_the_death_of_a_worker_is_said_while_the_workers_are_started(monkeypatch
     with pytest.raises(WorkerError, match="killed by SIGKILL"), open_loader(Numbers(), 2, batch_size=2):
         pass
     assert not multiprocessing.active_children()
+
+
+def test_the_death_of_a_worker_is_not_said_while_another_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that is raised in a function that is called at a fork is printed, and dropped."""
+    start = BaseProcess.start
+
+    def begin(process: BaseProcess) -> None:
+        others = multiprocessing.active_children()
+        for other in others:
+            os.kill(other.pid or 0, signal.SIGKILL)
+            other.join()  # the signal of its death has come
+        start(process)
+        started.append(len(others))
+
+    started: list[int] = []
+    monkeypatch.setattr(BaseProcess, "start", begin)
+    with pytest.raises(WorkerError, match="killed by SIGKILL"), open_loader(Numbers(), 2, batch_size=2):
+        pass
+    assert started == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ MUTATIONS = [
     ),
     (
         "dpn_cli/data/workers.py",
-        "        with watched(processes):\n            items =",
+        "        with watched(processes), _unnoticed():\n            items =",
         "        if True:\n            items =",
         "workers: one that dies while they are started is a traceback",
         "tests/test_workers.py",
@@ -215,5 +215,12 @@ MUTATIONS = [
         "False",
         "a Ctrl-C outside the work of a command says nothing",
         "tests/test_process.py",
+    ),
+    (
+        "dpn_cli/data/workers.py",
+        "[] if _starting else list(_watched)",
+        "list(_watched)",
+        "workers: a death is said while others are forked",
+        "tests/test_workers.py",
     ),
 ]

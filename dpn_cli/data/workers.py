@@ -33,6 +33,7 @@ CAUSES = {
 }
 
 _watched: list[Sequence[BaseProcess]] = []  # global, as child processes are
+_starting: list[bool] = []  # one for each loader that is being made
 
 
 def leave_to_parent(worker: int) -> None:
@@ -60,7 +61,7 @@ def open_loader(dataset: Dataset[Any], workers: int, **options: Any) -> Iterator
     if workers:
         options |= {"worker_init_fn": leave_to_parent, "multiprocessing_context": _noting(processes)}
     try:
-        with watched(processes):
+        with watched(processes), _unnoticed():
             items = iter(DataLoader(dataset, num_workers=workers, **options))
     except BaseException:
         kill(processes)
@@ -93,7 +94,7 @@ def watched(processes: Sequence[BaseProcess]) -> Iterator[None]:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, _notice)  # instead of the loader's handler, which raises a RuntimeError
     try:
-        _raise_for_dead(processes)
+        _notice()
         yield
     except DpnError:
         raise
@@ -110,8 +111,18 @@ def watched(processes: Sequence[BaseProcess]) -> Iterator[None]:
         _forget(processes)
 
 
-def _notice(number: int, frame: FrameType | None) -> None:
-    for processes in list(_watched):
+@contextmanager
+def _unnoticed() -> Iterator[None]:
+    """Put off what `watched` raises of itself: where processes are forked, Python prints an error and drops it."""
+    _starting.append(True)
+    try:
+        yield
+    finally:
+        _starting.pop()
+
+
+def _notice(number: int = 0, frame: FrameType | None = None) -> None:
+    for processes in [] if _starting else list(_watched):
         _raise_for_dead(processes)
 
 
