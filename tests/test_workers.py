@@ -145,8 +145,8 @@ def test_the_death_of_a_worker_is_not_said_while_another_is_forked(monkeypatch: 
     def begin(process: BaseProcess) -> None:
         others = multiprocessing.active_children()
         for other in others:
-            os.kill(other.pid or 0, signal.SIGKILL)
-            other.join()  # the signal of its death has come
+            other.kill()
+            os.waitid(os.P_PID, other.pid or 0, os.WEXITED | os.WNOWAIT)  # the signal of its death has come
         start(process)
         started.append(len(others))
 
