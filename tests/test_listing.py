@@ -114,7 +114,7 @@ def test_a_kept_list_is_made_again_after_a_change(change: str, tmp_path: Path) -
     root = pictures(tmp_path / "photos", classes=2, each=3)
     (root / "class1" / "inner").mkdir()
     ClassFolders(root)
-    (file,) = (tmp_path.parent / os.environ["DPN_HOME"]).glob("listings/*.npz")
+    (file,) = (tmp_path.parent / os.environ["DPN_HOME"]).glob("cache/listings/*.npz")
     one = root / "class0" / "001.jpg"
     if change == "add":
         (root / "class1" / "new.jpg").write_bytes(b"new")
@@ -162,7 +162,7 @@ def test_lists_of_few_pictures_and_of_folders_just_written_are_not_kept(
         monkeypatch.setattr(listing, "KEPT", most)
         monkeypatch.setattr(listing, "SAME_DATE", since)
         assert ClassFolders(root).listing.file is None
-    assert not list(Path(os.environ["DPN_HOME"]).glob("listings/*"))
+    assert not list(Path(os.environ["DPN_HOME"]).glob("cache/listings/*"))
 
 
 @pytest.mark.usefixtures("kept")

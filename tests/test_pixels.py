@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -189,3 +190,19 @@ def test_wrong_lines_are_named(line: str, message: str, folder: Path) -> None:
         file.write(line + "\n")
     with pytest.raises(DataError, match=message):
         FileList(folder, "test")
+
+
+def test_a_resumed_training_shuffles_the_epoch_that_it_is_in_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    shuffled, shuffle = list[int](), torch.randperm
+
+    def counted(images: int, **how: Any) -> torch.Tensor:
+        shuffled.append(images)
+        return shuffle(images, **how)
+
+    monkeypatch.setattr(torch, "randperm", counted)
+    images, batch = 1003, 64
+    inside, across = 20 * images // batch + 3, 40 * images // batch  # of the 21st epoch, and of two epochs
+    for step, epochs in ((inside, 1), (inside + 1, 0), (across, 2)):
+        shuffled.clear()
+        assert len(rows_of_step(images, batch, 91, step)) == batch
+        assert shuffled == [images] * epochs

@@ -19,6 +19,7 @@ import numpy as np
 from PIL import Image
 
 from dpn_cli.data.labelled import Images
+from dpn_cli.data.order import Rows
 from dpn_cli.data.reading import SUFFIXES, USUAL, Reading, open_image
 from dpn_cli.errors import DataError, SaveError
 from dpn_cli.recipe.home import home
@@ -85,7 +86,7 @@ class Names(Sequence[str]):
 class Chosen(Sequence[ItemT]):
     """Some items of a sequence, looked up when they are asked for."""
 
-    def __init__(self, whole: Sequence[ItemT], rows: Sequence[int]) -> None:
+    def __init__(self, whole: Sequence[ItemT], rows: Sequence[int] | Rows) -> None:
         self.whole, self.rows = whole, integers(rows)
 
     def __len__(self) -> int:
@@ -181,7 +182,7 @@ def _file(root: Path, within: Sequence[str]) -> Path | None:
     """Return where a list is kept; None for a user without a home."""
     named = f"{FORM} {'whole' if within == ('',) else 'classes'} {real_path(root)}"
     with suppress(RuntimeError):
-        return home() / "listings" / f"{hashlib.sha256(os.fsencode(named)).hexdigest()[:24]}.npz"
+        return home() / "cache" / "listings" / f"{hashlib.sha256(os.fsencode(named)).hexdigest()[:24]}.npz"
     return None
 
 

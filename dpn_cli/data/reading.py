@@ -99,7 +99,7 @@ def open_image(file: Path | io.BytesIO, where: str, reading: Reading = USUAL, li
             if listed not in (None, status.st_size):
                 raise DataError(
                     f"{where}: the file has {status.st_size} bytes, and had {listed} when the data were listed; put "
-                    "back what was there, and leave the data alone while they are in use"
+                    "back what was there, or start again, and leave the data alone while they are in use"
                 )
         image = Image.open(file)
     except FAILURES as error:

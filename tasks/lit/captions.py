@@ -18,7 +18,7 @@ from dpn_cli.data import scenes
 from dpn_cli.data.faults import fault
 from dpn_cli.data.labelled import HubPictures, Images, SceneSplit
 from dpn_cli.data.listing import Chosen, Names, integers
-from dpn_cli.data.order import Sharded
+from dpn_cli.data.order import Rows, Sharded
 from dpn_cli.data.reading import inside, open_image
 from dpn_cli.data.remote import RemotePath
 from dpn_cli.data.shards import Member, Shard, ShardPictures
@@ -63,7 +63,7 @@ def captions_fingerprint(data: Captioned) -> str:
 class Subset(Captioned):
     """Some images of a set, in the order of the set."""
 
-    def __init__(self, whole: Captioned, rows: Sequence[int]) -> None:
+    def __init__(self, whole: Captioned, rows: Sequence[int] | Rows) -> None:
         self.whole, self.rows, self.reading = whole, integers(rows), whole.reading
         self.captions, self.stamps = Chosen(whole.captions, rows), Chosen(whole.stamps, rows)
         self.sizes = array("q", (whole.sizes[row] for row in self.rows))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from dpn_cli.data import scenes
-from dpn_cli.data.classified import hub_name
+from dpn_cli.data.classified import hash_order, hub_name
 from dpn_cli.data.labelled import SceneSplit, load_hub
 from dpn_cli.data.reading import USUAL, Reading
 from dpn_cli.errors import DataError
@@ -57,10 +57,10 @@ def open_pairs(source: CaptionSource) -> tuple[Captioned, Captioned]:
         raise DataError(
             f"--data {source.place}: {count} images are too few to hold some out; name others with --val-data"
         )
-    order = sorted(range(count), key=lambda index: hashlib.sha256(os.fsencode(whole.key(index))).digest())
-    train = Subset(whole, sorted(order[:-held]))
+    order = hash_order(whole)
+    train = Subset(whole, np.sort(order[:-held]))
     train.dropped = whole.dropped
-    return train, Subset(whole, sorted(order[-held:]))
+    return train, Subset(whole, np.sort(order[-held:]))
 
 
 def has_split(source: CaptionSource, split: str) -> bool:

@@ -23,7 +23,7 @@ def read_table(path: Path, root: Path, image: str | None, caption: str | None, s
 
     Raises `DataError` naming file and line.
     """
-    files, gathered, lines = Files(root, skip_bad), dict[str, list[object]](), dict[str, int]()
+    files, gathered = Files(root, skip_bad), dict[str, list[object]]()  # each name's line, and its texts
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:  # Excel writes a byte-order mark
             tabs = "\t" in file.readline()  # open_clip's tables are tab-separated and called .csv
@@ -37,12 +37,11 @@ def read_table(path: Path, root: Path, image: str | None, caption: str | None, s
                 if not name:
                     fault(DataError(f"{path}, line {rows.line_num}: no file in the column {by_file!r}"))
                     continue
-                gathered.setdefault(name, []).append(row[by_text])
-                lines.setdefault(name, rows.line_num)
+                gathered.setdefault(name, [rows.line_num]).append(row[by_text])
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path}: not a readable table ({' '.join(str(error).split())[:120]})") from error
-    for name, raw in gathered.items():
-        files.add(name, raw, f"{path}, line {lines[name]}")
+    for name, (line, *texts) in gathered.items():
+        files.add(name, texts, f"{path}, line {line}")
     return files
 
 
