@@ -54,9 +54,17 @@ def test_running_out_of_memory_halves_the_micro_batch_and_keeps_the_batch() -> N
     assert [text for text in warnings if "micro-batches of 2 from here on, the batch stays 8" in text]
 
 
-def test_running_out_of_memory_with_one_image_is_an_error_of_its_own() -> None:
+@pytest.mark.parametrize(
+    "message",
+    [
+        "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes",
+        "CUDA error: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    ],
+)
+def test_running_out_of_memory_with_one_image_is_an_error_of_its_own(message: str) -> None:
     def hopeless(model: nn.Module, batch: Batch) -> Tensor:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+        raise RuntimeError(message)
 
     with pytest.raises(OutOfMemoryError, match="one image at a time") as caught:
         train(small(), loss_fn=hopeless, outputs=Outputs(warn=lambda text: None))

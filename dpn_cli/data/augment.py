@@ -111,10 +111,9 @@ def mixed(batches: Batches, mixup: Mixup, normalize: Callable[[Tensor], Tensor],
     def mixing(start: int) -> Generator[Batch, None, None]:
         with closing(batches(start)) as stream:
             for step, batch in enumerate(stream, start):
-                rows = len(batch["label"])
-                mirroring = torch.cat([torch.arange(0, rows, 2), torch.arange(rows - 1, 0, -2)]).to(
-                    batch["label"].device
-                )
+                rows, device = len(batch["label"]), batch["label"].device
+                firsts, others = torch.arange(0, rows, 2, device=device), torch.arange(rows - 1, 0, -2, device=device)
+                mirroring = torch.cat([firsts, others])
                 with seeded(fold(seed, MIX_TIMM, step)):
                     image, target = mixup(normalize(batch["image"][mirroring]), batch["label"][mirroring])
                 neighbours = mirroring.argsort()

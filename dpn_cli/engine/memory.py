@@ -19,6 +19,9 @@ ACTIVATION_BYTES = 34 * 4
 # Bytes of activations of a micro-batch at most on a CPU, where running out of memory kills the process.
 CPU_BUDGET = 1_500_000_000
 
+# What torch says where no memory is left: on a CPU, of a call of CUDA's own, and of one of its matrix products.
+OUT_OF_MEMORY = ("allocate memory", "not enough memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
 
 @dataclass
 class MicroBatch:
@@ -113,5 +116,5 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means that a GPU or the CPU ran out of memory."""
     text = str(error)
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and ("allocate memory" in text or "not enough memory" in text)
+        isinstance(error, RuntimeError) and any(words in text for words in OUT_OF_MEMORY)
     )

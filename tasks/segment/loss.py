@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -40,9 +41,7 @@ class UpsampledCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, label: Tensor) -> Tensor:
         """Return the sum over labelled pixels, for logits (b, k, h, w) float32 and labels (b, H, W) uint8."""
         sizes = zip(logits.shape[-2:], label.shape[-2:], strict=True)
-        down, across = (
-            resize_rows(torch.eye(old, dtype=torch.float64), new).float().to(logits.device) for old, new in sizes
-        )
+        down, across = (_resizing(old, new, logits.device) for old, new in sizes)
         rows = max(1, STRIP_PIXELS.get(logits.device.type, LARGEST_STRIP) // label.shape[-1])
         gradient, total = torch.empty_like(logits), logits.new_zeros(())
         with torch.autocast(logits.device.type, enabled=False):
@@ -62,6 +61,13 @@ class UpsampledCrossEntropy(torch.autograd.Function):
         """Return the gradient of the logits."""
         (gradient,) = ctx.saved_tensors
         return gradient * upstream[0], None
+
+
+@lru_cache(maxsize=8)
+def _resizing(old: int, new: int, device: torch.device) -> Tensor:
+    """Return the matrix (new, old) that resizes rows; kept, so that no step waits for a copy of it to the device."""
+    with torch.inference_mode(mode=False):
+        return resize_rows(torch.eye(old, dtype=torch.float64), new).float().to(device)
 
 
 def _cross_entropy(scores: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
