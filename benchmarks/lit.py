@@ -36,6 +36,7 @@ from dpn_cli.engine.fit import Batch
 from dpn_cli.recipe.schema import Optim, Runtime
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
+from dpn_cli.run.process import keep_memory
 from dpn_cli.weights.backbone import Backbone, load_backbone
 from tasks.lit.cache import BATCH, cached_features
 from tasks.lit.captions import Files
@@ -190,6 +191,7 @@ def main() -> None:
     for name, value in (("--batch", 64), ("--steps", 2), ("--rounds", 3), ("--images", 256)):
         parser.add_argument(name, type=int, default=value)
     asked = parser.parse_args()
+    keep_memory()  # as the program does
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     world = World(0, 1, device)
     tower = load_backbone(asked.arch).requires_grad_(False).to(device).eval()
