@@ -53,7 +53,7 @@ def measured(optim: Optim, rows: int, runtime: Runtime, world: World, ema: float
         return (batch for _ in itertools.count())
 
     outputs = Outputs(tick=lambda tick: began.append(time.time_ns()))
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         ready = engine.prepare(network(**options), runtime, world)
         micro_batch = MicroBatch(rows)
         more = {"optim": optim, "micro_batch": micro_batch, "runtime": runtime, "ema_decay": ema, "world": world}
