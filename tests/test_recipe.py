@@ -65,6 +65,7 @@ def test_appendix_e_is_what_the_paper_prints() -> None:
         (["optim.name=sgdd"], r"optim.name: one of momentum, adam \(got 'sgdd'\)"),
         (["schedule.steps=0"], r"schedule.steps: a whole number above 0 \(got 0\)"),
         ([f"eval_batch_size={2**63}"], r"eval_batch_size: a whole number above 0 \(got 9\d*8, which is above 9\d*7\)"),
+        (["runtime.micro_batch_size='1180591620717411303424'"], r"or auto \(got '\d*', which is above 9\d*7\)"),
         ([f"schedule.warmup={2**63}"], "schedule.warmup: a whole number of at least 0 .*which is above"),
         (["schedule.steps=100"], r"warmup \(200\) must be below steps \(100\): add --set schedule.warmup=8"),
         (["batch_size=many"], r"batch_size: .* \(got 'many'\)"),

@@ -29,7 +29,9 @@ def refusal(value: object, annotation: Any, metadata: Iterable[Any] = ()) -> str
         shown = _SHORT.repr(value)
     except ValueError:  # Python prints no number of more than 4300 digits
         shown = "a number too long to print"
-    if isinstance(value, int) and value > MOST_INTEGER:
+    # A command line's number is text where words are allowed, too; Python reads none of more than 4300 digits.
+    number = int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 4300 else value
+    if isinstance(number, int) and number > MOST_INTEGER:
         shown += f", which is above {MOST_INTEGER}"
     return f"{allowed(annotation, metadata, finite=infinite)} (got {shown}){close}"
 

@@ -15,6 +15,7 @@ class Cost:
         name: the network's.
         part: which part of its trainings this is, where there are several.
         memory: the peak of one of its processes: of what the allocator gave out on a GPU, else of the resident memory.
+            A plan's is that of a step's tensors.
         step_seconds: of one step.
         steps: those of all trainings.
         trainings: how many there are.
