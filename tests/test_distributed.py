@@ -6,9 +6,10 @@ import json
 import math
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,10 @@ def fit(
     loss: engine.LossFn = loss_fn,
     micro: int = 8,
     drop_path: float = 0.0,
+    norm: str = "ln",
     **outputs: object,
 ) -> engine.FitResult:
-    model = engine.prepare(small(drop_path=drop_path), Runtime(), world)
+    model = engine.prepare(small(drop_path=drop_path, norm=norm), Runtime(), world)
     written = Outputs(**outputs)  # type: ignore[arg-type]
     result = engine.fit(
         model,
@@ -178,6 +180,43 @@ def test_a_rank_that_ends_is_one_clear_error_to_the_others(tmp_path: Path) -> No
     assert (tmp_path / "error.txt").read_text() == "another rank has ended; its own error says why"
     with pytest.raises(RuntimeError, match="of something else"), distributed.lost_rank():
         raise RuntimeError("of something else")
+
+
+def gone_job(world: World, folder: Path, *, within: bool, norm: str) -> None:
+    """Rank 1 ends after the second exchange of gradients: before the third batch, or `within` the third exchange."""
+    calls = iter(range(norm == "bn", 100))  # the first one is a trial, but of norms that count it
+
+    def batches(start: int) -> Generator[Batch, None, None]:
+        for step, batch in enumerate(share(world)(start), start):
+            if world.rank == 1 and step == 2 and not within:
+                os._exit(0)
+            yield batch
+
+    def loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        if world.rank == 1 and next(calls) == 3:
+            os._exit(0)
+        return loss_fn(model, batch)
+
+    with pytest.raises(WorkerError, match="another rank has ended"):
+        fit(world, batches, loss, norm=norm, checkpoints=Checkpoints(folder / "checkpoints"))
+    os._exit(0)
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_a_lost_rank_costs_no_step_when_another_one_leads(within: bool, tmp_path: Path) -> None:
+    spawn(partial(gone_job, within=within, norm="ln"), tmp_path)
+    alone = World(0, 1, CPU)
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    saved = checkpoints.load("last", pytest.fail)
+    assert saved is not None
+    assert saved[1]["step"] == 2
+    goes_on = fit(alone, random_batches(), checkpoints=checkpoints).metrics
+    assert goes_on == pytest.approx(fit(alone, random_batches()).metrics, rel=1e-5, abs=1e-5)
+
+
+def test_norms_that_have_counted_a_part_of_a_batch_are_not_saved(tmp_path: Path) -> None:
+    spawn(partial(gone_job, within=True, norm="bn"), tmp_path)
+    assert not Checkpoints(tmp_path / "checkpoints").begun
 
 
 def test_ranks_that_do_not_meet_end_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.engine.optim import build_optimizer, lr_factor, set_lr
 from dpn_cli.engine.shards import Shards, gathered
 from dpn_cli.engine.trainstate import Ema, restore, room_for, state_of
-from dpn_cli.errors import DpnError, NonFiniteError, StoppedError
+from dpn_cli.errors import DpnError, NonFiniteError, StoppedError, WorkerError
 from dpn_cli.model.norms import has_running_norms
 from dpn_cli.recipe.schema import Runtime
 from dpn_cli.recipe.training import LAST_STEPS
@@ -48,6 +48,7 @@ def fit(model: nn.Module, job: Job) -> FitResult:
         NonFiniteError: loss or gradient norm is NaN or infinite; raised before the optimizer step.
         OutOfMemoryError: one row does not fit into memory.
         StoppedError: a signal asked to stop; the state is saved.
+        WorkerError: another rank has ended; the state is saved where the rank that leads has it whole.
     """
     check_shares(model, job)
     training = _Training(model, job)
@@ -63,14 +64,17 @@ def fit(model: nn.Module, job: Job) -> FitResult:
         with closing(job.batches(start)) as stream:
             batch = training.fetch(stream, result) if start < steps else None
             for step in range(start, steps):
-                if (number := stopping.requested()) is not None:
+                with training.kept_by_leader(step):
+                    number = stopping.requested()
+                if number is not None:
                     training.save("last", step)
                     raise StoppedError(number)
                 assert batch is not None, f"the batches ended before step {step}"
                 last = step + 1 == steps
                 lr = job.lr * lr_factor(job.schedule, step)
                 logged = last or (step + 1) % log_every == 0 or (job.layer_norms and step + 1 == steps - LAST_STEPS)
-                pending = training.gradients.compute(batch, step, logged=logged)
+                with training.kept_by_leader(step):
+                    pending = training.gradients.compute(batch, step, logged=logged)
                 # A GPU is still busy with the gradients: the next batch is made meanwhile.
                 batch = None if last else training.fetch(stream, result)
                 result.loss, *norms = training.update(pending, step, lr)
@@ -197,8 +201,27 @@ class _Training:
         """Return the seconds of this session and of earlier ones."""
         return time.perf_counter() - self.began
 
+    @contextmanager
+    def kept_by_leader(self, step: int) -> Iterator[None]:
+        """Save the state after `step` steps where another rank is lost in the block.
+
+        The rank that leads has all of it, unless the network is in parts, or has counted a part of the next batch.
+        """
+        try:
+            with distributed.lost_rank():
+                yield
+        except WorkerError:
+            if not (self.shards or has_running_norms(self.network)):
+                self._write("last", step)
+            raise
+
     def save(self, name: str, step: int, *, due: bool = False) -> None:
         """Save the state after `step` steps; with `due` it has yet to be evaluated."""
+        self._write(name, step, due=due)
+        distributed.barrier()
+
+    def _write(self, name: str, step: int, *, due: bool = False) -> None:
+        """Save this rank's part of the state, which is all or nothing unless the network is in parts."""
         outputs, world = self.job.outputs, self.job.world
         in_parts = self.shards is not None and name == "last"  # the best weights are for anyone to read
         if outputs.checkpoints and (world.leads or self.shards):
@@ -216,7 +239,6 @@ class _Training:
                 outputs.checkpoints.save_parts(name, tensors, state, world)
             elif world.leads:
                 outputs.checkpoints.save(name, tensors, state)
-        distributed.barrier()
 
     def fetch(self, stream: Iterator[Batch], result: FitResult) -> Batch | None:
         """Return the next batch; the time counts as waiting unless a GPU was busy meanwhile."""
@@ -287,16 +309,13 @@ class _Training:
         return tick
 
     def log(self, tick: Tick, norms: list[float]) -> None:
-        """Log the state after a step, with the mean loss over ranks and the gradient's norm, then those of layers."""
-        world, log = self.job.world, self.job.outputs.log
-        share = len(world.rows(self.job.batch_size)) / self.job.batch_size
-        loss = distributed.reduce_over_ranks(torch.tensor(tick.loss * share)).item()
-        layers = self.gradients.layer_norms
-        if log and world.leads:
+        """Log the state after a step, with the gradient's norm, then those of layers."""
+        log, layers = self.job.outputs.log, self.gradients.layer_norms
+        if log and self.job.world.leads:
             log.write(
                 {
                     "step": tick.step,
-                    "loss": loss,
+                    "loss": tick.loss,
                     "lr": tick.lr,
                     "grad_norm": norms[0],
                     "images_per_second": round(tick.images_per_second, 2),

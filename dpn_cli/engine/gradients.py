@@ -36,7 +36,9 @@ class Gradients:
     def compute(self, batch: Batch, step: int, *, logged: bool = False) -> Tensor:
         """Compute and clip the gradients of a batch; returns (loss over this rank's rows, global norm), pending.
 
-        Where the job asks for them and the step is `logged`, the mean norms of each layer before clipping follow.
+        Where the step is `logged`, the loss is that of the whole batch, and the mean norms of each layer before
+        clipping follow if the job asks for them. Ranks exchange nothing more until the next step: what one of them is
+        lost in leaves the weights as they were.
         """
         loss_fn = self.job.loss_fn
         set_progress(self.network, step / self.job.schedule.steps)
@@ -54,6 +56,9 @@ class Gradients:
                 norms = self.layer_norms.add() if self.layer_norms else None
                 norm = clip_gradients(self.parameters, self.job.optim.clip_norm, norms)
                 layers = self.layer_norms.take() if self.layer_norms and logged else loss.new_empty(0)
+                if logged:
+                    share = len(self.job.world.rows(self.job.batch_size)) / self.job.batch_size
+                    loss = distributed.reduce_over_ranks(loss * share)
                 return torch.cat([torch.stack([loss, norm]), layers])
             self._shrink(step, count_rows(batch))  # outside the handler, which holds the tensors of the failed pass
 
