@@ -5,6 +5,8 @@ E = "tests/test_engines.py"
 L, S = "tests/test_leases.py", "tests/test_joining.py"
 LEASES, SWEEP, ONE = "dpn_cli/run/leases.py", "tasks/vtab/sweep.py", "tasks/vtab/one_task.py"
 J, C, R = "tests/test_jobs.py", "tests/test_comparison_jobs.py", "tests/test_reproduce_runs.py"
+N, LAUNCH, SESSION = "tests/test_launch.py", "dpn_cli/run/launch.py", "dpn_cli/run/session.py"
+D = "tests/test_distributed.py"
 ORDER, PROCESSES = "dpn_cli/jobs/scheduler.py", "dpn_cli/jobs/processes.py"
 RUN, COMPARED = (f"dpn_cli/commands/{name}.py" for name in ("reproduce/run", "comparison"))
 
@@ -54,4 +56,22 @@ MUTATIONS = [
     (RAY, "and self._lost < AGAIN", "and False", "the work of a lost node is not done", E),
     ("dpn_cli/data/decoded.py", "        if not rest.is_file():\n", "        if True:\n", "every process decodes for itself", S),
     ("tasks/vtab/sweep.py", "        shutil.rmtree(pixels, ignore_errors=True)\n", "        pass\n", "shared pixels stay behind", S),
+    (LAUNCH, "there or (self.restarts > 0 and ", "there or (", "a job that was queued again does not heed --overwrite", N),
+    (LAUNCH, "self.id != NO_ID and ", "", "torchruns without an id are taken for one", N),
+    (LAUNCH, "max(restarts)", "restarts[0]", "a restart is not known to be one where another machine leads", N),
+    (LAUNCH, 'any(agent in before.get("agents", ())', 'any(agent == before.get("agents", ())[0]',
+     "ranks that are started again without the first machine do not go on", N),
+    (SESSION, '"resume": True, "overwrite": False, "patience"', '"resume": True, "patience"',
+     "torchrun's restart deletes a run that has --overwrite", N),
+    (SESSION, "or not run or folder.untouched", "or not run", "a run that has produced nothing is said to go on", N),
+    (SESSION, "        folder.update(**launch.facts())\n", "", "a run does not know its torchrun", N),
+    (SESSION, '"patience": LOST_AFTER', '"patience": PATIENCE', "a lost machine's claim on a folder outlasts the restarts", N),
+    ("dpn_cli/run/distributed.py", "restart{env['TORCHELASTIC_RESTART_COUNT']}", "restart",
+     "ranks that are started again read what the former ones wrote", N),
+    ("dpn_cli/engine/fit.py", "            if not (self.shards or has_running_norms(self.network)):\n                self._write",
+     "            if False:\n                self._write", "a lost rank costs the steps since the last checkpoint", D),
+    ("dpn_cli/engine/fit.py", "if not (self.shards or has_running_norms(self.network)):", "if not self.shards:",
+     "norms that have counted a part of a batch are saved", D),
+    ("dpn_cli/engine/gradients.py", "loss = distributed.reduce_over_ranks(loss * share)", "pass",
+     "the log has the loss of one rank's rows", D),
 ]  # fmt: skip

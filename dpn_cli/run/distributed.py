@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, but not to type checkers
 from torch.nn.parallel import DistributedDataParallel
 
 from dpn_cli.errors import DpnError, WorkerError
@@ -92,8 +93,8 @@ def join(device: str, patience: timedelta | None = None, *, shard: bool = False)
         yield World(rank, size, chosen, here)
         return
     try:
-        dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=patience)
-    except dist.DistError as error:  # another rank has ended, or was never there
+        _meet("nccl" if chosen.type == "cuda" else "gloo", rank, size, patience)
+    except RuntimeError as error:  # another rank has ended, or was never there
         raise WorkerError(f"the ranks did not find each other ({' '.join(str(error).split())[:120]})") from error
     try:
         with lost_rank():
@@ -101,6 +102,21 @@ def join(device: str, patience: timedelta | None = None, *, shard: bool = False)
             dist.barrier()  # gloo aborts at exit when a rank leaves while another still talks to it
     finally:
         dist.destroy_process_group()
+
+
+def _meet(backend: str, rank: int, size: int, patience: timedelta | None) -> None:
+    """Connect the ranks through the store that torchrun names.
+
+    On one machine that store outlives the ranks, and what they left there would mislead those that are started again;
+    on several, torchrun's count of restarts is not the same everywhere (docs/ranks.md names the way out).
+    """
+    env = os.environ
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or env.get("GROUP_WORLD_SIZE") != "1":
+        dist.init_process_group(backend, timeout=patience)
+        return
+    kept = TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
+    store = PrefixStore(f"restart{env['TORCHELASTIC_RESTART_COUNT']}", kept)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
 
 
 def refuse_ranks(world: World, command: str) -> None:
@@ -111,11 +127,11 @@ def refuse_ranks(world: World, command: str) -> None:
 
 @contextmanager
 def lost_rank() -> Iterator[None]:
-    """Turn gloo's error about another rank that has ended into a `WorkerError`."""
+    """Turn gloo's error about another rank that has ended, or is out of reach, into a `WorkerError`."""
     try:
         yield
     except RuntimeError as error:
-        if "gloo" in str(error) and any(what in str(error) for what in ("by peer", "Broken pipe")):
+        if "gloo" in str(error) and any(what in str(error) for what in ("by peer", "Broken pipe", "Timed out waiting")):
             raise WorkerError("another rank has ended; its own error says why") from error
         raise
 

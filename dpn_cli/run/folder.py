@@ -59,6 +59,15 @@ class RunFolder:
         """The times of `note_time`; empty when run.json has lost them."""
         return dict(self.facts.get("timing") or {})
 
+    @property
+    def untouched(self) -> bool:
+        """Whether the run there has not produced anything."""
+        names = self._names()
+        return "run.json" in names and names <= {*IDENTITY, LEASES}
+
+    def _names(self) -> set[str]:
+        return {entry.name for entry in self.path.iterdir() if not is_leftover(entry.name)}
+
     @classmethod
     def open(
         cls,
@@ -80,7 +89,8 @@ class RunFolder:
         listed); `DataError` when the recipe of the run there cannot be read.
         """
         make_folder(path)
-        folder, names = cls(path), {entry.name for entry in path.iterdir() if not is_leftover(entry.name)}
+        folder = cls(path)
+        names = folder._names()
         if names and not folder._is_ours(names):
             raise DpnError(f"-o {path}: the folder is not empty and is not a dpn run; pass another -o")
         if join:
@@ -91,8 +101,7 @@ class RunFolder:
                 folder._begin(recipe, kind)
             return folder
         remove_leftovers(path)
-        untouched = "run.json" in names and names <= {*IDENTITY, LEASES}
-        if names and (overwrite or untouched):
+        if names and (overwrite or folder.untouched):
             clear_folder(path, last=IDENTITY)  # a run that ended before it produced anything can be replaced
         elif names and not resume:
             state = "a finished run" if folder.result else "a run that has not finished"

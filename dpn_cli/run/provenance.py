@@ -83,7 +83,12 @@ def git_commit() -> str | None:
 
 def this_process() -> dict[str, Any]:
     """Return what tells this process from every other one, of this machine and of others."""
-    return {"host": platform.node(), "pid": os.getpid(), "pids": _pids(), "began": _began(os.getpid())}
+    return describe_process(os.getpid())
+
+
+def describe_process(pid: int) -> dict[str, Any]:
+    """Return what tells a process of this machine from every other one, of this machine and of others."""
+    return {"host": platform.node(), "pid": pid, "pids": _pids(), "began": _began(pid)}
 
 
 def is_at_work(process: Mapping[str, Any]) -> bool | None:

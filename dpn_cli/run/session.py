@@ -23,11 +23,12 @@ from dpn_cli.recipe.sources import differences
 from dpn_cli.recipe.start import Place
 from dpn_cli.run import stopping
 from dpn_cli.run.checkpoints import Checkpoints
-from dpn_cli.run.console import Console, Tick
+from dpn_cli.run.console import Console, Tick, several
 from dpn_cli.run.distributed import World, from_leader, join, lost_rank
-from dpn_cli.run.files import claimed, make_folder
+from dpn_cli.run.files import PATIENCE, claimed, make_folder
 from dpn_cli.run.folder import MetricsLog, RunFolder
 from dpn_cli.run.kinds import Kind
+from dpn_cli.run.launch import Launch, this_launch
 from dpn_cli.run.leases import LEASES, Leases, Unshared
 from dpn_cli.run.outputs import Outputs
 from dpn_cli.run.trackers import Track, build_tracker
@@ -36,6 +37,8 @@ from dpn_cli.run.trackers import Track, build_tracker
 SHARER = "run"
 # Seconds between two looks at what other processes do.
 LOOK_EVERY = 0.5
+# Seconds until a file system forgets the claim of a machine that is lost; NFS servers take 90.
+LOST_AFTER = 120.0
 
 RecipeT = TypeVar("RecipeT", bound=Section)
 SectionT = TypeVar("SectionT", bound=Section)
@@ -130,7 +133,8 @@ def session(
     On exit the status of the run is written to the folder, unless this process has joined one that others work on. A
     dry run does not create the folder. Raises `DpnError` and its subclasses.
     """
-    path, how = place.folder or default, _how(place)
+    path = place.folder or default
+    _check_ways(place)
     kept = stopping.NOTHING_KEPT if place.dry_run else RESUME
     with stopping.listen(kept), join(runtime.device, shard=runtime.shard) as world, ExitStack() as claims:
         if isinstance(runtime.micro_batch_size, int):
@@ -143,7 +147,8 @@ def session(
         if place.shared and world.size > 1:
             given = "--join" if place.join else f"--jobs {place.jobs}"
             raise DpnError(f"{given}: starts processes itself; leave it or torchrun out")
-        leases = Leases(path / LEASES) if place.shared else None
+        leases, launch = Leases(path / LEASES) if place.shared else None, this_launch()
+        how = _how(place, path, launch, world, console)
         with ExitStack() as opening:  # processes that share the folder claim it only while they open it
             folder = open_folder(path, recipe, kind, world, console, **how, claims=opening if leases else claims)
             if leases:
@@ -153,8 +158,8 @@ def session(
         place.opened(path)
         if folder.result is None:
             console.info(f"run folder {path}")
-            if world.leads and place.given is not None and "given" not in folder.facts:
-                folder.update(given=list(place.given))
+            if world.leads:
+                _note_command(folder, place, launch, console)
         with _status(folder, told=world.leads and not place.join), lost_rank():
             recipe = as_begun(recipe, from_leader(folder.facts))
             if world.leads and folder.result is None:
@@ -163,13 +168,43 @@ def session(
             yield Session(recipe, folder, world, console, differs, leases, place.check)
 
 
-def _how(place: Place) -> dict[str, bool]:
-    """Return how the folder of a run is opened. Raises `DpnError` for two ways at once."""
+def _check_ways(place: Place) -> None:
+    """Raise `DpnError` for two ways at once to open the folder of a run."""
     if place.resume and place.overwrite:
         raise DpnError("--resume --overwrite: one continues the existing run, the other deletes it; pass one of them")
     if place.join and place.overwrite:
         raise DpnError("--overwrite: would delete what other processes work on; delete the folder before they start")
-    return {"resume": place.resume, "overwrite": place.overwrite, "join": place.join}
+
+
+def _how(place: Place, path: Path, launch: Launch | None, world: World, console: Console) -> dict[str, Any]:
+    """Return how the folder of a run is opened: a run that this torchrun began goes on, without --resume.
+
+    It does not begin again, either, where the command has --overwrite.
+    """
+    how = {"resume": place.resume, "overwrite": place.overwrite, "join": place.join}
+    folder = RunFolder(path)
+    run = folder.facts
+    if launch is None or not run or folder.untouched:
+        return how
+    if launch.began(run):
+        if not place.resume:
+            ranks = several(world.size, "rank")
+            console.info(f"{path}: torchrun started the ranks again; the run goes on with {ranks}")
+        return how | {"resume": True, "overwrite": False, "patience": LOST_AFTER}
+    if launch.has_id_of(run) and not (place.resume or place.overwrite):
+        console.info(f"{path}: the run goes on, because it began with torchrun's --rdzv-id {launch.id}")
+        return how | {"resume": True}
+    return how
+
+
+def _note_command(folder: RunFolder, place: Place, launch: Launch | None, console: Console) -> None:
+    """Keep the recipe keys that began a run, and the torchrun that is at work on it, in run.json."""
+    if place.given is not None and "given" not in folder.facts:
+        folder.update(given=list(place.given))
+    if launch is not None:
+        folder.update(**launch.facts())
+        if warning := launch.warning():
+            console.warn(warning)
 
 
 @contextmanager
@@ -227,8 +262,11 @@ def open_folder(
     overwrite: bool,
     join: bool = False,
     claims: ExitStack | None = None,
+    patience: float = PATIENCE,
 ) -> RunFolder:
     """Open a run folder on rank 0, with the outcome on all ranks, and claim it until `claims` closes.
+
+    `patience` is how many seconds it waits for another process to leave the folder.
 
     Raises the errors of `RunFolder.open`, and `DpnError` for a folder that another process has claimed, or works in
     unless this one is to `join` it.
@@ -237,7 +275,7 @@ def open_folder(
     if world.leads:
         try:
             if claims is not None:
-                claims.enter_context(claimed(path))
+                claims.enter_context(claimed(path, patience=patience))
                 make_folder(path)
                 if not join and (others := Leases(path / LEASES).at_work(pause)):
                     raise DpnError(f"{path}: other processes work on {others[0]} there; --join works along with them")
