@@ -107,6 +107,7 @@ OPTIONS = {
     "--workers",
     "--report-to",
     "--jobs",
+    "--jobs-per-gpu",
     "--engine",
     "--resources",
     "--join",

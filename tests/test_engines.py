@@ -6,19 +6,25 @@ import json
 import os
 import signal
 import sys
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
 from programs import children, environment, run_program
 from test_cli import run
+from test_jobs import program
 from test_joining import SHORT, VTAB, ledger, swept
 
-from dpn_cli.errors import StoppedError, WorkerError
+from dpn_cli.errors import DpnError, StoppedError, WorkerError
 from dpn_cli.jobs import ray_cluster
+from dpn_cli.jobs.engines import backend_of
 from dpn_cli.jobs.node import look
 from dpn_cli.jobs.scheduler import Work
+from dpn_cli.recipe.start import Place
 
 LIMIT = 400.0
 # Says through which node the command line speaks to the cluster.
@@ -115,7 +121,7 @@ def test_work_that_ray_has_lost_begins_again_elsewhere(monkeypatch: pytest.Monke
     monkeypatch.setattr("ray.wait", lambda work, **how: (work, []))
     monkeypatch.setattr("ray.get", get)
     cluster = object.__new__(ray_cluster.RayCluster)
-    cluster._running, cluster._lost = {}, 0
+    cluster._running, cluster._lost, cluster._parts = {}, 0, 1
 
     def submit(work: Work) -> None:
         begun.append(work)
@@ -125,6 +131,58 @@ def test_work_that_ray_has_lost_begins_again_elsewhere(monkeypatch: pytest.Monke
     submit(Work("work", ()))
     assert [cluster.ended(0.5) for _ in range(3)] == [[], [], [("work", 6)]]
     assert [work.name for work in begun] == ["work"] * 3
+
+
+@pytest.mark.parametrize(("parts", "part"), [(1, 1.0), (3, 0.3333), (6, 0.1666)])
+def test_parts_of_a_gpu_of_ray_are_no_more_than_one(parts: int, part: float) -> None:
+    assert ray_cluster._part(parts) == part
+
+
+def test_work_that_runs_out_of_memory_beside_others_has_a_gpu_of_ray_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray is given GPUs that are not there; a task of it is a word."""
+    asked, told = list[tuple[Any, ...]](), list[str]()
+
+    class Task:
+        def __init__(self, num_gpus: float = -1) -> None:
+            self.num_gpus = num_gpus
+
+        def options(self, num_gpus: float, **how: object) -> Task:
+            return Task(num_gpus)
+
+        def remote(self, *given: Any) -> str:
+            asked.append((given[0], given[3], self.num_gpus))
+            return f"task {len(asked)}"
+
+    monkeypatch.setattr("ray.init", lambda **how: None)
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"GPU": 2.0})
+    monkeypatch.setattr("ray.remote", lambda work: Task())
+    monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
+    monkeypatch.setattr("ray.wait", lambda work, **how: (work, []))
+    monkeypatch.setattr("ray.get", lambda reference: 4)
+    monkeypatch.setattr(ray_cluster.RayCluster, "_check_nodes", lambda self, sources: None)
+    place = Place(engine="ray", jobs_per_gpu=3)
+    cluster = backend_of(place, tmp_path, [], told.append)
+    assert cluster.slots == 6
+    cluster.start(Work("work", ("pretrain",)), 0)
+    assert cluster.ended(0.5) == []
+    assert cluster.ended(0.5) == [("work", 4)]
+    assert asked == [(("pretrain",), 3, 0.3333), (("pretrain",), 1, 1)]
+    assert told == ["work: out of memory beside others on a GPU; once more, alone"]
+    assert backend_of(replace(place, jobs=4), tmp_path, [], told.append).slots == 4
+    monkeypatch.setattr("ray.cluster_resources", dict)
+    with pytest.raises(DpnError, match="--jobs-per-gpu 3: the Ray cluster has no GPU; pass --jobs"):
+        backend_of(place, tmp_path, [], told.append)
+
+
+def test_a_process_of_a_node_is_told_its_part_of_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        sys, "executable", program(tmp_path / "python", "import os; print(os.environ.get('DPN_GPU_SHARE'))")
+    )
+    for parts, told in ((3, "3\n"), (1, "None\n")):
+        assert ray_cluster._work((), str(tmp_path / f"log{parts}"), str(tmp_path), parts) == 0
+        assert (tmp_path / f"log{parts}").read_text() == told
 
 
 @pytest.mark.slow

@@ -17,7 +17,8 @@ from programs import LIMIT, environment, run_program, started
 
 from dpn_cli.data.loader import worker_count
 from dpn_cli.errors import StoppedError
-from dpn_cli.jobs.processes import Processes, last_error, visible_gpus
+from dpn_cli.jobs.gpus import Gpu, Shares
+from dpn_cli.jobs.processes import Processes, last_error
 from dpn_cli.jobs.scheduler import Work, run_all
 from dpn_cli.run.cores import cores
 from dpn_cli.run.process import PARENT
@@ -31,6 +32,9 @@ class Simulated:
         self.running: dict[str, int] = {}
         self.order: list[str] = []
         self.stopped = self.closed = False
+
+    def has_room(self, work: Work) -> bool:
+        return True
 
     def start(self, work: Work, slot: int) -> None:
         assert 0 <= slot < self.slots
@@ -88,6 +92,13 @@ def test_work_begins_in_its_order_and_needs_nothing_that_is_not_there() -> None:
     assert backend.order == ["b", "a", "c"]
 
 
+def test_helpers_do_not_begin_when_others_have_done_the_work() -> None:
+    backend = Simulated(2, 0)
+    works = [Work(str(number), (), helps=True) for number in range(5)]
+    assert run_all(works, backend, lambda work: None, lambda work, code: None, unasked) == []
+    assert backend.order == ["0", "1"]
+
+
 def test_a_signal_stops_what_runs() -> None:
     def check() -> None:
         if backend.order:
@@ -125,9 +136,9 @@ def test_processes_share_cores_and_gpus(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(sys, "executable", program(tmp_path / "python", text))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     cores = sorted(os.sched_getaffinity(0))
-    backend = Processes(2, tmp_path / "logs", ("7", "GPU-9"))
+    backend = Processes(2, tmp_path / "logs", Shares((Gpu("7", 80 * 10**9), Gpu("GPU-9", 80 * 10**9)), 1))
     slots: list[str] = []
-    works = [Work("a/seed0", ("pretrain", "--seed", "0")), Work("a/seed1", ("pretrain",), ("a/seed0",))]
+    works = [Work("a/seed0", ("pretrain", "--seed", "0")), Work("a/seed1", ("pretrain",))]
     left = run_all(works, backend, lambda work: slots.append(work.name), lambda work, code: None, deadline())
     assert left == []
     assert sorted(os.sched_getaffinity(0)) == cores
@@ -138,7 +149,7 @@ def test_processes_share_cores_and_gpus(tmp_path: Path, monkeypatch: pytest.Monk
     if len(cores) > 1:
         assert own == cores[: len(cores) // 2]
         assert threads == str(len(own))
-    # The second ran in the other slot, which had been free for longer.
+    # The second had the other GPU and the cores beside it.
     words, own, (_, gpu, _) = json.loads(backend.log_of("a/seed1").read_text())
     assert gpu == "GPU-9"
     if len(cores) > 1:
@@ -211,16 +222,6 @@ def test_what_outlived_its_parent_does_not_begin(tmp_path: Path) -> None:
     script = "from dpn_cli.run import process; process.prepare(); print('begun')"
     done = run_program([sys.executable, "-c", script], env=environment(**{PARENT: "1234567"}))
     assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "")
-
-
-@pytest.mark.parametrize(("given", "count", "names"), [(None, 2, ("0", "1")), ("3,5", 2, ("3", "5")), (None, 0, ())])
-def test_gpus_are_those_that_this_process_sees(
-    given: str | None, count: int, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if given:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-    assert visible_gpus(count) == names
 
 
 def test_decoding_processes_are_counted_by_the_cores_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:

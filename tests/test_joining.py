@@ -18,8 +18,10 @@ from test_cli import run
 from dpn_cli.data import decoded as decoded_module
 from dpn_cli.data.decoded import decoded_once
 from dpn_cli.data.pixels import PixelSet, load
-from dpn_cli.errors import SaveError
+from dpn_cli.engine import fit as engine
+from dpn_cli.errors import OutOfMemoryError, SaveError
 from dpn_cli.run import session as session_module
+from dpn_cli.run.gpu_share import SHARE
 from dpn_cli.run.leases import LEASES, PATIENCE, Lease, Leases
 from tasks.vtab import trainer
 from tasks.vtab.cells import read_json
@@ -160,6 +162,31 @@ def test_a_training_that_failed_is_not_tried_by_every_process(tmp_path: Path, mo
     monkeypatch.setattr("tasks.vtab.sweep.at_once", lambda *_: None)  # which would start the processes
     processes = run(*VTAB, *SHORT, *wild, "-o", str(tmp_path), "--resume", "--jobs", "2")
     assert "failed: step" in processes.stderr
+
+
+def test_what_runs_out_of_memory_in_a_part_of_a_gpu_is_tried_with_a_whole_one(
+    alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One training fails for one process; another one leaves it, too, and chooses no learning rate without it."""
+    fit, fails = engine.fit, [True]
+
+    def full(model: Any, job: Any) -> Any:
+        if job.lr == 0.001 and fails:
+            fails.pop()
+            raise OutOfMemoryError("out of memory")
+        return fit(model, job)
+
+    monkeypatch.setattr(engine, "fit", full)
+    monkeypatch.setenv(SHARE, "2")
+    shared = ("--set", "allow_failed=true", "--join")
+    first = run(*VTAB, *SHORT, "-o", str(tmp_path), *shared)
+    assert first.exit_code == 4, first.stderr
+    assert "demo_color dpn lr 0.001 seed 0: out of memory in a part of a GPU" in first.stderr.replace("\n", " ")
+    assert run(*VTAB, *SHORT, "-o", str(tmp_path), *shared).exit_code == 6
+    assert not (tmp_path / "cells/dpn/demo_color/choice.json").exists()
+    monkeypatch.delenv(SHARE)
+    swept(tmp_path, *shared)
+    same(tmp_path, alone)
 
 
 def test_a_folder_in_which_others_work_is_refused(tmp_path: Path) -> None:

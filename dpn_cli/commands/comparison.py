@@ -139,7 +139,7 @@ class SideBySide:
             if not (path / RESULT).is_file():
                 replace_text(recipe, dump(run.recipe))
                 line = (*words, "--config", str(recipe), "-o", str(path), "--resume", "--no-report")
-                works[run.folder] = Work(run.folder, line)
+                works[run.folder] = Work(run.folder, line, network=run.network)
         labels = {run.folder: run.label for run in runs}
 
         def on_start(work: Work) -> None:

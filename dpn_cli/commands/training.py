@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -159,14 +160,11 @@ def _how(recipe: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     how = {key: arguments[key] for key in ("resume", "overwrite", "dry_run")}
     if "jobs" not in arguments:
         return how
-    jobs, cell = arguments["jobs"], arguments["cell"]
-    given = {f"--jobs {jobs}": jobs > 1, "--join": arguments["join"], f"--cell {cell}": cell is not None}
+    processes, cell = processes_of(arguments), arguments["cell"]
+    place = Place(**processes)
+    starts = place.processes if place.engine == "local" else f"--engine {place.engine}"
+    given = {starts: place.starts_processes, "--join": arguments["join"], f"--cell {cell}": cell is not None}
     given["--print-cells"] = arguments["print_cells"]
-    processes = processes_of(arguments)
-    engine = processes["engine"]
-    if engine != "local":
-        given = {f"--engine {engine}": True} | given
-        given.pop(f"--jobs {jobs}")
     asked = [option for option, was in given.items() if was]
     if asked and not getattr(recipe, "several", True):
         raise DpnError(f"{asked[0]}: this is one training; --compare and --seeds make several")
@@ -178,7 +176,16 @@ def _how(recipe: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
 def processes_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a `Place` that are `PROCESS_OPTIONS`. Raises `DpnError`."""
     resources = from_settings(arguments["resources"] or [], "--resources", "num_gpus=1")
-    return {"jobs": arguments["jobs"], "engine": arguments["engine"], "resources": tuple(resources.items())}
+    how = {"jobs": arguments["jobs"], "engine": arguments["engine"], "resources": tuple(resources.items())}
+    if (per_gpu := arguments["jobs_per_gpu"]) is None:
+        return how
+    if per_gpu != "auto" and not re.fullmatch("[1-9][0-9]?", per_gpu):
+        raise DpnError(f"--jobs-per-gpu {per_gpu}: a number from 1 to 99, or auto")
+    how["jobs_per_gpu"] = per_gpu if per_gpu == "auto" else int(per_gpu)
+    from dpn_cli.jobs.engines import check_sharing  # torch loads here
+
+    check_sharing(Place(**how))
+    return how
 
 
 def failure(failed: Sequence[str], what: str) -> SweepError | None:
@@ -237,18 +244,28 @@ JSON = switch("json", "--json", help="Print the result as JSON instead of text."
 QUIET = switch("quiet", "--quiet", "-q", help="No progress on stderr.")
 VERBOSE = switch("verbose", "--verbose", "-v", help="Show where in the code an error was raised.")
 PRINTING = (JSON, QUIET, VERBOSE)
-JOBS = option(
-    "jobs",
-    int,
-    1,
-    "--jobs",
-    min=1,
-    max=1024,
-    help="Trainings at once, each in a process; they share the cores and get the GPUs in turn. \\[default: 1]",
-    panel=RUNTIME,
-)
 PROCESS_OPTIONS = (
-    JOBS,
+    option(
+        "jobs",
+        int | None,
+        None,
+        "--jobs",
+        min=1,
+        max=1024,
+        help="Trainings at once, each in a process; they share the cores and the GPUs. \\[default: 1; with "
+        "--jobs-per-gpu as many as the GPUs have room for]",
+        panel=RUNTIME,
+    ),
+    option(
+        "jobs_per_gpu",
+        str | None,
+        None,
+        "--jobs-per-gpu",
+        metavar="N|auto",
+        help="Trainings at once on each GPU, in equal parts of its memory; auto measures the first one of each network "
+        "and adds as many as fit. \\[default: as --jobs needs]",
+        panel=RUNTIME,
+    ),
     option(
         "engine",
         Literal["local", "ray", "slurm"],

@@ -32,6 +32,7 @@ from dpn_cli.recipe.training import LAST_STEPS
 from dpn_cli.run import distributed, stopping
 from dpn_cli.run.console import Tick
 from dpn_cli.run.distributed import World
+from dpn_cli.run.gpu_share import MEASURED_STEPS, measure
 
 # What a checkpoint calls the sums of the norms of layers.
 NORMS = "norms.sums"
@@ -79,6 +80,8 @@ def fit(model: nn.Module, job: Job) -> FitResult:
                 batch = None if last else training.fetch(stream, result)
                 result.loss, *norms = training.update(pending, step, lr)
                 result.steps, result.seconds = step + 1, training.seconds()
+                if last or step + 1 - start == MEASURED_STEPS:
+                    measure(job.world.device)
                 tick = training.tick(result, lr, step + 1 - start, logged=logged)
                 if logged:
                     training.log(tick, norms)

@@ -2,46 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
-
-import torch
 
 from dpn_cli.errors import DpnError
-from dpn_cli.jobs.processes import Processes, visible_gpus
+from dpn_cli.jobs.gpus import Shares, visible_gpus
+from dpn_cli.jobs.processes import Processes
 from dpn_cli.jobs.scheduler import Backend
+from dpn_cli.recipe.reading import Say
+from dpn_cli.recipe.start import Place
 
-Engine = Literal["local", "ray", "slurm"]
 # Packages of the engines, and the extras that install them.
 PACKAGES = {"ray": "ray", "slurm": "submitit"}
 
 
-def backend_of(engine: Engine, jobs: int, logs: Path, settings: Mapping[str, object], sources: list[str]) -> Backend:
-    """Return what runs up to `jobs` command lines at once.
+def check_sharing(place: Place) -> None:
+    """Raise `DpnError` where GPUs cannot be shared as the `place` says."""
+    if place.jobs_per_gpu is None:
+        return
+    if place.engine == "local":
+        Shares(visible_gpus(), place.jobs_per_gpu)
+    elif place.engine == "slurm":
+        raise DpnError(
+            f"--jobs-per-gpu {place.jobs_per_gpu}: a job of SLURM has its GPU alone; goes with --engine local or ray"
+        )
+    elif place.jobs_per_gpu == "auto":
+        raise DpnError("--jobs-per-gpu auto: goes with --engine local; with ray it is a number")
+    elif any(name == "num_gpus" for name, _ in place.resources):
+        raise DpnError(f"--jobs-per-gpu {place.jobs_per_gpu} --resources num_gpus: pass one of them")
+
+
+def backend_of(place: Place, logs: Path, sources: list[str], say: Say) -> Backend:
+    """Return what runs several command lines at once, as a `place` says.
 
     Args:
-        engine: ``local`` for processes of this machine, ``ray`` for a Ray cluster, ``slurm`` for jobs of SLURM.
-        jobs: how many at once.
+        place: how many at once, on which engine, with which resources.
         logs: folder of what they print, on a file system that all nodes have.
-        settings: resources of each, in the words of the engine.
         sources: places of the data; a node that does not have the same there is refused.
+        say: is told what happens with GPUs.
 
     Raises `DpnError` when the engine is not installed, not reachable or does not know a setting.
     """
-    if engine == "local":
+    settings, jobs = dict(place.resources), place.jobs or 1
+    if place.engine == "local":
         if settings:
             raise DpnError(f"--resources {next(iter(settings))}: goes with --engine ray or slurm")
-        return Processes(jobs, logs, visible_gpus(torch.cuda.device_count()))
+        return _local(place, logs, say)
     try:
-        if engine == "ray":
+        if place.engine == "ray":
             from dpn_cli.jobs.ray_cluster import RayCluster
 
-            return RayCluster(jobs, logs, settings, sources)
+            assert place.jobs_per_gpu != "auto", "check_sharing refuses it"
+            return RayCluster(place.jobs, logs, settings, sources, place.jobs_per_gpu, say)
         from dpn_cli.jobs.slurm import Slurm
 
         return Slurm(jobs, logs, settings)
     except ModuleNotFoundError as error:
-        if error.name != PACKAGES[engine]:
+        if error.name != PACKAGES[place.engine]:
             raise
-        raise DpnError(f"--engine {engine}: needs {error.name}; pip install 'dpn-cli[{engine}]'") from error
+        raise DpnError(f"--engine {place.engine}: needs {error.name}; pip install 'dpn-cli[{place.engine}]'") from error
+
+
+def _local(place: Place, logs: Path, say: Say) -> Processes:
+    gpus, jobs = visible_gpus()[: place.jobs], place.jobs
+    if place.jobs_per_gpu is None:
+        jobs = jobs or 1
+        return Processes(jobs, logs, Shares(gpus, -(-jobs // len(gpus))) if gpus else None, say)
+    shares = Shares(gpus, place.jobs_per_gpu)
+    room = shares.most * len(gpus)
+    return Processes(min(jobs or room, room), logs, shares, say)

@@ -19,7 +19,7 @@ def backend_for(begun: Session[Any], place: Place) -> Backend:
     """Return what runs the work of a run, as its `place` says. Raises the errors of `backend_of`."""
     source = str(getattr(getattr(begun.recipe, "data", None), "source", None) or "")
     sources = [source] if source and Path(source).expanduser().exists() else []
-    return backend_of(place.engine, place.jobs, begun.folder.path / LOGS, dict(place.resources), sources)
+    return backend_of(place, begun.folder.path / LOGS, sources, begun.console.info)
 
 
 def at_once(begun: Session[Any], command: Sequence[str], place: Place) -> None:
@@ -40,5 +40,5 @@ def at_once(begun: Session[Any], command: Sequence[str], place: Place) -> None:
         if code not in (0, SweepError.exit_code):
             raise DpnError(f"{work.name}: {last_error(log)} (exit code {code}; {log})")
 
-    works = [Work(f"process {number}", line) for number in range(1, place.jobs + 1)]
+    works = [Work(f"process {number}", line, helps=True) for number in range(1, backend.slots + 1)]
     run_all(works, backend, on_start, on_end, stopping.check_here)

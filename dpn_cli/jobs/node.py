@@ -7,10 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO
 
 from dpn_cli.run.process import PARENT
@@ -19,15 +20,20 @@ from dpn_cli.run.process import PARENT
 LOOKED_AT = 2000
 
 
-def start(line: tuple[str, ...], log: IO[bytes], folder: str) -> subprocess.Popen[bytes]:
-    """Start a command line in a folder; the process saves its state and ends when this one dies (Linux)."""
+def start(
+    line: tuple[str, ...], log: IO[bytes], folder: str, variables: Mapping[str, str] = MappingProxyType({})
+) -> subprocess.Popen[bytes]:
+    """Start a command line in a folder, with some more environment variables.
+
+    The process saves its state and ends when this one dies (Linux).
+    """
     return subprocess.Popen(
         [sys.executable, "-m", "dpn_cli", *line],
         cwd=folder,
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,
-        env={**os.environ, PARENT: str(os.getpid())},
+        env={**os.environ, PARENT: str(os.getpid()), **variables},
         process_group=0,
     )
 

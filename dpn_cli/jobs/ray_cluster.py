@@ -12,10 +12,12 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from dpn_cli.errors import DataError, DpnError, StoppedError, WorkerError
+from dpn_cli.errors import DataError, DpnError, OutOfMemoryError, StoppedError, WorkerError
 from dpn_cli.jobs import node
 from dpn_cli.jobs.scheduler import Work
+from dpn_cli.recipe.reading import Say, unsaid
 from dpn_cli.run.cores import cores
+from dpn_cli.run.gpu_share import SHARE
 
 # Times that the work of a node that was lost, or told to stop, begins again.
 AGAIN = 100
@@ -24,10 +26,10 @@ ADDRESS = "address"
 PATIENCE, NOTICE = 10.0, 120.0
 
 
-def _work(line: tuple[str, ...], log: str, folder: str) -> int:
-    """Run a command line on a node and return its exit code."""
+def _work(line: tuple[str, ...], log: str, folder: str, parts: int) -> int:
+    """Run a command line on a node, in one of the parts of its GPU, and return its exit code."""
     with Path(log).open("ab") as file:
-        process = node.start(line, file, folder)
+        process = node.start(line, file, folder, {SHARE: str(parts)} if parts > 1 else {})
         try:
             return process.wait()
         except KeyboardInterrupt:  # how Ray cancels
@@ -43,17 +45,32 @@ class RayCluster:
         logs: folder of what they print, ``LOGS/NAME.log``, which every node has.
         settings: options of a Ray task, such as ``num_gpus``, and ``address`` of the cluster.
         sources: places of the data.
+        per_gpu: how many have a GPU together. With it None for `slots` is as many as the cluster has room for.
+        say: is told what happens with GPUs.
 
-    Raises `DpnError` when the cluster cannot be reached, and `DataError` when nodes differ in what they need.
+    Raises `DpnError` when the cluster cannot be reached or has no GPUs to share, and `DataError` when nodes differ in
+    what they need.
     """
 
-    def __init__(self, slots: int, logs: Path, settings: Mapping[str, Any], sources: list[str]) -> None:
-        self.slots, self.logs = slots, logs.absolute()
+    def __init__(
+        self,
+        slots: int | None,
+        logs: Path,
+        settings: Mapping[str, Any],
+        sources: list[str],
+        per_gpu: int | None = None,
+        say: Say = unsaid,
+    ) -> None:
+        self.logs, self.say = logs.absolute(), say
         options = dict(settings)
-        self._connect(options.pop(ADDRESS, None))
-        gpus = float(ray.cluster_resources().get("GPU", 0) > 0)  # type: ignore[no-untyped-call]
+        self._connect(options.pop(ADDRESS, None), slots or 1)
+        gpus = int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
+        if per_gpu and not gpus:
+            raise DpnError(f"--jobs-per-gpu {per_gpu}: the Ray cluster has no GPU; pass --jobs")
+        self._parts = per_gpu or 1
+        self.slots = min(slots or gpus * per_gpu, gpus * per_gpu) if per_gpu else slots or 1
         try:
-            how = {"num_cpus": 1, "num_gpus": gpus, "max_retries": 0} | options
+            how = {"num_cpus": 1, "num_gpus": _part(self._parts) if gpus else 0, "max_retries": 0} | options
             self._task = ray.remote(_work).options(**how)
         except (TypeError, ValueError) as error:
             raise DpnError(f"--resources {' '.join(options)}: {' '.join(str(error).split())}") from error
@@ -61,10 +78,15 @@ class RayCluster:
         self._here = ray.get_runtime_context().get_node_id()
         self._running: dict[Any, Work] = {}
         self._lost = 0
+        self._alone: set[str] = set()
 
     def log_of(self, name: str) -> Path:
         """Return the file that holds what a process prints."""
         return self.logs / f"{name.replace('/', '-')}.log"
+
+    def has_room(self, work: Work) -> bool:
+        """Tell that work can begin: Ray has it wait for a node."""
+        return True
 
     def start(self, work: Work, slot: int) -> None:
         """Begin to run work; Ray chooses where."""
@@ -90,6 +112,10 @@ class RayCluster:
             if code == StoppedError(signal.SIGTERM).exit_code and self._lost < AGAIN:
                 self._lost += 1
                 self._submit(work)
+            elif code == OutOfMemoryError.exit_code and self._parts > 1 and work.name not in self._alone:
+                self.say(f"{work.name}: out of memory beside others on a GPU; once more, alone")
+                self._alone.add(work.name)
+                self._submit(work)
             else:
                 codes.append((work.name, code))
         return codes
@@ -106,7 +132,10 @@ class RayCluster:
         ray.shutdown()
 
     def _submit(self, work: Work) -> None:
-        self._running[self._task.remote(work.line, str(self.log_of(work.name)), str(Path.cwd()))] = work
+        alone = work.name in self._alone
+        task = self._task.options(num_gpus=1) if alone else self._task
+        words = (work.line, str(self.log_of(work.name)), str(Path.cwd()), 1 if alone else self._parts)
+        self._running[task.remote(*words)] = work
 
     def _code(self, reference: Any) -> int:
         """Return the exit code of work; that of work that was stopped when its node is lost."""
@@ -117,7 +146,7 @@ class RayCluster:
         except ray.exceptions.RayError:
             return StoppedError(signal.SIGTERM).exit_code
 
-    def _connect(self, address: str | None) -> None:
+    def _connect(self, address: str | None, slots: int) -> None:
         how: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "include_dashboard": False}
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         named = address or os.environ.get("RAY_ADDRESS")
@@ -126,7 +155,7 @@ class RayCluster:
                 _knock(named)
                 ray.init(address=named, **{name: value for name, value in how.items() if name != "include_dashboard"})
             else:
-                ray.init(num_cpus=max(len(cores()), self.slots), **how)
+                ray.init(num_cpus=max(len(cores()), slots), **how)
         except (OSError, RuntimeError, ValueError) as error:
             told = " ".join(str(error).split())[:200]
             raise DpnError(
@@ -150,6 +179,11 @@ class RayCluster:
                     raise DataError(
                         f"--engine ray: {host}: {what} is {there[what]}, and here {value}; give all nodes the same"
                     )
+
+
+def _part(parts: int) -> float:
+    """Return a part of a GPU of which so many fit: Ray counts in parts of ten thousand."""
+    return 10_000 // parts / 10_000
 
 
 def _knock(address: str) -> None:

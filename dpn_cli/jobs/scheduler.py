@@ -13,17 +13,25 @@ LOOK_EVERY = 0.5
 
 @dataclass(frozen=True)
 class Work:
-    """A command line, its words after ``dpn``, and the names of the work that it needs."""
+    """A command line, its words after ``dpn``, and the names of the work that it needs.
+
+    Work on the same `network` takes the same memory. Work that `helps` is not begun once other work has ended.
+    """
 
     name: str
     line: tuple[str, ...]
     after: tuple[str, ...] = ()
+    network: str = ""
+    helps: bool = False
 
 
 class Backend(Protocol):
     """What runs work; a slot is a part of the machine, from 0 to `slots` - 1, that one of them has for itself."""
 
     slots: int
+
+    def has_room(self, work: Work) -> bool:
+        """Tell whether work can begin now, if a slot is free."""
 
     def start(self, work: Work, slot: int) -> None:
         """Begin to run work in a slot that is free."""
@@ -62,11 +70,12 @@ def run_all(
             check()
             open_ = {*waiting, *running, *lost}
             ready = [work for work in waiting.values() if not open_.intersection(work.after)]
-            for work in ready[: len(free)]:
-                del waiting[work.name]
-                running[work.name] = work, free.pop(0)
-                on_start(work)
-                backend.start(*running[work.name])
+            for work in ready:
+                if free and backend.has_room(work):
+                    del waiting[work.name]
+                    running[work.name] = work, free.pop(0)
+                    on_start(work)
+                    backend.start(*running[work.name])
             if not running:
                 return list(waiting.values())
             for name, code in backend.ended(LOOK_EVERY):
@@ -74,6 +83,7 @@ def run_all(
                 free.append(slot)
                 if code:
                     lost.add(name)
+                waiting = {name: work for name, work in waiting.items() if not work.helps}
                 on_end(work, code)
     finally:
         if running:

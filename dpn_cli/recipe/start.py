@@ -14,6 +14,8 @@ from dpn_cli.recipe.home import find_weights, home
 from dpn_cli.recipe.network import BackboneConfig
 
 BackboneT = TypeVar("BackboneT", bound=BackboneConfig)
+# How many processes share a GPU: a number, or as many as fit.
+PerGpu = int | Literal["auto"]
 # Input size of a network from scratch where nothing says one.
 SCRATCH_PIXELS = 224
 # Help of the options that say what happens to a run's folder.
@@ -28,7 +30,7 @@ class Place:
 
     `opened` is told which folder it is. With `dry_run` nothing is written there, and `costed` is told what the
     trainings of each network take. Of several trainings `jobs` run at once, started by an `engine` with `resources` for
-    each.
+    each; `jobs_per_gpu` on a GPU, where it is given, and then None for `jobs` is as many as the GPUs have room for.
     With `join` the process works on a run along with others; `cell` is the number of its part, None for all.
     `given` are the recipe keys that the command gave; None where that is not known. `check` is called after every step,
     and ends the run where it raises.
@@ -40,7 +42,8 @@ class Place:
     dry_run: bool = False
     opened: Callable[[Path], object] = lambda folder: None
     costed: Callable[[Cost], object] = lambda cost: None
-    jobs: int = 1
+    jobs: int | None = None
+    jobs_per_gpu: PerGpu | None = None
     engine: Literal["local", "ray", "slurm"] = "local"
     resources: Sequence[tuple[str, object]] = ()
     join: bool = False
@@ -56,7 +59,13 @@ class Place:
     @property
     def starts_processes(self) -> bool:
         """Whether other processes do the work."""
-        return self.jobs > 1 or self.engine != "local"
+        return (self.jobs or 1) > 1 or self.jobs_per_gpu is not None or self.engine != "local"
+
+    @property
+    def processes(self) -> str:
+        """The option that says how many processes do the work."""
+        alone = self.jobs is None and self.jobs_per_gpu is not None
+        return f"--jobs-per-gpu {self.jobs_per_gpu}" if alone else f"--jobs {self.jobs or 1}"
 
 
 def find_start(

@@ -17,6 +17,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.nn.parallel import DistributedDataParallel
 
 from dpn_cli.errors import DpnError, WorkerError
+from dpn_cli.run.gpu_share import keep_to_part
 
 ValueT = TypeVar("ValueT")
 
@@ -81,6 +82,7 @@ def join(device: str, patience: timedelta | None = None, *, shard: bool = False)
     chosen = _device(device, local)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
+        keep_to_part(chosen)
     if shard and not (dist.is_torchelastic_launched() or dist.is_initialized()):
         raise DpnError(
             "--shard: spreads a network over several processes, and this is one; start N of them with "

@@ -145,7 +145,7 @@ def session(
             yield Session(recipe, RunFolder(path), world, console, _compared(recipe, precision, console))
             return
         if place.shared and world.size > 1:
-            given = "--join" if place.join else f"--jobs {place.jobs}"
+            given = "--join" if place.join else place.processes
             raise DpnError(f"{given}: starts processes itself; leave it or torchrun out")
         leases, launch = Leases(path / LEASES) if place.shared else None, this_launch()
         how = _how(place, path, launch, world, console)

@@ -16,6 +16,7 @@ from dpn_cli.errors import NonFiniteError, OutOfMemoryError
 from dpn_cli.run import distributed
 from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.files import replace_json
+from dpn_cli.run.gpu_share import is_shared
 from dpn_cli.run.leases import Unshared
 from dpn_cli.run.sanity import class_floors, result_warning
 from dpn_cli.run.session import Session
@@ -25,6 +26,9 @@ from tasks.vtab.data import TaskData
 from tasks.vtab.recipe import VtabRecipe
 from tasks.vtab.table import Task
 from tasks.vtab.trainer import Trainer
+
+# In failed.json: whether the training had a part of a GPU only, and its memory ran out.
+BESIDE = "beside_others"
 
 
 def folder_of_pixels(begun: Session[VtabRecipe]) -> Path | None:
@@ -62,7 +66,7 @@ class TaskSweep:
             yield from self._unfinished(cell)
         if not self._all_ended(cells):
             return
-        outcome.lr = self._choose(cells)
+        outcome.lr = None if self._set_aside(cells) else self._choose(cells)
         if outcome.lr is None:
             self.complete = True
             return
@@ -135,11 +139,19 @@ class TaskSweep:
         return self._marker(cell) is not None or self._failure(cell) is not None
 
     def _failure(self, cell: Cell) -> str | None:
-        """Return why a cell failed; processes that share the folder know what failed in the others."""
+        """Return why a cell failed; processes that share the folder know what failed in the others.
+
+        What failed in a part of a GPU is left to processes that have a whole one.
+        """
         if self.begun.leases is not None and cell.label not in self.failures:
             written = None if cell.done(self.recipe.schedule.steps) else read_json(cell.path / "failed.json")
-            return str(written["error"]) if written else None
+            return str(written["error"]) if written and (is_shared() or not written.get(BESIDE)) else None
         return self.failures.get(cell.label)
+
+    def _set_aside(self, cells: Sequence[Cell]) -> bool:
+        """Tell whether some cells will be tried again with a whole GPU."""
+        failures = [read_json(cell.path / "failed.json") for cell in cells] if is_shared() else []
+        return any(failure and failure.get(BESIDE) for failure in failures)
 
     def note_failure(self, cell: Cell, error: NonFiniteError | OutOfMemoryError) -> None:
         """Record why a cell failed, so that the sweep continues.
@@ -151,7 +163,9 @@ class TaskSweep:
         self.console.warn(f"{cell.label} failed: {error}")
         self.failures[cell.label] = str(error)
         if self.world.leads:
-            replace_json(cell.path / "failed.json", {"error": str(error), "exit_code": error.exit_code})
+            beside = is_shared() and isinstance(error, OutOfMemoryError)
+            failure = {"error": str(error), "exit_code": error.exit_code, BESIDE: beside}
+            replace_json(cell.path / "failed.json", failure)
 
     def keep(self, cell: Cell, result: engine.FitResult) -> None:
         """Write the marker of a trained cell, and its weights if they may still be scored on test."""

@@ -17,6 +17,7 @@ from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
 from dpn_cli.run.files import replace_json
 from dpn_cli.run.folder import RunFolder, describe_device
+from dpn_cli.run.gpu_share import is_shared
 from dpn_cli.run.leases import LeaseLostError, Unshared
 from dpn_cli.run.session import Session, pause
 from tasks.vtab.cells import Cell, Json, TaskOutcome, read_json
@@ -49,22 +50,9 @@ def sweep(begun: Session[VtabRecipe], place: Place) -> Json | None:
     if place.starts_processes:
         _forget_failures(folder)
         at_once(begun, ("finetune", "vtab"), place)
-    track = begun.tracker(recipe.runtime.report_to)
     all_parts = parts(recipe)
     asked = all_parts if place.cell is None else [all_parts[place.cell]]
-    outcomes: dict[Part, TaskOutcome] = {}
-    with closing(_to_train(begun, asked, data, outcomes)) as to_train:
-        for cells, one, lease in to_train:
-            try:
-                with begun.outputs(one.label, track, one.path, lease) as outputs:
-                    job = cells.trainer.job(one, outputs)
-                    done = engine.fit(cells.trainer.trainable, job)
-                lease.confirm()
-                cells.keep(one, done)
-            except (NonFiniteError, OutOfMemoryError) as error:
-                cells.note_failure(one, error)
-            except LeaseLostError as error:
-                begun.console.warn(f"{one.label}: {error}")
+    outcomes = _train(begun, asked, data)
     if place.cell is not None:
         return None
     facts = folder.facts
@@ -102,6 +90,33 @@ def _check(begun: Session[VtabRecipe]) -> tuple[dict[Task, TaskData], Json]:
         check_crops(recipe, tasks, console)
         folder.update(data=fingerprints)
     return data, fingerprints
+
+
+def _train(begun: Session[VtabRecipe], asked: list[Part], data: dict[Task, TaskData]) -> dict[Part, TaskOutcome]:
+    """Train and score some parts along with other processes, and return what became of them.
+
+    Raises `OutOfMemoryError` when all else is done, for trainings that had a part of a GPU only: with a whole one they
+    are tried again.
+    """
+    track = begun.tracker(begun.recipe.runtime.report_to)
+    outcomes, set_aside = dict[Part, TaskOutcome](), list[str]()
+    with closing(_to_train(begun, asked, data, outcomes)) as to_train:
+        for cells, one, lease in to_train:
+            try:
+                with begun.outputs(one.label, track, one.path, lease) as outputs:
+                    job = cells.trainer.job(one, outputs)
+                    done = engine.fit(cells.trainer.trainable, job)
+                lease.confirm()
+                cells.keep(one, done)
+            except (NonFiniteError, OutOfMemoryError) as error:
+                cells.note_failure(one, error)
+                if is_shared() and isinstance(error, OutOfMemoryError):
+                    set_aside.append(one.label)
+            except LeaseLostError as error:
+                begun.console.warn(f"{one.label}: {error}")
+    if set_aside:
+        raise OutOfMemoryError(f"{', '.join(set_aside)}: out of memory in a part of a GPU; all else is done")
+    return outcomes
 
 
 def _to_train(

@@ -86,7 +86,7 @@ def run(jobs: Sequence[Job], places: Places, world: World, console: Console, how
         barrier()
     if how.starts_processes:
         if world.size > 1:
-            raise DpnError(f"--jobs {how.jobs}: starts processes itself; leave it or torchrun out")
+            raise DpnError(f"{how.processes}: starts processes itself; leave it or torchrun out")
         _in_processes(to_do, places, console, how, ran)
     else:
         _one_by_one(to_do, places, world, console, ran)
@@ -112,8 +112,11 @@ def _one_by_one(jobs: Sequence[Job], places: Places, world: World, console: Cons
 
 def _in_processes(jobs: Sequence[Job], places: Places, console: Console, how: Place, ran: Ran) -> None:
     sources = sorted({places.data[name] for job in jobs for _, name in job.data if Path(places.data[name]).exists()})
-    backend = backend_of(how.engine, how.jobs, places.out / LOGS, dict(how.resources), sources)
-    works = [Work(job.name, (*job.line(places), "--no-report"), (job.start.name,) if job.start else ()) for job in jobs]
+    backend = backend_of(how, places.out / LOGS, sources, console.info)
+    works = [
+        Work(job.name, (*job.line(places), "--no-report"), (job.start.name,) if job.start else (), network=job.group)
+        for job in jobs
+    ]
     begun: list[str] = []
 
     def on_start(work: Work) -> None:
