@@ -155,7 +155,9 @@ def test_work_that_runs_out_of_memory_beside_others_has_a_gpu_of_ray_alone(
             asked.append((given[0], given[3], self.num_gpus))
             return f"task {len(asked)}"
 
-    monkeypatch.setattr("ray.init", lambda **how: None)
+    started = list[str]()
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray.init", lambda address, **how: started.append(address))
     monkeypatch.setattr("ray.cluster_resources", lambda: {"GPU": 2.0})
     monkeypatch.setattr("ray.remote", lambda work: Task())
     monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
@@ -164,6 +166,7 @@ def test_work_that_runs_out_of_memory_beside_others_has_a_gpu_of_ray_alone(
     monkeypatch.setattr(ray_cluster.RayCluster, "_check_nodes", lambda self, sources: None)
     place = Place(engine="ray", jobs_per_gpu=3)
     cluster = backend_of(place, tmp_path, [], told.append)
+    assert started == ["local"]  # without an address no cluster is looked for
     assert cluster.slots == 6
     cluster.start(Work("work", ("pretrain",)), 0)
     assert cluster.ended(0.5) == []

@@ -155,7 +155,8 @@ class RayCluster:
                 _knock(named)
                 ray.init(address=named, **{name: value for name, value in how.items() if name != "include_dashboard"})
             else:
-                ray.init(num_cpus=max(len(cores()), slots), **how)
+                # "local": without an address, Ray would look for a cluster on this machine, which has cores of its own.
+                ray.init("local", num_cpus=max(len(cores()), slots), **how)
         except (OSError, RuntimeError, ValueError) as error:
             told = " ".join(str(error).split())[:200]
             raise DpnError(
