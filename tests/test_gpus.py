@@ -22,6 +22,7 @@ from dpn_cli.jobs.processes import Processes
 from dpn_cli.jobs.scheduler import Work, run_all
 from dpn_cli.recipe.start import Place
 from dpn_cli.run import distributed
+from dpn_cli.run.files import read_object
 from dpn_cli.run.gpu_share import CONTEXT, SHARE, is_shared, keep_to_part, measure, part_of, parts_that_fit
 
 GB = 10**9
@@ -207,6 +208,7 @@ def test_processes_follow_the_first_one_and_what_runs_out_of_memory_has_a_gpu_al
     def launched(self: Processes, work: Work, slot: int) -> None:
         began.append((work.name, list(self._running)))
         launch(self, work, slot)
+        assert "of an earlier run" not in (read_object(tmp_path / "logs/a.gpu.json") or {})
 
     def say(line: str) -> None:
         told.append(line)
@@ -215,7 +217,7 @@ def test_processes_follow_the_first_one_and_what_runs_out_of_memory_has_a_gpu_al
 
     monkeypatch.setattr(Processes, "_launch", launched)
     (tmp_path / "logs").mkdir()
-    (tmp_path / "logs/a.gpu.json").write_text('{"reserved_bytes": 1, "parts": 8}')  # of an earlier run
+    (tmp_path / "logs/a.gpu.json").write_text('{"parts": 8, "of an earlier run": true}')
     shares = Shares([Gpu("GPU-7", 24 * GB)], "auto")
     backend = Processes(8, tmp_path / "logs", shares, say)
     works = [Work(name, (name, str(tmp_path)), network="net") for name in ("a", "b", "wide", "fails")]
