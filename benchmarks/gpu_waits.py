@@ -21,10 +21,10 @@ from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import load_backbone
 
 ROOT = Path(__file__).parents[1]
-# Waits that a step may have: it reads loss and norm before the update.
-ALLOWED = 1
-# Steps of the two runs whose difference counts, and the JPEGs that one of the trainings reads.
-SHORT, LONG = 2, 6
+# Waits that a step may have.
+ALLOWED = 0
+# Steps of the two runs whose difference counts: both are logged 50 times, which waits. And the JPEGs that one reads.
+SHORT, LONG = 50, 100
 PICTURES = 16
 
 

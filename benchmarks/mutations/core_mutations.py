@@ -7,6 +7,7 @@ R = "tests/test_runstate.py tests/test_flush.py tests/test_engine.py tests/test_
 V = "tests/test_vit.py tests/test_stem.py tests/test_backbone.py"
 D = "tests/test_distributed.py"
 G = "tests/test_gpu_script.py"
+N, FINITE = "tests/test_finite.py", "dpn_cli/engine/finite.py"
 S, SOURCES = "tests/test_sources.py", "dpn_cli/recipe/sources.py"
 P, SHARDS = "tests/test_shards.py", "dpn_cli/engine/shards.py"
 ENGINE, GRADIENTS, COUPLED = "dpn_cli/engine/fit.py", "dpn_cli/engine/gradients.py", "dpn_cli/engine/coupled.py"
@@ -24,6 +25,18 @@ VIT, STEM, BACKBONE, RECIPE = (
 )
 
 MUTATIONS = [
+    (FINITE, "(~pending[:2].isfinite().all())", "(~pending[:1].isfinite().all())",
+     "an infinite gradient norm is read late, after its update", N),
+    (FINITE, "            self.optimizer.found_inf = ", "            _ = ",
+     "what is no number updates the weights, and is noticed a step later", N),
+    (FINITE, "        if now or not self.late or not self._read:", "        if True:",
+     "a GPU waits for every step", N),
+    (FINITE, "late and getattr(optimizer, \"_step_supports_amp_scaling\", False)", "late",
+     "optimizers that cannot leave out an update are read late, too", N),
+    (ENGINE, "        self.finite.confirm()\n", "",
+     "a checkpoint of weights after a loss that is no number", N),
+    (ENGINE, "late=job.world.device.type == \"cuda\"", "late=job.world.device.type == \"cpu\"",
+     "a CPU is read late, and a GPU at once", N),
     (ENGINE, "job.lr * lr_factor(job.schedule, step)", "job.lr * lr_factor(job.schedule, step + 1)",
      "the first update has a learning rate", E),
     (ENGINE, "self.ema.applied(self.network) if self.ema else nullcontext()", "nullcontext()",

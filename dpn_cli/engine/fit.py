@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dpn_cli.engine.coupled import CoupledLoss
+from dpn_cli.engine.finite import FiniteCheck
 from dpn_cli.engine.gradients import Gradients
 from dpn_cli.engine.job import Batch as Batch
 from dpn_cli.engine.job import Batches as Batches
@@ -25,7 +26,7 @@ from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.engine.optim import build_optimizer, lr_factor, set_lr
 from dpn_cli.engine.shards import Shards, gathered
 from dpn_cli.engine.trainstate import Ema, restore, room_for, state_of
-from dpn_cli.errors import DpnError, NonFiniteError, StoppedError, WorkerError
+from dpn_cli.errors import DpnError, StoppedError, WorkerError
 from dpn_cli.model.norms import has_running_norms
 from dpn_cli.recipe.schema import Runtime
 from dpn_cli.recipe.training import LAST_STEPS
@@ -46,7 +47,7 @@ def fit(model: nn.Module, job: Job) -> FitResult:
 
     Raises:
         DpnError: the ranks are more than the batch has rows, or do not divide it where a row depends on others.
-        NonFiniteError: loss or gradient norm is NaN or infinite; raised before the optimizer step.
+        NonFiniteError: loss or gradient norm is NaN or infinite; the optimizer's step was not taken.
         OutOfMemoryError: one row does not fit into memory.
         StoppedError: a signal asked to stop; the state is saved.
         WorkerError: another rank has ended; the state is saved where the rank that leads has it whole.
@@ -78,7 +79,7 @@ def fit(model: nn.Module, job: Job) -> FitResult:
                     pending = training.gradients.compute(batch, step, logged=logged)
                 # A GPU is still busy with the gradients: the next batch is made meanwhile.
                 batch = None if last else training.fetch(stream, result)
-                result.loss, *norms = training.update(pending, step, lr)
+                result.loss, *norms = training.update(pending, step, lr, now=logged)
                 result.steps, result.seconds = step + 1, training.seconds()
                 if last or step + 1 - start == MEASURED_STEPS:
                     measure(job.world.device)
@@ -145,6 +146,8 @@ class _Training:
         if self.shards:
             self.shards.take()
         self.optimizer = build_optimizer(self.network.named_parameters(), job.optim, job.lr)
+        # torch has no fused step for gradients in parts that looks at `found_inf`.
+        self.finite = FiniteCheck(self.optimizer, late=job.world.device.type == "cuda" and not self.shards)
         self.gradients = Gradients(model, self.network, job, self.micro_batch)
         self.ema = Ema(self.network, job.ema_decay) if job.ema_decay else None
         self.model.train()
@@ -225,6 +228,7 @@ class _Training:
 
     def _write(self, name: str, step: int, *, due: bool = False) -> None:
         """Save this rank's part of the state, which is all or nothing unless the network is in parts."""
+        self.finite.confirm()
         outputs, world = self.job.outputs, self.job.world
         in_parts = self.shards is not None and name == "last"  # the best weights are for anyone to read
         if outputs.checkpoints and (world.leads or self.shards):
@@ -255,15 +259,12 @@ class _Training:
             result.wait_seconds += time.perf_counter() - began
         return batch
 
-    def update(self, pending: Tensor, step: int, lr: float) -> list[float]:
-        """Take the optimizer step if loss and gradient norm are finite; returns both, and the norms behind them."""
-        values: list[float] = pending.tolist()
-        loss_value, norm_value = values[:2]
-        if not math.isfinite(loss_value + norm_value):
-            raise NonFiniteError(
-                f"step {step}: loss {loss_value}, gradient norm {norm_value}; nothing was updated. "
-                "Lower the learning rate, or use --precision fp32"
-            )
+    def update(self, pending: Tensor, step: int, lr: float, *, now: bool) -> list[float]:
+        """Take the optimizer step if loss and gradient norm are finite; returns both, and the norms behind them.
+
+        On a GPU those that were read last, unless they are wanted `now`.
+        """
+        values = self.finite.read(pending, step, now=now)
         set_lr(self.optimizer, lr)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
