@@ -144,9 +144,9 @@ def test_norms_come_in_from_nothing_to_all(
     shares: list[list[float]] = []
     update = engine._Training.update
 
-    def noting(self: Any, *arguments: Any) -> Any:
+    def noting(self: Any, *arguments: Any, **named: Any) -> Any:
         shares.append([float(m.progress) for m in self.network.modules() if isinstance(m, GradualNorm)])
-        return update(self, *arguments)
+        return update(self, *arguments, **named)
 
     monkeypatch.setattr(engine._Training, "update", noting)
     recipe = small(photos, teacher, backbone={"start": "anneal"}, stem_share=0.75, schedule={"steps": 8})
@@ -209,11 +209,11 @@ def test_a_stopped_run_ends_as_one_that_was_not(
     taken = iter(range(100))
     update = engine._Training.update
 
-    def stops(self: Any, *arguments: Any) -> Any:
+    def stops(self: Any, *arguments: Any, **named: Any) -> Any:
         if next(taken) == step:
             self.save("last", arguments[1])
             raise StoppedError(signal.SIGTERM)
-        return update(self, *arguments)
+        return update(self, *arguments, **named)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine._Training, "update", stops)

@@ -81,7 +81,7 @@ def seen(monkeypatch: pytest.MonkeyPatch, optim: Optim) -> list[str]:
 
     def read(self: Tensor) -> Any:
         order.extend(f"read {number}" for number, one in enumerate(pending) if one is self)
-        return tolist(self)  # type: ignore[no-untyped-call]
+        return tolist(self)
 
     with monkeypatch.context() as patch:
         patch.setattr(Gradients, "compute", computed)

@@ -67,5 +67,5 @@ def _copied(pending: Tensor, step: int) -> _Unread:
         return _Unread(step, pending, None)
     copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
     values = pending.to("cpu", non_blocking=True)
-    copied.record()  # type: ignore[no-untyped-call]
+    copied.record()
     return _Unread(step, values, copied)
