@@ -14,7 +14,7 @@ from test_comparison import fails_at, trained  # noqa: F401  # a fixture
 from test_lit_wiring import write_pairs
 
 from dpn_cli.engine import fit as engine
-from dpn_cli.errors import NonFiniteError
+from dpn_cli.errors import DpnError, NonFiniteError
 from dpn_cli.weights.backbone import export_backbone, load_backbone
 from tasks.lit.features import ImageEncoder
 
@@ -73,6 +73,26 @@ def test_every_seed_of_a_tower_shares_its_features_and_the_order_is_that_of_the_
     assert all(torch.equal(value, two[name]) for name, value in one.items())
     (listed,) = json.loads(run("runs", str(tmp_path / "all"), "--json").stdout)
     assert (listed["metric"], listed["value"]) == ("image to text R@1, dpn", networks["dpn"][RECALLS[0]]["mean"])
+
+
+def test_images_are_encoded_before_processes_begin_that_would_wait_for_them(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caches: list[int] = []
+
+    def run_all(*given: object) -> None:
+        caches.append(len(list((tmp_path / "cache").glob("*/cache.json"))))
+        raise DpnError("enough")
+
+    monkeypatch.setattr("dpn_cli.commands.comparison.run_all", run_all)
+    at_once = ("--seeds", "0,2", "--jobs", "2", "--cache-dir", str(tmp_path / "cache"))
+    alone = [word.replace("{stem}", "dpn") for word in command]
+    for more in (("--compare", "none,dpn"), ("--no-cache",), ()):
+        words = command if "--compare" in more else alone
+        done = run(*words, *more, *at_once, "-o", str(tmp_path / f"run{len(caches)}"))
+        assert "enough" in done.stderr, done.output
+    # Two towers, which two processes encode with; one tower: its images, in two views, and the held-out ones.
+    assert caches == [0, 0, 2]
 
 
 def test_towers_are_compared_by_zero_shot_accuracy_where_there_are_labelled_images(

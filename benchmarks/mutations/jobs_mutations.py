@@ -8,6 +8,7 @@ J, C, R = "tests/test_jobs.py", "tests/test_comparison_jobs.py", "tests/test_rep
 N, LAUNCH, SESSION = "tests/test_launch.py", "dpn_cli/run/launch.py", "dpn_cli/run/session.py"
 D = "tests/test_distributed.py"
 G, GPUS, SHARING = "tests/test_gpus.py", "dpn_cli/jobs/gpus.py", "dpn_cli/run/gpu_share.py"
+LIT = "tests/test_lit_comparison.py"
 ORDER, PROCESSES = "dpn_cli/jobs/scheduler.py", "dpn_cli/jobs/processes.py"
 RUN, COMPARED = (f"dpn_cli/commands/{name}.py" for name in ("reproduce/run", "comparison"))
 
@@ -39,6 +40,8 @@ MUTATIONS = [
     (ONE, "outcome.lr = None if self._set_aside(cells) else self._choose(cells)", "outcome.lr = self._choose(cells)",
      "the learning rate is chosen without what is to be tried again", S),
     (ONE, "and (is_shared() or not written.get(BESIDE))", "", "what failed in a part of a GPU is not tried with a whole one", S),
+    (COMPARED, "            self._prepare(runs, console)\n", "            pass\n", "processes wait for one that encodes", LIT),
+    (COMPARED, "len({run.network for run in runs}) == 1:", "True:", "towers are encoded with one after the other", LIT),
     (RAY, "num_gpus=1) if alone", "num_gpus=0.1) if alone", "what needs a GPU of Ray alone has others beside it", E),
     (RAY, "10_000 // parts / 10_000", "1 / parts", "six parts of a GPU of Ray are more than one", E),
     (PROCESSES, "{**os.environ, PARENT: str(os.getpid())}", "{**os.environ}", "processes that share cores are not told who began them",

@@ -140,6 +140,8 @@ class SideBySide:
                 replace_text(recipe, dump(run.recipe))
                 line = (*words, "--config", str(recipe), "-o", str(path), "--resume", "--no-report")
                 works[run.folder] = Work(run.folder, line, network=run.network)
+        if works and place.engine == "local" and begun.world.device.type == "cpu":
+            self._prepare(runs, console)
         labels = {run.folder: run.label for run in runs}
 
         def on_start(work: Work) -> None:
@@ -155,6 +157,12 @@ class SideBySide:
 
         run_all(list(works.values()), backend, on_start, on_end, stopping.check_here)
         return {run.folder: failed[run.folder] for run in runs if run.folder in failed}
+
+    def _prepare(self, runs: Sequence[_Run], console: Console) -> None:
+        """Do with all cores what all trainings wait for otherwise, while one of them does it with its part of them."""
+        prepare = getattr(self.trainer, "prepare", None)
+        if prepare and len({run.network for run in runs}) == 1:
+            prepare(runs[0].recipe, console)
 
     def _along_with_others(self, begun: Session[ComparedTraining], runs: Sequence[_Run]) -> dict[str, str]:
         """Train what no other process trains until nothing is left; return, by folder, why some have failed."""

@@ -59,6 +59,12 @@ def show(result: dict[str, Any]) -> None:
     terminal.show(describe_training(result))
 
 
+def prepare(recipe: LitRecipe, console: Console) -> None:
+    """Encode the images that all trainings of a network read."""
+    if recipe.cache.use:
+        fill_cache(recipe, console)
+
+
 def fill_cache(recipe: LitRecipe, console: Console) -> dict[str, Any] | None:
     """Encode all images of a recipe once and turn the captions into tokens; None on ranks that do not lead."""
     with stopping.listen(stopping.PARTS_KEPT), join(recipe.runtime.device) as world:
