@@ -303,7 +303,7 @@ def encoding(settings: Settings, best: Best) -> Iterator[Speed]:
 
         def go(steps: int) -> list[float]:
             for _ in range(steps):
-                encode(images)
+                encode(images).cpu()
             return []
 
         return go

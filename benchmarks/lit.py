@@ -164,7 +164,7 @@ def caching_seconds(tower: Backbone, count: int, rounds: int, world: World) -> t
         for number in range(rounds):
             began = time.perf_counter()
             for begin in range(0, len(files.keys), BATCH):
-                encoder.encode(noise[: min(BATCH, len(files.keys) - begin)])
+                encoder.encode(noise[: min(BATCH, len(files.keys) - begin)]).cpu()
             bare.append(time.perf_counter() - began)
             began = time.perf_counter()
             cached_features(files, encoder, Path(place) / f"cache{number}", world, quiet)

@@ -159,7 +159,7 @@ def encoded_batches(
                 for begin, part in zip(range(mine.start, mine.stop, count), parts, strict=False):
                     features.append(encoder.encode(cut(part.images, step, begin) if encoder.views else part.images))
                 chosen = texts.of(torch.tensor(rows(step)), draws(batch_size, seed, CAPTION, step)[mine])
-                yield {"image": to_device(torch.cat(features), world.device), "tokens": to_device(chosen, world.device)}
+                yield {"image": torch.cat(features), "tokens": to_device(chosen, world.device)}
 
     return batches
 

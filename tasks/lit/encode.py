@@ -65,7 +65,7 @@ def encoded(
         at_once = encoder.batch_size or BATCH
         for begin in range(0, len(everything), at_once):
             some = everything[begin : begin + at_once]
-            parts.append(encoder.encode(torch.stack([resize(data.pixels(row), encoder.size) for row in some])))
+            parts.append(encoder.encode(torch.stack([resize(data.pixels(row), encoder.size) for row in some])).cpu())
         return torch.cat(parts), everything
     features = cached_features(data, encoder, root, world, console)
     bad = set(features.bad)

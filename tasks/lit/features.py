@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpn_cli.data.pixels import augment
+from dpn_cli.data.pixels import augment, to_device
 from dpn_cli.engine.memory import in_parts
 from dpn_cli.engine.seeds import fold
 from dpn_cli.weights.backbone import Backbone
@@ -23,7 +23,7 @@ from dpn_cli.weights.backbone import Backbone
 LARGER = 8 / 7
 
 Encode = Callable[[Tensor], Tensor]
-"""uint8 images (b, 3, h, w) to unit features (b, d) in float32, on the CPU."""
+"""uint8 images (b, 3, h, w) to unit features (b, d) in float32, on the tower's device."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class ImageEncoder:
         return height, width
 
     def encode_views(self, images: Tensor, rows: Sequence[int]) -> Tensor:
-        """Encode the images of `rows`, (b, 3, *read_size); returns features (b, views, d)."""
-        return self.encode(views_of(images, rows, self)).reshape(len(images), max(1, self.views), -1)
+        """Encode the images of `rows`, (b, 3, *read_size); returns features (b, views, d) on the CPU."""
+        return self.encode(views_of(images, rows, self)).cpu().reshape(len(images), max(1, self.views), -1)
 
 
 class Features:
@@ -80,11 +80,11 @@ class Features:
 
 
 def encode_function(tower: Backbone, device: torch.device, autocast: torch.autocast) -> Encode:
-    """Return a function from uint8 images (b, 3, h, w) to unit features (b, d) of the frozen tower."""
+    """Return a function from uint8 images (b, 3, h, w) on the CPU to unit features (b, d) of the frozen tower."""
 
     def encode(images: Tensor) -> Tensor:
         def features(part: Tensor) -> Tensor:
-            return F.normalize(tower(tower.normalize(part.to(device))).float(), dim=-1).cpu()
+            return F.normalize(tower(tower.normalize(to_device(part, device))).float(), dim=-1)
 
         with torch.no_grad(), autocast:
             return in_parts(features, images)
