@@ -34,6 +34,7 @@ MUTATIONS = [
     (GPUS, "had_part, share.parts, share.measures = share.parts > 1, 1, False", "had_part = share.parts > 1",
      "others begin beside what needs a GPU alone", G),
     (SHARING, "int((1 - SPARE) * memory / (reserved + CONTEXT))", "int(memory / reserved)", "a GPU is filled to the last byte", G),
+    (SHARING, "    if part <= 0:\n", "    if False:\n", "parts of a GPU hold nothing", G),
     (SHARING, "        keep_to_part(device)\n    replace_json", "    replace_json", "what was measured may grow", G),
     ("dpn_cli/run/distributed.py", "        keep_to_part(chosen)\n", "", "a process takes more than its part of a GPU", G),
     ("dpn_cli/engine/fit.py", "if last or step + 1 - start == MEASURED_STEPS:", "if last:", "the others wait for the first training's end", G),

@@ -67,11 +67,8 @@ class Shares:
         self.gpus = gpus
         self.fixed = None if per_gpu == "auto" else per_gpu
         self.most = self.fixed or max(1, len(cores()) // (CORES * len(gpus)))
-        least = min(gpu.memory for gpu in gpus)
-        if self.fixed and self.fixed > 1 and part_of(least, self.fixed) <= 0:
-            raise DpnError(
-                f"--jobs-per-gpu {per_gpu}: that many processes do not fit into {least / 1e9:.0f} GB of GPU memory"
-            )
+        if self.fixed and self.fixed > 1:
+            part_of(min(gpu.memory for gpu in gpus), self.fixed)
         self.dealt: dict[str, Share] = {}
         self._measured: dict[tuple[str, int], int] = {}
 

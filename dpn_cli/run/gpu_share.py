@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from dpn_cli.errors import DpnError
 from dpn_cli.run.files import replace_json
 
 SHARE = "DPN_GPU_SHARE"
@@ -23,8 +24,16 @@ MEASURED_STEPS = 3
 
 
 def part_of(memory: int, parts: int) -> int:
-    """Return the bytes that the allocator may reserve in one of several processes on a GPU with so much memory."""
-    return int((1 - SPARE) * memory / parts) - CONTEXT
+    """Return the bytes that the allocator may reserve in one of several processes on a GPU with so much memory.
+
+    Raises `DpnError` when nothing is left for it.
+    """
+    part = int((1 - SPARE) * memory / parts) - CONTEXT
+    if part <= 0:
+        raise DpnError(
+            f"{parts} processes do not fit into {memory / 1e9:.0f} GB of GPU memory; use a smaller --jobs-per-gpu or --jobs"
+        )
+    return part
 
 
 def parts_that_fit(memory: int, reserved: int, most: int) -> int:
