@@ -20,12 +20,13 @@ from torch import Tensor
 from dpn_cli.data.images import find_pictures
 from dpn_cli.data.labelled import load_hub
 from dpn_cli.data.pixels import resize
+from dpn_cli.data.reading import decode
 from dpn_cli.errors import DataError, SaveError
 from dpn_cli.recipe.schema import Runtime
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import load_backbone
-from tasks.lit import cache
+from tasks.lit import cache, fill
 from tasks.lit.cache import cached_features
 from tasks.lit.captions import Captioned
 from tasks.lit.data import CaptionSource, open_split
@@ -275,17 +276,16 @@ def test_an_image_replaced_while_it_is_read_counts_as_changed_the_next_time(
     plain: ImageEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = table(tmp_path)
-    data = opened(place)
-    original = data.pixels
 
-    def replaced(row: int) -> Any:
-        pixels = original(row)
-        if row == 2:
-            (tmp_path / "2.png").write_bytes(picture(OTHER))
+    def replaced(image: Any, where: str, *how: Any) -> Any:
+        pixels = decode(image, where, *how)
+        if where.endswith("2.png"):
+            Path(where).write_bytes(picture(OTHER))
         return pixels
 
-    monkeypatch.setattr(data, "pixels", replaced)
-    all_rows(data, plain, tmp_path / "cache")
+    with monkeypatch.context() as patch:
+        patch.setattr(fill, "decode", replaced)
+        all_rows(opened(place), plain, tmp_path / "cache")
     again = opened(place)
     torch.testing.assert_close(
         all_rows(again, plain, tmp_path / "cache").float(), expected(again, plain), atol=5e-4, rtol=0

@@ -9,6 +9,7 @@ READING, D, O = "dpn_cli/data/reading.py", "tests/test_reading.py tests/test_dec
 CLASSIFIED, LABELLED, SHARDS = "dpn_cli/data/classified.py", "dpn_cli/data/labelled.py", "dpn_cli/data/shards.py"
 BATCHING, B = "dpn_cli/data/batching.py", "tests/test_batching.py"
 LISTING, N = "dpn_cli/data/listing.py", "tests/test_listing.py"
+THREADS, T = "dpn_cli/data/threads.py", "tests/test_threads.py"
 
 MUTATIONS = [
     (LOADER, "manual_seed(fold(self.seed, CROP, first, second))", "manual_seed(fold(self.seed, CROP, 0, second))",
@@ -27,6 +28,11 @@ MUTATIONS = [
      "mixup's share is the same at every step", L),
     (LOADER, "return weight * first + (1 - weight) * other", "return weight * other + (1 - weight) * first",
      "mixup gives the larger share to the other image", L),
+    (THREADS, "if threads == 1:", "if True:", "threads: one picture is decoded at a time", T),
+    (THREADS, "initializer=torch.set_num_threads, initargs=(1,)", "", "threads: each one resizes with all cores", T),
+    (THREADS, "torch.set_num_threads(threads)  #", "pass  #", "threads: later ones compute alone", T),
+    (PIXELS, "images >= WORTH_WORKERS and torch.cuda.is_available()", "images >= WORTH_WORKERS",
+     "processes decode beside the passes of a CPU", T),
     (BATCHING, "part_size(picture_bytes, workers, ranks_here())", "2**30",
      "parts: a worker makes whole batches", B),
     (BATCHING, "ranks * parts_in_memory(workers) * picture_bytes", "parts_in_memory(workers) * picture_bytes",

@@ -90,9 +90,13 @@ MUTATIONS = [
      "a file written to with its date kept is not noticed", S),
     (FILL, 'if content and content == facts["contents"][row - shard.first]', "if content",
      "images with another stamp are never encoded again", S),
-    (FILL, "self._digest = bytes.fromhex(content_digest(self.data, index))\n        return self.data.pixels(index)",
-     "pixels = self.data.pixels(index)\n        self._digest = bytes.fromhex(content_digest(self.data, index))\n        return pixels",
+    (FILL, "        digest = _digest(content_of(image, where, partial(self.data.content, index)))\n"
+     "        pixels = decode(image, where, self.data.reading.decoder)\n",
+     "        pixels = decode(image, where, self.data.reading.decoder)\n"
+     "        digest = _digest(self.data.content(index))\n",
      "an image replaced while it is read is not noticed", S),
+    (FILL, "content_of(image, where, partial(self.data.content, index))", "self.data.content(index)",
+     "every image is opened twice to be encoded", "tests/test_lit_cache.py"),
     (ENCODE, "ImageEncoder(encode, tower.embed_dim, size, facts, views, seed, workers, skip_bad, batch_size)",
      "ImageEncoder(encode, tower.embed_dim, size, facts, views, seed, workers, False, batch_size)",
      "--skip-bad-images is dropped", f"{R} {C}"),

@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
-from torch.utils.data import Dataset
 
 from dpn_cli.data.labelled import Labelled
 from dpn_cli.data.pixels import reader_count
 from dpn_cli.data.reading import Pixels, decode
+from dpn_cli.data.threads import Threaded
 from dpn_cli.data.workers import open_loader
 from dpn_cli.errors import DataError
 from dpn_cli.run import stopping
@@ -91,7 +91,7 @@ def _qualities() -> dict[tuple[int, ...], int]:
     return tables
 
 
-class _Rows(Dataset["Seen | DataError"]):
+class _Rows(Threaded["Seen | DataError"]):
     def __init__(self, see: See, count: int) -> None:
         self.see, self.count = see, count
 

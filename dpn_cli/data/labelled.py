@@ -6,7 +6,7 @@ import hashlib
 import io
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -127,18 +127,26 @@ class Images(ABC):
 
     def content(self, index: int) -> bytes:
         """Return the bytes of an image's file, or its pixels when there is no file or opening decodes it."""
-        try:
-            with self.open(index) as image:
-                if (file := getattr(image, "fp", None)) is None:
-                    return image.tobytes()
-                file.seek(0)
-                return bytes(file.read())
-        except FAILURES as error:
-            raise unreadable(self.where(index), error) from error
+        with self.open(index) as image:
+            return content_of(image, self.where(index), image.tobytes)
 
     def pixels(self, index: int) -> Pixels:
         """Decode an image to (height, width, 3). Raises `DataError` with its place when it is unreadable."""
         return decode(self.open(index), self.where(index), self.reading.decoder)
+
+
+def content_of(image: Image.Image, where: str, other: Callable[[], bytes]) -> bytes:
+    """Return the bytes of an opened image's file, and what `other` returns when it has none; it can still be decoded.
+
+    Raises `PictureError` when the file is damaged.
+    """
+    try:
+        if (file := getattr(image, "fp", None)) is None:
+            return other()
+        file.seek(0)
+        return bytes(file.read())
+    except FAILURES as error:
+        raise unreadable(where, error) from error
 
 
 class FileList(Images):

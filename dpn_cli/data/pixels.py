@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from dpn_cli.data.augment import repeated
 from dpn_cli.data.batching import Made, open_batches
 from dpn_cli.data.labelled import Labelled
 from dpn_cli.data.reading import Pixels
+from dpn_cli.data.threads import Threaded
 from dpn_cli.errors import DataError, StoreError
 from dpn_cli.run import stopping
 from dpn_cli.run.console import Done, uncounted
@@ -71,7 +71,7 @@ Item = tuple[Tensor, int, int] | Unread
 Transform = Callable[[Pixels], Tensor]
 
 
-class _Transformed(Dataset[Item]):
+class _Transformed(Threaded[Item]):
     def __init__(self, split: Labelled, transform: Transform, rows: Sequence[int]) -> None:
         self.split, self.transform, self.rows = split, transform, rows
         self.lost: StoreError | None = None
@@ -93,10 +93,10 @@ class _Transformed(Dataset[Item]):
 
 
 def reader_count(workers: int | Literal["auto"], images: int) -> int:
-    """Return the number of processes that read so many images: without one given, up to eight where they pay."""
+    """Return the number of processes that read so many images: without one given, up to eight beside a GPU."""
     if workers != "auto":
         return workers
-    return min(8, len(cores())) if images >= WORTH_WORKERS else 0
+    return min(8, len(cores())) if images >= WORTH_WORKERS and torch.cuda.is_available() else 0
 
 
 @contextmanager
@@ -111,8 +111,9 @@ def stream(
 ) -> Iterator[Iterator[PixelSet]]:
     """Decode and transform `rows` of a split (all without it) in order, `batch_size` at a time, each image once.
 
-    The processes that do it end with the block. Raises `DataError` naming the first unreadable image, unless
-    `skip_bad` leaves those out and counts them, and `WorkerError` when such a process dies.
+    Without `workers`, all threads of this process do it whenever a batch is asked for. Worker processes end with the
+    block. Raises `DataError` naming the first unreadable image, unless `skip_bad` leaves those out and counts them, and
+    `WorkerError` when a worker dies.
     """
     rows = range(len(split.labels)) if rows is None else rows
     count = reader_count(workers, len(rows))

@@ -129,6 +129,17 @@ def _evaluated(job: Job, sampled: Sampled) -> int:
     return evaluations * sampled.during + sampled.end
 
 
+@contextmanager
+def loaded_alone(workers: int) -> Iterator[None]:
+    """Let this process load in one thread, as each of some workers does; in all of its threads without workers."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1 if workers else threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def with_loading(computing: float, loading: float, workers: int) -> float:
     """Return the seconds of what is loaded by this process, or by workers while something else is computed."""
     return max(computing, loading / workers) if workers else computing + loading
@@ -136,12 +147,16 @@ def with_loading(computing: float, loading: float, workers: int) -> float:
 
 def _first(scene: Scene, batch: Batch, saved: Checkpoints, loading: float) -> _Measured:
     """Train for the first time, with the state before the last step and the one behind it saved."""
-    ticks, seconds, sampled = list[float](), [0.0, 0.0], scene.sampled
+    ticks, seconds, sampled = list[float](), [0.0, 0.0, 0.0], scene.sampled
     device = scene.job.world.device
+
+    def load() -> None:
+        with loaded_alone(scene.workers):
+            sampled.load()
 
     def evaluate() -> dict[str, float]:
         sampled.evaluate()  # what is imported and compiled then does not count
-        for place, work in enumerate((sampled.load, sampled.evaluate)):
+        for place, work in enumerate((load, sampled.load, sampled.evaluate)):
             began = time.perf_counter()
             work()
             if device.type == "cuda":
@@ -153,7 +168,7 @@ def _first(scene: Scene, batch: Batch, saved: Checkpoints, loading: float) -> _M
     _forget_peak(device)
     fit(scene.model, _short(scene.job, batch, outputs, evaluate))
     step = (ticks[SAVED - 1] - ticks[0]) / (SAVED - 1)
-    return _Measured(loading, step, seconds[0], max(0.0, seconds[1] - seconds[0]), _peak(device))
+    return _Measured(loading, step, seconds[0], max(0.0, seconds[2] - seconds[1]), _peak(device))
 
 
 def _again(scene: Scene, batch: Batch, scratch: Path) -> None:

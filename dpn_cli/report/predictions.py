@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from torch.utils.data import Dataset
-
 from dpn_cli.data.pixels import reader_count
 from dpn_cli.data.reading import Pixels, Reading, read_pixels
+from dpn_cli.data.threads import Threaded
 from dpn_cli.data.workers import open_loader
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.recipe.schema import Written
@@ -47,7 +46,7 @@ class Read:
 Item = Read | tuple[Path, DataError]
 
 
-class _Files(Dataset[Item]):
+class _Files(Threaded[Item]):
     def __init__(
         self, paths: Sequence[Path], reading: Reading, prepare: Callable[[Pixels], Any], small: frozenset[int]
     ) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from dpn_cli.data.labelled import Images
+from dpn_cli.data.labelled import Images, content_of
 from dpn_cli.data.pixels import PixelSet, resize, stream
-from dpn_cli.data.reading import Pixels
+from dpn_cli.data.reading import Pixels, decode
 from dpn_cli.errors import DataError, SaveError
 from dpn_cli.run import stopping
 from dpn_cli.run.arrays import facts_of, save_array
@@ -57,7 +59,11 @@ Work = Sequence[tuple[Shard, dict[int, str]]]
 
 def content_digest(data: Captioned, row: int) -> str:
     """Return a digest of an encoded image as hex. Raises `DataError` when it cannot be read."""
-    return hashlib.sha256(data.content(row)).digest()[:DIGEST].hex()
+    return _digest(data.content(row)).hex()
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()[:DIGEST]
 
 
 def fill(data: Captioned, encoder: ImageEncoder, work: Work, batch: int, console: Console) -> None:
@@ -143,15 +149,15 @@ class _Part:
 
 
 class _Reader(Images):
-    """Images as `stream` reads them: pixels of one size, followed by a digest of the encoded image.
+    """Images as `stream` reads them: pixels of one size and a digest of the encoded image, as one row of bytes.
 
-    The digest is computed first, so that an image that is replaced in between counts as changed the next time.
+    Both are of the same open file. The digest is computed first, so that an image that is written to in between counts
+    as changed the next time.
     """
 
     def __init__(self, data: Captioned, size: tuple[int, int]) -> None:
         self.data, self.size = data, size
         self.labels, self.sizes = data.labels, data.sizes
-        self._digest = bytes(DIGEST)
 
     def where(self, index: int) -> str:
         """Name an image's place."""
@@ -162,14 +168,15 @@ class _Reader(Images):
         return self.data.open(index)
 
     def pixels(self, index: int) -> Pixels:
-        """Decode an image to (height, width, 3), and keep its digest for the `resized` that follows."""
-        self._digest = bytes.fromhex(content_digest(self.data, index))
-        return self.data.pixels(index)
+        """Return the row of an image."""
+        image, where = self.open(index), self.where(index)
+        digest = _digest(content_of(image, where, partial(self.data.content, index)))
+        pixels = decode(image, where, self.data.reading.decoder)
+        return np.concatenate([resize(pixels, self.size).numpy().ravel(), np.frombuffer(digest, np.uint8)])
 
-    def resized(self, pixels: Pixels) -> Tensor:
-        """Return the resized image and the digest as one row of bytes."""
-        digest = torch.frombuffer(bytearray(self._digest), dtype=torch.uint8)
-        return torch.cat([resize(pixels, self.size).flatten(), digest])
+    def row(self, pixels: Pixels) -> Tensor:
+        """Return a row as a tensor; of other pixels, one of the same length."""
+        return torch.from_numpy(np.resize(pixels, 3 * math.prod(self.size) + DIGEST))
 
     def split(self, read: PixelSet) -> tuple[Tensor, list[str]]:
         """Split a batch into images (b, 3, h, w) and digests."""
@@ -182,8 +189,8 @@ def _encode(data: Captioned, encoder: ImageEncoder, parts: Sequence[_Part], batc
     owners = [part for part in parts for _ in part.rows]
     pending = [row for part in parts for row in part.rows]
     reader, shown = _Reader(data, encoder.read_size), time.monotonic()
-    resized, skip = reader.resized, encoder.skip_bad
-    with stream(reader, resized, batch, rows=pending, workers=encoder.workers, skip_bad=skip) as stretches:
+    how: Json = {"workers": encoder.workers, "skip_bad": encoder.skip_bad}
+    with stream(reader, reader.row, batch, rows=pending, **how) as stretches:
         for begin, stretch in zip(range(0, len(pending), batch), stretches, strict=True):
             stopping.check_here()
             encoded = _features(reader, stretch, encoder)

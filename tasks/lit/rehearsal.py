@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from dpn_cli.data.crops import Size
-from dpn_cli.data.loader import worker_count
-from dpn_cli.data.pixels import resize, stream
+from dpn_cli.data.pixels import reader_count, resize, stream
 from dpn_cli.engine import fit as engine
-from dpn_cli.engine.rehearsal import Sampled, Scene, rehearse, with_loading
+from dpn_cli.engine.rehearsal import Sampled, Scene, loaded_alone, rehearse, with_loading
 from dpn_cli.recipe.cost import Cost
 from dpn_cli.run.distributed import from_all
 from dpn_cli.run.session import Session
@@ -41,7 +40,7 @@ def rehearse_training(begun: Session[LitRecipe], data: Captioned, val: Captioned
     tower = load_tower(recipe, world)
     console.info(tower.report.summary())
     encoder = replace(recipe_encoder(recipe, tower, world), workers=0)
-    features, seconds = _encode(_few(data), encoder, worker_count(recipe.runtime.workers, world.device, world.here))
+    features, seconds = _encode(_few(data), encoder, reader_count(recipe.runtime.workers, len(data.captions)))
     size, seed = recipe.batch_size, recipe.seed
 
     def begin() -> Scene:
@@ -84,7 +83,8 @@ def _read(few: Captioned, size: Size, skip_bad: bool) -> Tensor:
 def _encode(few: Captioned, encoder: ImageEncoder, workers: int) -> tuple[Features, float]:
     """Return the features of a few images and the seconds that they take, after one that warms up."""
     began = time.perf_counter()
-    images = _read(few, encoder.read_size, encoder.skip_bad)
+    with loaded_alone(workers):
+        images = _read(few, encoder.read_size, encoder.skip_bad)
     read = time.perf_counter() - began
     encoder.encode_views(images[:1], [0])
     began = time.perf_counter()
