@@ -138,7 +138,7 @@ MUTATIONS = [
      "pictures: with masks are decoded in the default way", D),
     ("tasks/classify/evaluation.py", "how.decode or classifier.decoder", 'how.decode or "exact"',
      "pictures: dpn eval decodes in another way than the run", D),
-    ("tasks/lit/fill.py", "return self.data.pixels(index)", "return super().pixels(index)",
+    ("tasks/lit/fill.py", "decode(image, where, self.data.reading.decoder)", "decode(image, where)",
      "pictures: the cache's reader decodes in the default way", D + " tests/test_lit_cache.py"),
     ("dpn_cli/run/session.py", "recipe = as_begun(recipe, from_leader(folder.facts))", "from_leader(folder.facts)",
      "pictures: a run of Pillow's time goes on with simplejpeg", D),
