@@ -31,7 +31,8 @@ def part_of(memory: int, parts: int) -> int:
     part = int((1 - SPARE) * memory / parts) - CONTEXT
     if part <= 0:
         raise DpnError(
-            f"{parts} processes do not fit into {memory / 1e9:.0f} GB of GPU memory; use a smaller --jobs-per-gpu or --jobs"
+            f"{parts} processes do not fit into {memory / 1e9:.0f} GB of GPU memory; use a smaller --jobs-per-gpu or "
+            "--jobs"
         )
     return part
 
