@@ -53,12 +53,12 @@ class Gradients:
                 if not is_out_of_memory(error):
                     raise
             else:
-                norms = self.layer_norms.add() if self.layer_norms else None
-                norm = clip_gradients(self.parameters, self.job.optim.clip_norm, norms)
-                layers = self.layer_norms.take() if self.layer_norms and logged else loss.new_empty(0)
                 if logged:
                     share = len(self.job.world.rows(self.job.batch_size)) / self.job.batch_size
                     loss = distributed.reduce_over_ranks(loss * share)
+                norms = self.layer_norms.add() if self.layer_norms else None
+                norm = clip_gradients(self.parameters, self.job.optim.clip_norm, norms)
+                layers = self.layer_norms.take() if self.layer_norms and logged else loss.new_empty(0)
                 return torch.cat([torch.stack([loss, norm]), layers])
             self._shrink(step, count_rows(batch))  # outside the handler, which holds the tensors of the failed pass
 
