@@ -189,6 +189,13 @@ def test_a_process_of_a_node_is_told_its_part_of_the_gpu(tmp_path: Path, monkeyp
 
 
 @pytest.mark.slow
+def test_a_process_of_ray_that_starts_work_does_not_load_torch() -> None:
+    """Every node has one for each piece of work, beside that of the work."""
+    code = "import sys, dpn_cli.jobs.ray_cluster; print({'torch', 'pydantic'} & set(sys.modules))"
+    assert run_program([sys.executable, "-c", code]).stdout == "set()\n"
+
+
+@pytest.mark.slow
 def test_jobs_of_submitit_that_are_preempted_go_on(tmp_path: Path) -> None:
     """A job gets its signal in the middle of a training, is queued again, and the weights are those of one process."""
     code = "import sys; from pathlib import Path; from test_engines import preempted; preempted(Path(sys.argv[1]))"

@@ -23,7 +23,8 @@ from dpn_cli.jobs.scheduler import Work, run_all
 from dpn_cli.recipe.start import Place
 from dpn_cli.run import distributed
 from dpn_cli.run.files import read_object
-from dpn_cli.run.gpu_share import CONTEXT, SHARE, is_shared, keep_to_part, measure, part_of, parts_that_fit
+from dpn_cli.run.gpu_share import CONTEXT, is_shared, keep_to_part, measure, part_of, parts_that_fit
+from dpn_cli.run.process import SHARE
 
 GB = 10**9
 CUDA = torch.device("cuda", 0)

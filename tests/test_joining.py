@@ -21,8 +21,8 @@ from dpn_cli.data.pixels import PixelSet, load
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import OutOfMemoryError, SaveError
 from dpn_cli.run import session as session_module
-from dpn_cli.run.gpu_share import SHARE
 from dpn_cli.run.leases import LEASES, PATIENCE, Lease, Leases
+from dpn_cli.run.process import SHARE
 from tasks.vtab import trainer
 from tasks.vtab.cells import read_json
 

@@ -19,8 +19,7 @@ from dpn_cli.jobs.scheduler import Work
 from dpn_cli.recipe.reading import Say, unsaid
 from dpn_cli.run.cores import cores
 from dpn_cli.run.files import read_object
-from dpn_cli.run.gpu_share import SHARE
-from dpn_cli.run.process import PARENT
+from dpn_cli.run.process import PARENT, SHARE
 
 # Folder of what processes print, in that of all of them.
 LOGS = "logs"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from dpn_cli.errors import DataError, DpnError, OutOfMemoryError, StoppedError, WorkerError
 from dpn_cli.jobs import node
 from dpn_cli.jobs.scheduler import Work
-from dpn_cli.recipe.reading import Say, unsaid
 from dpn_cli.run.cores import cores
-from dpn_cli.run.gpu_share import SHARE
+from dpn_cli.run.process import SHARE
 
 # Times that the work of a node that was lost, or told to stop, begins again.
 AGAIN = 100
@@ -58,8 +57,8 @@ class RayCluster:
         logs: Path,
         settings: Mapping[str, Any],
         sources: list[str],
-        per_gpu: int | None = None,
-        say: Say = unsaid,
+        per_gpu: int | None,
+        say: Callable[[str], object],
     ) -> None:
         self.logs, self.say = logs.absolute(), say
         options = dict(settings)

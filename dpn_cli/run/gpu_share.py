@@ -13,8 +13,8 @@ import torch
 
 from dpn_cli.errors import DpnError
 from dpn_cli.run.files import replace_json
+from dpn_cli.run.process import SHARE
 
-SHARE = "DPN_GPU_SHARE"
 # Share of a GPU's memory that is left free.
 SPARE = 0.1
 # Bytes that a process has on a GPU besides what PyTorch's allocator reserves: CUDA's context and its loaded kernels.

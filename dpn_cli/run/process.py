@@ -15,6 +15,8 @@ from typing import Any, TextIO
 
 # Holds the number of the process that ours ends with, where one has started it.
 PARENT = "DPN_PARENT"
+# Says which part of a GPU ours has, where several processes share one; `gpu_share` reads it.
+SHARE = "DPN_GPU_SHARE"
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG in Linux' prctl.h
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD in glibc's malloc.h
 # Bytes: freed memory at the end of the heap that is kept; blocks from this size on are not in the heap (glibc's most).
