@@ -1,4 +1,4 @@
-"""The command line: commands and their names. Torch is imported when a task starts, not for help."""
+"""The command line: commands and their names. Each is imported when it is used, torch when a task starts."""
 
 from __future__ import annotations
 
@@ -9,34 +9,74 @@ from typing import Annotated, Any
 
 import typer
 from pydantic import Field, ValidationError
-from typer.core import TyperGroup
 
 from dpn_cli import __version__
 from dpn_cli.arch import did_you_mean, nearest
-from dpn_cli.commands import (
-    INTERRUPTED,
-    checkpoint,
-    data,
-    doctor,
-    evaluate,
-    inspect,
-    lit,
-    plan,
-    recipes,
-    report,
-    runs,
-    segment,
-    tasks,
-    training,
-)
-from dpn_cli.commands.reproduce import command as reproduce
+from dpn_cli.commands import INTERRUPTED
+from dpn_cli.commands.lazy import Later, LazyGroup
 from dpn_cli.recipe.allowed import refusal
 from dpn_cli.run import process
 from dpn_cli.run.console import show_error
 
+COMMANDS = {
+    "finetune": Later("finetune:app", "Fine-tune the whole network on labelled images."),
+    "lit": Later(
+        "lit:app",
+        "LiT: train a text tower against a frozen image tower (Table 4), then classify and search with both.",
+    ),
+    "segment": Later(
+        "segment:app", "Semantic segmentation: a linear decoder on patch tokens, the whole network trained."
+    ),
+    "pretrain": Later(
+        "tasks:TRAININGS",
+        "Make a backbone from scratch with any stem: ImageNet-1k (Tables 1 and 6), SUN397 (Table 7), own pictures.",
+    ),
+    "distill": Later(
+        "tasks:TRAININGS",
+        "Turn a trained ViT into one with another stem, other norms or another size, with unlabelled pictures.",
+    ),
+    "plan": Later("plan:app", "What a training will cost: steps, hours, memory, disk."),
+    "eval": Later(
+        "evaluate:app",
+        "Score a run or checkpoint on labelled images ('score' may be left out), or probe a checkpoint.",
+    ),
+    "predict": Later(
+        "evaluate:add_to",
+        "The classes of pictures with their probabilities, prepared as the run's own images were.",
+    ),
+    "export": Later(
+        "evaluate:add_to",
+        "Write a run's classifier for use elsewhere, with a model card, after comparing its outputs.",
+    ),
+    "inspect": Later(
+        "inspect:add_to",
+        "Pictures of what a network has learned, or two beside each other: norms, filters, positions, attention, "
+        "tokens.",
+    ),
+    "checkpoint": Later(
+        "checkpoint:app", "Look into weight files, convert them, or turn a plain ViT into a DPN start."
+    ),
+    "data": Later("data:app", "Check data sets, and prepare them for fast reading."),
+    "recipes": Later("recipes:app", "List the shipped recipes, or show one."),
+    "report": Later(
+        "report:add_to", "Write a page with figures and tables about runs, finished or not, and about evaluations."
+    ),
+    "reproduce": Later(
+        "reproduce.command:add_to",
+        "The paper's tables and figures: what each needs and costs, and with a name its trainings and its numbers.",
+    ),
+    "runs": Later("runs:app", "List the runs in a folder ('list' may be left out), or show one."),
+    "doctor": Later(
+        "doctor:add_to",
+        "Look for what would stop a training here: packages, torch, GPUs, memory, disk, folders, network, ranks.",
+    ),
+}
 
-class _OneLine(TyperGroup):
+
+class _Root(LazyGroup):
     """The root command, which prints a mistake in the command line on one line."""
+
+    later = COMMANDS
 
     def main(
         self,
@@ -94,7 +134,7 @@ def _told(error: typer.TyperException) -> str:
 
 
 app = typer.Typer(
-    cls=_OneLine,
+    cls=_Root,
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
     rich_markup_mode="rich",
@@ -102,29 +142,6 @@ app = typer.Typer(
     help="Fine-tune Dual PatchNorm Vision Transformers (arXiv 2302.01327) and their rivals.",
     epilog="Example: dpn finetune vtab --arch B/32",
 )
-finetune = typer.Typer(
-    no_args_is_help=True,
-    help="Fine-tune the whole network on labelled images.",
-    epilog="Example: dpn finetune vtab --data demo --compare none,dpn",
-)
-training.add(finetune, "vtab", tasks.VTAB)
-training.add(finetune, "highres", tasks.HIGHRES)
-app.add_typer(finetune, name="finetune")
-app.add_typer(lit.app, name="lit")
-training.add(app, "pretrain", tasks.PRETRAIN)
-training.add(app, "distill", tasks.DISTILL)
-app.add_typer(plan.app, name="plan")
-app.add_typer(evaluate.app, name="eval")
-evaluate.add_to(app)
-inspect.add_to(app)
-app.add_typer(segment.app, name="segment")
-app.add_typer(checkpoint.app, name="checkpoint")
-app.add_typer(data.app, name="data")
-app.add_typer(recipes.app, name="recipes")
-report.add_to(app)
-reproduce.add_to(app)
-app.add_typer(runs.app, name="runs")
-doctor.add_to(app)
 
 
 def main() -> None:

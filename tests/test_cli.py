@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from conftest import GOLDENS
 from programs import environment, run_program
 from typer.testing import CliRunner, Result
 
+from dpn_cli.cli import COMMANDS
 from dpn_cli.recipe.reading import read_recipe, shipped_recipes
 
 ROOT = Path(__file__).parents[1]
@@ -72,6 +74,7 @@ def test_help_and_recipes_load_neither_torch_nor_timm() -> None:
         "    slow = {'torch', 'timm', 'torchvision', 'datasets', 'scipy', 'numpy', 'matplotlib', 'jinja2'}\n"
         "    heavy = slow & set(sys.modules)\n"
         "    assert not heavy, (words, heavy)\n"
+        "    assert words != ['--help'] or 'dpn_cli.commands.training' not in sys.modules\n"
         "    print('END OF', *words)\n"
     )
     done = run_program([sys.executable, "-c", script, json.dumps(LIGHT)], cwd=ROOT)
@@ -128,6 +131,12 @@ OPTIONS = {
     "--verbose",
     "--help",
 }
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_line_of_a_command_is_the_first_of_its_own_help(name: str) -> None:
+    """The root's help is written without importing the command."""
+    assert inspect.cleandoc(COMMANDS[name].load(name).help).split("\n\n")[0] == COMMANDS[name].help
 
 
 def test_the_set_of_options_is_frozen_and_each_says_its_default() -> None:

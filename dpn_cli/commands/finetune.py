@@ -1,0 +1,15 @@
+"""`dpn finetune`: VTAB-1k, and 384 px."""
+
+from __future__ import annotations
+
+import typer
+
+from dpn_cli.commands import tasks, training
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Fine-tune the whole network on labelled images.",
+    epilog="Example: dpn finetune vtab --data demo --compare none,dpn",
+)
+training.add(app, "vtab", tasks.VTAB)
+training.add(app, "highres", tasks.HIGHRES)

@@ -1,0 +1,78 @@
+"""Commands that are imported when they are used: to list them needs none of them."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+
+class Later(NamedTuple):
+    """A command or group: where in `dpn_cli.commands` it is, as ``module:name``, and its line in the help.
+
+    The name is that of a Typer app, of a function that adds the command to one, or of the table of trainings.
+    """
+
+    place: str
+    help: str
+
+    def load(self, name: str) -> Any:
+        """Return the command."""
+        module, attribute = self.place.split(":")
+        found = getattr(import_module(f"dpn_cli.commands.{module}"), attribute)
+        around = typer.Typer(rich_markup_mode="rich", add_completion=False)
+        around.callback()(lambda: None)  # with a callback it is a group, however few commands it has
+        if isinstance(found, typer.Typer):
+            around.add_typer(found, name=name)
+        elif isinstance(found, Mapping):
+            import_module("dpn_cli.commands.training").add(around, name, found[name])
+        else:
+            found(around)
+        group: Any = typer.main.get_command(around)
+        return group.commands[name]
+
+
+class Commands(UserDict[str, Any]):
+    """Commands by name, each loaded when it is first looked at."""
+
+    def __init__(self, later: Mapping[str, Later]) -> None:
+        super().__init__(dict.fromkeys(later))
+        self.later = later
+
+    def __getitem__(self, name: str) -> Any:
+        if self.data[name] is None:
+            self.data[name] = self.later[name].load(name)
+        return self.data[name]
+
+
+class LazyGroup(TyperGroup):
+    """A group of the commands in `later`, which a subclass sets."""
+
+    later: Mapping[str, Later]
+    _listed = False
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = Commands(self.later)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of the commands."""
+        return list(self.commands)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command; while the help is written, one that has nothing but its line there."""
+        if self._listed:
+            return TyperCommand(cmd_name, help=self.later[cmd_name].help)
+        return self.commands.get(cmd_name)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help."""
+        self._listed = True
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self._listed = False
