@@ -43,6 +43,9 @@ def sweep(begun: Session[VtabRecipe], place: Place) -> Json | None:
     is noted in the result and tried again when the run is resumed; everything else raises `DpnError`. Of processes that
     share the folder, each does what no other one does, until nothing is left; the `place` says whether they are started
     here first. With the number of a part, this is all that is done, and the result None.
+
+    Raises `OutOfMemoryError` when all else is done, for trainings that had a part of a GPU only: with a whole one they
+    are tried again.
     """
     recipe, folder = begun.recipe, begun.folder
     with begun.alone_unless("data"):
@@ -52,20 +55,40 @@ def sweep(begun: Session[VtabRecipe], place: Place) -> Json | None:
         at_once(begun, ("finetune", "vtab"), place)
     all_parts = parts(recipe)
     asked = all_parts if place.cell is None else [all_parts[place.cell]]
-    outcomes = _train(begun, asked, data)
-    if place.cell is not None:
-        return None
+    track = begun.tracker(recipe.runtime.report_to)
+    outcomes, set_aside = dict[Part, TaskOutcome](), list[str]()
+    with closing(_to_train(begun, asked, data, outcomes)) as to_train:
+        for cells, one, lease in to_train:
+            try:
+                with begun.outputs(one.label, track, one.path, lease) as outputs:
+                    job = cells.trainer.job(one, outputs)
+                    done = engine.fit(cells.trainer.trainable, job)
+                lease.confirm()
+                cells.keep(one, done)
+            except (NonFiniteError, OutOfMemoryError) as error:
+                cells.note_failure(one, error)
+                if is_shared() and isinstance(error, OutOfMemoryError):
+                    set_aside.append(one.label)
+            except LeaseLostError as error:
+                begun.console.warn(f"{one.label}: {error}")
+    if set_aside:
+        raise OutOfMemoryError(f"{', '.join(set_aside)}: out of memory in a part of a GPU; all else is done")
+    return None if place.cell is not None else _finish(begun, [outcomes[part] for part in asked], fingerprints)
+
+
+def _finish(begun: Session[VtabRecipe], outcomes: list[TaskOutcome], fingerprints: Json) -> Json:
+    """Write the result of a sweep and return it."""
+    recipe, folder = begun.recipe, begun.folder
     facts = folder.facts
     arch = recipe.backbone.arch or facts.get("arch", "")
     if pixels := folder_of_pixels(begun):
         shutil.rmtree(pixels, ignore_errors=True)
-    in_order = [outcomes[part] for part in asked]
-    result = build_result(recipe, in_order, arch, fingerprints, timing(folder), begun.differs)
+    result = build_result(recipe, outcomes, arch, fingerprints, timing(folder), begun.differs)
     result["image_size"] = recipe.backbone.image_size or facts.get("image_size")
     if begun.world.leads:
         with begun.alone("result"):
-            write_csv(folder.path / "result.csv", in_order)
-            if any(outcome.failed for outcome in in_order):
+            write_csv(folder.path / "result.csv", outcomes)
+            if any(outcome.failed for outcome in outcomes):
                 replace_json(folder.path / "partial.json", result)
                 folder.update(status="some cells failed")
             else:
@@ -90,33 +113,6 @@ def _check(begun: Session[VtabRecipe]) -> tuple[dict[Task, TaskData], Json]:
         check_crops(recipe, tasks, console)
         folder.update(data=fingerprints)
     return data, fingerprints
-
-
-def _train(begun: Session[VtabRecipe], asked: list[Part], data: dict[Task, TaskData]) -> dict[Part, TaskOutcome]:
-    """Train and score some parts along with other processes, and return what became of them.
-
-    Raises `OutOfMemoryError` when all else is done, for trainings that had a part of a GPU only: with a whole one they
-    are tried again.
-    """
-    track = begun.tracker(begun.recipe.runtime.report_to)
-    outcomes, set_aside = dict[Part, TaskOutcome](), list[str]()
-    with closing(_to_train(begun, asked, data, outcomes)) as to_train:
-        for cells, one, lease in to_train:
-            try:
-                with begun.outputs(one.label, track, one.path, lease) as outputs:
-                    job = cells.trainer.job(one, outputs)
-                    done = engine.fit(cells.trainer.trainable, job)
-                lease.confirm()
-                cells.keep(one, done)
-            except (NonFiniteError, OutOfMemoryError) as error:
-                cells.note_failure(one, error)
-                if is_shared() and isinstance(error, OutOfMemoryError):
-                    set_aside.append(one.label)
-            except LeaseLostError as error:
-                begun.console.warn(f"{one.label}: {error}")
-    if set_aside:
-        raise OutOfMemoryError(f"{', '.join(set_aside)}: out of memory in a part of a GPU; all else is done")
-    return outcomes
 
 
 def _to_train(
