@@ -6,8 +6,11 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib.metadata import version
+from itertools import repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -193,6 +196,49 @@ def test_a_process_of_ray_that_starts_work_does_not_load_torch() -> None:
     """Every node has one for each piece of work, beside that of the work."""
     code = "import sys, dpn_cli.jobs.ray_cluster; print({'torch', 'pydantic'} & set(sys.modules))"
     assert run_program([sys.executable, "-c", code]).stdout == "set()\n"
+
+
+class _Ended:
+    """A job of SLURM that has ended with an exit code."""
+
+    job_id = "1"
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> int:
+        return self.code
+
+
+class _Queue:
+    """An executor of submitit whose jobs end at once with the exit codes."""
+
+    def __init__(self, codes: Iterator[int]) -> None:
+        self.codes, self.lines = codes, list[tuple[str, ...]]()
+
+    def batch(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def submit(self, command: Any) -> _Ended:
+        self.lines.append(command.line)
+        return _Ended(next(self.codes))
+
+
+def test_a_job_of_slurm_that_was_told_to_stop_is_queued_again(tmp_path: Path) -> None:
+    from dpn_cli.jobs.slurm import AGAIN, Slurm
+
+    cases: list[tuple[Iterable[int], int, int]] = [([75, 75, 0], 0, 3), ([75, 5], 5, 2), (repeat(75), 75, AGAIN)]
+    for codes, ends, submitted in cases:
+        slurm = Slurm(1, tmp_path, {"cluster": "local"})
+        queue: Any = _Queue(iter(codes))
+        slurm._executor = queue
+        slurm.start(Work("work", ("finetune", "vtab")), 0)
+        rounds = [slurm.ended(0.0) for _ in range(submitted)]
+        assert rounds == [[]] * (submitted - 1) + [[("work", ends)]]
+        assert queue.lines == [("finetune", "vtab")] * submitted
 
 
 @pytest.mark.slow

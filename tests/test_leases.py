@@ -57,6 +57,16 @@ def test_only_one_process_has_a_lease_and_the_next_gets_it_when_it_is_released(
     assert one.take("none/caltech101") is None
 
 
+def test_one_of_two_processes_that_take_over_at_the_same_time_has_the_lease(
+    pair: tuple[Leases, Leases, Clock, Clock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two, *_ = pair
+    monkeypatch.setattr(two, "newest", lambda name: None)  # what it has seen before the other one takes it
+    lease = taken(one, "cell")
+    assert two.take("cell") is None
+    lease.confirm()
+
+
 def test_an_owner_that_beats_keeps_its_lease_whatever_the_other_clock_says(
     pair: tuple[Leases, Leases, Clock, Clock],
 ) -> None:
