@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from test_cli import run
 from test_highres import small, train
 from test_shuffle import TINY, make_pack
 
-from dpn_cli.data import remote
+from dpn_cli.data import pixels, remote
 from dpn_cli.data.ahead import Window, check_cache
 from dpn_cli.data.classified import ImageSource, open_class_data
 from dpn_cli.data.labelled import Labelled, rows_to_check
 from dpn_cli.data.loader import Augmentation, crop_batches
 from dpn_cli.data.order import Need, Sharded, ShardOrder, order_of
+from dpn_cli.data.pixels import resize
 from dpn_cli.data.remote import RemotePath
 from dpn_cli.data.trained_on import record
 from dpn_cli.engine.fit import Batch
@@ -129,6 +131,27 @@ def test_the_first_batch_waits_for_its_own_shards_and_the_next_ones_are_fetched_
     store.let_go()
     assert len(list(batches)) == EPOCH - 1
     assert all(store.gets[name] == 1 for name in later)
+
+
+@pytest.mark.parametrize(("workers", "ahead"), [("auto", 3), (1, 3), (0, 0)])
+def test_what_is_scored_or_encoded_is_fetched_ahead_too(
+    workers: Any, ahead: int, store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DPN_CACHE_GB", str(room(folder, 16) / 1e9))
+    (far, _), (near, _) = opened(store.url), opened(str(folder))
+    assert far.shards
+    shards = [TARS[number] for number in dict.fromkeys(far.shards.of.tolist())]
+    store.clear()
+    read = partial(pixels.stream, transform=partial(resize, size=(8, 8)), batch_size=BATCH, workers=workers)
+    with read(far) as parts, read(near) as expected:
+        store.held = set(shards[1:])
+        assert torch.equal(next(parts).images, next(expected).images)
+        store.wait_for(lambda: all(store.gets[name] for name in shards[: 1 + ahead]))
+        assert not any(store.gets[name] for name in shards[1 + ahead :])
+        store.let_go()
+        assert all(torch.equal(one.images, other.images) for one, other in zip(parts, expected, strict=True))
+    assert not multiprocessing.active_children()
+    assert {store.gets[name] for name in shards} == {1}
 
 
 def test_ranks_of_two_machines_fetch_shards_of_their_own(

@@ -19,8 +19,10 @@ import torch
 from PIL import Image
 from test_distributed import CPU
 from test_files import another_process_in
-from test_lit_data import picture, write_pictures, write_shard, write_table
+from test_lit_data import picture, shards, write_pictures, write_shard, write_table
 
+from dpn_cli.data import pixels
+from dpn_cli.data.labelled import Labelled
 from dpn_cli.data.pixels import PixelSet, resize, rows_of_step, stream
 from dpn_cli.errors import DataError, StoppedError
 from dpn_cli.recipe.schema import Runtime
@@ -85,6 +87,23 @@ def test_every_image_is_read_once_and_never_again(tmp_path: Path) -> None:
     again = cached_features(split, encoder, tmp_path / "cache", ALONE, QUIET)
     assert len(seen) <= 2 * cache.SPOT_CHECKS  # a few are looked at again, to see that the cache is theirs
     assert all(np.array_equal(one, other) for one, other in zip(features.shards, again.shards, strict=True))
+
+
+@pytest.mark.parametrize(("workers", "ahead"), [("auto", 1), (0, 0)])
+def test_what_fetches_ahead_is_told_the_shards_of_the_images_to_encode_and_every_batch(
+    workers: Any, ahead: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split, told = open_split(CaptionSource(shards(tmp_path)), "train"), list[Any]()
+
+    @contextmanager
+    def fetched(data: Labelled, needs: Any, rows: int, workers: int, here: int) -> Iterator[Callable[[int], None]]:
+        told.extend([*needs(), rows, workers])
+        yield told.append
+
+    monkeypatch.setattr(pixels, "fetched_ahead", fetched)
+    cached_features(split, replace(make_encoder(), workers=workers), tmp_path / "cache", ALONE, QUIET)
+    # Batches of two of the four and two images in the shards.
+    assert told == [(0, 1, 0), (2, 2, 1), 2, ahead, -1, 0, 1, 2]
 
 
 def test_views_are_a_function_of_seed_and_image(tmp_path: Path) -> None:

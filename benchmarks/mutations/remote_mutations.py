@@ -1,7 +1,7 @@
 """Breakages of shards, here and behind URLs: (file, text, replacement, what it breaks, tests that should notice)."""
 
 ORDER, LOADER = "dpn_cli/data/order.py", "dpn_cli/data/loader.py"
-AHEAD = "dpn_cli/data/ahead.py"
+AHEAD, PIXELS = "dpn_cli/data/ahead.py", "dpn_cli/data/pixels.py"
 O, S, A = "tests/test_order.py", "tests/test_shuffle.py", "tests/test_ahead.py"
 
 MUTATIONS = [
@@ -66,6 +66,34 @@ MUTATIONS = [
         'how["order"] = None',
         "a classifier's training shuffles all images together",
         S,
+    ),
+    (
+        PIXELS,
+        "yield _told(_good(made, skip_bad), tell)",
+        "yield _good(made, skip_bad)",
+        "scoring fetches nothing ahead",
+        "tests/test_lit_cache.py",
+    ),
+    (
+        PIXELS,
+        "max(1, count) if workers",
+        "count if workers",
+        "threads decode, and nothing is fetched ahead",
+        "tests/test_lit_cache.py",
+    ),
+    (
+        "dpn_cli/data/order.py",
+        "steps = (begin + np.array([firsts, lasts]))",
+        "steps = np.array([firsts, lasts])",
+        "needs of later batches are those of the first ones",
+        "tests/test_order.py",
+    ),
+    (
+        "tasks/lit/fill.py",
+        "        return self.data.shards\n",
+        "        return None\n",
+        "images that are encoded are not fetched ahead",
+        "tests/test_lit_cache.py",
     ),
     (AHEAD, "if need.last > step]", "if need.last >= step + 1 and False]", "what is needed is released", A),
     (

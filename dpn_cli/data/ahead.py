@@ -32,7 +32,7 @@ KEEP = 3600.0
 def fetched_ahead(
     split: Labelled, needs: Callable[[], Iterator[Need]] | None, rows: int, workers: int, here: int
 ) -> Iterator[Callable[[int], None]]:
-    """Fetch the shards that a training needs, in their order, while the block trains.
+    """Fetch the shards that a training or another pass over images needs, in their order, while the block goes on.
 
     Yields a function that is to be told the last step whose batch has been read, before the first one, too. What the
     batches of this rank's `rows` need that `workers` are making stays in the cache, of which each of the `here` ranks

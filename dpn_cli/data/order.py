@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 Rows = NDArray[np.int64]
 # Independent streams of random numbers: the order of shards, of a shard's images, of the images that are read together.
 SHARDS, INSIDE, TOGETHER = 1, 2, 3
+# Batches whose images are looked up at a time, where others than `ShardOrder` say which they are.
+AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,17 @@ class Need(NamedTuple):
     first: int
     last: int
     shard: int
+
+
+def needs_in_order(shards: Sharded, rows: Sequence[int], batch_size: int) -> Iterator[Need]:
+    """Yield the shards of images that are read in batches, in the order of need; of `AT_ONCE` batches at a time."""
+    for begin in range(0, len(rows), AT_ONCE * batch_size):
+        places = range(begin, min(begin + AT_ONCE * batch_size, len(rows)))
+        of = shards.of[[rows[place] for place in places]]
+        numbers, firsts = np.unique(of, return_index=True)
+        lasts = len(of) - 1 - np.unique(of[::-1], return_index=True)[1]
+        steps = (begin + np.array([firsts, lasts])) // batch_size
+        yield from sorted(map(Need, *steps.tolist(), numbers.tolist()))
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,18 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from dpn_cli.data.ahead import fetched_ahead
 from dpn_cli.data.augment import repeated
 from dpn_cli.data.batching import Made, open_batches
 from dpn_cli.data.labelled import Labelled
+from dpn_cli.data.order import needs_in_order
 from dpn_cli.data.reading import Pixels
 from dpn_cli.data.threads import Threaded
 from dpn_cli.errors import DataError, StoreError
 from dpn_cli.run import stopping
 from dpn_cli.run.console import Done, uncounted
 from dpn_cli.run.cores import cores
-from dpn_cli.run.distributed import World
+from dpn_cli.run.distributed import World, ranks_here
 
 if TYPE_CHECKING:
     from dpn_cli.engine.fit import Batch, Batches
@@ -111,16 +113,20 @@ def stream(
 ) -> Iterator[Iterator[PixelSet]]:
     """Decode and transform `rows` of a split (all without it) in order, `batch_size` at a time, each image once.
 
-    Without `workers`, all threads of this process do it whenever a batch is asked for. Worker processes end with the
-    block. Raises `DataError` naming the first unreadable image, unless `skip_bad` leaves those out and counts them, and
-    `WorkerError` when a worker dies.
+    Without processes, all threads of this one do it whenever a batch is asked for. The processes end with the block.
+    Shards behind URLs are fetched ahead, unless `workers` is 0. Raises `DataError` naming the first unreadable image,
+    unless `skip_bad` leaves those out and counts them, and `WorkerError` when a process dies.
     """
     rows = range(len(split.labels)) if rows is None else rows
     count = reader_count(workers, len(rows))
+    needs = partial(needs_in_order, split.shards, rows, batch_size) if split.shards else None
+    # Half of what there is room for: a training that is evaluated has shards in the cache, too.
+    ahead = fetched_ahead(split, needs, batch_size, max(1, count) if workers == "auto" else count, 2 * ranks_here())
     batches = (range(begin, min(begin + batch_size, len(rows))) for begin in range(0, len(rows), batch_size))
     picture_bytes = transform(SQUARE).nbytes  # of all pictures: a batch is one tensor
-    with open_batches(_Transformed(split, transform, rows), batches, count, picture_bytes=picture_bytes) as made:
-        yield _good(made, skip_bad)
+    read = _Transformed(split, transform, rows)
+    with ahead as tell, open_batches(read, batches, count, picture_bytes=picture_bytes) as made:
+        yield _told(_good(made, skip_bad), tell)
 
 
 def _good(made: Iterator[Made], skip_bad: bool) -> Iterator[PixelSet]:
@@ -129,6 +135,14 @@ def _good(made: Iterator[Made], skip_bad: bool) -> Iterator[PixelSet]:
             raise fatal[0]
         images, labels, rows = columns or NOTHING
         yield PixelSet(images, labels, len(errors), tuple(rows.tolist()))
+
+
+def _told(parts: Iterator[PixelSet], tell: Callable[[int], None]) -> Iterator[PixelSet]:
+    """Tell which batch has been read; see `fetched_ahead`."""
+    tell(-1)
+    for step, part in enumerate(parts):
+        tell(step)
+        yield part
 
 
 def load(

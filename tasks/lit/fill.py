@@ -20,6 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from dpn_cli.data.labelled import Images, content_of
+from dpn_cli.data.order import Sharded
 from dpn_cli.data.pixels import PixelSet, resize, stream
 from dpn_cli.data.reading import Pixels, decode
 from dpn_cli.errors import DataError, SaveError
@@ -158,6 +159,11 @@ class _Reader(Images):
     def __init__(self, data: Captioned, size: tuple[int, int]) -> None:
         self.data, self.size = data, size
         self.labels, self.sizes = data.labels, data.sizes
+
+    @property
+    def shards(self) -> Sharded | None:
+        """Which shard each image is in."""
+        return self.data.shards
 
     def where(self, index: int) -> str:
         """Name an image's place."""
