@@ -171,7 +171,7 @@ def caching_seconds(tower: Backbone, count: int, rounds: int, world: World) -> t
             began = time.perf_counter()
             cached_features(files, encoder, Path(place) / f"cache{number}", world, quiet)
             cached.append(time.perf_counter() - began)
-        alone = image_encoder(tower, Runtime(workers=0), world)
+        files.opened, alone = 0, image_encoder(tower, Runtime(workers=0), world)
         cached_features(files, alone, Path(place) / "counted", world, quiet)
     return statistics.median(cached), statistics.median(bare), files.opened / count
 

@@ -104,7 +104,11 @@ def test_how_a_process_fails_decides_whether_the_others_go_on(
         assert f"(exit code 3; {tmp_path / 'out/logs'}" in done.stderr.replace("\n", "")
 
 
-def test_one_training_has_nothing_to_share_out() -> None:
-    done = run("pretrain", "--data", "demo", "--jobs", "2")
+@pytest.mark.parametrize("words", [("pretrain", "--data", "demo"), ("lit", "train")])
+def test_one_training_has_nothing_to_share_out(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DPN_HOME", str(tmp_path))  # without the demo's tower, which is not made first
+    done = run(*words, "--jobs", "2")
     assert done.exit_code == 2
-    assert "--jobs 2: this is one training; --compare and --seeds make several" in done.stderr
+    assert done.stderr == "error: --jobs 2: this is one training; --compare and --seeds make several\n"

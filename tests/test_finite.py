@@ -61,7 +61,7 @@ class Spoiled:
 @pytest.mark.parametrize("value", [math.nan, math.inf, 0.0])
 def test_nothing_is_updated_from_a_step_that_is_no_number_on(optim: Optim, step: int, value: float) -> None:
     spoiled, whole = small(), small()
-    with pytest.raises(NonFiniteError, match=f"step {step}: loss "):
+    with pytest.raises(NonFiniteError, match=f"step {step + 1}: loss "):
         train(spoiled, STEPS, loss_fn=Spoiled(step, value), optim=optim, lr=1e-3)
     with pytest.raises(EnoughError):
         train(whole, STEPS, loss_fn=Spoiled(step, None), optim=optim, lr=1e-3)
@@ -125,7 +125,7 @@ def test_reading_late_changes_no_weight(optim: Optim, monkeypatch: pytest.Monkey
 @pytest.mark.usefixtures("late")
 def test_no_checkpoint_is_written_of_a_step_that_is_no_number(tmp_path: Path) -> None:
     outputs = Outputs(checkpoints=Checkpoints(tmp_path))
-    with pytest.raises(NonFiniteError, match="step 13"):
+    with pytest.raises(NonFiniteError, match="step 14"):
         train(small(), STEPS, loss_fn=Spoiled(13, math.nan), checkpoint_every=7, outputs=outputs)
     saved = outputs.checkpoints.load("last", print) if outputs.checkpoints else None
     assert saved is not None

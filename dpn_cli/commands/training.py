@@ -125,8 +125,8 @@ def add(app: typer.Typer, name: str, training: Training) -> None:
                 return
             if isinstance(recipe, Comparison) and (warning := recipe.unused()):
                 console.warn(warning)
-            recipe, trainer = ready(training, recipe, console, dry_run=arguments["dry_run"])
             how = _how(recipe, arguments)
+            recipe, trainer = ready(training, recipe, console, dry_run=arguments["dry_run"])
             if arguments.get("print_cells"):
                 for number, name in enumerate(cast(Divisible, trainer).cells(recipe)):
                     print(f"{number}\t{name}")

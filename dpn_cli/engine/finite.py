@@ -57,7 +57,7 @@ class FiniteCheck:
         loss, norm = self._read[:2]
         if not math.isfinite(loss + norm):
             raise NonFiniteError(
-                f"step {step}: loss {loss}, gradient norm {norm}; nothing was updated. "
+                f"step {step + 1}: loss {loss}, gradient norm {norm}; nothing was updated. "
                 "Lower the learning rate, or use --precision fp32"
             )
 

@@ -123,7 +123,7 @@ class Gradients:
         if self.job.world.size > 1 or self.micro_batch.fixed:
             # The other ranks wait inside their backward pass: they cannot be told to start over.
             raise OutOfMemoryError(
-                f"out of memory at step {step} with micro-batches of {self.micro_batch.size}; "
+                f"out of memory at step {step + 1} with micro-batches of {self.micro_batch.size}; "
                 f"resume with --micro-batch-size {max(1, self.micro_batch.size // 2)}"
             )
         self.micro_batch.halve()
