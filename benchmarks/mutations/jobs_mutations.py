@@ -91,7 +91,7 @@ MUTATIONS = [
      "torchrun's restart deletes a run that has --overwrite", N),
     (SESSION, "or not run or folder.untouched", "or not run", "a run that has produced nothing is said to go on", N),
     (SESSION, "        folder.update(**launch.facts())\n", "", "a run does not know its torchrun", N),
-    (SESSION, '"patience": LOST_AFTER', '"patience": PATIENCE', "a lost machine's claim on a folder outlasts the restarts", N),
+    (SESSION, '"patience": LOST_AFTER', '"patience": None', "a lost machine's claim on a folder outlasts the restarts", N),
     ("dpn_cli/run/distributed.py", "restart{env['TORCHELASTIC_RESTART_COUNT']}", "restart",
      "ranks that are started again read what the former ones wrote", N),
     ("dpn_cli/engine/fit.py", "            if not (self.shards or has_running_norms(self.network)):\n                self._write",

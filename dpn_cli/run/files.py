@@ -30,11 +30,11 @@ ABANDONED = 60.0
 
 
 @contextlib.contextmanager
-def claimed(folder: Path, on_wait: Callable[[], None] | None = None, patience: float = PATIENCE) -> Iterator[None]:
+def claimed(folder: Path, on_wait: Callable[[], None] | None = None, patience: float | None = None) -> Iterator[None]:
     """Claim a folder by locking a file beside it, so that other processes that claim it wait.
 
-    Raises `DpnError` when another process still holds it after `patience` seconds; with `on_wait`, calls that instead
-    and keeps waiting. Has no effect where the system has no locks or does not allow the file to be created.
+    Raises `DpnError` when another process still holds it after `patience` seconds, usually 10; with `on_wait`, calls that
+    instead and keeps waiting. Has no effect where the system has no locks or does not allow the file to be created.
     """
     folder = folder.absolute()
     lock = FileLock(folder.parent / f".{folder.name}.lock")
@@ -44,7 +44,7 @@ def claimed(folder: Path, on_wait: Callable[[], None] | None = None, patience: f
             pass  # raises at once where the lock could not create its file and would wait
         while not lock.is_locked:
             try:
-                lock.acquire(timeout=patience)
+                lock.acquire(timeout=PATIENCE if patience is None else patience)
             except Timeout as error:
                 if on_wait is None:
                     raise DpnError(

@@ -25,7 +25,7 @@ from dpn_cli.run import stopping
 from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.console import Console, Tick, several
 from dpn_cli.run.distributed import World, from_leader, join, lost_rank
-from dpn_cli.run.files import PATIENCE, claimed, make_folder
+from dpn_cli.run.files import claimed, make_folder
 from dpn_cli.run.folder import MetricsLog, RunFolder
 from dpn_cli.run.kinds import Kind
 from dpn_cli.run.launch import Launch, this_launch
@@ -262,11 +262,11 @@ def open_folder(
     overwrite: bool,
     join: bool = False,
     claims: ExitStack | None = None,
-    patience: float = PATIENCE,
+    patience: float | None = None,
 ) -> RunFolder:
     """Open a run folder on rank 0, with the outcome on all ranks, and claim it until `claims` closes.
 
-    `patience` is how many seconds it waits for another process to leave the folder.
+    `patience` is how many seconds it waits for another process to leave the folder, where that is not the usual time.
 
     Raises the errors of `RunFolder.open`, and `DpnError` for a folder that another process has claimed, or works in
     unless this one is to `join` it.
