@@ -33,8 +33,9 @@ ABANDONED = 60.0
 def claimed(folder: Path, on_wait: Callable[[], None] | None = None, patience: float | None = None) -> Iterator[None]:
     """Claim a folder by locking a file beside it, so that other processes that claim it wait.
 
-    Raises `DpnError` when another process still holds it after `patience` seconds, usually 10; with `on_wait`, calls that
-    instead and keeps waiting. Has no effect where the system has no locks or does not allow the file to be created.
+    Raises `DpnError` when another process still holds it after `patience` seconds, usually 10; with `on_wait`, calls
+    that instead and keeps waiting. Has no effect where the system has no locks or does not allow the file to be
+    created.
     """
     folder = folder.absolute()
     lock = FileLock(folder.parent / f".{folder.name}.lock")
