@@ -40,15 +40,15 @@ class Sweep:
 WAYS = {"one": (), "jobs": ("--jobs", "2"), "ray": ("--engine", "ray", "--jobs", "2")}
 
 
-def sweeps(folder: Path, small: bool) -> dict[str, list[Sweep]]:
+def sweeps(folder: Path, small: bool, seeds: int) -> dict[str, list[Sweep]]:
     """Return the sweeps by the name of their part; LiT starts from a network in the folder."""
     vtab = ("finetune", "vtab", "--data", "demo", "--compare", "none,dpn")
     lit = ("lit", "train", "--data", "demo", "--checkpoint", str(folder / "tower"), "--cache-dir", "CACHE")
-    two = ("--seeds", "2", *(("--steps", "6") if small else ()))
+    short = ("--steps", "6") if small else ()
     pretrain = ("pretrain", "--data", "demo", "--steps", "4", "--seeds", "4")
     return {
-        "vtab": [Sweep("VTAB demo", (*vtab, *two[2:]), 72, ("one", "jobs"))],
-        "lit": [Sweep("LiT demo", (*lit, *two), 2, ("one", "jobs"))],
+        "vtab": [Sweep("VTAB demo", (*vtab, *short), 72, ("one", "jobs"))],
+        "lit": [Sweep("LiT demo", (*lit, "--seeds", str(seeds), *short), seeds, ("one", "jobs"))],
         "ray": [
             Sweep("VTAB demo, 20 steps each", (*vtab, "--steps", "20"), 72, ("jobs", "ray")),
             Sweep("pre-trainings of 4 steps", pretrain, 4, ("jobs", "ray")),
@@ -118,6 +118,7 @@ def main() -> None:
     """Measure what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="vtab,lit,ray", help="parts, separated by commas")
+    parser.add_argument("--seeds", type=int, default=2, help="trainings of LiT (default: %(default)s)")
     parser.add_argument("--small", action="store_true", help="a few steps of everything")
     given = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))[:2]
@@ -128,7 +129,7 @@ def main() -> None:
         if "lit" in given.only.split(","):
             timed(("pretrain", "--data", "demo", "--steps", "4"), folder / "tower", set(cores))
         for part in given.only.split(","):
-            for sweep in sweeps(folder, given.small)[part]:
+            for sweep in sweeps(folder, given.small, given.seeds)[part]:
                 for row in measure(sweep, folder, cores):
                     print(f"{row} `python benchmarks/jobs.py --only {part}` |", flush=True)
 
