@@ -1,6 +1,6 @@
 """Time sweeps as one process, with ``--jobs 2`` and with ``--engine ray``, on two cores.
 
-    python benchmarks/jobs.py                          # everything; under 10 minutes on 2 cores
+    python benchmarks/jobs.py                          # everything; 11 minutes on 2 cores
     python benchmarks/jobs.py --only vtab,lit --small  # tries the script
 
 One process runs on one core, ``--jobs 2`` and a local Ray on two, each process with one thread. Every way has to come
@@ -130,8 +130,9 @@ def main() -> None:
             timed(("pretrain", "--data", "demo", "--steps", "4"), folder / "tower", set(cores))
         for part in given.only.split(","):
             for sweep in sweeps(folder, given.small, given.seeds)[part]:
+                line = f"python benchmarks/jobs.py --only {part}" + f" --seeds {given.seeds}" * (part == "lit")
                 for row in measure(sweep, folder, cores):
-                    print(f"{row} `python benchmarks/jobs.py --only {part}` |", flush=True)
+                    print(f"{row} `{line}` |", flush=True)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Look into weight files, convert them, or turn a plain ViT into a DPN start.",
     epilog="Example: dpn checkpoint inspect B_32.npz",
 )
 

@@ -19,7 +19,6 @@ from dpn_cli.run.console import Console, several
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Check data sets, and prepare them for fast reading.",
     epilog="Example: dpn data pack --data imagenet --out imagenet-320 --size 320",
 )
 app.add_typer(datacheck.app, name="check")

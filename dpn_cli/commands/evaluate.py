@@ -22,7 +22,6 @@ class _ScoreByDefault(DefaultGroup):
 app = typer.Typer(
     cls=_ScoreByDefault,
     no_args_is_help=True,
-    help="Score a run or checkpoint on labelled images ('score' may be left out), or probe a checkpoint.",
     epilog="Example: dpn eval runs/highres/B-32-dpn --data photos",
 )
 

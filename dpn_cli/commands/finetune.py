@@ -8,7 +8,6 @@ from dpn_cli.commands import tasks, training
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Fine-tune the whole network on labelled images.",
     epilog="Example: dpn finetune vtab --data demo --compare none,dpn",
 )
 training.add(app, "vtab", tasks.VTAB)

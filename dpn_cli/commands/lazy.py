@@ -14,7 +14,8 @@ from typer.core import TyperCommand, TyperGroup
 class Later(NamedTuple):
     """A command or group: where in `dpn_cli.commands` it is, as ``module:name``, and its line in the help.
 
-    The name is that of a Typer app, of a function that adds the command to one, or of the table of trainings.
+    The name is that of a Typer app, which gets its help from here, of a function that adds the command to one, or of
+    the table of trainings; these have a help of their own, which begins with the line.
     """
 
     place: str
@@ -27,7 +28,7 @@ class Later(NamedTuple):
         around = typer.Typer(rich_markup_mode="rich", add_completion=False)
         around.callback()(lambda: None)  # with a callback it is a group, however few commands it has
         if isinstance(found, typer.Typer):
-            around.add_typer(found, name=name)
+            around.add_typer(found, name=name, help=self.help)
         elif isinstance(found, Mapping):
             import_module("dpn_cli.commands.training").add(around, name, found[name])
         else:

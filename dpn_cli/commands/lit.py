@@ -16,7 +16,6 @@ from tasks.lit.options import Export, Labelling, Scoring, Search
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="LiT: train a text tower against a frozen image tower (Table 4), then classify and search with both.",
     epilog="Example: dpn lit train --checkpoint B-32-dpn.npz --data pairs.csv",
 )
 

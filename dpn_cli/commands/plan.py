@@ -32,7 +32,6 @@ TEACHER_ARCH = "B/32"
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="What a training will cost: steps, hours, memory, disk.",
     epilog="Example: dpn plan pretrain --arch B/16",
 )
 

@@ -15,9 +15,7 @@ from dpn_cli.recipe.reading import Plain, build, read_recipe, shipped_recipes
 from dpn_cli.recipe.schema import Recipe
 from dpn_cli.recipe.sources import dump_with_sources, read_sources
 
-app = typer.Typer(
-    help="List the shipped recipes, or show one.", invoke_without_command=True, epilog="Example: dpn recipes show vtab"
-)
+app = typer.Typer(invoke_without_command=True, epilog="Example: dpn recipes show vtab")
 
 
 def schema_of(plain: Plain, name: str) -> type[Recipe]:

@@ -49,7 +49,6 @@ class _ListByDefault(DefaultGroup):
 
 app = typer.Typer(
     cls=_ListByDefault,
-    help="List the runs in a folder ('list' may be left out), or show one.",
     epilog="Example: dpn runs runs/highres",
 )
 

@@ -14,7 +14,6 @@ from tasks.segment.options import Prediction, Scoring
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Semantic segmentation: a linear decoder on patch tokens, the whole network trained.",
     epilog="Example: dpn segment ade20k --arch B/16 --checkpoint B-16-dpn.npz --data ADEChallengeData2016 "
     "--fraction 0.25",
 )
