@@ -25,6 +25,7 @@ from dpn_cli.data.classified import ClassFolders
 from dpn_cli.data.crops import Decode, train_crop
 from dpn_cli.data.loader import Augmentation, crop_batches
 from dpn_cli.run.distributed import World
+from dpn_cli.run.process import keep_memory
 
 IMAGES, BATCH, SIZE, ROUNDS, STEPS = 256, 32, 384, 5, 16
 HOW: tuple[Decode, Decode] = ("exact", "fast")
@@ -84,6 +85,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--workers", type=int, default=2)
     workers = parser.parse_args().workers
+    keep_memory()  # as the program does
     with tempfile.TemporaryDirectory() as folder:
         for size in ((500, 375), (1600, 1200)):
             count = IMAGES if size[0] == 500 else 48

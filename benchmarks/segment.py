@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from dpn_cli.engine.fit import Batch, precision_of, prepare
 from dpn_cli.recipe.schema import Optim, Runtime
 from dpn_cli.run.distributed import World
+from dpn_cli.run.process import keep_memory
 from dpn_cli.weights.backbone import load_backbone
 from tasks.segment.labels import LabelRule
 from tasks.segment.loader import segment_batches
@@ -341,6 +342,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--compile", action="store_true")
     asked = parser.parse_args()
+    keep_memory()  # as the program does
     warnings.simplefilter("ignore")  # of mmsegmentation, about operators that are not compiled
     if asked.what == "step":
         measure_step(asked.arch, asked.rows, asked.steps, asked.rounds, Runtime(compile=asked.compile))

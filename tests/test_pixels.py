@@ -15,7 +15,17 @@ from conftest import Arrays
 from PIL import Image
 
 from dpn_cli.data.labelled import FileList
-from dpn_cli.data.pixels import PixelSet, augment, load, resize, rows_of_step, shuffled_batches, stream
+from dpn_cli.data.pixels import (
+    PixelSet,
+    as_batch,
+    augment,
+    load,
+    mirror,
+    resize,
+    rows_of_step,
+    shuffled_batches,
+    stream,
+)
 from dpn_cli.data.reading import decode, open_image
 from dpn_cli.errors import DataError
 from dpn_cli.run.distributed import World
@@ -49,6 +59,24 @@ def test_ppm_files_are_read_as_pillow_reads_them(header: bytes, tmp_path: Path) 
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(DataError, match="it: not a readable image"):
         decode(open_image(path, "it"), "it")
+
+
+def test_resizing_makes_no_detour_through_other_memory_formats() -> None:
+    image = np.random.default_rng(0).integers(0, 256, (9, 12, 3), dtype=np.uint8)[1:, ::-1]
+    batch = as_batch(image)
+    assert batch.is_contiguous(memory_format=torch.channels_last)  # which torch resizes three times as fast
+    assert np.array_equal(batch[0].permute(1, 2, 0).numpy(), image)
+    assert all(resize(image, size).is_contiguous() for size in ((8, 12), (5, 6)))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_some_rows_are_mirrored(device: str) -> None:
+    images = torch.arange(4 * 3 * 2 * 5).reshape(4, 3, 2, 5).to(torch.uint8)
+    mirrored = images.clone().to(device)
+    mirror(mirrored, torch.tensor([3, 1], device=device))
+    if device == "cpu":
+        assert torch.equal(mirrored[[0, 2]], images[[0, 2]])
+        assert torch.equal(mirrored[[1, 3]], torch.from_numpy(images.numpy()[[1, 3], :, :, ::-1].copy()))
 
 
 def test_resize_keeps_an_image_of_the_right_size() -> None:

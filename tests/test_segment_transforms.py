@@ -25,6 +25,7 @@ from tasks.segment.transforms import (
     pad,
     photometric_distortion,
     resize_image,
+    resize_part,
     scale_saturation,
     turn_hue,
 )
@@ -109,6 +110,18 @@ def test_resizing_is_opencvs() -> None:
         box = (5, 7, size[0] - 9, size[1] - 11)
         nearest = cv2.resize(labels, size[::-1], interpolation=cv2.INTER_NEAREST)[5 : size[0] - 4, 7 : size[1] - 4]
         assert np.array_equal(crop_labels(labels, size, box), nearest)
+
+
+def test_a_part_of_a_resized_image_is_that_part() -> None:
+    """Only what the part needs is computed, and yet to the bit."""
+    rng = np.random.default_rng(0)
+    for _ in range(150):
+        pixels = rng.integers(0, 256, (*rng.integers(5, 120, 2), 3), dtype=np.uint8)
+        size = tuple(int(side * rng.uniform(0.4, 3)) + 1 for side in pixels.shape[:2])
+        height, width = (int(rng.integers(1, side + 1)) for side in size)
+        top, left = int(rng.integers(size[0] - height + 1)), int(rng.integers(size[1] - width + 1))
+        part = resize_part(pixels, size, (top, left, height, width))
+        assert torch.equal(part, resize_image(pixels, size)[:, top : top + height, left : left + width])
 
 
 def test_sizes_keep_their_shape_within_both_caps() -> None:

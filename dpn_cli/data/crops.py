@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from dpn_cli.data.pixels import resize
+from dpn_cli.data.pixels import as_batch, resize
 from dpn_cli.data.reading import Pixels, decode, decoder_of
 
 Size = tuple[int, int]
@@ -79,8 +79,7 @@ def train_crop(image: Image.Image, where: str, size: Size, generator: torch.Gene
     crop = decode(image, where, decoder_of(how))[top : top + height, left : left + width]
     if how != "fast":
         return resize(crop, size)
-    channels = torch.from_numpy(crop.copy()).permute(2, 0, 1)
-    return F.interpolate(channels[None], size, mode="bilinear", align_corners=False)[0]
+    return F.interpolate(as_batch(crop), size, mode="bilinear", align_corners=False)[0].contiguous()
 
 
 def small_size(size: Size, side: int) -> Size:

@@ -27,7 +27,7 @@ from dpn_cli.data.batching import open_batches
 from dpn_cli.data.crops import Decode, Size, train_crop
 from dpn_cli.data.labelled import Labelled
 from dpn_cli.data.order import ShardOrder
-from dpn_cli.data.pixels import resize, rows_of_step, to_device
+from dpn_cli.data.pixels import mirror, resize, rows_of_step, to_device
 from dpn_cli.data.randaugment import rand_augment
 from dpn_cli.data.reading import decode, decoder_of
 from dpn_cli.engine.fit import Batch, Batches
@@ -268,7 +268,7 @@ def crop_batches(
                     generator = torch.Generator().manual_seed(fold(seed, FLIP, step))
                     flipped = (torch.rand(batch_size, generator=generator) < 0.5)[mine].nonzero()[:, 0]
                     flipped = to_device(flipped, world.device)
-                    images[flipped] = images[flipped].flip(-1)
+                    mirror(images, flipped)
                 batch = {"image": images, "label": labels}
                 if augmentation.mixup:
                     batch = mixed_with_before(batch, augmentation.mixup, seed, step, wraps=world.size == 1)

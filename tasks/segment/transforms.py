@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpn_cli.data.crops import Box, Size
+from dpn_cli.data.pixels import as_batch
 from dpn_cli.data.reading import Pixels
 from tasks.segment.labels import IGNORE, Labels
 
@@ -51,10 +52,28 @@ def fit_into(size: Size, longest: int, shortest: int) -> Size:
 
 def resize_image(pixels: Pixels, size: Size) -> Tensor:
     """Resize (h, w, 3) to (3, *size) as OpenCV's INTER_LINEAR does: bilinear, no antialiasing, rounded."""
-    image = torch.from_numpy(pixels.copy()).permute(2, 0, 1)
-    if tuple(image.shape[1:]) == size:
-        return image
-    return F.interpolate(image[None], size, mode="bilinear", align_corners=False)[0]
+    image = as_batch(pixels)
+    if tuple(image.shape[2:]) != size:
+        image = F.interpolate(image, size, mode="bilinear", align_corners=False)
+    return image[0]
+
+
+def resize_part(pixels: Pixels, size: Size, box: Box) -> Tensor:
+    """Return the `box` (top, left, height, width) of an image (h, w, 3) that `resize_image` makes, (3, height, width).
+
+    torch resizes columns first, then rows, and rounds in between. So the rows that the box does not need are left out
+    of the first, and the columns outside it of the second.
+    """
+    top, left, height, width = box
+    old = pixels.shape[0]
+    if (height, width) == size or old == size[0]:
+        return resize_image(pixels, size)[:, top : top + height, left : left + width]
+    first = max(0, int((top + 0.5) * old / size[0] - 0.5) - 1)
+    last = min(old, int((top + height - 0.5) * old / size[0] - 0.5) + 3)
+    columns = resize_image(pixels[first:last], (last - first, size[1])).permute(1, 2, 0).numpy()
+    image = np.empty((old, width, 3), np.uint8)
+    image[first:last] = columns[:, left : left + width]
+    return resize_image(image, (size[0], width))[:, top : top + height]
 
 
 def crop_labels(labels: Labels, size: Size, box: Box) -> Labels:
@@ -76,9 +95,9 @@ def augment(pixels: Pixels, labels: Labels, how: SegmentAugmentation, draw: Draw
     ratio = how.ratio[0] + draw() * (how.ratio[1] - how.ratio[0])
     longest, shortest = int(how.scale[0] * ratio), int(how.scale[1] * ratio)
     size = fit_into((pixels.shape[0], pixels.shape[1]), longest, shortest)
-    (top, left, height, width), cropped = _crop(labels, size, how, draw)
+    box, cropped = _crop(labels, size, how, draw)
     target = torch.from_numpy(cropped)
-    image = resize_image(pixels, size)[:, top : top + height, left : left + width]
+    image = resize_part(pixels, size, box)
     if draw() < 0.5 and how.flip:
         image, target = image.flip(-1), target.flip(-1)
     return photometric_distortion(image, draw) if how.photometric else image, target
@@ -166,19 +185,26 @@ def scale_saturation(rgb: Tensor, factor: float) -> Tensor:
 def turn_hue(rgb: Tensor, steps: int) -> Tensor:
     """Turn the hue of (3, h, w) in HSV by steps of two degrees, rounded to such steps as OpenCV's 8 bits are."""
     red, green, blue = rgb
-    value = rgb.amax(0)
-    chroma = value - rgb.amin(0)
+    value, low = rgb.amax(0), rgb.amin(0)
+    chroma = value - low
     # Grey levels are whole numbers, so the largest channel is where the difference is below one (faster than where()).
-    is_red = 1 - (value - red).clamp_(max=1)
-    is_green = (1 - (value - green).clamp_(max=1)) * (1 - is_red)
-    is_blue = 1 - is_red - is_green
-    distance = is_red * (green - blue) + is_green * (blue - red) + is_blue * (red - green)
-    hue = (30 * distance / chroma.clamp(min=1) + (60 * is_green + 120 * is_blue + steps + 0.5)).floor_() / 30
-    hue -= 6 * (hue / 6).floor_()
+    not_red = torch.sub(value, red).clamp_(max=1)
+    is_blue = torch.sub(value, green).clamp_(max=1).mul_(not_red)
+    is_green = not_red - is_blue
+    # The hue in steps, which are 30 from a colour to the next, from the difference of the two channels that are not the
+    # largest: green - blue with red, and what the others have beyond that.
+    beside_red = green - blue
+    scratch = torch.sub(blue, red).sub_(beside_red)
+    hue = torch.addcmul(beside_red, is_green, scratch)
+    torch.sub(red, green, out=scratch).sub_(beside_red)
+    hue.addcmul_(is_blue, scratch).mul_(30).div_(torch.clamp(chroma, min=1))
+    hue.add_(not_red.add_(is_blue), alpha=60).add_(steps + 0.5).floor_()
+    hue.add_(torch.neg(hue, out=scratch).clamp_(0, 1), alpha=180).div_(30)  # below zero is once around
+    turned = torch.empty_like(rgb)
     # How much of the chroma each channel has, over the six parts of the circle of hues.
-    shares = (hue - 3).abs_().sub_(1), 2 - (hue - 2).abs_(), 2 - (hue - 4).abs_()
-    low, turned = value - chroma, torch.empty_like(rgb)
-    for channel, share in zip(turned, shares, strict=True):
+    for channel, middle in zip(turned, (3, 2, 4), strict=True):
+        torch.sub(hue, middle, out=scratch).abs_()
+        share = scratch.sub_(1) if middle == 3 else scratch.neg_().add_(2)
         torch.addcmul(low, chroma, share.clamp_(0, 1), out=channel)
     return turned.add_(0.5).floor_()
 
