@@ -1,5 +1,13 @@
-"""Run the command line with ``python -m dpn_cli``."""
+"""The entry point of ``dpn`` and of ``python -m dpn_cli``."""
 
-from dpn_cli.cli import main
+import signal
+import sys
 
-main()
+try:
+    from dpn_cli.cli import main
+except KeyboardInterrupt:  # a traceback through a fifth of a second of imports tells nobody anything
+    print("error: interrupted", file=sys.stderr)
+    sys.exit(128 + signal.SIGINT)
+
+if __name__ == "__main__":
+    main()

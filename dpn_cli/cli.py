@@ -145,7 +145,7 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Run the command line; the entry point of ``dpn``."""
+    """Run the command line."""
     process.prepare()
     with process.leaving():
         app()

@@ -200,6 +200,33 @@ def test_data_that_change_between_two_trainings_are_noticed(tmp_path: Path) -> N
     assert "the data have changed since this comparison began" in done.stderr
 
 
+@pytest.mark.parametrize("several", [[], ["--seeds", "2"], ["--compare", "none,dpn"]])
+def test_a_run_goes_on_with_the_weights_that_it_found(
+    several: list[str], commands: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """dpn looks for weights in the home folder, where others may lie when the run is resumed."""
+    out = tmp_path / "run"
+    words = [word for word in commands["highres"] if word not in ("--checkpoint", "none", "-q")]
+    command = [*words, *several, "-o", str(out), "--resume"]
+    for home, code in (("old", 75 if several else 0), ("new", 0)):
+        monkeypatch.setenv("DPN_HOME", str(tmp_path / home))
+        (tmp_path / home / "weights").mkdir(parents=True)
+        for stem in ("none", "dpn"):
+            file = tmp_path / home / "weights" / f"mu-8-{stem}.safetensors"
+            export_backbone(load_backbone("mu/8", stem=stem, image_size=16, seed=len(home)), file)
+        with pytest.MonkeyPatch.context() as patch:
+            fails_at(2 if home == "old" else 0, StoppedError(signal.SIGTERM), patch)
+            done = run(*command)
+        assert done.exit_code == code, done.stderr
+    assert "goes on with --checkpoint" in done.stderr
+    used = [yaml.safe_load(file.read_text())["backbone"]["checkpoint"] for file in out.rglob("config.yaml")]
+    assert all(str(tmp_path / "old") in name for name in used if name)
+    assert len(used) == 1 + 2 * bool(several)
+    refused = run(*command, "--checkpoint", str(tmp_path / "new" / "weights" / "mu-8-dpn.safetensors"))
+    assert refused.exit_code == 2
+    assert "different recipe (backbone.checkpoint: " in refused.stderr
+
+
 def test_weights_that_change_between_two_trainings_are_noticed(commands: dict[str, list[str]], tmp_path: Path) -> None:
     weights = tmp_path / "tower.safetensors"
     words = [word for word in commands["highres"] if word not in ("--arch", "mu/8", "--checkpoint", "none")]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import pty
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from programs import LIMIT, environment, run_program, started
+
+from dpn_cli.commands import one_line_errors
 
 LEAVE = """
 import atexit
@@ -52,6 +55,40 @@ def test_an_interrupt_before_the_work_begins_is_one_line(where: str) -> None:
     code = f"import signal; from dpn_cli import cli; {interrupt}; cli.main()"
     done = run_program([sys.executable, "-c", code, "--version"])
     assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
+
+
+INTERRUPTED = """
+import runpy
+import sys
+
+
+class Importing:
+    def find_spec(self, name, *rest):
+        if name == "typer":
+            raise KeyboardInterrupt
+
+
+sys.meta_path.insert(0, Importing())
+runpy.run_module("dpn_cli", run_name="__main__")
+"""
+
+
+def test_an_interrupt_while_the_program_is_imported_is_one_line() -> None:
+    done = run_program([sys.executable, "-c", INTERRUPTED])
+    assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
+    (command,) = metadata.entry_points(group="console_scripts", name="dpn")
+    assert command.value == "dpn_cli.__main__:main"
+
+
+@pytest.mark.parametrize(("arguments", "said"), [({"resume": False}, "the state since the last checkpoint"), ({}, "")])
+def test_a_second_interrupt_says_what_is_lost(
+    arguments: dict[str, bool], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended, one_line_errors(arguments):
+        raise KeyboardInterrupt
+    assert ended.value.code == 130
+    lost = f": {said} is lost" if said else ""
+    assert capsys.readouterr().err == f"error: interrupted at once{lost}\n"
 
 
 def test_the_program_leaves_at_once() -> None:

@@ -42,7 +42,8 @@ def one_line_errors(arguments: Mapping[str, Any]) -> Iterator[None]:
         show_error(f"{error}{_way_out(error, arguments)}")
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        show_error("interrupted at once: the state since the last checkpoint is lost")
+        lost = ": the state since the last checkpoint is lost" if "resume" in arguments else ""
+        show_error(f"interrupted at once{lost}")
         sys.exit(INTERRUPTED)
 
 

@@ -27,12 +27,14 @@ from dpn_cli.run.distributed import from_leader
 from dpn_cli.run.files import read_object, replace_json, replace_text
 from dpn_cli.run.folder import describe_device
 from dpn_cli.run.leases import LeaseLostError
-from dpn_cli.run.session import Session, pause, run_name, session
+from dpn_cli.run.session import Session, pause, run_name, session, with_weights_of
 from dpn_cli.weights.backbone import LoadReport, backbone_of
 from dpn_cli.weights.origin import with_own_stem
 
 # Files in the folder of a training that has ended, one way or the other, for processes that share the work.
 RESULT, FAILED = "result.json", "failed.json"
+# Key of run.json: the network of each training with its weights, by name.
+NETWORKS = "networks"
 
 
 class _Comparable(TrainingModule, Protocol):
@@ -67,14 +69,15 @@ class SideBySide:
                 f"--cell {place.cell}: there are {len(runs)}, 0 to {len(runs) - 1}; --print-cells lists them"
             )
         with session(recipe, recipe.runtime, "comparison", place, self._folder(recipe, runs), console) as begun:
-            firsts = [run for run in runs if run.seed == runs[0].seed]
             if place.dry_run:
+                firsts = _firsts(runs)
                 self._rehearse(firsts, len(runs) // len(firsts), place, console)
                 return None
             result = begun.folder.result if _complete(begun.folder.path, runs) else None
             if result is None:
+                runs = _as_begun(begun, runs, place)
                 with begun.alone_unless("digests"):
-                    _load(begun, firsts, getattr(self.trainer, "load", _load_backbone))
+                    _load(begun, _firsts(runs), getattr(self.trainer, "load", _load_backbone))
                 failed = self._at_once(begun, runs, place) if place.starts_processes else {}
                 if place.join:
                     failed = self._along_with_others(begun, runs if place.cell is None else [runs[place.cell]])
@@ -222,6 +225,21 @@ class SideBySide:
         return result
 
 
+def _firsts(runs: Sequence[_Run]) -> list[_Run]:
+    """Return the first training of every network."""
+    return [run for run in runs if run.seed == runs[0].seed]
+
+
+def _as_begun(begun: Session[ComparedTraining], runs: Sequence[_Run], place: Place) -> list[_Run]:
+    """Return the trainings with the networks that the comparison began with."""
+    saved = from_leader(begun.folder.facts).get(NETWORKS, {})
+    found = {
+        run.network: with_weights_of(run.recipe, saved.get(run.network), place.given, begun.console).backbone
+        for run in _firsts(runs)
+    }
+    return [replace(run, recipe=run.recipe.model_copy(update={"backbone": found[run.network]})) for run in runs]
+
+
 def _forget_compiled(run: _Run) -> None:
     if run.recipe.runtime.compile:
         torch.compiler.reset()  # the compiler gives up after eight networks
@@ -250,6 +268,7 @@ def _load(
     """
     folder, world = begun.folder, begun.world
     digests: dict[str, str] = {}
+    networks = {run.network: run.recipe.backbone.model_dump(mode="json") for run in runs}
     for run in runs:
         with named(run.network):
             report = load(run.recipe)
@@ -257,4 +276,5 @@ def _load(
         digests[run.network] = report.digest
     check_weights(folder, digests)
     if world.leads and not (begun.leases and folder.facts.get("digests")):
-        folder.update(device=describe_device(world.device), ranks=world.size, status="running", digests=digests)
+        facts = {"digests": digests, NETWORKS: networks, "ranks": world.size, "device": describe_device(world.device)}
+        folder.update(**facts, status="running")

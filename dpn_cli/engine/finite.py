@@ -57,8 +57,8 @@ class FiniteCheck:
         loss, norm = self._read[:2]
         if not math.isfinite(loss + norm):
             raise NonFiniteError(
-                f"step {step + 1}: loss {loss}, gradient norm {norm}; nothing was updated. "
-                "Lower the learning rate, or use --precision fp32"
+                f"step {step + 1}: loss {loss}, gradient norm {norm}; nothing was updated. Lower the learning rate in "
+                "another run, or use --precision fp32; --resume alone comes to the same step again"
             )
 
 

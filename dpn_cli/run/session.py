@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,6 +31,7 @@ from dpn_cli.run.kinds import Kind
 from dpn_cli.run.launch import Launch, this_launch
 from dpn_cli.run.leases import LEASES, Leases, Unshared
 from dpn_cli.run.outputs import Outputs
+from dpn_cli.run.provenance import read_recipe
 from dpn_cli.run.trackers import Track, build_tracker
 
 # Name of the lease of the process that has started others.
@@ -149,6 +150,9 @@ def session(
             raise DpnError(f"{given}: starts processes itself; leave it or torchrun out")
         leases, launch = Leases(path / LEASES) if place.shared else None, this_launch()
         how = _how(place, path, launch, world, console)
+        if (how["resume"] or how["join"]) and not (path.is_dir() and RunFolder(path).untouched):
+            saved = (read_recipe(path / "config.yaml") or {}).get("backbone")
+            recipe = with_weights_of(recipe, from_leader(saved), place.given, console)
         with ExitStack() as opening:  # processes that share the folder claim it only while they open it
             folder = open_folder(path, recipe, kind, world, console, **how, claims=opening if leases else claims)
             if leases:
@@ -237,6 +241,26 @@ def _note_precision(folder: RunFolder, precision: str, console: Console) -> None
         console.warn(f"{folder.path}: began in {before} and goes on in {precision}; the result is of neither alone")
     if folder.facts.get("precision") != precision:
         folder.update(precision=precision)
+
+
+def with_weights_of(recipe: SectionT, saved: object, given: Sequence[str] | None, console: Console) -> SectionT:
+    """Return the recipe with the `saved` network that a run began with, where the command names no weights.
+
+    Weights that dpn looks for itself may have been put there, or taken away, since. `given` are the keys of the
+    command; where they are not known the recipe stays.
+    """
+    here = getattr(recipe, "backbone", None)
+    if given is None or here is None:
+        return recipe
+    try:
+        there = type(here).model_validate(saved)
+    except ValidationError:
+        return recipe  # nothing is saved, or the differences are listed key by key
+    changed = {key for key, value in there if getattr(here, key) != value}
+    if "checkpoint" not in changed or any(f"backbone.{key}" in given for key in changed):
+        return recipe
+    console.info(f"goes on with --checkpoint {there.checkpoint}, as it began, and not with {here.checkpoint}")
+    return recipe.model_copy(update={"backbone": there})
 
 
 def as_begun(recipe: SectionT, facts: Mapping[str, Any]) -> SectionT:
