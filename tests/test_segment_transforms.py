@@ -117,7 +117,7 @@ def test_a_part_of_a_resized_image_is_that_part() -> None:
     rng = np.random.default_rng(0)
     for _ in range(150):
         pixels = rng.integers(0, 256, (*rng.integers(5, 120, 2), 3), dtype=np.uint8)
-        size = tuple(int(side * rng.uniform(0.4, 3)) + 1 for side in pixels.shape[:2])
+        size = int(pixels.shape[0] * rng.uniform(0.4, 3)) + 1, int(pixels.shape[1] * rng.uniform(0.4, 3)) + 1
         height, width = (int(rng.integers(1, side + 1)) for side in size)
         top, left = int(rng.integers(size[0] - height + 1)), int(rng.integers(size[1] - width + 1))
         part = resize_part(pixels, size, (top, left, height, width))
