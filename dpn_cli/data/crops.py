@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ Decode = Literal["exact", "fast", "pillow"]
 # inception_crop's arguments: share of the area, width over height.
 AREA, RATIO = (0.05, 1.0), (0.75, 1.33)
 TRIES = 100
+# How many numbers, and at least how many columns of a channel, evaluation resizes at once.
+FLOATS, LEAST_COLUMNS = 2**19, 96
 
 
 def inception_box(size: Size, generator: torch.Generator) -> Box:
@@ -100,23 +102,43 @@ def eval_crop(pixels: Pixels, resize_side: int, size: Size) -> Tensor:
     top, left = (resized[0] - size[0]) // 2, (resized[1] - size[1]) // 2
     rows = area_weights(full[0], resized[0], top, size[0])
     columns = area_weights(full[1], resized[1], left, size[1])
-    # One channel in float32 at a time: all three would take five times the memory of the picture.
-    resized_pixels = torch.stack(
-        [rows @ torch.from_numpy(pixels[..., channel].astype(np.float32)) @ columns.T for channel in range(3)]
-    )
+    needed = pixels[rows.begin : rows.end, columns.begin : columns.end]
+    width, flat = needed.shape[1], needed.reshape(len(needed), -1)
+    # Some columns in float32 at a time: all of them would take four times the memory of the picture.
+    step = max(LEAST_COLUMNS, FLOATS // len(flat))
+    parts = (torch.from_numpy(flat[:, at : at + step].astype(np.float32)) for at in range(0, flat.shape[1], step))
+    tall = torch.cat([rows.mix(part) for part in parts], 1).view(size[0], width, 3)
+    mixed = columns.mix(tall.transpose(0, 1).reshape(width, -1)).view(size[1], size[0], 3).permute(2, 1, 0)
     # Weights of a third do not add up to one exactly, and a flat 255 must not become 254.
-    return (resized_pixels + 1e-3).clamp(0, 255).to(torch.uint8)
+    return (mixed.contiguous() + 1e-3).clamp(0, 255).to(torch.uint8)
+
+
+class AreaWeights(NamedTuple):
+    """How much of each old pixel lies under each of `count` new ones: the old ones from `begin` to `end` count.
+
+    ``shares`` (count, k) are those of the old pixels ``places`` (count, k), counted from `begin`.
+    """
+
+    begin: int
+    end: int
+    places: Tensor
+    shares: Tensor
+
+    def mix(self, pixels: Tensor) -> Tensor:
+        """Return the new pixels (count, n) of old ones (end - begin, n) in float32."""
+        return F.embedding_bag(self.places, pixels, mode="sum", per_sample_weights=self.shares)
 
 
 @lru_cache(maxsize=32)
-def area_weights(old: int, new: int, first: int, count: int) -> Tensor:
-    """Return (count, old): how much of each old pixel lies under each of `count` new ones from `first` on.
+def area_weights(old: int, new: int, first: int, count: int) -> AreaWeights:
+    """Return TensorFlow's area resizing from `old` to `new` pixels, of `count` new ones from `first` on.
 
-    TensorFlow's area resizing from `old` to `new` pixels, computed for the crop only: a picture of 1 x 5000 would
-    become two million pixels wide.
+    It is computed for the crop only: a picture of 1 x 5000 would become two million pixels wide.
     """
     edges = torch.arange(first, first + count + 1, dtype=torch.float64) * (old / new)
     begin, end = edges[:-1, None], edges[1:, None]
-    pixel = torch.arange(old, dtype=torch.float64)
+    pixel = begin.floor() + torch.arange(math.ceil(old / new) + 1)
     overlap = (torch.minimum(end, pixel + 1) - torch.maximum(begin, pixel)).clamp(min=0)
-    return (overlap / (old / new)).float()
+    places = pixel.long().clamp(max=old - 1)
+    start = int(places.min())
+    return AreaWeights(start, int(places.max()) + 1, places - start, (overlap / (old / new)).float())
