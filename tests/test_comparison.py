@@ -227,6 +227,26 @@ def test_a_run_goes_on_with_the_weights_that_it_found(
     assert "different recipe (backbone.checkpoint: " in refused.stderr
 
 
+def test_a_run_that_has_not_begun_takes_the_weights_that_are_there_now(
+    commands: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [word for word in commands["highres"] if word not in ("--checkpoint", "none", "-q")]
+    photos = tmp_path / "photos"
+    words[words.index("--data") + 1] = str(photos)
+    for home, code in (("old", 3), ("new", 0)):
+        monkeypatch.setenv("DPN_HOME", str(tmp_path / home))
+        file = tmp_path / home / "weights" / "mu-8-dpn.safetensors"
+        file.parent.mkdir(parents=True)
+        export_backbone(load_backbone("mu/8", image_size=16, seed=0), file)
+        done = run(*words, "-o", str(tmp_path / "run"), "--resume")
+        assert done.exit_code == code, done.stderr
+        if code:
+            pictures(photos, classes=2, each=10)
+            assert str(file) in (tmp_path / "run" / "config.yaml").read_text()
+    assert "goes on with" not in done.stderr
+    assert str(file) in (tmp_path / "run" / "config.yaml").read_text()
+
+
 def test_weights_that_change_between_two_trainings_are_noticed(commands: dict[str, list[str]], tmp_path: Path) -> None:
     weights = tmp_path / "tower.safetensors"
     words = [word for word in commands["highres"] if word not in ("--arch", "mu/8", "--checkpoint", "none")]

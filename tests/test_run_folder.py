@@ -17,7 +17,9 @@ import yaml
 from test_cli import run
 
 from dpn_cli.errors import DataError, DpnError
+from dpn_cli.recipe.network import BackboneConfig
 from dpn_cli.recipe.reading import read_recipe, shipped_recipes
+from dpn_cli.recipe.schema import Section
 from dpn_cli.report import reading as report_reading
 from dpn_cli.run import files
 from dpn_cli.run import folder as runstate
@@ -26,7 +28,7 @@ from dpn_cli.run.files import is_leftover, remove_leftovers, replace_text
 from dpn_cli.run.folder import RunFolder
 from dpn_cli.run.leases import LEASES, Leases
 from dpn_cli.run.provenance import differences, is_at_work, recipe_digest, this_process
-from dpn_cli.run.session import _note_precision
+from dpn_cli.run.session import _note_precision, with_weights_of
 
 RECIPE: dict[str, Any] = {
     "backbone": {"arch": "mu/8"},
@@ -354,6 +356,36 @@ def test_each_key_of_each_recipe_may_change_on_resume_or_is_named(name: str, tmp
                 open_run(tmp_path, other, resume=True)
             assert f"({'.'.join(path)}: " in str(refused.value)
             assert " there, another now); give the same options to resume it" in str(refused.value)
+
+
+class OneNetwork(Section):
+    """A recipe of which only the network matters."""
+
+    backbone: BackboneConfig
+
+
+@pytest.mark.parametrize(
+    ("now", "given", "kept"),
+    [
+        ({}, [], True),
+        ({"stem": "none"}, [], True),
+        ({}, ["data.source", "backbone.stem"], True),
+        ({}, ["backbone.checkpoint"], False),
+        ({"stem": "none"}, ["backbone.stem"], False),
+        ({}, None, False),
+        ({"checkpoint": "old.safetensors", "stem": "none"}, [], False),
+    ],
+)
+def test_weights_that_a_run_found_are_kept_unless_the_command_names_others(
+    now: dict[str, str], given: list[str] | None, kept: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = {"arch": "mu/8", "stem": "dpn", "checkpoint": "old.safetensors"}
+    recipe = OneNetwork.model_validate({"backbone": saved | {"checkpoint": "new.safetensors"} | now})
+    resumed = with_weights_of(recipe, saved, given, Console())
+    expected = OneNetwork.model_validate({"backbone": saved}) if kept else recipe
+    assert resumed == expected
+    told = "goes on with --checkpoint old.safetensors, as it began, and not with new.safetensors\n"
+    assert capsys.readouterr().err == told * kept
 
 
 def test_another_precision_on_resume_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

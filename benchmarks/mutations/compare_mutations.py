@@ -4,6 +4,7 @@ C = "tests/test_comparison.py"
 RECIPE, RUN, TABLE = (f"dpn_cli/{name}.py" for name in ("recipe/compare", "commands/comparison", "commands/compared"))
 LIT, CL = "tasks/lit/train.py", "tests/test_lit_comparison.py"
 PROBES, OPTIONS, CF = "dpn_cli/commands/probing.py", "tasks/classify/options.py", "tests/test_fewshot_comparison.py"
+SESSION, F = "dpn_cli/run/session.py", "tests/test_run_folder.py"
 STOPPING, RANKS, KINDS = "dpn_cli/run/stopping.py", "dpn_cli/run/distributed.py", "dpn_cli/run/kinds.py"
 
 MUTATIONS = [
@@ -52,4 +53,28 @@ MUTATIONS = [
     (RANKS, "    if dist.is_initialized():\n        yield World(rank, size, chosen, here)\n        return\n", "",
      "each training joins the ranks anew", C),
     (KINDS, '    if kind == "comparison":\n', "    if False:\n", "dpn eval does not say where the networks are", C),
+    (SESSION, "recipe = with_weights_of(recipe", "with_weights_of(recipe",
+     "a resumed run takes weights that were put there since", C),
+    (SESSION, 'if "checkpoint" not in changed or any(f"backbone.{key}" in given for key in changed):',
+     'if "checkpoint" not in changed:', "a resumed run goes on with other weights than the command says", F),
+    (SESSION, 'if "checkpoint" not in changed or any', "if any",
+     "a resumed run takes another network where no weights have changed", F),
+    (SESSION, 'any(f"backbone.{key}" in given for key in changed)', '"backbone.checkpoint" in given',
+     "a resumed run goes on with another network than the command says", F),
+    (SESSION, "    if given is None or here is None:\n", "    if here is None:\n",
+     "a run that another one starts cannot be resumed", F),
+    (SESSION, "and not (path.is_dir() and RunFolder(path).untouched)", "and False",
+     "one training alone takes weights that were put there since", C),
+    (SESSION, " and not (path.is_dir() and RunFolder(path).untouched)", "",
+     "weights that could not be loaded are loaded again after they were mended elsewhere", C),
+    (RUN, "runs = _as_begun(begun, runs, place)", "_as_begun(begun, runs, place)",
+     "a resumed comparison takes weights that were put there since", C),
+    (RUN, "saved.get(run.network)", "next(iter(saved.values()), None)",
+     "a resumed comparison takes one network's weights for all", C),
+    (RUN, "found[run.network]", "found[runs[0].network]", "a comparison trains its first network again and again", C),
+    (RUN, '"digests": digests, NETWORKS: networks, "ranks"', '"digests": digests, "ranks"',
+     "a comparison does not keep where its weights were", C),
+    (SESSION, '"goes on with --checkpoint {there.checkpoint}, as it began, and not with {here.checkpoint}"',
+     '"goes on with --checkpoint {here.checkpoint}, as it began, and not with {there.checkpoint}"',
+     "a resumed run says the wrong weights", F),
 ]  # fmt: skip

@@ -3,6 +3,7 @@
     python benchmarks/mutations/run.py                     # all mutations, two at a time
     python benchmarks/mutations/run.py vtab lit --jobs 1   # those of some lists
     python benchmarks/mutations/run.py --match ledger      # those whose description holds a word
+    python benchmarks/mutations/run.py --new               # those that no test has noticed yet
 
 A mutation replaces one piece of text in a copy of the checkout and runs the test files that should notice. It is
 noticed when a test fails, or a file runs into the time limit, that passes without the mutation; one that does not is
@@ -31,6 +32,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import Queue
+from threading import Lock
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -60,8 +62,9 @@ LISTS = (
     "prepare",
 )
 BAR = 0.95
+SEEN = {"noticed", "timeout"}
 # Which test has noticed which mutation before: it is tried first.
-NOTICED = Path(__file__).with_name("noticed.json")
+NOTICED, WRITING = Path(__file__).with_name("noticed.json"), Lock()
 Row = tuple[str, str, str, str, str]
 # What imports for seconds is imported once, by the process from which all those that run tests are forked.
 LIBRARIES = ["pytest", "timm", "torchvision", "torchmetrics", "open_clip"]
@@ -223,16 +226,28 @@ def _problem(mutation: Mutation) -> str | None:
     return f"{mutation.group}: {mutation.breaks}: no such test: {', '.join(missing)}" if missing else None
 
 
+def keep(noticed: dict[str, str], names: Sequence[str]) -> None:
+    """Write down which test has noticed each of the mutations of these names."""
+    with WRITING:
+        kept = {name: noticed[name] for name in names if noticed.get(name)}
+        NOTICED.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", "utf-8")
+
+
 def main() -> None:
     """Run the mutations and print a table of what was noticed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("groups", nargs="*", help=f"which lists: {', '.join(LISTS)} (default: all)")
     parser.add_argument("--match", default="", help="only mutations whose description holds this text")
+    parser.add_argument("--new", action="store_true", help="only mutations that no test has noticed yet")
     parser.add_argument("--jobs", type=int, default=2, help="copies of the checkout that are tested side by side")
     parser.add_argument("--limit", type=int, default=300, help="seconds until a hanging test counts as noticed")
     parser.add_argument("--check", action="store_true", help="only see that every mutation applies to its file")
     asked = parser.parse_args()
+    hints: dict[str, str] = json.loads(NOTICED.read_text("utf-8")) if NOTICED.is_file() else {}
+    names = [mutation.name for mutation in mutations(LISTS)]
     chosen = [m for m in mutations(asked.groups or LISTS) if asked.match in m.breaks]
+    if asked.new:
+        chosen = [mutation for mutation in chosen if mutation.name not in hints]
     if stale := [problem for mutation in chosen if (problem := _problem(mutation))]:
         raise SystemExit("\n".join([f"{len(stale)} mutations do not apply any more:", *stale]))
     print(f"{len(chosen)} mutations apply", flush=True)
@@ -240,7 +255,6 @@ def main() -> None:
         return
     os.environ.update(OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
     FORKS.set_forkserver_preload(LIBRARIES)
-    hints: dict[str, str] = json.loads(NOTICED.read_text("utf-8")) if NOTICED.is_file() else {}
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(asked.jobs) as pool:
         trials: Queue[Trial] = Queue()
         for number in range(asked.jobs):
@@ -255,13 +269,12 @@ def main() -> None:
             seconds = f"{time.monotonic() - began:4.0f} s"
             place = f"{mutation.group:12} {mutation.file}: {mutation.breaks}"
             print(f"{verdict.said:9}{seconds} {place}  [{verdict.by}]", flush=True)
-            hints[mutation.name] = verdict.by
+            hints[mutation.name] = verdict.by if verdict.said in SEEN else ""
+            keep(hints, names)  # at once: the run may be stopped
             return verdict.said
 
         said = list(pool.map(tried, chosen))
-    kept = {mutation.name: hints.get(mutation.name) for mutation in mutations(LISTS)}
-    NOTICED.write_text(json.dumps({k: v for k, v in kept.items() if v}, indent=1, ensure_ascii=False) + "\n", "utf-8")
-    lost = [m for m, what in zip(chosen, said, strict=True) if what not in {"noticed", "timeout"}]
+    lost = [m for m, what in zip(chosen, said, strict=True) if what not in SEEN]
     print(f"\n{len(chosen) - len(lost)} of {len(chosen)} noticed")
     for group in dict.fromkeys(mutation.group for mutation in chosen):
         here = [mutation for mutation in chosen if mutation.group == group]

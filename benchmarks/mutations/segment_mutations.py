@@ -122,4 +122,12 @@ MUTATIONS = [
     (WINDOWS, "number // len(begins[1]) * rows, number % len(begins[1]) * columns", "number % len(begins[0]) * rows, number // len(begins[0]) * columns",
      "windows are put together column by column", f"{W}"),
     (NETWORK, '(*UNUSED, "norm.")', "UNUSED", "a final norm that nothing uses is trained", f"{N}"),
+    (TRANSFORMS, "* old / size[0] - 0.5) - 1)", "* old / size[0] - 0.5) + 1)", "a crop lacks a row above it", f"{X}"),
+    (TRANSFORMS, "* old / size[0] - 0.5) + 3)", "* old / size[0] - 0.5) + 1)", "a crop lacks a row below it", f"{X}"),
+    (TRANSFORMS, "min(old, int((top", "min(size[0], int((top", "a crop at the end of a picture takes rows that it has not", f"{X}"),
+    (TRANSFORMS, "image[first:last] = columns", "image[: last - first] = columns", "rows of a crop are those of the picture's top", f"{X}"),
+    (TRANSFORMS, "columns[:, left : left + width]", "columns[:, :width]", "columns of a crop are the picture's first", f"{X}"),
+    (TRANSFORMS, "(size[0], width))[:, top : top + height]", "(size[0], width))[:, :height]", "a crop is the top of its columns", f"{X}"),
+    (TRANSFORMS, "(last - first, size[1]))", "(last - first, size[1] + 1))", "columns are resized to another width than the picture's", f"{X}"),
+    (TRANSFORMS, "            return chosen, cropped\n", "            return box(), cropped\n", "a crop's labels are from elsewhere than its image", f"{X}"),
 ]  # fmt: skip
