@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ import pytest
 import yaml
 from test_cli import run
 
+from dpn_cli import __version__
 from dpn_cli.errors import DataError, DpnError
+from dpn_cli.jobs import node
 from dpn_cli.recipe.network import BackboneConfig
 from dpn_cli.recipe.reading import read_recipe, shipped_recipes
 from dpn_cli.recipe.schema import Section
 from dpn_cli.report import reading as report_reading
-from dpn_cli.run import files
+from dpn_cli.run import files, provenance
 from dpn_cli.run import folder as runstate
 from dpn_cli.run.console import Console
 from dpn_cli.run.files import is_leftover, remove_leftovers, replace_text
@@ -395,3 +398,16 @@ def test_another_precision_on_resume_is_warned_of(tmp_path: Path, capsys: pytest
         said = " ".join(capsys.readouterr().err.split())
         assert ("began in fp32 and goes on in bf16" in said) is warns
         assert folder.facts["precision"] == precision
+
+
+def test_a_checkout_that_is_not_installed_tells_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = metadata.version
+
+    def version(name: str) -> str:
+        if name == "dpn-cli":
+            raise metadata.PackageNotFoundError(name)
+        return there(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert provenance.versions.__wrapped__()["dpn-cli"] == __version__
+    assert node.look(str(tmp_path), "run", [])["version of dpn"] == __version__

@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
-from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO
 
+from dpn_cli import __version__
 from dpn_cli.run.process import PARENT
 
 # Entries of a folder of data by which copies of it are told apart.
@@ -51,7 +51,7 @@ def look(folder: str, run: str, sources: Iterable[str]) -> dict[str, str]:
     """Return what has to be the same on all nodes: this program, a run's folder, and the data at their places."""
     base = Path(folder)
     return {
-        "version of dpn": version("dpn-cli"),
+        "version of dpn": __version__,
         f"run folder {run}": "there" if (base / run / "run.json").is_file() else "not there",
         **{f"data {source}": _entries(base / Path(source).expanduser()) for source in sources},
     }

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from dpn_cli import __version__
 from dpn_cli.recipe.reading import Plain
 from dpn_cli.run.files import is_alive
 
@@ -24,7 +25,7 @@ MAY_CHANGE = ("runtime", "log", "allow_failed", "keep_weights", "max_pixels")
 # The keys that every recipe of a training has, and those of a few-shot probe.
 RECIPE_KEYS = {"backbone", "data", "optim", "schedule", "runtime"}
 PROBE_KEYS = {"checkpoint", "source", "shots", "seeds", "runtime"}
-VERSIONS = ("dpn-cli", "torch", "torchvision", "timm", "numpy", "pillow", "simplejpeg", "safetensors")
+VERSIONS = ("torch", "torchvision", "timm", "numpy", "pillow", "simplejpeg", "safetensors")
 
 
 def read_recipe(path: Path) -> Plain | None:
@@ -64,7 +65,8 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 @cache
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that affect results."""
-    return {"python": platform.python_version(), **{name: metadata.version(name) for name in VERSIONS}}
+    ours = {"python": platform.python_version(), "dpn-cli": __version__}  # which may run without being installed
+    return ours | {name: metadata.version(name) for name in VERSIONS}
 
 
 @cache

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-from scipy.special import betainc
-
 # Smallest share of a picture's area that a crop should show; inception crops have the same limit.
 LEAST_CROP = 0.05
 # A score counts as learnt when guessing reaches it with at most this probability.
@@ -69,5 +67,7 @@ def result_warning(metric: str, value: float, floors: Mapping[str, float], answe
 
 def _probability(value: float, floor: float, answers: int) -> float:
     """Return the probability that a guesser with a hit rate of `floor` percent scores at least `value` percent."""
+    from scipy.special import betainc  # which takes longer to load than all else here
+
     right = round(value / 100 * answers)
     return float(betainc(right, answers - right + 1, floor / 100)) if right else 1.0
