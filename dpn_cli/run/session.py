@@ -150,9 +150,8 @@ def session(
             raise DpnError(f"{given}: starts processes itself; leave it or torchrun out")
         leases, launch = Leases(path / LEASES) if place.shared else None, this_launch()
         how = _how(place, path, launch, world, console)
-        if (how["resume"] or how["join"]) and not (path.is_dir() and RunFolder(path).untouched):
-            saved = (read_recipe(path / "config.yaml") or {}).get("backbone")
-            recipe = with_weights_of(recipe, from_leader(saved), place.given, console)
+        saved = from_leader(_saved_network(path) if how["resume"] or how["join"] else None)
+        recipe = with_weights_of(recipe, saved, place.given, console)
         with ExitStack() as opening:  # processes that share the folder claim it only while they open it
             folder = open_folder(path, recipe, kind, world, console, **how, claims=opening if leases else claims)
             if leases:
@@ -243,6 +242,13 @@ def _note_precision(folder: RunFolder, precision: str, console: Console) -> None
         folder.update(precision=precision)
 
 
+def _saved_network(path: Path) -> object:
+    """Return the network of the run in a folder; None where there is none that has produced anything."""
+    folder = RunFolder(path)
+    recipe = None if path.is_dir() and folder.untouched else read_recipe(path / "config.yaml")
+    return (recipe or {}).get("backbone")
+
+
 def with_weights_of(recipe: SectionT, saved: object, given: Sequence[str] | None, console: Console) -> SectionT:
     """Return the recipe with the `saved` network that a run began with, where the command names no weights.
 
@@ -255,7 +261,7 @@ def with_weights_of(recipe: SectionT, saved: object, given: Sequence[str] | None
     try:
         there = type(here).model_validate(saved)
     except ValidationError:
-        return recipe  # nothing is saved, or the differences are listed key by key
+        return recipe  # nothing is saved, or the differences are told key by key
     changed = {key for key, value in there if getattr(here, key) != value}
     if "checkpoint" not in changed or any(f"backbone.{key}" in given for key in changed):
         return recipe
