@@ -141,6 +141,7 @@ def test_fast_decoding_cuts_the_same_place_of_large_photographs() -> None:
     small = jpeg(photograph(100, 80)).getvalue()  # nothing to shrink: the same pixels
     exact, fast = both(small, 1)
     assert set((fast.int() - exact.int()).flatten().tolist()) == {0, 1}  # rounded instead of cut off
+    assert fast.stride() == exact.stride()  # which a batch of them has then
 
 
 def odd_pictures(folder: Path) -> dict[str, tuple[Path, tuple[int, int]]]:

@@ -223,4 +223,25 @@ MUTATIONS = [
         "workers: a death is said while others are forked",
         "tests/test_workers.py",
     ),
+    (
+        "dpn_cli/__main__.py",
+        "except KeyboardInterrupt:",
+        "except SystemExit:",
+        "Ctrl-C during the imports is a traceback",
+        "tests/test_process.py",
+    ),
+    (
+        "dpn_cli/commands/__init__.py",
+        ' if "resume" in arguments else ""',
+        "",
+        "a command that keeps no state says that one is lost",
+        "tests/test_process.py",
+    ),
+    (
+        "dpn_cli/engine/finite.py",
+        "; --resume alone comes to the same step again",
+        "",
+        "who resumes after a NaN is not told that it comes again",
+        "tests/test_engine.py",
+    ),
 ]

@@ -100,4 +100,6 @@ MUTATIONS = [
      "norms that have counted a part of a batch are saved", D),
     ("dpn_cli/engine/gradients.py", "loss = distributed.reduce_over_ranks(loss * share)", "pass",
      "the log has the loss of one rank's rows", D),
+    (COMPARED, "if prepare and len({run.network for run in runs}) == 1:", "if prepare:",
+     "all towers wait until the first one's features are made", LIT),
 ]  # fmt: skip

@@ -171,4 +171,18 @@ MUTATIONS = [
         "a training does not look at the cache",
         A,
     ),
+    (
+        ORDER,
+        "(begin + np.array([firsts, lasts]))",
+        "np.array([firsts, lasts])",
+        "a pass in order needs all shards at its first batches",
+        f"{O} {A}",
+    ),
+    (
+        ORDER,
+        "lasts = len(of) - 1 - np.unique(of[::-1], return_index=True)[1]",
+        "lasts = firsts",
+        "a pass in order releases a shard after its first picture",
+        f"{O} {A}",
+    ),
 ]
