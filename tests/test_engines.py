@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import ray
-from programs import children, environment, run_program
+from programs import children, environment, run_program, started
 from test_cli import run
 from test_jobs import program
 from test_joining import SHORT, VTAB, ledger, swept
@@ -25,7 +25,7 @@ from test_joining import SHORT, VTAB, ledger, swept
 from dpn_cli.errors import DpnError, StoppedError, WorkerError
 from dpn_cli.jobs import ray_cluster
 from dpn_cli.jobs.engines import backend_of
-from dpn_cli.jobs.node import look
+from dpn_cli.jobs.node import look, save_and_end
 from dpn_cli.jobs.scheduler import Work
 from dpn_cli.recipe.start import Place
 
@@ -239,6 +239,25 @@ def test_a_job_of_slurm_that_was_told_to_stop_is_queued_again(tmp_path: Path) ->
         rounds = [slurm.ended(0.0) for _ in range(submitted)]
         assert rounds == [[]] * (submitted - 1) + [[("work", ends)]]
         assert queue.lines == [("finetune", "vtab")] * submitted
+
+
+SAVES = """
+import signal, sys
+
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
+print("begun", flush=True)
+signal.pause()
+"""
+
+
+def test_a_job_is_queued_again_when_its_process_has_ended() -> None:
+    with started([sys.executable, "-c", SAVES]) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "begun\n"
+        save_and_end(process, signal.SIGUSR1)
+        assert os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        assert process.wait() == 75  # which is left to whoever waits for the process
+        save_and_end(process, signal.SIGUSR1)  # there is nothing to wait for any more
 
 
 @pytest.mark.slow
