@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO
+from typing import IO, Any
 
 from dpn_cli import __version__
 from dpn_cli.run.process import PARENT
@@ -38,7 +38,7 @@ def start(
     )
 
 
-def save_and_end(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+def save_and_end(process: subprocess.Popen[Any], number: signal.Signals) -> None:
     """Tell a process to save its state, and wait for its end. May be called while the process is waited for."""
     try:
         process.send_signal(number)
