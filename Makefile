@@ -6,7 +6,17 @@ OLDEST := .venv-oldest
 RUN := $(VENV)/bin
 PYTEST := -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-slow test-oldest lint clean
+# What `make wheels` collects for a machine with PyTorch and no network, which may lack these dependencies of dpn, with
+# what they need themselves; then mmsegmentation's, which benchmarks/gpu.py measures as a peer.
+WHEELS := pydantic pydantic_core annotated-types typing-inspection simplejpeg datasets dill multiprocess xxhash \
+	open_clip_torch ftfy wcwidth regex timm typer typing_extensions
+WHEELS += onedl-mmengine addict yapf platformdirs termcolor prettytable
+# These are published as sources only.
+BUILT := onedl-mmsegmentation onedl-mmcv
+FOR := 3.12
+LINUX := $(foreach glibc,2_28 2_27 2_24 2_17 2_12 2_5,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64
+
+.PHONY: demo test test-slow test-oldest lint wheels clean
 
 demo: $(VENV)/.installed
 	$(RUN)/dpn finetune vtab --data demo --compare none,dpn --overwrite
@@ -35,5 +45,11 @@ $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt -e '.[dev]'
 	touch $@
 
+wheels: $(VENV)/.installed
+	$(RUN)/python -m pip download -q --no-deps --only-binary=:all: --python-version $(FOR) --implementation cp $(LINUX) \
+		-c constraints.txt -d wheels $(WHEELS) $(ALSO)
+	$(RUN)/python -m pip wheel -q --no-deps -c constraints.txt -w wheels $(BUILT)
+	du -sh wheels
+
 clean:
-	rm -rf $(VENV) $(OLDEST) runs dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(OLDEST) runs dist wheels .mypy_cache .ruff_cache .pytest_cache

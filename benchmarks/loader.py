@@ -14,6 +14,7 @@ import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,10 @@ HOW: tuple[Decode, Decode] = ("exact", "fast")
 
 def write_pictures(root: Path, size: tuple[int, int], count: int) -> Path:
     """Write pictures with the spectrum of photographs (amplitude falls with the frequency)."""
-    generator = np.random.default_rng(0)
     frequency = np.hypot(*np.meshgrid(np.fft.fftfreq(size[1]), np.fft.fftfreq(size[0]), indexing="ij"))
-    for number in range(count):
+
+    def write(number: int) -> None:
+        generator = np.random.default_rng(number)
         noise = np.fft.fft2(generator.normal(size=(3, size[1], size[0])))
         field = np.fft.ifft2(noise / np.maximum(frequency, 1 / max(size))).real
         field = (field - field.mean()) / field.std() * 55 + 120
@@ -45,6 +47,9 @@ def write_pictures(root: Path, size: tuple[int, int], count: int) -> Path:
         folder = root / f"class{number % 4}"
         folder.mkdir(parents=True, exist_ok=True)
         picture.save(folder / f"{number:04d}.jpg", quality=90)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(write, range(count)))
     return root
 
 

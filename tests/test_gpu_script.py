@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import signal
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+# What docs/measurements.md expects of a machine that `make wheels` is for.
+THERE = (
+    "torch torchvision einops numpy scipy pillow rich pyyaml filelock safetensors huggingface_hub torchmetrics "
+    "matplotlib Jinja2 packaging"
+)
 Call = Callable[[str], tuple[int, dict[str, Any], str]]
 
 
@@ -121,3 +131,45 @@ def test_a_wrong_part_or_a_missing_gpu_is_refused(script: Any, capsys: pytest.Ca
         with pytest.raises(SystemExit):
             script.main(words)
         assert text in capsys.readouterr().err
+
+
+def test_time_that_is_over_is_told_again(call: Call, script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    timers: list[tuple[float, float]] = []
+
+    def asks(settings: Any) -> Iterator[Any]:
+        timers.append(signal.getitimer(signal.ITIMER_REAL))
+        yield script.Check("one", 1.0, 1.0)
+
+    monkeypatch.setitem(script.CHECKS, "memory", asks)
+    assert call("memory")[0] == 0
+    ((left, again),) = timers
+    assert left > again > 0
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+def test_a_training_that_ends_before_it_is_killed_is_a_failed_check(
+    call: Call, script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dpn_cli").mkdir()
+    (tmp_path / "dpn_cli" / "__init__.py").touch()
+    (tmp_path / "dpn_cli" / "__main__.py").write_text("raise SystemExit('no such option')")
+    monkeypatch.setattr(script.gpu_programs, "ROOT", tmp_path)
+    code, found, _ = call("kill")
+    assert code == 1
+    part = found["parts"]["kill"]
+    assert part["status"] == "failed"
+    (row,) = part["rows"]
+    assert not row["passed"]
+    assert row["note"].endswith("no such option")
+
+
+def test_the_wheels_are_what_a_machine_with_pytorch_lacks() -> None:
+    text = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    carried = {
+        canonicalize_name(name) for line in re.findall(r"^WHEELS [:+]= (.*)", text, re.M) for name in line.split()
+    }
+    carried |= {canonicalize_name(name) for name in re.findall(r"^BUILT := (.*)", text, re.M)[0].split()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["mmseg"]]
+    there = {canonicalize_name(name) for name in THERE.split()}
+    assert {canonicalize_name(Requirement(each).name) for each in wanted} - carried - there == set()
