@@ -247,17 +247,20 @@ def test_what_is_needed_is_kept_and_what_is_not_makes_room(tmp_path: Path, monke
         path.write_bytes(b"x")
         os.utime(path, (number, number))
     remote.touch(paths[0], 1000)
-    remote.touch(paths[2])
     remote.touch(paths[0])  # used, and still needed
+    remote.touch(paths[2])
     remote.make_room(paths[3])
     assert [path.exists() for path in paths] == [True, False, True, True]
     monkeypatch.setenv("DPN_CACHE_GB", "2e-9")
     os.utime(paths[3], (9, 9))
     remote.make_room(paths[2])
     assert [path.exists() for path in paths] == [True, False, True, False]
+    monkeypatch.setenv("DPN_CACHE_GB", "1e-9")
+    remote.make_room(paths[0])
+    assert [path.exists() for path in paths] == [True, False, False, False]
     remote.release(paths[0])
     os.utime(paths[0], (1, 1))
-    monkeypatch.setenv("DPN_CACHE_GB", "1e-9")
+    paths[2].write_bytes(b"x")
     remote.make_room(paths[2])
     assert [path.exists() for path in paths] == [False, False, True, False]
 
