@@ -110,7 +110,8 @@ class Ended:
 def start(words: Command, folder: Path, threads: int, **environment: str) -> Started:
     """Start `dpn` with some words; `folder` gets what it prints."""
     folder.mkdir(parents=True)
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    here = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    path = os.pathsep.join(str(Path(each).resolve()) for each in (ROOT, *here))  # it starts in another folder
     settings = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads), **environment}
     with (folder / "stdout").open("wb") as output, (folder / "stderr").open("wb") as errors:
         process = subprocess.Popen(

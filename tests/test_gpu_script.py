@@ -163,6 +163,20 @@ def test_a_training_that_ends_before_it_is_killed_is_a_failed_check(
     assert row["note"].endswith("no such option")
 
 
+def test_programs_find_packages_beside_the_checkout(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in ("dpn_cli", "carried"):
+        (tmp_path / "site" / package).mkdir(parents=True)
+        (tmp_path / "site" / package / "__init__.py").touch()
+    (tmp_path / "site" / "dpn_cli" / "__main__.py").write_text("import carried")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "site")
+    monkeypatch.setattr(script.gpu_programs, "ROOT", tmp_path / "nothing")
+    ((_, ended),) = script.gpu_programs.run_all({"one": []}, tmp_path / "programs")
+    assert (ended.code, ended.errors) == (0, "")
+
+
 def test_the_wheels_are_what_a_machine_with_pytorch_lacks() -> None:
     text = (ROOT / "Makefile").read_text().replace("\\\n", " ")
     carried = {
