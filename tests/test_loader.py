@@ -107,6 +107,7 @@ def test_half_of_the_images_are_mirrored(tmp_path: Path) -> None:
         bool(image[..., :8].float().mean() > image[..., -8:].float().mean()) for b in batches for image in b["image"]
     ]
     assert 0.3 < np.mean(brighter) < 0.7
+    assert len({tuple(brighter[at : at + 6]) for at in range(0, len(brighter), 6)}) > 10  # every batch has its own
 
 
 def test_an_unreadable_picture_is_named_or_replaced(tmp_path: Path) -> None:

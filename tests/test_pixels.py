@@ -21,7 +21,6 @@ from dpn_cli.data.pixels import (
     as_batch,
     augment,
     load,
-    mirror,
     resize,
     rows_of_step,
     shuffled_batches,
@@ -69,16 +68,6 @@ def test_resizing_makes_no_detour_through_other_memory_formats() -> None:
     assert resized.is_contiguous(memory_format=torch.channels_last)  # which torch makes three times as fast
     assert np.array_equal(batch[0].permute(1, 2, 0).numpy(), image)
     assert all(resize(image, size).is_contiguous() for size in ((8, 12), (5, 6)))
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_some_rows_are_mirrored(device: str) -> None:
-    images = torch.arange(4 * 3 * 2 * 5).reshape(4, 3, 2, 5).to(torch.uint8)
-    mirrored = images.clone().to(device)
-    mirror(mirrored, torch.tensor([3, 1], device=device))
-    if device == "cpu":
-        assert torch.equal(mirrored[[0, 2]], images[[0, 2]])
-        assert torch.equal(mirrored[[1, 3]], torch.from_numpy(images.numpy()[[1, 3], :, :, ::-1].copy()))
 
 
 def test_resize_keeps_an_image_of_the_right_size() -> None:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import count
 from typing import Literal
 
@@ -27,7 +27,7 @@ from dpn_cli.data.batching import open_batches
 from dpn_cli.data.crops import Decode, Size, train_crop
 from dpn_cli.data.labelled import Labelled
 from dpn_cli.data.order import ShardOrder
-from dpn_cli.data.pixels import mirror, resize, rows_of_step, to_device
+from dpn_cli.data.pixels import resize, rows_of_step
 from dpn_cli.data.randaugment import rand_augment
 from dpn_cli.data.reading import decode, decoder_of
 from dpn_cli.engine.fit import Batch, Batches
@@ -101,8 +101,9 @@ class Augmentation:
 
 
 class _Crops(Dataset[Loaded]):
-    def __init__(self, split: Labelled, augmentation: Augmentation, seed: int, skip_bad: bool) -> None:
+    def __init__(self, split: Labelled, augmentation: Augmentation, seed: int, skip_bad: bool, batch_size: int) -> None:
         self.split, self.augmentation, self.seed, self.skip_bad = split, augmentation, seed, skip_bad
+        self.batch_size = batch_size
         self.lost: StoreError | None = None
 
     def __getitem__(self, item: Item) -> Loaded:
@@ -132,7 +133,10 @@ class _Crops(Dataset[Loaded]):
         crop = self._cut(image, where, generator)
         if how.layers:
             return self._augmented(crop, first, second)
-        return self._drawn(Image.fromarray(crop.permute(1, 2, 0).numpy()), first, second) if how.one_by_one else crop
+        if how.one_by_one:
+            return self._drawn(Image.fromarray(crop.permute(1, 2, 0).numpy()), first, second)
+        mirrored = how.flip and self.batch_size and mirrored_places(self.seed, first, self.batch_size)[second]
+        return crop.flip(-1) if mirrored else crop
 
     def _drawn(self, image: Image.Image, first: int, second: int) -> Tensor:
         with seeded(fold(self.seed, POLICY, first, second)):
@@ -150,6 +154,18 @@ class _Crops(Dataset[Loaded]):
         if mirrored and self.augmentation.flip:
             crop = crop.flip(-1)
         return rand_augment(crop, self.augmentation.layers, self.augmentation.magnitude, generator)
+
+
+@lru_cache(maxsize=8)
+def mirrored_places(seed: int, step: int, batch_size: int) -> list[bool]:
+    """Return of every place in a step's batch whether its image is mirrored.
+
+    The workers mirror: in the training's process, every operation of torch would wake up threads, which then wait for
+    the next one on the cores of the workers.
+    """
+    generator = torch.Generator().manual_seed(fold(seed, FLIP, step))
+    mirrored: list[bool] = (torch.rand(batch_size, generator=generator) < 0.5).tolist()
+    return mirrored
 
 
 class Steps(Sampler[list[Item]]):
@@ -209,13 +225,14 @@ def crops_of(
     workers: int,
     skip_bad: bool,
     on_skip: Callable[[int], None] = lambda count: None,
+    batch_size: int = 0,
 ) -> Generator[tuple[Tensor, Tensor], None, None]:
     """Yield images (b, 3, h, w) and labels (b,) of batches of items, on the device. Raises as `crop_batches` does.
 
-    Where images are not made one by one they are not mirrored yet.
+    Without the `batch_size` of all ranks, images that are not made one by one are not mirrored.
     """
     with open_batches(
-        _Crops(split, augmentation, seed, skip_bad),
+        _Crops(split, augmentation, seed, skip_bad, batch_size),
         batches,
         workers,
         picture_bytes=augmentation.picture_bytes,
@@ -259,16 +276,13 @@ def crop_batches(
         needs = partial(order.needs, start, mine) if order else None
         with (
             fetched_ahead(split, needs, len(mine), workers, world.here) as tell,
-            closing(crops_of(split, augmentation, seed, steps, world.device, workers, skip_bad, on_skip)) as crops,
+            closing(
+                crops_of(split, augmentation, seed, steps, world.device, workers, skip_bad, on_skip, batch_size)
+            ) as crops,
         ):
             tell(start - 1)
             for step, (images, labels) in enumerate(crops, start):
                 tell(step)
-                if augmentation.flip and not augmentation.one_by_one:
-                    generator = torch.Generator().manual_seed(fold(seed, FLIP, step))
-                    flipped = (torch.rand(batch_size, generator=generator) < 0.5)[mine].nonzero()[:, 0]
-                    flipped = to_device(flipped, world.device)
-                    mirror(images, flipped)
                 batch = {"image": images, "label": labels}
                 if augmentation.mixup:
                     batch = mixed_with_before(batch, augmentation.mixup, seed, step, wraps=world.size == 1)

@@ -179,15 +179,6 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def mirror(images: Tensor, rows: Tensor) -> None:
-    """Mirror some rows of images (b, 3, h, w) in place."""
-    if images.device.type == "cpu":  # indices take twenty times as long there
-        for row in rows.tolist():
-            images[row] = images[row].flip(-1)
-    else:
-        images[rows] = images[rows].flip(-1)
-
-
 def rows_of_step(images: int, batch_size: int, seed: int, step: int, repeats: int = 1) -> Tensor:
     """Return the rows of the images in a step's batch: a pure function of (seed, step).
 
