@@ -213,7 +213,7 @@ def test_a_run_goes_on_with_the_weights_that_it_found(
         (tmp_path / home / "weights").mkdir(parents=True)
         for stem in ("none", "dpn"):
             file = tmp_path / home / "weights" / f"mu-8-{stem}.safetensors"
-            export_backbone(load_backbone("mu/8", stem=stem, image_size=16, seed=len(home)), file)
+            export_backbone(load_backbone("mu/8", stem=stem, image_size=16, seed=int(home == "new")), file)
         with pytest.MonkeyPatch.context() as patch:
             fails_at(2 if home == "old" else 0, StoppedError(signal.SIGTERM), patch)
             done = run(*command)

@@ -1,4 +1,4 @@
-"""Training batches from encoded images: worker processes decode, crop and resize; the device does the rest.
+"""Training batches from encoded images: worker processes decode, crop, resize and mirror; the device does the rest.
 
 An image's augmentation is a function of (seed, step, place in the batch), or with a fixed number of views of (seed,
 view, image), never of the worker, the rank or the past: a resumed training continues inside an epoch as if it had not
@@ -101,9 +101,9 @@ class Augmentation:
 
 
 class _Crops(Dataset[Loaded]):
-    def __init__(self, split: Labelled, augmentation: Augmentation, seed: int, skip_bad: bool, batch_size: int) -> None:
-        self.split, self.augmentation, self.seed, self.skip_bad = split, augmentation, seed, skip_bad
-        self.batch_size = batch_size
+    def __init__(self, split: Labelled, augmentation: Augmentation, batch_size: int, seed: int, skip_bad: bool) -> None:
+        self.split, self.augmentation, self.batch_size = split, augmentation, batch_size
+        self.seed, self.skip_bad = seed, skip_bad
         self.lost: StoreError | None = None
 
     def __getitem__(self, item: Item) -> Loaded:
@@ -135,7 +135,7 @@ class _Crops(Dataset[Loaded]):
             return self._augmented(crop, first, second)
         if how.one_by_one:
             return self._drawn(Image.fromarray(crop.permute(1, 2, 0).numpy()), first, second)
-        mirrored = how.flip and self.batch_size and mirrored_places(self.seed, first, self.batch_size)[second]
+        mirrored = how.flip and mirrored_places(self.seed, first, self.batch_size)[second]
         return crop.flip(-1) if mirrored else crop
 
     def _drawn(self, image: Image.Image, first: int, second: int) -> Tensor:
@@ -219,20 +219,20 @@ def worker_count(workers: int | Literal["auto"], device: torch.device, here: int
 def crops_of(
     split: Labelled,
     augmentation: Augmentation,
+    batch_size: int,
     seed: int,
     batches: Iterable[list[Item]],
     device: torch.device,
     workers: int,
     skip_bad: bool,
     on_skip: Callable[[int], None] = lambda count: None,
-    batch_size: int = 0,
 ) -> Generator[tuple[Tensor, Tensor], None, None]:
     """Yield images (b, 3, h, w) and labels (b,) of batches of items, on the device. Raises as `crop_batches` does.
 
-    Without the `batch_size` of all ranks, images that are not made one by one are not mirrored.
+    `batch_size` is that of all ranks.
     """
     with open_batches(
-        _Crops(split, augmentation, seed, skip_bad, batch_size),
+        _Crops(split, augmentation, batch_size, seed, skip_bad),
         batches,
         workers,
         picture_bytes=augmentation.picture_bytes,
@@ -277,7 +277,7 @@ def crop_batches(
         with (
             fetched_ahead(split, needs, len(mine), workers, world.here) as tell,
             closing(
-                crops_of(split, augmentation, seed, steps, world.device, workers, skip_bad, on_skip, batch_size)
+                crops_of(split, augmentation, batch_size, seed, steps, world.device, workers, skip_bad, on_skip)
             ) as crops,
         ):
             tell(start - 1)

@@ -265,8 +265,8 @@ class TargetCache:
         recipe, world, pictures = self.recipe, self.world, len(self.pictures.labels)
         workers = worker_count(recipe.runtime.workers, world.device, world.here) if workers is None else workers
         items = ([(entry // pictures, entry % pictures, entry % pictures) for entry in part] for part in batches)
-        how = world.device, workers, recipe.data.skip_bad_images
-        with closing(crops_of(self.pictures, self.augmentation, recipe.seed, items, *how)) as crops:
+        how = recipe.batch_size, recipe.seed, items, world.device, workers, recipe.data.skip_bad_images
+        with closing(crops_of(self.pictures, self.augmentation, *how)) as crops:
             for images, _ in crops:
                 seen = self.teacher({"image": images})
                 kept = torch.cat([seen[name].flatten(1).half() for name in self.shapes], 1)
