@@ -18,7 +18,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import torch
-from loader import IMAGES, write_pictures
+from loader import IMAGES, write_images
 
 from dpn_cli.data.classified import ClassFolders
 from dpn_cli.data.loader import Augmentation, crop_batches
@@ -74,7 +74,7 @@ if __name__ == "__main__":
     parser.add_argument("--size", type=int, default=224)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        root = write_pictures(Path(folder), (500, 375), IMAGES)
+        root = write_images(Path(folder), (500, 375), IMAGES)
         for workers in given.workers:
             first, rest, most = measure(root, workers, given.batch, given.size)
             print(

@@ -18,21 +18,21 @@ import time
 import torch
 from step import CLASSES, Steps, bare_steps, compare, fit_steps, synthetic
 
+from dpn_cli.config.load import read_config
+from dpn_cli.config.schema import Runtime
 from dpn_cli.engine.fit import Batch, precision_of
 from dpn_cli.engine.planning import matrix_rate
 from dpn_cli.model.flops import count, training_flops
-from dpn_cli.recipe.reading import read_recipe
-from dpn_cli.recipe.schema import Runtime
 from dpn_cli.weights.backbone import Backbone, load_backbone
+from tasks.classify.distill.config import Losses
 from tasks.classify.distill.losses import Distance, Observed, Seen, inputs_of
-from tasks.classify.distill.recipe import Losses
 
 MILLIONS = (10, 30, 100)
 
 
 def distilling(teacher: Backbone, student: Backbone, batch: Batch, runtime: Runtime, device: torch.device) -> Steps:
-    """Return steps of our distillation with the shipped recipe's losses."""
-    losses = Losses.model_validate(read_recipe("distill")["losses"])
+    """Return steps of our distillation with the shipped config's losses."""
+    losses = Losses.model_validate(read_config("distill")["losses"])
     seeing, observed = Observed(teacher, losses, []), Observed(student, losses, [])
 
     @torch.no_grad()

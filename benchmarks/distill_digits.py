@@ -3,7 +3,7 @@
     python benchmarks/distill_digits.py --out runs/distill_digits    # 12 short trainings, about ten minutes on 2 cores
 
 scikit-learn's 1797 digits of 8 x 8 pixels are cut into 800 + 200 + 797. A plain ViT is pre-trained on the 800 with
-their labels; ``dpn distill`` turns it into one with a DPN stem, with the same pictures and no label. Then VTAB's
+their labels; ``dpn distill`` turns it into one with a DPN stem, with the same images and no label. Then VTAB's
 protocol trains both, and a DPN network that was pre-trained with labels, on the 1000 and scores them on the 797, which
 none of them has seen before.
 """
@@ -33,15 +33,15 @@ def write_digits(root: Path) -> None:
         lines = []
         for number in part:
             label, name = data.target[number], f"{number:04d}.png"
-            picture = Image.fromarray((data.images[number] * 255 / 16).astype(np.uint8))
+            image = Image.fromarray((data.images[number] * 255 / 16).astype(np.uint8))
             task = root / "vtab-1k" / "svhn"
             (task / "images").mkdir(parents=True, exist_ok=True)
-            picture.save(task / "images" / name)
+            image.save(task / "images" / name)
             lines.append(f"images/{name} {label}\n")
             if split != "test":
                 folder = root / "digits" / {"train800": "train", "val200": "val"}[split] / str(label)
                 folder.mkdir(parents=True, exist_ok=True)
-                picture.save(folder / name)
+                image.save(folder / name)
         (task / f"{split}.txt").write_text("".join(lines))
 
 

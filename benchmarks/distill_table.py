@@ -4,7 +4,7 @@
     python benchmarks/distill_table.py --out runs/distill_table --print    # the table of what is there
 
 The teacher is the tower of ``dpn pretrain --data demo --stem none``, which is made first. Distillation sees the
-pictures of the same data set without their labels; ``from scratch with labels`` is ``dpn pretrain --data demo --stem
+images of the same data set without their labels; ``from scratch with labels`` is ``dpn pretrain --data demo --stem
 dpn``, which takes as many steps. Trainings whose result is there are not repeated.
 """
 

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from loader import write_pictures
+from loader import write_images
 
 FEW, MANY = 500, 5000
 MEASURE = """
@@ -22,12 +22,12 @@ from dpn_cli.weights.backbone import load_backbone
 from tasks.classify.classifier import Classifier, predict
 from dpn_cli.data.classified import ClassFolders, Part
 from dpn_cli.run.distributed import World
-from dpn_cli.scoring import score
+from dpn_cli.metrics import score
 count = int(sys.argv[2])
 model = load_backbone("mu/16", image_size=64, num_classes=4).eval()
 classifier = Classifier(model, ("a", "b", "c", "d"), "softmax", 73, {})
-pictures = ClassFolders(Path(sys.argv[1]))
-split = Part(pictures, [row % len(pictures.labels) for row in range(count)])
+images = ClassFolders(Path(sys.argv[1]))
+split = Part(images, [row % len(images.labels) for row in range(count)])
 world = World(0, 1, torch.device("cpu"))
 scores = score(lambda x: predict(classifier, x), split, classifier.transform, 4, world, loss="softmax", batch_size=64,
                workers=0)
@@ -37,7 +37,7 @@ print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        write_pictures(Path(folder), (500, 375), 64)
+        write_images(Path(folder), (500, 375), 64)
         for count in (FEW, MANY):
             command = [sys.executable, "-c", MEASURE, folder, str(count)]
             done = subprocess.run(command, capture_output=True, text=True, check=True)

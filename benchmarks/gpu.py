@@ -32,8 +32,8 @@ import torch
 from gpu_report import Check, NotHereError, Part, Report, Row, Settings
 
 from dpn_cli.doctor.packages import installed
+from dpn_cli.run.environment import git_commit, now
 from dpn_cli.run.process import keep_memory
-from dpn_cli.run.provenance import git_commit, now
 
 PACKAGES = ("torch", "triton", "timm", "open_clip_torch", "onedl-mmsegmentation", "mmsegmentation", "datasets")
 CHECKS: dict[str, Callable[[Settings], Iterator[Check]]] = {

@@ -12,11 +12,11 @@ from step import CLASSES, job_on, synthetic
 from torch import Tensor, nn
 
 from dpn_cli.arch import Stem
+from dpn_cli.config.schema import Runtime
 from dpn_cli.engine.fit import Batch, Outputs, fit, precision_of, prepare
 from dpn_cli.engine.losses import sigmoid_xent
 from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.errors import OutOfMemoryError
-from dpn_cli.recipe.schema import Runtime
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import Backbone, load_backbone
 

@@ -31,7 +31,7 @@ class Settings:
     batches: tuple[int, ...] = (64, 128, 256, 512)
     crops: tuple[int, ...] = (8, 16, 32, 64)
     pairs: int = 1024
-    pictures: int = 1024
+    images: int = 1024
     steps: int = 20
     seconds: float = 2.0
     rounds: int = 3

@@ -19,13 +19,13 @@ from gpu_report import NotHereError, Settings, Speed
 from step import CLASSES, Steps, bare_steps, fit_steps, synthetic, timms
 
 from dpn_cli.arch import SIZES, Stem
+from dpn_cli.config.cost import Cost, total_hours
+from dpn_cli.config.schema import Runtime
 from dpn_cli.engine.fit import Batch, precision_of, prepare
 from dpn_cli.engine.memory import is_out_of_memory
 from dpn_cli.engine.planning import matrix_rate
 from dpn_cli.errors import OutOfMemoryError
 from dpn_cli.model.flops import count, training_flops
-from dpn_cli.recipe.cost import Cost, total_hours
-from dpn_cli.recipe.schema import Runtime
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import Backbone, load_backbone
 
@@ -257,7 +257,7 @@ def lit(settings: Settings, best: Best) -> Iterator[Speed]:
     """Measure a LiT step with cached features, with the tower in the loop, and open_clip's with a locked tower."""
     import lit as benchmark
 
-    from tasks.lit.text import TextTower
+    from tasks.lit.text_tower import TextTower
 
     (arch, size, side), rows, device = settings.towers, settings.pairs, settings.device
     world = World(0, 1, device)
@@ -280,7 +280,7 @@ def lit_compiled(settings: Settings, best: Best) -> Iterator[Speed]:
     found, world = best.of("LiT"), World(0, 1, device)
     import lit as benchmark
 
-    from tasks.lit.text import TextTower
+    from tasks.lit.text_tower import TextTower
 
     tower = load_backbone(arch, image_size=side).requires_grad_(False).to(device).eval()
     text = TextTower(SIZES[size], benchmark.VOCABULARY, benchmark.CONTEXT, tower.embed_dim, 10.0, None, 0).to(device)
@@ -315,16 +315,16 @@ def encoding(settings: Settings, best: Best) -> Iterator[Speed]:
     yield Speed(f"encoding {arch} at {side}, images in memory", rate, rows, rate * flops / peak(device), note=note)
     from lit import BATCH, caching_seconds
 
-    cached, bare, _ = caching_seconds(tower, settings.pictures, settings.rounds, world)
-    peer, pictures = f"forward passes of {BATCH} images in memory", settings.pictures
-    yield Speed(f"caching {arch}, JPEGs of 500 x 375", pictures / cached, BATCH, None, None, peer, pictures / bare)
+    cached, bare, _ = caching_seconds(tower, settings.images, settings.rounds, world)
+    peer, images = f"forward passes of {BATCH} images in memory", settings.images
+    yield Speed(f"caching {arch}, JPEGs of 500 x 375", images / cached, BATCH, None, None, peer, images / bare)
 
 
 def windows(settings: Settings, best: Best) -> Iterator[Speed]:
     """Measure sliding windows over a wide image beside mmsegmentation's over the same network."""
     import segment
 
-    from tasks.segment.windows import starts
+    from tasks.segment.sliding_window import starts
 
     (arch, crop), device = settings.segmented, settings.device
     size = crop, WIDE * crop
@@ -357,21 +357,21 @@ def windows(settings: Settings, best: Best) -> Iterator[Speed]:
 
 def vtab(settings: Settings, best: Best) -> Iterator[Speed]:
     """Price VTAB-1k with B/32 from a measured step and measured scoring: all trainings, all test splits."""
-    from dpn_cli.recipe.reading import read_recipe
-    from tasks.vtab.recipe import VtabRecipe
-    from tasks.vtab.rehearsal import whole_sweep
-    from tasks.vtab.table import TASKS
+    from dpn_cli.config.load import read_config
+    from tasks.vtab.config import VtabConfig
+    from tasks.vtab.dry_run import whole_sweep
+    from tasks.vtab.tasks import TASKS
 
-    recipe, device = VtabRecipe.model_validate(read_recipe("vtab")), settings.device
+    config, device = VtabConfig.model_validate(read_config("vtab")), settings.device
     arch, side = settings.towers[0], settings.towers[2]
-    rows = settings.batches[-1] if settings.trial else recipe.batch_size
+    rows = settings.batches[-1] if settings.trial else config.batch_size
     run = fit_steps(classifier(arch, side, "dpn", device), synthetic(rows, device, side), RUNTIME, device)
     seconds = step_seconds({"": run}, settings)[""]
     one = Cost(
-        name=arch, memory=0, step_seconds=seconds * recipe.batch_size / rows, steps=recipe.schedule.steps, trainings=1,
+        name=arch, memory=0, step_seconds=seconds * config.batch_size / rows, steps=config.schedule.steps, trainings=1,
         evaluation_seconds=1 / best.of("encoding")[1], kept=0, passing=0,
     )  # fmt: skip
-    whole = whole_sweep(recipe, one, TASKS)
+    whole = whole_sweep(config, one, TASKS)
     hours = total_hours([whole])
-    note = f"{whole.trainings} trainings of {recipe.schedule.steps} steps and the scoring: {hours:.2f} hours"
+    note = f"{whole.trainings} trainings of {config.schedule.steps} steps and the scoring: {hours:.2f} hours"
     yield Speed(f"VTAB-1k, {arch} at {side}, precision {RUNTIME.precision}", rows / seconds, rows, note=note)

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 ALLOWED = 0
 # Steps of the two runs whose difference counts: both are logged 50 times, which waits. And the JPEGs that one reads.
 SHORT, LONG = 50, 100
-PICTURES = 16
+IMAGES = 16
 
 
 def waits(settings: Settings) -> Iterator[Check]:
@@ -55,10 +55,10 @@ def trainings(settings: Settings, folder: Path) -> Iterator[tuple[str, Steps]]:
         label = nn.functional.one_hot(part["label"], CLASSES).float()
         return loss_fn(trainable, {"image": model.normalize(part["image"]), "label": label})
 
-    from loader import write_pictures
+    from loader import write_images
 
-    pictures = ClassFolders(write_pictures(folder / "pictures", (64, 48), PICTURES))
-    stream = crop_batches(pictures, Augmentation((side, side)), rows, 0, World(0, 1, device), workers=1)
+    images = ClassFolders(write_images(folder / "images", (64, 48), IMAGES))
+    stream = crop_batches(images, Augmentation((side, side)), rows, 0, World(0, 1, device), workers=1)
     yield "crops of files", fit_steps(ready, batch, RUNTIME, device, batches=stream, loss_fn=of_pixels)
     import segment
 

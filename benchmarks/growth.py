@@ -1,9 +1,9 @@
-"""How seconds and peak memory grow with a data set, with its classes, with ranks and with the size of pictures.
+"""How seconds and peak memory grow with a data set, with its classes, with ranks and with the size of images.
 
     python benchmarks/growth.py [--match WORDS] [--results FILE] [--figure FILE]
 
 Each point is a process of its own: its seconds, and its peak memory on top of what it held before, with PyTorch and all
-modules imported. Data are made up in a temporary folder (hard links of a few pictures, tables, logs). Prints a table in
+modules imported. Data are made up in a temporary folder (hard links of a few images, tables, logs). Prints a table in
 Markdown and draws a figure. A line whose seconds grow with the number itself has the exponent 1 in the last column.
 """
 
@@ -34,18 +34,18 @@ from dpn_cli.data import classified
 from dpn_cli.data.classified import ClassFolders, ImageSource, open_class_data
 from dpn_cli.data.labelled import Images, fingerprint
 from dpn_cli.data.loader import Steps
+from dpn_cli.metrics import score
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World, join
-from dpn_cli.run.folder import MetricsLog
-from dpn_cli.scoring import score
+from dpn_cli.run.run_dir import MetricsLog
 from dpn_cli.weights.backbone import load_backbone
-from tasks.classify.answers import described_pairs, per_class
+from tasks.classify.predictions_file import described_pairs, per_class
 from tasks.lit.cache import cached_features
 from tasks.lit.data import CaptionSource, open_pairs, open_split
 from tasks.lit.features import ImageEncoder
 from tasks.lit.train import fingerprints
-from tasks.segment.network import LinearSegmenter
-from tasks.segment.windows import Plan, label_map
+from tasks.segment.model import LinearSegmenter
+from tasks.segment.sliding_window import Plan, label_map
 
 Work = Callable[[], object]
 # ext4 allows 65,000 links of a file.
@@ -159,25 +159,25 @@ def saved_log(size: int, folder: Path) -> Work:
 
 
 class Grey(Images):
-    """Grey pictures that are in no file."""
+    """Grey images that are in no file."""
 
     def __init__(self, images: int, classes: int) -> None:
         self.labels = array("i", (number * 7 % classes for number in range(images)))
         self.sizes = array("q", [1000]) * images
 
     def where(self, index: int) -> str:
-        """Name a picture by its number."""
-        return f"picture {index}"
+        """Name an image by its number."""
+        return f"image {index}"
 
     def open(self, index: int) -> Image.Image:
-        """Return a picture."""
+        """Return an image."""
         return Image.new("RGB", (8, 8), (index % 256,) * 3)
 
 
 def hold_out(size: int, folder: Path) -> Work:
     """Set images of each of `size` classes apart, of 200,000 in all."""
-    pictures = Grey(200_000, size)
-    return lambda: classified.hold_out(pictures, 0.1)
+    images = Grey(200_000, size)
+    return lambda: classified.hold_out(images, 0.1)
 
 
 def score_classes(size: int, folder: Path) -> Work:
@@ -200,7 +200,7 @@ def score_classes(size: int, folder: Path) -> Work:
 
 
 def pairs(size: int, folder: Path) -> CaptionSource:
-    """Return a table of `size` captions of as many pictures, and the folder of these."""
+    """Return a table of `size` captions of as many images, and the folder of these."""
     return CaptionSource(str(folder / f"captions-{size}.csv"), images=str(tree(size, folder)))
 
 
@@ -248,7 +248,7 @@ def keep_one(size: int, folder: Path) -> None:
 
 
 def slide(size: int, folder: Path) -> Work:
-    """Segment a square picture with sides of `size` pixels by sliding windows, with a small network, 150 classes."""
+    """Segment a square image with sides of `size` pixels by sliding windows, with a small network, 150 classes."""
     vit = load_backbone("mu/16", stem="dpn", image_size=512, num_classes=150)
     network = LinearSegmenter(vit, final_norm=False).eval()
     image = torch.randint(0, 256, (3, size, size), dtype=torch.uint8)

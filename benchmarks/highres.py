@@ -17,16 +17,16 @@ from pathlib import Path
 
 import timm
 import torch
-from loader import write_pictures
+from loader import write_images
 from step import bare_steps
 from torch import nn
 
+from dpn_cli.config.schema import Optim, Runtime, Schedule
 from dpn_cli.data.classified import ClassFolders
 from dpn_cli.data.loader import Augmentation, crop_batches
 from dpn_cli.engine.fit import FitResult, Job, Outputs, fit
 from dpn_cli.engine.losses import sigmoid_xent
 from dpn_cli.engine.memory import MicroBatch
-from dpn_cli.recipe.schema import Optim, Runtime, Schedule
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import Backbone, load_backbone
 
@@ -91,7 +91,7 @@ def main() -> None:
         load_backbone("B/32", stem=stem, image_size=SIZE, num_classes=CLASSES).to(device) for stem in ("none", "dpn")
     )
     with tempfile.TemporaryDirectory() as place:
-        folder = ClassFolders(write_pictures(Path(place), (500, 375), 64))
+        folder = ClassFolders(write_images(Path(place), (500, 375), 64))
         compare("B/32 plain, bare loop over timm's own", plain, stock, folder, asked.steps, asked.rounds)
         compare("B/32 DPN, bare loop over the same network", dual, dual, folder, asked.steps, asked.rounds)
 

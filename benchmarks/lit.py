@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from loader import write_pictures
+from loader import write_images
 from open_clip.loss import ClipLoss
 from open_clip.transformer import TextTransformer
 from PIL import Image
@@ -31,10 +31,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from dpn_cli.arch import SIZES
+from dpn_cli.config.schema import Optim, Runtime
 from dpn_cli.data.loader import worker_count
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine.fit import Batch
-from dpn_cli.recipe.schema import Optim, Runtime
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
 from dpn_cli.run.process import keep_memory
@@ -43,7 +43,7 @@ from tasks.lit.cache import BATCH, cached_features
 from tasks.lit.captions import Files
 from tasks.lit.encode import image_encoder
 from tasks.lit.loss import ContrastiveLoss
-from tasks.lit.text import TextTower
+from tasks.lit.text_tower import TextTower
 
 VOCABULARY, CONTEXT = 49408, 16
 
@@ -143,7 +143,7 @@ class Counted(Files):
     opened = 0
 
     def open(self, index: int) -> Image.Image:
-        """Open a picture."""
+        """Open an image."""
         self.opened += 1
         return super().open(index)
 
@@ -157,10 +157,10 @@ def caching_seconds(tower: Backbone, count: int, rounds: int, world: World) -> t
     workers = worker_count("auto", world.device) if world.device.type == "cuda" else "auto"
     encoder, quiet = image_encoder(tower, Runtime(workers=workers), world), Console(quiet=True)
     with tempfile.TemporaryDirectory() as place:
-        root = write_pictures(Path(place) / "photos", (500, 375), count)
+        root = write_images(Path(place) / "photos", (500, 375), count)
         files = Counted(root)
         for path in sorted(root.rglob("*.jpg")):
-            files.add(str(path.relative_to(root)), ("a picture",), place)
+            files.add(str(path.relative_to(root)), ("an image",), place)
         noise = torch.randint(256, (BATCH, 3, *encoder.size), dtype=torch.uint8)
         bare, cached = [], []
         for number in range(rounds):

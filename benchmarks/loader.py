@@ -25,8 +25,8 @@ from timm.data import create_dataset, create_loader, create_transform
 
 from dpn_cli.data.classified import ClassFolders
 from dpn_cli.data.crops import Decode, eval_crop, train_crop
+from dpn_cli.data.decode import Reading, read_pixels
 from dpn_cli.data.loader import Augmentation, crop_batches
-from dpn_cli.data.reading import Reading, read_pixels
 from dpn_cli.run.distributed import World
 from dpn_cli.run.process import keep_memory
 
@@ -34,8 +34,8 @@ IMAGES, BATCH, SIZE, ROUNDS, STEPS = 256, 32, 384, 5, 16
 HOW: tuple[Decode, Decode] = ("exact", "fast")
 
 
-def write_pictures(root: Path, size: tuple[int, int], count: int) -> Path:
-    """Write pictures with the spectrum of photographs (amplitude falls with the frequency)."""
+def write_images(root: Path, size: tuple[int, int], count: int) -> Path:
+    """Write images with the spectrum of photographs (amplitude falls with the frequency)."""
     frequency = np.hypot(*np.meshgrid(np.fft.fftfreq(size[1]), np.fft.fftfreq(size[0]), indexing="ij"))
 
     def write(number: int) -> None:
@@ -43,10 +43,10 @@ def write_pictures(root: Path, size: tuple[int, int], count: int) -> Path:
         noise = np.fft.fft2(generator.normal(size=(3, size[1], size[0])))
         field = np.fft.ifft2(noise / np.maximum(frequency, 1 / max(size))).real
         field = (field - field.mean()) / field.std() * 55 + 120
-        picture = Image.fromarray(field.clip(0, 255).astype(np.uint8).transpose(1, 2, 0))
+        image = Image.fromarray(field.clip(0, 255).astype(np.uint8).transpose(1, 2, 0))
         folder = root / f"class{number % 4}"
         folder.mkdir(parents=True, exist_ok=True)
-        picture.save(folder / f"{number:04d}.jpg", quality=90)
+        image.save(folder / f"{number:04d}.jpg", quality=90)
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(write, range(count)))
@@ -121,7 +121,7 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         for size in ((500, 375), (1600, 1200)):
             count = IMAGES if size[0] == 500 else 48
-            root = write_pictures(Path(folder) / str(size[0]), size, count)
+            root = write_images(Path(folder) / str(size[0]), size, count)
             kinds: dict[str, Callable[[], Iterator[Any]]] = {
                 "timm": lambda root=root: timms(root, workers),
                 "exact": lambda root=root: ours(root, "exact", workers),

@@ -20,8 +20,8 @@ from step import CLASSES, bare_steps, synthetic
 from torch import nn
 
 from dpn_cli.arch import NORMS, SIZES, Norm
+from dpn_cli.config.schema import Runtime
 from dpn_cli.model.norms import Tokens, token_norm
-from dpn_cli.recipe.schema import Runtime
 from dpn_cli.run.process import keep_memory
 from dpn_cli.weights.backbone import load_backbone
 

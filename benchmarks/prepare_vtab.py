@@ -24,14 +24,14 @@ from unittest import mock
 
 import numpy as np
 
+from dpn_cli.data.decode import Reading
 from dpn_cli.data.labelled import FileList
-from dpn_cli.data.reading import Reading
 from dpn_cli.run.console import Console
+from tasks.vtab.config import VtabData
 from tasks.vtab.data import open_splits
 from tasks.vtab.prepare.builders import Prepared, Split, library, open_builder
 from tasks.vtab.prepare.sources import SOURCES, Example, Part, Source
 from tasks.vtab.prepare.write import prepare
-from tasks.vtab.recipe import VtabData
 
 # Images in every test split: the official ones have up to 73,728.
 TEST = 20

@@ -21,20 +21,20 @@ from typing import Any
 import numpy as np
 import timm
 import torch
-from loader import rate, write_pictures
+from loader import rate, write_images
 from step import bare_steps
 from timm.data import create_dataset, create_loader
 from torch import nn
 
+from dpn_cli.config.schema import Optim, Runtime, Schedule
 from dpn_cli.data.classified import ClassFolders, hash_order
 from dpn_cli.data.crops import train_crop
 from dpn_cli.data.labelled import Labelled
 from dpn_cli.data.loader import Augmentation, crop_batches
-from dpn_cli.data.pack import Packed, Packing, pack
+from dpn_cli.data.sources.packs import Packed, Packing, pack
 from dpn_cli.engine.fit import Batches, Job, Outputs, fit
 from dpn_cli.engine.losses import sigmoid_xent
 from dpn_cli.engine.memory import MicroBatch
-from dpn_cli.recipe.schema import Optim, Runtime, Schedule
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import Backbone, load_backbone
 
@@ -185,7 +185,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        root = write_pictures(Path(place) / "folder", (500, 375), IMAGES)
+        root = write_images(Path(place) / "folder", (500, 375), IMAGES)
         if "step" in asked.parts:
             step(ClassFolders(root), asked.rounds, asked.steps)
         if "loader" in asked.parts:

@@ -28,24 +28,24 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from loader import write_pictures
+from loader import write_images
 from PIL import Image
 from step import Steps, fit_steps, timms
 from torch import Tensor, nn
 
+from dpn_cli.config.schema import Optim, Runtime
 from dpn_cli.engine.fit import Batch, precision_of, prepare
-from dpn_cli.recipe.schema import Optim, Runtime
 from dpn_cli.run.distributed import World
 from dpn_cli.run.process import keep_memory
 from dpn_cli.weights.backbone import load_backbone
+from tasks.segment.iou import count_pixels
 from tasks.segment.labels import LabelRule
 from tasks.segment.loader import segment_batches
 from tasks.segment.loss import segmentation_loss
-from tasks.segment.network import LinearSegmenter, initialize_head, normalized, use_imagenet_inputs
+from tasks.segment.model import LinearSegmenter, initialize_head, normalized, use_imagenet_inputs
 from tasks.segment.pairs import FolderPairs
-from tasks.segment.scoring import count_pixels
+from tasks.segment.sliding_window import Plan, label_map
 from tasks.segment.transforms import SegmentAugmentation
-from tasks.segment.windows import Plan, label_map
 
 CLASSES, CROP = 150, 512
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -166,13 +166,13 @@ def measure_step(arch: str, rows: int, steps: int, rounds: int, runtime: Runtime
 
 
 def write_pairs(root: Path, count: int) -> Path:
-    """Write pictures of 683 x 512 with the spectrum of photographs, and masks of a dozen regions."""
-    pictures = sorted(write_pictures(root / "pictures", (683, 512), count).rglob("*.jpg"))
+    """Write images of 683 x 512 with the spectrum of photographs, and masks of a dozen regions."""
+    images = sorted(write_images(root / "images", (683, 512), count).rglob("*.jpg"))
     for kind in ("images", "annotations"):
         (root / kind / "training").mkdir(parents=True)
     rng = np.random.default_rng(0)
-    for number, picture in enumerate(pictures):
-        picture.rename(root / "images" / "training" / f"{number:04d}.jpg")
+    for number, image in enumerate(images):
+        image.rename(root / "images" / "training" / f"{number:04d}.jpg")
         coarse = torch.from_numpy(rng.normal(size=(1, 12, 6, 8)))
         regions = F.interpolate(coarse, (512, 683), mode="bicubic")[0].argmax(0).numpy() * 12 + 1
         Image.fromarray(regions.astype(np.uint8)).save(root / "annotations" / "training" / f"{number:04d}.png")

@@ -20,12 +20,12 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from dpn_cli.arch import Stem, parse_arch
+from dpn_cli.config.schema import Optim, Runtime, Schedule
 from dpn_cli.engine.fit import Batch, Job, Outputs, fit, precision_of
 from dpn_cli.engine.layer_norms import LayerNorms
 from dpn_cli.engine.losses import sigmoid_xent
 from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.engine.optim import clip_gradients
-from dpn_cli.recipe.schema import Optim, Runtime, Schedule
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import load_backbone
 

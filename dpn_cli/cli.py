@@ -14,7 +14,7 @@ from dpn_cli import __version__
 from dpn_cli.arch import did_you_mean, nearest
 from dpn_cli.commands import INTERRUPTED
 from dpn_cli.commands.lazy import Later, LazyGroup
-from dpn_cli.recipe.allowed import refusal
+from dpn_cli.config.allowed import refusal
 from dpn_cli.run import process
 from dpn_cli.run.console import show_error
 
@@ -28,12 +28,12 @@ COMMANDS = {
         "segment:app", "Semantic segmentation: a linear decoder on patch tokens, the whole network trained."
     ),
     "pretrain": Later(
-        "tasks:TRAININGS",
-        "Make a backbone from scratch with any stem: ImageNet-1k (Tables 1 and 6), SUN397 (Table 7), own pictures.",
+        "trainers:TRAININGS",
+        "Make a backbone from scratch with any stem: ImageNet-1k (Tables 1 and 6), SUN397 (Table 7), own images.",
     ),
     "distill": Later(
-        "tasks:TRAININGS",
-        "Turn a trained ViT into one with another stem, other norms or another size, with unlabelled pictures.",
+        "trainers:TRAININGS",
+        "Turn a trained ViT into one with another stem, other norms or another size, with unlabelled images.",
     ),
     "plan": Later("plan:app", "What a training will cost: steps, hours, memory, disk."),
     "eval": Later(
@@ -42,7 +42,7 @@ COMMANDS = {
     ),
     "predict": Later(
         "evaluate:add_to",
-        "The classes of pictures with their probabilities, prepared as the run's own images were.",
+        "The classes of images with their probabilities, prepared as the run's own images were.",
     ),
     "export": Later(
         "evaluate:add_to",
@@ -50,19 +50,18 @@ COMMANDS = {
     ),
     "inspect": Later(
         "inspect:add_to",
-        "Pictures of what a network has learned, or two beside each other: norms, filters, positions, attention, "
-        "tokens.",
+        "Images of what a network has learned, or two beside each other: norms, filters, positions, attention, tokens.",
     ),
     "checkpoint": Later(
         "checkpoint:app", "Look into weight files, convert them, or turn a plain ViT into a DPN start."
     ),
     "data": Later("data:app", "Check data sets, and prepare them for fast reading."),
-    "recipes": Later("recipes:app", "List the shipped recipes, or show one."),
+    "configs": Later("configs:app", "List the shipped configs, or show one."),
     "report": Later(
         "report:add_to", "Write a page with figures and tables about runs, finished or not, and about evaluations."
     ),
     "reproduce": Later(
-        "reproduce.command:add_to",
+        "reproduce:add_to",
         "The paper's tables and figures: what each needs and costs, and with a name its trainings and its numbers.",
     ),
     "runs": Later("runs:app", "List the runs in a folder ('list' may be left out), or show one."),

@@ -6,7 +6,7 @@ import signal
 
 
 class DpnError(Exception):
-    """A mistake in the command or recipe: where, what was given, what is allowed, what to do next."""
+    """A mistake in the command or config: where, what was given, what is allowed, what to do next."""
 
     exit_code = 2
 
@@ -17,8 +17,8 @@ class DataError(DpnError):
     exit_code = 3
 
 
-class PictureError(DataError):
-    """A picture cannot be read: one of those that ``--skip-bad-images`` leaves out."""
+class ImageError(DataError):
+    """An image cannot be read: one of those that ``--skip-bad-images`` leaves out."""
 
 
 class CheckError(DpnError):
@@ -28,7 +28,7 @@ class CheckError(DpnError):
 
 
 class StoreError(DpnError):
-    """Data behind a URL are missing, out of reach or damaged: no picture's fault, and no reason to leave one out."""
+    """Data behind a URL are missing, out of reach or damaged: no image's fault, and no reason to leave one out."""
 
     exit_code = 3
 

@@ -125,34 +125,34 @@ def nchw(image: np.ndarray[Any, Any]) -> Tensor:
 
 def write_task(folder: Path, images: Arrays, labels: Arrays) -> Path:
     """Write a task in the VTAB layout: images (n, h, w[, 3]) and labels by split, as PNG."""
-    for split, pictures in images.items():
+    for split, arrays in images.items():
         (folder / "images" / split).mkdir(parents=True)
         lines = []
-        for i, (picture, label) in enumerate(zip(pictures, labels[split], strict=True)):
+        for i, (image, label) in enumerate(zip(arrays, labels[split], strict=True)):
             name = f"images/{split}/{i:06d}.png"
-            Image.fromarray(picture).save(folder / name)
+            Image.fromarray(image).save(folder / name)
             lines.append(f"{name} {label}")
         (folder / f"{split}.txt").write_text("\n".join(lines) + "\n")
     return folder
 
 
-def pictures(root: Path, classes: int = 3, each: int = 5, size: tuple[int, int] = (50, 40)) -> Path:
-    """Smooth pictures whose colour tells the class, as JPEG."""
+def images(root: Path, classes: int = 3, each: int = 5, size: tuple[int, int] = (50, 40)) -> Path:
+    """Smooth images whose colour tells the class, as JPEG."""
     g = np.random.default_rng(0)
     for label in range(classes):
         (root / f"class{label}").mkdir(parents=True)
         for number in range(each):
             patches = g.integers(0, 90, (4, 4, 3), dtype=np.uint8)
             patches[..., label % 3] += 150
-            picture = Image.fromarray(patches).resize(size, Image.Resampling.BICUBIC)
-            picture.save(root / f"class{label}" / f"{number:03d}.jpg", quality=95)
+            image = Image.fromarray(patches).resize(size, Image.Resampling.BICUBIC)
+            image.save(root / f"class{label}" / f"{number:03d}.jpg", quality=95)
     return root
 
 
 @pytest.fixture(scope="session")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three classes of 30 pictures."""
-    return pictures(tmp_path_factory.mktemp("photos"), classes=3, each=30)
+    """Three classes of 30 images."""
+    return images(tmp_path_factory.mktemp("photos"), classes=3, each=30)
 
 
 @pytest.fixture(scope="session")
@@ -162,12 +162,12 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     data = load_digits()
     order = np.random.default_rng(0).permutation(len(data.target))
-    pictures = (data.images[order] * 255 / 16).astype(np.uint8)
+    images = (data.images[order] * 255 / 16).astype(np.uint8)
     cuts = {"train800": slice(0, 800), "val200": slice(800, 1000), "test": slice(1000, None)}
     root = tmp_path_factory.mktemp("digits") / "vtab-1k"
     write_task(
         root / "svhn",
-        {name: pictures[cut] for name, cut in cuts.items()},
+        {name: images[cut] for name, cut in cuts.items()},
         {name: data.target[order][cut] for name, cut in cuts.items()},
     )
     return root
@@ -175,7 +175,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def toy(digits: Path) -> Callable[..., dict[str, Any]]:
-    """Run the VTAB command's toy recipe on the handwritten digits."""
+    """Run the VTAB command's toy config on the handwritten digits."""
     from test_vtab import run
 
     def go(output: Path, *settings: str, **arguments: Any) -> dict[str, Any]:

@@ -78,8 +78,8 @@ def kill_worker(program: Program, data: Path, g: random.Random) -> bool:
     return False
 
 
-def replace_picture(program: Program, data: Path, g: random.Random) -> bool:
-    """Put another picture in the place of one, as programs do that write to a new file first."""
+def replace_image(program: Program, data: Path, g: random.Random) -> bool:
+    """Put another image in the place of one, as programs do that write to a new file first."""
     path = g.choice(sorted(file for file in data.rglob("*") if file.suffix in (".jpg", ".png")))
     new = path.with_name(f"new{path.suffix}")
     draw(new, g.randrange(1000, 2000), side=g.randrange(24, 40))
@@ -212,7 +212,7 @@ FAULTS = {
     "checkpoint damaged": replace(KILL, after=damage_checkpoint, refused=True),
     "metrics cut off": replace(KILL, after=cut_metrics, curves=False),
     "data worker killed": Fault(during=kill_worker, options=("-j", "2")),
-    "picture replaced": Fault(during=replace_picture, codes=(3,), exchanged=True),
+    "image replaced": Fault(during=replace_image, codes=(3,), exchanged=True),
     "clock set back": replace(KILL, within=set_clock_back),
     "tracker unreachable": Fault(
         within=lose_tracker, codes=(), options=("-j", "0", "--set", "runtime.report_to=wandb")

@@ -44,7 +44,7 @@ class Outcome:
     def differences(self, other: Outcome, *, curves: bool = True, files: bool = True) -> list[str]:
         """Return what differs; without `curves`, they may lack records.
 
-        Weight files hold curves and say which pictures were trained on: without `files` they differ where tensors do.
+        Weight files hold curves and say which images were trained on: without `files` they differ where tensors do.
         """
         but = ([] if curves else ["curve"]) + ([] if files else ["weights_sha256"])
         ours, theirs = ({**one, **dict.fromkeys(but)} for one in (self.result, other.result))

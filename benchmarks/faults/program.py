@@ -26,14 +26,14 @@ ENTRANCES = (
     ("dpn_cli.engine.fit", "", "fit", "training"),
     ("dpn_cli.engine.fit", "_Training", "evaluate", "evaluating"),
     ("dpn_cli.run.checkpoints", "Checkpoints", "save", "saving"),
-    ("dpn_cli.run.folder", "RunFolder", "finish", "saving"),
+    ("dpn_cli.run.run_dir", "RunFolder", "finish", "saving"),
     ("tasks.classify.train", "", "evaluate", "evaluating"),
     ("tasks.segment.train", "", "evaluate", "evaluating"),
     ("tasks.lit.train", "", "retrieval_scores", "evaluating"),
     ("tasks.lit.cache", "", "fill", "caching"),
-    ("tasks.vtab.trainer", "Trainer", "pixels", "caching"),
-    ("tasks.vtab.trainer", "Trainer", "evaluate", "evaluating"),
-    ("tasks.vtab.trainer", "Trainer", "count_test", "evaluating"),
+    ("tasks.vtab.train", "Trainer", "pixels", "caching"),
+    ("tasks.vtab.train", "Trainer", "evaluate", "evaluating"),
+    ("tasks.vtab.train", "Trainer", "count_test", "evaluating"),
 )
 IMPORTED = (
     *("tasks.classify.highres", "tasks.vtab.command", "tasks.lit.command", "tasks.segment.command"),

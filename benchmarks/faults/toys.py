@@ -8,7 +8,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from dpn_cli.data import scenes
+from dpn_cli.data.sources import synthetic
 
 SHARED = (
     "--arch",
@@ -26,10 +26,10 @@ SHARED = (
 )
 
 
-def draw(path: Path, number: int, side: int = scenes.SCENE_SIZE) -> None:
-    """Write the scene of that number as a picture."""
+def draw(path: Path, number: int, side: int = synthetic.SCENE_SIZE) -> None:
+    """Write the scene of that number as an image."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(scenes.render(scenes.sample_scene(0, number))[0]).resize((side, side)).save(path)
+    Image.fromarray(synthetic.render(synthetic.sample_scene(0, number))[0]).resize((side, side)).save(path)
 
 
 def write_photos(root: Path) -> None:
@@ -51,12 +51,12 @@ def write_vtab(root: Path) -> None:
 
 
 def write_pairs(root: Path) -> None:
-    """Write 40 pictures and ``pairs.csv`` with their captions, and ``val.csv`` with those of 8 others."""
+    """Write 40 images and ``pairs.csv`` with their captions, and ``val.csv`` with those of 8 others."""
     for name, numbers in {"pairs": range(40), "val": range(40, 48)}.items():
         rows = [("file", "caption")]
         for number in numbers:
             draw(root / f"{number:03d}.png", number)
-            rows.append((f"{number:03d}.png", f"picture number {number}"))
+            rows.append((f"{number:03d}.png", f"image number {number}"))
         with (root / f"{name}.csv").open("w", newline="") as file:
             csv.writer(file).writerows(rows)
 
@@ -69,9 +69,9 @@ def write_masks(root: Path) -> None:
             draw(root / "images" / split / f"{number:03d}.jpg", number)
             mask = root / "annotations" / split / f"{number:03d}.png"
             mask.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(scenes.render(scenes.sample_scene(0, number))[1]).save(mask)
+            Image.fromarray(synthetic.render(synthetic.sample_scene(0, number))[1]).save(mask)
             number += 1
-    (root / "classes.txt").write_text("\n".join(scenes.MASK_CLASSES) + "\n")
+    (root / "classes.txt").write_text("\n".join(synthetic.MASK_CLASSES) + "\n")
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""Draw stem.svg: the plain stem beside Dual PatchNorm, and what the first norm does to a picture.
+"""Draw stem.svg: the plain stem beside Dual PatchNorm, and what the first norm does to an image.
 
     python docs/images/draw_stem.py [FILE]
 
-Needs matplotlib. The pictures on the right are a built-in scene and a darker one of low contrast, each before and after
+Needs matplotlib. The images on the right are a built-in scene and a darker one of low contrast, each before and after
 the norm that a new Dual PatchNorm stem applies to its patches.
 """
 
@@ -19,7 +19,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from dpn_cli.data.scenes import render, sample_scene
+from dpn_cli.data.sources.synthetic import render, sample_scene
 from dpn_cli.model.stem import stem_norm
 
 PATCH = 16
@@ -45,7 +45,7 @@ def stem_row(axes: Axes, y: float, title: str, columns: list[int]) -> None:
 
 
 def normalised(image: torch.Tensor) -> torch.Tensor:
-    """Return what the first norm makes of a picture (h, w, 3) in 0...1, moved into 0...1 to be shown."""
+    """Return what the first norm makes of an image (h, w, 3) in 0...1, moved into 0...1 to be shown."""
     patches = rearrange(image, "(h p) (w q) c -> (h w) (p q c)", p=PATCH, q=PATCH)
     with torch.no_grad():
         tokens = stem_norm("dpn", "norm_in", patches.shape[1], 1e-6)(patches)
@@ -62,7 +62,7 @@ def main() -> None:
     stem_row(axes, 2.75, "Plain ViT", [0, 2, 4, 5])
     stem_row(axes, 0.95, "Dual PatchNorm", [0, 1, 2, 3, 4, 5])
     pixels = torch.from_numpy(render(sample_scene(0, 5))[0].copy()).float() / 255
-    for column, (title, image) in enumerate((("picture", pixels), ("darker, less contrast", 0.15 + 0.35 * pixels))):
+    for column, (title, image) in enumerate((("image", pixels), ("darker, less contrast", 0.15 + 0.35 * pixels))):
         for line, shown in enumerate((image, normalised(image))):
             place = figure.add_axes((0.715 + 0.145 * column, 0.48 - 0.46 * line, 0.125, 0.42))
             place.imshow(shown.numpy(), interpolation="nearest")

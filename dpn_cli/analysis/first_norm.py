@@ -1,4 +1,4 @@
-"""Scale and bias of the stem's first norm as pictures of a patch (arXiv 2302.01327, Figure 3).
+"""Scale and bias of the stem's first norm as images of a patch (arXiv 2302.01327, Figure 3).
 
 A patch is flattened as (row, column, channel), see `PatchStem`; a map is (3, p, q): channel, row, column.
 """

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from dpn_cli.errors import DataError, DpnError, PictureError
+from dpn_cli.errors import DataError, DpnError, ImageError
 from dpn_cli.run.console import printable, show_error
 from dpn_cli.run.files import save_error
 
@@ -48,6 +48,6 @@ def one_line_errors(arguments: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _way_out(error: DpnError, arguments: Mapping[str, Any]) -> str:
-    """Name ``--skip-bad-images`` after an unreadable picture where the command has that option and it was not given."""
+    """Name ``--skip-bad-images`` after an unreadable image where the command has that option and it was not given."""
     skips = arguments.get("skip_bad_images", True)
-    return "; --skip-bad-images leaves it out and counts it" if isinstance(error, PictureError) and not skips else ""
+    return "; --skip-bad-images leaves it out and counts it" if isinstance(error, ImageError) and not skips else ""

@@ -11,13 +11,12 @@ from rich.console import Console as RichConsole
 from rich.table import Column, Table
 
 from dpn_cli.arch import Act, Stem
-from dpn_cli.commands.action import Outcome, action
-from dpn_cli.errors import DpnError
-from dpn_cli.recipe.flag import DATA, FACTS, OUTPUT, argument, flag
-from dpn_cli.recipe.network import IMAGE_SIZE, STEM
-from dpn_cli.recipe.schema import (
+from dpn_cli.commands.command import Outcome, action
+from dpn_cli.config.network import IMAGE_SIZE, STEM
+from dpn_cli.config.option import DATA, FACTS, OUTPUT, argument, flag
+from dpn_cli.config.schema import (
     AtOnce,
-    Pictures,
+    ImageReading,
     Pixels,
     Positive,
     Section,
@@ -26,6 +25,7 @@ from dpn_cli.recipe.schema import (
     Workers,
     height_by_width,
 )
+from dpn_cli.errors import DpnError
 from dpn_cli.run.console import Console, cell, printable, show
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class Retrofit(Writing):
         flag("--images", help="How many of them, drawn by --seed.", panel=DATA),
     ] = 512
     seed: Annotated[Seed, flag("--seed", help="Seed of the draw.", panel=DATA)] = 0
-    pictures: Pictures = Pictures()
+    reading: ImageReading = ImageReading()
     batch_size: AtOnce = 32
     workers: Workers = "auto"
 
@@ -135,7 +135,7 @@ class Retrofit(Writing):
 def _inspect(options: Inspection, console: Console) -> Outcome:
     """Say what a weight file is, and what loading it would rename, resize, drop, add or assume.
 
-    For pictures of what the network in it has learned, see 'dpn inspect'.
+    For images of what the network in it has learned, see 'dpn inspect'.
     """
     from dpn_cli.weights.convert import inspect
 
@@ -173,7 +173,7 @@ def _print_conversion(done: dict[str, Any], source: str) -> None:
 def _fold(options: Folding, console: Console) -> Outcome:
     """Fold batch norm and its kind into the layers beside them: the same outputs from a plain, faster ViT."""
     _check_target(options.target, options.overwrite)
-    from dpn_cli.run.kinds import resolve
+    from dpn_cli.run.artifact_kinds import resolve
     from dpn_cli.weights.fold import fold_file
 
     source = _open(resolve(options.source, "dpn checkpoint fold"), options.facts)
@@ -196,22 +196,22 @@ def _fold(options: Folding, console: Console) -> Outcome:
 def _retrofit(options: Retrofit, console: Console) -> Outcome:
     """Give a plain ViT a DPN stem whose tokens are as near as they can be: a start for training."""
     _check_target(options.target, options.overwrite)
-    from dpn_cli.run.kinds import resolve
+    from dpn_cli.run.artifact_kinds import resolve
 
     opened = _open(resolve(options.source, "dpn checkpoint retrofit"), options.facts)
     import torch
 
+    from dpn_cli.data.decode import Reading
     from dpn_cli.data.images import find_images
     from dpn_cli.data.pixels import load
-    from dpn_cli.data.reading import Reading
-    from dpn_cli.run import stopping
-    from dpn_cli.weights.inferred import config_of
+    from dpn_cli.run import signals
+    from dpn_cli.weights.infer_config import config_of
     from dpn_cli.weights.retrofit import retrofit
 
     size = _pair(options.image_size) or config_of(opened).image_size
-    reading = Reading(options.pictures.decode, options.pictures.max_pixels)
+    reading = Reading(options.reading.decode, options.reading.max_pixels)
     split = find_images(options.data, options.images, options.seed, reading)
-    with stopping.listen(stopping.NO_RESULT), console.counting("retrofit", len(split.labels)) as counted:
+    with signals.listen(signals.NO_RESULT), console.counting("retrofit", len(split.labels)) as counted:
         pixels = load(split, size, workers=options.workers, done=counted).images
     images = torch.split(pixels, options.batch_size)
     done = retrofit(opened, options.target, lambda: iter(images), stem=options.stem, image_size=size)
@@ -247,7 +247,7 @@ def _check_target(target: Path, overwrite: bool) -> None:
 def _open(source: str, facts: FileFacts) -> Checkpoint:
     """Open a checkpoint with the facts that the user states. Raises `DpnError` for facts that cannot be."""
     from dpn_cli.weights.convert import Facts
-    from dpn_cli.weights.sources import open_checkpoint
+    from dpn_cli.weights.locate import open_checkpoint
 
     stated = Facts(facts.eps, facts.act, facts.heads, _pair(facts.grid), facts.mean, facts.std)
     return stated.apply(open_checkpoint(source))

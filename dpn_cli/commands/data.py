@@ -10,11 +10,11 @@ from pydantic import BeforeValidator, Field
 
 from dpn_cli.arch import MOST_PIXELS
 from dpn_cli.commands import datacheck, prepare
-from dpn_cli.commands.action import Outcome, action
+from dpn_cli.commands.command import Outcome, action
+from dpn_cli.config.option import DATA, OUTPUT, RUNTIME, flag
+from dpn_cli.config.schema import DataPlace, ImageColumn, ImageReading, LabelColumn, Section, Side, SkipBadImages
+from dpn_cli.config.urls import EXTRAS
 from dpn_cli.errors import DpnError
-from dpn_cli.recipe.flag import DATA, OUTPUT, RUNTIME, flag
-from dpn_cli.recipe.schema import DataPlace, ImageColumn, LabelColumn, Pictures, Section, Side, SkipBadImages
-from dpn_cli.recipe.stores import EXTRAS
 from dpn_cli.run.console import Console, several
 
 app = typer.Typer(
@@ -53,11 +53,11 @@ class PackOptions(Section):
         flag("--encode", help="ppm is uncompressed: several times the space, nothing to decode.", panel=DATA),
     ] = "jpeg"
     quality: Annotated[
-        Annotated[int, Field(ge=1, le=100)], flag("--quality", help="JPEG quality of resized pictures.", panel=DATA)
+        Annotated[int, Field(ge=1, le=100)], flag("--quality", help="JPEG quality of resized images.", panel=DATA)
     ] = 90
     image_column: ImageColumn = None
     label_column: LabelColumn = None
-    pictures: Pictures = Pictures()
+    reading: ImageReading = ImageReading()
     skip_bad_images: SkipBadImages = False
     workers: Annotated[
         Annotated[int, Field(ge=1, le=1024)], flag("--workers", "-j", help="Processes.", panel=RUNTIME)
@@ -67,31 +67,31 @@ class PackOptions(Section):
 @action(app, "pack", PackOptions, "dpn data pack --data imagenet --out imagenet-320 --size 320")
 def _pack(options: PackOptions, console: Console) -> Outcome:
     """Write images once into shards that read fast; run it again after a stop, or to mend what is damaged."""
-    from dpn_cli.data import pack
     from dpn_cli.data.classified import ImageSource, check_classes, hash_order, open_split, own_splits
-    from dpn_cli.data.reading import Reading
-    from dpn_cli.run import stopping
+    from dpn_cli.data.decode import Reading
+    from dpn_cli.data.sources import packs
+    from dpn_cli.run import signals
     from dpn_cli.run.files import claimed, real_path
 
     data, out = options.source, options.out
-    reading = Reading(options.pictures.decode, options.pictures.max_pixels)
+    reading = Reading(options.reading.decode, options.reading.max_pixels)
     source = ImageSource(data, image_column=options.image_column, label_column=options.label_column, reading=reading)
     if out.parts[:1] in {(f"{scheme}:",) for scheme in EXTRAS}:
         raise DpnError(f"--out {out}: a URL; pack into a folder, and copy that with the store's own program")
     if real_path(out).is_relative_to(real_path(data)):
-        raise DpnError(f"--out {out}: inside --data {data}, where its shards would be taken for pictures")
+        raise DpnError(f"--out {out}: inside --data {data}, where its shards would be taken for images")
     splits = {name: open_split(source, name, unlabelled=True) for name in own_splits(source)}
     for name in [name for name, (split, _) in splits.items() if min(split.labels) < 0]:
         console.warn(f"{name} has no labels and is left out")
         del splits[name]
     for name in splits:
         check_classes(source, splits["train"][1], splits[name][1])
-    with stopping.listen(stopping.PARTS_KEPT), claimed(out):
-        manifest = pack.pack(
+    with signals.listen(signals.PARTS_KEPT), claimed(out):
+        manifest = packs.pack(
             {name: (split, hash_order(split)) for name, (split, _) in splits.items()},
             splits["train"][1],
             out,
-            pack.Packing(options.size, options.encode, options.quality),
+            packs.Packing(options.size, options.encode, options.quality),
             workers=options.workers,
             skip_bad=options.skip_bad_images,
             progress=console.info,

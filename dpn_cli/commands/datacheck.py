@@ -1,4 +1,4 @@
-"""`dpn data check`: all pictures of a training's data, before it begins."""
+"""`dpn data check`: all images of a training's data, before it begins."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, Protocol, cast
 import typer
 
 from dpn_cli.commands import one_line_errors
-from dpn_cli.commands.flags import keys_of, with_signature
-from dpn_cli.commands.tasks import ADE20K, FOLDER, HIGHRES, LIT, PRETRAIN, TRAININGS, VTAB
-from dpn_cli.commands.training import CONFIG_OPTIONS, PRINTING, Training, option
+from dpn_cli.commands.options import keys_of, with_signature
+from dpn_cli.commands.train import CONFIG_OPTIONS, PRINTING, Training, option
+from dpn_cli.commands.trainers import ADE20K, FOLDER, HIGHRES, LIT, PRETRAIN, TRAININGS, VTAB
+from dpn_cli.config.option import DATA, RUNTIME
 from dpn_cli.errors import CheckError
-from dpn_cli.recipe.flag import DATA, RUNTIME
 from dpn_cli.run.console import Console, several, show
 
 # The trainings whose data can be checked, the module that does it, and data for the example in help.
@@ -28,19 +28,19 @@ CHECKS: dict[str, tuple[Training, str, str]] = {
 }
 # Options that matter beside those about the data, and those that change nothing about what is wrong with them.
 ALSO, BESIDE = frozenset({"batch_size", "image_size", "workers"}), frozenset({"skip_bad_images", "flip"})
-EXTRA = frozenset({"name", "recipe_name"})
+EXTRA = frozenset({"name", "base_config"})
 
 
 class CheckModule(Protocol):
     """The module of a task that looks at its data, and loads torch."""
 
-    def examine(self, recipe: Any, findings: Any, ranks: int) -> dict[str, Any]:
+    def examine(self, config: Any, findings: Any, ranks: int) -> dict[str, Any]:
         """Note in `findings` what there is to say; returns the fingerprints that a result carries."""
 
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Decode every picture of a training's data once, and list what is wrong, by file name.",
+    help="Decode every image of a training's data once, and list what is wrong, by file name.",
     epilog="Example: dpn data check highres --data photos --val-fraction 0.2",
 )
 
@@ -50,15 +50,15 @@ def _check(name: str, training: Training, module: str, arguments: Mapping[str, A
     with one_line_errors(arguments), console.heard():
         # Pre-training asks for a network, by which it augments; data are the same for all of them.
         network = {"arch": "B/32"} if training is PRETRAIN and arguments["data"] else {}
-        recipe = training.layers({**arguments, **network}, console.info)
+        config = training.layers({**arguments, **network}, console.info)
         from dpn_cli.data.findings import Findings, describe  # torch loads here
-        from dpn_cli.run import stopping
+        from dpn_cli.run import signals
 
-        findings = Findings(console, recipe.runtime.workers)
-        with stopping.listen(stopping.NO_RESULT):
+        findings = Findings(console, config.runtime.workers)
+        with signals.listen(signals.NO_RESULT):
             checks = cast(CheckModule, import_module(module))
-            fingerprint = checks.examine(recipe, findings, arguments["ranks"])
-        result = findings.result(name, recipe.data.source, fingerprint)
+            fingerprint = checks.examine(config, findings, arguments["ranks"])
+        result = findings.result(name, config.data.source, fingerprint)
         show(json.dumps(result, indent=2) if arguments["json"] else describe(result))
         if count := len(findings.problems):
             raise CheckError(f"{several(count, 'problem')} with the data, as listed above")
@@ -82,7 +82,7 @@ def _add(name: str, training: Training, module: str, data: str) -> None:
 
     of_data = {key.parameter for key in keys_of(training.schema) if key.flag.panel == DATA}
     words = next(words for words, each in TRAININGS.items() if each is training)
-    command.__doc__ = f"All pictures of the data of 'dpn {words}': unreadable, labelled wrongly, there twice."
+    command.__doc__ = f"All images of the data of 'dpn {words}': unreadable, labelled wrongly, there twice."
     options = [
         *(parameter for parameter in training.extra if parameter.name in EXTRA),
         *training.parameters(frozenset(of_data | ALSO) - BESIDE),

@@ -7,10 +7,10 @@ from typing import Any
 
 import typer
 
-from dpn_cli.commands.action import Outcome, action
-from dpn_cli.doctor.finding import Finding
+from dpn_cli.commands.command import Outcome, action
+from dpn_cli.config.schema import Section
+from dpn_cli.doctor.result import Finding
 from dpn_cli.errors import CheckError
-from dpn_cli.recipe.schema import Section
 from dpn_cli.run.console import Console, several
 
 
@@ -20,10 +20,10 @@ class DoctorOptions(Section):
 
 def examine() -> list[Finding]:
     """Look at the packages, the machine, its folders, torch, the devices, and the ranks that torchrun has started."""
-    from dpn_cli.doctor.apart import begun
     from dpn_cli.doctor.machine import machine
     from dpn_cli.doctor.packages import packages
-    from dpn_cli.doctor.places import places
+    from dpn_cli.doctor.storage import places
+    from dpn_cli.doctor.subprocess_check import begun
 
     with begun() as apart:  # torch loads while the rest is looked at
         found = [*packages(), *machine(), *places()]

@@ -9,10 +9,10 @@ import typer
 from rich.console import Console as RichConsole
 from rich.table import Column, Table
 
-from dpn_cli.commands.action import DefaultGroup, Outcome, action
-from dpn_cli.commands.training import failure
+from dpn_cli.commands.command import DefaultGroup, Outcome, action
+from dpn_cli.commands.train import failure
 from dpn_cli.run.console import Console, cell
-from tasks.classify.options import Export, Prediction, Probing, Scoring
+from tasks.classify.options import Export, PredictOptions, Probing, Scoring
 
 
 class _ScoreByDefault(DefaultGroup):
@@ -29,7 +29,7 @@ app = typer.Typer(
 @action(app, "score", Scoring, "dpn eval runs/highres/B-32-dpn --data photos -o report")
 def _score(options: Scoring, console: Console) -> Outcome:
     """Top-1, top-5 and loss of a classifier, its classes one by one, and what it confuses."""
-    from tasks.classify.evaluation import describe_scores, evaluate
+    from tasks.classify.evaluate import describe_scores, evaluate
 
     return evaluate(options, console), describe_scores
 
@@ -38,8 +38,8 @@ def _score(options: Scoring, console: Console) -> Outcome:
 def _fewshot(options: Probing, console: Console) -> Outcome:
     """The paper's few-shot metric: ridge regression on the frozen representation of a few images per class."""
     if options.compare or options.run.output_dir:
-        from dpn_cli.commands.compared import show_comparison
         from dpn_cli.commands.probing import DRAWS, probe_several
+        from dpn_cli.sweep.pairs import show_comparison
 
         several = probe_several(options, console)
         return several, partial(show_comparison, trainings=DRAWS), failure(several["failed"], DRAWS)
@@ -50,24 +50,26 @@ def _fewshot(options: Probing, console: Console) -> Outcome:
 
 def add_to(root: typer.Typer) -> None:
     """Add ``predict`` and ``export`` to the root of all commands."""
-    action(root, "predict", Prediction, "dpn predict runs/highres/B-32-dpn photos --html predictions.html")(_predict)
+    action(root, "predict", PredictOptions, "dpn predict runs/highres/B-32-dpn photos --html predictions.html")(
+        _predict
+    )
     action(root, "export", Export, "dpn export runs/highres/B-32-dpn --to onnx -o export", quiet=False)(_export)
 
 
-def _predict(options: Prediction, console: Console) -> Outcome:
-    """The classes of pictures with their probabilities, prepared as the run's own images were."""
-    from tasks.classify.prediction import classify
+def _predict(options: PredictOptions, console: Console) -> Outcome:
+    """The classes of images with their probabilities, prepared as the run's own images were."""
+    from tasks.classify.predict import classify
 
     found = classify(options, console)
     return found.results, _print_guesses, found.problem(options.skip_bad_images)
 
 
 def _print_guesses(results: list[dict[str, Any]]) -> None:
-    table = Table(Column("picture", overflow="fold"), "class", "probability", box=None, padding=(0, 2, 0, 0))
+    table = Table(Column("image", overflow="fold"), "class", "probability", box=None, padding=(0, 2, 0, 0))
     for result in results:
         for place, guess in enumerate(result["classes"]):
-            picture = "" if place else cell(result["image"])
-            table.add_row(picture, cell(guess["name"]), f"{guess['probability']:.1%}")
+            image = "" if place else cell(result["image"])
+            table.add_row(image, cell(guess["name"]), f"{guess['probability']:.1%}")
     RichConsole(highlight=False, soft_wrap=True).print(table)
 
 

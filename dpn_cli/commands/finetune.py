@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import typer
 
-from dpn_cli.commands import tasks, training
+from dpn_cli.commands import train, trainers
 
 app = typer.Typer(
     no_args_is_help=True,
     epilog="Example: dpn finetune vtab --data demo --compare none,dpn",
 )
-training.add(app, "vtab", tasks.VTAB)
-training.add(app, "highres", tasks.HIGHRES)
+train.add(app, "vtab", trainers.VTAB)
+train.add(app, "highres", trainers.HIGHRES)

@@ -1,4 +1,4 @@
-"""`dpn inspect`: pictures of what a network has learned."""
+"""`dpn inspect`: images of what a network has learned."""
 
 from __future__ import annotations
 
@@ -9,17 +9,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic import Field
 
-from dpn_cli.commands.action import Outcome, action
+from dpn_cli.commands.command import Outcome, action
+from dpn_cli.config.network import IMAGE_SIZE
+from dpn_cli.config.option import DATA, OUTPUT, argument, flag
+from dpn_cli.config.schema import (
+    DATA_SOURCE,
+    DataPlace,
+    ImageColumn,
+    ImageReading,
+    Pixels,
+    Runtime,
+    Section,
+    SkipBadImages,
+)
 from dpn_cli.errors import DpnError
-from dpn_cli.recipe.flag import DATA, OUTPUT, argument, flag
-from dpn_cli.recipe.network import IMAGE_SIZE
-from dpn_cli.recipe.schema import DATA_SOURCE, DataPlace, ImageColumn, Pictures, Pixels, Runtime, Section, SkipBadImages
+from dpn_cli.run.artifact_kinds import WEIGHTS
 from dpn_cli.run.console import Console
 from dpn_cli.run.files import open_report, replace_json
-from dpn_cli.run.kinds import WEIGHTS
 
 if TYPE_CHECKING:
-    from dpn_cli.analysis.pictures import Shown
+    from dpn_cli.analysis.images import Shown
     from dpn_cli.weights.backbone import Backbone
 
 IMAGES = 128  # as many as arXiv 2010.11929 takes for its attention distances
@@ -34,9 +43,9 @@ class Inspection(Section):
     source: Annotated[
         DataPlace | None,
         DATA_SOURCE.but(
-            help="Pictures without labels to send through the network: a folder, a packed folder or "
+            help="Images without labels to send through the network: a folder, a packed folder or "
             "its URL, hf:OWNER/NAME[:CONFIGURATION], wds:PATTERN, or demo.",
-            unset="what needs pictures is left out",
+            unset="what needs images is left out",
         ),
     ] = None
     images: Annotated[
@@ -44,7 +53,7 @@ class Inspection(Section):
         flag("--images", help="How many of them, by the order of their names' hashes.", panel=DATA),
     ] = IMAGES
     image_column: ImageColumn = None
-    pictures: Pictures = Pictures()
+    reading: ImageReading = ImageReading()
     skip_bad_images: SkipBadImages = False
     image_size: Annotated[Pixels | None, IMAGE_SIZE.but(unset="the checkpoint's own")] = None
     runtime: Runtime = Runtime()
@@ -58,19 +67,19 @@ def inspect(options: Inspection, console: Console, title: str = "") -> dict[str,
 
     Without a `title` the page is named after them.
 
-    Raises `DataError` for weights and pictures that cannot be read, `DpnError` for an output folder that holds a run.
+    Raises `DataError` for weights and images that cannot be read, `DpnError` for an output folder that holds a run.
     """
     if options.source is None and options.images != IMAGES:
         raise DpnError(f"--images {options.images}: says how many of --data; pass --data, too")
-    from dpn_cli.analysis.examined import Examined, examine
-    from dpn_cli.analysis.figures import sections_of
+    from dpn_cli.analysis.plots import sections_of
+    from dpn_cli.analysis.summary import Examined, examine
     from dpn_cli.report.page import write_page  # matplotlib takes a second
-    from dpn_cli.run import stopping
+    from dpn_cli.run import signals
     from dpn_cli.run.distributed import join, refuse_ranks
 
     places = [place for place in (options.checkpoint, options.other) if place is not None]
     networks: list[Examined] = []
-    with stopping.listen(stopping.NO_RESULT), join(options.runtime.device) as world:
+    with signals.listen(signals.NO_RESULT), join(options.runtime.device) as world:
         refuse_ranks(world, "inspect")
         shown, names = _shown(options), _names(places)
         models = [_open(place, options) for place in places]
@@ -98,21 +107,21 @@ def inspect(options: Inspection, console: Console, title: str = "") -> dict[str,
 
 
 def _shown(options: Inspection) -> Shown | None:
-    from dpn_cli.analysis.pictures import Shown
+    from dpn_cli.analysis.images import Shown
     from dpn_cli.data.classified import ImageSource
-    from dpn_cli.data.reading import Reading, decoder_of
+    from dpn_cli.data.decode import Reading, decoder_of
 
     if options.source is None:
         return None
-    reading = Reading(decoder_of(options.pictures.decode), options.pictures.max_pixels)
+    reading = Reading(decoder_of(options.reading.decode), options.reading.max_pixels)
     source = ImageSource(options.source, image_column=options.image_column, reading=reading)
     return Shown(source, options.images, options.runtime.workers, options.skip_bad_images)
 
 
 def _open(place: str, options: Inspection) -> Backbone:
-    from dpn_cli.run.kinds import resolve
+    from dpn_cli.run.artifact_kinds import resolve
     from dpn_cli.weights.backbone import load_backbone
-    from dpn_cli.weights.sources import open_checkpoint
+    from dpn_cli.weights.locate import open_checkpoint
 
     return load_backbone(checkpoint=open_checkpoint(resolve(place, "dpn inspect")), image_size=options.image_size)
 
@@ -136,7 +145,7 @@ def add_to(root: typer.Typer) -> None:
 
 
 def _inspect(options: Inspection, console: Console) -> Outcome:
-    """Pictures of what a network has learned, or two beside each other: norms, filters, positions, attention, tokens.
+    """Images of what a network has learned, or two beside each other: norms, filters, positions, attention, tokens.
 
     For what a weight file is and what loading it would change, see 'dpn checkpoint inspect'.
     """

@@ -7,10 +7,10 @@ from typing import Any
 
 import typer
 
-from dpn_cli.commands import one_line_errors, training
-from dpn_cli.commands.action import Outcome, action
-from dpn_cli.commands.flags import with_signature
-from dpn_cli.commands.tasks import LIT
+from dpn_cli.commands import one_line_errors, train
+from dpn_cli.commands.command import Outcome, action
+from dpn_cli.commands.options import with_signature
+from dpn_cli.commands.trainers import LIT
 from dpn_cli.run.console import Console, printable, show
 from tasks.lit.options import Export, Labelling, Scoring, Search
 
@@ -20,7 +20,7 @@ app = typer.Typer(
 )
 
 
-training.add(app, "train", LIT)
+train.add(app, "train", LIT)
 CACHE_KEYS = frozenset(
     (
         *("arch", "stem", "checkpoint", "image_size", "tokenizer", "data", "val_data", "val_fraction", "images"),
@@ -34,16 +34,16 @@ def cache(**arguments: Any) -> None:
     """Encode all images once and keep the features, as 'train' does by itself; continues where it was stopped."""
     with one_line_errors(arguments):
         console = Console(quiet=arguments["quiet"])
-        recipe = LIT.settle(LIT.layers(arguments, console.info), console, False)
+        config = LIT.settle(LIT.layers(arguments, console.info), console, False)
         from tasks.lit.command import describe_cache, fill_cache
 
-        result = fill_cache(recipe, console)
+        result = fill_cache(config, console)
         if result is not None:
             show(json.dumps(result, indent=2) if arguments["json"] else describe_cache(result))
 
 
 app.command(epilog="Example: dpn lit cache --checkpoint B-32-dpn.npz --data pairs.csv")(
-    with_signature(cache, [*LIT.parameters(CACHE_KEYS), *training.CONFIG_OPTIONS, *training.PRINTING])
+    with_signature(cache, [*LIT.parameters(CACHE_KEYS), *train.CONFIG_OPTIONS, *train.PRINTING])
 )
 
 
@@ -57,8 +57,8 @@ def _evaluate(options: Scoring, console: Console) -> Outcome:
 
 @action(app, "predict", Labelling, 'dpn lit predict runs/lit/B-32-dpn photos --labels "a cat,a dog" --csv labels.csv')
 def _predict(options: Labelling, console: Console) -> Outcome:
-    """Which of some labels fits a picture best."""
-    from tasks.lit.use import label
+    """Which of some labels fits an image best."""
+    from tasks.lit.serve import label
 
     found = label(options, console)
     return found.results, _describe_labels, found.problem(options.skip_bad_images)
@@ -75,8 +75,8 @@ def _describe_labels(results: list[dict[str, Any]]) -> str:
 
 @action(app, "search", Search, 'dpn lit search runs/lit/B-32-dpn --images photos --query "a dog on a beach"')
 def _search(options: Search, console: Console) -> Outcome:
-    """The pictures of a folder that are nearest to a sentence; each is encoded once, for all queries to come."""
-    from tasks.lit.use import search
+    """The images of a folder that are nearest to a sentence; each is encoded once, for all queries to come."""
+    from tasks.lit.serve import search
 
     found = search(options, console)
     if found is None:
@@ -91,7 +91,7 @@ def _describe_nearest(places: list[dict[str, Any]]) -> str:
 @action(app, "export", Export, "dpn lit export runs/lit/B-32-dpn -o export", quiet=False)
 def _export(options: Export, console: Console) -> Outcome:
     """Write both towers and the tokenizer as safetensors and JSON, with a model card, after comparing features."""
-    from tasks.lit.use import export
+    from tasks.lit.serve import export
 
     return export(
         options.run, options.output_dir

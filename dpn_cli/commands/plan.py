@@ -9,15 +9,15 @@ from typing import Any
 import typer
 
 from dpn_cli.commands import one_line_errors
-from dpn_cli.commands.costs import in_hours, print_costs
-from dpn_cli.commands.flags import with_signature
-from dpn_cli.commands.tasks import DISTILL, PRETRAIN, VTAB
-from dpn_cli.commands.training import CONFIG_OPTIONS, JSON, VERBOSE, option
+from dpn_cli.commands.estimate import in_hours, print_costs
+from dpn_cli.commands.options import with_signature
+from dpn_cli.commands.train import CONFIG_OPTIONS, JSON, VERBOSE, option
+from dpn_cli.commands.trainers import DISTILL, PRETRAIN, VTAB
+from dpn_cli.config.cost import total_disk, total_hours
+from dpn_cli.config.option import DATA, MODEL, RUNTIME
 from dpn_cli.errors import DpnError
-from dpn_cli.recipe.cost import total_disk, total_hours
-from dpn_cli.recipe.flag import DATA, MODEL, RUNTIME
 from dpn_cli.run.console import Console, gigabytes, show
-from tasks.classify.pretrain_recipe import settle
+from tasks.classify.pretrain_config import settle
 
 KEYS = frozenset(
     (
@@ -40,32 +40,32 @@ def pretrain(**arguments: Any) -> None:
     """Steps, hours, memory and disk of a pre-training, from FLOP counts and this device's matrix-product rate."""
     with one_line_errors(arguments):
         here = arguments["data"] is not None
-        recipe = settle(PRETRAIN.layers({**arguments, "data": arguments["data"] or "imagenet"}, Console().info))
+        config = settle(PRETRAIN.layers({**arguments, "data": arguments["data"] or "imagenet"}, Console().info))
         from tasks.classify.plan import describe_plan, estimate
 
-        _show(estimate(recipe, arguments["images"], here=here, ranks=arguments["ranks"]), describe_plan, arguments)
+        _show(estimate(config, arguments["images"], here=here, ranks=arguments["ranks"]), describe_plan, arguments)
 
 
 def distill(**arguments: Any) -> None:
     """Steps, hours and disk of a distillation, from FLOP counts and this device's matrix-product rate."""
     with one_line_errors(arguments):
         here, arch = arguments["data"] is not None, arguments["teacher_arch"]
-        recipe = DISTILL.layers({**arguments, "data": arguments["data"] or "imagenet"}, Console().info)
-        if recipe.teacher and arch:
-            raise DpnError(f"--teacher-arch {arch}: the weights of --teacher {recipe.teacher} say it; leave one out")
+        config = DISTILL.layers({**arguments, "data": arguments["data"] or "imagenet"}, Console().info)
+        if config.teacher and arch:
+            raise DpnError(f"--teacher-arch {arch}: the weights of --teacher {config.teacher} say it; leave one out")
         from tasks.classify.distill.plan import describe_plan, estimate
 
         how = {"here": here, "ranks": arguments["ranks"]}
-        _show(estimate(recipe, arch or TEACHER_ARCH, arguments["images"], **how), describe_plan, arguments)
+        _show(estimate(config, arch or TEACHER_ARCH, arguments["images"], **how), describe_plan, arguments)
 
 
 def vtab(**arguments: Any) -> None:
     """Memory, hours and disk of a VTAB sweep, from FLOP counts and this device's matrix-product rate."""
     with one_line_errors(arguments):
-        recipe = VTAB.layers({**arguments, "data": arguments["data"] or "vtab-1k"}, Console().info)
+        config = VTAB.layers({**arguments, "data": arguments["data"] or "vtab-1k"}, Console().info)
         from tasks.vtab.plan import estimate
 
-        costs, device = estimate(recipe, arguments["ranks"])
+        costs, device = estimate(config, arguments["ranks"])
         totals = {"hours": total_hours(costs), "disk": total_disk(costs)}
         if arguments["json"]:
             facts = {"task": "plan vtab", "device": device, "ranks": arguments["ranks"]}

@@ -8,12 +8,12 @@ from typing import Annotated, Any, Protocol
 import typer
 from pydantic import BeforeValidator, Field
 
-from dpn_cli.commands.action import Outcome, action
+from dpn_cli.commands.command import Outcome, action
+from dpn_cli.config.option import DATA, OUTPUT, argument, flag
+from dpn_cli.config.schema import Section, listed
 from dpn_cli.errors import DataError
-from dpn_cli.recipe.flag import DATA, OUTPUT, argument, flag
-from dpn_cli.recipe.schema import Section, listed
 from dpn_cli.run.console import Console, several
-from tasks.vtab.recipe import TASKS_FLAG
+from tasks.vtab.config import TASKS_FLAG
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -101,12 +101,12 @@ class ArchivedModule(Protocol):
 
 def _unpack(options: ArchiveOptions, layout: Any, module: ArchivedModule, console: Console) -> Outcome:
     from dpn_cli.data import archives
-    from dpn_cli.run import stopping
+    from dpn_cli.run import signals
     from dpn_cli.run.files import claimed
 
     out = options.out.expanduser()
     places = [place.expanduser() for place in options.archives]
-    with stopping.listen(stopping.PARTS_KEPT), claimed(out):
+    with signals.listen(signals.PARTS_KEPT), claimed(out):
         files = archives.unpack(places, layout, out, console)
         found, short = module.look_at(out, console)
     short = [*archives.lacking(layout, out), *short]

@@ -7,18 +7,18 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from dpn_cli.commands.compared import Cell, build_result, check_weights, keep_result, named
 from dpn_cli.commands.report import page_at_end
+from dpn_cli.config.launch import Place
 from dpn_cli.engine.memory import is_out_of_memory
 from dpn_cli.errors import DataError, NonFiniteError, OutOfMemoryError
-from dpn_cli.recipe.compare import LONGEST, folders_of, settings_of, spoken
-from dpn_cli.recipe.start import Place
-from dpn_cli.run import stopping
+from dpn_cli.run import signals
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import refuse_ranks
 from dpn_cli.run.files import make_folder, read_object, replace_json
-from dpn_cli.run.folder import describe_device
-from dpn_cli.run.session import Session, session
+from dpn_cli.run.run import Session, session
+from dpn_cli.run.run_dir import describe_device
+from dpn_cli.sweep.grid import LONGEST, folders_of, settings_of, spoken
+from dpn_cli.sweep.pairs import Cell, build_result, check_weights, keep_result, named
 from tasks.classify.fewshot import Features, Probed, Splits, encode_splits, open_splits
 from tasks.classify.options import ProbeFolder, Probing
 
@@ -33,10 +33,10 @@ def probe_several(options: Probing, console: Console) -> Result:
     All networks are loaded before the first image is encoded. A network that runs out of memory or has features that
     are no numbers is noted in the result and tried again on resume; everything else raises `DpnError`.
     """
-    how, recipe = options.run, options.model_copy(update={"run": ProbeFolder()})
+    how, config = options.run, options.model_copy(update={"run": ProbeFolder()})
     folders: list[Path] = []
     place = Place(how.output_dir, how.resume, how.overwrite, opened=folders.append)
-    with session(recipe, options.runtime, "comparison", place, _folder(options), console) as begun:
+    with session(config, options.runtime, "comparison", place, _folder(options), console) as begun:
         refuse_ranks(begun.world, "eval fewshot")
         result = begun.folder.result if _complete(begun) else None
         result = result or _Probes(begun).run()
@@ -57,7 +57,7 @@ def _cells(options: Probing, names: Iterable[str]) -> list[Cell]:
 
 def _complete(begun: Session[Probing]) -> bool:
     """Tell whether the folder has the result of every draw. What one network is called makes no difference to it."""
-    options, path = begun.recipe, begun.folder.path
+    options, path = begun.config, begun.folder.path
     return all((path / one.folder / RESULT).is_file() for one in _cells(options, options.compare or ("",)))
 
 
@@ -72,7 +72,7 @@ class _Probes:
     """The networks of a run of probes, where their weights are, and the cells: a draw for a network each."""
 
     def __init__(self, begun: Session[Probing]) -> None:
-        self.begun, self.options, self.folder = begun, begun.recipe, begun.folder
+        self.begun, self.options, self.folder = begun, begun.config, begun.folder
         self.places = self._load()
         self.cells = _cells(self.options, self.places)
 
@@ -128,7 +128,7 @@ class _Probes:
         facts = {"task": "fewshot", **network.facts(splits.test, self.begun.world, self.begun.console)}
         features = _features(network, splits, self.begun)
         for cell in cells:
-            stopping.check_here()
+            signals.check_here()
             self.begun.console.info(cell.label)
             accuracies = {_score(shots): features.accuracy(shots, cell.seed) for shots in self.options.shots}
             make_folder(self.folder.path / cell.folder)
@@ -137,7 +137,7 @@ class _Probes:
 
 def _features(network: Probed, splits: Splits, begun: Session[Probing]) -> Features:
     """Encode all images. Raises `OutOfMemoryError`, and as `encode_splits` does."""
-    device, options = begun.world.device, begun.recipe
+    device, options = begun.world.device, begun.config
     try:
         return encode_splits(network.model.to(device), splits, options, device, begun.console, network.whole)
     except (RuntimeError, MemoryError) as error:

@@ -10,28 +10,28 @@ from typing import Annotated, Any
 
 import typer
 
-from dpn_cli.commands.action import Outcome, action
-from dpn_cli.commands.recipes import schema_of
+from dpn_cli.commands.command import Outcome, action
+from dpn_cli.commands.configs import schema_of
+from dpn_cli.config.load import build, read_config, shipped_configs
+from dpn_cli.config.option import OUTPUT, argument, flag
+from dpn_cli.config.provenance import flat, read_sources, shown
+from dpn_cli.config.schema import Section
 from dpn_cli.errors import DataError, DpnError, StoppedError
-from dpn_cli.recipe.compare import settings_of
-from dpn_cli.recipe.flag import OUTPUT, argument, flag
-from dpn_cli.recipe.reading import build, read_recipe, shipped_recipes
-from dpn_cli.recipe.schema import Section
-from dpn_cli.recipe.sources import flat, read_sources, shown
 from dpn_cli.report.common import Origins
 from dpn_cli.report.content import PAGE, Findings
 from dpn_cli.report.reading import OpenRun, folder_of, named, open_run
 from dpn_cli.run.console import Console
+from dpn_cli.run.environment import read_config as run_config
 from dpn_cli.run.files import open_report, read_object, real_path
-from dpn_cli.run.provenance import read_recipe as run_recipe
+from dpn_cli.sweep.grid import settings_of
 
 # The module of the task that reads a run of each kind; `findings` in it returns what a page shows.
 FIGURES = {
-    "classifier": "tasks.classify.figures",
-    "network": "tasks.classify.figures",
-    "segmenter": "tasks.segment.figures",
-    "towers": "tasks.lit.figures",
-    "sweep": "tasks.vtab.figures",
+    "classifier": "tasks.classify.page",
+    "network": "tasks.classify.page",
+    "segmenter": "tasks.segment.page",
+    "towers": "tasks.lit.page",
+    "sweep": "tasks.vtab.page",
 }
 # Where a run has its own page, and the variable that leaves it out, as --no-report does.
 INSIDE, NO_REPORT = Path("report") / PAGE, "DPN_NO_REPORT"
@@ -78,13 +78,13 @@ def page_at_end(folder: Path, console: Console) -> None:
     """
     if os.environ.get(NO_REPORT):
         return
-    from dpn_cli.run import stopping  # torch, which the training has loaded
+    from dpn_cli.run import signals
 
     page, again = folder / INSIDE, f"'dpn report {folder}' writes it"
     try:
-        with stopping.listen():
+        with signals.listen():
             if not _is_newest(page, [folder / name for name in ("result.json", "partial.json")]):
-                report(Reporting(runs=[folder], output_dir=page.parent), console, stopping.check_here)
+                report(Reporting(runs=[folder], output_dir=page.parent), console, signals.check_here)
         console.info(f"report: {page}")
     except (StoppedError, KeyboardInterrupt):
         console.warn(f"stopped at the run's page; the run is finished, and {again}")
@@ -120,44 +120,44 @@ def _reader(run: OpenRun) -> Callable[[OpenRun, str], Findings]:
 
 
 def origins_of(run: OpenRun) -> Origins:
-    """Return every key of a run's recipe with its value, and whether a shipped recipe has that, or it is a default."""
-    if run.recipe is None:
+    """Return every key of a run's config with its value, and whether a shipped config has that, or it is a default."""
+    if run.config is None:
         return ()
-    name = next((name for name in shipped_recipes() if read_recipe(name)["about"] == run.recipe.get("about")), None)
+    name = next((name for name in shipped_configs() if read_config(name)["about"] == run.config.get("about")), None)
     if name is None:
-        origin = "a recipe file" if "about" in run.recipe else ""  # a probe has options alone
-        return [(key, shown(value), origin) for key, value in flat(run.recipe)]
-    plain = read_recipe(name)
+        origin = "a config file" if "about" in run.config else ""  # a probe has options alone
+        return [(key, shown(value), origin) for key, value in flat(run.config)]
+    plain = read_config(name)
     try:
         schema = schema_of(plain, name)
         usual = dict(flat(build(schema, plain, name).model_dump(mode="json")))
         sources = read_sources(name, schema)
     except DpnError:
-        return [(key, shown(value), "") for key, value in flat(run.recipe)]
+        return [(key, shown(value), "") for key, value in flat(run.config)]
     stated, given = {key for key, _ in flat(plain)}, _given_in(run)
     found = []
-    for key, value in flat(run.recipe):
+    for key, value in flat(run.config):
         parts = key.split(".")
         above = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
         source = next((sources[one].comment() for one in above if one in sources), "")
         if value != usual.get(key):
             chosen = "given or derived" if given is None else "given" if given.intersection(above) else "derived"
-            origin = f"{chosen}; the recipe {name} has {shown(usual[key])}" if key in usual else chosen
+            origin = f"{chosen}; the config {name} has {shown(usual[key])}" if key in usual else chosen
         else:
-            origin = f"recipe {name}" if key in stated else "default"
+            origin = f"config {name}" if key in stated else "default"
         found.append((key, shown(value), "; ".join(filter(None, (origin, source)))))
     return found
 
 
 def _given_in(run: OpenRun) -> set[str] | None:
-    """Return the recipe keys that the command of a run gave, with those by which a comparison tells its trainings.
+    """Return the config keys that the command of a run gave, with those by which a comparison tells its trainings.
 
     None where the run does not say. The others follow from these, from the data and from the weights.
     """
     for above in real_path(run.path).parents[:2]:
-        facts, recipe = read_object(above / "run.json") or {}, run_recipe(above / "config.yaml") or {}
+        facts, config = read_object(above / "run.json") or {}, run_config(above / "config.yaml") or {}
         if facts.get("kind") == "comparison" and "given" in facts:
-            own = {f"backbone.{key}" for network in recipe.get("compare", ()) for key in settings_of(network)}
+            own = {f"backbone.{key}" for network in config.get("compare", ()) for key in settings_of(network)}
             return {*facts["given"], "seed", *own}
     given = run.facts.get("given")
     return None if given is None else set(given)

@@ -11,15 +11,15 @@ import typer
 from rich.console import Console as RichConsole
 from rich.table import Column, Table
 
-from dpn_cli.commands.action import DefaultGroup, Outcome, action
+from dpn_cli.commands.command import DefaultGroup, Outcome, action
+from dpn_cli.config.option import argument
+from dpn_cli.config.schema import Section
 from dpn_cli.errors import DataError
-from dpn_cli.recipe.flag import argument
-from dpn_cli.recipe.schema import Section
 from dpn_cli.report.common import command
 from dpn_cli.report.comparison import SCORES, name_of, value_of
 from dpn_cli.report.reading import DEPTH, OpenRun, find_runs, folder_of, hours, moment, open_run
+from dpn_cli.run.artifact_kinds import NAMES
 from dpn_cli.run.console import Console, cell, folded, print_columns, printable, width_of
-from dpn_cli.run.kinds import NAMES
 
 # The key of a result that is its score in percent, and what to call it; the first that a result has.
 METRICS = {**SCORES, "mean19": "mean of 19", "mean_groups": "mean of groups"}
@@ -64,7 +64,7 @@ def described(run: OpenRun) -> dict[str, Any]:
         "metric": metric,
         "value": value,
         "step": max((record["step"] for record in run.records), default=None),
-        "steps": (run.recipe or {}).get("schedule", {}).get("steps"),
+        "steps": (run.config or {}).get("schedule", {}).get("steps"),
         "age_seconds": None if updated is None else round((datetime.now(UTC) - updated).total_seconds()),
         "command": command(run),
     }

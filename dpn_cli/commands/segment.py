@@ -6,11 +6,11 @@ from typing import Any
 
 import typer
 
-from dpn_cli.commands import training
-from dpn_cli.commands.action import Outcome, action
-from dpn_cli.commands.tasks import ADE20K, FOLDER
+from dpn_cli.commands import train
+from dpn_cli.commands.command import Outcome, action
+from dpn_cli.commands.trainers import ADE20K, FOLDER
 from dpn_cli.run.console import Console, printable
-from tasks.segment.options import Prediction, Scoring
+from tasks.segment.options import PredictOptions, Scoring
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -19,33 +19,33 @@ app = typer.Typer(
 )
 
 
-training.add(app, "ade20k", ADE20K)
-training.add(app, "folder", FOLDER)
+train.add(app, "ade20k", ADE20K)
+train.add(app, "folder", FOLDER)
 
 
 @action(app, "eval", Scoring, "dpn segment eval runs/segment_ade20k/B-16-dpn --multi-scale -o report")
 def _evaluate(options: Scoring, console: Console) -> Outcome:
     """The mIoU of a run on its validation images: per class with -o, in windows or whole, at one scale or many."""
     from tasks.segment.command import describe_scores
-    from tasks.segment.evaluation import evaluate
+    from tasks.segment.evaluate import evaluate
 
     return evaluate(options, console), describe_scores
 
 
-@action(app, "predict", Prediction, "dpn segment predict runs/segment_ade20k/B-16-dpn photos -o predictions")
-def _predict(options: Prediction, console: Console) -> Outcome:
-    """Label maps of pictures: the classes' numbers, a coloured overlay and a legend, as PNG files."""
-    from tasks.segment.prediction import predict
+@action(app, "predict", PredictOptions, "dpn segment predict runs/segment_ade20k/B-16-dpn photos -o predictions")
+def _predict(options: PredictOptions, console: Console) -> Outcome:
+    """Label maps of images: the classes' numbers, a coloured overlay and a legend, as PNG files."""
+    from tasks.segment.predict import predict
 
     found = predict(options, console)
     return found.results, _describe, found.problem(options.skip_bad_images)
 
 
-def _describe(pictures: list[dict[str, Any]]) -> str:
-    return "\n".join(map(_describe_picture, pictures))
+def _describe(images: list[dict[str, Any]]) -> str:
+    return "\n".join(map(_describe_image, images))
 
 
-def _describe_picture(result: dict[str, Any]) -> str:
+def _describe_image(result: dict[str, Any]) -> str:
     named = ", ".join(f"{printable(one['name'])} {one['share']:.1%}" for one in result["classes"][:6])
     more = f" and {len(result['classes']) - 6} more" if len(result["classes"]) > 6 else ""
     files = "  ".join(printable(result[name]) for name in ("labels", "overlay", "legend"))

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from dpn_cli.data.reading import file_size
+from dpn_cli.data.decode import file_size
 from dpn_cli.errors import DataError, DpnError, SaveError
-from dpn_cli.run import stopping
+from dpn_cli.run import signals
 from dpn_cli.run.console import Console, several
 from dpn_cli.run.files import make_folder, remove_leftovers, save_error
 
 # More files or bytes than any data set here has; COCO's training images are 118,287 and take 19 GB.
 MOST_FILES, MOST_BYTES = 500_000, 64 * 10**9
-# Texts of annotations shrink to a tenth, pictures hardly at all; small files may be anything.
+# Texts of annotations shrink to a tenth, images hardly at all; small files may be anything.
 MOST_SHRUNK, SMALL = 200, 2**12
 # What is in names that lead out of the folder: a root, a drive, a step upwards; and control characters.
 UNSAFE = re.compile(r"^/|^[A-Za-z]:|\\|(?:^|/)\.\.(?:/|$)|[\x00-\x1f]")
@@ -74,7 +74,7 @@ def unpack(archives: Sequence[Path], layout: Layout, out: Path, console: Console
     for archive, found in missing.items():
         with _opened(archive) as opened, console.counting(archive.name, len(found)) as done:
             for entry in found:
-                stopping.check_here()
+                signals.check_here()
                 _write(opened, entry, archive, out / entry.target)
                 done(1)
     os.sync()

@@ -21,8 +21,8 @@ from timm.data.distributed_sampler import RepeatAugSampler
 from torch import Tensor
 from torchvision.transforms import AutoAugment, AutoAugmentPolicy, Compose, InterpolationMode, RandomHorizontalFlip
 
+from dpn_cli.config.schema import TorchvisionPolicy
 from dpn_cli.engine.seeds import fold
-from dpn_cli.recipe.schema import TorchvisionPolicy
 
 if TYPE_CHECKING:
     from dpn_cli.data.loader import Augmentation
@@ -53,7 +53,7 @@ def seeded(seed: int) -> Iterator[None]:
 def pipeline(how: Augmentation) -> Callable[[Image.Image], Tensor]:
     """Return timm's training transform: crop where `how` says timm's, mirror, policy or colour jitter, random erasing.
 
-    It maps an RGB picture to (3, *size): uint8, or with erasing, whose noise is normal in the network's input range,
+    It maps an RGB image to (3, *size): uint8, or with erasing, whose noise is normal in the network's input range,
     float32 pixels in that range.
     """
     bicubic = how.crop == "timm_bicubic"
@@ -72,7 +72,7 @@ def pipeline(how: Augmentation) -> Callable[[Image.Image], Tensor]:
         re_mode="pixel",
         normalize=how.erase > 0,
     )
-    if how.crop in ("inception", "whole"):  # the picture comes in its final size
+    if how.crop in ("inception", "whole"):  # the image comes in its final size
         crop = Compose([RandomHorizontalFlip(0.5 * how.flip)])
     for operation in (each for transform in policy.transforms for each in getattr(transform, "ops", ())):
         if operation.aug_fn is posterize:
@@ -84,7 +84,7 @@ def pipeline(how: Augmentation) -> Callable[[Image.Image], Tensor]:
 
 
 def _posterized(image: Image.Image, bits: int, **others: Any) -> Image.Image:
-    """Keep `bits` of each value, as timm does. Zero bits, which Pillow 13 refuses, give a black picture."""
+    """Keep `bits` of each value, as timm does. Zero bits, which Pillow 13 refuses, give a black image."""
     kept: Image.Image = posterize(image, bits, **others) if bits else Image.new(image.mode, image.size)
     return kept
 

@@ -13,18 +13,18 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from dpn_cli.data.cifar import Cifar, find_cifar
-from dpn_cli.data.faults import fault
+from dpn_cli.config.urls import is_hub, is_shards
+from dpn_cli.data.decode import SUFFIXES, USUAL, Reading
+from dpn_cli.data.file_index import FolderImages, integers
+from dpn_cli.data.image_errors import fault
 from dpn_cli.data.labelled import MOST_CLASSES, HubSplit, Images, Labelled, SceneSplit, number_names
-from dpn_cli.data.listing import FolderPictures, integers
-from dpn_cli.data.order import Rows, Sharded
-from dpn_cli.data.pack import Packed, is_pack, read_manifest
-from dpn_cli.data.reading import SUFFIXES, USUAL, Reading
 from dpn_cli.data.remote import RemotePath, folder_of
-from dpn_cli.data.scenes import LABELS
-from dpn_cli.data.shards import Shards
+from dpn_cli.data.shard_sampler import Rows, Sharded
+from dpn_cli.data.sources.cifar import Cifar, find_cifar
+from dpn_cli.data.sources.packs import Packed, is_pack, read_manifest
+from dpn_cli.data.sources.shards import Shards
+from dpn_cli.data.sources.synthetic import LABELS
 from dpn_cli.errors import DataError
-from dpn_cli.recipe.stores import is_hub, is_shards
 
 # The share of the training images in minival, and its limit when minival is too small: 50 images show a training's
 # course, but an accuracy on them is uncertain by up to 14 points (95 %), on 500 by up to 4.
@@ -56,21 +56,21 @@ class ImageSource:
     reading: Reading = USUAL
 
 
-class ClassFolders(FolderPictures):
-    """Pictures in one folder per class; classes are the folders' names in alphabetical order.
+class ClassFolders(FolderImages):
+    """Images in one folder per class; classes are the folders' names in alphabetical order.
 
-    Raises `DataError` for a folder without class folders, or a class without pictures.
+    Raises `DataError` for a folder without class folders, or a class without images.
     """
 
     def __init__(self, root: Path) -> None:
         self.classes = tuple(sorted(entry.name for entry in root.iterdir() if entry.is_dir()))
         if not self.classes:
-            raise DataError(f"{root}: no class folders; pictures go into {root}/CLASS/PICTURE.jpg")
+            raise DataError(f"{root}: no class folders; images go into {root}/CLASS/IMAGE.jpg")
         super().__init__(root, self.classes)
         for name, count in zip(self.classes, self.listing.counts, strict=True):
             if not count:
                 kinds = ", ".join(sorted(SUFFIXES))
-                fault(DataError(f"{root / name}: a class without pictures ({kinds}); remove it"))
+                fault(DataError(f"{root / name}: a class without images ({kinds}); remove it"))
 
 
 class Part(Images):
@@ -240,7 +240,7 @@ def _check_labels(place: str, split: str, labels: Sequence[int], classes: Sequen
     if len(classes) < 2:
         only = f"one class ({classes[0]})" if classes else "no classes"
         raise DataError(
-            f"--data {place}: {only}, and a classifier needs two at least; pictures go into one folder per "
+            f"--data {place}: {only}, and a classifier needs two at least; images go into one folder per "
             "class: name the folder that holds these"
         )
     if len(classes) > MOST_CLASSES:
@@ -265,7 +265,7 @@ def _open(source: ImageSource, place: str, split: str) -> tuple[Labelled, tuple[
     root = folder_of(place)
     if isinstance(root, Path) and not root.is_dir():
         raise DataError(
-            f"--data {place}: no such folder; it holds train/CLASS/PICTURE.jpg and val/CLASS/PICTURE.jpg. "
+            f"--data {place}: no such folder; it holds train/CLASS/IMAGE.jpg and val/CLASS/IMAGE.jpg. "
             "'demo' is the built-in data, hf:OWNER/NAME a hub data set, wds:PATTERN webdataset shards"
         )
     if isinstance(root, RemotePath) or is_pack(root):
@@ -274,8 +274,8 @@ def _open(source: ImageSource, place: str, split: str) -> tuple[Labelled, tuple[
         packed = Packed(root, next(iter(named)) if alone else split)
         return packed, packed.classes
     if cifar := find_cifar(root):
-        pictures = Cifar(*cifar, split)
-        return pictures, pictures.classes
+        images = Cifar(*cifar, split)
+        return images, images.classes
     inner = root / split
     folders = ClassFolders(inner if inner.is_dir() else root)
     return folders, folders.classes

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from dpn_cli.data.decode import Pixels, decode, decoder_of
 from dpn_cli.data.pixels import as_batch, resize
-from dpn_cli.data.reading import Pixels, decode, decoder_of
 
 Size = tuple[int, int]
 Box = tuple[int, int, int, int]
@@ -104,7 +104,7 @@ def eval_crop(pixels: Pixels, resize_side: int, size: Size) -> Tensor:
     columns = area_weights(full[1], resized[1], left, size[1])
     needed = pixels[rows.begin : rows.end, columns.begin : columns.end]
     width, flat = needed.shape[1], needed.reshape(len(needed), -1)
-    # Some columns in float32 at a time: all of them would take four times the memory of the picture.
+    # Some columns in float32 at a time: all of them would take four times the memory of the image.
     step = max(LEAST_COLUMNS, FLOATS // len(flat))
     parts = (torch.from_numpy(flat[:, at : at + step].astype(np.float32)) for at in range(0, flat.shape[1], step))
     tall = torch.cat([rows.mix(part) for part in parts], 1).view(size[0], width, 3)
@@ -133,7 +133,7 @@ class AreaWeights(NamedTuple):
 def area_weights(old: int, new: int, first: int, count: int) -> AreaWeights:
     """Return TensorFlow's area resizing from `old` to `new` pixels, of `count` new ones from `first` on.
 
-    It is computed for the crop only: a picture of 1 x 5000 would become two million pixels wide.
+    It is computed for the crop only: an image of 1 x 5000 would become two million pixels wide.
     """
     edges = torch.arange(first, first + count + 1, dtype=torch.float64) * (old / new)
     begin, end = edges[:-1, None], edges[1:, None]

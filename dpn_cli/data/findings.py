@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dpn_cli.data.examine import Examined, See, examine, same_pictures, see_picture
 from dpn_cli.data.labelled import Labelled
+from dpn_cli.data.validate import Examined, See, examine, same_images, see_image
 from dpn_cli.errors import DataError
 from dpn_cli.run.console import Console, several
 
@@ -22,11 +22,11 @@ KINDS = {
     "unreadable": "cannot be decoded",
     "label": "has a label outside the classes",
     "mask": "a mask with wrong values",
-    "same picture": "the same picture in two splits (equal decoded pixels): scores on it say nothing",
+    "same image": "the same image in two splits (equal decoded pixels): scores on it say nothing",
     "classes": "classes in another order than the known one",
     "batch": "the batch does not fit",
 }
-Kind = Literal["pair", "unreadable", "label", "mask", "same picture", "classes", "batch"]
+Kind = Literal["pair", "unreadable", "label", "mask", "same image", "classes", "batch"]
 # How many names a warning has; JSON has all of them.
 SHOWN = 5
 
@@ -52,8 +52,8 @@ class Findings:
         self.problem("pair", *map(str, errors))
 
     def split(self, name: str, split: Labelled, classes: Sequence[str]) -> Examined:
-        """Decode all pictures of a split, and describe them and their labels."""
-        examined = self.pictures(name, split.where, partial(see_picture, split), len(split.labels))
+        """Decode all images of a split, and describe them and their labels."""
+        examined = self.images(name, split.where, partial(see_image, split), len(split.labels))
         labels, known = np.asarray(split.labels), len(classes)
         outside = np.flatnonzero((labels < 0) | (labels >= known)).tolist()
         for row in outside:
@@ -70,14 +70,14 @@ class Findings:
         }
         return examined
 
-    def pictures(self, name: str, where: Callable[[int], str], see: See, count: int) -> Examined:
-        """Look at `count` pictures of a split with `see`, and describe them."""
+    def images(self, name: str, where: Callable[[int], str], see: See, count: int) -> Examined:
+        """Look at `count` images of a split with `see`, and describe them."""
         with self.console.counting(name, count) as done:
             examined = examine(name, where, see, count, workers=self.workers, done=done)
         self.problem("unreadable", *examined.unreadable.values())
         self.problem("mask", *examined.wrong)
         described: Json = {
-            "pictures": count,
+            "images": count,
             "unreadable": len(examined.unreadable),
             "stored": dict(examined.stored.most_common()),
         }
@@ -90,19 +90,19 @@ class Findings:
         return examined
 
     def same(self, *parts: Examined) -> None:
-        """Look for pictures that are in two of some splits, which is a problem, or twice in one, which is a warning."""
+        """Look for images that are in two of some splits, which is a problem, or twice in one, which is a warning."""
         inside, first = Counter[str](), dict[str, list[str]]()
-        for group in same_pictures(parts):
+        for group in same_images(parts):
             names = [f"{part.where(row)} ({part.name})" for part, row in group]
             if len({part.side for part, _ in group}) > 1:
-                self.problem("same picture", " = ".join(names))
+                self.problem("same image", " = ".join(names))
             else:
                 inside[group[0][0].side] += len(group) - 1
                 first.setdefault(group[0][0].side, names)
                 self.repeated.append(names)
         for side, extra in inside.items():
             self.warnings.append(
-                f"{side}: {several(extra, 'picture')} with the same decoded pixels as another, for example "
+                f"{side}: {several(extra, 'image')} with the same decoded pixels as another, for example "
                 f"{' = '.join(first[side][:SHOWN])}"
             )
 
@@ -133,7 +133,7 @@ def describe(result: Json) -> str:
 
 
 def _described(split: Json) -> str:
-    parts = [several(split["pictures"], "picture")]
+    parts = [several(split["images"], "image")]
     if labels := split.get("labels"):
         parts[0] += f" of {several(labels['classes'], 'class')}"
         if counts := labels.get("counts"):

@@ -1,4 +1,4 @@
-"""Images without labels: a folder of pictures, or the built-in scenes."""
+"""Images without labels: a folder of images, or the built-in scenes."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 
 import numpy as np
 
-from dpn_cli.data.cifar import find_cifar
+from dpn_cli.config.urls import is_hub, is_shards, is_url
 from dpn_cli.data.classified import DEMO, ImageSource, Part, hub_name, hub_split, open_split
-from dpn_cli.data.labelled import HubPictures, Labelled, SceneSplit
-from dpn_cli.data.listing import FolderPictures, find_files
-from dpn_cli.data.pack import is_pack
-from dpn_cli.data.reading import SUFFIXES, USUAL, Reading
-from dpn_cli.data.shards import Member, Shard, ShardPictures
+from dpn_cli.data.decode import SUFFIXES, USUAL, Reading
+from dpn_cli.data.file_index import FolderImages, find_files
+from dpn_cli.data.labelled import HubImages, Labelled, SceneSplit
+from dpn_cli.data.sources.cifar import find_cifar
+from dpn_cli.data.sources.packs import is_pack
+from dpn_cli.data.sources.shards import Member, Shard, ShardImages
 from dpn_cli.errors import DataError
-from dpn_cli.recipe.stores import is_hub, is_shards, is_url
 
 
 def find_images(source: str, most: int, seed: int, reading: Reading = USUAL) -> Labelled:
@@ -28,13 +28,13 @@ def find_images(source: str, most: int, seed: int, reading: Reading = USUAL) -> 
     folder = Path(source).expanduser()
     if not folder.is_dir():
         raise DataError(f"--data {source}: no such folder; pass a folder of images, or demo")
-    images = FolderPictures(folder, reading=reading)
+    images = FolderImages(folder, reading=reading)
     if not images.sizes:
         raise DataError(f"--data {source}: no image in it or below it ({', '.join(sorted(SUFFIXES))})")
     return Part(images, np.random.default_rng(seed).permutation(len(images.sizes))[:most])
 
 
-class _HubImages(HubPictures):
+class _HubImages(HubImages):
     """A split of a hub data set whose labels, if there are any, are left alone; every label is zero."""
 
     def __init__(self, name: str, config: str, split: str, image: str | None) -> None:
@@ -42,15 +42,15 @@ class _HubImages(HubPictures):
         self.labels: Sequence[int] = [0] * len(self.sizes)
 
 
-class _ShardImages(ShardPictures):
-    """All pictures of webdataset shards; every label is zero."""
+class _ShardImages(ShardImages):
+    """All images of webdataset shards; every label is zero."""
 
     def __init__(self, pattern: str) -> None:
         super().__init__(pattern, ())
         self.labels: Sequence[int] = [0] * len(self.sizes)
 
     def take(self, path: Shard, member: Member) -> bool:
-        """Take every picture."""
+        """Take every image."""
         return True
 
 
@@ -75,24 +75,24 @@ def open_unlabelled(source: ImageSource) -> Labelled:
                 "or wds:PATTERN"
             )
         inner = root / "train"
-        split = FolderPictures(inner if inner.is_dir() else root)
+        split = FolderImages(inner if inner.is_dir() else root)
     if not len(split.labels):
         raise DataError(f"--data {place}: no image in it or below it ({', '.join(sorted(SUFFIXES))})")
     split.reading = source.reading
     return split
 
 
-def find_pictures(places: Sequence[Path]) -> list[Path]:
-    """Return the pictures among files and folders. Raises `DataError` for a missing one or a folder without any."""
-    pictures: list[Path] = []
+def find_image_files(places: Sequence[Path]) -> list[Path]:
+    """Return the images among files and folders. Raises `DataError` for a missing one or a folder without any."""
+    images: list[Path] = []
     for path in places:
         if path.is_dir():
             inside = [entry for entry, _ in find_files(path)]
             if not inside:
-                raise DataError(f"{path}: no picture in this folder ({', '.join(sorted(SUFFIXES))})")
-            pictures += inside
+                raise DataError(f"{path}: no image in this folder ({', '.join(sorted(SUFFIXES))})")
+            images += inside
         elif path.exists() or path.is_symlink():
-            pictures.append(path)
+            images.append(path)
         else:
-            raise DataError(f"{path}: no such picture")
-    return pictures
+            raise DataError(f"{path}: no such image")
+    return images

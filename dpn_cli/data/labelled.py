@@ -13,12 +13,12 @@ from typing import Any, Protocol
 
 from PIL import Image
 
-from dpn_cli.data import scenes
-from dpn_cli.data.faults import fault
-from dpn_cli.data.order import Sharded
-from dpn_cli.data.reading import FAILURES, USUAL, Pixels, Reading, decode, file_size, inside, open_image, unreadable
+from dpn_cli.data.decode import FAILURES, USUAL, Pixels, Reading, decode, file_size, inside, open_image, unreadable
+from dpn_cli.data.image_errors import fault
 from dpn_cli.data.remote import RemotePath
-from dpn_cli.errors import DataError, PictureError
+from dpn_cli.data.shard_sampler import Sharded
+from dpn_cli.data.sources import synthetic
+from dpn_cli.errors import DataError, ImageError
 from dpn_cli.weights.hub import offline
 
 # Most classes of a network; ImageNet-21k has 21,843. A larger class number is a mistake in the data.
@@ -52,7 +52,7 @@ class Labelled(Protocol):
         """Open an image, not decoded yet. Raises `DataError` with its place when it is not an image."""
 
     def content(self, index: int) -> bytes:
-        """Return an image's stored bytes; equal bytes are the same picture. Raises `DataError` as `open` does."""
+        """Return an image's stored bytes; equal bytes are the same image. Raises `DataError` as `open` does."""
 
     def pixels(self, index: int) -> Pixels:
         """Decode an image to (height, width, 3). Raises `DataError` with its place when it is unreadable."""
@@ -138,7 +138,7 @@ class Images(ABC):
 def content_of(image: Image.Image, where: str, other: Callable[[], bytes]) -> bytes:
     """Return the bytes of an opened image's file, and what `other` returns when it has none; it can still be decoded.
 
-    Raises `PictureError` when the file is damaged.
+    Raises `ImageError` when the file is damaged.
     """
     try:
         if (file := getattr(image, "fp", None)) is None:
@@ -194,7 +194,7 @@ class FileList(Images):
         return open_image(self.paths[index], self.where(index), self.reading, self.sizes[index])
 
 
-class HubPictures(Images):
+class HubImages(Images):
     """The image column of a split of a Hugging Face data set (hub name or local folder).
 
     Raises `DataError` when the data set cannot be loaded, has no such split, or does not have exactly one image column.
@@ -220,7 +220,7 @@ class HubPictures(Images):
         self.sizes: Sequence[int] = [
             file_size(Path(file or "")) if size is None else size for size, file in zip(sizes, files, strict=True)
         ]
-        self.files: Sequence[str | None] = [  # for pictures that are not stored in the data set itself
+        self.files: Sequence[str | None] = [  # for images that are not stored in the data set itself
             file if size is None else None for size, file in zip(sizes, files, strict=True)
         ]
 
@@ -249,16 +249,16 @@ class HubPictures(Images):
 
 
 def stored_file(stored: Any, where: str) -> Path | io.BytesIO:
-    """Return the picture in a row of a hub data set, stored as bytes or a file name. Raises `PictureError`."""
+    """Return the image in a row of a hub data set, stored as bytes or a file name. Raises `ImageError`."""
     if stored is None or (stored["bytes"] is None and stored["path"] is None):
-        raise PictureError(f"{where}: empty; every row needs its picture")
+        raise ImageError(f"{where}: empty; every row needs its image")
     return Path(stored["path"]) if stored["bytes"] is None else io.BytesIO(stored["bytes"])
 
 
-class HubSplit(HubPictures):
+class HubSplit(HubImages):
     """A split of a Hugging Face data set with an image and a label column.
 
-    Raises `DataError` as `HubPictures` does, and for labels that are not class numbers.
+    Raises `DataError` as `HubImages` does, and for labels that are not class numbers.
     """
 
     def __init__(self, name: str, config: str, split: str, image: str | None, label: str | None, alone: bool) -> None:
@@ -307,8 +307,8 @@ class SceneSplit(Images):
 
     def __init__(self, task: str, start: int, stop: int) -> None:
         self.task, self.start = task, start
-        self.labels: Sequence[int] = [scenes.label(scenes.demo_scene(i), task) for i in range(start, stop)]
-        self.sizes: Sequence[int] = [3 * scenes.SCENE_SIZE**2] * len(self.labels)  # scenes are not encoded
+        self.labels: Sequence[int] = [synthetic.label(synthetic.demo_scene(i), task) for i in range(start, stop)]
+        self.sizes: Sequence[int] = [3 * synthetic.SCENE_SIZE**2] * len(self.labels)  # scenes are not encoded
 
     def where(self, index: int) -> str:
         """Name the scene's number."""
@@ -319,12 +319,12 @@ class SceneSplit(Images):
         return self.where(index).encode()
 
     def open(self, index: int) -> Image.Image:
-        """Return the picture of a scene, 64x64."""
+        """Return the image of a scene, 64x64."""
         return Image.fromarray(_scene_pixels(self.start + index))
 
 
 @cache
 def _scene_pixels(number: int) -> Pixels:
     # All demo tasks look at the same scenes: 12 kB each, drawn once per process.
-    image, _ = scenes.render(scenes.demo_scene(number))
+    image, _ = synthetic.render(synthetic.demo_scene(number))
     return image

@@ -21,19 +21,19 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from dpn_cli.data.ahead import fetched_ahead
+from dpn_cli.config.schema import Crop
 from dpn_cli.data.augment import pipeline, seeded
-from dpn_cli.data.batching import open_batches
+from dpn_cli.data.collate import open_batches
 from dpn_cli.data.crops import Decode, Size, train_crop
+from dpn_cli.data.decode import decode, decoder_of
 from dpn_cli.data.labelled import Labelled
-from dpn_cli.data.order import ShardOrder
 from dpn_cli.data.pixels import resize, rows_of_step
+from dpn_cli.data.prefetch import fetched_ahead
 from dpn_cli.data.randaugment import rand_augment
-from dpn_cli.data.reading import decode, decoder_of
+from dpn_cli.data.shard_sampler import ShardOrder
 from dpn_cli.engine.fit import Batch, Batches
 from dpn_cli.engine.seeds import fold
 from dpn_cli.errors import DataError, DpnError, StoreError
-from dpn_cli.recipe.schema import Crop
 from dpn_cli.run.cores import cores
 from dpn_cli.run.distributed import World
 
@@ -95,7 +95,7 @@ class Augmentation:
         return bool(self.layers or self.policy or self.jitter or self.erase or self.random_crop or self.views)
 
     @property
-    def picture_bytes(self) -> int:
+    def image_bytes(self) -> int:
         """The size of a training image in bytes."""
         return 3 * math.prod(self.size) * (4 if self.erase else 1)
 
@@ -120,7 +120,7 @@ class _Crops(Dataset[Loaded]):
             except DataError as error:
                 last = error  # raised in a worker, it would come back wrapped in the worker's traceback
             except StoreError as error:
-                self.lost = error  # the other pictures of the batch would wait for the same store
+                self.lost = error  # the other images of the batch would wait for the same store
                 return error
         assert last is not None
         return last
@@ -235,7 +235,7 @@ def crops_of(
         _Crops(split, augmentation, batch_size, seed, skip_bad),
         batches,
         workers,
-        picture_bytes=augmentation.picture_bytes,
+        image_bytes=augmentation.image_bytes,
         device=device,
     ) as made:
         for columns, errors in made:

@@ -13,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpn_cli.data.ahead import fetched_ahead
 from dpn_cli.data.augment import repeated
-from dpn_cli.data.batching import Made, open_batches
+from dpn_cli.data.collate import Made, open_batches
+from dpn_cli.data.decode import Pixels
 from dpn_cli.data.labelled import Labelled
-from dpn_cli.data.order import needs_in_order
-from dpn_cli.data.reading import Pixels
-from dpn_cli.data.threads import Threaded
+from dpn_cli.data.prefetch import fetched_ahead
+from dpn_cli.data.shard_sampler import needs_in_order
+from dpn_cli.data.thread_loader import Threaded
 from dpn_cli.errors import DataError, StoreError
-from dpn_cli.run import stopping
+from dpn_cli.run import signals
 from dpn_cli.run.console import Done, uncounted
 from dpn_cli.run.cores import cores
 from dpn_cli.run.distributed import World, ranks_here
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # For fewer images, starting worker processes costs more than it saves.
 WORTH_WORKERS = 4000
-# A picture to see what transforms make of one, and what is made of none.
+# An image to see what transforms make of one, and what is made of none.
 SQUARE = np.zeros((64, 64, 3), np.uint8)
 NOTHING = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)]
 
@@ -97,7 +97,7 @@ class _Transformed(Threaded[Item]):
         except DataError as error:
             return error  # raised in a worker, it would come back wrapped in the worker's traceback
         except StoreError as error:
-            self.lost = error  # the other pictures of the batch would wait for the same store
+            self.lost = error  # the other images of the batch would wait for the same store
             return error
 
 
@@ -130,9 +130,9 @@ def stream(
     # Half of what there is room for: a training that is evaluated has shards in the cache, too.
     ahead = fetched_ahead(split, needs, batch_size, max(1, count) if workers == "auto" else count, 2 * ranks_here())
     batches = (range(begin, min(begin + batch_size, len(rows))) for begin in range(0, len(rows), batch_size))
-    picture_bytes = transform(SQUARE).nbytes  # of all pictures: a batch is one tensor
+    image_bytes = transform(SQUARE).nbytes  # of all images: a batch is one tensor
     read = _Transformed(split, transform, rows)
-    with ahead as tell, open_batches(read, batches, count, picture_bytes=picture_bytes) as made:
+    with ahead as tell, open_batches(read, batches, count, image_bytes=image_bytes) as made:
         yield _told(_good(made, skip_bad), tell)
 
 
@@ -164,7 +164,7 @@ def load(
     parts = []
     with stream(split, partial(resize, size=size), 64, workers=workers, skip_bad=skip_bad) as decoded:
         for part in decoded:
-            stopping.check_here()
+            signals.check_here()
             done(len(part.images) + part.skipped)
             parts.append(part)
     return PixelSet(

@@ -17,10 +17,10 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from dpn_cli.config.paths import cache_bytes, home
+from dpn_cli.config.urls import EXTRAS, is_url
 from dpn_cli.errors import DpnError, StoreError
-from dpn_cli.recipe.home import cache_bytes, home
-from dpn_cli.recipe.stores import EXTRAS, is_url
-from dpn_cli.run import stopping
+from dpn_cli.run import signals
 from dpn_cli.run.files import claimed, is_leftover, replace_file
 from dpn_cli.weights.hub import offline
 
@@ -112,7 +112,7 @@ class RemotePath:
         attempts where that may help, and `SaveError` when the disk is full.
         """
         path, digests = self.cached, list[str]()
-        with claimed(path, on_wait=stopping.check_here):
+        with claimed(path, on_wait=signals.check_here):
             if not path.is_file():
                 attempts(self.url, lambda: replace_file(path, lambda copy: self._fill(copy, digests)))
 
@@ -209,7 +209,7 @@ def in_parallel(function: Callable[[ItemT], ResultT], items: Iterable[ItemT]) ->
     pool = ThreadPoolExecutor(CLIENTS)
     try:
         for result in pool.map(function, items):
-            stopping.check_here()
+            signals.check_here()
             yield result
     finally:
         pool.shutdown(cancel_futures=True)
@@ -250,7 +250,7 @@ def make_room(copy: Path) -> None:
             f"DPN_CACHE_GB={limit / 1e9:g}: a file of {size / 1e9:.3g} GB is needed; allow more for the cache "
             f"({copy.parent}), or make smaller shards"
         )
-    with claimed(copy.parent, on_wait=stopping.check_here):
+    with claimed(copy.parent, on_wait=signals.check_here):
         files = []
         for path in copy.parent.iterdir():
             with contextlib.suppress(FileNotFoundError):
@@ -266,7 +266,7 @@ def make_room(copy: Path) -> None:
 def attempts(url: str, attempt: Callable[[], ResultT]) -> ResultT:
     """Return what an attempt returns, after a pause and another attempt where it fails. Raises `StoreError`."""
     for count in itertools.count(1):
-        stopping.check_here()
+        signals.check_here()
         try:
             return attempt()
         except DpnError:

@@ -20,7 +20,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset
 
 from dpn_cli.errors import DpnError, WorkerError
-from dpn_cli.run.stopping import SIGNALS
+from dpn_cli.run.signals import SIGNALS
 
 # Seconds that a worker has to finish its last item before it is killed.
 PATIENCE = 2.0

@@ -11,8 +11,8 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from dpn_cli.doctor.finding import Finding
 from dpn_cli.doctor.packages import TOGETHER, first_line, installed
+from dpn_cli.doctor.result import Finding
 from dpn_cli.run.console import gigabytes
 
 # Files that the driver of NVIDIA's GPUs makes.

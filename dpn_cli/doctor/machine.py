@@ -8,14 +8,14 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from dpn_cli.doctor.finding import Finding
+from dpn_cli.doctor.result import Finding
 from dpn_cli.run.console import gigabytes
 from dpn_cli.run.cores import SHARED, cores, shared_memory
 
 GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 # ViT-L's weights, gradients and optimizer state: 16 bytes for each of 304 M weights.
 LEAST_MEMORY = 5e9
-# Each process that decodes keeps two batches in shared memory; one of 512 pictures of 224 pixels has 77 MB.
+# Each process that decodes keeps two batches in shared memory; one of 512 images of 224 pixels has 77 MB.
 LEAST_SHARED = 1e9
 # What Linux gives a process by itself; tensors that processes hand over are open files.
 LEAST_FILES = 1024
@@ -87,7 +87,7 @@ def _shared_memory() -> Finding:
     return Finding(
         "shared memory",
         "warning",
-        f"{found}, in which processes hand over the pictures that they have decoded",
+        f"{found}, in which processes hand over the images that they have decoded",
         "start the container with --shm-size 8g or --ipc host, or pass -j 0",
     )
 

@@ -9,8 +9,8 @@ from importlib import metadata
 from packaging.requirements import Requirement
 
 from dpn_cli import __version__
-from dpn_cli.doctor.finding import Finding
-from dpn_cli.run.provenance import git_commit
+from dpn_cli.doctor.result import Finding
+from dpn_cli.run.environment import git_commit
 
 OURS = "dpn-cli"
 INSTALL = "pip install --upgrade '{}'"

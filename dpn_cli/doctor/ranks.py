@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from dpn_cli.doctor.finding import Finding
 from dpn_cli.doctor.packages import first_line
+from dpn_cli.doctor.result import Finding
 from dpn_cli.run.console import several
-from dpn_cli.run.provenance import git_commit, versions
+from dpn_cli.run.environment import git_commit, versions
 
 if TYPE_CHECKING:
     import torch

@@ -12,25 +12,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dpn_cli.engine.coupled import CoupledLoss
-from dpn_cli.engine.finite import FiniteCheck
+from dpn_cli.config.schema import Runtime
+from dpn_cli.config.training import LAST_STEPS
+from dpn_cli.engine.cross_batch_loss import CoupledLoss
+from dpn_cli.engine.fsdp import Shards, gathered
 from dpn_cli.engine.gradients import Gradients
-from dpn_cli.engine.job import Batch as Batch
-from dpn_cli.engine.job import Batches as Batches
-from dpn_cli.engine.job import FitResult as FitResult
-from dpn_cli.engine.job import Job as Job
-from dpn_cli.engine.job import LossFn as LossFn
-from dpn_cli.engine.job import Outputs as Outputs
-from dpn_cli.engine.job import precision_of as precision_of
 from dpn_cli.engine.memory import MicroBatch
+from dpn_cli.engine.nan_guard import FiniteCheck
 from dpn_cli.engine.optim import build_optimizer, lr_factor, set_lr
-from dpn_cli.engine.shards import Shards, gathered
-from dpn_cli.engine.trainstate import Ema, restore, room_for, state_of
+from dpn_cli.engine.state import Ema, restore, room_for, state_of
+from dpn_cli.engine.trainer_args import Batch as Batch
+from dpn_cli.engine.trainer_args import Batches as Batches
+from dpn_cli.engine.trainer_args import FitResult as FitResult
+from dpn_cli.engine.trainer_args import Job as Job
+from dpn_cli.engine.trainer_args import LossFn as LossFn
+from dpn_cli.engine.trainer_args import Outputs as Outputs
+from dpn_cli.engine.trainer_args import precision_of as precision_of
 from dpn_cli.errors import DpnError, StoppedError, WorkerError
 from dpn_cli.model.norms import has_running_norms
-from dpn_cli.recipe.schema import Runtime
-from dpn_cli.recipe.training import LAST_STEPS
-from dpn_cli.run import distributed, stopping
+from dpn_cli.run import distributed, signals
 from dpn_cli.run.console import Tick
 from dpn_cli.run.distributed import World
 from dpn_cli.run.gpu_share import MEASURED_STEPS, measure
@@ -67,7 +67,7 @@ def fit(model: nn.Module, job: Job) -> FitResult:
             batch = training.fetch(stream, result) if start < steps else None
             for step in range(start, steps):
                 with training.kept_by_leader(step):
-                    number = stopping.requested()
+                    number = signals.requested()
                 if number is not None:
                     training.save("last", step)
                     raise StoppedError(number)

@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dpn_cli.config.schema import Optim
+from dpn_cli.engine.fsdp import blocks_of
 from dpn_cli.engine.losses import sigmoid_xent
-from dpn_cli.engine.shards import blocks_of
-from dpn_cli.recipe.schema import Optim
 from dpn_cli.weights.backbone import Backbone
 
 # Of a network in parts, whole copies of a block at once: its weights as they arrive and in place and those of the next

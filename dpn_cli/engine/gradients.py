@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dpn_cli.engine.coupled import CoupledLoss, SurrogateLoss, feature_gradient
-from dpn_cli.engine.job import Batch, Job, LossFn, precision_of
+from dpn_cli.engine.cross_batch_loss import CoupledLoss, SurrogateLoss, feature_gradient
+from dpn_cli.engine.fsdp import Shards
 from dpn_cli.engine.layer_norms import LayerNorms
 from dpn_cli.engine.memory import MicroBatch, is_out_of_memory
 from dpn_cli.engine.optim import clip_gradients
 from dpn_cli.engine.seeds import fold
-from dpn_cli.engine.shards import Shards
+from dpn_cli.engine.trainer_args import Batch, Job, LossFn, precision_of
 from dpn_cli.errors import OutOfMemoryError
 from dpn_cli.model.norms import has_running_norms, set_progress
 from dpn_cli.run import distributed

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from dpn_cli.config.schema import Runtime
 from dpn_cli.errors import DpnError, OutOfMemoryError
 from dpn_cli.model.norms import has_running_norms
-from dpn_cli.recipe.schema import Runtime
 from dpn_cli.run import distributed
 
 # Forward activations that autograd keeps, in bytes per token, block and unit of width, in float32.
@@ -36,7 +36,7 @@ class MicroBatch:
 
     @classmethod
     def choose(cls, runtime: Runtime, rows: int, model: nn.Module, device: torch.device) -> MicroBatch:
-        """Return the recipe's micro-batch; for ``"auto"`` all `rows`, or as many as fit into 1.5 GB on a CPU.
+        """Return the config's micro-batch; for ``"auto"`` all `rows`, or as many as fit into 1.5 GB on a CPU.
 
         On a GPU a network in parts has no micro-batch to try out, and gets as many as fit into half of what is free.
         Raises `DpnError` when fewer rows would fit and the network's norms take statistics over them: only the user can

@@ -11,8 +11,8 @@ from timm.optim import SGDW
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dpn_cli.engine.shards import local
-from dpn_cli.recipe.schema import Optim, Schedule
+from dpn_cli.config.schema import Optim, Schedule
+from dpn_cli.engine.fsdp import local
 from dpn_cli.run import distributed
 
 # Weights that big_vision does not call "/kernel", although they have more than one axis.

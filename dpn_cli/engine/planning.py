@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from dpn_cli.config.schema import Optim, Runtime
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine.footprint import step_bytes
 from dpn_cli.engine.memory import MicroBatch
-from dpn_cli.recipe.schema import Optim, Runtime
 from dpn_cli.run.distributed import World, join
 from dpn_cli.weights.backbone import Backbone
 

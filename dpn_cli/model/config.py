@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dpn_cli.arch import Norm, Placement, Pool, Posemb, Size, Stem, size_name
+from dpn_cli.config.network import NormOptions
 from dpn_cli.errors import DpnError
-from dpn_cli.recipe.network import NormOptions
 
 # Norms that are a scale and a shift per channel in evaluation, whatever the input.
 OFFLINE: tuple[Norm, ...] = ("bn", "powernorm", "un", "prepbn")

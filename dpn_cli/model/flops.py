@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dpn_cli.model.config import ViTConfig
-from dpn_cli.model.norm_dtn import POOLED
+from dpn_cli.model.norms.dtn import POOLED
 from dpn_cli.model.stem import stem_norm
 
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from dpn_cli.arch import check_image_size
 from dpn_cli.model.block import NormBlock
 from dpn_cli.model.config import ViTConfig
-from dpn_cli.model.norm_dtn import DynamicTokenNorm
 from dpn_cli.model.norms import Tokens, token_norm
+from dpn_cli.model.norms.dtn import DynamicTokenNorm
 from dpn_cli.model.stem import PatchStem, stem_norm
 
 # JAX divides by this so that a normal truncated at two sigma keeps its standard deviation.

@@ -70,7 +70,7 @@ WIDTH, HEIGHT = 4.7, 3.0
 DPI = 160
 # Classes of a confusion matrix up to which its numbers stand in it.
 MOST_NUMBERS = 16
-# Pictures of `Maps` above which they have no titles.
+# Images of `Maps` above which they have no titles.
 MOST_TITLES = 12
 # Columns of a label, of which a wide character takes two; longer names are cut in the middle, where names that differ
 # at one end stay different.

@@ -5,13 +5,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-from dpn_cli.recipe.sources import flat
+from dpn_cli.config.provenance import flat
 from dpn_cli.report.content import MOST_POINTS, Cell, Chart, Lines, Part, Section, Table, Text, together
 from dpn_cli.report.gradients import layer_charts
 from dpn_cli.report.reading import OpenRun, hours, trainings
 from dpn_cli.run.console import several
 
-# A recipe key with its value and where that comes from.
+# A config key with its value and where that comes from.
 Origins = Sequence[tuple[str, str, str]]
 # Axes of the curves that every training has.
 CURVES = {
@@ -43,7 +43,7 @@ def curves(networks: Mapping[str, Sequence[OpenRun]], watched: Mapping[str, str]
 
 
 def what_was_run(run: OpenRun, origins: Origins) -> Section:
-    """Return the section of a run's command, versions, data, time and recipe."""
+    """Return the section of a run's command, versions, data, time and config."""
     facts, result = run.facts, run.result
     timing, time = result.get("timing", {}), hours(run)
     speed = run.series("images_per_second").y
@@ -71,7 +71,7 @@ def what_was_run(run: OpenRun, origins: Origins) -> Section:
     parts: list[Part] = [Table("", ("", ""), rows)]
     if origins:
         columns = ("key", "value", "where it comes from")
-        parts.append(Table("Recipe: every value and where it comes from", columns, origins, folded=True))
+        parts.append(Table("Config: every value and where it comes from", columns, origins, folded=True))
     return Section("What was run", parts)
 
 
@@ -92,7 +92,7 @@ def against_paper(run: OpenRun) -> Section | None:
         return None
     differs = run.result["differs_from_paper"]
     if differs is None:
-        said = "There is nothing to compare with: a demo, own pictures, or a network that the paper does not have."
+        said = "There is nothing to compare with: a demo, own images, or a network that the paper does not have."
         return Section("What differs from the paper", [Text(said)])
     if not differs:
         return Section("What differs from the paper", [Text("Nothing that is known.")])

@@ -1,4 +1,4 @@
-"""What a page shows of a comparison, several trainings of one recipe: means over seeds and paired differences."""
+"""What a page shows of a comparison, several trainings of one config: means over seeds and paired differences."""
 
 from __future__ import annotations
 
@@ -97,10 +97,10 @@ def _so_far(run: OpenRun) -> list[Section]:
         folder = path.parent.relative_to(run.path).as_posix()
         if result := read_object(path):
             finished.append((folder.rpartition("/")[0] or run.name, folder, result))
-    recipe, results = run.recipe or {}, [result for _, _, result in finished]
+    config, results = run.config or {}, [result for _, _, result in finished]
     what = "draws" if any(one.get("task") == "fewshot" for one in results) else "trainings"
-    planned = len(recipe.get("compare") or [""]) * len(recipe.get("seeds") or [0])
-    said = f"{len(finished)} of {planned} {what} finished" if recipe else f"{len(finished)} {what} finished"
+    planned = len(config.get("compare") or [""]) * len(config.get("seeds") or [0])
+    said = f"{len(finished)} of {planned} {what} finished" if config else f"{len(finished)} {what} finished"
     shots = sorted({key for one in results for key in one if key.endswith("-shot")}, key=lambda key: (len(key), key))
     keys = [key for key in (*SCORES, *shots) if any(value_of(one, key) is not None for one in results)]
     return [Section("Finished so far", [Text(f"{said}."), *([_each("", keys, finished)] if finished else [])])]

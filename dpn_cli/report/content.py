@@ -1,4 +1,4 @@
-"""What a page holds: sections of text, tables, charts and pictures. Imports neither matplotlib nor Jinja2.
+"""What a page holds: sections of text, tables, charts and images. Imports neither matplotlib nor Jinja2.
 
 A chart is the numbers it shows. `dpn_cli.report.charts` draws it, and `rows` is what its CSV file holds.
 """
@@ -48,8 +48,8 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A small picture as JPEG or PNG bytes, with lines of text below it."""
+class PageImage:
+    """A small image as JPEG or PNG bytes, with lines of text below it."""
 
     data: bytes
     lines: Sequence[str]
@@ -57,10 +57,10 @@ class Picture:
 
 @dataclass(frozen=True)
 class Gallery:
-    """Pictures side by side: `across` of them whatever the reader's screen, by default as many as it takes."""
+    """Images side by side: `across` of them whatever the reader's screen, by default as many as it takes."""
 
     title: str
-    pictures: Sequence[Picture]
+    images: Sequence[PageImage]
     across: int = 0
 
 
@@ -207,7 +207,7 @@ class Heat(Chart):
 
 @dataclass(frozen=True)
 class Map:
-    """One picture of `Maps`: numbers (rows, columns), or colours (rows, columns, 3) as red, green, blue in 0 … 1."""
+    """One image of `Maps`: numbers (rows, columns), or colours (rows, columns, 3) as red, green, blue in 0 … 1."""
 
     title: str
     values: NDArray[np.float64]
@@ -215,7 +215,7 @@ class Map:
 
 @dataclass(frozen=True)
 class Maps(Chart):
-    """Pictures with a colour for every number, `across` side by side; `value` says what the numbers are.
+    """Images with a colour for every number, `across` side by side; `value` says what the numbers are.
 
     Each has a scale of its own, unless `limits` are the ends of one scale for all. Titles of more than twelve are in
     the CSV file only.

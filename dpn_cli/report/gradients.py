@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 
-from dpn_cli.recipe.training import LAST_STEPS
+from dpn_cli.config.training import LAST_STEPS
 from dpn_cli.report.content import Chart, Lines, Series, together
 from dpn_cli.report.reading import OpenRun, is_number
 

@@ -1,6 +1,6 @@
-"""What is predicted of picture files: each is read once, unreadable ones are named, and the rest is written.
+"""What is predicted of image files: each is read once, unreadable ones are named, and the rest is written.
 
-A table has a row for every picture. A page has thumbnails of a bounded number of pictures, evenly spread over all of
+A table has a row for every image. A page has thumbnails of a bounded number of images, evenly spread over all of
 them, so that it can be sent to somebody.
 """
 
@@ -13,21 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from dpn_cli.config.schema import Written
+from dpn_cli.data.decode import Pixels, Reading, read_pixels
 from dpn_cli.data.pixels import reader_count
-from dpn_cli.data.reading import Pixels, Reading, read_pixels
-from dpn_cli.data.threads import Threaded
+from dpn_cli.data.thread_loader import Threaded
 from dpn_cli.data.workers import open_loader
 from dpn_cli.errors import DataError, DpnError
-from dpn_cli.recipe.schema import Written
-from dpn_cli.report.content import Cell, Gallery, Part, Picture, Section, Table, Text
+from dpn_cli.report.content import Cell, Gallery, PageImage, Part, Section, Table, Text
 from dpn_cli.report.html import render
 from dpn_cli.report.tables import as_csv, flattened
 from dpn_cli.report.thumbnails import thumbnail
-from dpn_cli.run import stopping
+from dpn_cli.run import signals
 from dpn_cli.run.console import Console, several
 from dpn_cli.run.files import real_path, replace_text
 
-# Thumbnails of a page: with at most 11 kB each as text, they are below 4.5 MB. Unreadable pictures that it names.
+# Thumbnails of a page: with at most 11 kB each as text, they are below 4.5 MB. Unreadable images that it names.
 MOST_SHOWN, MOST_NAMED = 400, 50
 
 Json = dict[str, Any]
@@ -35,7 +35,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Read:
-    """A picture: its place among all, its file, what was prepared of it, and its thumbnail if the page shows it."""
+    """An image: its place among all, its file, what was prepared of it, and its thumbnail if the page shows it."""
 
     index: int
     path: Path
@@ -73,7 +73,7 @@ def read_files(
     workers: int | Literal["auto"],
     small: frozenset[int] = frozenset(),
 ) -> Generator[list[Item], None, None]:
-    """Yield picture files in order, `batch_size` at a time; an unreadable one with its error instead of its content.
+    """Yield image files in order, `batch_size` at a time; an unreadable one with its error instead of its content.
 
     `prepare` maps decoded pixels (h, w, 3) to what is yielded of them; those in `small` have a thumbnail. Raises
     `StoppedError` when a signal asks to stop, and `WorkerError` when a process that reads dies.
@@ -82,7 +82,7 @@ def read_files(
     count = reader_count(workers, len(paths))
     with open_loader(files, count, batch_size=batch_size, collate_fn=list) as batches:
         for batch in batches:
-            stopping.check_here()
+            signals.check_here()
             yield batch
 
 
@@ -92,16 +92,16 @@ def spread(count: int, most: int) -> frozenset[int]:
 
 
 class Predictions:
-    """What is predicted of pictures, in their order; see the module.
+    """What is predicted of images, in their order; see the module.
 
     Args:
-        paths: the picture files.
+        paths: the image files.
         written: the files to write.
-        console: for progress and the names of unreadable pictures.
-        most: how many pictures the page shows.
+        console: for progress and the names of unreadable images.
+        most: how many images the page shows.
 
     Raises:
-        DpnError: a file cannot be written, or is one of the pictures, or is to be written twice.
+        DpnError: a file cannot be written, or is one of the images, or is to be written twice.
     """
 
     def __init__(self, paths: Sequence[Path], written: Written, console: Console, most: int = MOST_SHOWN) -> None:
@@ -109,7 +109,7 @@ class Predictions:
         self.paths, self.written, self.console = paths, written, console
         self.shown = spread(len(paths), most) if written.html else frozenset()
         self.results: list[Json] = []
-        self.pictures: list[tuple[bytes, Json]] = []
+        self.images: list[tuple[bytes, Json]] = []
         self.unreadable: list[Path] = []
 
     def read(
@@ -122,7 +122,7 @@ class Predictions:
         label: str,
         small: bool = True,
     ) -> Generator[list[Read], None, None]:
-        """Yield the readable pictures, up to `batch_size` at a time, and name the others; see `read_files`.
+        """Yield the readable images, up to `batch_size` at a time, and name the others; see `read_files`.
 
         With `small`, those that the page shows have a thumbnail. `label` names the progress. Raises `DataError` when
         none is readable.
@@ -140,22 +140,22 @@ class Predictions:
         self.check_any()
 
     def check_any(self) -> None:
-        """Raise `DataError` when no picture is readable."""
+        """Raise `DataError` when no image is readable."""
         if len(self.unreadable) == len(self.paths):
-            raise DataError(f"none of the {len(self.paths)} pictures can be read; they are named above")
+            raise DataError(f"none of the {len(self.paths)} images can be read; they are named above")
 
     def leave_out(self, path: Path, error: DataError) -> None:
-        """Name an unreadable picture, and note it. Raises `DataError` when there is no other one."""
+        """Name an unreadable image, and note it. Raises `DataError` when there is no other one."""
         if len(self.paths) == 1:
             raise DataError(str(error))
         self.console.warn(str(error))
         self.unreadable.append(path)
 
     def add(self, result: Json, small: bytes | None) -> None:
-        """Add the result of a picture, and its thumbnail if the page shows it."""
+        """Add the result of an image, and its thumbnail if the page shows it."""
         self.results.append(result)
         if small is not None:
-            self.pictures.append((small, result))
+            self.images.append((small, result))
 
     def write(
         self,
@@ -170,7 +170,7 @@ class Predictions:
         Args:
             command: the command's name, for the title of the page.
             run: the network's place.
-            summary: what the page says of all pictures.
+            summary: what the page says of all images.
             lines: what stands below the thumbnail of a result.
             across: how many thumbnails stand side by side; 0 for as many as there is room for.
 
@@ -180,23 +180,23 @@ class Predictions:
         if self.written.csv:
             replace_text(self.written.csv, as_csv(flattened(self.results)))
         if self.written.html:
-            pictures = [Picture(small, lines(result)) for small, result in self.pictures]
-            gallery = Gallery(self._caption(), pictures, across)
-            facts: list[tuple[str, Cell]] = [("network", run), ("pictures", len(self.results))]
+            images = [PageImage(small, lines(result)) for small, result in self.images]
+            gallery = Gallery(self._caption(), images, across)
+            facts: list[tuple[str, Cell]] = [("network", run), ("images", len(self.results))]
             said = Section("Predictions", [*self.left_out(), Table("", ("", ""), facts), *summary])
-            title = f"{command}: {several(len(self.results), 'picture')}"
+            title = f"{command}: {several(len(self.results), 'image')}"
             write_gallery(self.written.html, title, said, gallery)
 
     def _caption(self) -> str:
-        if len(self.pictures) == len(self.results):
-            return "All of them" if len(self.results) > 1 else "The picture"
+        if len(self.images) == len(self.results):
+            return "All of them" if len(self.results) > 1 else "The image"
         return (
-            f"{len(self.pictures)} of {len(self.results)}, evenly spread over their order. The others are left out of "
+            f"{len(self.images)} of {len(self.results)}, evenly spread over their order. The others are left out of "
             "this page; --csv writes all predictions to a table"
         )
 
     def left_out(self) -> list[Part]:
-        """Return what a page says of unreadable pictures."""
+        """Return what a page says of unreadable images."""
         if not self.unreadable:
             return []
         named = ", ".join(map(str, self.unreadable[:MOST_NAMED]))
@@ -204,22 +204,22 @@ class Predictions:
         return [Text(f"Not readable and left out: {named}{more}.", warning=True)]
 
     def problem(self, skip_bad: bool) -> DataError | None:
-        """Return the error with which the command ends after all: for unreadable pictures, unless they are skipped."""
+        """Return the error with which the command ends after all: for unreadable images, unless they are skipped."""
         if skip_bad or not self.unreadable:
             return None
         return DataError(
-            f"unreadable: {len(self.unreadable)} of {several(len(self.paths), 'picture')}, named above; the others are "
+            f"unreadable: {len(self.unreadable)} of {several(len(self.paths), 'image')}, named above; the others are "
             "done. Fetch what is missing again, or accept it with --skip-bad-images"
         )
 
 
 def write_gallery(file: Path, title: str, said: Section, gallery: Gallery) -> None:
-    """Write a page of pictures and what is said of them all. Raises `SaveError`."""
-    replace_text(file, render(title, [said, Section("Pictures", [gallery])], {}))
+    """Write a page of images and what is said of them all. Raises `SaveError`."""
+    replace_text(file, render(title, [said, Section("Images", [gallery])], {}))
 
 
 def thumbnails(paths: Sequence[Path], reading: Reading, workers: int | Literal["auto"]) -> Iterator[tuple[int, bytes]]:
-    """Yield the thumbnails of up to `MOST_SHOWN` picture files with their places; not those of unreadable ones."""
+    """Yield the thumbnails of up to `MOST_SHOWN` image files with their places; not those of unreadable ones."""
     few = paths[:MOST_SHOWN]
     small = frozenset(range(len(few)))
     with closing(read_files(few, reading, _nothing, batch_size=1, workers=workers, small=small)) as batches:
@@ -232,12 +232,12 @@ def _nothing(pixels: Pixels) -> None:
     pass
 
 
-def check_written(files: Mapping[str, Path | None], pictures: Iterable[Path]) -> None:
+def check_written(files: Mapping[str, Path | None], images: Iterable[Path]) -> None:
     """Raise `DpnError` where a file that an option names cannot be written, before the work for it.
 
-    Neither can one of the pictures that are read, nor the file of another option. `files` are by their options.
+    Neither can one of the images that are read, nor the file of another option. `files` are by their options.
     """
-    taken = {real_path(picture): f"one of the pictures, {picture}" for picture in pictures}
+    taken = {real_path(image): f"one of the images, {image}" for image in images}
     for option, file in files.items():
         if file is None:
             continue
@@ -254,4 +254,4 @@ def tally(title: str, noun: str, names: Iterable[str]) -> Table:
     rows: list[Sequence[Cell]] = [
         (name, count, 100 * count / counts.total()) for name, count in sorted(counts.items(), key=lambda one: -one[1])
     ]
-    return Table(title, (noun, "pictures", "% of the pictures"), rows, digits=1, folded=len(rows) > 12)
+    return Table(title, (noun, "images", "% of the images"), rows, digits=1, folded=len(rows) > 12)

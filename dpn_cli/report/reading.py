@@ -10,13 +10,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from dpn_cli.config.load import Plain
 from dpn_cli.errors import DataError
-from dpn_cli.recipe.reading import Plain
 from dpn_cli.report.content import Series
+from dpn_cli.run.artifact_kinds import is_run
+from dpn_cli.run.environment import is_at_work, read_config
 from dpn_cli.run.files import read_object, real_path
-from dpn_cli.run.kinds import is_run
 from dpn_cli.run.leases import LEASES, Leases
-from dpn_cli.run.provenance import is_at_work, read_recipe
 from dpn_cli.run.records import read_records
 
 Json = dict[str, Any]
@@ -38,7 +38,7 @@ class OpenRun:
         name: how the report calls it.
         kind: the kind of run, "eval" for the output of an evaluation.
         facts: run.json; empty where it is missing.
-        recipe: config.yaml; None where it is missing or damaged.
+        config: config.yaml; None where it is missing or damaged.
         result: result.json, or partial.json of a run with failures; empty while there is none.
         records: metrics.jsonl.
         notes: what is missing, damaged or unfinished, in sentences.
@@ -48,7 +48,7 @@ class OpenRun:
     name: str
     kind: str
     facts: Json
-    recipe: Plain | None
+    config: Plain | None
     result: Json
     records: Sequence[Json]
     notes: Sequence[str]
@@ -56,7 +56,7 @@ class OpenRun:
     @property
     def seed(self) -> int:
         """The seed of a single training."""
-        return int((self.recipe or {}).get("seed", 0))
+        return int((self.config or {}).get("seed", 0))
 
     @property
     def status(self) -> str:
@@ -96,16 +96,16 @@ def open_run(path: Path, name: str | None = None) -> OpenRun:
             f"{path}: not a run's folder (no run.json in it), nor the -o folder of 'dpn eval'; 'dpn runs {path}' lists "
             "the runs below it"
         )
-    recipe = read_recipe(place / "config.yaml")
+    config = read_config(place / "config.yaml")
     records, damaged = read_records(place / "metrics.jsonl")
     good = [record for record in records if is_number(record.get("step"))]
     partial = None if result else read_object(place / "partial.json")
     run = OpenRun(
         path=place,
         name=name or real_path(place).name,
-        kind="eval" if evaluated else str(facts.get("kind") or _kind_of(recipe)),
+        kind="eval" if evaluated else str(facts.get("kind") or _kind_of(config)),
         facts=facts,
-        recipe=recipe,
+        config=config,
         result=result or partial or {},
         records=good,
         notes=(),
@@ -131,10 +131,10 @@ def _notes(run: OpenRun, damaged: int) -> list[str]:
     notes = []
     if not run.facts:
         notes.append("run.json is missing or damaged: versions, device and data are not known.")
-    if run.recipe is None:
-        notes.append("config.yaml is missing or damaged: the recipe is not known.")
+    if run.config is None:
+        notes.append("config.yaml is missing or damaged: the config is not known.")
     if not run.result:
-        steps = (run.recipe or {}).get("schedule", {}).get("steps")
+        steps = (run.config or {}).get("schedule", {}).get("steps")
         at = max((record["step"] for record in run.records), default=0)
         reached = f", logged up to step {at}" + (f" of {steps}" if steps else "") if at else ""
         # `dpn reproduce` goes on by itself, and has no such option.
@@ -162,9 +162,9 @@ def _notes(run: OpenRun, damaged: int) -> list[str]:
     return notes
 
 
-def _kind_of(recipe: Plain | None) -> str:
+def _kind_of(config: Plain | None) -> str:
     """Return the kind of a run whose run.json does not say it."""
-    about = (recipe or {}).get("about")
+    about = (config or {}).get("about")
     command = str(about.get("command", "")) if isinstance(about, dict) else ""
     words = {"dpn finetune vtab": "sweep", "dpn lit": "towers", "dpn segment": "segmenter"}
     return next((kind for start, kind in words.items() if command.startswith(start)), "classifier")

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dpn_cli.recipe.sources import flat, shown
+from dpn_cli.config.provenance import flat, shown
 from dpn_cli.report.content import Cell, Findings, Lines, Part, Section, Series, Table, Text, together
 from dpn_cli.report.reading import OpenRun, hours
-from dpn_cli.run.provenance import MAY_CHANGE
+from dpn_cli.run.environment import MAY_CHANGE
 from dpn_cli.statistics import PERCENT, PERCENT_DIFFERENCE, Summary, as_text, paired_difference, summarize
 
 # What two trainings may differ in and still be compared by seed: the network, and what computes the same numbers.
@@ -82,7 +82,7 @@ def over_fractions(pairs: Sequence[Pair]) -> Lines | None:
     points: dict[str, list[Series]] = {}
     metric, keys = "", _differing([run for run, _ in pairs])
     for run, findings in pairs:
-        share = (run.recipe or {}).get("data", {}).get("fraction")
+        share = (run.config or {}).get("data", {}).get("fraction")
         if share is not None:
             for network, value in _values(run, findings):
                 metric, line = metric or findings.metric, network or _described(run, keys) or "all runs"
@@ -126,7 +126,7 @@ class Group:
 def _groups(pairs: Sequence[Pair]) -> list[Group]:
     """Gather the runs of each network, and name the networks by what they differ in.
 
-    A run with another recipe than its network's first, or of a seed that is there already, stands alone.
+    A run with another config than its network's first, or of a seed that is there already, stands alone.
     """
     keys = _differing([run for run, _ in pairs])
     groups: dict[str, Group] = {}
@@ -159,15 +159,15 @@ def _described(run: OpenRun, keys: Sequence[str]) -> str:
 
 
 def _network(run: OpenRun) -> dict[str, Any]:
-    backbone = (run.recipe or {}).get("backbone", {})
-    compare = (run.recipe or {}).get("compare") or None
+    backbone = (run.config or {}).get("backbone", {})
+    compare = (run.config or {}).get("compare") or None
     return {**dict(flat(backbone)), **({"compare": compare} if compare else {})}
 
 
 def _protocol(run: OpenRun) -> dict[str, Any]:
-    """Return what two trainings must share to be paired: the recipe but for the network, and fingerprints of data."""
-    recipe = {key: value for key, value in (run.recipe or {}).items() if key not in FREE}
-    keys = {key: value for key, value in flat(recipe) if key not in PLACES}
+    """Return what two trainings must share to be paired: the config but for the network, and fingerprints of data."""
+    config = {key: value for key, value in (run.config or {}).items() if key not in FREE}
+    keys = {key: value for key, value in flat(config) if key not in PLACES}
     data = run.facts.get("data")
     return {**keys, **{f"data {key}": value for key, value in flat(data if isinstance(data, dict) else {})}}
 
@@ -185,7 +185,7 @@ def refusal(first: Group, other: Group) -> str | None:
         if not group.scores:
             return f"{group.name} has no score yet"
     for run in (one, two):
-        if run.recipe is None or not run.facts.get("data"):
+        if run.config is None or not run.facts.get("data"):
             return f"it is not known how {run.name} was trained and on what data"
     there, here = _protocol(one), _protocol(two)
     differs = [key for key in {**there, **here} if there.get(key) != here.get(key)]

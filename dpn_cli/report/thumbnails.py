@@ -1,4 +1,4 @@
-"""Small pictures for pages."""
+"""Small images for pages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 
 from PIL import Image
 
-from dpn_cli.data.reading import Pixels
+from dpn_cli.data.decode import Pixels
 
 # Longer side in pixels; qualities of the JPEG, the first of which that gives so few bytes a pixel. Photographs of
 # this side have 3 to 7 kB.
@@ -14,9 +14,9 @@ SIDE, QUALITIES, DENSITY = 144, (80, 50, 20), 0.4
 
 
 def thumbnail(pixels: Pixels, side: int = SIDE) -> bytes:
-    """Return a picture (height, width, 3) as JPEG, its longer side at most `side` pixels.
+    """Return an image (height, width, 3) as JPEG, its longer side at most `side` pixels.
 
-    Its bytes number at most 0.4 a pixel of a square of that side, whatever the picture.
+    Its bytes number at most 0.4 a pixel of a square of that side, whatever the image.
     """
     image = Image.fromarray(pixels)
     image.thumbnail((side, side))

@@ -32,7 +32,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 CURVES = {80: 8, 110: 24}
 # Characters between two columns of a table.
 GAP = 2
-# Takes how many more pictures are done.
+# Takes how many more images are done.
 Done = Callable[[int], None]
 # Control characters, line and direction marks, and lone surrogates (from names in an unknown encoding).
 UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -241,7 +241,7 @@ class Console:
 
     @contextmanager
     def counting(self, label: str, total: int) -> Iterator[Done]:
-        """Show how many of `total` pictures are done: a bar on a terminal, elsewhere a line every ten seconds.
+        """Show how many of `total` images are done: a bar on a terminal, elsewhere a line every ten seconds.
 
         Beside the bar of a training there is none. Yields a function that takes how many more are done.
         """
@@ -259,7 +259,7 @@ class Console:
                 nonlocal done, shown
                 done += more
                 if self.clock() - shown >= LINE_EVERY:
-                    self.info(f"{label}: {done} of {total} pictures")
+                    self.info(f"{label}: {done} of {total} images")
                     shown = self.clock()
 
             yield line

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from dpn_cli.errors import DpnError
+from dpn_cli.run.environment import is_at_work, this_process
 from dpn_cli.run.files import read_object, save_error
-from dpn_cli.run.provenance import is_at_work, this_process
 
 # Folder of the leases, in that of a run.
 LEASES = "leases"

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from dpn_cli.arch import Pool, Posemb, Stem, check_image_size, check_norm, check_placement, check_stem, parse_arch
+from dpn_cli.config.network import BackboneConfig, NormOptions
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.model.config import ViTConfig
 from dpn_cli.model.norms import begin_at_progress, has_running_norms
 from dpn_cli.model.vit import DPNViT, posemb_sincos2d, resample_posemb
-from dpn_cli.recipe.network import BackboneConfig, NormOptions
 from dpn_cli.weights.formats import Checkpoint, State, network_metadata
-from dpn_cli.weights.inferred import config_of
-from dpn_cli.weights.sources import open_checkpoint
-from dpn_cli.weights.written import write_weights
+from dpn_cli.weights.infer_config import config_of
+from dpn_cli.weights.locate import open_checkpoint
+from dpn_cli.weights.safetensors_io import write_weights
 
 HEAD = ("head.weight", "head.bias")
 Rgb = tuple[float, float, float]
@@ -185,7 +185,7 @@ def config_from_scratch(
 
 
 def backbone_of(section: BackboneConfig, **others: Any) -> Backbone:
-    """Load the network of a recipe's section, whose keys are arguments of `load_backbone`, as `others` are."""
+    """Load the network of a config's section, whose keys are arguments of `load_backbone`, as `others` are."""
     return load_backbone(**{**section.model_dump(), **others})
 
 

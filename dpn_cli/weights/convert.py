@@ -16,18 +16,18 @@ from torch import Tensor, nn
 
 from dpn_cli import __version__
 from dpn_cli.arch import Act, size_name
+from dpn_cli.config.network import NormOptions
 from dpn_cli.errors import DpnError
 from dpn_cli.model.config import ViTConfig
 from dpn_cli.model.vit import DPNViT
-from dpn_cli.recipe.network import NormOptions
+from dpn_cli.run.artifact_kinds import kind_of
 from dpn_cli.run.files import replace_file
-from dpn_cli.run.kinds import kind_of
 from dpn_cli.weights.backbone import Backbone, describe_backbone, load_backbone, load_whole
 from dpn_cli.weights.formats import Checkpoint, check_facts, read_file
-from dpn_cli.weights.formats.layout import Rgb
+from dpn_cli.weights.formats.state_dict import Rgb
 from dpn_cli.weights.formats.timm_vit import KEY
-from dpn_cli.weights.inferred import config_of
-from dpn_cli.weights.written import save_weights
+from dpn_cli.weights.infer_config import config_of
+from dpn_cli.weights.safetensors_io import save_weights
 
 TOLERANCE = 1e-5
 PROOF_IMAGES, PROOF_SEED = 4, 0

@@ -10,16 +10,16 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from dpn_cli.config.network import NormOptions
 from dpn_cli.errors import DpnError
 from dpn_cli.model.block import Half, HeadScale, NormBlock
 from dpn_cli.model.norms import RunningNorm
 from dpn_cli.model.stem import Affine, PatchStem
-from dpn_cli.recipe.network import NormOptions
 from dpn_cli.run.files import replace_file
 from dpn_cli.weights.backbone import Backbone, describe_backbone, load_whole
 from dpn_cli.weights.convert import PROOF_IMAGES, TOLERANCE, origin, proof_images, relative_difference
 from dpn_cli.weights.formats import Checkpoint, read_file
-from dpn_cli.weights.written import save_weights
+from dpn_cli.weights.safetensors_io import save_weights
 
 Fold = tuple[Tensor, Tensor]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from dpn_cli.recipe.reading import Plain
+from dpn_cli.config.load import Plain
 
 Level = Literal["none", "light1", "light2", "medium1", "medium2", "strong1", "strong2"]
 
@@ -43,18 +43,18 @@ APPENDIX_C: dict[str, Row] = {
 
 
 def augmented(level: Level) -> Plain:
-    """Return the recipe keys of an augmentation level."""
+    """Return the config keys of an augmentation level."""
     layers, magnitude, mixup = LEVELS[level]
     return {"randaugment": {"layers": layers, "magnitude": float(magnitude)}, "mixup": mixup}
 
 
 def regularized(row: Row) -> Plain:
-    """Return the recipe keys of a line of the table."""
+    """Return the config keys of a line of the table."""
     backbone = {"dropout": row.dropout, "drop_path": row.drop_path, "pre_logits": row.pre_logits}
     return {"backbone": backbone, **augmented(row.level)}
 
 
-# `--preset short` of ImageNet: 90 epochs of big_vision's "better plain ViT" recipe (configs/vit_s16_i1k.py) with App.
+# `--preset short` of ImageNet: 90 epochs of big_vision's "better plain ViT" config (configs/vit_s16_i1k.py) with App.
 # C's network.
 SHORT: Plain = {
     "epochs": 90,
@@ -65,7 +65,7 @@ SHORT: Plain = {
     **augmented("light2"),
 }
 
-# `--preset short` of CIFAR: 100 epochs on pictures in their own size, a fortieth of the work for each.
+# `--preset short` of CIFAR: 100 epochs on images in their own size, a fortieth of the work for each.
 SHORT_CIFAR: Plain = {
     "epochs": 100,
     "backbone": {"arch": "S/4", "image_size": 32},

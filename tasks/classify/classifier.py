@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from dpn_cli.data.crops import Size, eval_crop
+from dpn_cli.data.decode import Decoder
 from dpn_cli.data.imagenet import imagenet_folders
 from dpn_cli.data.pixels import Transform, resize
-from dpn_cli.data.reading import Decoder
 from dpn_cli.engine.losses import Loss
 from dpn_cli.engine.memory import in_parts
 from dpn_cli.errors import DpnError
-from dpn_cli.run import kinds
-from dpn_cli.run.kinds import WEIGHTS as WEIGHTS
-from dpn_cli.run.kinds import Kind, resolve
+from dpn_cli.run import artifact_kinds
+from dpn_cli.run.artifact_kinds import WEIGHTS as WEIGHTS
+from dpn_cli.run.artifact_kinds import Kind, resolve
 from dpn_cli.weights.backbone import Backbone, export_backbone, load_whole
 from dpn_cli.weights.formats import Checkpoint
-from dpn_cli.weights.sources import open_checkpoint
+from dpn_cli.weights.locate import open_checkpoint
 
 KEY: Kind = "classifier"
 
@@ -33,7 +33,7 @@ KEY: Kind = "classifier"
 class Classifier:
     """A network with a head.
 
-    `resize_side` is the shorter side in pixels before the central crop; None takes the whole picture, squeezed.
+    `resize_side` is the shorter side in pixels before the central crop; None takes the whole image, squeezed.
     `decoder` made the pixels of JPEGs.
     """
 
@@ -54,7 +54,7 @@ class Classifier:
 
     @property
     def preparation(self) -> str:
-        """How a decoded picture becomes the network's input, in words."""
+        """How a decoded image becomes the network's input, in words."""
         height, width = self.model.config.image_size
         if self.resize_side is None:
             return f"resized whole to {height} x {width}, bilinear without antialiasing"
@@ -80,7 +80,7 @@ def save_classifier(classifier: Classifier, path: Path) -> str:
         "decoder": classifier.decoder,
         "facts": classifier.facts,
     }
-    return export_backbone(classifier.model, path, {kinds.KEY: KEY, KEY: json.dumps(described)})
+    return export_backbone(classifier.model, path, {artifact_kinds.KEY: KEY, KEY: json.dumps(described)})
 
 
 def load_classifier(place: str, image_size: Size | None = None, command: str = "dpn predict") -> Classifier:
@@ -125,8 +125,8 @@ def facts_of(source: Checkpoint) -> dict[str, Any]:
     return dict(json.loads(source.about[KEY])["facts"]) if KEY in source.about else {}
 
 
-def takes_whole_pictures(source: Checkpoint) -> bool:
-    """Tell whether a file holds a classifier whose pictures were resized whole, without a crop."""
+def takes_whole_images(source: Checkpoint) -> bool:
+    """Tell whether a file holds a classifier whose images were resized whole, without a crop."""
     return KEY in source.about and json.loads(source.about[KEY])["resize_side"] is None
 
 

@@ -7,25 +7,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dpn_cli.config.launch import Place
 from dpn_cli.data.classified import ClassData, ImageSource, open_class_data
-from dpn_cli.data.reading import Reading, decoder_of
-from dpn_cli.recipe.start import Place
+from dpn_cli.data.decode import Reading, decoder_of
 from dpn_cli.run.console import several
-from dpn_cli.run.session import Session, run_name
-from tasks.classify.check import check_batch, check_pictures, check_shards
+from dpn_cli.run.run import Session, run_name
+from tasks.classify.config import ConfigT, SupervisedConfig, in_steps
+from tasks.classify.dry_run import rehearse_training
 from tasks.classify.fewshot import check_transfer, describe_accuracies, probing_of
-from tasks.classify.recipe import RecipeT, SupervisedRecipe, in_steps
-from tasks.classify.rehearsal import rehearse_training
+from tasks.classify.preflight import check_batch, check_images, check_shards
 
 
-def open_data(recipe: SupervisedRecipe) -> ClassData:
-    """Open the recipe's training images, minival and validation images. Raises `DataError`."""
-    return open_class_data(source_of(recipe), recipe.data.minival, chooses=recipe.select == "best")
+def open_data(config: SupervisedConfig) -> ClassData:
+    """Open the config's training images, minival and validation images. Raises `DataError`."""
+    return open_class_data(source_of(config), config.data.minival, chooses=config.select == "best")
 
 
-def source_of(recipe: SupervisedRecipe) -> ImageSource:
-    """Return where the recipe's images are."""
-    data = recipe.data
+def source_of(config: SupervisedConfig) -> ImageSource:
+    """Return where the config's images are."""
+    data = config.data
     return ImageSource(
         data.source or "demo",
         data.val_source,
@@ -36,26 +36,26 @@ def source_of(recipe: SupervisedRecipe) -> ImageSource:
     )
 
 
-def default_folder(recipe: SupervisedRecipe, task: str) -> Path:
+def default_folder(config: SupervisedConfig, task: str) -> Path:
     """Return runs/TASK/ARCH-STEM."""
-    return Path("runs") / task / run_name(recipe.backbone)
+    return Path("runs") / task / run_name(config.backbone)
 
 
-def dry_run(begun: Session[RecipeT], data: ClassData, trainings: Sequence[RecipeT], place: Place) -> None:
+def dry_run(begun: Session[ConfigT], data: ClassData, trainings: Sequence[ConfigT], place: Place) -> None:
     """Check the data, rehearse the last of some trainings on them, and tell what all of them take."""
-    recipe, world = begun.recipe, begun.world
+    config, world = begun.config, begun.world
     counted = [in_steps(each, len(data.train.labels)) for each in trainings]
-    check_batch(recipe, world)
+    check_batch(config, world)
     check_shards(counted[-1], data, world)
     if world.leads:
-        check_pictures(recipe, data, begun.console)
-    if options := probing_of(recipe):
+        check_images(config, data, begun.console)
+    if options := probing_of(config):
         check_transfer(options)
     begun.console.info(
         f"{len(data.train.labels)} + {len(data.minival.labels)} + {len(data.val.labels)} images, "
         f"{len(data.classes)} classes"
     )
-    cost = rehearse_training(replace(begun, recipe=counted[-1]), data)
+    cost = rehearse_training(replace(begun, config=counted[-1]), data)
     steps = sum(each.schedule.steps for each in counted)
     networks = min(2, len(counted))  # of a sweep's, the best one so far and the one that may be better
     if world.leads:

@@ -10,28 +10,28 @@ import open_clip
 from timm.data import ImageNetInfo
 
 from dpn_cli.data.classified import ClassData, Part
-from dpn_cli.data.faults import gathering
 from dpn_cli.data.findings import Findings
+from dpn_cli.data.image_errors import gathering
 from dpn_cli.data.imagenet import describe_imagenet, imagenet_folders
 from dpn_cli.data.labelled import Labelled
-from dpn_cli.data.loading import check_loading
-from dpn_cli.data.pack import Packed, read_manifest
-from dpn_cli.data.shards import ShardPictures
+from dpn_cli.data.loader_sizing import check_loading
+from dpn_cli.data.sources.packs import Packed, read_manifest
+from dpn_cli.data.sources.shards import ShardImages
 from dpn_cli.errors import DataError
 from dpn_cli.run.console import several
-from tasks.classify.check import fingerprints, input_size
 from tasks.classify.common import open_data
+from tasks.classify.config import SupervisedConfig
+from tasks.classify.preflight import fingerprints, input_size
 from tasks.classify.pretrain import open_tuning
-from tasks.classify.pretrain_recipe import PretrainRecipe
-from tasks.classify.recipe import SupervisedRecipe
+from tasks.classify.pretrain_config import PretrainConfig
 
 
-def examine(recipe: SupervisedRecipe, findings: Findings, ranks: int) -> dict[str, Any]:
-    """Look at all images of a recipe's splits; returns the fingerprints that a result carries."""
+def examine(config: SupervisedConfig, findings: Findings, ranks: int) -> dict[str, Any]:
+    """Look at all images of a config's splits; returns the fingerprints that a result carries."""
     with gathering() as errors:
         data: ClassData | None = None
         try:
-            data = open_tuning(recipe) if isinstance(recipe, PretrainRecipe) and recipe.stages else open_data(recipe)
+            data = open_tuning(config) if isinstance(config, PretrainConfig) and config.stages else open_data(config)
         except DataError as error:
             errors.append(error)
     findings.faults(errors)
@@ -42,17 +42,17 @@ def examine(recipe: SupervisedRecipe, findings: Findings, ranks: int) -> dict[st
     if isinstance(data.minival, Part) and "minival" in parts:  # cut from the training images, wherever twins fall
         parts["minival"].side = parts["train"].side
     findings.same(*parts.values())
-    size = input_size(recipe)
+    size = input_size(config)
     small = sum(min(side) < min(size) for side in parts["train"].sides[parts["train"].readable].tolist())
     if small:
         count = len(parts["train"].readable)
-        findings.notes.append(f"{small} of {count} training pictures are smaller than the input of {min(size)} pixels")
-    _check_order(str(recipe.data.source), data.classes, findings)
+        findings.notes.append(f"{small} of {count} training images are smaller than the input of {min(size)} pixels")
+    _check_order(str(config.data.source), data.classes, findings)
     if note := describe_imagenet(data):
         findings.notes.append(note)
     _note_storage(data.train, findings)
     check_loading(
-        findings, len(data.train.labels), recipe.batch_size, ranks, recipe.runtime.workers, 3 * math.prod(size)
+        findings, len(data.train.labels), config.batch_size, ranks, config.runtime.workers, 3 * math.prod(size)
     )
     return fingerprints(data)
 
@@ -81,11 +81,11 @@ def _check_order(place: str, classes: Sequence[str], findings: Findings) -> None
 
 
 def _note_storage(train: Labelled, findings: Findings) -> None:
-    """Note what there is to say of shards: packs that are not the files' own pictures, and how many may read them."""
+    """Note what there is to say of shards: packs that are not the files' own images, and how many may read them."""
     whole = train
     while isinstance(whole, Part):
         whole = whole.whole
-    if not isinstance(whole, Packed | ShardPictures):
+    if not isinstance(whole, Packed | ShardImages):
         return
     shards = several(len(whole.paths), "shard")
     findings.notes.append(
@@ -95,6 +95,6 @@ def _note_storage(train: Labelled, findings: Findings) -> None:
         packing = read_manifest(whole.paths[0].parent.parent)
         if packing["size"]:
             findings.warnings.append(
-                f"packed with a shorter side of at most {packing['size']} pixels: pictures that were larger are "
+                f"packed with a shorter side of at most {packing['size']} pixels: images that were larger are "
                 "smoothed copies, and scores may differ from those on the files"
             )

@@ -155,21 +155,21 @@ def _onnx(classifier: Classifier, deployed: nn.Module, pixels: Tensor) -> Pair:
 def model_card(classifier: Classifier, kind: Kind, digest: str) -> str:
     """Return a model card in Markdown: what it is, how it was made, what it scores, how to use it."""
     model, facts = classifier.model, classifier.facts
-    config, (height, width) = model.config, model.config.image_size
+    vit_config, (height, width) = model.config, model.config.image_size
     scored = facts.get("minival_top1")
     inside = "inside the file" if kind != "safetensors" else f"subtract {list(model.mean)}, divide by {list(model.std)}"
     names = readable(classifier.classes)
-    recipe = facts.get("recipe")
-    if recipe and classifier.classes != imagenet_classes(1000):
-        # A recipe's heading names ImageNet's published numbers, which say nothing about other classes.
-        recipe = {key: value for key, value in recipe.items() if key != "about"}
+    config = facts.get("config")
+    if config and classifier.classes != imagenet_classes(1000):
+        # A config's heading names ImageNet's published numbers, which say nothing about other classes.
+        config = {key: value for key, value in config.items() if key != "about"}
     shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
     lines = [
         "---",
         "library_name: dpn",
         "pipeline_tag: image-classification",
         "---",
-        f"# {facts.get('arch', 'ViT')} with stem `{config.stem}`, {len(names)} classes",
+        f"# {facts.get('arch', 'ViT')} with stem `{vit_config.stem}`, {len(names)} classes",
         "",
         f"- Input: RGB, {height} x {width} pixels: {classifier.preparation},",
         f"  fractions of a grey level dropped; values in [0, 1]; normalisation: {inside}.",
@@ -181,7 +181,7 @@ def model_card(classifier: Classifier, kind: Kind, digest: str) -> str:
         "## How it was made",
         "",
         "```json",
-        json.dumps({"recipe": recipe, "data fingerprints": facts.get("data")}, indent=2),
+        json.dumps({"config": config, "data fingerprints": facts.get("data")}, indent=2),
         "```",
         "",
     ]
@@ -189,13 +189,13 @@ def model_card(classifier: Classifier, kind: Kind, digest: str) -> str:
 
 
 def _distilled(facts: Mapping[str, Any]) -> list[str]:
-    """Say in a card which network this one was distilled from, on which pictures, and how near it is."""
+    """Say in a card which network this one was distilled from, on which images, and how near it is."""
     teacher = facts["teacher"]
     return [
         f"- Distilled from {teacher['source']} ({teacher['arch']}, stem `{teacher['stem']}`, at "
         f"{teacher['image_size'][0]} x {teacher['image_size'][1]} pixels, SHA-256 of the file `{teacher['digest']}`), "
-        f"start {facts['start']}, with pictures whose labels were not used (fingerprint {facts['data']['train']}).",
-        f"- On {facts['images']} held-out pictures: names the same class as its teacher on {facts['agreement']:.2f} %, "
+        f"start {facts['start']}, with images whose labels were not used (fingerprint {facts['data']['train']}).",
+        f"- On {facts['images']} held-out images: names the same class as its teacher on {facts['agreement']:.2f} %, "
         f"Kullback-Leibler divergence {facts['kl']:.4g} nats, share of the token variance {_share(facts)}.",
     ]
 

@@ -9,25 +9,25 @@ from typing import Any
 import numpy as np
 import torch
 
+from dpn_cli.config.schema import ImageReading
 from dpn_cli.data.classified import ImageSource, Part, has_split, hash_order, hold_out, open_split
+from dpn_cli.data.decode import Reading, decoder_of
 from dpn_cli.data.labelled import Labelled, fingerprint
+from dpn_cli.data.leakage import Known, look_up
 from dpn_cli.data.pixels import Transform, resize
-from dpn_cli.data.reading import Reading, decoder_of
-from dpn_cli.data.trained_on import Known, look_up
 from dpn_cli.errors import DataError, NonFiniteError
-from dpn_cli.recipe.schema import Pictures
-from dpn_cli.run import stopping
+from dpn_cli.run import signals
+from dpn_cli.run.artifact_kinds import resolve
 from dpn_cli.run.console import Console, several
 from dpn_cli.run.distributed import World, join, refuse_ranks
-from dpn_cli.run.kinds import resolve
 from dpn_cli.statistics import PERCENT, as_text, summarize
 from dpn_cli.weights.backbone import Backbone, load_backbone
-from dpn_cli.weights.sources import open_checkpoint
-from tasks.classify.classifier import facts_of, takes_whole_pictures
-from tasks.classify.distill.recipe import DistillRecipe
+from dpn_cli.weights.locate import open_checkpoint
+from tasks.classify.classifier import facts_of, takes_whole_images
+from tasks.classify.config import SupervisedConfig
+from tasks.classify.distill.config import DistillConfig
 from tasks.classify.options import Probing
 from tasks.classify.probe import Array, check_shots, encode, pick, probe
-from tasks.classify.recipe import SupervisedRecipe
 
 # Images per class of the probe at the end of a training: arXiv 2302.01327 §5.1.
 SHOTS = 25
@@ -37,11 +37,11 @@ NO_TEST = "{}: no images to test on; {}"
 def fewshot(options: Probing, console: Console) -> dict[str, Any]:
     """Probe a checkpoint's representation and return accuracies in percent by shots and seed.
 
-    Features are what the head reads (after pre-logits and tanh where there are). Pictures are prepared as the paper's
+    Features are what the head reads (after pre-logits and tanh where there are). Images are prepared as the paper's
     probe does it, and taken whole by a classifier that was trained on whole ones. Raises `DataError` when a class has
     fewer images than the largest number of shots.
     """
-    with stopping.listen(stopping.NO_RESULT), join(options.runtime.device) as world:
+    with signals.listen(signals.NO_RESULT), join(options.runtime.device) as world:
         refuse_ranks(world, "eval fewshot")
         assert options.checkpoint is not None, "these are options of several networks"
         network = Probed.load(options.checkpoint, options)
@@ -58,7 +58,7 @@ def fewshot(options: Probing, console: Console) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Probed:
-    """A network that is probed; `whole` prepares pictures where it was trained on whole ones."""
+    """A network that is probed; `whole` prepares images where it was trained on whole ones."""
 
     place: str
     model: Backbone
@@ -71,7 +71,7 @@ class Probed:
         found = resolve(place, "dpn eval fewshot")
         opened = None if found == "none" else open_checkpoint(found)
         model = load_backbone(stem=None, checkpoint=opened, image_size=options.image_size).eval()
-        whole = partial(resize, size=model.config.image_size) if opened and takes_whole_pictures(opened) else None
+        whole = partial(resize, size=model.config.image_size) if opened and takes_whole_images(opened) else None
         return cls(place, model, facts_of(opened).get("trained_on") if opened else None, whole)
 
     def facts(self, test: Labelled, world: World, console: Console) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class Probed:
         if warning := known and known.warning():
             console.warn(warning)
         if self.whole:
-            console.info("pictures are resized whole, as this classifier was trained on them")
+            console.info("images are resized whole, as this classifier was trained on them")
         return {
             "network": self.place,
             "arch": self.model.config.arch,
@@ -117,19 +117,19 @@ class Features:
         return 100 * probe(*pick(*self.train, self.classes, shots, seed), *self.test, self.classes)
 
 
-def probing_of(recipe: SupervisedRecipe | DistillRecipe) -> Probing | None:
+def probing_of(config: SupervisedConfig | DistillConfig) -> Probing | None:
     """Return the probe at the end of a training: three draws of the images per class; None without data for it."""
-    data = recipe.data
-    if recipe.fewshot_data is None:
+    data = config.data
+    if config.fewshot_data is None:
         return None
     return Probing(
         checkpoint="none",
-        source=recipe.fewshot_data,
-        pictures=Pictures(decode=decoder_of(data.decode), max_pixels=data.max_pixels),
+        source=config.fewshot_data,
+        reading=ImageReading(decode=decoder_of(data.decode), max_pixels=data.max_pixels),
         skip_bad_images=data.skip_bad_images,
-        shots=(recipe.fewshot or SHOTS,),
-        batch_size=recipe.eval_batch_size,
-        runtime=recipe.runtime,
+        shots=(config.fewshot or SHOTS,),
+        batch_size=config.eval_batch_size,
+        runtime=config.runtime,
     )
 
 
@@ -164,7 +164,7 @@ def _accuracies(
         "fingerprints": splits.fingerprints,
         "classes": features.classes,
         "images": {"train": len(features.train[1]), "test": len(features.test[1])},
-        "pictures": "whole" if whole else "centre",
+        "crop": "whole" if whole else "centre",
         "accuracy": {
             str(shot): {"seeds": list(options.seeds), **summarize(values, PERCENT).to_dict()}
             for shot, values in accuracy.items()
@@ -202,7 +202,7 @@ def encode_splits(
 
 
 def _source_of(options: Probing) -> ImageSource:
-    reading = Reading(options.pictures.decode, options.pictures.max_pixels)
+    reading = Reading(options.reading.decode, options.reading.max_pixels)
     columns = options.image_column, options.label_column
     return ImageSource(options.source, options.val_source, options.val_fraction, *columns, reading)
 

@@ -7,21 +7,21 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from dpn_cli.recipe.compare import COMPARE, SEED_COUNT, Networks, counted, filled, settings_of
-from dpn_cli.recipe.flag import DATA, MODEL, OUTPUT, argument, flag
-from dpn_cli.recipe.network import IMAGE_SIZE
-from dpn_cli.recipe.schema import (
-    PICTURES,
+from dpn_cli.config.launch import NO_PAGE, OVERWRITE, RESUME
+from dpn_cli.config.network import IMAGE_SIZE
+from dpn_cli.config.option import DATA, MODEL, OUTPUT, argument, flag
+from dpn_cli.config.schema import (
+    IMAGE_FILES,
     VAL_DATA,
     VAL_FRACTION,
     AtOnce,
     DataPlace,
     ImageColumn,
+    ImageReading,
     LabelColumn,
-    Pictures,
     Pixels,
     Positive,
-    RunPictures,
+    RunImageReading,
     Runtime,
     Section,
     Seed,
@@ -29,8 +29,8 @@ from dpn_cli.recipe.schema import (
     Written,
     listed,
 )
-from dpn_cli.recipe.start import NO_PAGE, OVERWRITE, RESUME
-from tasks.classify.recipe import Share
+from dpn_cli.sweep.grid import COMPARE, SEED_COUNT, Networks, counted, filled, settings_of
+from tasks.classify.config import Share
 
 RUN = argument("A run's folder, or its weights.safetensors.")
 LABELLED = flag(
@@ -57,7 +57,7 @@ class Scoring(Section):
     ] = None
     image_column: ImageColumn = None
     label_column: LabelColumn = None
-    pictures: RunPictures = RunPictures()
+    reading: RunImageReading = RunImageReading()
     skip_bad_images: SkipBadImages = False
     real: Annotated[
         Path | None, flag("--real", help="ImageNet-ReaL's real.json: score against it too.", panel=DATA)
@@ -116,7 +116,7 @@ class Probing(Section):
     val_fraction: Annotated[Share | None, VAL_FRACTION] = None
     image_column: ImageColumn = None
     label_column: LabelColumn = None
-    pictures: Pictures = Pictures()
+    reading: ImageReading = ImageReading()
     skip_bad_images: SkipBadImages = False
     shots: Annotated[
         tuple[Annotated[int, Field(ge=1, le=1_000_000)], ...],
@@ -182,13 +182,13 @@ class Probing(Section):
         return found
 
 
-class Prediction(Section):
+class PredictOptions(Section):
     """Options of ``dpn predict``."""
 
     run: Annotated[str, RUN]
-    images: Annotated[list[Path], PICTURES]
-    top: Annotated[Positive, flag("--top", "-k", help="Classes per picture.", panel=OUTPUT)] = 3
-    pictures: RunPictures = RunPictures()
+    images: Annotated[list[Path], IMAGE_FILES]
+    top: Annotated[Positive, flag("--top", "-k", help="Classes per image.", panel=OUTPUT)] = 3
+    reading: RunImageReading = RunImageReading()
     skip_bad_images: SkipBadImages = False
     batch_size: AtOnce = 64
     written: Written = Written()

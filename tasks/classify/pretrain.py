@@ -1,4 +1,4 @@
-"""`dpn pretrain`, from a settled recipe to a result: one training, or the stages of a sweep."""
+"""`dpn pretrain`, from a settled config to a result: one training, or the stages of a sweep."""
 
 from __future__ import annotations
 
@@ -8,44 +8,44 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dpn_cli.config.launch import Place
+from dpn_cli.config.load import read_config
+from dpn_cli.config.provenance import shipped_of
 from dpn_cli.data.classified import ClassData, open_tuning_data
 from dpn_cli.errors import NonFiniteError
-from dpn_cli.recipe.reading import read_recipe
-from dpn_cli.recipe.sources import shipped_of
-from dpn_cli.recipe.start import Place
 from dpn_cli.run import console as terminal
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import barrier, from_leader
 from dpn_cli.run.files import read_object, replace_json
-from dpn_cli.run.session import Session, open_folder, session
-from dpn_cli.weights.origin import with_own_stem
+from dpn_cli.run.run import Session, open_folder, session
+from dpn_cli.weights.resolve_stem import with_own_stem
 from tasks.classify import common as command
 from tasks.classify.classifier import WEIGHTS, load_classifier
-from tasks.classify.pretrain_recipe import PretrainRecipe, Stage, cells, runs_of
-from tasks.classify.recipe import SupervisedRecipe, in_steps
+from tasks.classify.config import SupervisedConfig, in_steps
+from tasks.classify.pretrain_config import PretrainConfig, Stage, cells, runs_of
 from tasks.classify.train import evaluate, train_classifier
 
 Json = dict[str, Any]
-Training = tuple[Session[PretrainRecipe], ClassData]
+Training = tuple[Session[PretrainConfig], ClassData]
 DEMO_NOTE = (
     "This is the demo: generated scenes. Nothing here is an ImageNet number. "
     "For images of your own: dpn pretrain --arch S/16 --data FOLDER"
 )
 
 
-def run(recipe: PretrainRecipe, place: Place, console: Console) -> Json | None:
+def run(config: PretrainConfig, place: Place, console: Console) -> Json | None:
     """Train and return the result; None on ranks that do not lead and after a dry run."""
-    if recipe.demo:
+    if config.demo:
         console.info(DEMO_NOTE)
-    recipe = recipe.model_copy(update={"backbone": with_own_stem(recipe.backbone, console)})
-    with session(recipe, recipe.runtime, "classifier", place, default_folder(recipe), console) as begun:
+    config = config.model_copy(update={"backbone": with_own_stem(config.backbone, console)})
+    with session(config, config.runtime, "classifier", place, default_folder(config), console) as begun:
         if place.dry_run:
-            command.dry_run(begun, _open_data(recipe), runs_of(recipe), place)
+            command.dry_run(begun, _open_data(config), runs_of(config), place)
             return None
         result = begun.folder.result
         if result is None:
-            data = _open_data(begun.recipe)
-            if begun.recipe.stages:
+            data = _open_data(begun.config)
+            if begun.config.stages:
                 sweep = _Sweep(begun, data)
                 for one, split in sweep.trainings():
                     try:
@@ -54,8 +54,8 @@ def run(recipe: PretrainRecipe, place: Place, console: Console) -> Json | None:
                         sweep.note_failure(one, error)
                 result = sweep.result
             else:
-                counted = in_steps(begun.recipe, len(data.train.labels), console.info)
-                result = train_classifier(replace(begun, recipe=counted), data, "pretrain")
+                counted = in_steps(begun.config, len(data.train.labels), console.info)
+                result = train_classifier(replace(begun, config=counted), data, "pretrain")
         weights = begun.folder.path / result.get("weights", WEIGHTS)
         console.info(f"weights: {weights}, for --checkpoint of any command")
         return result if begun.world.leads else None
@@ -66,31 +66,31 @@ def show(result: Json) -> None:
     terminal.show(describe_pretraining(result))
 
 
-def _open_data(recipe: PretrainRecipe) -> ClassData:
-    return open_tuning(recipe) if recipe.stages else command.open_data(recipe)
+def _open_data(config: PretrainConfig) -> ClassData:
+    return open_tuning(config) if config.stages else command.open_data(config)
 
 
-def default_folder(recipe: PretrainRecipe) -> Path:
-    """Return runs/TASK/ARCH-STEM, with a TASK for each recipe, so that none stands in another's way."""
-    return command.default_folder(recipe, _task(recipe))
+def default_folder(config: PretrainConfig) -> Path:
+    """Return runs/TASK/ARCH-STEM, with a TASK for each config, so that none stands in another's way."""
+    return command.default_folder(config, _task(config))
 
 
-def _task(recipe: PretrainRecipe) -> str:
-    if recipe.demo:
+def _task(config: PretrainConfig) -> str:
+    if config.demo:
         return "pretrain_demo"
-    if recipe.stages:
+    if config.stages:
         return "pretrain_sweep"
-    shipped = shipped_of(recipe.about.table) or "pretrain_own"
+    shipped = shipped_of(config.about.table) or "pretrain_own"
     if shipped == "pretrain_cifar":  # of several data sets
-        named = re.split("[/:]", (recipe.data.source or "").rstrip("/"))[-1]
-        return f"pretrain_{named}" if recipe.epochs is None else f"pretrain_{named}_{recipe.epochs:g}ep"
-    usual = shipped == "pretrain_own" or recipe.epochs in (None, read_recipe(shipped).get("epochs"))
-    return shipped if usual else f"{shipped}_{recipe.epochs:g}ep"
+        named = re.split("[/:]", (config.data.source or "").rstrip("/"))[-1]
+        return f"pretrain_{named}" if config.epochs is None else f"pretrain_{named}_{config.epochs:g}ep"
+    usual = shipped == "pretrain_own" or config.epochs in (None, read_config(shipped).get("epochs"))
+    return shipped if usual else f"{shipped}_{config.epochs:g}ep"
 
 
-def open_tuning(recipe: SupervisedRecipe) -> ClassData:
+def open_tuning(config: SupervisedConfig) -> ClassData:
     """Open the three splits of a sweep: `minival` is the one to choose on, `val` the one to test on."""
-    return open_tuning_data(command.source_of(recipe))
+    return open_tuning_data(command.source_of(config))
 
 
 class _Sweep:
@@ -98,8 +98,8 @@ class _Sweep:
 
     result: Json
 
-    def __init__(self, begun: Session[PretrainRecipe], data: ClassData) -> None:
-        self.begun, self.recipe, self.data = begun, begun.recipe, data
+    def __init__(self, begun: Session[PretrainConfig], data: ClassData) -> None:
+        self.begun, self.config, self.data = begun, begun.config, data
         self.folder, self.world, self.console = begun.folder, begun.world, begun.console
 
     def trainings(self) -> Generator[Training, None, None]:
@@ -107,12 +107,12 @@ class _Sweep:
 
         The choice of each stage is scored once on the test split, which gives a row of Table 7.
         """
-        chosen, stages = self.recipe, list[Json]()
-        for number, stage in enumerate(self.recipe.stages[:-1], 1):
+        chosen, stages = self.config, list[Json]()
+        for number, stage in enumerate(self.config.stages[:-1], 1):
             chosen, row = yield from self._search(number, chosen, stage)
             stages.append(row)
-        number = len(self.recipe.stages)
-        ((name, final),) = cells(chosen, self.recipe.stages[-1])
+        number = len(self.config.stages)
+        ((name, final),) = cells(chosen, self.config.stages[-1])
         result = yield from self._cell(f"stage{number}/{name}", final, self.data, "1 of 1")
         if result["minival_top1"] is None:
             raise NonFiniteError(f"stage {number}: the loss is NaN or infinite; lower lr")
@@ -120,15 +120,15 @@ class _Sweep:
         if self.world.leads:
             self.folder.finish(self.result)
 
-    def note_failure(self, training: Session[PretrainRecipe], error: NonFiniteError) -> None:
+    def note_failure(self, training: Session[PretrainConfig], error: NonFiniteError) -> None:
         """Record that a training's loss became NaN or infinite: it has a result without a score."""
         self.console.warn(f"{training.folder.path.relative_to(self.folder.path)}: {error}")
         if self.world.leads:
             training.folder.finish({"task": "pretrain", "minival_top1": None, "error": str(error)})
 
     def _search(
-        self, number: int, chosen: PretrainRecipe, stage: Stage
-    ) -> Generator[Training, None, tuple[PretrainRecipe, Json]]:
+        self, number: int, chosen: PretrainConfig, stage: Stage
+    ) -> Generator[Training, None, tuple[PretrainConfig, Json]]:
         """Yield the trainings of a stage's grid; returns the run that is best on validation, and the stage's numbers.
 
         A search leaves its numbers, not a network per run: only the best one so far is kept, until it is scored.
@@ -137,8 +137,8 @@ class _Sweep:
         place = f"stage{number}"
         top1: dict[str, float | None] = {}
         best, score = "", -1.0
-        for count, (name, recipe) in enumerate(runs, 1):
-            result = yield from self._cell(f"{place}/{name}", recipe, searching, f"{count} of {len(runs)}")
+        for count, (name, config) in enumerate(runs, 1):
+            result = yield from self._cell(f"{place}/{name}", config, searching, f"{count} of {len(runs)}")
             top = top1[name] = result["minival_top1"]
             loser = name
             if top is not None and top > score:
@@ -152,7 +152,7 @@ class _Sweep:
         row = {"epochs": stage.epochs, "top1": top1, "chosen": best, "test_top1": self._test(place, best, chosen)}
         return chosen, row
 
-    def _test(self, place: str, name: str, recipe: PretrainRecipe) -> float | None:
+    def _test(self, place: str, name: str, config: PretrainConfig) -> float | None:
         """Score a stage's choice on the test split, or return its score; None where its network is gone."""
         kept, scored = self.folder.path / place / name, self.folder.path / place / "test.json"
         row: Json | None = from_leader(read_object(scored))
@@ -162,7 +162,7 @@ class _Sweep:
                 return None
             classifier = load_classifier(str(kept))
             classifier.model.to(self.world.device).eval()
-            row = {"run": name, "top1": evaluate(classifier, self.data.val, recipe, self.world).top1}
+            row = {"run": name, "top1": evaluate(classifier, self.data.val, config, self.world).top1}
             if self.world.leads:
                 replace_json(scored, row)
         self._drop(f"{place}/{name}")
@@ -175,14 +175,14 @@ class _Sweep:
         if self.world.leads:
             (self.folder.path / place / WEIGHTS).unlink(missing_ok=True)
 
-    def _cell(self, place: str, recipe: PretrainRecipe, data: ClassData, shown: str) -> Generator[Training, None, Json]:
+    def _cell(self, place: str, config: PretrainConfig, data: ClassData, shown: str) -> Generator[Training, None, Json]:
         """Yield a training if it is not done; returns its result."""
         path = self.folder.path / place
-        folder = open_folder(path, recipe, "classifier", self.world, self.console, resume=True, overwrite=False)
+        folder = open_folder(path, config, "classifier", self.world, self.console, resume=True, overwrite=False)
         if folder.result is None:
             self.console.info(f"{place} ({shown})")
-            counted = in_steps(recipe, len(data.train.labels))
-            yield replace(self.begun, recipe=counted, folder=folder), data
+            counted = in_steps(config, len(data.train.labels))
+            yield replace(self.begun, config=counted, folder=folder), data
         result = from_leader(folder.result)
         assert result is not None  # the caller has trained
         return result

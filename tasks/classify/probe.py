@@ -11,13 +11,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dpn_cli.config.schema import Runtime
+from dpn_cli.data.decode import Pixels
 from dpn_cli.data.labelled import Labelled
 from dpn_cli.data.pixels import Transform, resize, stream
-from dpn_cli.data.reading import Pixels
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError
-from dpn_cli.recipe.schema import Runtime
-from dpn_cli.run import stopping
+from dpn_cli.run import signals
 from dpn_cli.run.console import Done, uncounted
 from dpn_cli.weights.backbone import Backbone
 
@@ -68,7 +68,7 @@ def encode(
     transform = transform or partial(square_crop, size=model.config.image_size)
     with stream(split, transform, batch_size, rows=rows, workers=runtime.workers, skip_bad=skip_bad) as parts:
         for part in parts:
-            stopping.check_here()
+            signals.check_here()
             done(len(part.images) + part.skipped)
             if len(part.images):
                 with torch.inference_mode(), engine.precision_of(runtime, device):

@@ -11,23 +11,26 @@ from torch import Tensor, nn
 from dpn_cli.data.augment import mixed, mixup_of
 from dpn_cli.data.classified import ClassData
 from dpn_cli.data.labelled import Labelled
+from dpn_cli.data.leakage import record
 from dpn_cli.data.loader import Augmentation, blend, crop_batches, worker_count
-from dpn_cli.data.trained_on import record
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine.losses import LOSSES
-from dpn_cli.engine.trainstate import evaluated_weights
+from dpn_cli.engine.state import evaluated_weights
+from dpn_cli.metrics import Scores, score
 from dpn_cli.model.freeze import freeze
 from dpn_cli.run import distributed
+from dpn_cli.run.artifact_kinds import DIGEST
+from dpn_cli.run.baseline_warnings import result_warning
 from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.distributed import World
-from dpn_cli.run.kinds import DIGEST
-from dpn_cli.run.sanity import result_warning
-from dpn_cli.run.session import Session
-from dpn_cli.scoring import Scores, score
+from dpn_cli.run.run import Session
 from dpn_cli.weights.backbone import Backbone, backbone_of
-from dpn_cli.weights.origin import describe_start
-from tasks.classify.answers import keep
-from tasks.classify.check import (
+from dpn_cli.weights.resolve_stem import describe_start
+from tasks.classify.classifier import WEIGHTS, Classifier, load_classifier, predict, save_classifier
+from tasks.classify.config import ConfigT, SupervisedConfig, head_bias_of
+from tasks.classify.fewshot import probing_of, transfer
+from tasks.classify.predictions_file import keep
+from tasks.classify.preflight import (
     check_batch,
     check_data,
     check_shards,
@@ -36,42 +39,39 @@ from tasks.classify.check import (
     shard_order,
     shot_pool,
 )
-from tasks.classify.classifier import WEIGHTS, Classifier, load_classifier, predict, save_classifier
-from tasks.classify.fewshot import probing_of, transfer
 from tasks.classify.probe import choose, encode, probe
-from tasks.classify.recipe import RecipeT, SupervisedRecipe, head_bias_of
 
 Json = dict[str, Any]
 
 
-def train_classifier(begun: Session[RecipeT], data: ClassData, task: str) -> Json:
+def train_classifier(begun: Session[ConfigT], data: ClassData, task: str) -> Json:
     """Train in the folder of the run, or finish what is there, and return the result, which is written there too.
 
-    The recipe's duration is in steps.
+    The config's duration is in steps.
     Raises `DpnError` and its subclasses; what was trained until then is kept.
     """
-    recipe, folder, world, console = begun.recipe, begun.folder, begun.world, begun.console
-    facts = check_data(recipe, data, folder, world, console)
+    config, folder, world, console = begun.config, begun.folder, begun.world, begun.console
+    facts = check_data(config, data, folder, world, console)
     if not distributed.from_leader((folder.path / WEIGHTS).is_file()):
-        check_batch(recipe, world)
-        check_shards(recipe, data, world)
+        check_batch(config, world)
+        check_shards(config, data, world)
         training = _ClassifierTraining(begun, data, facts)
-        with begun.outputs(task, begun.tracker(recipe.runtime.report_to)) as outputs:
+        with begun.outputs(task, begun.tracker(config.runtime.report_to)) as outputs:
             job = training.job(outputs)
-            done = engine.fit(engine.prepare(training.model, recipe.runtime, world), job)
+            done = engine.fit(engine.prepare(training.model, config.runtime, world), job)
         training.keep(done, outputs)
     classifier = load_classifier(str(folder.path))
     classifier.model.to(world.device).eval()
-    scores = evaluate(classifier, data.val, recipe, world, keep_answers=True)
+    scores = evaluate(classifier, data.val, config, world, keep_answers=True)
     trained = classifier.facts
     result = {
         "task": task,
         "arch": trained["arch"],
-        "stem": recipe.backbone.stem,
+        "stem": config.backbone.stem,
         "image_size": list(classifier.model.config.image_size),
         "parameters": trained["parameters"],
         "classes": len(data.classes),
-        "head_bias": head_bias_of(recipe, len(data.classes)),
+        "head_bias": head_bias_of(config, len(data.classes)),
         "images": {"train": len(data.train.labels), "minival": len(data.minival.labels), "val": scores.images},
         "skipped": scores.skipped,
         "top1": scores.top1,
@@ -82,14 +82,14 @@ def train_classifier(begun: Session[RecipeT], data: ClassData, task: str) -> Jso
         "best_step": trained["best_step"],
         "curve": trained["curve"],
         "lost_records": trained.get("lost_records", 0),
-        "steps": recipe.schedule.steps,
+        "steps": config.schedule.steps,
         "timing": folder.timing,
         "data": facts["data"],
         DIGEST: classifier.model.report.digest,
         "decoder": data.val.reading.versions(),
         "differs_from_paper": begun.differs,
     }
-    if options := probing_of(recipe):
+    if options := probing_of(config):
         whole = classifier.transform if classifier.resize_side is None else None
         result["fewshot"] = distributed.on_leader(
             world, lambda: transfer(classifier.model, options, world.device, console, whole)
@@ -102,25 +102,25 @@ def train_classifier(begun: Session[RecipeT], data: ClassData, task: str) -> Jso
     return result
 
 
-def load_network(recipe: SupervisedRecipe, classes: int) -> Backbone:
-    """Load the recipe's network with a new head of zero weights. Raises as `load_backbone` does."""
-    model = backbone_of(recipe.backbone, num_classes=classes, seed=recipe.seed)
+def load_network(config: SupervisedConfig, classes: int) -> Backbone:
+    """Load the config's network with a new head of zero weights. Raises as `load_backbone` does."""
+    model = backbone_of(config.backbone, num_classes=classes, seed=config.seed)
     assert isinstance(model.head, nn.Linear)
-    nn.init.constant_(model.head.bias, head_bias_of(recipe, classes))
+    nn.init.constant_(model.head.bias, head_bias_of(config, classes))
     return model
 
 
-def evaluation_interval(recipe: SupervisedRecipe) -> int:
-    """Return the steps between evaluations on minival: the recipe's, or a quarter of a training shorter than that."""
-    return interval(recipe.evaluate_every, recipe.schedule.steps)
+def evaluation_interval(config: SupervisedConfig) -> int:
+    """Return the steps between evaluations on minival: the config's, or a quarter of a training shorter than that."""
+    return interval(config.evaluate_every, config.schedule.steps)
 
 
-def loss_of(recipe: SupervisedRecipe, model: Backbone, classes: int) -> engine.LossFn:
+def loss_of(config: SupervisedConfig, model: Backbone, classes: int) -> engine.LossFn:
     """Return the engine's loss of a batch: images are normalised, and mixed where the batch says, on the device."""
 
     def one_hot(labels: Tensor) -> Tensor:
         target = nn.functional.one_hot(labels, classes).float()
-        return torch.lerp(target, torch.full_like(target, 1 / classes), recipe.label_smoothing)
+        return torch.lerp(target, torch.full_like(target, 1 / classes), config.label_smoothing)
 
     def loss(trainable: nn.Module, batch: engine.Batch) -> Tensor:
         image = normalized(model, batch["image"])
@@ -128,7 +128,7 @@ def loss_of(recipe: SupervisedRecipe, model: Backbone, classes: int) -> engine.L
         if "mix" in batch:
             image = blend(image, normalized(model, batch["other_image"]), batch["mix"])
             target = blend(target, one_hot(batch["other_label"]), batch["mix"])
-        return LOSSES[recipe.loss](trainable(image).float(), target)
+        return LOSSES[config.loss](trainable(image).float(), target)
 
     return loss
 
@@ -138,20 +138,20 @@ def normalized(model: Backbone, image: Tensor) -> Tensor:
     return image if image.is_floating_point() else model.normalize(image)
 
 
-def augmentation_of(recipe: SupervisedRecipe, model: Backbone) -> Augmentation:
-    """Return how the recipe makes training images for a network."""
-    data, by_timm = recipe.data, recipe.mixing == "timm"
+def augmentation_of(config: SupervisedConfig, model: Backbone) -> Augmentation:
+    """Return how the config makes training images for a network."""
+    data, by_timm = config.data, config.mixing == "timm"
     return Augmentation(
         model.config.image_size,
         data.decode,
-        0.0 if by_timm else recipe.mixup,
-        recipe.randaugment.layers,
-        recipe.randaugment.magnitude,
+        0.0 if by_timm else config.mixup,
+        config.randaugment.layers,
+        config.randaugment.magnitude,
         crop=data.crop,
         flip=data.flip,
-        policy=recipe.auto_augment,
-        erase=recipe.erase,
-        repeats=recipe.repeats,
+        policy=config.auto_augment,
+        erase=config.erase,
+        repeats=config.repeats,
         mirrored=by_timm,
         mean=model.mean,
         std=model.std,
@@ -159,83 +159,83 @@ def augmentation_of(recipe: SupervisedRecipe, model: Backbone) -> Augmentation:
 
 
 def training_batches(
-    recipe: SupervisedRecipe, model: Backbone, data: ClassData, world: World, **how: Any
+    config: SupervisedConfig, model: Backbone, data: ClassData, world: World, **how: Any
 ) -> engine.Batches:
     """Return the engine's batches of a training; `how` are the loader's arguments."""
-    how["order"] = shard_order(recipe, data)
-    batches = crop_batches(data.train, augmentation_of(recipe, model), recipe.batch_size, recipe.seed, world, **how)
-    if recipe.mixing == "big_vision":
+    how["order"] = shard_order(config, data)
+    batches = crop_batches(data.train, augmentation_of(config, model), config.batch_size, config.seed, world, **how)
+    if config.mixing == "big_vision":
         return batches
-    mixup = mixup_of(recipe.mixup, recipe.cutmix, recipe.label_smoothing, len(data.classes))
-    return mixed(batches, mixup, partial(normalized, model), recipe.seed)
+    mixup = mixup_of(config.mixup, config.cutmix, config.label_smoothing, len(data.classes))
+    return mixed(batches, mixup, partial(normalized, model), config.seed)
 
 
 class _ClassifierTraining:
     """One training and what it needs at every evaluation."""
 
-    def __init__(self, begun: Session[RecipeT], data: ClassData, facts: Json) -> None:
-        recipe, console = begun.recipe, begun.console
-        self.recipe, self.folder, self.world, self.console = recipe, begun.folder, begun.world, console
+    def __init__(self, begun: Session[ConfigT], data: ClassData, facts: Json) -> None:
+        config, console = begun.config, begun.console
+        self.config, self.folder, self.world, self.console = config, begun.folder, begun.world, console
         self.data, self.facts = data, facts
         self.skipped: list[int] = []
-        self.model = load_network(recipe, len(data.classes))
+        self.model = load_network(config, len(data.classes))
         console.info(describe_start(self.model.report, Checkpoints(self.folder.path / "checkpoints")))
-        if recipe.head_bias is None and recipe.loss == "sigmoid":
-            bias = head_bias_of(recipe, len(data.classes))
+        if config.head_bias is None and config.loss == "sigmoid":
+            bias = head_bias_of(config, len(data.classes))
             console.info(f"the head's bias starts at {bias:g}, -log of {len(data.classes)} classes")
-        if recipe.freeze:
-            console.info(f"{freeze(self.model, recipe.freeze) / 1e6:.2f} M weights are frozen")
-        side = resize_side_of(recipe, self.model.config.image_size)
-        self.classifier = Classifier(self.model, data.classes, recipe.loss, side, {}, data.val.reading.decoder)
+        if config.freeze:
+            console.info(f"{freeze(self.model, config.freeze) / 1e6:.2f} M weights are frozen")
+        side = resize_side_of(config, self.model.config.image_size)
+        self.classifier = Classifier(self.model, data.classes, config.loss, side, {}, data.val.reading.decoder)
 
     def job(self, outputs: engine.Outputs) -> engine.Job:
         """Return what the engine has to do."""
-        recipe, data, world, model = self.recipe, self.data, self.world, self.model
+        config, data, world, model = self.config, self.data, self.world, self.model
         if world.leads:
             self.folder.update(backbone=model.report.to_dict(), **{DIGEST: None})
         batches = training_batches(
-            recipe,
+            config,
             model,
             data,
             world,
-            workers=worker_count(recipe.runtime.workers, world.device, world.here),
-            skip_bad=recipe.data.skip_bad_images,
+            workers=worker_count(config.runtime.workers, world.device, world.here),
+            skip_bad=config.data.skip_bad_images,
             on_skip=self.skipped.append,
         )
         watched = bool(data.minival.labels)
         return engine.Job.of(
-            recipe,
-            loss_fn=loss_of(recipe, model, len(data.classes)),
+            config,
+            loss_fn=loss_of(config, model, len(data.classes)),
             batches=batches,
-            ema_decay=recipe.ema,
+            ema_decay=config.ema,
             evaluate=self.minival if watched else None,
-            evaluate_every=evaluation_interval(recipe) if watched else 0,
-            keep_best=recipe.select == "best",
+            evaluate_every=evaluation_interval(config) if watched else 0,
+            keep_best=config.select == "best",
             world=world,
             outputs=outputs,
         )
 
     def keep(self, done: engine.FitResult, outputs: engine.Outputs) -> None:
         """Take the last or the best checkpoint, and write the classifier's file."""
-        recipe, data, world, console, model = self.recipe, self.data, self.world, self.console, self.model
+        config, data, world, console, model = self.config, self.data, self.world, self.console, self.model
         checkpoints, log = outputs.checkpoints, outputs.log
         assert checkpoints
         assert log
         if self.skipped:
             console.warn(f"{sum(self.skipped)} times an unreadable training image was replaced by the next one")
         watched = bool(data.minival.labels)
-        best = checkpoints.load("best", console.warn) if watched and recipe.select == "best" else None
+        best = checkpoints.load("best", console.warn) if watched and config.select == "best" else None
         if best:
             model.load_state_dict(evaluated_weights(best[0]))
-        config = model.config
+        vit_config = model.config
         self.classifier.facts = {
-            "arch": config.arch,
+            "arch": vit_config.arch,
             "parameters": model.report.parameters,
             "minival_top1": best[1]["best"] if best else done.metrics.get("accuracy"),
-            "best_step": best[1]["step"] if best else recipe.schedule.steps,
+            "best_step": best[1]["step"] if best else config.schedule.steps,
             "curve": [record for record in log.records() if "accuracy" in record],
             "lost_records": log.lost(),
-            "recipe": recipe.model_dump(mode="json"),
+            "config": config.model_dump(mode="json"),
             "data": self.facts["data"],
             "trained_on": record(data.train) if world.leads else None,
         }
@@ -246,11 +246,11 @@ class _ClassifierTraining:
         distributed.barrier()
 
     def minival(self) -> dict[str, float]:
-        """Score minival, and probe the representation where the recipe asks for it."""
-        scores = evaluate(self.classifier, self.data.minival, self.recipe, self.world)
+        """Score minival, and probe the representation where the config asks for it."""
+        scores = evaluate(self.classifier, self.data.minival, self.config, self.world)
         metrics = {"accuracy": scores.top1, "minival_loss": scores.loss}
-        if self.recipe.fewshot:
-            metrics[f"fewshot_{self.recipe.fewshot}"] = self.fewshot(self.recipe.fewshot)
+        if self.config.fewshot:
+            metrics[f"fewshot_{self.config.fewshot}"] = self.fewshot(self.config.fewshot)
         return metrics
 
     def fewshot(self, shots: int) -> float:
@@ -260,30 +260,30 @@ class _ClassifierTraining:
     def _probe(self, shots: int) -> float:
         pool, classes = shot_pool(self.data.train), len(self.data.classes)
         rows = choose(torch.as_tensor(pool.labels).numpy(), classes, shots, 0).tolist()
-        recipe, device = self.recipe, self.world.device
-        bad = recipe.data.skip_bad_images
-        size = recipe.eval_batch_size
-        # The probe's own crop would hide the edges of pictures that the network is trained on whole.
+        config, device = self.config, self.world.device
+        bad = config.data.skip_bad_images
+        size = config.eval_batch_size
+        # The probe's own crop would hide the edges of images that the network is trained on whole.
         whole = self.classifier.transform if self.classifier.resize_side is None else None
-        train = encode(self.model, pool, recipe.runtime, device, size, rows=rows, skip_bad=bad, transform=whole)
-        test = encode(self.model, self.data.minival, recipe.runtime, device, size, skip_bad=bad, transform=whole)
+        train = encode(self.model, pool, config.runtime, device, size, rows=rows, skip_bad=bad, transform=whole)
+        test = encode(self.model, self.data.minival, config.runtime, device, size, skip_bad=bad, transform=whole)
         return 100 * probe(*train, *test, classes)
 
 
 def evaluate(
-    classifier: Classifier, split: Labelled, recipe: SupervisedRecipe, world: World, *, keep_answers: bool = False
+    classifier: Classifier, split: Labelled, config: SupervisedConfig, world: World, *, keep_answers: bool = False
 ) -> Scores:
-    """Score a split with the recipe's precision and loader; see `score`."""
-    with engine.precision_of(recipe.runtime, world.device):
+    """Score a split with the config's precision and loader; see `score`."""
+    with engine.precision_of(config.runtime, world.device):
         return score(
             lambda images: predict(classifier, images),
             split,
             classifier.transform,
             len(classifier.classes),
             world,
-            loss=recipe.loss,
-            batch_size=recipe.eval_batch_size,
-            workers=recipe.runtime.workers,
-            skip_bad=recipe.data.skip_bad_images,
+            loss=config.loss,
+            batch_size=config.eval_batch_size,
+            workers=config.runtime.workers,
+            skip_bad=config.data.skip_bad_images,
             keep_answers=keep_answers,
         )

@@ -19,12 +19,12 @@ from dpn_cli.data.pixels import augment, resize, rows_of_step, stream, to_device
 from dpn_cli.engine.fit import Batch, Batches
 from dpn_cli.engine.seeds import fold
 from dpn_cli.errors import DataError
-from dpn_cli.run import stopping
+from dpn_cli.run import signals
 from dpn_cli.run.arrays import facts_of, save_array
 from dpn_cli.run.distributed import World
 from tasks.lit.captions import Captioned
 from tasks.lit.features import Features, ImageEncoder
-from tasks.lit.tokens import Tokenizer
+from tasks.lit.tokenizer import Tokenizer
 
 # Independent streams of random numbers: captions, views, crops.
 CAPTION, VIEW, CROP = 1, 2, 3
@@ -72,7 +72,7 @@ def tokenize(data: Captioned, tokenizer: Tokenizer, root: Path | None = None) ->
 def _encode(texts: Iterator[str], tokenizer: Tokenizer) -> tuple[np.ndarray[tuple[int, ...], np.dtype[np.int32]], int]:
     parts, cut = [], 0
     while some := list(islice(texts, CHUNK)):
-        stopping.check_here()
+        signals.check_here()
         tokens, longer = tokenizer.encode(some)
         parts.append(tokens)
         cut += longer

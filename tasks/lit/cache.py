@@ -24,16 +24,16 @@ import numpy as np
 import torch
 
 from dpn_cli.data.labelled import digest_of_lines
-from dpn_cli.data.order import Rows
 from dpn_cli.data.pixels import resize
+from dpn_cli.data.shard_sampler import Rows
 from dpn_cli.errors import DataError
-from dpn_cli.run import distributed, stopping
+from dpn_cli.run import distributed, signals
 from dpn_cli.run.console import Console, several
 from dpn_cli.run.distributed import World
 from dpn_cli.run.files import claimed, remove_leftovers, replace_json
+from tasks.lit.cache_write import Shard, content_digest, fill
 from tasks.lit.captions import Captioned
 from tasks.lit.features import Features, ImageEncoder
-from tasks.lit.fill import Shard, content_digest, fill
 
 # Images per shard, which a killed run encodes again, and per batch of the tower.
 SHARD, BATCH = 4096, 64
@@ -82,7 +82,7 @@ def cached_features(data: Captioned, encoder: ImageEncoder, root: Path, world: W
     folder = root / _name(facts)
 
     def wait() -> None:
-        stopping.check_here()
+        signals.check_here()
         console.info(f"waiting for another process, which encodes images into {folder}")
 
     with claimed(folder, wait) if world.leads else nullcontext():

@@ -1,4 +1,4 @@
-"""Images with sentences: picture files, webdataset shards, hub data sets, the built-in scenes."""
+"""Images with sentences: image files, webdataset shards, hub data sets, the built-in scenes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from pathlib import Path
 
 from PIL import Image
 
-from dpn_cli.data import scenes
-from dpn_cli.data.faults import fault
-from dpn_cli.data.labelled import HubPictures, Images, SceneSplit
-from dpn_cli.data.listing import Chosen, Names, integers
-from dpn_cli.data.order import Rows, Sharded
-from dpn_cli.data.reading import inside, open_image
+from dpn_cli.data.decode import inside, open_image
+from dpn_cli.data.file_index import Chosen, Names, integers
+from dpn_cli.data.image_errors import fault
+from dpn_cli.data.labelled import HubImages, Images, SceneSplit
 from dpn_cli.data.remote import RemotePath
-from dpn_cli.data.shards import Member, Shard, ShardPictures
-from dpn_cli.errors import DataError, PictureError
+from dpn_cli.data.shard_sampler import Rows, Sharded
+from dpn_cli.data.sources import synthetic
+from dpn_cli.data.sources.shards import Member, Shard, ShardImages
+from dpn_cli.errors import DataError, ImageError
 
 # Names of caption columns that need no option: open_clip's, img2dataset's, Hugging Face's.
 CAPTION_COLUMNS = ("caption", "captions", "text", "title", "sentence", "sentences")
@@ -97,7 +97,7 @@ class Sentences(Sequence[tuple[str, ...]]):
         self.texts, self.ends = Names(), array("q")
 
     def append(self, sentences: Sequence[str]) -> None:
-        """Add the sentences of a picture."""
+        """Add the sentences of an image."""
         for text in sentences:
             self.texts.append(text)
         self.ends.append(len(self.texts))
@@ -116,7 +116,7 @@ class Sentences(Sequence[tuple[str, ...]]):
 
 
 class Files(Captioned):
-    """Picture files below a folder with their sentences, in the order of `add`."""
+    """Image files below a folder with their sentences, in the order of `add`."""
 
     def __init__(self, root: Path, skip_bad: bool = False) -> None:
         self.root, self.skip_bad = root, skip_bad
@@ -126,7 +126,7 @@ class Files(Captioned):
         self.captions: Sentences = Sentences()
 
     def add(self, name: str, raw: Iterable[object], place: str) -> None:
-        """Add a picture. One that is missing or has no text is left out or an error."""
+        """Add an image. One that is missing or has no text is left out or an error."""
         path = inside(self.root, name, place)
         captions = sentences(raw, f"{place}: {name}", self.skip_bad)
         status = _status(path)
@@ -141,30 +141,30 @@ class Files(Captioned):
         self.stamps.append(stamp_of(status))
 
     def key(self, index: int) -> str:
-        """Return a picture's name inside the data set."""
+        """Return an image's name inside the data set."""
         return self.keys[index]
 
     def path(self, index: int) -> Path:
-        """Return a picture's file."""
+        """Return an image's file."""
         return self.root / self.keys[index]
 
     def where(self, index: int) -> str:
-        """Name a picture's file."""
+        """Name an image's file."""
         return str(self.path(index))
 
     def open(self, index: int) -> Image.Image:
-        """Open a picture, not decoded yet."""
+        """Open an image, not decoded yet."""
         return open_image(self.path(index), self.where(index), self.reading, self.sizes[index])
 
 
-def _missing(path: Path, place: str) -> PictureError:
-    """Describe a picture that `place` names and that is not there, or what there is instead of a file."""
+def _missing(path: Path, place: str) -> ImageError:
+    """Describe an image that `place` names and that is not there, or what there is instead of a file."""
     if os.path.lexists(path):
         try:
             open_image(path, str(path)).close()
-        except PictureError as error:
+        except ImageError as error:
             return error
-    return PictureError(f"{place}: {path}: no such image; name their folder with --images")
+    return ImageError(f"{place}: {path}: no such image; name their folder with --images")
 
 
 def stamp_of(status: os.stat_result | None) -> str:
@@ -205,8 +205,8 @@ def sentences(raw: Iterable[object], where: str, skip_bad: bool) -> tuple[str, .
     return captions
 
 
-class ShardCaptions(ShardPictures, Captioned):
-    """Webdataset shards as img2dataset writes them: pictures with a .txt, or a .json that has a caption.
+class ShardCaptions(ShardImages, Captioned):
+    """Webdataset shards as img2dataset writes them: images with a .txt, or a .json that has a caption.
 
     A .txt is one caption, however many lines it has; a .json's is its first field with a caption's name, as in a table.
     """
@@ -216,12 +216,12 @@ class ShardCaptions(ShardPictures, Captioned):
         self.captions: list[tuple[str, ...]] = []
         super().__init__(pattern, BESIDE)
         if not self.captions:
-            raise DataError(f"--data wds:{pattern}: no picture with a .txt or .json beside it")
+            raise DataError(f"--data wds:{pattern}: no image with a .txt or .json beside it")
         stamps = [path.version if isinstance(path, RemotePath) else stamp_of(_status(path)) for path in self.paths]
         self.stamps = [stamps[shard] for shard in self.shard]
 
     def take(self, path: Shard, member: Member) -> bool:
-        """Note a picture's sentences."""
+        """Note an image's sentences."""
         where = f"{path}: {member.name}"
         try:
             described = json.loads(member.beside.get("json", b"{}")) if "txt" not in member.beside else {}
@@ -238,7 +238,7 @@ class ShardCaptions(ShardPictures, Captioned):
         return bool(captions)
 
 
-class HubCaptions(HubPictures, Captioned):
+class HubCaptions(HubImages, Captioned):
     """A split of a hub data set with an image column and a column of sentences, or of lists of them."""
 
     def __init__(
@@ -275,8 +275,8 @@ class SceneCaptions(SceneSplit, Captioned):
 
     def __init__(self, start: int, stop: int) -> None:
         self.start = start
-        self.captions = [(scenes.caption(scenes.demo_scene(i)),) for i in range(start, stop)]
-        self.sizes = [3 * scenes.SCENE_SIZE**2] * len(self.captions)
+        self.captions = [(synthetic.caption(synthetic.demo_scene(i)),) for i in range(start, stop)]
+        self.sizes = [3 * synthetic.SCENE_SIZE**2] * len(self.captions)
         self.stamps = ["generated"] * len(self.captions)
 
     def key(self, index: int) -> str:

@@ -1,4 +1,4 @@
-"""From a settled recipe to a result: output folder, ranks, signals, the dry run, and the text of a result."""
+"""From a settled config to a result: output folder, ranks, signals, the dry run, and the text of a result."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from typing import Any
 
 import torch
 
-from dpn_cli.recipe.start import Place
+from dpn_cli.config.launch import Place
 from dpn_cli.run import console as terminal
-from dpn_cli.run import stopping
+from dpn_cli.run import signals
 from dpn_cli.run.console import Console, several
 from dpn_cli.run.distributed import World, join
-from dpn_cli.run.session import Session, run_name, session
+from dpn_cli.run.run import Session, run_name, session
 from dpn_cli.weights.backbone import LoadReport
-from dpn_cli.weights.origin import with_own_stem
+from dpn_cli.weights.resolve_stem import with_own_stem
 from tasks.lit.batches import tokenize
 from tasks.lit.cache import cached_features
+from tasks.lit.config import LitConfig, in_steps
 from tasks.lit.data import open_pairs
+from tasks.lit.dry_run import rehearse_training
 from tasks.lit.encode import cache_root, describe_retrieval
-from tasks.lit.recipe import LitRecipe, in_steps
-from tasks.lit.rehearsal import rehearse_training
-from tasks.lit.tokens import open_tokenizer
-from tasks.lit.train import load_tower, open_zeroshot, recipe_encoder, source_of, train
+from tasks.lit.tokenizer import open_tokenizer
+from tasks.lit.train import config_encoder, load_tower, open_zeroshot, source_of, train
 
 DEMO_NOTE = (
     "This is the demo: generated scenes and their sentences. Nothing here is a number of the "
-    "paper. For your own pictures: dpn lit train --data pairs.csv --checkpoint WEIGHTS"
+    "paper. For your own images: dpn lit train --data pairs.csv --checkpoint WEIGHTS"
 )
 
 
-def run(recipe: LitRecipe, place: Place, console: Console) -> dict[str, Any] | None:
+def run(config: LitConfig, place: Place, console: Console) -> dict[str, Any] | None:
     """Train and return the result; None on ranks that do not lead and after a dry run."""
-    if recipe.demo:
+    if config.demo:
         console.info(DEMO_NOTE)
-    recipe = recipe.model_copy(update={"backbone": with_own_stem(recipe.backbone, console)})
-    with session(recipe, recipe.runtime, "towers", place, default_folder(recipe), console) as begun:
+    config = config.model_copy(update={"backbone": with_own_stem(config.backbone, console)})
+    with session(config, config.runtime, "towers", place, default_folder(config), console) as begun:
         if place.dry_run:
             _dry_run(begun, place)
             return None
@@ -44,14 +44,14 @@ def run(recipe: LitRecipe, place: Place, console: Console) -> dict[str, Any] | N
         return result if begun.world.leads else None
 
 
-def default_folder(recipe: LitRecipe) -> Path:
+def default_folder(config: LitConfig) -> Path:
     """Return runs/lit/ARCH-STEM."""
-    return Path("runs") / ("lit_demo" if recipe.demo else "lit") / run_name(recipe.backbone)
+    return Path("runs") / ("lit_demo" if config.demo else "lit") / run_name(config.backbone)
 
 
-def load(recipe: LitRecipe) -> LoadReport:
+def load(config: LitConfig) -> LoadReport:
     """Load the frozen tower and say how that went. Raises as `load_backbone` does."""
-    return load_tower(recipe, World(0, 1, torch.device("cpu"))).report
+    return load_tower(config, World(0, 1, torch.device("cpu"))).report
 
 
 def show(result: dict[str, Any]) -> None:
@@ -59,20 +59,20 @@ def show(result: dict[str, Any]) -> None:
     terminal.show(describe_training(result))
 
 
-def prepare(recipe: LitRecipe, console: Console) -> None:
+def prepare(config: LitConfig, console: Console) -> None:
     """Encode the images that all trainings of a network read."""
-    if recipe.cache.use:
-        fill_cache(recipe, console)
+    if config.cache.use:
+        fill_cache(config, console)
 
 
-def fill_cache(recipe: LitRecipe, console: Console) -> dict[str, Any] | None:
-    """Encode all images of a recipe once and turn the captions into tokens; None on ranks that do not lead."""
-    with stopping.listen(stopping.PARTS_KEPT), join(recipe.runtime.device) as world:
-        data, val = open_pairs(source_of(recipe))
-        tokenizer = open_tokenizer(recipe.text.tokenizer, recipe.text.context, recipe.text.clean)
-        tower = load_tower(recipe, world)
+def fill_cache(config: LitConfig, console: Console) -> dict[str, Any] | None:
+    """Encode all images of a config once and turn the captions into tokens; None on ranks that do not lead."""
+    with signals.listen(signals.PARTS_KEPT), join(config.runtime.device) as world:
+        data, val = open_pairs(source_of(config))
+        tokenizer = open_tokenizer(config.text.tokenizer, config.text.context, config.text.clean)
+        tower = load_tower(config, world)
         console.info(tower.report.summary())
-        root, encoder = cache_root(recipe.cache.folder), recipe_encoder(recipe, tower, world)
+        root, encoder = cache_root(config.cache.folder), config_encoder(config, tower, world)
         features = cached_features(data, encoder, root, world, console)
         held_out = cached_features(val, replace(encoder, views=0), root, world, console)
         if not world.leads:
@@ -92,14 +92,14 @@ def fill_cache(recipe: LitRecipe, console: Console) -> dict[str, Any] | None:
         }
 
 
-def _dry_run(begun: Session[LitRecipe], place: Place) -> None:
+def _dry_run(begun: Session[LitConfig], place: Place) -> None:
     """Encode some images, rehearse the training on them, and tell what all of it takes."""
-    data, val = open_pairs(source_of(begun.recipe))
-    labelled = open_zeroshot(begun.recipe)
-    recipe = in_steps(begun.recipe, len(data.captions))
+    data, val = open_pairs(source_of(begun.config))
+    labelled = open_zeroshot(begun.config)
+    config = in_steps(begun.config, len(data.captions))
     begun.console.info(f"{len(data.captions)} images, {len(val.captions)} held out")
     scored = len(val.captions) + (len(labelled.labels) if labelled else 0)
-    cost = rehearse_training(replace(begun, recipe=recipe), data, val, scored)
+    cost = rehearse_training(replace(begun, config=config), data, val, scored)
     if begun.world.leads:
         place.costed(cost)
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from dpn_cli.data import scenes
+from dpn_cli.config.urls import is_hub, is_shards
 from dpn_cli.data.classified import hash_order, hub_name
+from dpn_cli.data.decode import USUAL, Reading
 from dpn_cli.data.labelled import SceneSplit, load_hub
-from dpn_cli.data.reading import USUAL, Reading
+from dpn_cli.data.sources import synthetic
 from dpn_cli.errors import DataError
-from dpn_cli.recipe.stores import is_hub, is_shards
+from tasks.lit.caption_files import read_coco, read_folder, read_table, splits_in
 from tasks.lit.captions import Captioned, HubCaptions, SceneCaptions, ShardCaptions, Subset
-from tasks.lit.tables import read_coco, read_folder, read_table, splits_in
 
 # Karpathy's splits: the images that COCO's validation set lends to training are "restval".
 KARPATHY = {"train": ("train", "restval"), "val": ("val",), "test": ("test",)}
@@ -97,7 +97,7 @@ def _open(source: CaptionSource, split: str) -> Captioned:
     if not path.is_file():
         raise DataError(
             f"--data {place}: no such file or folder; pass a .csv or .tsv with file and caption, COCO's captions "
-            ".json, a folder of pictures with .txt beside them, wds:PATTERN, hf:OWNER/NAME, or demo"
+            ".json, a folder of images with .txt beside them, wds:PATTERN, hf:OWNER/NAME, or demo"
         )
     if path.suffix == ".json":
         return read_coco(path, root, KARPATHY[split] if splits_in(path) else None, source.skip_bad)
@@ -112,10 +112,10 @@ def _hub_split(place: str, split: str) -> str | None:
 class SceneClasses(SceneSplit):
     """Held-out scenes with what the main object is: one of the 24 pairs of a colour and a shape."""
 
-    classes = tuple(f"{color} {shape}" for color in scenes.COLORS for shape in scenes.SHAPES)
+    classes = tuple(f"{color} {shape}" for color in synthetic.COLORS for shape in synthetic.SHAPES)
 
     def __init__(self, start: int, stop: int) -> None:
         self.start = start
-        mains = [scenes.demo_scene(number).objects[0] for number in range(start, stop)]
+        mains = [synthetic.demo_scene(number).objects[0] for number in range(start, stop)]
         self.labels: Sequence[int] = [self.classes.index(f"{main.color} {main.shape}") for main in mains]
-        self.sizes: Sequence[int] = [3 * scenes.SCENE_SIZE**2] * len(mains)
+        self.sizes: Sequence[int] = [3 * synthetic.SCENE_SIZE**2] * len(mains)

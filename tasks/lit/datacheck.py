@@ -1,4 +1,4 @@
-"""``dpn data check lit``: all pictures with their sentences, before anything is encoded."""
+"""``dpn data check lit``: all images with their sentences, before anything is encoded."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
-from dpn_cli.data.examine import see_picture
-from dpn_cli.data.faults import gathering
 from dpn_cli.data.findings import Findings
+from dpn_cli.data.image_errors import gathering
+from dpn_cli.data.validate import see_image
 from dpn_cli.errors import DataError
 from dpn_cli.run.console import several
 from tasks.lit.captions import Captioned
+from tasks.lit.config import LitConfig
 from tasks.lit.data import open_pairs
-from tasks.lit.recipe import LitRecipe
 from tasks.lit.train import fingerprints, source_of
 
-# Share of the pictures with one sentence from which on the loss takes many right answers for wrong ones.
+# Share of the images with one sentence from which on the loss takes many right answers for wrong ones.
 SHARED = 0.01
 
 
-def examine(recipe: LitRecipe, findings: Findings, ranks: int) -> dict[str, Any]:
-    """Look at all pictures and sentences of a recipe; returns the fingerprints that a result carries."""
-    strict = recipe.model_copy(update={"data": recipe.data.model_copy(update={"skip_bad_images": False})})
+def examine(config: LitConfig, findings: Findings, ranks: int) -> dict[str, Any]:
+    """Look at all images and sentences of a config; returns the fingerprints that a result carries."""
+    strict = config.model_copy(update={"data": config.data.model_copy(update={"skip_bad_images": False})})
     with gathering() as errors:
         try:
             pairs = open_pairs(source_of(strict))
@@ -34,27 +34,27 @@ def examine(recipe: LitRecipe, findings: Findings, ranks: int) -> dict[str, Any]
         return {}
     parts = []
     for name, split in zip(("train", "val"), pairs, strict=True):
-        parts.append(findings.pictures(name, split.where, partial(see_picture, split), len(split.captions)))
+        parts.append(findings.images(name, split.where, partial(see_image, split), len(split.captions)))
         findings.splits[name]["captions"] = _describe(name, split, findings)
     findings.same(*parts)
-    if recipe.batch_size > len(pairs[0].captions):
-        count = several(len(pairs[0].captions), "picture")
-        findings.warnings.append(f"a batch of {recipe.batch_size} is more than the {count} to train on")
-    if recipe.batch_size % ranks:
-        findings.problem("batch", f"--batch-size {recipe.batch_size}: {ranks} ranks do not divide it")
+    if config.batch_size > len(pairs[0].captions):
+        count = several(len(pairs[0].captions), "image")
+        findings.warnings.append(f"a batch of {config.batch_size} is more than the {count} to train on")
+    if config.batch_size % ranks:
+        findings.problem("batch", f"--batch-size {config.batch_size}: {ranks} ranks do not divide it")
     return fingerprints(*pairs)
 
 
 def _describe(name: str, split: Captioned, findings: Findings) -> dict[str, int]:
-    """Count a split's sentences, and warn of one that stands with many pictures."""
+    """Count a split's sentences, and warn of one that stands with many images."""
     numbers = [len(captions) for captions in split.captions]
-    findings.notes.append(f"{name}: {sum(numbers)} sentences, {min(numbers)} to {max(numbers)} with a picture")
+    findings.notes.append(f"{name}: {sum(numbers)} sentences, {min(numbers)} to {max(numbers)} with an image")
     same = Counter(caption for captions in split.captions for caption in set(captions))
     often = {caption: count for caption, count in same.items() if count > max(1, SHARED * len(numbers))}
     if often:
         caption, count = max(often.items(), key=lambda item: item[1])
         findings.warnings.append(
-            f"{name}: {several(len(often), 'sentence')} with more than {SHARED:.0%} of the pictures each, "
-            f"{caption[:60]!r} with {count}: the loss holds every other picture with it for wrong"
+            f"{name}: {several(len(often), 'sentence')} with more than {SHARED:.0%} of the images each, "
+            f"{caption[:60]!r} with {count}: the loss holds every other image with it for wrong"
         )
     return {"sentences": sum(numbers), "fewest": min(numbers), "most": max(numbers), "different": len(same)}

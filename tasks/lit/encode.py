@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpn_cli.config.paths import home
+from dpn_cli.config.schema import Runtime
 from dpn_cli.data.pixels import resize
 from dpn_cli.engine import fit as engine
-from dpn_cli.recipe.home import home
-from dpn_cli.recipe.schema import Runtime
 from dpn_cli.run.console import Console, several
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import Backbone
 from tasks.lit.cache import BATCH, cached_features
 from tasks.lit.captions import Captioned
 from tasks.lit.features import ImageEncoder, digest_of, encode_function
+from tasks.lit.page_samples import keep_pairs
 from tasks.lit.retrieval import chance, recalls
-from tasks.lit.samples import keep_pairs
 from tasks.lit.towers import Towers
 
 

@@ -7,21 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from dpn_cli.data import classified
+from dpn_cli.data.decode import Reading
 from dpn_cli.data.labelled import Labelled, fingerprint
-from dpn_cli.data.reading import Reading
-from dpn_cli.data.trained_on import Known, look_up
+from dpn_cli.data.leakage import Known, look_up
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError
-from dpn_cli.run import stopping
+from dpn_cli.metrics import Scores
+from dpn_cli.run import signals
 from dpn_cli.run.console import Console, several
 from dpn_cli.run.distributed import World, join
 from dpn_cli.run.files import open_report, replace_json
-from dpn_cli.scoring import Scores
 from tasks.lit.data import DEMO_SPLITS, CaptionSource, SceneClasses
 from tasks.lit.encode import cache_root, describe_retrieval, image_encoder, retrieval_scores
+from tasks.lit.eval_splits import open_part
 from tasks.lit.options import Scoring
-from tasks.lit.parts import open_part
-from tasks.lit.samples import NearestImages, keep_prompts
+from tasks.lit.page_samples import NearestImages, keep_prompts
 from tasks.lit.towers import Towers, load_towers
 from tasks.lit.zeroshot import check_order, class_names, classifier_of, classify, prompt_set
 
@@ -34,8 +34,8 @@ def evaluate(options: Scoring, console: Console) -> Json | None:
     Raises `DataError` when the data, the class names or the tokenizer do not belong to the run, `DpnError` when
     `output_dir` holds one.
     """
-    how = options.pictures
-    with stopping.listen(stopping.NO_RESULT), join(options.runtime.device) as world:
+    how = options.reading
+    with signals.listen(signals.NO_RESULT), join(options.runtime.device) as world:
         if options.output_dir and world.leads:
             open_report(options.output_dir)
         towers = load_towers(options.run).to(world.device)

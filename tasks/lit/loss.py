@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dpn_cli.engine.coupled import Batch, CoupledLoss
+from dpn_cli.engine.cross_batch_loss import Batch, CoupledLoss
 from dpn_cli.run.distributed import World, gather
 
 Kind = Literal["softmax", "siglip"]

@@ -5,22 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from dpn_cli.recipe.flag import DATA, MODEL, OUTPUT, argument, flag
-from dpn_cli.recipe.schema import (
+from dpn_cli.config.option import DATA, MODEL, OUTPUT, argument, flag
+from dpn_cli.config.schema import (
     HTML,
-    PICTURES,
+    IMAGE_FILES,
     AtOnce,
     DataPlace,
     ImageColumn,
     LabelColumn,
     Positive,
-    RunPictures,
+    RunImageReading,
     Runtime,
     Section,
     SkipBadImages,
     Written,
 )
-from tasks.lit.recipe import CACHE_DIR, CAPTION_COLUMN, IMAGES, SKIP_BAD
+from tasks.lit.config import CACHE_DIR, CAPTION_COLUMN, IMAGES, SKIP_BAD
 
 RUN = argument("A run's folder, an export's, or its weights.safetensors.")
 TOP = flag("--top", "-k", help="How many to print.", panel=OUTPUT)
@@ -75,7 +75,7 @@ class Scoring(Section):
     image_column: ImageColumn = None
     label_column: LabelColumn = None
     caption_column: Annotated[str | None, CAPTION_COLUMN] = None
-    pictures: RunPictures = RunPictures()
+    reading: RunImageReading = RunImageReading()
     skip_bad_images: SkipBad = False
     force: Annotated[bool, flag("--force", help="Print an accuracy that is not above chance.", panel=DATA)] = False
     cache_dir: CacheDir = None
@@ -96,13 +96,13 @@ class Labelling(Section):
     """Options of ``dpn lit predict``."""
 
     run: Annotated[str, RUN]
-    images: Annotated[list[Path], PICTURES]
-    labels: Annotated[str, flag("--labels", help="What the pictures may show, comma separated.", panel=MODEL)]
+    images: Annotated[list[Path], IMAGE_FILES]
+    labels: Annotated[str, flag("--labels", help="What the images may show, comma separated.", panel=MODEL)]
     prompts: Annotated[str, flag("--prompts", help="As for eval: plain takes the labels as they are.", panel=MODEL)] = (
         "plain"
     )
     top: Annotated[Positive, TOP] = 3
-    pictures: RunPictures = RunPictures()
+    reading: RunImageReading = RunImageReading()
     skip_bad_images: SkipBadImages = False
     batch_size: AtOnce = 64
     written: Written = Written()
@@ -113,14 +113,14 @@ class Search(Section):
     """Options of ``dpn lit search``."""
 
     run: Annotated[str, RUN]
-    images: Annotated[Path, flag("--images", help="Folder of pictures.", panel=DATA)]
+    images: Annotated[Path, flag("--images", help="Folder of images.", panel=DATA)]
     query: Annotated[str, flag("--query", help="What to look for, a sentence.", panel=MODEL)]
     top: Annotated[Positive, TOP] = 10
-    pictures: RunPictures = RunPictures()
+    reading: RunImageReading = RunImageReading()
     skip_bad_images: SkipBadImages = False
     cache_dir: CacheDir = None
     batch_size: AtOnce = 64
-    html: Annotated[Path | None, HTML.but(help="File for a page of the pictures that are found.")] = None
+    html: Annotated[Path | None, HTML.but(help="File for a page of the images that are found.")] = None
     runtime: Runtime = Runtime()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from dpn_cli.data.archives import Layout
 from dpn_cli.run.console import Console
-from tasks.lit.tables import read_coco
+from tasks.lit.caption_files import read_coco
 
 COCO = Layout(
     name="COCO",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dpn_cli.run import stopping
+from dpn_cli.run import signals
 
 AT = (1, 5, 10)
 ROWS = 512  # whose similarities to everything exist at one time
@@ -24,12 +24,12 @@ def recalls(images: Tensor, texts: Tensor, owner: Tensor) -> dict[str, float]:
     """
     to_text, to_image = [], []
     for begin in range(0, len(images), ROWS):
-        stopping.check_here()
+        signals.check_here()
         rows = torch.arange(begin, min(begin + ROWS, len(images)), device=images.device)
         own = owner[None, :] == rows[:, None]
         to_text.append(_best_ranks(images[rows] @ texts.T, own))
     for begin in range(0, len(texts), ROWS):
-        stopping.check_here()
+        signals.check_here()
         part = slice(begin, begin + ROWS)
         own = torch.arange(len(images), device=images.device)[None, :] == owner[part, None]
         to_image.append(_best_ranks(texts[part] @ images.T, own))

@@ -18,19 +18,19 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from dpn_cli.arch import Size, size_name
+from dpn_cli.data.decode import Decoder, Pixels
 from dpn_cli.data.pixels import resize
-from dpn_cli.data.reading import Decoder, Pixels
 from dpn_cli.engine.memory import in_parts
 from dpn_cli.errors import DataError
-from dpn_cli.run import kinds
-from dpn_cli.run.kinds import WEIGHTS as WEIGHTS
-from dpn_cli.run.kinds import resolve
+from dpn_cli.run import artifact_kinds
+from dpn_cli.run.artifact_kinds import WEIGHTS as WEIGHTS
+from dpn_cli.run.artifact_kinds import resolve
 from dpn_cli.weights.backbone import Backbone, describe_backbone, load_backbone
 from dpn_cli.weights.formats import ours
-from dpn_cli.weights.formats.layout import Contents
-from dpn_cli.weights.written import read_weights, write_weights
-from tasks.lit.text import TextTower
-from tasks.lit.tokens import Tokenizer
+from dpn_cli.weights.formats.state_dict import Contents
+from dpn_cli.weights.safetensors_io import read_weights, write_weights
+from tasks.lit.text_tower import TextTower
+from tasks.lit.tokenizer import Tokenizer
 
 KEY = "lit"
 TEXTS = 256  # that go through the tower at once
@@ -102,7 +102,7 @@ def save_towers(towers: Towers, path: Path) -> str:
     tensors |= {f"text.{name}": value for name, value in towers.text.state_dict().items()}
     if towers.tokenizer.model is not None:
         tensors["tokenizer.model"] = torch.from_numpy(np.frombuffer(towers.tokenizer.model, dtype=np.uint8).copy())
-    return write_weights(path, tensors, {kinds.KEY: "towers", KEY: json.dumps(describe_towers(towers))})
+    return write_weights(path, tensors, {artifact_kinds.KEY: "towers", KEY: json.dumps(describe_towers(towers))})
 
 
 def load_towers(place: str, command: str = "dpn lit eval") -> Towers:

@@ -22,15 +22,15 @@ from torch import Tensor
 
 from dpn_cli.data.labelled import Labelled
 from dpn_cli.errors import DataError, SaveError
-from dpn_cli.run import stopping
+from dpn_cli.metrics import Scores, score
+from dpn_cli.run import signals
 from dpn_cli.run.console import Done, uncounted
 from dpn_cli.run.distributed import World
 from dpn_cli.run.files import read_named
-from dpn_cli.scoring import Scores, score
-from dpn_cli.weights.written import read_weights, write_weights
+from dpn_cli.weights.safetensors_io import read_weights, write_weights
 from tasks.lit.data import DEMO_SPLITS
 from tasks.lit.features import digest_of
-from tasks.lit.samples import NearestImages
+from tasks.lit.page_samples import NearestImages
 from tasks.lit.towers import Towers
 
 CLASSES = 64  # classes whose prompts go through the text tower between two looks for a stop signal
@@ -59,13 +59,13 @@ def prompt_set(name: str) -> tuple[str, ...]:
 
 def _demo_prompts() -> tuple[str, ...]:
     """Return sentences as the built-in scenes have them, with a blank for the object."""
-    from dpn_cli.data import scenes
+    from dpn_cli.data.sources import synthetic
 
     names: dict[str, None] = {}
     for number in range(DEMO_SPLITS["train"][1]):
-        scene = scenes.demo_scene(number)
+        scene = synthetic.demo_scene(number)
         main = scene.objects[0]
-        names[scenes.caption(scene).replace(f"{main.color} {main.shape}", "{}", 1)] = None
+        names[synthetic.caption(scene).replace(f"{main.color} {main.shape}", "{}", 1)] = None
         if len(names) == DEMO_PROMPTS:
             break
     return tuple(names)
@@ -123,7 +123,7 @@ def build_classifier(towers: Towers, names: Sequence[str], templates: Sequence[s
     """
     weights = []
     for begin in range(0, len(names), CLASSES):
-        stopping.check_here()
+        signals.check_here()
         prompts = prompts_of(names[begin : begin + CLASSES], templates)
         features = towers.encode_texts([text for several in prompts for text in several])
         weights.append(F.normalize(features.reshape(len(prompts), len(templates), -1).mean(1), dim=-1))

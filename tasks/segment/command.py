@@ -1,4 +1,4 @@
-"""From a settled recipe to a result: output folder, ranks, signals, the dry run, and the text of a result."""
+"""From a settled config to a result: output folder, ranks, signals, the dry run, and the text of a result."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dpn_cli.recipe.start import Place
+from dpn_cli.config.launch import Place
 from dpn_cli.run import console as terminal
 from dpn_cli.run.console import Console, several
-from dpn_cli.run.session import Session, run_name, session
-from dpn_cli.weights.origin import with_own_stem
-from tasks.segment.check import check_masks
-from tasks.segment.recipe import SegmentRecipe, in_steps
-from tasks.segment.rehearsal import rehearse_training
-from tasks.segment.segmenter import WEIGHTS
+from dpn_cli.run.run import Session, run_name, session
+from dpn_cli.weights.resolve_stem import with_own_stem
+from tasks.segment.artifact import WEIGHTS
+from tasks.segment.config import SegmentConfig, in_steps
+from tasks.segment.dry_run import rehearse_training
+from tasks.segment.preflight import check_masks
 from tasks.segment.train import DEMO_NOTE, describe_length, open_data, train
 
 
-def run(recipe: SegmentRecipe, place: Place, console: Console) -> dict[str, Any] | None:
+def run(config: SegmentConfig, place: Place, console: Console) -> dict[str, Any] | None:
     """Train and return the result; None on ranks that do not lead and after a dry run."""
-    if recipe.demo:
+    if config.demo:
         console.info(DEMO_NOTE)
-    recipe = recipe.model_copy(update={"backbone": with_own_stem(recipe.backbone, console)})
-    with session(recipe, recipe.runtime, "segmenter", place, default_folder(recipe), console) as begun:
+    config = config.model_copy(update={"backbone": with_own_stem(config.backbone, console)})
+    with session(config, config.runtime, "segmenter", place, default_folder(config), console) as begun:
         if place.dry_run:
             _dry_run(begun, place)
             return None
@@ -32,11 +32,11 @@ def run(recipe: SegmentRecipe, place: Place, console: Console) -> dict[str, Any]
         return result if begun.world.leads else None
 
 
-def default_folder(recipe: SegmentRecipe) -> Path:
+def default_folder(config: SegmentConfig) -> Path:
     """Return runs/segment_DATASET/ARCH-STEM, with the fraction where it is a part."""
-    task = "segment_demo" if recipe.demo else f"segment_{recipe.data.dataset}"
-    share = f"-{recipe.data.fraction:g}" if recipe.data.fraction < 1 else ""
-    return Path("runs") / task / f"{run_name(recipe.backbone)}{share}"
+    task = "segment_demo" if config.demo else f"segment_{config.data.dataset}"
+    share = f"-{config.data.fraction:g}" if config.data.fraction < 1 else ""
+    return Path("runs") / task / f"{run_name(config.backbone)}{share}"
 
 
 def show(result: dict[str, Any]) -> None:
@@ -44,15 +44,15 @@ def show(result: dict[str, Any]) -> None:
     terminal.show(describe_training(result))
 
 
-def _dry_run(begun: Session[SegmentRecipe], place: Place) -> None:
+def _dry_run(begun: Session[SegmentConfig], place: Place) -> None:
     """Check a sample of the masks, rehearse the training, and tell what it takes."""
-    data = open_data(begun.recipe)
-    recipe = in_steps(begun.recipe, len(data.train))
-    begun.console.info(describe_length(recipe, data))
+    data = open_data(begun.config)
+    config = in_steps(begun.config, len(data.train))
+    begun.console.info(describe_length(config, data))
     if begun.world.leads:
         check_masks(data.train, data.rule)
         check_masks(data.val, data.rule)
-    cost = rehearse_training(replace(begun, recipe=recipe), data)
+    cost = rehearse_training(replace(begun, config=config), data)
     if begun.world.leads:
         place.costed(cost)
 

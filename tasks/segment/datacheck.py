@@ -7,28 +7,28 @@ from typing import Any
 
 import numpy as np
 
-from dpn_cli.data.examine import Examined, Seen, seen, storage_of
-from dpn_cli.data.faults import gathering
+from dpn_cli.data.decode import decode
 from dpn_cli.data.findings import Findings
-from dpn_cli.data.loading import check_loading
-from dpn_cli.data.reading import decode
+from dpn_cli.data.image_errors import gathering
+from dpn_cli.data.loader_sizing import check_loading
+from dpn_cli.data.validate import Examined, Seen, seen, storage_of
 from dpn_cli.errors import DataError
-from tasks.segment.classes import Class, classes_of, rule_of
+from tasks.segment.config import SegmentConfig
 from tasks.segment.labels import IGNORE, LabelRule
 from tasks.segment.pairs import Pairs, fingerprint, open_pairs, take
-from tasks.segment.recipe import SegmentRecipe
+from tasks.segment.palette import Class, classes_of, rule_of
 
 # Images of ADE20K's training and validation splits.
 ADE20K_IMAGES = {"train": 20_210, "val": 2_000}
 # Masks from which on values that never occur say something.
 ENOUGH = 100
-# Side of crops where the recipe leaves it to the checkpoint.
+# Side of crops where the config leaves it to the checkpoint.
 CROP = 512
 
 
-def examine(recipe: SegmentRecipe, findings: Findings, ranks: int) -> dict[str, Any]:
-    """Look at all images and masks of a recipe; returns the fingerprints that a result carries."""
-    data, fingerprints, parts = recipe.data, dict[str, Any](), list[Examined]()
+def examine(config: SegmentConfig, findings: Findings, ranks: int) -> dict[str, Any]:
+    """Look at all images and masks of a config; returns the fingerprints that a result carries."""
+    data, fingerprints, parts = config.data, dict[str, Any](), list[Examined]()
     classes, rule = classes_of(data), rule_of(data)
     for name in ("train", "val"):
         with gathering() as errors:
@@ -41,21 +41,21 @@ def examine(recipe: SegmentRecipe, findings: Findings, ranks: int) -> dict[str, 
         if pairs is None:
             continue
         whole, pairs = len(pairs), take(pairs, data.fraction) if name == "train" else pairs
-        part = findings.pictures(name, pairs.where, partial(see_pair, pairs, rule), len(pairs))
+        part = findings.images(name, pairs.where, partial(see_pair, pairs, rule), len(pairs))
         _note_labels(part, classes, rule, findings)
         parts.append(part)
         fingerprints[name] = fingerprint(pairs)
-        if data.dataset == "ade20k" and not recipe.demo and whole != ADE20K_IMAGES[name]:
+        if data.dataset == "ade20k" and not config.demo and whole != ADE20K_IMAGES[name]:
             findings.warnings.append(
                 f"{name}: {whole} images, ADE20K has {ADE20K_IMAGES[name]}: the score is not comparable with "
                 "published ones"
             )
     findings.same(*parts)
     if "train" in fingerprints:
-        size = recipe.backbone.image_size or CROP
+        size = config.backbone.image_size or CROP
         height, width = (size, size) if isinstance(size, int) else size
         bytes_each = 4 * height * width  # three of the image, one of the mask
-        check_loading(findings, len(parts[0].digests), recipe.batch_size, ranks, recipe.runtime.workers, bytes_each)
+        check_loading(findings, len(parts[0].digests), config.batch_size, ranks, config.runtime.workers, bytes_each)
     return fingerprints
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from dpn_cli.data.reading import FAILURES, unreadable
+from dpn_cli.data.decode import FAILURES, unreadable
 from dpn_cli.errors import DataError, DpnError
-from tasks.segment.recipe import MOST_CLASSES
+from tasks.segment.config import MOST_CLASSES
 
 Labels = npt.NDArray[np.uint8]
 RawMask = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
@@ -99,21 +99,21 @@ class LabelRule:
                     f"dpn segment folder --label-offset {rule.offset} --ignore-label {rule.ignore}"
                 )
         if set(values) <= {0, 255}:
-            return "It looks like a black-and-white picture of one object: its values have to be class numbers"
+            return "It looks like a black-and-white image of one object: its values have to be class numbers"
         if len(self.unknown(values)) == 1:
             return "It looks like a class too many, or another value to ignore (dpn segment folder --ignore-label)"
-        return "It looks like masks of another data set, or grey pictures of coloured masks"
+        return "It looks like masks of another data set, or grey images of coloured masks"
 
 
 def read_mask(image: Image.Image, where: str) -> RawMask:
     """Decode an opened mask to its raw values (h, w).
 
-    Raises `DataError` for a picture in colours, for values beyond 16 bits, and for damaged data.
+    Raises `DataError` for an image in colours, for values beyond 16 bits, and for damaged data.
     """
     with image:
         if image.mode not in _MODES:
             raise DataError(
-                f"{where}: a picture in colours ({image.mode}), where a mask has one class number per pixel. It looks "
+                f"{where}: an image in colours ({image.mode}), where a mask has one class number per pixel. It looks "
                 "like a coloured rendering, or the full ADE20K release, whose masks are coded in colours; "
                 "ADEChallengeData2016 has the class numbers"
             )

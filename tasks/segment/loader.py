@@ -8,7 +8,7 @@ from collections.abc import Generator
 import numpy as np
 from torch.utils.data import Dataset
 
-from dpn_cli.data.batching import Example, open_batches
+from dpn_cli.data.collate import Example, open_batches
 from dpn_cli.data.loader import Item, Steps
 from dpn_cli.engine.fit import Batch, Batches
 from dpn_cli.engine.seeds import fold
@@ -55,7 +55,7 @@ def segment_batches(
             _Examples(pairs, rule, how, seed),
             Steps(len(pairs), batch_size, seed, start, mine),
             workers,
-            picture_bytes=PIXEL_BYTES * math.prod(how.crop),
+            image_bytes=PIXEL_BYTES * math.prod(how.crop),
             device=world.device,
         ) as made:
             for columns, errors in made:

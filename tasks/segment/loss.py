@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dpn_cli.engine.fit import Batch
 from tasks.segment.labels import IGNORE
-from tasks.segment.windows import resize_rows
+from tasks.segment.sliding_window import resize_rows
 
 # Pixels of a strip: what a core's cache holds, and on a GPU a whole image of 512.
 STRIP_PIXELS = {"cpu": 2**15}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dpn_cli.errors import DpnError
 from dpn_cli.weights.backbone import load_backbone
-from dpn_cli.weights.sources import open_checkpoint
+from dpn_cli.weights.locate import open_checkpoint
 
 try:
     from mmengine.model import BaseModule

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from dpn_cli.recipe.flag import DATA, OUTPUT, argument, flag
-from dpn_cli.recipe.schema import (
+from dpn_cli.config.option import DATA, OUTPUT, argument, flag
+from dpn_cli.config.schema import (
     AT_ONCE,
-    PICTURES,
+    IMAGE_FILES,
     DataPlace,
     Positive,
-    RunPictures,
+    RunImageReading,
     Runtime,
     Section,
     Side,
@@ -21,7 +21,7 @@ from dpn_cli.recipe.schema import (
 
 # Segmenter's test scales (arXiv 2105.05633), each plain and mirrored.
 MULTI_SCALE = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75)
-Windows = Annotated[Positive | None, AT_ONCE.but(help="Windows of a picture at a time.", unset="the run's")]
+Windows = Annotated[Positive | None, AT_ONCE.but(help="Windows of an image at a time.", unset="the run's")]
 RUN = argument("The folder of a segmentation run, or its weights.safetensors.")
 
 
@@ -68,7 +68,7 @@ class Scoring(Section):
             panel=DATA,
         ),
     ] = False
-    pictures: RunPictures = RunPictures()
+    reading: RunImageReading = RunImageReading()
     batch_size: Windows = None
     runtime: Runtime = Runtime()
     output_dir: Annotated[
@@ -77,12 +77,12 @@ class Scoring(Section):
     ] = None
 
 
-class Prediction(Section):
+class PredictOptions(Section):
     """Options of ``dpn segment predict``."""
 
     run: Annotated[str, RUN]
-    images: Annotated[list[Path], PICTURES]
-    pictures: RunPictures = RunPictures()
+    images: Annotated[list[Path], IMAGE_FILES]
+    reading: RunImageReading = RunImageReading()
     skip_bad_images: SkipBadImages = False
     batch_size: Windows = None
     written: Written = Written()

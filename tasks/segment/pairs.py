@@ -13,17 +13,17 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from dpn_cli.data import scenes
+from dpn_cli.config.urls import is_hub
 from dpn_cli.data.classified import hub_name, hub_split
 from dpn_cli.data.crops import Size
-from dpn_cli.data.faults import fault
+from dpn_cli.data.decode import SUFFIXES, Pixels, Reading, decode, file_size, open_image
+from dpn_cli.data.file_index import find_files
+from dpn_cli.data.image_errors import fault
 from dpn_cli.data.labelled import load_hub, stored_file
-from dpn_cli.data.listing import find_files
-from dpn_cli.data.reading import SUFFIXES, Pixels, Reading, decode, file_size, open_image
+from dpn_cli.data.sources import synthetic
 from dpn_cli.errors import DataError
-from dpn_cli.recipe.stores import is_hub
+from tasks.segment.config import MaskData
 from tasks.segment.labels import RawMask, read_mask
-from tasks.segment.recipe import MaskData
 
 SPLITS = {"train": "training", "val": "validation"}
 DEMO_SPLITS = {"train": (0, 1000), "val": (1000, 1200)}
@@ -112,7 +112,7 @@ class FolderPairs(Pairs):
                     )
                 )
         if not images:
-            raise DataError(f"{folders[0]}: no picture in it ({', '.join(sorted(SUFFIXES))})")
+            raise DataError(f"{folders[0]}: no image in it ({', '.join(sorted(SUFFIXES))})")
         self.names = [name for name in images if name in masks]
         self.images, self.masks = [images[name] for name in self.names], [masks[name] for name in self.names]
         self.sizes = [(file_size(a), file_size(b)) for a, b in zip(self.images, self.masks, strict=True)]
@@ -165,14 +165,14 @@ class HubPairs(Pairs):
             raise DataError(f"--data {place}: no {split} split; the data set has {', '.join(sorted(rows))}")
         rows = rows[own]
         self.place = f"{place}, split {own}"
-        pictures = [name for name, feature in rows.features.items() if type(feature).__name__ == "Image"]
-        mask = mask or next((name for name in MASK_COLUMNS if name in pictures), None)
-        others = [name for name in pictures if name != mask]
+        images = [name for name, feature in rows.features.items() if type(feature).__name__ == "Image"]
+        mask = mask or next((name for name in MASK_COLUMNS if name in images), None)
+        others = [name for name in images if name != mask]
         image = image or ("image" if "image" in others else others[0] if len(others) == 1 else None)
-        if image not in pictures or mask not in pictures:
+        if image not in images or mask not in images:
             raise DataError(
-                f"{self.place}: which columns hold images and masks? The columns of pictures are "
-                f"{', '.join(pictures) or 'none'}; name them with --image-column and --mask-column"
+                f"{self.place}: which columns hold images and masks? The columns of images are "
+                f"{', '.join(images) or 'none'}; name them with --image-column and --mask-column"
             )
         self.columns = str(image), str(mask)
         for name in self.columns:
@@ -214,7 +214,9 @@ class ScenePairs(Pairs):
     def __init__(self, start: int, stop: int) -> None:
         self.start = start
         self.names = [f"scene {number:04d}" for number in range(start, stop)]
-        self.sizes = [(3 * scenes.SCENE_SIZE**2, scenes.SCENE_SIZE**2)] * len(self.names)  # scenes are not encoded
+        self.sizes = [(3 * synthetic.SCENE_SIZE**2, synthetic.SCENE_SIZE**2)] * len(
+            self.names
+        )  # scenes are not encoded
 
     def where(self, index: int) -> str:
         """Name the scene's number."""
@@ -225,7 +227,7 @@ class ScenePairs(Pairs):
         return f"mask of demo {self.names[index]}"
 
     def open(self, index: int) -> Image.Image:
-        """Return the picture of a scene."""
+        """Return the image of a scene."""
         return Image.fromarray(_scene(self.start + index)[0])
 
     def open_mask(self, index: int) -> Image.Image:
@@ -235,7 +237,7 @@ class ScenePairs(Pairs):
 
 @cache
 def _scene(number: int) -> tuple[Pixels, Pixels]:
-    return scenes.render(scenes.demo_scene(number))  # 16 kB each, drawn once per process
+    return synthetic.render(synthetic.demo_scene(number))  # 16 kB each, drawn once per process
 
 
 class PairsPart(Pairs):
@@ -264,7 +266,7 @@ class PairsPart(Pairs):
 
 
 def open_pairs(data: MaskData, split: str) -> Pairs:
-    """Open ``train`` or ``val`` of a recipe's data set. Raises `DataError`."""
+    """Open ``train`` or ``val`` of a config's data set. Raises `DataError`."""
     pairs = _open_pairs(data, split)
     pairs.reading = Reading(data.decode, data.max_pixels, shrink=False)
     return pairs

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dpn_cli.data.archives import Layout
-from dpn_cli.run import stopping
+from dpn_cli.run import signals
 from dpn_cli.run.console import Console
 from tasks.segment.labels import LabelRule, read_mask
 from tasks.segment.pairs import FolderPairs
@@ -43,7 +43,7 @@ def look_at(out: Path, console: Console) -> tuple[dict[str, Any], list[str]]:
     validation, seen = pairs["validation"], np.zeros(2**16, bool)
     with console.counting("masks of validation", len(validation)) as done:
         for row in range(len(validation)):
-            stopping.check_here()
+            signals.check_here()
             mask = read_mask(validation.open_mask(row), validation.where_mask(row))
             RULE.labels(mask, validation.where_mask(row))
             seen[np.unique(mask)] = True

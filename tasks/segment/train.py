@@ -14,27 +14,27 @@ from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.model.freeze import freeze
 from dpn_cli.run import distributed
+from dpn_cli.run.artifact_kinds import DIGEST
+from dpn_cli.run.baseline_warnings import result_warning
 from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.console import Console, several
 from dpn_cli.run.distributed import World
-from dpn_cli.run.folder import RunFolder, describe_device
-from dpn_cli.run.kinds import DIGEST
-from dpn_cli.run.sanity import result_warning
-from dpn_cli.run.session import Session
+from dpn_cli.run.run import Session
+from dpn_cli.run.run_dir import RunFolder, describe_device
 from dpn_cli.weights.backbone import backbone_of
-from dpn_cli.weights.origin import describe_start
-from tasks.segment.check import SAMPLE, check_crops, check_masks
-from tasks.segment.classes import Class, classes_of, rule_of
-from tasks.segment.evaluation import score_once, score_sizes
+from dpn_cli.weights.resolve_stem import describe_start
+from tasks.segment.artifact import WEIGHTS, Segmenter, load_segmenter, save_segmenter
+from tasks.segment.config import SegmentConfig, in_steps
+from tasks.segment.evaluate import score_once, score_sizes
+from tasks.segment.iou import SegmentScores
 from tasks.segment.labels import LabelRule
 from tasks.segment.loader import segment_batches
 from tasks.segment.loss import segmentation_loss
-from tasks.segment.network import LinearSegmenter, initialize_head, normalized, use_imagenet_inputs
+from tasks.segment.model import LinearSegmenter, initialize_head, normalized, use_imagenet_inputs
+from tasks.segment.page_samples import keep
 from tasks.segment.pairs import Pairs, fingerprint, list_digest, open_pairs, take
-from tasks.segment.recipe import SegmentRecipe, in_steps
-from tasks.segment.samples import keep
-from tasks.segment.scoring import SegmentScores
-from tasks.segment.segmenter import WEIGHTS, Segmenter, load_segmenter, save_segmenter
+from tasks.segment.palette import Class, classes_of, rule_of
+from tasks.segment.preflight import SAMPLE, check_crops, check_masks
 from tasks.segment.transforms import SegmentAugmentation
 
 Json = dict[str, Any]
@@ -55,40 +55,40 @@ class SegmentData:
     rule: LabelRule
 
 
-def open_data(recipe: SegmentRecipe) -> SegmentData:
-    """Open a recipe's data. Raises `DataError`, and `DpnError` when the fraction leaves too few images for a batch."""
-    data = recipe.data
+def open_data(config: SegmentConfig) -> SegmentData:
+    """Open a config's data. Raises `DataError`, and `DpnError` when the fraction leaves too few images for a batch."""
+    data = config.data
     whole = open_pairs(data, "train")
     classes, rule = classes_of(data), rule_of(data)
     train = take(whole, data.fraction)
-    if len(train) < recipe.batch_size:
+    if len(train) < config.batch_size:
         left = f"--fraction {data.fraction:g} leaves {len(train)} of {len(whole)}" if data.fraction < 1 else ""
         raise DpnError(
             f"{left or f'--data {data.source} has {len(train)}'} images to train on, fewer than a batch of "
-            f"{recipe.batch_size}; use a larger --fraction, or --batch-size {max(1, len(train))} at most"
+            f"{config.batch_size}; use a larger --fraction, or --batch-size {max(1, len(train))} at most"
         )
     return SegmentData(train, open_pairs(data, "val"), len(whole), classes, rule)
 
 
-def train(begun: Session[SegmentRecipe]) -> Json:
+def train(begun: Session[SegmentConfig]) -> Json:
     """Run or finish a training in the folder of the run and return its result, which is written there too.
 
     Raises `DpnError` and its subclasses; what was trained until then is kept.
     """
     folder, world, console = begun.folder, begun.world, begun.console
-    data = open_data(begun.recipe)
-    recipe = in_steps(begun.recipe, len(data.train), console.info)
-    facts = _check_data(recipe, data, folder, world, console)
+    data = open_data(begun.config)
+    config = in_steps(begun.config, len(data.train), console.info)
+    facts = _check_data(config, data, folder, world, console)
     if not distributed.from_leader((folder.path / WEIGHTS).is_file()):
-        segmenter = untrained(recipe, data, world, console, Checkpoints(folder.path / "checkpoints"))
+        segmenter = untrained(config, data, world, console, Checkpoints(folder.path / "checkpoints"))
         network = segmenter.network
         if world.leads:
             folder.update(backbone=network.vit.report.to_dict(), **{DIGEST: None})
-        with begun.outputs("segment", begun.tracker(recipe.runtime.report_to)) as outputs:
-            job = job_of(recipe, data, segmenter, world, outputs)
-            done = engine.fit(engine.prepare(network, recipe.runtime, world), job)
+        with begun.outputs("segment", begun.tracker(config.runtime.report_to)) as outputs:
+            job = job_of(config, data, segmenter, world, outputs)
+            done = engine.fit(engine.prepare(network, config.runtime, world), job)
         segmenter.facts = {
-            "recipe": recipe.model_dump(mode="json"),
+            "config": config.model_dump(mode="json"),
             "data": facts["data"],
         }
         if world.leads:
@@ -99,21 +99,21 @@ def train(begun: Session[SegmentRecipe]) -> Json:
         Checkpoints(folder.path / "checkpoints").clear()  # a run that was killed here finds them again
     segmenter = load_segmenter(str(folder.path))
     segmenter.network.to(world.device)
-    scores, described = score_sizes(segmenter, data.val, recipe.evaluation, recipe.runtime, world)
+    scores, described = score_sizes(segmenter, data.val, config.evaluation, config.runtime, world)
     result = {
         "task": "segment",
-        "dataset": "demo" if recipe.demo else recipe.data.dataset,
+        "dataset": "demo" if config.demo else config.data.dataset,
         "arch": segmenter.arch,
-        "stem": recipe.backbone.stem,
+        "stem": config.backbone.stem,
         "crop": list(segmenter.network.vit.config.image_size),
         "classes": len(data.classes),
         **described,
-        "fraction": recipe.data.fraction,
+        "fraction": config.data.fraction,
         "train_images": len(data.train),
         "train_list": list_digest(data.train),
-        "steps": recipe.schedule.steps,
-        "passes": passes(recipe, data),
-        "seed": recipe.seed,
+        "steps": config.schedule.steps,
+        "passes": passes(config, data),
+        "seed": config.seed,
         "timing": folder.timing,
         "data": facts["data"],
         DIGEST: segmenter.network.vit.report.digest,
@@ -121,7 +121,7 @@ def train(begun: Session[SegmentRecipe]) -> Json:
         "differs_from_paper": begun.differs,
     }
     if world.leads:
-        keep(folder.path, segmenter, data.val, scores, recipe.evaluation, recipe.runtime, world)
+        keep(folder.path, segmenter, data.val, scores, config.evaluation, config.runtime, world)
         folder.finish(result)
         floor = {"calling every pixel the most frequent class": scores.majority_miou}
         if warning := result_warning("validation mIoU", scores.miou, floor):
@@ -129,26 +129,26 @@ def train(begun: Session[SegmentRecipe]) -> Json:
     return result
 
 
-def passes(recipe: SegmentRecipe, data: SegmentData) -> float:
+def passes(config: SegmentConfig, data: SegmentData) -> float:
     """Return how often each training image is seen."""
-    return round(recipe.schedule.steps * recipe.batch_size / len(data.train), 2)
+    return round(config.schedule.steps * config.batch_size / len(data.train), 2)
 
 
-def describe_length(recipe: SegmentRecipe, data: SegmentData) -> str:
+def describe_length(config: SegmentConfig, data: SegmentData) -> str:
     """Say how many images are trained on for how many steps and passes, and what an epoch-scaled length would be."""
-    share = f" of {data.whole} (fraction {recipe.data.fraction:g}, list {list_digest(data.train)})"
+    share = f" of {data.whole} (fraction {config.data.fraction:g}, list {list_digest(data.train)})"
     text = (
-        f"{len(data.train)}{share if recipe.data.fraction < 1 else ''} images to train on, {len(data.val)} to "
-        f"validate, {len(data.classes)} classes; {several(recipe.schedule.steps, 'step')} of {recipe.batch_size}: "
-        f"{passes(recipe, data):g} passes"
+        f"{len(data.train)}{share if config.data.fraction < 1 else ''} images to train on, {len(data.val)} to "
+        f"validate, {len(data.classes)} classes; {several(config.schedule.steps, 'step')} of {config.batch_size}: "
+        f"{passes(config, data):g} passes"
     )
-    if recipe.data.fraction < 1 and recipe.epochs is None and not recipe.demo:
-        steps = 128 * (len(data.train) // recipe.batch_size)
+    if config.data.fraction < 1 and config.epochs is None and not config.demo:
+        steps = 128 * (len(data.train) // config.batch_size)
         text += f" (App. G keeps its steps whatever the fraction; --epochs 128 would be {steps})"
     return text
 
 
-def _check_data(recipe: SegmentRecipe, data: SegmentData, folder: RunFolder, world: World, console: Console) -> Json:
+def _check_data(config: SegmentConfig, data: SegmentData, folder: RunFolder, world: World, console: Console) -> Json:
     """Read a sample of masks, and see that a resumed run meets the classes and images it began with."""
     facts: Json = {
         "classes": [one.name for one in data.classes],
@@ -158,9 +158,9 @@ def _check_data(recipe: SegmentRecipe, data: SegmentData, folder: RunFolder, wor
     for key, what in (("classes", "classes"), ("data", "images or masks")):
         if key in before and before[key] != facts[key]:
             raise DataError(
-                f"--data {recipe.data.source}: the {what} have changed since this run began; start another with -o"
+                f"--data {config.data.source}: the {what} have changed since this run began; start another with -o"
             )
-    console.info(describe_length(recipe, data))
+    console.info(describe_length(config, data))
     if world.leads:
         folder.update(
             device=describe_device(world.device),
@@ -177,23 +177,23 @@ def _check_data(recipe: SegmentRecipe, data: SegmentData, folder: RunFolder, wor
     return facts
 
 
-def build_network(recipe: SegmentRecipe, classes: int) -> LinearSegmenter:
-    """Load the recipe's network with a fresh head. Raises as `load_backbone` and `freeze` do."""
-    vit = backbone_of(recipe.backbone, num_classes=classes, align_corners=False, seed=recipe.seed)
+def build_network(config: SegmentConfig, classes: int) -> LinearSegmenter:
+    """Load the config's network with a fresh head. Raises as `load_backbone` and `freeze` do."""
+    vit = backbone_of(config.backbone, num_classes=classes, align_corners=False, seed=config.seed)
     height, width = vit.config.image_size
     if height != width:
         raise DpnError(f"--image-size {height}x{width}: crops and windows are square; give one number")
-    if recipe.data.inputs == "imagenet":
+    if config.data.inputs == "imagenet":
         use_imagenet_inputs(vit)
-    initialize_head(vit, recipe.head_init, recipe.seed)
-    if recipe.freeze:
-        freeze(vit, recipe.freeze)
-    return LinearSegmenter(vit, final_norm=recipe.final_norm)
+    initialize_head(vit, config.head_init, config.seed)
+    if config.freeze:
+        freeze(vit, config.freeze)
+    return LinearSegmenter(vit, final_norm=config.final_norm)
 
 
-def augmentation_of(recipe: SegmentRecipe, crop: Size) -> SegmentAugmentation:
-    """Return how the recipe makes training examples for a network that takes crops of `crop`."""
-    augment, data = recipe.augment, recipe.data
+def augmentation_of(config: SegmentConfig, crop: Size) -> SegmentAugmentation:
+    """Return how the config makes training examples for a network that takes crops of `crop`."""
+    augment, data = config.augment, config.data
     return SegmentAugmentation(crop, data.caps(crop[0]), augment.ratio, augment.cat_max, augment.photometric, data.flip)
 
 
@@ -207,45 +207,45 @@ def loss_of(network: LinearSegmenter) -> engine.LossFn:
 
 
 def job_of(
-    recipe: SegmentRecipe,
+    config: SegmentConfig,
     data: SegmentData,
     segmenter: Segmenter,
     world: World,
     outputs: engine.Outputs,
     workers: int | None = None,
 ) -> engine.Job:
-    """Return the engine's job: the segmenter's training by a recipe whose duration is in steps."""
+    """Return the engine's job: the segmenter's training by a config whose duration is in steps."""
     network = segmenter.network
-    how = augmentation_of(recipe, network.vit.config.image_size)
-    workers = worker_count(recipe.runtime.workers, world.device, world.here) if workers is None else workers
-    batches = segment_batches(data.train, data.rule, how, recipe.batch_size, recipe.seed, world, workers=workers)
-    every = recipe.evaluate_every or 0
-    every = every if every < recipe.schedule.steps else 0  # the end is scored anyway
+    how = augmentation_of(config, network.vit.config.image_size)
+    workers = worker_count(config.runtime.workers, world.device, world.here) if workers is None else workers
+    batches = segment_batches(data.train, data.rule, how, config.batch_size, config.seed, world, workers=workers)
+    every = config.evaluate_every or 0
+    every = every if every < config.schedule.steps else 0  # the end is scored anyway
     return engine.Job.of(
-        recipe,
+        config,
         loss_fn=loss_of(network),
         batches=batches,
-        evaluate=(lambda: {"miou": evaluate(segmenter, data, recipe, world).miou}) if every else None,
+        evaluate=(lambda: {"miou": evaluate(segmenter, data, config, world).miou}) if every else None,
         evaluate_every=every,
         monitor="miou",
         world=world,
-        micro_batch=MicroBatch.choose(recipe.runtime, world.most(recipe.batch_size), network.vit, world.device),
+        micro_batch=MicroBatch.choose(config.runtime, world.most(config.batch_size), network.vit, world.device),
         outputs=outputs,
     )
 
 
 def untrained(
-    recipe: SegmentRecipe, data: SegmentData, world: World, console: Console, saved: Checkpoints | None = None
+    config: SegmentConfig, data: SegmentData, world: World, console: Console, saved: Checkpoints | None = None
 ) -> Segmenter:
-    """Load the recipe's network, report it, and warn of crops that show too little."""
-    network = build_network(recipe, len(data.classes))
+    """Load the config's network, report it, and warn of crops that show too little."""
+    network = build_network(config, len(data.classes))
     console.info(describe_start(network.vit.report, saved))
-    how = augmentation_of(recipe, network.vit.config.image_size)
+    how = augmentation_of(config, network.vit.config.image_size)
     if world.leads and (warning := check_crops(data.train, how)):
         console.warn(warning)
-    return Segmenter(network, data.classes, recipe.data, recipe.evaluation, {})
+    return Segmenter(network, data.classes, config.data, config.evaluation, {})
 
 
-def evaluate(segmenter: Segmenter, data: SegmentData, recipe: SegmentRecipe, world: World) -> SegmentScores:
-    """Score the validation split in one pass, with the recipe's evaluation, precision and loader."""
-    return score_once(segmenter, data.val, recipe.evaluation, recipe.runtime, world)
+def evaluate(segmenter: Segmenter, data: SegmentData, config: SegmentConfig, world: World) -> SegmentScores:
+    """Score the validation split in one pass, with the config's evaluation, precision and loader."""
+    return score_once(segmenter, data.val, config.evaluation, config.runtime, world)

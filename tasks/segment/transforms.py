@@ -1,7 +1,7 @@
 """Training transforms with mmsegmentation's semantics: resize, crop, flip, photometric distortion.
 
 Images are uint8 (3, h, w) in RGB, labels uint8 (h, w), sizes (height, width) in pixels. Random
-choices take numbers from [0, 1) in the reference's order: one stream of numbers gives the same picture in both.
+choices take numbers from [0, 1) in the reference's order: one stream of numbers gives the same image in both.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpn_cli.data.crops import Box, Size
+from dpn_cli.data.decode import Pixels
 from dpn_cli.data.pixels import as_batch
-from dpn_cli.data.reading import Pixels
 from tasks.segment.labels import IGNORE, Labels
 
 Draw = Callable[[], float]
 
 CROP_TRIES = 10
-# Rows whose colours are changed at once: larger parts of a picture do not stay in the processor's memory.
+# Rows whose colours are changed at once: larger parts of an image do not stay in the processor's memory.
 STRIP = 128
 # PhotoMetricDistortion's ranges: grey levels, factors, factors of the saturation, half turns of 180 of the hue.
 BRIGHTNESS, CONTRAST, SATURATION, HUE = 32.0, (0.5, 1.5), (0.5, 1.5), 18

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from dpn_cli.data.faults import fault
+from dpn_cli.config.urls import is_hub
+from dpn_cli.data.decode import Reading
+from dpn_cli.data.image_errors import fault
 from dpn_cli.data.labelled import FileList, HubSplit, Labelled, SceneSplit, fingerprint, rows_to_check
-from dpn_cli.data.reading import Reading
 from dpn_cli.errors import DataError
-from dpn_cli.recipe.stores import is_hub
-from dpn_cli.run import stopping
+from dpn_cli.run import signals
 from dpn_cli.run.console import Console
+from tasks.vtab.config import VtabData
 from tasks.vtab.prepare.write import is_prepared
-from tasks.vtab.recipe import VtabData
-from tasks.vtab.table import TRAIN, VAL, Task
+from tasks.vtab.tasks import TRAIN, VAL, Task
 
 # Test images per task that are decoded before training, to check that the files are images.
 TEST_SAMPLE = 100
@@ -107,7 +107,7 @@ def check_images(tasks: dict[Task, TaskData], skip_bad: bool, console: Console) 
     for task, data in tasks.items():
         for split in (data.train800, data.val200, data.test):
             for index in rows_to_check(split, TEST_SAMPLE if split is data.test else len(split.labels)):
-                stopping.check_here()
+                signals.check_here()
                 try:
                     split.pixels(index)
                 except DataError:

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from dpn_cli.data.faults import gathering
 from dpn_cli.data.findings import Findings
+from dpn_cli.data.image_errors import gathering
 from dpn_cli.data.labelled import fingerprint
 from dpn_cli.errors import DataError
+from tasks.vtab.config import VtabConfig
 from tasks.vtab.data import open_splits, written_here
-from tasks.vtab.recipe import VtabRecipe
-from tasks.vtab.table import Task, choose_tasks
+from tasks.vtab.tasks import Task, choose_tasks
 
 # How Pillow stores a JPEG when it is told nothing, as when arrays were written as .jpg files.
 COPIED = "JPEG 75"
 
 
-def examine(recipe: VtabRecipe, findings: Findings, ranks: int) -> dict[str, Any]:
-    """Look at all images of the recipe's tasks; returns the fingerprints that a result carries."""
+def examine(config: VtabConfig, findings: Findings, ranks: int) -> dict[str, Any]:
+    """Look at all images of the config's tasks; returns the fingerprints that a result carries."""
     copied, fingerprints = [], {}
-    for task in choose_tasks(recipe.data.tasks, recipe.demo):
+    for task in choose_tasks(config.data.tasks, config.demo):
         with gathering() as errors:
             try:
-                splits = open_splits(recipe.data, task)
+                splits = open_splits(config.data, task)
             except DataError as error:
                 errors.append(error)
                 splits = {}

@@ -4,42 +4,42 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from dpn_cli.config.cost import Cost
+from dpn_cli.config.launch import check_start
 from dpn_cli.engine.planning import disk, memory, price
 from dpn_cli.model.flops import count, training_flops
-from dpn_cli.recipe.cost import Cost
-from dpn_cli.recipe.start import check_start
 from dpn_cli.weights.backbone import backbone_of
-from tasks.vtab.recipe import VtabRecipe
-from tasks.vtab.rehearsal import whole_sweep
-from tasks.vtab.table import choose_tasks
+from tasks.vtab.config import VtabConfig
+from tasks.vtab.dry_run import whole_sweep
+from tasks.vtab.tasks import choose_tasks
 
 
-def estimate(recipe: VtabRecipe, ranks: int) -> tuple[list[Cost], str]:
+def estimate(config: VtabConfig, ranks: int) -> tuple[list[Cost], str]:
     """Count the FLOPs of the sweep of every network, measure the device, and return what each takes, and a note.
 
     A network without a checkpoint has the shape of its keys. Reading the images is left out. Raises `DpnError` and its
     subclasses.
     """
-    tasks = choose_tasks(recipe.data.tasks, recipe.demo)
-    device, seconds = price(recipe.runtime)
+    tasks = choose_tasks(config.data.tasks, config.demo)
+    device, seconds = price(config.runtime)
     costs = []
-    for name, each in recipe.each().items():
+    for name, each in config.each().items():
         checkpoint = each.backbone.checkpoint or "none"
         start = check_start(each.backbone.model_copy(update={"checkpoint": checkpoint}))
         model = backbone_of(start, num_classes=max(task.classes for task in tasks))
         shapes = [replace(model.config, num_classes=task.classes) for task in tasks]
         checkpointing = each.backbone.grad_checkpointing
         flops = sum(training_flops(shape, grad_checkpointing=checkpointing) for shape in shapes) / len(shapes)
-        on_disk = disk(recipe.optim, model.report.parameters, ema=False, best=False)
+        on_disk = disk(config.optim, model.report.parameters, ema=False, best=False)
         one = Cost(
-            name=name if recipe.compare else f"{model.config.arch} {name}",
-            memory=memory(model, recipe.optim, recipe.runtime, recipe.batch_size, ranks, ema=False)["memory_bytes"],
-            step_seconds=recipe.batch_size * flops * seconds / ranks,
-            steps=recipe.schedule.steps,
+            name=name if config.compare else f"{model.config.arch} {name}",
+            memory=memory(model, config.optim, config.runtime, config.batch_size, ranks, ema=False)["memory_bytes"],
+            step_seconds=config.batch_size * flops * seconds / ranks,
+            steps=config.schedule.steps,
             trainings=1,
             evaluation_seconds=2 * count(model.config).forward * seconds / ranks,
             kept=on_disk["weights_bytes"],
             passing=on_disk["checkpoints_bytes"],
         )
-        costs.append(whole_sweep(recipe, one, tasks))
+        costs.append(whole_sweep(config, one, tasks))
     return costs, str(device)

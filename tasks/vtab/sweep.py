@@ -7,36 +7,36 @@ import shutil
 from collections.abc import Generator
 from contextlib import closing
 
+from dpn_cli.config.launch import Place
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError, NonFiniteError, OutOfMemoryError, SaveError
-from dpn_cli.jobs.joining import at_once
-from dpn_cli.recipe.compare import spoken
-from dpn_cli.recipe.start import Place
 from dpn_cli.run import distributed
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
 from dpn_cli.run.files import replace_json
-from dpn_cli.run.folder import RunFolder, describe_device
 from dpn_cli.run.gpu_share import is_shared
 from dpn_cli.run.leases import LeaseLostError, Unshared
-from dpn_cli.run.session import Session, pause
-from tasks.vtab.cells import Cell, Json, TaskOutcome, read_json
+from dpn_cli.run.run import Session, pause
+from dpn_cli.run.run_dir import RunFolder, describe_device
+from dpn_cli.sweep.engines.joining import at_once
+from dpn_cli.sweep.grid import spoken
+from tasks.vtab.config import VtabConfig
 from tasks.vtab.data import TaskData, check_images, open_task
-from tasks.vtab.one_task import TaskSweep, folder_of_pixels
-from tasks.vtab.recipe import VtabRecipe
-from tasks.vtab.report import build_result, write_csv
-from tasks.vtab.table import Task, choose_tasks
-from tasks.vtab.trainer import check_crops, load_network
+from tasks.vtab.result_tables import build_result, write_csv
+from tasks.vtab.task_sweep import TaskSweep, folder_of_pixels
+from tasks.vtab.tasks import Task, choose_tasks
+from tasks.vtab.train import check_crops, load_network
+from tasks.vtab.trials import Cell, Json, TaskOutcome, read_json
 
 Part = tuple[str, Task]
 
 
-def parts(recipe: VtabRecipe) -> list[Part]:
+def parts(config: VtabConfig) -> list[Part]:
     """Return the parts of a sweep, each with all trainings of a network on a task, in the order of their numbers."""
-    return list(itertools.product(recipe.networks, choose_tasks(recipe.data.tasks, recipe.demo)))
+    return list(itertools.product(config.networks, choose_tasks(config.data.tasks, config.demo)))
 
 
-def sweep(begun: Session[VtabRecipe], place: Place) -> Json | None:
+def sweep(begun: Session[VtabConfig], place: Place) -> Json | None:
     """Run or finish the sweep in the run's folder; write its result there and return it.
 
     Data are checked for all tasks before anything is trained. A cell that runs out of memory or diverges
@@ -47,15 +47,15 @@ def sweep(begun: Session[VtabRecipe], place: Place) -> Json | None:
     Raises `OutOfMemoryError` when all else is done, for trainings that had a part of a GPU only: with a whole one they
     are tried again.
     """
-    recipe, folder = begun.recipe, begun.folder
+    config, folder = begun.config, begun.folder
     with begun.alone_unless("data"):
         data, fingerprints = _check(begun)
     if place.starts_processes:
         _forget_failures(folder)
         at_once(begun, ("finetune", "vtab"), place)
-    all_parts = parts(recipe)
+    all_parts = parts(config)
     asked = all_parts if place.cell is None else [all_parts[place.cell]]
-    track = begun.tracker(recipe.runtime.report_to)
+    track = begun.tracker(config.runtime.report_to)
     outcomes, set_aside = dict[Part, TaskOutcome](), list[str]()
     with closing(_to_train(begun, asked, data, outcomes)) as to_train:
         for cells, one, lease in to_train:
@@ -76,15 +76,15 @@ def sweep(begun: Session[VtabRecipe], place: Place) -> Json | None:
     return None if place.cell is not None else _finish(begun, [outcomes[part] for part in asked], fingerprints)
 
 
-def _finish(begun: Session[VtabRecipe], outcomes: list[TaskOutcome], fingerprints: Json) -> Json:
+def _finish(begun: Session[VtabConfig], outcomes: list[TaskOutcome], fingerprints: Json) -> Json:
     """Write the result of a sweep and return it."""
-    recipe, folder = begun.recipe, begun.folder
+    config, folder = begun.config, begun.folder
     facts = folder.facts
-    arch = recipe.backbone.arch or facts.get("arch", "")
+    arch = config.backbone.arch or facts.get("arch", "")
     if pixels := folder_of_pixels(begun):
         shutil.rmtree(pixels, ignore_errors=True)
-    result = build_result(recipe, outcomes, arch, fingerprints, timing(folder), begun.differs)
-    result["image_size"] = recipe.backbone.image_size or facts.get("image_size")
+    result = build_result(config, outcomes, arch, fingerprints, timing(folder), begun.differs)
+    result["image_size"] = config.backbone.image_size or facts.get("image_size")
     if begun.world.leads:
         with begun.alone("result"):
             write_csv(folder.path / "result.csv", outcomes)
@@ -96,27 +96,27 @@ def _finish(begun: Session[VtabRecipe], outcomes: list[TaskOutcome], fingerprint
     return result
 
 
-def _check(begun: Session[VtabRecipe]) -> tuple[dict[Task, TaskData], Json]:
+def _check(begun: Session[VtabConfig]) -> tuple[dict[Task, TaskData], Json]:
     """Check data and networks, and return the data of every task and what tells copies of them apart."""
-    recipe, folder, world, console = begun.recipe, begun.folder, begun.world, begun.console
-    tasks = choose_tasks(recipe.data.tasks, recipe.demo)
-    data = {task: open_task(recipe.data, task) for task in tasks}
+    config, folder, world, console = begun.config, begun.folder, begun.world, begun.console
+    tasks = choose_tasks(config.data.tasks, config.demo)
+    data = {task: open_task(config.data, task) for task in tasks}
     fingerprints = {task.name: entry.fingerprints for task, entry in data.items()}
     facts = distributed.from_leader(folder.facts)
     if facts.get("data", fingerprints) != fingerprints:
-        raise DataError(f"{recipe.data.source}: the data have changed since this run began; start another with -o")
-    for network in recipe.networks:
-        _check_network(recipe, network, tasks[0], folder, facts, world, console)
+        raise DataError(f"{config.data.source}: the data have changed since this run began; start another with -o")
+    for network in config.networks:
+        _check_network(config, network, tasks[0], folder, facts, world, console)
     if world.leads and not (begun.leases and facts.get("data")):  # which another process has checked
         folder.update(device=describe_device(world.device), ranks=world.size, status="running")
-        check_images(data, recipe.data.skip_bad_images, console)
-        check_crops(recipe, tasks, console)
+        check_images(data, config.data.skip_bad_images, console)
+        check_crops(config, tasks, console)
         folder.update(data=fingerprints)
     return data, fingerprints
 
 
 def _to_train(
-    begun: Session[VtabRecipe], asked: list[Part], data: dict[Task, TaskData], outcomes: dict[Part, TaskOutcome]
+    begun: Session[VtabConfig], asked: list[Part], data: dict[Task, TaskData], outcomes: dict[Part, TaskOutcome]
 ) -> Generator[tuple[TaskSweep, Cell, Unshared], None, None]:
     """Yield the cells of some parts that this process has leased, which the caller trains, and fill in the outcomes.
 
@@ -126,7 +126,7 @@ def _to_train(
     while left := [part for part in asked if part not in outcomes]:
         trained = False
         for network, task in left:
-            part = begun.take(f"{begun.recipe.folders[network]}/{task.name}")
+            part = begun.take(f"{begun.config.folders[network]}/{task.name}")
             if part is None and not helping:
                 continue
             cells = TaskSweep(begun, network, task, data[task])
@@ -150,16 +150,16 @@ def _forget_failures(folder: RunFolder) -> None:
 
 
 def _check_network(
-    recipe: VtabRecipe, network: str, task: Task, folder: RunFolder, facts: Json, world: World, console: Console
+    config: VtabConfig, network: str, task: Task, folder: RunFolder, facts: Json, world: World, console: Console
 ) -> None:
     """Load a network before any training, report how it loaded, and check that its weights fit on the disk."""
-    model = load_network(recipe, network, task.classes)
-    report, config = model.report, model.config
+    model = load_network(config, network, task.classes)
+    report, vit_config = model.report, model.config
     console.info(f"{spoken(network)}: {report.summary()}")
     before = facts.get(f"backbone_{network}", {}).get("digest", report.digest)
     if before != report.digest:
         raise DataError(f"{report.source}: the weights have changed since this run began; start another with -o")
-    cells, free = len(recipe.lrs) * len(recipe.seeds), shutil.disk_usage(folder.path).free
+    cells, free = len(config.lrs) * len(config.seeds), shutil.disk_usage(folder.path).free
     needed = 4 * cells * report.parameters
     if free < needed:
         raise SaveError(
@@ -167,7 +167,9 @@ def _check_network(
             "of weights until its learning rate is chosen; free some space or pass another -o"
         )
     if world.leads and f"backbone_{network}" not in facts:
-        folder.update(arch=config.arch, image_size=list(config.image_size), **{f"backbone_{network}": report.to_dict()})
+        folder.update(
+            arch=vit_config.arch, image_size=list(vit_config.image_size), **{f"backbone_{network}": report.to_dict()}
+        )
 
 
 def timing(folder: RunFolder) -> Json:

@@ -11,8 +11,8 @@ import torch
 
 from dpn_cli.arch import Act, Norm, Placement, Pool, Stem
 from dpn_cli.errors import DataError
+from dpn_cli.run.artifact_kinds import DESCRIPTIONS, KEY, digest_in_run, resolve
 from dpn_cli.run.files import file_digest
-from dpn_cli.run.kinds import DESCRIPTIONS, KEY, digest_in_run, resolve
 from dpn_cli.weights.formats import (
     big_vision,
     dtn_vit,
@@ -24,10 +24,10 @@ from dpn_cli.weights.formats import (
     transformers_vit,
     vit_pytorch,
 )
-from dpn_cli.weights.formats.containers import read_contents, weights_in
-from dpn_cli.weights.formats.layout import Checkpoint, Contents, Format, State
+from dpn_cli.weights.formats.checkpoint_files import read_contents, weights_in
 from dpn_cli.weights.formats.ours import network_metadata
-from dpn_cli.weights.formats.refused import reason_against
+from dpn_cli.weights.formats.state_dict import Checkpoint, Contents, Format, State
+from dpn_cli.weights.formats.unsupported import reason_against
 
 __all__ = ["FORMATS", "Act", "Checkpoint", "State", "check_facts", "formats_of", "network_metadata", "read_file"]
 

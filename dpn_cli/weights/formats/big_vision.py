@@ -8,7 +8,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from dpn_cli.weights.formats.layout import Checkpoint, Contents, State, fuse_qkv, rows_first, stem_of
+from dpn_cli.weights.formats.state_dict import Checkpoint, Contents, State, fuse_qkv, rows_first, stem_of
 
 # Trees that hold the parameters, and the image tower inside them (SigLIP, LiT), in the order in which they nest.
 _TREES = ("params/", "opt/target/")

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
+from dpn_cli.config.network import NormOptions
 from dpn_cli.errors import DataError
 from dpn_cli.model.config import usual_dtn_blocks
-from dpn_cli.recipe.network import NormOptions
-from dpn_cli.weights.formats.layout import (
+from dpn_cli.weights.formats.state_dict import (
     IMAGENET_MEAN,
     IMAGENET_STD,
     Checkpoint,

@@ -10,7 +10,7 @@ from einops import rearrange
 
 from dpn_cli.errors import DataError
 from dpn_cli.weights.formats import timm_vit
-from dpn_cli.weights.formats.layout import (
+from dpn_cli.weights.formats.state_dict import (
     CLIP_MEAN,
     CLIP_STD,
     Checkpoint,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from dpn_cli.recipe.network import NormOptions
-from dpn_cli.weights.formats.layout import Checkpoint, Contents
+from dpn_cli.config.network import NormOptions
+from dpn_cli.weights.formats.state_dict import Checkpoint, Contents
 
 KEY = "dpn"
 _DESCRIBED = ("stem", "eps", "act", "heads", "grid", "mean", "std", "posemb")

@@ -10,8 +10,8 @@ from collections.abc import Collection
 
 import torch
 
-from dpn_cli.recipe.network import NormOptions
-from dpn_cli.weights.formats.layout import (
+from dpn_cli.config.network import NormOptions
+from dpn_cli.weights.formats.state_dict import (
     IMAGENET_MEAN,
     IMAGENET_STD,
     Checkpoint,

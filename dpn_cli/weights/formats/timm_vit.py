@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from dpn_cli.arch import Act, Pool
+from dpn_cli.config.network import NormOptions
 from dpn_cli.errors import DataError
-from dpn_cli.recipe.network import NormOptions
 from dpn_cli.weights.formats import dtn_vit
-from dpn_cli.weights.formats.layout import (
+from dpn_cli.weights.formats.state_dict import (
     IMAGENET_MEAN,
     IMAGENET_STD,
     Checkpoint,

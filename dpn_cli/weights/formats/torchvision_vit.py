@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from dpn_cli.weights.formats.layout import IMAGENET_MEAN, IMAGENET_STD, Checkpoint, Contents, rename, stem_of, unwrap
+from dpn_cli.weights.formats.state_dict import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    Checkpoint,
+    Contents,
+    rename,
+    stem_of,
+    unwrap,
+)
 
 _LAYER = r"encoder\.layers\.encoder_layer_(\d+)"
 _RULES = (

@@ -7,7 +7,7 @@ from typing import Any
 
 from dpn_cli.arch import Act
 from dpn_cli.errors import DataError
-from dpn_cli.weights.formats.layout import Checkpoint, Contents, add_zero_bias, fuse_qkv, rename, stem_of, unwrap
+from dpn_cli.weights.formats.state_dict import Checkpoint, Contents, add_zero_bias, fuse_qkv, rename, stem_of, unwrap
 
 _ACTS: dict[str, Act] = {
     "gelu": "gelu",

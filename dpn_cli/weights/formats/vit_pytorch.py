@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 import torch
 
-from dpn_cli.weights.formats.layout import (
+from dpn_cli.weights.formats.state_dict import (
     Checkpoint,
     Contents,
     State,

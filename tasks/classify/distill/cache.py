@@ -1,7 +1,7 @@
-"""What a teacher computes for a fixed number of views of every picture, computed once and read from the disk.
+"""What a teacher computes for a fixed number of views of every image, computed once and read from the disk.
 
 A cache is the folder ``teacher`` of a run, belongs to that run alone, and is deleted at its end. ``cache.json`` says
-what it is of. Entry ``view * pictures + row`` holds the tensors of `Seen` for that view of that picture one after the
+what it is of. Entry ``view * images + row`` holds the tensors of `Seen` for that view of that image one after the
 other in float16; a shard ``targets-00000.npy`` (entries, values) has as many of them as its size allows, and beside it
 lies its digest.
 """
@@ -23,20 +23,20 @@ from torch import Tensor
 
 from dpn_cli.data.labelled import Labelled, fingerprint
 from dpn_cli.data.loader import Steps, crops_of, places, worker_count
-from dpn_cli.data.order import ShardOrder
 from dpn_cli.data.pixels import to_device
+from dpn_cli.data.shard_sampler import ShardOrder
 from dpn_cli.engine.fit import Batch, Batches
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.model.config import ViTConfig
-from dpn_cli.run import distributed, stopping
+from dpn_cli.run import distributed, signals
 from dpn_cli.run.arrays import facts_of, save_array
 from dpn_cli.run.console import LINE_EVERY, Console
 from dpn_cli.run.distributed import World
 from dpn_cli.run.files import read_object, replace_json
 from dpn_cli.weights.backbone import Backbone
+from tasks.classify.distill.config import DistillConfig, Losses
 from tasks.classify.distill.data import augmentation_of
 from tasks.classify.distill.losses import Seen
-from tasks.classify.distill.recipe import DistillRecipe, Losses
 
 FOLDER = "teacher"
 # Bytes of a shard at most, which a killed run computes again, and how many maps of shards are open at once.
@@ -75,14 +75,14 @@ def values_of(shapes: Shapes) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-def check_views(recipe: DistillRecipe, pictures: int) -> None:
+def check_views(config: DistillConfig, images: int) -> None:
     """Raise `DpnError` where the teacher would see more views than the training."""
-    views, drawn = recipe.cache_teacher or 0, recipe.schedule.steps * recipe.batch_size
-    if views * pictures > drawn:
+    views, drawn = config.cache_teacher or 0, config.schedule.steps * config.batch_size
+    if views * images > drawn:
         raise DpnError(
-            f"--cache-teacher {views}: the teacher would see {views * pictures} views of {pictures} pictures, and the "
+            f"--cache-teacher {views}: the teacher would see {views * images} views of {images} images, and the "
             f"training sees {drawn}; "
-            + (f"use --cache-teacher {drawn // pictures} at most" if drawn >= pictures else "leave it out")
+            + (f"use --cache-teacher {drawn // images} at most" if drawn >= images else "leave it out")
         )
 
 
@@ -92,14 +92,14 @@ def kept_targets(batch: Batch) -> Seen:
 
 
 class TargetCache:
-    """The targets of all views of all training pictures, in shards; see the module.
+    """The targets of all views of all training images, in shards; see the module.
 
     Args:
         run: the run's folder.
-        recipe: the run's recipe, with a number of views.
+        config: the run's config, with a number of views.
         network: the teacher.
         teacher: returns what it computes for a batch.
-        pictures: the training pictures.
+        images: the training images.
         world: this rank.
         console: is told of long work and of what is computed again.
     """
@@ -107,29 +107,29 @@ class TargetCache:
     def __init__(
         self,
         run: Path,
-        recipe: DistillRecipe,
+        config: DistillConfig,
         network: Backbone,
         teacher: Callable[[Batch], Seen],
-        pictures: Labelled,
+        images: Labelled,
         world: World,
         console: Console,
     ) -> None:
-        assert recipe.cache_teacher
-        self.folder, self.recipe, self.teacher, self.pictures = run / FOLDER, recipe, teacher, pictures
+        assert config.cache_teacher
+        self.folder, self.config, self.teacher, self.images = run / FOLDER, config, teacher, images
         self.world, self.console, self.filled = world, console, False
-        self.views, self.shapes = recipe.cache_teacher, target_shapes(network.config, recipe.losses)
-        self.augmentation = augmentation_of(recipe, network.config.image_size)
-        self.entries, self.values = self.views * len(pictures.labels), values_of(self.shapes)
+        self.views, self.shapes = config.cache_teacher, target_shapes(network.config, config.losses)
+        self.augmentation = augmentation_of(config, network.config.image_size)
+        self.entries, self.values = self.views * len(images.labels), values_of(self.shapes)
         self.per_shard = max(1, SHARD // (2 * self.values))
         self.shards = [
             range(first, min(first + self.per_shard, self.entries)) for first in range(0, self.entries, self.per_shard)
         ]
         self.facts = {
             "teacher": network.report.digest,
-            "data": fingerprint(pictures),
-            "decoder": pictures.reading.versions(),
-            "recipe": recipe.model_dump(mode="json", include={"data", "losses", "seed", "cache_teacher"}),
-            "precision": f"{recipe.runtime.precision_on(world.device.type)} on {world.device.type}",
+            "data": fingerprint(images),
+            "decoder": images.reading.versions(),
+            "config": config.model_dump(mode="json", include={"data", "losses", "seed", "cache_teacher"}),
+            "precision": f"{config.runtime.precision_on(world.device.type)} on {world.device.type}",
             "targets": {name: list(shape) for name, shape in self.shapes.items()},
         }
         self._open = lru_cache(OPEN)(partial(np.load, mmap_mode="r"))
@@ -140,7 +140,7 @@ class TargetCache:
         missing = sum(len(entries) for number, entries in enumerate(self.shards) if not self._file(number).is_file())
         whole, needed = (2 * self.values * count for count in (self.entries, missing))
         free = shutil.disk_usage(folder).free
-        what = f"what the teacher computes for {self.views} views of {len(self.pictures.labels)} pictures"
+        what = f"what the teacher computes for {self.views} views of {len(self.images.labels)} images"
         if needed > free:
             raise DpnError(
                 f"--cache-teacher {self.views}: {what} takes {whole / 1e9:.3g} GB, {needed / 1e9:.3g} of them still to "
@@ -153,7 +153,7 @@ class TargetCache:
         """Compute what is not there yet; ranks share the work, and finished shards are kept whatever happens.
 
         A cache of something else and damaged shards are reported and computed again. Raises `DpnError` where the disk
-        is too small, `DataError` for an unreadable picture unless the recipe skips them, for pictures that have changed
+        is too small, `DataError` for an unreadable image unless the config skips them, for images that have changed
         and for targets that float16 does not hold, and `StoppedError` when a signal asks to stop.
         """
         if self.filled:
@@ -179,14 +179,14 @@ class TargetCache:
 
         `order` is that of the batches.
         """
-        recipe, world, pictures = self.recipe, self.world, len(self.pictures.labels)
-        mine, sizes = places(recipe.batch_size, world), [math.prod(shape) for shape in self.shapes.values()]
+        config, world, images = self.config, self.world, len(self.images.labels)
+        mine, sizes = places(config.batch_size, world), [math.prod(shape) for shape in self.shapes.values()]
 
         def with_targets(start: int) -> Generator[Batch, None, None]:
-            steps = Steps(pictures, recipe.batch_size, recipe.seed, start, mine, views=self.views, order=order)
+            steps = Steps(images, config.batch_size, config.seed, start, mine, views=self.views, order=order)
             with closing(batches(start)) as stream:
                 for items, batch in zip(steps, stream, strict=False):
-                    kept = to_device(self.read([view * pictures + row for view, row, _ in items]), world.device)
+                    kept = to_device(self.read([view * images + row for view, row, _ in items]), world.device)
                     parts = zip(self.shapes.items(), torch.split(kept, sizes, 1), strict=True)
                     yield {**batch, **{PREFIX + name: part.reshape(len(part), *shape) for (name, shape), part in parts}}
 
@@ -219,7 +219,7 @@ class TargetCache:
             replace_json(path, self.facts)
 
     def _is_whole(self, number: int) -> bool:
-        stopping.check_here()
+        signals.check_here()
         try:
             return facts_of(self._file(number)) is not None
         except DataError as error:
@@ -235,15 +235,15 @@ class TargetCache:
         with closing(self._seen([entries], workers=0)) as seen:
             near = F.cosine_similarity(next(seen).float(), self.read(entries).float())
         if not near.min() > SPOT_COSINE:
-            row = entries[int(near.argmin())] % len(self.pictures.labels)
+            row = entries[int(near.argmin())] % len(self.images.labels)
             raise DataError(
-                f"{self.pictures.where(row)}: the teacher computes something else for it than {self.folder} holds, so "
-                "the picture has changed since this run began; start another with -o"
+                f"{self.images.where(row)}: the teacher computes something else for it than {self.folder} holds, so "
+                "the image has changed since this run began; start another with -o"
             )
 
     def _compute(self, numbers: Sequence[int]) -> None:
         """Compute shards, each in batches of its own: its bytes do not depend on what else is computed."""
-        step, shown, rows = self.recipe.eval_batch_size, time.monotonic(), list[Tensor]()
+        step, shown, rows = self.config.eval_batch_size, time.monotonic(), list[Tensor]()
         parts = [
             (number, self.shards[number][begin : begin + step])
             for number in numbers
@@ -251,7 +251,7 @@ class TargetCache:
         ]
         with closing(self._seen(part for _, part in parts)) as seen:
             for done, ((number, part), kept) in enumerate(zip(parts, seen, strict=True), 1):
-                stopping.check_here()
+                signals.check_here()
                 rows.append(kept)
                 if part[-1] == self.shards[number][-1]:
                     save_array(self._file(number), torch.cat(rows).numpy())
@@ -262,13 +262,13 @@ class TargetCache:
 
     def _seen(self, batches: Iterable[Sequence[int]], workers: int | None = None) -> Generator[Tensor, None, None]:
         """Yield what is kept of batches of entries, (b, values) in float16. Raises as `fill` does."""
-        recipe, world, pictures = self.recipe, self.world, len(self.pictures.labels)
-        workers = worker_count(recipe.runtime.workers, world.device, world.here) if workers is None else workers
-        items = ([(entry // pictures, entry % pictures, entry % pictures) for entry in part] for part in batches)
-        how = recipe.batch_size, recipe.seed, items, world.device, workers, recipe.data.skip_bad_images
-        with closing(crops_of(self.pictures, self.augmentation, *how)) as crops:
-            for images, _ in crops:
-                seen = self.teacher({"image": images})
+        config, world, images = self.config, self.world, len(self.images.labels)
+        workers = worker_count(config.runtime.workers, world.device, world.here) if workers is None else workers
+        items = ([(entry // images, entry % images, entry % images) for entry in part] for part in batches)
+        how = config.batch_size, config.seed, items, world.device, workers, config.data.skip_bad_images
+        with closing(crops_of(self.images, self.augmentation, *how)) as crops:
+            for batch, _ in crops:
+                seen = self.teacher({"image": batch})
                 kept = torch.cat([seen[name].flatten(1).half() for name in self.shapes], 1)
                 if not kept.isfinite().all():
                     raise DataError(

@@ -1,4 +1,4 @@
-"""`dpn distill`, from a settled recipe to a result."""
+"""`dpn distill`, from a settled config to a result."""
 
 from __future__ import annotations
 
@@ -6,47 +6,47 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dpn_cli.data.ahead import check_cache
+from dpn_cli.config.launch import Place
+from dpn_cli.config.training import counted_in_steps
 from dpn_cli.data.loader import worker_count
-from dpn_cli.data.order import order_of
+from dpn_cli.data.prefetch import check_cache
+from dpn_cli.data.shard_sampler import order_of
 from dpn_cli.errors import DataError, DpnError
-from dpn_cli.recipe.start import Place
-from dpn_cli.recipe.training import counted_in_steps
 from dpn_cli.run import console as terminal
+from dpn_cli.run.artifact_kinds import WEIGHTS, Kind
 from dpn_cli.run.console import Console, several
 from dpn_cli.run.distributed import from_leader
-from dpn_cli.run.folder import describe_device
-from dpn_cli.run.kinds import WEIGHTS, Kind
-from dpn_cli.run.session import Session, run_name, session
+from dpn_cli.run.run import Session, run_name, session
+from dpn_cli.run.run_dir import describe_device
 from dpn_cli.weights.backbone import LoadReport
-from tasks.classify.check import check_divides
 from tasks.classify.classifier import Classifier
 from tasks.classify.distill.cache import check_views
-from tasks.classify.distill.data import Pictures, open_pictures
-from tasks.classify.distill.recipe import DistillRecipe
-from tasks.classify.distill.rehearsal import rehearse_stages
+from tasks.classify.distill.config import DistillConfig
+from tasks.classify.distill.data import DistillData, open_images
+from tasks.classify.distill.dry_run import rehearse_stages
 from tasks.classify.distill.student import as_taught, load_teacher, resized
 from tasks.classify.distill.train import Distillation
 from tasks.classify.fewshot import check_transfer, describe_accuracies, probing_of
+from tasks.classify.preflight import check_divides
 
 Json = dict[str, Any]
 DEMO_NOTE = "This is the demo: generated scenes. For a network of your own: dpn distill --teacher WEIGHTS --data FOLDER"
 
 
-def run(recipe: DistillRecipe, place: Place, console: Console) -> Json | None:
+def run(config: DistillConfig, place: Place, console: Console) -> Json | None:
     """Distil and return the result; None on ranks that do not lead and after a dry run."""
-    if recipe.demo:
+    if config.demo:
         console.info(DEMO_NOTE)
-    teacher = load_teacher(recipe)
-    recipe = as_taught(recipe, teacher)
+    teacher = load_teacher(config)
+    config = as_taught(config, teacher)
     kind: Kind = "classifier" if teacher.classes else "network"
-    with session(recipe, recipe.runtime, kind, place, default_folder(recipe), console) as begun:
+    with session(config, config.runtime, kind, place, default_folder(config), console) as begun:
         result = None if place.dry_run else begun.folder.result
         if result is None:
-            pictures = open_pictures(begun.recipe, teacher.classes or None, console)
-            counted = counted_in_steps(begun.recipe, len(pictures.train.labels) / recipe.batch_size, console.info)
-            _check(replace(begun, recipe=counted), teacher, pictures, dry_run=place.dry_run)
-            distillation = Distillation(replace(begun, recipe=counted), teacher, pictures)
+            images = open_images(begun.config, teacher.classes or None, console)
+            counted = counted_in_steps(begun.config, len(images.train.labels) / config.batch_size, console.info)
+            _check(replace(begun, config=counted), teacher, images, dry_run=place.dry_run)
+            distillation = Distillation(replace(begun, config=counted), teacher, images)
             if place.dry_run:
                 _dry_run(distillation, place)
                 return None
@@ -55,16 +55,16 @@ def run(recipe: DistillRecipe, place: Place, console: Console) -> Json | None:
         return result if begun.world.leads else None
 
 
-def load(recipe: DistillRecipe) -> LoadReport:
+def load(config: DistillConfig) -> LoadReport:
     """Load the network that the training depends on, the teacher, and report on it."""
-    return load_teacher(recipe).model.report
+    return load_teacher(config).model.report
 
 
-def default_folder(recipe: DistillRecipe) -> Path:
+def default_folder(config: DistillConfig) -> Path:
     """Return runs/distill/TEACHER/ARCH-STEM of the student, without an arch STEM alone."""
-    named = Path((recipe.teacher or "").rstrip("/"))
+    named = Path((config.teacher or "").rstrip("/"))
     name = named.parent.name if named.name == WEIGHTS else named.name.removesuffix(".safetensors").removesuffix(".npz")
-    return Path("runs") / "distill" / name.replace(":", "-") / run_name(recipe.backbone)
+    return Path("runs") / "distill" / name.replace(":", "-") / run_name(config.backbone)
 
 
 def show(result: Json) -> None:
@@ -77,7 +77,7 @@ def describe(result: Json) -> str:
     teacher, images = result["teacher"], result["images"]
     lines = [
         f"{result['arch']} stem {result['stem']} from {teacher['source']} ({teacher['arch']}, stem {teacher['stem']}), "
-        f"start {result['start']}, {several(result['steps'], 'step')} on {images['train']} pictures",
+        f"start {result['start']}, {several(result['steps'], 'step')} on {images['train']} images",
     ]
     names = {"start": "before the first step", "stem": "after the stem's stage", "all": "after the last step"}
     for stage, note in result["stages"].items():
@@ -85,7 +85,7 @@ def describe(result: Json) -> str:
         parts += [] if note["token_variance"] is None else [f"token variance {note['token_variance']:.4f}"]
         parts += [] if note["top1"] is None else [f"top-1 {note['top1']:.2f} %"]
         lines.append(f"{names[stage]}: {', '.join(parts)}")
-    lines.append(f"compared with the teacher on {images['held_out']} held-out pictures")
+    lines.append(f"compared with the teacher on {images['held_out']} held-out images")
     if result["top1"] is not None:
         lines.append(
             f"validation: top-1 {result['top1']:.2f} %, the teacher's {result['teacher_top1']:.2f} % ({images['val']} "
@@ -96,50 +96,50 @@ def describe(result: Json) -> str:
     return "\n".join(lines)
 
 
-def _check(begun: Session[DistillRecipe], teacher: Classifier, pictures: Pictures, *, dry_run: bool) -> None:
-    """Check batch and pictures, and that a resumed run meets the pictures and the teacher that it began with."""
-    recipe, folder, world = begun.recipe, begun.folder, begun.world
-    check_divides(recipe.batch_size, recipe.runtime.micro_batch_size, world)
-    check_stages(recipe)
+def _check(begun: Session[DistillConfig], teacher: Classifier, images: DistillData, *, dry_run: bool) -> None:
+    """Check batch and images, and that a resumed run meets the images and the teacher that it began with."""
+    config, folder, world = begun.config, begun.folder, begun.world
+    check_divides(config.batch_size, config.runtime.micro_batch_size, world)
+    check_stages(config)
     if note := resized(teacher):
         begun.console.warn(note)
-    if options := probing_of(recipe):
+    if options := probing_of(config):
         check_transfer(options)
-    check_views(recipe, len(pictures.train.labels))
-    order = order_of(pictures.train, recipe.data, recipe.batch_size, recipe.seed, recipe.schedule.steps)
-    workers = worker_count(recipe.runtime.workers, world.device, world.here)
-    check_cache(pictures.train, order, recipe.schedule.steps * recipe.batch_size, workers, world)
-    parts = {name: len(part.labels) for name, part in pictures.parts().items()}
+    check_views(config, len(images.train.labels))
+    order = order_of(images.train, config.data, config.batch_size, config.seed, config.schedule.steps)
+    workers = worker_count(config.runtime.workers, world.device, world.here)
+    check_cache(images.train, order, config.schedule.steps * config.batch_size, workers, world)
+    parts = {name: len(part.labels) for name, part in images.parts().items()}
     begun.console.info(
-        f"{parts['train']} pictures to train on, {parts['held_out']} held out"
+        f"{parts['train']} images to train on, {parts['held_out']} held out"
         + (f", {parts['val']} labelled ones to score" if "val" in parts else "")
-        + f"; {several(recipe.schedule.steps, 'step')} of {recipe.batch_size}, "
-        f"{recipe.schedule.steps * recipe.batch_size / parts['train']:.2f} epochs"
+        + f"; {several(config.schedule.steps, 'step')} of {config.batch_size}, "
+        f"{config.schedule.steps * config.batch_size / parts['train']:.2f} epochs"
     )
     if dry_run:
-        pictures.check(recipe.data.skip_bad_images)
+        images.check(config.data.skip_bad_images)
         return
-    now = {"data": pictures.fingerprints(), "teacher": teacher.model.report.digest}
+    now = {"data": images.fingerprints(), "teacher": teacher.model.report.digest}
     before = from_leader(folder.facts)
     if before.get("data", now["data"]) != now["data"]:
         raise DataError(
-            f"--data {recipe.data.source}: the pictures have changed since this run began; start another with -o"
+            f"--data {config.data.source}: the images have changed since this run began; start another with -o"
         )
     if before.get("teacher", now["teacher"]) != now["teacher"]:
         raise DataError(
-            f"--teacher {recipe.teacher}: the weights have changed since this run began; start another with -o"
+            f"--teacher {config.teacher}: the weights have changed since this run began; start another with -o"
         )
     if world.leads:
         folder.update(device=describe_device(world.device), ranks=world.size, status="running", **now)
-        pictures.check(recipe.data.skip_bad_images)
+        images.check(config.data.skip_bad_images)
 
 
-def check_stages(recipe: DistillRecipe) -> None:
+def check_stages(config: DistillConfig) -> None:
     """Raise `DpnError` where a share of the steps leaves one of the two stages without any."""
-    steps, share = recipe.schedule.steps, recipe.stem_share
-    if share and not 0 < recipe.stem_steps < steps:
+    steps, share = config.schedule.steps, config.stem_share
+    if share and not 0 < config.stem_steps < steps:
         raise DpnError(
-            f"--stem-share {share:g}: {recipe.stem_steps} of {steps} steps would train the stem alone; give each "
+            f"--stem-share {share:g}: {config.stem_steps} of {steps} steps would train the stem alone; give each "
             "stage one step at least, or leave it at 0"
         )
 

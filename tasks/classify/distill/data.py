@@ -1,4 +1,4 @@
-"""The pictures of a distillation: those to train on, those to compare on, and labelled ones to score on."""
+"""The images of a distillation: those to train on, those to compare on, and labelled ones to score on."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dpn_cli.config.urls import is_shards
 from dpn_cli.data.classified import ImageSource, Part, has_split, hash_order, minival_size, open_split
+from dpn_cli.data.decode import Reading, decoder_of
 from dpn_cli.data.images import open_unlabelled
 from dpn_cli.data.labelled import Labelled, fingerprint
 from dpn_cli.data.loader import Augmentation
 from dpn_cli.data.pixels import Transform, stream
-from dpn_cli.data.reading import Reading, decoder_of
 from dpn_cli.errors import DataError
-from dpn_cli.recipe.stores import is_shards
 from dpn_cli.run.console import Console, several
-from tasks.classify.check import decode_some
-from tasks.classify.distill.recipe import DistillRecipe
-from tasks.classify.evaluation import match_classes
+from tasks.classify.distill.config import DistillConfig
+from tasks.classify.evaluate import match_classes
+from tasks.classify.preflight import decode_some
 
-# Pictures on which a stem is fitted and the spread of the teacher's tokens is measured.
+# DistillData on which a stem is fitted and the spread of the teacher's tokens is measured.
 FITTED_ON = 512
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """Pictures without labels, and `val`, labelled ones, with the teacher's outputs for their `classes` in `columns`.
+class DistillData:
+    """DistillData without labels, and `val`, labelled ones, with the teacher's outputs for their `classes` in `columns`.
 
     `columns` is None where the outputs are the classes in their order, `val` where there are no labels.
     """
@@ -49,33 +49,33 @@ class Pictures:
         return {name: fingerprint(part) for name, part in self.parts().items()}
 
     def check(self, skip_bad: bool) -> None:
-        """Decode a sample of every part. Raises `DataError` for an unreadable picture unless `skip_bad`."""
+        """Decode a sample of every part. Raises `DataError` for an unreadable image unless `skip_bad`."""
         for part in self.parts().values():
             decode_some(part, skip_bad)
 
     def sample(self, transform: Transform, skip_bad: bool) -> Tensor:
-        """Return some training pictures (n, 3, h, w) as uint8, the same ones whatever the order of the folder."""
+        """Return some training images (n, 3, h, w) as uint8, the same ones whatever the order of the folder."""
         rows = sorted(hash_order(self.train)[:FITTED_ON])
         with stream(self.train, transform, 64, rows=rows, workers=0, skip_bad=skip_bad) as parts:
             return torch.cat([part.images for part in parts if len(part.images)])
 
 
-def check_count(given: str, pictures: int, batch_size: int) -> None:
-    """Raise `DataError` where there are fewer pictures to train on than a batch; `given` is the option that says so."""
-    if pictures < batch_size:
+def check_count(given: str, images: int, batch_size: int) -> None:
+    """Raise `DataError` where there are fewer images to train on than a batch; `given` is the option that says so."""
+    if images < batch_size:
         raise DataError(
-            f"{given}: {several(pictures, 'picture')} to train on, fewer than one batch of {batch_size}; use "
-            f"--batch-size {max(1, pictures)} at most, or more pictures"
+            f"{given}: {several(images, 'image')} to train on, fewer than one batch of {batch_size}; use "
+            f"--batch-size {max(1, images)} at most, or more images"
         )
 
 
-def open_pictures(recipe: DistillRecipe, classes: Sequence[str] | None, console: Console) -> Pictures:
-    """Open the recipe's pictures; `classes` are the teacher's, None where it has no head.
+def open_images(config: DistillConfig, classes: Sequence[str] | None, console: Console) -> DistillData:
+    """Open the config's images; `classes` are the teacher's, None where it has no head.
 
-    Raises `DataError` where there are fewer pictures than a batch, and for labelled images (``--val-data``) of classes
+    Raises `DataError` where there are fewer images than a batch, and for labelled images (``--val-data``) of classes
     that the teacher does not know; such images inside ``--data`` are left alone, which is said.
     """
-    data = recipe.data
+    data = config.data
     source = ImageSource(
         data.source or "demo",
         data.val_source,
@@ -83,16 +83,16 @@ def open_pictures(recipe: DistillRecipe, classes: Sequence[str] | None, console:
         label_column=data.label_column,
         reading=Reading(decoder_of(data.decode), data.max_pixels),
     )
-    pictures = open_unlabelled(source)
-    order = hash_order(pictures)
+    images = open_unlabelled(source)
+    order = hash_order(images)
     cut = len(order) - minival_size(len(order), data.held_out)
-    train, held_out = Part(pictures, np.sort(order[:cut])), Part(pictures, np.sort(order[cut:]))
+    train, held_out = Part(images, np.sort(order[:cut])), Part(images, np.sort(order[cut:]))
     if not held_out.labels:
         raise DataError(
-            f"--data {data.source}: none of {len(order)} pictures is held out to compare teacher and student on; see "
+            f"--data {data.source}: none of {len(order)} images is held out to compare teacher and student on; see "
             "data.held_out"
         )
-    check_count(f"--data {data.source}", len(train.labels), recipe.batch_size)
+    check_count(f"--data {data.source}", len(train.labels), config.batch_size)
     val, columns, names = None, None, tuple[str, ...]()
     if classes is not None and (data.val_source or _labelled_val(source)):
         val, names = open_split(source, "val")
@@ -103,20 +103,20 @@ def open_pictures(recipe: DistillRecipe, classes: Sequence[str] | None, console:
                 raise DataError(str(error).replace("--data", f"--val-data {data.val_source}")) from error
             console.info(f"the val images of {data.source} are not scored: {error}")
             val = None
-    return Pictures(train, held_out, val, names, columns)
+    return DistillData(train, held_out, val, names, columns)
 
 
-def augmentation_of(recipe: DistillRecipe, size: tuple[int, int]) -> Augmentation:
-    """Return how training pictures become images of `size`, for teacher and student."""
-    data = recipe.data
+def augmentation_of(config: DistillConfig, size: tuple[int, int]) -> Augmentation:
+    """Return how training images become images of `size`, for teacher and student."""
+    data = config.data
     return Augmentation(
         size,
         data.decode,
-        recipe.mixup,
+        config.mixup,
         crop=data.crop or "inception",
         flip=bool(data.flip),
         jitter=data.jitter,
-        views=recipe.cache_teacher or 0,
+        views=config.cache_teacher or 0,
     )
 
 

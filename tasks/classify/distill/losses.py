@@ -15,7 +15,7 @@ from dpn_cli.data.loader import blend
 from dpn_cli.engine.fit import Batch
 from dpn_cli.engine.losses import Loss
 from dpn_cli.weights.backbone import Backbone
-from tasks.classify.distill.recipe import Losses
+from tasks.classify.distill.config import Losses
 
 Seen = dict[str, Tensor]
 """What a network computed, by name: ``tokens`` (b, t, d) after the final norm, ``tokens.K`` after the K-th pair of

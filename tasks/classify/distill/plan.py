@@ -6,55 +6,55 @@ from typing import Any
 
 import torch
 
+from dpn_cli.config.training import counted_in_steps
 from dpn_cli.engine.planning import describe_disk, describe_duration, disk, duration
 from dpn_cli.model.config import ViTConfig
 from dpn_cli.model.flops import count, training_flops
-from dpn_cli.recipe.training import counted_in_steps
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import load_backbone
-from tasks.classify.check import check_divides
 from tasks.classify.distill.cache import check_views, target_shapes, values_of
-from tasks.classify.distill.data import check_count, open_pictures
-from tasks.classify.distill.recipe import DistillRecipe, Losses
+from tasks.classify.distill.config import DistillConfig, Losses
+from tasks.classify.distill.data import check_count, open_images
 from tasks.classify.distill.student import check_pair, load_teacher, new_student, start_of
 from tasks.classify.plan import USUAL
+from tasks.classify.preflight import check_divides
 
 Json = dict[str, Any]
 
 
-def estimate(recipe: DistillRecipe, arch: str, images: int | None, *, here: bool, ranks: int) -> Json:
+def estimate(config: DistillConfig, arch: str, images: int | None, *, here: bool, ranks: int) -> Json:
     """Count the FLOPs of teacher and student, measure the device, and return steps, hours and bytes.
 
-    The teacher is the recipe's, or without one a plain ViT of `arch` with 1000 classes. With `here` the pictures are
-    counted in the recipe's data. Evaluations are left out. Raises `DpnError` and its subclasses.
+    The teacher is the config's, or without one a plain ViT of `arch` with 1000 classes. With `here` the images are
+    counted in the config's data. Evaluations are left out. Raises `DpnError` and its subclasses.
     """
-    if recipe.teacher:
-        teacher = load_teacher(recipe).model
+    if config.teacher:
+        teacher = load_teacher(config).model
     else:
-        size = recipe.backbone.image_size or 224
+        size = config.backbone.image_size or 224
         teacher = load_backbone(arch, stem="none", image_size=size, num_classes=USUAL[False][1])
-    start = start_of(recipe.backbone, teacher)
-    unfitted = recipe.backbone.model_copy(update={"start": start if start == "scratch" else "copy"})
-    student, _ = new_student(recipe.model_copy(update={"backbone": unfitted}), teacher, lambda: iter(()))
-    check_pair(recipe, teacher, student)
-    check_divides(recipe.batch_size, recipe.runtime.micro_batch_size, World(0, ranks, torch.device("cpu")))
+    start = start_of(config.backbone, teacher)
+    unfitted = config.backbone.model_copy(update={"start": start if start == "scratch" else "copy"})
+    student, _ = new_student(config.model_copy(update={"backbone": unfitted}), teacher, lambda: iter(()))
+    check_pair(config, teacher, student)
+    check_divides(config.batch_size, config.runtime.micro_batch_size, World(0, ranks, torch.device("cpu")))
     if images is not None:
-        check_count(f"--images {images}", images, recipe.batch_size)
+        check_count(f"--images {images}", images, config.batch_size)
     else:
-        images = len(open_pictures(recipe, None, Console()).train.labels) if here else USUAL[False][0]
-    recipe = counted_in_steps(recipe, images / recipe.batch_size)
-    check_views(recipe, images)
-    steps, ours, losses = recipe.schedule.steps, student.config, recipe.losses
-    stem_steps, parameters = recipe.stem_steps, student.report.parameters
-    views = (recipe.cache_teacher or 0) * images
-    drawn, looked = steps * recipe.batch_size, views or steps * recipe.batch_size
-    checkpointing = recipe.backbone.grad_checkpointing
+        images = len(open_images(config, None, Console()).train.labels) if here else USUAL[False][0]
+    config = counted_in_steps(config, images / config.batch_size)
+    check_views(config, images)
+    steps, ours, losses = config.schedule.steps, student.config, config.losses
+    stem_steps, parameters = config.stem_steps, student.report.parameters
+    views = (config.cache_teacher or 0) * images
+    drawn, looked = steps * config.batch_size, views or steps * config.batch_size
+    checkpointing = config.backbone.grad_checkpointing
     linear, products = attention_again(ours, losses)
     forward = 2 * (count(teacher.config).forward + sum(attention_again(teacher.config, losses)))
     whole = training_flops(ours, grad_checkpointing=checkpointing) + 6 * (linear + products)
     stem = training_flops(ours, grad_checkpointing=checkpointing, stem_only=True) + 4 * linear + 6 * products
-    flops = looked * forward + recipe.batch_size * (stem_steps * stem + (steps - stem_steps) * whole)
+    flops = looked * forward + config.batch_size * (stem_steps * stem + (steps - stem_steps) * whole)
     return {
         "task": "plan distill",
         "teacher": {"arch": teacher.config.arch, "stem": teacher.config.stem, "parameters": teacher.report.parameters},
@@ -64,13 +64,13 @@ def estimate(recipe: DistillRecipe, arch: str, images: int | None, *, here: bool
         "images": images,
         "steps": steps,
         "stem_steps": stem_steps,
-        "batch_size": recipe.batch_size,
+        "batch_size": config.batch_size,
         "teacher_images": looked,
         "teacher_flops_per_image": forward,
         "flops_per_image": whole,
         "stem_flops_per_image": stem,
-        **duration(recipe.runtime, flops, drawn + views, ranks),
-        **disk(recipe.optim, parameters, ema=bool(recipe.ema), best=False),
+        **duration(config.runtime, flops, drawn + views, ranks),
+        **disk(config.optim, parameters, ema=bool(config.ema), best=False),
         "stages_bytes": 4 * parameters * (2 if stem_steps else 1),
         "cache_bytes": 2 * views * values_of(target_shapes(teacher.config, losses)),
     }

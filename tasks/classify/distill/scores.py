@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from dpn_cli.engine import fit as engine
+from dpn_cli.metrics import Scores, score
 from dpn_cli.run import distributed
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
-from dpn_cli.scoring import Scores, score
 from dpn_cli.weights.backbone import Backbone
 from tasks.classify.classifier import Classifier, predict
-from tasks.classify.distill.data import Pictures
-from tasks.classify.distill.nearness import Nearness, nearness
-from tasks.classify.distill.recipe import DistillRecipe
+from tasks.classify.distill.agreement import Nearness, nearness
+from tasks.classify.distill.config import DistillConfig
+from tasks.classify.distill.data import DistillData
 from tasks.classify.distill.student import prepared
 from tasks.classify.fewshot import probing_of, transfer
 
@@ -21,28 +21,28 @@ Json = dict[str, Any]
 
 
 class Scoring:
-    """Scores networks on the pictures of a distillation, with the recipe's precision, loader and crops."""
+    """Scores networks on the images of a distillation, with the config's precision, loader and crops."""
 
     def __init__(
-        self, recipe: DistillRecipe, teacher: Classifier, pictures: Pictures, world: World, console: Console
+        self, config: DistillConfig, teacher: Classifier, data: DistillData, world: World, console: Console
     ) -> None:
-        self.recipe, self.pictures, self.world, self.console = recipe, pictures, world, console
-        self.taught = prepared(recipe, teacher, teacher.model)
+        self.config, self.data, self.world, self.console = config, data, world, console
+        self.taught = prepared(config, teacher, teacher.model)
 
     def nearness(self, student: Backbone) -> Nearness:
-        """Compare a student with its teacher on the pictures that are held out."""
-        runtime = self.recipe.runtime
+        """Compare a student with its teacher on the images that are held out."""
+        runtime = self.config.runtime
         with engine.precision_of(runtime, self.world.device):
             return nearness(
                 self.taught.model,
                 student,
-                self.pictures.held_out,
+                self.data.held_out,
                 self.taught.transform,
                 self.world,
                 loss=self.taught.loss,
-                batch_size=self.recipe.eval_batch_size,
+                batch_size=self.config.eval_batch_size,
                 workers=runtime.workers,
-                skip_bad=self.recipe.data.skip_bad_images,
+                skip_bad=self.config.data.skip_bad_images,
             )
 
     def top1(self, model: Backbone) -> float | None:
@@ -52,41 +52,41 @@ class Scoring:
 
     def scores(self, model: Backbone, *, keep_answers: bool = False) -> Scores | None:
         """Score a network on the labelled images; None without them. See `score`."""
-        pictures, recipe = self.pictures, self.recipe
-        if pictures.val is None:
+        data, config = self.data, self.config
+        if data.val is None:
             return None
-        classifier = prepared(recipe, self.taught, model)
-        with engine.precision_of(recipe.runtime, self.world.device):
+        classifier = prepared(config, self.taught, model)
+        with engine.precision_of(config.runtime, self.world.device):
             return score(
                 lambda images: predict(classifier, images),
-                pictures.val,
+                data.val,
                 classifier.transform,
-                len(pictures.classes),
+                len(data.classes),
                 self.world,
                 loss=classifier.loss,
-                batch_size=recipe.eval_batch_size,
-                workers=recipe.runtime.workers,
-                skip_bad=recipe.data.skip_bad_images,
-                columns=None if pictures.columns is None else pictures.columns.to(self.world.device),
+                batch_size=config.eval_batch_size,
+                workers=config.runtime.workers,
+                skip_bad=config.data.skip_bad_images,
+                columns=None if data.columns is None else data.columns.to(self.world.device),
                 keep_answers=keep_answers,
             )
 
     def described_teacher(self) -> Json:
         """Return what is known of the teacher: its place, digest and shape."""
-        report, config = self.taught.model.report, self.taught.model.config
+        report, vit_config = self.taught.model.report, self.taught.model.config
         return {
             "source": report.source,
             "digest": report.digest,
-            "arch": config.arch,
-            "stem": config.stem,
-            "norm": config.norm,
-            "image_size": list(config.image_size),
+            "arch": vit_config.arch,
+            "stem": vit_config.stem,
+            "norm": vit_config.norm,
+            "image_size": list(vit_config.image_size),
             "parameters": report.parameters,
         }
 
     def fewshot(self, student: Backbone) -> Json | None:
         """Probe teacher and student on a few labelled images per class; None without such images."""
-        options = probing_of(self.recipe)
+        options = probing_of(self.config)
         if options is None:
             return None
         whole = self.taught.transform if self.taught.resize_side is None else None

@@ -8,17 +8,17 @@ from typing import Any
 
 from torch import nn
 
-from dpn_cli.data.reading import decoder_of
+from dpn_cli.config.network import NormOptions
+from dpn_cli.data.decode import decoder_of
 from dpn_cli.engine.seeds import fold
 from dpn_cli.errors import DpnError
 from dpn_cli.model.norms import GradualNorm
-from dpn_cli.recipe.network import NormOptions
-from dpn_cli.run.kinds import resolve
+from dpn_cli.run.artifact_kinds import resolve
 from dpn_cli.weights.backbone import Backbone, load_backbone, load_whole
+from dpn_cli.weights.locate import open_checkpoint
 from dpn_cli.weights.retrofit import Batches, converted, fit_stem
-from dpn_cli.weights.sources import open_checkpoint
 from tasks.classify.classifier import Classifier, classifier_of, facts_of, resize_for
-from tasks.classify.distill.recipe import DistillRecipe, Start, Student
+from tasks.classify.distill.config import DistillConfig, Start, Student
 
 # Share of the stem's stage in which the norms of `anneal` come in.
 ANNEALED = 0.8
@@ -26,15 +26,15 @@ ANNEALED = 0.8
 DRAW = 8
 
 
-def load_teacher(recipe: DistillRecipe) -> Classifier:
+def load_teacher(config: DistillConfig) -> Classifier:
     """Load the teacher with its head, if it has one, at the student's image size; it is never trained.
 
     Without a head it has no classes. Raises as `load_backbone` does, and `DataError` for runs of several networks.
     """
-    assert recipe.teacher
-    size = recipe.backbone.image_size
+    assert config.teacher
+    size = config.backbone.image_size
     pair = (size, size) if isinstance(size, int) else size
-    source = open_checkpoint(resolve(recipe.teacher, "dpn distill"))
+    source = open_checkpoint(resolve(config.teacher, "dpn distill"))
     if "head.weight" in source.state:
         teacher = classifier_of(source, pair)
     else:
@@ -56,30 +56,30 @@ def resized(teacher: Classifier) -> str | None:
     )
 
 
-def as_taught(recipe: DistillRecipe, teacher: Classifier) -> DistillRecipe:
-    """Return the recipe with what it leaves to the teacher: how pictures are cropped and mirrored, and the start.
+def as_taught(config: DistillConfig, teacher: Classifier) -> DistillConfig:
+    """Return the config with what it leaves to the teacher: how images are cropped and mirrored, and the start.
 
-    A teacher that takes pictures whole was trained on whole ones, and one whose file tells of no mirrored pictures may
+    A teacher that takes images whole was trained on whole ones, and one whose file tells of no mirrored images may
     read digits. Raises `DpnError` as `start_of` does.
     """
-    data, taught = recipe.data, (teacher.facts.get("recipe") or {}).get("data") or {}
+    data, taught = config.data, (teacher.facts.get("config") or {}).get("data") or {}
     crop = data.crop or ("whole" if teacher.resize_side is None else "inception")
     flip = taught.get("flip", True) if data.flip is None else data.flip
-    backbone = recipe.backbone.model_copy(update={"start": start_of(recipe.backbone, teacher.model)})
+    backbone = config.backbone.model_copy(update={"start": start_of(config.backbone, teacher.model)})
     filled = data.model_copy(update={"crop": crop, "flip": flip})
-    return recipe.model_copy(update={"backbone": backbone, "data": filled})
+    return config.model_copy(update={"backbone": backbone, "data": filled})
 
 
-def prepared(recipe: DistillRecipe, teacher: Classifier, model: Backbone) -> Classifier:
-    """Return teacher or student as a classifier of the teacher's classes whose pictures are prepared by the recipe."""
-    side = recipe.data.eval_resize or teacher.resize_side or resize_for(model.config.image_size)
-    decoder = decoder_of(recipe.data.decode)
-    whole = recipe.data.crop == "whole"
+def prepared(config: DistillConfig, teacher: Classifier, model: Backbone) -> Classifier:
+    """Return teacher or student as a classifier of the teacher's classes whose images are prepared by the config."""
+    side = config.data.eval_resize or teacher.resize_side or resize_for(model.config.image_size)
+    decoder = decoder_of(config.data.decode)
+    whole = config.data.crop == "whole"
     return replace(teacher, model=model, resize_side=None if whole else side, decoder=decoder)
 
 
 def start_of(student: Student, teacher: Backbone) -> Start:
-    """Return what a student begins with: as the recipe says, or the nearest that the teacher allows.
+    """Return what a student begins with: as the config says, or the nearest that the teacher allows.
 
     Raises `DpnError` where a stem cannot be fitted.
     """
@@ -96,53 +96,53 @@ def start_of(student: Student, teacher: Backbone) -> Start:
     return student.start or ("retrofit" if fits else "copy")
 
 
-def new_student(recipe: DistillRecipe, teacher: Backbone, pictures: Batches) -> tuple[Backbone, dict[str, Any]]:
-    """Return the student before its first step, and what was fitted, on `pictures` (b, 3, h, w) of uint8 pixels.
+def new_student(config: DistillConfig, teacher: Backbone, images: Batches) -> tuple[Backbone, dict[str, Any]]:
+    """Return the student before its first step, and what was fitted, on `images` (b, 3, h, w) of uint8 pixels.
 
     With the teacher's own stem and norms the student is the teacher, bit for bit.
     """
-    asked, config = recipe.backbone, teacher.config
+    asked, vit_config = config.backbone, teacher.config
     start = start_of(asked, teacher)
     if start == "scratch":
         student = load_backbone(
-            asked.arch or config.arch,
+            asked.arch or vit_config.arch,
             stem=asked.stem,
             norm=asked.norm,
             placement=asked.placement,
             norm_options=asked.norm_options,
-            image_size=config.image_size,
+            image_size=vit_config.image_size,
             num_classes=teacher.num_classes,
-            pool=asked.pool or (config.pool if asked.arch is None else None),
-            pre_logits=config.pre_logits if asked.arch is None else asked.pre_logits,
+            pool=asked.pool or (vit_config.pool if asked.arch is None else None),
+            pre_logits=vit_config.pre_logits if asked.arch is None else asked.pre_logits,
             drop_path=asked.drop_path,
-            seed=fold(recipe.seed, DRAW),
+            seed=fold(config.seed, DRAW),
         )
         return student, {}
-    same_norms = asked.norm in (None, config.norm) and asked.placement in (None, config.placement)
+    same_norms = asked.norm in (None, vit_config.norm) and asked.placement in (None, vit_config.placement)
     student = converted(
         teacher,
         replace(
-            config,
+            vit_config,
             stem=asked.stem or "dpn",
-            norm=asked.norm or config.norm,
-            placement=asked.placement or config.placement,
-            norm_options=asked.norm_options or (config.norm_options if same_norms else NormOptions()),
+            norm=asked.norm or vit_config.norm,
+            placement=asked.placement or vit_config.placement,
+            norm_options=asked.norm_options or (vit_config.norm_options if same_norms else NormOptions()),
             drop_path=asked.drop_path,
         ),
-        recipe.seed,
+        config.seed,
     )
-    return student, dict(vars(fit_stem(teacher, student, pictures))) if start != "copy" else {}
+    return student, dict(vars(fit_stem(teacher, student, images))) if start != "copy" else {}
 
 
-def reload_student(recipe: DistillRecipe, place: str, classes: int) -> Backbone:
+def reload_student(config: DistillConfig, place: str, classes: int) -> Backbone:
     """Load a student that a stage of the training wrote."""
     return load_backbone(
         checkpoint=place,
         image_size=None,
         num_classes=classes,
         head="load" if classes else "new",
-        drop_path=recipe.backbone.drop_path,
-        grad_checkpointing=recipe.backbone.grad_checkpointing,
+        drop_path=config.backbone.drop_path,
+        grad_checkpointing=config.backbone.grad_checkpointing,
     )
 
 
@@ -165,12 +165,12 @@ def _stem_norms(network: Backbone) -> tuple[tuple[nn.Module, str], ...]:
     return (network.patch_embed, "norm_in"), (network.patch_embed, "norm"), (network, "norm_posemb")
 
 
-def check_pair(recipe: DistillRecipe, teacher: Backbone, student: Backbone) -> Sequence[tuple[int, int]]:
+def check_pair(config: DistillConfig, teacher: Backbone, student: Backbone) -> Sequence[tuple[int, int]]:
     """Return the pairs of (student, teacher) blocks that are compared.
 
-    Raises `DpnError` where the recipe compares what the two networks do not have in common.
+    Raises `DpnError` where the config compares what the two networks do not have in common.
     """
-    losses, ours, theirs = recipe.losses, student.config, teacher.config
+    losses, ours, theirs = config.losses, student.config, teacher.config
     if losses.logits and not teacher.num_classes:
         raise DpnError(
             f"losses.logits ({losses.logits:g}): the teacher has no head, and so no logits; add --set losses.logits=0"
@@ -181,7 +181,7 @@ def check_pair(recipe: DistillRecipe, teacher: Backbone, student: Backbone) -> S
             f"losses.tokens ({losses.tokens:g}), losses.representation ({losses.representation:g}): {apart}; set both "
             "to 0 and compare the logits alone"
         )
-    places = [(config.grid, config.has_class_token) for config in (ours, theirs)]
+    places = [(vit_config.grid, vit_config.has_class_token) for vit_config in (ours, theirs)]
     if places[0] != places[1] and losses.tokens + losses.attention:
         raise DpnError(
             f"losses.tokens ({losses.tokens:g}), losses.attention ({losses.attention:g}): the student has "

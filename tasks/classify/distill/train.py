@@ -11,31 +11,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpn_cli.config.layers import counted
+from dpn_cli.data.leakage import record
 from dpn_cli.data.loader import crop_batches, worker_count
-from dpn_cli.data.order import order_of
-from dpn_cli.data.trained_on import record
+from dpn_cli.data.shard_sampler import order_of
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.model.freeze import POSITIONS, STEM, train_only
-from dpn_cli.recipe.layers import counted
 from dpn_cli.run import distributed
+from dpn_cli.run.artifact_kinds import DIGEST, KEY, WEIGHTS
 from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.files import read_object, replace_json, replace_text
-from dpn_cli.run.folder import LOST, MetricsLog
-from dpn_cli.run.kinds import DIGEST, KEY, WEIGHTS
-from dpn_cli.run.session import Session
+from dpn_cli.run.run import Session
+from dpn_cli.run.run_dir import LOST, MetricsLog
 from dpn_cli.weights.backbone import Backbone, export_backbone
-from dpn_cli.weights.origin import describe_start
-from tasks.classify.answers import keep
-from tasks.classify.check import interval
+from dpn_cli.weights.resolve_stem import describe_start
 from tasks.classify.classifier import Classifier, save_classifier
 from tasks.classify.distill.cache import TargetCache, kept_targets
-from tasks.classify.distill.data import Pictures, augmentation_of
+from tasks.classify.distill.config import DistillConfig
+from tasks.classify.distill.data import DistillData, augmentation_of
 from tasks.classify.distill.losses import Distance, Observed, Seen, inputs_of
-from tasks.classify.distill.recipe import DistillRecipe
 from tasks.classify.distill.scores import Scoring
 from tasks.classify.distill.student import check_pair, gated, new_student, prepared, reload_student, ungated
 from tasks.classify.export import model_card
+from tasks.classify.predictions_file import keep
+from tasks.classify.preflight import interval
 
 Json = dict[str, Any]
 # A channel of the teacher's tokens that hardly varies counts as if it did this much of what the others do.
@@ -49,10 +49,10 @@ class Distillation:
     student was to its teacher after it.
     """
 
-    def __init__(self, begun: Session[DistillRecipe], teacher: Classifier, pictures: Pictures) -> None:
-        self.begun, self.recipe, self.world, self.console = begun, begun.recipe, begun.world, begun.console
-        self.path, self.pictures = begun.folder.path, pictures
-        self.scoring = Scoring(self.recipe, teacher, pictures, self.world, self.console)
+    def __init__(self, begun: Session[DistillConfig], teacher: Classifier, images: DistillData) -> None:
+        self.begun, self.config, self.world, self.console = begun, begun.config, begun.world, begun.console
+        self.path, self.images = begun.folder.path, images
+        self.scoring = Scoring(self.config, teacher, images, self.world, self.console)
         self.taught = self.scoring.taught
         self.teacher = teacher.model.to(self.world.device)
         self.skipped: list[int] = []
@@ -60,19 +60,19 @@ class Distillation:
     def train(self) -> Json:
         """Train what is not trained yet, score it, and return the result, which is written to the folder too."""
         first, before = 0, "start"
-        stem = self.recipe.stem_steps
-        stages = {"stem": stem, "all": self.recipe.schedule.steps - stem}
+        stem = self.config.stem_steps
+        stages = {"stem": stem, "all": self.config.schedule.steps - stem}
         if distributed.from_leader((self.path / WEIGHTS).is_file()):
             stages = {}
         else:
             self._begin()
-        track = self.begun.tracker(self.recipe.runtime.report_to if stages else "none")
+        track = self.begun.tracker(self.config.runtime.report_to if stages else "none")
         for stage, steps in stages.items():
             if steps and self._note(stage) is None:
-                recipe, student, path = self._ready(stage, before, steps)
+                config, student, path = self._ready(stage, before, steps)
                 with self.begun.outputs("distill" if stage == "all" else stage, track, path) as outputs:
-                    observed, job = self.job(recipe, student, outputs, first)
-                    done = engine.fit(engine.prepare(observed, recipe.runtime, self.world), job)
+                    observed, job = self.job(config, student, outputs, first)
+                    done = engine.fit(engine.prepare(observed, config.runtime, self.world), job)
                 self._finish(stage, student, done, outputs)
             first, before = first + steps, stage if steps else before
         result = self._result()
@@ -89,35 +89,35 @@ class Distillation:
         """Make the student as it is before its first step, unless it is there."""
         if self._note("start") is None:
             student, fitted = self.new_student()
-            if self.recipe.backbone.start == "anneal":
+            if self.config.backbone.start == "anneal":
                 gated(student)
-            check_pair(self.recipe, self.teacher, student)
+            check_pair(self.config, self.teacher, student)
             self._keep("start", student, {"fitted": fitted} if fitted else {})
 
     def new_student(self) -> tuple[Backbone, Json]:
         """Make the student on the CPU, where its stem is fitted in float64."""
-        student, fitted = new_student(self.recipe, self.teacher.cpu(), self._sample)
+        student, fitted = new_student(self.config, self.teacher.cpu(), self._sample)
         self.teacher.to(self.world.device)
         self.console.info(student.report.summary())
         return student, fitted
 
-    def _ready(self, stage: str, before: str, steps: int) -> tuple[DistillRecipe, Backbone, Path]:
-        """Return the recipe of a stage, the student as the stage `before` left it, and the folder of its log."""
-        student = reload_student(self.recipe, str(self._file(before, ".safetensors")), self.teacher.num_classes)
+    def _ready(self, stage: str, before: str, steps: int) -> tuple[DistillConfig, Backbone, Path]:
+        """Return the config of a stage, the student as the stage `before` left it, and the folder of its log."""
+        student = reload_student(self.config, str(self._file(before, ".safetensors")), self.teacher.num_classes)
         path = self.path if stage == "all" else self.path / stage
         if (saved := Checkpoints(path / "checkpoints")).begun:
             self.console.info(describe_start(student.report, saved))
         return self.of_stage(stage, student, steps), student, path
 
-    def of_stage(self, stage: str, student: Backbone, steps: int) -> DistillRecipe:
-        """Return the recipe of a stage of so many steps, after freezing what it does not train in the student."""
-        recipe = self.recipe.model_copy(update={"schedule": counted(self.recipe.schedule, steps)})
+    def of_stage(self, stage: str, student: Backbone, steps: int) -> DistillConfig:
+        """Return the config of a stage of so many steps, after freezing what it does not train in the student."""
+        config = self.config.model_copy(update={"schedule": counted(self.config.schedule, steps)})
         if stage == "stem":
-            recipe = recipe.model_copy(update={"lr": recipe.stem_lr or recipe.lr, "ema": None})
+            config = config.model_copy(update={"lr": config.stem_lr or config.lr, "ema": None})
             train_only(student, (*STEM, *POSITIONS))
-            if recipe.backbone.start == "anneal":
+            if config.backbone.start == "anneal":
                 gated(student)
-        return recipe
+        return config
 
     def _finish(self, stage: str, student: Backbone, done: engine.FitResult, outputs: engine.Outputs) -> None:
         """Keep the weights of a stage that has ended, and drop the states in between."""
@@ -128,23 +128,23 @@ class Distillation:
             outputs.checkpoints.clear()
 
     def job(
-        self, recipe: DistillRecipe, student: Backbone, outputs: engine.Outputs, first: int, *, dry_run: bool = False
+        self, config: DistillConfig, student: Backbone, outputs: engine.Outputs, first: int, *, dry_run: bool = False
     ) -> tuple[Observed, engine.Job]:
         """Return the student as the engine trains it, and what the engine has to do; `dry_run` keeps no targets."""
-        world, runtime = self.world, recipe.runtime
-        pairs = check_pair(recipe, self.teacher, student)
-        observed = Observed(student.to(world.device), recipe.losses, [ours for ours, _ in pairs])
+        world, runtime = self.world, config.runtime
+        pairs = check_pair(config, self.teacher, student)
+        observed = Observed(student.to(world.device), config.losses, [ours for ours, _ in pairs])
         observed.freeze_unseen()
-        steps = first + recipe.schedule.steps
-        order = order_of(self.pictures.train, recipe.data, recipe.batch_size, recipe.seed, steps)
+        steps = first + config.schedule.steps
+        order = order_of(self.images.train, config.data, config.batch_size, config.seed, steps)
         batches = crop_batches(
-            self.pictures.train,
-            augmentation_of(recipe, student.config.image_size),
-            recipe.batch_size,
-            recipe.seed,
+            self.images.train,
+            augmentation_of(config, student.config.image_size),
+            config.batch_size,
+            config.seed,
             world,
             workers=0 if dry_run else worker_count(runtime.workers, world.device, world.here),
-            skip_bad=recipe.data.skip_bad_images,
+            skip_bad=config.data.skip_bad_images,
             on_skip=self.skipped.append,
             order=order,
         )
@@ -152,15 +152,15 @@ class Distillation:
         if self.cache and not dry_run:
             self.cache.fill()
             batches, targets = self.cache.joined(batches, order), kept_targets
-        deviations = self._deviations() if recipe.losses.tokens else {}
+        deviations = self._deviations() if config.losses.tokens else {}
         return observed, engine.Job.of(
-            recipe,
-            loss_fn=Distance(targets, student, recipe.losses, deviations, self.taught.loss),
+            config,
+            loss_fn=Distance(targets, student, config.losses, deviations, self.taught.loss),
             batches=lambda start: batches(first + start),
-            micro_batch=MicroBatch.choose(runtime, world.most(recipe.batch_size), student, world.device),
-            ema_decay=recipe.ema,
+            micro_batch=MicroBatch.choose(runtime, world.most(config.batch_size), student, world.device),
+            ema_decay=config.ema,
             evaluate=lambda: self.scoring.nearness(student).metrics(),
-            evaluate_every=interval(recipe.evaluate_every, recipe.schedule.steps),
+            evaluate_every=interval(config.evaluate_every, config.schedule.steps),
             keep_best=False,
             world=world,
             outputs=outputs,
@@ -168,39 +168,39 @@ class Distillation:
 
     @cached_property
     def _seeing(self) -> Observed:
-        return Observed(self.teacher, self.recipe.losses, [theirs for _, theirs in self.recipe.losses.layers])
+        return Observed(self.teacher, self.config.losses, [theirs for _, theirs in self.config.losses.layers])
 
     @cached_property
     def _compiled(self) -> Callable[[Tensor], Seen]:
-        return torch.compile(self._seeing) if self.recipe.runtime.compile else self._seeing
+        return torch.compile(self._seeing) if self.config.runtime.compile else self._seeing
 
     @torch.no_grad()
     def _targets(self, batch: engine.Batch) -> Seen:
         """Return what the teacher computes for a batch."""
-        with engine.precision_of(self.recipe.runtime, self.world.device):
+        with engine.precision_of(self.config.runtime, self.world.device):
             return self._compiled(inputs_of(self.teacher, batch))
 
     @cached_property
     def cache(self) -> TargetCache | None:
         """Where the teacher's targets are kept; None where it runs in every step."""
-        if not self.recipe.cache_teacher:
+        if not self.config.cache_teacher:
             return None
-        here = self._targets, self.pictures.train, self.world, self.console
-        return TargetCache(self.path, self.recipe, self.teacher, *here)
+        here = self._targets, self.images.train, self.world, self.console
+        return TargetCache(self.path, self.config, self.teacher, *here)
 
     @cached_property
     def _pixels(self) -> Tensor:
-        return self.pictures.sample(self.taught.transform, self.recipe.data.skip_bad_images)
+        return self.images.sample(self.taught.transform, self.config.data.skip_bad_images)
 
     def _sample(self) -> Iterator[Tensor]:
-        """Yield the pictures on which stems are fitted, prepared as they are evaluated, a few at a time."""
+        """Yield the images on which stems are fitted, prepared as they are evaluated, a few at a time."""
         return iter(torch.split(self._pixels, 32))
 
     def _deviations(self) -> dict[str, Tensor]:
         """Return the standard deviation per channel (d,) of the teacher's tokens at each place that is compared."""
         sums: dict[str, Tensor] = {}
         count = 0
-        with torch.no_grad(), engine.precision_of(self.recipe.runtime, self.world.device):
+        with torch.no_grad(), engine.precision_of(self.config.runtime, self.world.device):
             for pixels in self._sample():
                 seen = self._seeing(self.teacher.normalize(pixels.to(self.world.device)))
                 tokens = {name: value.flatten(0, 1).double() for name, value in seen.items() if "tokens" in name}
@@ -235,48 +235,48 @@ class Distillation:
         distributed.barrier()
         units = {"agreement": " %", "token_variance": "", "kl": " nats"}
         said = [f"{name} {note[name]:.4g}{unit}" for name, unit in units.items() if note[name] is not None]
-        self.console.info(f"stage {stage}: {', '.join(said)} on {note['images']} held-out pictures")
+        self.console.info(f"stage {stage}: {', '.join(said)} on {note['images']} held-out images")
 
     def _export(self, student: Backbone, near: Json) -> None:
         """Write the student's file: a classifier where the teacher has a head."""
-        described = {"teacher": self.scoring.described_teacher(), "start": self.recipe.backbone.start}
-        distilled = {**described, "data": self.pictures.fingerprints(), **near}
+        described = {"teacher": self.scoring.described_teacher(), "start": self.config.backbone.start}
+        distilled = {**described, "data": self.images.fingerprints(), **near}
         if not student.num_classes:
             export_backbone(student, self.path / WEIGHTS, {KEY: "network", "distilled": json.dumps(distilled)})
             return
-        classifier = prepared(self.recipe, self.taught, student)
+        classifier = prepared(self.config, self.taught, student)
         classifier.facts = {
             "arch": student.config.arch,
             "parameters": student.report.parameters,
-            "recipe": self.recipe.model_dump(mode="json"),
-            "data": self.pictures.fingerprints(),
-            "trained_on": record(self.pictures.train),
+            "config": self.config.model_dump(mode="json"),
+            "data": self.images.fingerprints(),
+            "trained_on": record(self.images.train),
             "distilled": distilled,
         }
         digest = save_classifier(classifier, self.path / WEIGHTS)
         replace_text(self.path / "README.md", model_card(classifier, "safetensors", digest))
 
     def _result(self) -> Json:
-        student = reload_student(self.recipe, str(self.path / WEIGHTS), self.teacher.num_classes)
+        student = reload_student(self.config, str(self.path / WEIGHTS), self.teacher.num_classes)
         student.to(self.world.device).eval()
         stages = {stage: note for stage in ("start", "stem", "all") if (note := self._note(stage)) is not None}
         timings = [note.pop("timing") for note in stages.values() if "timing" in note]
         if self.skipped:
-            self.console.warn(f"{sum(self.skipped)} times an unreadable picture was replaced by the next one")
-        log, config = MetricsLog(self.path / "metrics.jsonl"), student.config
+            self.console.warn(f"{sum(self.skipped)} times an unreadable image was replaced by the next one")
+        log, vit_config = MetricsLog(self.path / "metrics.jsonl"), student.config
         scores = self.scoring.scores(student, keep_answers=True)
         result = {
             "task": "distill",
-            "arch": config.arch,
-            "stem": config.stem,
-            "norm": config.norm,
-            "start": self.recipe.backbone.start,
-            "image_size": list(config.image_size),
+            "arch": vit_config.arch,
+            "stem": vit_config.stem,
+            "norm": vit_config.norm,
+            "start": self.config.backbone.start,
+            "image_size": list(vit_config.image_size),
             "parameters": student.report.parameters,
             "teacher": self.scoring.described_teacher(),
             "classes": self.teacher.num_classes,
             **stages["all"],
-            "images": {name: len(part.labels) for name, part in self.pictures.parts().items()},
+            "images": {name: len(part.labels) for name, part in self.images.parts().items()},
             "top1": None if scores is None else scores.top1,
             "teacher_top1": self.scoring.top1(self.teacher),
             "fewshot": self.scoring.fewshot(student),
@@ -286,12 +286,12 @@ class Distillation:
             },
             "curve": [one for one in log.records() if "lr" not in one and LOST not in one],
             "lost_records": log.lost(),
-            "steps": self.recipe.schedule.steps,
-            "data": self.pictures.fingerprints(),
+            "steps": self.config.schedule.steps,
+            "data": self.images.fingerprints(),
             DIGEST: student.report.digest,
-            "decoder": self.pictures.train.reading.versions(),
+            "decoder": self.images.train.reading.versions(),
             "differs_from_paper": self.begun.differs,
         }
-        if scores is not None and self.pictures.val is not None and self.world.leads:
-            result |= keep(self.path, scores, self.pictures.classes, self.pictures.val)
+        if scores is not None and self.images.val is not None and self.world.leads:
+            result |= keep(self.path, scores, self.images.classes, self.images.val)
         return result

@@ -10,13 +10,13 @@ from typing import Any
 
 from dpn_cli import __version__
 from dpn_cli.errors import DataError
-from dpn_cli.run import stopping
+from dpn_cli.run import signals
 from dpn_cli.run.console import Console, several
 from dpn_cli.run.files import claimed, make_folder
 from tasks.vtab.prepare.builders import library, missing_by_hand, open_builder
 from tasks.vtab.prepare.sources import SOURCES, Source
 from tasks.vtab.prepare.write import check_free, is_prepared, partial, prepare, verify
-from tasks.vtab.table import TASKS, Task, choose_tasks
+from tasks.vtab.tasks import TASKS, Task, choose_tasks
 
 LIBRARIES = ("tensorflow-datasets", "tensorflow", "tensorflow-cpu")
 
@@ -61,7 +61,7 @@ def run(
                 continue
             try:
                 builder = open_builder(source, root, manual, download)  # outside of `listen`: a download can be stopped
-                with stopping.listen(stopping.PARTS_KEPT):
+                with signals.listen(signals.PARTS_KEPT):
                     prepare(source, missing, builder, out, console, _versions())
                 done |= {task.name: "written" for task in missing}
                 console.info(f"{' and '.join(task.name for task in missing)}: written, from {builder.name}")
@@ -83,7 +83,7 @@ def _in_order(tasks: Sequence[Task], root: Path, manual: Path) -> list[Source]:
 def _damaged(out: Path, tasks: Sequence[Task], console: Console) -> list[Path]:
     """Return the prepared folders in which a file is missing or differs."""
     found = []
-    with stopping.listen(stopping.PARTS_KEPT):
+    with signals.listen(signals.PARTS_KEPT):
         for folder in (out / task.folder for task in tasks):
             if is_prepared(folder) and (wrong := verify(folder)):
                 console.warn(

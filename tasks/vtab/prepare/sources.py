@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tasks.vtab.table import TASKS, TRAIN, VAL, Task
+from tasks.vtab.tasks import TASKS, TRAIN, VAL, Task
 
 # An example as TensorFlow Datasets gives it: features by name; a sequence of objects is a dictionary of arrays.
 Example = Mapping[str, Any]
@@ -19,7 +19,7 @@ Label = Callable[[Example], int]
 # Lower edges of the bins of clevr_dist and kitti; nothing lies beyond CLEVR's last one.
 CLEVR_EDGES = (0.0, 8.0, 8.5, 9.0, 9.5, 10.0, 100.0)
 KITTI_EDGES = (-100.0, 8.0, 20.0, 999.0)
-# Of KITTI's types of objects, cars, vans and trucks come first; a picture without one is at this distance, in metres.
+# Of KITTI's types of objects, cars, vans and trucks come first; an image without one is at this distance, in metres.
 KITTI_VEHICLES, KITTI_NOTHING = 3, 1000.0
 
 

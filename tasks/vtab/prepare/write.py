@@ -19,12 +19,12 @@ from PIL import Image
 
 from dpn_cli.data.labelled import FileList, fingerprint
 from dpn_cli.errors import DataError, DpnError, SaveError
-from dpn_cli.run import stopping
+from dpn_cli.run import signals
 from dpn_cli.run.console import Console, Done
 from dpn_cli.run.files import file_digest, read_object, replace_json, save_error
 from tasks.vtab.prepare.builders import Builder
 from tasks.vtab.prepare.sources import Example, Part, Source
-from tasks.vtab.table import Task
+from tasks.vtab.tasks import Task
 
 MANIFEST, FORMAT = "manifest.json", "dpn-vtab-1"
 # Digests in the format that ``sha256sum -c`` reads.
@@ -179,7 +179,7 @@ def _write_split(source: Source, folders: list[_Folder], split: str, examples: I
         (folder.partial / "images" / split).mkdir(parents=True)
     count = 0
     for example in examples:
-        stopping.check_here()
+        signals.check_here()
         content, kind = stored(bytes(example["image"]), source.white, f"{source.builder}, {split} image {count}")
         name, digest = f"images/{split}/{count:06d}.{kind}", hashlib.sha256(content).hexdigest()
         first, *others = [
@@ -226,7 +226,7 @@ def verify(folder: Path) -> list[str]:
         return [SUMS]
     wrong = []
     for line in sums.read_text("utf-8").splitlines():
-        stopping.check_here()
+        signals.check_here()
         digest, _, name = line.partition("  ")
         path = folder / name
         if not path.is_file() or file_digest(path) != digest:

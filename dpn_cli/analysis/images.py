@@ -1,0 +1,57 @@
+"""The images that go through the networks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Literal
+
+from torch import Tensor
+
+from dpn_cli.analysis.hooks import images_at_once
+from dpn_cli.data.classified import ImageSource, Part, hash_order
+from dpn_cli.data.images import open_unlabelled
+from dpn_cli.data.labelled import SceneSplit
+from dpn_cli.data.pixels import load, resize, stream
+from dpn_cli.errors import DataError
+from dpn_cli.run.console import Done, uncounted
+from dpn_cli.weights.backbone import Backbone
+
+# Scenes among whose patches an ordinary one is looked for.
+SCENES = 8
+
+
+class Shown:
+    """Up to `most` images of a source, the same ones whatever the order of a folder; resized whole.
+
+    Raises `DataError` where there are none.
+    """
+
+    def __init__(self, source: ImageSource, most: int, workers: int | Literal["auto"], skip_bad: bool) -> None:
+        whole = open_unlabelled(source)
+        self.place, self.reading = source.place, source.reading
+        self.split = Part(whole, sorted(hash_order(whole)[:most]))
+        self.workers, self.skip_bad = workers, skip_bad
+
+    def batches(self, model: Backbone, done: Done = uncounted) -> Iterator[Tensor]:
+        """Yield them as uint8 (b, 3, h, w) at the size of a network, and tell `done` how many are done.
+
+        Raises `DataError` for unreadable images.
+        """
+        transform = partial(resize, size=model.config.image_size)
+        seen = 0
+        with stream(
+            self.split, transform, images_at_once(model), workers=self.workers, skip_bad=self.skip_bad
+        ) as parts:
+            for part in parts:
+                if len(part.images):
+                    seen += len(part.images)
+                    yield part.images
+                done(len(part.images) + part.skipped)
+        if not seen:
+            raise DataError(f"--data {self.place}: none of {len(self.split.labels)} images can be read")
+
+
+def scenes(model: Backbone) -> Tensor:
+    """Return a few of the built-in scenes (b, 3, h, w) as uint8."""
+    return load(SceneSplit("demo_count", 0, SCENES), model.config.image_size, workers=0).images

@@ -1,0 +1,204 @@
+"""Options of commands, made from the schema of a config: names, help, defaults and completion have no other home."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import typer
+from pydantic import BaseModel, BeforeValidator
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from dpn_cli.config.load import Plain, merge
+from dpn_cli.config.option import PANELS, Flag
+from dpn_cli.config.schema import Section
+
+Parameter = inspect.Parameter
+# Help writes the values of a choice in the place of its type when there are at most as many.
+MOST_CHOICES = 4
+
+
+@dataclass(frozen=True)
+class Key:
+    """A config key that is an option: its dotted name, its field, and what makes it an option."""
+
+    name: str
+    field: FieldInfo
+    flag: Flag
+
+    @property
+    def parameter(self) -> str:
+        """The name of the command's parameter."""
+        return self.flag.parameter or self.name.rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One of the configs that a command may start from; `label` tells in help when: "demo", "B/16".
+
+    `follows` is the option that decides for it, where that is not ``--data``.
+    """
+
+    label: str
+    config: Plain
+    follows: str = ""
+
+
+def keys_of(schema: type[BaseModel], prefix: str = "") -> Iterator[Key]:
+    """Yield the options of a schema, those of its sections first, in the order of the fields."""
+    fields = schema.model_fields.items()
+    for name, field in fields:
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from keys_of(field.annotation, f"{prefix}{name}.")
+        for note in field.metadata:
+            if isinstance(note, Flag):
+                yield Key(prefix + name, field, note)
+
+
+def parameter_of(key: Key, default: str | None) -> Parameter:
+    """Return the parameter of a command's signature; `default` is what help says, None says nothing."""
+    required = key.field.is_required() and default is None
+    said = "" if default is None else f" \\[default: {_escaped(default)}]"
+    shared: Any = {
+        "help": _escaped(key.flag.help) + said,
+        "rich_help_panel": key.flag.panel,
+        "show_default": False,
+        "autocompletion": key.flag.complete or _choices_completed(key.field.annotation),
+        "metavar": _metavar(key.field.annotation),
+    }
+    info = typer.Option(*key.flag.names, **shared) if key.flag.names else typer.Argument(**shared)
+    kind: Any = _typed(key.field)
+    annotation: Any = Annotated[kind if required else kind | None, info]
+    return Parameter(
+        key.parameter, Parameter.KEYWORD_ONLY, default=Parameter.empty if required else None, annotation=annotation
+    )
+
+
+def default_of(key: Key, schema: type[Section], variants: Sequence[Variant]) -> str | None:
+    """Return the default of an option as help says it: one value, or each variant's where they differ.
+
+    None for what has to be given.
+    """
+    if not key.flag.names or _value(schema, variants[0].config, key.name) is PydanticUndefined:
+        return None
+    shown = [(variant, _shown(key, _value(schema, variant.config, key.name), variant)) for variant in variants]
+    usual = shown[0][1]
+    labels: dict[str, list[str]] = {}
+    for variant, text in shown:
+        if text != usual:
+            labels.setdefault(text, []).append(variant.label)
+    followed = next((variant.follows for variant, text in shown if text != usual and variant.follows), "")
+    prefix = f"by {followed}: " if followed else ""
+    return prefix + "; ".join([usual, *(f"{', '.join(names)}: {text}" for text, names in labels.items())])
+
+
+def given_flags(keys: Sequence[Key], arguments: Mapping[str, object]) -> Plain:
+    """Return the config layer of a command's arguments, without those that were not given."""
+    plain: Plain = {}
+    for key in keys:
+        value = arguments.get(key.parameter)
+        if value is not None:
+            *sections, last = key.name.split(".")
+            layer: Plain = {last: value}
+            for section in reversed(sections):
+                layer = {section: layer}
+            plain = merge(plain, layer)
+    return plain
+
+
+def option_names(keys: Sequence[Key], arguments: Mapping[str, object]) -> dict[str, str]:
+    """Return, by config key, how the options are written that a command was given."""
+    return {
+        key.name: key.flag.names[0].partition("/")[0] if key.flag.names else key.name
+        for key in keys
+        if arguments.get(key.parameter) is not None
+    }
+
+
+def with_signature(function: Callable[..., Any], parameters: Sequence[Parameter]) -> Callable[..., None]:
+    """Give a function that takes keywords the signature from which Typer makes the command, panel by panel."""
+    ordered = sorted(parameters, key=_place)
+    function.__signature__ = inspect.Signature(ordered, return_annotation=None)  # type: ignore[attr-defined]
+    function.__annotations__ = {parameter.name: parameter.annotation for parameter in ordered}
+    return function
+
+
+def _place(parameter: Parameter) -> int:
+    """Return the place of a parameter's panel in help; arguments come first."""
+    panel = parameter.annotation.__metadata__[0].rich_help_panel
+    return PANELS.index(panel) if panel in PANELS else -1
+
+
+def _value(schema: type[Section], config: Plain, name: str) -> object:
+    """Return the value of a key in a config, or its field's default."""
+    value: Any = config
+    section: Any = schema
+    for part in name.split("."):
+        field = section.model_fields[part]
+        value = value.get(part, Ellipsis) if isinstance(value, Mapping) else getattr(value, part)
+        if value is Ellipsis:
+            value = field.get_default(call_default_factory=True)
+        section = field.annotation
+    return value
+
+
+def _shown(key: Key, value: object, variant: Variant) -> str:
+    if key.name == "schedule.steps" and variant.config.get("epochs") is not None:
+        return "counted from the epochs"
+    if value is None or value == () or value == [] or key.name == "data.source":
+        return key.flag.unset
+    if isinstance(value, bool):
+        on, _, off = key.flag.names[0].partition("/")
+        return (on if value else off or "no").removeprefix("--")
+    if isinstance(value, list | tuple):
+        return ",".join(map(_text, value))
+    return _text(value)
+
+
+def _text(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _members(annotation: Any) -> list[Any]:
+    """Return the types that a field takes, `Annotated` and None taken away."""
+    while get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    members: list[Any] = []
+    for part in parts:
+        members += _members(part) if get_origin(part) is Annotated else [part]
+    return [member for member in members if member is not type(None)]
+
+
+def _typed(field: FieldInfo) -> type:
+    """Return what Typer parses a field from: numbers, switches and paths as such, all else as text for the schema."""
+    members = _members(field.annotation)
+    parsed = any(isinstance(note, BeforeValidator) for note in field.metadata)
+    return (
+        members[0] if len(members) == 1 and members[0] in (int, float, bool, Path, list[Path]) and not parsed else str
+    )
+
+
+def _choices(annotation: Any) -> list[str]:
+    return [str(value) for part in _members(annotation) if get_origin(part) is Literal for value in get_args(part)]
+
+
+def _metavar(annotation: Any) -> str | None:
+    """Return how help writes the value of a choice: ``[exact|pillow]``."""
+    choices, members = _choices(annotation), _members(annotation)
+    others = any(get_origin(part) is not Literal for part in members)
+    return None if not 0 < len(choices) <= MOST_CHOICES or others else f"[{'|'.join(choices)}]"
+
+
+def _choices_completed(annotation: Any) -> Callable[[str], list[str]] | None:
+    choices = _choices(annotation)
+    return (lambda incomplete: [choice for choice in choices if choice.startswith(incomplete)]) if choices else None
+
+
+def _escaped(text: str) -> str:
+    return text.replace("[", "\\[")

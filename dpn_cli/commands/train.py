@@ -1,0 +1,336 @@
+"""The one body of all commands that train: resolve the config, print it or start it, show the result."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from inspect import Parameter
+from pathlib import Path
+from typing import Annotated, Any, Literal, Protocol, cast
+
+import typer
+
+from dpn_cli.commands import one_line_errors
+from dpn_cli.commands.estimate import tell_costs
+from dpn_cli.commands.options import (
+    Variant,
+    default_of,
+    given_flags,
+    keys_of,
+    option_names,
+    parameter_of,
+    with_signature,
+)
+from dpn_cli.config.cost import Cost
+from dpn_cli.config.launch import NO_PAGE, OVERWRITE, RESUME, Place
+from dpn_cli.config.layers import over_shipped
+from dpn_cli.config.load import Plain, Say, build, dump, from_settings, merge, read_config
+from dpn_cli.config.option import OUTPUT, RUNTIME
+from dpn_cli.config.provenance import flat, read_sources
+from dpn_cli.config.schema import Config
+from dpn_cli.errors import DpnError, SweepError
+from dpn_cli.run.console import Console, several, show
+from dpn_cli.sweep.grid import ComparedTraining, Comparison
+
+Result = dict[str, Any]
+
+
+class TrainingModule(Protocol):
+    """The module of a task that loads torch."""
+
+    def run(self, config: Any, place: Place, console: Console) -> Result | None:
+        """Train and return the result; None on ranks that do not lead and after a dry run."""
+
+    def show(self, result: Result) -> None:
+        """Print the result on stdout."""
+
+
+class Divisible(Protocol):
+    """The module of a task whose work processes can share."""
+
+    def cells(self, config: Any) -> list[str]:
+        """Return what the numbers of ``--cell`` stand for."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """A command that trains.
+
+    Args:
+        help: the command's help.
+        example: a command line, for the end of the help.
+        schema: the class of its configs.
+        module: the name of the `Trainer`, imported when a training begins, because it loads torch.
+        configs: names of the shipped configs that it starts from, by the label that help gives them; the usual one
+            comes first and has no label. Help reads the defaults in them.
+        resolve: merges ``--config``, flags and ``--set`` over one of the configs; by default over the usual one.
+        settle: decides what needs more than one key, such as the weights to start from; its last argument is whether
+            it does so for a dry run.
+        variants: the configs that help reads, where `configs` does not say all.
+        without: config keys that are not options of this command.
+        extra: options that are not config keys; `resolve` receives them by name.
+        failures: returns what failed of several trainings.
+        scores: the numbers of a result, in percent, by which ``--compare`` compares trainings: the first one that a
+            result has is the headline. A dot leads inside, ``zeroshot.top1``.
+    """
+
+    help: str
+    example: str
+    schema: type[Config]
+    module: str
+    configs: Mapping[str, str]
+    resolve: Callable[..., Plain] | None = None
+    settle: Callable[[Any, Console, bool], Any] = lambda config, console, dry_run: config
+    variants: Callable[[], Sequence[Variant]] | None = None
+    without: frozenset[str] = frozenset()
+    extra: tuple[Parameter, ...] = ()
+    failures: Callable[[Result], Sequence[str]] = lambda result: result.get("failed", ())
+    scores: tuple[str, ...] = ("top1",)
+
+    def layers(self, arguments: Mapping[str, Any], say: Say) -> Any:
+        """Return the validated config of a command line. Raises `DpnError`."""
+        keys = list(keys_of(self.schema))
+        flags = given_flags(keys, arguments)
+        settings = from_settings(arguments.get("set") or [])
+        extra = {parameter.name: arguments.get(parameter.name) for parameter in self.extra}
+        resolve = self.resolve or partial(over_shipped, self.configs[""])
+        config_file = arguments.get("config")
+        plain = resolve(config_file, flags, settings, say, **extra)
+        if config_file:
+            read_sources(config_file, self.schema)  # a mistake in them is told; the run does not need them
+        return build(self.schema, plain, "config", option_names(keys, arguments))
+
+    def given(self, arguments: Mapping[str, Any]) -> list[str]:
+        """Return the config keys that a command line gives, those of its configuration file among them."""
+        config_file = arguments.get("config")
+        flags, settings = given_flags(list(keys_of(self.schema)), arguments), from_settings(arguments.get("set") or [])
+        return [key for key, _ in flat(merge(read_config(config_file) if config_file else {}, flags, settings))]
+
+    def parameters(self, only: frozenset[str] | None = None) -> list[Parameter]:
+        """Return the options of config keys, all of them or `only` some, with their defaults in help."""
+        shipped = [Variant(label, read_config(name)) for label, name in self.configs.items()]
+        variants = self.variants() if self.variants else shipped
+        return [
+            parameter_of(key, default_of(key, self.schema, variants))
+            for key in keys_of(self.schema)
+            if key.name not in self.without and (only is None or key.parameter in only)
+        ]
+
+
+def add(app: typer.Typer, name: str, training: Training) -> None:
+    """Add the command of a training to a Typer app."""
+
+    def command(**arguments: Any) -> None:
+        console = Console(quiet=arguments["quiet"])
+        with one_line_errors(arguments), console.heard():
+            config = training.layers(arguments, console.info)
+            if arguments["print_config"]:
+                print(dump(config), end="")
+                return
+            if isinstance(config, Comparison) and (warning := config.unused()):
+                console.warn(warning)
+            how = _how(config, arguments)
+            config, trainer = ready(training, config, console, dry_run=arguments["dry_run"])
+            if arguments.get("print_cells"):
+                for number, name in enumerate(cast(Divisible, trainer).cells(config)):
+                    print(f"{number}\t{name}")
+                return
+            given = training.given(arguments)
+            folders, costs = list[Path](), list[Cost]()
+            place = Place(arguments["output_dir"], **how, opened=folders.append, costed=costs.append, given=given)
+            result = trainer.run(config, place, console)
+            tell_costs(costs, folders[0], console, as_json=arguments["json"])
+            if result is None:
+                return
+            if arguments["json"]:
+                show(json.dumps(result, indent=2))
+            else:
+                trainer.show(result)
+            if not arguments["no_report"]:
+                from dpn_cli.commands.report import page_at_end  # which knows the commands of this module
+
+                page_at_end(folders[0], console)
+            if problem := failure(training.failures(result), "trainings"):
+                raise problem
+
+    command.__doc__ = training.help
+    shared = SHARED_OPTIONS if issubclass(training.schema, Comparison) else ()
+    parameters = [*training.extra, *training.parameters(), *shared, *OUTPUT_OPTIONS]
+    app.command(name, epilog=f"Example: {training.example}")(with_signature(command, parameters))
+
+
+def _how(config: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a `Place`. Raises `DpnError` for several processes where there is only one training."""
+    how = {key: arguments[key] for key in ("resume", "overwrite", "dry_run")}
+    if "jobs" not in arguments:
+        return how
+    processes, cell = processes_of(arguments), arguments["cell"]
+    place = Place(**processes)
+    starts = place.processes if place.engine == "local" else f"--engine {place.engine}"
+    given = {starts: place.starts_processes, "--join": arguments["join"], f"--cell {cell}": cell is not None}
+    given["--print-cells"] = arguments["print_cells"]
+    asked = [option for option, was in given.items() if was]
+    if asked and not getattr(config, "several", True):
+        raise DpnError(f"{asked[0]}: this is one training; --compare and --seeds make several")
+    if len(asked) > 1:
+        raise DpnError(f"{' '.join(asked)}: each says who does the work; pass one of them")
+    return how | processes | {"join": arguments["join"] or cell is not None, "cell": cell}
+
+
+def processes_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a `Place` that are `PROCESS_OPTIONS`. Raises `DpnError`."""
+    resources = from_settings(arguments["resources"] or [], "--resources", "num_gpus=1")
+    how = {"jobs": arguments["jobs"], "engine": arguments["engine"], "resources": tuple(resources.items())}
+    if (per_gpu := arguments["jobs_per_gpu"]) is None:
+        return how
+    if per_gpu != "auto" and not re.fullmatch("[1-9][0-9]?", per_gpu):
+        raise DpnError(f"--jobs-per-gpu {per_gpu}: a number from 1 to 99, or auto")
+    how["jobs_per_gpu"] = per_gpu if per_gpu == "auto" else int(per_gpu)
+    from dpn_cli.sweep.engines.select import check_sharing  # torch loads here
+
+    check_sharing(Place(**how))
+    return how
+
+
+def failure(failed: Sequence[str], what: str) -> SweepError | None:
+    """Return the error of a run of which some parts have failed."""
+    if not failed:
+        return None
+    return SweepError(
+        f"{several(len(failed), what.removesuffix('s'))} failed, as listed above; the others are kept: run the same "
+        "command with --resume to try again what failed"
+    )
+
+
+def ready(training: Training, config: Any, console: Console, *, dry_run: bool = False) -> tuple[Any, TrainingModule]:
+    """Return the settled config and what trains by it, or what trains by several configs and settles each of them."""
+    if isinstance(config, ComparedTraining) and config.several:
+        from dpn_cli.sweep.runner import SideBySide  # torch loads here
+
+        return config, SideBySide(training)
+    config = training.settle(config, console, dry_run)
+    return config, cast(TrainingModule, import_module(training.module))  # or here
+
+
+def option(
+    name: str, kind: Any, default: object, *names: str, help: str, panel: str = OUTPUT, **more: Any
+) -> Parameter:
+    """Return an option that is not a config key."""
+    said = typer.Option(*names, help=help, rich_help_panel=panel, show_default=False, **more)
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, said])
+
+
+def switch(name: str, *names: str, help: str) -> Parameter:
+    """Return a switch that is not a config key."""
+    return option(name, bool, False, *names, help=help)
+
+
+SET = option(
+    "set",
+    list[str] | None,
+    None,
+    "--set",
+    metavar="KEY=VALUE",
+    help="Set one config key, e.g. --set optim.clip_norm=0.5; may be repeated.",
+)
+CONFIG_OPTIONS = (
+    option(
+        "config",
+        str | None,
+        None,
+        "--config",
+        "-c",
+        help="A shipped config's name or a YAML file, laid over the command's own config.",
+    ),
+    SET,
+)
+JSON = switch("json", "--json", help="Print the result as JSON instead of text.")
+QUIET = switch("quiet", "--quiet", "-q", help="No progress on stderr.")
+VERBOSE = switch("verbose", "--verbose", "-v", help="Show where in the code an error was raised.")
+PRINTING = (JSON, QUIET, VERBOSE)
+PROCESS_OPTIONS = (
+    option(
+        "jobs",
+        int | None,
+        None,
+        "--jobs",
+        min=1,
+        max=1024,
+        help="Trainings at once, each in a process; they share the cores and the GPUs. \\[default: 1; with "
+        "--jobs-per-gpu as many as the GPUs have room for]",
+        panel=RUNTIME,
+    ),
+    option(
+        "jobs_per_gpu",
+        str | None,
+        None,
+        "--jobs-per-gpu",
+        metavar="N|auto",
+        help="Trainings at once on each GPU, in equal parts of its memory; auto measures the first one of each network "
+        "and adds as many as fit. \\[default: as --jobs needs]",
+        panel=RUNTIME,
+    ),
+    option(
+        "engine",
+        Literal["local", "ray", "slurm"],
+        "local",
+        "--engine",
+        help="What starts the --jobs: this machine, a Ray cluster, or an array of SLURM. \\[default: local]",
+        panel=RUNTIME,
+    ),
+    option(
+        "resources",
+        list[str] | None,
+        None,
+        "--resources",
+        metavar="KEY=VALUE",
+        help="What each of the --jobs gets, in the words of the engine, e.g. num_gpus=1 of Ray or timeout_min=240 of "
+        "submitit; may be repeated. \\[default: num_gpus=1 where Ray has GPUs, timeout_min=1440]",
+        panel=RUNTIME,
+    ),
+)
+SHARED_OPTIONS = (
+    *PROCESS_OPTIONS,
+    switch(
+        "join",
+        "--join",
+        help="Work on the run in the output folder along with other processes, on any machine that has the folder; "
+        "each does what no other one does.",
+    ),
+    option(
+        "cell",
+        int | None,
+        None,
+        "--cell",
+        min=0,
+        help="Do the part of the work that has this number; other processes do the others. \\[default: all parts]",
+        panel=RUNTIME,
+    ),
+    switch("print_cells", "--print-cells", help="Print the numbers and names of the parts of the work, and stop."),
+)
+OUTPUT_OPTIONS = (
+    option(
+        "output_dir",
+        Path | None,
+        None,
+        "--output-dir",
+        "-o",
+        help="Folder of the run. \\[default: in runs/TASK, named after the network]",
+    ),
+    switch("resume", "--resume", help=RESUME),
+    switch("overwrite", "--overwrite", help=OVERWRITE),
+    *CONFIG_OPTIONS,
+    switch("print_config", "--print-config", help="Print the resolved config and stop."),
+    switch(
+        "dry_run",
+        "--dry-run",
+        help="Check the data, train a few steps on one batch, evaluate, save, resume, keep nothing, and print what the "
+        "whole run takes here: memory, seconds per step, hours, disk.",
+    ),
+    switch("no_report", "--no-report", help=NO_PAGE),
+    *PRINTING,
+)

@@ -1,0 +1,233 @@
+"""The commands that train: the configs of each, their schema, and the module that trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from inspect import Parameter
+from typing import Annotated, Any, Literal
+
+import typer
+
+from dpn_cli.commands.demo_weights import demo_tower
+from dpn_cli.commands.options import Variant
+from dpn_cli.commands.train import Training, option
+from dpn_cli.config.load import Plain, Say, merge, read_config
+from dpn_cli.config.option import TRAIN
+from dpn_cli.config.training import TrainingConfig
+from dpn_cli.errors import DpnError
+from dpn_cli.run.console import Console
+from tasks.classify import highres_config, pretrain_config
+from tasks.classify.appendix_c import APPENDIX_C, LEVELS, regularized
+from tasks.classify.distill import config as distill_config
+from tasks.lit import config as lit_config
+from tasks.segment import config as segment_config
+from tasks.vtab import config as vtab_config
+
+Settings = Mapping[str, Any]
+
+
+def _failed_cells(result: dict[str, Any]) -> list[str]:
+    stems = result.get("compare", {}).get("stems", {"": result})
+    return [line for part in stems.values() for line in part["failed"]]
+
+
+VTAB = Training(
+    help="VTAB-1k: 19 tasks of 1000 images, three learning rates chosen on 200, three seeds (Table 3).",
+    example="dpn finetune vtab --arch B/32 --checkpoint B-32-dpn.npz --data vtab-1k",
+    schema=vtab_config.VtabConfig,
+    module="tasks.vtab.command",
+    configs={"": "vtab", "demo": "vtab_demo", "demo with --arch": "vtab_demo_large"},
+    resolve=vtab_config.resolve,
+    settle=lambda config, console, dry_run: vtab_config.settle(config),
+    failures=_failed_cells,
+)
+
+
+HIGHRES = Training(
+    help="384 px fine-tuning of ImageNet-1k (Tables 1 and 2), or of any folder of labelled images.",
+    example="dpn finetune highres --checkpoint B-32.npz --data photos --val-fraction 0.2 --epochs 8",
+    schema=highres_config.HighresConfig,
+    module="tasks.classify.highres",
+    configs={"": "highres", "demo": "highres_demo", "own images": "highres_own"},
+    resolve=highres_config.resolve,
+    settle=lambda config, console, dry_run: highres_config.settle(config),
+)
+
+
+PRETRAIN_CONFIGS = {
+    "": "pretrain",
+    "deit": "pretrain_deit",
+    "s16plus": "pretrain_s16plus",
+    "imagenet21k": "pretrain_imagenet21k",
+    "jft": "pretrain_jft",
+    "sun397": "pretrain_sun397",
+    "cifar": "pretrain_cifar",
+    "demo": "pretrain_demo",
+    "own images": "pretrain_own",
+}
+
+
+def _pretrain_variants() -> list[Variant]:
+    """Return the shipped configs, the usual one once for every line of Appendix C, ImageNet-21k's with that of L/16."""
+    shipped = {label: read_config(name) for label, name in PRETRAIN_CONFIGS.items()}
+    rows = {arch: regularized(APPENDIX_C[arch]) for arch in reversed(APPENDIX_C)}
+    lines = [Variant(arch, merge(shipped[""], row), "--arch") for arch, row in rows.items()]
+    others = {**shipped, "imagenet21k": merge(shipped["imagenet21k"], rows["L/16"])}
+    return [*lines, *(Variant(label, config) for label, config in others.items() if label)]
+
+
+def _resolve_pretrain(
+    config_file: str | None,
+    flags: Settings,
+    settings: Settings,
+    say: Say,
+    *,
+    name: str | None,
+    base_config: str | None,
+    preset: str | None,
+    augment: str | None,
+) -> Plain:
+    if name and base_config and name not in (base_config, pretrain_config.DATA.get(base_config)):
+        raise DpnError(f"'{name}' and --base-config {base_config}: give one of them")
+    if preset not in (None, "short"):
+        raise DpnError(f"--preset {preset!r}: the only preset is short")
+    which: Literal["short"] | None = "short" if preset else None
+    return pretrain_config.resolve(base_config or name, which, augment, config_file, flags, settings, say)
+
+
+PRETRAIN = Training(
+    help="Make a backbone from scratch with any stem: ImageNet-1k (Tables 1 and 6), SUN397 (Table 7), own images.",
+    example="dpn pretrain imagenet --arch B/32 --data imagenet",
+    schema=pretrain_config.PretrainConfig,
+    module="tasks.classify.pretrain",
+    configs=PRETRAIN_CONFIGS,
+    variants=_pretrain_variants,
+    resolve=_resolve_pretrain,
+    settle=lambda config, console, dry_run: pretrain_config.settle(config),
+    extra=(
+        Parameter(
+            "name",
+            Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[
+                str | None,
+                typer.Argument(
+                    metavar="[imagenet|imagenet21k|jft|sun397|cifar10|cifar100|folder]",
+                    help="imagenet is Appendix C, for any labelled images; imagenet21k and jft (any classes) train by "
+                    "steps and are probed on ImageNet; sun397 is Appendix F's three stages; cifar10, "
+                    "cifar100 and folder (any classes) train a ViT-S with AutoAugment. "
+                    "\\[default: imagenet; own images: the config pretrain_own]",
+                    show_default=False,
+                ),
+            ],
+        ),
+        option(
+            "preset",
+            str | None,
+            None,
+            "--preset",
+            help="short: of imagenet 90 epochs with big_vision's lighter config, 0.3 of the work; of cifar10, cifar100 "
+            "and folder 100 epochs of S/4 at 32 px, for one small GPU. "
+            "\\[default: none]",
+            panel=TRAIN,
+        ),
+        option(
+            "augment",
+            str | None,
+            None,
+            "--augment",
+            help=f"Level of RandAugment and mixup: {', '.join(LEVELS)}. \\[default: by --arch: Appendix C's for "
+            f"{', '.join(APPENDIX_C)}]",
+            panel=TRAIN,
+        ),
+        option(
+            "base_config",
+            str | None,
+            None,
+            "--base-config",
+            help=f"Another config than that of the data: {', '.join(pretrain_config.CONFIGS)}. "
+            "\\[default: the argument]",
+        ),
+    ),
+)
+
+
+def _on_demo_tower(settle: Callable[..., TrainingConfig]) -> Callable[[TrainingConfig, Console, bool], TrainingConfig]:
+    """Return a `settle` that trains the demo's tower, unless it is there, for a demo that names no weights."""
+
+    def settled(config: TrainingConfig, console: Console, dry_run: bool) -> TrainingConfig:
+        decided = settle(config)
+        if decided.backbone.checkpoint is not None:
+            return decided
+        return settle(config, demo_tower(config.backbone.stem or "dpn", console, trained=not dry_run))
+
+    return settled
+
+
+LIT = Training(
+    help="Train a text tower from scratch; images are encoded once, whatever the number of epochs.",
+    example="dpn lit train --checkpoint B-32-dpn.npz --data pairs.csv -b 4096 --steps 5000",
+    schema=lit_config.LitConfig,
+    module="tasks.lit.command",
+    configs={"": "lit", "demo": "lit_demo"},
+    resolve=lit_config.resolve,
+    settle=_on_demo_tower(lit_config.settle),
+    scores=("zeroshot.top1", "retrieval.image_to_text@1", "retrieval.text_to_image@1"),
+)
+
+
+def _segmentation(config: str, **others: Any) -> Training:
+    return Training(
+        schema=segment_config.SegmentConfig,
+        module="tasks.segment.command",
+        configs={"": config, "demo": "ade20k_demo"},
+        resolve=partial(segment_config.resolve, config),
+        settle=_on_demo_tower(segment_config.settle),
+        scores=("miou",),
+        **others,
+    )
+
+
+ADE20K = _segmentation(
+    "ade20k",
+    help="ADE20K with 150 classes, or a nested part of it (Table 5).",
+    example="dpn segment ade20k --arch B/16 --checkpoint B-16-dpn.npz --data ADEChallengeData2016 --fraction 0.25",
+    without=frozenset({"data.classes", "data.label_offset", "data.ignore_label"}),
+)
+FOLDER = _segmentation(
+    "segment",
+    help="Anyone's images with masks, in ADE20K's layout or from the hub.",
+    example="dpn segment folder --arch B/16 --checkpoint B-16-dpn.npz --data DIR --epochs 20",
+)
+
+
+def _settle_distill(
+    config: distill_config.DistillConfig, console: Console, dry_run: bool
+) -> distill_config.DistillConfig:
+    if config.demo and config.teacher is None:
+        return distill_config.settle(config, demo_tower("none", console, trained=not dry_run))
+    return distill_config.settle(config)
+
+
+DISTILL = Training(
+    help="Turn a trained ViT into one with another stem, other norms or another size, with unlabelled images.",
+    example="dpn distill --teacher timm:vit_base_patch32_224.augreg_in21k_ft_in1k --stem dpn --data photos",
+    schema=distill_config.DistillConfig,
+    module="tasks.classify.distill.command",
+    configs={"": "distill", "demo": "distill_demo"},
+    resolve=distill_config.resolve,
+    settle=_settle_distill,
+    scores=("agreement",),
+)
+
+# Every command that trains, by its words after ``dpn``.
+TRAININGS: dict[str, Training] = {
+    "finetune vtab": VTAB,
+    "finetune highres": HIGHRES,
+    "lit train": LIT,
+    "pretrain": PRETRAIN,
+    "distill": DISTILL,
+    "segment ade20k": ADE20K,
+    "segment folder": FOLDER,
+}

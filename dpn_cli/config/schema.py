@@ -1,0 +1,288 @@
+"""Configs: YAML in, one validated and frozen object out. Imports neither torch nor a task.
+
+Layers, later ones win: schema defaults < shipped config < ``--config`` < flags < ``--set a.b=c``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from dpn_cli.arch import (
+    MOST_INTEGER,
+    MOST_PIXELS,
+    whole,
+)
+from dpn_cli.config.option import DATA, OUTPUT, RUNTIME, TRAIN, argument, flag
+from dpn_cli.config.urls import checked
+
+# The largest seed that every library takes.
+MOST_SEED = 2**32 - 1
+Positive = Annotated[int, Field(gt=0, le=MOST_INTEGER)]
+Whole = Annotated[int, Field(ge=0, le=MOST_INTEGER)]
+Seed = Annotated[int, Field(ge=0, le=MOST_SEED)]
+Side = Annotated[int, Field(gt=0, le=MOST_PIXELS)]
+NonNegative = Annotated[float, Field(ge=0)]
+# Where data are, as `--data` says it.
+DataPlace = Annotated[str, AfterValidator(checked)]
+# Pillow's own limit: what it refuses as a decompression bomb.
+MAX_PIXELS = 2 * (1024**3 // 4 // 3)
+
+
+def height_by_width(value: object) -> object:
+    """Accept 224, "224", [224, 160] and "224x160" (height x width)."""
+    if isinstance(value, str) and "x" in value:
+        return tuple(whole(side) or side for side in value.split("x"))
+    return value
+
+
+def listed(value: object) -> object:
+    """Accept ``"a,b"`` for ["a", "b"], and 3 for [3]."""
+    if isinstance(value, str):
+        return [word.strip() for word in value.split(",")]
+    return [value] if isinstance(value, int | float) else value
+
+
+Pixels = Annotated[
+    Side | tuple[Side, Side],
+    BeforeValidator(height_by_width),
+    Field(description=f"a side of at most {MOST_PIXELS} pixels, or height x width, e.g. 224 or 224x160"),
+]
+
+
+class Section(BaseModel):
+    """A part of a config: unknown keys are errors, values never change after validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class About(Section):
+    """Where a config comes from and what number it should give."""
+
+    paper: str
+    table: str
+    command: str
+    expected: str
+
+
+# Keys that several schemas have under one meaning; a schema with another meaning writes its own.
+DATA_SOURCE = flag("--data", help="Where the data are.", panel=DATA)
+VAL_DATA = flag("--val-data", help="Validation images, where they are not inside --data.", panel=DATA, unset="--data's")
+VAL_FRACTION = flag("--val-fraction", help="Share of every class set apart to validate on.", panel=DATA)
+DECODE = flag("--decode", help="Pixels of JPEGs: exact (the reference's) or pillow.", panel=DATA)
+IMAGE_COLUMN = flag(
+    "--image-column",
+    help="Column of a hf: data set with the images.",
+    panel=DATA,
+    unset="the only one of its kind",
+)
+LR = flag("--lr", help="Peak learning rate.", panel=TRAIN)
+SEED = flag("--seed", help="Seed of the order of images, of crops and of new weights.", panel=TRAIN)
+EPOCHS = flag("--epochs", help="Duration in passes over the training images.", panel=TRAIN, unset="by --steps")
+BATCH_SIZE = flag("--batch-size", "-b", help="Images per optimizer step over all ranks.", panel=TRAIN)
+
+# Of commands that do not train: their batches change nothing beyond floating-point rounding.
+AT_ONCE = flag("--batch-size", "-b", help="Images at a time.", panel=RUNTIME)
+AtOnce = Annotated[Positive, AT_ONCE]
+IMAGE_FILES = argument("Images, or folders of images.")
+HTML = flag("--html", help="File for a page of thumbnails with what was predicted.", panel=OUTPUT)
+MICRO_BATCH_SIZE = flag(
+    "--micro-batch-size",
+    help="Images per forward pass, or auto: as many as fit into memory.",
+    panel=RUNTIME,
+)
+LabelColumn = Annotated[
+    str | None,
+    flag("--label-column", help="Column with the class numbers.", panel=DATA, unset="the only one of its kind"),
+]
+ImageColumn = Annotated[str | None, IMAGE_COLUMN]
+SkipBadImages = Annotated[
+    bool, flag("--skip-bad-images", help="Leave unreadable images out and count them.", panel=DATA)
+]
+FLIP = flag(
+    "--flip/--no-flip",
+    help="Mirror training images at random; unsuitable for digits, letters and left or right.",
+    panel=DATA,
+)
+Flip = Annotated[bool, FLIP]
+MaxPixels = Annotated[
+    Positive,
+    flag(
+        "--max-pixels",
+        help="Most pixels of an image. Larger JPEGs are read at a half, quarter or eighth of their size, other large "
+        "images are refused.",
+        panel=DATA,
+    ),
+]
+Workers = Annotated[
+    Annotated[int, Field(ge=0, le=1024)] | Literal["auto"],
+    flag("--workers", "-j", help="Processes that decode images, or auto.", panel=RUNTIME),
+]
+Crop = Literal["inception", "whole", "timm_bicubic", "timm_bilinear"]
+TorchvisionPolicy = Literal["cifar10", "imagenet", "svhn"]
+Lr = Annotated[float, Field(gt=0)]
+Epochs = Annotated[Annotated[float, Field(gt=0)] | None, EPOCHS]
+
+
+def refuse_unused(section: Section, name: str, keys: Sequence[str], reason: str) -> None:
+    """Raise `ValueError` for a key that is not at its default where it has no effect."""
+    for key in keys:
+        default = type(section).model_fields[key].default
+        if getattr(section, key) != default:
+            shown = f"{default:g}" if isinstance(default, float) else "null" if default is None else "false"
+            raise ValueError(f"{name}.{key}: {reason}; leave it at {shown}")
+
+
+class Drawn(Section):
+    """In which order training images are drawn."""
+
+    shuffle: Annotated[
+        Literal["images", "shards"],
+        flag(
+            "--shuffle",
+            help="images: training images are shuffled all together; shards: a few shards of a pack or webdataset at a "
+            "time, for data behind URLs that are larger than the cache.",
+            panel=DATA,
+        ),
+    ] = "images"
+    open_shards: Positive = 16
+
+
+class ImageReading(Section):
+    """How image files are read: the decoder of JPEGs, and how many pixels an image may have."""
+
+    decode: Annotated[Literal["exact", "pillow"], DECODE] = "exact"
+    max_pixels: MaxPixels = MAX_PIXELS
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class RunImageReading(Section):
+    """How a command reads image files for a run: as the run did, unless it says otherwise."""
+
+    decode: Annotated[Literal["exact", "pillow"] | None, DECODE.but(unset="the run's")] = None
+    max_pixels: MaxPixels = MAX_PIXELS
+
+
+class Written(Section):
+    """The files that a prediction is written to, besides what is printed."""
+
+    csv: Annotated[
+        Path | None, flag("--csv", help="File for a table of what was predicted, a row per image.", panel=OUTPUT)
+    ] = None
+    html: Annotated[Path | None, HTML] = None
+
+
+class Optim(Section):
+    """The update rule; the learning rate and its schedule are apart (`Schedule`, ``lr``/``lrs``)."""
+
+    name: Literal["momentum", "adam"] = "momentum"
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    weight_decay: NonNegative = 0.0
+    decay_unit: Literal["schedule", "lr", "gradient"] = "lr"
+    decay_mask: Literal["kernels", "not_1d", "all"] = "kernels"
+    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+    @model_validator(mode="after")
+    def _decay_fits(self) -> Optim:
+        if self.decay_unit == "gradient" and self.state_dtype == "bfloat16":
+            raise ValueError("decay_unit (gradient): belongs to torch's optimizers; leave state_dtype at float32")
+        return self
+
+
+class Schedule(Section):
+    """How long to train and how the learning rate moves, in optimizer steps."""
+
+    steps: Annotated[
+        Positive,
+        flag(
+            "--steps",
+            help="Optimizer steps per training; fewer than the config's shorten the warm-up in proportion.",
+            panel=TRAIN,
+        ),
+    ]
+    warmup: Whole = 0
+    decay: Literal["cosine", "linear", "polynomial", "rsqrt", "stair"] = "cosine"
+    decay_from: Whole | None = None
+    end: NonNegative = 0.0
+    start: Annotated[float, Field(ge=0, le=1)] = 0.0
+    power: Annotated[float, Field(gt=0)] = 1.0
+    timescale: Positive = 10_000
+    cooldown: Whole = 0
+    stairs: tuple[tuple[int, float], ...] = ()
+
+    @model_validator(mode="after")
+    def _phases_fit(self) -> Schedule:
+        if self.decay_from is not None and self.decay_from >= self.steps:
+            raise ValueError(f"decay_from ({self.decay_from}) must be below steps ({self.steps})")
+        if self.warmup >= self.steps:
+            raise ValueError(
+                f"warmup ({self.warmup}) must be below steps ({self.steps}): "
+                f"add --set schedule.warmup={self.steps // 12}"
+            )
+        if self.warmup + self.cooldown > self.steps:
+            raise ValueError(
+                f"warmup ({self.warmup}) and cooldown ({self.cooldown}) must fit into steps ({self.steps}): "
+                f"add --set schedule.cooldown={(self.steps - self.warmup) // 2}"
+            )
+        return self
+
+
+class Runtime(Section):
+    """How to run: nothing here may change what is computed beyond floating-point rounding."""
+
+    device: Annotated[str, flag("--device", help="auto, cpu, cuda or cuda:N.", panel=RUNTIME)] = "auto"
+    precision: Annotated[
+        Literal["auto", "bf16", "fp32"],
+        flag("--precision", help="bf16 is autocast; auto is bf16 on a GPU and fp32 on a CPU.", panel=RUNTIME),
+    ] = "auto"
+    compile: Annotated[
+        bool, flag("--compile/--no-compile", help="Compile the training step with torch.compile.", panel=RUNTIME)
+    ] = False
+    shard: Annotated[
+        bool,
+        flag(
+            "--shard/--no-shard",
+            help="Spread weights, gradients and optimizer over torchrun's processes (FSDP2).",
+            panel=RUNTIME,
+        ),
+    ] = False
+    micro_batch_size: Annotated[
+        Positive | Literal["auto"],
+        MICRO_BATCH_SIZE,
+    ] = "auto"
+    workers: Workers = "auto"
+    checkpoint_every: Positive = 500
+    report_to: Annotated[
+        Literal["none", "tensorboard", "wandb"],
+        flag("--report-to", help="Also write to tensorboard or wandb.", panel=OUTPUT),
+    ] = "none"
+
+    def precision_on(self, device: str) -> Literal["bf16", "fp32"]:
+        """Return the precision on a type of device ("cpu", "cuda"): what ``auto`` stands for is decided here."""
+        if self.precision == "auto":
+            return "bf16" if device == "cuda" else "fp32"
+        return self.precision
+
+
+class Config(Section):
+    """What the configs of all tasks have."""
+
+    about: About
+
+    @property
+    def demo(self) -> bool:
+        """Whether the data are the built-in scenes."""
+        raise NotImplementedError
+
+    def in_paper(self) -> Mapping[str, Any] | None:
+        """Return the paper's values that depend on the architecture, by dotted key; None where it has none for it."""
+        return {}

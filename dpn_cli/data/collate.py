@@ -1,0 +1,187 @@
+"""Batches that worker processes make in parts of few images, put together in order while the last one is in use.
+
+Whole batches would have to lie in shared memory, two for every worker, and one worker would make all of the first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from itertools import chain, islice
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from dpn_cli.data.workers import PATIENCE, kill, open_loader
+from dpn_cli.errors import DpnError
+from dpn_cli.run.cores import shared_memory
+from dpn_cli.run.distributed import ranks_here
+
+CPU = torch.device("cpu")
+# Most images of a part, and parts that each worker has ready or in the making.
+IMAGES, AHEAD = 64, 2
+# Most shared memory of all parts of all ranks of a machine, in bytes, and its share of what is free.
+SHARED, SHARE = 2**29, 0.5
+
+Value = Tensor | float | tuple[int, ...]
+Example = tuple[Value, ...] | DpnError  # what a data set makes of an item
+Column = Tensor | list[Any]
+
+
+class Part(NamedTuple):
+    """What became of some items: tensors (n, ...) or lists of n numbers, and the errors of those without examples."""
+
+    columns: list[Column]
+    errors: list[DpnError]
+
+
+class Made(NamedTuple):
+    """A batch: tensors (b, ...), none where no item became an example, and the errors of those that did not."""
+
+    columns: list[Tensor]
+    errors: list[DpnError]
+
+
+def parts_in_memory(workers: int) -> int:
+    """Return how many parts of one rank are in shared memory at once: two of them are being put into a batch."""
+    return AHEAD * workers + 2
+
+
+def batches_ahead(rows: int, workers: int) -> int:
+    """Return how many batches of so many rows may be in the making, or ready, beside the one in use."""
+    return 1 + (min(AHEAD * workers, -(-AHEAD * workers * IMAGES // rows)) if workers else 0)
+
+
+def part_size(image_bytes: int, workers: int, ranks: int) -> int:
+    """Return how many images a worker hands over at once.
+
+    64, or fewer: all that `ranks` of this machine with so many workers each have in shared memory is at most 512 MiB
+    and half of what is free, as long as one image at a time is few enough.
+    """
+    if not workers:
+        return IMAGES
+    free = shared_memory()
+    most = SHARED if free is None else min(SHARED, int(free * SHARE))
+    return max(1, min(IMAGES, most // (ranks * parts_in_memory(workers) * image_bytes)))
+
+
+@contextmanager
+def open_batches(
+    dataset: Dataset[Example],
+    batches: Iterable[Sequence[Any]],
+    workers: int,
+    *,
+    image_bytes: int,
+    device: torch.device = CPU,
+) -> Iterator[Iterator[Made]]:
+    """Iterate over batches of a data set's items in order; what becomes of them does not depend on the workers.
+
+    With workers, the next batch is made while one is in use. The processes end with the block. Raises `WorkerError`
+    inside it as soon as one of them dies.
+
+    Args:
+        dataset: makes an example of an item, or returns an error, which would come back from a worker wrapped.
+        batches: the items of every batch.
+        workers: the number of processes; 0 makes batches when they are asked for.
+        image_bytes: the size of an example.
+        device: where batches go; those for a GPU are in pinned memory.
+    """
+    lengths, size = deque[int](), part_size(image_bytes, workers, ranks_here())
+    options = {"batch_sampler": _parts(batches, size, lengths), "collate_fn": _collate}
+    if workers:
+        options["prefetch_factor"] = AHEAD
+    with open_loader(dataset, workers, **options) as items:
+        made = _joined(items, size, lengths, pin=device.type == "cuda")
+        if not workers:
+            yield made
+            return
+        with closing(_Ahead(items, made, device)) as ahead:
+            yield iter(ahead)
+
+
+def _parts(batches: Iterable[Sequence[Any]], size: int, lengths: deque[int]) -> Iterator[list[Any]]:
+    for batch in batches:
+        lengths.append(len(batch))
+        for begin in range(0, len(batch), size):
+            yield list(batch[begin : begin + size])
+
+
+def _collate(examples: Sequence[Example]) -> Part:
+    good = [example for example in examples if not isinstance(example, DpnError)]
+    errors = [example for example in examples if isinstance(example, DpnError)]
+    # Numbers stay lists: every tensor that a worker hands over takes an open file.
+    columns = [torch.stack(v) if isinstance(v[0], Tensor) else list(v) for v in zip(*good, strict=True)]
+    return Part(columns, errors)
+
+
+def _joined(parts: Iterator[Part], size: int, lengths: deque[int], *, pin: bool) -> Iterator[Made]:
+    """Copy parts into whole batches."""
+    for first in parts:
+        rows = lengths.popleft()
+        yield _join(chain([first], islice(parts, -(-rows // size) - 1)), rows, pin=pin)
+
+
+def _join(parts: Iterator[Part], rows: int, *, pin: bool) -> Made:
+    whole, errors, count = list[Column](), list[DpnError](), 0
+    for part in parts:
+        errors += part.errors
+        if not part.columns:
+            continue
+        whole = whole or [
+            torch.empty((rows, *column.shape[1:]), dtype=column.dtype, pin_memory=pin)
+            if isinstance(column, Tensor)
+            else []
+            for column in part.columns
+        ]
+        begin, count = count, count + len(part.columns[0])
+        for column, more in zip(whole, part.columns, strict=True):
+            if isinstance(column, list):
+                column += more
+            else:  # NumPy copies in this thread; torch would start others
+                np.copyto(column[begin:count].numpy(), np.asarray(more))
+    return Made([c[:count] if isinstance(c, Tensor) else torch.tensor(c, pin_memory=pin) for c in whole], errors)
+
+
+class _Ahead:
+    """Batches that a thread makes one ahead of what is asked for."""
+
+    def __init__(self, items: Any, made: Iterator[Made], device: torch.device) -> None:
+        self.items, self.made, self.device = items, made, device
+        self.ready: SimpleQueue[Made | BaseException | None] = SimpleQueue()
+        self.room, self.ended = threading.Semaphore(), threading.Event()
+        self.thread = threading.Thread(target=self._make, daemon=True)
+        self.thread.start()
+
+    def __iter__(self) -> Iterator[Made]:
+        while (batch := self.ready.get()) is not None:
+            if isinstance(batch, BaseException):
+                raise batch
+            self.room.release()
+            yield batch
+
+    def _make(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # each thread has its own, and pinning would wake up the first GPU
+        try:
+            while self.room.acquire() and not self.ended.is_set():
+                self.ready.put(next(self.made, None))
+        except BaseException as error:
+            self.ready.put(error)
+
+    def close(self) -> None:
+        """End the thread, though it waits for a worker that does not come back."""
+        self.ended.set()
+        self.room.release()
+        parts = self.items._worker_result_queue
+        parts.put((None, None))  # which is none, so that waiting for one ends in an error
+        parts.cancel_join_thread()  # a dead worker may hold the queue's lock
+        self.thread.join(PATIENCE)
+        if self.thread.is_alive():
+            kill(self.items._workers)  # which the loader notices
+            self.thread.join()

@@ -1,0 +1,304 @@
+"""Lists of the images in folders: a few bytes each, found in one pass, kept for folders of very many."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import time
+import zipfile
+import zlib
+from array import array
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+import numpy as np
+from PIL import Image
+
+from dpn_cli.config.paths import home
+from dpn_cli.data.decode import SUFFIXES, USUAL, Reading, open_image
+from dpn_cli.data.labelled import Images
+from dpn_cli.data.shard_sampler import Rows
+from dpn_cli.errors import DataError, SaveError
+from dpn_cli.run import signals
+from dpn_cli.run.console import LINE_EVERY, tell
+from dpn_cli.run.files import real_path, replace_file
+
+ItemT = TypeVar("ItemT")
+# The list of so many images is kept. Nobody edits images of larger sets one by one; looking at each of them takes
+# minutes on a disk of the network.
+KEPT = 100_000
+# A kept list is checked against every folder's dates, and the sizes of this many images.
+SAMPLE = 1000
+# Nanoseconds within which a folder may be written to twice without another date.
+SAME_DATE = 2_000_000_000
+# Part of the name of a kept list: lists of another form are not read.
+FORM = "1"
+
+
+class Names(Sequence[str]):
+    """Strings in one piece of memory.
+
+    A list of a million strings takes four times as much, and as much again in every process that reads it: reading an
+    object counts a reference, which copies the page that it shares with other processes.
+    """
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self.content, self.ends = bytearray(), array("q")
+        for name in names:
+            self.append(name)
+
+    def append(self, name: str) -> None:
+        """Add a string."""
+        self.content += os.fsencode(name)
+        self.ends.append(len(self.content))
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(len(self))[index]]
+        place = range(len(self.ends))[index]
+        begin = self.ends[place - 1] if place else 0
+        return os.fsdecode(bytes(self.content[begin : self.ends[place]]))
+
+    def arrays(self, prefix: str) -> dict[str, Any]:
+        """Return what `read` makes the strings of again."""
+        return {f"{prefix}_bytes": np.frombuffer(self.content, np.uint8), f"{prefix}_ends": np.asarray(self.ends)}
+
+    @classmethod
+    def read(cls, arrays: Any, prefix: str) -> Names:
+        """Return the strings of some `arrays`."""
+        names = cls()
+        names.content = bytearray(arrays[f"{prefix}_bytes"].tobytes())
+        names.ends = integers(arrays[f"{prefix}_ends"])
+        return names
+
+
+class Chosen(Sequence[ItemT]):
+    """Some items of a sequence, looked up when they are asked for."""
+
+    def __init__(self, whole: Sequence[ItemT], rows: Sequence[int] | Rows) -> None:
+        self.whole, self.rows = whole, integers(rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> ItemT: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[ItemT]: ...
+    def __getitem__(self, index: int | slice) -> ItemT | list[ItemT]:
+        if isinstance(index, slice):
+            return [self.whole[row] for row in self.rows[index]]
+        return self.whole[self.rows[index]]
+
+
+def integers(values: Any) -> array[int]:
+    """Return integers in eight bytes each; in a list, they take forty."""
+    packed = array("q")
+    packed.frombytes(np.asarray(values, dtype=np.int64).tobytes())
+    return packed
+
+
+@dataclass
+class Listing:
+    """Images below a folder in alphabetical order: names with forward slashes, and sizes in bytes.
+
+    The first `counts[0]` are in the first of the folders that were asked for. `file` is where the list is kept.
+    """
+
+    names: Names = field(default_factory=Names)
+    sizes: array[int] = field(default_factory=lambda: array("q"))
+    counts: array[int] = field(default_factory=lambda: array("q"))
+    file: Path | None = None
+
+    def forget(self) -> None:
+        """Have the images looked for again the next time."""
+        if self.file is not None:
+            with suppress(OSError):
+                self.file.unlink(missing_ok=True)
+
+
+@dataclass
+class _Folders:
+    """The folders that were walked through, each with dates and number, which change with the names in it."""
+
+    names: Names = field(default_factory=Names)
+    stamps: array[int] = field(default_factory=lambda: array("q"))
+
+    def add(self, name: str, path: str) -> None:
+        """Note a folder, before it is listed."""
+        self.names.append(name)
+        self.stamps.extend(_stamp(path))
+
+
+def _stamp(path: str) -> tuple[int, int, int]:
+    try:
+        status = os.stat(path)  # noqa: PTH116  a Path for each of a million images takes most of the time
+    except OSError:
+        return 0, 0, 0
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+
+
+def list_files(root: Path, within: Sequence[str] = ("",)) -> Listing:
+    """List the images in and below some folders of `root`.
+
+    A list of many images is kept below `home`, until one of the folders changes. An image that was written to in its
+    place is noticed when it is opened, or in a sample. Says every ten seconds how many were found. Raises `DataError`
+    for a folder that cannot be read, `StoppedError` when a signal asks to stop.
+    """
+    file = _file(root, within)
+    if file and (kept := _read(file, root, within)) is not None:
+        return kept
+    began, shown = time.time_ns(), time.monotonic()
+    listing, folders = Listing(), _Folders()
+    for folder in within:
+        before = len(listing.names)
+        for name, size in walk(str(root / folder), f"{folder}/" if folder else "", SUFFIXES, folders):
+            signals.check_here()
+            listing.names.append(name)
+            listing.sizes.append(size)
+            if time.monotonic() - shown >= LINE_EVERY:
+                shown = time.monotonic()
+                tell(f"{root}: {len(listing.names)} images found")
+        listing.counts.append(len(listing.names) - before)
+    if file and len(listing.names) >= KEPT and max(folders.stamps[::3]) < began - SAME_DATE:
+        with suppress(SaveError):  # the next run looks for them again
+            _keep(file, listing, folders, within)
+            listing.file = file
+    return listing
+
+
+def _file(root: Path, within: Sequence[str]) -> Path | None:
+    """Return where a list is kept; None for a user without a home."""
+    named = f"{FORM} {'whole' if within == ('',) else 'classes'} {real_path(root)}"
+    with suppress(RuntimeError):
+        return home() / "cache" / "listings" / f"{hashlib.sha256(os.fsencode(named)).hexdigest()[:24]}.npz"
+    return None
+
+
+def walk(
+    top: str, prefix: str, suffixes: Collection[str] = SUFFIXES, folders: _Folders | None = None
+) -> Iterator[tuple[str, int]]:
+    """Yield the images in and below a folder, with sizes in bytes, in the order of the parts of their paths.
+
+    Names begin with `prefix`. A name that is not a regular file (a broken link, a FIFO) counts as an image of zero
+    bytes: opening it fails, and it is reported or left out like any other unreadable image. Links to folders are not
+    followed, and folders without permission are left out. Raises `DataError` for one that cannot be read. `folders`
+    notes those that are walked through.
+    """
+    if folders is not None:
+        folders.add(prefix, top)
+    inner, files = set[str](), list[str]()
+    try:
+        with os.scandir(top) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    inner.add(entry.name)
+                elif _suffix(entry.name) in suffixes:
+                    files.append(entry.name)
+    except (PermissionError, FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise DataError(f"{top}: not readable ({error.strerror})") from error
+    for name in sorted([*files, *inner]):
+        path = f"{top}{os.sep}{name}"
+        if name in inner:
+            yield from walk(path, f"{prefix}{name}/", suffixes, folders)
+        elif (size := _size(path)) is not None:
+            yield prefix + name, size
+
+
+def _suffix(name: str) -> str:
+    """Return a name's ending as `Path.suffix` does, in small letters."""
+    dot = name.rfind(".")
+    return name[dot:].lower() if 0 < dot < len(name) - 1 else ""
+
+
+def _size(path: str) -> int | None:
+    """Return the size of a file, zero of what is not a regular one; None of a folder."""
+    try:
+        status = os.stat(path)  # noqa: PTH116
+    except OSError:
+        return 0
+    if stat.S_ISDIR(status.st_mode):
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else 0
+
+
+def _keep(file: Path, listing: Listing, folders: _Folders, within: Sequence[str]) -> None:
+    arrays = {
+        **listing.names.arrays("name"),
+        **folders.names.arrays("folder"),
+        **Names(within).arrays("within"),
+        "sizes": np.asarray(listing.sizes),
+        "counts": np.asarray(listing.counts),
+        "stamps": np.asarray(folders.stamps),
+    }
+
+    def save(temporary: Path) -> None:
+        with temporary.open("wb") as opened:
+            np.savez(opened, allow_pickle=False, **arrays)
+
+    replace_file(file, save)
+
+
+def _read(file: Path, root: Path, within: Sequence[str]) -> Listing | None:
+    """Return a kept list; None where there is none, it is damaged, or a folder or a file of a sample has changed."""
+    try:
+        with file.open("rb") as opened, np.load(opened, allow_pickle=False) as arrays:
+            folders = Names.read(arrays, "folder")
+            now = [number for folder in folders for number in _stamp(str(root / folder))]
+            if now != arrays["stamps"].tolist() or Names.read(arrays, "within")[:] != list(within):
+                return None
+            sizes, counts = (integers(arrays[name]) for name in ("sizes", "counts"))
+            listing = Listing(Names.read(arrays, "name"), sizes, counts, file)
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
+        return None
+    rows = range(0, len(listing.names), max(1, len(listing.names) // SAMPLE))
+    same = all(_size(str(root / listing.names[row])) == listing.sizes[row] for row in rows)
+    return listing if same else None
+
+
+def find_files(folder: Path, suffixes: Collection[str] = SUFFIXES) -> list[tuple[Path, int]]:
+    """Return the images in a folder and below it in alphabetical order, with sizes in bytes; see `walk`."""
+    return [(folder / name, size) for name, size in walk(str(folder), "", suffixes)]
+
+
+class FolderImages(Images):
+    """The images in and below some folders of `root`, named as `list_files` does; the label is the folder's place."""
+
+    def __init__(self, root: Path, within: Sequence[str] = ("",), reading: Reading = USUAL) -> None:
+        self.root, self.reading, self.listing = root, reading, list_files(root, within)
+        self.sizes: Sequence[int] = self.listing.sizes
+        places = np.repeat(np.arange(len(within), dtype=np.int32), self.listing.counts)
+        self.labels: Sequence[int] = array("i", places.tobytes())
+
+    def path(self, index: int) -> Path:
+        """Return an image's file."""
+        return self.root / self.listing.names[index]
+
+    def where(self, index: int) -> str:
+        """Name an image's file."""
+        return str(self.path(index))
+
+    def key(self, index: int) -> str:
+        """Return an image's name inside the data set."""
+        return self.listing.names[index]
+
+    def open(self, index: int) -> Image.Image:
+        """Open an image, not decoded yet."""
+        try:
+            return open_image(self.path(index), self.where(index), self.reading, self.sizes[index])
+        except DataError:
+            self.listing.forget()  # what is mended has another size, at the same date of its folder
+            raise

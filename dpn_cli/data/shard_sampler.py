@@ -1,0 +1,244 @@
+"""The order of training images that lie in shards: shard after shard, so that only a few are read at a time.
+
+The places of a batch are divided into lanes, and the shards of an epoch among the lanes. A lane draws the images of one
+shard (of several, where there are fewer places than shards to be open) in random order before it turns to the next one.
+Neighbouring places have neighbouring lanes, so a rank has shards of its own; but the order is one of steps and places,
+which ranks have no part in: it is a function of seed and step alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dpn_cli.config.schema import Drawn
+from dpn_cli.engine.seeds import fold
+from dpn_cli.errors import DpnError
+
+if TYPE_CHECKING:
+    from dpn_cli.data.labelled import Labelled
+    from dpn_cli.data.sources.shards import Shard
+
+Rows = NDArray[np.int64]
+# Independent streams of random numbers: the order of shards, of a shard's images, of the images that are read together.
+SHARDS, INSIDE, TOGETHER = 1, 2, 3
+# Batches whose images are looked up at a time, where others than `ShardOrder` say which they are.
+AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """Files that hold many images each: image i lies in ``paths[of[i]]``."""
+
+    paths: Sequence[Shard]
+    of: Rows
+
+    def only(self, rows: Sequence[int]) -> Sharded:
+        """Return the files of some of the images, in their order."""
+        return Sharded(self.paths, self.of[rows])
+
+
+class Piece(NamedTuple):
+    """Images `begin` up to `end` of a shard's in an epoch, counted in a random order."""
+
+    shard: int
+    begin: int
+    end: int
+
+
+class Need(NamedTuple):
+    """A shard that steps `first` to `last` read."""
+
+    first: int
+    last: int
+    shard: int
+
+
+def needs_in_order(shards: Sharded, rows: Sequence[int], batch_size: int) -> Iterator[Need]:
+    """Yield the shards of images that are read in batches, in the order of need; of `AT_ONCE` batches at a time."""
+    for begin in range(0, len(rows), AT_ONCE * batch_size):
+        places = range(begin, min(begin + AT_ONCE * batch_size, len(rows)))
+        of = shards.of[[rows[place] for place in places]]
+        numbers, firsts = np.unique(of, return_index=True)
+        lasts = len(of) - 1 - np.unique(of[::-1], return_index=True)[1]
+        steps = (begin + np.array([firsts, lasts])) // batch_size
+        yield from sorted(map(Need, *steps.tolist(), numbers.tolist()))
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A lane's epoch: pieces of shards that are read together, and where each such block begins among its draws."""
+
+    blocks: list[list[Piece]]
+    begins: Rows
+
+
+@dataclass(frozen=True, eq=False)
+class ShardOrder:
+    """Which images every step draws. An epoch has each image once, and may end inside a batch.
+
+    Args:
+        shards: the number of each image's shard (n,).
+        batch_size: images per step, over all ranks.
+        seed: another one gives another order.
+        open_shards: how many shards the images of a batch come from, over all ranks.
+        steps: how long the training is; what comes after it is not read.
+    """
+
+    shards: Rows
+    batch_size: int
+    seed: int
+    open_shards: int
+    steps: int = sys.maxsize
+    _open: dict[int, tuple[int, int, Rows]] = field(
+        default_factory=dict, repr=False
+    )  # by lane, the block it draws from
+
+    @property
+    def images(self) -> int:
+        """How many images an epoch has."""
+        return len(self.shards)
+
+    @property
+    def lanes(self) -> int:
+        """How many lanes the places of a batch are divided into."""
+        return min(self.open_shards, self.batch_size)
+
+    @cached_property
+    def members(self) -> dict[int, Rows]:
+        """The images of every shard that has any."""
+        sorted_rows = np.argsort(self.shards, kind="stable")
+        numbers, begins = np.unique(self.shards[sorted_rows], return_index=True)
+        return dict(zip(numbers.tolist(), np.split(sorted_rows, begins[1:]), strict=True))
+
+    @cached_property
+    def _bounds(self) -> Rows:
+        """The first place of every lane, and the end of the last one."""
+        return -(-np.arange(self.lanes + 1) * self.batch_size // self.lanes)
+
+    def _drawn(self, draws: int) -> Rows:
+        """Return how many of the first `draws` of a training are each lane's (lanes,)."""
+        steps, rest = divmod(draws, self.batch_size)
+        first, width = self._bounds[:-1], np.diff(self._bounds)
+        return steps * width + np.clip(rest - first, 0, width)
+
+    def plan(self, epoch: int) -> list[Lane]:
+        """Return what every lane reads in an epoch.
+
+        The shuffled shards, one after the other, are cut where a lane's share of the draws ends. The two lanes of a
+        shard that is cut both begin with it, or both end with it, so that it is fetched once.
+        """
+        numbers = np.array(list(self.members))[_shuffled(len(self.members), self.seed, SHARDS, epoch)].tolist()
+        ends = np.cumsum([len(self.members[shard]) for shard in numbers])
+        begins = np.concatenate([[0], ends[:-1]])
+        shares = self._drawn((epoch + 1) * self.images) - self._drawn(epoch * self.images)
+        lanes = []
+        for lane, (low, high) in enumerate(pairwise(np.concatenate([[0], np.cumsum(shares)]).tolist())):
+            met = range(int(np.searchsorted(ends, low, "right")), int(np.searchsorted(begins, high)))
+            pieces = [
+                Piece(numbers[at], max(0, low - int(begins[at])), min(high, int(ends[at])) - int(begins[at]))
+                for at in (met if low < high else ())
+            ]
+            if lane % 2 == 0:
+                pieces.reverse()
+            lanes.append(self._blocks(pieces))
+        return lanes
+
+    def _blocks(self, pieces: Sequence[Piece]) -> Lane:
+        """Divide a lane's pieces into equally many at a time, as near to the number of open shards as that allows."""
+        together = -(-self.open_shards // self.lanes)
+        count = max(1, -(-len(pieces) // together))
+        cuts = [len(pieces) * number // count for number in range(count + 1)]
+        blocks = [list(pieces[low:high]) for low, high in pairwise(cuts)]
+        sizes = [sum(piece.end - piece.begin for piece in block) for block in blocks]
+        return Lane(blocks, np.cumsum([0, *sizes]))
+
+    def block(self, epoch: int, lane: int, number: int) -> Rows:
+        """Return the images of a lane's block in the order in which they are drawn."""
+        pieces = _plan(self, epoch)[lane].blocks[number]
+        parts = []
+        for shard, begin, end in pieces:
+            rows = self.members[shard]
+            parts.append(rows[_shuffled(len(rows), self.seed, INSIDE, epoch, shard)[begin:end]])
+        joined = np.concatenate(parts)
+        mixed: Rows = joined[_shuffled(len(joined), self.seed, TOGETHER, epoch, lane, number)]
+        return mixed
+
+    def rows(self, step: int) -> list[int]:
+        """Return the images of a step's batch (b,), of all ranks."""
+        parts: list[Rows] = []
+        draw, last = step * self.batch_size, (step + 1) * self.batch_size
+        while draw < last:
+            epoch = draw // self.images
+            end = min(last, (epoch + 1) * self.images)
+            before = self._drawn(epoch * self.images)
+            spans = zip((self._drawn(draw) - before).tolist(), (self._drawn(end) - before).tolist(), strict=True)
+            for lane, (low, high) in enumerate(spans):
+                parts += self._span(epoch, lane, low, high)
+            draw = end
+        rows: list[int] = np.concatenate(parts).tolist()
+        return rows
+
+    def _span(self, epoch: int, lane: int, low: int, high: int) -> Iterator[Rows]:
+        """Yield the images of a lane's draws from `low` up to `high` of an epoch."""
+        begins = _plan(self, epoch)[lane].begins
+        while low < high:
+            number = int(np.searchsorted(begins, low, "right")) - 1
+            end = min(high, int(begins[number + 1]))
+            if self._open.get(lane, ())[:2] != (epoch, number):
+                self._open[lane] = epoch, number, self.block(epoch, lane, number)
+            yield self._open[lane][2][low - begins[number] : end - begins[number]]
+            low = end
+
+    def needs(self, start: int, places: Sequence[int]) -> Iterator[Need]:
+        """Yield the shards that the steps from `start` on read for `places` of their batches, in the order of need."""
+        lanes = sorted({place * self.lanes // self.batch_size for place in places})
+        widths = np.diff(self._bounds)
+        for epoch in range(start * self.batch_size // self.images, -(-self.steps * self.batch_size // self.images)):
+            before = self._drawn(epoch * self.images)
+            needs = []
+            for lane in lanes:
+                plan = _plan(self, epoch)[lane]
+                for block, (low, high) in zip(
+                    plan.blocks, pairwise((plan.begins + before[lane]).tolist()), strict=True
+                ):
+                    first, last = low // widths[lane], (high - 1) // widths[lane]
+                    needs += [Need(int(first), int(last), piece.shard) for piece in block]
+            yield from sorted(need for need in needs if need.last >= start and need.first < self.steps)
+
+
+def order_of(split: Labelled, data: Drawn, batch_size: int, seed: int, steps: int) -> ShardOrder | None:
+    """Return the order of a training on a split; None where its images are shuffled all together.
+
+    Raises `DpnError` where shards are to be drawn, and the split has none.
+    """
+    if data.shuffle == "images":
+        return None
+    if split.shards is None:
+        raise DpnError(
+            "--shuffle shards: the images of --data are in no packed or webdataset shards; pack them with 'dpn data "
+            "pack', or leave --shuffle at images"
+        )
+    return ShardOrder(split.shards.of, batch_size, seed, data.open_shards, steps)
+
+
+# As long as an epoch is under way, and its end is in the same batch as the beginning of the next one.
+@lru_cache(maxsize=2)
+def _plan(order: ShardOrder, epoch: int) -> list[Lane]:
+    return order.plan(epoch)
+
+
+def _shuffled(count: int, *numbers: int) -> Rows:
+    """Return the numbers up to `count` in an order that depends on the other `numbers` alone.
+
+    NumPy promises that the bits of a generator stay the same in later versions, but not what `permutation` makes of
+    them, and a training may go on with a later version.
+    """
+    return np.argsort(np.random.PCG64(fold(*numbers)).random_raw(count), kind="stable")

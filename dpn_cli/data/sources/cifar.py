@@ -1,0 +1,191 @@
+"""CIFAR-10 and CIFAR-100 as their authors publish them: Python pickles, or bytes (cs.toronto.edu/~kriz/cifar.html).
+
+Pickles can run code when they are read. The unpickler here builds NumPy arrays and plain values only.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from dpn_cli.data.decode import Pixels
+from dpn_cli.data.labelled import Images
+from dpn_cli.errors import DataError
+
+SIDE = 32
+PIXELS = 3 * SIDE * SIDE
+# Exceptions that damaged pickles raise.
+DAMAGED = (
+    *(pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, IndexError, AttributeError),
+    *(MemoryError, OverflowError, ImportError, OSError, NotImplementedError),
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One published form: its folder, its files by split, the file with the class names, and the place of the labels.
+
+    `labels` and `names` are the keys of class numbers and class names in a pickle. In the binary form they are None,
+    and `before` bytes precede each image, the last of them its class.
+    """
+
+    folder: str
+    files: dict[str, tuple[str, ...]]
+    meta: str
+    labels: str | None = None
+    names: str | None = None
+    before: int = 0
+
+
+_TEN = tuple(f"data_batch_{number}" for number in range(1, 6))
+LAYOUTS = (
+    Layout(
+        "cifar-10-batches-py",
+        {"train": _TEN, "val": ("test_batch",)},
+        "batches.meta",
+        "labels",
+        "label_names",
+    ),
+    Layout("cifar-100-python", {"train": ("train",), "val": ("test",)}, "meta", "fine_labels", "fine_label_names"),
+    Layout(
+        "cifar-10-batches-bin",
+        {"train": tuple(f"{name}.bin" for name in _TEN), "val": ("test_batch.bin",)},
+        "batches.meta.txt",
+        before=1,
+    ),
+    Layout("cifar-100-binary", {"train": ("train.bin",), "val": ("test.bin",)}, "fine_label_names.txt", before=2),
+)
+
+
+def find_cifar(root: Path) -> tuple[Path, Layout] | None:
+    """Return the folder of a published form, `root` or one in it, and the form; None if there is none.
+
+    Raises `DataError` when `root` holds both CIFAR-10 and CIFAR-100.
+    """
+    for layout in LAYOUTS:
+        if (root / layout.meta).is_file() and (root / layout.files["val"][0]).is_file():
+            return root, layout
+    held = [(root / layout.folder, layout) for layout in LAYOUTS if (root / layout.folder).is_dir()]
+    if len({layout.folder.split("-")[1] for _, layout in held}) > 1:
+        raise DataError(f"--data {root}: holds CIFAR-10 and CIFAR-100; name one: --data {held[0][0]}")
+    return held[0] if held else None
+
+
+class Cifar(Images):
+    """The training (``train``) or test images (``val``) of CIFAR, 32 x 32 pixels, with named classes.
+
+    Raises `DataError`, naming the file, when one is missing, damaged or not CIFAR.
+    """
+
+    def __init__(self, folder: Path, layout: Layout, split: str) -> None:
+        self.layout, self.paths = layout, [folder / name for name in layout.files[split]]
+        self.classes = _names(folder / layout.meta, layout)
+        counts, labels = [], []
+        for path in self.paths:
+            numbers = [int(number) for number in self._table(path)[1]]
+            if not all(0 <= number < len(self.classes) for number in numbers):
+                raise _damaged(path, f"a class number is not one of {len(self.classes)}")
+            counts.append(len(numbers))
+            labels += numbers
+        self.ends = np.cumsum(counts)
+        self.labels: Sequence[int] = labels
+        self.sizes: Sequence[int] = [PIXELS] * len(labels)
+
+    def where(self, index: int) -> str:
+        """Name an image's file and its row in it."""
+        path, row = self._place(index)
+        return f"{path}, image {row}"
+
+    def key(self, index: int) -> str:
+        """Return an image's file and its row in it."""
+        path, row = self._place(index)
+        return f"{path.name}/{row}"
+
+    def open(self, index: int) -> Image.Image:
+        """Return an image."""
+        path, row = self._place(index)
+        planes = self._table(path)[0][row].reshape(3, SIDE, SIDE)
+        return Image.fromarray(np.ascontiguousarray(planes.transpose(1, 2, 0)))
+
+    def _table(self, path: Path) -> tuple[Pixels, Sequence[int]]:
+        return _table(path, self.layout.labels, self.layout.before)
+
+    def _place(self, index: int) -> tuple[Path, int]:
+        which = int(np.searchsorted(self.ends, index, side="right"))
+        return self.paths[which], index - (int(self.ends[which - 1]) if which else 0)
+
+
+@cache
+def _table(path: Path, key: str | None, before: int) -> tuple[Pixels, Sequence[int]]:
+    """Return the images of a file, (n, 3072) uint8 in planes, and their classes; each process reads it once."""
+    if key is None:
+        return _from_bytes(path, before)
+    table = _unpickled(path)
+    images, labels = table.get("data"), table.get(key)
+    if not isinstance(images, np.ndarray) or images.dtype != np.uint8 or images.shape[1:] != (PIXELS,):
+        raise _damaged(path, f"no table of {PIXELS} bytes an image under 'data'")
+    if not isinstance(labels, list) or len(labels) != len(images) or not all(type(one) is int for one in labels):
+        raise _damaged(path, f"no class number for each image under {key!r}")
+    return images, labels
+
+
+def _from_bytes(path: Path, before: int) -> tuple[Pixels, Sequence[int]]:
+    try:
+        table = np.memmap(path, np.uint8, "r")
+    except (OSError, ValueError) as error:
+        raise _damaged(path, str(error)) from error
+    if len(table) % (before + PIXELS):
+        raise _damaged(path, f"its {len(table)} bytes are not a whole number of images")
+    rows = table.reshape(-1, before + PIXELS)
+    return rows[:, before:], rows[:, before - 1].tolist()
+
+
+def _names(path: Path, layout: Layout) -> tuple[str, ...]:
+    if layout.names is None:
+        try:
+            return tuple(path.read_text("utf-8").split())
+        except (OSError, ValueError) as error:
+            raise _damaged(path, str(error)) from error
+    names = _unpickled(path).get(layout.names)
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise _damaged(path, f"no names of classes under {layout.names!r}")
+    return tuple(names)
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """An unpickler for plain values and NumPy arrays (Python's documentation, "Restricting Globals")."""
+
+    # NumPy moved the function that its pickles call; an array knows its current place.
+    _rebuild: Any = np.empty(0).__reduce__()[0]
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return the object that a pickle names, if arrays need it. Raises `UnpicklingError` for any other."""
+        home, _, rest = module.partition(".")
+        if home == "numpy" and rest in ("core.multiarray", "_core.multiarray") and name == "_reconstruct":
+            return self._rebuild
+        if module == "numpy" and name in ("ndarray", "dtype"):
+            return getattr(np, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no array needs")
+
+
+def _unpickled(path: Path) -> dict[str, Any]:
+    """Read a pickled mapping, without running code from it. Raises `DataError` for any other file."""
+    try:
+        with path.open("rb") as file:
+            table = _ArraysOnly(file, encoding="latin1").load()
+    except DAMAGED as error:
+        raise _damaged(path, getattr(error, "strerror", None) or str(error) or "it ends early") from error
+    if not isinstance(table, dict):
+        raise _damaged(path, "no table")
+    return table
+
+
+def _damaged(path: Path, reason: str) -> DataError:
+    return DataError(f"{path}: not a file of CIFAR ({reason[:120]}); unpack the archive again, or fetch it again")

@@ -1,0 +1,242 @@
+"""webdataset shards: tar files of images with other files of the same name, read at random, here or behind URLs."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import re
+import tarfile
+from abc import abstractmethod
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+from PIL import Image
+
+from dpn_cli.config.urls import is_url
+from dpn_cli.data import remote
+from dpn_cli.data.decode import SUFFIXES, open_image
+from dpn_cli.data.file_index import Names
+from dpn_cli.data.image_errors import fault
+from dpn_cli.data.labelled import Images, number_names
+from dpn_cli.data.remote import RemotePath
+from dpn_cli.data.shard_sampler import Sharded
+from dpn_cli.errors import DataError
+from dpn_cli.run.files import read_named, read_object, replace_text
+
+Shard = Path | RemotePath
+# Most bytes of a label or a caption beside an image.
+MOST_TEXT = 2**20
+
+
+def expand(pattern: str) -> list[Shard]:
+    """Return the files of ``shards/train-{000..009}.tar``, ``{a,b}.tar`` or ``*.tar``, in a folder or behind a URL.
+
+    Raises `DataError` when no file matches, when one that the pattern names is missing, or when one is not a file, and
+    `StoreError` for a URL that cannot be read.
+    """
+    if is_url(pattern):
+        named = [file for each in _without_braces(pattern) for file in remote.matches(each)]
+        if not named:
+            raise DataError(f"--data {pattern}: no such file")
+        return list(remote.in_parallel(RemotePath.described, named))
+    return [file for each in _without_braces(pattern) for file in _files(each)]
+
+
+def _without_braces(pattern: str) -> Iterator[str]:
+    """Yield the patterns that one with braces stands for; neither Python nor any dependency of dpn expands them."""
+    braces = re.search(r"\{([^{}]*)\}", pattern)
+    if not braces:
+        yield pattern
+        return
+    ends = re.fullmatch(r"(\d+)\.\.(\d+)", braces[1])
+    words = (
+        (f"{number:0{len(ends[1])}d}" for number in range(int(ends[1]), int(ends[2]) + 1))
+        if ends
+        else braces[1].split(",")
+    )
+    for word in words:
+        yield from _without_braces(pattern[: braces.start()] + word + pattern[braces.end() :])
+
+
+def _files(pattern: str) -> list[Path]:
+    path = Path(pattern).expanduser()
+    if not path.name:
+        raise DataError(f"--data wds:{pattern}: which files? Write wds:shards/train-{{0000..1023}}.tar, or wds:*.tar")
+    try:
+        files = sorted(path.parent.glob(path.name))
+    except ValueError as error:
+        raise DataError(f"--data wds:{pattern}: not a pattern of file names ({error})") from error
+    if not files:
+        raise DataError(f"--data wds:{pattern}: no such file")
+    for shard in files:
+        if not shard.is_file():
+            raise DataError(f"--data wds:{pattern}: {shard} is not a file")
+    return files
+
+
+@dataclass(frozen=True)
+class Member:
+    """An image in a shard: its name, the place of its bytes, and the files of the same name by ending."""
+
+    name: str
+    offset: int
+    size: int
+    beside: dict[str, bytes]
+
+
+class ShardImages(Images):
+    """The images of uncompressed tar files, read in any order; an index of the files is made once.
+
+    `take` receives the files beside each image. Raises `DataError` for a shard that is not a tar file.
+    """
+
+    def __init__(self, pattern: str, endings: tuple[str, ...]) -> None:
+        self.paths: list[Shard] = []
+        self.names = Names()
+        self.shard, self.offsets, sizes = array("q"), array("q"), array("q")
+        self.sizes: Sequence[int] = sizes
+        for shard, (path, images) in enumerate(listed(expand(pattern), endings)):
+            self.paths.append(path)
+            for member in images:
+                if self.take(path, member):
+                    self.names.append(f"{path.name}/{member.name}")
+                    self.shard.append(shard)
+                    self.offsets.append(member.offset)
+                    sizes.append(member.size)
+
+    @property
+    def shards(self) -> Sharded:
+        """Which shard each image is in."""
+        return Sharded(self.paths, np.asarray(self.shard))
+
+    @abstractmethod
+    def take(self, path: Shard, member: Member) -> bool:
+        """Note what belongs to an image of shard `path`; False leaves the image out."""
+
+    def where(self, index: int) -> str:
+        """Name an image's shard and its name in it."""
+        path = self.paths[self.shard[index]]
+        return f"{path}{self.names[index].removeprefix(path.name)}"
+
+    def key(self, index: int) -> str:
+        """Return an image's name inside the data set."""
+        return self.names[index]
+
+    def open(self, index: int) -> Image.Image:
+        """Open an image, not decoded yet."""
+        with self.paths[self.shard[index]].open("rb") as file:
+            file.seek(self.offsets[index])
+            return open_image(io.BytesIO(file.read(self.sizes[index])), self.where(index), self.reading)
+
+
+class Shards(ShardImages):
+    """The images of uncompressed tar files, each with a ``.cls`` (a class number) of the same name.
+
+    Class names are those in a ``classnames.txt`` beside the shards, else the numbers. Raises `DataError` for a shard
+    that is not a tar file, an image without a label, or a label that is not a number.
+    """
+
+    def __init__(self, pattern: str) -> None:
+        labels: list[int] = []
+        self.labels: Sequence[int] = labels
+        self._append = labels.append
+        super().__init__(pattern, ("cls",))
+        if not labels:
+            raise DataError(f"--data wds:{pattern}: no image with a .cls beside it")
+        names = self.paths[0].parent / "classnames.txt"
+        content = _read_beside(names)
+        if content is None:
+            self.classes = number_names(self, f"wds:{pattern}")
+            return
+        self.classes = tuple(content.decode("utf-8", "surrogateescape").splitlines())
+        if len(self.classes) <= max(labels):
+            said = f"{len(self.classes)} names, and the shards have the classes 0 to {max(labels)}"
+            fault(DataError(f"{names}: {said}"))
+
+    def take(self, path: Shard, member: Member) -> bool:
+        """Note an image's class."""
+        try:
+            label = int(member.beside.get("cls", b"-1"))
+        except ValueError as error:
+            fault(DataError(f"{path}: {member.name}: its .cls is not a number ({error})"))
+            return False
+        if label < 0:
+            key = PurePosixPath(member.name).with_suffix("")
+            fault(DataError(f"{path}: {member.name} has no {key}.cls with a class number"))
+            return False
+        self._append(label)
+        return True
+
+
+def _read_beside(path: Shard) -> bytes | None:
+    """Return the content of a file beside shards; None where there is none."""
+    if isinstance(path, RemotePath):
+        with contextlib.suppress(remote.MissingError):
+            return path.read_bytes()
+    elif os.path.lexists(path):
+        return read_named(path, str(path), "it names the shards' classes, a name a line")
+    return None
+
+
+def listed(paths: Sequence[Shard], endings: tuple[str, ...]) -> Iterator[tuple[Shard, Iterable[Member]]]:
+    """Yield shards with their images; those behind URLs are fetched several at once, and come with a digest."""
+    near = [path for path in paths if isinstance(path, Path)]
+    yield from ((path, members(path, endings)) for path in near)
+    far = [path for path in paths if isinstance(path, RemotePath)]
+    yield from remote.in_parallel(partial(_listed, endings=endings), far)
+
+
+def _listed(path: RemotePath, endings: tuple[str, ...]) -> tuple[RemotePath, list[Member]]:
+    """Return a shard behind a URL, with the digest of its first copy, and its images.
+
+    The list is kept in the cache, so that a shard is not fetched again for what is in it.
+    """
+    kept = path.cached.with_name(f"{path.cached.stem}-{'-'.join(endings)}.json")
+    if (known := read_object(kept)) is None:
+        with path.open() as file:
+            digest, size = hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
+        images = [
+            [one.name, one.offset, one.size, {ending: text.decode("latin-1") for ending, text in one.beside.items()}]
+            for one in members(path, endings)
+        ]
+        known = {"sha256": digest, "size": size, "images": images}
+        replace_text(kept, json.dumps(known))
+        remote.make_room(kept)
+    remote.touch(kept)
+    found = (
+        Member(name, offset, size, {ending: text.encode("latin-1") for ending, text in beside.items()})
+        for name, offset, size, beside in known["images"]
+    )
+    return replace(path, sha256=known["sha256"], size=known.get("size")), list(found)
+
+
+def members(path: Shard, endings: tuple[str, ...]) -> Iterator[Member]:
+    """Yield every image of a shard in its order, with the files beside it that have one of the endings."""
+    images: dict[str, tuple[str, int, int]] = {}
+    beside: dict[str, dict[str, bytes]] = {}
+    try:
+        with path.open("rb") as opened, tarfile.open(fileobj=opened, mode="r:") as archive:
+            for member in archive:
+                if member.issparse():  # whose size is whatever its header says
+                    raise ValueError(f"{member.name} is stored with holes")
+                stem, _, ending = PurePosixPath(member.name).name.partition(".")
+                key = str(PurePosixPath(member.name).with_name(stem))
+                if f".{ending.lower()}" in SUFFIXES:
+                    images[key] = member.name, member.offset_data, member.size
+                elif ending in endings and (file := archive.extractfile(member)):
+                    if member.size > MOST_TEXT:
+                        raise ValueError(f"{member.name} has {member.size} bytes, too many for a label or a caption")
+                    beside.setdefault(key, {})[ending] = file.read()
+    except (tarfile.TarError, OSError, ValueError) as error:
+        raise DataError(
+            f"{path}: not an uncompressed tar file of images ({' '.join(str(error).split())[:120]})"
+        ) from error
+    for key, (name, offset, size) in images.items():
+        yield Member(name, offset, size, beside.get(key, {}))

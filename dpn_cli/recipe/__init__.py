@@ -1,1 +1,0 @@
-"""Recipes: their keys, their layers, and where a training starts. Imports no torch."""

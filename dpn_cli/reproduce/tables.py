@@ -1,0 +1,238 @@
+"""Tables 1 to 7 of arXiv 2302.01327: their numbers, and the trainings that each number is of. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from dpn_cli.reproduce.cells import Experiment, Job, Number
+from dpn_cli.reproduce.trainings import MIOU, PROBE, STAGES, TOP1, ZEROSHOT, Trainings
+from tasks.vtab.tasks import PAPER_COLUMNS
+
+STEMS = ("none", "dpn")
+# Accuracies of the plain stem and of Dual PatchNorm in percent, with standard errors over three trainings.
+Pair = tuple[tuple[float, float], tuple[float, float]]
+IMAGENET: dict[str, Pair] = {
+    "S/32": ((72.1, 0.07), (74.0, 0.09)),
+    "Ti/16": ((72.5, 0.07), (73.9, 0.09)),
+    "B/32": ((74.8, 0.06), (76.2, 0.07)),
+    "S/16": ((78.6, 0.32), (79.7, 0.2)),
+    "B/16": ((80.4, 0.06), (81.1, 0.09)),
+}
+S16PLUS: Pair = ((79.7, 0.09), (80.2, 0.03))
+DEIT: dict[str, Pair] = {"S/16": ((80.1, 0.03), (80.4, 0.06)), "B/16": ((81.8, 0.03), (82.0, 0.05))}
+HIGHRES: dict[str, Pair] = {"B/32": ((79.0, 0.0), (80.0, 0.03)), "B/16": ((82.2, 0.03), (82.8, 0.0))}
+IMAGENET21K: dict[int, dict[str, Pair]] = {
+    93_000: {
+        "S/32": ((54.1, 0.03), (56.7, 0.03)),
+        "Ti/16": ((52.2, 0.07), (53.6, 0.07)),
+        "B/32": ((60.9, 0.03), (63.7, 0.03)),
+        "S/16": ((64.3, 0.15), (65.0, 0.06)),
+        "B/16": ((70.8, 0.09), (72.0, 0.03)),
+    },
+    930_000: {
+        "S/32": ((63.8, 0.0), (65.1, 0.12)),
+        "Ti/16": ((61.0, 0.03), (61.2, 0.03)),
+        "B/32": ((72.8, 0.03), (73.1, 0.07)),
+        "S/16": ((72.5, 0.1), (72.5, 0.1)),
+        "B/16": ((78.0, 0.06), (78.4, 0.03)),
+    },
+}
+JFT: dict[int, dict[str, Pair]] = {
+    220_000: {
+        "B/32": ((63.8, 0.03), (65.2, 0.03)),
+        "B/16": ((72.1, 0.09), (72.4, 0.07)),
+        "L/16": ((77.3, 0.0), (77.9, 0.06)),
+    },
+    1_100_000: {
+        "B/32": ((70.7, 0.1), (71.1, 0.09)),
+        "B/16": ((76.9, 0.03), (76.6, 0.03)),
+        "L/16": ((80.9, 0.03), (81.4, 0.06)),
+    },
+}
+# By architecture, steps on JFT and pixels.
+FINE_TUNED: dict[str, dict[tuple[int, int], Pair]] = {
+    "B/32": {
+        (220_000, 224): ((77.6, 0.06), (78.3, 0.0)),
+        (220_000, 384): ((81.3, 0.09), (81.6, 0.0)),
+        (1_100_000, 224): ((80.8, 0.1), (81.3, 0.0)),
+        (1_100_000, 384): ((83.8, 0.03), (84.1, 0.0)),
+    },
+    "L/16": {
+        (220_000, 224): ((84.9, 0.06), (85.3, 0.03)),
+        (220_000, 384): ((86.7, 0.03), (87.0, 0.0)),
+        (1_100_000, 224): ((86.7, 0.03), (87.1, 0.0)),
+        (1_100_000, 384): ((88.2, 0.0), (88.3, 0.06)),
+    },
+}
+LIT: dict[str, dict[int, Pair]] = {
+    "B/32": {220_000: ((61.9, 0.12), (63.0, 0.09)), 1_100_000: ((67.4, 0.07), (68.0, 0.09))},
+    "L/16": {220_000: ((75.0, 0.11), (75.4, 0.0)), 1_100_000: ((78.7, 0.05), (78.7, 0.1))},
+}
+ADE20K: dict[str, Pair] = {
+    "1/16": ((27.3, 0.09), (28.0, 0.21)),
+    "1/8": ((32.6, 0.09), (33.7, 0.11)),
+    "1/4": ((36.9, 0.13), (38.0, 0.11)),
+    "1/2": ((40.8, 0.1), (41.9, 0.09)),
+    "1": ((45.6, 0.08), (46.1, 0.11)),
+}
+# Points of ImageNet-1k accuracy relative to Dual PatchNorm, in the order of ABLATED.
+ABLATED = ("B/16", "S/16", "B/32", "S/32", "Ti/16")
+ABLATIONS: dict[str, tuple[float, ...]] = {
+    "pre": (-0.1, 0.0, -2.6, -0.2, -0.3),
+    "post": (0.0, -0.2, -0.5, -0.7, -1.1),
+    "post_posemb": (0.0, -0.1, -0.4, -0.9, -1.1),
+    "affine_only": (-0.8, -0.9, -1.2, -1.6, -1.6),
+    "rms": (0.0, -0.1, -0.4, -0.5, -1.7),
+    "dpn_no_affine": (-0.5, 0.0, -0.2, -0.1, -0.1),
+}
+SUN397: dict[str, tuple[tuple[float, float], ...]] = {
+    "B/32": ((41.4, 47.5), (48.3, 50.7), (52.5, 56.0)),
+    "B/16": ((45.6, 51.8), (58.7, 63.0), (60.8, 66.3)),
+}
+SEARCH = ("tuned baseline", "+ augmentation", "+ longer training")
+
+Make = Callable[[str, int], Job]
+
+
+def _pair(row: str, make: Make, paper: Pair, seeds: Sequence[int], score: tuple[str | int, ...] = TOP1) -> list[Number]:
+    """Return the numbers of the plain stem and of Dual PatchNorm; `make` takes a stem and a seed."""
+    return [
+        Number(row, stem, tuple(make(stem, seed) for seed in seeds), score, value, stderr)
+        for stem, (value, stderr) in zip(STEMS, paper, strict=True)
+    ]
+
+
+def _steps(steps: int) -> str:
+    return f"{steps / 1e6:g}M" if steps >= 1_000_000 else f"{steps // 1000}k"
+
+
+def _then(start: Make, next_one: Callable[[Job, int], Job]) -> Make:
+    """Return what makes a training that starts from the one that `start` makes."""
+
+    def make(stem: str, seed: int) -> Job:
+        return next_one(start(stem, seed), seed)
+
+    return make
+
+
+def _first(make: Make, stem: str, seed: int) -> Job:
+    """Make the training of the first seed, from which those of all seeds start."""
+    return make(stem, 0)
+
+
+def table1(make: Trainings, seeds: Sequence[int]) -> Experiment:
+    """ImageNet-1k from scratch, and ImageNet-21k with a probe of 25 images per class."""
+    numbers: list[Number] = []
+    for arch in make.some(tuple(IMAGENET)):
+        row = f"{arch}, ImageNet-1k"
+        numbers += _pair(row, partial(make.imagenet, arch), IMAGENET[arch], seeds)
+    numbers += _pair("S/16+, ImageNet-1k", make.s16plus, S16PLUS, seeds)
+    for arch in make.some(tuple(DEIT)):
+        row = f"{arch}, DeiT"
+        numbers += _pair(row, partial(make.deit, arch), DEIT[arch], seeds)
+    for arch in make.some(tuple(HIGHRES)):
+        numbers += _pair(
+            f"{arch}, ImageNet-1k, 384 px",
+            _then(partial(make.imagenet, arch), partial(make.highres, 384)),
+            HIGHRES[arch],
+            seeds,
+        )
+    numbers += _probed(make, "imagenet21k", "ImageNet-21k", IMAGENET21K)
+    return Experiment("table1", "ImageNet-1k and ImageNet-21k", "top-1 in %; ImageNet-21k: 25-shot", numbers)
+
+
+def _probed(make: Trainings, source: str, name: str, paper: dict[int, dict[str, Pair]]) -> list[Number]:
+    """Return the accuracies of the probe, over its three draws, after trainings by steps."""
+    numbers: list[Number] = []
+    for steps, pairs in paper.items():
+        for arch in make.some(tuple(pairs)):
+            numbers += _pair(
+                f"{arch}, {name}, {_steps(steps)} steps",
+                partial(make.large, source, steps, arch),
+                pairs[arch],
+                (0,),
+                PROBE,
+            )
+    return numbers
+
+
+def table2(make: Trainings, seeds: Sequence[int]) -> Experiment:
+    """Pre-training on JFT-4B with a probe, and fine-tuning on ImageNet-1k."""
+    numbers = _probed(make, "jft", "JFT, 25-shot", JFT)
+    for arch in make.some(tuple(FINE_TUNED)):
+        for (steps, pixels), pair in FINE_TUNED[arch].items():
+            numbers += _pair(
+                f"{arch}, JFT {_steps(steps)}, fine-tuned at {pixels}",
+                _then(partial(make.large, "jft", steps, arch), partial(make.highres, pixels)),
+                pair,
+                seeds,
+            )
+    return Experiment("table2", "JFT-4B: probe and fine-tuning on ImageNet-1k", "top-1 in %", numbers)
+
+
+def table3(make: Trainings, seeds: Sequence[int]) -> Experiment:
+    """VTAB-1k. A sweep has seeds of its own."""
+    archs = make.some(tuple(dict.fromkeys(arch for arch, _ in PAPER_COLUMNS)))
+    columns = [(number, *column) for number, column in enumerate(PAPER_COLUMNS) if column[0] in archs]
+    numbers = []
+    for task in make.tasks:
+        for number, arch, stem in columns:
+            sweep = make.vtab(make.imagenet(arch, stem, 0), len(seeds))
+            paper = task.paper[number] if task.paper else None
+            score = ("tasks", task.name, "test", "values")
+            numbers.append(Number(task.name, f"{arch} {stem}", (sweep,), score, paper))
+    return Experiment("table3", "VTAB-1k", "accuracy on the test split in %", numbers)
+
+
+def table4(make: Trainings, seeds: Sequence[int]) -> Experiment:
+    """LiT: zero-shot accuracy on ImageNet-1k."""
+    numbers: list[Number] = []
+    for arch in make.some(tuple(LIT)):
+        for steps, pair in LIT[arch].items():
+            numbers += _pair(
+                f"{arch}, JFT {_steps(steps)}",
+                _then(partial(make.large, "jft", steps, arch), make.lit),
+                pair,
+                seeds,
+                ZEROSHOT,
+            )
+    return Experiment("table4", "LiT: zero-shot ImageNet-1k", "top-1 in %", numbers)
+
+
+def table5(make: Trainings, seeds: Sequence[int]) -> Experiment:
+    """ADE20K with parts of its training images; the paper has ten seeds."""
+    numbers: list[Number] = []
+    for fraction, pair in ADE20K.items():
+        numbers += _pair(
+            f"B/16, {fraction} of ADE20K",
+            _then(partial(_first, partial(make.imagenet, "B/16")), partial(make.segmentation, fraction)),
+            pair,
+            seeds,
+            MIOU,
+        )
+    return Experiment("table5", "ADE20K", "mIoU in %", [replace(number, seeds=10) for number in numbers])
+
+
+def table6(make: Trainings, seeds: Sequence[int]) -> Experiment:
+    """Stems on ImageNet-1k, relative to Dual PatchNorm."""
+    numbers = []
+    for stem, points in ABLATIONS.items():
+        for arch in make.some(ABLATED):
+            jobs = tuple(make.imagenet(arch, stem, seed) for seed in seeds)
+            full = tuple(make.imagenet(arch, "dpn", seed) for seed in seeds)
+            paper = points[ABLATED.index(arch)]
+            numbers.append(Number(stem, arch, jobs, TOP1, paper, minus=full))
+    return Experiment("table6", "Stems, relative to Dual PatchNorm", "points of top-1", numbers)
+
+
+def table7(make: Trainings, seeds: Sequence[int]) -> Experiment:
+    """SUN397 from scratch, in three stages."""
+    numbers = []
+    for arch in make.some(tuple(SUN397)):
+        for row, score, values in zip(SEARCH, STAGES, SUN397[arch], strict=True):
+            for stem, paper in zip(STEMS, values, strict=True):
+                jobs = (make.sun397(arch, stem),)
+                numbers.append(Number(f"{arch}, {row}", stem, jobs, score, paper))
+    return Experiment("table7", "SUN397 from scratch", "top-1 on the test split in %", numbers)

@@ -1,0 +1,331 @@
+"""A run from start to end: its folder, ranks and signals, and its status when it ends early."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from pydantic import ValidationError
+
+from dpn_cli.config.launch import Place
+from dpn_cli.config.network import BackboneConfig
+from dpn_cli.config.provenance import differences
+from dpn_cli.config.schema import (
+    Config,
+    Runtime,
+    Section,
+)
+from dpn_cli.errors import RESUME, DpnError, StoppedError
+from dpn_cli.run import signals
+from dpn_cli.run.artifact_kinds import Kind
+from dpn_cli.run.callbacks import Outputs
+from dpn_cli.run.checkpoints import Checkpoints
+from dpn_cli.run.console import Console, Tick, several
+from dpn_cli.run.distributed import World, from_leader, join, lost_rank
+from dpn_cli.run.elastic import Launch, this_launch
+from dpn_cli.run.environment import read_config
+from dpn_cli.run.files import claimed, make_folder
+from dpn_cli.run.leases import LEASES, Leases, Unshared
+from dpn_cli.run.run_dir import MetricsLog, RunFolder
+from dpn_cli.run.trackers import Track, build_tracker
+
+# Name of the lease of the process that has started others.
+SHARER = "run"
+# Seconds between two looks at what other processes do.
+LOOK_EVERY = 0.5
+# Seconds until a file system forgets the claim of a machine that is lost; NFS servers take 90.
+LOST_AFTER = 120.0
+
+ConfigT = TypeVar("ConfigT", bound=Section)
+SectionT = TypeVar("SectionT", bound=Section)
+BackboneT = TypeVar("BackboneT", bound=BackboneConfig)
+
+
+def pause() -> None:
+    """Wait a moment. Raises `StoppedError`."""
+    signals.check_here()
+    time.sleep(LOOK_EVERY)
+
+
+def run_name(backbone: BackboneConfig, stems: str | None = None) -> str:
+    """Return ARCH-STEM, the name of a run's folder. Without an arch, the run is named after the checkpoint file.
+
+    Without both it is the stem alone.
+    """
+    stems = stems or backbone.stem
+    if not backbone.arch and not backbone.checkpoint:
+        return str(stems)
+    arch = (backbone.arch or Path(backbone.checkpoint or "").stem).replace("/", "-")
+    return f"{arch.removesuffix(f'-{stems}')}-{stems}"
+
+
+@dataclass(frozen=True)
+class Session(Generic[ConfigT]):
+    """A run while it is at work: its config, its folder, and the ranks it runs on.
+
+    `differs` lists differences from the paper; None when there is nothing to compare with. `leases` are those of the
+    processes that share the folder; None when it is this one's alone. `check` is that of the `Place`.
+    """
+
+    config: ConfigT
+    folder: RunFolder
+    world: World
+    console: Console
+    differs: list[str] | None = None
+    leases: Leases | None = None
+    check: Callable[[], object] = lambda: None
+
+    def take(self, name: str) -> Unshared | None:
+        """Return the lease of a part of the work, or None while another process has it."""
+        return self.leases.take(name) if self.leases else Unshared()
+
+    @contextmanager
+    def alone(self, name: str) -> Iterator[None]:
+        """Keep other processes out of a block of that name, after waiting for those that are in it."""
+        lease = self.leases.wait_for(name, pause) if self.leases else Unshared()
+        try:
+            yield
+        finally:
+            lease.release()
+
+    def alone_unless(self, fact: str) -> AbstractContextManager[None]:
+        """Keep other processes out of a block that sets a fact of run.json, until the fact is there."""
+        return nullcontext() if self.leases and self.folder.facts.get(fact) else self.alone("check")
+
+    def tracker(self, report_to: str) -> Track:
+        """Return a function that sends records to the tracker of that name, from the leading rank only."""
+        return build_tracker(report_to if self.world.leads else "none", self.folder.path, self.console)
+
+    @contextmanager
+    def outputs(
+        self, label: str, track: Track, path: Path | None = None, lease: Unshared | None = None
+    ) -> Iterator[Outputs]:
+        """Yield the outputs of a training, in `path` or the run's folder, and show its progress.
+
+        `label` names the training on the screen and to `track`. `lease` is checked after every step, before anything is
+        written.
+        """
+        path, console, check = path or self.folder.path, self.console, lease.check if lease else self.check
+        log = MetricsLog(path / "metrics.jsonl", lambda record: track(label, record))
+        prefix = f"{label}: " if path != self.folder.path else ""
+        with console.progress(label) as show:
+
+            def tick(state: Tick) -> None:
+                check()
+                show(state)
+
+            yield Outputs(
+                Checkpoints(path / "checkpoints"), log, tick, console.warn, lambda text: console.info(prefix + text)
+            )
+
+
+@contextmanager
+def session(
+    config: ConfigT, runtime: Runtime, kind: Kind, place: Place, default: Path, console: Console
+) -> Iterator[Session[ConfigT]]:
+    """Join the ranks, listen to signals, and open the run's folder: that of `place`, or `default`.
+
+    The session's config is the one that the run in the folder began with; its differences from the paper are printed.
+    On exit the status of the run is written to the folder, unless this process has joined one that others work on. A
+    dry run does not create the folder. Raises `DpnError` and its subclasses.
+    """
+    path = place.folder or default
+    _check_ways(place)
+    kept = signals.NOTHING_KEPT if place.dry_run else RESUME
+    with signals.listen(kept), join(runtime.device, shard=runtime.shard) as world, ExitStack() as claims:
+        if isinstance(runtime.micro_batch_size, int):
+            world = replace(world, grain=runtime.micro_batch_size)
+        precision = runtime.precision_on(world.device.type)
+        if place.dry_run:
+            place.opened(path)
+            yield Session(config, RunFolder(path), world, console, _compared(config, precision, console))
+            return
+        if place.shared and world.size > 1:
+            given = "--join" if place.join else place.processes
+            raise DpnError(f"{given}: starts processes itself; leave it or torchrun out")
+        leases, launch = Leases(path / LEASES) if place.shared else None, this_launch()
+        how = _how(place, path, launch, world, console)
+        saved = from_leader(_saved_network(path) if how["resume"] or how["join"] else None)
+        config = with_weights_of(config, saved, place.given, console)
+        with ExitStack() as opening:  # processes that share the folder claim it only while they open it
+            folder = open_folder(path, config, kind, world, console, **how, claims=opening if leases else claims)
+            if leases:
+                claims.enter_context(leases.beating())
+                if not place.join:
+                    leases.take(SHARER)
+        place.opened(path)
+        if folder.result is None:
+            console.info(f"run folder {path}")
+            if world.leads:
+                _note_command(folder, place, launch, console)
+        with _status(folder, told=world.leads and not place.join), lost_rank():
+            config = as_begun(config, from_leader(folder.facts))
+            if world.leads and folder.result is None:
+                _note_precision(folder, precision, console)
+            differs = _compared(config, precision, console)
+            yield Session(config, folder, world, console, differs, leases, place.check)
+
+
+def _check_ways(place: Place) -> None:
+    """Raise `DpnError` for two ways at once to open the folder of a run."""
+    if place.resume and place.overwrite:
+        raise DpnError("--resume --overwrite: one continues the existing run, the other deletes it; pass one of them")
+    if place.join and place.overwrite:
+        raise DpnError("--overwrite: would delete what other processes work on; delete the folder before they start")
+
+
+def _how(place: Place, path: Path, launch: Launch | None, world: World, console: Console) -> dict[str, Any]:
+    """Return how the folder of a run is opened: a run that this torchrun began goes on, without --resume.
+
+    It does not begin again, either, where the command has --overwrite.
+    """
+    how = {"resume": place.resume, "overwrite": place.overwrite, "join": place.join}
+    folder = RunFolder(path)
+    run = folder.facts
+    if launch is None or not run or folder.untouched:
+        return how
+    if launch.began(run):
+        if not place.resume:
+            ranks = several(world.size, "rank")
+            console.info(f"{path}: torchrun started the ranks again; the run goes on with {ranks}")
+        return how | {"resume": True, "overwrite": False, "patience": LOST_AFTER}
+    if launch.has_id_of(run) and not (place.resume or place.overwrite):
+        console.info(f"{path}: the run goes on, because it began with torchrun's --rdzv-id {launch.id}")
+        return how | {"resume": True}
+    return how
+
+
+def _note_command(folder: RunFolder, place: Place, launch: Launch | None, console: Console) -> None:
+    """Keep the config keys that began a run, and the torchrun that is at work on it, in run.json."""
+    if place.given is not None and "given" not in folder.facts:
+        folder.update(given=list(place.given))
+    if launch is not None:
+        folder.update(**launch.facts())
+        if warning := launch.warning():
+            console.warn(warning)
+
+
+@contextmanager
+def _status(folder: RunFolder, *, told: bool) -> Iterator[None]:
+    """Write into a folder why the block ended early, if this process is the one to tell."""
+    try:
+        yield
+    except StoppedError:
+        if told:
+            folder.update(status="stopped")
+        raise
+    except DpnError as error:
+        if told:
+            folder.update(status="failed", error=str(error))
+        raise
+
+
+def _compared(config: Section, precision: str, console: Console) -> list[str] | None:
+    """Return a run's differences from the paper, and print them."""
+    differs = differences(config, precision) if isinstance(config, Config) else None
+    if differs:
+        console.info(f"differs from the paper: {'; '.join(differs)}")
+    return differs
+
+
+def _note_precision(folder: RunFolder, precision: str, console: Console) -> None:
+    """Keep the precision of a run in run.json, and warn when a resumed one goes on in another."""
+    before = folder.facts.get("precision", precision)
+    if before != precision:
+        console.warn(f"{folder.path}: began in {before} and goes on in {precision}; the result is of neither alone")
+    if folder.facts.get("precision") != precision:
+        folder.update(precision=precision)
+
+
+def _saved_network(path: Path) -> object:
+    """Return the network of the run in a folder; None where there is none that has produced anything."""
+    folder = RunFolder(path)
+    config = None if path.is_dir() and folder.untouched else read_config(path / "config.yaml")
+    return (config or {}).get("backbone")
+
+
+def with_weights_of(config: SectionT, saved: object, given: Sequence[str] | None, console: Console) -> SectionT:
+    """Return the config with the `saved` network that a run began with, where the command names no weights.
+
+    Weights that dpn looks for itself may have been put there, or taken away, since. `given` are the keys of the
+    command; where they are not known the config stays.
+    """
+    here = getattr(config, "backbone", None)
+    if given is None or here is None:
+        return config
+    try:
+        there = type(here).model_validate(saved)
+    except ValidationError:
+        return config  # nothing is saved, or the differences are told key by key
+    changed = {key for key, value in there if getattr(here, key) != value}
+    if "checkpoint" not in changed or any(f"backbone.{key}" in given for key in changed):
+        return config
+    console.info(f"goes on with --checkpoint {there.checkpoint}, as it began, and not with {here.checkpoint}")
+    return config.model_copy(update={"backbone": there})
+
+
+def as_begun(config: SectionT, facts: Mapping[str, Any]) -> SectionT:
+    """Return the config with the decoder that the run began with, by the `facts` of its run.json.
+
+    In runs that began before simplejpeg was among the versions, ``exact`` was Pillow's decoder.
+    """
+    data, versions = getattr(config, "data", None), facts.get("versions")
+    if versions is None or "simplejpeg" in versions or getattr(data, "decode", None) != "exact":
+        return config
+    assert isinstance(data, Section)
+    return config.model_copy(update={"data": data.model_copy(update={"decode": "pillow"})})
+
+
+def open_folder(
+    path: Path,
+    config: Section,
+    kind: Kind,
+    world: World,
+    console: Console,
+    *,
+    resume: bool,
+    overwrite: bool,
+    join: bool = False,
+    claims: ExitStack | None = None,
+    patience: float | None = None,
+) -> RunFolder:
+    """Open a run folder on rank 0, with the outcome on all ranks, and claim it until `claims` closes.
+
+    `patience` is how many seconds it waits for another process to leave the folder, where that is not the usual time.
+
+    Raises the errors of `RunFolder.open`, and `DpnError` for a folder that another process has claimed, or works in
+    unless this one is to `join` it.
+    """
+    problem: DpnError | None = None
+    if world.leads:
+        try:
+            if claims is not None:
+                claims.enter_context(claimed(path, patience=patience))
+                make_folder(path)
+                if not join and (others := Leases(path / LEASES).at_work(pause)):
+                    raise DpnError(f"{path}: other processes work on {others[0]} there; --join works along with them")
+            plain = config.model_dump(mode="json")
+            complete = partial(_completed, config, RunFolder(path).facts)
+            how = {"resume": resume, "overwrite": overwrite, "join": join}
+            RunFolder.open(path, plain, kind, **how, complete=complete, warn=console.warn)
+        except DpnError as error:
+            problem = error
+    problem = from_leader(problem)
+    if problem is not None:
+        raise problem
+    return RunFolder(path)
+
+
+def _completed(config: Section, facts: Mapping[str, Any], saved: Any) -> Any:
+    """Return a saved config with today's keys: missing ones at their defaults, ``exact`` as the decoder it was."""
+    try:
+        whole = type(config).model_validate(saved)
+    except ValidationError:
+        return saved  # the differences are listed key by key
+    unchanged = as_begun(config, facts) is config
+    return (as_begun(whole, facts) if unchanged else whole).model_dump(mode="json")

@@ -1,0 +1,205 @@
+"""Several networks, or one from several seeds, under one config: ``--compare`` and ``--seeds``. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Self
+
+from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
+
+from dpn_cli.arch import did_you_mean, whole
+from dpn_cli.config.load import build
+from dpn_cli.config.network import BackboneConfig
+from dpn_cli.config.option import MODEL, TRAIN, flag
+from dpn_cli.config.schema import MOST_SEED, Config, Seed, listed
+from dpn_cli.config.training import TrainingConfig
+from dpn_cli.config.validation_errors import explain
+from dpn_cli.config.yaml_text import read_yaml
+
+MOST_SEEDS = 1000
+SEED_COUNT = f"how many seeds, at most {MOST_SEEDS}, or a list of them from 0 to {MOST_SEED}, e.g. 3 or 0,1,2"
+SEEDS = flag("--seeds", help="Number of seeds, or a list: 3 is 0,1,2.", panel=TRAIN)
+# Characters of a folder's name at most, so that it and what stands beside it stay below a file system's 255 bytes.
+LONGEST = 100
+
+
+def counted(value: object) -> object:
+    """Accept a number of seeds, 3 standing for 0, 1, 2, and ``"0,1,2"``."""
+    count = whole(value) if isinstance(value, str) else value
+    if isinstance(count, int) and not isinstance(count, bool) and count <= MOST_SEEDS:
+        return list(range(count))
+    return value if isinstance(count, int) else listed(value)
+
+
+def distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the values. Raises `ValueError` when one is there twice."""
+    if len(set(values)) != len(values):
+        raise ValueError("every value may be given once")
+    return values
+
+
+def folders_of(networks: Sequence[str]) -> dict[str, str]:
+    """Return a folder for each of several networks, by their names."""
+    folders: dict[str, str] = {}
+    for name in networks:
+        short = re.sub(r"[^\w=,.+-]+", "-", name)[:LONGEST]
+        folders[name] = f"{short}-{len(folders)}" if short in folders.values() else short
+    return folders
+
+
+def _networks(value: object) -> object:
+    """Accept ``"none,dpn"``, which are stems, and ``"stem=none,norm=ln;stem=dpn,norm=ln"``."""
+    if isinstance(value, str) and re.search("[;=]", value):
+        return [part.strip() for part in value.split(";")]
+    return listed(value)
+
+
+Networks = Annotated[tuple[str, ...], BeforeValidator(_networks)]
+COMPARE = flag(
+    "--compare",
+    help="Run several stems under the same config, e.g. none,dpn, or networks, e.g. "
+    "'stem=none,norm=ln;stem=dpn,norm=ln;stem=none,norm=bn', and print the paired difference.",
+    panel=MODEL,
+)
+
+
+def settings_of(network: str) -> dict[str, Any]:
+    """Return the keys of the section ``backbone`` that a network of a comparison has of its own, with dots inside it.
+
+    A word without a key is the stem: ``"dpn,norm=rms"`` is ``"stem=dpn,norm=rms"``. A comma that no key follows belongs
+    to the value before it. Raises `ValueError` for a key that is given twice and for an empty value.
+    """
+    settings: dict[str, Any] = {}
+    for part in re.split(r",(?=\s*[\w.]+\s*=)", network):
+        key, equals, value = (word.strip() for word in part.partition("="))
+        key, value = (key, value) if equals else ("stem", key)
+        if not key or not value:
+            raise ValueError(f"{network!r}: write KEY=VALUE, e.g. stem=dpn,norm=ln")
+        if key in settings:
+            raise ValueError(f"{network!r}: {key} is given twice")
+        settings[key] = read_yaml(value)
+    return settings
+
+
+def spoken(name: str) -> str:
+    """Return a network's name as a sentence has it: a stem alone is "stem dpn"."""
+    return name if "=" in name else f"stem {name}"
+
+
+def filled(checkpoint: str, settings: Mapping[str, Any]) -> str:
+    """Return the name of a checkpoint with the values of keys in braces in their places; ``B/16`` is B-16."""
+    for key, value in settings.items():
+        if value is not None:
+            checkpoint = checkpoint.replace(f"{{{key}}}", str(value).replace("/", "-"))
+    return checkpoint
+
+
+def _with_own(backbone: BackboneConfig, network: str) -> dict[str, Any]:
+    """Return the keys and values of a section with a network's own, and the checkpoint's name with them filled in.
+
+    Raises `ValueError` for a key that the section does not have.
+    """
+    plain, own = backbone.model_dump(), settings_of(network)
+    for key, value in own.items():
+        first, _, rest = key.partition(".")
+        if first not in plain:
+            raise ValueError(f"{network!r}: {first} is no key; use {', '.join(plain)}{did_you_mean(first, plain)}")
+        section = plain[first] if isinstance(plain[first], dict) else {}
+        plain[first] = {**section, rest: value} if rest else value
+    if isinstance(plain["checkpoint"], str):
+        plain["checkpoint"] = filled(plain["checkpoint"], plain)
+    return plain
+
+
+class Comparison(Config):
+    """A config for one network, or for several that differ in keys of the section ``backbone``."""
+
+    backbone: BackboneConfig = BackboneConfig()
+    compare: Annotated[Networks, COMPARE] = ()
+
+    @field_validator("compare")
+    @classmethod
+    def _comparable(cls, networks: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        if len(networks) == 1:
+            raise ValueError(
+                "needs two stems or more, e.g. none,dpn, or networks, e.g. 'stem=none,norm=ln;stem=dpn,norm=ln'"
+            )
+        distinct(tuple(str(sorted(settings_of(network).items())) for network in networks))
+        backbone: BackboneConfig | None = info.data.get("backbone")  # None: it is wrong itself, which is told
+        for network in networks if backbone else ():
+            assert backbone
+            plain, section = _with_own(backbone, network), type(backbone)
+            try:
+                section.model_validate(plain)
+            except ValidationError as error:
+                raise ValueError(f"{network!r}: {explain(section, plain, error, {})}") from error
+        return networks
+
+    @property
+    def networks(self) -> tuple[str, ...]:
+        """The names of the networks, which are stems where they differ in nothing else, in the order of training."""
+        return self.compare or (self.backbone.stem or "dpn",)
+
+    @property
+    def folders(self) -> dict[str, str]:
+        """The folder of each network, by its name."""
+        return folders_of(self.networks)
+
+    @property
+    def versus(self) -> str:
+        """The networks in the name of the comparison's folder."""
+        return "-vs-".join(self.folders.values())[: 2 * LONGEST]
+
+    def unused(self) -> str | None:
+        """Return a warning of a checkpoint that no network has, because each of them names its own."""
+        place = self.backbone.checkpoint
+        if place in (None, "none") or not self.compare:
+            return None
+        if any("checkpoint" not in settings_of(network) for network in self.compare):
+            return None
+        return f"--checkpoint {place}: not used, because every network of --compare has a checkpoint of its own"
+
+    def each(self) -> dict[str, Self]:
+        """Return the config of each network, by its name, without the comparison.
+
+        ``{stem}`` in the name of the checkpoint, and any other key in braces, is that of the network; ``B/16`` is B-16.
+        Raises `DpnError` for a network that does not go with the rest of the config.
+        """
+        if not self.compare:
+            return {self.networks[0]: self}
+        plain, schema = {**self.model_dump(), "compare": ()}, type(self)
+        return {
+            name: build(schema, {**plain, "backbone": _with_own(self.backbone, name)}, f"compare: {name!r}")
+            for name in self.compare
+        }
+
+
+class ComparedTraining(Comparison, TrainingConfig):
+    """The config of one training, or of the same one for several networks and seeds."""
+
+    seeds: Annotated[
+        tuple[Seed, ...],
+        BeforeValidator(counted),
+        Field(description=SEED_COUNT),
+        SEEDS.but(
+            help="Train from several seeds, a number of them or a list (3 is 0,1,2), and print mean and deviation.",
+            unset="the one of --seed",
+        ),
+    ] = ()
+
+    @field_validator("seeds")
+    @classmethod
+    def _one_kind_of_seed(cls, seeds: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
+        if seeds and info.data.get("seed"):
+            raise ValueError(f"--seed {info.data['seed']} is given too; give one of them")
+        return distinct(seeds)
+
+    @property
+    def several(self) -> bool:
+        """Whether the config is for more trainings than one."""
+        return bool(self.compare or self.seeds)
+
+    def with_seeds(self) -> dict[int, Self]:
+        """Return the config of each training of one network, by its seed."""
+        return {seed: self.model_copy(update={"seed": seed, "seeds": ()}) for seed in self.seeds or (self.seed,)}

@@ -1,0 +1,106 @@
+"""From a weight file's tensors to the network that they are."""
+
+from __future__ import annotations
+
+import torch
+
+from dpn_cli.arch import SIZES, Pool, Size, check_image_size, parse_arch, size_name
+from dpn_cli.errors import DataError, DpnError
+from dpn_cli.model.config import ViTConfig
+from dpn_cli.weights.formats import Checkpoint
+from dpn_cli.weights.formats.state_dict import settle_positions
+
+
+def config_of(
+    source: Checkpoint,
+    arch: str | None = None,
+    pool: Pool | None = None,
+    image_size: int | tuple[int, int] | None = None,
+) -> ViTConfig:
+    """Infer the architecture from tensor names and shapes and check it against `arch`.
+
+    Raises `DataError` unless the tensors are a whole ViT, `DpnError` when it is not the one asked for.
+    """
+    try:
+        settle_positions(source)
+    except DataError as error:
+        raise DataError(f"{source.source}: {error}") from error
+    state = source.state
+    if state.get("patch_embed.proj.weight", torch.empty(0, 0, 0, 0)).ndim != 4:
+        raise DataError(f"{source.source}: its patch projection is not one of images; not a ViT of images")
+    try:
+        width, _, rows, columns = state["patch_embed.proj.weight"].shape
+        depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
+        mlp = state["blocks.0.mlp.fc1.weight"].shape[0]
+        attn_width = state["blocks.0.attn.qkv.weight"].shape[0] // 3
+    except (KeyError, ValueError, IndexError) as error:
+        raise DataError(f"{source.source}: - {error.args[0]} is missing; not a whole ViT") from error
+    if min(width, rows, columns, mlp, attn_width) < 1:
+        raise DataError(f"{source.source}: its tensors are empty; not a whole ViT")
+    stated = parse_arch(arch) if arch else None
+    heads = source.heads or (stated[0].heads if stated else _usual_heads(source, width))
+    size = Size(width, depth, mlp, heads)
+    if stated and (stated != (size, rows) or rows != columns):
+        own = f"{size_name(size) or size}/{rows}"
+        raise DpnError(f"--arch {arch}: {source.source} is {own}; leave --arch out, or pass another checkpoint")
+    if heads < 1 or attn_width % heads:
+        raise DataError(
+            f"{source.source}: {heads} heads do not divide its attention's {attn_width} features; "
+            "state the number with 'dpn checkpoint convert --heads N'"
+        )
+    pool, beside = _pooling(source, pool)
+    options = source.norm_options
+    if pool != "tok" and not beside:
+        options = options.model_copy(update={"class_token_at": None})
+    native = None if source.grid is None else (source.grid[0] * rows, source.grid[1] * columns)
+    pixels = check_image_size(image_size or native or 224, (rows, columns))
+    try:
+        return ViTConfig(
+            size,
+            (rows, columns),
+            pixels,
+            source.stem,
+            pool,
+            "pre_logits.weight" in state,
+            source.posemb,
+            source.eps,
+            source.act,
+            mean_beside_class_token=beside,
+            pre_norm="norm_pre.weight" in state,
+            fc_norm="fc_norm.weight" in state,
+            attn_width=None if attn_width == width else attn_width,
+            norm=source.norm,
+            placement=source.placement,
+            norm_options=options,
+        )
+    except DpnError as error:
+        raise DpnError(f"{source.source}: {error}") from error
+
+
+def _pooling(source: Checkpoint, pool: Pool | None) -> tuple[Pool, bool]:
+    """Return the pooling, which has to be the file's own or "gap", and whether a class token stands beside the mean."""
+    own: Pool = "map" if "attn_pool.latent" in source.state else "tok" if "cls_token" in source.state else "gap"
+    beside = own == "tok" and source.pool == "gap"
+    own = "gap" if beside else own
+    if source.pool not in (None, own):
+        raise DataError(f"{source.source}: its pool is {source.pool!r} and its tensors are those of {own!r}")
+    if pool is not None and pool not in ("gap", own):
+        has = "attention pooling" if pool == "map" else "class token that it pools by" if beside else "class token"
+        ways = " or ".join(dict.fromkeys([f"pool={own}", "pool=gap"]))
+        raise DpnError(f"backbone.pool={pool}: {source.source} has no {has}; use {ways}")
+    return pool or own, beside
+
+
+# Widths with one usual number of heads: the standard sizes, shape-optimised, giant and gigantic ViTs.
+USUAL_HEADS = {size.width: size.heads for name, size in SIZES.items() if name not in ("mu", "nano") and "*" not in name}
+USUAL_HEADS |= {1152: 16, 1408: 16, 1536: 16, 1664: 16}
+
+
+def _usual_heads(source: Checkpoint, width: int) -> int:
+    if width not in USUAL_HEADS:
+        raise DpnError(
+            f"{source.source}: the file does not say how many attention heads its {width} features make; "
+            f"'dpn checkpoint convert {source.source} OUT.safetensors --heads N' writes one that does"
+        )
+    source.assumed["heads"] = f"{USUAL_HEADS[width]} heads (usual for a width of {width})"
+    return USUAL_HEADS[width]

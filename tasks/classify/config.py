@@ -1,0 +1,186 @@
+"""The config keys of supervised training, from scratch or from a checkpoint. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal, TypeVar, get_args
+
+from pydantic import Field, model_validator
+
+from dpn_cli.config.load import Say, unsaid
+from dpn_cli.config.network import DROP_PATH, BackboneConfig, Freeze
+from dpn_cli.config.option import TRAIN, flag
+from dpn_cli.config.paths import DEMOS
+from dpn_cli.config.schema import (
+    DATA_SOURCE,
+    DECODE,
+    MAX_PIXELS,
+    VAL_DATA,
+    VAL_FRACTION,
+    Crop,
+    DataPlace,
+    Drawn,
+    Flip,
+    ImageColumn,
+    LabelColumn,
+    MaxPixels,
+    NonNegative,
+    Positive,
+    Section,
+    Side,
+    SkipBadImages,
+    TorchvisionPolicy,
+    Whole,
+)
+from dpn_cli.config.training import counted_in_steps
+from dpn_cli.sweep.grid import ComparedTraining
+
+Share = Annotated[float, Field(gt=0, lt=1)]
+# timm's RandAugment in its own notation, or one of torchvision's AutoAugment policies.
+Policy = Annotated[
+    str,
+    Field(
+        pattern=r"^(rand(-(m\d+|n[1-9]\d*|p(0?\.\d+|1)|mstd\d+(\.\d+)?|mmax\d+|inc[01]))*|"
+        + "|".join(get_args(TorchvisionPolicy))
+        + ")$",
+        description="timm's RandAugment, e.g. rand-m9-mstd0.5-inc1, or AutoAugment's cifar10, imagenet or svhn",
+    ),
+]
+
+
+class SupervisedData(Drawn):
+    """Where the images are, and how they become pixels."""
+
+    source: Annotated[
+        DataPlace | None,
+        DATA_SOURCE.but(
+            help="Folder with train/CLASS and val/CLASS (or CLASS, with --val-fraction), a packed folder (dpn data "
+            "pack) or its URL, hf:OWNER/NAME[:CONFIGURATION], wds:PATTERN, or demo.",
+            unset="$DPN_DATA_DIR/imagenet, ./imagenet, else demo",
+        ),
+    ] = None
+    val_source: Annotated[DataPlace | None, VAL_DATA] = None
+    val_fraction: Annotated[Share | None, VAL_FRACTION] = None
+    minival: Annotated[float, Field(ge=0, lt=1)] | None = None
+    image_column: ImageColumn = None
+    label_column: LabelColumn = None
+    decode: Annotated[
+        Literal["exact", "fast", "pillow"],
+        DECODE.but(
+            help="exact: the reference's pixels; fast: JPEGs shrunk while they are decoded; pillow: Pillow's pixels."
+        ),
+    ] = "exact"
+    max_pixels: MaxPixels = MAX_PIXELS
+    eval_resize: Side | None = None
+    skip_bad_images: SkipBadImages = False
+    crop: Crop = "inception"
+    flip: Flip = True
+
+
+class SupervisedNetwork(BackboneConfig):
+    """A backbone with dropout and stochastic depth."""
+
+    drop_path: Annotated[float, Field(ge=0, lt=1), DROP_PATH] = 0.0
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    drop_path_rescale: bool = True
+
+
+class RandAugment(Section):
+    """How many random operations an image goes through, and how strong they are; the reference goes to 20."""
+
+    layers: Whole = 0
+    magnitude: Annotated[float, Field(ge=0, le=30)] = 0.0
+
+
+class SupervisedConfig(ComparedTraining):
+    """All that decides a classifier's training."""
+
+    backbone: SupervisedNetwork = SupervisedNetwork()
+    data: SupervisedData = SupervisedData()
+    lr_batch: Positive | None = None
+    loss: Annotated[Literal["sigmoid", "softmax"], flag("--loss", help="Loss over the classes.", panel=TRAIN)] = (
+        "sigmoid"
+    )
+    head_bias: float | None = 0.0
+    label_smoothing: Annotated[
+        float,
+        Field(ge=0, lt=1),
+        flag("--label-smoothing", help="Share of each target that is spread over all classes.", panel=TRAIN),
+    ] = 0.0
+    randaugment: RandAugment = RandAugment()
+    auto_augment: Policy | None = None
+    erase: Annotated[float, Field(ge=0, le=1)] = 0.0
+    repeats: Annotated[int, Field(ge=1, le=100)] = 1
+    mixup: Annotated[NonNegative, flag("--mixup", help="Strength p of mixup, Beta(p, p); 0 for none.", panel=TRAIN)] = (
+        0.0
+    )
+    mixing: Literal["big_vision", "timm"] = "big_vision"
+    cutmix: NonNegative = 0.0
+    ema: Annotated[
+        Annotated[float, Field(gt=0, lt=1)] | None,
+        flag("--ema", help="Decay of the averaged weights that are evaluated and kept.", panel=TRAIN),
+    ] = None
+    freeze: Freeze = ()
+    select: Literal["best", "last"] = "last"
+    fewshot: Positive | None = None
+    fewshot_data: DataPlace | None = None
+    eval_batch_size: Positive = 64
+    evaluate_every: Positive = 2500
+
+    @model_validator(mode="after")
+    def _crop_fits(self) -> SupervisedConfig:
+        size, side = self.backbone.image_size or 1, self.data.eval_resize
+        largest = size if isinstance(size, int) else max(size)
+        if side is not None and side < largest:
+            raise ValueError(
+                f"data.eval_resize: the image size ({largest}) or more, as the centre of that size is cut from what is "
+                f"resized (got {side})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _augmentations_fit(self) -> SupervisedConfig:
+        if self.auto_augment and self.randaugment.layers:
+            raise ValueError(
+                f"auto_augment ({self.auto_augment}) and randaugment.layers ({self.randaugment.layers}): one policy is "
+                "applied; leave one of them at null or 0"
+            )
+        if self.repeats > 1 and self.data.shuffle == "shards":
+            raise ValueError(
+                f"repeats ({self.repeats}): such epochs draw a share of all images; leave data.shuffle at images, or "
+                "repeats at 1"
+            )
+        if self.mixing == "big_vision" and self.cutmix:
+            raise ValueError(f"cutmix ({self.cutmix:g}): timm's; set mixing to timm, or leave it at 0")
+        if self.mixing == "timm" and not self.mixup + self.cutmix:
+            raise ValueError("mixing (timm): needs mixup or cutmix above 0; leave it at big_vision to mix nothing")
+        return self
+
+    @property
+    def peak_lr(self) -> float:
+        """The learning rate of this batch size: `lr` itself, or its multiple where it is that of another batch size."""
+        return self.lr * self.batch_size / self.lr_batch if self.lr_batch else self.lr
+
+    @property
+    def demo(self) -> bool:
+        """Whether the data are the built-in scenes, whatever is asked about them."""
+        return self.data.source in DEMOS
+
+
+ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
+
+
+def head_bias_of(config: SupervisedConfig, classes: int) -> float:
+    """Return the bias that a new head starts with.
+
+    Left out, it makes the sigmoid loss start near the classes' base rate: -log(classes) to one decimal, which for
+    1000 classes is the -6.9 of arXiv 2302.01327 Appendix C. The softmax loss needs none.
+    """
+    if config.head_bias is not None:
+        return config.head_bias
+    return -round(math.log(classes), 1) if config.loss == "sigmoid" else 0.0
+
+
+def in_steps(config: ConfigT, images: int, say: Say = unsaid) -> ConfigT:
+    """Return the config with its duration in steps: big_vision rounds epochs x images / batch, at least to one."""
+    return counted_in_steps(config, images / config.batch_size, say)

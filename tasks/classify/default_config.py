@@ -1,0 +1,75 @@
+"""Which shipped config a data set gets: the paper's for ImageNet, another one for own images. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+from dpn_cli.config.load import Say, read_config, shipped_configs
+from dpn_cli.config.urls import is_shards
+
+# What ImageNet's class folders are called, and what the data set itself is.
+WORDNET_ID = re.compile(r"n\d{8}")
+IMAGENET = re.compile(r"imagenet|ilsvrc|in1k|in-1k|in21k|in-21k", re.IGNORECASE)
+
+
+def is_imagenet(place: str) -> bool:
+    """Tell whether ``--data`` names ImageNet, or part of it, by the data set's name or the names of its classes.
+
+    The classes are looked at where that costs no more than reading a folder. Others, and places that do not exist,
+    are judged by their name.
+    """
+    if place.startswith("hf:"):
+        return bool(IMAGENET.search(place))
+    try:
+        path = Path(place.removeprefix("wds:")).expanduser().absolute()
+    except (RuntimeError, OSError):  # no such user's home, or no current folder
+        path = Path(place)
+    if is_shards(place):
+        return bool(IMAGENET.search(f"{path.parent.name}/{path.name}")) or _all_wordnet(_lines(path.parent))
+    return bool(IMAGENET.search(path.name)) or _all_wordnet(_packed(path) or _folders(path / "train") or _folders(path))
+
+
+def _all_wordnet(classes: list[str]) -> bool:
+    return bool(classes) and all(map(WORDNET_ID.fullmatch, classes))
+
+
+def _lines(folder: Path) -> list[str]:
+    try:
+        return (folder / "classnames.txt").read_text("utf-8", "surrogateescape").splitlines()
+    except (OSError, ValueError):
+        return []
+
+
+def _packed(root: Path) -> list[str]:
+    try:
+        return list(json.loads((root / "manifest.json").read_text("utf-8"))["classes"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return []
+
+
+def _folders(root: Path) -> list[str]:
+    try:
+        return [entry.name for entry in os.scandir(root) if entry.is_dir()]
+    except (OSError, ValueError):
+        return []
+
+
+def shipped_for(source: str, config_file: str | None, paper: str, own: str, say: Say) -> str:
+    """Return the name of the config that the layers of a command start from: `paper` or `own`.
+
+    A shipped config that `config_file` names, and a file that is a whole config, leave nothing to choose. Says it when own
+    images get their config. Raises `DpnError` as `read_config` does.
+    """
+    if config_file in set(shipped_configs()):
+        return own if config_file == own else paper
+    whole = config_file is not None and "about" in read_config(config_file)
+    if whole or is_imagenet(source):
+        return paper
+    say(
+        f"--data {source} is not ImageNet, so the config is {own}: images whole and unmirrored, no augmentation; "
+        f"--config {paper} is the paper's"
+    )
+    return own

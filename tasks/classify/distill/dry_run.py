@@ -1,0 +1,69 @@
+"""The dry run of a distillation: its two stages, or the one that there is."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from dataclasses import replace
+from functools import partial
+
+from dpn_cli.config.cost import Cost
+from dpn_cli.data.classified import Part
+from dpn_cli.data.loader import worker_count
+from dpn_cli.engine import fit as engine
+from dpn_cli.engine.dry_run import Sampled, Scene, rehearse
+from dpn_cli.metrics import rank_share
+from dpn_cli.weights.backbone import Backbone
+from tasks.classify.distill.scores import Scoring
+from tasks.classify.distill.train import Distillation
+
+
+def rehearse_stages(distillation: Distillation) -> list[Cost]:
+    """Rehearse the stage of the stem, where there is one, and that of all weights; returns what each takes.
+
+    The teacher is computed in every step, also where its targets will be kept: it then takes less. Raises as `rehearse`
+    does.
+    """
+    config, cache = distillation.config, distillation.cache
+    steps = {"stem": config.stem_steps, "all": config.schedule.steps - config.stem_steps}
+    stages = {stage: f"{stage} weights" if config.stem_steps else "" for stage in steps if steps[stage]}
+    start, _ = distillation.new_student()
+    name, weights = f"{start.config.arch} {start.config.stem}", 4 * start.report.parameters
+    # What is there until the end: the weights of the stages before, and the targets.
+    besides = 2 * weights + (2 * cache.values * cache.entries if cache else 0)
+    costs = []
+    for stage, part in stages.items():
+        begin = partial(_scene, distillation, start, stage, steps[stage])
+        one = rehearse(begin, name, distillation.path, weights=weights if stage == "all" else 0)
+        costs.append(replace(one, part=part, passing=one.passing + besides))
+    return costs
+
+
+def _scene(distillation: Distillation, start: Backbone, stage: str, steps: int) -> Scene:
+    student = copy.deepcopy(start)
+    world, console = distillation.world, distillation.console
+    config = distillation.of_stage(stage, student, steps)
+    outputs = engine.Outputs(warn=console.warn)
+    observed, job = distillation.job(config, student, outputs, 0, dry_run=True)
+    workers = worker_count(config.runtime.workers, world.device, world.here)
+    return Scene(engine.prepare(observed, config.runtime, world), job, _sampled(distillation, student), workers)
+
+
+def _sampled(distillation: Distillation, student: Backbone) -> Sampled:
+    """Return the comparison of student and teacher on a batch of every rank, which stands for scoring both as well."""
+    config, images, world, taught = (
+        distillation.config, distillation.images, distillation.world, distillation.taught
+    )  # fmt: skip
+    size, held_out = config.eval_batch_size, images.held_out
+    few = Part(held_out, range(min(size * world.size, len(held_out.labels))))
+    here = config.model_copy(update={"runtime": config.runtime.model_copy(update={"workers": 0})})
+    scoring = Scoring(here, taught, replace(images, held_out=few), world, distillation.console)
+    skip_bad = config.data.skip_bad_images
+    labelled = len(images.val.labels) if images.val else 0
+    return Sampled(
+        len(few.labels),
+        lambda: scoring.nearness(student),
+        lambda: deque(rank_share(few, taught.transform, world, size, 0, skip_bad=skip_bad), maxlen=0),
+        during=len(held_out.labels),
+        end=len(held_out.labels) + labelled,
+    )

@@ -1,0 +1,40 @@
+"""What a page shows of a distillation: how near the student came to its teacher, stage by stage."""
+
+from __future__ import annotations
+
+from dpn_cli.report.content import Cell, Findings, Section, Table
+from dpn_cli.report.reading import OpenRun
+
+WATCHED = {
+    "agreement": "agreement with the teacher in %",
+    "kl": "KL from the teacher in nats",
+    "token_variance": "share of the tokens' variance explained",
+}
+STAGES = {"start": "before the first step", "stem": "after the stem's stage", "all": "after the last step"}
+
+
+def findings(run: OpenRun) -> Findings:
+    """Return what a page shows of a run of ``dpn distill``; its score is how often both choose the same class."""
+    result = run.result
+    if "stages" not in result:
+        return Findings("agreement", {}, [], WATCHED)
+    rows: list[list[Cell]] = []
+    for stage, note in result["stages"].items():
+        numbers = [note.get(key) for key in ("agreement", "kl", "token_variance", "top1")]
+        kl, share = (None if value is None else f"{value:.4g}" for value in numbers[1:3])
+        rows.append([STAGES[stage], numbers[0], kl, share, numbers[3]])
+    rows.append([f"the teacher, {result['teacher']['arch']}", None, None, None, result["teacher_top1"]])
+    columns = ("", "agreement in %", "KL in nats", "tokens' variance explained", "top-1 in %")
+    filled = [place for place in range(len(columns)) if not place or any(row[place] is not None for row in rows)]
+    images = result["images"]
+    table = Table(
+        "Student and teacher",
+        [columns[place] for place in filled],
+        [[row[place] for place in filled] for row in rows],
+        note=f"Compared on {images['held_out']} held-out images"
+        + (f"; top-1 is of {images['val']} labelled images." if result["top1"] is not None else "."),
+        name="scores",
+    )
+    score = result["agreement"]
+    scores = {} if score is None else {"": {run.seed: score}}
+    return Findings("agreement", scores, [Section("Scores", [table])], WATCHED)

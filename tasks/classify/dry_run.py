@@ -1,0 +1,70 @@
+"""The dry run of a classifier's training."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from dpn_cli.config.cost import Cost
+from dpn_cli.data.classified import ClassData, Part
+from dpn_cli.data.loader import worker_count
+from dpn_cli.engine import fit as engine
+from dpn_cli.engine.dry_run import Sampled, Scene, rehearse
+from dpn_cli.metrics import rank_share
+from dpn_cli.model.freeze import freeze
+from dpn_cli.run.distributed import World
+from dpn_cli.run.run import Session
+from dpn_cli.weights.backbone import Backbone
+from tasks.classify.classifier import Classifier
+from tasks.classify.config import ConfigT, SupervisedConfig
+from tasks.classify.preflight import resize_side_of
+from tasks.classify.train import evaluate, evaluation_interval, load_network, loss_of, training_batches
+
+
+def rehearse_training(begun: Session[ConfigT], data: ClassData) -> Cost:
+    """Rehearse a training whose duration is in steps, and return what it takes; the probes of finished networks do not
+    count. Raises as `rehearse` does.
+    """
+    config, world, console = begun.config, begun.world, begun.console
+    model = load_network(config, len(data.classes))
+    console.info(model.report.summary())
+    name, weights = f"{model.config.arch} {model.config.stem}", 4 * model.report.parameters
+    del model
+
+    def begin() -> Scene:
+        model = load_network(config, len(data.classes))
+        if config.freeze:
+            freeze(model, config.freeze)
+        watched = bool(data.minival.labels)
+        job = engine.Job.of(
+            config,
+            loss_fn=loss_of(config, model, len(data.classes)),
+            batches=training_batches(config, model, data, world, workers=0, skip_bad=config.data.skip_bad_images),
+            ema_decay=config.ema,
+            evaluate_every=evaluation_interval(config) if watched else 0,
+            keep_best=config.select == "best",
+            world=world,
+            outputs=engine.Outputs(warn=console.warn),
+        )
+        workers = worker_count(config.runtime.workers, world.device, world.here)
+        return Scene(engine.prepare(model, config.runtime, world), job, _sampled(config, model, data, world), workers)
+
+    return rehearse(begin, name, begun.folder.path, weights=weights)
+
+
+def _sampled(config: SupervisedConfig, model: Backbone, data: ClassData, world: World) -> Sampled:
+    """Return the evaluation of a batch of every rank, of minival where there is one: nothing is told of its score."""
+    split = data.minival if data.minival.labels else data.val
+    images = min(config.eval_batch_size * world.size, len(split.labels))
+    few = Part(split, range(images))
+    here = config.model_copy(update={"runtime": config.runtime.model_copy(update={"workers": 0})})
+    side = resize_side_of(config, model.config.image_size)
+    classifier = Classifier(model, data.classes, config.loss, side, {}, split.reading.decoder)
+    size, skip_bad = config.eval_batch_size, config.data.skip_bad_images
+    probed = config.fewshot * len(data.classes) + len(data.minival.labels) if config.fewshot else 0
+    return Sampled(
+        images,
+        lambda: evaluate(classifier, few, here, world),
+        lambda: deque(rank_share(few, classifier.transform, world, size, 0, skip_bad=skip_bad), maxlen=0),
+        during=len(data.minival.labels) + probed,
+        end=len(data.val.labels),
+    )

@@ -1,0 +1,143 @@
+"""Which images `dpn eval` scores: those that a run set apart, or a split of another data set."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Literal
+
+from PIL import Image
+
+from dpn_cli.config.paths import DEMOS
+from dpn_cli.data.classified import ClassData, ImageSource, check_classes, has_split, open_class_data, open_split
+from dpn_cli.data.labelled import Images, Labelled, fingerprint
+from dpn_cli.data.remote import MissingError
+from dpn_cli.errors import DataError, DpnError
+from dpn_cli.run.files import real_path
+
+Split = Literal["train", "val", "all"]
+OWN = {
+    "val": "the run's own validation images",
+    "train": "the images that the run was trained on",
+    "all": "all images of the run: trained on, minival and validation",
+}
+CHANGED = "all images of a data set that has changed since the run: which ones it set apart cannot be told any more"
+
+
+class Joined(Images):
+    """The images of several splits, one split after the other."""
+
+    def __init__(self, parts: Sequence[Labelled]) -> None:
+        self.parts = [part for part in parts if len(part.labels)]
+        self.reading = parts[0].reading
+        self.starts = [0, *accumulate(len(part.labels) for part in self.parts)]
+        self.labels: Sequence[int] = [label for part in self.parts for label in part.labels]
+        self.sizes: Sequence[int] = [size for part in self.parts for size in part.sizes]
+
+    def _place(self, index: int) -> tuple[Labelled, int]:
+        number = bisect_right(self.starts, index) - 1
+        return self.parts[number], index - self.starts[number]
+
+    def where(self, index: int) -> str:
+        """Name the place of an image in its split."""
+        part, row = self._place(index)
+        return part.where(row)
+
+    def key(self, index: int) -> str:
+        """Return the name of an image in its split."""
+        part, row = self._place(index)
+        return part.key(row)
+
+    def content(self, index: int) -> bytes:
+        """Return what an image is stored as."""
+        part, row = self._place(index)
+        return part.content(row)
+
+    def open(self, index: int) -> Image.Image:
+        """Open an image, not decoded yet."""
+        part, row = self._place(index)
+        return part.open(row)
+
+
+def run_source(source: ImageSource, facts: Mapping[str, Any], network: str) -> ImageSource:
+    """Return where the images to score are: where `source` says, or, without a place, where the run's own are.
+
+    ``demo`` is the one of the built-in data sets that the run was trained on. Raises `DpnError` where neither says, and
+    `DataError` where the run's own are gone.
+    """
+    before = _data_of_run(facts)
+    own = before.get("source")
+    if source.place == "demo" and own in DEMOS:
+        return replace(source, place=own)
+    if source.place:
+        return source
+    if own is None:
+        raise DpnError(
+            f"--data: which images? {network} does not say on which it was trained; name a folder with val/CLASS or "
+            "CLASS, hf:OWNER/NAME, wds:PATTERN, or demo"
+        )
+    if ":" not in own and own not in DEMOS and not Path(own).expanduser().is_dir():
+        raise DataError(f"{network}: it was trained on {own}, which is not here; name the images with --data")
+    return replace(
+        source,
+        place=own,
+        image_column=source.image_column or before.get("image_column"),
+        label_column=source.label_column or before.get("label_column"),
+    )
+
+
+def open_part(
+    source: ImageSource, split: Split | None, facts: Mapping[str, Any]
+) -> tuple[Labelled, tuple[str, ...], str | None]:
+    """Open the images to score; returns them with their classes, and which of a run's images they are.
+
+    `facts` are what the classifier's file tells of its training. Data that are the run's are split as the run did,
+    with `val` as the default. Of other data None, or ``val``, is the validation split, or everything where they have
+    none, and ``all`` is training and validation. Raises `DataError`.
+    """
+    chosen: Split = split or "val"
+    own = _own_data(source, chosen, facts)
+    if own is not None:
+        part = Joined([own.train, own.minival, own.val]) if chosen == "all" else getattr(own, chosen)
+        return part, own.classes, OWN[chosen]
+    if chosen == "all" and has_split(source, "val"):
+        (train, classes), (val, val_classes) = open_split(source, "train"), open_split(source, "val")
+        check_classes(source, classes, val_classes)
+        return Joined([train, val]), classes, None
+    opened, classes = open_split(source, "train" if chosen == "all" else chosen)
+    changed = chosen == "val" and not has_split(source, "val") and _same_place(source, facts)
+    return opened, classes, CHANGED if changed else None
+
+
+def _data_of_run(facts: Mapping[str, Any]) -> dict[str, Any]:
+    return (facts.get("config") or {}).get("data") or {}
+
+
+def _same_place(source: ImageSource, facts: Mapping[str, Any]) -> bool:
+    places = source.place, _data_of_run(facts).get("source") or ""
+    return places[0] == places[1] or len(set(map(real_path, places))) == 1
+
+
+def _own_data(source: ImageSource, split: Split, facts: Mapping[str, Any]) -> ClassData | None:
+    """Split `source` as the run split its data; None where these are not the run's data, image for image."""
+    before = _data_of_run(facts)
+    if not before or (split == "val" and has_split(source, "val") and not before.get("val_source")):
+        return None  # its own validation split needs no rule, and counting all training images takes time
+    again = ImageSource(
+        source.place,
+        before.get("val_source"),
+        before.get("val_fraction"),
+        source.image_column or before.get("image_column"),
+        source.label_column or before.get("label_column"),
+        source.reading,
+    )
+    try:
+        chooses = (facts.get("config") or {}).get("select") == "best"
+        data = open_class_data(again, before.get("minival"), chooses=chooses)
+    except (DataError, MissingError):
+        return None
+    fingerprints = {name: fingerprint(getattr(data, name)) for name in ("train", "minival", "val")}
+    return data if fingerprints == facts.get("data") else None

@@ -1,0 +1,201 @@
+"""`dpn eval`: accuracy of a classifier on a labelled split, with per-class results and the worst confusions."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpn_cli.data.classified import ImageSource
+from dpn_cli.data.decode import Reading
+from dpn_cli.data.labelled import Labelled, fingerprint
+from dpn_cli.data.leakage import Known, look_up
+from dpn_cli.engine import fit as engine
+from dpn_cli.errors import DataError
+from dpn_cli.metrics import Scores, score
+from dpn_cli.run import distributed, signals
+from dpn_cli.run.console import Console, Done, printable
+from dpn_cli.run.distributed import World, join
+from dpn_cli.run.files import open_report, replace_json
+from tasks.classify.classifier import Classifier, load_classifier, predict
+from tasks.classify.eval_splits import open_part, run_source
+from tasks.classify.options import Scoring
+from tasks.classify.predictions_file import described_pairs, keep
+
+
+def evaluate(options: Scoring, console: Console) -> dict[str, Any] | None:
+    """Score a classifier and return the result, written to `output_dir` too; None on ranks that do not lead.
+
+    Raises `DataError` when data and classifier do not fit each other, `DpnError` when `output_dir` holds a run.
+    """
+    how, size, runtime = options.reading, options.image_size, options.runtime
+    with signals.listen(signals.NO_RESULT), join(runtime.device) as world:
+        if options.output_dir and world.leads:
+            open_report(options.output_dir)
+        classifier = load_classifier(options.network, (size, size) if isinstance(size, int) else size, "dpn eval")
+        reading = Reading(how.decode or classifier.decoder, how.max_pixels)
+        asked = ImageSource(
+            options.source or "", image_column=options.image_column, label_column=options.label_column, reading=reading
+        )
+        source = run_source(asked, classifier.facts, options.network)
+        split, names, part = open_part(source, options.split, classifier.facts)
+        columns = match_classes(classifier.classes, names)
+        console.info(
+            ("" if source.place == options.source else f"{source.place}: ")
+            + f"{len(split.labels)} images of {len(names)} classes"
+            + (f", {part}" if part else "")
+            + _columns_note(classifier, columns)
+        )
+        known = look_up(split, classifier.facts.get("trained_on"), world)
+        if warning := known and known.warning():
+            console.warn(warning)
+        real = read_real(options.real, split) if options.real else None
+        answers = bool(real) or options.output_dir is not None
+        with console.counting("eval", world.share(len(split.labels))) as done:
+            scores = _score(classifier, split, columns, options, world, keep_answers=answers, done=done)
+        result = _result(options, source.place, classifier, names, scores, split, part, known)
+        if real:
+            labels = [real[answer.row] for answer in scores.answers]
+            result["real"] = real_accuracy([answer.predicted for answer in scores.answers], labels)
+        if options.output_dir and world.leads:
+            result |= keep(options.output_dir, scores, names, split)
+            replace_json(options.output_dir / "result.json", result)
+        distributed.barrier()
+        return result if world.leads else None
+
+
+def match_classes(classes: Sequence[str], names: Sequence[str]) -> Tensor | None:
+    """Return which outputs of a classifier are a data set's classes; None when they are all, in order.
+
+    Class numbers as names (ImageNet-V2's folders, hub data sets without names) stand for the outputs of that number.
+    Raises `DataError` naming classes that the classifier does not know.
+    """
+    if tuple(classes) == tuple(names):
+        return None
+    if all(name.isdecimal() and int(name) < len(classes) for name in names):
+        return torch.tensor([int(name) for name in names])
+    place = {name: index for index, name in enumerate(classes)}
+    unknown = [name for name in names if name not in place]
+    if unknown:
+        more = " ..." if len(unknown) > 5 else ""
+        raise DataError(
+            f"--data: classes that the classifier does not know: {', '.join(unknown[:5])}{more}; it knows "
+            f"{len(classes)}, {', '.join(classes[:5])} among them"
+        )
+    return torch.tensor([place[name] for name in names])
+
+
+def _columns_note(classifier: Classifier, columns: Tensor | None) -> str:
+    if columns is None or sorted(columns.tolist()) == list(range(len(classifier.classes))):
+        return ""
+    return f"; the other {len(classifier.classes) - len(columns)} classes of the classifier are left out of the choice"
+
+
+def _score(
+    classifier: Classifier,
+    split: Labelled,
+    columns: Tensor | None,
+    options: Scoring,
+    world: World,
+    keep_answers: bool,
+    done: Done,
+) -> Scores:
+    classifier.model.to(world.device).eval()
+    with engine.precision_of(options.runtime, world.device):
+        return score(
+            lambda images: predict(classifier, images),
+            split,
+            classifier.transform,
+            len(classifier.classes) if columns is None else len(columns),
+            world,
+            loss=classifier.loss,
+            batch_size=options.batch_size,
+            workers=options.runtime.workers,
+            skip_bad=options.skip_bad_images,
+            columns=None if columns is None else columns.to(world.device),
+            keep_answers=keep_answers,
+            done=done,
+        )
+
+
+def _result(
+    options: Scoring,
+    place: str,
+    classifier: Classifier,
+    names: Sequence[str],
+    scores: Scores,
+    split: Labelled,
+    part: str | None,
+    known: Known | None,
+) -> dict[str, Any]:
+    return {
+        "task": "eval",
+        "network": options.network,
+        "data": place,
+        "split": options.split or "val",
+        "part": part,
+        "trained_on": known.to_dict() if known else None,
+        "fingerprint": fingerprint(split),
+        "image_size": list(classifier.model.config.image_size),
+        "resize_side": classifier.resize_side,
+        "image_preparation": classifier.preparation,
+        "images": scores.images,
+        "skipped": scores.skipped,
+        "decoder": split.reading.versions(),
+        "classes": len(names),
+        "top1": scores.top1,
+        "top5": scores.top5,
+        "loss": scores.loss,
+        "worst_pairs": described_pairs(names, scores.confusion),
+    }
+
+
+def read_real(path: Path, split: Labelled) -> list[list[int]]:
+    """Return the ReaL labels (arXiv 2006.07159) of a split's images, from real.json and the images' own numbers.
+
+    Raises `DataError` when the file is not of that form, or an image has no number of ImageNet's validation set.
+    """
+    try:
+        labels = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"--real {path}: cannot be read as JSON ({' '.join(str(error).split())[:120]})") from error
+    if not isinstance(labels, list) or not all(isinstance(entry, list) for entry in labels):
+        raise DataError(f"--real {path}: not the ReaL file, a JSON list with a list of labels per image")
+    chosen = []
+    for index in range(len(split.labels)):
+        number = re.search(r"ILSVRC2012_val_(\d{8})", split.where(index))
+        if not number or not 1 <= int(number[1]) <= len(labels):
+            raise DataError(f"--real: {split.where(index)} is not named ILSVRC2012_val_NUMBER")
+        chosen.append(labels[int(number[1]) - 1])
+    return chosen
+
+
+def real_accuracy(predictions: Sequence[int], real: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Return the share of predictions that are among an image's ReaL labels; images without labels do not count."""
+    judged = [guess in labels for guess, labels in zip(predictions, real, strict=True) if labels]
+    return {"top1": 100 * sum(judged) / len(judged), "images": len(judged)}
+
+
+def describe_scores(result: dict[str, Any]) -> str:
+    """Return the result as text."""
+    skipped = f", {result['skipped']} unreadable ones left out" if result["skipped"] else ""
+    lines = [
+        f"top-1 {result['top1']:.2f} %, top-5 {result['top5']:.2f} %, loss {result['loss']:.4g} on "
+        f"{result['images']} images of {result['classes']} classes{skipped}"
+        + (f" ({result['part']})" if result["part"] else "")
+    ]
+    if result["trained_on"] and (warning := Known(**result["trained_on"]).warning()):
+        lines.append(f"WARNING: {warning}")
+    if "real" in result:
+        lines.append(f"ReaL {result['real']['top1']:.2f} % of {result['real']['images']} images with labels")
+    if result["worst_pairs"]:
+        lines.append("most frequent confusions:")
+    for pair in result["worst_pairs"]:
+        true, predicted = printable(pair["true"]), printable(pair["predicted"])
+        lines.append(f"  {true} taken for {predicted}: {pair['images']} ({pair['share']:.1f} %)")
+    return "\n".join(lines)

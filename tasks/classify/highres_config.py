@@ -1,0 +1,64 @@
+"""The high-resolution config, and where data and weights come from when the command does not say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from dpn_cli.config.launch import find_start
+from dpn_cli.config.layers import last_given, layered
+from dpn_cli.config.load import Plain, Say, merge, read_config, unsaid
+from dpn_cli.config.option import TRAIN, flag
+from dpn_cli.config.paths import DEMOS, find_data
+from dpn_cli.config.schema import Optim
+from tasks.classify.config import SupervisedConfig
+from tasks.classify.default_config import shipped_for
+
+
+class HighresOptim(Optim):
+    """An update rule in which the layers may have learning rates of their own."""
+
+    layer_decay: Annotated[
+        float,
+        Field(gt=0, le=1),
+        flag("--layer-decay", help="Each layer's lr as a share of the next one's.", panel=TRAIN),
+    ] = 1.0
+
+
+class HighresConfig(SupervisedConfig):
+    """All that ``dpn finetune highres`` does."""
+
+    optim: HighresOptim = HighresOptim()
+
+
+def resolve(config_file: str | None, flags: Mapping[str, Any], settings: Mapping[str, Any], say: Say = unsaid) -> Plain:
+    """Merge the layers over the config of the data: the paper's, the demo's (without data), or that of own images.
+
+    The last is pre-training's for a network from scratch. The choice, and what a duration changes, go to `say`. Raises
+    `DpnError` as `layered` does.
+    """
+    file, command = read_config(config_file) if config_file else {}, merge(flags, settings)
+    source = last_given("data", "source", file, command) or find_data("imagenet")
+    scratch = last_given("backbone", "checkpoint", file, command) == "none"
+    own = "pretrain_own" if scratch and config_file != "highres_own" else "highres_own"
+    shipped = "highres_demo" if source in DEMOS else shipped_for(str(source), config_file, "highres", own, say)
+    base = read_config(shipped)
+    if shipped == "highres_demo" and not scratch and last_given("backbone", "checkpoint", file, command):
+        base = merge(base, {"backbone": {"arch": None, "pool": None}})  # those of the demo's network from scratch
+    return merge(layered(base, file, command, shipped, say), {"data": {"source": source}})
+
+
+def settle(config: HighresConfig) -> HighresConfig:
+    """Return the config with its checkpoint decided.
+
+    Raises `DpnError` for an image size that the patch does not divide, and when real data meet no weights.
+    """
+    backbone = find_start(
+        config.backbone,
+        needs="fine-tuning starts from a trained network",
+        example="vit_base_patch32_224.augreg_in1k",
+        otherwise="none" if config.demo else None,
+    )
+    return config.model_copy(update={"backbone": backbone})

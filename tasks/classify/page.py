@@ -1,0 +1,144 @@
+"""What a page shows of a classifier's training or evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from dpn_cli.report.confusions import MOST_DRAWN, MOST_NAMED, confusion_chart
+from dpn_cli.report.content import (
+    Bars,
+    Cell,
+    Findings,
+    Gallery,
+    Lines,
+    PageImage,
+    Part,
+    Section,
+    Series,
+    Table,
+    Text,
+)
+from dpn_cli.report.reading import Json, OpenRun
+from dpn_cli.run.baseline_warnings import result_warning
+from tasks.classify.calibration import Class, Told, confusion, read_answers, read_classes, reliability
+from tasks.classify.distill import page as distilled
+
+WATCHED = {"accuracy": "minival top-1 in %", "minival_loss": "minival loss"}
+# Rows of the table of the worst classes.
+WORST = 25
+
+
+def findings(run: OpenRun, prefix: str) -> Findings:
+    """Return what a page shows of a run of pretrain, highres or distill, or of ``dpn eval``."""
+    result = run.result
+    if run.config and "teacher" in run.config:
+        found = distilled.findings(run)
+        scored, lost = _answers(run, prefix) if result.get("top1") is not None else ([], [])
+        return replace(found, sections=[*found.sections, *scored], warnings=lost)
+    if "top1" not in result:
+        return Findings("top-1", {}, [], WATCHED)
+    images = result["images"]["val"] if isinstance(result["images"], dict) else result["images"]
+    sections, lost = _answers(run, prefix)
+    warnings: list[str | None] = [*lost]
+    if floors := result.get("floors"):
+        warnings.append(result_warning("validation top-1", result["top1"], floors, images))
+    if known := result.get("trained_on"):
+        from dpn_cli.data.leakage import Known  # loads torch
+
+        warnings.append(Known(**known).warning())
+    sections = [Section("Scores", _scores(result, images)), *sections]
+    scores = {"": {run.seed: result["top1"]}}
+    return Findings("top-1", scores, sections, WATCHED, [line for line in warnings if line])
+
+
+def _scores(result: Json, images: int) -> list[Part]:
+    rows: list[list[Cell]] = [
+        ["top-1 in %", result["top1"]],
+        ["top-5 in %", result["top5"]],
+        ["loss", f"{result['loss']:.4g}"],
+        ["images scored", images],
+        ["classes", result["classes"]],
+    ]
+    rows += [[f"{name.replace('_', ' ')} in %", value] for name, value in result.get("floors", {}).items()]
+    if result.get("minival_top1") is not None:
+        rows += [["minival top-1 in %", result["minival_top1"]], ["step that is scored", result["best_step"]]]
+    if "real" in result:
+        rows.append([f"ReaL top-1 in %, {result['real']['images']} images", result["real"]["top1"]])
+    if "ece" in result:
+        rows.append(["expected calibration error in points", result["ece"]])
+    return [Table("Validation images" if "floors" in result else "Scored images", ("", ""), rows, name="scores")]
+
+
+def _answers(run: OpenRun, prefix: str) -> tuple[list[Section], list[str]]:
+    """Return calibration, classes, confusions and mistakes, from what the evaluation kept of every image, and warnings.
+
+    Raises `DataError` when what it kept is damaged.
+    """
+    folder = run.path / Path(run.result.get("weights", "")).parent  # of a search, its last training
+    if missing := next((name for name in ("answers.csv", "per_class.csv") if not (folder / name).is_file()), None):
+        said = f"{missing} is not there: calibration, confusions and mistakes are not known. 'dpn eval -o' writes it."
+        return [Section("Answers", [Text(said, warning=run.kind == "eval")])], []
+    classes = read_classes(folder / "per_class.csv", run.result["classes"])
+    names = {one.name: one.readable for one in classes}
+    answers = read_answers(folder / "answers.csv", names)
+    scored, warnings = sum(one.images for one in classes), []
+    if len(answers) != scored:
+        warnings = [
+            f"answers.csv is damaged: it has {len(answers)} answers, and {scored} images were scored. Calibration, "
+            "confusions and mistakes are of these answers alone."
+        ]
+    sections = [
+        Section("Calibration", [reliability(answers, f"{prefix}reliability")]),
+        Section("Classes", _classes(classes, f"{prefix}classes")),
+        Section("Confusions", _confusions(run.result, answers, names, f"{prefix}confusion")),
+    ]
+    if images := _mistakes(folder / "mistakes", answers, names):
+        sections.append(Section("Most confident mistakes", [Gallery("Wrong and sure of it", images)]))
+    return sections, warnings
+
+
+def _classes(classes: Sequence[Class], name: str) -> list[Part]:
+    """Return the accuracy of every class, best first, and a table of the worst ones."""
+    recalls = {one: one.recall for one in classes if one.recall is not None}
+    found = sorted(((one.readable, recall) for one, recall in recalls.items()), key=lambda one: -one[1])
+    axis, values = "accuracy in %", [value for _, value in found]
+    chart = (
+        Bars(name, "Accuracy by class", axis, [word for word, _ in found], {axis: values})
+        if len(found) <= MOST_NAMED
+        else Lines(
+            name, "Accuracy by class", "class, best first", axis, [Series(axis, range(1, len(found) + 1), values)]
+        )
+    )
+    worst = sorted(recalls, key=lambda one: recalls[one])[:WORST]
+    rows: list[list[Cell]] = [[one.readable, one.images, one.right, one.recall, one.precision] for one in worst]
+    title = (
+        "Every class, worst first" if len(worst) == len(found) else f"The {len(worst)} worst of {len(found)} classes"
+    )
+    columns = ("class", "images", "right", "accuracy (recall) in %", "precision in %")
+    return [chart, Table(title, columns, rows, folded=True)]
+
+
+def _confusions(result: Json, answers: Sequence[Told], names: dict[str, str], name: str) -> list[Part]:
+    rows: list[list[Cell]] = [
+        [pair["true"], pair["predicted"], pair["images"], pair["share"]] for pair in result["worst_pairs"]
+    ]
+    columns = ("true", "taken for", "images", "% of the true class")
+    table = Table("Most frequent confusions", columns, rows, digits=1, name="confusions")
+    if len(names) > MOST_DRAWN:
+        return [Text(f"A matrix of {len(names)} classes is too large to be drawn."), table]
+    return [confusion_chart(name, list(names.values()), confusion(answers, list(names)), "images"), table]
+
+
+def _mistakes(folder: Path, answers: Sequence[Told], names: dict[str, str]) -> list[PageImage]:
+    """Return the images that the evaluation kept, the surest mistake first."""
+    wrong = [answer for answer in answers if answer.true != answer.predicted]
+    images = []
+    for answer in sorted(wrong, key=lambda answer: (-answer.confidence, answer.row)):
+        path = folder / f"{answer.row}.jpg"
+        if path.is_file():
+            said = f"{names[answer.predicted]} ({answer.confidence:.1%})"
+            lines = [f"is {names[answer.true]}", f"taken for {said}", answer.image]
+            images.append(PageImage(path.read_bytes(), lines))
+    return images

@@ -1,0 +1,61 @@
+"""`dpn predict`: the classes of images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any
+
+import torch
+
+from dpn_cli.data.decode import Reading
+from dpn_cli.data.images import find_image_files
+from dpn_cli.engine import fit as engine
+from dpn_cli.report.predictions import Predictions, tally
+from dpn_cli.run import signals
+from dpn_cli.run.console import Console
+from dpn_cli.run.distributed import join, refuse_ranks
+from tasks.classify.classifier import load_classifier, predict, readable
+from tasks.classify.options import PredictOptions
+
+# Classes below a thumbnail.
+MOST_LINES = 3
+
+
+def classify(options: PredictOptions, console: Console) -> Predictions:
+    """Return for every image its best classes with probabilities, prepared as the run's own images were.
+
+    Without ``--decode`` JPEGs are decoded as they were for the training. Unreadable images are named and left out;
+    raises `DataError` where that leaves none.
+    """
+    how, runtime = options.reading, options.runtime
+    with signals.listen(signals.NO_RESULT), join(runtime.device) as world:
+        refuse_ranks(world, "predict")
+        classifier = load_classifier(options.run)
+        found = Predictions(find_image_files(options.images), options.written, console)
+        classifier.model.to(world.device).eval()
+        reading = Reading(how.decode or classifier.decoder, how.max_pixels)
+        words = readable(classifier.classes)
+        batches = found.read(
+            reading, classifier.transform, batch_size=options.batch_size, workers=runtime.workers, label="predict"
+        )
+        with closing(batches):
+            for part in batches:
+                images = torch.stack([one.prepared for one in part])
+                with engine.precision_of(runtime, world.device):
+                    chances = classifier.probabilities(predict(classifier, images.to(world.device)))
+                best = chances.topk(min(options.top, len(words)), dim=-1)
+                for one, values, indices in zip(part, best.values.tolist(), best.indices.tolist(), strict=True):
+                    guesses = [
+                        {"class": classifier.classes[index], "name": words[index], "probability": value}
+                        for index, value in zip(indices, values, strict=True)
+                    ]
+                    found.add({"image": str(one.path), "classes": guesses}, one.small)
+        predicted = tally("What was predicted", "class", (result["classes"][0]["name"] for result in found.results))
+        found.write("dpn predict", options.run, [predicted], _lines)
+    return found
+
+
+def _lines(result: dict[str, Any]) -> Sequence[str]:
+    guesses = [f"{guess['name']} {guess['probability']:.1%}" for guess in result["classes"][:MOST_LINES]]
+    return [*guesses, result["image"]]

@@ -1,0 +1,104 @@
+"""What the end of a training and ``dpn eval -o`` keep for a page: answers, classes, small images of mistakes."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dpn_cli.data.labelled import Labelled
+from dpn_cli.metrics import Answer, Confusion, Scores
+from dpn_cli.report.content import Cell
+from dpn_cli.report.tables import as_csv
+from dpn_cli.report.thumbnails import thumbnail
+from dpn_cli.run.files import replace_file, replace_text
+from tasks.classify.calibration import BINS
+from tasks.classify.classifier import readable
+
+ANSWERS, MISTAKES, CLASSES = "answers.csv", "mistakes", "per_class.csv"
+COLUMNS = ("row", "image", "true", "predicted", "confidence")
+# Mistakes that are kept as images.
+MOST_MISTAKES = 24
+WORST_PAIRS = 10
+
+
+def keep(folder: Path, scores: Scores, names: Sequence[str], split: Labelled) -> dict[str, Any]:
+    """Write what a page shows of a scored split, whose answers were kept; return what of it belongs into the result.
+
+    `names` are those of the classes. Raises `SaveError`.
+    """
+    write_answers(folder, scores.answers, names, split)
+    replace_text(folder / CLASSES, per_class(names, scores.confusion))
+    return {
+        "ece": calibration_error(scores.answers),
+        "worst_pairs": described_pairs(names, scores.confusion),
+    }
+
+
+def calibration_error(answers: Sequence[Answer]) -> float:
+    """Return the expected calibration error in percent points, by torchmetrics (arXiv 1706.04599).
+
+    Confidence is the probability of the best class; the bins are equally wide.
+    """
+    from torchmetrics.functional.classification import binary_calibration_error
+
+    right = torch.tensor([answer.label == answer.predicted for answer in answers])
+    confidence = torch.tensor([answer.confidence for answer in answers], dtype=torch.float64)
+    return 100 * float(binary_calibration_error(confidence, right.int(), n_bins=BINS, norm="l1"))
+
+
+def most_confident_mistakes(answers: Sequence[Answer]) -> list[Answer]:
+    """Return the mistakes with the highest confidence, the surest first."""
+    wrong = [answer for answer in answers if answer.label != answer.predicted]
+    return sorted(wrong, key=lambda answer: (-answer.confidence, answer.row))[:MOST_MISTAKES]
+
+
+def write_answers(folder: Path, answers: Sequence[Answer], names: Sequence[str], split: Labelled) -> None:
+    """Write every answer to answers.csv, and the most confident mistakes as small images to ``mistakes/ROW.jpg``.
+
+    Images of an earlier evaluation there are deleted. Raises `SaveError`.
+    """
+    if (folder / ANSWERS).is_file():
+        for path in (folder / MISTAKES).glob("*.jpg"):
+            path.unlink()
+    rows: list[list[Cell]] = [
+        [row, split.where(row), names[label], names[predicted], f"{confidence:.6f}"]
+        for row, label, predicted, confidence in answers
+    ]
+    replace_text(folder / ANSWERS, as_csv([COLUMNS, *rows]))
+    for answer in most_confident_mistakes(answers):
+        image = thumbnail(split.pixels(answer.row))
+        replace_file(folder / MISTAKES / f"{answer.row}.jpg", partial(Path.write_bytes, data=image))
+
+
+def described_pairs(names: Sequence[str], confusion: Confusion) -> list[dict[str, Any]]:
+    """Return the most frequent confusions with the classes' readable names and the share in percent."""
+    words = readable(names)
+    return [
+        {"true": words[true], "predicted": words[predicted], "images": count, "share": 100 * share}
+        for true, predicted, count, share in worst_pairs(confusion)
+    ]
+
+
+def worst_pairs(confusion: Confusion) -> list[tuple[int, int, int, float]]:
+    """Return the most frequent confusions as (true, predicted, images, share of the true class)."""
+    totals = confusion.true
+    return [(true, taken, images, images / totals[true]) for true, taken, images in confusion.worst(WORST_PAIRS)]
+
+
+def per_class(names: Sequence[str], confusion: Confusion) -> str:
+    """Return a CSV of every class: its images, how many are right, recall and precision in percent."""
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(["class", "name", "images", "right", "recall", "precision"])
+    rows, columns, right = confusion.true, confusion.taken, confusion.right
+    for index, (name, word) in enumerate(zip(names, readable(names), strict=True)):
+        recall = f"{100 * right[index] / rows[index]:.2f}" if rows[index] else ""
+        precision = f"{100 * right[index] / columns[index]:.2f}" if columns[index] else ""
+        table.writerow([name, word, rows[index], right[index], recall, precision])
+    return text.getvalue()

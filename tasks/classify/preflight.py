@@ -1,0 +1,192 @@
+"""What is checked before a classifier is trained: the batch, the images, and what a resumed run began with."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from dpn_cli.config.launch import SCRATCH_PIXELS
+from dpn_cli.data.classified import MINIVAL_CHOOSES, ClassData, Part, hash_order
+from dpn_cli.data.crops import Size, small_size
+from dpn_cli.data.imagenet import describe_imagenet
+from dpn_cli.data.labelled import Labelled, fingerprint, rows_to_check
+from dpn_cli.data.loader import worker_count
+from dpn_cli.data.prefetch import check_cache
+from dpn_cli.data.shard_sampler import ShardOrder, order_of
+from dpn_cli.engine import fit as engine
+from dpn_cli.errors import DataError, DpnError
+from dpn_cli.run import distributed
+from dpn_cli.run.baseline_warnings import crop_warning
+from dpn_cli.run.console import Console, several
+from dpn_cli.run.distributed import World
+from dpn_cli.run.run_dir import RunFolder, describe_device
+from tasks.classify.classifier import resize_for
+from tasks.classify.config import SupervisedConfig
+from tasks.classify.fewshot import check_transfer, probing_of
+from tasks.classify.probe import POOL, check_shots
+
+Json = dict[str, Any]
+# Training images that are decoded before training, to see whether the files are images at all.
+SAMPLE = 100
+
+
+def check_batch(config: SupervisedConfig, world: World) -> None:
+    """Raise `DpnError` unless ranks can share the batch, and micro-batches divide their shares: it is never rounded."""
+    batch = config.batch_size
+    check_divides(batch, config.runtime.micro_batch_size, world)
+    odd = [share for rank in range(world.size) if (share := len(replace(world, rank=rank).rows(batch))) % 2]
+    if config.mixing == "timm" and odd:
+        even = -(-batch // (2 * world.size)) * 2 * world.size
+        raise DpnError(
+            f"--batch-size {batch}: timm mixes images in pairs, and the {odd[0]} images of a rank ({world.size} ranks) "
+            f"are odd; use {even}"
+        )
+
+
+def check_divides(batch: int, micro: int | str, world: World) -> None:
+    """Raise `DpnError` unless every rank has a share of a batch, and micro-batches divide it.
+
+    Where the ranks do not divide the batch, micro-batches have to divide the batch itself.
+    """
+    if batch < world.size:
+        engine.refuse_batch(batch, world.size)
+    share, equal = world.most(batch), batch % world.size == 0
+    whole = share if equal else batch
+    if isinstance(micro, int) and share > micro and whole % micro:
+        fits = max(size for size in range(1, micro) if whole % size == 0)
+        what = f"the {share} images of a rank (--batch-size {batch} over {world.size} ranks)"
+        raise DpnError(
+            f"--micro-batch-size {micro}: does not divide {what if equal else f'--batch-size {batch}'}; use {fits}, or "
+            "auto"
+        )
+
+
+def interval(every: int, steps: int) -> int:
+    """Return the steps between evaluations of a training: `every`, or a quarter of a training shorter than that."""
+    return every if every < steps else max(1, steps // 4)
+
+
+def shard_order(config: SupervisedConfig, data: ClassData) -> ShardOrder | None:
+    """Return the order of a training whose duration is in steps; None where images are shuffled all together."""
+    return order_of(data.train, config.data, config.batch_size, config.seed, config.schedule.steps)
+
+
+def check_shards(config: SupervisedConfig, data: ClassData, world: World) -> None:
+    """Raise `DpnError` for a training in an order that the data do not have, or the cache has no room for."""
+    workers = worker_count(config.runtime.workers, world.device, world.here)
+    draws = config.schedule.steps * config.batch_size
+    check_cache(data.train, shard_order(config, data), draws, workers, world)
+
+
+def check_data(config: SupervisedConfig, data: ClassData, folder: RunFolder, world: World, console: Console) -> Json:
+    """Decode a sample, and see that a resumed run meets the classes and images it began with."""
+    facts: Json = {
+        "classes": list(data.classes),
+        "data": fingerprints(data),
+    }
+    before = distributed.from_leader(folder.facts)
+    if "classes" in before and before["classes"] != facts["classes"]:
+        raise DataError(
+            f"--data {config.data.source}: {len(facts['classes'])} classes now, {len(before['classes'])} others when "
+            f"this run began ({_change(before['classes'], facts['classes'])}); start another with -o"
+        )
+    if "data" in before and before["data"] != facts["data"]:
+        raise DataError(
+            f"--data {config.data.source}: the images have changed since this run began; start another with -o"
+        )
+    if config.fewshot:
+        _check_probe(config.fewshot, data)
+    if options := probing_of(config):
+        check_transfer(options)
+    if note := describe_imagenet(data):
+        console.info(note)
+    console.info(
+        f"{len(data.train.labels)} images to train on, {len(data.minival.labels)} in minival, "
+        f"{len(data.val.labels)} to validate, {len(data.classes)} classes; {several(config.schedule.steps, 'step')} of "
+        f"{config.batch_size}, {config.schedule.steps * config.batch_size / len(data.train.labels):.2f} epochs"
+    )
+    if config.select == "best" and (warning := _choice_warning(len(data.minival.labels))):
+        console.warn(warning)
+    if world.leads:
+        folder.update(device=describe_device(world.device), ranks=world.size, status="running", **facts)
+        check_images(config, data, console)
+    return facts
+
+
+def fingerprints(data: ClassData) -> dict[str, str]:
+    """Return a hash of each split; see `fingerprint`."""
+    return {name: fingerprint(getattr(data, name)) for name in ("train", "minival", "val")}
+
+
+def check_images(config: SupervisedConfig, data: ClassData, console: Console) -> None:
+    """Decode a sample of every split, and warn of evaluation crops that show too little. Raises `DataError`."""
+    sizes = [decode_some(split, config.data.skip_bad_images) for split in (data.train, data.minival, data.val)]
+    if warning := _crop_warning(config, sizes[-1]):
+        console.warn(warning)
+
+
+def decode_some(split: Labelled, skip_bad: bool) -> list[Size]:
+    """Decode a sample of a split, and what is no file; returns sizes. Raises `DataError` unless `skip_bad`."""
+    sizes = []
+    for index in rows_to_check(split, SAMPLE):
+        try:
+            height, width, _ = split.pixels(index).shape
+            sizes.append((height, width))
+        except DataError:
+            if not skip_bad:
+                raise
+    return sizes
+
+
+def _crop_warning(config: SupervisedConfig, images: list[Size]) -> str | None:
+    """Say when the evaluation's central crop shows too little; inception crops are never below a twentieth."""
+    size = input_size(config)
+    side = resize_side_of(config, size)
+    return None if side is None else crop_warning(size, [small_size(image, side) for image in images])
+
+
+def _choice_warning(images: int) -> str | None:
+    """Say when minival is too small to choose between checkpoints."""
+    if images >= MINIVAL_CHOOSES:
+        return None
+    if not images:
+        return "select=best: there is no minival to choose on, so the last step is kept; see data.minival"
+    uncertain = 100 * 1.96 * math.sqrt(0.25 / images)  # 95 % around an accuracy of a half
+    return (
+        f"select=best chooses on {images} minival images, on which an accuracy is uncertain by up to {uncertain:.0f} "
+        f"points; use select=last, or a minival of {MINIVAL_CHOOSES} images (data.minival)"
+    )
+
+
+def _check_probe(shots: int, data: ClassData) -> None:
+    """Raise `DpnError` when there is nothing to test the few-shot probe on, or too little to draw from."""
+    if not data.minival.labels:
+        raise DpnError(
+            f"--eval-fewshot {shots}: the probe is tested on minival, and there is none (data.minival); leave some "
+            "images to it, or probe the finished run with 'dpn eval fewshot'"
+        )
+    check_shots("--eval-fewshot", shot_pool(data.train).labels, data.classes, shots)
+
+
+def _change(before: list[str], now: list[str]) -> str:
+    gone, new = sorted(set(before) - set(now)), sorted(set(now) - set(before))
+    return f"gone: {', '.join(gone[:3]) or 'none'}; new: {', '.join(new[:3]) or 'none'}"
+
+
+def shot_pool(train: Labelled) -> Labelled:
+    """Return the training images that few-shot probes draw from: big_vision's first 65,000."""
+    return train if len(train.labels) <= POOL else Part(train, sorted(hash_order(train)[:POOL]))
+
+
+def input_size(config: SupervisedConfig) -> Size:
+    """Return the (height, width) of the network's input in pixels; 224 stands for a checkpoint's own."""
+    pixels = config.backbone.image_size or SCRATCH_PIXELS
+    return (pixels, pixels) if isinstance(pixels, int) else pixels
+
+
+def resize_side_of(config: SupervisedConfig, size: Size) -> int | None:
+    """Return the shorter side that images are evaluated at before the central crop; None: whole, as they train."""
+    if config.data.eval_resize is None and config.data.crop == "whole":
+        return None
+    return config.data.eval_resize or resize_for(size)

@@ -1,0 +1,106 @@
+"""The dry run of a text tower's training."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from dpn_cli.config.cost import Cost
+from dpn_cli.data.crops import Size
+from dpn_cli.data.pixels import reader_count, resize, stream
+from dpn_cli.engine import fit as engine
+from dpn_cli.engine.dry_run import Sampled, Scene, loaded_alone, rehearse, with_loading
+from dpn_cli.run.distributed import from_all
+from dpn_cli.run.run import Session
+from tasks.lit.batches import cached_batches, encoded_batches, tokenize
+from tasks.lit.cache import BATCH
+from tasks.lit.captions import Captioned, Subset
+from tasks.lit.config import LitConfig
+from tasks.lit.features import Features, ImageEncoder
+from tasks.lit.tokenizer import open_tokenizer
+from tasks.lit.towers import Towers
+from tasks.lit.train import config_encoder, job_of, load_tower, new_text_tower
+
+# Bytes of a feature's number, and of a token.
+FLOAT16, INT32 = 2, 4
+
+
+def rehearse_training(begun: Session[LitConfig], data: Captioned, val: Captioned, scored: int) -> Cost:
+    """Rehearse a training whose duration is in steps, and return what it takes, with the encoding of all images.
+
+    Few images are encoded; with a cache they stand for those of a whole batch. `scored` is how many images are scored
+    at the end. Raises as `rehearse` does.
+    """
+    config, world, console = begun.config, begun.world, begun.console
+    tokenizer = open_tokenizer(config.text.tokenizer, config.text.context, config.text.clean)
+    tower = load_tower(config, world)
+    console.info(tower.report.summary())
+    encoder = replace(config_encoder(config, tower, world), workers=0)
+    features, seconds = _encode(_few(data), encoder, reader_count(config.runtime.workers, len(data.captions)))
+    size, seed = config.batch_size, config.seed
+
+    def begin() -> Scene:
+        text = new_text_tower(config, tower, tokenizer)
+        if config.cache.use:
+            again = torch.arange(size) % len(features)
+            batches = cached_batches(features, again, tokenize(_few(data), tokenizer), size, seed, world)
+        else:
+            texts = tokenize(data, tokenizer)
+            batches = encoded_batches(data, encoder, texts, size, seed, world, steps=1, micro=BATCH)
+        job = job_of(config, text, batches, world, engine.Outputs(warn=console.warn))
+        towers = Towers(tower, text, tokenizer, config.loss, {}, data.reading.decoder)
+        return Scene(engine.prepare(text, config.runtime, world), job, _sampled(towers, encoder, _few(val), scored))
+
+    text = new_text_tower(config, tower, tokenizer)
+    weights = 4 * (tower.report.parameters + sum(parameter.numel() for parameter in text.parameters()))
+    del text
+    cost = rehearse(begin, f"{tower.config.arch} {tower.config.stem}", begun.folder.path, weights=weights)
+    if not config.cache.use:
+        return cost
+    images = len(data.captions) + len(val.captions)
+    numbers = (len(data.captions) * features.views + len(val.captions)) * features.width
+    tokens = tokenizer.context * sum(map(len, data.captions))
+    return replace(
+        cost,
+        cached=FLOAT16 * numbers + INT32 * tokens,
+        cache_seconds=max(from_all(seconds)) / len(features) * images / world.size,
+    )
+
+
+def _few(data: Captioned) -> Captioned:
+    return Subset(data, range(min(BATCH, len(data.captions))))
+
+
+def _read(few: Captioned, size: Size, skip_bad: bool) -> Tensor:
+    with stream(few, partial(resize, size=size), BATCH, workers=0, skip_bad=skip_bad) as parts:
+        return torch.cat([part.images for part in parts])
+
+
+def _encode(few: Captioned, encoder: ImageEncoder, workers: int) -> tuple[Features, float]:
+    """Return the features of a few images and the seconds that they take, after one that warms up."""
+    began = time.perf_counter()
+    with loaded_alone(workers):
+        images = _read(few, encoder.read_size, encoder.skip_bad)
+    read = time.perf_counter() - began
+    encoder.encode_views(images[:1], [0])
+    began = time.perf_counter()
+    features = encoder.encode_views(images, range(len(images)))
+    seconds = with_loading(time.perf_counter() - began, read, workers)
+    return Features([features.half().numpy()], ()), seconds
+
+
+def _sampled(towers: Towers, encoder: ImageEncoder, few: Captioned, scored: int) -> Sampled:
+    """Return the encoding of a few held-out images and of their sentences."""
+
+    def load() -> Tensor:
+        return _read(few, encoder.size, encoder.skip_bad)
+
+    def evaluate() -> None:
+        encoder.encode(load())
+        towers.encode_texts([text for texts in few.captions for text in texts])
+
+    return Sampled(len(few.captions), evaluate, load, end=scored)

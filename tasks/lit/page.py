@@ -1,0 +1,128 @@
+"""What a page shows of LiT: recall, zero-shot accuracy, temperature."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dpn_cli.report.content import (
+    Cell,
+    Findings,
+    Gallery,
+    Heat,
+    Lines,
+    PageImage,
+    Panel,
+    Part,
+    Section,
+    Series,
+    Table,
+    Text,
+)
+from dpn_cli.report.reading import Json, OpenRun
+from dpn_cli.run.baseline_warnings import result_warning
+from dpn_cli.run.files import read_object
+
+WATCHED = {"temperature": "temperature, the factor of the cosines"}
+NEAREST = {"captions": "Images nearest to captions", "prompts": "Images nearest to the prompts of classes"}
+WAYS = {"image_to_text": "image to text", "text_to_image": "text to image"}
+
+
+def findings(run: OpenRun, prefix: str) -> Findings:
+    """Return what a page shows of a run of ``dpn lit train``, or of ``dpn lit eval``."""
+    result = run.result
+    retrieval = result.get("retrieval")
+    scored: Json | None = result.get("zeroshot") or (result if "top1" in result else None)
+    sections, warnings = [], []
+    if retrieval:
+        sections.append(_retrieval(result, retrieval, prefix))
+        floors = {"chance": retrieval["chance@5"]}
+        for way, count in (("image_to_text", "images"), ("text_to_image", "captions")):
+            name = f"held-out {WAYS[way]} R@5"
+            warnings.append(result_warning(name, retrieval[f"{way}@5"], floors, retrieval[count]))
+    if scored:
+        rows: list[list[Cell]] = [
+            [name, float(scored[key])]
+            for key, name in {"top1": "top-1 in %", "top5": "top-5 in %", "chance": "chance in %"}.items()
+            if scored.get(key) is not None
+        ]
+        rows += [["images", scored["images"]], ["classes", scored["classes"]]]
+        sections.append(Section("Zero-shot classification", [Table("Zero-shot", ("", ""), rows, name="zeroshot")]))
+        floors = scored.get("floors") or {"chance": scored["chance"]}
+        warnings.append(result_warning("zero-shot top-1", scored["top1"], floors, scored["images"]))
+    metric, score = ("zero-shot top-1", scored["top1"]) if scored else ("", None)
+    if retrieval and not scored:
+        metric, score = "image to text R@1", retrieval["image_to_text@1"]
+    scores = {} if score is None else {"": {run.seed: score}}
+    sections += [*_similarities(run.path, prefix), *_nearest(run.path, "captions"), *_nearest(run.path, "prompts")]
+    return Findings(metric, scores, sections, WATCHED, [line for line in warnings if line])
+
+
+def _retrieval(result: Json, retrieval: Json, prefix: str) -> Section:
+    at = sorted(int(key.partition("@")[2]) for key in retrieval if key.startswith("image_to_text@"))
+    series = [Series(name, at, [retrieval[f"{way}@{k}"] for k in at]) for way, name in WAYS.items()]
+    images = retrieval["images"]
+    series.append(Series("chance", at, [100 * min(1.0, k / images) for k in at]))
+    rows: list[list[Cell]] = [[one.name, *(float(value) for value in one.y)] for one in series]
+    table = Table(
+        f"Recall in % of {images} images and {retrieval['captions']} captions",
+        ("direction", *(f"R@{k}" for k in at)),
+        rows,
+        note=_temperature(result),
+        name="retrieval",
+    )
+    chart = Lines(f"{prefix}recall", "Recall at k", "k, captions or images looked at", "recall in %", series)
+    return Section("Retrieval", [table, chart])
+
+
+def _temperature(result: dict[str, Any]) -> str:
+    value = result.get("temperature")
+    return "" if value is None else f"Learnt temperature: logits are similarities times {value:.4g}."
+
+
+def _similarities(folder: Path, prefix: str) -> list[Section]:
+    """Return the cosines of some captions and images, each caption with its own image on the diagonal."""
+    kept = read_object(folder / "captions.json")
+    if kept is None:
+        return []
+    pairs = kept["pairs"]
+    numbers = [str(number) for number in range(1, len(pairs["images"]) + 1)]
+    rows = [f"{number} {caption}" for number, caption in zip(numbers, pairs["captions"], strict=True)]
+    chart = Heat(
+        f"{prefix}similarity",
+        "Cosine of captions and images",
+        "caption",
+        "image",
+        "cosine",
+        [Panel("held-out pairs", rows, numbers, pairs["similarity"])],
+        digits=2,
+        caption="Pairs that belong together are on the diagonal, which should be the brightest of its row and column.",
+    )
+    images = [
+        PageImage(data, [said, one["image"]])
+        for said, one in zip(rows, pairs["images"], strict=True)
+        if (data := _image(folder, "captions", one["row"]))
+    ]
+    return [Section("Similarity", [chart, Gallery("The pairs", images)])]
+
+
+def _nearest(folder: Path, name: str) -> list[Section]:
+    """Return for some texts the images that are nearest to them."""
+    kept = read_object(folder / f"{name}.json")
+    if kept is None:
+        return []
+    parts: list[Part] = []
+    for query in kept["queries"]:
+        images = []
+        for one in query["nearest"]:
+            said = "right" if one["right"] else "is " + one["is"] if "is" in one else "of another caption"
+            if data := _image(folder, name, one["row"]):
+                images.append(PageImage(data, [f"{one['cosine']:.3f}, {said}", one["image"]]))
+        parts.append(Gallery(query["text"], images))
+    note = Text("Cosines; the nearest image comes first.")
+    return [Section(NEAREST[name], [note, *parts])]
+
+
+def _image(folder: Path, name: str, row: int) -> bytes | None:
+    path = folder / name / f"{row}.jpg"
+    return path.read_bytes() if path.is_file() else None

@@ -1,0 +1,111 @@
+"""What a page shows of both towers at work: similarities of some pairs, and the images nearest to some texts.
+
+``captions.json`` and ``prompts.json`` hold the numbers, the folders of these names small images by their rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from dpn_cli.data.labelled import Labelled
+from dpn_cli.report.thumbnails import thumbnail
+from dpn_cli.run import distributed
+from dpn_cli.run.files import replace_file, replace_json
+from tasks.lit.captions import Captioned
+
+Json = dict[str, Any]
+# Pairs of the heat map, texts whose nearest images are shown, and how many images of each.
+PAIRS, TEXTS, NEAREST = 12, 6, 6
+
+
+def spread(count: int, most: int) -> list[int]:
+    """Return up to `most` places below `count`, evenly spread from the first to the last."""
+    return sorted({int(place) for place in np.linspace(0, count - 1, min(most, count))})
+
+
+def keep_pairs(
+    folder: Path, data: Captioned, good: Sequence[int], images: Tensor, texts: Tensor, owner: Tensor
+) -> None:
+    """Write similarities of some pairs, and the images nearest to some of their captions. Raises `SaveError`.
+
+    Args:
+        folder: where to.
+        data: the images.
+        good: rows of the images that were read (n,).
+        images: their unit features (n, d).
+        texts: unit features (m, d) of all their captions.
+        owner: which of the n images (m,) each text belongs to.
+    """
+    places = spread(len(good), PAIRS)
+    firsts = [int((owner == place).nonzero()[0]) for place in places]
+    captions = [data.captions[good[place]][0] for place in places]
+    similarity = texts[firsts] @ images[places].T
+    asked = spread(len(places), TEXTS)
+    best = (texts[[firsts[one] for one in asked]] @ images.T).topk(min(NEAREST, len(good)), dim=-1)
+    queries = []
+    for one, values, found in zip(asked, best.values.tolist(), best.indices.tolist(), strict=True):
+        nearest = [
+            {"row": good[place], "image": data.where(good[place]), "cosine": cosine, "right": place == places[one]}
+            for place, cosine in zip(found, values, strict=True)
+        ]
+        queries.append({"text": captions[one], "nearest": nearest})
+    shown = [{"row": good[place], "image": data.where(good[place])} for place in places]
+    pairs = {"images": shown, "captions": captions, "similarity": similarity.tolist()}
+    _write(folder, "captions", data, {"pairs": pairs, "queries": queries})
+
+
+class NearestImages:
+    """The images nearest to some of the classes, of those that `see` is given; each rank has images of its own."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names, self.columns = names, spread(len(names), TEXTS)
+        self.best: list[list[tuple[float, int]]] = [[] for _ in self.columns]
+
+    def see(self, rows: Sequence[int], cosines: Tensor) -> None:
+        """Take images with their rows in the split and their cosines (b, classes)."""
+        for place, values in enumerate(cosines[:, self.columns].T.tolist()):
+            found = [(-value, row) for value, row in zip(values, rows, strict=True)]
+            self.best[place] = sorted(self.best[place] + found)[:NEAREST]
+
+    def gather(self) -> list[list[tuple[float, int]]]:
+        """Return of each class the rows nearest to it with minus their cosines, over all ranks, which all call it."""
+        ranks = distributed.from_all(self.best)
+        return [sorted(one for part in parts for one in part)[:NEAREST] for parts in zip(*ranks, strict=True)]
+
+
+def keep_prompts(folder: Path, split: Labelled, found: NearestImages, best: list[list[tuple[float, int]]]) -> None:
+    """Write the images nearest to the prompts of some classes; `best` is what `NearestImages.gather` returns.
+
+    Raises `SaveError`.
+    """
+    queries, labels, names = [], split.labels, found.names
+    for column, several in zip(found.columns, best, strict=True):
+        nearest = [
+            {
+                "row": row,
+                "image": split.where(row),
+                "cosine": -value,
+                "right": labels[row] == column,
+                "is": names[labels[row]],
+            }
+            for value, row in several
+        ]
+        queries.append({"text": names[column], "nearest": nearest})
+    _write(folder, "prompts", split, {"queries": queries})
+
+
+def _write(folder: Path, name: str, data: Labelled, described: Json) -> None:
+    if (folder / f"{name}.json").is_file():
+        for path in (folder / name).glob("*.jpg"):
+            path.unlink()
+    shown = [*described.get("pairs", {}).get("images", ()), *(o for q in described["queries"] for o in q["nearest"])]
+    for row in sorted({one["row"] for one in shown}):
+        image = thumbnail(data.pixels(row))
+        replace_file(folder / name / f"{row}.jpg", partial(Path.write_bytes, data=image))
+    replace_json(folder / f"{name}.json", described)

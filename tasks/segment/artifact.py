@@ -1,0 +1,91 @@
+"""A trained segmentation network in one file: the ViT with its head, the classes, and how images are seen."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dpn_cli.errors import DataError
+from dpn_cli.run import artifact_kinds
+from dpn_cli.run.artifact_kinds import WEIGHTS as WEIGHTS
+from dpn_cli.run.artifact_kinds import Kind, resolve
+from dpn_cli.weights.backbone import export_backbone, load_whole
+from dpn_cli.weights.locate import open_checkpoint
+from tasks.segment.config import Evaluation, MaskData
+from tasks.segment.labels import LabelRule
+from tasks.segment.model import LinearSegmenter
+from tasks.segment.palette import Class
+from tasks.segment.sliding_window import Plan
+
+KEY: Kind = "segmenter"
+
+
+@dataclass
+class Segmenter:
+    """A network with its classes; `data` and `evaluation` are what it was trained with."""
+
+    network: LinearSegmenter
+    classes: tuple[Class, ...]
+    data: MaskData
+    evaluation: Evaluation
+    facts: dict[str, Any]
+
+    @property
+    def rule(self) -> LabelRule:
+        """Which raw value is which class in the masks that it was trained on."""
+        return LabelRule(len(self.classes), self.data.label_offset, self.data.ignore_label)
+
+    @property
+    def arch(self) -> str:
+        """The network's size and patch."""
+        config = self.network.vit.config
+        return config.arch
+
+    def plan(self, evaluation: Evaluation | None = None) -> Plan:
+        """Return how images are seen; the stride is two thirds of the window unless it is given (341 for 512)."""
+        chosen = evaluation or self.evaluation
+        window = self.network.vit.config.image_size[0]
+        stride = chosen.stride or max(1, window * 2 // 3)
+        return Plan(
+            window,
+            min(stride, window) if chosen.mode == "slide" else None,
+            self.data.caps(window),
+            chosen.size != "resize",
+            chosen.scales,
+            chosen.flip,
+            chosen.batch_size,
+        )
+
+
+def save_segmenter(segmenter: Segmenter, path: Path) -> str:
+    """Write a segmenter as one safetensors file; returns its SHA-256. Raises `SaveError`."""
+    described = {
+        "classes": [asdict(one) for one in segmenter.classes],
+        "final_norm": segmenter.network.final_norm,
+        "data": segmenter.data.model_dump(mode="json"),
+        "evaluation": segmenter.evaluation.model_dump(mode="json"),
+        "facts": segmenter.facts,
+    }
+    return export_backbone(segmenter.network.vit, path, {artifact_kinds.KEY: KEY, KEY: json.dumps(described)})
+
+
+def load_segmenter(place: str, command: str = "dpn segment predict") -> Segmenter:
+    """Load a segmenter for `command` from a run's folder or its weights.safetensors.
+
+    Raises `DataError` when the run has not finished, or the file is of another kind.
+    """
+    path = Path(resolve(place, command))
+    if not path.is_file():
+        raise DataError(f"{place}: no such run; pass the folder of a 'dpn segment' run, or its {WEIGHTS}")
+    source = open_checkpoint(str(path))
+    described = json.loads(source.about[KEY])
+    vit = load_whole(source, None)
+    return Segmenter(
+        LinearSegmenter(vit, final_norm=described["final_norm"]).eval(),
+        tuple(Class(one["name"], tuple(one["color"])) for one in described["classes"]),
+        MaskData.model_validate({"decode": "pillow", **described["data"]}),  # Pillow decoded before files said it
+        Evaluation.model_validate(described["evaluation"]),
+        described["facts"],
+    )

@@ -1,0 +1,54 @@
+"""The dry run of a segmentation network's training."""
+
+from __future__ import annotations
+
+from dpn_cli.config.cost import Cost
+from dpn_cli.data.loader import worker_count
+from dpn_cli.engine import fit as engine
+from dpn_cli.engine.dry_run import Sampled, Scene, rehearse
+from dpn_cli.run.distributed import World
+from dpn_cli.run.run import Session
+from tasks.segment.artifact import Segmenter
+from tasks.segment.config import SegmentConfig
+from tasks.segment.evaluate import score_sizes
+from tasks.segment.pairs import PairsPart
+from tasks.segment.train import SegmentData, build_network, job_of, untrained
+
+# Images of each rank that are scored: one of them gives many windows.
+IMAGES = 4
+
+
+def rehearse_training(begun: Session[SegmentConfig], data: SegmentData) -> Cost:
+    """Rehearse a training whose duration is in steps, and return what it takes. Raises as `rehearse` does."""
+    config, world, console = begun.config, begun.world, begun.console
+    vit = untrained(config, data, world, console).network.vit
+    name, weights = f"{vit.config.arch} {vit.config.stem}", 4 * vit.report.parameters
+    del vit
+
+    def begin() -> Scene:
+        network = build_network(config, len(data.classes))
+        segmenter = Segmenter(network, data.classes, config.data, config.evaluation, {})
+        job = job_of(config, data, segmenter, world, engine.Outputs(warn=console.warn), workers=0)
+        model = engine.prepare(network, config.runtime, world)
+        workers = worker_count(config.runtime.workers, world.device, world.here)
+        return Scene(model, job, _sampled(config, segmenter, data, world), workers)
+
+    return rehearse(begin, name, begun.folder.path, weights=weights)
+
+
+def _sampled(config: SegmentConfig, segmenter: Segmenter, data: SegmentData, world: World) -> Sampled:
+    """Return the evaluation of a few validation images of every rank."""
+    few = PairsPart(data.val, range(min(IMAGES * world.size, len(data.val))))
+    here = config.runtime.model_copy(update={"workers": 0})
+
+    def load() -> None:
+        for row in range(world.rank, len(few), world.size):
+            few.load(row)
+
+    return Sampled(
+        len(few),
+        lambda: score_sizes(segmenter, few, config.evaluation, here, world),
+        load,
+        during=len(data.val),
+        end=len(data.val),
+    )

@@ -1,0 +1,100 @@
+"""`dpn segment eval`: a finished segmenter scored on validation images, in the run's way or another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dpn_cli.config.schema import Runtime
+from dpn_cli.engine import fit as engine
+from dpn_cli.errors import DataError
+from dpn_cli.run import distributed, signals
+from dpn_cli.run.console import Console, Done, uncounted
+from dpn_cli.run.distributed import World, join
+from dpn_cli.run.files import open_report, replace_json
+from tasks.segment.artifact import Segmenter, load_segmenter
+from tasks.segment.config import Evaluation, MaskData
+from tasks.segment.iou import SegmentScores, score
+from tasks.segment.options import MULTI_SCALE, Scoring
+from tasks.segment.page_samples import keep
+from tasks.segment.pairs import Pairs, fingerprint, open_pairs
+from tasks.segment.palette import classes_of, listed_in
+from tasks.segment.preflight import check_masks
+
+
+def evaluation_of(options: Scoring, before: Evaluation) -> Evaluation:
+    """Return the run's way of evaluating with the options in place of it."""
+    stated = options.model_dump(include={"mode", "size", "stride", "batch_size"}, exclude_none=True)
+    if options.multi_scale:
+        stated |= {"scales": MULTI_SCALE, "flip": True}
+    return Evaluation.model_validate({**before.model_dump(), **stated})
+
+
+def evaluate(options: Scoring, console: Console) -> dict[str, Any] | None:
+    """Score a segmenter and return the result, written to `output_dir` too; None on ranks that do not lead.
+
+    Raises `DataError` when data and segmenter do not fit each other, `DpnError` when `output_dir` holds a run.
+    """
+    runtime = options.runtime
+    with signals.listen(signals.NO_RESULT), join(runtime.device) as world:
+        if options.output_dir and world.leads:
+            open_report(options.output_dir)
+        segmenter = load_segmenter(options.run, "dpn segment eval")
+        stated = options.reading.model_dump(exclude_unset=True)
+        data = segmenter.data.model_copy(update={**stated, **({"source": options.source} if options.source else {})})
+        if segmenter.data.source == "demo" and data.source != "demo":
+            data = data.model_copy(update={"dataset": "folder"})  # the demo's config is ADE20K's, its classes are not
+        _check_classes(data, segmenter)
+        pairs = open_pairs(data, "val")
+        if world.leads:
+            check_masks(pairs, segmenter.rule)
+        evaluation = evaluation_of(options, segmenter.evaluation)
+        console.info(f"{len(pairs)} images of {len(segmenter.classes)} classes")
+        segmenter.network.to(world.device)
+        passes = 2 if evaluation.beside else 1
+        with console.counting("segment eval", passes * world.share(len(pairs))) as done:
+            scores, described = score_sizes(segmenter, pairs, evaluation, runtime, world, done)
+        result = {
+            "task": "segment eval",
+            "network": options.run,
+            "data": data.source,
+            "fingerprint": fingerprint(pairs),
+            "decoder": pairs.reading.versions(),
+            "arch": segmenter.arch,
+            "classes": len(segmenter.classes),
+            **described,
+        }
+        if options.output_dir and world.leads:
+            replace_json(options.output_dir / "result.json", result)
+            keep(options.output_dir, segmenter, pairs, scores, evaluation, runtime, world)
+        distributed.barrier()
+        return result if world.leads else None
+
+
+def score_once(
+    segmenter: Segmenter, pairs: Pairs, evaluation: Evaluation, runtime: Runtime, world: World, done: Done = uncounted
+) -> SegmentScores:
+    """Score a split in one way: at the images' own size where `evaluation` says both."""
+    with engine.precision_of(runtime, world.device):
+        plan = segmenter.plan(evaluation)
+        return score(segmenter.network, pairs, segmenter.rule, plan, world, workers=runtime.workers, done=done)
+
+
+def score_sizes(
+    segmenter: Segmenter, pairs: Pairs, evaluation: Evaluation, runtime: Runtime, world: World, done: Done = uncounted
+) -> tuple[SegmentScores, dict[str, Any]]:
+    """Score a split at the size, or both sizes, of `evaluation`; returns the scores and their part of a result."""
+    scores = score_once(segmenter, pairs, evaluation, runtime, world, done)
+    described = scores.to_dict()
+    if evaluation.beside:
+        resized = score_once(segmenter, pairs, evaluation.beside, runtime, world, done).to_dict()
+        described["resized"] = {key: resized[key] for key in ("miou", "pixel_accuracy", "mean_accuracy")}
+    return scores, {**described, "evaluation": evaluation.model_dump(mode="json")}
+
+
+def _check_classes(data: MaskData, segmenter: Segmenter) -> None:
+    """Raise `DataError` for data of other classes than the run's; where no names are listed, the run's hold."""
+    if data.dataset == "folder" and data.source != "demo" and not listed_in(data).is_file():
+        return
+    names = [one.name for one in classes_of(data)]
+    if names != [one.name for one in segmenter.classes]:
+        raise DataError(f"--data {data.source}: its {len(names)} classes are not those that the run was trained on")

@@ -1,0 +1,181 @@
+"""Scores of label maps, from one confusion matrix of pixels over a data set and all ranks."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from dpn_cli.data.loader import worker_count
+from dpn_cli.data.workers import open_loader
+from dpn_cli.errors import DataError
+from dpn_cli.run import distributed, signals
+from dpn_cli.run.console import Done, uncounted
+from dpn_cli.run.distributed import World
+from tasks.segment.labels import IGNORE, LabelRule
+from tasks.segment.model import LinearSegmenter
+from tasks.segment.pairs import Pairs
+from tasks.segment.palette import Class
+from tasks.segment.sliding_window import Plan, label_map
+from tasks.segment.transforms import resize_image
+
+Item = tuple[list[Tensor], Tensor] | DataError
+
+
+def count_pixels(predicted: Tensor, label: Tensor, classes: int) -> Tensor:
+    """Return the confusion matrix (classes, classes) int64 of two label maps, truth in rows, without label 255."""
+    seen = label != IGNORE
+    # 32 bits a pixel: images of 10,000 x 10,000 are scored in one go.
+    return torch.bincount(label[seen].int() * classes + predicted[seen], minlength=classes**2).view(classes, classes)
+
+
+class ImageScore(NamedTuple):
+    """The mIoU in percent of one image, by its row in the split."""
+
+    row: int
+    miou: float
+
+
+@dataclass(frozen=True)
+class SegmentScores:
+    """Scores from the confusion matrix of a data set's pixels, (classes, classes) int64, truth in rows.
+
+    `each` is the score of every image that has labelled pixels.
+    """
+
+    confusion: Tensor
+    images: int
+    each: Sequence[ImageScore] = ()
+
+    @property
+    def iou(self) -> Tensor:
+        """Intersection over union per class in percent; NaN for classes in neither truth nor prediction."""
+        right = self.confusion.diagonal().double()
+        return 100 * right / (self.confusion.sum(0) + self.confusion.sum(1) - right)
+
+    @property
+    def recall(self) -> Tensor:
+        """Share of a class's pixels that are right, in percent; NaN for classes that do not occur."""
+        return 100 * self.confusion.diagonal().double() / self.confusion.sum(1)
+
+    @property
+    def miou(self) -> float:
+        """Mean IoU in percent, over the classes that occur in truth or prediction."""
+        return self.iou.nanmean().item()
+
+    @property
+    def pixel_accuracy(self) -> float:
+        """Share of labelled pixels that are right, in percent."""
+        return 100 * int(self.confusion.trace()) / int(self.confusion.sum())
+
+    @property
+    def mean_accuracy(self) -> float:
+        """Mean recall in percent, over the classes that occur."""
+        return self.recall.nanmean().item()
+
+    @property
+    def majority_miou(self) -> float:
+        """The mIoU of predicting the most frequent class everywhere, in percent."""
+        support = self.confusion.sum(1)
+        return 100 * int(support.max()) / int(support.sum()) / int((support > 0).sum())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the numbers of a result."""
+        return {
+            "miou": self.miou,
+            "pixel_accuracy": self.pixel_accuracy,
+            "mean_accuracy": self.mean_accuracy,
+            "majority_miou": self.majority_miou,
+            "classes_seen": int((self.confusion.sum(1) > 0).sum()),
+            "pixels": int(self.confusion.sum()),
+            "images": self.images,
+        }
+
+    def per_class(self, classes: Sequence[Class]) -> str:
+        """Return a CSV of every class: pixels of truth and prediction, IoU, recall and precision in percent."""
+        text = io.StringIO()
+        table = csv.writer(text, lineterminator="\n")
+        table.writerow(["class", "name", "pixels", "predicted", "iou", "recall", "precision"])
+        precision = 100 * self.confusion.diagonal().double() / self.confusion.sum(0)
+        for index, one in enumerate(classes):
+            shares = [values[index].item() for values in (self.iou, self.recall, precision)]
+            counts = int(self.confusion[index].sum()), int(self.confusion[:, index].sum())
+            table.writerow([index, one.name, *counts, *("" if share != share else f"{share:.2f}" for share in shares)])
+        return text.getvalue()
+
+
+class _Sized(Dataset[Item]):
+    def __init__(self, pairs: Pairs, rows: Sequence[int], rule: LabelRule, plan: Plan) -> None:
+        self.pairs, self.rows, self.rule, self.plan = pairs, rows, rule, plan
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Item:
+        row = self.rows[index]
+        try:
+            pixels, raw = self.pairs.load(row)
+            labels = self.rule.labels(raw, self.pairs.where_mask(row))
+        except DataError as error:
+            return error  # raised in a worker, it would come back wrapped in the worker's traceback
+        full = pixels.shape[0], pixels.shape[1]
+        images = [resize_image(pixels, self.plan.size(full, ratio)) for ratio in self.plan.ratios]
+        return images, torch.from_numpy(labels)
+
+
+def score(
+    network: LinearSegmenter,
+    pairs: Pairs,
+    rule: LabelRule,
+    plan: Plan,
+    world: World,
+    *,
+    workers: int | Literal["auto"],
+    done: Done = uncounted,
+) -> SegmentScores:
+    """Score a network on a split at the labels' own sizes, each image once whatever the ranks.
+
+    `done` is told how many of this rank's images are done.
+
+    Raises `DataError` for an unreadable image or a wrong mask, `StoppedError` when a signal asks to stop.
+    """
+    rows = range(world.rank, len(pairs), world.size)
+    count = worker_count(workers, world.device, world.here)
+    confusion = torch.zeros(rule.classes, rule.classes, dtype=torch.int64, device=world.device)
+    each: list[ImageScore] = []
+    with open_loader(_Sized(pairs, rows, rule, plan), count, batch_size=None) as items:
+        # All ranks loop as often as rank 0, which has the most rows, because they decide together when to stop.
+        for turn in range(-(-len(pairs) // world.size)):
+            signals.check()
+            item = next(items, None)
+            if item is None:
+                continue
+            predicted, label = _predict(network, item, plan, world.device)
+            counts = count_pixels(predicted, label, rule.classes)
+            confusion += counts
+            done(1)
+            if bool(counts.any()):
+                each.append(ImageScore(rows[turn], SegmentScores(counts, 1).miou))
+    each = sorted(one for rank in distributed.from_all(each) for one in rank)
+    return SegmentScores(distributed.reduce_over_ranks(confusion).cpu(), len(pairs), each)
+
+
+def predict_row(
+    network: LinearSegmenter, pairs: Pairs, row: int, rule: LabelRule, plan: Plan, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return prediction and truth of an image, (h, w) uint8 labels. Raises as `score` does."""
+    return _predict(network, _Sized(pairs, [row], rule, plan)[0], plan, device)
+
+
+def _predict(network: LinearSegmenter, item: Item, plan: Plan, device: torch.device) -> tuple[Tensor, Tensor]:
+    if isinstance(item, DataError):
+        raise item
+    images, label = [image.to(device) for image in item[0]], item[1].to(device)
+    with torch.inference_mode():
+        return label_map(network, images, (label.shape[0], label.shape[1]), plan), label

@@ -1,0 +1,114 @@
+"""What a page shows of scored images: classes, confusions, and the best, median and worst images as small images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from dpn_cli.config.schema import Runtime
+from dpn_cli.engine import fit as engine
+from dpn_cli.report.content import Rows
+from dpn_cli.report.tables import as_csv
+from dpn_cli.report.thumbnails import thumbnail
+from dpn_cli.run.distributed import World
+from dpn_cli.run.files import replace_file, replace_json, replace_text
+from tasks.segment.artifact import Segmenter
+from tasks.segment.config import Evaluation
+from tasks.segment.iou import ImageScore, SegmentScores, predict_row
+from tasks.segment.labels import IGNORE, Labels
+from tasks.segment.pairs import Pairs
+from tasks.segment.palette import Class
+
+SAMPLES, FOLDER, CONFUSION = "samples.json", "samples", "confusion.csv"
+# Images of each kind, and the longer side of their images in pixels.
+EACH, SIDE = 3, 176
+# Colours of an error map: right, wrong, not looked at.
+ERRORS = ((216, 221, 227), (213, 94, 0), (255, 255, 255))
+Palette = Sequence[tuple[int, int, int]]
+
+
+def keep(
+    folder: Path,
+    segmenter: Segmenter,
+    pairs: Pairs,
+    scores: SegmentScores,
+    evaluation: Evaluation,
+    runtime: Runtime,
+    world: World,
+) -> None:
+    """Write what a page shows of a scored split to a folder; for the leading rank.
+
+    ``per_class.csv`` and ``confusion.csv`` hold the classes, ``per_image.csv`` the mIoU of every image,
+    ``samples.json`` and ``samples/`` the best, median and worst images, which go through the network once more. Raises
+    `SaveError`.
+    """
+    replace_text(folder / "per_class.csv", scores.per_class(segmenter.classes))
+    replace_text(folder / CONFUSION, as_csv(_confusions(segmenter.classes, scores)))
+    rows: Rows = [["row", "image", "miou"]]
+    rows += [[one.row, pairs.where(one.row), one.miou] for one in scores.each]
+    replace_text(folder / "per_image.csv", as_csv(rows))
+    if (folder / SAMPLES).is_file():
+        for path in (folder / FOLDER).glob("*.*"):
+            path.unlink()
+    seen, described = set[int](), []
+    with engine.precision_of(runtime, world.device):
+        for kind, several in chosen(scores.each).items():
+            for one in several:
+                seen |= _draw(folder / FOLDER, segmenter, pairs, one.row, evaluation, world.device)
+                described.append({"kind": kind, "row": one.row, "image": pairs.where(one.row), "miou": one.miou})
+    shown = [segmenter.classes[label] for label in sorted(seen)]
+    colours = [[one.name, f"#{bytes(one.color).hex()}"] for one in shown]
+    replace_json(folder / SAMPLES, {"images": described, "colours": colours})
+
+
+def chosen(each: Sequence[ImageScore]) -> dict[str, list[ImageScore]]:
+    """Return the best, median and worst images, the best first; an image is in one of the three."""
+    order = sorted(each, key=lambda one: (-one.miou, one.row))
+    count = max(1, min(EACH, len(order) // 3))
+    best, rest = order[:count], order[count:]
+    middle, worst = rest[:-count], rest[-count:]
+    begin = max(0, (len(middle) - count) // 2)
+    return {"best": best, "median": middle[begin : begin + count], "worst": worst}
+
+
+def _confusions(classes: Sequence[Class], scores: SegmentScores) -> Rows:
+    """Return the counts of pixels that are not zero, with a header; classes by their numbers."""
+    found: Rows = [["true", "predicted", "pixels"]]
+    return found + [[*place, int(scores.confusion[tuple(place)])] for place in scores.confusion.nonzero().tolist()]
+
+
+def _draw(
+    folder: Path, segmenter: Segmenter, pairs: Pairs, row: int, evaluation: Evaluation, device: torch.device
+) -> set[int]:
+    """Write an image with truth, prediction and errors as small images; return the labels in them."""
+    plan = segmenter.plan(evaluation)
+    predicted, truth = (
+        labels.cpu().numpy() for labels in predict_row(segmenter.network, pairs, row, segmenter.rule, plan, device)
+    )
+    colours = [one.color for one in segmenter.classes]
+    errors = np.where(truth == IGNORE, 2, predicted != truth).astype(np.uint8)
+    for name, labels, palette in (
+        ("truth", truth, colours),
+        ("predicted", predicted, colours),
+        ("errors", errors, ERRORS),
+    ):
+        image = _coloured(labels, palette)
+        replace_file(folder / f"{row}.{name}.png", partial(image.save, format="PNG", optimize=True))
+    small = thumbnail(pairs.load(row)[0], SIDE)
+    replace_file(folder / f"{row}.jpg", partial(Path.write_bytes, data=small))
+    return {*np.unique(truth).tolist(), *np.unique(predicted).tolist()} - {IGNORE}
+
+
+def _coloured(labels: Labels, palette: Palette) -> Image.Image:
+    """Return labels (h, w) as a small image with a palette; what is not looked at is white."""
+    image = Image.fromarray(labels)
+    values = [value for colour in palette for value in colour]
+    image.putpalette(values + [255] * (768 - len(values)))
+    scale = min(1.0, SIDE / max(image.size))
+    width, height = (max(1, round(side * scale)) for side in image.size)
+    return image.resize((width, height), Image.Resampling.NEAREST)

@@ -1,0 +1,217 @@
+"""`dpn segment predict`: label maps of images, drawn for people too."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from dpn_cli.data.decode import Pixels, Reading
+from dpn_cli.data.images import find_image_files
+from dpn_cli.engine import fit as engine
+from dpn_cli.errors import DataError, DpnError
+from dpn_cli.report.content import Cell, Legend, Part, Table
+from dpn_cli.report.predictions import Predictions
+from dpn_cli.report.thumbnails import thumbnail
+from dpn_cli.run import signals
+from dpn_cli.run.console import Console, several
+from dpn_cli.run.distributed import join, refuse_ranks
+from dpn_cli.run.files import real_path, replace_file
+from tasks.segment.artifact import Segmenter, load_segmenter
+from tasks.segment.labels import LabelRule, Labels
+from tasks.segment.options import PredictOptions
+from tasks.segment.palette import Class
+from tasks.segment.sliding_window import Plan, label_map
+from tasks.segment.transforms import resize_image
+
+# How much of the colour is laid over the image; rows of the legend in pixels.
+STRENGTH, ROW = 0.55, 22
+# Overlays of a page, their longer side in pixels, and the classes below each: as many bytes as a page of thumbnails.
+MOST_SHOWN, SHOWN_SIDE, MOST_NAMED = 100, 288, 6
+# Overlays side by side, which are larger than thumbnails.
+ACROSS = 3
+# Endings of the files of an image.
+ENDINGS = (".labels.png", ".overlay.png", ".legend.png")
+# Ending of the message about stopped work.
+DRAWN = "the images that were finished are kept"
+
+
+def predict(options: PredictOptions, console: Console) -> Predictions:
+    """Write for every image NAME its label map, an overlay and a legend into the output folder.
+
+    ``NAME.labels.png`` has the data set's raw class numbers at the image's own size, ``NAME.overlay.png`` the
+    classes' colours over the image, ``NAME.legend.png`` the classes in it; see `_distinct`. Returns per image the
+    files, and the classes with their share of the pixels, largest first. Without ``--decode`` JPEGs are decoded as they
+    were for the training. Unreadable images are named and left out; raises `DataError` where that leaves none, and
+    for a missing image.
+    """
+    how, runtime = options.reading, options.runtime
+    with signals.listen(DRAWN), join(runtime.device) as world:
+        refuse_ranks(world, "segment predict")
+        segmenter = load_segmenter(options.run)
+        paths = _images(options, console)
+        names, found = _distinct(paths), Predictions(paths, options.written, console, MOST_SHOWN)
+        _check_outputs(paths, [options.output_dir / name for name in names])
+        segmenter.network.to(world.device)
+        # Photographs have any size: where a run is scored at two, that of its training suits them.
+        plan = segmenter.plan(segmenter.evaluation.beside)
+        plan = replace(plan, batch_size=options.batch_size or plan.batch_size)
+        reading = Reading(how.decode or segmenter.data.decode, how.max_pixels, shrink=False)
+        batches = found.read(
+            reading, partial(_sized, plan=plan), batch_size=1, workers=runtime.workers, label="segment predict",
+            small=False,
+        )  # fmt: skip
+        with closing(batches):
+            for (one,) in batches:
+                pixels, sized = one.prepared
+                images = [image.to(world.device) for image in sized]
+                with torch.inference_mode(), engine.precision_of(runtime, world.device):
+                    labels: Labels = label_map(segmenter.network, images, pixels.shape[:2], plan).cpu().numpy()
+                files, overlay, classes = _written(pixels, labels, segmenter, options.output_dir / names[one.index])
+                small = thumbnail(np.asarray(overlay), SHOWN_SIDE) if one.index in found.shown else None
+                found.add({"image": str(one.path), **files, "classes": classes}, small)
+        found.write("dpn segment predict", options.run, _summary(found.results, segmenter), _lines, ACROSS)
+    return found
+
+
+def _sized(pixels: Pixels, plan: Plan) -> tuple[Pixels, list[Tensor]]:
+    """Return the pixels, and the image at each size at which the plan looks at it."""
+    size = pixels.shape[0], pixels.shape[1]
+    return pixels, [resize_image(pixels, plan.size(size, ratio)) for ratio in plan.ratios]
+
+
+def _written(
+    pixels: Pixels, labels: Labels, segmenter: Segmenter, place: Path
+) -> tuple[dict[str, str], Image.Image, list[dict[str, Any]]]:
+    """Draw an image's label map into files that begin with `place`; returns them, the overlay and the classes."""
+    counts = np.array(Image.fromarray(labels).histogram())
+    order = [int(index) for index in np.argsort(-counts, kind="stable") if counts[index]]
+    shares = [(segmenter.classes[index], counts[index] / labels.size) for index in order]
+    drawn = {
+        "labels": draw_labels(labels, segmenter.rule, segmenter.classes),
+        "overlay": draw_overlay(pixels, labels, segmenter.classes),
+        "legend": draw_legend(shares),
+    }
+    files = {kind: place.with_name(f"{place.name}.{kind}.png") for kind in drawn}
+    for kind, image in drawn.items():
+        _save(image, files[kind])
+    classes = [
+        {"value": index + segmenter.rule.offset, "name": one.name, "share": float(share)}
+        for index, (one, share) in zip(order, shares, strict=True)
+    ]
+    return {kind: str(file) for kind, file in files.items()}, drawn["overlay"], classes
+
+
+def _summary(results: Sequence[dict[str, Any]], segmenter: Segmenter) -> list[Part]:
+    """Return the colours of the classes in some images, and how often and how large they are."""
+    shares: dict[int, list[float]] = {}
+    for one in (one for result in results for one in result["classes"]):
+        shares.setdefault(one["value"] - segmenter.rule.offset, []).append(one["share"])
+    order = sorted(shares, key=lambda index: -sum(shares[index]))
+    rows: list[Sequence[Cell]] = [
+        (segmenter.classes[index].name, len(shares[index]), 100 * sum(shares[index]) / len(results)) for index in order
+    ]
+    colours = [(segmenter.classes[i].name, "#{:02x}{:02x}{:02x}".format(*segmenter.classes[i].color)) for i in order]
+    columns = ("class", "images with it", "mean % of the pixels")
+    table = Table("What was predicted", columns, rows, digits=1, folded=len(rows) > 12)
+    return [Legend("Colours, which are laid over the images", colours), table]
+
+
+def _lines(result: dict[str, Any]) -> Sequence[str]:
+    named = ", ".join(f"{one['name']} {one['share']:.1%}" for one in result["classes"][:MOST_NAMED])
+    more = len(result["classes"]) - MOST_NAMED
+    return [named + (f" and {more} more" if more > 0 else ""), result["image"]]
+
+
+def _images(options: PredictOptions, console: Console) -> list[Path]:
+    """Return the images to read: of a folder that has the output folder in it, none that an earlier call wrote.
+
+    Raises `DataError` where there is none.
+    """
+    output, paths, left = real_path(options.output_dir), list[Path](), 0
+    for place in options.images:
+        found = find_image_files([place])
+        if place.is_dir() and output.is_relative_to(real_path(place)):
+            kept = [path for path in found if not path.name.endswith(ENDINGS)]
+            left += len(found) - len(kept)
+            found = kept
+        paths += found
+    if left:
+        console.warn(
+            f"left out {several(left, 'image')} called *{', *'.join(ENDINGS)}: the folder of -o is inside that of "
+            "the images, and these are what this command writes there"
+        )
+    if not paths:
+        raise DataError("no image is left; name folders with other images, or another -o")
+    return paths
+
+
+def _check_outputs(paths: Sequence[Path], places: Sequence[Path]) -> None:
+    """Raise `DpnError` where an image would be written over by the files that begin with one of `places`."""
+    written = {real_path(place.with_name(place.name + ending)) for place in places for ending in ENDINGS}
+    if over := next((path for path in paths if real_path(path) in written), None):
+        raise DpnError(f"{over}: would be written over by the files of another image; pass another -o")
+
+
+def _distinct(paths: Sequence[Path]) -> list[str]:
+    """Return the names under which the images' files are written: without endings, where that tells them apart.
+
+    Where two are the same, the folders that tell them apart stand before them; images of one folder that differ in
+    the ending alone keep it. Raises `DpnError` when two would be written to the same files all the same.
+    """
+    names = [path.stem for path in paths]
+    if len(set(names)) < len(names):
+        places = [real_path(path.parent) / path.stem for path in paths]
+        root = os.path.commonpath([place.parent for place in places])
+        names = [str(place.relative_to(root)) for place in places]
+    times = Counter(names)
+    names = [name + path.suffix if times[name] > 1 else name for name, path in zip(names, paths, strict=True)]
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
+    if twice is not None:
+        both = [str(path) for path, name in zip(paths, names, strict=True) if name == twice]
+        raise DpnError(f"{both[0]} and {both[1]}: both would be written as {twice}.labels.png; predict them apart (-o)")
+    return names
+
+
+def _save(image: Image.Image, path: Path) -> None:
+    replace_file(path, lambda temporary: image.save(temporary, format="PNG"))
+
+
+def draw_labels(labels: Labels, rule: LabelRule, classes: Sequence[Class]) -> Image.Image:
+    """Return the raw class numbers (h, w) as an image: with the classes' colours as its palette where 8 bits do."""
+    raw = rule.raw(labels)
+    image = Image.fromarray(raw)
+    if raw.dtype == np.uint8:
+        image.putpalette([0] * 3 * rule.offset + [value for one in classes for value in one.color])
+    return image
+
+
+def draw_overlay(pixels: Pixels, labels: Labels, classes: Sequence[Class]) -> Image.Image:
+    """Return the image with the classes' colours laid over it."""
+    drawn = Image.fromarray(labels)
+    drawn.putpalette([value for one in classes for value in one.color])
+    return Image.blend(Image.fromarray(pixels), drawn.convert("RGB"), STRENGTH)
+
+
+def draw_legend(shares: Sequence[tuple[Class, float]]) -> Image.Image:
+    """Return an image of classes, their colours as in an overlay on grey, with their share of the pixels."""
+    font = ImageFont.load_default(14)
+    lines = [f"{one.name}  {share:.1%}" for one, share in shares]
+    width = int(max(font.getlength(line) for line in lines)) + ROW + 20
+    image = Image.new("RGB", (width, ROW * len(lines) + 8), "white")
+    draw = ImageDraw.Draw(image)
+    for index, (line, (one, _)) in enumerate(zip(lines, shares, strict=True)):
+        top = 4 + ROW * index
+        draw.rectangle((6, top + 3, ROW, top + ROW - 3), fill=one.color, outline="black")
+        draw.text((ROW + 10, top + 2), line, fill="black", font=font)
+    return image

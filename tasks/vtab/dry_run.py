@@ -1,0 +1,75 @@
+"""The dry run of a sweep: one of its trainings for every network."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from functools import partial
+
+from dpn_cli.config.cost import Cost
+from dpn_cli.data.classified import Part
+from dpn_cli.data.loader import worker_count
+from dpn_cli.data.pixels import PixelSet, load
+from dpn_cli.engine import fit as engine
+from dpn_cli.engine.dry_run import Sampled, Scene, rehearse
+from dpn_cli.run.run import Session
+from dpn_cli.sweep.grid import spoken
+from tasks.vtab.config import VtabConfig
+from tasks.vtab.data import TaskData
+from tasks.vtab.tasks import TRAIN, VAL, Task
+from tasks.vtab.train import Trainer
+from tasks.vtab.trials import Cell
+
+
+def rehearse_sweep(begun: Session[VtabConfig], network: str, data: Mapping[Task, TaskData]) -> Cost:
+    """Rehearse a training of a network on the task with the most classes, and return what its whole sweep takes.
+
+    The test split is neither read nor scored: a dry run must not look at it. Raises as `rehearse` does.
+    """
+    config, world, console = begun.config, begun.world, begun.console
+    task = max(data, key=lambda task: task.classes)
+    trainer = Trainer(config, network, task, data[task], world, console)
+    console.info(f"{spoken(network)}: {trainer.model.report.summary()}")
+    cell = Cell(network, task, config.lrs[0], config.seeds[0], "train800", begun.folder.path)
+
+    def begin() -> Scene:
+        job = trainer.job(cell, engine.Outputs(warn=console.warn))
+        workers = worker_count(config.runtime.workers, world.device, world.here)
+        return Scene(trainer.trainable, job, _sampled(trainer), workers)
+
+    weights = 4 * trainer.model.report.parameters
+    name = network if config.compare else f"{trainer.model.config.arch} {network}"
+    return whole_sweep(config, rehearse(begin, name, begun.folder.path, weights=weights), data)
+
+
+def whole_sweep(config: VtabConfig, one: Cost, tasks: Collection[Task]) -> Cost:
+    """Return what the sweep of a network takes, from what a training takes whose evaluation is of one image."""
+    seeds, cells = len(config.seeds), len(config.lrs) * len(config.seeds)
+    final = seeds if config.protocol == "vtab" else 0
+    trainings = len(tasks) * (cells + final)
+    scored = trainings * VAL + sum(TRAIN + VAL + seeds * task.test for task in tasks)
+    kept = {"none": 0, "chosen": seeds, "all": cells + final}[config.keep_weights]
+    return replace(
+        one,
+        steps=trainings * one.steps,
+        trainings=trainings,
+        evaluation_seconds=scored * one.evaluation_seconds,
+        kept=kept * len(tasks) * one.kept,
+        passing=one.passing + (cells + final) * one.kept,  # until the learning rate of a task is chosen and scored
+    )
+
+
+def _sampled(trainer: Trainer) -> Sampled:
+    """Return the evaluation of a batch of validation images for every rank, decoded as those of the test split are."""
+    config, world = trainer.config, trainer.world
+    pixels, split = trainer.pixels("val200", train=False), trainer.data.val200
+    images = min(config.eval_batch_size * world.size, len(pixels.images))
+    few = PixelSet(pixels.images[:images], pixels.labels[:images])
+    mine = Part(split, range(world.rank, images, world.size))
+    decode = partial(load, mine, trainer.size, workers=0, skip_bad=config.data.skip_bad_images)
+
+    def evaluate() -> None:
+        decode()
+        trainer.evaluate(few)
+
+    return Sampled(images, evaluate, decode, end=1)

@@ -1,0 +1,222 @@
+"""What a page shows of a VTAB sweep: its tables beside the paper's, every cell, and who saw the test split."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+
+from dpn_cli.report.content import Bars, Cell, Chart, Findings, Heat, Lines, Panel, Part, Section, Table, Text
+from dpn_cli.report.reading import Json, OpenRun
+from dpn_cli.run.baseline_warnings import result_warning
+from dpn_cli.run.records import read_records
+from dpn_cli.statistics import as_text
+from dpn_cli.sweep.grid import folders_of
+from tasks.vtab.tasks import GROUPS, PAPER_COLUMNS, TASKS
+
+NOTE = "Test accuracy in %: mean ± standard error over n seeds, with the 95 % t-interval, clipped to 0 … 100."
+
+
+def findings(run: OpenRun, prefix: str) -> Findings:
+    """Return what a page shows of a run of ``dpn finetune vtab``; the scores are those of its last network."""
+    result = run.result
+    ledger = Section("Ledger of the test split", _ledger(run))
+    if "tasks" not in result:
+        return Findings("test accuracy", {}, [ledger])
+    networks: dict[str, Json] = result.get("compare", {}).get("stems") or {result["stem"]: result}
+    sections, warnings = [], []
+    if result["demo"]:
+        warnings.append(result["note"])
+    folders = folders_of(list(networks))
+    for number, (name, part) in enumerate(networks.items(), 1):
+        warnings += [f"failed: {line}" for line in part["failed"]]
+        edges = [f"{task} ({found['edge']})" for task, found in part["tasks"].items() if found["edge"]]
+        if edges:
+            warnings.append(
+                f"{name}: the chosen learning rate is at the edge of the grid for {', '.join(edges)}: a better one may "
+                "lie beyond (--lrs)."
+            )
+        warnings += _not_learnt(name, part)
+        charts: list[Part] = [_cells(result, part, f"{prefix}network{number}_cells")]
+        charts += _losses(run, folders[name], part, f"{prefix}network{number}_loss")
+        sections.append(Section(f"Network {name}", [_tasks(result, name, part), *charts]))
+    bars = _bars(result, networks, prefix)
+    differences = [_differences(one) for one in result.get("compare", {}).get("differences", [])]
+    scores = {
+        task: dict(zip(result["seeds"], found["test"]["values"], strict=True))
+        for task, found in networks[result["stem"]]["tasks"].items()
+        if found["test"]
+    }
+    first = Section("Groups of tasks", [*differences, *bars])
+    return Findings("test accuracy", scores, [first, *sections, ledger], warnings=warnings)
+
+
+def _not_learnt(network: str, part: Json) -> list[str]:
+    lines = []
+    for task, one in part["tasks"].items():
+        if one["test"]:
+            floor = {"chance": one["chance"]}
+            lines.append(
+                result_warning(f"{task} {network}: test top-1", one["test"]["mean"], floor, one["test_images"])
+            )
+    return [line for line in lines if line]
+
+
+def paper_of(result: Json, network: str) -> Mapping[str, float]:
+    """Return Table 3's accuracies by task; nothing for demos and for networks that are not in it."""
+    column = (result["arch"], network)
+    if result["demo"] or column not in PAPER_COLUMNS:
+        return {}
+    return {task.name: task.paper[PAPER_COLUMNS.index(column)] for task in TASKS}
+
+
+def _tasks(result: Json, network: str, part: Json) -> Table:
+    paper = paper_of(result, network)
+    rows: list[list[Cell]] = []
+    strong = []
+
+    def add(name: str, found: Json | None, *middle: Cell) -> None:
+        rows.append([name, *middle, *_described(found)])
+
+    for group in GROUPS:
+        members = {task: found for task, found in part["tasks"].items() if found["group"] == group}
+        for task, found in members.items():
+            chosen = [v for v in found["val"].get(f"{found['lr']:g}", ()) if v is not None] if found["lr"] else []
+            lr = f"{found['lr']:g}" if found["lr"] else None
+            add(task, found["test"], lr, fmean(chosen) if chosen else None)
+            rows[-1] += [paper.get(task), found["chance"]]
+        if members:
+            strong.append(len(rows))
+            add(group, part["groups"][group], None, None)
+            there = [paper[task] for task in members if task in paper]
+            rows[-1] += [fmean(there) if len(there) == len(members) else None, None]
+    for name, words in (("mean19", "mean of 19 tasks"), ("mean_groups", "mean of the groups")):
+        if part[f"{name}_over_seeds"]:
+            strong.append(len(rows))
+            add(words, part[f"{name}_over_seeds"], None, None)
+            rows[-1] += [_paper_mean(paper, name), None]
+    columns = ["task", "lr", "val200", "test", "95 %", "n", "paper", "chance"]
+    if not paper:
+        rows, columns = [[*row[:6], row[7]] for row in rows], [*columns[:6], columns[7]]
+    title = f"{result['arch']} {network}, protocol {result['protocol']}"
+    return Table(title, columns, rows, note=NOTE, strong=frozenset(strong), name="tasks", digits=1)
+
+
+def _paper_mean(paper: Mapping[str, float], name: str) -> float | None:
+    if not paper:
+        return None
+    if name == "mean19":
+        return fmean(paper.values())
+    return fmean(fmean(paper[task.name] for task in TASKS if task.group == group) for group in GROUPS)
+
+
+def _described(found: Json | None) -> tuple[Cell, Cell, Cell]:
+    if found is None:
+        return None, None, None
+    return *as_text(found, digits=1), found["n"]
+
+
+def _differences(difference: Json) -> Table:
+    rows: list[list[Cell]] = [[task, *_described(found)] for task, found in difference["tasks"].items()]
+    rows.append(["over tasks", *_described(difference["over_tasks"])])
+    return Table(
+        f"{difference['stem']} minus {difference['minus']}",
+        ("task", "difference", "95 %", "n"),
+        rows,
+        note="Points of test accuracy, in pairs by seed; over tasks, the mean of the tasks' means.",
+        strong=frozenset({len(rows) - 1}),
+        name="vtab-differences",
+    )
+
+
+def _bars(result: Json, networks: Mapping[str, Json], prefix: str) -> list[Chart]:
+    """Return the bars of the groups and of the tasks, with the paper's beside each network that it has."""
+    charts: list[Chart] = []
+    tasks = networks[result["stem"]]["tasks"]
+    members = {group: [task for task, one in tasks.items() if one["group"] == group] for group in GROUPS}
+    shown = [group for group in GROUPS if members[group]]
+    for name, title, categories in (
+        ("groups", "Mean test accuracy by group", shown),
+        ("tasks", "Test accuracy by task", [task for group in shown for task in members[group]]),
+    ):
+        series: dict[str, Sequence[float | None]] = {}
+        errors: dict[str, Sequence[float | None]] = {}
+        beside: dict[str, str] = {}
+        for network, part in networks.items():
+            found = [part["groups"][one] if name == "groups" else part["tasks"][one]["test"] for one in categories]
+            series[network] = [one and one["mean"] for one in found]
+            errors[network] = [one and one["stderr"] for one in found]
+            if paper := paper_of(result, network):
+                beside[f"{network}, paper"] = network
+                series[f"{network}, paper"] = [
+                    fmean(paper[task] for task in (members[one] if name == "groups" else [one])) for one in categories
+                ]
+        caption = "Thin lines: standard error over seeds." if len(result["seeds"]) > 1 else ""
+        axis = "test accuracy in %"
+        charts.append(Bars(f"{prefix}{name}", title, axis, categories, series, errors, beside, caption=caption))
+    return charts
+
+
+def _cells(result: Json, part: Json, name: str) -> Heat:
+    seeds = [str(seed) for seed in result["seeds"]]
+    panels = [
+        Panel(
+            task,
+            list(found["val"]),
+            seeds,
+            list(found["val"].values()),
+            frozenset(place for place, lr in enumerate(found["val"]) if found["lr"] and lr == f"{found['lr']:g}"),
+        )
+        for task, found in part["tasks"].items()
+    ]
+    return Heat(
+        name,
+        "Every cell: accuracy on val200 in %",
+        "learning rate",
+        "seed",
+        "val200 in %",
+        panels,
+        caption="The chosen learning rate, that of the best mean over the seeds, has a frame.",
+    )
+
+
+def _losses(run: OpenRun, folder: str, part: Json, name: str) -> list[Chart]:
+    """Return the loss of the chosen learning rate's first seed by task, one chart per group."""
+    charts: list[Chart] = []
+    for group in GROUPS:
+        series = []
+        for task, found in part["tasks"].items():
+            if found["group"] == group and found["lr"]:
+                logs = sorted(run.path.glob(f"cells/{folder}/{task}/train800*_lr{found['lr']:g}_seed*/metrics.jsonl"))
+                cells = [replace(run, name=task, records=read_records(log)[0]).series("loss") for log in logs[:1]]
+                series += [one for one in cells if one.x]
+        if series:
+            title = f"Loss, {group}" if len(series) > 1 else f"Loss, {series[0].name}"
+            charts.append(Lines(f"{name}_{group}", title, "step", "training loss", series))
+    return charts
+
+
+def _ledger(run: OpenRun) -> list[Part]:
+    rows, damaged = read_records(run.path / "ledger.jsonl")
+    parts: list[Part] = []
+    if damaged:
+        parts.append(
+            Text(f"ledger.jsonl: {damaged} damaged line(s), so looks at the test split may be missing.", warning=True)
+        )
+    if not rows:
+        return [*parts, Text("No network has been scored on the test split.")]
+    keys = ("time", "stem", "task", "lr", "seed", "trained_on", "images", "accuracy")
+    table: list[list[Cell]] = []
+    for row in rows:
+        lr = row.get("lr")
+        cells = {**row, "lr": f"{lr:g}" if isinstance(lr, float) else lr}
+        if row.get("accuracy") is None:
+            cells["accuracy"] = "begun"
+        table.append([cells.get(key) for key in keys])
+    columns = ("time", "network", "task", "lr", "seed", "trained on", "test images", "accuracy in %")
+    looks = sum(row.get("accuracy") is not None for row in rows)
+    return [
+        *parts,
+        Text(f"{looks} scorings of the test split, each with a line when it began and one with its result."),
+        Table("Every look at the test split", columns, table, folded=True),
+    ]

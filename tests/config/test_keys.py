@@ -1,0 +1,340 @@
+"""No config key is accepted and ignored: a training reads every key of its schema, or the schema refuses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_distill
+import test_highres
+import test_lit
+import test_pretrain
+import test_segment
+import test_vtab
+import torch
+from conftest import images
+from pydantic import BaseModel
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dpn_cli.config.load import from_flags, merge
+from dpn_cli.config.network import BackboneConfig
+from dpn_cli.config.schema import (
+    Schedule,
+    Section,
+)
+from dpn_cli.engine.optim import lr_factor
+from dpn_cli.errors import DpnError
+from dpn_cli.weights import backbone
+from tasks.classify.distill.config import DistillConfig
+from tasks.classify.highres_config import HighresConfig
+from tasks.classify.pretrain_config import PretrainConfig
+from tasks.lit.config import LitConfig
+from tasks.segment.config import SegmentConfig
+from tasks.vtab.config import VtabConfig
+
+# What describes a config and changes nothing; the keys of what one value of another key needs are read below.
+DESCRIPTION = ("about.",)
+
+
+def _keys(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel], str]]:
+    """The dotted keys of a schema, each with the class that holds it and its name there."""
+    for name, field in schema.model_fields.items():
+        inside = field.annotation
+        if isinstance(inside, type) and issubclass(inside, BaseModel):
+            yield from _keys(inside, f"{prefix}{name}.")
+        else:
+            yield prefix + name, schema, name
+
+
+@contextmanager
+def _reads() -> Iterator[set[tuple[type, str]]]:
+    """Collect which keys of which sections the program reads."""
+    seen: set[tuple[type, str]] = set()
+    original = Section.__getattribute__
+
+    def noting(section: Section, name: str) -> Any:
+        if name in type(section).__dict__.get("__pydantic_fields__", {}):
+            seen.add((type(section), name))
+        return original(section, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Section, "__getattribute__", noting, raising=False)
+        yield seen
+
+
+def _vtab(digits: Path, photos: Path, path: Path, **changes: Any) -> Callable[[], Any]:
+    settings = ["data.tasks=svhn", "seeds=1", "lrs=[0.01]", "schedule.steps=2"]
+    more = [f"{key}={value}" for key, value in changes.items()]
+    return lambda: test_vtab.run(digits, path, *settings, *more)
+
+
+def _classifier(module: Any) -> Callable[..., Callable[[], Any]]:
+    def prepared(digits: Path, photos: Path, path: Path, **changes: Any) -> Callable[[], Any]:
+        asked = merge(
+            {"schedule": {"steps": 4}, "evaluate_every": 2, "data": {"minival": 0.2}, "fewshot": 2},
+            from_flags(changes),
+        )
+        config = module.small(photos, **asked)
+        return lambda: module.train(config, path)
+
+    return prepared
+
+
+def _lit(digits: Path, photos: Path, path: Path, **changes: Any) -> Callable[[], Any]:
+    pairs = path.parent / f"pairs-{path.name}"
+    pairs.mkdir()
+    for place in sorted(photos.glob("*/*"))[:8]:
+        (pairs / f"{place.parent.name}{place.name}").write_bytes(place.read_bytes())
+        (pairs / f"{place.parent.name}{place.stem}.txt").write_text(f"an image {place.stem}")
+    asked = {"data": {"val_source": None, "val_fraction": 0.5}, "batch_size": 4, "schedule": {"steps": 2, "warmup": 0}}
+    config = test_lit.small(pairs, **merge(asked, from_flags(changes)))
+    return lambda: test_lit.train(config, path)
+
+
+def _segment(digits: Path, photos: Path, path: Path, **changes: Any) -> Callable[[], Any]:
+    data = path.parent / f"data-{path.name}"
+    test_segment.write_scenes(data, {"training": 8, "validation": 2})
+    asked = merge({"schedule": {"steps": 4}, "evaluate_every": 2}, from_flags(changes))
+    config = test_segment.small(data, **asked)
+    return lambda: test_segment.train(config, path)
+
+
+def _distill(digits: Path, photos: Path, path: Path, **changes: Any) -> Callable[[], Any]:
+    teacher = path.parent / f"teacher-{path.name}.safetensors"
+    test_distill.teacher_file(teacher)
+    shots = path.parent / f"shots-{path.name}"
+    for split in ("train", "val"):
+        (shots / split).parent.mkdir(exist_ok=True)
+        (shots / split).symlink_to(photos)
+    asked = merge({"fewshot_data": str(shots), "fewshot": 2}, from_flags(changes))
+    config = test_distill.small(photos, teacher, **asked)
+    return lambda: test_distill.train(config, path)
+
+
+TASKS = {
+    "vtab": _vtab,
+    "highres": _classifier(test_highres),
+    "pretrain": _classifier(test_pretrain),
+    "lit": _lit,
+    "segment": _segment,
+    "distill": _distill,
+}
+# What the second training of a task has, to read the keys of what the first one does not do.
+SECOND: dict[str, dict[str, Any]] = {
+    "lit": {"cache.use": False, "loss": "siglip"},
+    "highres": {"mixing": "timm", "cutmix": 1.0},
+    "pretrain": {"mixing": "timm", "cutmix": 1.0},
+}
+SCHEMAS: dict[str, type[Section]] = {
+    "vtab": VtabConfig,
+    "highres": HighresConfig,
+    "pretrain": PretrainConfig,
+    "lit": LitConfig,
+    "segment": SegmentConfig,
+    "distill": DistillConfig,
+}
+# Keys that a schema has and refuses, with a value that is not their default.
+REFUSED: dict[str, dict[str, Any]] = {
+    "lit": {"backbone.drop_path": 0.1, "backbone.grad_checkpointing": True, "optim.layer_decay": 0.9},
+    "segment": {"backbone.pre_logits": True, "optim.layer_decay": 0.9},
+    "distill": {"backbone.pool": "gap", "backbone.pre_logits": True},
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_training_reads_every_key(task: str, digits: Path, photos: Path, tmp_path: Path) -> None:
+    runs = [
+        TASKS[task](digits, photos, tmp_path / name, **{"optim.name": name, **extra})
+        for name, extra in (("adam", {}), ("momentum", SECOND.get(task, {})))
+    ]
+    with _reads() as seen:
+        for run in runs:
+            run()
+    assert any(issubclass(section, BackboneConfig) for section, _ in seen)
+    # A network's keys are arguments of load_backbone, all of them (see backbone_of), but for a student's.
+    elsewhere = (*DESCRIPTION, "schedule.", *(("backbone.",) if task != "distill" else ()))
+    missing = []
+    for key, section, name in _keys(SCHEMAS[task]):
+        known = key.startswith(elsewhere) or key in REFUSED.get(task, {})
+        if not known and not any(issubclass(section, each) and name == field for each, field in seen):
+            missing.append(key)
+    assert sorted(missing) == sorted(UNREAD.get(task, ())), missing
+
+
+# Keys that these trainings do not read: columns of data sets from the hub, what is done when a cell fails, and what
+# makes several trainings of one. Other tests set them.
+SEVERAL = ("compare", "seeds")
+# That of data in shards, which these trainings do not have.
+SHARDED = "data.open_shards"
+UNREAD = {
+    "vtab": ("data.image_column", "data.label_column", "allow_failed"),
+    "highres": (*SEVERAL, SHARDED),
+    "pretrain": (*SEVERAL, SHARDED),
+    "distill": (*SEVERAL, SHARDED),
+    "lit": SEVERAL,
+    "segment": ("compare", "data.image_column", "data.mask_column", "seeds"),
+}
+
+
+@pytest.mark.parametrize("task", REFUSED)
+def test_a_key_without_effect_is_refused(task: str, digits: Path, photos: Path, tmp_path: Path) -> None:
+    for number, (key, value) in enumerate(REFUSED[task].items()):
+        with pytest.raises(DpnError, match=rf"{key}: .*; leave it at"):
+            TASKS[task](digits, photos, tmp_path / str(number), **{key: value})
+
+
+def test_every_key_of_a_network_is_an_argument_of_its_loader() -> None:
+    import inspect
+
+    arguments = set(inspect.signature(backbone.load_backbone).parameters)
+    for schema in (schema for task, schema in SCHEMAS.items() if task != "distill"):
+        section: Any = schema.model_fields["backbone"].annotation
+        assert set(section.model_fields) <= arguments
+
+
+def test_every_key_of_a_schedule_moves_the_learning_rate() -> None:
+    usual: dict[str, Any] = {"steps": 20, "warmup": 2}
+    changes: list[tuple[str, Any, str]] = [
+        ("steps", 30, "cosine"),
+        ("warmup", 4, "cosine"),
+        ("decay", "linear", "cosine"),
+        ("decay_from", 8, "cosine"),
+        ("start", 0.5, "cosine"),
+        ("end", 0.5, "linear"),
+        ("power", 2.0, "polynomial"),
+        ("timescale", 5, "rsqrt"),
+        ("cooldown", 5, "cosine"),
+        ("stairs", ((5, 0.5),), "stair"),
+    ]
+    assert {key for key, _, _ in changes} == set(Schedule.model_fields)
+    for key, value, decay in changes:
+        curves = [
+            [lr_factor(Schedule(**{**usual, "decay": decay, **more}), step) for step in range(20)]
+            for more in ({}, {key: value})
+        ]
+        assert curves[0] != curves[1], key
+
+
+# Of the keys that pretrain and finetune highres share: another value, and what both trainings have beside it.
+CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "data.source": ("OTHER", {}),
+    "data.val_fraction": (0.5, {}),
+    "data.minival": (0.5, {}),
+    "data.decode": ("pillow", {}),
+    "data.max_pixels": (1999, {}),  # JPEGs of 2000 are read at half their size
+    "data.crop": ("whole", {}),
+    "data.flip": (False, {}),
+    "lr": (0.1, {}),
+    "seed": (1, {}),
+    "epochs": (0.1, {}),
+    "batch_size": (8, {}),
+    "lr_batch": (1, {}),
+    "loss": ("sigmoid", {}),
+    "head_bias": (-3.0, {}),
+    "label_smoothing": (0.1, {}),
+    "randaugment.layers": (2, {"randaugment.magnitude": 10}),
+    "randaugment.magnitude": (20, {"randaugment.layers": 2}),
+    "auto_augment": ("cifar10", {}),
+    "erase": (1.0, {}),
+    "repeats": (2, {}),
+    "mixup": (0.5, {}),
+    "mixing": ("timm", {"mixup": 0.5}),
+    "cutmix": (1.0, {"mixing": "timm", "mixup": 0.5}),
+    "ema": (0.5, {}),
+    "freeze": (("stem",), {}),
+    "backbone.arch": ("mu/16", {}),
+    "backbone.stem": ("none", {}),
+    "backbone.norm": ("bn", {}),
+    "backbone.placement": ("post,post", {}),
+    "backbone.norm_options": ({"eps": 0.1}, {}),
+    "backbone.image_size": (24, {}),
+    "backbone.pool": ("tok", {}),
+    "backbone.pre_logits": (True, {}),
+    "backbone.drop_path": (0.9, {"backbone.arch": "nano/8"}),
+    "backbone.dropout": (0.5, {}),
+    "backbone.drop_path_rescale": (
+        False,
+        {"backbone.arch": "nano/8", "backbone.drop_path": 0.5, "backbone.drop_path_rescale": True},
+    ),
+    "backbone.posemb": ("sincos2d", {}),
+    "optim.name": ("momentum", {}),
+    "optim.momentum": (0.5, {"optim.name": "momentum"}),
+    "optim.betas": ((0.5, 0.9), {}),
+    "optim.eps": (0.1, {}),
+    "optim.state_dtype": ("bfloat16", {}),
+    "optim.weight_decay": (10.0, {}),
+    "optim.decay_unit": ("gradient", {"optim.weight_decay": 1.0}),
+    "optim.decay_mask": ("all", {"optim.weight_decay": 10.0}),
+    "optim.clip_norm": (1e-6, {}),
+    "optim.layer_decay": (0.1, {}),
+}
+# Those that change nothing in the weights of two steps, and what they do.
+WITHOUT_EFFECT = {
+    **dict.fromkeys(("compare", "seeds", "stages"), "make several trainings of one"),
+    **dict.fromkeys(("data.image_column", "data.label_column"), "columns of data sets from the hub"),
+    **dict.fromkeys(("data.val_source", "data.eval_resize", "eval_batch_size"), "what is scored, and how"),
+    **dict.fromkeys(("evaluate_every", "fewshot", "fewshot_data"), "when it is scored, and a probe"),
+    **dict.fromkeys(("data.shuffle", SHARDED), "data in shards"),
+    "select": "which evaluated step is kept; the last of two steps is the best one here",
+    "data.skip_bad_images": "these images can be read",
+    "backbone.checkpoint": "other weights are no change of a training from scratch",
+    "backbone.grad_checkpointing": "saves memory",
+    "log.layer_norms": "what the log holds",
+}
+
+
+CLASSIFIERS: dict[str, Any] = {"highres": test_highres, "pretrain": test_pretrain}
+KEYS_OF = {task: {key for key, _, _ in _keys(SCHEMAS[task])} for task in CLASSIFIERS}
+TINY: dict[str, Any] = {
+    "backbone": {"image_size": 16, "arch": "mu/8", "pool": "gap", "pre_logits": False, "dropout": 0, "drop_path": 0},
+    "data": {"val_fraction": 0.25, "minival": 0, "crop": "inception", "flip": True},
+    "randaugment": {"layers": 0, "magnitude": 0},
+    "schedule": {"steps": 2, "warmup": 0},
+    "mixup": 0,
+    "batch_size": 4,
+    "lr": 0.01,
+}
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, dict[str, Any]], dict[str, Tensor]]:
+    """Return the weights after two steps with some settings; the same training is done once."""
+    root = tmp_path_factory.mktemp("steps")
+    sources = {name: str(images(root / name, classes=count, each=4)) for name, count in (("photos", 3), ("OTHER", 2))}
+    done: dict[str, dict[str, Tensor]] = {}
+
+    def weights(task: str, settings: dict[str, Any]) -> dict[str, Tensor]:
+        name = f"{task} {sorted(settings.items())}"
+        if name not in done:
+            changed = from_flags({key: settings[key] for key in settings if key not in ("data.source", "epochs")})
+            config = CLASSIFIERS[task].small(sources[settings.get("data.source", "photos")], **merge(TINY, changed))
+            config = config.model_copy(update={"epochs": settings.get("epochs")})  # the test's own are in steps
+            path = root / f"run{len(done)}"
+            CLASSIFIERS[task].train(config, path)
+            done[name] = load_file(path / "weights.safetensors")
+        return done[name]
+
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("task", "key"), [(task, key) for task in CLASSIFIERS for key in CHANGES if key in KEYS_OF[task]]
+)
+def test_a_changed_key_changes_the_weights_after_two_steps(
+    task: str, key: str, two_steps: Callable[[str, dict[str, Any]], dict[str, Tensor]]
+) -> None:
+    value, beside = CHANGES[key]
+    before, after = two_steps(task, beside), two_steps(task, {**beside, key: value})
+    equal = before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert not equal
+
+
+@pytest.mark.parametrize("task", CLASSIFIERS)
+def test_every_key_is_changed_or_has_a_reason_not_to_be(task: str) -> None:
+    keys = {key for key in KEYS_OF[task] if not key.startswith((*DESCRIPTION, "runtime.", "schedule."))}
+    assert keys <= CHANGES.keys() | WITHOUT_EFFECT.keys()
+    assert not CHANGES.keys() & WITHOUT_EFFECT.keys()

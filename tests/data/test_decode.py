@@ -1,0 +1,222 @@
+"""Image files: TensorFlow's pixels of JPEGs, the limit on pixels, and files that are no images."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import socket
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import simplejpeg
+import torch
+from conftest import Arrays
+from PIL import Image
+from test_crops import jpeg, photograph
+
+from dpn_cli.config.schema import MAX_PIXELS
+from dpn_cli.data.crops import Decode, eval_crop, inception_box, train_crop
+from dpn_cli.data.decode import Decoder, Reading, decode, open_image, read_pixels
+from dpn_cli.data.file_index import find_files
+from dpn_cli.data.pixels import resize
+from dpn_cli.errors import DataError, ImageError
+
+BOTH: tuple[Decoder, Decoder] = ("exact", "pillow")
+USUAL = Reading()
+
+
+@contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    """End a block that waits for a FIFO, instead of never."""
+
+    def give_up(number: int, frame: object) -> None:
+        raise TimeoutError("the test hangs")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(autouse=True)
+def _limited() -> Iterator[None]:
+    with time_limit(30):
+        yield
+
+
+def recorded(golden: Callable[[str], Arrays], number: int) -> tuple[bytes, Any, Any]:
+    arrays = golden("preprocess_jpeg")
+    encoded, default, precise = (arrays[f"jpeg{number}/{name}"] for name in ("bytes", "decode", "decode_precise"))
+    return encoded.tobytes(), default, precise
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_jpegs_decode_to_tensorflows_pixels_exactly(number: int, golden: Callable[[str], Arrays]) -> None:
+    encoded, default, precise = recorded(golden, number)
+    exact, pillow = (read_pixels(io.BytesIO(encoded), "here", Reading(decoder)) for decoder in BOTH)
+    assert np.array_equal(exact, default)
+    assert np.array_equal(pillow, precise)
+    assert not np.array_equal(default, precise)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("how", ["exact", "pillow"])
+def test_jpeg_to_crop_is_the_recorded_chain(number: int, how: Decode, golden: Callable[[str], Arrays]) -> None:
+    encoded, default, precise = recorded(golden, number)
+    theirs = precise if how == "pillow" else default
+    for seed in range(5):
+        image = open_image(io.BytesIO(encoded), "here")
+        ours = train_crop(image, "here", (32, 32), torch.Generator().manual_seed(seed), how)
+        top, left, height, width = inception_box(theirs.shape[:2], torch.Generator().manual_seed(seed))
+        assert torch.equal(ours, resize(theirs[top : top + height, left : left + width], (32, 32)))
+    pixels = read_pixels(io.BytesIO(encoded), "here", Reading("pillow" if how == "pillow" else "exact"))
+    assert torch.equal(eval_crop(pixels, 48, (42, 42)), eval_crop(theirs, 48, (42, 42)))
+
+
+@pytest.mark.parametrize("arguments", [{"progressive": True}, {"subsampling": 0}, {"quality": 30}, {"keep_rgb": True}])
+def test_jpegs_of_every_kind_differ_from_pillows_by_rounding(arguments: dict[str, Any]) -> None:
+    encoded = jpeg(photograph(133, 97), **arguments).getvalue()
+    exact, pillow = (read_pixels(io.BytesIO(encoded), "here", Reading(decoder)) for decoder in BOTH)
+    difference = np.abs(exact.astype(int) - pillow)
+    assert 0 < difference.mean() < 1.5
+
+
+def test_grey_jpegs_have_three_equal_channels_and_tensorflows_dct() -> None:
+    encoded = jpeg(photograph(133, 97).convert("L")).getvalue()
+    exact, pillow = (read_pixels(io.BytesIO(encoded), "here", Reading(decoder)) for decoder in BOTH)
+    assert exact.shape == (97, 133, 3)
+    assert (exact == exact[..., :1]).all()
+    assert 0 < np.abs(exact.astype(int) - pillow).mean() < 1
+
+
+def test_pillow_decodes_what_is_no_grey_or_colour_jpeg(tmp_path: Path) -> None:
+    photo = photograph(40, 30)
+    photo.convert("CMYK").save(tmp_path / "cmyk.jpg")
+    photo.save(tmp_path / "photo.png")
+    photo.save(tmp_path / "photo.webp", lossless=True)
+    for path in tmp_path.iterdir():
+        with Image.open(path) as image:
+            expected = np.asarray(image.convert("RGB"))
+        assert np.array_equal(read_pixels(path, "", USUAL), expected), path.name
+
+
+def test_of_several_images_in_a_jpeg_the_first_is_taken(tmp_path: Path) -> None:
+    photo = photograph(40, 30)
+    photo.save(tmp_path / "two.mpo", save_all=True, append_images=[photo.rotate(180)])
+    photo.save(tmp_path / "one.jpg")
+    with Image.open(tmp_path / "two.mpo") as image:
+        assert image.format == "MPO"
+    one, two = (read_pixels(tmp_path / name, "", USUAL) for name in ("one.jpg", "two.mpo"))
+    assert np.array_equal(one, two)
+
+
+def test_a_jpeg_that_the_decoder_refuses_is_pillows() -> None:
+    encoded = jpeg(photograph(200, 200), restart_marker_rows=1).getvalue()
+    encoded = encoded.replace(b"\xff\xd1", b"damage\xff\xd1", 1)  # libjpeg warns and decodes around it
+    with pytest.raises(ValueError, match="6 extraneous bytes"):
+        simplejpeg.decode_jpeg(encoded)
+    exact, pillow = (read_pixels(io.BytesIO(encoded), "here", Reading(decoder)) for decoder in BOTH)
+    assert np.array_equal(exact, pillow)
+
+
+def claims(width: int, height: int) -> bytes:
+    """Return a PNG of a few bytes whose header claims a size."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    data = zlib.compress(bytes(100))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("size", [(13_378, 13_378), (2**31, 2**31), (2**31 - 1, 2**31 - 1)])
+def test_images_above_the_limit_are_refused_unread(size: tuple[int, int]) -> None:
+    assert MAX_PIXELS == 178_956_970
+    message = f"it: {size[0]} x {size[1]} pixels, more than the 178956970 that are read; .*--max-pixels"
+    with pytest.raises(ImageError, match=message) as caught:
+        open_image(io.BytesIO(claims(*size)), "it")
+    assert caught.value.exit_code == 3
+
+
+def test_a_claim_that_is_allowed_is_still_one_line() -> None:
+    with pytest.raises(ImageError, match="it: not a readable image"):
+        read_pixels(io.BytesIO(claims(2**31, 2**31)), "it", Reading(max_pixels=2**63))
+
+
+def test_large_scans_are_read_when_the_limit_allows_them() -> None:
+    with open_image(io.BytesIO(claims(10_000, 10_000)), "it") as scan:  # Pillow would warn here
+        assert scan.size == (10_000, 10_000)
+    with open_image(io.BytesIO(claims(20_000, 10_000)), "it", Reading(max_pixels=200_000_000)) as scan:
+        assert scan.size == (20_000, 10_000)
+
+
+def test_jpegs_above_the_limit_are_decoded_at_a_part_of_their_size() -> None:
+    encoded = jpeg(photograph(208, 104), quality=95).getvalue()
+    whole = read_pixels(io.BytesIO(encoded), "it", USUAL)
+    for most, shape in ((208 * 104, (104, 208)), (208 * 104 - 1, (52, 104)), (2000, (26, 52)), (400, (13, 26))):
+        part = read_pixels(io.BytesIO(encoded), "it", Reading(max_pixels=most))
+        assert part.shape == (*shape, 3)
+        smaller = np.asarray(Image.fromarray(whole).resize(shape[::-1], Image.Resampling.BOX))
+        assert np.abs(part.astype(int) - smaller).mean() < 4
+    for reading in (Reading(max_pixels=300), Reading(max_pixels=2000, shrink=False)):
+        with pytest.raises(ImageError, match="it: 208 x 104 pixels, more than"):
+            open_image(io.BytesIO(encoded), "it", reading)
+
+
+def test_what_is_no_file_is_refused_and_never_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jpg")
+    (tmp_path / "gone.jpg").symlink_to("nowhere.jpg")
+    (tmp_path / "loop.jpg").symlink_to("loop.jpg")
+    (tmp_path / "zero.jpg").symlink_to("/dev/zero")
+    (tmp_path / "folder.jpg").mkdir()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(os.path.relpath(tmp_path / "socket.jpg"))
+        photograph(40, 30).save(tmp_path / "photo.JPG")
+        found = find_files(tmp_path)
+        assert [path.name for path, _ in found] == sorted(
+            ["gone.jpg", "loop.jpg", "photo.JPG", "pipe.jpg", "socket.jpg", "zero.jpg"]
+        )
+        assert [path.name for path, size in found if size] == ["photo.JPG"]
+        reasons = {"pipe": "not a regular file", "gone": "No such file", "loop": "Too many levels", "zero": "not a reg"}
+        for name, reason in {**reasons, "socket": "not a regular file"}.items():
+            with pytest.raises(ImageError, match=rf"{name}\.jpg: not a readable image \({reason}"):
+                open_image(tmp_path / f"{name}.jpg", f"{name}.jpg")
+
+
+@pytest.mark.parametrize("content", [b"junk", b"", b"\xff\xd8\xff"])
+def test_bytes_that_are_no_image_are_said_to_be_of_no_known_format(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").write_bytes(content)
+    for file in (io.BytesIO(content), tmp_path / "a.jpg"):
+        with pytest.raises(DataError, match=r"it: not a readable image \(of no known format\)") as caught:
+            open_image(file, "it")
+        assert "BytesIO" not in str(caught.value)
+
+
+def test_decoding_closes_the_file(tmp_path: Path) -> None:
+    photograph(40, 30).save(tmp_path / "photo.jpg")
+    for decoder in BOTH:
+        image = open_image(tmp_path / "photo.jpg", "it")
+        decode(image, "it", decoder)
+        file = getattr(image, "fp", None)
+        assert file is None or file.closed
+
+
+def test_a_palette_with_transparency_is_read_without_a_word(tmp_path: Path) -> None:
+    image = Image.fromarray(np.arange(12, dtype=np.uint8).reshape(3, 4), "P")
+    image.putpalette(list(range(255, 219, -1)))
+    image.save(tmp_path / "plain.png")
+    image.save(tmp_path / "half.png", transparency=bytes(range(12)))
+    plain, half = (read_pixels(tmp_path / name, name, USUAL) for name in ("plain.png", "half.png"))
+    assert np.array_equal(plain, half)
+    assert half[2, 3].tolist() == [222, 221, 220]

@@ -1,0 +1,126 @@
+"""Trainings that draw shards, in folders and behind URLs: the same order from both, few shards at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import images
+from test_cli import run
+from test_distill import small as distilling
+from test_distill import teacher_file
+from test_distill import train as distil
+from test_highres import small, train
+
+from dpn_cli.config.schema import Drawn
+from dpn_cli.data.classified import ImageSource, hash_order, open_class_data, open_split
+from dpn_cli.data.labelled import Labelled
+from dpn_cli.data.loader import Augmentation, crop_batches
+from dpn_cli.data.shard_sampler import ShardOrder, order_of
+from dpn_cli.data.sources import packs
+from dpn_cli.data.sources.packs import Packing, pack
+from dpn_cli.engine.fit import Batches
+from dpn_cli.run.distributed import World
+from tasks.classify import train as training
+from tasks.classify.distill import train as distillation
+
+CPU = torch.device("cpu")
+SHARDS, EACH = 8, 12
+TINY = ("--arch", "mu/8", "--checkpoint", "none", "--image-size", "16", "-b", "8", "-j", "0", "-q")
+
+
+def make_pack(root: Path) -> Path:
+    """Pack 96 training images in 8 shards into a folder's ``pack``; returns the folder."""
+    for split, each in (("train", 32), ("val", 4)):
+        images(root / "photos" / split, each=each)
+    splits = {name: open_split(ImageSource(str(root / "photos")), name) for name in ("train", "val")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packs, "SHARD_IMAGES", EACH)
+        ordered = {name: (split, hash_order(split)) for name, (split, _) in splits.items()}
+        how: Any = {"workers": 1, "skip_bad": False, "progress": lambda text: None}
+        pack(ordered, splits["train"][1], root / "pack", Packing(size=None), **how)
+    return root
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_pack(tmp_path_factory.mktemp("shuffle"))
+
+
+@pytest.mark.parametrize("place", ["pack", "wds:pack/train/*.tar"])
+def test_batches_are_drawn_from_few_shards_and_shared_by_ranks(place: str, folder: Path) -> None:
+    where = place.replace("pack", str(folder / "pack"), 1)
+    train = open_class_data(ImageSource(where, val_fraction=0.1), 0.0).train
+    assert train.shards is not None
+    order = order_of(train, Drawn(shuffle="shards", open_shards=2), 8, 3, 10)
+    assert order is not None
+
+    def take(world: World, start: int = 0, what: str = "image") -> list[torch.Tensor]:
+        batches = crop_batches(train, Augmentation((8, 8)), 8, 3, world, workers=0, order=order)(start)
+        return [next(batches)[what] for _ in range(4)]
+
+    alone = take(World(0, 1, CPU))
+    ranks = [take(World(rank, 2, CPU)) for rank in range(2)]
+    assert all(torch.equal(whole, torch.cat(parts)) for whole, *parts in zip(alone, *ranks, strict=True))
+    assert all(map(torch.equal, take(World(0, 1, CPU), 2)[:2], alone[2:]))
+    drawn = [[train.labels[row] for row in order.rows(step)] for step in range(4)]
+    assert [labels.tolist() for labels in take(World(0, 1, CPU), what="label")] == drawn
+    assert len(set(train.shards.of[order.rows(0)].tolist())) == 2
+
+
+@pytest.mark.parametrize("kind", ["highres", "distill"])
+def test_trainings_draw_shards_when_they_are_told_to(
+    kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders: list[ShardOrder | None] = []
+    module = distillation if kind == "distill" else training
+    made = module.crop_batches
+
+    def seen(split: Labelled, *given: Any, **how: Any) -> Batches:
+        order = how["order"]
+        orders.append(order)
+        assert order is None or (split.shards and np.array_equal(order.shards, split.shards.of))
+        batches: Batches = made(split, *given, **how)
+        return batches
+
+    monkeypatch.setattr(module, "crop_batches", seen)
+    for number, data in enumerate(({}, {"shuffle": "shards", "open_shards": 3})):
+        place, path = folder / "pack", tmp_path / str(number)
+        if kind == "distill":
+            teacher = teacher_file(tmp_path / "teacher.safetensors")
+            told: Any = {"seed": 5, "data": data, "cache_teacher": 1, "schedule": {"steps": 20}}
+            distil(distilling(place, teacher, **told), path)
+        else:
+            train(small(place, seed=5, data=data, schedule={"steps": 2}), path)
+    order = orders[-1]
+    assert orders[0] is None
+    assert order
+    assert (order.open_shards, order.seed, order.batch_size) == (3, 5, 8 if kind == "distill" else 16)
+    assert order.steps == (20 if kind == "distill" else 2)
+
+
+def test_data_without_shards_and_orders_of_their_own_are_refused(folder: Path, tmp_path: Path) -> None:
+    place = str(folder / "photos")
+    done = run("finetune", "highres", "--data", place, *TINY, "-o", str(tmp_path / "run"), "--shuffle", "shards")
+    assert done.exit_code == 2
+    assert "--shuffle shards: the images of --data are in no packed or webdataset shards; pack them" in done.stderr
+    done = run("pretrain", "--config", "pretrain_deit", "--data", "x", "--shuffle", "shards", "--print-config")
+    assert done.exit_code == 2
+    assert "repeats (3): such epochs draw a share of all images; leave data.shuffle at images" in done.stderr
+
+
+def test_shards_of_a_part_are_those_of_the_whole(folder: Path) -> None:
+    whole, _ = open_split(ImageSource(str(folder / "pack")), "train")
+    data = open_class_data(ImageSource(str(folder / "pack")), 0.25)
+    assert whole.shards
+    assert data.minival.shards
+    for part in (data.train, data.minival):
+        assert part.shards
+        for row in range(len(part.labels)):
+            assert str(part.shards.paths[part.shards.of[row]]) in part.where(row)
+    # A pack is in the order by which minival is chosen: it is in the last shards, and not in all of them.
+    assert sorted(set(data.minival.shards.of.tolist())) == [6, 7]
+    assert np.array_equal(whole.shards.of, np.repeat(np.arange(SHARDS), EACH))

@@ -1,0 +1,152 @@
+"""A run that torchrun began goes on when torchrun starts the ranks again, and only then."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from filelock import FileLock
+from test_pretrain import small
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from dpn_cli.config.launch import Place
+from dpn_cli.errors import DpnError
+from dpn_cli.run import distributed, elastic, files
+from dpn_cli.run import run as sessions
+from dpn_cli.run.console import Console
+from dpn_cli.run.elastic import NO_ID, Launch
+from dpn_cli.run.environment import describe_process
+
+AGENTS = [{"host": host, "pid": 7, "pids": None, "began": "1"} for host in ("node1", "node2", "node3")]
+RUN = Launch("run7", 0, AGENTS[:2]).facts()
+
+
+@pytest.mark.parametrize(
+    ("now", "began", "same_id"),
+    [
+        (Launch("run7", 1, AGENTS[:1]), True, True),  # node2 is lost
+        (Launch("run7", 0, AGENTS[1:]), True, True),  # node3 is there instead of node1, which changes no count
+        (Launch(NO_ID, 1, AGENTS[:1]), True, False),
+        (Launch("run7", 1, AGENTS[2:]), True, True),  # a script between torchrun and its ranks
+        (Launch("run7", 0, AGENTS[2:]), False, True),  # queued again
+        (Launch("run8", 3, AGENTS[2:]), False, False),  # another command, whose mistake torchrun repeats
+    ],
+)
+def test_what_began_a_run_is_known_by_its_processes_or_its_id(now: Launch, began: bool, same_id: bool) -> None:
+    written = json.loads(json.dumps(RUN))
+    assert (now.began(written), now.has_id_of(written)) == (began, same_id)
+    assert not now.began({})
+    assert not now.has_id_of({})
+
+
+def test_no_id_is_no_id_to_know_a_run_by() -> None:
+    run = Launch(NO_ID, 0, AGENTS[:1]).facts()
+    assert not Launch(NO_ID, 3, AGENTS[1:]).began(run)
+    assert not Launch(NO_ID, 3, AGENTS[1:]).has_id_of(run)
+
+
+def test_the_launch_is_that_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert elastic.this_launch() is None
+    own = describe_process(os.getppid())
+    monkeypatch.setattr(elastic, "from_all", lambda mine: [mine, (2, AGENTS[0]), mine])
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run7")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert elastic.this_launch() == Launch("run7", 2, [own, AGENTS[0]])
+
+
+def test_a_restart_that_torchrun_cannot_do_is_told_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    two, one = Launch("run7", 0, AGENTS[:2]), Launch("run7", 0, AGENTS[:1])
+    assert two.warning() is None
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    assert two.warning() is None
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in (two.warning() or "")
+    assert one.warning() is None
+
+
+def opened(folder: Path, now: Launch | None, patch: pytest.MonkeyPatch, **how: Any) -> tuple[list[str], set[str]]:
+    """Open a run under a torchrun, and train for a while; returns what was said, and what was there."""
+    said = list[str]()
+    console = Console(quiet=True)
+    config = small(folder)
+    with patch.context() as inside:
+        inside.setattr(sessions, "this_launch", lambda: now)
+        inside.setattr(console, "info", said.append)
+        with sessions.session(config, config.runtime, "classifier", Place(folder, **how), folder, console):
+            there = {entry.name for entry in folder.iterdir()}
+            (folder / "metrics.jsonl").touch()
+    return [line for line in said if "goes on" in line], there
+
+
+def test_ranks_that_are_started_again_go_on_with_their_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, patch = tmp_path / "run", monkeypatch
+    first, again, other = Launch("run7", 0, AGENTS[:2]), Launch("run7", 1, AGENTS[:1]), Launch("run8", 1, AGENTS[2:])
+    assert opened(folder, first, patch, overwrite=True) == ([], {"run.json", "config.yaml"})
+    line = f"{folder}: torchrun started the ranks again; the run goes on with 1 rank"
+    for overwrite in (False, True):
+        assert opened(folder, again, patch, overwrite=overwrite) == (
+            [line],
+            {"run.json", "config.yaml", "metrics.jsonl"},
+        )
+    assert opened(folder, again, patch, resume=True)[0] == []
+    assert json.loads((folder / "run.json").read_text())["torchrun"] == again.facts()["torchrun"]
+    for stranger in (None, other):
+        with pytest.raises(DpnError, match="the folder holds a run that has not finished"):
+            opened(folder, stranger, patch)
+    queued = Launch("run7", 0, AGENTS[2:])
+    line = f"{folder}: the run goes on, because it began with torchrun's --rdzv-id run7"
+    assert opened(folder, queued, patch)[0] == [line]
+    assert opened(folder, Launch("run7", 0, AGENTS[:1]), patch, overwrite=True)[1] == {"run.json", "config.yaml"}
+
+
+def test_a_run_that_has_produced_nothing_begins_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened(tmp_path / "run", Launch("run7", 0, AGENTS), monkeypatch)
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    assert opened(tmp_path / "run", Launch("run7", 1, AGENTS), monkeypatch)[0] == []
+
+
+def test_ranks_that_are_started_again_wait_longer_for_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = list[float]()
+
+    def acquire(lock: Any, timeout: float) -> None:
+        waited.append(timeout)
+        raise DpnError("taken")
+
+    opened(tmp_path / "run", Launch("run7", 0, AGENTS), monkeypatch)
+    monkeypatch.setattr(FileLock, "acquire", acquire)
+    for agents in ([], AGENTS):
+        with suppress(DpnError):
+            opened(tmp_path / "run", Launch("run7", 0, agents), monkeypatch)
+    assert waited == [files.PATIENCE, sessions.LOST_AFTER]
+
+
+def test_ranks_that_are_started_again_do_not_read_what_the_former_ones_told_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    agents = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    variables = {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(agents.port),
+    }
+    met = list[dict[str, Any]]()
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: met.append(how))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    for count in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        distributed._meet("gloo", 1, 2, timedelta(seconds=60))
+        assert not met[-1]["store"].check(["address"])
+        met[-1]["store"].set("address", count)
+    assert [(how["rank"], how["world_size"]) for how in met] == [(1, 2), (1, 2)]
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    distributed._meet("gloo", 1, 2, None)
+    assert met[-1] == {"timeout": None}

@@ -1,0 +1,169 @@
+"""How the program's process ends, and what it does without the terminal that it was started from."""
+
+from __future__ import annotations
+
+import os
+import pty
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from programs import LIMIT, environment, run_program, started
+
+from dpn_cli.commands import one_line_errors
+
+LEAVE = """
+import atexit
+import sys
+import threading
+
+from dpn_cli.run import process
+
+
+class Kept:
+    def __del__(self):
+        print("the interpreter was taken down")
+
+
+kept = Kept()
+process.prepare()
+atexit.register(print, "registered")
+with process.leaving():
+    threading.Timer(0.1, print, ["a thread's work"]).start()
+    print("result", flush=True)
+    {end}
+"""
+
+
+def test_the_program_ends_without_taking_down_the_interpreter() -> None:
+    done = run_program([sys.executable, "-c", LEAVE.format(end="sys.exit(3)")])
+    assert done.returncode == 3, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["a thread's work", "registered", "result"]
+
+
+def test_what_nobody_expected_ends_the_program_as_ever() -> None:
+    done = run_program([sys.executable, "-c", LEAVE.format(end="raise ValueError('broken')")])
+    assert done.returncode == 1
+    assert "ValueError: broken" in done.stderr
+    assert "the interpreter was taken down" in done.stdout
+
+
+@pytest.mark.parametrize("where", ["cli.app", "cli.print"])  # before the command line is read, and within it
+def test_an_interrupt_before_the_work_begins_is_one_line(where: str) -> None:
+    interrupt = f"{where} = lambda *_: signal.raise_signal(signal.SIGINT)"
+    code = f"import signal; from dpn_cli import cli; {interrupt}; cli.main()"
+    done = run_program([sys.executable, "-c", code, "--version"])
+    assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
+
+
+INTERRUPTED = """
+import runpy
+import sys
+
+
+class Importing:
+    def find_spec(self, name, *rest):
+        if name == "typer":
+            raise KeyboardInterrupt
+
+
+sys.meta_path.insert(0, Importing())
+runpy.run_module("dpn_cli", run_name="__main__")
+"""
+
+
+def test_an_interrupt_while_the_program_is_imported_is_one_line() -> None:
+    done = run_program([sys.executable, "-c", INTERRUPTED])
+    assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
+    (command,) = metadata.entry_points(group="console_scripts", name="dpn")
+    assert command.value == "dpn_cli.__main__:main"
+
+
+@pytest.mark.parametrize(("arguments", "said"), [({"resume": False}, "the state since the last checkpoint"), ({}, "")])
+def test_a_second_interrupt_says_what_is_lost(
+    arguments: dict[str, bool], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended, one_line_errors(arguments):
+        raise KeyboardInterrupt
+    assert ended.value.code == 130
+    lost = f": {said} is lost" if said else ""
+    assert capsys.readouterr().err == f"error: interrupted at once{lost}\n"
+
+
+def test_the_program_leaves_at_once() -> None:
+    code = "from dpn_cli import cli; kept = type('Kept', (), {'__del__': lambda it: print('late')})()"
+    done = run_program([sys.executable, "-c", f"{code}; cli.main()", "configs", "show"])
+    assert done.returncode == 2
+    assert "late" not in done.stdout
+    assert "error: " in done.stderr
+
+
+OUTLIVE = """
+import sys
+import warnings
+from pathlib import Path
+
+from dpn_cli.run import process
+from dpn_cli.run.console import Console, show
+
+process.prepare()
+print("ready", flush=True)
+sys.stdin.read()
+with process.leaving():
+    show("result")
+    Console().warn("warning")
+    warnings.warn("another")
+    Path(sys.argv[1]).write_text("kept")
+    sys.exit(0)
+"""
+
+
+def test_a_terminal_that_has_closed_takes_nothing_with_it(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    reader, writer = os.pipe()
+    streams = {"stdin": reader, "stdout": theirs, "stderr": theirs}
+    command = [sys.executable, "-c", OUTLIVE, str(tmp_path / "file")]
+    with started(command, start_new_session=True, **streams) as process:
+        os.close(theirs)
+        os.close(reader)
+        assert os.read(ours, 100).startswith(b"ready")
+        os.close(ours)
+        os.close(writer)
+        assert process.wait(LIMIT) == 0
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+FRESH = """
+import ctypes
+import resource
+
+from dpn_cli.run import process
+
+system = ctypes.CDLL(None)
+system.malloc.restype, system.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+system.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+
+
+def step():
+    tensors = [system.malloc(6 * 2**20) for _ in range(4)]
+    for tensor in tensors:
+        system.memset(tensor, 1, 6 * 2**20)
+    for tensor in tensors:
+        system.free(tensor)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+process.prepare()
+first, *_, last = (step() for _ in range(20))
+print(last - first)
+"""
+
+
+def test_memory_of_a_step_is_that_of_the_step_before() -> None:
+    system = {name: value for name, value in environment().items() if not name.startswith("MALLOC_")}
+    fresh = [
+        int(run_program([sys.executable, "-c", FRESH], env={**system, **chosen}).stdout)
+        for chosen in ({}, {"MALLOC_TRIM_THRESHOLD_": "131072"})
+    ]
+    assert 100 * fresh[0] < fresh[1]

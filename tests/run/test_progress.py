@@ -1,0 +1,182 @@
+"""What a training shows while it runs: a line at the first step, then one every ten seconds whatever its length."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import itertools
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console as RichConsole
+from test_engine import small, train
+from torch import Tensor
+
+from dpn_cli.engine.fit import Outputs
+from dpn_cli.run import distributed
+from dpn_cli.run.console import BLOCKS, Console, Tick, gathered, several, sparkline
+from dpn_cli.run.run_dir import MetricsLog
+
+
+class Clock:
+    """A clock that stands still unless it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def tick_of(step: int, steps: int) -> Tick:
+    return Tick(step, steps, 0.5, 1e-3, 12.34, 0.125, 3600.0 * (steps - step) / steps)
+
+
+def moments(
+    console: Console, clock: Clock, step_seconds: float, steps: int, err: pytest.CaptureFixture[str]
+) -> list[float]:
+    """Return the seconds after its start at which a training shows a line."""
+    start, found = clock.now, []
+    with console.progress("highres") as tick:
+        for step in range(1, steps + 1):
+            clock.now += step_seconds
+            tick(tick_of(step, steps))
+            found += [clock.now - start] * len(err.readouterr().err.splitlines())
+    return found
+
+
+@pytest.mark.parametrize("step_seconds", [0.01, 0.7, 3.0, 9.9])
+def test_a_line_comes_at_the_first_step_and_every_ten_seconds(
+    step_seconds: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock()
+    found = moments(Console(clock=clock), clock, step_seconds, int(100 / step_seconds), capsys)
+    assert found[0] == pytest.approx(step_seconds)
+    gaps = [after - before for before, after in itertools.pairwise(found)]
+    assert max(gaps) <= 10.0001
+    assert len(found) <= 1 + 100 / min(10, max(5, step_seconds))  # and no flood of them
+
+
+def test_steps_longer_than_ten_seconds_are_shown_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    assert moments(Console(clock=clock), clock, 12.0, 5, capsys) == [12.0, 24.0, 36.0, 48.0, 60.0]
+
+
+def test_many_short_trainings_share_their_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    console = Console(clock=clock)
+    assert [len(moments(console, clock, 0.5, 4, capsys)) for _ in range(12)] == [1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0]
+
+
+def test_a_line_says_how_far_how_well_how_fast_and_how_long(capsys: pytest.CaptureFixture[str]) -> None:
+    with Console().progress("highres") as tick:
+        tick(tick_of(25, 100))
+    assert capsys.readouterr().err == ("highres: 25/100 loss 0.5 lr 0.001 ETA 0:45:00 12.3 images/s wait 12.5%\n")
+
+
+def test_a_bar_shows_the_same() -> None:
+    console, written = Console(), io.StringIO()
+    console.rich = RichConsole(file=written, force_terminal=True, width=120)
+    with console.progress("highres") as tick:
+        tick(tick_of(25, 100))
+    assert "25/100 loss 0.5 lr 0.001 ETA 0:45:00 12.3 images/s wait 12.5%" in written.getvalue()
+
+
+def on_terminal(width: int, losses: list[float], encoding: str = "utf-8") -> str:
+    """Return the last line that a terminal shows of a training; every second step is logged."""
+    console, file = Console(), io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    console.rich = RichConsole(file=file, force_terminal=True, width=width)
+    with console.progress("highres") as tick:
+        for step, loss in enumerate(losses, 1):
+            tick(dataclasses.replace(tick_of(step, len(losses)), loss=loss, logged=step % 2 == 0))
+    file.seek(0)
+    return re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", file.read()).strip())[-1]
+
+
+def test_a_terminal_shows_a_curve_of_all_logged_losses() -> None:
+    losses = [step * (step % 2.0) for step in range(100)]
+    for width, points in ((120, 24), (80, 8)):
+        line = on_terminal(width, losses)
+        (curve,) = re.findall("[▁▂▃▄▅▆▇█]+", line)
+        parts = np.array_split(losses[1::2], points)
+        heights = np.interp([part.mean() for part in parts], (parts[0].mean(), parts[-1].mean()), (0, 7))
+        assert [BLOCKS.index(block) for block in curve] == pytest.approx(heights, abs=1)  # parts differ by a number
+        assert (curve[0], curve[-1]) == ("▁", "█")
+        assert "100/100 loss 99 lr 0.001" in line
+        assert "images/s" in line
+        assert len(line) < width
+    for width, encoding in ((120, "ascii"), (70, "utf-8")):
+        assert not re.search("[▁▂▃▄▅▆▇█]", on_terminal(width, losses, encoding))
+
+
+def test_a_curve_is_of_the_whole_training() -> None:
+    losses = [3.18 - 0.0075 * step + 0.2 * (step % 4 == 0) for step in range(120)]
+    for width in (80, 120):
+        (curve,) = re.findall("[▁▂▃▄▅▆▇█]+", on_terminal(width, losses))
+        third = len(curve) // 3
+        assert min(curve[:third]) > max(curve[-third:])
+    values = [float(number) for number in range(11)]
+    assert gathered(values, 4) == [0.5, 3.0, 6.0, 9.0]
+    assert gathered(values, 11) == gathered(values, 20) == values
+    assert gathered([], 4) == gathered(values, 0) == []
+
+
+def test_a_curve_goes_from_the_lowest_to_the_highest_block() -> None:
+    assert sparkline([3, 2, 1, 0]) == "█▆▃▁"
+    assert sparkline([0.5, 0.5]) == "▁▁"
+    assert sparkline([]) == ""
+
+
+def test_images_are_counted_in_a_line_every_ten_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    with Console(clock=clock).counting("eval", 100) as done:
+        for _ in range(25):
+            clock.now += 1
+            done(4)
+    assert capsys.readouterr().err.splitlines() == ["eval: 40 of 100 images", "eval: 80 of 100 images"]
+    with Console(quiet=True, clock=clock).counting("eval", 100) as done:
+        clock.now += 99
+        done(4)
+    assert capsys.readouterr().err == ""
+    console, written = Console(), io.StringIO()
+    console.rich = RichConsole(file=written, force_terminal=True, width=120)
+    written.truncate(0)
+    with console.progress("highres"), console.counting("eval", 100) as done:
+        done(1)  # a terminal shows one bar at a time
+    assert "eval" not in written.getvalue()
+    with console.counting("[red]", 100) as done:
+        done(42)
+    assert "[red]" in written.getvalue()
+    assert "42/100" in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", written.getvalue())
+
+
+def test_one_thing_has_no_plural() -> None:
+    assert [several(count, "step") for count in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
+    assert [several(2, noun) for noun in ("class", "patch", "epoch")] == ["2 classes", "2 patches", "2 epochs"]
+
+
+def test_every_step_is_shown_and_the_log_keeps_its_fifty_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the log needs the other ranks: the number of reductions does not depend on what is shown."""
+    seen: list[Tick] = []
+    reductions: list[Tensor] = []
+
+    def reduced(value: Tensor) -> Tensor:
+        reductions.append(value)
+        return value
+
+    monkeypatch.setattr(distributed, "reduce_over_ranks", reduced)
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    train(small(), 150, outputs=Outputs(log=log, tick=seen.append))
+    assert [tick.step for tick in seen] == list(range(1, 151))
+    assert [tick.step for tick in seen if tick.logged] == list(range(3, 151, 3))
+    records = [json.loads(line) for line in log.path.read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(3, 151, 3))
+    assert len(reductions) == 50
+    assert [record["loss"] for record in records] == pytest.approx([tick.loss for tick in seen[2::3]])
+    for tick in seen:
+        assert tick.seconds_left == pytest.approx((150 - tick.step) * 8 / tick.images_per_second)

@@ -1,0 +1,348 @@
+"""``--engine ray`` and ``slurm``: the same sweep on a real local Ray cluster and in submitit's local jobs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from importlib.metadata import version
+from itertools import repeat
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from programs import children, environment, run_program, started
+from test_cli import run
+from test_jobs import program
+from test_joining import SHORT, VTAB, ledger, swept
+
+from dpn_cli.config.launch import Place
+from dpn_cli.errors import DpnError, StoppedError, WorkerError
+from dpn_cli.sweep.engines import ray as ray_engine
+from dpn_cli.sweep.engines.node import look, save_and_end
+from dpn_cli.sweep.engines.select import backend_of
+from dpn_cli.sweep.scheduler import Work
+
+LIMIT = 400.0
+# Says through which node the command line speaks to the cluster.
+PROGRAM_ON_RAY = """
+import sys
+from pathlib import Path
+from dpn_cli.sweep.engines.ray import RayCluster, ray
+
+check, place = RayCluster._check_nodes, Path(sys.argv.pop(1))
+def told(self, sources):
+    place.write_text(ray.get_runtime_context().get_node_id())
+    check(self, sources)
+RayCluster._check_nodes = told
+from dpn_cli.cli import main
+main()
+"""
+# Starts Ray with three nodes, runs the command line, and removes a node that is not the command line's when a training
+# is at work.
+CLUSTER = f"""
+import os, subprocess, sys, time
+from pathlib import Path
+from ray.cluster_utils import Cluster
+
+out = Path(sys.argv[1])
+cluster = Cluster(initialize_head=True, head_node_args={{"num_cpus": 1, "include_dashboard": False}})
+nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+words = [str(out / "node"), *sys.argv[2:], "--resources", f"address={{cluster.address}}"]
+program = subprocess.Popen([sys.executable, "-c", {PROGRAM_ON_RAY!r}, *words])
+removed = False
+while program.poll() is None:
+    time.sleep(0.05)
+    if not removed and any(out.glob("run/cells/*/*/*/metrics.jsonl")):
+        here = (out / "node").read_text()
+        cluster.remove_node(next(node for node in nodes if node.node_id != here), allow_graceful=False)
+        removed = True
+cluster.shutdown()
+print("removed a node", removed)
+sys.exit(program.returncode)
+"""
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("alone")
+    swept(out)
+    return out
+
+
+@pytest.mark.slow
+def test_a_ray_cluster_that_loses_a_node_does_the_sweep_of_one_process(alone: Path, tmp_path: Path) -> None:
+    line = [*VTAB, *SHORT, "-o", str(tmp_path / "run"), "--engine", "ray", "--jobs", "3"]
+    done = run_program([sys.executable, "-c", CLUSTER, str(tmp_path), *line], limit=LIMIT, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "removed a node True" in done.stdout
+    results = [json.loads((out / "result.json").read_text())["tasks"] for out in (tmp_path / "run", alone)]
+    assert results[0] == results[1]
+    assert ledger(tmp_path / "run") == ledger(alone)
+
+
+def test_a_node_of_ray_that_is_lost_with_the_command_on_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing ends any more, and Ray says nothing about it."""
+    nodes = [{"NodeID": "here", "Alive": True}, {"NodeID": "there", "Alive": True}]
+    waited = []
+
+    def wait(work: list[object], **how: object) -> tuple[list[object], list[object]]:
+        waited.append(work)
+        return [], work
+
+    monkeypatch.setattr("ray.wait", wait)
+    monkeypatch.setattr(ray_engine, "_nodes", lambda: nodes)
+    cluster = object.__new__(ray_engine.RayCluster)
+    cluster._running, cluster._here = {"reference": Work("work", ())}, "here"
+    assert cluster.ended(0.5) == []
+    nodes[1]["Alive"] = False
+    assert cluster.ended(0.5) == []
+    nodes[0]["Alive"] = False
+    with pytest.raises(WorkerError, match="this machine's node of the cluster is lost"):
+        cluster.ended(0.5)
+    cluster.stop()  # there is nothing to wait for
+    assert waited == [["reference"]] * 3
+
+
+def test_work_that_ray_has_lost_begins_again_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = [ray.exceptions.NodeDiedError("lost"), StoppedError(signal.SIGTERM).exit_code, 6]  # type: ignore[no-untyped-call]
+    begun: list[Work] = []
+
+    def get(reference: object) -> object:
+        if isinstance(end := ends.pop(0), Exception):
+            raise end
+        return end
+
+    monkeypatch.setattr("ray.wait", lambda work, **how: (work, []))
+    monkeypatch.setattr("ray.get", get)
+    cluster = object.__new__(ray_engine.RayCluster)
+    cluster._running, cluster._lost, cluster._parts = {}, 0, 1
+
+    def submit(work: Work) -> None:
+        begun.append(work)
+        cluster._running[len(begun)] = work
+
+    monkeypatch.setattr(cluster, "_submit", submit)
+    submit(Work("work", ()))
+    assert [cluster.ended(0.5) for _ in range(3)] == [[], [], [("work", 6)]]
+    assert [work.name for work in begun] == ["work"] * 3
+
+
+@pytest.mark.parametrize(("parts", "part"), [(1, 1.0), (3, 0.3333), (6, 0.1666)])
+def test_parts_of_a_gpu_of_ray_are_no_more_than_one(parts: int, part: float) -> None:
+    assert ray_engine._part(parts) == part
+
+
+def test_work_that_runs_out_of_memory_beside_others_has_a_gpu_of_ray_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray is given GPUs that are not there; a task of it is a word."""
+    asked, told = list[tuple[Any, ...]](), list[str]()
+
+    class Task:
+        def __init__(self, num_gpus: float = -1) -> None:
+            self.num_gpus = num_gpus
+
+        def options(self, num_gpus: float, **how: object) -> Task:
+            return Task(num_gpus)
+
+        def remote(self, *given: Any) -> str:
+            asked.append((given[0], given[3], self.num_gpus))
+            return f"task {len(asked)}"
+
+    started = list[str]()
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray.init", lambda address, **how: started.append(address))
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"GPU": 2.0})
+    monkeypatch.setattr("ray.remote", lambda work: Task())
+    monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
+    monkeypatch.setattr("ray.wait", lambda work, **how: (work, []))
+    monkeypatch.setattr("ray.get", lambda reference: 4)
+    monkeypatch.setattr(ray_engine.RayCluster, "_check_nodes", lambda self, sources: None)
+    place = Place(engine="ray", jobs_per_gpu=3)
+    cluster = backend_of(place, tmp_path, [], told.append)
+    assert started == ["local"]  # without an address no cluster is looked for
+    assert cluster.slots == 6
+    cluster.start(Work("work", ("pretrain",)), 0)
+    assert cluster.ended(0.5) == []
+    assert cluster.ended(0.5) == [("work", 4)]
+    assert asked == [(("pretrain",), 3, 0.3333), (("pretrain",), 1, 1)]
+    assert told == ["work: out of memory beside others on a GPU; once more, alone"]
+    assert backend_of(replace(place, jobs=4), tmp_path, [], told.append).slots == 4
+    monkeypatch.setattr("ray.cluster_resources", dict)
+    with pytest.raises(DpnError, match="--jobs-per-gpu 3: the Ray cluster has no GPU; pass --jobs"):
+        backend_of(place, tmp_path, [], told.append)
+
+
+def test_a_process_of_a_node_is_told_its_part_of_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        sys, "executable", program(tmp_path / "python", "import os; print(os.environ.get('DPN_GPU_SHARE'))")
+    )
+    for parts, told in ((3, "3\n"), (1, "None\n")):
+        assert ray_engine._work((), str(tmp_path / f"log{parts}"), str(tmp_path), parts) == 0
+        assert (tmp_path / f"log{parts}").read_text() == told
+
+
+@pytest.mark.slow
+def test_a_process_of_ray_that_starts_work_does_not_load_torch() -> None:
+    """Every node has one for each piece of work, beside that of the work."""
+    code = "import sys, dpn_cli.sweep.engines.ray; print({'torch', 'pydantic'} & set(sys.modules))"
+    assert run_program([sys.executable, "-c", code]).stdout == "set()\n"
+
+
+class _Ended:
+    """A job of SLURM that has ended with an exit code."""
+
+    job_id = "1"
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> int:
+        return self.code
+
+
+class _Queue:
+    """An executor of submitit whose jobs end at once with the exit codes."""
+
+    def __init__(self, codes: Iterator[int]) -> None:
+        self.codes, self.lines = codes, list[tuple[str, ...]]()
+
+    def batch(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def submit(self, command: Any) -> _Ended:
+        self.lines.append(command.line)
+        return _Ended(next(self.codes))
+
+
+def test_a_job_of_slurm_that_was_told_to_stop_is_queued_again(tmp_path: Path) -> None:
+    from dpn_cli.sweep.engines.slurm import AGAIN, Slurm
+
+    cases: list[tuple[Iterable[int], int, int]] = [([75, 75, 0], 0, 3), ([75, 5], 5, 2), (repeat(75), 75, AGAIN)]
+    for codes, ends, submitted in cases:
+        slurm = Slurm(1, tmp_path, {"cluster": "local"})
+        queue: Any = _Queue(iter(codes))
+        slurm._executor = queue
+        slurm.start(Work("work", ("finetune", "vtab")), 0)
+        rounds = [slurm.ended(0.0) for _ in range(submitted)]
+        assert rounds == [[]] * (submitted - 1) + [[("work", ends)]]
+        assert queue.lines == [("finetune", "vtab")] * submitted
+
+
+SAVES = """
+import signal, sys
+
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
+print("begun", flush=True)
+signal.pause()
+"""
+
+
+def test_a_job_is_queued_again_when_its_process_has_ended() -> None:
+    with started([sys.executable, "-c", SAVES]) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "begun\n"
+        save_and_end(process, signal.SIGUSR1)
+        assert os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        assert process.wait() == 75  # which is left to whoever waits for the process
+        save_and_end(process, signal.SIGUSR1)  # there is nothing to wait for any more
+
+
+@pytest.mark.slow
+def test_jobs_of_submitit_that_are_preempted_go_on(tmp_path: Path) -> None:
+    """A job gets its signal in the middle of a training, is queued again, and the weights are those of one process."""
+    code = "import sys; from pathlib import Path; from test_engines import preempted; preempted(Path(sys.argv[1]))"
+    environ = environment(PYTHONPATH=os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]))
+    done = run_program([sys.executable, "-c", code, str(tmp_path)], limit=LIMIT, env=environ)
+    assert done.returncode == 0, done.stderr
+    log = (tmp_path / "logs/work.log").read_text()
+    assert log.splitlines() == ["began", "SIGUSR1", "began", "went on"]
+    assert done.stdout.splitlines() == ["[('work', 0)]"]
+
+
+PROGRAM = """
+import signal, sys, time
+from pathlib import Path
+def stop(number, frame):
+    print(signal.Signals(number).name, flush=True)
+    Path("saved").touch()
+    sys.exit(75)
+signal.signal(signal.SIGUSR1, stop)
+print("began", flush=True)
+if Path("saved").exists():
+    print("went on", flush=True)
+    sys.exit(0)
+Path("begun").touch()
+while True:
+    signal.pause()
+"""
+
+
+def preempted(folder: Path) -> None:
+    """Run a program in the place of dpn as a job, preempt it once it is at work, and print how it ended."""
+    from submitit.local.local import LocalJobEnvironment
+
+    from dpn_cli.sweep.engines.slurm import Command, Slurm
+
+    program = folder / "dpn_cli"
+    program.mkdir()
+    (program / "__init__.py").touch()
+    (program / "__main__.py").write_text(PROGRAM)
+    slurm = Slurm(1, folder / "logs", {"cluster": "local", "timeout_min": 2})
+    slurm.start(Work("work", ()), 0)
+    slurm._waiting = [("work", Command((), str(slurm.log_of("work")), str(folder)))]
+    ended: list[tuple[str, int]] = []
+    interrupted = False
+    while not ended:
+        ended = slurm.ended(0.1)
+        if not interrupted and (folder / "begun").exists():
+            (task,) = children(int(slurm._jobs["work"].job_id))
+            os.kill(task, LocalJobEnvironment._usr_sig())
+            interrupted = True
+    print(ended)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--engine", "ray", "--resources", "address=127.0.0.1:1"), "--engine ray: no cluster at 127.0.0.1:1"),
+        (("--engine", "slurm"), "--engine slurm: "),
+        (("--resources", "num_gpus=1"), "--resources num_gpus: goes with --engine ray or slurm"),
+        (("--engine", "ray", "--cell", "0"), "--engine ray --cell 0: each says who does the work"),
+    ],
+)
+def test_what_cannot_be_started_is_told_before_anything_begins(
+    words: tuple[str, ...], told: str, tmp_path: Path
+) -> None:
+    done = run(*VTAB, *SHORT, "-o", str(tmp_path), *words, *(("--jobs", "2") if "num_gpus=1" in words else ()))
+    assert done.exit_code == 2, done.stderr
+    assert told in done.stderr.replace("\n", " ")
+    assert not list(tmp_path.glob("cells/*"))
+
+
+def test_nodes_are_compared_by_version_folder_and_data(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/run.json").touch()
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.png").write_bytes(b"12")
+    here = look(str(tmp_path), "run", ["one"])
+    assert here["version of dpn"] == version("dpn-cli")
+    assert here["run folder run"] == "there"
+    assert look(str(tmp_path), "two", [])["run folder two"] == "not there"
+    assert look(str(tmp_path), "run", ["two"])["data two"] == here["data one"]
+    (tmp_path / "two/a.png").write_bytes(b"123")
+    assert look(str(tmp_path), "run", ["two"])["data two"] != here["data one"]
+    assert look(str(tmp_path), "run", ["three"])["data three"] == "not there"

@@ -1,0 +1,233 @@
+"""Many trainings at once: the order of work, the share of the machine that each has, and how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from programs import LIMIT, environment, run_program, started
+
+from dpn_cli.data.loader import worker_count
+from dpn_cli.errors import StoppedError
+from dpn_cli.run.cores import cores
+from dpn_cli.run.process import PARENT
+from dpn_cli.sweep.engines.gpus import Gpu, Shares
+from dpn_cli.sweep.engines.local import Processes, last_error
+from dpn_cli.sweep.scheduler import Work, run_all
+
+
+class Simulated:
+    """A machine on which work ends in a random order and fails at random."""
+
+    def __init__(self, slots: int, seed: int, fails: float = 0.0) -> None:
+        self.slots, self.random, self.fails = slots, random.Random(seed), fails
+        self.running: dict[str, int] = {}
+        self.order: list[str] = []
+        self.stopped = self.closed = False
+
+    def has_room(self, work: Work) -> bool:
+        return True
+
+    def start(self, work: Work, slot: int) -> None:
+        assert 0 <= slot < self.slots
+        assert slot not in self.running.values()
+        self.running[work.name] = slot
+        self.order.append(work.name)
+
+    def ended(self, seconds: float) -> list[tuple[str, int]]:
+        count = self.random.randint(0, len(self.running))
+        names = self.random.sample(sorted(self.running), count)
+        for name in names:
+            del self.running[name]
+        return [(name, int(self.random.random() < self.fails)) for name in names]
+
+    def log_of(self, name: str) -> Path:
+        return Path(name)
+
+    def close(self) -> None:
+        assert not self.closed
+        self.closed = True
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+def unasked() -> None:
+    """No signal has come."""
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_thousand_cells_run_once_each_after_what_they_need(seed: int) -> None:
+    draw = random.Random(seed)
+    works = [
+        Work(str(number), (), tuple({str(draw.randrange(number)) for _ in range(number % 3)} if number else ()))
+        for number in range(1000)
+    ]
+    backend, codes = Simulated(100, seed, fails=0.01), dict[str, int]()
+
+    def on_start(work: Work) -> None:
+        assert all(codes.get(name) == 0 for name in work.after)
+
+    left = run_all(works, backend, on_start, lambda work, code: codes.update({work.name: code}), unasked)
+    assert len(backend.order) == len(set(backend.order))
+    assert set(backend.order) == set(codes)
+    assert {work.name for work in left} == {work.name for work in works} - set(codes)
+    lost = {name for name, code in codes.items() if code} | {work.name for work in left}
+    assert all(lost.intersection(work.after) for work in left)
+    assert any(codes.values())  # otherwise nothing was tried
+
+
+def test_work_begins_in_its_order_and_needs_nothing_that_is_not_there() -> None:
+    works = [Work("b", (), ("done before",)), Work("a", ()), Work("c", ("x",), ("b",))]
+    backend = Simulated(1, 0)
+    assert run_all(works, backend, lambda work: None, lambda work, code: None, unasked) == []
+    assert backend.order == ["b", "a", "c"]
+
+
+def test_helpers_do_not_begin_when_others_have_done_the_work() -> None:
+    backend = Simulated(2, 0)
+    works = [Work(str(number), (), helps=True) for number in range(5)]
+    assert run_all(works, backend, lambda work: None, lambda work, code: None, unasked) == []
+    assert backend.order == ["0", "1"]
+
+
+def test_a_signal_stops_what_runs() -> None:
+    def check() -> None:
+        if backend.order:
+            raise StoppedError(signal.SIGTERM)
+
+    backend = Simulated(2, 0)
+    with pytest.raises(StoppedError):
+        run_all([Work("a", ()), Work("b", ())], backend, lambda work: None, lambda work, code: None, check)
+    assert backend.stopped
+
+
+def program(path: Path, text: str) -> str:
+    """Write what stands for the interpreter: it gets ``-m dpn_cli`` and the words of the work."""
+    path.write_text(f"#!{sys.executable}\n{text}")
+    path.chmod(0o755)
+    return str(path)
+
+
+def deadline() -> Callable[[], None]:
+    end = time.monotonic() + LIMIT
+
+    def check() -> None:
+        if time.monotonic() > end:
+            raise TimeoutError
+
+    return check
+
+
+def test_processes_share_cores_and_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (
+        "import json, os, sys, pathlib\n"
+        "names = 'OMP_NUM_THREADS', 'CUDA_VISIBLE_DEVICES', 'DPN_PARENT'\n"
+        "print(json.dumps([sys.argv[1:], sorted(os.sched_getaffinity(0)), [os.environ.get(name) for name in names]]))\n"
+    )
+    monkeypatch.setattr(sys, "executable", program(tmp_path / "python", text))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores = sorted(os.sched_getaffinity(0))
+    backend = Processes(2, tmp_path / "logs", Shares((Gpu("7", 80 * 10**9), Gpu("GPU-9", 80 * 10**9)), 1))
+    slots: list[str] = []
+    works = [Work("a/seed0", ("pretrain", "--seed", "0")), Work("a/seed1", ("pretrain",))]
+    left = run_all(works, backend, lambda work: slots.append(work.name), lambda work, code: None, deadline())
+    assert left == []
+    assert sorted(os.sched_getaffinity(0)) == cores
+    words, own, (threads, gpu, parent) = json.loads(backend.log_of("a/seed0").read_text())
+    assert words == ["-m", "dpn_cli", "pretrain", "--seed", "0"]
+    assert parent == str(os.getpid())
+    assert gpu == "7"
+    if len(cores) > 1:
+        assert own == cores[: len(cores) // 2]
+        assert threads == str(len(own))
+    # The second had the other GPU and the cores beside it.
+    words, own, (_, gpu, _) = json.loads(backend.log_of("a/seed1").read_text())
+    assert gpu == "GPU-9"
+    if len(cores) > 1:
+        assert own == cores[len(cores) // 2 : 2 * (len(cores) // 2)]
+
+
+def test_exit_codes_and_the_last_error_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (
+        "import sys\nprint('loss 3.1')\nprint('error: the loss is NaN', file=sys.stderr)\nprint('bye')\n"
+        "sys.exit(int(sys.argv[3]))\n"
+    )
+    monkeypatch.setattr(sys, "executable", program(tmp_path / "python", text))
+    backend, codes = Processes(3, tmp_path / "logs"), dict[str, int]()
+    works = [Work(str(code), (str(code),)) for code in (0, 5, 6)]
+    run_all(works, backend, lambda work: None, lambda work, code: codes.update({work.name: code}), deadline())
+    assert codes == {"0": 0, "5": 5, "6": 6}
+    assert last_error(backend.log_of("5")) == "the loss is NaN"
+    assert last_error(tmp_path / "nothing") == "no output"
+
+
+WAITS = (
+    "import os, signal, sys, threading\n"
+    "from pathlib import Path\n"
+    "from dpn_cli.run import process\n"
+    "process.prepare()\n"
+    "end = threading.Event()\n"
+    "signal.signal(signal.SIGTERM, lambda *_: end.set())\n"
+    "Path(sys.argv[3] + '.new').write_text(str(os.getpid()))\n"
+    "os.rename(sys.argv[3] + '.new', sys.argv[3])\n"
+    f"assert end.wait({LIMIT})\n"
+    "Path(sys.argv[3] + '.saved').touch()\n"
+)
+
+
+def test_a_stop_is_passed_on_and_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", program(tmp_path / "python", WAITS))
+    begun, late = tmp_path / "begun", deadline()
+
+    def check() -> None:
+        late()
+        if begun.exists():
+            raise StoppedError(signal.SIGTERM)
+
+    with pytest.raises(StoppedError):
+        run_all([Work("a", (str(begun),))], Processes(1, tmp_path), lambda work: None, lambda work, code: None, check)
+    assert (tmp_path / "begun.saved").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the signal at a parent's death is Linux's")
+def test_processes_save_and_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+    begun, saved, late = tmp_path / "begun", tmp_path / "begun.saved", deadline()
+    interpreter = program(tmp_path / "python", WAITS)
+    script = (
+        "import sys, threading\nfrom pathlib import Path\n"
+        "from dpn_cli.sweep.engines.local import Processes\nfrom dpn_cli.sweep.scheduler import Work\n"
+        f"sys.executable = {interpreter!r}\n"
+        f"Processes(1, Path({str(tmp_path)!r})).start(Work('a', ({str(begun)!r},)), 0)\n"
+        f"threading.Event().wait({LIMIT})\n"
+    )
+    with started([sys.executable, "-c", script]) as parent:
+        while not begun.exists():
+            late()
+        parent.send_signal(signal.SIGKILL)
+        parent.wait(LIMIT)
+        while not saved.exists():
+            late()
+
+
+def test_what_outlived_its_parent_does_not_begin(tmp_path: Path) -> None:
+    script = "from dpn_cli.run import process; process.prepare(); print('begun')"
+    done = run_program([sys.executable, "-c", script], env=environment(**{PARENT: "1234567"}))
+    assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "")
+
+
+def test_decoding_processes_are_counted_by_the_cores_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {8, 3, 5})
+    assert cores() == [3, 5, 8]
+    assert worker_count("auto", torch.device("cuda")) == 2
+    assert worker_count("auto", torch.device("cpu")) == 1
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3})
+    assert worker_count("auto", torch.device("cpu")) == 0

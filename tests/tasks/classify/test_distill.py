@@ -1,0 +1,491 @@
+"""`dpn distill`: what the student begins with, what it learns from, its stages, and the file that is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import images
+from safetensors.torch import load_file
+from test_cli import run as dpn_run
+from test_distributed import spawn
+from torch import Tensor
+
+from dpn_cli.config.launch import Place
+from dpn_cli.config.load import build, merge
+from dpn_cli.data.loader import crop_batches
+from dpn_cli.engine import fit as engine
+from dpn_cli.errors import StoppedError
+from dpn_cli.report.reading import open_run
+from dpn_cli.run.console import Console
+from dpn_cli.run.distributed import World
+from dpn_cli.weights.backbone import export_backbone, load_backbone
+from tasks.classify import page
+from tasks.classify.calibration import read_answers
+from tasks.classify.classifier import Classifier, load_classifier, save_classifier
+from tasks.classify.distill import command
+from tasks.classify.distill import train as training
+from tasks.classify.distill.config import DistillConfig, resolve, settle
+from tasks.classify.fewshot import probing_of
+
+SMALL: dict[str, Any] = {
+    "data": {"held_out": 0.2, "jitter": 0.0},
+    "batch_size": 8,
+    "lr": 1e-3,
+    "stem_share": 0.5,
+    "schedule": {"steps": 6, "warmup": 1},
+    "evaluate_every": 2,
+    "runtime": {"workers": 0, "device": "cpu"},
+}
+CLASSES = ("class0", "class1", "class2")
+
+
+def teacher_file(
+    path: Path, arch: str = "mu/8", classes: int = 3, names: tuple[str, ...] = CLASSES, **how: Any
+) -> Path:
+    """Write a classifier with random weights, those of its head included; without classes a network without a head."""
+    model = load_backbone(arch, stem=how.pop("stem", "none"), image_size=16, num_classes=classes, seed=5, **how).eval()
+    if not classes:
+        export_backbone(model, path)
+        return path
+    with torch.no_grad():
+        model.head.weight.normal_(generator=torch.Generator().manual_seed(1))
+    save_classifier(Classifier(model, names[:classes], "softmax", None, {}), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return teacher_file(tmp_path_factory.mktemp("teacher") / "teacher.safetensors")
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixty images for training, and six labelled ones of the teacher's classes."""
+    root = tmp_path_factory.mktemp("photos")
+    images(root / "train", classes=3, each=20)
+    images(root / "val", classes=3, each=2)
+    return root
+
+
+def small(photos: Path | str, teacher: Path | str, **changes: Any) -> DistillConfig:
+    given = {"data": {"source": str(photos)}, "teacher": str(teacher)}
+    return settle(build(DistillConfig, resolve(None, merge(SMALL, given, changes), {}), "test"))
+
+
+def train(config: DistillConfig, path: Path, **how: Any) -> dict[str, Any]:
+    result = command.run(config, Place(path, **how), Console(quiet=True))
+    assert result is not None
+    return result
+
+
+@pytest.fixture(scope="module")
+def finished(photos: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    path = tmp_path_factory.mktemp("run") / "run"
+    return path, train(small(photos, teacher), path)
+
+
+def test_a_student_with_the_teachers_stem_is_the_teacher(photos: Path, teacher: Path, tmp_path: Path) -> None:
+    result = train(small(photos, teacher, backbone={"stem": "none"}, schedule={"steps": 2}), tmp_path / "run")
+    start = result["stages"]["start"]
+    assert (start["agreement"], start["kl"], start["token_variance"]) == (100.0, 0.0, 1.0)
+    assert start["top1"] == result["teacher_top1"]
+    assert result["start"] == "copy"
+
+
+def test_without_a_step_every_weight_is_the_teachers(
+    photos: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: dict[str, dict[str, Tensor]] = {}
+    start = tmp_path / "run" / "stages" / "start.safetensors"
+    monkeypatch.setattr(training.Distillation, "_ready", lambda *_: kept.update(start=load_file(start)))
+    with pytest.raises(TypeError):
+        train(small(photos, teacher, backbone={"stem": "none"}), tmp_path / "run")
+    theirs = load_file(teacher)
+    assert kept["start"].keys() == theirs.keys()
+    assert all(torch.equal(kept["start"][name], value) for name, value in theirs.items())
+
+
+def test_the_stems_stage_moves_stem_positions_and_class_token_alone(
+    photos: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights: dict[str, dict[str, Tensor]] = {}
+    keep = training.Distillation._keep
+
+    def noting(self: training.Distillation, stage: str, student: Any, facts: Any) -> None:
+        weights[stage] = {name: value.detach().clone() for name, value in student.state_dict().items()}
+        weights[f"teacher {stage}"] = {name: value.clone() for name, value in self.teacher.state_dict().items()}
+        keep(self, stage, student, facts)
+
+    monkeypatch.setattr(training.Distillation, "_keep", noting)
+    train(small(photos, teacher), tmp_path / "run")
+    moved = {name for name, value in weights["start"].items() if not torch.equal(value, weights["stem"][name])}
+    own = {"pos_embed", "cls_token", "patch_embed.proj.weight", "patch_embed.proj.bias"}
+    norms = {f"patch_embed.{norm}.{kind}" for norm in ("norm_in", "norm") for kind in ("weight", "bias")}
+    assert moved == own | norms
+    assert all(not torch.equal(value, weights["all"][name]) for name, value in weights["stem"].items())
+    before = load_file(teacher)
+    for stage in ("start", "stem", "all"):
+        assert all(torch.equal(value, before[name]) for name, value in weights[f"teacher {stage}"].items()), stage
+
+
+def test_norms_come_in_from_nothing_to_all(
+    photos: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --start anneal the stem's stage begins with the teacher's own tokens and ends with the norms in place."""
+    from dpn_cli.model.norms import GradualNorm
+
+    shares: list[list[float]] = []
+    update = engine._Training.update
+
+    def noting(self: Any, *arguments: Any, **named: Any) -> Any:
+        shares.append([float(m.progress) for m in self.network.modules() if isinstance(m, GradualNorm)])
+        return update(self, *arguments, **named)
+
+    monkeypatch.setattr(engine._Training, "update", noting)
+    config = small(photos, teacher, backbone={"start": "anneal"}, stem_share=0.75, schedule={"steps": 8})
+    start = train(config, tmp_path / "run")["stages"]["start"]
+    assert [each[0] for each in shares[:6]] == pytest.approx([0, 1 / 6 / 0.8, 2 / 6 / 0.8, 3 / 6 / 0.8, 4 / 6 / 0.8, 1])
+    assert all(len(each) == 2 for each in shares[:6])
+    assert shares[6:] == [[], []]
+    assert "patch_embed.norm_in.weight" in load_file(tmp_path / "run" / "weights.safetensors")
+    assert (start["agreement"], start["kl"], start["token_variance"]) == (100.0, 0.0, 1.0)
+
+
+def test_a_gate_that_is_shut_is_the_plain_network() -> None:
+    from tasks.classify.distill.student import gated, ungated
+
+    plain = load_backbone("mu/8", stem="none", image_size=16, num_classes=3).eval()
+    for stem in ("dpn", "post_posemb", "rms"):
+        dual = load_backbone("mu/8", stem=stem, image_size=16, num_classes=3).eval()
+        dual.load_state_dict({**dual.state_dict(), **plain.state_dict()})
+        before, names = dual.state_dict(), list(dual.state_dict())
+        gated(dual)
+        image = torch.randn(2, 3, 16, 16)
+        assert torch.equal(dual.forward_features(image), plain.forward_features(image))
+        ungated(dual)
+        assert list(dual.state_dict()) == names
+        assert all(torch.equal(value, before[name]) for name, value in dual.state_dict().items())
+
+
+def test_the_second_stage_goes_on_with_the_next_batch(
+    photos: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[tuple[int, int]] = []
+    made: list[tuple[Any, ...]] = []
+
+    def noting(split: Any, augmentation: Any, batch_size: int, seed: int, world: Any, **how: Any) -> engine.Batches:
+        batches = crop_batches(split, augmentation, batch_size, seed, world, **how)
+        made.append((augmentation, batch_size, seed, how["skip_bad"]))
+
+        def counted(start: int) -> Any:
+            begun.append((start, len(split.labels)))
+            return batches(start)
+
+        return counted
+
+    monkeypatch.setattr(training, "crop_batches", noting)
+    changes = {"data": {"jitter": 0.3, "skip_bad_images": True, "flip": False, "crop": "inception", "decode": "pillow"}}
+    train(small(photos, teacher, **changes, mixup=0.2, seed=7), tmp_path / "run")
+    assert begun == [(0, 48), (3, 48)]
+    augmentation, batch_size, seed, skip = made[0]
+    assert made[0] == made[1]
+    assert (batch_size, seed, skip) == (8, 7, True)
+    assert (augmentation.jitter, augmentation.mixup, augmentation.flip) == (0.3, 0.2, False)
+    assert (augmentation.crop, augmentation.decode, augmentation.size) == ("inception", "pillow", (16, 16))
+
+
+@pytest.mark.parametrize("step", [1, 4])
+def test_a_stopped_run_ends_as_one_that_was_not(
+    step: int, photos: Path, teacher: Path, finished: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    """Stopped before a step of the stem's stage, or of the other one, and resumed: weights equal to the bit."""
+    taken = iter(range(100))
+    update = engine._Training.update
+
+    def stops(self: Any, *arguments: Any, **named: Any) -> Any:
+        if next(taken) == step:
+            self.save("last", arguments[1])
+            raise StoppedError(signal.SIGTERM)
+        return update(self, *arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine._Training, "update", stops)
+        with pytest.raises(StoppedError):
+            train(small(photos, teacher), tmp_path / "run")
+    result = train(small(photos, teacher), tmp_path / "run", resume=True)
+    path, whole = finished
+    weights, expected = (load_file(run / "weights.safetensors") for run in (tmp_path / "run", path))
+    assert all(torch.equal(value, weights[name]) for name, value in expected.items())
+    assert result["stages"]["all"]["kl"] == whole["stages"]["all"]["kl"]
+    assert result["curve"] == whole["curve"]
+
+
+def test_the_result_says_how_near_the_student_is(finished: tuple[Path, dict[str, Any]], teacher: Path) -> None:
+    path, result = finished
+    assert result["images"] == {"train": 48, "held_out": 12, "val": 6}
+    assert [record["step"] for record in result["curve"]] == [2, 3]
+    assert set(result["stages"]) == {"start", "stem", "all"}
+    assert result["teacher"]["digest"] == load_classifier(str(teacher)).model.report.digest
+    ours, theirs = (load_classifier(str(place)) for place in (path, teacher))
+    config = DistillConfig.model_validate(ours.facts["config"])
+    from tasks.classify.distill.data import open_images
+
+    held = open_images(config, CLASSES, Console(quiet=True)).held_out
+    with torch.inference_mode():
+        images = torch.stack([ours.transform(held.pixels(row)) for row in range(12)])
+        tokens = [one.model.forward_features(one.model.normalize(images)).double() for one in (ours, theirs)]
+        logits = [one.model(one.model.normalize(images)).double() for one in (ours, theirs)]
+    agreement = 100 * (logits[0].argmax(1) == logits[1].argmax(1)).double().mean().item()
+    assert result["agreement"] == pytest.approx(agreement)
+    spread = (tokens[1] - tokens[1].mean((0, 1))).square().sum()
+    apart = (tokens[0] - tokens[1]).square().sum()
+    assert result["token_variance"] == pytest.approx(float(1 - apart / spread), rel=1e-5)
+    p, q = (torch.distributions.Categorical(logits=each) for each in reversed(logits))
+    assert result["kl"] == pytest.approx(torch.distributions.kl_divergence(p, q).mean().item(), rel=1e-4)
+    assert ours.classes == CLASSES
+    assert ours.facts["trained_on"]["images"] == 48
+    described = ours.facts["distilled"]
+    assert (described["teacher"]["digest"], described["kl"]) == (result["teacher"]["digest"], result["kl"])
+    card = (path / "README.md").read_text()
+    for fact in (result["teacher"]["digest"], result["weights_sha256"], result["data"]["train"], "Distilled from"):
+        assert fact in card, fact
+    titles = [section.title for section in page.findings(open_run(path), "").sections]
+    assert titles[:4] == ["Scores", "Calibration", "Classes", "Confusions"]
+    answers = read_answers(path / "answers.csv", CLASSES)
+    assert 100 * sum(one.true == one.predicted for one in answers) / len(answers) == pytest.approx(result["top1"])
+
+
+def test_the_file_goes_wherever_weights_go(finished: tuple[Path, dict[str, Any]], photos: Path, tmp_path: Path) -> None:
+    path, result = finished
+    weights = str(path / "weights.safetensors")
+    assert load_backbone(checkpoint=weights, stem="dpn", image_size=16).report.digest == result["weights_sha256"]
+    done = dpn_run("eval", str(path), "--data", str(photos), "--device", "cpu", "--json")
+    assert json.loads(done.stdout)["top1"] == result["top1"]
+    onnx = dpn_run("export", str(path), "--to", "onnx", "-o", str(tmp_path / "onnx"))
+    assert onnx.exit_code == 0, onnx.stderr
+    assert "Distilled from" in (tmp_path / "onnx" / "README.md").read_text()
+    converted = dpn_run("checkpoint", "convert", weights, str(tmp_path / "b.safetensors"), "--json")
+    assert json.loads(converted.stdout)["difference"] == 0
+    named = dpn_run("predict", str(path), str(photos / "val" / "class0" / "000.jpg"), "--device", "cpu")
+    assert named.exit_code == 0, named.stderr
+
+
+def test_classes_are_those_of_the_teacher_whatever_their_order(photos: Path, tmp_path: Path) -> None:
+    place = teacher_file(tmp_path / "teacher.safetensors", names=("class2", "class0", "class1"))
+    result = train(small(photos, place), tmp_path / "run")
+    scored = json.loads(dpn_run("eval", str(place), "--data", str(photos), "--device", "cpu", "--json").stdout)
+    assert result["teacher_top1"] == scored["top1"]
+    again = json.loads(
+        dpn_run("eval", str(tmp_path / "run"), "--data", str(photos), "--device", "cpu", "--json").stdout
+    )
+    assert result["top1"] == again["top1"]
+
+
+def test_a_teacher_without_a_head_is_distilled_by_its_tokens(photos: Path, tmp_path: Path) -> None:
+    place = teacher_file(tmp_path / "headless.safetensors", classes=0)
+    result = train(small(photos, place, losses={"logits": 0.0}), tmp_path / "run")
+    assert (result["agreement"], result["kl"], result["top1"]) == (None, None, None)
+    assert result["token_variance"] > result["stages"]["start"]["token_variance"] - 1
+    again = load_backbone(checkpoint=str(tmp_path / "run" / "weights.safetensors"), image_size=16)
+    assert again.config.stem == "dpn"
+
+
+def test_a_teacher_at_another_size_is_told(photos: Path, teacher: Path, tmp_path: Path) -> None:
+    given = "--teacher", str(teacher), "--data", str(photos), "-o", str(tmp_path / "run"), "--device", "cpu", "-j", "0"
+    done = dpn_run("distill", *given, "--steps", "2", "-b", "8", "--image-size", "24")
+    assert done.exit_code == 0, done.stderr
+    told = " ".join(done.stderr.split())
+    assert "the teacher runs at the student's 24x24 pixels, not at its own size" in told
+    assert "at 24 x 24 pixels" in (tmp_path / "run" / "README.md").read_text()
+
+
+def test_another_architecture_learns_from_the_logits(photos: Path, teacher: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    given: dict[str, Any] = {"data": {"source": str(photos)}, "teacher": str(teacher), "backbone": {"arch": "nano/4"}}
+    given |= {"schedule": SMALL["schedule"], "batch_size": 8, "runtime": SMALL["runtime"]}
+    config = settle(build(DistillConfig, resolve(None, given, {}, said.append), "test"))
+    losses = config.losses
+    assert (losses.tokens, losses.representation, losses.logits, config.stem_share) == (0, 0, 1, 0)
+    assert any("from scratch" in line for line in said)
+    result = train(config, tmp_path / "run")
+    assert (result["arch"], result["start"], result["token_variance"]) == ("nano/4", "scratch", None)
+    assert set(result["stages"]) == {"start", "all"}
+
+
+def test_every_option_of_a_stage_reaches_the_engine(
+    photos: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stem's stage has a learning rate of its own and its share of the warm-up; the last one keeps an average."""
+    seen: list[tuple[Any, engine.Job]] = []
+    fit = engine.fit
+
+    def noting(model: Any, job: engine.Job) -> engine.FitResult:
+        seen.append((model.network, job))
+        return fit(model, job)
+
+    monkeypatch.setattr(engine, "fit", noting)
+    changes: dict[str, Any] = {"stem_lr": 3e-3, "ema": 0.5, "evaluate_every": 4, "backbone": {"drop_path": 0.1}}
+    train(small(photos, teacher, **changes, schedule={"steps": 8, "warmup": 4}), tmp_path / "run")
+    (_, stem), (network, rest) = seen
+    assert (stem.lr, rest.lr) == (3e-3, 1e-3)
+    assert (stem.ema_decay, rest.ema_decay) == (None, 0.5)
+    assert [(job.schedule.steps, job.schedule.warmup) for job in (stem, rest)] == [(4, 2), (4, 2)]
+    assert [(job.seed, job.batch_size, job.evaluate_every) for job in (stem, rest)] == [(0, 8, 1), (0, 8, 1)]
+    assert network.config.drop_path == 0.1
+
+
+def test_teacher_and_student_are_probed_with_few_images(photos: Path, teacher: Path, tmp_path: Path) -> None:
+    config = small(photos, teacher, fewshot_data=str(photos), fewshot=2, data={"decode": "pillow", "max_pixels": 9000})
+    asked = probing_of(config)
+    assert asked is not None
+    assert (asked.reading.decode, asked.reading.max_pixels) == ("pillow", 9000)
+    result = train(config, tmp_path / "run")
+    assert set(result["fewshot"]) == {"student", "teacher"}
+    how = "--shots", "2", "--device", "cpu", "--decode", "pillow", "--json"
+    probe = dpn_run("eval", "fewshot", str(teacher), "--data", str(photos), *how)
+    assert result["fewshot"]["teacher"]["accuracy"] == json.loads(probe.stdout)["accuracy"]
+
+
+def _unlike(changes: dict[str, Any], teacher: Path, photos: Path, path: Path) -> Iterator[str]:
+    from dpn_cli.errors import DpnError
+
+    with pytest.raises(DpnError) as caught:
+        train(small(changes.pop("photos", photos), changes.pop("teacher", teacher), **changes), path)
+    yield str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_size": 64}, "48 images to train on, fewer than one batch of 64; use --batch-size 48 at most"),
+        ({"data": {"held_out": 0.0}}, "none of 60 images is held out"),
+        ({"backbone": {"arch": "mu/8", "start": "copy"}}, "arch (mu/8) is another network"),
+        ({"backbone": {"start": "anneal"}, "stem_share": 0.0}, "give it a --stem-share"),
+        ({"backbone": {"arch": "mu/8"}, "stem_share": 0.5}, "stem_share: trains a stem before blocks"),
+        ({"backbone": {"pool": "gap"}}, "backbone.pool: the teacher decides it; leave it at null"),
+        ({"stem_share": 0.0, "stem_lr": 1e-3}, "stem_lr: the learning rate of the stem's stage"),
+        ({"losses": {"tokens": 0.0, "representation": 0.0, "logits": 0.0}}, "one of them at least is above 0"),
+        ({"backbone": {"arch": "nano/8"}, "losses": {"tokens": 1.0}, "stem_share": 0.0}, "the student is 64 wide"),
+        (
+            {"backbone": {"arch": "mu/4"}, "losses": {"tokens": 1.0}, "stem_share": 0.0},
+            "the student has 4x4 patches, the teacher 2x2",
+        ),
+        (
+            {"losses": {"layers": [[0, 7]]}},
+            "losses.layers: [0, 7]: the student has the blocks 0 to 0, the teacher 0 to 0",
+        ),
+        ({"backbone": {"stem": "dpn_no_affine", "start": "retrofit"}}, "use --start copy"),
+        ({"backbone": {"image_size": 20}}, "20"),
+        ({"stem_share": 0.05}, "--stem-share 0.05: 0 of 6 steps would train the stem alone"),
+        ({"stem_share": 0.95}, "--stem-share 0.95: 6 of 6 steps would train the stem alone"),
+        ({"teacher": "nowhere.safetensors"}, "nowhere.safetensors: no such file or folder"),
+        ({"photos": "nowhere"}, "--data nowhere: no such folder; pass a folder of images"),
+    ],
+)
+def test_what_does_not_fit_is_one_clear_line(
+    changes: dict[str, Any], message: str, teacher: Path, photos: Path, tmp_path: Path
+) -> None:
+    (line,) = _unlike(dict(changes), teacher, photos, tmp_path / "run")
+    assert message in line
+    assert "\n" not in line
+
+
+def test_a_deeper_student_needs_to_know_which_block_is_which(photos: Path, tmp_path: Path) -> None:
+    from dpn_cli.errors import DpnError
+    from tasks.classify.distill.student import check_pair
+
+    shallow, deep = (load_backbone(arch, stem="none", image_size=16, num_classes=3) for arch in ("mu/8", "nano/8"))
+    config = small(photos, "x", losses={"tokens": 0.0, "representation": 0.0, "attention": 1.0})
+    with pytest.raises(DpnError, match=r"losses.layers: the student has 4 blocks, the teacher 1; .*\[\[3, 0\]\]"):
+        check_pair(config, shallow, deep)
+    mapped = small(photos, "x", losses={**config.losses.model_dump(), "layers": [[3, 0]]})
+    assert list(check_pair(mapped, shallow, deep)) == [(3, 0)]
+
+
+def test_another_teacher_or_other_images_do_not_continue_a_run(
+    photos: Path, teacher: Path, tmp_path: Path, finished: tuple[Path, dict[str, Any]]
+) -> None:
+    from dpn_cli.errors import DataError
+
+    path = tmp_path / "run"
+    own = teacher_file(tmp_path / "own.safetensors")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training.Distillation, "_ready", lambda *_: (_ for _ in ()).throw(StoppedError(signal.SIGTERM)))
+        with pytest.raises(StoppedError):
+            train(small(photos, own), path)
+    teacher_file(own, placement="post,post")
+    with pytest.raises(DataError, match="the weights have changed since this run began"):
+        train(small(photos, own), path, resume=True)
+
+
+def test_a_dry_run_leaves_nothing(
+    photos: Path, teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = dpn_run(
+        "distill", "--teacher", str(teacher), "--data", str(photos), "--steps", "40", "-b", "8", "-o",
+        str(tmp_path / "run"), "--dry-run", "--device", "cpu", "-j", "0",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    assert "dry run passed: 1 training in about" in done.stderr
+    assert done.stdout.splitlines()[1].split()[-6:-4] == ["40", "1"]
+    assert not (tmp_path / "run").exists()
+
+
+def test_starts_and_seeds_are_compared_side_by_side(photos: Path, teacher: Path, tmp_path: Path) -> None:
+    done = dpn_run(
+        "distill", "--teacher", str(teacher), "--data", str(photos), "--steps", "4", "-b", "8", "--device", "cpu", "-j",
+        "0", "-o", str(tmp_path / "run"), "--compare", "stem=dpn,start=copy;stem=dpn,start=retrofit;stem=none",
+        "--seeds", "2", "--stem-share", "0", "--json", "-q",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    result = json.loads(done.stdout)
+    networks = result["compare"]["networks"]
+    assert list(networks) == ["stem=dpn,start=copy", "stem=dpn,start=retrofit", "stem=none"]
+    for name, network in networks.items():
+        runs = list(network["runs"].values())
+        assert network["agreement"]["values"] == pytest.approx([each["agreement"] for each in runs])
+        assert {each["start"] for each in runs} == {"copy" if name != "stem=dpn,start=retrofit" else "retrofit"}
+        assert runs[0]["stages"]["start"]["kl"] == runs[1]["stages"]["start"]["kl"]
+        assert runs[0]["kl"] != runs[1]["kl"]
+    assert [each["network"] for each in result["compare"]["differences"]] == list(networks)[1:]
+
+
+# Adam divides by gradients that are zero but for rounding, those of the keys' biases.
+MOMENTUM: dict[str, Any] = {
+    "optim": {"name": "momentum", "weight_decay": 0.0},
+    "losses": {"logits": 0.0},  # ranks would wait for the head's gradient if it were trained
+}
+
+
+def two_ranks(world: World, folder: Path) -> None:
+    os.environ.update(WORLD_SIZE=str(world.size), RANK=str(world.rank))  # as torchrun sets them
+    for name, shard in (("run", False), ("parts", True)):
+        runtime = {"runtime": {"shard": shard}}
+        config = small(folder / "photos", folder / "teacher.safetensors", **MOMENTUM, **runtime)
+        command.run(config, Place(folder / name), Console(quiet=True))
+
+
+@pytest.mark.slow
+def test_two_ranks_distil_what_one_does(tmp_path: Path) -> None:
+    teacher = teacher_file(tmp_path / "teacher.safetensors")
+    images(tmp_path / "photos" / "train", classes=3, each=20)
+    images(tmp_path / "photos" / "val", classes=3, each=2)
+    spawn(two_ranks, tmp_path)
+    alone = train(small(tmp_path / "photos", teacher, **MOMENTUM), tmp_path / "alone")
+    theirs = load_file(tmp_path / "alone" / "weights.safetensors")
+    for run in ("run", "parts"):
+        together = json.loads((tmp_path / run / "result.json").read_text())
+        assert (together["images"], together["top1"]) == (alone["images"], alone["top1"])
+        for stage, note in alone["stages"].items():
+            both = together["stages"][stage]
+            assert (both["kl"], both["token_variance"]) == pytest.approx((note["kl"], note["token_variance"]), rel=1e-4)
+        ours = load_file(tmp_path / run / "weights.safetensors")
+        for name, value in theirs.items():
+            torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=1e-5)

@@ -1,0 +1,137 @@
+"""`dpn export`: every kind of file in the runtime that reads it, at batch sizes that it was not traced with."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from test_cli import run
+from test_formats import perturbed
+from torch import Tensor
+
+from dpn_cli.arch import Pool, Stem
+from dpn_cli.weights.backbone import load_backbone
+from tasks.classify import export as exporting
+from tasks.classify.classifier import Classifier, imagenet_classes, load_classifier, save_classifier
+
+CLASSES = ("cat", "dog", "emu")
+
+
+CONFIG = {"about": {"expected": "ImageNet-1k top-1: B/32 79.0 plain, 80.0 DPN"}, "batch_size": 16}
+
+
+def classifier_file(path: Path, stem: Stem, pool: Pool, classes: tuple[str, ...] = CLASSES) -> Path:
+    """A classifier of 16 x 16 pixels, every weight random; the shorter side is resized to 20 before the cut."""
+    model = load_backbone("mu/8", stem=stem, pool=pool, image_size=16, num_classes=len(classes))
+    facts = {"config": CONFIG, "minival_top1": 87.5}
+    save_classifier(Classifier(perturbed(model), classes, "softmax", 20, facts), path)
+    return path
+
+
+def runtime_of(kind: str, path: str) -> Callable[[Tensor], Tensor]:
+    """Return the network in the hands of the library that the file is for."""
+    if kind == "pt2":
+        with warnings.catch_warnings(action="ignore"):  # torch 2.11 warns of a buffer of its own
+            return torch.export.load(path).module()
+    if kind == "onnx":
+        import onnxruntime
+
+        session = onnxruntime.InferenceSession(path)
+        return lambda pixels: torch.from_numpy(session.run(None, {"pixels": pixels.numpy()})[0])
+    model = load_classifier(path).model.eval()
+    return lambda pixels: model((pixels - 0.5) / 0.5)
+
+
+def prepared(image: np.ndarray[Any, Any]) -> Tensor:
+    """What the card says, for an image of 40 x 60: halved by area, fractions cut off, the centre, values in [0, 1]."""
+    halved = np.floor(image.astype(np.float64).reshape(20, 2, 30, 2, 3).mean(axis=(1, 3)))
+    return torch.from_numpy(halved[2:18, 7:23] / 255).float().permute(2, 0, 1)
+
+
+# Every pool and both stems in either runtime; all twelve pairs would take a minute.
+@pytest.mark.parametrize(
+    ("kind", "pool", "stem"),
+    [
+        ("safetensors", "tok", "dpn"),
+        ("pt2", "tok", "none"),
+        ("pt2", "gap", "dpn"),
+        ("pt2", "map", "dpn"),
+        ("onnx", "tok", "dpn"),
+        ("onnx", "gap", "none"),
+        ("onnx", "map", "none"),
+    ],
+)
+@torch.no_grad()
+def test_exports_give_the_outputs_of_the_classifier_whatever_the_batch(
+    kind: str, pool: Pool, stem: Stem, tmp_path: Path
+) -> None:
+    original = classifier_file(tmp_path / "weights.safetensors", stem, pool)
+    done = run("export", str(original), "--to", kind, "-o", str(tmp_path / "out"), "--json")
+    assert done.exit_code == 0, done.output
+    written = json.loads(done.stdout)
+    assert written["difference"] < 1e-4
+    assert written["batches"] == [4, 1, 7]
+    outside = runtime_of(kind, written["path"])
+    model = load_classifier(str(original)).model.eval()
+    for batch in (1, 5):  # traced with neither
+        pixels = torch.rand(batch, 3, 16, 16)
+        torch.testing.assert_close(outside(pixels), model((pixels - 0.5) / 0.5), atol=1e-4, rtol=1e-4)
+    image = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
+    Image.fromarray(image).save(tmp_path / "photo.png")
+    (guessed,) = json.loads(run("predict", str(original), str(tmp_path / "photo.png"), "--json").stdout)
+    ours = {guess["class"]: guess["probability"] for guess in guessed["classes"]}
+    theirs = outside(prepared(image)[None]).softmax(-1)[0].tolist()
+    assert ours == pytest.approx(dict(zip(CLASSES, theirs, strict=True)), abs=1e-4)
+
+
+def test_the_card_describes_the_network(tmp_path: Path) -> None:
+    original = classifier_file(tmp_path / "weights.safetensors", "dpn", "tok")
+    written = json.loads(run("export", str(original), "-o", str(tmp_path / "out"), "--json").stdout)
+    card = (tmp_path / "out" / "README.md").read_text()
+    for fact in ("3 classes", "cat, dog, emu", "16 x 16 pixels", "resized to 20 by area", written["digest"],
+                 "87.50 %", '"batch_size": 16'):  # fmt: skip
+        assert fact in card
+    assert "ImageNet" not in card
+
+
+def test_the_card_of_an_imagenet_classifier_names_the_published_numbers(tmp_path: Path) -> None:
+    original = classifier_file(tmp_path / "weights.safetensors", "dpn", "gap", imagenet_classes(1000))
+    run("export", str(original), "-o", str(tmp_path / "out"))
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "ImageNet-1k top-1: B/32 79.0 plain, 80.0 DPN" in card
+    assert "tench" in card
+
+
+@pytest.mark.parametrize("spoilt", ["fails", "nan"])
+def test_a_network_that_fails_on_a_batch_is_not_written(
+    spoilt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = classifier_file(tmp_path / "weights.safetensors", "none", "gap")
+
+    def read(path: Path) -> Callable[[Tensor], Tensor]:
+        model = exporting._Deployed(load_classifier(str(path))).eval()
+
+        def outputs(pixels: Tensor) -> Tensor:
+            if len(pixels) == 1 and spoilt == "fails":
+                raise IndexError("expected\nfour")
+            logits: Tensor = model(pixels)
+            return logits * (torch.nan if len(pixels) == 1 else 1)
+
+        return outputs
+
+    monkeypatch.setattr(
+        exporting, "_safetensors", lambda classifier, *_: (lambda path: save_classifier(classifier, path), read)
+    )
+    done = run("export", str(original), "-o", str(tmp_path / "out"))
+    reason = {"fails": "fails on a batch of 1 images (expected four)", "nan": "outputs differ by nan"}[spoilt]
+    assert done.exit_code == 2
+    assert reason in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "out" / "model.safetensors").exists()

@@ -1,0 +1,139 @@
+"""Images that are not ImageNet's: shown alike in training and evaluation, mirrored or not, learnt by default."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import test_highres as highres
+import torch
+import yaml
+from PIL import Image
+from test_cli import run
+
+from dpn_cli.data.classified import ClassFolders
+from dpn_cli.data.crops import eval_crop
+from dpn_cli.data.loader import Augmentation, crop_batches
+from dpn_cli.data.pixels import resize, rows_of_step
+from dpn_cli.run.distributed import World
+from dpn_cli.weights.backbone import load_backbone
+from tasks.classify import train as training
+from tasks.classify.classifier import Classifier, load_classifier, save_classifier
+from tasks.classify.preflight import resize_side_of
+
+ALONE = World(0, 1, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def edges(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Wide images whose classes differ in a strip at the left edge, which a central crop cuts off."""
+    return strips(tmp_path_factory.mktemp("edges"), 8)
+
+
+def strips(root: Path, width: int) -> Path:
+    """Write images of 16 x 64 whose classes differ in the leftmost `width` columns."""
+    generator = np.random.default_rng(0)
+    for label in range(2):
+        (root / f"class{label}").mkdir(parents=True)
+        for number in range(30):
+            pixels = generator.integers(0, 60, (16, 64, 3), dtype=np.uint8)
+            pixels[:, :width] += np.uint8(190 * label)
+            Image.fromarray(pixels).save(root / f"class{label}" / f"{number:02d}.png")
+    return root
+
+
+def test_images_that_train_whole_are_evaluated_whole(edges: Path, tmp_path: Path) -> None:
+    config = highres.small(
+        edges, backbone={"arch": "mu/8", "image_size": 32}, data={"crop": "whole", "flip": False, "minival": 0.2}
+    )
+    result = highres.train(config, tmp_path / "run")
+    assert result["top1"] > 80  # the centre says nothing: chance is 50
+    scored = run("eval", str(tmp_path / "run"), "--data", str(edges), "--json", "-q")
+    assert yaml.safe_load(scored.stdout)["top1"] > 80
+    split = ClassFolders(edges)
+    trained = next(crop_batches(split, Augmentation((32, 32), crop="whole", flip=False), 6, 3, ALONE, workers=0)(0))
+    transform = load_classifier(str(tmp_path / "run")).transform
+    for place, row in enumerate(rows_of_step(60, 6, 3, 0).tolist()):
+        assert torch.equal(transform(split.pixels(row)), trained["image"][place])
+
+
+def test_the_probe_during_training_sees_whole_images_too(edges: Path, tmp_path: Path) -> None:
+    data = {"crop": "whole", "flip": False, "minival": 0.3}
+    config = highres.small(edges, backbone={"arch": "mu/8", "image_size": 32}, data=data, fewshot=5)
+    result = highres.train(config, tmp_path / "run")
+    assert result["curve"][-1]["fewshot_5"] == 100
+
+
+def test_the_probe_of_a_finished_run_sees_whole_images_too(tmp_path: Path) -> None:
+    """The probe's own crop takes 224 of 256 columns, so it cuts off the leftmost 3 of 64."""
+    edges = strips(tmp_path / "edges", 3)
+    for crop, shown in (("whole", "whole"), ("inception", "centre")):
+        data = {"crop": crop, "flip": False, "minival": 0.0}
+        highres.train(highres.small(edges, backbone={"arch": "mu/8", "image_size": 32}, data=data), tmp_path / crop)
+        probed = ["--data", str(edges), "--val-fraction", "0.3", "--shots", "5", "--seeds", "1", "--device", "cpu"]
+        done = run("eval", "fewshot", str(tmp_path / crop), *probed, "-j", "0", "--json")
+        assert done.exit_code == 0, done.output
+        result = json.loads(done.stdout)
+        assert result["crop"] == shown
+        assert (result["accuracy"]["5"]["mean"] > 90) is (crop == "whole")
+        assert ("images are resized whole, as this classifier was trained" in done.stderr) is (crop == "whole")
+
+
+def test_how_a_classifier_takes_its_images_is_kept(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 90, 3), dtype=np.uint8)
+    model = load_backbone("mu/8", image_size=32, num_classes=2)
+    for side, words in ((None, "resized whole to 32 x 32"), (36, "shorter side resized to 36 by area")):
+        save_classifier(Classifier(model, ("a", "b"), "softmax", side, {}), tmp_path / "weights.safetensors")
+        again = load_classifier(str(tmp_path / "weights.safetensors"))
+        larger = load_classifier(str(tmp_path / "weights.safetensors"), (48, 48))
+        expected = [resize(pixels, (s, s)) if side is None else eval_crop(pixels, side, (s, s)) for s in (32,)]
+        assert torch.equal(again.transform(pixels), expected[0])
+        assert words in again.preparation
+        # At another size images stay whole, or keep the proportion of the centre.
+        assert larger.resize_side == (None if side is None else 55)
+
+
+def test_a_crop_that_is_asked_for_is_the_one_of_the_evaluation(edges: Path) -> None:
+    config = highres.small(edges, data={"crop": "whole", "eval_resize": 40})
+    assert resize_side_of(config, (32, 32)) == 40
+    assert resize_side_of(highres.small(edges), (32, 32)) == 37
+
+
+@pytest.mark.parametrize("layers", [0, 2])
+def test_images_are_mirrored_unless_flips_are_off(layers: int, edges: Path) -> None:
+    split = ClassFolders(edges)
+
+    def images(flip: bool) -> torch.Tensor:
+        how = Augmentation((16, 64), layers=layers, magnitude=0.0, crop="whole", flip=flip)
+        stream = crop_batches(split, how, 8, 3, ALONE, workers=0)(0)
+        return torch.cat([next(stream)["image"] for _ in range(5)])
+
+    rows = [row for step in range(5) for row in rows_of_step(60, 8, 3, step).tolist()]
+    whole = torch.stack([resize(split.pixels(row), (16, 64)) for row in rows])
+    flipped, plain = images(True), images(False)
+    changed = (flipped != plain).flatten(1).any(1)
+    assert 10 < int(changed.sum()) < 30
+    assert torch.equal(plain[~changed], flipped[~changed])
+    if not layers:
+        assert torch.equal(plain, whole)
+        assert torch.equal(flipped[changed], whole[changed].flip(-1))
+
+
+@pytest.mark.parametrize("command", [["finetune", "highres"], ["pretrain", "--augment", "none"]])
+def test_flips_are_an_option_of_both_commands(command: list[str]) -> None:
+    def flips(*asked: str) -> Any:
+        done = run(*command, "--arch", "mu/8", "--data", "x", *asked, "--print-config")
+        assert done.exit_code == 0, done.output
+        return yaml.safe_load(done.stdout)["data"]["flip"]
+
+    assert flips("--no-flip") is False
+    assert flips("--flip") is True
+
+
+def test_the_flip_key_reaches_the_training_images(edges: Path) -> None:
+    for flip in (True, False):
+        config = highres.small(edges, data={"flip": flip})
+        assert training.augmentation_of(config, training.load_network(config, 2)).flip is flip

@@ -1,0 +1,138 @@
+"""Towers and seeds side by side: ``--compare`` and ``--seeds`` of ``dpn lit train``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import images
+from safetensors.torch import load_file
+from test_cli import run
+from test_comparison import fails_at, trained  # noqa: F401  # a fixture
+from test_lit_wiring import write_pairs
+
+from dpn_cli.engine import fit as engine
+from dpn_cli.errors import DpnError, NonFiniteError
+from dpn_cli.weights.backbone import export_backbone, load_backbone
+from tasks.lit.features import ImageEncoder
+
+RECALLS = ["retrieval.image_to_text@1", "retrieval.text_to_image@1"]
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A training of two steps on 12 pairs, 6 of them held out, with a frozen tower for each of two stems."""
+    root = tmp_path_factory.mktemp("towers")
+    for stem in ("none", "dpn"):
+        export_backbone(load_backbone("mu/8", stem=stem, image_size=16, pool="gap"), root / f"mu-{stem}.safetensors")
+    pairs = write_pairs(root / "pairs", range(12))
+    small = ["--text-size", "mu", "--steps", "2", "-b", "4", "-j", "0", "--device", "cpu", "-q", "--json"]
+    cached = ["--cache-dir", str(root / "cache"), "--views", "2"]
+    towers = ["--checkpoint", f"{root}/mu-{{stem}}.safetensors", *cached]
+    return ["lit", "train", "--data", str(pairs), "--val-fraction", "0.5", *small, *towers]
+
+
+def test_every_seed_of_a_tower_shares_its_features_and_the_order_is_that_of_the_seed(
+    command: list[str],
+    tmp_path: Path,
+    trained: list[engine.Job],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    encoded: list[int] = []
+    encode_views = ImageEncoder.encode_views
+
+    def counted(encoder: ImageEncoder, images: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        encoded.append(len(images))
+        return encode_views(encoder, images, rows)
+
+    monkeypatch.setattr(ImageEncoder, "encode_views", counted)
+    several = [*command, "--compare", "none,dpn", "--seeds", "0,2", "-o", str(tmp_path / "all")]
+    done = run(*several)
+    assert done.exit_code == 0, done.output
+    assert sum(count for count in encoded if count > 1) == 2 * (6 + 6)  # one at a time are the checks of a cache
+    batches = [next(job.batches(0)) for job in trained]
+    tokens = [batch["tokens"] for batch in batches]
+    assert torch.equal(tokens[0], tokens[2])
+    assert torch.equal(tokens[1], tokens[3])
+    assert not torch.equal(tokens[0], tokens[1])
+    assert not torch.equal(batches[0]["image"], batches[2]["image"])
+    result = json.loads(done.stdout)
+    assert (result["score"], result["scores"]) == (RECALLS[0], RECALLS)
+    networks, (difference,) = result["compare"]["networks"], result["compare"]["differences"]
+    for way in ("image_to_text@1", "text_to_image@1"):
+        key = f"retrieval.{way}"
+        plain, dual = ([one["retrieval"][way] for one in networks[name]["runs"].values()] for name in ("none", "dpn"))
+        assert networks["dpn"][key]["values"] == pytest.approx(dual, abs=1e-4)
+        minus = [ours - theirs for ours, theirs in zip(dual, plain, strict=True)]
+        assert difference[key]["values"] == pytest.approx(minus, abs=1e-4)
+    alone = [word.replace("{stem}", "dpn") for word in command]
+    assert run(*alone, "--seed", "2", "-o", str(tmp_path / "one")).exit_code == 0
+    one, two = (load_file(tmp_path / name / "weights.safetensors") for name in ("one", "all/dpn/seed2"))
+    assert all(torch.equal(value, two[name]) for name, value in one.items())
+    (listed,) = json.loads(run("runs", str(tmp_path / "all"), "--json").stdout)
+    assert (listed["metric"], listed["value"]) == ("image to text R@1, dpn", networks["dpn"][RECALLS[0]]["mean"])
+
+
+def test_images_are_encoded_before_processes_begin_that_would_wait_for_them(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caches: list[int] = []
+
+    def run_all(*given: object) -> None:
+        caches.append(len(list((tmp_path / "cache").glob("*/cache.json"))))
+        raise DpnError("enough")
+
+    monkeypatch.setattr("dpn_cli.sweep.runner.run_all", run_all)
+    at_once = ("--seeds", "0,2", "--jobs", "2", "--cache-dir", str(tmp_path / "cache"))
+    alone = [word.replace("{stem}", "dpn") for word in command]
+    for more in (("--compare", "none,dpn"), ("--no-cache",), ()):
+        words = command if "--compare" in more else alone
+        done = run(*words, *more, *at_once, "-o", str(tmp_path / f"run{len(caches)}"))
+        assert "enough" in done.stderr, done.output
+    # Two towers, which two processes encode with; one tower: its images, in two views, and the held-out ones.
+    assert caches == [0, 0, 2]
+
+
+def test_towers_are_compared_by_zero_shot_accuracy_where_there_are_labelled_images(
+    command: list[str], tmp_path: Path
+) -> None:
+    """That of 'dpn lit eval'; a run without them has none."""
+    photos = images(tmp_path / "photos", classes=3, each=4)
+    words = [*command, "--compare", "none,dpn", "--zeroshot-data", str(photos), "-o", str(tmp_path / "all")]
+    result = json.loads(run(*words).stdout)
+    assert result["scores"] == ["zeroshot.top1", *RECALLS]
+    for name, network in result["compare"]["networks"].items():
+        scored = run("lit", "eval", str(tmp_path / "all" / name / "seed0"), "--data", str(photos), "--force", "--json")
+        (value,) = network["zeroshot.top1"]["values"]
+        assert value == pytest.approx(json.loads(scored.stdout)["top1"], abs=1e-4)
+    (photos / "class0" / "000.jpg").unlink()
+    for place in ("result.json", "dpn/seed0/result.json"):
+        (tmp_path / "all" / place).unlink()
+    changed = run(*words, "--resume")
+    assert changed.exit_code == 3
+    assert "images have changed since this run began" in changed.stderr
+    missing = run(*words[:-3], str(tmp_path / "nowhere"), "-o", str(tmp_path / "other"))
+    assert missing.exit_code == 3
+    assert "nowhere" in missing.stderr
+
+
+def test_a_training_that_fails_is_named_and_tried_again(
+    command: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    trained: list[engine.Job],  # noqa: F811
+) -> None:
+    words = [*(word for word in command if word != "--json"), "--compare", "none,dpn", "-o", str(tmp_path / "all")]
+    with pytest.MonkeyPatch.context() as patch:
+        fails_at(2, NonFiniteError("the loss is NaN"), patch)
+        done = run(*words)
+    assert done.exit_code == 6
+    assert "failed: stem dpn, seed 0: the loss is NaN" in done.stdout
+    done = run(*words, "--resume")
+    assert done.exit_code == 0, done.output
+    assert len(trained) == 2
+    said = " ".join(done.stdout.split())
+    assert "lit: image to text R@1 in %, and the difference to none" in said
+    assert "lit: text to image R@1 in %, and the difference to none" in said

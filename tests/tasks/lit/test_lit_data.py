@@ -1,0 +1,434 @@
+"""Captioned images from every source, texts as tokens, and the feature cache."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import pickle
+import re
+import tarfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from datasets import Dataset, Features, Image, Sequence, Value
+from open_clip.tokenizer import SimpleTokenizer
+from PIL import Image as Pil
+
+from dpn_cli.errors import DataError, DpnError
+from tasks.lit.cache import data_fingerprint
+from tasks.lit.captions import Files, HubCaptions, Subset, stamp_of
+from tasks.lit.data import CaptionSource, open_pairs, open_split
+from tasks.lit.eval_splits import open_part
+from tasks.lit.tokenizer import Tokenizer, open_tokenizer
+
+SENTENCES = ["a dog", "Two dogs!", "the cat", "a bird_house", "a red car", "one tree"]
+
+
+def image(number: int, size: int = 20) -> bytes:
+    pixels = np.random.default_rng(number).integers(256, size=(size, size + 4, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Pil.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def write_images(folder: Path, count: int = 6) -> list[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [f"{number}.png" for number in range(count)]
+    for number, name in enumerate(names):
+        (folder / name).write_bytes(image(number))
+    return names
+
+
+def write_table(path: Path, rows: list[tuple[str, str]], header: tuple[str, str] = ("file", "caption")) -> Path:
+    with path.open("w", newline="") as file:
+        csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",").writerows([header, *rows])
+    return path
+
+
+def write_tar(path: Path, members: dict[str, bytes]) -> None:
+    with tarfile.open(path, "w") as archive:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+
+
+def write_shard(path: Path, numbers: range, ending: str = "txt", text: Callable[[int], str] | None = None) -> None:
+    members = dict[str, bytes]()
+    for number in numbers:
+        words = text(number) if text else SENTENCES[number]
+        beside = words if ending == "txt" else json.dumps({"caption": words, "key": f"{number:09d}"})
+        members |= {f"{number:09d}.jpg": image(number), f"{number:09d}.{ending}": beside.encode()}
+    write_tar(path, members)
+
+
+def table(root: Path) -> str:
+    # A second sentence for the first image, in another place of the file.
+    rows = [*zip(write_images(root), SENTENCES, strict=True), ("0.png", "a small dog")]
+    return str(write_table(root / "pairs.csv", rows))
+
+
+def tabs(root: Path) -> str:
+    rows = list(zip(write_images(root / "images"), SENTENCES, strict=True))
+    return str(write_table(root / "pairs.tsv", rows, ("filepath", "title")))
+
+
+def with_byte_order_mark(root: Path) -> str:
+    place = Path(table(root))
+    place.write_text(place.read_text(), encoding="utf-8-sig")  # as Excel writes it
+    return str(place)
+
+
+def coco(root: Path) -> str:
+    names = write_images(root / "coco" / "train2017")
+    listed = {
+        "images": [{"id": number, "file_name": name} for number, name in enumerate(names)],
+        "annotations": [{"image_id": number, "caption": text} for number, text in enumerate(SENTENCES)],
+    }
+    place = root / "coco" / "annotations" / "captions_train2017.json"
+    place.parent.mkdir()
+    place.write_text(json.dumps(listed))
+    return str(place)
+
+
+def karpathy(root: Path) -> str:
+    splits = ["train", "train", "restval", "train", "val", "test"]
+    images = [
+        {"filepath": ".", "filename": name, "split": split, "sentences": [{"raw": sentence}]}
+        for name, split, sentence in zip(write_images(root), splits, SENTENCES, strict=True)
+    ]
+    (root / "dataset_coco.json").write_text(json.dumps({"images": images}))
+    return str(root / "dataset_coco.json")
+
+
+def with_splits(root: Path, *splits: str) -> CaptionSource:
+    images = [
+        {"filename": name, "split": split, "sentences": [{"raw": "a dog"}]}
+        for name, split in zip(write_images(root, len(splits)), splits, strict=True)
+    ]
+    (root / "own.json").write_text(json.dumps({"images": images}))
+    return CaptionSource(str(root / "own.json"))
+
+
+def test_splits_without_validation_images_are_held_out_of_the_training_ones(tmp_path: Path) -> None:
+    source = with_splits(tmp_path, *["train"] * 9, "test", *["restval"] * 11)
+    train, val = open_pairs(source)
+    assert (len(train.captions), len(val.captions)) == (18, 2)
+    assert "9.png" not in {part.key(row) for part in (train, val) for row in part.labels}
+    assert len(open_pairs(replace(source, val_fraction=0.25))[1].captions) == 5
+
+
+def test_a_split_that_a_file_has_no_images_of_is_named_with_those_that_there_are(tmp_path: Path) -> None:
+    validated, tested = with_splits(tmp_path / "a", "val", "test"), with_splits(tmp_path / "b", "train", "test")
+    with pytest.raises(DataError, match="own.json: no image of the split train or restval, only of test, val; train"):
+        open_pairs(validated)
+    with pytest.raises(
+        DataError, match="no image of the split val, only of test, train; .* one that has val .--val-da"
+    ):
+        open_pairs(replace(validated, place=str(tmp_path / "b" / "own.json"), val_place=tested.place))
+    with pytest.raises(DataError, match=r"no image of the split val, only of test, train; .*'lit eval --split'"):
+        open_split(tested, "val")
+    with pytest.raises(DataError, match="--split all: .* has splits of its own"):
+        open_part(tested, "all", {})
+
+
+def official(root: Path) -> str:
+    names = write_images(root)
+    images = [{"id": 10 + number, "file_name": name} for number, name in enumerate(names)]
+    notes = [{"image_id": 10 + number, "caption": text} for number, text in enumerate(SENTENCES)]
+    notes.append({"image_id": 10, "caption": "a small dog"})
+    (root / "captions_train2017.json").write_text(json.dumps({"images": images, "annotations": notes}))
+    return str(root / "captions_train2017.json")
+
+
+def folder(root: Path) -> str:
+    for name, sentence in zip(write_images(root), SENTENCES, strict=True):
+        (root / name).with_suffix(".txt").write_text(sentence + "\n")
+    return str(root)
+
+
+def shards(root: Path, ending: str = "txt") -> str:
+    root.mkdir(parents=True, exist_ok=True)
+    write_shard(root / "00000.tar", range(0, 4), ending)
+    write_shard(root / "00001.tar", range(4, 6), ending)
+    return f"wds:{root}/{{00000..00001}}.tar"
+
+
+def hub(root: Path) -> str:
+    rows = [{"image": {"bytes": image(number), "path": None}, "text": [text]} for number, text in enumerate(SENTENCES)]
+    features = Features({"image": Image(), "text": Sequence(Value("string"))})
+    splits = {"train": rows[:5], "validation": rows[5:]}
+    for name, part in splits.items():
+        (root / "data").mkdir(parents=True, exist_ok=True)
+        Dataset.from_list(part, features=features).to_parquet(root / "data" / f"{name}-00000-of-00001.parquet")
+    return f"hf:{root}"
+
+
+@pytest.mark.parametrize(
+    ("write", "images"),
+    [(table, ""), (with_byte_order_mark, ""), (tabs, "images"), (official, ""), (coco, ""), (coco, "coco"),
+     (coco, "coco/val2017"), (folder, ""), (shards, ""),
+     (lambda root: shards(root, "json"), "")],
+)  # fmt: skip
+def test_every_source_gives_the_same_images_and_sentences(
+    write: Callable[[Path], str], images: str, tmp_path: Path
+) -> None:
+    place = write(tmp_path)
+    found = open_split(CaptionSource(place, images=str(tmp_path / images) if images else None), "train")
+    first = [captions[0] for captions in found.captions]
+    assert first == SENTENCES
+    assert found.captions[0] == (
+        ("a dog", "a small dog") if write in (table, with_byte_order_mark, official) else ("a dog",)
+    )
+    for number in found.labels:
+        expected = np.asarray(Pil.open(io.BytesIO(image(number))))
+        assert np.array_equal(found.pixels(number), expected)
+    assert len({found.key(number) for number in found.labels}) == 6
+
+
+def test_splits_are_the_data_sets_own(tmp_path: Path) -> None:
+    source = CaptionSource(karpathy(tmp_path / "coco"))
+    train, val = open_pairs(source)
+    assert [captions[0] for captions in train.captions] == SENTENCES[:4]  # restval is trained on
+    assert [captions[0] for captions in val.captions] == [SENTENCES[4]]
+    assert open_split(source, "test").captions == [(SENTENCES[5],)]
+    train, val = open_pairs(CaptionSource(hub(tmp_path / "hub")))
+    assert ([captions[0] for captions in train.captions], val.captions) == (SENTENCES[:5], [(SENTENCES[5],)])
+    assert np.array_equal(train.pixels(2), np.asarray(Pil.open(io.BytesIO(image(2)))))
+    train, val = open_pairs(CaptionSource("demo"))
+    assert (len(train.captions), len(val.captions)) == (8000, 1000)
+    assert {train.key(index) for index in train.labels}.isdisjoint(val.key(index) for index in val.labels)
+    assert train.captions[0][0].startswith("a large ")
+
+
+def test_a_hub_data_set_that_names_files_has_their_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [str(tmp_path / name) for name in write_images(tmp_path, 2)]
+    rows = {"image": [*paths, "zip://1.png::gone.zip"], "text": ["a", "b", "c"]}
+    found = Dataset.from_dict(rows, features=Features({"image": Image(), "text": Value("string")}))
+    monkeypatch.setattr("dpn_cli.data.labelled.load_hub", lambda *of: {"train": found})
+    split = HubCaptions("x", "default", "train", None, None, skip_bad=False)
+    assert list(split.sizes) == [len(image(0)), len(image(1)), 0]
+
+
+def test_without_own_images_some_are_held_out_alike_everywhere(tmp_path: Path) -> None:
+    names = write_images(tmp_path, 40)
+    source = CaptionSource(str(write_table(tmp_path / "pairs.csv", [(name, f"sentence {name}") for name in names])))
+    train, val = open_pairs(source)
+    assert (len(train.captions), len(val.captions)) == (36, 4)
+    held = {val.key(index) for index in val.labels}
+    assert held.isdisjoint(train.key(index) for index in train.labels)
+    write_table(tmp_path / "turned.csv", [(name, f"sentence {name}") for name in reversed(names)])
+    again = open_pairs(CaptionSource(str(tmp_path / "turned.csv")))[1]
+    assert {again.key(index) for index in again.labels} == held
+    assert len(open_pairs(CaptionSource(source.place, val_fraction=0.5))[1].captions) == 20
+    with pytest.raises(DataError, match="too few to hold some out"):
+        open_pairs(CaptionSource(str(write_table(tmp_path / "two.csv", [("0.png", "a"), ("1.png", "b")]))))
+
+
+def broken(root: Path, kind: str) -> str:
+    names = write_images(root)
+    rows = [("0.png", "a"), ("1.png", "b"), ("2.png", " " if kind == "text" else "c")]
+    match kind:
+        case "file":
+            rows.append(("9.png", "d"))
+        case "columns":
+            return str(write_table(root / "pairs.csv", rows, ("a", "b")))
+        case "json":
+            (root / "x.json").write_text('{"images": [{"id": 3}]}')
+            return str(root / "x.json")
+        case "folder":
+            return str(root)
+        case "encoding":
+            for name in names:
+                (root / name).with_suffix(".txt").write_bytes("ein Vögelchen".encode("latin-1"))
+            return str(root)
+        case "long":
+            rows.append(("a sentence in the wrong column " * 20, "d"))
+        case "shard":
+            write_shard(root / "0.tar", range(3), text=lambda number: "")
+            return f"wds:{root}/0.tar"
+        case "nowhere":
+            return str(root / "nowhere.csv")
+    assert names
+    return str(write_table(root / "pairs.csv", rows))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("text", r"pairs.csv, line 4: 2.png: a pair without text; .*--skip-bad-images"),
+        ("file", r"pairs.csv, line 5: .*9.png: no such image; name their folder with --images"),
+        ("long", r"pairs.csv, line 5: .*a sentence in the wrong column: no such image"),
+        ("encoding", r"0.txt: not a text in UTF-8 \(invalid .* at byte 5\)"),
+        ("columns", r"which column holds the image\? The columns are 'a', 'b'; name one with --image-column"),
+        ("json", "neither Karpathy's captions JSON"),
+        ("folder", "0.txt: 0.png: a pair without text"),
+        ("shard", r"0.tar: 000000000.jpg: a pair without text"),
+        ("nowhere", "no such file or folder; pass a .csv"),
+    ],
+)
+def test_flawed_data_are_named(kind: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        open_split(CaptionSource(broken(tmp_path, kind)), "train")
+    if kind in ("text", "file"):
+        found = open_split(CaptionSource(broken(tmp_path, kind), skip_bad=True), "train")
+        assert (len(found.captions), found.dropped) == (2 if kind == "text" else 3, 1)
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+ONE = {"filename": "0.png", "split": "train", "sentences": [{"raw": "a dog"}]}
+OFFICIAL = {"images": [{"id": 1, "file_name": "0.png"}], "annotations": [{"image_id": 1, "caption": "a dog"}]}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (DEEP, "not readable as JSON .nested too deeply"),
+        (f'{{"images": {DEEP}}}', "not readable as JSON .nested too deeply"),
+        (f'{{"info": {DEEP}, "images": []}}', "not readable as JSON .nested too deeply"),
+        ("", "not readable as JSON .Expecting value"),
+        ('{"images": [{"filename"', "not readable as JSON .Expecting ':'"),
+        ('{"images": ' + "1" * 5000 + "}", "not readable as JSON .Exceeds the limit"),
+        ("null", "neither Karpathy's captions JSON"),
+        ("[]", "neither Karpathy's captions JSON"),
+        ('{"images": NaN}', "neither Karpathy's captions JSON"),
+        ('{"images": {"a": 1}}', "neither Karpathy's captions JSON"),
+        (json.dumps({"images": [[]]}), "neither Karpathy's captions JSON"),
+        (json.dumps({"images": [ONE, {**ONE, "sentences": None}]}), "neither Karpathy's captions JSON"),
+        (json.dumps({"images": [ONE, {**ONE, "filename": 5}]}), "neither Karpathy's captions JSON"),
+        (json.dumps({"images": [ONE, {**ONE, "filepath": []}]}), "neither Karpathy's captions JSON"),
+        (json.dumps({"images": [ONE, {**ONE, "filename": "a\0b"}]}), "no such image"),
+        (json.dumps({"images": [{**ONE, "split": ["train"]}]}), "split train or restval, only of .'train'"),
+        (json.dumps({**OFFICIAL, "annotations": None}), "neither Karpathy's captions JSON"),
+        (json.dumps({**OFFICIAL, "annotations": [{"image_id": [1], "caption": "a"}]}), "neither Karpathy's"),
+        (json.dumps({"images": [{**ONE, "sentences": [{"raw": "a \ud83d"}]}]}), "0.png: 'a .ud83d' holds half a"),
+    ],
+)  # fmt: skip
+def test_captions_json_of_any_form_ends_in_one_line(content: str, message: str, tmp_path: Path) -> None:
+    write_images(tmp_path, 1)
+    (tmp_path / "x.json").write_text(content)
+    with pytest.raises(DataError, match=f"x.json: .*{message}") as raised:
+        open_pairs(CaptionSource(str(tmp_path / "x.json")))
+    assert "\n" not in str(raised.value)
+    assert raised.value.exit_code == 3
+
+
+def test_captions_json_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    place = Path(karpathy(tmp_path))
+    place.write_text(place.read_text(), encoding="utf-8-sig")
+    assert open_split(CaptionSource(str(place)), "val").captions == [(SENTENCES[4],)]
+
+
+def test_texts_with_half_a_character_are_left_out_when_asked(tmp_path: Path) -> None:
+    write_images(tmp_path, 2)
+    halved = {**ONE, "sentences": [{"raw": "a \ud83d"}, {"raw": "a cat"}]}
+    (tmp_path / "x.json").write_text(json.dumps({"images": [halved, {**halved, "sentences": halved["sentences"][:1]}]}))
+    found = open_split(CaptionSource(str(tmp_path / "x.json"), skip_bad=True), "train")
+    assert (found.captions, found.dropped) == ([("a cat",)], 1)
+
+
+def test_a_description_in_a_shard_that_is_nested_too_deeply_is_named(tmp_path: Path) -> None:
+    write_tar(tmp_path / "0.tar", {"0.png": image(0), "0.json": DEEP.encode()})
+    with pytest.raises(DataError, match="0.tar: 0.png: its .txt or .json cannot be read .maximum recursion"):
+        open_split(CaptionSource(f"wds:{tmp_path}/0.tar"), "train")
+
+
+def test_names_of_files_may_be_any_bytes(tmp_path: Path) -> None:
+    for number in range(12):
+        name = os.fsencode(tmp_path / str(number)) + b"\xff"
+        Path(os.fsdecode(name + b".png")).write_bytes(image(number))
+        Path(os.fsdecode(name + b".txt")).write_text("a dog")
+    train, val = open_pairs(CaptionSource(str(tmp_path)))
+    assert (len(train.captions), len(val.captions)) == (11, 1)
+    assert len({data_fingerprint(train), data_fingerprint(val)}) == 2
+
+
+def test_captions_in_shards_are_img2datasets(tmp_path: Path) -> None:
+    write_shard(tmp_path / "0.tar", range(2), text=lambda number: f"two lines\nof caption {number}")
+    assert open_split(CaptionSource(f"wds:{tmp_path}/0.tar"), "train").captions[1] == ("two lines\nof caption 1",)
+    described = [{"caption": "a dog", "title": "a page"}, {"captions": ["a dog", "two dogs"], "text": None}]
+    images = {f"{number}.png": image(number) for number in range(2)}
+    texts = {f"{number}.json": json.dumps(fields).encode() for number, fields in enumerate(described)}
+    write_tar(tmp_path / "1.tar", images | texts)
+    assert open_split(CaptionSource(f"wds:{tmp_path}/1.tar"), "train").captions == [("a dog",), ("a dog", "two dogs")]
+
+
+def test_pairs_without_text_are_counted_in_every_source(tmp_path: Path) -> None:
+    write_shard(tmp_path / "0.tar", range(3), text=lambda number: " " if number == 1 else "a dog")
+    rows = {"image": [{"bytes": image(number), "path": None} for number in range(3)], "text": ["a", None, "b"]}
+    features = Features({"image": Image(), "text": Value("string")})
+    (tmp_path / "hub").mkdir()
+    Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "hub" / "train-00000-of-00001.parquet")
+    for place in (f"wds:{tmp_path}/0.tar", f"hf:{tmp_path}/hub"):
+        found = open_split(CaptionSource(place, skip_bad=True), "train")
+        assert (len(found.captions), found.dropped) == (2, 1)
+        assert np.array_equal(found.pixels(1), np.asarray(Pil.open(io.BytesIO(image(2)))))
+
+
+def test_tokens_are_open_clips_and_longer_texts_keep_their_end() -> None:
+    texts = [*SENTENCES, "Many words, " * 12]
+    for clean in ("canonicalize", "lower", "whitespace"):
+        tokenizer = Tokenizer(16, clean)
+        tokens, cut = tokenizer.encode(texts)
+        expected = SimpleTokenizer(context_length=16, clean=clean)(texts)
+        assert np.array_equal(tokens, expected.numpy())
+        assert cut == 1
+        assert tokens[-1, -1] == 49407
+    assert Tokenizer(16, "canonicalize").digest == Tokenizer(16, "lower").digest
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A SentencePiece model of a few pieces."""
+    import sentencepiece
+
+    root = tmp_path_factory.mktemp("pieces")
+    (root / "text.txt").write_text("\n".join(SENTENCES * 5).lower())
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(root / "text.txt"), model_prefix=str(root / "small"), vocab_size=40, minloglevel=2,
+        hard_vocab_limit=False,
+    )  # fmt: skip
+    return root / "small.model"
+
+
+def test_a_sentencepiece_file_has_a_sticky_end(pieces: Path, tmp_path: Path) -> None:
+    from sentencepiece import SentencePieceProcessor
+
+    tokenizer, theirs = open_tokenizer(str(pieces), 8, "lower"), SentencePieceProcessor(str(pieces))
+    tokens, cut = tokenizer.encode(["A dog", "a dog " * 9])
+    ids, end = theirs.encode("a dog"), theirs.eos_id()
+    assert tokens[0].tolist() == [*ids, *[end] * (8 - len(ids))]
+    assert tokens[1].tolist() == [*theirs.encode("a dog " * 9)[:7], end]
+    assert cut == 1
+    (tmp_path / "other.model").write_text("no model")
+    with pytest.raises(DataError, match=r"other.model: not a SentencePiece model"):
+        open_tokenizer(str(tmp_path / "other.model"), 8, "lower")
+    with pytest.raises(DataError, match="no such file or directory; leave it out"):
+        open_tokenizer(str(tmp_path / "none.model"), 8, "lower")
+
+
+def test_a_folder_without_readable_text_columns_is_refused(tmp_path: Path) -> None:
+    path = write_table(tmp_path / "pairs.csv", [("0.png", "a")], ("file", "words"))
+    write_images(tmp_path, 1)
+    with pytest.raises(DpnError, match=re.escape("which column holds the caption? The columns are 'file', 'words'")):
+        open_split(CaptionSource(str(path)), "train")
+    assert open_split(CaptionSource(str(path), caption_column="words"), "train").captions == [("a",)]
+
+
+def test_a_pair_takes_its_texts_and_few_bytes(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    (tmp_path / "a.png").write_bytes(b"an image")
+    stamp = len(stamp_of((tmp_path / "a.png").stat()))
+    for number in range(200):
+        files.add("a.png", [f"caption {number:03d}", "another"], "here")
+    assert files.captions[17] == ("caption 017", "another")
+    assert files.captions[-1] == ("caption 199", "another")
+    some = Subset(files, range(0, 200, 2))
+    assert (some.captions[1:3], len(some.stamps)) == ([files.captions[2], files.captions[4]], 100)
+    texts, integers = len("a.pngcaption 000another") + stamp, 6 * 8
+    assert len(pickle.dumps(files)) < 200 * (texts + integers) + 2000

@@ -1,0 +1,328 @@
+"""The feature cache of `dpn lit` notices replaced images, however they were replaced, and encodes only those again."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset, Features, Image, Value
+from test_distributed import CPU
+from test_lit_data import coco, folder, image, karpathy, official, table, write_images, write_tar
+from torch import Tensor
+
+from dpn_cli.config.schema import Runtime
+from dpn_cli.data.decode import decode
+from dpn_cli.data.images import find_image_files
+from dpn_cli.data.labelled import load_hub
+from dpn_cli.data.pixels import resize
+from dpn_cli.errors import DataError, SaveError
+from dpn_cli.run.console import Console
+from dpn_cli.run.distributed import World
+from dpn_cli.weights.backbone import load_backbone
+from tasks.lit import cache, cache_write
+from tasks.lit.cache import cached_features
+from tasks.lit.captions import Captioned
+from tasks.lit.data import CaptionSource, open_split
+from tasks.lit.encode import image_encoder
+from tasks.lit.features import ImageEncoder
+from tasks.lit.serve import images_in
+
+ALONE, QUIET = World(0, 1, CPU), Console(quiet=True)
+OTHER = 50  # the number of an image that is in no data set, of as many bytes as those that are
+OLD, OLDER = 1_500_000_000, 1_400_000_000
+
+
+@pytest.fixture(autouse=True)
+def _small_shards_and_no_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "SHARD", 4)
+    monkeypatch.setattr(cache, "BATCH", 2)
+    monkeypatch.setattr(cache, "_spot_check", lambda *of: (None, None))  # nothing is noticed by a lucky sample
+
+
+@pytest.fixture(scope="module")
+def plain() -> ImageEncoder:
+    return image_encoder(load_backbone("mu/8", image_size=16, seed=0).eval(), Runtime(workers=0), ALONE)
+
+
+class Counted:
+    """What is encoder of a cache, counting the images that go through the tower."""
+
+    def __init__(self, encoder: ImageEncoder) -> None:
+        self.images = 0
+        self.encoder = replace(encoder, encode=self.encode)
+        self.plain = encoder.encode
+
+    def encode(self, images: Tensor) -> Tensor:
+        self.images += len(images)
+        return self.plain(images)
+
+
+def write_pairs(path: Path, numbers: Sequence[int]) -> None:
+    pairs = enumerate(numbers)
+    write_tar(path, {name: data for i, n in pairs for name, data in ((f"{i}.png", image(n)), (f"{i}.txt", b"a dog"))})
+
+
+def shards(root: Path) -> str:
+    root.mkdir(parents=True)
+    for number in (0, 1):
+        write_pairs(root / f"{number}.tar", range(3 * number, 3 * number + 3))
+    return f"wds:{root}/{{0,1}}.tar"
+
+
+def class_folders(root: Path) -> str:
+    for number, name in enumerate(write_images(root)):
+        (root / f"class{number % 2}").mkdir(exist_ok=True)
+        (root / name).rename(root / f"class{number % 2}" / name)
+    return f"search:{root}"
+
+
+def hub_folder(root: Path) -> str:
+    rows = [{"file_name": name, "text": "a dog"} for name in write_images(root / "train")]
+    (root / "train" / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return f"hf:{root}"
+
+
+def opened(place: str) -> Captioned:
+    """Open a data set as a new process does."""
+    load_hub.cache_clear()
+    if not place.startswith("search:"):
+        return open_split(CaptionSource(place), "train")
+    folder = Path(place.removeprefix("search:"))
+    return images_in(folder, find_image_files([folder]), "a dog", lambda path, error: pytest.fail(str(error)))
+
+
+def files_below(root: Path) -> list[Path]:
+    return sorted(path for path in root.rglob("*") if path.suffix in (".png", ".tar"))
+
+
+def expected(data: Captioned, encoder: ImageEncoder) -> Tensor:
+    return encoder.encode(torch.stack([resize(data.pixels(row), encoder.size) for row in data.labels]))
+
+
+def copied_with_its_date(old: Path, new: Path, files: list[Path]) -> int:
+    shutil.copy2(new, old)  # cp -p
+    return 1
+
+
+def copied_with_the_old_ones_date(old: Path, new: Path, files: list[Path]) -> int:
+    shutil.copy(new, old)
+    os.utime(old, (OLD, OLD))
+    return 1
+
+
+def renamed_over(old: Path, new: Path, files: list[Path]) -> int:
+    new.replace(old)  # rsync -a
+    return 1
+
+
+def swapped(old: Path, new: Path, files: list[Path]) -> int:
+    old.rename(new)
+    other = files[2 % len(files)]
+    other.rename(old)
+    new.rename(other)
+    return 6 if old.suffix == ".tar" else 2
+
+
+def one_of_all_that_were_dated_anew(old: Path, new: Path, files: list[Path]) -> int:
+    shutil.copy(new, old)
+    for path in files:
+        os.utime(path)
+    return 1
+
+
+WAYS = (
+    copied_with_its_date,
+    copied_with_the_old_ones_date,
+    renamed_over,
+    swapped,
+    one_of_all_that_were_dated_anew,
+)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("source", [table, coco, karpathy, official, folder, class_folders, hub_folder, shards])
+def test_replaced_images_are_encoded_again_and_no_others(
+    source: Callable[[Path], str],
+    way: Callable[[Path, Path, list[Path]], int],
+    plain: ImageEncoder,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    place, spare = source(tmp_path / "data"), tmp_path / "spare"
+    files = files_below(tmp_path / "data")
+    for path in files:
+        os.utime(path, (OLD, OLD))  # as unpacked
+    write_pairs(spare, [OTHER, 4, 5]) if files[0].suffix == ".tar" else spare.write_bytes(image(OTHER))
+    os.utime(spare, (OLDER, OLDER))
+    assert spare.stat().st_size == files[0].stat().st_size
+    before = opened(place)
+    old = cached_features(before, plain, tmp_path / "cache", ALONE, QUIET).rows(torch.arange(len(before.labels)))
+    changed = way(files[1], spare, files)
+    counted, after = Counted(plain), opened(place)
+    capsys.readouterr()
+    for _ in range(2):
+        new = cached_features(after, counted.encoder, tmp_path / "cache", ALONE, QUIET).rows(
+            torch.arange(len(after.labels))
+        )
+        torch.testing.assert_close(new.float(), expected(after, plain), atol=5e-4, rtol=0)
+    assert ((new - old).abs().amax(1) > 0.01).sum() == counted.images == changed
+    assert f"{changed} of {len(new)} images changed since they were encoded" in capsys.readouterr().err
+
+
+def all_rows(data: Captioned, encoder: ImageEncoder, root: Path) -> Tensor:
+    return cached_features(data, encoder, root, ALONE, Console()).rows(torch.arange(len(data.labels)))
+
+
+def test_a_hub_data_set_that_is_written_anew_is_compared(plain: ImageEncoder, tmp_path: Path) -> None:
+    def write(*numbers: int) -> Captioned:
+        rows = {"image": [{"bytes": image(number), "path": None} for number in numbers], "text": ["a"] * len(numbers)}
+        features = Features({"image": Image(), "text": Value("string")})
+        (tmp_path / "hub").mkdir(exist_ok=True)
+        Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "hub" / "train-00000-of-00001.parquet")
+        return opened(f"hf:{tmp_path}/hub")
+
+    all_rows(write(0, 1, 2, 3, 4), plain, tmp_path / "cache")
+    after, counted = write(0, 1, OTHER, 3, 4), Counted(plain)
+    torch.testing.assert_close(
+        all_rows(after, counted.encoder, tmp_path / "cache").float(), expected(after, plain), atol=5e-4, rtol=0
+    )
+    assert counted.images == 1
+
+
+def test_images_of_which_nothing_is_known_are_compared_every_time(
+    plain: ImageEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.lit.captions.stamp_of", lambda status: "")  # as of rows that lie in no file
+    place = table(tmp_path)
+    all_rows(opened(place), plain, tmp_path / "cache")
+    (tmp_path / "3.png").write_bytes(image(OTHER))
+    after, counted = opened(place), Counted(plain)
+    torch.testing.assert_close(
+        all_rows(after, counted.encoder, tmp_path / "cache").float(), expected(after, plain), atol=5e-4, rtol=0
+    )
+    assert counted.images == 1
+
+
+@pytest.mark.parametrize("source", [table, class_folders, hub_folder, shards])
+def test_a_copied_folder_is_compared_once_and_not_encoded(
+    source: Callable[[Path], str],
+    plain: ImageEncoder,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    place = source(tmp_path / "data")
+    before = all_rows(opened(place), plain, tmp_path / "cache")
+    shutil.copytree(tmp_path / "data", tmp_path / "copy", copy_function=shutil.copy)  # all files and dates are new
+    shutil.rmtree(tmp_path / "data")
+    counted, data = Counted(plain), opened(place.replace(f"{tmp_path}/data", f"{tmp_path}/copy"))
+    capsys.readouterr()
+    assert torch.equal(all_rows(data, counted.encoder, tmp_path / "cache"), before)
+    assert counted.images == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "comparing 6 images with the encoded ones: their files have other dates or inodes than before" in said
+    assert "changed since" not in said
+    assert torch.equal(all_rows(data, counted.encoder, tmp_path / "cache"), before)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_copied_folder_is_compared_also_where_the_cache_may_only_be_read(
+    plain: ImageEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = table(tmp_path / "data")
+    before = all_rows(opened(place), plain, tmp_path / "cache")
+    for path in files_below(tmp_path / "data"):
+        os.utime(path)
+
+    def refuse(path: Path, value: object) -> None:
+        raise SaveError(f"{path}: not written")
+
+    monkeypatch.setattr("tasks.lit.cache_write.replace_json", refuse)
+    counted = Counted(plain)
+    assert torch.equal(all_rows(opened(place), counted.encoder, tmp_path / "cache"), before)
+    assert counted.images == 0
+
+
+def test_a_sample_notices_what_stamps_do_not_show(
+    plain: ImageEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.undo()  # samples are taken
+    monkeypatch.setattr(cache, "SHARD", 4)
+    monkeypatch.setattr("tasks.lit.captions.stamp_of", lambda status: "the same")  # as of a system without inodes
+    place = table(tmp_path)
+    all_rows(opened(place), plain, tmp_path / "cache")
+    for number in (1, 5):
+        (tmp_path / f"{number}.png").write_bytes(image(OTHER + number))
+    monkeypatch.setattr(cache, "SPOT_CHECKS", 3)  # of the images 0, 2, 4
+    all_rows(opened(place), plain, tmp_path / "cache")
+    assert "changed" not in capsys.readouterr().err
+    monkeypatch.setattr(cache, "SPOT_CHECKS", 6)
+    counted, data = Counted(plain), opened(place)
+    new = all_rows(data, counted.encoder, tmp_path / "cache")
+    torch.testing.assert_close(new.float(), expected(data, plain), atol=5e-4, rtol=0)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "5.png was replaced and its date and inode do not show it; all images are compared" in said
+    assert "2 of 6 images changed since they were encoded" in said
+    assert counted.images == 4 + 2  # samples, and what had changed
+
+
+def test_an_image_replaced_while_it_is_read_counts_as_changed_the_next_time(
+    plain: ImageEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = table(tmp_path)
+
+    def replaced(encoded: Any, where: str, *how: Any) -> Any:
+        pixels = decode(encoded, where, *how)
+        if where.endswith("2.png"):
+            Path(where).write_bytes(image(OTHER))
+        return pixels
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_write, "decode", replaced)
+        all_rows(opened(place), plain, tmp_path / "cache")
+    again = opened(place)
+    torch.testing.assert_close(
+        all_rows(again, plain, tmp_path / "cache").float(), expected(again, plain), atol=5e-4, rtol=0
+    )
+
+
+def test_images_become_unreadable_and_readable_again(plain: ImageEncoder, tmp_path: Path) -> None:
+    place, skipping = table(tmp_path), replace(plain, skip_bad=True)
+    before = all_rows(opened(place), plain, tmp_path / "cache")
+    (tmp_path / "3.png").write_bytes(bytes(len(image(3))))
+    with pytest.raises(DataError, match=r"3.png: not a readable image"):
+        all_rows(opened(place), plain, tmp_path / "cache")
+    found = cached_features(opened(place), skipping, tmp_path / "cache", ALONE, QUIET)
+    assert (found.bad, found.rows(torch.tensor([3])).abs().sum().item()) == ([3], 0)
+    (tmp_path / "3.png").write_bytes(image(3))
+    counted = Counted(plain)
+    assert torch.equal(all_rows(opened(place), counted.encoder, tmp_path / "cache"), before)
+    assert counted.images == 1
+
+
+def test_of_a_finished_shard_only_what_differs_now_is_kept_in_mind(
+    plain: ImageEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, plan = list[Sequence[cache.Known | None]](), cache._plan
+
+    def watched(shards: Any, finished: Sequence[cache.Known | None], *rest: Any) -> cache.Plan:
+        seen.append(finished)
+        return plan(shards, finished, *rest)
+
+    monkeypatch.setattr(cache, "_plan", watched)
+    place = class_folders(tmp_path / "photos")
+    for _ in range(2):
+        cached_features(opened(place), plain, tmp_path / "cache", ALONE, QUIET)
+    data = opened(place)
+    whole = [cache.Known({}, [])] * -(-len(data.captions) // 4)
+    assert (seen[0], seen[1]) == ([None] * len(whole), whole)
+    os.utime(data.root / data.key(1))  # type: ignore[attr-defined]
+    data = opened(place)
+    cached_features(data, plain, tmp_path / "cache", ALONE, QUIET)
+    assert seen[2] == [cache.Known({1: data.stamps[1]}, []), *whole[1:]]

@@ -1,0 +1,413 @@
+"""`segment ade20k`, `folder`, `eval` and `predict` on small images: data, labels, training, resume, what follows."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import images, run_ranks
+from PIL import Image
+from safetensors.torch import load_file
+from test_cli import run
+
+from dpn_cli.config.launch import Place
+from dpn_cli.config.load import build, merge
+from dpn_cli.data.sources import synthetic
+from dpn_cli.engine import fit as engine
+from dpn_cli.engine.fit import Outputs
+from dpn_cli.errors import DataError, DpnError, StoppedError
+from dpn_cli.run import signals
+from dpn_cli.run.console import Console
+from dpn_cli.run.distributed import World
+from tasks.segment import command
+from tasks.segment.artifact import Segmenter, load_segmenter
+from tasks.segment.config import SegmentConfig, resolve, settle
+from tasks.segment.pairs import FolderPairs, HubPairs
+from tasks.segment.palette import color_of
+from tasks.segment.preflight import check_masks
+from tasks.segment.train import SegmentData, build_network, evaluate, job_of, open_data
+
+NAMES = [*synthetic.MASK_CLASSES]
+SMALL: dict[str, Any] = {
+    "backbone": {"arch": "mu/16", "checkpoint": "none", "pool": "gap", "image_size": 64, "drop_path": 0.0},
+    "data": {"scale": [256, 64], "label_offset": 1, "ignore_label": 0},
+    "augment": {"cat_max": 1.0},
+    "evaluation": {"batch_size": 4},
+    "batch_size": 8,
+    "epochs": None,
+    "lr": 1e-2,
+    "schedule": {"steps": 30},
+    "runtime": {"workers": 0, "checkpoint_every": 10},
+}
+
+
+def write_scenes(root: Path, counts: dict[str, int]) -> Path:
+    """The built-in scenes as a folder in ADE20K's layout, with masks of raw values 1 to 5."""
+    number = 0
+    for split, count in counts.items():
+        for kind in ("images", "annotations"):
+            (root / kind / split).mkdir(parents=True)
+        for index in range(count):
+            image, mask = synthetic.render(synthetic.sample_scene(0, number))
+            Image.fromarray(image).save(root / "images" / split / f"{index:04d}.jpg", quality=95)
+            Image.fromarray(mask).save(root / "annotations" / split / f"{index:04d}.png")
+            number += 1
+    (root / "classes.txt").write_text("\n".join(NAMES) + "\n")
+    return root
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_scenes(tmp_path_factory.mktemp("shapes") / "data", {"training": 24, "validation": 10})
+
+
+@pytest.fixture
+def own(shapes: Path, tmp_path: Path) -> Path:
+    """A copy of the data to spoil."""
+    return Path(shutil.copytree(shapes, tmp_path / "own"))
+
+
+def small(source: Path | str, **changes: Any) -> SegmentConfig:
+    plain = resolve("segment", None, merge(SMALL, {"data": {"source": str(source)}}, changes), {})
+    return settle(build(SegmentConfig, plain, "test"))
+
+
+def train(config: SegmentConfig, path: Path, **arguments: Any) -> dict[str, Any]:
+    result = command.run(config, Place(path, **arguments), Console(quiet=True))
+    assert result is not None
+    return result
+
+
+def fit_alone(config: SegmentConfig, data: SegmentData, segmenter: Segmenter, world: World) -> None:
+    job = job_of(config, data, segmenter, world, Outputs())
+    engine.fit(engine.prepare(segmenter.network, config.runtime, world), job)
+
+
+def opened(path: Path | str) -> Image.Image:
+    """An image with its file closed."""
+    with Image.open(path) as image:
+        image.load()
+        return image
+
+
+@pytest.fixture(scope="module")
+def finished(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    path = tmp_path_factory.mktemp("run") / "run"
+    return path, train(small(shapes, evaluate_every=20), path)
+
+
+def test_every_mode_with_one_number_per_pixel_is_read(own: Path) -> None:
+    place = own / "annotations" / "validation" / "0000.png"
+    before = FolderPairs(own, "validation").load(0)[1]
+    palette = Image.fromarray(before)
+    palette.putpalette([value for index in range(256) for value in color_of(index)])
+    palette.save(place)
+    assert np.array_equal(FolderPairs(own, "validation").load(0)[1], before)
+    Image.fromarray(before.astype(np.uint16)).save(place)
+    assert np.array_equal(FolderPairs(own, "validation").load(0)[1], before)
+
+
+def test_images_are_segmented_and_the_result_says_what_it_is(finished: tuple[Path, dict[str, Any]]) -> None:
+    path, result = finished
+    assert result["miou"] >= result["majority_miou"]
+    assert (result["images"], result["classes"], result["train_images"], result["steps"]) == (10, 5, 24, 30)
+    assert result["pixels"] == 10 * 64 * 64
+    assert json.loads((path / "result.json").read_text()) == result
+    rows = list(csv.DictReader((path / "per_class.csv").read_text().splitlines()))
+    assert [row["name"] for row in rows] == NAMES
+    assert sum(int(row["pixels"]) for row in rows) == result["pixels"]
+    log = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    assert any("miou" in record and record["step"] == 20 for record in log)
+    assert not (path / "checkpoints").exists()
+
+
+@pytest.mark.slow
+def test_the_demo_learns_more_than_the_background(tmp_path: Path) -> None:
+    config = settle(
+        build(
+            SegmentConfig,
+            resolve("ade20k", None, {"backbone": {"arch": "mu/8"}, "lr": 1e-2, "schedule": {"steps": 250}}, {}),
+            "test",
+        )
+    )
+    config = config.model_copy(update={"runtime": config.runtime.model_copy(update={"workers": 0})})
+    result = train(config, tmp_path / "run")
+    assert result["dataset"] == "demo"
+    assert result["miou"] > result["majority_miou"] + 5
+
+
+def test_a_stopped_run_ends_where_an_unbroken_one_does(
+    shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common: dict[str, Any] = {"schedule": {"steps": 14}, "backbone": {"arch": "nano/8", "drop_path": 0.3}}
+    config = small(shapes, augment={"cat_max": 0.75}, **common)
+    train(config, tmp_path / "whole")
+    calls = iter(range(1000))
+    monkeypatch.setattr(signals, "requested", lambda: signal.SIGTERM if next(calls) == 7 else None)
+    with pytest.raises(StoppedError):
+        train(config, tmp_path / "broken")
+    monkeypatch.undo()
+    again = config.model_copy(update={"runtime": config.runtime.model_copy(update={"workers": 1})})
+    train(again, tmp_path / "broken", resume=True)
+    whole, broken = (load_file(tmp_path / name / "weights.safetensors") for name in ("whole", "broken"))
+    assert all(torch.equal(value, broken[name]) for name, value in whole.items())
+    other = small(shapes, data={"fraction": 0.5}, **common)
+    with pytest.raises(DpnError, match="data.fraction: 1.0 there, 0.5 now"):
+        train(other, tmp_path / "broken", resume=True)
+
+
+def test_masks_that_change_between_run_and_resume_are_refused(own: Path, tmp_path: Path) -> None:
+    config = small(own, schedule={"steps": 2})
+    train(config, tmp_path / "run")
+    for name in ("result.json", "weights.safetensors"):
+        (tmp_path / "run" / name).unlink()
+    Image.fromarray(np.full((64, 64), 2, np.uint8)).save(own / "annotations" / "training" / "0000.png")
+    with pytest.raises(DataError, match="the images or masks have changed since this run began"):
+        train(config, tmp_path / "run", resume=True)
+
+
+def test_renamed_classes_are_refused_on_resume(own: Path, tmp_path: Path) -> None:
+    """The masks are the same, and the numbers in them have come to mean something else."""
+    config = small(own, schedule={"steps": 2})
+    train(config, tmp_path / "run")
+    for name in ("result.json", "weights.safetensors"):
+        (tmp_path / "run" / name).unlink()
+    (own / "classes.txt").write_text("\n".join([*NAMES[:3], NAMES[4], NAMES[3]]))
+    with pytest.raises(DataError, match="the classes have changed since this run began"):
+        train(config, tmp_path / "run", resume=True)
+
+
+def test_what_follows_a_run(finished: tuple[Path, dict[str, Any]], shapes: Path, tmp_path: Path) -> None:
+    path, result = finished
+    scored = run("segment", "eval", str(path), "-o", str(tmp_path / "report"), "--json", "-q", "-j", "0")
+    report = json.loads(scored.stdout)
+    assert report["miou"] == pytest.approx(result["miou"])
+    assert (tmp_path / "report" / "per_class.csv").is_file()
+    whole = json.loads(run("segment", "eval", str(path), "--mode", "whole", "--json", "-q", "-j", "0").stdout)
+    assert whole["miou"] == pytest.approx(result["miou"], abs=1)  # the scenes have the window's size
+    image = shapes / "images" / "validation" / "0000.jpg"
+    guessed = json.loads(run("segment", "predict", str(path), str(image), "-o", str(tmp_path / "out"), "--json").stdout)
+    labels = opened(guessed[0]["labels"])
+    shares = {one["value"]: one["share"] for one in guessed[0]["classes"]}
+    assert {int(value) for value in np.unique(np.asarray(labels))} == set(shares) <= {1, 2, 3, 4, 5}
+    assert sum(shares.values()) == pytest.approx(1)
+    assert labels.mode == "P"
+    assert opened(guessed[0]["overlay"]).size == (64, 64)
+    assert opened(guessed[0]["legend"]).width > 64
+
+
+def test_a_long_image_is_cut_into_windows_of_bounded_number(
+    finished: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    path, _ = finished
+    segmenter = load_segmenter(str(path))
+    native = segmenter.evaluation.model_copy(update={"size": "native"})
+    assert segmenter.plan(native).size((10_000, 40), 1.0) == (10_000, 40)
+    long = tmp_path / "long.png"
+    Image.fromarray(np.zeros((10_000, 40, 3), np.uint8)).save(long)
+    done = run("segment", "predict", str(path), str(long), "-o", str(tmp_path / "out"), "--json")
+    assert done.exit_code == 0, done.output
+    assert opened(json.loads(done.stdout)[0]["labels"]).size == (40, 10_000)
+
+
+def _spoil(root: Path, how: str, split: str = "training") -> None:
+    image, mask = root / "images" / split / "0000.jpg", root / "annotations" / split / "0000.png"
+    raw = np.asarray(opened(mask)).copy()
+    if how == "size":
+        Image.fromarray(raw[:32]).save(mask)
+    elif how == "rgb":
+        opened(mask).convert("RGB").save(mask)
+    elif how == "missing":
+        mask.unlink()
+    elif how == "alone":
+        image.unlink()
+    elif how == "damaged":
+        mask.write_bytes(b"not an image")
+    elif how == "ignored":
+        for path in (root / "annotations" / split).iterdir():
+            Image.fromarray(raw * 0).save(path)
+    else:
+        raw[0, 0] = int(how)
+        Image.fromarray(raw).save(mask)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("size", "0000.png: the mask has 64x32 pixels, its image 64x64"),
+        ("rgb", r"0000.png: an image in colours \(RGB\)"),
+        ("missing", "0000.jpg: no annotation of that name in .*annotations/training .1 of 24 have none"),
+        ("alone", "0000.png: no image of that name in .*images/training"),
+        ("damaged", "0000.png: not a readable image"),
+        ("6", "the mask holds 6; allowed are 1…5 for the 5 classes, 0 ignored. It looks like a class too many"),
+        ("255", "the mask holds 255; allowed are 1…5"),
+        ("ignored", "every pixel is ignored"),
+    ],
+)
+def test_spoilt_data_is_found_before_training(how: str, message: str, own: Path, tmp_path: Path) -> None:
+    _spoil(own, how)
+    with pytest.raises(DataError, match=message) as caught:
+        train(small(own), tmp_path / "run")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(("how", "message"), [("6", "holds 6; allowed"), ("size", "has 64x32 pixels")])
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_spoilt_validation_masks_are_found_before_training(
+    how: str, message: str, dry_run: bool, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _spoil(own, how, "validation")
+    monkeypatch.setattr("dpn_cli.engine.fit.fit", lambda *_, **__: pytest.fail("trained"))
+    with pytest.raises(DataError, match=f"validation/0000.png: the mask {message}"):
+        train(small(own), tmp_path / "run", dry_run=dry_run)
+
+
+def test_a_mask_that_no_sample_met_stops_the_training_with_its_name(own: Path, tmp_path: Path) -> None:
+    _spoil(own, "77")
+    config = small(own)
+    data = open_data(config)
+    assert check_masks(data.val, data.rule) == {0, 1, 2, 3, 4}
+    network = build_network(config, 5)
+    segmenter = Segmenter(network, data.classes, config.data, config.evaluation, {})
+    with pytest.raises(DataError, match=r"0000.png: the mask holds 77"):
+        fit_alone(config, data, segmenter, World(0, 1, torch.device("cpu")))
+
+
+WRONG: list[tuple[list[str], int, str]] = [
+    (["--fraction", "0"], 2, "--fraction: a share of the training images above 0 and at most 1"),
+    (["--fraction", "-1/4"], 2, "above 0 and at most 1"),
+    (["--fraction", "1.5"], 2, "above 0 and at most 1, e.g. 0.25 or 1/16 (got '1.5')"),
+    (["--fraction", "quarter"], 2, "above 0 and at most 1"),
+    (["--fraction", "1/24"], 2, "leaves 1 of 24 images to train on, fewer than a batch of 8"),
+    (["--batch-size", "40"], 2, "has 24 images to train on, fewer than a batch of 40"),
+    (["--class-names", "nowhere.txt"], 2, "no such file; it holds one class name per line"),
+    (["--ignore-label", "70000"], 2, "--ignore-label: a whole number from 0 to 65535 (got 70000)"),
+    (["--image-size", "60"], 2, "the nearest size that fits is 64x64"),
+    (["--image-size", "64x32"], 2, "crops and windows are square"),
+    (["--set", "optim.layer_decay=0.9"], 2, "leave it at 1"),
+    (["--set", "evaluation.mode=slid"], 2, "evaluation.mode: one of slide, whole (got 'slid'); did you mean 'slide'?"),
+    (["--data", "nowhere"], 3, "no such folder; it holds images/{training,validation}"),
+    (["--freeze", "nose"], 2, "choose from stem"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "message"), WRONG)
+def test_wrong_commands_end_with_one_line(
+    arguments: list[str], code: int, message: str, shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    base = ["--arch", "mu/16", "--checkpoint", "none", "--image-size", "64", "-b", "8", "--label-offset", "1"]
+    base += ["--ignore-label", "0", "--steps", "2", "-q", "-j", "0", "-o", "run", "--data", str(shapes)]
+    done = run("segment", "folder", *base, *arguments)
+    assert done.exit_code == code, done.output
+    assert message in " ".join(done.stderr.split())
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["folder", "--arch", "mu/16"], 2, "--data: which data set?"),
+        (["eval", "nowhere"], 3, "no such file or folder"),
+        (["predict", "nowhere", "x.jpg"], 3, "nowhere: no such file or folder"),
+        (["ade20k", "--steps", "5", "--epochs", "1"], 2, "give one of them"),
+    ],
+)
+def test_commands_without_what_they_need_end_with_one_line(arguments: list[str], code: int, message: str) -> None:
+    done = run("segment", *arguments)
+    assert done.exit_code == code, done.output
+    assert message in " ".join(done.stderr.split())
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_other_runs_and_other_classes_are_refused(own: Path, tmp_path: Path) -> None:
+    (own / "classes.txt").write_text("\n".join([*NAMES, "moon"]))
+    config = small(own, schedule={"steps": 1})
+    train(config, tmp_path / "moon")
+    done = run("segment", "eval", str(tmp_path / "moon"), "--data", "demo", "-q")
+    assert "its 5 classes are not those" in done.stderr
+    (own / "classes.txt").write_text("sky\nsky\n")
+    with pytest.raises(DataError, match="'sky' is listed twice"):
+        train(config, tmp_path / "twice")
+    (own / "classes.txt").unlink()
+    with pytest.raises(DpnError, match="--class-names: name a file with one class name per line"):
+        train(config, tmp_path / "none")
+    from test_highres import small as small_classifier
+    from test_highres import train as train_classifier
+
+    photos = images(tmp_path / "photos", classes=3, each=12)
+    train_classifier(small_classifier(photos, schedule={"steps": 1}, data={"minival": 0.0}), tmp_path / "classifier")
+    done = run("segment", "predict", str(tmp_path / "classifier"), "x.jpg")
+    assert "is a classification run; use 'dpn predict'" in done.stderr
+
+
+def test_a_hub_data_set_gives_the_same_pairs(shapes: Path, tmp_path: Path) -> None:
+    import datasets
+
+    folder = FolderPairs(shapes, "validation")
+    rows = {
+        "image": [{"bytes": path.read_bytes(), "path": None} for path in folder.images],
+        "annotation": [{"bytes": path.read_bytes(), "path": None} for path in folder.masks],
+    }
+    features = datasets.Features({name: datasets.Image() for name in rows})
+    for split in ("train", "validation"):
+        datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "hub" / f"{split}-0.parquet")
+    hub = HubPairs(f"hf:{tmp_path / 'hub'}", "val", None, None)
+    assert len(hub) == len(folder)
+    assert list(hub.sizes) == list(folder.sizes)
+    for ours, theirs in zip(hub.load(3), folder.load(3), strict=True):
+        assert np.array_equal(ours, theirs)
+    with pytest.raises(DataError, match="name them with --image-column and --mask-column"):
+        HubPairs(f"hf:{tmp_path / 'hub'}", "val", None, "nothing")
+    config = small(f"hf:{tmp_path / 'hub'}", data={"classes": str(shapes / "classes.txt")}, schedule={"steps": 2})
+    assert train(config, tmp_path / "run")["images"] == 10
+
+
+def _rank(rank: int, size: int, folder: str, shapes: str) -> None:
+    torch.set_num_threads(1)
+    if size > 1:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    # Adam would make steps of the rounding errors that are the key biases' gradients.
+    optim = {"name": "momentum", "weight_decay": 0.0}
+    world = World(rank, size, torch.device("cpu"))
+    for shard in (False, True)[:size]:
+        config = small(shapes, schedule={"steps": 3}, optim=optim, runtime={"shard": shard})
+        data = open_data(config)
+        segmenter = Segmenter(build_network(config, 5), data.classes, config.data, config.evaluation, {})
+        fit_alone(config, data, segmenter, world)
+        segmenter.network.eval()
+        scores = evaluate(segmenter, data, config, world)
+        weights = {name: value.double().sum().item() for name, value in segmenter.network.state_dict().items()}
+        found = {"weights": weights, "confusion": scores.confusion.tolist()}
+        (Path(folder) / f"{rank}-of-{size}{'-in-parts' if shard else ''}.json").write_text(json.dumps(found))
+    if size > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def test_two_ranks_train_and_score_as_one(shapes: Path, tmp_path: Path) -> None:
+    run_ranks(_rank, 2, str(tmp_path), str(shapes))
+    _rank(0, 1, str(tmp_path), str(shapes))
+    names = ("0-of-1", "0-of-2", "1-of-2", "0-of-2-in-parts", "1-of-2-in-parts")
+    alone, *ranks = (json.loads((tmp_path / f"{name}.json").read_text()) for name in names)
+    for rank in ranks:
+        assert rank["weights"] == pytest.approx(alone["weights"], rel=1e-4, abs=1e-4)
+        assert rank["confusion"] == ranks[0]["confusion"]
+    assert np.abs(np.array(ranks[0]["confusion"]) - alone["confusion"]).sum() <= 40  # pixels on an edge
+    assert np.sum(ranks[0]["confusion"]) == np.sum(alone["confusion"]) == 10 * 64 * 64
+
+
+def test_a_dry_run_leaves_nothing(shapes: Path, tmp_path: Path) -> None:
+    done = command.run(small(shapes), Place(tmp_path / "run", dry_run=True), Console(quiet=True))
+    assert done is None
+    assert not (tmp_path / "run").exists()

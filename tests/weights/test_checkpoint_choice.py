@@ -1,0 +1,82 @@
+"""Which checkpoint a classifier's training keeps: the last one, as Appendix D does, or minival's best where asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_highres import small, train
+
+from dpn_cli.config.load import build
+from dpn_cli.metrics import Answer, Confusion, Scores
+from tasks.classify import common as command
+from tasks.classify import train as training
+from tasks.classify.common import describe_training
+from tasks.classify.highres_config import HighresConfig, resolve
+
+
+@pytest.fixture
+def falling(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Make every look at images score less than the one before; gives the weights of each look."""
+    seen: list[dict[str, Any]] = []
+
+    def score(classifier: Any, split: Any, *_: Any, **how: Any) -> Scores:
+        seen.append({name: value.clone() for name, value in classifier.model.state_dict().items()})
+        return Scores(
+            100, 90 - len(seen), 100, 1.0, 0, Confusion(3, dict.fromkeys(range(9), 1)), [Answer(0, 0, 0, 0.5)]
+        )
+
+    monkeypatch.setattr(training, "evaluate", score)
+    return seen
+
+
+def test_the_last_step_is_kept_unless_the_best_is_asked_for(
+    falling: list[dict[str, Any]], photos: Path, tmp_path: Path
+) -> None:
+    seen = falling
+    for select, expected in (({}, 8), ({"select": "last"}, 8), ({"select": "best"}, 2)):
+        seen.clear()
+        result = train(small(photos, schedule={"steps": 8}, **select), tmp_path / str(select))
+        assert result["best_step"] == expected
+        kept, look = load_file(tmp_path / str(select) / "weights.safetensors"), seen[expected // 2 - 1]
+        assert all(torch.equal(value, kept[name]) for name, value in look.items())
+        said = "step 2 was best on minival" if expected == 2 else "the last step is scored"
+        assert said in describe_training(result)
+
+
+@pytest.mark.parametrize(("steps", "every", "looks"), [(8, 4, [4, 8]), (9, 4, [4, 8, 9]), (8, 2500, [2, 4, 6, 8])])
+def test_minival_is_looked_at_when_the_config_says(
+    steps: int, every: int, looks: list[int], photos: Path, tmp_path: Path
+) -> None:
+    """Appendix D evaluates every 2500 of 5000 steps; a training shorter than that is looked at four times."""
+    result = train(small(photos, schedule={"steps": steps}, evaluate_every=every), tmp_path / "run")
+    assert [record["step"] for record in result["curve"]] == looks
+
+
+def test_a_minival_that_is_too_small_to_choose_says_so(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for share, images, said in ((None, 7, True), (0.0, 0, True), (None, 7, False)):
+        config = small(photos, schedule={"steps": 1}, data={"minival": share}, select="best" if said else "last")
+        result = train(config, tmp_path / f"{share} {said}")
+        assert result["images"]["minival"] == images
+        warning = f"select=best chooses on {images} minival images" if images else "there is no minival to choose on"
+        assert (warning in capsys.readouterr().err) is said
+
+
+def test_only_a_minival_that_chooses_is_large(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[float | None, bool]] = []
+    monkeypatch.setattr(command, "open_class_data", lambda source, share, chooses: asked.append((share, chooses)))
+    for select in ("last", "best"):
+        command.open_data(small(photos, select=select))
+    assert asked == [(None, False), (None, True)]
+
+
+def test_appendix_d_chooses_no_checkpoint() -> None:
+    plain = resolve(None, {"data": {"source": "imagenet"}, "backbone": {"arch": "B/32"}}, {})
+    built = build(HighresConfig, plain, "test")
+    assert (built.select, built.evaluate_every, built.schedule.steps) == ("last", 2500, 5000)
+    assert built.about.table == "Table 1 left (App. D)"
