@@ -6,6 +6,7 @@ import faulthandler
 import multiprocessing
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -14,6 +15,9 @@ from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
+# A cache of datasets outlives the files that it was made from, and a later session's files have the same names.
+HF_HOME = tempfile.TemporaryDirectory(prefix="dpn-tests-")
+os.environ["HF_HOME"] = HF_HOME.name
 os.environ["DPN_NO_REPORT"] = "1"  # a page takes a second or two
 
 import numpy as np

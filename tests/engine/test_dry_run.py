@@ -22,6 +22,7 @@ from dpn_cli.commands import estimate
 from dpn_cli.config.cost import Cost, total_disk, total_hours
 from dpn_cli.config.schema import Optim
 from dpn_cli.engine import dry_run
+from dpn_cli.engine import state as train_state
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine.dry_run import Sampled, Scene, distances, rehearse
 from dpn_cli.errors import DpnError, SaveError, StoppedError
@@ -152,7 +153,7 @@ def test_a_broken_save_or_load_is_noticed(
 def test_a_resume_that_restores_less_than_all_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def weights_only(network: nn.Module, optimizer: Any, ema: Any, tensors: Any, at: Any) -> None:
         fresh = optimizer.state_dict()
-        state.restore(network, optimizer, ema, tensors, at)
+        train_state.restore(network, optimizer, ema, tensors, at)
         optimizer.load_state_dict(fresh)
 
     monkeypatch.setattr("dpn_cli.engine.fit.restore", weights_only)

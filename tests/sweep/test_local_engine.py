@@ -180,7 +180,7 @@ def killed(pool, *given):
         os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
     return future
 
-submit, pack.ProcessPoolExecutor.submit = pack.ProcessPoolExecutor.submit, killed
+submit, packs.ProcessPoolExecutor.submit = packs.ProcessPoolExecutor.submit, killed
 """
 
 
