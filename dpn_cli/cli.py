@@ -13,59 +13,59 @@ from pydantic import Field, ValidationError
 from dpn_cli import __version__
 from dpn_cli.arch import did_you_mean, nearest
 from dpn_cli.commands import INTERRUPTED
-from dpn_cli.commands.lazy import Later, LazyGroup
-from dpn_cli.config.allowed import refusal
+from dpn_cli.commands.lazy import LazyCommand, LazyGroup
+from dpn_cli.config.validation_errors import refusal
 from dpn_cli.run import process
 from dpn_cli.run.console import show_error
 
 COMMANDS = {
-    "finetune": Later("finetune:app", "Fine-tune the whole network on labelled images."),
-    "lit": Later(
+    "finetune": LazyCommand("finetune:app", "Fine-tune the whole network on labelled images."),
+    "lit": LazyCommand(
         "lit:app",
         "LiT: train a text tower against a frozen image tower (Table 4), then classify and search with both.",
     ),
-    "segment": Later(
+    "segment": LazyCommand(
         "segment:app", "Semantic segmentation: a linear decoder on patch tokens, the whole network trained."
     ),
-    "pretrain": Later(
+    "pretrain": LazyCommand(
         "trainers:TRAININGS",
         "Make a backbone from scratch with any stem: ImageNet-1k (Tables 1 and 6), SUN397 (Table 7), own images.",
     ),
-    "distill": Later(
+    "distill": LazyCommand(
         "trainers:TRAININGS",
         "Turn a trained ViT into one with another stem, other norms or another size, with unlabelled images.",
     ),
-    "plan": Later("plan:app", "What a training will cost: steps, hours, memory, disk."),
-    "eval": Later(
+    "plan": LazyCommand("plan:app", "What a training will cost: steps, hours, memory, disk."),
+    "eval": LazyCommand(
         "evaluate:app",
         "Score a run or checkpoint on labelled images ('score' may be left out), or probe a checkpoint.",
     ),
-    "predict": Later(
+    "predict": LazyCommand(
         "evaluate:add_to",
         "The classes of images with their probabilities, prepared as the run's own images were.",
     ),
-    "export": Later(
+    "export": LazyCommand(
         "evaluate:add_to",
         "Write a run's classifier for use elsewhere, with a model card, after comparing its outputs.",
     ),
-    "inspect": Later(
+    "inspect": LazyCommand(
         "inspect:add_to",
         "Images of what a network has learned, or two beside each other: norms, filters, positions, attention, tokens.",
     ),
-    "checkpoint": Later(
+    "checkpoint": LazyCommand(
         "checkpoint:app", "Look into weight files, convert them, or turn a plain ViT into a DPN start."
     ),
-    "data": Later("data:app", "Check data sets, and prepare them for fast reading."),
-    "configs": Later("configs:app", "List the shipped configs, or show one."),
-    "report": Later(
+    "data": LazyCommand("data:app", "Check data sets, and prepare them for fast reading."),
+    "configs": LazyCommand("configs:app", "List the shipped configs, or show one."),
+    "report": LazyCommand(
         "report:add_to", "Write a page with figures and tables about runs, finished or not, and about evaluations."
     ),
-    "reproduce": Later(
+    "reproduce": LazyCommand(
         "reproduce:add_to",
         "The paper's tables and figures: what each needs and costs, and with a name its trainings and its numbers.",
     ),
-    "runs": Later("runs:app", "List the runs in a folder ('list' may be left out), or show one."),
-    "doctor": Later(
+    "runs": LazyCommand("runs:app", "List the runs in a folder ('list' may be left out), or show one."),
+    "doctor": LazyCommand(
         "doctor:add_to",
         "Look for what would stop a training here: packages, torch, GPUs, memory, disk, folders, network, ranks.",
     ),
@@ -94,7 +94,7 @@ class _Root(LazyGroup):
         except typer.TyperException as error:
             if not standalone_mode:
                 raise
-            message, context = _told(error), getattr(error, "ctx", None)
+            message, context = _format_usage_error(error), getattr(error, "ctx", None)
             if message:  # a command without arguments has printed its help instead
                 show_error(message + (f"; see '{context.command_path} --help'" if context else ""))
             code = error.exit_code
@@ -112,7 +112,7 @@ def _refuse_empty(words: Sequence[str]) -> None:
             raise typer.BadParameter(f"nothing after {where} (is a shell variable unset?)")
 
 
-def _nearer(error: typer.TyperException) -> str | None:
+def _suggest(error: typer.TyperException) -> str | None:
     """Describe an unknown option or command with the one that may be meant, which has to be nearer than Typer asks."""
     if options := getattr(error, "possibilities", None):
         word = getattr(error, "option_name", "")
@@ -123,11 +123,11 @@ def _nearer(error: typer.TyperException) -> str | None:
     return f"No such command '{unknown[1]}'{did_you_mean(unknown[1], commands)}" if unknown else None
 
 
-def _told(error: typer.TyperException) -> str:
+def _format_usage_error(error: typer.TyperException) -> str:
     """Describe a mistake in a command line; for a wrong value, with the values that are allowed."""
     parameter = getattr(error, "param", None)
     if parameter is None or not isinstance(error.__cause__, ValidationError):
-        return _nearer(error) or error.format_message().strip().rstrip(".")
+        return _suggest(error) or error.format_message().strip().rstrip(".")
     value, bounds = error.__cause__.errors()[0]["input"], Field(ge=parameter.min, le=parameter.max)
     return f"{'/'.join(parameter.opts)}: {refusal(value, parameter.type_descriptor.annotation, [bounds])}"
 
@@ -146,7 +146,7 @@ app = typer.Typer(
 def main() -> None:
     """Run the command line."""
     process.prepare()
-    with process.leaving():
+    with process.fast_exit():
         app()
 
 

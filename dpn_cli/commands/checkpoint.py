@@ -11,7 +11,7 @@ from rich.console import Console as RichConsole
 from rich.table import Column, Table
 
 from dpn_cli.arch import Act, Stem
-from dpn_cli.commands.command import Outcome, action
+from dpn_cli.commands.command import Outcome, register_command
 from dpn_cli.config.network import IMAGE_SIZE, STEM
 from dpn_cli.config.option import DATA, FACTS, OUTPUT, argument, flag
 from dpn_cli.config.schema import (
@@ -84,7 +84,7 @@ class FileFacts(Section):
     ] = None
 
 
-class Inspection(Section):
+class FileInspectOptions(Section):
     """Options of ``dpn checkpoint inspect``."""
 
     source: Annotated[str, argument("A weight file, a saved model's folder, timm:NAME or hf-hub:OWNER/NAME[/FILE].")]
@@ -92,14 +92,14 @@ class Inspection(Section):
     facts: FileFacts = FileFacts()
 
 
-class Writing(Inspection):
+class WriteOptions(FileInspectOptions):
     """Options of the commands that write a weight file."""
 
     target: Annotated[Path, argument("The .safetensors file to write.")]
     overwrite: Annotated[bool, flag("--overwrite", help="Replace the file when it exists.", panel=OUTPUT)] = False
 
 
-class Conversion(Writing):
+class ConvertOptions(WriteOptions):
     """Options of ``dpn checkpoint convert``."""
 
     to: Annotated[
@@ -107,7 +107,7 @@ class Conversion(Writing):
     ] = "dpn"
 
 
-class Folding(Section):
+class FoldOptions(Section):
     """Options of ``dpn checkpoint fold``."""
 
     source: Annotated[str, argument("A finished run's folder, or a weight file.")]
@@ -116,7 +116,7 @@ class Folding(Section):
     facts: FileFacts = FileFacts()
 
 
-class Retrofit(Writing):
+class RetrofitOptions(WriteOptions):
     """Options of ``dpn checkpoint retrofit``."""
 
     stem: Annotated[Stem, STEM.but(help="Stem to fit: pre, post, post_posemb, dpn or rms.")] = "dpn"
@@ -131,8 +131,8 @@ class Retrofit(Writing):
     workers: Workers = "auto"
 
 
-@action(app, "inspect", Inspection, "dpn checkpoint inspect B_32.npz --image-size 384", quiet=False)
-def _inspect(options: Inspection, console: Console) -> Outcome:
+@register_command(app, "inspect", FileInspectOptions, "dpn checkpoint inspect B_32.npz --image-size 384", quiet=False)
+def _inspect(options: FileInspectOptions, console: Console) -> Outcome:
     """Say what a weight file is, and what loading it would rename, resize, drop, add or assume.
 
     For images of what the network in it has learned, see 'dpn inspect'.
@@ -142,14 +142,14 @@ def _inspect(options: Inspection, console: Console) -> Outcome:
     return inspect(_open(options.source, options.facts), _pair(options.image_size)), _print_inspection
 
 
-@action(
+@register_command(
     app,
     "convert",
-    Conversion,
+    ConvertOptions,
     "dpn checkpoint convert B_32.npz B_32-384.safetensors --image-size 384",
     quiet=False,
 )
-def _convert(options: Conversion, console: Console) -> Outcome:
+def _convert(options: ConvertOptions, console: Console) -> Outcome:
     """Write the same network as safetensors, described, and proven on random images before it is kept."""
     _check_target(options.target, options.overwrite)
     from dpn_cli.weights.convert import convert
@@ -169,8 +169,8 @@ def _print_conversion(done: dict[str, Any], source: str) -> None:
     _print_lists(done["report"])
 
 
-@action(app, "fold", Folding, "dpn checkpoint fold runs/bn bn-folded.safetensors", quiet=False)
-def _fold(options: Folding, console: Console) -> Outcome:
+@register_command(app, "fold", FoldOptions, "dpn checkpoint fold runs/bn bn-folded.safetensors", quiet=False)
+def _fold(options: FoldOptions, console: Console) -> Outcome:
     """Fold batch norm and its kind into the layers beside them: the same outputs from a plain, faster ViT."""
     _check_target(options.target, options.overwrite)
     from dpn_cli.run.artifact_kinds import resolve
@@ -187,13 +187,13 @@ def _fold(options: Folding, console: Console) -> Outcome:
     )
 
 
-@action(
+@register_command(
     app,
     "retrofit",
-    Retrofit,
+    RetrofitOptions,
     "dpn checkpoint retrofit B_32.npz B_32-dpn.safetensors --data photos",
 )
-def _retrofit(options: Retrofit, console: Console) -> Outcome:
+def _retrofit(options: RetrofitOptions, console: Console) -> Outcome:
     """Give a plain ViT a DPN stem whose tokens are as near as they can be: a start for training."""
     _check_target(options.target, options.overwrite)
     from dpn_cli.run.artifact_kinds import resolve
@@ -202,7 +202,7 @@ def _retrofit(options: Retrofit, console: Console) -> Outcome:
     import torch
 
     from dpn_cli.data.decode import Reading
-    from dpn_cli.data.images import find_images
+    from dpn_cli.data.image_source import find_images
     from dpn_cli.data.pixels import load
     from dpn_cli.run import signals
     from dpn_cli.weights.infer_config import config_of

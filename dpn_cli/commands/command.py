@@ -13,7 +13,7 @@ from dpn_cli.commands import one_line_errors
 from dpn_cli.commands.options import (
     Variant,
     default_of,
-    given_flags,
+    explicit_options,
     keys_of,
     option_names,
     parameter_of,
@@ -46,7 +46,7 @@ class DefaultGroup(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-def action(
+def register_command(
     app: typer.Typer,
     name: str,
     schema: type[OptionsT],
@@ -65,9 +65,9 @@ def action(
     def add(function: Callable[[OptionsT, Console], Outcome]) -> None:
         def command(**arguments: Any) -> None:
             with one_line_errors(arguments):
-                options = build(schema, given_flags(keys, arguments), name, option_names(keys, arguments))
+                options = build(schema, explicit_options(keys, arguments), name, option_names(keys, arguments))
                 console = Console(quiet=arguments.get("quiet", False))
-                with console.heard():
+                with console.capture_logs():
                     result, as_text, *problem = function(options, console)
                 if result is None:
                     return

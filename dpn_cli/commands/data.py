@@ -10,12 +10,12 @@ from pydantic import BeforeValidator, Field
 
 from dpn_cli.arch import MOST_PIXELS
 from dpn_cli.commands import datacheck, prepare
-from dpn_cli.commands.command import Outcome, action
+from dpn_cli.commands.command import Outcome, register_command
 from dpn_cli.config.option import DATA, OUTPUT, RUNTIME, flag
 from dpn_cli.config.schema import DataPlace, ImageColumn, ImageReading, LabelColumn, Section, Side, SkipBadImages
 from dpn_cli.config.urls import EXTRAS
 from dpn_cli.errors import DpnError
-from dpn_cli.run.console import Console, several
+from dpn_cli.run.console import Console, count_noun
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -64,12 +64,13 @@ class PackOptions(Section):
     ] = 2
 
 
-@action(app, "pack", PackOptions, "dpn data pack --data imagenet --out imagenet-320 --size 320")
+@register_command(app, "pack", PackOptions, "dpn data pack --data imagenet --out imagenet-320 --size 320")
 def _pack(options: PackOptions, console: Console) -> Outcome:
     """Write images once into shards that read fast; run it again after a stop, or to mend what is damaged."""
-    from dpn_cli.data.classified import ImageSource, check_classes, hash_order, open_split, own_splits
     from dpn_cli.data.decode import Reading
-    from dpn_cli.data.sources import packs
+    from dpn_cli.data.image_source import ImageSource, check_classes, open_split, own_splits
+    from dpn_cli.data.sources import pack_writer
+    from dpn_cli.data.splits import hash_order
     from dpn_cli.run import signals
     from dpn_cli.run.files import claimed, real_path
 
@@ -87,11 +88,11 @@ def _pack(options: PackOptions, console: Console) -> Outcome:
     for name in splits:
         check_classes(source, splits["train"][1], splits[name][1])
     with signals.listen(signals.PARTS_KEPT), claimed(out):
-        manifest = packs.pack(
+        manifest = pack_writer.pack(
             {name: (split, hash_order(split)) for name, (split, _) in splits.items()},
             splits["train"][1],
             out,
-            packs.Packing(options.size, options.encode, options.quality),
+            pack_writer.Packing(options.size, options.encode, options.quality),
             workers=options.workers,
             skip_bad=options.skip_bad_images,
             progress=console.info,
@@ -109,7 +110,7 @@ def _summary(manifest: dict[str, Any]) -> dict[str, Any]:
 
 def _describe_pack(out: Path, result: dict[str, Any]) -> str:
     lines = [
-        f"{name}: {split['images']} images in {several(split['shards'], 'shard')}, {split['bytes'] / 1e6:.1f} MB"
+        f"{name}: {split['images']} images in {count_noun(split['shards'], 'shard')}, {split['bytes'] / 1e6:.1f} MB"
         + (f", {split['left_out']} unreadable ones left out" if split["left_out"] else "")
         for name, split in result.items()
     ]

@@ -11,14 +11,14 @@ import typer
 
 from dpn_cli.commands import one_line_errors
 from dpn_cli.commands.options import keys_of, with_signature
-from dpn_cli.commands.train import CONFIG_OPTIONS, PRINTING, Training, option
-from dpn_cli.commands.trainers import ADE20K, FOLDER, HIGHRES, LIT, PRETRAIN, TRAININGS, VTAB
+from dpn_cli.commands.train import CONFIG_OPTIONS, PRINTING, TrainCommand, option
+from dpn_cli.commands.trainers import ADE20K, FOLDER, HIGHRES, LIT, PRETRAIN, TRAIN_COMMANDS, VTAB
 from dpn_cli.config.option import DATA, RUNTIME
 from dpn_cli.errors import CheckError
-from dpn_cli.run.console import Console, several, show
+from dpn_cli.run.console import Console, count_noun, show
 
 # The trainings whose data can be checked, the module that does it, and data for the example in help.
-CHECKS: dict[str, tuple[Training, str, str]] = {
+CHECKS: dict[str, tuple[TrainCommand, str, str]] = {
     "vtab": (VTAB, "tasks.vtab.datacheck", "vtab-1k"),
     "highres": (HIGHRES, "tasks.classify.datacheck", "photos --val-fraction 0.2"),
     "pretrain": (PRETRAIN, "tasks.classify.datacheck", "imagenet"),
@@ -45,9 +45,9 @@ app = typer.Typer(
 )
 
 
-def _check(name: str, training: Training, module: str, arguments: Mapping[str, Any]) -> None:
+def _check(name: str, training: TrainCommand, module: str, arguments: Mapping[str, Any]) -> None:
     console = Console(quiet=arguments["quiet"])
-    with one_line_errors(arguments), console.heard():
+    with one_line_errors(arguments), console.capture_logs():
         # Pre-training asks for a network, by which it augments; data are the same for all of them.
         network = {"arch": "B/32"} if training is PRETRAIN and arguments["data"] else {}
         config = training.layers({**arguments, **network}, console.info)
@@ -61,7 +61,7 @@ def _check(name: str, training: Training, module: str, arguments: Mapping[str, A
         result = findings.result(name, config.data.source, fingerprint)
         show(json.dumps(result, indent=2) if arguments["json"] else describe(result))
         if count := len(findings.problems):
-            raise CheckError(f"{several(count, 'problem')} with the data, as listed above")
+            raise CheckError(f"{count_noun(count, 'problem')} with the data, as listed above")
 
 
 RANKS = option(
@@ -76,12 +76,12 @@ RANKS = option(
 )
 
 
-def _add(name: str, training: Training, module: str, data: str) -> None:
+def _add(name: str, training: TrainCommand, module: str, data: str) -> None:
     def command(**arguments: Any) -> None:
         _check(name, training, module, arguments)
 
     of_data = {key.parameter for key in keys_of(training.schema) if key.flag.panel == DATA}
-    words = next(words for words, each in TRAININGS.items() if each is training)
+    words = next(words for words, each in TRAIN_COMMANDS.items() if each is training)
     command.__doc__ = f"All images of the data of 'dpn {words}': unreadable, labelled wrongly, there twice."
     options = [
         *(parameter for parameter in training.extra if parameter.name in EXTRA),

@@ -7,14 +7,14 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from dpn_cli.config.launch import Place
+from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.config.load import build, merge
 from dpn_cli.config.paths import home
 from dpn_cli.run.console import Console
 from tasks.classify import pretrain_config
 
 
-def demo_tower(stem: str, console: Console, *, trained: bool = True) -> str:
+def demo_backbone(stem: str, console: Console, *, trained: bool = True) -> str:
     """Return the path of the demo tower's weights in ``$DPN_HOME/weights``; trains it if it is not there yet.
 
     Without `trained`, a tower that is not there has random weights, in a file that the process deletes at its end.
@@ -33,7 +33,7 @@ def demo_tower(stem: str, console: Console, *, trained: bool = True) -> str:
     from tasks.classify.classifier import WEIGHTS
 
     folder = home() / "runs" / path.stem
-    place = Place(folder, resume=folder.is_dir(), given=("data.source", "backbone.stem"))
+    place = LaunchOptions(folder, resume=folder.is_dir(), given=("data.source", "backbone.stem"))
     result = command.run(built, place, console)
     if result is not None:  # on the leading rank
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,11 +7,11 @@ from typing import Any
 
 import typer
 
-from dpn_cli.commands.command import Outcome, action
+from dpn_cli.commands.command import Outcome, register_command
 from dpn_cli.config.schema import Section
 from dpn_cli.doctor.result import Finding
 from dpn_cli.errors import CheckError
-from dpn_cli.run.console import Console, several
+from dpn_cli.run.console import Console, count_noun
 
 
 class DoctorOptions(Section):
@@ -32,7 +32,7 @@ def examine() -> list[Finding]:
 
 def add_to(app: typer.Typer) -> None:
     """Add the command to a Typer app."""
-    action(app, "doctor", DoctorOptions, "dpn doctor", quiet=False)(_doctor)
+    register_command(app, "doctor", DoctorOptions, "dpn doctor", quiet=False)(_doctor)
 
 
 def _doctor(options: DoctorOptions, console: Console) -> Outcome:
@@ -43,7 +43,7 @@ def _doctor(options: DoctorOptions, console: Console) -> Outcome:
     met = any(finding.name == "ranks" and finding.level == "ok" for finding in found)
     if rank and met:  # the leading rank says it all
         return None, _describe
-    problems = several(counts["problem"], "problem")
+    problems = count_noun(counts["problem"], "problem")
     error = CheckError(f"{problems}, as listed above") if counts["problem"] else None
     listed = [{"name": each.name, "level": each.level, "found": each.found, "remedy": each.remedy} for each in found]
     return {"problems": counts["problem"], "warnings": counts["warning"], "findings": listed}, _describe, error
@@ -55,5 +55,5 @@ def _describe(result: dict[str, Any]) -> str:
     for each in result["findings"]:
         lines.append(f"{each['level']:<7}  {each['name']:<{width}}  {each['found']}")
         lines += [f"{'':7}  {'':<{width}}  -> {each['remedy']}"] if each["remedy"] else []
-    lines.append(f"{several(result['problems'], 'problem')}, {several(result['warnings'], 'warning')}")
+    lines.append(f"{count_noun(result['problems'], 'problem')}, {count_noun(result['warnings'], 'warning')}")
     return "\n".join(lines)

@@ -9,21 +9,21 @@ from pathlib import Path
 
 from dpn_cli.config.cost import Cost, total_disk, total_hours
 from dpn_cli.errors import SaveError
-from dpn_cli.run.console import Console, folded, gigabytes, print_columns, several, show
+from dpn_cli.run.console import Console, count_noun, folded, gigabytes, print_columns, show
 
 # Longest line of a network's name, so that the table has 80 columns.
 NAME = 19
 NUMBERS = ("memory", "s/step", "steps", "runs", "hours", "no step", "disk")
 
 
-def tell_costs(costs: Sequence[Cost], folder: Path, console: Console, *, as_json: bool) -> None:
+def show_costs(costs: Sequence[Cost], folder: Path, console: Console, *, as_json: bool) -> None:
     """Print what a dry run has found, if there was one, for a run in `folder`.
 
     Raises `SaveError` where the disk has less space than the run needs.
     """
     if not costs:
         return
-    free, needed = space(folder)[0], total_disk(costs)
+    free, needed = disk_free_and_used(folder)[0], total_disk(costs)
     if as_json:
         totals = {"hours": total_hours(costs), "disk": needed, "disk_free": free}
         show(json.dumps({"task": "dry run", "networks": [cost.to_dict() for cost in costs], **totals}, indent=2))
@@ -32,7 +32,7 @@ def tell_costs(costs: Sequence[Cost], folder: Path, console: Console, *, as_json
     check_space(costs, folder)
     trainings = sum(cost.trainings for cost in costs)
     console.info(
-        f"dry run passed: {several(trainings, 'training')} in about {in_hours(total_hours(costs))} hours one after the "
+        f"dry run passed: {count_noun(trainings, 'training')} in about {in_hours(total_hours(costs))} hours one after the "
         f"other on this machine, and at most {gigabytes(needed)} on the disk, which has {gigabytes(free)} free"
     )
 
@@ -63,7 +63,7 @@ def in_hours(hours: float) -> str:
 
 def check_space(costs: Sequence[Cost], folder: Path) -> None:
     """Raise `SaveError` where the disk of a run's folder has less space than the trainings need."""
-    (free, held), needed = space(folder), total_disk(costs)
+    (free, held), needed = disk_free_and_used(folder), total_disk(costs)
     if needed > free + held:
         raise SaveError(
             f"-o {folder}: the trainings need {gigabytes(needed)}, at most {_parts(costs)}, and the disk has "
@@ -71,7 +71,7 @@ def check_space(costs: Sequence[Cost], folder: Path) -> None:
         )
 
 
-def space(folder: Path) -> tuple[int, int]:
+def disk_free_and_used(folder: Path) -> tuple[int, int]:
     """Return the bytes that are free on the disk of a folder, which need not be there, and those that it holds."""
     there = next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
     files = folder.rglob("*") if folder.is_dir() else ()

@@ -9,10 +9,10 @@ import typer
 from rich.console import Console as RichConsole
 from rich.table import Column, Table
 
-from dpn_cli.commands.command import DefaultGroup, Outcome, action
-from dpn_cli.commands.train import failure
+from dpn_cli.commands.command import DefaultGroup, Outcome, register_command
+from dpn_cli.commands.train import sweep_error
 from dpn_cli.run.console import Console, cell
-from tasks.classify.options import Export, PredictOptions, Probing, Scoring
+from tasks.classify.options import EvalOptions, ExportOptions, PredictOptions, ProbeOptions
 
 
 class _ScoreByDefault(DefaultGroup):
@@ -26,23 +26,23 @@ app = typer.Typer(
 )
 
 
-@action(app, "score", Scoring, "dpn eval runs/highres/B-32-dpn --data photos -o report")
-def _score(options: Scoring, console: Console) -> Outcome:
+@register_command(app, "score", EvalOptions, "dpn eval runs/highres/B-32-dpn --data photos -o report")
+def _score(options: EvalOptions, console: Console) -> Outcome:
     """Top-1, top-5 and loss of a classifier, its classes one by one, and what it confuses."""
     from tasks.classify.evaluate import describe_scores, evaluate
 
     return evaluate(options, console), describe_scores
 
 
-@action(app, "fewshot", Probing, "dpn eval fewshot B-32-dpn.npz --data imagenet --shots 1,5,10,25")
-def _fewshot(options: Probing, console: Console) -> Outcome:
+@register_command(app, "fewshot", ProbeOptions, "dpn eval fewshot B-32-dpn.npz --data imagenet --shots 1,5,10,25")
+def _fewshot(options: ProbeOptions, console: Console) -> Outcome:
     """The paper's few-shot metric: ridge regression on the frozen representation of a few images per class."""
     if options.compare or options.run.output_dir:
-        from dpn_cli.commands.probing import DRAWS, probe_several
+        from dpn_cli.commands.probing import DRAWS, probe_sweep
         from dpn_cli.sweep.pairs import show_comparison
 
-        several = probe_several(options, console)
-        return several, partial(show_comparison, trainings=DRAWS), failure(several["failed"], DRAWS)
+        several = probe_sweep(options, console)
+        return several, partial(show_comparison, trainings=DRAWS), sweep_error(several["failed"], DRAWS)
     from tasks.classify.fewshot import describe_probe, fewshot
 
     return fewshot(options, console), describe_probe
@@ -50,10 +50,12 @@ def _fewshot(options: Probing, console: Console) -> Outcome:
 
 def add_to(root: typer.Typer) -> None:
     """Add ``predict`` and ``export`` to the root of all commands."""
-    action(root, "predict", PredictOptions, "dpn predict runs/highres/B-32-dpn photos --html predictions.html")(
-        _predict
-    )
-    action(root, "export", Export, "dpn export runs/highres/B-32-dpn --to onnx -o export", quiet=False)(_export)
+    register_command(
+        root, "predict", PredictOptions, "dpn predict runs/highres/B-32-dpn photos --html predictions.html"
+    )(_predict)
+    register_command(
+        root, "export", ExportOptions, "dpn export runs/highres/B-32-dpn --to onnx -o export", quiet=False
+    )(_export)
 
 
 def _predict(options: PredictOptions, console: Console) -> Outcome:
@@ -73,7 +75,7 @@ def _print_guesses(results: list[dict[str, Any]]) -> None:
     RichConsole(highlight=False, soft_wrap=True).print(table)
 
 
-def _export(options: Export, console: Console) -> Outcome:
+def _export(options: ExportOptions, console: Console) -> Outcome:
     """Write a run's classifier for use elsewhere, with a model card, after comparing its outputs."""
     from tasks.classify.export import export
 

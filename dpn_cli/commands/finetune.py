@@ -10,5 +10,5 @@ app = typer.Typer(
     no_args_is_help=True,
     epilog="Example: dpn finetune vtab --data demo --compare none,dpn",
 )
-train.add(app, "vtab", trainers.VTAB)
-train.add(app, "highres", trainers.HIGHRES)
+train.add_command(app, "vtab", trainers.VTAB)
+train.add_command(app, "highres", trainers.HIGHRES)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic import Field
 
-from dpn_cli.commands.command import Outcome, action
+from dpn_cli.commands.command import Outcome, register_command
 from dpn_cli.config.network import IMAGE_SIZE
 from dpn_cli.config.option import DATA, OUTPUT, argument, flag
 from dpn_cli.config.schema import (
@@ -28,14 +28,14 @@ from dpn_cli.run.console import Console
 from dpn_cli.run.files import open_report, replace_json
 
 if TYPE_CHECKING:
-    from dpn_cli.analysis.images import Shown
+    from dpn_cli.analysis.images import SampledImages
     from dpn_cli.weights.backbone import Backbone
 
 IMAGES = 128  # as many as arXiv 2010.11929 takes for its attention distances
 UNUSED = frozenset({"runtime.precision"})
 
 
-class Inspection(Section):
+class InspectOptions(Section):
     """Options of ``dpn inspect``."""
 
     checkpoint: Annotated[str, argument("A run's folder, or weights of any format.")]
@@ -62,7 +62,7 @@ class Inspection(Section):
     ] = Path("inspect")
 
 
-def inspect(options: Inspection, console: Console, title: str = "") -> dict[str, Any]:
+def inspect(options: InspectOptions, console: Console, title: str = "") -> dict[str, Any]:
     """Write a page about one network or two, its figures and ``result.json``; returns the result.
 
     Without a `title` the page is named after them.
@@ -72,13 +72,13 @@ def inspect(options: Inspection, console: Console, title: str = "") -> dict[str,
     if options.source is None and options.images != IMAGES:
         raise DpnError(f"--images {options.images}: says how many of --data; pass --data, too")
     from dpn_cli.analysis.plots import sections_of
-    from dpn_cli.analysis.summary import Examined, examine
+    from dpn_cli.analysis.summary import InspectionSummary, examine
     from dpn_cli.report.page import write_page  # matplotlib takes a second
     from dpn_cli.run import signals
     from dpn_cli.run.distributed import join, refuse_ranks
 
     places = [place for place in (options.checkpoint, options.other) if place is not None]
-    networks: list[Examined] = []
+    networks: list[InspectionSummary] = []
     with signals.listen(signals.NO_RESULT), join(options.runtime.device) as world:
         refuse_ranks(world, "inspect")
         shown, names = _shown(options), _names(places)
@@ -106,19 +106,19 @@ def inspect(options: Inspection, console: Console, title: str = "") -> dict[str,
     return result
 
 
-def _shown(options: Inspection) -> Shown | None:
-    from dpn_cli.analysis.images import Shown
-    from dpn_cli.data.classified import ImageSource
+def _shown(options: InspectOptions) -> SampledImages | None:
+    from dpn_cli.analysis.images import SampledImages
     from dpn_cli.data.decode import Reading, decoder_of
+    from dpn_cli.data.image_source import ImageSource
 
     if options.source is None:
         return None
     reading = Reading(decoder_of(options.reading.decode), options.reading.max_pixels)
     source = ImageSource(options.source, image_column=options.image_column, reading=reading)
-    return Shown(source, options.images, options.runtime.workers, options.skip_bad_images)
+    return SampledImages(source, options.images, options.runtime.workers, options.skip_bad_images)
 
 
-def _open(place: str, options: Inspection) -> Backbone:
+def _open(place: str, options: InspectOptions) -> Backbone:
     from dpn_cli.run.artifact_kinds import resolve
     from dpn_cli.weights.backbone import load_backbone
     from dpn_cli.weights.locate import open_checkpoint
@@ -139,12 +139,12 @@ def _names(places: Sequence[str]) -> list[str]:
 
 def add_to(root: typer.Typer) -> None:
     """Add ``inspect`` to the root of all commands."""
-    action(root, "inspect", Inspection, "dpn inspect runs/highres/B-32-dpn --data photos -o inspect", without=UNUSED)(
-        _inspect
-    )
+    register_command(
+        root, "inspect", InspectOptions, "dpn inspect runs/highres/B-32-dpn --data photos -o inspect", without=UNUSED
+    )(_inspect)
 
 
-def _inspect(options: Inspection, console: Console) -> Outcome:
+def _inspect(options: InspectOptions, console: Console) -> Outcome:
     """Images of what a network has learned, or two beside each other: norms, filters, positions, attention, tokens.
 
     For what a weight file is and what loading it would change, see 'dpn checkpoint inspect'.

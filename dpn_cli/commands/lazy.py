@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 
-class Later(NamedTuple):
+class LazyCommand(NamedTuple):
     """A command or group: where in `dpn_cli.commands` it is, as ``module:name``, and its line in the help.
 
     The name is that of a Typer app, which gets its help from here, of a function that adds the command to one, or of
@@ -40,7 +40,7 @@ class Later(NamedTuple):
 class Commands(UserDict[str, Any]):
     """Commands by name, each loaded when it is first looked at."""
 
-    def __init__(self, later: Mapping[str, Later]) -> None:
+    def __init__(self, later: Mapping[str, LazyCommand]) -> None:
         super().__init__(dict.fromkeys(later))
         self.later = later
 
@@ -53,7 +53,7 @@ class Commands(UserDict[str, Any]):
 class LazyGroup(TyperGroup):
     """A group of the commands in `later`, which a subclass sets."""
 
-    later: Mapping[str, Later]
+    later: Mapping[str, LazyCommand]
     _listed = False
 
     def __init__(self, **settings: Any) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import typer
 
 from dpn_cli.commands import one_line_errors, train
-from dpn_cli.commands.command import Outcome, action
+from dpn_cli.commands.command import Outcome, register_command
 from dpn_cli.commands.options import with_signature
 from dpn_cli.commands.trainers import LIT
 from dpn_cli.run.console import Console, printable, show
-from tasks.lit.options import Export, Labelling, Scoring, Search
+from tasks.lit.options import LitEvalOptions, LitExportOptions, SearchOptions, ZeroShotOptions
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -20,7 +20,7 @@ app = typer.Typer(
 )
 
 
-train.add(app, "train", LIT)
+train.add_command(app, "train", LIT)
 CACHE_KEYS = frozenset(
     (
         *("arch", "stem", "checkpoint", "image_size", "tokenizer", "data", "val_data", "val_fraction", "images"),
@@ -34,7 +34,7 @@ def cache(**arguments: Any) -> None:
     """Encode all images once and keep the features, as 'train' does by itself; continues where it was stopped."""
     with one_line_errors(arguments):
         console = Console(quiet=arguments["quiet"])
-        config = LIT.settle(LIT.layers(arguments, console.info), console, False)
+        config = LIT.finalize(LIT.layers(arguments, console.info), console, False)
         from tasks.lit.command import describe_cache, fill_cache
 
         result = fill_cache(config, console)
@@ -47,16 +47,18 @@ app.command(epilog="Example: dpn lit cache --checkpoint B-32-dpn.npz --data pair
 )
 
 
-@action(app, "eval", Scoring, "dpn lit eval runs/lit/B-32-dpn --data imagenet --prompts clip_best")
-def _evaluate(options: Scoring, console: Console) -> Outcome:
+@register_command(app, "eval", LitEvalOptions, "dpn lit eval runs/lit/B-32-dpn --data imagenet --prompts clip_best")
+def _evaluate(options: LitEvalOptions, console: Console) -> Outcome:
     """Zero-shot accuracy on labelled images, or recall at 1, 5 and 10 on captioned ones."""
     from tasks.lit.evaluate import describe_scores, evaluate
 
     return evaluate(options, console), describe_scores
 
 
-@action(app, "predict", Labelling, 'dpn lit predict runs/lit/B-32-dpn photos --labels "a cat,a dog" --csv labels.csv')
-def _predict(options: Labelling, console: Console) -> Outcome:
+@register_command(
+    app, "predict", ZeroShotOptions, 'dpn lit predict runs/lit/B-32-dpn photos --labels "a cat,a dog" --csv labels.csv'
+)
+def _predict(options: ZeroShotOptions, console: Console) -> Outcome:
     """Which of some labels fits an image best."""
     from tasks.lit.serve import label
 
@@ -73,8 +75,10 @@ def _describe_labels(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-@action(app, "search", Search, 'dpn lit search runs/lit/B-32-dpn --images photos --query "a dog on a beach"')
-def _search(options: Search, console: Console) -> Outcome:
+@register_command(
+    app, "search", SearchOptions, 'dpn lit search runs/lit/B-32-dpn --images photos --query "a dog on a beach"'
+)
+def _search(options: SearchOptions, console: Console) -> Outcome:
     """The images of a folder that are nearest to a sentence; each is encoded once, for all queries to come."""
     from tasks.lit.serve import search
 
@@ -88,8 +92,8 @@ def _describe_nearest(places: list[dict[str, Any]]) -> str:
     return "\n".join(f"{one['cosine']:.3f}  {printable(one['image'])}" for one in places)
 
 
-@action(app, "export", Export, "dpn lit export runs/lit/B-32-dpn -o export", quiet=False)
-def _export(options: Export, console: Console) -> Outcome:
+@register_command(app, "export", LitExportOptions, "dpn lit export runs/lit/B-32-dpn -o export", quiet=False)
+def _export(options: LitExportOptions, console: Console) -> Outcome:
     """Write both towers and the tokenizer as safetensors and JSON, with a model card, after comparing features."""
     from tasks.lit.serve import export
 

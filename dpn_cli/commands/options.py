@@ -97,7 +97,7 @@ def default_of(key: Key, schema: type[Section], variants: Sequence[Variant]) -> 
     return prefix + "; ".join([usual, *(f"{', '.join(names)}: {text}" for text, names in labels.items())])
 
 
-def given_flags(keys: Sequence[Key], arguments: Mapping[str, object]) -> Plain:
+def explicit_options(keys: Sequence[Key], arguments: Mapping[str, object]) -> Plain:
     """Return the config layer of a command's arguments, without those that were not given."""
     plain: Plain = {}
     for key in keys:

@@ -17,7 +17,7 @@ from dpn_cli.config.cost import total_disk, total_hours
 from dpn_cli.config.option import DATA, MODEL, RUNTIME
 from dpn_cli.errors import DpnError
 from dpn_cli.run.console import Console, gigabytes, show
-from tasks.classify.pretrain_config import settle
+from tasks.classify.pretrain_config import finalize
 
 KEYS = frozenset(
     (
@@ -40,7 +40,7 @@ def pretrain(**arguments: Any) -> None:
     """Steps, hours, memory and disk of a pre-training, from FLOP counts and this device's matrix-product rate."""
     with one_line_errors(arguments):
         here = arguments["data"] is not None
-        config = settle(PRETRAIN.layers({**arguments, "data": arguments["data"] or "imagenet"}, Console().info))
+        config = finalize(PRETRAIN.layers({**arguments, "data": arguments["data"] or "imagenet"}, Console().info))
         from tasks.classify.plan import describe_plan, estimate
 
         _show(estimate(config, arguments["images"], here=here, ranks=arguments["ranks"]), describe_plan, arguments)

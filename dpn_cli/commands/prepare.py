@@ -8,11 +8,11 @@ from typing import Annotated, Any, Protocol
 import typer
 from pydantic import BeforeValidator, Field
 
-from dpn_cli.commands.command import Outcome, action
+from dpn_cli.commands.command import Outcome, register_command
 from dpn_cli.config.option import DATA, OUTPUT, argument, flag
 from dpn_cli.config.schema import Section, listed
 from dpn_cli.errors import DataError
-from dpn_cli.run.console import Console, several
+from dpn_cli.run.console import Console, count_noun
 from tasks.vtab.config import TASKS_FLAG
 
 app = typer.Typer(
@@ -54,7 +54,7 @@ class VtabOptions(Section):
     ] = False
 
 
-@action(app, "vtab", VtabOptions, "dpn data prepare vtab --out vtab-1k --tasks natural")
+@register_command(app, "vtab", VtabOptions, "dpn data prepare vtab --out vtab-1k --tasks natural")
 def _vtab(options: VtabOptions, console: Console) -> Outcome:
     """The 19 tasks of VTAB-1k from TensorFlow Datasets, without loss; run it again after a stop."""
     from tasks.vtab.prepare import command
@@ -74,7 +74,7 @@ def _vtab(options: VtabOptions, console: Console) -> Outcome:
     def tell(_: object) -> str:
         ready = len(states) - states.count("left")
         after = f"\ncheck them with: dpn data check vtab --data {options.out}" if ready else ""
-        return f"{several(ready, 'task')} in {options.out}, {states.count('written')} of them written now{after}"
+        return f"{count_noun(ready, 'task')} in {options.out}, {states.count('written')} of them written now{after}"
 
     return result, tell, problem
 
@@ -122,7 +122,9 @@ def _unpack(options: ArchiveOptions, layout: Any, module: ArchivedModule, consol
     return result, tell, problem if short and not options.partial else None
 
 
-@action(app, "ade20k", ArchiveOptions, "dpn data prepare ade20k ADEChallengeData2016.zip --out ADEChallengeData2016")
+@register_command(
+    app, "ade20k", ArchiveOptions, "dpn data prepare ade20k ADEChallengeData2016.zip --out ADEChallengeData2016"
+)
 def _ade20k(options: ArchiveOptions, console: Console) -> Outcome:
     """ADE20K for 'dpn segment ade20k', from ADEChallengeData2016.zip; run it again after a stop."""
     from tasks.segment import prepare
@@ -130,7 +132,7 @@ def _ade20k(options: ArchiveOptions, console: Console) -> Outcome:
     return _unpack(options, prepare.ADE20K, prepare, console)
 
 
-@action(
+@register_command(
     app,
     "coco",
     ArchiveOptions,

@@ -8,26 +8,26 @@ from pathlib import Path
 from typing import Any
 
 from dpn_cli.commands.report import page_at_end
-from dpn_cli.config.launch import Place
+from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.engine.memory import is_out_of_memory
 from dpn_cli.errors import DataError, NonFiniteError, OutOfMemoryError
 from dpn_cli.run import signals
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import refuse_ranks
 from dpn_cli.run.files import make_folder, read_object, replace_json
-from dpn_cli.run.run import Session, session
+from dpn_cli.run.run import Run, open_run
 from dpn_cli.run.run_dir import describe_device
-from dpn_cli.sweep.grid import LONGEST, folders_of, settings_of, spoken
-from dpn_cli.sweep.pairs import Cell, build_result, check_weights, keep_result, named
+from dpn_cli.sweep.grid import LONGEST, folders_of, format_network, settings_of
+from dpn_cli.sweep.pairs import ComparedTrial, build_result, check_weights, keep_result, named
 from tasks.classify.fewshot import Features, Probed, Splits, encode_splits, open_splits
-from tasks.classify.options import ProbeFolder, Probing
+from tasks.classify.options import ProbeFolder, ProbeOptions
 
 Result = dict[str, Any]
 DRAWS = "draws of the images"
 RESULT = "result.json"
 
 
-def probe_several(options: Probing, console: Console) -> Result:
+def probe_sweep(options: ProbeOptions, console: Console) -> Result:
     """Probe every network with every draw and return the comparison; what is there from before is not done again.
 
     All networks are loaded before the first image is encoded. A network that runs out of memory or has features that
@@ -35,50 +35,50 @@ def probe_several(options: Probing, console: Console) -> Result:
     """
     how, config = options.run, options.model_copy(update={"run": ProbeFolder()})
     folders: list[Path] = []
-    place = Place(how.output_dir, how.resume, how.overwrite, opened=folders.append)
-    with session(config, options.runtime, "comparison", place, _folder(options), console) as begun:
-        refuse_ranks(begun.world, "eval fewshot")
-        result = begun.folder.result if _complete(begun) else None
-        result = result or _Probes(begun).run()
+    place = LaunchOptions(how.output_dir, how.resume, how.overwrite, on_open=folders.append)
+    with open_run(config, options.runtime, "comparison", place, _folder(options), console) as run:
+        refuse_ranks(run.world, "eval fewshot")
+        result = run.folder.result if _complete(run) else None
+        result = result or _ProbeSweep(run).run()
     if not how.no_report:
         page_at_end(folders[0], console)
     return result
 
 
-def _cells(options: Probing, names: Iterable[str]) -> list[Cell]:
+def _cells(options: ProbeOptions, names: Iterable[str]) -> list[ComparedTrial]:
     """Return a cell for every draw of each of the networks called `names`."""
     folders = folders_of(options.compare)
     return [
-        Cell(name, seed, f"{folders[name]}/seed{seed}" if folders else f"seed{seed}")
+        ComparedTrial(name, seed, f"{folders[name]}/seed{seed}" if folders else f"seed{seed}")
         for name in names
         for seed in options.seeds
     ]
 
 
-def _complete(begun: Session[Probing]) -> bool:
+def _complete(run: Run[ProbeOptions]) -> bool:
     """Tell whether the folder has the result of every draw. What one network is called makes no difference to it."""
-    options, path = begun.config, begun.folder.path
+    options, path = run.config, run.folder.path
     return all((path / one.folder / RESULT).is_file() for one in _cells(options, options.compare or ("",)))
 
 
-def _folder(options: Probing) -> Path:
+def _folder(options: ProbeOptions) -> Path:
     """Return runs/fewshot/NETWORKS; the networks stand in the place of {stem} in the checkpoint's name."""
     versus = "-vs-".join(folders_of(options.compare).values())[: 2 * LONGEST]
     name = Path(options.checkpoint or "").stem
     return Path("runs") / "fewshot" / (name.replace("{stem}", versus) if "{stem}" in name else versus)
 
 
-class _Probes:
+class _ProbeSweep:
     """The networks of a run of probes, where their weights are, and the cells: a draw for a network each."""
 
-    def __init__(self, begun: Session[Probing]) -> None:
-        self.begun, self.options, self.folder = begun, begun.config, begun.folder
+    def __init__(self, run: Run[ProbeOptions]) -> None:
+        self.run, self.options, self.folder = run, run.config, run.folder
         self.places = self._load()
         self.cells = _cells(self.options, self.places)
 
     def _load(self) -> dict[str, str]:
         """Load every network once, say how that went, and return where their weights are, by their names."""
-        options, world = self.options, self.begun.world
+        options, world = self.options, self.run.world
         places, digests = {}, {}
         for name, place in (options.checkpoints or {"": str(options.checkpoint)}).items():
             with named(name) if name else nullcontext():
@@ -88,7 +88,7 @@ class _Probes:
                     raise DataError(f"{place} has stem {model.config.stem}; name the weights of each network")
             called = name or model.config.stem
             places[called], digests[called] = place, model.report.digest
-            self.begun.console.info(f"{spoken(called)}: {model.report.summary()}")
+            self.run.console.info(f"{format_network(called)}: {model.report.summary()}")
         check_weights(self.folder, digests)
         self.folder.update(device=describe_device(world.device), ranks=1, status="running", digests=digests)
         return places
@@ -109,7 +109,7 @@ class _Probes:
                 if missing:
                     self._probe(place, missing, splits)
             except (NonFiniteError, OutOfMemoryError) as error:
-                self.begun.console.warn(f"{spoken(name)} failed: {error}")
+                self.run.console.warn(f"{format_network(name)} failed: {error}")
                 failed |= {cell.folder: f"{cell.label}: {error}" for cell in missing}
         done = {cell.folder: found for cell in self.cells if (found := self._done(cell)) is not None}
         scores = [_score(shots) for shots in reversed(options.shots)]  # most shots are the headline
@@ -119,27 +119,27 @@ class _Probes:
         keep_result(self.folder, result)
         return result
 
-    def _done(self, cell: Cell) -> Result | None:
+    def _done(self, cell: ComparedTrial) -> Result | None:
         return read_object(self.folder.path / cell.folder / RESULT)
 
-    def _probe(self, place: str, cells: list[Cell], splits: Splits) -> None:
+    def _probe(self, place: str, cells: list[ComparedTrial], splits: Splits) -> None:
         """Encode all images by one network, and write what it reaches with the draws of some cells."""
         network = Probed.load(place, self.options)
-        facts = {"task": "fewshot", **network.facts(splits.test, self.begun.world, self.begun.console)}
-        features = _features(network, splits, self.begun)
+        facts = {"task": "fewshot", **network.facts(splits.test, self.run.world, self.run.console)}
+        features = _features(network, splits, self.run)
         for cell in cells:
             signals.check_here()
-            self.begun.console.info(cell.label)
+            self.run.console.info(cell.label)
             accuracies = {_score(shots): features.accuracy(shots, cell.seed) for shots in self.options.shots}
             make_folder(self.folder.path / cell.folder)
             replace_json(self.folder.path / cell.folder / RESULT, {**facts, "seed": cell.seed, **accuracies})
 
 
-def _features(network: Probed, splits: Splits, begun: Session[Probing]) -> Features:
+def _features(network: Probed, splits: Splits, run: Run[ProbeOptions]) -> Features:
     """Encode all images. Raises `OutOfMemoryError`, and as `encode_splits` does."""
-    device, options = begun.world.device, begun.config
+    device, options = run.world.device, run.config
     try:
-        return encode_splits(network.model.to(device), splits, options, device, begun.console, network.whole)
+        return encode_splits(network.model.to(device), splits, options, device, run.console, network.whole)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

@@ -10,16 +10,16 @@ from typing import Annotated, Any
 
 import typer
 
-from dpn_cli.commands.command import Outcome, action
+from dpn_cli.commands.command import Outcome, register_command
 from dpn_cli.commands.configs import schema_of
 from dpn_cli.config.load import build, read_config, shipped_configs
 from dpn_cli.config.option import OUTPUT, argument, flag
-from dpn_cli.config.provenance import flat, read_sources, shown
+from dpn_cli.config.provenance import flatten_keys, read_sources, shown
 from dpn_cli.config.schema import Section
 from dpn_cli.errors import DataError, DpnError, StoppedError
 from dpn_cli.report.common import Origins
 from dpn_cli.report.content import PAGE, Findings
-from dpn_cli.report.reading import OpenRun, folder_of, named, open_run
+from dpn_cli.report.reading import RunRecord, folder_of, named, read_run
 from dpn_cli.run.console import Console
 from dpn_cli.run.environment import read_config as run_config
 from dpn_cli.run.files import open_report, read_object, real_path
@@ -38,7 +38,7 @@ INSIDE, NO_REPORT = Path("report") / PAGE, "DPN_NO_REPORT"
 EVALUATIONS = {"eval": "classifier", "segment eval": "segmenter", "lit eval": "towers"}
 
 
-class Reporting(Section):
+class ReportOptions(Section):
     """Options of ``dpn report``."""
 
     runs: Annotated[list[Path], argument("Runs' folders, or -o folders of evaluations; several are laid side by side.")]
@@ -48,7 +48,7 @@ class Reporting(Section):
 
 
 def report(
-    options: Reporting, console: Console, check: Callable[[], object] = lambda: None, title: str = ""
+    options: ReportOptions, console: Console, check: Callable[[], object] = lambda: None, title: str = ""
 ) -> dict[str, Any]:
     """Write a page about runs and return where; `check` is called between figures, and may raise.
 
@@ -57,7 +57,7 @@ def report(
     Raises `DataError` for a folder that is no run.
     """
     paths = [folder_of(path) for path in dict.fromkeys(options.runs)]
-    runs = [open_run(path, name) for path, name in zip(paths, named(paths), strict=True)]
+    runs = [read_run(path, name) for path, name in zip(paths, named(paths), strict=True)]
     open_report(options.output_dir)
     from dpn_cli.report.assemble import sections_of
     from dpn_cli.report.page import write_page  # matplotlib takes a second
@@ -84,7 +84,7 @@ def page_at_end(folder: Path, console: Console) -> None:
     try:
         with signals.listen():
             if not _is_newest(page, [folder / name for name in ("result.json", "partial.json")]):
-                report(Reporting(runs=[folder], output_dir=page.parent), console, signals.check_here)
+                report(ReportOptions(runs=[folder], output_dir=page.parent), console, signals.check_here)
         console.info(f"report: {page}")
     except (StoppedError, KeyboardInterrupt):
         console.warn(f"stopped at the run's page; the run is finished, and {again}")
@@ -100,14 +100,14 @@ def _is_newest(page: Path, results: Sequence[Path]) -> bool:
     )
 
 
-def _reader(run: OpenRun) -> Callable[[OpenRun, str], Findings]:
+def _reader(run: RunRecord) -> Callable[[RunRecord, str], Findings]:
     """Return the function of the run's task that reads it."""
     kind = EVALUATIONS.get(run.result["task"], "") if run.kind == "eval" else run.kind
     if kind not in FIGURES:
         raise DataError(f"{run.path}: a run of the kind {kind!r}, of which this version of dpn knows nothing")
-    reader: Callable[[OpenRun, str], Findings] = import_module(FIGURES[kind]).findings
+    reader: Callable[[RunRecord, str], Findings] = import_module(FIGURES[kind]).findings
 
-    def read(run: OpenRun, prefix: str) -> Findings:
+    def read(run: RunRecord, prefix: str) -> Findings:
         try:
             return reader(run, prefix)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -119,24 +119,24 @@ def _reader(run: OpenRun) -> Callable[[OpenRun, str], Findings]:
     return read
 
 
-def origins_of(run: OpenRun) -> Origins:
+def origins_of(run: RunRecord) -> Origins:
     """Return every key of a run's config with its value, and whether a shipped config has that, or it is a default."""
     if run.config is None:
         return ()
     name = next((name for name in shipped_configs() if read_config(name)["about"] == run.config.get("about")), None)
     if name is None:
         origin = "a config file" if "about" in run.config else ""  # a probe has options alone
-        return [(key, shown(value), origin) for key, value in flat(run.config)]
+        return [(key, shown(value), origin) for key, value in flatten_keys(run.config)]
     plain = read_config(name)
     try:
         schema = schema_of(plain, name)
-        usual = dict(flat(build(schema, plain, name).model_dump(mode="json")))
+        usual = dict(flatten_keys(build(schema, plain, name).model_dump(mode="json")))
         sources = read_sources(name, schema)
     except DpnError:
-        return [(key, shown(value), "") for key, value in flat(run.config)]
-    stated, given = {key for key, _ in flat(plain)}, _given_in(run)
+        return [(key, shown(value), "") for key, value in flatten_keys(run.config)]
+    stated, given = {key for key, _ in flatten_keys(plain)}, _given_in(run)
     found = []
-    for key, value in flat(run.config):
+    for key, value in flatten_keys(run.config):
         parts = key.split(".")
         above = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
         source = next((sources[one].comment() for one in above if one in sources), "")
@@ -149,7 +149,7 @@ def origins_of(run: OpenRun) -> Origins:
     return found
 
 
-def _given_in(run: OpenRun) -> set[str] | None:
+def _given_in(run: RunRecord) -> set[str] | None:
     """Return the config keys that the command of a run gave, with those by which a comparison tells its trainings.
 
     None where the run does not say. The others follow from these, from the data and from the weights.
@@ -165,9 +165,9 @@ def _given_in(run: OpenRun) -> set[str] | None:
 
 def add_to(root: typer.Typer) -> None:
     """Add ``report`` to the root of all commands."""
-    action(root, "report", Reporting, "dpn report runs/highres/B-32-dpn -o report")(_report)
+    register_command(root, "report", ReportOptions, "dpn report runs/highres/B-32-dpn -o report")(_report)
 
 
-def _report(options: Reporting, console: Console) -> Outcome:
+def _report(options: ReportOptions, console: Console) -> Outcome:
     """Write a page with figures and tables about runs, finished or not, and about evaluations."""
     return report(options, console), lambda done: f"{done['page']}: open it in a browser"

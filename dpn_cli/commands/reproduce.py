@@ -16,21 +16,21 @@ from rich.table import Column, Table
 from dpn_cli.arch import did_you_mean
 from dpn_cli.commands import one_line_errors
 from dpn_cli.commands.options import with_signature
-from dpn_cli.commands.train import PRINTING, PROCESS_OPTIONS, SET, option, processes_of, switch
-from dpn_cli.config.launch import Place
+from dpn_cli.commands.train import PRINTING, PROCESS_OPTIONS, SET, option, process_options, switch
+from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.config.option import DATA, MODEL, OUTPUT, TRAIN
 from dpn_cli.config.paths import find_weights
 from dpn_cli.errors import DataError, DpnError, SweepError
 from dpn_cli.report.tables import shown as printed
 from dpn_cli.reproduce import figures, tables
-from dpn_cli.reproduce.cells import Experiment, Job, Places, named_places
+from dpn_cli.reproduce.cells import Experiment, PaperTrial, Places, named_places
 from dpn_cli.reproduce.trainings import DATA_SETS, SCENES, SmallTrainings, Trainings, data_here
-from dpn_cli.run.console import Console, cell, several, show
+from dpn_cli.run.console import Console, cell, count_noun, show
 from dpn_cli.run.files import replace_json
 
 if TYPE_CHECKING:
-    from dpn_cli.reproduce.compare import Compared
-    from dpn_cli.reproduce.run import Ran
+    from dpn_cli.reproduce.compare import PaperComparison
+    from dpn_cli.reproduce.run import FailedRuns
 
 Make = Callable[[Trainings, Sequence[int]], Experiment]
 EXPERIMENTS: Mapping[str, tuple[Make, int]] = {
@@ -73,7 +73,12 @@ def reproduce(**arguments: Any) -> None:
             show(json.dumps(rows, indent=2)) if arguments["json"] else print_list(rows, places, make)
         else:
             _reproduce(
-                experiments, places, make, console, how=Place(**processes_of(arguments)), as_json=arguments["json"]
+                experiments,
+                places,
+                make,
+                console,
+                how=LaunchOptions(**process_options(arguments)),
+                as_json=arguments["json"],
             )
 
 
@@ -84,7 +89,7 @@ def _experiment(name: str, make: Trainings, seeds: int | None) -> Experiment:
     return function(make, range(min(usual, 3) if seeds is None and make.small else seeds or usual))
 
 
-def _jobs(experiments: Sequence[Experiment], places: Places) -> list[Job]:
+def _jobs(experiments: Sequence[Experiment], places: Places) -> list[PaperTrial]:
     """Return the jobs of experiments, each once, without those whose networks are here."""
     jobs = {job.name: job for experiment in experiments for job in experiment.jobs(places.weights)}
     return list(jobs.values())
@@ -110,7 +115,7 @@ def _reproduce(
     make: Trainings,
     console: Console,
     *,
-    how: Place,
+    how: LaunchOptions,
     as_json: bool,
 ) -> None:
     from dpn_cli.reproduce.compare import compare
@@ -148,7 +153,7 @@ def _reproduce(
 
 def _write(
     experiment: Experiment,
-    compared: Sequence[Compared],
+    compared: Sequence[PaperComparison],
     places: Places,
     make: Trainings,
     console: Console,
@@ -159,8 +164,8 @@ def _write(
 
     Networks are looked into only by a process that is `alone`: the other ranks have left.
     """
-    from dpn_cli.commands.inspect import Inspection, inspect
-    from dpn_cli.commands.report import Reporting, report
+    from dpn_cli.commands.inspect import InspectOptions, inspect
+    from dpn_cli.commands.report import ReportOptions, report
     from dpn_cli.reproduce.page import heading, write
 
     folder = places.out / experiment.name
@@ -171,18 +176,18 @@ def _write(
         page = folder / drawing.name
         done = drawing.ready(places)
         if drawing.by == "report" and done:
-            shown = Reporting(runs=[places.out / job.name for job in done], output_dir=page)
+            shown = ReportOptions(runs=[places.out / job.name for job in done], output_dir=page)
             made = report(shown, console, title=title)
             pages.append(Path(made["page"]))
         elif done and not alone:
             console.info(f"{experiment.name}: run the same command again in one process for its page")
         elif done:
-            made = inspect(Inspection(checkpoint=places.weights_of(done[0]), output_dir=page), console, title)
+            made = inspect(InspectOptions(checkpoint=places.weights_of(done[0]), output_dir=page), console, title)
             pages.append(page / made["page"])
     return pages
 
 
-def _print(experiment: Experiment, compared: Sequence[Compared], make: Trainings, pages: Sequence[Path]) -> None:
+def _print(experiment: Experiment, compared: Sequence[PaperComparison], make: Trainings, pages: Sequence[Path]) -> None:
     from dpn_cli.reproduce.page import NOTE, heading, table_of
 
     console = RichConsole(highlight=False)
@@ -202,15 +207,17 @@ def _print(experiment: Experiment, compared: Sequence[Compared], make: Trainings
         console.print(cell(f"{page}: open it in a browser"), soft_wrap=True)
 
 
-def _conclude(ran: Ran) -> None:
+def _conclude(ran: FailedRuns) -> None:
     """Raise `SweepError` for trainings that failed, `DataError` for those that wait for something that is not here."""
     if ran.failed:
         lines = "; ".join(f"{name}: {reason}" for name, reason in ran.failed.items())
-        raise SweepError(f"{several(len(ran.failed), 'training')} failed ({lines}); run the same command to try again")
+        raise SweepError(
+            f"{count_noun(len(ran.failed), 'training')} failed ({lines}); run the same command to try again"
+        )
     if ran.waiting:
         reasons = "; ".join(dict.fromkeys(ran.waiting.values()))
         raise DataError(
-            f"{several(len(ran.waiting), 'training')} not begun ({reasons}); 'dpn reproduce' says what is looked for"
+            f"{count_noun(len(ran.waiting), 'training')} not begun ({reasons}); 'dpn reproduce' says what is looked for"
         )
 
 

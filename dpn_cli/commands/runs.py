@@ -11,13 +11,13 @@ import typer
 from rich.console import Console as RichConsole
 from rich.table import Column, Table
 
-from dpn_cli.commands.command import DefaultGroup, Outcome, action
+from dpn_cli.commands.command import DefaultGroup, Outcome, register_command
 from dpn_cli.config.option import argument
 from dpn_cli.config.schema import Section
 from dpn_cli.errors import DataError
 from dpn_cli.report.common import command
 from dpn_cli.report.comparison import SCORES, name_of, value_of
-from dpn_cli.report.reading import DEPTH, OpenRun, find_runs, folder_of, hours, moment, open_run
+from dpn_cli.report.reading import DEPTH, RunRecord, find_runs, folder_of, hours, moment, read_run
 from dpn_cli.run.artifact_kinds import NAMES
 from dpn_cli.run.console import Console, cell, folded, print_columns, printable, width_of
 
@@ -28,13 +28,13 @@ METRICS = {**SCORES, "mean19": "mean of 19", "mean_groups": "mean of groups"}
 LEAST_COMMAND = 24
 
 
-class Listing(Section):
+class ListOptions(Section):
     """Options of ``dpn runs``."""
 
     folder: Annotated[Path, argument("Folder with runs in it or below it.")] = Path("runs")
 
 
-class Showing(Section):
+class ShowOptions(Section):
     """Options of ``dpn runs show``."""
 
     run: Annotated[Path, argument("A run's folder.")]
@@ -53,7 +53,7 @@ app = typer.Typer(
 )
 
 
-def described(run: OpenRun) -> dict[str, Any]:
+def describe_run(run: RunRecord) -> dict[str, Any]:
     """Return what a list says of a run: metric and value in percent are None where there is none yet."""
     metric, value = score_of(run)
     updated = moment(run, "updated")
@@ -70,7 +70,7 @@ def described(run: OpenRun) -> dict[str, Any]:
     }
 
 
-def score_of(run: OpenRun) -> tuple[str | None, float | None]:
+def score_of(run: RunRecord) -> tuple[str | None, float | None]:
     """Return the name and the value in percent of a run's score; of a comparison, that of its last network."""
     result = run.result
     if run.kind == "comparison" and result.get("compare"):
@@ -125,22 +125,22 @@ def _print_run(row: dict[str, Any]) -> None:
     RichConsole(highlight=False).print(table)
 
 
-@action(app, "list", Listing, "dpn runs list runs/highres", quiet=False)
-def _list(options: Listing, console: Console) -> Outcome:
+@register_command(app, "list", ListOptions, "dpn runs list runs/highres", quiet=False)
+def _list(options: ListOptions, console: Console) -> Outcome:
     """The runs in a folder and below it: status, score, step, time since the last write, command."""
-    found = [described(open_run(path)) for path in find_runs(folder_of(options.folder))]
+    found = [describe_run(read_run(path)) for path in find_runs(folder_of(options.folder))]
     if not found:
         raise DataError(f"{options.folder}: no runs in it or in the {DEPTH} levels below it; name another folder")
     return found, _print_list
 
 
-@action(app, "show", Showing, "dpn runs show runs/highres/B-32-dpn", quiet=False)
-def _show(options: Showing, console: Console) -> Outcome:
+@register_command(app, "show", ShowOptions, "dpn runs show runs/highres/B-32-dpn", quiet=False)
+def _show(options: ShowOptions, console: Console) -> Outcome:
     """What is known of a run: its command, network, data, versions, score, and what is missing or damaged."""
-    run = open_run(options.run)
+    run = read_run(options.run)
     facts, backbone = run.facts, run.facts.get("backbone", {})
     row = {
-        **described(run),
+        **describe_run(run),
         "kind": NAMES[run.kind][0] if run.kind in NAMES else run.kind,
         "started": facts.get("started"),
         "updated": facts.get("updated"),

@@ -7,10 +7,10 @@ from typing import Any
 import typer
 
 from dpn_cli.commands import train
-from dpn_cli.commands.command import Outcome, action
+from dpn_cli.commands.command import Outcome, register_command
 from dpn_cli.commands.trainers import ADE20K, FOLDER
 from dpn_cli.run.console import Console, printable
-from tasks.segment.options import PredictOptions, Scoring
+from tasks.segment.options import SegmentEvalOptions, SegmentPredictOptions
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -19,12 +19,14 @@ app = typer.Typer(
 )
 
 
-train.add(app, "ade20k", ADE20K)
-train.add(app, "folder", FOLDER)
+train.add_command(app, "ade20k", ADE20K)
+train.add_command(app, "folder", FOLDER)
 
 
-@action(app, "eval", Scoring, "dpn segment eval runs/segment_ade20k/B-16-dpn --multi-scale -o report")
-def _evaluate(options: Scoring, console: Console) -> Outcome:
+@register_command(
+    app, "eval", SegmentEvalOptions, "dpn segment eval runs/segment_ade20k/B-16-dpn --multi-scale -o report"
+)
+def _evaluate(options: SegmentEvalOptions, console: Console) -> Outcome:
     """The mIoU of a run on its validation images: per class with -o, in windows or whole, at one scale or many."""
     from tasks.segment.command import describe_scores
     from tasks.segment.evaluate import evaluate
@@ -32,8 +34,10 @@ def _evaluate(options: Scoring, console: Console) -> Outcome:
     return evaluate(options, console), describe_scores
 
 
-@action(app, "predict", PredictOptions, "dpn segment predict runs/segment_ade20k/B-16-dpn photos -o predictions")
-def _predict(options: PredictOptions, console: Console) -> Outcome:
+@register_command(
+    app, "predict", SegmentPredictOptions, "dpn segment predict runs/segment_ade20k/B-16-dpn photos -o predictions"
+)
+def _predict(options: SegmentPredictOptions, console: Console) -> Outcome:
     """Label maps of images: the classes' numbers, a coloured overlay and a legend, as PNG files."""
     from tasks.segment.predict import predict
 

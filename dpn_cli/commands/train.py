@@ -15,26 +15,25 @@ from typing import Annotated, Any, Literal, Protocol, cast
 import typer
 
 from dpn_cli.commands import one_line_errors
-from dpn_cli.commands.estimate import tell_costs
+from dpn_cli.commands.estimate import show_costs
 from dpn_cli.commands.options import (
     Variant,
     default_of,
-    given_flags,
+    explicit_options,
     keys_of,
     option_names,
     parameter_of,
     with_signature,
 )
 from dpn_cli.config.cost import Cost
-from dpn_cli.config.launch import NO_PAGE, OVERWRITE, RESUME, Place
-from dpn_cli.config.layers import over_shipped
-from dpn_cli.config.load import Plain, Say, build, dump, from_settings, merge, read_config
+from dpn_cli.config.launch import NO_PAGE, OVERWRITE, RESUME, LaunchOptions
+from dpn_cli.config.load import Logger, Plain, build, dump, from_settings, merge, merge_with_shipped, read_config
 from dpn_cli.config.option import OUTPUT, RUNTIME
-from dpn_cli.config.provenance import flat, read_sources
+from dpn_cli.config.provenance import flatten_keys, read_sources
 from dpn_cli.config.schema import Config
 from dpn_cli.errors import DpnError, SweepError
-from dpn_cli.run.console import Console, several, show
-from dpn_cli.sweep.grid import ComparedTraining, Comparison
+from dpn_cli.run.console import Console, count_noun, show
+from dpn_cli.sweep.grid import CompareConfig, SweepConfig
 
 Result = dict[str, Any]
 
@@ -42,22 +41,22 @@ Result = dict[str, Any]
 class TrainingModule(Protocol):
     """The module of a task that loads torch."""
 
-    def run(self, config: Any, place: Place, console: Console) -> Result | None:
+    def run(self, config: Any, place: LaunchOptions, console: Console) -> Result | None:
         """Train and return the result; None on ranks that do not lead and after a dry run."""
 
     def show(self, result: Result) -> None:
         """Print the result on stdout."""
 
 
-class Divisible(Protocol):
+class SupportsTrials(Protocol):
     """The module of a task whose work processes can share."""
 
-    def cells(self, config: Any) -> list[str]:
-        """Return what the numbers of ``--cell`` stand for."""
+    def trials(self, config: Any) -> list[str]:
+        """Return what the numbers of ``--trial`` stand for."""
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainCommand:
     """A command that trains.
 
     Args:
@@ -68,7 +67,7 @@ class Training:
         configs: names of the shipped configs that it starts from, by the label that help gives them; the usual one
             comes first and has no label. Help reads the defaults in them.
         resolve: merges ``--config``, flags and ``--set`` over one of the configs; by default over the usual one.
-        settle: decides what needs more than one key, such as the weights to start from; its last argument is whether
+        finalize: decides what needs more than one key, such as the weights to start from; its last argument is whether
             it does so for a dry run.
         variants: the configs that help reads, where `configs` does not say all.
         without: config keys that are not options of this command.
@@ -84,20 +83,20 @@ class Training:
     module: str
     configs: Mapping[str, str]
     resolve: Callable[..., Plain] | None = None
-    settle: Callable[[Any, Console, bool], Any] = lambda config, console, dry_run: config
+    finalize: Callable[[Any, Console, bool], Any] = lambda config, console, dry_run: config
     variants: Callable[[], Sequence[Variant]] | None = None
     without: frozenset[str] = frozenset()
     extra: tuple[Parameter, ...] = ()
     failures: Callable[[Result], Sequence[str]] = lambda result: result.get("failed", ())
     scores: tuple[str, ...] = ("top1",)
 
-    def layers(self, arguments: Mapping[str, Any], say: Say) -> Any:
+    def layers(self, arguments: Mapping[str, Any], say: Logger) -> Any:
         """Return the validated config of a command line. Raises `DpnError`."""
         keys = list(keys_of(self.schema))
-        flags = given_flags(keys, arguments)
+        flags = explicit_options(keys, arguments)
         settings = from_settings(arguments.get("set") or [])
         extra = {parameter.name: arguments.get(parameter.name) for parameter in self.extra}
-        resolve = self.resolve or partial(over_shipped, self.configs[""])
+        resolve = self.resolve or partial(merge_with_shipped, self.configs[""])
         config_file = arguments.get("config")
         plain = resolve(config_file, flags, settings, say, **extra)
         if config_file:
@@ -107,8 +106,11 @@ class Training:
     def given(self, arguments: Mapping[str, Any]) -> list[str]:
         """Return the config keys that a command line gives, those of its configuration file among them."""
         config_file = arguments.get("config")
-        flags, settings = given_flags(list(keys_of(self.schema)), arguments), from_settings(arguments.get("set") or [])
-        return [key for key, _ in flat(merge(read_config(config_file) if config_file else {}, flags, settings))]
+        flags, settings = (
+            explicit_options(list(keys_of(self.schema)), arguments),
+            from_settings(arguments.get("set") or []),
+        )
+        return [key for key, _ in flatten_keys(merge(read_config(config_file) if config_file else {}, flags, settings))]
 
     def parameters(self, only: frozenset[str] | None = None) -> list[Parameter]:
         """Return the options of config keys, all of them or `only` some, with their defaults in help."""
@@ -121,29 +123,31 @@ class Training:
         ]
 
 
-def add(app: typer.Typer, name: str, training: Training) -> None:
+def add_command(app: typer.Typer, name: str, training: TrainCommand) -> None:
     """Add the command of a training to a Typer app."""
 
     def command(**arguments: Any) -> None:
         console = Console(quiet=arguments["quiet"])
-        with one_line_errors(arguments), console.heard():
+        with one_line_errors(arguments), console.capture_logs():
             config = training.layers(arguments, console.info)
             if arguments["print_config"]:
                 print(dump(config), end="")
                 return
-            if isinstance(config, Comparison) and (warning := config.unused()):
+            if isinstance(config, CompareConfig) and (warning := config.unused()):
                 console.warn(warning)
-            how = _how(config, arguments)
-            config, trainer = ready(training, config, console, dry_run=arguments["dry_run"])
-            if arguments.get("print_cells"):
-                for number, name in enumerate(cast(Divisible, trainer).cells(config)):
+            how = _launch_options(config, arguments)
+            config, trainer = load_trainer(training, config, console, dry_run=arguments["dry_run"])
+            if arguments.get("list_trials"):
+                for number, name in enumerate(cast(SupportsTrials, trainer).trials(config)):
                     print(f"{number}\t{name}")
                 return
             given = training.given(arguments)
             folders, costs = list[Path](), list[Cost]()
-            place = Place(arguments["output_dir"], **how, opened=folders.append, costed=costs.append, given=given)
+            place = LaunchOptions(
+                arguments["output_dir"], **how, on_open=folders.append, on_cost=costs.append, given=given
+            )
             result = trainer.run(config, place, console)
-            tell_costs(costs, folders[0], console, as_json=arguments["json"])
+            show_costs(costs, folders[0], console, as_json=arguments["json"])
             if result is None:
                 return
             if arguments["json"]:
@@ -154,35 +158,35 @@ def add(app: typer.Typer, name: str, training: Training) -> None:
                 from dpn_cli.commands.report import page_at_end  # which knows the commands of this module
 
                 page_at_end(folders[0], console)
-            if problem := failure(training.failures(result), "trainings"):
+            if problem := sweep_error(training.failures(result), "trainings"):
                 raise problem
 
     command.__doc__ = training.help
-    shared = SHARED_OPTIONS if issubclass(training.schema, Comparison) else ()
+    shared = SHARED_OPTIONS if issubclass(training.schema, CompareConfig) else ()
     parameters = [*training.extra, *training.parameters(), *shared, *OUTPUT_OPTIONS]
     app.command(name, epilog=f"Example: {training.example}")(with_signature(command, parameters))
 
 
-def _how(config: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `Place`. Raises `DpnError` for several processes where there is only one training."""
+def _launch_options(config: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a `LaunchOptions`. Raises `DpnError` for several processes where there is only one training."""
     how = {key: arguments[key] for key in ("resume", "overwrite", "dry_run")}
     if "jobs" not in arguments:
         return how
-    processes, cell = processes_of(arguments), arguments["cell"]
-    place = Place(**processes)
+    processes, trial = process_options(arguments), arguments["trial"]
+    place = LaunchOptions(**processes)
     starts = place.processes if place.engine == "local" else f"--engine {place.engine}"
-    given = {starts: place.starts_processes, "--join": arguments["join"], f"--cell {cell}": cell is not None}
-    given["--print-cells"] = arguments["print_cells"]
+    given = {starts: place.starts_processes, "--join": arguments["join"], f"--trial {trial}": trial is not None}
+    given["--list-trials"] = arguments["list_trials"]
     asked = [option for option, was in given.items() if was]
     if asked and not getattr(config, "several", True):
         raise DpnError(f"{asked[0]}: this is one training; --compare and --seeds make several")
     if len(asked) > 1:
         raise DpnError(f"{' '.join(asked)}: each says who does the work; pass one of them")
-    return how | processes | {"join": arguments["join"] or cell is not None, "cell": cell}
+    return how | processes | {"join": arguments["join"] or trial is not None, "trial": trial}
 
 
-def processes_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `Place` that are `PROCESS_OPTIONS`. Raises `DpnError`."""
+def process_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a `LaunchOptions` that are `PROCESS_OPTIONS`. Raises `DpnError`."""
     resources = from_settings(arguments["resources"] or [], "--resources", "num_gpus=1")
     how = {"jobs": arguments["jobs"], "engine": arguments["engine"], "resources": tuple(resources.items())}
     if (per_gpu := arguments["jobs_per_gpu"]) is None:
@@ -192,27 +196,29 @@ def processes_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
     how["jobs_per_gpu"] = per_gpu if per_gpu == "auto" else int(per_gpu)
     from dpn_cli.sweep.engines.select import check_sharing  # torch loads here
 
-    check_sharing(Place(**how))
+    check_sharing(LaunchOptions(**how))
     return how
 
 
-def failure(failed: Sequence[str], what: str) -> SweepError | None:
+def sweep_error(failed: Sequence[str], what: str) -> SweepError | None:
     """Return the error of a run of which some parts have failed."""
     if not failed:
         return None
     return SweepError(
-        f"{several(len(failed), what.removesuffix('s'))} failed, as listed above; the others are kept: run the same "
+        f"{count_noun(len(failed), what.removesuffix('s'))} failed, as listed above; the others are kept: run the same "
         "command with --resume to try again what failed"
     )
 
 
-def ready(training: Training, config: Any, console: Console, *, dry_run: bool = False) -> tuple[Any, TrainingModule]:
+def load_trainer(
+    training: TrainCommand, config: Any, console: Console, *, dry_run: bool = False
+) -> tuple[Any, TrainingModule]:
     """Return the settled config and what trains by it, or what trains by several configs and settles each of them."""
-    if isinstance(config, ComparedTraining) and config.several:
-        from dpn_cli.sweep.runner import SideBySide  # torch loads here
+    if isinstance(config, SweepConfig) and config.several:
+        from dpn_cli.sweep.runner import SweepRunner  # torch loads here
 
-        return config, SideBySide(training)
-    config = training.settle(config, console, dry_run)
+        return config, SweepRunner(training)
+    config = training.finalize(config, console, dry_run)
     return config, cast(TrainingModule, import_module(training.module))  # or here
 
 
@@ -302,15 +308,15 @@ SHARED_OPTIONS = (
         "each does what no other one does.",
     ),
     option(
-        "cell",
+        "trial",
         int | None,
         None,
-        "--cell",
+        "--trial",
         min=0,
         help="Do the part of the work that has this number; other processes do the others. \\[default: all parts]",
         panel=RUNTIME,
     ),
-    switch("print_cells", "--print-cells", help="Print the numbers and names of the parts of the work, and stop."),
+    switch("list_trials", "--list-trials", help="Print the numbers and names of the parts of the work, and stop."),
 )
 OUTPUT_OPTIONS = (
     option(

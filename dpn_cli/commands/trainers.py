@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from dpn_cli.commands.demo_weights import demo_tower
+from dpn_cli.commands.demo_weights import demo_backbone
 from dpn_cli.commands.options import Variant
-from dpn_cli.commands.train import Training, option
-from dpn_cli.config.load import Plain, Say, merge, read_config
+from dpn_cli.commands.train import TrainCommand, option
+from dpn_cli.config.load import Logger, Plain, merge, read_config
 from dpn_cli.config.option import TRAIN
 from dpn_cli.config.training import TrainingConfig
 from dpn_cli.errors import DpnError
@@ -27,31 +27,31 @@ from tasks.vtab import config as vtab_config
 Settings = Mapping[str, Any]
 
 
-def _failed_cells(result: dict[str, Any]) -> list[str]:
+def _failed_trials(result: dict[str, Any]) -> list[str]:
     stems = result.get("compare", {}).get("stems", {"": result})
     return [line for part in stems.values() for line in part["failed"]]
 
 
-VTAB = Training(
+VTAB = TrainCommand(
     help="VTAB-1k: 19 tasks of 1000 images, three learning rates chosen on 200, three seeds (Table 3).",
     example="dpn finetune vtab --arch B/32 --checkpoint B-32-dpn.npz --data vtab-1k",
     schema=vtab_config.VtabConfig,
     module="tasks.vtab.command",
     configs={"": "vtab", "demo": "vtab_demo", "demo with --arch": "vtab_demo_large"},
     resolve=vtab_config.resolve,
-    settle=lambda config, console, dry_run: vtab_config.settle(config),
-    failures=_failed_cells,
+    finalize=lambda config, console, dry_run: vtab_config.finalize(config),
+    failures=_failed_trials,
 )
 
 
-HIGHRES = Training(
+HIGHRES = TrainCommand(
     help="384 px fine-tuning of ImageNet-1k (Tables 1 and 2), or of any folder of labelled images.",
     example="dpn finetune highres --checkpoint B-32.npz --data photos --val-fraction 0.2 --epochs 8",
     schema=highres_config.HighresConfig,
     module="tasks.classify.highres",
     configs={"": "highres", "demo": "highres_demo", "own images": "highres_own"},
     resolve=highres_config.resolve,
-    settle=lambda config, console, dry_run: highres_config.settle(config),
+    finalize=lambda config, console, dry_run: highres_config.finalize(config),
 )
 
 
@@ -81,7 +81,7 @@ def _resolve_pretrain(
     config_file: str | None,
     flags: Settings,
     settings: Settings,
-    say: Say,
+    say: Logger,
     *,
     name: str | None,
     base_config: str | None,
@@ -96,7 +96,7 @@ def _resolve_pretrain(
     return pretrain_config.resolve(base_config or name, which, augment, config_file, flags, settings, say)
 
 
-PRETRAIN = Training(
+PRETRAIN = TrainCommand(
     help="Make a backbone from scratch with any stem: ImageNet-1k (Tables 1 and 6), SUN397 (Table 7), own images.",
     example="dpn pretrain imagenet --arch B/32 --data imagenet",
     schema=pretrain_config.PretrainConfig,
@@ -104,7 +104,7 @@ PRETRAIN = Training(
     configs=PRETRAIN_CONFIGS,
     variants=_pretrain_variants,
     resolve=_resolve_pretrain,
-    settle=lambda config, console, dry_run: pretrain_config.settle(config),
+    finalize=lambda config, console, dry_run: pretrain_config.finalize(config),
     extra=(
         Parameter(
             "name",
@@ -153,37 +153,39 @@ PRETRAIN = Training(
 )
 
 
-def _on_demo_tower(settle: Callable[..., TrainingConfig]) -> Callable[[TrainingConfig, Console, bool], TrainingConfig]:
-    """Return a `settle` that trains the demo's tower, unless it is there, for a demo that names no weights."""
+def _with_demo_backbone(
+    finalize: Callable[..., TrainingConfig],
+) -> Callable[[TrainingConfig, Console, bool], TrainingConfig]:
+    """Return a `finalize` that trains the demo's tower, unless it is there, for a demo that names no weights."""
 
     def settled(config: TrainingConfig, console: Console, dry_run: bool) -> TrainingConfig:
-        decided = settle(config)
+        decided = finalize(config)
         if decided.backbone.checkpoint is not None:
             return decided
-        return settle(config, demo_tower(config.backbone.stem or "dpn", console, trained=not dry_run))
+        return finalize(config, demo_backbone(config.backbone.stem or "dpn", console, trained=not dry_run))
 
     return settled
 
 
-LIT = Training(
+LIT = TrainCommand(
     help="Train a text tower from scratch; images are encoded once, whatever the number of epochs.",
     example="dpn lit train --checkpoint B-32-dpn.npz --data pairs.csv -b 4096 --steps 5000",
     schema=lit_config.LitConfig,
     module="tasks.lit.command",
     configs={"": "lit", "demo": "lit_demo"},
     resolve=lit_config.resolve,
-    settle=_on_demo_tower(lit_config.settle),
+    finalize=_with_demo_backbone(lit_config.finalize),
     scores=("zeroshot.top1", "retrieval.image_to_text@1", "retrieval.text_to_image@1"),
 )
 
 
-def _segmentation(config: str, **others: Any) -> Training:
-    return Training(
+def _segmentation(config: str, **others: Any) -> TrainCommand:
+    return TrainCommand(
         schema=segment_config.SegmentConfig,
         module="tasks.segment.command",
         configs={"": config, "demo": "ade20k_demo"},
         resolve=partial(segment_config.resolve, config),
-        settle=_on_demo_tower(segment_config.settle),
+        finalize=_with_demo_backbone(segment_config.finalize),
         scores=("miou",),
         **others,
     )
@@ -202,27 +204,27 @@ FOLDER = _segmentation(
 )
 
 
-def _settle_distill(
+def _finalize_distill(
     config: distill_config.DistillConfig, console: Console, dry_run: bool
 ) -> distill_config.DistillConfig:
     if config.demo and config.teacher is None:
-        return distill_config.settle(config, demo_tower("none", console, trained=not dry_run))
-    return distill_config.settle(config)
+        return distill_config.finalize(config, demo_backbone("none", console, trained=not dry_run))
+    return distill_config.finalize(config)
 
 
-DISTILL = Training(
+DISTILL = TrainCommand(
     help="Turn a trained ViT into one with another stem, other norms or another size, with unlabelled images.",
     example="dpn distill --teacher timm:vit_base_patch32_224.augreg_in21k_ft_in1k --stem dpn --data photos",
     schema=distill_config.DistillConfig,
     module="tasks.classify.distill.command",
     configs={"": "distill", "demo": "distill_demo"},
     resolve=distill_config.resolve,
-    settle=_settle_distill,
+    finalize=_finalize_distill,
     scores=("agreement",),
 )
 
 # Every command that trains, by its words after ``dpn``.
-TRAININGS: dict[str, Training] = {
+TRAIN_COMMANDS: dict[str, TrainCommand] = {
     "finetune vtab": VTAB,
     "finetune highres": HIGHRES,
     "lit train": LIT,

@@ -25,13 +25,13 @@ RESUME = "Continue the run in the output folder; start one if there is none."
 
 
 @dataclass(frozen=True)
-class Place:
+class LaunchOptions:
     """The folder of a run (None: one named after the task and the network), and what happens to a run that is there.
 
-    `opened` is told which folder it is. With `dry_run` nothing is written there, and `costed` is told what the
+    `on_open` is told which folder it is. With `dry_run` nothing is written there, and `on_cost` is told what the
     trainings of each network take. Of several trainings `jobs` run at once, started by an `engine` with `resources` for
     each; `jobs_per_gpu` on a GPU, where it is given, and then None for `jobs` is as many as the GPUs have room for.
-    With `join` the process works on a run along with others; `cell` is the number of its part, None for all.
+    With `join` the process works on a run along with others; `trial` is the number of its part, None for all.
     `given` are the config keys that the command gave; None where that is not known. `check` is called after every step,
     and ends the run where it raises.
     """
@@ -40,14 +40,14 @@ class Place:
     resume: bool = False
     overwrite: bool = False
     dry_run: bool = False
-    opened: Callable[[Path], object] = lambda folder: None
-    costed: Callable[[Cost], object] = lambda cost: None
+    on_open: Callable[[Path], object] = lambda folder: None
+    on_cost: Callable[[Cost], object] = lambda cost: None
     jobs: int | None = None
     jobs_per_gpu: PerGpu | None = None
     engine: Literal["local", "ray", "slurm"] = "local"
     resources: Sequence[tuple[str, object]] = ()
     join: bool = False
-    cell: int | None = None
+    trial: int | None = None
     given: Sequence[str] | None = None
     check: Callable[[], object] = lambda: None
 

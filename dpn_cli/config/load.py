@@ -1,11 +1,15 @@
-"""Configs as files, options and text: YAML in, one validated and frozen object out.
+"""Load configs: YAML in, layers merged, one validated and frozen object out.
 
 Layers, later ones win: schema defaults < shipped config < ``--config`` < flags < ``--set a.b=c``.
+
+All tasks follow one rule for durations. A duration is steps or epochs, and the later layer decides. A training shorter
+than the config's has its warm-up, cool-down and other phases scaled down, and logs it. A longer one keeps them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -15,16 +19,15 @@ import yaml
 from pydantic import ValidationError
 
 from dpn_cli.arch import did_you_mean
-from dpn_cli.config.schema import Section
+from dpn_cli.config.schema import Schedule, Section
 from dpn_cli.config.validation_errors import explain
-from dpn_cli.config.yaml_text import DEEPEST, read_yaml
 from dpn_cli.errors import DpnError
 
 Plain = dict[str, Any]
 
 
 # Prints a line for the user.
-Say = Callable[[str], None]
+Logger = Callable[[str], None]
 
 
 # Bytes of a config's file at most.
@@ -34,7 +37,7 @@ MOST_BYTES = 1_000_000
 EMPTY = "an empty value (is a shell variable unset?); write null for none"
 
 
-def unsaid(line: str) -> None:
+def discard_message(line: str) -> None:
     """Drop a line: used where no terminal is attached."""
 
 
@@ -115,7 +118,7 @@ def _empty_in(value: object, key: str = "") -> str | None:
 
 
 def from_flags(flags: Mapping[str, object]) -> Plain:
-    """Turn ``{"optim.lr": 0.1, ...}`` into nested form, leaving out flags that were not given (None)."""
+    """Turn ``{"optim.lr": 0.1, ...}`` into nested form, fast_exit out flags that were not given (None)."""
     plain: Plain = {}
     for key, value in flags.items():
         if value is not None:
@@ -185,3 +188,143 @@ def _put(plain: Plain, dotted: str, value: object) -> None:
         if not isinstance(plain, dict):
             raise DpnError(f"--set {dotted!r}: {parent!r} is a value, not a section")
     plain[last] = value
+
+
+# Keys of a schedule that count steps, beside its length.
+PHASES = ("warmup", "cooldown", "decay_from")
+
+
+def merge_layers(
+    shipped: Plain, config_file: Plain, command: Plain, shown: str, say: Logger = discard_message
+) -> Plain:
+    """Merge a configuration file and a command's options over a shipped config.
+
+    `config` is ``--config``'s file, `command` the flags and settings, which win. In a file with both, epochs decide, as
+    in the shipped configs. `shown` is the config that errors refer to.
+
+    Raises `DpnError` for a section that is a value, for steps and epochs in one command, and for a phase in steps when
+    epochs decide how many steps there are.
+    """
+    for layer in (config_file, command):
+        for section in ("data", "backbone", "schedule"):
+            if not isinstance(layer.get(section, {}), dict):
+                raise DpnError(f"{section}: a section of keys, not a value; see dpn configs show {shown}")
+    schedule = command.get("schedule", {})
+    steps, epochs = schedule.get("steps"), command.get("epochs")
+    if steps is not None and epochs is not None:
+        raise DpnError(f"--steps {steps} and --epochs {epochs}: give one of them")
+    if epochs is not None and (phase := next((name for name in (*PHASES, "stairs") if name in schedule), None)):
+        raise DpnError(
+            f"--epochs {epochs} and schedule.{phase}={schedule[phase]}: epochs turn into steps once images are counted "
+            f"and decide the {phase} too; give --steps to set both"
+        )
+    merged = merge(shipped, _in_its_own_steps(config_file, shipped, say), config_file)
+    return merge(merged, _in_its_own_steps(command, merged, say), command)
+
+
+def merge_with_shipped(
+    shipped: str, config_file: str | None, flags: Plain, settings: Plain, say: Logger = discard_message
+) -> Plain:
+    """Merge the layers of a command over a shipped config, given by its name. Raises as `merge_layers` does."""
+    file = read_config(config_file) if config_file else {}
+    return merge_layers(read_config(shipped), file, merge(flags, settings), shipped, say)
+
+
+def last_given(section: str, key: str, *layers: Plain) -> Any:
+    """Return the value that the last layer with one gives a key of a section; None without one."""
+    sections = [layer.get(section) for layer in layers]
+    return next((each[key] for each in reversed(sections) if isinstance(each, dict) and each.get(key)), None)
+
+
+def _in_its_own_steps(layer: Plain, below: Plain, say: Logger) -> Plain:
+    """Return what the steps of a layer change beside the steps themselves."""
+    schedule, usual = layer.get("schedule", {}), below["schedule"]
+    steps = schedule.get("steps")
+    if steps is None or layer.get("epochs") is not None:
+        return {}
+    if not isinstance(steps, int):
+        raise DpnError(f"schedule.steps: a whole number of steps (got {steps!r})")
+    epochs: Plain = {"epochs": None} if "epochs" in below else {}
+    # What is wrong with the steps below is said when the whole config is checked.
+    if steps < 1 or not isinstance(usual.get("steps"), int):
+        return epochs
+    return {**epochs, "schedule": _shares(usual, usual["steps"], steps, set(schedule), say)}
+
+
+def _shares(schedule: Mapping[str, Any], usual: int, steps: int, given: set[str], say: Logger) -> Plain:
+    """Return the phases of a schedule of `usual` steps in a training of `steps`, without those that are `given`."""
+    if steps >= usual:
+        return {}
+    phases = {name: schedule.get(name) for name in PHASES if name not in given}
+    shares: Plain = {name: value * steps // usual for name, value in phases.items() if isinstance(value, int) and value}
+    if shares:
+        changed = ", ".join(f"{name} {share}, not {phases[name]}" for name, share in shares.items())
+        say(f"the training has {steps} steps and the config's phases are for {usual}, so they are shorter: {changed}")
+    stairs = schedule.get("stairs")
+    if stairs and "stairs" not in given:
+        shares["stairs"] = tuple((at * steps // usual, factor) for at, factor in stairs)
+    return shares
+
+
+def counted(schedule: Schedule, steps: int, say: Logger = discard_message) -> Schedule:
+    """Return the schedule of a duration that was counted from epochs; shorter ones have their share of every phase."""
+    shares = _shares(schedule.model_dump(), schedule.steps, steps, set(), say)
+    return schedule.model_copy(update={"steps": steps, **shares})
+
+
+def steps_of(
+    epochs: float | None, schedule: Schedule, steps_per_epoch: float, say: Logger = discard_message
+) -> Schedule:
+    """Return the schedule in steps: its own without epochs, else their rounded number, at least one step."""
+    return schedule if epochs is None else counted(schedule, max(1, round(epochs * steps_per_epoch)), say)
+
+
+# A config is four levels deep and has a hundred values; aliases count as often as they are used.
+DEEPEST, MOST_VALUES = 20, 10_000
+
+
+# The parser in C takes a tenth of the time; PyYAML has it wherever it was built with libyaml.
+_Parser: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Loader(_Parser):  # type: ignore[misc]  # its class is known when PyYAML is
+    """PyYAML's safe loader, to which a key that is given twice in a mapping is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        inside = range(node.start_mark.index, node.end_mark.index)  # keys merged by << stand elsewhere
+        own = (key for key, _ in node.value if key.start_mark.index in inside and isinstance(key, yaml.ScalarNode))
+        for key, times in Counter(key.value for key in own if key.value != "<<").items():
+            if times > 1:
+                raise ValueError(f"the key {key!r} is given twice (mapping in line {node.start_mark.line + 1})")
+        mapping: dict[Hashable, Any] = super().construct_mapping(node, deep)
+        return mapping
+
+
+def read_yaml(text: str) -> Any:
+    """Parse YAML. Raises `ValueError` with a message of one line."""
+    depth = deepest = 0
+    try:
+        for event in yaml.parse(text, _Parser):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            deepest = max(depth, deepest)
+            if depth > DEEPEST:
+                break  # PyYAML would descend into it by recursion
+        value = yaml.load(text, _Loader) if deepest <= DEEPEST else None
+    except (yaml.YAMLError, ValueError) as error:  # what looks like a date or a number may be none
+        raise ValueError(f"not valid YAML: {' '.join(str(error).split())}") from error
+    if deepest > DEEPEST:
+        raise ValueError(f"nested more than {DEEPEST} levels deep")
+    _count(value, 0, 0)
+    return value
+
+
+def _count(value: object, depth: int, count: int) -> int:
+    """Count values, those behind an alias each time."""
+    if depth > DEEPEST:
+        raise ValueError(f"nested more than {DEEPEST} levels deep, or an alias inside what it stands for")
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | set | tuple) else ()
+    for part in parts:
+        count = _count(part, depth + 1, count)
+    if count >= MOST_VALUES:
+        raise ValueError(f"more than {MOST_VALUES} values")
+    return count + 1

@@ -13,8 +13,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import Field, model_validator
 
-from dpn_cli.config.layers import PHASES
-from dpn_cli.config.load import Plain, build, read_config, read_document, shipped_configs
+from dpn_cli.config.load import PHASES, Plain, build, read_config, read_document, shipped_configs
 from dpn_cli.config.schema import Config, Section
 from dpn_cli.config.validation_errors import dotted_keys, nearest_key
 from dpn_cli.errors import DpnError
@@ -87,11 +86,11 @@ def read_sources(name: str, schema: type[Section]) -> dict[str, Source]:
     return sources
 
 
-def flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten_keys(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted keys and values of nested mappings."""
     for key, value in section.items():
         if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{key}.")
+            yield from flatten_keys(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
 
@@ -154,7 +153,7 @@ def dump_with_sources(config: Section, sources: Mapping[str, Source], stated: Ma
 
     Values without a source that are not among `stated`, the keys of the config's file, are marked as defaults.
     """
-    keys = {key for key, _ in flat(stated)}
+    keys = {key for key, _ in flatten_keys(stated)}
 
     def lines(section: Plain, prefix: str, indent: str, otherwise: str) -> Iterator[str]:
         for name, value in section.items():

@@ -17,7 +17,7 @@ from dpn_cli.arch import (
     whole,
 )
 from dpn_cli.config.option import DATA, OUTPUT, RUNTIME, TRAIN, argument, flag
-from dpn_cli.config.urls import checked
+from dpn_cli.config.urls import check_url
 
 # The largest seed that every library takes.
 MOST_SEED = 2**32 - 1
@@ -27,7 +27,7 @@ Seed = Annotated[int, Field(ge=0, le=MOST_SEED)]
 Side = Annotated[int, Field(gt=0, le=MOST_PIXELS)]
 NonNegative = Annotated[float, Field(ge=0)]
 # Where data are, as `--data` says it.
-DataPlace = Annotated[str, AfterValidator(checked)]
+DataPlace = Annotated[str, AfterValidator(check_url)]
 # Pillow's own limit: what it refuses as a decompression bomb.
 MAX_PIXELS = 2 * (1024**3 // 4 // 3)
 
@@ -168,7 +168,7 @@ class RunImageReading(Section):
     max_pixels: MaxPixels = MAX_PIXELS
 
 
-class Written(Section):
+class PredictionFiles(Section):
     """The files that a prediction is written to, besides what is printed."""
 
     csv: Annotated[

@@ -6,8 +6,7 @@ from typing import Annotated, TypeVar
 
 from pydantic import model_validator
 
-from dpn_cli.config.layers import steps_of
-from dpn_cli.config.load import Say, unsaid
+from dpn_cli.config.load import Logger, discard_message, steps_of
 from dpn_cli.config.network import BackboneConfig
 from dpn_cli.config.schema import (
     BATCH_SIZE,
@@ -25,7 +24,7 @@ from dpn_cli.config.schema import (
 )
 
 # Steps at the end of a training over which Figures 2 and 4 of arXiv 2302.01327 take means of gradient norms.
-LAST_STEPS = 1000
+NORM_AVERAGE_STEPS = 1000
 
 
 class Log(Section):
@@ -73,6 +72,6 @@ class TrainingConfig(Config):
 ConfigT = TypeVar("ConfigT", bound=TrainingConfig)
 
 
-def counted_in_steps(config: ConfigT, steps_per_epoch: float, say: Say = unsaid) -> ConfigT:
+def counted_in_steps(config: ConfigT, steps_per_epoch: float, say: Logger = discard_message) -> ConfigT:
     """Return the config with its duration in steps."""
     return config.model_copy(update={"schedule": steps_of(config.epochs, config.schedule, steps_per_epoch, say)})

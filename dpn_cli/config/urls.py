@@ -23,7 +23,7 @@ def is_hub(place: str) -> bool:
     return place.startswith("hf:") and not is_url(place)
 
 
-def checked(place: str) -> str:
+def check_url(place: str) -> str:
     """Return a place. Raises `ValueError` for a URL of an unknown store, and for one with a secret in it.
 
     A run's folder keeps the command line, and the message does not repeat the URL.

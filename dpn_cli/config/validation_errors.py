@@ -1,17 +1,23 @@
-"""Messages about wrong configs, key by key: the key, what is allowed, what was given."""
+"""Error messages about configs and options: the key, the values it takes, the value given."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from types import NoneType
-from typing import Any, get_args, get_origin
+import math
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
-from dpn_cli.arch import nearest
-from dpn_cli.config.allowed import allowed, refusal
+from dpn_cli.arch import MOST_INTEGER, did_you_mean, nearest
 
-Path = tuple[int | str, ...]
+KeyPath = tuple[int | str, ...]
+_SHORT = reprlib.Repr()
+_SHORT.maxstring, _SHORT.maxother, _SHORT.maxlist, _SHORT.maxdict, _SHORT.maxlevel = 80, 80, 8, 4, 3
+WORDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+COUNTS = {1: "one value", 2: "two values", 3: "three values"}
 
 
 def explain(
@@ -36,7 +42,7 @@ def _mistake(schema: type[BaseModel], plain: Mapping[str, Any], detail: Any, opt
         message = str(detail["ctx"]["error"])
         return f"{dotted}: {message}" if dotted else message
     if detail["type"] == "missing" and path == detail["loc"]:  # not a place in a list
-        return f"{dotted}: missing; {allowed(annotation, metadata)}"
+        return f"{dotted}: missing; {describe_allowed(annotation, metadata)}"
     if dotted.startswith("--"):  # an option is left out and never null
         types = (
             [part for part in get_args(annotation) if part is not NoneType] if NoneType in get_args(annotation) else []
@@ -45,7 +51,7 @@ def _mistake(schema: type[BaseModel], plain: Mapping[str, Any], detail: Any, opt
     return f"{dotted}: {refusal(_value(plain, path, detail['input']), annotation, metadata)}"
 
 
-def _locate(schema: type[BaseModel], location: Sequence[int | str]) -> tuple[Path, Any, tuple[Any, ...]]:
+def _locate(schema: type[BaseModel], location: Sequence[int | str]) -> tuple[KeyPath, Any, tuple[Any, ...]]:
     """Return the path of the key that an error lies in, the type of its values, and their constraints.
 
     What pydantic appends to the path, places in a list and members of a union, is left out; the key is the config's.
@@ -74,7 +80,7 @@ def _section_of(annotation: Any) -> type[BaseModel] | None:
     return first if isinstance(first, type) and issubclass(first, BaseModel) else None
 
 
-def _value(plain: object, path: Path, otherwise: object) -> object:
+def _value(plain: object, path: KeyPath, otherwise: object) -> object:
     """Return what stands at a path as it was written, before any validator changed it."""
     try:
         for part in path:
@@ -114,3 +120,89 @@ def _keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
         for inside in (field.annotation, *get_args(field.annotation)):  # a section may be null
             if isinstance(inside, type) and issubclass(inside, BaseModel):
                 yield from _keys(inside, f"{prefix}{name}.")
+
+
+def refusal(value: object, annotation: Any, metadata: Iterable[Any] = ()) -> str:
+    """Say what a setting of this type may be, and that `value` is not that."""
+    bare, _ = _unwrapped(annotation, ())
+    options = [option for part in _members(bare) for option in _options(part)]
+    close = did_you_mean(value, options) if isinstance(value, str) else ""
+    infinite = isinstance(value, float) and not math.isfinite(value)
+    try:
+        shown = _SHORT.repr(value)
+    except ValueError:  # Python prints no number of more than 4300 digits
+        shown = "a number too long to print"
+    # A command line's number is text where words are allowed, too; Python reads none of more than 4300 digits.
+    number = int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 4300 else value
+    if isinstance(number, int) and number > MOST_INTEGER:
+        shown += f", which is above {MOST_INTEGER}"
+    return f"{describe_allowed(annotation, metadata, finite=infinite)} (got {shown}){close}"
+
+
+def describe_allowed(annotation: Any, metadata: Iterable[Any] = (), *, finite: bool = False) -> str:
+    """Describe the values that a type allows: "a number above 0 and below 1, or null".
+
+    A ``Field(description=...)`` beside the type is the description; `finite` stresses that numbers have to be.
+    """
+    annotation, metadata = _unwrapped(annotation, tuple(metadata))
+    for note in metadata:
+        if isinstance(note, str):
+            return note
+    members = _members(annotation)
+    if len(members) > 1:
+        *first, last = (describe_allowed(member, metadata, finite=finite) for member in members)
+        return f"{', '.join(first)}, or {last}"
+    if annotation in (int, float):
+        kind = "a whole number" if annotation is int else "a finite number" if finite else "a number"
+        return f"{kind}{_bounds(metadata)}"
+    if options := _options(annotation):
+        return options[0] if len(options) == 1 else f"one of {', '.join(options)}"
+    if get_origin(annotation) in (tuple, list):
+        return _sequence(annotation, metadata, finite=finite)
+    if get_origin(annotation) is dict:
+        return f"keys with values, each {describe_allowed(get_args(annotation)[1], finite=finite)}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"a section of keys ({', '.join(annotation.model_fields)})"
+    words: dict[Any, str] = {bool: "true or false", NoneType: "null", str: "text"}
+    return words.get(annotation, "another kind of value")
+
+
+def _sequence(annotation: Any, metadata: tuple[Any, ...], *, finite: bool) -> str:
+    parts = [describe_allowed(part, finite=finite) for part in get_args(annotation) if part is not Ellipsis]
+    if get_origin(annotation) is list or get_args(annotation)[1:] == (Ellipsis,):
+        some = any(getattr(note, "min_length", 0) for note in metadata)
+        return f"a list{' of one or more' if some else ''}, each {parts[0]}"
+    count = COUNTS.get(len(parts), f"{len(parts)} values")
+    return f"{count}, {'each ' + parts[0] if len(set(parts)) == 1 else ' and '.join(parts)}"
+
+
+def _bounds(metadata: Iterable[Any]) -> str:
+    bounds = {name: getattr(note, name) for note in metadata for name in WORDS if hasattr(note, name)}
+    if bounds.get("le") == MOST_INTEGER:
+        del bounds["le"]  # nobody comes near it
+    if "ge" in bounds and "le" in bounds:
+        return f" from {bounds['ge']} to {bounds['le']}"
+    both = " and ".join(f"{word} {bounds[name]}" for name, word in WORDS.items() if name in bounds)
+    return f" {'of ' * both.startswith('at')}{both}" if both else ""
+
+
+def _unwrapped(annotation: Any, metadata: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """Take ``Annotated`` and ``Field`` apart into a type and its constraints, a description among them as text."""
+    while get_origin(annotation) is Annotated:
+        annotation, *notes = get_args(annotation)
+        metadata += tuple(notes)
+    plain: list[Any] = []
+    for note in metadata:
+        if isinstance(note, FieldInfo):
+            plain += [*note.metadata, *([note.description] if note.description else [])]
+        else:
+            plain.append(note)
+    return annotation, tuple(plain)
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+
+
+def _options(annotation: Any) -> list[str]:
+    return [str(option) for option in get_args(annotation)] if get_origin(annotation) is Literal else []

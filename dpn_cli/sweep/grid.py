@@ -9,13 +9,12 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
 
 from dpn_cli.arch import did_you_mean, whole
-from dpn_cli.config.load import build
+from dpn_cli.config.load import build, read_yaml
 from dpn_cli.config.network import BackboneConfig
 from dpn_cli.config.option import MODEL, TRAIN, flag
 from dpn_cli.config.schema import MOST_SEED, Config, Seed, listed
 from dpn_cli.config.training import TrainingConfig
 from dpn_cli.config.validation_errors import explain
-from dpn_cli.config.yaml_text import read_yaml
 
 MOST_SEEDS = 1000
 SEED_COUNT = f"how many seeds, at most {MOST_SEEDS}, or a list of them from 0 to {MOST_SEED}, e.g. 3 or 0,1,2"
@@ -82,7 +81,7 @@ def settings_of(network: str) -> dict[str, Any]:
     return settings
 
 
-def spoken(name: str) -> str:
+def format_network(name: str) -> str:
     """Return a network's name as a sentence has it: a stem alone is "stem dpn"."""
     return name if "=" in name else f"stem {name}"
 
@@ -112,7 +111,7 @@ def _with_own(backbone: BackboneConfig, network: str) -> dict[str, Any]:
     return plain
 
 
-class Comparison(Config):
+class CompareConfig(Config):
     """A config for one network, or for several that differ in keys of the section ``backbone``."""
 
     backbone: BackboneConfig = BackboneConfig()
@@ -175,7 +174,7 @@ class Comparison(Config):
         }
 
 
-class ComparedTraining(Comparison, TrainingConfig):
+class SweepConfig(CompareConfig, TrainingConfig):
     """The config of one training, or of the same one for several networks and seeds."""
 
     seeds: Annotated[

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from dpn_cli.config.launch import find_start
-from dpn_cli.config.layers import last_given, layered
-from dpn_cli.config.load import Plain, Say, merge, read_config, unsaid
+from dpn_cli.config.load import Logger, Plain, discard_message, last_given, merge, merge_layers, read_config
 from dpn_cli.config.option import TRAIN, flag
 from dpn_cli.config.paths import DEMOS, find_data
 from dpn_cli.config.schema import Optim
@@ -33,11 +32,13 @@ class HighresConfig(SupervisedConfig):
     optim: HighresOptim = HighresOptim()
 
 
-def resolve(config_file: str | None, flags: Mapping[str, Any], settings: Mapping[str, Any], say: Say = unsaid) -> Plain:
+def resolve(
+    config_file: str | None, flags: Mapping[str, Any], settings: Mapping[str, Any], say: Logger = discard_message
+) -> Plain:
     """Merge the layers over the config of the data: the paper's, the demo's (without data), or that of own images.
 
     The last is pre-training's for a network from scratch. The choice, and what a duration changes, go to `say`. Raises
-    `DpnError` as `layered` does.
+    `DpnError` as `merge_layers` does.
     """
     file, command = read_config(config_file) if config_file else {}, merge(flags, settings)
     source = last_given("data", "source", file, command) or find_data("imagenet")
@@ -47,10 +48,10 @@ def resolve(config_file: str | None, flags: Mapping[str, Any], settings: Mapping
     base = read_config(shipped)
     if shipped == "highres_demo" and not scratch and last_given("backbone", "checkpoint", file, command):
         base = merge(base, {"backbone": {"arch": None, "pool": None}})  # those of the demo's network from scratch
-    return merge(layered(base, file, command, shipped, say), {"data": {"source": source}})
+    return merge(merge_layers(base, file, command, shipped, say), {"data": {"source": source}})
 
 
-def settle(config: HighresConfig) -> HighresConfig:
+def finalize(config: HighresConfig) -> HighresConfig:
     """Return the config with its checkpoint decided.
 
     Raises `DpnError` for an image size that the patch does not divide, and when real data meet no weights.

@@ -11,8 +11,17 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from dpn_cli.arch import Norm, Placement, Posemb, Stem, did_you_mean, parse_arch
 from dpn_cli.config.launch import check_start
-from dpn_cli.config.layers import last_given, layered
-from dpn_cli.config.load import Plain, Say, build, from_flags, merge, read_config, unsaid
+from dpn_cli.config.load import (
+    Logger,
+    Plain,
+    build,
+    discard_message,
+    from_flags,
+    last_given,
+    merge,
+    merge_layers,
+    read_config,
+)
 from dpn_cli.config.network import (
     ARCH,
     IMAGE_SIZE,
@@ -22,7 +31,7 @@ from dpn_cli.config.network import (
 )
 from dpn_cli.config.option import MODEL, TRAIN, flag
 from dpn_cli.config.paths import DEMO_OBJECTS, DEMOS, UNPACKED, find_data
-from dpn_cli.config.provenance import flat
+from dpn_cli.config.provenance import flatten_keys
 from dpn_cli.config.schema import (
     DataPlace,
     Pixels,
@@ -107,7 +116,7 @@ class PretrainConfig(SupervisedConfig):
         if "App. C" not in self.about.table:
             return {}
         row = APPENDIX_C.get(self.backbone.arch or "")
-        return dict(flat(regularized(row))) if row else None
+        return dict(flatten_keys(regularized(row))) if row else None
 
     @model_validator(mode="after")
     def _enough_minival(self) -> PretrainConfig:
@@ -127,7 +136,7 @@ def resolve(
     config_file: str | None,
     flags: Mapping[str, Any],
     settings: Mapping[str, Any],
-    say: Say = unsaid,
+    say: Logger = discard_message,
 ) -> Plain:
     """Merge the layers of the config `name`; without data it becomes the demo's. What a duration changes goes to `say`.
 
@@ -160,7 +169,7 @@ def resolve(
         shipped = shipped_for(str(source), config_file, shipped, "pretrain_own", say)
     told = level is not None or {"mixup", "randaugment"} <= merge(file, command).keys()
     row = _row_of(arch, told=told, searched=name == "sun397") if shipped in BY_ARCH else {}
-    plain = layered(
+    plain = merge_layers(
         merge(read_config(shipped), row),
         merge(file, SHORTER[name] if preset else {}, augmented(_level(level)) if level else {}),
         command,
@@ -206,7 +215,7 @@ def _check_searched(plain: Plain, command: Plain) -> None:
     """Raise `DpnError` for what a command sets and the stages, or the splits of a sweep, decide."""
     grids = [stage.get("grid", {}) for stage in plain["stages"] if isinstance(stage, dict)]
     decided = {"epochs", "schedule.steps", "data.val_fraction", "data.minival", "data.val_source"}.union(*grids)
-    for key, value in flat(command):
+    for key, value in flatten_keys(command):
         if key in decided and value is not None:
             raise DpnError(
                 f"{key}={value}: a sweep's stages decide it; change them (--set 'stages=[{{epochs: 5, grid: {{...}}}}, "
@@ -241,13 +250,13 @@ def _row_of(arch: object, *, told: bool, searched: bool) -> Plain:
     return {"backbone": {"pre_logits": True}}
 
 
-def settle(config: PretrainConfig) -> PretrainConfig:
+def finalize(config: PretrainConfig) -> PretrainConfig:
     """Check what needs more than one key. Raises `DpnError`."""
     checkpoint = config.backbone.checkpoint or "none"
     stem = config.backbone.stem or ("dpn" if checkpoint == "none" else None)
     backbone = config.backbone.model_copy(update={"checkpoint": checkpoint, "stem": stem})
     for stage in config.stages:
-        names = [name for name, _ in cells(config, stage)]
+        names = [name for name, _ in trials(config, stage)]
         if len(set(names)) != len(names):
             raise DpnError(f"stages: a grid of {stage.epochs:g} epochs names a run twice ({', '.join(names)})")
         if stage is config.stages[-1] and len(names) != 1:
@@ -258,7 +267,7 @@ def settle(config: PretrainConfig) -> PretrainConfig:
     return config.model_copy(update={"backbone": check_start(backbone)})
 
 
-def cells(config: PretrainConfig, stage: Stage) -> Iterator[tuple[str, PretrainConfig]]:
+def trials(config: PretrainConfig, stage: Stage) -> Iterator[tuple[str, PretrainConfig]]:
     """Yield the runs of a stage: name and config, in the order of the grid.
 
     Raises `DpnError` for a grid key that is not a config key, and for a value that the key does not allow.
@@ -272,4 +281,4 @@ def cells(config: PretrainConfig, stage: Stage) -> Iterator[tuple[str, PretrainC
 
 def runs_of(config: PretrainConfig) -> list[PretrainConfig]:
     """Return all trainings of a config; those after a sweep's first stage with the grid's values only."""
-    return [cell for stage in config.stages for _, cell in cells(config, stage)] or [config]
+    return [trial for stage in config.stages for _, trial in trials(config, stage)] or [config]

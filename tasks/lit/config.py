@@ -9,8 +9,7 @@ from pydantic import Field, model_validator
 
 from dpn_cli.arch import SIZES, nearest
 from dpn_cli.config.launch import SCRATCH_PIXELS, find_start
-from dpn_cli.config.layers import last_given, layered
-from dpn_cli.config.load import Plain, Say, merge, read_config, unsaid
+from dpn_cli.config.load import Logger, Plain, discard_message, last_given, merge, merge_layers, read_config
 from dpn_cli.config.network import IMAGE_SIZE, BackboneConfig
 from dpn_cli.config.option import DATA, MODEL, TRAIN, flag
 from dpn_cli.config.schema import (
@@ -33,7 +32,7 @@ from dpn_cli.config.schema import (
 )
 from dpn_cli.config.training import counted_in_steps
 from dpn_cli.errors import DpnError
-from dpn_cli.sweep.grid import ComparedTraining
+from dpn_cli.sweep.grid import SweepConfig
 
 # Pixels per side of the built-in scenes (dpn_cli.data.sources.synthetic.SCENE_SIZE, which imports too much for this module).
 DEMO_PIXELS = 64
@@ -150,7 +149,7 @@ class ImageTower(BackboneConfig):
     )
 
 
-class LitConfig(ComparedTraining):
+class LitConfig(SweepConfig):
     """All that ``dpn lit train`` does."""
 
     backbone: ImageTower = ImageTower()
@@ -173,18 +172,20 @@ class LitConfig(ComparedTraining):
         return self
 
 
-def resolve(config_file: str | None, flags: Mapping[str, Any], settings: Mapping[str, Any], say: Say = unsaid) -> Plain:
+def resolve(
+    config_file: str | None, flags: Mapping[str, Any], settings: Mapping[str, Any], say: Logger = discard_message
+) -> Plain:
     """Merge the layers of the config; without data it becomes the demo's. What a duration changes goes to `say`.
 
-    Raises `DpnError` as `layered` does.
+    Raises `DpnError` as `merge_layers` does.
     """
     file, command = read_config(config_file) if config_file else {}, merge(flags, settings)
     source = last_given("data", "source", file, command) or "demo"
     shipped = "lit_demo" if source == "demo" else "lit"
-    return merge(layered(read_config(shipped), file, command, shipped, say), {"data": {"source": source}})
+    return merge(merge_layers(read_config(shipped), file, command, shipped, say), {"data": {"source": source}})
 
 
-def settle(config: LitConfig, demo_checkpoint: str | None = None) -> LitConfig:
+def finalize(config: LitConfig, demo_checkpoint: str | None = None) -> LitConfig:
     """Return the config with its image tower decided; `demo_checkpoint` is the demo's, and None stays.
 
     Raises `DpnError` for an unknown text tower, an impossible image size, skipping without a cache, and real data
@@ -213,7 +214,7 @@ def settle(config: LitConfig, demo_checkpoint: str | None = None) -> LitConfig:
     return config.model_copy(update={"backbone": backbone})
 
 
-def in_steps(config: LitConfig, images: int, say: Say = unsaid) -> LitConfig:
+def in_steps(config: LitConfig, images: int, say: Logger = discard_message) -> LitConfig:
     """Return the config with its duration in steps: big_vision rounds epochs x images / batch, at least to one.
 
     Raises `DpnError` for a batch that is larger than the data set.

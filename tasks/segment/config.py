@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from dpn_cli.config.launch import find_start
-from dpn_cli.config.layers import last_given, layered
-from dpn_cli.config.load import Plain, Say, merge, read_config, unsaid
+from dpn_cli.config.load import Logger, Plain, discard_message, last_given, merge, merge_layers, read_config
 from dpn_cli.config.network import DROP_PATH, IMAGE_SIZE, BackboneConfig, Freeze
 from dpn_cli.config.option import DATA, flag
 from dpn_cli.config.paths import find_data
@@ -30,7 +29,7 @@ from dpn_cli.config.schema import (
 )
 from dpn_cli.config.training import counted_in_steps
 from dpn_cli.errors import DpnError
-from dpn_cli.sweep.grid import ComparedTraining
+from dpn_cli.sweep.grid import SweepConfig
 
 ADE20K = "ADEChallengeData2016"
 MOST_CLASSES = 254
@@ -155,7 +154,7 @@ class Evaluation(Section):
         return self.model_copy(update={"size": "resize"}) if self.size == "both" else None
 
 
-class SegmentConfig(ComparedTraining):
+class SegmentConfig(SweepConfig):
     """All that ``dpn segment ade20k`` and ``dpn segment folder`` do."""
 
     backbone: SegmentNetwork = SegmentNetwork()
@@ -175,12 +174,16 @@ class SegmentConfig(ComparedTraining):
 
 
 def resolve(
-    config: str, config_file: str | None, flags: Mapping[str, Any], settings: Mapping[str, Any], say: Say = unsaid
+    config: str,
+    config_file: str | None,
+    flags: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    say: Logger = discard_message,
 ) -> Plain:
     """Merge the layers over the command's `config` (``ade20k`` or ``segment``); without data it becomes the demo's.
 
     Steps that are given replace epochs; what they change beside goes to `say`.
-    Raises `DpnError` as `layered` does, and when a folder's command has no data.
+    Raises `DpnError` as `merge_layers` does, and when a folder's command has no data.
     """
     file, command = read_config(config_file) if config_file else {}, merge(flags, settings)
     source = last_given("data", "source", file, command) or (find_data(ADE20K) if config == "ade20k" else None)
@@ -190,10 +193,10 @@ def resolve(
             "hf:OWNER/NAME, or demo"
         )
     shipped = "ade20k_demo" if source == "demo" else config
-    return merge(layered(read_config(shipped), file, command, shipped, say), {"data": {"source": source}})
+    return merge(merge_layers(read_config(shipped), file, command, shipped, say), {"data": {"source": source}})
 
 
-def settle(config: SegmentConfig, demo_checkpoint: str | None = None) -> SegmentConfig:
+def finalize(config: SegmentConfig, demo_checkpoint: str | None = None) -> SegmentConfig:
     """Return the config with its checkpoint decided; `demo_checkpoint` is the demo's, and None stays.
 
     Raises `DpnError` for a crop that the patch does not divide, and when real data meet no weights.
@@ -214,6 +217,6 @@ def settle(config: SegmentConfig, demo_checkpoint: str | None = None) -> Segment
     return config.model_copy(update={"backbone": backbone})
 
 
-def in_steps(config: SegmentConfig, images: int, say: Say = unsaid) -> SegmentConfig:
+def in_steps(config: SegmentConfig, images: int, say: Logger = discard_message) -> SegmentConfig:
     """Return the config with its duration in steps: App. G rounds the steps of an epoch down (20210 // 16 = 1263)."""
     return counted_in_steps(config, images // config.batch_size, say)

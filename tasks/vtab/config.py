@@ -10,8 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, fie
 
 from dpn_cli.arch import did_you_mean, parse_arch
 from dpn_cli.config.launch import SCRATCH_PIXELS, check_start, find_start
-from dpn_cli.config.layers import last_given, layered
-from dpn_cli.config.load import Plain, Say, merge, read_config, unsaid
+from dpn_cli.config.load import Logger, Plain, discard_message, last_given, merge, merge_layers, read_config
 from dpn_cli.config.network import IMAGE_SIZE, BackboneConfig
 from dpn_cli.config.option import DATA, TRAIN, flag
 from dpn_cli.config.paths import find_data
@@ -31,7 +30,7 @@ from dpn_cli.config.schema import (
     SkipBadImages,
     listed,
 )
-from dpn_cli.sweep.grid import SEED_COUNT, SEEDS, Comparison, counted, distinct
+from dpn_cli.sweep.grid import SEED_COUNT, SEEDS, CompareConfig, counted, distinct
 from tasks.vtab.tasks import DEMO_TASKS, TASKS, choose_tasks, task_names
 
 # Pixels per side of the built-in scenes (dpn_cli.data.sources.synthetic.SCENE_SIZE, which imports too much for this module).
@@ -102,7 +101,7 @@ class VtabNetwork(BackboneConfig):
     ] = None
 
 
-class VtabConfig(Comparison):
+class VtabConfig(CompareConfig):
     """The config of ``dpn finetune vtab``."""
 
     backbone: VtabNetwork = VtabNetwork()
@@ -148,7 +147,9 @@ class VtabConfig(Comparison):
         return self.data.source == "demo"
 
 
-def resolve(config_file: str | None, flags: Mapping[str, Any], settings: Mapping[str, Any], say: Say = unsaid) -> Plain:
+def resolve(
+    config_file: str | None, flags: Mapping[str, Any], settings: Mapping[str, Any], say: Logger = discard_message
+) -> Plain:
     """Merge the layers of the config, and fill in data, weights and image size that no layer names.
 
     Without data the config becomes the demo's: `vtab_demo` for the default network, `vtab_demo_large` for one that the
@@ -161,10 +162,10 @@ def resolve(config_file: str | None, flags: Mapping[str, Any], settings: Mapping
         arch, weights = (last_given("backbone", key, file, command) for key in ("arch", "checkpoint"))
         small = str(arch).startswith("mu/") if arch else weights in (None, "none")
         shipped = "vtab_demo" if small else "vtab_demo_large"
-    return merge(layered(read_config(shipped), file, command, "vtab", say), {"data": {"source": source}})
+    return merge(merge_layers(read_config(shipped), file, command, "vtab", say), {"data": {"source": source}})
 
 
-def settle(config: VtabConfig) -> VtabConfig:
+def finalize(config: VtabConfig) -> VtabConfig:
     """Return the config with checkpoint and image size decided.
 
     Raises `DpnError` for an unknown task, for an image size that the patch does not divide, and for real data without

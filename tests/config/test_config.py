@@ -22,7 +22,7 @@ from dpn_cli.errors import DpnError
 from tasks.classify import highres_config
 from tasks.lit import config as lit_config
 from tasks.segment import config as segment_config
-from tasks.vtab.config import VtabConfig, resolve, settle
+from tasks.vtab.config import VtabConfig, finalize, resolve
 
 BASE: dict[str, Any] = read_config("vtab")
 
@@ -164,16 +164,16 @@ def test_weights_default_to_the_weights_folder(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("DPN_HOME", str(tmp_path))
     real = vtab_config({"data": {"source": "somewhere"}, "backbone": {"arch": "B/32"}})
     with pytest.raises(DpnError, match=r"Ways out: --checkpoint FILE.*B-32-dpn.safetensors.*--checkpoint none"):
-        settle(real)
+        finalize(real)
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "B-32-dpn.npz").touch()
-    assert settle(real).backbone.checkpoint == str(tmp_path / "weights" / "B-32-dpn.npz")
-    assert settle(real).backbone.image_size == 224
+    assert finalize(real).backbone.checkpoint == str(tmp_path / "weights" / "B-32-dpn.npz")
+    assert finalize(real).backbone.image_size == 224
     both = real.model_copy(update={"compare": ("none", "dpn")})
     with pytest.raises(DpnError, match=r"B-32-none.safetensors and B-32-dpn.safetensors"):
-        settle(both)
+        finalize(both)
     (tmp_path / "weights" / "B-32-none.npz").touch()
-    assert settle(both).backbone.checkpoint == str(tmp_path / "weights" / "B-32-{stem}.npz")
+    assert finalize(both).backbone.checkpoint == str(tmp_path / "weights" / "B-32-{stem}.npz")
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_weights_default_to_the_weights_folder(tmp_path: Path, monkeypatch: pyte
 )
 def test_the_demo_fits_its_config_to_the_network(arch: str, size: int, steps: int) -> None:
     plain = resolve(None, {"data": {"source": "demo"}, "backbone": {"arch": arch}}, {})
-    built = settle(build(VtabConfig, plain, "config"))
+    built = finalize(build(VtabConfig, plain, "config"))
     assert (built.backbone.image_size, built.backbone.checkpoint, built.schedule.steps) == (size, "none", steps)
 
 

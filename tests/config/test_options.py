@@ -17,13 +17,13 @@ from typer.testing import CliRunner
 
 from dpn_cli.cli import app
 from dpn_cli.commands.options import Variant, default_of, keys_of, parameter_of, with_signature
-from dpn_cli.commands.train import Training
+from dpn_cli.commands.train import TrainCommand
 from dpn_cli.commands.trainers import ADE20K, FOLDER, HIGHRES, LIT, PRETRAIN, VTAB
 from dpn_cli.config.option import TRAIN, flag
 from dpn_cli.config.schema import Section
 
 # A command line by the label that help gives its config; "" is the usual one.
-COMMANDS: dict[str, tuple[Training, dict[str, str]]] = {
+COMMANDS: dict[str, tuple[TrainCommand, dict[str, str]]] = {
     "finetune vtab": (
         VTAB,
         {"": "--data x", "demo": "--data demo", "demo with --arch": "--data demo --arch B/32"},

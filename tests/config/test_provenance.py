@@ -15,9 +15,9 @@ from test_cli import run
 from test_keys import TASKS
 
 from dpn_cli.commands.configs import schema_of
-from dpn_cli.config.launch import Place
+from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.config.load import build, merge, read_config, read_document, shipped_configs
-from dpn_cli.config.provenance import NOT_IN_PAPER, Source, differences, flat, read_sources
+from dpn_cli.config.provenance import NOT_IN_PAPER, Source, differences, flatten_keys, read_sources
 from dpn_cli.run import run as sessions
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
@@ -58,7 +58,7 @@ def test_sources_are_those_of_keys_and_not_keys_themselves(name: str) -> None:
 
 @pytest.mark.parametrize("name", PAPER)
 def test_every_stated_value_of_the_papers_configs_has_a_source(name: str) -> None:
-    stated = {key for key, _ in flat(read_config(name)) if not key.startswith("about.")}
+    stated = {key for key, _ in flatten_keys(read_config(name)) if not key.startswith("about.")}
     assert not stated - set(read_document(name)["sources"])
 
 
@@ -275,14 +275,14 @@ def test_precision_is_that_of_the_runs_device(
 ) -> None:
     config = config_of("vtab", runtime={"precision": precision})
     monkeypatch.setattr(sessions, "join", lambda name, shard=False: nullcontext(World(0, 1, torch.device(device))))
-    place = Place(tmp_path / "run")
-    with sessions.session(config, config.runtime, "sweep", place, tmp_path, Console(quiet=True)) as begun:
+    place = LaunchOptions(tmp_path / "run")
+    with sessions.open_run(config, config.runtime, "sweep", place, tmp_path, Console(quiet=True)) as begun:
         assert ("runtime.precision: bf16 (paper: fp32)" in (begun.differs or ())) == listed
 
 
 def test_a_run_of_the_demo_says_nothing(tmp_path: Path) -> None:
     config = config_of("vtab_demo")
-    with sessions.session(
-        config, config.runtime, "sweep", Place(tmp_path / "run"), tmp_path, Console(quiet=True)
+    with sessions.open_run(
+        config, config.runtime, "sweep", LaunchOptions(tmp_path / "run"), tmp_path, Console(quiet=True)
     ) as begun:
         assert begun.differs is None

@@ -14,10 +14,9 @@ from test_cli import run
 
 from dpn_cli.arch import nearest
 from dpn_cli.commands.configs import schema_of
-from dpn_cli.commands.trainers import HIGHRES, TRAININGS
-from dpn_cli.config.allowed import allowed
-from dpn_cli.config.load import build, from_settings, merge, read_config
-from dpn_cli.config.yaml_text import read_yaml
+from dpn_cli.commands.trainers import HIGHRES, TRAIN_COMMANDS
+from dpn_cli.config.load import build, from_settings, merge, read_config, read_yaml
+from dpn_cli.config.validation_errors import describe_allowed
 from dpn_cli.errors import DpnError
 from tasks.vtab.tasks import TASKS
 
@@ -38,10 +37,10 @@ def fields(schema: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[tu
             yield from fields(field.annotation, (*prefix, name))
 
 
-@pytest.mark.parametrize("command", TRAININGS)
+@pytest.mark.parametrize("command", TRAIN_COMMANDS)
 def test_every_field_of_every_config_says_in_words_what_it_takes(command: str) -> None:
-    for path, field in fields(TRAININGS[command].schema):
-        described = allowed(field.annotation, [*field.metadata, field])
+    for path, field in fields(TRAIN_COMMANDS[command].schema):
+        described = describe_allowed(field.annotation, [*field.metadata, field])
         assert "another kind" not in described, path
         assert not JARGON.search(described), path
 

@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from dpn_cli.arch import Norm, Placement, Stem
-from dpn_cli.config.layers import last_given, layered
-from dpn_cli.config.load import Plain, Say, merge, read_config, unsaid
+from dpn_cli.config.load import Logger, Plain, discard_message, last_given, merge, merge_layers, read_config
 from dpn_cli.config.network import ARCH, DROP_PATH, IMAGE_SIZE, NORM, PLACEMENT, STEM, BackboneConfig
 from dpn_cli.config.option import DATA, MODEL, RUNTIME, TRAIN, flag
 from dpn_cli.config.paths import DEMO_OBJECTS, DEMOS, find_data
@@ -35,7 +34,7 @@ from dpn_cli.config.schema import (
     refuse_unused,
 )
 from dpn_cli.errors import DpnError
-from dpn_cli.sweep.grid import ComparedTraining
+from dpn_cli.sweep.grid import SweepConfig
 
 Start = Literal["retrofit", "anneal", "copy", "scratch"]
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -149,7 +148,7 @@ class Losses(Section):
         return self
 
 
-class DistillConfig(ComparedTraining):
+class DistillConfig(SweepConfig):
     """All that ``dpn distill`` does."""
 
     backbone: Student = Student()
@@ -235,11 +234,13 @@ class DistillConfig(ComparedTraining):
         return self.data.source in DEMOS
 
 
-def resolve(config_file: str | None, flags: Mapping[str, Any], settings: Mapping[str, Any], say: Say = unsaid) -> Plain:
+def resolve(
+    config_file: str | None, flags: Mapping[str, Any], settings: Mapping[str, Any], say: Logger = discard_message
+) -> Plain:
     """Merge the layers over the config of the data: the demo's without data and teacher, else the usual one.
 
     A student from scratch has only the logits of a teacher of another width to learn from.
-    Raises `DpnError` as `layered` does, and where there is a teacher and nothing to show it.
+    Raises `DpnError` as `merge_layers` does, and where there is a teacher and nothing to show it.
     """
     file, command = read_config(config_file) if config_file else {}, merge(flags, settings)
     given = last_given("data", "source", file, command)
@@ -256,13 +257,13 @@ def resolve(config_file: str | None, flags: Mapping[str, Any], settings: Mapping
     if last_given("backbone", "arch", file, command) or last_given("backbone", "start", file, command) == "scratch":
         say("a student from scratch: losses.tokens and losses.representation are 0 unless they are set")
         base = merge(base, {"losses": {"tokens": 0.0, "representation": 0.0}})
-    plain = layered(base, file, command, shipped, say)
+    plain = merge_layers(base, file, command, shipped, say)
     if not plain.get("stem_share") and "stem_lr" not in command:
         plain = merge(plain, {"stem_lr": None})
     return merge(plain, {"data": {"source": DEMO_OBJECTS if demo else source}})
 
 
-def settle(config: DistillConfig, demo_teacher: str | None = None) -> DistillConfig:
+def finalize(config: DistillConfig, demo_teacher: str | None = None) -> DistillConfig:
     """Return the config with its teacher and its student's stem decided. Raises `DpnError` without a teacher."""
     teacher = config.teacher or demo_teacher
     if teacher is None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpn_cli.config.layers import counted
+from dpn_cli.config.load import counted
 from dpn_cli.data.leakage import record
 from dpn_cli.data.loader import crop_batches, worker_count
 from dpn_cli.data.shard_sampler import order_of
@@ -22,7 +22,7 @@ from dpn_cli.run import distributed
 from dpn_cli.run.artifact_kinds import DIGEST, KEY, WEIGHTS
 from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.files import read_object, replace_json, replace_text
-from dpn_cli.run.run import Session
+from dpn_cli.run.run import Run
 from dpn_cli.run.run_dir import LOST, MetricsLog
 from dpn_cli.weights.backbone import Backbone, export_backbone
 from dpn_cli.weights.resolve_stem import describe_start
@@ -30,8 +30,8 @@ from tasks.classify.classifier import Classifier, save_classifier
 from tasks.classify.distill.cache import TargetCache, kept_targets
 from tasks.classify.distill.config import DistillConfig
 from tasks.classify.distill.data import DistillData, augmentation_of
-from tasks.classify.distill.losses import Distance, Observed, Seen, inputs_of
-from tasks.classify.distill.scores import Scoring
+from tasks.classify.distill.losses import Distance, NetworkOutputs, ObservedNetwork, inputs_of
+from tasks.classify.distill.scores import DistillScorer
 from tasks.classify.distill.student import check_pair, gated, new_student, prepared, reload_student, ungated
 from tasks.classify.export import model_card
 from tasks.classify.predictions_file import keep
@@ -49,10 +49,10 @@ class Distillation:
     student was to its teacher after it.
     """
 
-    def __init__(self, begun: Session[DistillConfig], teacher: Classifier, images: DistillData) -> None:
-        self.begun, self.config, self.world, self.console = begun, begun.config, begun.world, begun.console
-        self.path, self.images = begun.folder.path, images
-        self.scoring = Scoring(self.config, teacher, images, self.world, self.console)
+    def __init__(self, run: Run[DistillConfig], teacher: Classifier, images: DistillData) -> None:
+        self.run, self.config, self.world, self.console = run, run.config, run.world, run.console
+        self.path, self.images = run.folder.path, images
+        self.scoring = DistillScorer(self.config, teacher, images, self.world, self.console)
         self.taught = self.scoring.taught
         self.teacher = teacher.model.to(self.world.device)
         self.skipped: list[int] = []
@@ -66,11 +66,11 @@ class Distillation:
             stages = {}
         else:
             self._begin()
-        track = self.begun.tracker(self.config.runtime.report_to if stages else "none")
+        track = self.run.tracker(self.config.runtime.report_to if stages else "none")
         for stage, steps in stages.items():
             if steps and self._note(stage) is None:
                 config, student, path = self._ready(stage, before, steps)
-                with self.begun.outputs("distill" if stage == "all" else stage, track, path) as outputs:
+                with self.run.outputs("distill" if stage == "all" else stage, track, path) as outputs:
                     observed, job = self.job(config, student, outputs, first)
                     done = engine.fit(engine.prepare(observed, config.runtime, self.world), job)
                 self._finish(stage, student, done, outputs)
@@ -82,7 +82,7 @@ class Distillation:
             for stage in ("start", "stem"):
                 self._file(stage, ".safetensors").unlink(missing_ok=True)
             Checkpoints(self.path / "checkpoints").clear()
-            self.begun.folder.finish(result)
+            self.run.folder.finish(result)
         return result
 
     def _begin(self) -> None:
@@ -105,7 +105,7 @@ class Distillation:
         """Return the config of a stage, the student as the stage `before` left it, and the folder of its log."""
         student = reload_student(self.config, str(self._file(before, ".safetensors")), self.teacher.num_classes)
         path = self.path if stage == "all" else self.path / stage
-        if (saved := Checkpoints(path / "checkpoints")).begun:
+        if (saved := Checkpoints(path / "checkpoints")).run:
             self.console.info(describe_start(student.report, saved))
         return self.of_stage(stage, student, steps), student, path
 
@@ -129,11 +129,11 @@ class Distillation:
 
     def job(
         self, config: DistillConfig, student: Backbone, outputs: engine.Outputs, first: int, *, dry_run: bool = False
-    ) -> tuple[Observed, engine.Job]:
+    ) -> tuple[ObservedNetwork, engine.TrainJob]:
         """Return the student as the engine trains it, and what the engine has to do; `dry_run` keeps no targets."""
         world, runtime = self.world, config.runtime
         pairs = check_pair(config, self.teacher, student)
-        observed = Observed(student.to(world.device), config.losses, [ours for ours, _ in pairs])
+        observed = ObservedNetwork(student.to(world.device), config.losses, [ours for ours, _ in pairs])
         observed.freeze_unseen()
         steps = first + config.schedule.steps
         order = order_of(self.images.train, config.data, config.batch_size, config.seed, steps)
@@ -148,18 +148,18 @@ class Distillation:
             on_skip=self.skipped.append,
             order=order,
         )
-        targets: Callable[[engine.Batch], Seen] = self._targets
+        targets: Callable[[engine.Batch], NetworkOutputs] = self._targets
         if self.cache and not dry_run:
             self.cache.fill()
             batches, targets = self.cache.joined(batches, order), kept_targets
         deviations = self._deviations() if config.losses.tokens else {}
-        return observed, engine.Job.of(
+        return observed, engine.TrainJob.of(
             config,
             loss_fn=Distance(targets, student, config.losses, deviations, self.taught.loss),
             batches=lambda start: batches(first + start),
             micro_batch=MicroBatch.choose(runtime, world.most(config.batch_size), student, world.device),
             ema_decay=config.ema,
-            evaluate=lambda: self.scoring.nearness(student).metrics(),
+            evaluate=lambda: self.scoring.agreement(student).metrics(),
             evaluate_every=interval(config.evaluate_every, config.schedule.steps),
             keep_best=False,
             world=world,
@@ -167,15 +167,15 @@ class Distillation:
         )
 
     @cached_property
-    def _seeing(self) -> Observed:
-        return Observed(self.teacher, self.config.losses, [theirs for _, theirs in self.config.losses.layers])
+    def _seeing(self) -> ObservedNetwork:
+        return ObservedNetwork(self.teacher, self.config.losses, [theirs for _, theirs in self.config.losses.layers])
 
     @cached_property
-    def _compiled(self) -> Callable[[Tensor], Seen]:
+    def _compiled(self) -> Callable[[Tensor], NetworkOutputs]:
         return torch.compile(self._seeing) if self.config.runtime.compile else self._seeing
 
     @torch.no_grad()
-    def _targets(self, batch: engine.Batch) -> Seen:
+    def _targets(self, batch: engine.Batch) -> NetworkOutputs:
         """Return what the teacher computes for a batch."""
         with engine.precision_of(self.config.runtime, self.world.device):
             return self._compiled(inputs_of(self.teacher, batch))
@@ -223,7 +223,7 @@ class Distillation:
     def _keep(self, stage: str, student: Backbone, facts: Json) -> None:
         """Write the weights of a stage, and the note that it is finished."""
         student.to(self.world.device).eval()
-        near = self.scoring.nearness(student).to_dict()
+        near = self.scoring.agreement(student).to_dict()
         note = {**facts, **near, "top1": self.scoring.top1(student)}
         if self.world.leads:
             if stage == "all":
@@ -264,7 +264,7 @@ class Distillation:
         if self.skipped:
             self.console.warn(f"{sum(self.skipped)} times an unreadable image was replaced by the next one")
         log, vit_config = MetricsLog(self.path / "metrics.jsonl"), student.config
-        scores = self.scoring.scores(student, keep_answers=True)
+        scores = self.scoring.scores(student, keep_predictions=True)
         result = {
             "task": "distill",
             "arch": vit_config.arch,
@@ -290,7 +290,7 @@ class Distillation:
             "data": self.images.fingerprints(),
             DIGEST: student.report.digest,
             "decoder": self.images.train.reading.versions(),
-            "differs_from_paper": self.begun.differs,
+            "differs_from_paper": self.run.differs,
         }
         if scores is not None and self.images.val is not None and self.world.leads:
             result |= keep(self.path, scores, self.images.classes, self.images.val)
