@@ -20,8 +20,9 @@ from pathlib import Path
 import torch
 from loader import IMAGES, write_images
 
-from dpn_cli.data.classified import ClassFolders
-from dpn_cli.data.loader import Augmentation, crop_batches
+from dpn_cli.data.augment import Augmentation
+from dpn_cli.data.loader import crop_batches
+from dpn_cli.data.sources.folder import ClassFolders
 from dpn_cli.run.distributed import World
 
 # Batches that are taken, seconds that the last of them is in use, and seconds between two looks at the memory.

@@ -25,7 +25,7 @@ from dpn_cli.engine.planning import matrix_rate
 from dpn_cli.model.flops import count, training_flops
 from dpn_cli.weights.backbone import Backbone, load_backbone
 from tasks.classify.distill.config import Losses
-from tasks.classify.distill.losses import Distance, Observed, Seen, inputs_of
+from tasks.classify.distill.losses import Distance, NetworkOutputs, ObservedNetwork, inputs_of
 
 MILLIONS = (10, 30, 100)
 
@@ -33,11 +33,11 @@ MILLIONS = (10, 30, 100)
 def distilling(teacher: Backbone, student: Backbone, batch: Batch, runtime: Runtime, device: torch.device) -> Steps:
     """Return steps of our distillation with the shipped config's losses."""
     losses = Losses.model_validate(read_config("distill")["losses"])
-    seeing, observed = Observed(teacher, losses, []), Observed(student, losses, [])
+    seeing, observed = ObservedNetwork(teacher, losses, []), ObservedNetwork(student, losses, [])
 
     @torch.no_grad()
-    def targets(part: Batch) -> Seen:
-        seen: Seen = seeing(inputs_of(teacher, part))
+    def targets(part: Batch) -> NetworkOutputs:
+        seen: NetworkOutputs = seeing(inputs_of(teacher, part))
         return seen
 
     deviations = {"tokens": torch.ones(teacher.embed_dim, device=device)}

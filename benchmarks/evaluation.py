@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 from dpn_cli.weights.backbone import load_backbone
 from tasks.classify.classifier import Classifier, predict
-from dpn_cli.data.classified import ClassFolders, Part
+from dpn_cli.data.sources.base import Part
+from dpn_cli.data.sources.folder import ClassFolders
 from dpn_cli.run.distributed import World
 from dpn_cli.metrics import score
 count = int(sys.argv[2])

@@ -14,8 +14,9 @@ from gpu_speed import RUNTIME
 from step import CLASSES, Steps, fit_steps, loss_fn, synthetic
 from torch import Tensor, nn
 
-from dpn_cli.data.classified import ClassFolders
-from dpn_cli.data.loader import Augmentation, crop_batches
+from dpn_cli.data.augment import Augmentation
+from dpn_cli.data.loader import crop_batches
+from dpn_cli.data.sources.folder import ClassFolders
 from dpn_cli.engine.fit import Batch, prepare
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import load_backbone

@@ -30,22 +30,24 @@ from typing import Any
 import torch
 from PIL import Image
 
-from dpn_cli.data import classified
-from dpn_cli.data.classified import ClassFolders, ImageSource, open_class_data
-from dpn_cli.data.labelled import Images, fingerprint
-from dpn_cli.data.loader import Steps
+from dpn_cli.data import splits
+from dpn_cli.data.image_source import ImageSource
+from dpn_cli.data.sampler import Steps
+from dpn_cli.data.sources.base import Images, fingerprint
+from dpn_cli.data.sources.folder import ClassFolders
+from dpn_cli.data.splits import open_class_data
 from dpn_cli.metrics import score
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World, join
 from dpn_cli.run.run_dir import MetricsLog
 from dpn_cli.weights.backbone import load_backbone
-from tasks.classify.predictions_file import described_pairs, per_class
+from tasks.classify.predictions_file import describe_pairs, per_class
 from tasks.lit.cache import cached_features
 from tasks.lit.data import CaptionSource, open_pairs, open_split
 from tasks.lit.features import ImageEncoder
 from tasks.lit.train import fingerprints
 from tasks.segment.model import LinearSegmenter
-from tasks.segment.sliding_window import Plan, label_map
+from tasks.segment.sliding_window import WindowPlan, label_map
 
 Work = Callable[[], object]
 # ext4 allows 65,000 links of a file.
@@ -177,7 +179,7 @@ class Grey(Images):
 def hold_out(size: int, folder: Path) -> Work:
     """Set images of each of `size` classes apart, of 200,000 in all."""
     images = Grey(200_000, size)
-    return lambda: classified.hold_out(images, 0.1)
+    return lambda: splits.hold_out(images, 0.1)
 
 
 def score_classes(size: int, folder: Path) -> Work:
@@ -194,7 +196,7 @@ def score_classes(size: int, folder: Path) -> Work:
 
     def work() -> object:
         scores = score(logits_of, split, transform, size, ALONE, loss="softmax", batch_size=256, workers=0)
-        return scores, per_class(names, scores.confusion), described_pairs(names, scores.confusion)
+        return scores, per_class(names, scores.confusion), describe_pairs(names, scores.confusion)
 
     return work
 
@@ -252,7 +254,7 @@ def slide(size: int, folder: Path) -> Work:
     vit = load_backbone("mu/16", stem="dpn", image_size=512, num_classes=150)
     network = LinearSegmenter(vit, final_norm=False).eval()
     image = torch.randint(0, 256, (3, size, size), dtype=torch.uint8)
-    plan = Plan(512, 341, (2048, 512))
+    plan = WindowPlan(512, 341, (2048, 512))
 
     def work() -> object:
         with torch.inference_mode():

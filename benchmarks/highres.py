@@ -22,8 +22,9 @@ from step import bare_steps
 from torch import nn
 
 from dpn_cli.config.schema import Optim, Runtime, Schedule
-from dpn_cli.data.classified import ClassFolders
-from dpn_cli.data.loader import Augmentation, crop_batches
+from dpn_cli.data.augment import Augmentation
+from dpn_cli.data.loader import crop_batches
+from dpn_cli.data.sources.folder import ClassFolders
 from dpn_cli.engine.fit import FitResult, Job, Outputs, fit
 from dpn_cli.engine.losses import sigmoid_xent
 from dpn_cli.engine.memory import MicroBatch

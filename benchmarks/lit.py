@@ -40,7 +40,7 @@ from dpn_cli.run.distributed import World
 from dpn_cli.run.process import keep_memory
 from dpn_cli.weights.backbone import Backbone, load_backbone
 from tasks.lit.cache import BATCH, cached_features
-from tasks.lit.captions import Files
+from tasks.lit.captions import CaptionedFiles
 from tasks.lit.encode import image_encoder
 from tasks.lit.loss import ContrastiveLoss
 from tasks.lit.text_tower import TextTower
@@ -137,7 +137,7 @@ def compare_steps(tower: Backbone, text: TextTower, rows: int, steps: int, round
         )
 
 
-class Counted(Files):
+class Counted(CaptionedFiles):
     """Files that note when they are opened, in this process."""
 
     opened = 0

@@ -23,10 +23,11 @@ import torch
 from PIL import Image
 from timm.data import create_dataset, create_loader, create_transform
 
-from dpn_cli.data.classified import ClassFolders
+from dpn_cli.data.augment import Augmentation
 from dpn_cli.data.crops import Decode, eval_crop, train_crop
 from dpn_cli.data.decode import Reading, read_pixels
-from dpn_cli.data.loader import Augmentation, crop_batches
+from dpn_cli.data.loader import crop_batches
+from dpn_cli.data.sources.folder import ClassFolders
 from dpn_cli.run.distributed import World
 from dpn_cli.run.process import keep_memory
 

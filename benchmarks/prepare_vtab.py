@@ -25,7 +25,7 @@ from unittest import mock
 import numpy as np
 
 from dpn_cli.data.decode import Reading
-from dpn_cli.data.labelled import FileList
+from dpn_cli.data.sources.folder import FileList
 from dpn_cli.run.console import Console
 from tasks.vtab.config import VtabData
 from tasks.vtab.data import open_splits

@@ -27,11 +27,14 @@ from timm.data import create_dataset, create_loader
 from torch import nn
 
 from dpn_cli.config.schema import Optim, Runtime, Schedule
-from dpn_cli.data.classified import ClassFolders, hash_order
+from dpn_cli.data.augment import Augmentation
 from dpn_cli.data.crops import train_crop
-from dpn_cli.data.labelled import Labelled
-from dpn_cli.data.loader import Augmentation, crop_batches
-from dpn_cli.data.sources.packs import Packed, Packing, pack
+from dpn_cli.data.loader import crop_batches
+from dpn_cli.data.sources.base import Labelled
+from dpn_cli.data.sources.folder import ClassFolders
+from dpn_cli.data.sources.pack_writer import Packing, pack
+from dpn_cli.data.sources.packs import Packed
+from dpn_cli.data.splits import hash_order
 from dpn_cli.engine.fit import Batches, Job, Outputs, fit
 from dpn_cli.engine.losses import sigmoid_xent
 from dpn_cli.engine.memory import MicroBatch

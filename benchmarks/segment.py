@@ -44,7 +44,7 @@ from tasks.segment.loader import segment_batches
 from tasks.segment.loss import segmentation_loss
 from tasks.segment.model import LinearSegmenter, initialize_head, normalized, use_imagenet_inputs
 from tasks.segment.pairs import FolderPairs
-from tasks.segment.sliding_window import Plan, label_map
+from tasks.segment.sliding_window import WindowPlan, label_map
 from tasks.segment.transforms import SegmentAugmentation
 
 CLASSES, CROP = 150, 512
@@ -264,7 +264,7 @@ def slide(
     image = torch.randint(0, 256, (3, *size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).to(device)
     ours = network(arch, crop=crop, device=device).eval()
     if which == "ours":
-        return lambda: label_map(ours, [image], size, Plan(crop, stride_of(crop), (2048, 512)))
+        return lambda: label_map(ours, [image], size, WindowPlan(crop, stride_of(crop), (2048, 512)))
     theirs = mmseg_model(ours, arch, device).eval()
     from mmengine.structures import PixelData
     from mmseg.structures import SegDataSample

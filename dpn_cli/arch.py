@@ -182,12 +182,12 @@ def nearest(given: str, allowed: Iterable[str]) -> str | None:
 
     None where there is no such name, or where several are as close.
     """
-    close = {name: _likeness(given.casefold(), name.casefold()) for name in allowed if len(given) < 100}
+    close = {name: _similarity(given.casefold(), name.casefold()) for name in allowed if len(given) < 100}
     best = [name for name, likeness in close.items() if likeness == max(close.values())]
     return best[0] if len(best) == 1 and close[best[0]] >= LIKE else None
 
 
-def _likeness(given: str, name: str) -> float:
+def _similarity(given: str, name: str) -> float:
     """Return how alike two names are, from 0 to 1: letters in common, of which the first counts most."""
     alike = difflib.SequenceMatcher(None, given, name).ratio()
     if len(given) > 2 and any(

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpn_cli.data.labelled import Labelled
 from dpn_cli.data.pixels import PixelSet, Transform, stream
+from dpn_cli.data.sources.base import Labelled
 from dpn_cli.engine.losses import LOSSES, Loss
 from dpn_cli.run import distributed, signals
 from dpn_cli.run.baseline_warnings import class_floors
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torchmetrics.classification import MulticlassConfusionMatrix
 
 
-class Answer(NamedTuple):
+class ImagePrediction(NamedTuple):
     """What a classifier says of one image: its row in the split, its class, the best class, and how likely that is."""
 
     row: int
@@ -80,7 +80,7 @@ class Scores:
     loss: float
     skipped: int
     confusion: Confusion
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[ImagePrediction] = field(default_factory=list)
 
     @property
     def top1(self) -> float:
@@ -148,21 +148,21 @@ def score(
     workers: int | Literal["auto"] = "auto",
     skip_bad: bool = False,
     columns: Tensor | None = None,
-    keep_answers: bool = False,
+    keep_predictions: bool = False,
     done: Done = uncounted,
     see: Callable[[Sequence[int], Tensor], None] | None = None,
 ) -> Scores:
     """Score a split.
 
     `logits_of` maps uint8 images (b, 3, h, w) to logits, of which `columns` picks those of the split's classes.
-    `done` is told how many of this rank's images are done. With `keep_answers` every readable image has an `Answer`, in
-    the split's order. `see` is called with the rows and the logits (b, classes) of each part.
+    `done` is told how many of this rank's images are done. With `keep_predictions` every readable image has an
+    `ImagePrediction`, in the split's order. `see` is called with the rows and the logits (b, classes) of each part.
 
     Raises `DataError` for an unreadable image unless `skip_bad`, `StoppedError` when a signal asks to stop.
     """
     pairs = Counter[int]()
     sums = torch.zeros(4, dtype=torch.float64)  # images, right among five, loss, skipped
-    answers: list[Answer] = []
+    answers: list[ImagePrediction] = []
     with closing(rank_share(split, transform, world, batch_size, workers, skip_bad=skip_bad)) as parts:
         for part in parts:
             done(len(part.images) + part.skipped)
@@ -179,10 +179,10 @@ def score(
             sums[:3] += torch.tensor([len(labels), int((best == labels[:, None]).sum()), value.item()])
             if see:
                 see(part.rows, logits)
-            if keep_answers:
+            if keep_predictions:
                 chances = logits.sigmoid() if loss == "sigmoid" else logits.softmax(-1)
                 sure, guess = chances.max(-1)
-                answers += map(Answer, part.rows, labels.tolist(), guess.tolist(), sure.tolist())
+                answers += map(ImagePrediction, part.rows, labels.tolist(), guess.tolist(), sure.tolist())
     images, right5, total, skipped = distributed.reduce_over_ranks(sums).tolist()
     confusion = Confusion(classes, sum(distributed.from_all(pairs), Counter[int]()))
     counted = sum(confusion.pairs.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
+import shutil
 import signal
 import tempfile
 import time
@@ -16,8 +17,7 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 # A cache of datasets outlives the files that it was made from, and a later session's files have the same names.
-HF_HOME = tempfile.TemporaryDirectory(prefix="dpn-tests-")
-os.environ["HF_HOME"] = HF_HOME.name
+os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="dpn-tests-")
 os.environ["DPN_NO_REPORT"] = "1"  # a page takes a second or two
 
 import numpy as np
@@ -62,6 +62,7 @@ def _without_waiting() -> Iterator[None]:
         patch.setattr(typer.testing, "_get_command", cache(typer.main.get_command))
         patch.setattr(os, "fsync", lambda descriptor: None)
         yield
+    shutil.rmtree(os.environ["HF_HOME"], ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ REGIONS = ("centre", "corners", "edges", "all")
 
 
 @dataclass(frozen=True)
-class Described:
+class NormProfile:
     """A map (p, q) in numbers.
 
     Args:
@@ -73,13 +73,13 @@ def regions(shape: Sequence[int]) -> dict[str, Tensor]:
     }
 
 
-def describe_map(values: Tensor) -> Described:
+def profile_map(values: Tensor) -> NormProfile:
     """Describe a map (p, q): means of its parts, symmetry, and the profile from the centre outwards."""
     means = {name: _mean(values[mask]) for name, mask in regions(values.shape).items()}
     row, column = (torch.arange(side) - (side - 1) / 2 for side in values.shape)
     distance = (row[:, None].double() ** 2 + column**2).sqrt()
     rings = [distance.int() == ring for ring in sorted(set(distance.int().flatten().tolist()))]
-    return Described(
+    return NormProfile(
         means,
         _symmetry(values, 1),
         _symmetry(values, 0),

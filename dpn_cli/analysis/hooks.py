@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dpn_cli.analysis.attention import AttentionDistances, uniform_distance
 from dpn_cli.analysis.patch_probes import ordinary_patch
-from dpn_cli.analysis.patches import Explained
+from dpn_cli.analysis.patches import ExplainedVariance
 from dpn_cli.analysis.tokens import Lengths, TokenLengths
 from dpn_cli.run import signals
 from dpn_cli.weights.backbone import Backbone
@@ -20,8 +20,8 @@ MOST_ATTENTION = 2**25
 
 
 @dataclass(frozen=True)
-class Observed:
-    """What images showed of a network; see `AttentionDistances`, `TokenLengths` and `Explained`.
+class Activations:
+    """What images showed of a network; see `AttentionDistances`, `TokenLengths` and `ExplainedVariance`.
 
     `ordinary` (3, p, q) is the patch of median contrast in the first batch, in grey levels;
     `distances` are (layers, heads) in pixels, `uniform` that of uniform attention.
@@ -35,18 +35,18 @@ class Observed:
     shares: dict[str, float | None]
 
 
-def images_at_once(model: Backbone) -> int:
+def inspection_batch_size(model: Backbone) -> int:
     """Return how many images go through a network at a time: at most 16, fewer where attention is large."""
     tokens = model.config.grid[0] * model.config.grid[1] + 1
     return max(1, min(16, MOST_ATTENTION // (model.config.size.heads * tokens**2)))
 
 
 @torch.no_grad()
-def observe(model: Backbone, batches: Iterable[Tensor]) -> Observed:
+def record_activations(model: Backbone, batches: Iterable[Tensor]) -> Activations:
     """Send batches (b, 3, h, w) of uint8 pixels through a network in evaluation mode and measure it meanwhile."""
     device = model.patch_embed.proj.weight.device
     grid, patch = model.config.grid, model.config.patch
-    attention, lengths, explained = AttentionDistances(model), TokenLengths(grid[0] * grid[1]), Explained(model)
+    attention, lengths, explained = AttentionDistances(model), TokenLengths(grid[0] * grid[1]), ExplainedVariance(model)
     images, ordinary = 0, torch.empty(0)
     with attention.watching(model), lengths.watching(model), explained.watching(model):
         for pixels in batches:
@@ -55,4 +55,4 @@ def observe(model: Backbone, batches: Iterable[Tensor]) -> Observed:
             model.forward_features(model.normalize(pixels.to(device)))
             images += len(pixels)
     uniform = uniform_distance(grid, patch)
-    return Observed(images, ordinary, attention.pixels, uniform, lengths.summary(), explained.shares())
+    return Activations(images, ordinary, attention.pixels, uniform, lengths.summary(), explained.shares())

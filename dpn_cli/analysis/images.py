@@ -8,11 +8,13 @@ from typing import Literal
 
 from torch import Tensor
 
-from dpn_cli.analysis.hooks import images_at_once
-from dpn_cli.data.classified import ImageSource, Part, hash_order
-from dpn_cli.data.images import open_unlabelled
-from dpn_cli.data.labelled import SceneSplit
-from dpn_cli.data.pixels import load, resize, stream
+from dpn_cli.analysis.hooks import inspection_batch_size
+from dpn_cli.data.image_source import ImageSource, open_unlabelled
+from dpn_cli.data.pixels import load, stream
+from dpn_cli.data.resize import resize
+from dpn_cli.data.sources.base import Part
+from dpn_cli.data.sources.synthetic import SceneSplit
+from dpn_cli.data.splits import hash_order
 from dpn_cli.errors import DataError
 from dpn_cli.run.console import Done, uncounted
 from dpn_cli.weights.backbone import Backbone
@@ -21,7 +23,7 @@ from dpn_cli.weights.backbone import Backbone
 SCENES = 8
 
 
-class Shown:
+class SampledImages:
     """Up to `most` images of a source, the same ones whatever the order of a folder; resized whole.
 
     Raises `DataError` where there are none.
@@ -41,7 +43,7 @@ class Shown:
         transform = partial(resize, size=model.config.image_size)
         seen = 0
         with stream(
-            self.split, transform, images_at_once(model), workers=self.workers, skip_bad=self.skip_bad
+            self.split, transform, inspection_batch_size(model), workers=self.workers, skip_bad=self.skip_bad
         ) as parts:
             for part in parts:
                 if len(part.images):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor
 
-from dpn_cli.analysis.patches import cut
+from dpn_cli.analysis.patches import cut_patches
 from dpn_cli.weights.backbone import Backbone
 
 GREY = 128
@@ -43,7 +43,7 @@ class Probe:
 def ordinary_patch(model: Backbone, pixels: Tensor) -> Tensor:
     """Return the patch (3, p, q) of median contrast among those of images (b, 3, h, w) in grey levels."""
     patch = model.config.patch
-    patches = cut(pixels.float(), patch).flatten(0, 1)
+    patches = cut_patches(pixels.float(), patch).flatten(0, 1)
     middle = patches.std(1).argsort()[len(patches) // 2]
     return rearrange(patches[middle], "(p q c) -> c p q", p=patch[0], q=patch[1])
 
@@ -71,7 +71,7 @@ def probe_stem(model: Backbone, ordinary: Tensor) -> list[Probe]:
     images = repeat(torch.stack(list(kinds.values())), "k c p q -> k c (h p) (w q)", h=rows, w=columns)
     images = model.normalize(images.to(device))
     tokens = model.patch_embed(images)[:, 0].double().cpu()
-    given = cut(images, model.config.patch)[:, :1]
+    given = cut_patches(images, model.config.patch)[:, :1]
     after = model.patch_embed.norm_in(given)
     shape = {"p": model.config.patch[0], "q": model.config.patch[1]}
     first = tokens[0]

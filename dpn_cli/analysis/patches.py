@@ -15,13 +15,13 @@ from dpn_cli.weights.backbone import Backbone
 FEATURES: dict[str, tuple[int, ...]] = {"brightness": (0, 1), "contrast": (0, 2), "both": (0, 1, 2)}
 
 
-def cut(image: Tensor, patch: tuple[int, int]) -> Tensor:
+def cut_patches(image: Tensor, patch: tuple[int, int]) -> Tensor:
     """Return the patches (b, h * w, p * q * c) of images (b, c, h * p, w * q), flattened as the stem does."""
     patches: Tensor = rearrange(image, "b c (h p) (w q) -> b (h w) (p q c)", p=patch[0], q=patch[1])
     return patches
 
 
-class Explained:
+class ExplainedVariance:
     """Share of the tokens' variance that brightness and contrast explain, by least squares over all patches.
 
     Tokens are the stem's, before positions; brightness is the mean of a patch over its pixels and channels in the
@@ -38,7 +38,7 @@ class Explained:
 
     def add(self, image: Tensor, tokens: Tensor) -> None:
         """Take normalised images (b, 3, h, w) and what the stem made of them, (b, n, d)."""
-        patches = cut(image, self.patch).flatten(0, 1).double()
+        patches = cut_patches(image, self.patch).flatten(0, 1).double()
         contrast, brightness = torch.std_mean(patches, dim=1, correction=0)
         x = torch.stack([torch.ones_like(brightness), brightness, contrast], dim=1)
         t = tokens.flatten(0, 1).double()

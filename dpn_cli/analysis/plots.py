@@ -13,17 +13,17 @@ from torch import Tensor
 
 from dpn_cli.analysis.first_norm import CHANNELS, REGIONS
 from dpn_cli.analysis.projection import effective_rank
-from dpn_cli.analysis.summary import Examined
-from dpn_cli.report.content import Bars, Cell, Chart, Lines, Map, Maps, Part, Section, Series, Table, Text
+from dpn_cli.analysis.summary import InspectionSummary
+from dpn_cli.report.content import BarChart, Cell, Chart, LineChart, Map, Maps, Part, Section, Series, Table, Text
 
 Floats = NDArray[np.float64]
 PAPER = "arXiv 2302.01327"
 
 
-def sections_of(networks: Sequence[Examined]) -> list[Section]:
+def sections_of(networks: Sequence[InspectionSummary]) -> list[Section]:
     """Return the sections of the page; the networks stand side by side in each."""
     found = [Section("Networks", [*_said(networks), _facts(networks)])]
-    makers: dict[str, Callable[[Sequence[Examined]], list[Part]]] = {
+    makers: dict[str, Callable[[Sequence[InspectionSummary]], list[Part]]] = {
         "Scale and bias of the first norm": _first_norm,
         "Patch projection": _projection,
         "Position embeddings": _positions,
@@ -38,36 +38,36 @@ def sections_of(networks: Sequence[Examined]) -> list[Section]:
     return found
 
 
-def _said(networks: Sequence[Examined]) -> list[Part]:
+def _said(networks: Sequence[InspectionSummary]) -> list[Part]:
     return [Text(_of(one, line, networks)) for one in networks for line in one.left_out]
 
 
-def _of(one: Examined, text: str, networks: Sequence[Examined]) -> str:
+def _of(one: InspectionSummary, text: str, networks: Sequence[InspectionSummary]) -> str:
     """Return a text with the network's name before it where there are two."""
     return f"{one.name}: {text}" if len(networks) > 1 else text
 
 
-def _title(one: Examined, text: str, networks: Sequence[Examined]) -> str:
+def _title(one: InspectionSummary, text: str, networks: Sequence[InspectionSummary]) -> str:
     """Return a title, with the network's name before it where there are two."""
     return _of(one, text, networks) if len(networks) > 1 else text[0].upper() + text[1:]
 
 
-def _each(networks: Sequence[Examined], make: Callable[[Examined, str], Chart | None]) -> list[Part]:
+def _each(networks: Sequence[InspectionSummary], make: Callable[[InspectionSummary, str], Chart | None]) -> list[Part]:
     """Return a chart per network; `make` is given what its name ends with."""
     endings = [f"_{number}" if len(networks) > 1 else "" for number in range(1, len(networks) + 1)]
     return [chart for one, ending in zip(networks, endings, strict=True) if (chart := make(one, ending))]
 
 
-def _facts(networks: Sequence[Examined]) -> Table:
+def _facts(networks: Sequence[InspectionSummary]) -> Table:
     rows: list[list[Cell]] = [[key, *(one.facts[key] for one in networks)] for key in networks[0].facts]
     return Table("What was looked into", ["", *(one.name for one in networks)], rows, name="networks")
 
 
-def _first_norm(networks: Sequence[Examined]) -> list[Part]:
+def _first_norm(networks: Sequence[InspectionSummary]) -> list[Part]:
     parts: list[Part] = []
     for kind in ("scale", "bias"):
 
-        def maps(one: Examined, ending: str, kind: str = kind) -> Maps | None:
+        def maps(one: InspectionSummary, ending: str, kind: str = kind) -> Maps | None:
             if kind not in one.maps:
                 return None
             images = [Map(*pair) for pair in zip(CHANNELS, one.maps[kind].numpy(), strict=True)]
@@ -88,12 +88,12 @@ def _first_norm(networks: Sequence[Examined]) -> list[Part]:
         title = "Scale from the centre outwards"
         caption = "Mean over rings of one pixel around the middle of a patch."
         x, y = "distance from the patch's centre in pixels", "scale"
-        parts.append(Lines("first_norm_profile", title, x, y, series, caption=caption))
+        parts.append(LineChart("first_norm_profile", title, x, y, series, caption=caption))
         parts.append(_regions(networks))
     return parts
 
 
-def _regions(networks: Sequence[Examined]) -> Table:
+def _regions(networks: Sequence[InspectionSummary]) -> Table:
     rows: list[list[Cell]] = [
         [
             _of(one, f"{kind}, {channel}", networks),
@@ -114,8 +114,8 @@ def _regions(networks: Sequence[Examined]) -> Table:
     return Table("The first norm in numbers", columns, rows, note, digits=3, name="first norm")
 
 
-def _projection(networks: Sequence[Examined]) -> list[Part]:
-    def filters(one: Examined, ending: str) -> Chart:
+def _projection(networks: Sequence[InspectionSummary]) -> list[Part]:
+    def filters(one: InspectionSummary, ending: str) -> Chart:
         images = [
             Map(f"{number}: {share:.1%}", _as_image(pattern))
             for number, (pattern, share) in enumerate(
@@ -137,7 +137,7 @@ def _projection(networks: Sequence[Examined]) -> list[Part]:
             label = ", ".join(filter(None, (one.name if len(networks) > 1 else "", name))) or "projection"
             series.append(Series(label, range(1, len(shown) + 1), shown))
     caption = "With the scale of the first norm where there is one: both act as their product. Zeros are left out."
-    spectrum = Lines(
+    spectrum = LineChart(
         "singular_values",
         "Singular values of the patch projection",
         "number",
@@ -161,8 +161,8 @@ def _as_image(pattern: Tensor) -> Floats:
     return rearrange(0.5 + pattern / (2 * largest), "c p q -> p q c").numpy()
 
 
-def _positions(networks: Sequence[Examined]) -> list[Part]:
-    def maps(one: Examined, ending: str) -> Chart:
+def _positions(networks: Sequence[InspectionSummary]) -> list[Part]:
+    def maps(one: InspectionSummary, ending: str) -> Chart:
         similarity = one.similarity
         images = [
             Map(f"row {row + 1}, column {column + 1}", similarity.maps[i, j].numpy())
@@ -178,7 +178,7 @@ def _positions(networks: Sequence[Examined]) -> list[Part]:
         return Maps(name, title, "cosine similarity", images, across, (-1.0, 1.0), caption=caption)
 
     series = [Series(one.name, one.similarity.distance, one.similarity.profile) for one in networks]
-    profile = Lines(
+    profile = LineChart(
         "positions_profile",
         "Similarity over distance",
         "distance in patches",
@@ -189,8 +189,8 @@ def _positions(networks: Sequence[Examined]) -> list[Part]:
     return [*_each(networks, maps), profile]
 
 
-def _probes(networks: Sequence[Examined]) -> list[Part]:
-    def images(one: Examined, ending: str) -> Chart:
+def _probes(networks: Sequence[InspectionSummary]) -> list[Part]:
+    def images(one: InspectionSummary, ending: str) -> Chart:
         maps = [
             Map(probe.name, rearrange(probe.pixels, "c p q -> p q c").double().numpy() / 255) for probe in one.probes
         ]
@@ -228,8 +228,8 @@ def _shown_after(values: Tensor, largest: Tensor) -> Floats:
     return rearrange((0.5 + values.double() / (2 * largest)).clamp(0, 1), "c p q -> p q c").numpy()
 
 
-def _attention(networks: Sequence[Examined]) -> list[Part]:
-    def heads(one: Examined, ending: str) -> Chart | None:
+def _attention(networks: Sequence[InspectionSummary]) -> list[Part]:
+    def heads(one: InspectionSummary, ending: str) -> Chart | None:
         if one.observed is None:
             return None
         x = [layer for layer, row in enumerate(one.observed.distances.tolist(), 1) for _ in row]
@@ -238,7 +238,7 @@ def _attention(networks: Sequence[Examined]) -> list[Part]:
             "the patches that it looks at, weighted by the attention after the softmax. The class token is left out, "
             "and what is left of each row is divided by its sum."
         )
-        return Lines(
+        return LineChart(
             f"attention{ending}",
             _title(one, "mean attention distance of every head", networks),
             "block",
@@ -260,7 +260,7 @@ def _attention(networks: Sequence[Examined]) -> list[Part]:
     return [*_each(networks, heads), table] if rows else []
 
 
-def _lengths(networks: Sequence[Examined]) -> list[Part]:
+def _lengths(networks: Sequence[InspectionSummary]) -> list[Part]:
     seen = [(one, one.observed.lengths) for one in networks if one.observed]
     if not seen:
         return []
@@ -277,7 +277,7 @@ def _lengths(networks: Sequence[Examined]) -> list[Part]:
         "Lengths (L2 norms): mean and largest of the patch tokens, mean of the class token. Place 0 is after the stem, "
         "1 with positions, then one place per block, and last the final norm."
     )
-    chart = Lines(
+    chart = LineChart(
         "token_lengths", "Length of the tokens through the network", "place", "length", series, True, caption=caption
     )
     rows: list[list[Cell]] = [
@@ -289,7 +289,7 @@ def _lengths(networks: Sequence[Examined]) -> list[Part]:
     return [chart, Table("Lengths in numbers", columns, rows, folded=True)]
 
 
-def _explained(networks: Sequence[Examined]) -> list[Part]:
+def _explained(networks: Sequence[InspectionSummary]) -> list[Part]:
     seen = {one.name: one.observed.shares for one in networks if one.observed}
     if not seen:
         return []
@@ -302,4 +302,6 @@ def _explained(networks: Sequence[Examined]) -> list[Part]:
         "Share of the variance of the stem's tokens, before positions, that a least-squares fit on the brightness "
         "(mean) and the contrast (standard deviation) of their patches explains. Only what is linear in them counts."
     )
-    return [Bars("explained", "Variance explained", "% of the variance", list(names.values()), series, caption=caption)]
+    return [
+        BarChart("explained", "Variance explained", "% of the variance", list(names.values()), series, caption=caption)
+    ]

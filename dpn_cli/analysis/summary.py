@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from dpn_cli.analysis.first_norm import CHANNELS, Described, describe_map, first_norm_maps
-from dpn_cli.analysis.hooks import Observed, observe
+from dpn_cli.analysis.first_norm import CHANNELS, NormProfile, first_norm_maps, profile_map
+from dpn_cli.analysis.hooks import Activations, record_activations
 from dpn_cli.analysis.images import scenes
 from dpn_cli.analysis.patch_probes import Probe, ordinary_patch, probe_stem
 from dpn_cli.analysis.positions import Similarity, position_similarity
@@ -22,7 +22,7 @@ NO_DATA = "attention distances, token lengths and what explains the tokens are l
 
 
 @dataclass(frozen=True)
-class Examined:
+class InspectionSummary:
     """What is inside a network; `left_out` says what is not, and why.
 
     Args:
@@ -39,13 +39,13 @@ class Examined:
     name: str
     facts: dict[str, str]
     maps: dict[str, Tensor]
-    described: dict[str, list[Described]]
+    described: dict[str, list[NormProfile]]
     filters: Filters
     values: Tensor
     values_alone: Tensor | None
     similarity: Similarity
     probes: list[Probe]
-    observed: Observed | None
+    observed: Activations | None
     left_out: list[str]
     normalises_first: bool
     """Whether the stem changes a patch before its projection."""
@@ -80,19 +80,19 @@ class Examined:
         return defined
 
 
-def examine(name: str, model: Backbone, batches: Iterable[Tensor] | None) -> Examined:
+def examine(name: str, model: Backbone, batches: Iterable[Tensor] | None) -> InspectionSummary:
     """Measure a network in evaluation mode; `batches` of uint8 images (b, 3, h, w) go through it, None for none.
 
     An ordinary patch is taken from them, or from the built-in scenes.
     """
     maps = first_norm_maps(model)
-    seen = None if batches is None else observe(model, batches)
+    seen = None if batches is None else record_activations(model, batches)
     ordinary = ordinary_patch(model, scenes(model)) if seen is None else seen.ordinary
-    return Examined(
+    return InspectionSummary(
         name,
         _facts(model),
         maps,
-        {kind: [describe_map(channel) for channel in values] for kind, values in maps.items()},
+        {kind: [profile_map(channel) for channel in values] for kind, values in maps.items()},
         principal_filters(model),
         singular_values(model, with_scale=True),
         singular_values(model, with_scale=False) if "scale" in maps else None,

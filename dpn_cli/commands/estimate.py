@@ -32,7 +32,8 @@ def show_costs(costs: Sequence[Cost], folder: Path, console: Console, *, as_json
     check_space(costs, folder)
     trainings = sum(cost.trainings for cost in costs)
     console.info(
-        f"dry run passed: {count_noun(trainings, 'training')} in about {in_hours(total_hours(costs))} hours one after the "
+        f"dry run passed: {count_noun(trainings, 'training')} in about {in_hours(total_hours(costs))} hours one "
+        f"after the "
         f"other on this machine, and at most {gigabytes(needed)} on the disk, which has {gigabytes(free)} free"
     )
 

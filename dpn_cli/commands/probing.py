@@ -39,7 +39,7 @@ def probe_sweep(options: ProbeOptions, console: Console) -> Result:
     with open_run(config, options.runtime, "comparison", place, _folder(options), console) as run:
         refuse_ranks(run.world, "eval fewshot")
         result = run.folder.result if _complete(run) else None
-        result = result or _ProbeSweep(run).run()
+        result = result or _ProbeSweep(run).probe_all()
     if not how.no_report:
         page_at_end(folders[0], console)
     return result
@@ -93,7 +93,7 @@ class _ProbeSweep:
         self.folder.update(device=describe_device(world.device), ranks=1, status="running", digests=digests)
         return places
 
-    def run(self) -> Result:
+    def probe_all(self) -> Result:
         """Probe what is missing, and write the result."""
         options, splits = self.options, open_splits(self.options)
         data = splits.fingerprints

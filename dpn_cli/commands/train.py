@@ -168,7 +168,10 @@ def add_command(app: typer.Typer, name: str, training: TrainCommand) -> None:
 
 
 def _launch_options(config: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `LaunchOptions`. Raises `DpnError` for several processes where there is only one training."""
+    """Return the fields of a `LaunchOptions`.
+
+    Raises `DpnError` for several processes where there is only one training.
+    """
     how = {key: arguments[key] for key in ("resume", "overwrite", "dry_run")}
     if "jobs" not in arguments:
         return how

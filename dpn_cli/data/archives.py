@@ -16,7 +16,7 @@ from typing import NoReturn
 from dpn_cli.data.decode import file_size
 from dpn_cli.errors import DataError, DpnError, SaveError
 from dpn_cli.run import signals
-from dpn_cli.run.console import Console, several
+from dpn_cli.run.console import Console, count_noun
 from dpn_cli.run.files import make_folder, remove_leftovers, save_error
 
 # More files or bytes than any data set here has; COCO's training images are 118,287 and take 19 GB.
@@ -85,7 +85,7 @@ def lacking(layout: Layout, out: Path) -> list[str]:
     """Say of each folder that has another number of files than the data set how many it has."""
     counts = {folder: _count(out / folder) for folder in layout.files}
     return [
-        f"{out / folder} has {several(count, 'file')}, and {layout.name} {layout.files[folder]}"
+        f"{out / folder} has {count_noun(count, 'file')}, and {layout.name} {layout.files[folder]}"
         for folder, count in counts.items()
         if count != layout.files[folder]
     ]
@@ -120,7 +120,7 @@ def _checked(archive: Path, layout: Layout) -> list[Entry]:
     size = sum(info.file_size for info in members)
     if len(members) > MOST_FILES or size > MOST_BYTES:
         raise DataError(
-            f"{archive}: {several(len(members), 'file')} of {size / 1e9:.1f} GB; {layout.name} has less than "
+            f"{archive}: {count_noun(len(members), 'file')} of {size / 1e9:.1f} GB; {layout.name} has less than "
             f"{MOST_FILES} files and {MOST_BYTES / 1e9:.0f} GB, so this is not it, and it is not unpacked"
         )
     entries, places = list[Entry](), set[str]()

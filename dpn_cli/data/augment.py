@@ -6,9 +6,11 @@ restored after it, so that an image's augmentation depends only on its place in 
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -17,19 +19,19 @@ import torch
 from PIL import Image
 from timm.data import Mixup, create_transform
 from timm.data.auto_augment import posterize
-from timm.data.distributed_sampler import RepeatAugSampler
 from torch import Tensor
 from torchvision.transforms import AutoAugment, AutoAugmentPolicy, Compose, InterpolationMode, RandomHorizontalFlip
 
-from dpn_cli.config.schema import TorchvisionPolicy
+from dpn_cli.config.schema import Crop, TorchvisionPolicy
+from dpn_cli.data.crops import Decode
+from dpn_cli.data.resize import Size
 from dpn_cli.engine.seeds import fold
 
 if TYPE_CHECKING:
-    from dpn_cli.data.loader import Augmentation
     from dpn_cli.engine.fit import Batch, Batches
 
 # Streams of draws; see `dpn_cli.data.loader` for the others.
-EPOCH, MIX_TIMM = 5, 6
+MIX_TIMM = 6
 # Grey fills the areas that AutoAugment's geometric operations leave empty.
 FILL = [128, 128, 128]
 
@@ -47,6 +49,60 @@ def seeded(seed: int) -> Iterator[None]:
         random.setstate(before[0])
         np.random.set_state(before[1])
         torch.set_rng_state(before[2])
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """How training images are made.
+
+    Args:
+        size: height and width in pixels.
+        decode: how JPEGs are decoded.
+        mixup: big_vision's mixup, the strength p of Beta(p, p).
+        layers: the number of operations of big_vision's RandAugment.
+        magnitude: how strong those are.
+        crop: inception crops, the whole image squeezed to `size`, or timm's random crops.
+        flip: mirror every second image.
+        policy: timm's RandAugment or torchvision's AutoAugment, by name.
+        jitter: how far timm changes brightness, contrast and saturation: by factors of 1 - jitter to 1 + jitter.
+        erase: share of images of which timm erases a part; these batches are float32 and normalised.
+        repeats: how often an epoch draws each of its images (repeated augmentation).
+        mirrored: give each rank the pairs of places that mirror each other, which timm mixes.
+        mean: the network's, of pixels in [0, 1]; `erase` needs both.
+        std: the network's.
+        views: draw each image in so many ways, one in an epoch, over and over; 0 draws it anew at every place.
+    """
+
+    size: Size
+    decode: Decode = "exact"
+    mixup: float = 0.0
+    layers: int = 0
+    magnitude: float = 0.0
+    crop: Crop = "inception"
+    flip: bool = True
+    policy: str | None = None
+    jitter: float = 0.0
+    erase: float = 0.0
+    repeats: int = 1
+    mirrored: bool = False
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    views: int = 0
+
+    @property
+    def random_crop(self) -> bool:
+        """Whether timm cuts the crop."""
+        return self.crop in ("timm_bicubic", "timm_bilinear")
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether images are mirrored and augmented one by one, rather than a batch at a time."""
+        return bool(self.layers or self.policy or self.jitter or self.erase or self.random_crop or self.views)
+
+    @property
+    def image_bytes(self) -> int:
+        """The size of a training image in bytes."""
+        return 3 * math.prod(self.size) * (4 if self.erase else 1)
 
 
 @cache
@@ -87,17 +143,6 @@ def _posterized(image: Image.Image, bits: int, **others: Any) -> Image.Image:
     """Keep `bits` of each value, as timm does. Zero bits, which Pillow 13 refuses, give a black image."""
     kept: Image.Image = posterize(image, bits, **others) if bits else Image.new(image.mode, image.size)
     return kept
-
-
-def repeated(images: int, seed: int, epoch: int, repeats: int) -> Tensor:
-    """Return an epoch's order of `images` draws: the first images of a shuffle, each `repeats` times in a row.
-
-    Repeated augmentation (arXiv 1901.09335) as in timm's sampler: an epoch keeps its length and sees a share of the
-    images.
-    """
-    sampler = RepeatAugSampler(range(images), num_replicas=1, rank=0, num_repeats=repeats, selected_round=0)
-    sampler.set_epoch(fold(seed, EPOCH, epoch))
-    return torch.tensor(list(sampler))
 
 
 def mixed(batches: Batches, mixup: Mixup, normalize: Callable[[Tensor], Tensor], seed: int) -> Batches:

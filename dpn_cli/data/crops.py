@@ -16,9 +16,8 @@ from PIL import Image
 from torch import Tensor
 
 from dpn_cli.data.decode import Pixels, decode, decoder_of
-from dpn_cli.data.pixels import as_batch, resize
+from dpn_cli.data.resize import Size, as_batch, resize
 
-Size = tuple[int, int]
 Box = tuple[int, int, int, int]
 Decode = Literal["exact", "fast", "pillow"]
 

@@ -9,25 +9,21 @@ import time
 import zipfile
 import zlib
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, overload
 
 import numpy as np
-from PIL import Image
 
 from dpn_cli.config.paths import home
-from dpn_cli.data.decode import SUFFIXES, USUAL, Reading, open_image
-from dpn_cli.data.labelled import Images
-from dpn_cli.data.shard_sampler import Rows
+from dpn_cli.data.compact import Names, integers
+from dpn_cli.data.decode import SUFFIXES
 from dpn_cli.errors import DataError, SaveError
 from dpn_cli.run import signals
 from dpn_cli.run.console import LINE_EVERY, tell
 from dpn_cli.run.files import real_path, replace_file
 
-ItemT = TypeVar("ItemT")
 # The list of so many images is kept. Nobody edits images of larger sets one by one; looking at each of them takes
 # minutes on a disk of the network.
 KEPT = 100_000
@@ -37,76 +33,6 @@ SAMPLE = 1000
 SAME_DATE = 2_000_000_000
 # Part of the name of a kept list: lists of another form are not read.
 FORM = "1"
-
-
-class Names(Sequence[str]):
-    """Strings in one piece of memory.
-
-    A list of a million strings takes four times as much, and as much again in every process that reads it: reading an
-    object counts a reference, which copies the page that it shares with other processes.
-    """
-
-    def __init__(self, names: Iterable[str] = ()) -> None:
-        self.content, self.ends = bytearray(), array("q")
-        for name in names:
-            self.append(name)
-
-    def append(self, name: str) -> None:
-        """Add a string."""
-        self.content += os.fsencode(name)
-        self.ends.append(len(self.content))
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [self[place] for place in range(len(self))[index]]
-        place = range(len(self.ends))[index]
-        begin = self.ends[place - 1] if place else 0
-        return os.fsdecode(bytes(self.content[begin : self.ends[place]]))
-
-    def arrays(self, prefix: str) -> dict[str, Any]:
-        """Return what `read` makes the strings of again."""
-        return {f"{prefix}_bytes": np.frombuffer(self.content, np.uint8), f"{prefix}_ends": np.asarray(self.ends)}
-
-    @classmethod
-    def read(cls, arrays: Any, prefix: str) -> Names:
-        """Return the strings of some `arrays`."""
-        names = cls()
-        names.content = bytearray(arrays[f"{prefix}_bytes"].tobytes())
-        names.ends = integers(arrays[f"{prefix}_ends"])
-        return names
-
-
-class Chosen(Sequence[ItemT]):
-    """Some items of a sequence, looked up when they are asked for."""
-
-    def __init__(self, whole: Sequence[ItemT], rows: Sequence[int] | Rows) -> None:
-        self.whole, self.rows = whole, integers(rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @overload
-    def __getitem__(self, index: int) -> ItemT: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[ItemT]: ...
-    def __getitem__(self, index: int | slice) -> ItemT | list[ItemT]:
-        if isinstance(index, slice):
-            return [self.whole[row] for row in self.rows[index]]
-        return self.whole[self.rows[index]]
-
-
-def integers(values: Any) -> array[int]:
-    """Return integers in eight bytes each; in a list, they take forty."""
-    packed = array("q")
-    packed.frombytes(np.asarray(values, dtype=np.int64).tobytes())
-    return packed
 
 
 @dataclass
@@ -272,33 +198,3 @@ def _read(file: Path, root: Path, within: Sequence[str]) -> Listing | None:
 def find_files(folder: Path, suffixes: Collection[str] = SUFFIXES) -> list[tuple[Path, int]]:
     """Return the images in a folder and below it in alphabetical order, with sizes in bytes; see `walk`."""
     return [(folder / name, size) for name, size in walk(str(folder), "", suffixes)]
-
-
-class FolderImages(Images):
-    """The images in and below some folders of `root`, named as `list_files` does; the label is the folder's place."""
-
-    def __init__(self, root: Path, within: Sequence[str] = ("",), reading: Reading = USUAL) -> None:
-        self.root, self.reading, self.listing = root, reading, list_files(root, within)
-        self.sizes: Sequence[int] = self.listing.sizes
-        places = np.repeat(np.arange(len(within), dtype=np.int32), self.listing.counts)
-        self.labels: Sequence[int] = array("i", places.tobytes())
-
-    def path(self, index: int) -> Path:
-        """Return an image's file."""
-        return self.root / self.listing.names[index]
-
-    def where(self, index: int) -> str:
-        """Name an image's file."""
-        return str(self.path(index))
-
-    def key(self, index: int) -> str:
-        """Return an image's name inside the data set."""
-        return self.listing.names[index]
-
-    def open(self, index: int) -> Image.Image:
-        """Open an image, not decoded yet."""
-        try:
-            return open_image(self.path(index), self.where(index), self.reading, self.sizes[index])
-        except DataError:
-            self.listing.forget()  # what is mended has another size, at the same date of its folder
-            raise

@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dpn_cli.data.labelled import Labelled
+from dpn_cli.data.sources.base import Labelled
 from dpn_cli.data.validate import Examined, See, examine, same_images, see_image
 from dpn_cli.errors import DataError
-from dpn_cli.run.console import Console, several
+from dpn_cli.run.console import Console, count_noun
 
 Json = dict[str, Any]
 # Why each kind of problem is one.
@@ -57,7 +57,9 @@ class Findings:
         labels, known = np.asarray(split.labels), len(classes)
         outside = np.flatnonzero((labels < 0) | (labels >= known)).tolist()
         for row in outside:
-            text = f"{split.where(row)}: label {labels[row]}, and there are {several(known, 'class')}, 0 to {known - 1}"
+            text = (
+                f"{split.where(row)}: label {labels[row]}, and there are {count_noun(known, 'class')}, 0 to {known - 1}"
+            )
             self.problem("label", text)
         counts = Counter(labels.tolist())
         per_class = [counts[label] for label in range(known)]
@@ -102,7 +104,7 @@ class Findings:
                 self.repeated.append(names)
         for side, extra in inside.items():
             self.warnings.append(
-                f"{side}: {several(extra, 'image')} with the same decoded pixels as another, for example "
+                f"{side}: {count_noun(extra, 'image')} with the same decoded pixels as another, for example "
                 f"{' = '.join(first[side][:SHOWN])}"
             )
 
@@ -127,15 +129,15 @@ def describe(result: Json) -> str:
     lines += [f"warning: {text}" for text in result["warnings"]]
     for kind, meaning in KINDS.items():
         texts = [problem["text"] for problem in result["problems"] if problem["kind"] == kind]
-        lines += [f"{several(len(texts), 'problem')}: {meaning}", *(f"  {text}" for text in texts)] if texts else []
+        lines += [f"{count_noun(len(texts), 'problem')}: {meaning}", *(f"  {text}" for text in texts)] if texts else []
     lines += [f"fingerprint{name}: {digests}" for name, digests in _digests(result["fingerprint"])]
     return "\n".join(lines)
 
 
 def _described(split: Json) -> str:
-    parts = [several(split["images"], "image")]
+    parts = [count_noun(split["images"], "image")]
     if labels := split.get("labels"):
-        parts[0] += f" of {several(labels['classes'], 'class')}"
+        parts[0] += f" of {count_noun(labels['classes'], 'class')}"
         if counts := labels.get("counts"):
             parts[0] += f" ({min(counts)} to {max(counts)} of each)"
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from dpn_cli.data.classified import ClassData
+from dpn_cli.data.splits import ClassData
 
 IMAGES = 1_281_167, 50_000  # to train on, to validate
 

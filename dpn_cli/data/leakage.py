@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dpn_cli.data.labelled import Labelled, behind_url
+from dpn_cli.data.sources.base import Labelled, behind_url
 from dpn_cli.errors import DataError
 from dpn_cli.run import distributed, signals
 from dpn_cli.run.distributed import World

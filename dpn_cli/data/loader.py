@@ -7,30 +7,27 @@ been interrupted.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
-from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import count
 from typing import Literal
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 
-from dpn_cli.config.schema import Crop
-from dpn_cli.data.augment import pipeline, seeded
+from dpn_cli.data.augment import Augmentation, pipeline, seeded
 from dpn_cli.data.collate import open_batches
-from dpn_cli.data.crops import Decode, Size, train_crop
+from dpn_cli.data.crops import train_crop
 from dpn_cli.data.decode import decode, decoder_of
-from dpn_cli.data.labelled import Labelled
-from dpn_cli.data.pixels import resize, rows_of_step
 from dpn_cli.data.prefetch import fetched_ahead
 from dpn_cli.data.randaugment import rand_augment
+from dpn_cli.data.resize import resize
+from dpn_cli.data.sampler import Item, Steps, places
 from dpn_cli.data.shard_sampler import ShardOrder
+from dpn_cli.data.sources.base import Labelled
 from dpn_cli.engine.fit import Batch, Batches
 from dpn_cli.engine.seeds import fold
 from dpn_cli.errors import DataError, DpnError, StoreError
@@ -42,62 +39,7 @@ REPLACEMENTS = 10
 # Independent streams of random numbers: crops, flips, mixing.
 CROP, FLIP, MIX, RANDAUGMENT, POLICY = 1, 2, 3, 4, 7
 
-Item = tuple[int, int, int]  # what its draws are seeded with (step and place, or view and row), row of the data set
 Loaded = tuple[Tensor, int, int] | DpnError
-
-
-@dataclass(frozen=True)
-class Augmentation:
-    """How training images are made.
-
-    Args:
-        size: height and width in pixels.
-        decode: how JPEGs are decoded.
-        mixup: big_vision's mixup, the strength p of Beta(p, p).
-        layers: the number of operations of big_vision's RandAugment.
-        magnitude: how strong those are.
-        crop: inception crops, the whole image squeezed to `size`, or timm's random crops.
-        flip: mirror every second image.
-        policy: timm's RandAugment or torchvision's AutoAugment, by name.
-        jitter: how far timm changes brightness, contrast and saturation: by factors of 1 - jitter to 1 + jitter.
-        erase: share of images of which timm erases a part; these batches are float32 and normalised.
-        repeats: how often an epoch draws each of its images (repeated augmentation).
-        mirrored: give each rank the pairs of places that mirror each other, which timm mixes.
-        mean: the network's, of pixels in [0, 1]; `erase` needs both.
-        std: the network's.
-        views: draw each image in so many ways, one in an epoch, over and over; 0 draws it anew at every place.
-    """
-
-    size: Size
-    decode: Decode = "exact"
-    mixup: float = 0.0
-    layers: int = 0
-    magnitude: float = 0.0
-    crop: Crop = "inception"
-    flip: bool = True
-    policy: str | None = None
-    jitter: float = 0.0
-    erase: float = 0.0
-    repeats: int = 1
-    mirrored: bool = False
-    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    views: int = 0
-
-    @property
-    def random_crop(self) -> bool:
-        """Whether timm cuts the crop."""
-        return self.crop in ("timm_bicubic", "timm_bilinear")
-
-    @property
-    def one_by_one(self) -> bool:
-        """Whether images are mirrored and augmented one by one, rather than a batch at a time."""
-        return bool(self.layers or self.policy or self.jitter or self.erase or self.random_crop or self.views)
-
-    @property
-    def image_bytes(self) -> int:
-        """The size of a training image in bytes."""
-        return 3 * math.prod(self.size) * (4 if self.erase else 1)
 
 
 class _Crops(Dataset[Loaded]):
@@ -166,43 +108,6 @@ def mirrored_places(seed: int, step: int, batch_size: int) -> list[bool]:
     generator = torch.Generator().manual_seed(fold(seed, FLIP, step))
     mirrored: list[bool] = (torch.rand(batch_size, generator=generator) < 0.5).tolist()
     return mirrored
-
-
-class Steps(Sampler[list[Item]]):
-    """The items of this rank's share of every batch from a step on.
-
-    `repeats` and `views` are those of `Augmentation`. Without an `order`, images are shuffled all together; with one,
-    no more is read than the training needs, or one batch.
-    """
-
-    def __init__(
-        self,
-        images: int,
-        batch_size: int,
-        seed: int,
-        start: int,
-        mine: Sequence[int],
-        repeats: int = 1,
-        views: int = 0,
-        order: ShardOrder | None = None,
-    ) -> None:
-        self.images, self.batch_size, self.seed, self.start = images, batch_size, seed, start
-        self.mine, self.repeats, self.views, self.order = mine, repeats, views, order
-
-    def __iter__(self) -> Iterator[list[Item]]:
-        for step in range(self.start, max(self.start + 1, self.order.steps)) if self.order else count(self.start):
-            rows = self._rows(step)
-            yield [(*self._seeds(step, place, rows[place]), rows[place]) for place in self.mine]
-
-    def _rows(self, step: int) -> list[int]:
-        if self.order:
-            return self.order.rows(step)
-        rows: list[int] = rows_of_step(self.images, self.batch_size, self.seed, step, self.repeats).tolist()
-        return rows
-
-    def _seeds(self, step: int, place: int, row: int) -> tuple[int, int]:
-        epoch = (step * self.batch_size + place) // self.images
-        return (epoch % self.views, row) if self.views else (step, place)
 
 
 def worker_count(workers: int | Literal["auto"], device: torch.device, here: int = 1) -> int:
@@ -289,14 +194,6 @@ def crop_batches(
                 yield batch
 
     return batches
-
-
-def places(batch_size: int, world: World, *, mirrored: bool = False) -> list[int]:
-    """Return a rank's places in the global batch: consecutive ones, or with `mirrored` each followed by its mirror."""
-    mine = world.rows(batch_size)
-    if not mirrored:
-        return list(mine)
-    return [place for first in range(mine.start // 2, mine.stop // 2) for place in (first, batch_size - 1 - first)]
 
 
 def blend(first: Tensor, other: Tensor, share: Tensor) -> Tensor:

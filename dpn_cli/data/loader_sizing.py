@@ -11,7 +11,7 @@ from dpn_cli.data.findings import Findings
 from dpn_cli.data.loader import worker_count
 from dpn_cli.engine.fit import refuse_batch
 from dpn_cli.errors import DpnError
-from dpn_cli.run.console import several
+from dpn_cli.run.console import count_noun
 from dpn_cli.run.cores import SHARED, shared_memory
 
 
@@ -26,15 +26,16 @@ def check_loading(
             findings.problem("batch", str(error))
         return
     if batch_size > images:
-        findings.warnings.append(f"a batch of {batch_size} is more than the {several(images, 'image')} to train on")
+        findings.warnings.append(f"a batch of {batch_size} is more than the {count_noun(images, 'image')} to train on")
     share = batch_size // ranks
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     processes = worker_count(workers, device, ranks)
     handed = ranks * parts_in_memory(processes) * min(share, part_size(image_bytes, processes, ranks))
     needed, free = handed * image_bytes if processes else 0, shared_memory()
     findings.notes.append(
-        f"a batch of {batch_size} on {several(ranks, 'rank')}: {share} each, {images / batch_size:.1f} steps an epoch; "
-        f"decoded by {several(processes, 'process')} a rank, with up to {needed / 1e6:.0f} MB in shared memory"
+        f"a batch of {batch_size} on {count_noun(ranks, 'rank')}: {share} each, {images / batch_size:.1f} steps an "
+        f"epoch; "
+        f"decoded by {count_noun(processes, 'process')} a rank, with up to {needed / 1e6:.0f} MB in shared memory"
     )
     if free is not None and needed > free:
         findings.warnings.append(

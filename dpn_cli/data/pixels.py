@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from dpn_cli.data.augment import repeated
 from dpn_cli.data.collate import Made, open_batches
 from dpn_cli.data.decode import Pixels
-from dpn_cli.data.labelled import Labelled
 from dpn_cli.data.prefetch import fetched_ahead
+from dpn_cli.data.resize import resize
+from dpn_cli.data.sampler import rows_of_step
 from dpn_cli.data.shard_sampler import needs_in_order
+from dpn_cli.data.sources.base import Labelled
 from dpn_cli.data.thread_loader import Threaded
 from dpn_cli.errors import DataError, StoreError
 from dpn_cli.run import signals
@@ -48,31 +48,6 @@ class PixelSet:
     def to(self, device: torch.device) -> PixelSet:
         """Return the set on another device."""
         return PixelSet(self.images.to(device), self.labels.to(device), self.skipped, self.rows)
-
-
-def resize(pixels: Pixels, size: tuple[int, int]) -> Tensor:
-    """Resize (h, w, 3) uint8 to (3, *size) uint8 as big_vision's ``resize`` does.
-
-    Bilinear with half-pixel centres, without regard to the aspect ratio, without antialiasing even when shrinking, and
-    truncated, not rounded. PIL and torchvision antialias, which gives other pixels.
-    """
-    image = as_batch(pixels)
-    if tuple(image.shape[-2:]) == tuple(size):
-        return image[0].contiguous()
-    return whole_levels(F.interpolate(image.float(), size, mode="bilinear", align_corners=False)[0])
-
-
-def as_batch(pixels: Pixels) -> Tensor:
-    """Return a copy of (h, w, 3) uint8 as (1, 3, h, w) in `torch.channels_last`, which torch resizes fastest.
-
-    An image that gets its batch's axis last has other strides, for which torch turns it around, there and back.
-    """
-    return torch.from_numpy(pixels.copy())[None].permute(0, 3, 1, 2)
-
-
-def whole_levels(image: Tensor) -> Tensor:
-    """Truncate float32 grey levels to integers on the CPU, channel by channel: NumPy takes a fifth of torch's time."""
-    return torch.from_numpy(image.numpy().astype(np.uint8, order="C"))
 
 
 Unread = DataError | StoreError
@@ -177,28 +152,6 @@ def load(
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a small tensor to the device without waiting for the device."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-
-def rows_of_step(images: int, batch_size: int, seed: int, step: int, repeats: int = 1) -> Tensor:
-    """Return the rows of the images in a step's batch: a pure function of (seed, step).
-
-    Shuffled epochs follow each other without a gap, so an epoch may end inside a batch (big_vision's
-    shuffle, repeat, batch). With `repeats`, an epoch holds a share of the images, each repeated that often in a row.
-    """
-    first, last = step * batch_size, (step + 1) * batch_size
-    parts = []
-    while first < last:
-        epoch, at = divmod(first, images)
-        parts.append(_permutation(images, seed, epoch, repeats)[at : at + last - first])
-        first += len(parts[-1])
-    return torch.cat(parts)
-
-
-@lru_cache(maxsize=4)
-def _permutation(images: int, seed: int, epoch: int, repeats: int) -> Tensor:
-    if repeats > 1:
-        return repeated(images, seed, epoch, repeats)
-    return torch.randperm(images, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
 
 
 def augment(

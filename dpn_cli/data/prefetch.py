@@ -16,10 +16,9 @@ from multiprocessing.connection import Connection
 from dpn_cli.config.paths import cache_bytes
 from dpn_cli.data import remote
 from dpn_cli.data.collate import batches_ahead
-from dpn_cli.data.labelled import Labelled, behind_url
 from dpn_cli.data.remote import RemotePath
-from dpn_cli.data.shard_sampler import Need, Sharded, ShardOrder
-from dpn_cli.data.sources.shards import Shard
+from dpn_cli.data.shard_sampler import Need, ShardOrder
+from dpn_cli.data.sources.base import Labelled, Shard, Sharded, behind_url
 from dpn_cli.data.workers import kill, leave_to_parent, watched
 from dpn_cli.errors import DpnError
 from dpn_cli.run.distributed import World

@@ -16,33 +16,20 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dpn_cli.config.schema import Drawn
+from dpn_cli.data.compact import Rows
+from dpn_cli.data.sources.base import Labelled, Sharded
 from dpn_cli.engine.seeds import fold
 from dpn_cli.errors import DpnError
 
 if TYPE_CHECKING:
-    from dpn_cli.data.labelled import Labelled
-    from dpn_cli.data.sources.shards import Shard
+    from dpn_cli.data.sources.base import Labelled
 
-Rows = NDArray[np.int64]
 # Independent streams of random numbers: the order of shards, of a shard's images, of the images that are read together.
 SHARDS, INSIDE, TOGETHER = 1, 2, 3
 # Batches whose images are looked up at a time, where others than `ShardOrder` say which they are.
 AT_ONCE = 64
-
-
-@dataclass(frozen=True)
-class Sharded:
-    """Files that hold many images each: image i lies in ``paths[of[i]]``."""
-
-    paths: Sequence[Shard]
-    of: Rows
-
-    def only(self, rows: Sequence[int]) -> Sharded:
-        """Return the files of some of the images, in their order."""
-        return Sharded(self.paths, self.of[rows])
 
 
 class Piece(NamedTuple):

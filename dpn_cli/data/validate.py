@@ -20,8 +20,8 @@ from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
 
 from dpn_cli.data.decode import Pixels, decode
-from dpn_cli.data.labelled import Labelled
 from dpn_cli.data.pixels import reader_count
+from dpn_cli.data.sources.base import Labelled
 from dpn_cli.data.thread_loader import Threaded
 from dpn_cli.data.workers import open_loader
 from dpn_cli.errors import DataError

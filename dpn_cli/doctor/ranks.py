@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from dpn_cli.doctor.packages import first_line
 from dpn_cli.doctor.result import Finding
-from dpn_cli.run.console import several
+from dpn_cli.run.console import count_noun
 from dpn_cli.run.environment import git_commit, versions
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def meet(mine: Sequence[Finding]) -> Iterator[Finding]:
         found = f"one process (built in: {', '.join(built)}); start several with torchrun to see whether they meet"
         yield Finding(NAME, "ok", found)
     elif 0 < devices < local:
-        found = f"{several(local, 'rank')} on this machine, and {several(devices, 'GPU')}"
+        found = f"{count_noun(local, 'rank')} on this machine, and {count_noun(devices, 'GPU')}"
         yield Finding(NAME, "problem", found, f"start torchrun with --nproc-per-node {devices}")
     else:
         try:
@@ -75,14 +75,15 @@ def _met(mine: Sequence[Finding]) -> Iterator[Finding]:
         small, large = (_seconds(torch.zeros(numbers, device=world.device)) for numbers in (1, NUMBERS))
     hosts = len({rank.host for rank in ranks})
     if total != sum(range(world.size)):
-        found = f"the sum of the numbers of {several(world.size, 'rank')} is {total}"
+        found = f"the sum of the numbers of {count_noun(world.size, 'rank')} is {total}"
         yield Finding(NAME, "problem", found, "the network or a GPU computes wrongly; NCCL_DEBUG=INFO says more")
         return
     backend = "nccl" if world.device.type == "cuda" else "gloo"
     yield Finding(
         NAME,
         "ok",
-        f"{several(world.size, 'rank')} on {several(hosts, 'machine')} meet over {backend}: a number is summed in "
+        f"{count_noun(world.size, 'rank')} on {count_noun(hosts, 'machine')} meet over {backend}: a number is summed "
+        f"in "
         f"{1e3 * small:.2g} ms, {4e-6 * NUMBERS:.0f} MB in {1e3 * large:.2g} ms",
     )
     yield from _unlike(ranks)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dpn_cli.config.paths import UNPACKED, find_data, home
 from dpn_cli.doctor.result import Finding
-from dpn_cli.run.console import gigabytes, several
+from dpn_cli.run.console import count_noun, gigabytes
 
 # A run of ViT-B/16 keeps five states of 1.4 GB while it trains.
 LEAST_DISK = 10e9
@@ -59,7 +59,7 @@ def _hub(cache: Path) -> Finding:
     from dpn_cli.weights.hub import offline
 
     kept = {kind: len(list(cache.glob(f"{kind}s--*"))) for kind in ("model", "dataset")}
-    stored = f"{several(kept['model'], 'model')} and {several(kept['dataset'], 'data set')} in its cache"
+    stored = f"{count_noun(kept['model'], 'model')} and {count_noun(kept['dataset'], 'data set')} in its cache"
     if not offline():
         return Finding("hub", "ok", f"answers; {stored}")
     if os.environ.get("HF_HUB_OFFLINE"):

@@ -24,7 +24,7 @@ DEATH = "'python -X faulthandler -c \"import torch, torchvision, timm\"' may sho
 
 
 @contextmanager
-def begun() -> Iterator[Apart]:
+def begun() -> Iterator[SubprocessCheck]:
     """Start the process, which ends with the block."""
     context = multiprocessing.get_context("spawn")
     with tempfile.NamedTemporaryFile(prefix="dpn-doctor-") as errors:
@@ -33,14 +33,14 @@ def begun() -> Iterator[Apart]:
         process.start()
         theirs.close()
         try:
-            yield Apart(process, ours, Path(errors.name))
+            yield SubprocessCheck(process, ours, Path(errors.name))
         finally:
             process.kill()
             process.join()
 
 
 @dataclass(frozen=True)
-class Apart:
+class SubprocessCheck:
     """The process at work; what it writes to its stderr is in the file `errors`."""
 
     process: BaseProcess

@@ -12,7 +12,7 @@ Batch = dict[str, Tensor]
 GRADIENT = "feature_gradient"
 
 
-class CoupledLoss(ABC):
+class CrossBatchLoss(ABC):
     """A loss of the features of all rows together.
 
     `fit` computes its gradient exactly with micro-batches of any size, in two passes (GradCache, arXiv 2101.06983).
@@ -38,7 +38,7 @@ class CoupledLoss(ABC):
 
 
 def feature_gradient(
-    coupled: CoupledLoss, model: nn.Module, batch: Batch, micro_batches: Iterable[Batch]
+    coupled: CrossBatchLoss, model: nn.Module, batch: Batch, micro_batches: Iterable[Batch]
 ) -> tuple[Tensor, Batch]:
     """Return the loss of a batch, and the batch with the loss's gradient with respect to the features of each row."""
     with torch.no_grad():
@@ -54,7 +54,7 @@ class SurrogateLoss:
     Its gradient with respect to the weights is that of the coupled loss, its value means nothing.
     """
 
-    def __init__(self, coupled: CoupledLoss) -> None:
+    def __init__(self, coupled: CrossBatchLoss) -> None:
         self.coupled = coupled
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""`rehearse`: a few steps of a training on one batch, which tell what it takes and whether it can be resumed."""
+"""`dry_run_fit`: a few steps of a training on one batch, which tell what it takes and whether it can be resumed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dpn_cli.config.cost import Cost
-from dpn_cli.engine.fit import Batch, Job, Outputs, fit
+from dpn_cli.engine.fit import Batch, Outputs, TrainJob, fit
 from dpn_cli.engine.fsdp import gathered
 from dpn_cli.errors import DpnError, SaveError
 from dpn_cli.run.checkpoints import Checkpoints, Empty, State
@@ -63,7 +63,7 @@ class Scene:
     """
 
     model: nn.Module
-    job: Job
+    job: TrainJob
     sampled: Sampled = Sampled(1, lambda: None)
     workers: int = 0
 
@@ -79,7 +79,7 @@ class _Measured:
     memory: int
 
 
-def rehearse(begin: Callable[[], Scene], name: str, beside: Path, *, weights: int) -> Cost:
+def dry_run_fit(begin: Callable[[], Scene], name: str, beside: Path, *, weights: int) -> Cost:
     """Train a few steps on one batch, evaluate, save, load into a new start, and go on; returns what a training takes.
 
     `begin` makes the training at its start, each time anew. States are written to a folder on the disk of the run's
@@ -117,12 +117,12 @@ def rehearse(begin: Callable[[], Scene], name: str, beside: Path, *, weights: in
     )
 
 
-def _states(job: Job) -> int:
+def _states(job: TrainJob) -> int:
     """Return how many states a training has on the disk at once."""
     return STATES + (BEST_STATES if job.evaluate_every and job.keep_best else 0)
 
 
-def _evaluated(job: Job, sampled: Sampled) -> int:
+def _evaluated(job: TrainJob, sampled: Sampled) -> int:
     """Return how many images a training evaluates."""
     every = job.evaluate_every
     evaluations = -(-job.schedule.steps // every) if every else int(job.evaluate is not None)
@@ -188,7 +188,7 @@ def _again(scene: Scene, batch: Batch, scratch: Path) -> None:
         raise SaveError(f"{CANNOT}; it ends elsewhere: {', '.join(wrong)}; {NEXT}")
 
 
-def _short(job: Job, batch: Batch, outputs: Outputs, evaluate: Callable[[], dict[str, float]]) -> Job:
+def _short(job: TrainJob, batch: Batch, outputs: Outputs, evaluate: Callable[[], dict[str, float]]) -> TrainJob:
     """Return a job of a few steps on one batch, which saves before the last of them and evaluates at the end."""
 
     def repeated(start: int) -> Generator[Batch, None, None]:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dpn_cli.config.schema import Runtime
-from dpn_cli.config.training import LAST_STEPS
-from dpn_cli.engine.cross_batch_loss import CoupledLoss
-from dpn_cli.engine.fsdp import Shards, gathered
+from dpn_cli.config.training import NORM_AVERAGE_STEPS
+from dpn_cli.engine.cross_batch_loss import CrossBatchLoss
+from dpn_cli.engine.fsdp import ShardedModel, gathered
 from dpn_cli.engine.gradients import Gradients
 from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.engine.nan_guard import FiniteCheck
@@ -24,9 +24,9 @@ from dpn_cli.engine.state import Ema, restore, room_for, state_of
 from dpn_cli.engine.trainer_args import Batch as Batch
 from dpn_cli.engine.trainer_args import Batches as Batches
 from dpn_cli.engine.trainer_args import FitResult as FitResult
-from dpn_cli.engine.trainer_args import Job as Job
 from dpn_cli.engine.trainer_args import LossFn as LossFn
 from dpn_cli.engine.trainer_args import Outputs as Outputs
+from dpn_cli.engine.trainer_args import TrainJob as TrainJob
 from dpn_cli.engine.trainer_args import precision_of as precision_of
 from dpn_cli.errors import DpnError, StoppedError, WorkerError
 from dpn_cli.model.norms import has_running_norms
@@ -39,7 +39,7 @@ from dpn_cli.run.gpu_share import MEASURED_STEPS, measure
 NORMS = "norms.sums"
 
 
-def fit(model: nn.Module, job: Job) -> FitResult:
+def fit(model: nn.Module, job: TrainJob) -> FitResult:
     """Train `model`, which `prepare` returned, in place; evaluate it at the end, and on the way if the job says so.
 
     A resumed training ends as an uninterrupted one, on a CPU bit for bit. The global batch never changes: when memory
@@ -66,7 +66,7 @@ def fit(model: nn.Module, job: Job) -> FitResult:
         with closing(job.batches(start)) as stream:
             batch = training.fetch(stream, result) if start < steps else None
             for step in range(start, steps):
-                with training.kept_by_leader(step):
+                with training.saving_on_lost_rank(step):
                     number = signals.requested()
                 if number is not None:
                     training.save("last", step)
@@ -74,8 +74,10 @@ def fit(model: nn.Module, job: Job) -> FitResult:
                 assert batch is not None, f"the batches ended before step {step}"
                 last = step + 1 == steps
                 lr = job.lr * lr_factor(job.schedule, step)
-                logged = last or (step + 1) % log_every == 0 or (job.layer_norms and step + 1 == steps - LAST_STEPS)
-                with training.kept_by_leader(step):
+                logged = (
+                    last or (step + 1) % log_every == 0 or (job.layer_norms and step + 1 == steps - NORM_AVERAGE_STEPS)
+                )
+                with training.saving_on_lost_rank(step):
                     pending = training.gradients.compute(batch, step, logged=logged)
                 # A GPU is still busy with the gradients: the next batch is made meanwhile.
                 batch = None if last else training.fetch(stream, result)
@@ -95,9 +97,9 @@ def fit(model: nn.Module, job: Job) -> FitResult:
     return result
 
 
-def check_shares(model: nn.Module, job: Job) -> None:
+def check_shares(model: nn.Module, job: TrainJob) -> None:
     """Raise `DpnError` unless every rank has rows of a batch, and equally many where what a row gives takes others."""
-    coupled = isinstance(job.loss_fn, CoupledLoss) or has_running_norms(model)
+    coupled = isinstance(job.loss_fn, CrossBatchLoss) or has_running_norms(model)
     if job.batch_size < job.world.size or (coupled and job.batch_size % job.world.size):
         refuse_batch(job.batch_size, job.world.size)
 
@@ -116,14 +118,14 @@ def prepare(model: nn.Module, runtime: Runtime, world: World) -> nn.Module:
     """
     model.to(world.device)
     if runtime.shard:
-        return Shards(model, runtime, world)
+        return ShardedModel(model, runtime, world)
     compiled = torch.compile(model) if runtime.compile else model
     return distributed.parallel(compiled, world)  # type: ignore[arg-type]  # torch.compile keeps an nn.Module one
 
 
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the network that `prepare` was given."""
-    if isinstance(model, Shards):
+    if isinstance(model, ShardedModel):
         return model.whole
     if isinstance(model, DistributedDataParallel):
         model = model.module
@@ -134,9 +136,9 @@ def unwrap(model: nn.Module) -> nn.Module:
 class _Training:
     """The state of one training between two steps, and the parts of a step that `fit` puts in order."""
 
-    def __init__(self, model: nn.Module, job: Job) -> None:
+    def __init__(self, model: nn.Module, job: TrainJob) -> None:
         self.model, self.job = model, job
-        self.shards = model if isinstance(model, Shards) else None
+        self.shards = model if isinstance(model, ShardedModel) else None
         self.network = self.shards.network if self.shards else unwrap(model)
         self.best = -math.inf
         self.began = 0.0
@@ -208,7 +210,7 @@ class _Training:
         return time.perf_counter() - self.began
 
     @contextmanager
-    def kept_by_leader(self, step: int) -> Iterator[None]:
+    def saving_on_lost_rank(self, step: int) -> Iterator[None]:
         """Save the state after `step` steps where another rank is lost in the block.
 
         The rank that leads has all of it, unless the network is in parts, or has counted a part of the next batch.

@@ -1,4 +1,4 @@
-"""`Shards`: a network whose weights, gradients and optimizer state are spread over the ranks by torch's FSDP2."""
+"""`ShardedModel`: a network whose weights, gradients and optimizer state are spread over the ranks by torch's FSDP2."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dpn_cli.config.schema import Runtime
 from dpn_cli.run.distributed import World
 
 
-class Shards(nn.Module):
+class ShardedModel(nn.Module):
     """A copy of a network of which each rank holds a part, and the `whole` network, which is there when it is needed.
 
     A block's weights come together on every rank while the block is computed, all others for the whole pass. With

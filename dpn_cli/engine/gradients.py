@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dpn_cli.engine.cross_batch_loss import CoupledLoss, SurrogateLoss, feature_gradient
-from dpn_cli.engine.fsdp import Shards
+from dpn_cli.engine.cross_batch_loss import CrossBatchLoss, SurrogateLoss, feature_gradient
+from dpn_cli.engine.fsdp import ShardedModel
 from dpn_cli.engine.layer_norms import LayerNorms
 from dpn_cli.engine.memory import MicroBatch, is_out_of_memory
 from dpn_cli.engine.optim import clip_gradients
 from dpn_cli.engine.seeds import fold
-from dpn_cli.engine.trainer_args import Batch, Job, LossFn, precision_of
+from dpn_cli.engine.trainer_args import Batch, LossFn, TrainJob, precision_of
 from dpn_cli.errors import OutOfMemoryError
 from dpn_cli.model.norms import has_running_norms, set_progress
 from dpn_cli.run import distributed
@@ -27,7 +27,7 @@ class Gradients:
     `micro_batch` shrinks when memory runs out; the batch never does.
     """
 
-    def __init__(self, model: nn.Module, network: nn.Module, job: Job, micro_batch: MicroBatch) -> None:
+    def __init__(self, model: nn.Module, network: nn.Module, job: TrainJob, micro_batch: MicroBatch) -> None:
         self.model, self.network, self.job, self.micro_batch = model, network, job, micro_batch
         self.parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
         self.layer_norms = LayerNorms(network) if job.layer_norms else None
@@ -44,7 +44,7 @@ class Gradients:
         set_progress(self.network, step / self.job.schedule.steps)
         while True:
             try:
-                if isinstance(loss_fn, CoupledLoss) and self.micro_batch.size < count_rows(batch):
+                if isinstance(loss_fn, CrossBatchLoss) and self.micro_batch.size < count_rows(batch):
                     loss, surrogate = self._first_pass(loss_fn, batch, step)
                     self._accumulate(SurrogateLoss(loss_fn), surrogate, step)
                 else:
@@ -75,11 +75,11 @@ class Gradients:
                     value = loss_fn(self.model, part)
                 (value * (count / equal_share)).backward()  # type: ignore[no-untyped-call]
             loss += value.detach().float() * (count / rows)
-        if sync and isinstance(self.model, Shards):
+        if sync and isinstance(self.model, ShardedModel):
             self.model.average_undivided()
         return loss
 
-    def _first_pass(self, coupled: CoupledLoss, batch: Batch, step: int) -> tuple[Tensor, Batch]:
+    def _first_pass(self, coupled: CrossBatchLoss, batch: Batch, step: int) -> tuple[Tensor, Batch]:
         """Return the loss of a batch, and the batch on which `SurrogateLoss` has the gradients of that loss."""
         with precision_of(self.job.runtime, self.job.world.device):
             parts = (part for part, _ in self._micro_batches(batch, step))
@@ -105,7 +105,7 @@ class Gradients:
     def _fits(self, batch: Batch) -> bool:
         """Try one micro-batch. It must not wait for other ranks, so a coupled loss has a gradient made up."""
         loss_fn, (part, _) = self.job.loss_fn, next(self._micro_batches(batch, 0))
-        if isinstance(loss_fn, CoupledLoss):
+        if isinstance(loss_fn, CrossBatchLoss):
             loss_fn, part = SurrogateLoss(loss_fn), SurrogateLoss.placeholder(part)
         try:
             self._accumulate(loss_fn, part, 0, sync=False)
@@ -142,7 +142,7 @@ class Gradients:
 
         Ranks then compute each block together.
         """
-        most = self.job.world.most(self.job.batch_size) if isinstance(self.model, Shards) else rows
+        most = self.job.world.most(self.job.batch_size) if isinstance(self.model, ShardedModel) else rows
         return -(-most // self.micro_batch.size)
 
     def _micro_batches(self, batch: Batch, step: int) -> Iterator[tuple[Batch, int]]:
@@ -159,7 +159,7 @@ class Gradients:
             yield {name: value[here] for name, value in batch.items()}, max(0, min(size, rows - begin))
 
     def _no_sync(self) -> AbstractContextManager[None]:
-        return self.model.no_sync() if isinstance(self.model, DistributedDataParallel | Shards) else nullcontext()
+        return self.model.no_sync() if isinstance(self.model, DistributedDataParallel | ShardedModel) else nullcontext()
 
 
 def count_rows(batch: Batch) -> int:

@@ -87,7 +87,7 @@ def _budget(device: torch.device) -> int:
     return -distributed.max_over_ranks(-(free // 2))
 
 
-def in_parts(forward: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+def in_chunks(forward: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     """Return what `forward` gives for rows that do not depend on each other, in as many parts as memory needs.
 
     It must not wait for other ranks, and tells them nothing: parts change no row. Raises `OutOfMemoryError` when one

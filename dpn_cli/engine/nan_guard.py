@@ -11,7 +11,7 @@ from torch import Tensor
 from dpn_cli.errors import NonFiniteError
 
 
-class _Unread(NamedTuple):
+class _PendingCheck(NamedTuple):
     step: int
     values: Tensor  # on the CPU as soon as `copied` has happened
     copied: torch.cuda.Event | None
@@ -29,7 +29,7 @@ class FiniteCheck:
     def __init__(self, optimizer: torch.optim.Optimizer, *, late: bool) -> None:
         self.optimizer = optimizer
         self.late = late and getattr(optimizer, "_step_supports_amp_scaling", False)
-        self._unread: _Unread | None = None
+        self._unread: _PendingCheck | None = None
         self._read: list[float] = []
 
     def read(self, pending: Tensor, step: int, *, now: bool) -> list[float]:
@@ -62,10 +62,10 @@ class FiniteCheck:
             )
 
 
-def _copied(pending: Tensor, step: int) -> _Unread:
+def _copied(pending: Tensor, step: int) -> _PendingCheck:
     if pending.device.type != "cuda":
-        return _Unread(step, pending, None)
+        return _PendingCheck(step, pending, None)
     copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
     values = pending.to("cpu", non_blocking=True)
     copied.record()
-    return _Unread(step, values, copied)
+    return _PendingCheck(step, values, copied)

@@ -1,4 +1,4 @@
-"""`Job`: what a training computes, and `FitResult`: how it ended."""
+"""`TrainJob`: what a training computes, and `FitResult`: how it ended."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Evaluate = Callable[[], dict[str, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class TrainJob:
     """All that `fit` needs beside the model.
 
     Args:
@@ -47,7 +47,7 @@ class Job:
         evaluate_every: also evaluate every so many steps; 0 evaluates at the end only.
         monitor: the metric to maximise, where the best weights are kept.
         gauges: returns further numbers for every record of the log, by name.
-        layer_norms: log the norm of the gradient of every layer, too, and when the last `LAST_STEPS` begin; see
+        layer_norms: log the norm of the gradient of every layer, too, and when the last `NORM_AVERAGE_STEPS` begin; see
             `LayerNorms`.
         keep_best: save the weights with the best `monitor` as ``best``; needs `evaluate_every`.
         outputs: checkpoints, log and display. A checkpoint found there is resumed from.
@@ -73,7 +73,7 @@ class Job:
     outputs: Outputs = field(default_factory=Outputs)
 
     @classmethod
-    def of(cls, config: TrainingConfig, **others: Any) -> Job:
+    def of(cls, config: TrainingConfig, **others: Any) -> TrainJob:
         """Return the job of a config whose duration is in steps; `others` are the fields that it does not decide."""
         return cls(
             optim=config.optim,

@@ -16,7 +16,7 @@ from dpn_cli.model.norms import Tokens, token_norm
 
 
 @dataclass(frozen=True)
-class Half:
+class NormSlots:
     """Where one half of a block, attention or MLP, has norms: before it, after it, and where "after" is.
 
     After the branch is x + norm(f(x)), after the residual sum norm(x + f(x)).
@@ -60,7 +60,7 @@ class NormBlock(Block):  # type: ignore[misc]  # timm has no types
         self.post_norm1: nn.Module = nn.Identity()
         self.post_norm2: nn.Module = nn.Identity()
         self.register_parameter("res_scale", None)
-        self.halves = Half(True, False), Half(True, False)
+        self.halves = NormSlots(True, False), NormSlots(True, False)
 
     def set_norms(self, config: ViTConfig, index: int) -> None:
         """Build the norms of block `index` of a network."""
@@ -73,7 +73,7 @@ class NormBlock(Block):  # type: ignore[misc]  # timm has no types
             tokens=Tokens(size.heads, grid),
             options=options,
         )
-        self.halves = _halves(config)
+        self.halves = _norm_slots(config)
         self.norm1, self.norm2 = norm(size.width), norm(size.width)
         if self.halves[0].pre and self.halves[0].post:
             self.post_norm1 = norm(size.width)
@@ -105,17 +105,17 @@ class NormBlock(Block):  # type: ignore[misc]  # timm has no types
             weight.mul_(math.sqrt(math.log(2 * depth)))
 
 
-def _halves(config: ViTConfig) -> tuple[Half, Half]:
+def _norm_slots(config: ViTConfig) -> tuple[NormSlots, NormSlots]:
     if config.placement == "subln":
-        return Half(True, False), Half(True, False)
+        return NormSlots(True, False), NormSlots(True, False)
     if config.placement == "normformer":
-        return Half(True, True, on_branch=True), Half(True, False)
+        return NormSlots(True, True, on_branch=True), NormSlots(True, False)
     on_branch = config.norm_options.post == "branch"
-    attention, mlp = (Half("pre" in where, "post" in where, on_branch) for where in config.placement.split(","))
+    attention, mlp = (NormSlots("pre" in where, "post" in where, on_branch) for where in config.placement.split(","))
     return attention, mlp
 
 
-def _joined(x: Tensor, y: Tensor, norm: nn.Module, drop: nn.Module, half: Half) -> Tensor:
+def _joined(x: Tensor, y: Tensor, norm: nn.Module, drop: nn.Module, half: NormSlots) -> Tensor:
     """Add what a half of a block returned to the residual stream, with the norm after it."""
     joined: Tensor
     if not half.post:

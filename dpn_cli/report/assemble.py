@@ -7,15 +7,15 @@ from dataclasses import replace
 from functools import partial
 
 from dpn_cli.report import comparison
-from dpn_cli.report.common import Origins, against_paper, curves, what_was_run
+from dpn_cli.report.common import Origins, against_paper, curves, run_summary
 from dpn_cli.report.comparison import Reader
 from dpn_cli.report.content import Part, Section, Table, Text
-from dpn_cli.report.reading import OpenRun
+from dpn_cli.report.reading import RunRecord
 from dpn_cli.report.side import over_fractions, paired, summary
 
 
 def sections_of(
-    runs: Sequence[OpenRun], reader: Callable[[OpenRun], Reader], origins: Callable[[OpenRun], Origins]
+    runs: Sequence[RunRecord], reader: Callable[[RunRecord], Reader], origins: Callable[[RunRecord], Origins]
 ) -> list[Section]:
     """Return the sections of a page about runs: side by side first, then one after the other."""
     several = len(runs) > 1
@@ -25,7 +25,7 @@ def sections_of(
     found = [read(run, prefix) for read, run, prefix in zip(readers, runs, prefixes, strict=True)]
     pairs = list(zip(runs, found, strict=True))
 
-    def call(run: OpenRun, text: str) -> str:
+    def call(run: RunRecord, text: str) -> str:
         return f"{run.name}: {text}" if several else text
 
     overview: list[Part] = [
@@ -44,14 +44,14 @@ def sections_of(
     if difference := paired(pairs):
         pages.append(difference)
     for run, findings in pairs:
-        own = [*findings.sections, against_paper(run), what_was_run(run, origins(run))]
+        own = [*findings.sections, against_paper(run), run_summary(run, origins(run))]
         pages += [
             Section(call(run, one.title), [_titled(run, part, several) for part in one.parts]) for one in own if one
         ]
     return pages
 
 
-def _titled(run: OpenRun, part: Part, several: bool) -> Part:
+def _titled(run: RunRecord, part: Part, several: bool) -> Part:
     """Name the run in the title of a table that also stands outside the page."""
     if several and isinstance(part, Table) and part.name:
         return replace(part, title=f"{run.name}: {part.title}")

@@ -25,7 +25,7 @@ from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator, N
 from rich.cells import cell_len, set_cell_size
 
 from dpn_cli.report.confusions import MOST_NAMED
-from dpn_cli.report.content import Bars, Chart, Confusion, Heat, Lines, Maps, Panel, Reliability, thinned
+from dpn_cli.report.content import BarChart, Chart, Confusion, HeatMap, LineChart, Maps, Panel, Reliability, downsample
 from dpn_cli.run.console import printable
 
 Values = np.ndarray[Any, np.dtype[np.float64]]
@@ -129,12 +129,12 @@ def _canvas(width: float = WIDTH, height: float = HEIGHT) -> tuple[Figure, Axes]
 
 
 @_figure.register
-def _lines(chart: Lines) -> Figure:
+def _lines(chart: LineChart) -> Figure:
     figure, axes = _canvas(height=HEIGHT + 0.17 * max(0, len(chart.series) - 1))
     for place, one in enumerate(chart.series):
         if not one.x:
             continue
-        line, style = thinned(one) if chart.joined else one, _line(place)
+        line, style = downsample(one) if chart.joined else one, _line(place)
         if len(line.x) > 100:
             style["linewidth"] = 1.1
         if not chart.joined:
@@ -172,7 +172,7 @@ def _line(place: int) -> dict[str, Any]:
 
 
 @_figure.register
-def _bars(chart: Bars) -> Figure:
+def _bars(chart: BarChart) -> Figure:
     count = len(chart.series)
     own = [name for name in chart.series if name not in chart.beside]
     figure, axes = _canvas(height=0.9 + (0.1 + 0.11 * count) * len(chart.categories) + 0.1 * count)
@@ -206,7 +206,7 @@ def _bars(chart: Bars) -> Figure:
 
 
 @_figure.register
-def _heat(chart: Heat) -> Figure:
+def _heat(chart: HeatMap) -> Figure:
     across = min(len(chart.panels), 4)
     down = -(-len(chart.panels) // across)
     most = max(len(panel.columns) for panel in chart.panels)

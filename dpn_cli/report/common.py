@@ -5,11 +5,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-from dpn_cli.config.provenance import flat
-from dpn_cli.report.content import MOST_POINTS, Cell, Chart, Lines, Part, Section, Table, Text, together
+from dpn_cli.config.provenance import flatten_keys
+from dpn_cli.report.content import MOST_POINTS, Cell, Chart, LineChart, Part, Section, Table, Text, mean_with_band
 from dpn_cli.report.gradients import layer_charts
-from dpn_cli.report.reading import OpenRun, hours, trainings
-from dpn_cli.run.console import several
+from dpn_cli.report.reading import RunRecord, hours, trainings
+from dpn_cli.run.console import count_noun
 
 # A config key with its value and where that comes from.
 Origins = Sequence[tuple[str, str, str]]
@@ -23,7 +23,7 @@ MEANS = f"Drawn as {MOST_POINTS} means over neighbouring records; the CSV file h
 UNKNOWN = "-"
 
 
-def curves(networks: Mapping[str, Sequence[OpenRun]], watched: Mapping[str, str], prefix: str) -> list[Chart]:
+def curves(networks: Mapping[str, Sequence[RunRecord]], watched: Mapping[str, str], prefix: str) -> list[Chart]:
     """Return learning curves in common charts: the mean over the runs of each network, in a band that holds them all.
 
     `watched` names the metrics of evaluations and units.
@@ -33,16 +33,16 @@ def curves(networks: Mapping[str, Sequence[OpenRun]], watched: Mapping[str, str]
     named = {**CURVES, **{key: (watched.get(key, key), watched.get(key, key)) for key in keys}}
     for key, (title, axis) in named.items():
         # Empty ones too: a network has one colour in all charts.
-        series = [together(name, [run.series(key) for run in runs]) for name, runs in networks.items()]
+        series = [mean_with_band(name, [run.series(key) for run in runs]) for name, runs in networks.items()]
         if any(one.x for one in series):
             log_y = key == "grad_norm" and min(value for one in series for value in one.low or one.y) > 0
             long = any(len(one.x) > MOST_POINTS for one in series)
             name, caption = f"{prefix}{key.replace('@', '_at_')}", MEANS if long else ""
-            charts.append(Lines(name, title, "step", axis, series, log_y=log_y, caption=caption))
+            charts.append(LineChart(name, title, "step", axis, series, log_y=log_y, caption=caption))
     return charts + layer_charts(networks, prefix)
 
 
-def what_was_run(run: OpenRun, origins: Origins) -> Section:
+def run_summary(run: RunRecord, origins: Origins) -> Section:
     """Return the section of a run's command, versions, data, time and config."""
     facts, result = run.facts, run.result
     timing, time = result.get("timing", {}), hours(run)
@@ -56,11 +56,11 @@ def what_was_run(run: OpenRun, origins: Origins) -> Section:
         ("status", run.status),
         ("started", facts.get("started", UNKNOWN)),
         ("last written", facts.get("updated", UNKNOWN)),
-        ("device", f"{facts.get('device', UNKNOWN)}, {several(facts.get('ranks', 1), 'process')}"),
+        ("device", f"{facts.get('device', UNKNOWN)}, {count_noun(facts.get('ranks', 1), 'process')}"),
         ("hours of training", UNKNOWN if time is None else f"{time:.3g}"),
         ("images per second", f"{speed[-1]:.1f}" if speed else UNKNOWN),
         ("share of waiting for data", UNKNOWN if share is None else f"{100 * share:.1f} %"),
-        *[(f"data, {name}", str(value)) for name, value in flat(_data(run))],
+        *[(f"data, {name}", str(value)) for name, value in flatten_keys(_data(run))],
         ("weights", str(facts.get("backbone", {}).get("source", UNKNOWN))),
         ("versions", ", ".join(f"{name} {value}" for name, value in facts.get("versions", {}).items()) or UNKNOWN),
         ("git commit", facts.get("git") or UNKNOWN),
@@ -75,18 +75,18 @@ def what_was_run(run: OpenRun, origins: Origins) -> Section:
     return Section("What was run", parts)
 
 
-def command(run: OpenRun) -> str:
+def command(run: RunRecord) -> str:
     """Return the command line of a run, as a shell takes it."""
     argv = [str(word) for word in run.facts.get("argv", [])]
     return shlex.join(["dpn", *argv[1:]]) if argv else UNKNOWN
 
 
-def _data(run: OpenRun) -> Mapping[str, object]:
+def _data(run: RunRecord) -> Mapping[str, object]:
     data = run.facts.get("data") or next((one.get("data") for _, one in trainings(run.result)), None)
     return data if isinstance(data, dict) else {}
 
 
-def against_paper(run: OpenRun) -> Section | None:
+def against_paper(run: RunRecord) -> Section | None:
     """Return what differs from the paper; None for a run without anything to compare with."""
     if run.kind == "eval" or "differs_from_paper" not in run.result:
         return None

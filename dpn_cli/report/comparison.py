@@ -9,13 +9,13 @@ from typing import Any
 
 from dpn_cli.errors import DataError
 from dpn_cli.report.common import curves
-from dpn_cli.report.content import Bars, Cell, Findings, Part, Section, Table, Text
-from dpn_cli.report.reading import Json, OpenRun, open_run
+from dpn_cli.report.content import BarChart, Cell, Findings, Part, Section, Table, Text
+from dpn_cli.report.reading import Json, RunRecord, read_run
 from dpn_cli.run.files import read_object
 from dpn_cli.statistics import as_text
 
 # Returns what a task reads out of a run; the names of its charts begin with the second argument.
-Reader = Callable[[OpenRun, str], Findings]
+Reader = Callable[[RunRecord, str], Findings]
 # What a comparison may be scored by, and what to call it.
 SCORES = {
     "top1": "top-1",
@@ -49,7 +49,7 @@ def value_of(result: Json, score: str) -> float | None:
     return None if value is None else float(value)
 
 
-def findings(run: OpenRun, prefix: str, reader: Callable[[OpenRun], Reader]) -> Findings:
+def findings(run: RunRecord, prefix: str, reader: Callable[[RunRecord], Reader]) -> Findings:
     """Return what a page shows of a comparison; the names of its charts begin with `prefix`.
 
     `reader` returns what reads a training of the comparison.
@@ -73,7 +73,7 @@ def findings(run: OpenRun, prefix: str, reader: Callable[[OpenRun], Reader]) -> 
     note = NOTE.format("draws of the images" if drawn else "trainings")
     parts: list[Part] = [_table(key, compared, note) for key in keys]
     parts.append(
-        Bars(
+        BarChart(
             f"{prefix}networks",
             f"{names[keys[0]] if len(keys) == 1 else 'Scores'} of each network",
             f"{names[keys[0]] if len(keys) == 1 else 'score'} in %",
@@ -90,7 +90,7 @@ def findings(run: OpenRun, prefix: str, reader: Callable[[OpenRun], Reader]) -> 
     return Findings(name_of(run.result["score"]), {}, [section, *learnt], warnings=[*failed, *damage])
 
 
-def _so_far(run: OpenRun) -> list[Section]:
+def _so_far(run: RunRecord) -> list[Section]:
     """Return the section of the trainings that are finished, of a comparison without a result."""
     finished = []
     for path in sorted(run.path.glob("**/seed*/result.json")):
@@ -133,15 +133,15 @@ def _warn(line: str) -> Text:
     return Text(line, warning=True)
 
 
-def _trainings(run: OpenRun) -> dict[str, list[OpenRun]]:
+def _trainings(run: RunRecord) -> dict[str, list[RunRecord]]:
     """Return the trainings of each network from all seeds, by the network's name or its folder while there is none."""
     networks = (run.result.get("compare") or {}).get("networks", {})
     names = {folder.rpartition("/")[0]: name for name, network in networks.items() for folder in network["runs"]}
-    found: dict[str, list[OpenRun]] = {name: [] for name in names.values()}
+    found: dict[str, list[RunRecord]] = {name: [] for name in names.values()}
     for path in sorted(run.path.glob("**/seed*/run.json"), key=lambda path: (path.parents[1], path)):
         network = path.parent.parent.relative_to(run.path).as_posix().removeprefix(".")
         with suppress(DataError):
-            found.setdefault(names.get(network, network or run.name), []).append(open_run(path.parent))
+            found.setdefault(names.get(network, network or run.name), []).append(read_run(path.parent))
     return {name: runs for name, runs in found.items() if runs}
 
 

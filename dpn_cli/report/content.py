@@ -83,7 +83,7 @@ class Series:
     high: Sequence[float] = ()
 
 
-def together(name: str, several: Sequence[Series]) -> Series:
+def mean_with_band(name: str, several: Sequence[Series]) -> Series:
     """Return the mean of lines at every x that one of them has, in a band from the lowest to the highest of them."""
     if len(several) == 1:
         return replace(several[0], name=name)
@@ -95,7 +95,7 @@ def together(name: str, several: Sequence[Series]) -> Series:
     return Series(name, sorted(found), list(map(fmean, values)), list(map(min, values)), list(map(max, values)))
 
 
-def thinned(series: Series, most: int = MOST_POINTS) -> Series:
+def downsample(series: Series, most: int = MOST_POINTS) -> Series:
     """Return a line of at most `most` points, each the mean over a stretch of it."""
     if len(series.x) <= most:
         return series
@@ -119,7 +119,7 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class Lines(Chart):
+class LineChart(Chart):
     """Lines over one axis; `x` and `y` name the axes with their units. `floor` is a level to compare with, by name.
 
     Points that are not `joined` stand alone: several may have the same x. `from_zero` begins the vertical axis at 0.
@@ -145,7 +145,7 @@ class Lines(Chart):
 
 
 @dataclass(frozen=True)
-class Bars(Chart):
+class BarChart(Chart):
     """Horizontal bars in percent, one per category and series; a missing value is None. `errors` are half-lengths.
 
     The axis goes from 0 to 100, that of `differences` as far as they go, to both sides.
@@ -172,7 +172,7 @@ class Bars(Chart):
 
 @dataclass(frozen=True)
 class Panel:
-    """One heat map of `Heat`: numbers by row and column, of which None was not measured."""
+    """One heat map of `HeatMap`: numbers by row and column, of which None was not measured."""
 
     title: str
     rows: Sequence[str]
@@ -183,7 +183,7 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class Heat(Chart):
+class HeatMap(Chart):
     """Small heat maps with their numbers in them, of `digits` decimals, each with colours of its own.
 
     `row` and `column` name the axes.

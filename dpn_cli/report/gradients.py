@@ -5,34 +5,35 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 
-from dpn_cli.config.training import LAST_STEPS
-from dpn_cli.report.content import Chart, Lines, Series, together
-from dpn_cli.report.reading import OpenRun, is_number
+from dpn_cli.config.training import NORM_AVERAGE_STEPS
+from dpn_cli.report.content import Chart, LineChart, Series, mean_with_band
+from dpn_cli.report.reading import RunRecord, is_number
 
 NORM = "L2 norm of the gradient"
 
 
-def layer_charts(networks: Mapping[str, Sequence[OpenRun]], prefix: str) -> list[Chart]:
+def layer_charts(networks: Mapping[str, Sequence[RunRecord]], prefix: str) -> list[Chart]:
     """Return the charts of networks whose runs logged norms of layers: over depth, and the embedding's over steps."""
     over_depth, over_steps = (
-        [one for name, runs in networks.items() if (one := together(name, list(map(series, runs)))).x]
+        [one for name, runs in networks.items() if (one := mean_with_band(name, list(map(series, runs)))).x]
         for series in (_over_depth, _over_steps)
     )
     charts: list[Chart] = []
     if over_depth:
         caption = (
-            f"0 is the patch projection, then come the blocks. Mean over the last {LAST_STEPS} steps, or over all of "
+            f"0 is the patch projection, then come the blocks. Mean over the last {NORM_AVERAGE_STEPS} steps, or "
+            f"over all of "
             "a shorter training (arXiv 2302.01327, Figures 2 and 4)."
         )
         title = "Gradient norm over depth, before clipping"
-        charts.append(Lines(f"{prefix}layer_norms", title, "depth", NORM, over_depth, caption=caption))
+        charts.append(LineChart(f"{prefix}layer_norms", title, "depth", NORM, over_depth, caption=caption))
     if over_steps:
         title = "Gradient norm of the patch projection, before clipping"
-        charts.append(Lines(f"{prefix}embedding_norm", title, "step", NORM, over_steps))
+        charts.append(LineChart(f"{prefix}embedding_norm", title, "step", NORM, over_steps))
     return charts
 
 
-def _norms(run: OpenRun) -> Iterator[tuple[int, float, dict[str, float]]]:
+def _norms(run: RunRecord) -> Iterator[tuple[int, float, dict[str, float]]]:
     """Yield the mean norms of layers, without those that are not finite, with their last step and number of steps."""
     for record in run.records:
         if isinstance(norms := record.get("layer_norms"), dict):
@@ -41,10 +42,10 @@ def _norms(run: OpenRun) -> Iterator[tuple[int, float, dict[str, float]]]:
             yield record["step"], count, {name: norm for name, norm in norms.items() if is_number(norm)}
 
 
-def _over_depth(run: OpenRun) -> Series:
+def _over_depth(run: RunRecord) -> Series:
     """Return the mean over the last steps at each depth, every record for as many steps as it is the mean of."""
     norms = list(_norms(run))
-    after = norms[-1][0] - LAST_STEPS if norms else 0
+    after = norms[-1][0] - NORM_AVERAGE_STEPS if norms else 0
     found: dict[int, list[tuple[float, float]]] = {}
     for step, count, named in norms:
         for name, norm in named.items() if step > after else ():
@@ -59,6 +60,6 @@ def _depth(layer: str) -> int | None:
     return int(layer[6:]) if layer.startswith("block ") and layer[6:].isdecimal() else None
 
 
-def _over_steps(run: OpenRun) -> Series:
+def _over_steps(run: RunRecord) -> Series:
     points = [(step, found["embedding"]) for step, _, found in _norms(run) if "embedding" in found]
     return Series(run.name, [step for step, _ in points], [norm for _, norm in points])

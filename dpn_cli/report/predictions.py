@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dpn_cli.config.schema import Written
+from dpn_cli.config.schema import PredictionFiles
 from dpn_cli.data.decode import Pixels, Reading, read_pixels
 from dpn_cli.data.pixels import reader_count
 from dpn_cli.data.thread_loader import Threaded
@@ -24,7 +24,7 @@ from dpn_cli.report.html import render
 from dpn_cli.report.tables import as_csv, flattened
 from dpn_cli.report.thumbnails import thumbnail
 from dpn_cli.run import signals
-from dpn_cli.run.console import Console, several
+from dpn_cli.run.console import Console, count_noun
 from dpn_cli.run.files import real_path, replace_text
 
 # Thumbnails of a page: with at most 11 kB each as text, they are below 4.5 MB. Unreadable images that it names.
@@ -104,7 +104,9 @@ class Predictions:
         DpnError: a file cannot be written, or is one of the images, or is to be written twice.
     """
 
-    def __init__(self, paths: Sequence[Path], written: Written, console: Console, most: int = MOST_SHOWN) -> None:
+    def __init__(
+        self, paths: Sequence[Path], written: PredictionFiles, console: Console, most: int = MOST_SHOWN
+    ) -> None:
         check_written({"--csv": written.csv, "--html": written.html}, paths)
         self.paths, self.written, self.console = paths, written, console
         self.shown = spread(len(paths), most) if written.html else frozenset()
@@ -184,7 +186,7 @@ class Predictions:
             gallery = Gallery(self._caption(), images, across)
             facts: list[tuple[str, Cell]] = [("network", run), ("images", len(self.results))]
             said = Section("Predictions", [*self.left_out(), Table("", ("", ""), facts), *summary])
-            title = f"{command}: {several(len(self.results), 'image')}"
+            title = f"{command}: {count_noun(len(self.results), 'image')}"
             write_gallery(self.written.html, title, said, gallery)
 
     def _caption(self) -> str:
@@ -208,7 +210,8 @@ class Predictions:
         if skip_bad or not self.unreadable:
             return None
         return DataError(
-            f"unreadable: {len(self.unreadable)} of {several(len(self.paths), 'image')}, named above; the others are "
+            f"unreadable: {len(self.unreadable)} of {count_noun(len(self.paths), 'image')}, named above; the others "
+            f"are "
             "done. Fetch what is missing again, or accept it with --skip-bad-images"
         )
 

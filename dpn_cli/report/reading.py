@@ -30,7 +30,7 @@ STEP_KEYS = (
 
 
 @dataclass(frozen=True)
-class OpenRun:
+class RunRecord:
     """What a folder holds of a run or of an evaluation.
 
     Args:
@@ -86,7 +86,7 @@ class OpenRun:
         return [key for key in keys if self.series(key).x]
 
 
-def open_run(path: Path, name: str | None = None) -> OpenRun:
+def read_run(path: Path, name: str | None = None) -> RunRecord:
     """Read a folder. Raises `DataError` when it holds neither a run nor the output of an evaluation."""
     place = folder_of(path)
     facts, result = read_object(place / "run.json") or {}, read_object(place / "result.json")
@@ -100,7 +100,7 @@ def open_run(path: Path, name: str | None = None) -> OpenRun:
     records, damaged = read_records(place / "metrics.jsonl")
     good = [record for record in records if is_number(record.get("step"))]
     partial = None if result else read_object(place / "partial.json")
-    run = OpenRun(
+    run = RunRecord(
         path=place,
         name=name or real_path(place).name,
         kind="eval" if evaluated else str(facts.get("kind") or _kind_of(config)),
@@ -126,7 +126,7 @@ def folder_of(path: Path) -> Path:
     raise DataError(f"{path}: no such folder" if missing else f"{path}: a file, not a folder of runs")
 
 
-def _notes(run: OpenRun, damaged: int) -> list[str]:
+def _notes(run: RunRecord, damaged: int) -> list[str]:
     """Return what is missing, damaged or unfinished."""
     notes = []
     if not run.facts:
@@ -198,7 +198,7 @@ def find_runs(root: Path, depth: int = DEPTH) -> Iterator[Path]:
             yield from find_runs(root / name, depth - 1)
 
 
-def hours(run: OpenRun) -> float | None:
+def hours(run: RunRecord) -> float | None:
     """Return the hours that a run has trained, by its result or those of the trainings in it; None when not known."""
     seconds = run.result.get("timing", {}).get("train_seconds")
     if seconds is None and run.kind == "comparison":
@@ -213,7 +213,7 @@ def trainings(result: Mapping[str, Any]) -> Iterator[tuple[str, Json]]:
         yield from network.get("runs", {}).items()
 
 
-def moment(run: OpenRun, key: str) -> datetime | None:
+def moment(run: RunRecord, key: str) -> datetime | None:
     """Return a time of run.json."""
     try:
         return datetime.strptime(str(run.facts.get(key)), "%Y-%m-%dT%H:%M:%S%z").astimezone(UTC)

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dpn_cli.config.provenance import flat, shown
-from dpn_cli.report.content import Cell, Findings, Lines, Part, Section, Series, Table, Text, together
-from dpn_cli.report.reading import OpenRun, hours
+from dpn_cli.config.provenance import flatten_keys, shown
+from dpn_cli.report.content import Cell, Findings, LineChart, Part, Section, Series, Table, Text, mean_with_band
+from dpn_cli.report.reading import RunRecord, hours
 from dpn_cli.run.environment import MAY_CHANGE
 from dpn_cli.statistics import PERCENT, PERCENT_DIFFERENCE, Summary, as_text, paired_difference, summarize
 
@@ -18,7 +18,7 @@ FREE = (*MAY_CHANGE, "about", "backbone", "seed", "seeds", "compare")
 PLACES = ("data.source", "data.val_source", "data.max_pixels")
 # Keys in the name of a network; one that differs in more is called like its run.
 MOST_KEYS = 3
-Pair = tuple[OpenRun, Findings]
+Pair = tuple[RunRecord, Findings]
 
 
 def summary(pairs: Sequence[Pair]) -> Table:
@@ -34,7 +34,7 @@ def summary(pairs: Sequence[Pair]) -> Table:
     )
 
 
-def _row(run: OpenRun, findings: Findings) -> list[Cell]:
+def _row(run: RunRecord, findings: Findings) -> list[Cell]:
     result, time, speed = run.result, hours(run), run.series("images_per_second").y
     timing = result.get("timing", {})
     share = timing["wait_seconds"] / timing["train_seconds"] if timing.get("train_seconds") else None
@@ -77,7 +77,7 @@ def paired(pairs: Sequence[Pair]) -> Section | None:
     return Section("Differences in pairs", parts)
 
 
-def over_fractions(pairs: Sequence[Pair]) -> Lines | None:
+def over_fractions(pairs: Sequence[Pair]) -> LineChart | None:
     """Return the score of each network over the share of the images that it was trained on, where runs differ in it."""
     points: dict[str, list[Series]] = {}
     metric, keys = "", _differing([run for run, _ in pairs])
@@ -87,15 +87,15 @@ def over_fractions(pairs: Sequence[Pair]) -> Lines | None:
             for network, value in _values(run, findings):
                 metric, line = metric or findings.metric, network or _described(run, keys) or "all runs"
                 points.setdefault(line, []).append(Series("", [100 * share], [value]))
-    lines = [together(name, several) for name, several in points.items()]
+    lines = [mean_with_band(name, several) for name, several in points.items()]
     if len({x for line in lines for x in line.x}) < 2:
         return None
     caption = "Mean over seeds, in a band from the lowest to the highest." if any(line.low for line in lines) else ""
     axis = "share of the training images in %"
-    return Lines("fractions", f"{metric} over the training images", axis, f"{metric} in %", lines, caption=caption)
+    return LineChart("fractions", f"{metric} over the training images", axis, f"{metric} in %", lines, caption=caption)
 
 
-def _values(run: OpenRun, findings: Findings) -> Iterator[tuple[str, float]]:
+def _values(run: RunRecord, findings: Findings) -> Iterator[tuple[str, float]]:
     """Yield the scores of a run; a comparison's have the names of their networks."""
     if run.kind == "comparison":
         compare, key = run.result.get("compare", {}), run.result.get("score", "")
@@ -113,7 +113,7 @@ class Group:
     """Runs of one network: their score by part of the task and seed."""
 
     name: str
-    runs: Sequence[OpenRun]
+    runs: Sequence[RunRecord]
     metric: str
     scores: Mapping[str, Mapping[int, float]]
 
@@ -146,30 +146,30 @@ def _groups(pairs: Sequence[Pair]) -> list[Group]:
     return list(groups.values())
 
 
-def _differing(runs: Sequence[OpenRun]) -> list[str]:
+def _differing(runs: Sequence[RunRecord]) -> list[str]:
     """Return the keys in which the networks of runs differ."""
     networks = [_network(run) for run in runs]
     keys = dict.fromkeys(key for network in networks for key in network)
     return [key for key in keys if len({repr(network.get(key)) for network in networks}) > 1]
 
 
-def _described(run: OpenRun, keys: Sequence[str]) -> str:
+def _described(run: RunRecord, keys: Sequence[str]) -> str:
     network = _network(run)
     return ", ".join(f"{key} {shown(network.get(key))}" for key in keys)
 
 
-def _network(run: OpenRun) -> dict[str, Any]:
+def _network(run: RunRecord) -> dict[str, Any]:
     backbone = (run.config or {}).get("backbone", {})
     compare = (run.config or {}).get("compare") or None
-    return {**dict(flat(backbone)), **({"compare": compare} if compare else {})}
+    return {**dict(flatten_keys(backbone)), **({"compare": compare} if compare else {})}
 
 
-def _protocol(run: OpenRun) -> dict[str, Any]:
+def _protocol(run: RunRecord) -> dict[str, Any]:
     """Return what two trainings must share to be paired: the config but for the network, and fingerprints of data."""
     config = {key: value for key, value in (run.config or {}).items() if key not in FREE}
-    keys = {key: value for key, value in flat(config) if key not in PLACES}
+    keys = {key: value for key, value in flatten_keys(config) if key not in PLACES}
     data = run.facts.get("data")
-    return {**keys, **{f"data {key}": value for key, value in flat(data if isinstance(data, dict) else {})}}
+    return {**keys, **{f"data {key}": value for key, value in flatten_keys(data if isinstance(data, dict) else {})}}
 
 
 def refusal(first: Group, other: Group) -> str | None:

@@ -19,7 +19,7 @@ ELSEWHERE = re.compile("(hf|hf-hub|timm|wds):")
 
 
 @dataclass(frozen=True)
-class Job:
+class PaperTrial:
     """One training of an ordinary command.
 
     Args:
@@ -35,7 +35,7 @@ class Job:
     command: str
     words: tuple[str, ...]
     data: tuple[tuple[str, str], ...] = ()
-    start: Job | None = None
+    start: PaperTrial | None = None
     network: tuple[str, str] | None = None
 
     @property
@@ -69,18 +69,18 @@ class Places:
     weights: dict[str, str]
     settings: tuple[str, ...] = ()
 
-    def weights_of(self, job: Job) -> str:
+    def weights_of(self, job: PaperTrial) -> str:
         """Return what another training starts from: weights that are here, or the training's folder."""
         return self.weights.get(job.group) or str(self.out / job.name)
 
-    def missing(self, job: Job) -> list[str]:
+    def missing(self, job: PaperTrial) -> list[str]:
         """Return the names of the data sets that a job, or what it starts from, needs and that are not here."""
         names = [name for _, name in job.data if name not in self.data]
         if job.start and job.start.group not in self.weights and not self.done(job.start):
             names += self.missing(job.start)
         return list(dict.fromkeys(names))
 
-    def done(self, job: Job) -> bool:
+    def done(self, job: PaperTrial) -> bool:
         """Tell whether a job has its result."""
         return (self.out / job.name / RESULT).is_file()
 
@@ -99,12 +99,12 @@ class Number:
 
     row: str
     column: str
-    jobs: tuple[Job, ...]
+    jobs: tuple[PaperTrial, ...]
     score: Score
     paper: float | None = None
     stderr: float | None = None
     seeds: int = 3
-    minus: tuple[Job, ...] = ()
+    minus: tuple[PaperTrial, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -113,9 +113,9 @@ class Drawing:
 
     name: str
     by: Literal["report", "inspect"]
-    jobs: tuple[Job, ...]
+    jobs: tuple[PaperTrial, ...]
 
-    def ready(self, places: Places) -> list[Job]:
+    def ready(self, places: Places) -> list[PaperTrial]:
         """Return the jobs that can be shown: those with a result, and networks that are here."""
         given = places.weights if self.by == "inspect" else {}
         return [job for job in self.jobs if job.group in given or places.done(job)]
@@ -137,9 +137,9 @@ class Experiment:
     numbers: Sequence[Number] = ()
     drawings: Sequence[Drawing] = ()
 
-    def jobs(self, weights: Mapping[str, str]) -> list[Job]:
+    def jobs(self, weights: Mapping[str, str]) -> list[PaperTrial]:
         """Return all jobs, each once, those that others start from first; `weights` stand for some of `networks`."""
-        found: dict[str, Job] = {}
+        found: dict[str, PaperTrial] = {}
         looked_into = (job for job in self._looked_into() if job.group not in weights)
         for job in (*self._asked(), *looked_into):
             for each in chain(job, weights):
@@ -147,25 +147,25 @@ class Experiment:
                 assert same == each, f"two trainings are called {each.name}"
         return list(found.values())
 
-    def networks(self) -> dict[str, Job]:
+    def networks(self) -> dict[str, PaperTrial]:
         """Return, by their groups, the jobs of which the network alone is used, so that weights can stand for them."""
         starts = (job.start for job in self.jobs({}) if job.start)
         return {job.group: job for job in (*starts, *self._looked_into())}
 
-    def _asked(self) -> Iterator[Job]:
+    def _asked(self) -> Iterator[PaperTrial]:
         for number in self.numbers:
             yield from (*number.jobs, *number.minus)
         for drawing in self.drawings:
             if drawing.by == "report":
                 yield from drawing.jobs
 
-    def _looked_into(self) -> Iterator[Job]:
+    def _looked_into(self) -> Iterator[PaperTrial]:
         for drawing in self.drawings:
             if drawing.by == "inspect":
                 yield from drawing.jobs
 
 
-def chain(job: Job, weights: Mapping[str, str] = MappingProxyType({})) -> list[Job]:
+def chain(job: PaperTrial, weights: Mapping[str, str] = MappingProxyType({})) -> list[PaperTrial]:
     """Return what a job starts from, in the order of training, and the job itself; `weights` need no training."""
     start = job.start if job.start and job.start.group not in weights else None
     return [*(chain(start, weights) if start else []), job]

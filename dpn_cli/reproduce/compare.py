@@ -7,7 +7,7 @@ from typing import Any
 
 from scipy.special import stdtrit
 
-from dpn_cli.reproduce.cells import RESULT, Experiment, Job, Number, Places, Score
+from dpn_cli.reproduce.cells import RESULT, Experiment, Number, PaperTrial, Places, Score
 from dpn_cli.run.files import read_object
 from dpn_cli.statistics import PERCENT, PERCENT_DIFFERENCE, Summary, summarize
 
@@ -16,7 +16,7 @@ ACCURACY_DIGIT, ERROR_DIGIT = 0.1, 0.01
 
 
 @dataclass(frozen=True)
-class Compared:
+class PaperComparison:
     """A number of ours, None where nothing is trained, beside the paper's.
 
     `within` tells whether it lies in the paper's 95 % interval; None where the paper prints no spread.
@@ -43,7 +43,7 @@ class Compared:
         }
 
 
-def compare(experiment: Experiment, places: Places) -> list[Compared]:
+def compare(experiment: Experiment, places: Places) -> list[PaperComparison]:
     """Return all numbers of an experiment with what its finished trainings give."""
     return [_compared(number, places) for number in experiment.numbers]
 
@@ -59,12 +59,12 @@ def paper_reach(number: Number) -> float | None:
     return quantile * (number.stderr + ERROR_DIGIT / 2) + ACCURACY_DIGIT / 2
 
 
-def _compared(number: Number, places: Places) -> Compared:
+def _compared(number: Number, places: Places) -> PaperComparison:
     ours = _ours(number, places)
     if ours is None or number.paper is None:
-        return Compared(number, ours, None, None)
+        return PaperComparison(number, ours, None, None)
     difference, reach = ours.mean - number.paper, paper_reach(number)
-    return Compared(number, ours, difference, None if reach is None else abs(difference) <= reach)
+    return PaperComparison(number, ours, difference, None if reach is None else abs(difference) <= reach)
 
 
 def _ours(number: Number, places: Places) -> Summary | None:
@@ -79,7 +79,7 @@ def _ours(number: Number, places: Places) -> Summary | None:
     return summarize(differences, PERCENT_DIFFERENCE) if differences else None
 
 
-def _values(job: Job, score: Score, places: Places) -> list[float]:
+def _values(job: PaperTrial, score: Score, places: Places) -> list[float]:
     """Return the scores that a job's result has: none without a result."""
     found: Any = read_object(places.out / job.name / RESULT)
     for key in score:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from dpn_cli.report.content import Bars, Cell, Part, Section, Table, Text
+from dpn_cli.report.content import BarChart, Cell, Part, Section, Table, Text
 from dpn_cli.report.page import write_page
 from dpn_cli.reproduce.cells import Experiment
-from dpn_cli.reproduce.compare import Compared, paper_reach
+from dpn_cli.reproduce.compare import PaperComparison, paper_reach
 from dpn_cli.statistics import as_text
 
 NOT_THE_PAPER = "at the demo's size, with its tower for every network: these are not the paper's numbers"
@@ -25,7 +25,7 @@ def heading(experiment: Experiment, small: bool) -> str:
     return f"{experiment.name}, {experiment.title}{end}"
 
 
-def table_of(experiment: Experiment, compared: Sequence[Compared], small: bool) -> Table:
+def table_of(experiment: Experiment, compared: Sequence[PaperComparison], small: bool) -> Table:
     """Return all numbers, one row each."""
     rows: list[list[Cell]] = []
     for one in compared:
@@ -38,7 +38,7 @@ def table_of(experiment: Experiment, compared: Sequence[Compared], small: bool) 
     return Table(title, COLUMNS, rows, note=NOTE, name=experiment.name)
 
 
-def write(folder: Path, experiment: Experiment, compared: Sequence[Compared], small: bool) -> Path:
+def write(folder: Path, experiment: Experiment, compared: Sequence[PaperComparison], small: bool) -> Path:
     """Write the page of an experiment with numbers and return its path."""
     parts: list[Part] = [Text(f"This is {NOT_THE_PAPER}.", warning=True)] if small else []
     parts.append(table_of(experiment, compared, small))
@@ -56,7 +56,7 @@ def write(folder: Path, experiment: Experiment, compared: Sequence[Compared], sm
             beside[f"{column}, paper"] = column
     title, caption = "Ours and the paper's" if beside else "Ours", "With 95 % t-intervals of several trainings."
     differences = any(one.number.minus for one in compared)
-    bars = Bars("numbers", title, experiment.unit, rows, series, errors, beside, differences, caption=caption)
+    bars = BarChart("numbers", title, experiment.unit, rows, series, errors, beside, differences, caption=caption)
     parts.append(bars)
     return write_page(folder, heading(experiment, small), [Section("Numbers", parts)])
 
@@ -65,20 +65,20 @@ def _with_error(mean: float, error: float | None) -> str:
     return f"{mean:.2f}" if error is None else f"{mean:.2f} ± {error:.2f}"
 
 
-def _mean(one: Compared | None) -> float | None:
+def _mean(one: PaperComparison | None) -> float | None:
     return one.ours.mean if one and one.ours else None
 
 
-def _paper(one: Compared | None) -> float | None:
+def _paper(one: PaperComparison | None) -> float | None:
     return one.number.paper if one else None
 
 
-def _reach(one: Compared | None) -> float | None:
+def _reach(one: PaperComparison | None) -> float | None:
     ours = one.ours if one else None
     if ours is None or ours.ci95 is None:
         return None
     return max(ours.ci95[1] - ours.mean, ours.mean - ours.ci95[0])
 
 
-def _paper_reach(one: Compared | None) -> float | None:
+def _paper_reach(one: PaperComparison | None) -> float | None:
     return paper_reach(one.number) if one else None

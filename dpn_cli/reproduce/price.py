@@ -11,8 +11,8 @@ from typing import Any
 from dpn_cli.arch import SIZES, Size
 from dpn_cli.model.config import ViTConfig
 from dpn_cli.model.flops import count, training_flops
-from dpn_cli.report.reading import hours, open_run
-from dpn_cli.reproduce.cells import Job, Places, chain
+from dpn_cli.report.reading import hours, read_run
+from dpn_cli.reproduce.cells import PaperTrial, Places, chain
 from dpn_cli.reproduce.run import layers
 from dpn_cli.weights.backbone import config_from_scratch
 from tasks.classify.config import in_steps
@@ -27,7 +27,7 @@ DEMO_IMAGES = 9_900
 ADE20K_CLASSES = 150
 
 
-def flops(jobs: Iterable[Job], places: Places) -> int:
+def flops(jobs: Iterable[PaperTrial], places: Places) -> int:
     """Return the operations of trainings, forward and backward."""
     jobs = list(jobs)
     one = {job.group: job for job in jobs}  # the seeds of a group cost the same
@@ -40,16 +40,16 @@ def gpu_hours(operations: int) -> float:
     return operations / (H100 * SHARE) / 3600
 
 
-def measured(jobs: Sequence[Job], places: Places) -> float | None:
+def measured(jobs: Sequence[PaperTrial], places: Places) -> float | None:
     """Return the operations per second of the trainings that are done here; None without one."""
     operations, seconds = 0, 0.0
     for job in jobs:
-        if places.done(job) and (taken := hours(open_run(places.out / job.name))):
+        if places.done(job) and (taken := hours(read_run(places.out / job.name))):
             operations, seconds = operations + _flops(job, places), seconds + 3600 * taken
     return operations / seconds if seconds else None
 
 
-def _flops(job: Job, places: Places) -> int:
+def _flops(job: PaperTrial, places: Places) -> int:
     usual = Places(places.out, {}, {}, places.settings)  # the price does not depend on where the data are
     config, start = layers(job.line(usual)), layers(chain(job)[0].line(usual))
     first, pixels = start.backbone, config.backbone.image_size or start.backbone.image_size

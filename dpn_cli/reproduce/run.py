@@ -13,13 +13,13 @@ import torch
 import typer
 from PIL import Image
 
-from dpn_cli.commands.train import add, ready
-from dpn_cli.commands.trainers import TRAININGS
-from dpn_cli.config.launch import Place
-from dpn_cli.config.load import Say, unsaid
+from dpn_cli.commands.train import add_command, load_trainer
+from dpn_cli.commands.trainers import TRAIN_COMMANDS
+from dpn_cli.config.launch import LaunchOptions
+from dpn_cli.config.load import Logger, discard_message
 from dpn_cli.data.sources import synthetic
 from dpn_cli.errors import DataError, DpnError, NonFiniteError, OutOfMemoryError
-from dpn_cli.reproduce.cells import Job, Places
+from dpn_cli.reproduce.cells import PaperTrial, Places
 from dpn_cli.reproduce.trainings import SCENES
 from dpn_cli.run import signals
 from dpn_cli.run.console import Console
@@ -30,14 +30,14 @@ from dpn_cli.sweep.engines.select import backend_of
 from dpn_cli.sweep.scheduler import Work, run_all
 
 # One training after the other, in this process.
-ALONE = Place()
+ALONE = LaunchOptions()
 # Scenes of each class in the splits of the folder that the search at the demo's size reads.
 SPLITS = {"train": 10, "val": 4, "test": 4}
 FIRST_SCENE = 2_000_000
 
 
 @dataclass
-class Ran:
+class FailedRuns:
     """What became of trainings that have no result: the reason, by name."""
 
     failed: dict[str, str] = field(default_factory=dict)
@@ -48,31 +48,33 @@ class Ran:
 def _parser(command: str) -> Any:
     """Return the command that parses the words of a training, as the command line has it."""
     app = typer.Typer()
-    add(app, command, TRAININGS[command])
+    add_command(app, command, TRAIN_COMMANDS[command])
     return typer.main.get_command(app)
 
 
 def arguments_of(line: Sequence[str]) -> tuple[str, dict[str, Any]]:
     """Return the command of a line and its parsed arguments. Raises `typer.TyperException` as the command line does."""
-    command = next(name for name in TRAININGS if list(line[: len(name.split())]) == name.split())
+    command = next(name for name in TRAIN_COMMANDS if list(line[: len(name.split())]) == name.split())
     with _parser(command).make_context(command, list(line[len(command.split()) :])) as context:
         return command, dict(context.params)
 
 
-def layers(line: Sequence[str], say: Say = unsaid) -> Any:
+def layers(line: Sequence[str], say: Logger = discard_message) -> Any:
     """Return the config of a training's command line. Raises `DpnError`."""
     command, arguments = arguments_of(line)
-    return TRAININGS[command].layers(arguments, say)
+    return TRAIN_COMMANDS[command].layers(arguments, say)
 
 
-def run(jobs: Sequence[Job], places: Places, world: World, console: Console, how: Place = ALONE) -> Ran:
+def run(
+    jobs: Sequence[PaperTrial], places: Places, world: World, console: Console, how: LaunchOptions = ALONE
+) -> FailedRuns:
     """Run the jobs that have no result, in their order, and return what became of those that still have none.
 
     A training that diverges or runs out of memory is noted, and those after it go on; so is one whose process dies,
     where trainings run in several, as `how` says. Everything else raises `DpnError`: a mistake or what is wrong with
     the data is that of others, too. Every rank must call it.
     """
-    ran = Ran()
+    ran = FailedRuns()
     to_do = [job for job in jobs if not from_leader(places.done(job))]
     for job in to_do:
         if missing := from_leader(places.missing(job)):
@@ -93,7 +95,7 @@ def run(jobs: Sequence[Job], places: Places, world: World, console: Console, how
     return ran
 
 
-def _one_by_one(jobs: Sequence[Job], places: Places, world: World, console: Console, ran: Ran) -> None:
+def _one_by_one(jobs: Sequence[PaperTrial], places: Places, world: World, console: Console, ran: FailedRuns) -> None:
     for number, job in enumerate(jobs, 1):
         start = job.start
         if start and start.group not in places.weights and not from_leader(places.done(start)):
@@ -110,7 +112,9 @@ def _one_by_one(jobs: Sequence[Job], places: Places, world: World, console: Cons
             ran.failed[job.name] = str(error)
 
 
-def _in_processes(jobs: Sequence[Job], places: Places, console: Console, how: Place, ran: Ran) -> None:
+def _in_processes(
+    jobs: Sequence[PaperTrial], places: Places, console: Console, how: LaunchOptions, ran: FailedRuns
+) -> None:
     sources = sorted({places.data[name] for job in jobs for _, name in job.data if Path(places.data[name]).exists()})
     backend = backend_of(how, places.out / LOGS, sources, console.info)
     works = [
@@ -137,14 +141,14 @@ def _in_processes(jobs: Sequence[Job], places: Places, console: Console, how: Pl
         ran.waiting[work.name] = f"starts from {work.after[0]}, which has no result"
 
 
-def _run_one(job: Job, places: Places, console: Console) -> None:
+def _run_one(job: PaperTrial, places: Places, console: Console) -> None:
     line = job.line(places)
     command, arguments = arguments_of(line)
-    training = TRAININGS[command]
-    config, trainer = ready(training, training.layers(arguments, console.info), console)
+    training = TRAIN_COMMANDS[command]
+    config, trainer = load_trainer(training, training.layers(arguments, console.info), console)
     if config.runtime.compile:
         torch.compiler.reset()  # the compiler gives up after eight networks
-    place = Place(places.out / job.name, resume=True, given=training.given(arguments))
+    place = LaunchOptions(places.out / job.name, resume=True, given=training.given(arguments))
     result = trainer.run(config, place, console)
     if failures := training.failures(result or {}):
         raise NonFiniteError("; ".join(failures))

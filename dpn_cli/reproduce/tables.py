@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from dpn_cli.reproduce.cells import Experiment, Job, Number
+from dpn_cli.reproduce.cells import Experiment, Number, PaperTrial
 from dpn_cli.reproduce.trainings import MIOU, PROBE, STAGES, TOP1, ZEROSHOT, Trainings
 from tasks.vtab.tasks import PAPER_COLUMNS
 
@@ -93,7 +93,7 @@ SUN397: dict[str, tuple[tuple[float, float], ...]] = {
 }
 SEARCH = ("tuned baseline", "+ augmentation", "+ longer training")
 
-Make = Callable[[str, int], Job]
+Make = Callable[[str, int], PaperTrial]
 
 
 def _pair(row: str, make: Make, paper: Pair, seeds: Sequence[int], score: tuple[str | int, ...] = TOP1) -> list[Number]:
@@ -108,16 +108,16 @@ def _steps(steps: int) -> str:
     return f"{steps / 1e6:g}M" if steps >= 1_000_000 else f"{steps // 1000}k"
 
 
-def _then(start: Make, next_one: Callable[[Job, int], Job]) -> Make:
+def _then(start: Make, next_one: Callable[[PaperTrial, int], PaperTrial]) -> Make:
     """Return what makes a training that starts from the one that `start` makes."""
 
-    def make(stem: str, seed: int) -> Job:
+    def make(stem: str, seed: int) -> PaperTrial:
         return next_one(start(stem, seed), seed)
 
     return make
 
 
-def _first(make: Make, stem: str, seed: int) -> Job:
+def _first(make: Make, stem: str, seed: int) -> PaperTrial:
     """Make the training of the first seed, from which those of all seeds start."""
     return make(stem, 0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dpn_cli.config.paths import find_data
-from dpn_cli.reproduce.cells import Job, Score
+from dpn_cli.reproduce.cells import PaperTrial, Score
 from tasks.vtab.tasks import DEMO_TASKS, TASKS, Task
 
 # Data sets by the names that their folders have in $DPN_DATA_DIR, and what they are.
@@ -48,58 +48,60 @@ class Trainings:
         """Return the architectures of a table that are trained."""
         return archs
 
-    def imagenet(self, arch: str, stem: str, seed: int, placement: str = "pre,pre") -> Job:
+    def imagenet(self, arch: str, stem: str, seed: int, placement: str = "pre,pre") -> PaperTrial:
         """Pre-training on ImageNet-1k, Appendix C."""
         placed = () if placement == "pre,pre" else ("--placement", placement)
         name = f"imagenet/{_slug(arch, stem, *placed[1:])}/seed{seed}"
         words = ("imagenet", "--arch", arch, "--stem", stem, *placed, "--seed", str(seed), *LOGGED)
         network = None if placed else (arch, stem)
-        return Job(name, "pretrain", words, (("--data", "imagenet"),), network=network)
+        return PaperTrial(name, "pretrain", words, (("--data", "imagenet"),), network=network)
 
-    def deit(self, arch: str, stem: str, seed: int, norm: str = "ln") -> Job:
+    def deit(self, arch: str, stem: str, seed: int, norm: str = "ln") -> PaperTrial:
         """Pre-training on ImageNet-1k with DeiT's config."""
         normed = () if norm == "ln" else ("--norm", norm)
         name = f"deit/{_slug(arch, stem, *normed[1:])}/seed{seed}"
         words = ("imagenet", "--base-config", "deit", "--arch", arch, "--stem", stem, *normed, "--seed", str(seed))
-        return Job(name, "pretrain", words, (("--data", "imagenet"),))
+        return PaperTrial(name, "pretrain", words, (("--data", "imagenet"),))
 
-    def s16plus(self, stem: str, seed: int) -> Job:
+    def s16plus(self, stem: str, seed: int) -> PaperTrial:
         """Pre-training of S/16+ on ImageNet-1k."""
         words = ("s16plus", "--stem", stem, "--seed", str(seed))
-        return Job(f"s16plus/{stem}/seed{seed}", "pretrain", words, (("--data", "imagenet"),))
+        return PaperTrial(f"s16plus/{stem}/seed{seed}", "pretrain", words, (("--data", "imagenet"),))
 
-    def large(self, source: str, steps: int, arch: str, stem: str, seed: int = 0) -> Job:
+    def large(self, source: str, steps: int, arch: str, stem: str, seed: int = 0) -> PaperTrial:
         """Pre-training by steps on ImageNet-21k or JFT, with a probe on ImageNet-1k in the end; once for all seeds."""
         words = (source, "--arch", arch, "--stem", stem, "--steps", str(steps))
         data = (("--data", source), ("--fewshot-data", "imagenet"))
-        return Job(f"{source}-{steps // 1000}k/{_slug(arch, stem)}/seed0", "pretrain", words, data)
+        return PaperTrial(f"{source}-{steps // 1000}k/{_slug(arch, stem)}/seed0", "pretrain", words, data)
 
-    def highres(self, pixels: int, start: Job, seed: int) -> Job:
+    def highres(self, pixels: int, start: PaperTrial, seed: int) -> PaperTrial:
         """Fine-tuning on ImageNet-1k at another resolution, Appendix D."""
         words = ("--image-size", str(pixels), "--seed", str(seed))
         name = f"highres-{pixels}/{_after(start)}/seed{seed}"
-        return Job(name, "finetune highres", words, (("--data", "imagenet"),), start)
+        return PaperTrial(name, "finetune highres", words, (("--data", "imagenet"),), start)
 
-    def vtab(self, start: Job, seeds: int) -> Job:
+    def vtab(self, start: PaperTrial, seeds: int) -> PaperTrial:
         """The sweep over VTAB-1k, with seeds of its own."""
         words = ("--seeds", str(seeds))
-        return Job(f"vtab/{_after(start)}/{seeds}-seeds", "finetune vtab", words, (("--data", "vtab-1k"),), start)
+        return PaperTrial(
+            f"vtab/{_after(start)}/{seeds}-seeds", "finetune vtab", words, (("--data", "vtab-1k"),), start
+        )
 
-    def lit(self, start: Job, seed: int) -> Job:
+    def lit(self, start: PaperTrial, seed: int) -> PaperTrial:
         """A text tower trained against a frozen image tower, scored on ImageNet-1k."""
         data = (("--data", "pairs"), ("--zeroshot-data", "imagenet"))
-        return Job(f"lit/{_after(start)}/seed{seed}", "lit train", ("--seed", str(seed)), data, start)
+        return PaperTrial(f"lit/{_after(start)}/seed{seed}", "lit train", ("--seed", str(seed)), data, start)
 
-    def segmentation(self, fraction: str, start: Job, seed: int) -> Job:
+    def segmentation(self, fraction: str, start: PaperTrial, seed: int) -> PaperTrial:
         """Segmentation of ADE20K with a part of its training images, Appendix G."""
         name = f"ade20k/{_after(start)}-{fraction.replace('/', '-')}/seed{seed}"
         words = ("--fraction", fraction, "--seed", str(seed))
-        return Job(name, "segment ade20k", words, (("--data", "ADEChallengeData2016"),), start)
+        return PaperTrial(name, "segment ade20k", words, (("--data", "ADEChallengeData2016"),), start)
 
-    def sun397(self, arch: str, stem: str) -> Job:
+    def sun397(self, arch: str, stem: str) -> PaperTrial:
         """The search of Appendix F."""
         words = ("sun397", "--arch", arch, "--stem", stem)
-        return Job(f"sun397/{_slug(arch, stem)}/seed0", "pretrain", words, (("--data", "sun397"),))
+        return PaperTrial(f"sun397/{_slug(arch, stem)}/seed0", "pretrain", words, (("--data", "sun397"),))
 
 
 class SmallTrainings(Trainings):
@@ -114,13 +116,13 @@ class SmallTrainings(Trainings):
         """One architecture stands for all."""
         return archs[:1]
 
-    def imagenet(self, arch: str, stem: str, seed: int, placement: str = "pre,pre") -> Job:
+    def imagenet(self, arch: str, stem: str, seed: int, placement: str = "pre,pre") -> PaperTrial:
         """The demo's pre-training."""
         placed = () if placement == "pre,pre" else ("--placement", placement)
         words = ("--stem", stem, *placed, "--seed", str(seed), *self._length(), *LOGGED, *DEMO)
-        return Job(f"imagenet/{_slug(stem, *placed[1:])}/seed{seed}", "pretrain", words)
+        return PaperTrial(f"imagenet/{_slug(stem, *placed[1:])}/seed{seed}", "pretrain", words)
 
-    def deit(self, arch: str, stem: str, seed: int, norm: str = "ln") -> Job:
+    def deit(self, arch: str, stem: str, seed: int, norm: str = "ln") -> PaperTrial:
         """DeiT's config on the demo's scenes."""
         normed = () if norm == "ln" else ("--norm", norm)
         words = (
@@ -133,46 +135,46 @@ class SmallTrainings(Trainings):
             str(seed),
             *self._length(),
         )
-        return Job(f"deit/{_slug(stem, *normed[1:])}/seed{seed}", "pretrain", (*words, *DEMO))
+        return PaperTrial(f"deit/{_slug(stem, *normed[1:])}/seed{seed}", "pretrain", (*words, *DEMO))
 
-    def s16plus(self, stem: str, seed: int) -> Job:
+    def s16plus(self, stem: str, seed: int) -> PaperTrial:
         """The config of S/16+ on the demo's scenes."""
         words = ("s16plus", *self._network(stem), "--seed", str(seed), *self._length(), *DEMO)
-        return Job(f"s16plus/{stem}/seed{seed}", "pretrain", words)
+        return PaperTrial(f"s16plus/{stem}/seed{seed}", "pretrain", words)
 
-    def large(self, source: str, steps: int, arch: str, stem: str, seed: int = 0) -> Job:
+    def large(self, source: str, steps: int, arch: str, stem: str, seed: int = 0) -> PaperTrial:
         """Pre-training on the demo's scenes, with a probe on them."""
         longer = 1 if steps < 500_000 else 2
         words = (source, *self._network(stem), *self._length(longer), "--fewshot-data", "demo", *DEMO)
         augment = ("--augment", "none") if source == "imagenet21k" else ()
-        return Job(f"{source}-{steps // 1000}k/{_slug(stem)}/seed0", "pretrain", (*words, *augment))
+        return PaperTrial(f"{source}-{steps // 1000}k/{_slug(stem)}/seed0", "pretrain", (*words, *augment))
 
-    def highres(self, pixels: int, start: Job, seed: int) -> Job:
+    def highres(self, pixels: int, start: PaperTrial, seed: int) -> PaperTrial:
         """Fine-tuning on the demo's scenes."""
         size = {224: "64", 384: "96"}[pixels]
         words = ("--image-size", size, "--seed", str(seed), *self._length(), *DEMO)
-        return Job(f"highres-{size}/{_after(start)}/seed{seed}", "finetune highres", words, start=start)
+        return PaperTrial(f"highres-{size}/{_after(start)}/seed{seed}", "finetune highres", words, start=start)
 
-    def vtab(self, start: Job, seeds: int) -> Job:
+    def vtab(self, start: PaperTrial, seeds: int) -> PaperTrial:
         """The demo's tasks."""
         words = ("--seeds", str(seeds), "--steps", str(self.steps // 2), *DEMO)
-        return Job(f"vtab/{_after(start)}/{seeds}-seeds", "finetune vtab", words, start=start)
+        return PaperTrial(f"vtab/{_after(start)}/{seeds}-seeds", "finetune vtab", words, start=start)
 
-    def lit(self, start: Job, seed: int) -> Job:
+    def lit(self, start: PaperTrial, seed: int) -> PaperTrial:
         """A text tower for the demo's scenes."""
         words = ("--seed", str(seed), "--steps", str(self.steps), *DEMO)
-        return Job(f"lit/{_after(start)}/seed{seed}", "lit train", words, start=start)
+        return PaperTrial(f"lit/{_after(start)}/seed{seed}", "lit train", words, start=start)
 
-    def segmentation(self, fraction: str, start: Job, seed: int) -> Job:
+    def segmentation(self, fraction: str, start: PaperTrial, seed: int) -> PaperTrial:
         """The demo's masks."""
         words = ("--fraction", fraction, "--seed", str(seed), "--steps", str(self.steps), *DEMO)
         name = f"ade20k/{_after(start)}-{fraction.replace('/', '-')}/seed{seed}"
-        return Job(name, "segment ade20k", words, start=start)
+        return PaperTrial(name, "segment ade20k", words, start=start)
 
-    def sun397(self, arch: str, stem: str) -> Job:
+    def sun397(self, arch: str, stem: str) -> PaperTrial:
         """A search on scenes in files."""
         words = ("sun397", *self._network(stem), "--batch-size", "32", "--set", SMALL_STAGES)
-        return Job(f"sun397/{_slug(stem)}/seed0", "pretrain", words, (("--data", SCENES),))
+        return PaperTrial(f"sun397/{_slug(stem)}/seed0", "pretrain", words, (("--data", SCENES),))
 
     def _network(self, stem: str) -> tuple[str, ...]:
         return ("--arch", self.arch, "--image-size", "64", "--stem", stem)
@@ -185,6 +187,6 @@ def _slug(*parts: str) -> str:
     return "-".join(parts).replace("/", "-").replace("*", "star").replace(",", "_")
 
 
-def _after(start: Job) -> str:
+def _after(start: PaperTrial) -> str:
     """Return the name of what starts from a training: that of the training, without its seed."""
     return start.group.replace("/", "-")

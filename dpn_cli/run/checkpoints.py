@@ -40,7 +40,7 @@ class Checkpoints:
         self.path = path
 
     @property
-    def begun(self) -> bool:
+    def started(self) -> bool:
         """Whether there is a saved state from which the training continues."""
         return any((self.path / name).is_dir() for name in ("last", "last.previous"))
 

@@ -96,7 +96,7 @@ def show_error(error: object) -> None:
     print(text, file=sys.stderr)
 
 
-def several(count: int, noun: str) -> str:
+def count_noun(count: int, noun: str) -> str:
     """Return a number with its noun, in the plural unless the number is one: "1 step", "2 steps", "3 classes"."""
     plural = f"{noun}es" if noun.endswith(("s", "tch")) else f"{noun}s"
     return f"{count} {noun if count == 1 else plural}"
@@ -161,7 +161,7 @@ _heard: list[Callable[[str], None]] = []  # global, as stderr is; the innermost 
 
 
 def tell(text: str) -> None:
-    """Print a line about work that takes long and has no console of its own; nothing outside `Console.heard`."""
+    """Print a line about work that takes long and has no console of its own; nothing outside `Console.capture_logs`."""
     if _heard:
         _heard[-1](text)
 
@@ -186,7 +186,7 @@ class Console:
         self.rich.print(f"[yellow]warning:[/] {cell(text)}")
 
     @contextmanager
-    def heard(self) -> Iterator[None]:
+    def capture_logs(self) -> Iterator[None]:
         """Print inside the block what `tell` is told, unless -q was given."""
         _heard.append(self.info)
         try:

@@ -31,7 +31,7 @@ _GONE = "released"
 
 
 class LeaseLostError(DpnError):
-    """Another process has taken the work over, because this one was not heard of for too long."""
+    """Another process has taken the work over, because this one was not capture_logs of for too long."""
 
     exit_code = 1
 

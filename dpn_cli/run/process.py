@@ -58,7 +58,7 @@ def _end_with(parent: str | None) -> None:
 
 
 @contextmanager
-def leaving() -> Iterator[None]:
+def fast_exit() -> Iterator[None]:
     """End the process right after the functions registered with `atexit`, when the block raises `SystemExit`.
 
     Finalising the interpreter takes seconds when torch is loaded, and changes nothing outside the process. A Ctrl-C

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
-from dpn_cli.config.launch import Place
+from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.config.network import BackboneConfig
 from dpn_cli.config.provenance import differences
 from dpn_cli.config.schema import (
@@ -25,7 +25,7 @@ from dpn_cli.run import signals
 from dpn_cli.run.artifact_kinds import Kind
 from dpn_cli.run.callbacks import Outputs
 from dpn_cli.run.checkpoints import Checkpoints
-from dpn_cli.run.console import Console, Tick, several
+from dpn_cli.run.console import Console, Tick, count_noun
 from dpn_cli.run.distributed import World, from_leader, join, lost_rank
 from dpn_cli.run.elastic import Launch, this_launch
 from dpn_cli.run.environment import read_config
@@ -65,11 +65,11 @@ def run_name(backbone: BackboneConfig, stems: str | None = None) -> str:
 
 
 @dataclass(frozen=True)
-class Session(Generic[ConfigT]):
+class Run(Generic[ConfigT]):
     """A run while it is at work: its config, its folder, and the ranks it runs on.
 
     `differs` lists differences from the paper; None when there is nothing to compare with. `leases` are those of the
-    processes that share the folder; None when it is this one's alone. `check` is that of the `Place`.
+    processes that share the folder; None when it is this one's alone. `check` is that of the `LaunchOptions`.
     """
 
     config: ConfigT
@@ -125,9 +125,9 @@ class Session(Generic[ConfigT]):
 
 
 @contextmanager
-def session(
-    config: ConfigT, runtime: Runtime, kind: Kind, place: Place, default: Path, console: Console
-) -> Iterator[Session[ConfigT]]:
+def open_run(
+    config: ConfigT, runtime: Runtime, kind: Kind, place: LaunchOptions, default: Path, console: Console
+) -> Iterator[Run[ConfigT]]:
     """Join the ranks, listen to signals, and open the run's folder: that of `place`, or `default`.
 
     The session's config is the one that the run in the folder began with; its differences from the paper are printed.
@@ -142,8 +142,8 @@ def session(
             world = replace(world, grain=runtime.micro_batch_size)
         precision = runtime.precision_on(world.device.type)
         if place.dry_run:
-            place.opened(path)
-            yield Session(config, RunFolder(path), world, console, _compared(config, precision, console))
+            place.on_open(path)
+            yield Run(config, RunFolder(path), world, console, _compared(config, precision, console))
             return
         if place.shared and world.size > 1:
             given = "--join" if place.join else place.processes
@@ -158,7 +158,7 @@ def session(
                 claims.enter_context(leases.beating())
                 if not place.join:
                     leases.take(SHARER)
-        place.opened(path)
+        place.on_open(path)
         if folder.result is None:
             console.info(f"run folder {path}")
             if world.leads:
@@ -168,10 +168,10 @@ def session(
             if world.leads and folder.result is None:
                 _note_precision(folder, precision, console)
             differs = _compared(config, precision, console)
-            yield Session(config, folder, world, console, differs, leases, place.check)
+            yield Run(config, folder, world, console, differs, leases, place.check)
 
 
-def _check_ways(place: Place) -> None:
+def _check_ways(place: LaunchOptions) -> None:
     """Raise `DpnError` for two ways at once to open the folder of a run."""
     if place.resume and place.overwrite:
         raise DpnError("--resume --overwrite: one continues the existing run, the other deletes it; pass one of them")
@@ -179,7 +179,7 @@ def _check_ways(place: Place) -> None:
         raise DpnError("--overwrite: would delete what other processes work on; delete the folder before they start")
 
 
-def _how(place: Place, path: Path, launch: Launch | None, world: World, console: Console) -> dict[str, Any]:
+def _how(place: LaunchOptions, path: Path, launch: Launch | None, world: World, console: Console) -> dict[str, Any]:
     """Return how the folder of a run is opened: a run that this torchrun began goes on, without --resume.
 
     It does not begin again, either, where the command has --overwrite.
@@ -191,7 +191,7 @@ def _how(place: Place, path: Path, launch: Launch | None, world: World, console:
         return how
     if launch.began(run):
         if not place.resume:
-            ranks = several(world.size, "rank")
+            ranks = count_noun(world.size, "rank")
             console.info(f"{path}: torchrun started the ranks again; the run goes on with {ranks}")
         return how | {"resume": True, "overwrite": False, "patience": LOST_AFTER}
     if launch.has_id_of(run) and not (place.resume or place.overwrite):
@@ -200,7 +200,7 @@ def _how(place: Place, path: Path, launch: Launch | None, world: World, console:
     return how
 
 
-def _note_command(folder: RunFolder, place: Place, launch: Launch | None, console: Console) -> None:
+def _note_command(folder: RunFolder, place: LaunchOptions, launch: Launch | None, console: Console) -> None:
     """Keep the config keys that began a run, and the torchrun that is at work on it, in run.json."""
     if place.given is not None and "given" not in folder.facts:
         folder.update(given=list(place.given))

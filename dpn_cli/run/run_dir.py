@@ -154,7 +154,8 @@ class RunFolder:
         there = facts.get(artifact_kinds.KEY, kind)
         if there != kind:
             raise DpnError(
-                f"-o {path}: the folder holds {artifact_kinds.NAMES[there][0]} and not {artifact_kinds.NAMES[kind][0]}; pass another -o"
+                f"-o {path}: the folder holds {artifact_kinds.NAMES[there][0]} and not "
+                f"{artifact_kinds.NAMES[kind][0]}; pass another -o"
             )
         before = read_config(path / "config.yaml")
         changed = [] if before is None else differences(complete(before), config)

@@ -19,7 +19,7 @@ from dpn_cli.run.distributed import from_leader
 from dpn_cli.run.files import replace_json
 from dpn_cli.run.run_dir import RunFolder
 from dpn_cli.statistics import PERCENT, Summary, as_text, paired_difference, summarize
-from dpn_cli.sweep.grid import settings_of, spoken
+from dpn_cli.sweep.grid import format_network, settings_of
 
 Result = dict[str, Any]
 LEGEND = (
@@ -29,7 +29,7 @@ LEGEND = (
 
 
 @dataclass(frozen=True)
-class Cell:
+class ComparedTrial:
     """A network by name, a seed, and the folder of what they gave below the comparison's."""
 
     network: str
@@ -39,7 +39,7 @@ class Cell:
     @property
     def label(self) -> str:
         """The cell as a sentence has it."""
-        return f"{spoken(self.network)}, seed {self.seed}"
+        return f"{format_network(self.network)}, seed {self.seed}"
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def named(network: str) -> Iterator[None]:
     except StoppedError:
         raise
     except DpnError as error:
-        raise type(error)(f"{spoken(network)}: {error}") from error
+        raise type(error)(f"{format_network(network)}: {error}") from error
 
 
 def check_weights(folder: RunFolder, digests: Mapping[str, str]) -> None:
@@ -58,13 +58,13 @@ def check_weights(folder: RunFolder, digests: Mapping[str, str]) -> None:
     before = from_leader(folder.facts).get("digests", digests)
     if changed := next((name for name in digests if digests[name] != before[name]), None):
         raise DataError(
-            f"{spoken(changed)}: the weights have changed since this comparison began; start another with -o"
+            f"{format_network(changed)}: the weights have changed since this comparison began; start another with -o"
         )
 
 
 def build_result(
     scores: Sequence[str],
-    cells: Sequence[Cell],
+    cells: Sequence[ComparedTrial],
     results: Mapping[str, Result],
     failed: Mapping[str, str],
     *,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dpn_cli.config.network import NormOptions
 from dpn_cli.errors import DpnError
-from dpn_cli.model.block import Half, HeadScale, NormBlock
+from dpn_cli.model.block import HeadScale, NormBlock, NormSlots
 from dpn_cli.model.norms import RunningNorm
 from dpn_cli.model.stem import Affine, PatchStem
 from dpn_cli.run.files import replace_file
@@ -126,7 +126,7 @@ def _fold_block(block: nn.Module, name: str, source: str) -> list[str]:
         elif not isinstance(layer.norm, nn.Identity):
             _into_next(_taken(layer, "norm", f"{name}.{which}", source), getattr(layer, last))
             done.append(f"{name}.{which}.norm")
-    block.halves = Half(True, False), Half(True, False)
+    block.halves = NormSlots(True, False), NormSlots(True, False)
     return done
 
 

@@ -32,7 +32,7 @@ def with_own_stem(backbone: BackboneT, console: Console) -> BackboneT:
 
 def describe_start(report: LoadReport, checkpoints: Checkpoints | None) -> str:
     """Say where the weights of a training come from: from the state that it saved, or how they were loaded."""
-    if checkpoints and checkpoints.begun:
+    if checkpoints and checkpoints.started:
         millions = report.parameters / 1e6
         return f"{report.network}: from what this run saved in {checkpoints.path} ({millions:.2f} M parameters)"
     return report.summary()

@@ -33,7 +33,7 @@ FITTED: tuple[Stem, ...] = ("pre", "post", "post_posemb", "dpn", "rms")
 
 
 @dataclass(frozen=True)
-class Fitted:
+class FittedStem:
     """What a stem was fitted on: the mean contrast and brightness of the patches, and their number.
 
     `survives` and `copied` are shares of the variance of held-out tokens that the fitted stem, and one with norms of
@@ -100,7 +100,7 @@ def converted(model: Backbone, config: ViTConfig, seed: int = 0) -> Backbone:
 
 
 @torch.no_grad()
-def fit_stem(plain: Backbone, other: Backbone, images: Batches) -> Fitted:
+def fit_stem(plain: Backbone, other: Backbone, images: Batches) -> FittedStem:
     """Set scales and biases in the stem of `other` so that its tokens come near those of `plain`, whose W and b it has.
 
     The first norm is given the mean contrast and brightness of the patches, the last one is fitted by least squares,
@@ -108,7 +108,7 @@ def fit_stem(plain: Backbone, other: Backbone, images: Batches) -> Fitted:
     does a stem that is a scale and a bias alone, which equals the plain one as it is. Raises `DataError` when there
     are too few images.
     """
-    copied = _survival(plain, other, images)
+    copied = _explained_variance(plain, other, images)
     contrast, brightness, rms, patches = _moments(plain, images)
     first = other.patch_embed.norm_in
     if isinstance(first, nn.LayerNorm) and first.elementwise_affine:
@@ -119,7 +119,7 @@ def fit_stem(plain: Backbone, other: Backbone, images: Batches) -> Fitted:
     last = other.norm_posemb if _norm_of_positions(other) else other.patch_embed.norm
     if isinstance(last, nn.RMSNorm) or (isinstance(last, nn.LayerNorm) and last.elementwise_affine):
         _least_squares(plain, other, last, images)
-    return Fitted(patches, contrast, brightness, _survival(plain, other, images), copied)
+    return FittedStem(patches, contrast, brightness, _explained_variance(plain, other, images), copied)
 
 
 def _norm_of_positions(model: Backbone) -> bool:
@@ -194,7 +194,7 @@ def _least_squares(plain: Backbone, other: Backbone, norm: nn.LayerNorm | nn.RMS
         bias.copy_(mean["t"] - scale * mean["v"])
 
 
-def _survival(plain: Backbone, other: Backbone, images: Batches) -> float:
+def _explained_variance(plain: Backbone, other: Backbone, images: Batches) -> float:
     """Return 1 - E|other - plain|^2 / E|plain - mean|^2 over the tokens of the held-out images."""
     with_positions = _norm_of_positions(other)
     count, wrong, total, squares = 0, 0.0, torch.zeros(plain.embed_dim, dtype=torch.float64), 0.0

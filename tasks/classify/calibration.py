@@ -18,8 +18,8 @@ BINS = 15
 
 
 @dataclass(frozen=True)
-class Told:
-    """One line of answers.csv."""
+class ClassScores:
+    """One line of predictions.csv."""
 
     row: int
     image: str
@@ -40,14 +40,16 @@ class Class:
     precision: float | None
 
 
-def read_answers(path: Path, names: Container[str]) -> list[Told]:
-    """Read answers.csv, whose classes are `names`. Raises `DataError` naming the line that is damaged."""
+def read_predictions(path: Path, names: Container[str]) -> list[ClassScores]:
+    """Read predictions.csv, whose classes are `names`. Raises `DataError` naming the line that is damaged."""
     found = []
     with path.open(encoding="utf-8", newline="") as file:
         lines = csv.DictReader(file)
         try:
             for line in lines:
-                told = Told(int(line["row"]), line["image"], line["true"], line["predicted"], float(line["confidence"]))
+                told = ClassScores(
+                    int(line["row"]), line["image"], line["true"], line["predicted"], float(line["confidence"])
+                )
                 if not 0 <= told.confidence <= 1:
                     raise ValueError(f"confidence {told.confidence}")
                 if unknown := [name for name in (told.true, told.predicted) if name not in names]:
@@ -81,7 +83,7 @@ def read_classes(path: Path, count: int) -> list[Class]:
     return found
 
 
-def reliability(answers: Sequence[Told], name: str) -> Reliability:
+def reliability(answers: Sequence[ClassScores], name: str) -> Reliability:
     """Return accuracy and mean confidence in bins of equal width."""
     edges = np.linspace(0, 1, BINS + 1)
     sure = np.array([answer.confidence for answer in answers])
@@ -105,7 +107,7 @@ def reliability(answers: Sequence[Told], name: str) -> Reliability:
     )
 
 
-def confusion(answers: Sequence[Told], classes: Sequence[str]) -> list[list[int]]:
+def confusion(answers: Sequence[ClassScores], classes: Sequence[str]) -> list[list[int]]:
     """Return counts (classes, classes), rows the truth."""
     place = {name: index for index, name in enumerate(classes)}
     pairs = np.array([(place[answer.true], place[answer.predicted]) for answer in answers]).reshape(-1, 2)

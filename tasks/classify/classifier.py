@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpn_cli.data.crops import Size, eval_crop
+from dpn_cli.data.crops import eval_crop
 from dpn_cli.data.decode import Decoder
 from dpn_cli.data.imagenet import imagenet_folders
-from dpn_cli.data.pixels import Transform, resize
+from dpn_cli.data.pixels import Transform
+from dpn_cli.data.resize import Size, resize
 from dpn_cli.engine.losses import Loss
-from dpn_cli.engine.memory import in_parts
+from dpn_cli.engine.memory import in_chunks
 from dpn_cli.errors import DpnError
 from dpn_cli.run import artifact_kinds
 from dpn_cli.run.artifact_kinds import WEIGHTS as WEIGHTS
@@ -149,4 +150,4 @@ def readable(classes: Sequence[str]) -> list[str]:
 @torch.inference_mode()
 def predict(classifier: Classifier, images: Tensor) -> Tensor:
     """Return logits (b, classes) in float32 for uint8 images (b, 3, h, w) on the network's device."""
-    return in_parts(lambda part: classifier.model(classifier.model.normalize(part)).float(), images)
+    return in_chunks(lambda part: classifier.model(classifier.model.normalize(part)).float(), images)

@@ -7,13 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dpn_cli.config.launch import Place
-from dpn_cli.data.classified import ClassData, ImageSource, open_class_data
+from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.data.decode import Reading, decoder_of
-from dpn_cli.run.console import several
-from dpn_cli.run.run import Session, run_name
+from dpn_cli.data.image_source import ImageSource
+from dpn_cli.data.splits import ClassData, open_class_data
+from dpn_cli.run.console import count_noun
+from dpn_cli.run.run import Run, run_name
 from tasks.classify.config import ConfigT, SupervisedConfig, in_steps
-from tasks.classify.dry_run import rehearse_training
+from tasks.classify.dry_run import dry_run_training
 from tasks.classify.fewshot import check_transfer, describe_accuracies, probing_of
 from tasks.classify.preflight import check_batch, check_images, check_shards
 
@@ -41,25 +42,25 @@ def default_folder(config: SupervisedConfig, task: str) -> Path:
     return Path("runs") / task / run_name(config.backbone)
 
 
-def dry_run(begun: Session[ConfigT], data: ClassData, trainings: Sequence[ConfigT], place: Place) -> None:
+def dry_run(run: Run[ConfigT], data: ClassData, trainings: Sequence[ConfigT], place: LaunchOptions) -> None:
     """Check the data, rehearse the last of some trainings on them, and tell what all of them take."""
-    config, world = begun.config, begun.world
+    config, world = run.config, run.world
     counted = [in_steps(each, len(data.train.labels)) for each in trainings]
     check_batch(config, world)
     check_shards(counted[-1], data, world)
     if world.leads:
-        check_images(config, data, begun.console)
+        check_images(config, data, run.console)
     if options := probing_of(config):
         check_transfer(options)
-    begun.console.info(
+    run.console.info(
         f"{len(data.train.labels)} + {len(data.minival.labels)} + {len(data.val.labels)} images, "
         f"{len(data.classes)} classes"
     )
-    cost = rehearse_training(replace(begun, config=counted[-1]), data)
+    cost = dry_run_training(replace(run, config=counted[-1]), data)
     steps = sum(each.schedule.steps for each in counted)
     networks = min(2, len(counted))  # of a sweep's, the best one so far and the one that may be better
     if world.leads:
-        place.costed(replace(cost.of_steps(steps, len(counted)), kept=networks * cost.kept))
+        place.on_cost(replace(cost.of_steps(steps, len(counted)), kept=networks * cost.kept))
 
 
 def describe_training(result: dict[str, Any]) -> str:
@@ -79,7 +80,7 @@ def describe_training(result: dict[str, Any]) -> str:
         f"{result['arch']} stem {result['stem']} at {height}x{width}, {result['classes']} classes\n"
         f"validation: top-1 {result['top1']:.2f} %, top-5 {result['top5']:.2f} %, loss {result['loss']:.4g} "
         f"({images['val']} images{skipped})\n"
-        f"{chosen}; {several(result['steps'], 'step')} on {images['train']} images"
+        f"{chosen}; {count_noun(result['steps'], 'step')} on {images['train']} images"
         + "".join(f"\n{line}" for line in probed)
         + (f"\nthe curve is incomplete: {lost} records of metrics.jsonl were lost" if lost else "")
     )

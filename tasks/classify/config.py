@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeVar, get_args
 
 from pydantic import Field, model_validator
 
-from dpn_cli.config.load import Say, unsaid
+from dpn_cli.config.load import Logger, discard_message
 from dpn_cli.config.network import DROP_PATH, BackboneConfig, Freeze
 from dpn_cli.config.option import TRAIN, flag
 from dpn_cli.config.paths import DEMOS
@@ -33,7 +33,7 @@ from dpn_cli.config.schema import (
     Whole,
 )
 from dpn_cli.config.training import counted_in_steps
-from dpn_cli.sweep.grid import ComparedTraining
+from dpn_cli.sweep.grid import SweepConfig
 
 Share = Annotated[float, Field(gt=0, lt=1)]
 # timm's RandAugment in its own notation, or one of torchvision's AutoAugment policies.
@@ -92,7 +92,7 @@ class RandAugment(Section):
     magnitude: Annotated[float, Field(ge=0, le=30)] = 0.0
 
 
-class SupervisedConfig(ComparedTraining):
+class SupervisedConfig(SweepConfig):
     """All that decides a classifier's training."""
 
     backbone: SupervisedNetwork = SupervisedNetwork()
@@ -181,6 +181,6 @@ def head_bias_of(config: SupervisedConfig, classes: int) -> float:
     return -round(math.log(classes), 1) if config.loss == "sigmoid" else 0.0
 
 
-def in_steps(config: ConfigT, images: int, say: Say = unsaid) -> ConfigT:
+def in_steps(config: ConfigT, images: int, say: Logger = discard_message) -> ConfigT:
     """Return the config with its duration in steps: big_vision rounds epochs x images / batch, at least to one."""
     return counted_in_steps(config, images / config.batch_size, say)

@@ -9,16 +9,16 @@ from typing import Any
 import open_clip
 from timm.data import ImageNetInfo
 
-from dpn_cli.data.classified import ClassData, Part
 from dpn_cli.data.findings import Findings
 from dpn_cli.data.image_errors import gathering
 from dpn_cli.data.imagenet import describe_imagenet, imagenet_folders
-from dpn_cli.data.labelled import Labelled
 from dpn_cli.data.loader_sizing import check_loading
+from dpn_cli.data.sources.base import Labelled, Part
 from dpn_cli.data.sources.packs import Packed, read_manifest
 from dpn_cli.data.sources.shards import ShardImages
+from dpn_cli.data.splits import ClassData
 from dpn_cli.errors import DataError
-from dpn_cli.run.console import several
+from dpn_cli.run.console import count_noun
 from tasks.classify.common import open_data
 from tasks.classify.config import SupervisedConfig
 from tasks.classify.preflight import fingerprints, input_size
@@ -87,7 +87,7 @@ def _note_storage(train: Labelled, findings: Findings) -> None:
         whole = whole.whole
     if not isinstance(whole, Packed | ShardImages):
         return
-    shards = several(len(whole.paths), "shard")
+    shards = count_noun(len(whole.paths), "shard")
     findings.notes.append(
         f"{shards}, which every process reads at random: any number of ranks and of processes will do"
     )

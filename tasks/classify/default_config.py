@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from dpn_cli.config.load import Say, read_config, shipped_configs
+from dpn_cli.config.load import Logger, read_config, shipped_configs
 from dpn_cli.config.urls import is_shards
 
 # What ImageNet's class folders are called, and what the data set itself is.
@@ -57,11 +57,11 @@ def _folders(root: Path) -> list[str]:
         return []
 
 
-def shipped_for(source: str, config_file: str | None, paper: str, own: str, say: Say) -> str:
+def shipped_for(source: str, config_file: str | None, paper: str, own: str, say: Logger) -> str:
     """Return the name of the config that the layers of a command start from: `paper` or `own`.
 
-    A shipped config that `config_file` names, and a file that is a whole config, leave nothing to choose. Says it when own
-    images get their config. Raises `DpnError` as `read_config` does.
+    A shipped config that `config_file` names, and a file that is a whole config, leave nothing to choose. Says it
+    when own images get their config. Raises `DpnError` as `read_config` does.
     """
     if config_file in set(shipped_configs()):
         return own if config_file == own else paper

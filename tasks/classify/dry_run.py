@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import deque
 
 from dpn_cli.config.cost import Cost
-from dpn_cli.data.classified import ClassData, Part
 from dpn_cli.data.loader import worker_count
+from dpn_cli.data.sources.base import Part
+from dpn_cli.data.splits import ClassData
 from dpn_cli.engine import fit as engine
-from dpn_cli.engine.dry_run import Sampled, Scene, rehearse
+from dpn_cli.engine.dry_run import Sampled, Scene, dry_run_fit
 from dpn_cli.metrics import rank_share
 from dpn_cli.model.freeze import freeze
 from dpn_cli.run.distributed import World
-from dpn_cli.run.run import Session
+from dpn_cli.run.run import Run
 from dpn_cli.weights.backbone import Backbone
 from tasks.classify.classifier import Classifier
 from tasks.classify.config import ConfigT, SupervisedConfig
@@ -20,11 +21,11 @@ from tasks.classify.preflight import resize_side_of
 from tasks.classify.train import evaluate, evaluation_interval, load_network, loss_of, training_batches
 
 
-def rehearse_training(begun: Session[ConfigT], data: ClassData) -> Cost:
+def dry_run_training(run: Run[ConfigT], data: ClassData) -> Cost:
     """Rehearse a training whose duration is in steps, and return what it takes; the probes of finished networks do not
-    count. Raises as `rehearse` does.
+    count. Raises as `dry_run_fit` does.
     """
-    config, world, console = begun.config, begun.world, begun.console
+    config, world, console = run.config, run.world, run.console
     model = load_network(config, len(data.classes))
     console.info(model.report.summary())
     name, weights = f"{model.config.arch} {model.config.stem}", 4 * model.report.parameters
@@ -35,7 +36,7 @@ def rehearse_training(begun: Session[ConfigT], data: ClassData) -> Cost:
         if config.freeze:
             freeze(model, config.freeze)
         watched = bool(data.minival.labels)
-        job = engine.Job.of(
+        job = engine.TrainJob.of(
             config,
             loss_fn=loss_of(config, model, len(data.classes)),
             batches=training_batches(config, model, data, world, workers=0, skip_bad=config.data.skip_bad_images),
@@ -48,7 +49,7 @@ def rehearse_training(begun: Session[ConfigT], data: ClassData) -> Cost:
         workers = worker_count(config.runtime.workers, world.device, world.here)
         return Scene(engine.prepare(model, config.runtime, world), job, _sampled(config, model, data, world), workers)
 
-    return rehearse(begin, name, begun.folder.path, weights=weights)
+    return dry_run_fit(begin, name, run.folder.path, weights=weights)
 
 
 def _sampled(config: SupervisedConfig, model: Backbone, data: ClassData, world: World) -> Sampled:

@@ -12,9 +12,10 @@ from typing import Any, Literal
 from PIL import Image
 
 from dpn_cli.config.paths import DEMOS
-from dpn_cli.data.classified import ClassData, ImageSource, check_classes, has_split, open_class_data, open_split
-from dpn_cli.data.labelled import Images, Labelled, fingerprint
+from dpn_cli.data.image_source import ImageSource, check_classes, has_split, open_split
 from dpn_cli.data.remote import MissingError
+from dpn_cli.data.sources.base import Images, Labelled, fingerprint
+from dpn_cli.data.splits import ClassData, open_class_data
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.run.files import real_path
 
@@ -27,7 +28,7 @@ OWN = {
 CHANGED = "all images of a data set that has changed since the run: which ones it set apart cannot be told any more"
 
 
-class Joined(Images):
+class ConcatImages(Images):
     """The images of several splits, one split after the other."""
 
     def __init__(self, parts: Sequence[Labelled]) -> None:
@@ -101,12 +102,12 @@ def open_part(
     chosen: Split = split or "val"
     own = _own_data(source, chosen, facts)
     if own is not None:
-        part = Joined([own.train, own.minival, own.val]) if chosen == "all" else getattr(own, chosen)
+        part = ConcatImages([own.train, own.minival, own.val]) if chosen == "all" else getattr(own, chosen)
         return part, own.classes, OWN[chosen]
     if chosen == "all" and has_split(source, "val"):
         (train, classes), (val, val_classes) = open_split(source, "train"), open_split(source, "val")
         check_classes(source, classes, val_classes)
-        return Joined([train, val]), classes, None
+        return ConcatImages([train, val]), classes, None
     opened, classes = open_split(source, "train" if chosen == "all" else chosen)
     changed = chosen == "val" and not has_split(source, "val") and _same_place(source, facts)
     return opened, classes, CHANGED if changed else None

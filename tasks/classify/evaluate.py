@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpn_cli.data.classified import ImageSource
 from dpn_cli.data.decode import Reading
-from dpn_cli.data.labelled import Labelled, fingerprint
+from dpn_cli.data.image_source import ImageSource
 from dpn_cli.data.leakage import Known, look_up
+from dpn_cli.data.sources.base import Labelled, fingerprint
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError
 from dpn_cli.metrics import Scores, score
@@ -24,11 +24,11 @@ from dpn_cli.run.distributed import World, join
 from dpn_cli.run.files import open_report, replace_json
 from tasks.classify.classifier import Classifier, load_classifier, predict
 from tasks.classify.eval_splits import open_part, run_source
-from tasks.classify.options import Scoring
-from tasks.classify.predictions_file import described_pairs, keep
+from tasks.classify.options import EvalOptions
+from tasks.classify.predictions_file import describe_pairs, keep
 
 
-def evaluate(options: Scoring, console: Console) -> dict[str, Any] | None:
+def evaluate(options: EvalOptions, console: Console) -> dict[str, Any] | None:
     """Score a classifier and return the result, written to `output_dir` too; None on ranks that do not lead.
 
     Raises `DataError` when data and classifier do not fit each other, `DpnError` when `output_dir` holds a run.
@@ -57,7 +57,7 @@ def evaluate(options: Scoring, console: Console) -> dict[str, Any] | None:
         real = read_real(options.real, split) if options.real else None
         answers = bool(real) or options.output_dir is not None
         with console.counting("eval", world.share(len(split.labels))) as done:
-            scores = _score(classifier, split, columns, options, world, keep_answers=answers, done=done)
+            scores = _score(classifier, split, columns, options, world, keep_predictions=answers, done=done)
         result = _result(options, source.place, classifier, names, scores, split, part, known)
         if real:
             labels = [real[answer.row] for answer in scores.answers]
@@ -100,9 +100,9 @@ def _score(
     classifier: Classifier,
     split: Labelled,
     columns: Tensor | None,
-    options: Scoring,
+    options: EvalOptions,
     world: World,
-    keep_answers: bool,
+    keep_predictions: bool,
     done: Done,
 ) -> Scores:
     classifier.model.to(world.device).eval()
@@ -118,13 +118,13 @@ def _score(
             workers=options.runtime.workers,
             skip_bad=options.skip_bad_images,
             columns=None if columns is None else columns.to(world.device),
-            keep_answers=keep_answers,
+            keep_predictions=keep_predictions,
             done=done,
         )
 
 
 def _result(
-    options: Scoring,
+    options: EvalOptions,
     place: str,
     classifier: Classifier,
     names: Sequence[str],
@@ -151,7 +151,7 @@ def _result(
         "top1": scores.top1,
         "top5": scores.top5,
         "loss": scores.loss,
-        "worst_pairs": described_pairs(names, scores.confusion),
+        "worst_pairs": describe_pairs(names, scores.confusion),
     }
 
 

@@ -10,15 +10,17 @@ import numpy as np
 import torch
 
 from dpn_cli.config.schema import ImageReading
-from dpn_cli.data.classified import ImageSource, Part, has_split, hash_order, hold_out, open_split
 from dpn_cli.data.decode import Reading, decoder_of
-from dpn_cli.data.labelled import Labelled, fingerprint
+from dpn_cli.data.image_source import ImageSource, has_split, open_split
 from dpn_cli.data.leakage import Known, look_up
-from dpn_cli.data.pixels import Transform, resize
+from dpn_cli.data.pixels import Transform
+from dpn_cli.data.resize import resize
+from dpn_cli.data.sources.base import Labelled, Part, fingerprint
+from dpn_cli.data.splits import hash_order, hold_out
 from dpn_cli.errors import DataError, NonFiniteError
 from dpn_cli.run import signals
 from dpn_cli.run.artifact_kinds import resolve
-from dpn_cli.run.console import Console, several
+from dpn_cli.run.console import Console, count_noun
 from dpn_cli.run.distributed import World, join, refuse_ranks
 from dpn_cli.statistics import PERCENT, as_text, summarize
 from dpn_cli.weights.backbone import Backbone, load_backbone
@@ -26,7 +28,7 @@ from dpn_cli.weights.locate import open_checkpoint
 from tasks.classify.classifier import facts_of, takes_whole_images
 from tasks.classify.config import SupervisedConfig
 from tasks.classify.distill.config import DistillConfig
-from tasks.classify.options import Probing
+from tasks.classify.options import ProbeOptions
 from tasks.classify.probe import Array, check_shots, encode, pick, probe
 
 # Images per class of the probe at the end of a training: arXiv 2302.01327 §5.1.
@@ -34,7 +36,7 @@ SHOTS = 25
 NO_TEST = "{}: no images to test on; {}"
 
 
-def fewshot(options: Probing, console: Console) -> dict[str, Any]:
+def fewshot(options: ProbeOptions, console: Console) -> dict[str, Any]:
     """Probe a checkpoint's representation and return accuracies in percent by shots and seed.
 
     Features are what the head reads (after pre-logits and tanh where there are). Images are prepared as the paper's
@@ -66,7 +68,7 @@ class Probed:
     whole: Transform | None
 
     @classmethod
-    def load(cls, place: str, options: Probing) -> Probed:
+    def load(cls, place: str, options: ProbeOptions) -> Probed:
         """Load weights of any format at the options' image size. Raises as `load_backbone` does."""
         found = resolve(place, "dpn eval fewshot")
         opened = None if found == "none" else open_checkpoint(found)
@@ -117,12 +119,12 @@ class Features:
         return 100 * probe(*pick(*self.train, self.classes, shots, seed), *self.test, self.classes)
 
 
-def probing_of(config: SupervisedConfig | DistillConfig) -> Probing | None:
+def probing_of(config: SupervisedConfig | DistillConfig) -> ProbeOptions | None:
     """Return the probe at the end of a training: three draws of the images per class; None without data for it."""
     data = config.data
     if config.fewshot_data is None:
         return None
-    return Probing(
+    return ProbeOptions(
         checkpoint="none",
         source=config.fewshot_data,
         reading=ImageReading(decode=decoder_of(data.decode), max_pixels=data.max_pixels),
@@ -133,7 +135,7 @@ def probing_of(config: SupervisedConfig | DistillConfig) -> Probing | None:
     )
 
 
-def check_transfer(options: Probing) -> None:
+def check_transfer(options: ProbeOptions) -> None:
     """Raise `DataError` where the images of the probe at the end of a training are missing or too few."""
     source = _source_of(options)
     if not has_split(source, "val"):
@@ -142,7 +144,7 @@ def check_transfer(options: Probing) -> None:
 
 
 def transfer(
-    model: Backbone, options: Probing, device: torch.device, console: Console, transform: Transform | None
+    model: Backbone, options: ProbeOptions, device: torch.device, console: Console, transform: Transform | None
 ) -> dict[str, Any]:
     """Probe a network that is in memory on the data of `options`; returns accuracies as `fewshot` does."""
     splits = open_splits(options)
@@ -152,7 +154,7 @@ def transfer(
 def _accuracies(
     model: Backbone,
     splits: Splits,
-    options: Probing,
+    options: ProbeOptions,
     device: torch.device,
     console: Console,
     whole: Transform | None,
@@ -175,7 +177,7 @@ def _accuracies(
 def encode_splits(
     model: Backbone,
     splits: Splits,
-    options: Probing,
+    options: ProbeOptions,
     device: torch.device,
     console: Console,
     whole: Transform | None,
@@ -201,13 +203,13 @@ def encode_splits(
     return Features(encoded(splits.train), encoded(splits.test), len(splits.classes))
 
 
-def _source_of(options: Probing) -> ImageSource:
+def _source_of(options: ProbeOptions) -> ImageSource:
     reading = Reading(options.reading.decode, options.reading.max_pixels)
     columns = options.image_column, options.label_column
     return ImageSource(options.source, options.val_source, options.val_fraction, *columns, reading)
 
 
-def open_splits(options: Probing, option: str = "--shots") -> Splits:
+def open_splits(options: ProbeOptions, option: str = "--shots") -> Splits:
     """Open the images to draw from, at most `pool`, and those to test on.
 
     Raises `DataError` when a class has fewer images than the largest number of shots, naming `option`.
@@ -231,7 +233,7 @@ def describe_accuracies(result: dict[str, Any]) -> list[str]:
     lines = []
     for shots, entry in result["accuracy"].items():
         mean, interval = as_text(entry, digits=1)
-        lines.append(f"{shots:>3}-shot {mean:>6} % (95 % {interval}, {several(entry['n'], 'draw')})")
+        lines.append(f"{shots:>3}-shot {mean:>6} % (95 % {interval}, {count_noun(entry['n'], 'draw')})")
     return lines
 
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dpn_cli.config.launch import Place
+from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.run import console as terminal
 from dpn_cli.run.console import Console
-from dpn_cli.run.run import session
+from dpn_cli.run.run import open_run
 from dpn_cli.weights.resolve_stem import with_own_stem
 from tasks.classify import common as command
 from tasks.classify.classifier import WEIGHTS
@@ -23,22 +23,22 @@ DEMO_NOTE = (
 )
 
 
-def run(config: HighresConfig, place: Place, console: Console) -> dict[str, Any] | None:
+def run(config: HighresConfig, place: LaunchOptions, console: Console) -> dict[str, Any] | None:
     """Fine-tune and return the result; None on ranks that do not lead and after a dry run."""
     if config.demo:
         console.info(DEMO_NOTE)
     config = config.model_copy(update={"backbone": with_own_stem(config.backbone, console)})
-    with session(config, config.runtime, "classifier", place, default_folder(config), console) as begun:
+    with open_run(config, config.runtime, "classifier", place, default_folder(config), console) as run:
         if place.dry_run:
-            command.dry_run(begun, command.open_data(config), [config], place)
+            command.dry_run(run, command.open_data(config), [config], place)
             return None
-        result = begun.folder.result
+        result = run.folder.result
         if result is None:
-            data = command.open_data(begun.config)
-            counted = in_steps(begun.config, len(data.train.labels), console.info)
-            result = train_classifier(replace(begun, config=counted), data, "highres")
-        console.info(f"weights: {begun.folder.path / WEIGHTS}, for --checkpoint of any command")
-        return result if begun.world.leads else None
+            data = command.open_data(run.config)
+            counted = in_steps(run.config, len(data.train.labels), console.info)
+            result = train_classifier(replace(run, config=counted), data, "highres")
+        console.info(f"weights: {run.folder.path / WEIGHTS}, for --checkpoint of any command")
+        return result if run.world.leads else None
 
 
 def default_folder(config: HighresConfig) -> Path:

@@ -21,12 +21,12 @@ from dpn_cli.config.schema import (
     LabelColumn,
     Pixels,
     Positive,
+    PredictionFiles,
     RunImageReading,
     Runtime,
     Section,
     Seed,
     SkipBadImages,
-    Written,
     listed,
 )
 from dpn_cli.sweep.grid import COMPARE, SEED_COUNT, Networks, counted, filled, settings_of
@@ -41,7 +41,7 @@ LABELLED = flag(
 OWN_SIZE = IMAGE_SIZE.but(unset="the checkpoint's own")
 
 
-class Scoring(Section):
+class EvalOptions(Section):
     """Options of ``dpn eval``."""
 
     network: Annotated[str, argument("A run's folder, or a checkpoint with a head.")]
@@ -94,7 +94,7 @@ class ProbeFolder(Section):
     no_report: Annotated[bool, flag("--no-report", help=NO_PAGE, panel=OUTPUT)] = False
 
 
-class Probing(Section):
+class ProbeOptions(Section):
     """Options of ``dpn eval fewshot``."""
 
     checkpoint: Annotated[
@@ -141,7 +141,7 @@ class Probing(Section):
     run: ProbeFolder = ProbeFolder()
 
     @model_validator(mode="after")
-    def _with_weights(self) -> Probing:
+    def _with_weights(self) -> ProbeOptions:
         """Refuse networks without weights, and with those of another one."""
         if self.compare:
             several = (
@@ -191,11 +191,11 @@ class PredictOptions(Section):
     reading: RunImageReading = RunImageReading()
     skip_bad_images: SkipBadImages = False
     batch_size: AtOnce = 64
-    written: Written = Written()
+    written: PredictionFiles = PredictionFiles()
     runtime: Runtime = Runtime()
 
 
-class Export(Section):
+class ExportOptions(Section):
     """Options of ``dpn export``."""
 
     run: Annotated[str, RUN]

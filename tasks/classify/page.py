@@ -8,11 +8,11 @@ from pathlib import Path
 
 from dpn_cli.report.confusions import MOST_DRAWN, MOST_NAMED, confusion_chart
 from dpn_cli.report.content import (
-    Bars,
+    BarChart,
     Cell,
     Findings,
     Gallery,
-    Lines,
+    LineChart,
     PageImage,
     Part,
     Section,
@@ -20,9 +20,9 @@ from dpn_cli.report.content import (
     Table,
     Text,
 )
-from dpn_cli.report.reading import Json, OpenRun
+from dpn_cli.report.reading import Json, RunRecord
 from dpn_cli.run.baseline_warnings import result_warning
-from tasks.classify.calibration import Class, Told, confusion, read_answers, read_classes, reliability
+from tasks.classify.calibration import Class, ClassScores, confusion, read_classes, read_predictions, reliability
 from tasks.classify.distill import page as distilled
 
 WATCHED = {"accuracy": "minival top-1 in %", "minival_loss": "minival loss"}
@@ -30,7 +30,7 @@ WATCHED = {"accuracy": "minival top-1 in %", "minival_loss": "minival loss"}
 WORST = 25
 
 
-def findings(run: OpenRun, prefix: str) -> Findings:
+def findings(run: RunRecord, prefix: str) -> Findings:
     """Return what a page shows of a run of pretrain, highres or distill, or of ``dpn eval``."""
     result = run.result
     if run.config and "teacher" in run.config:
@@ -71,22 +71,22 @@ def _scores(result: Json, images: int) -> list[Part]:
     return [Table("Validation images" if "floors" in result else "Scored images", ("", ""), rows, name="scores")]
 
 
-def _answers(run: OpenRun, prefix: str) -> tuple[list[Section], list[str]]:
+def _answers(run: RunRecord, prefix: str) -> tuple[list[Section], list[str]]:
     """Return calibration, classes, confusions and mistakes, from what the evaluation kept of every image, and warnings.
 
     Raises `DataError` when what it kept is damaged.
     """
     folder = run.path / Path(run.result.get("weights", "")).parent  # of a search, its last training
-    if missing := next((name for name in ("answers.csv", "per_class.csv") if not (folder / name).is_file()), None):
+    if missing := next((name for name in ("predictions.csv", "per_class.csv") if not (folder / name).is_file()), None):
         said = f"{missing} is not there: calibration, confusions and mistakes are not known. 'dpn eval -o' writes it."
         return [Section("Answers", [Text(said, warning=run.kind == "eval")])], []
     classes = read_classes(folder / "per_class.csv", run.result["classes"])
     names = {one.name: one.readable for one in classes}
-    answers = read_answers(folder / "answers.csv", names)
+    answers = read_predictions(folder / "predictions.csv", names)
     scored, warnings = sum(one.images for one in classes), []
     if len(answers) != scored:
         warnings = [
-            f"answers.csv is damaged: it has {len(answers)} answers, and {scored} images were scored. Calibration, "
+            f"predictions.csv is damaged: it has {len(answers)} answers, and {scored} images were scored. Calibration, "
             "confusions and mistakes are of these answers alone."
         ]
     sections = [
@@ -105,9 +105,9 @@ def _classes(classes: Sequence[Class], name: str) -> list[Part]:
     found = sorted(((one.readable, recall) for one, recall in recalls.items()), key=lambda one: -one[1])
     axis, values = "accuracy in %", [value for _, value in found]
     chart = (
-        Bars(name, "Accuracy by class", axis, [word for word, _ in found], {axis: values})
+        BarChart(name, "Accuracy by class", axis, [word for word, _ in found], {axis: values})
         if len(found) <= MOST_NAMED
-        else Lines(
+        else LineChart(
             name, "Accuracy by class", "class, best first", axis, [Series(axis, range(1, len(found) + 1), values)]
         )
     )
@@ -120,7 +120,7 @@ def _classes(classes: Sequence[Class], name: str) -> list[Part]:
     return [chart, Table(title, columns, rows, folded=True)]
 
 
-def _confusions(result: Json, answers: Sequence[Told], names: dict[str, str], name: str) -> list[Part]:
+def _confusions(result: Json, answers: Sequence[ClassScores], names: dict[str, str], name: str) -> list[Part]:
     rows: list[list[Cell]] = [
         [pair["true"], pair["predicted"], pair["images"], pair["share"]] for pair in result["worst_pairs"]
     ]
@@ -131,7 +131,7 @@ def _confusions(result: Json, answers: Sequence[Told], names: dict[str, str], na
     return [confusion_chart(name, list(names.values()), confusion(answers, list(names)), "images"), table]
 
 
-def _mistakes(folder: Path, answers: Sequence[Told], names: dict[str, str]) -> list[PageImage]:
+def _mistakes(folder: Path, answers: Sequence[ClassScores], names: dict[str, str]) -> list[PageImage]:
     """Return the images that the evaluation kept, the surest mistake first."""
     wrong = [answer for answer in answers if answer.true != answer.predicted]
     images = []

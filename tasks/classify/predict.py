@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dpn_cli.data.decode import Reading
-from dpn_cli.data.images import find_image_files
+from dpn_cli.data.sources.folder import find_image_files
 from dpn_cli.engine import fit as engine
 from dpn_cli.report.predictions import Predictions, tally
 from dpn_cli.run import signals

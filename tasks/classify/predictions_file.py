@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from dpn_cli.data.labelled import Labelled
-from dpn_cli.metrics import Answer, Confusion, Scores
+from dpn_cli.data.sources.base import Labelled
+from dpn_cli.metrics import Confusion, ImagePrediction, Scores
 from dpn_cli.report.content import Cell
 from dpn_cli.report.tables import as_csv
 from dpn_cli.report.thumbnails import thumbnail
@@ -20,7 +20,7 @@ from dpn_cli.run.files import replace_file, replace_text
 from tasks.classify.calibration import BINS
 from tasks.classify.classifier import readable
 
-ANSWERS, MISTAKES, CLASSES = "answers.csv", "mistakes", "per_class.csv"
+ANSWERS, MISTAKES, CLASSES = "predictions.csv", "mistakes", "per_class.csv"
 COLUMNS = ("row", "image", "true", "predicted", "confidence")
 # Mistakes that are kept as images.
 MOST_MISTAKES = 24
@@ -32,15 +32,15 @@ def keep(folder: Path, scores: Scores, names: Sequence[str], split: Labelled) ->
 
     `names` are those of the classes. Raises `SaveError`.
     """
-    write_answers(folder, scores.answers, names, split)
+    write_predictions(folder, scores.answers, names, split)
     replace_text(folder / CLASSES, per_class(names, scores.confusion))
     return {
         "ece": calibration_error(scores.answers),
-        "worst_pairs": described_pairs(names, scores.confusion),
+        "worst_pairs": describe_pairs(names, scores.confusion),
     }
 
 
-def calibration_error(answers: Sequence[Answer]) -> float:
+def calibration_error(answers: Sequence[ImagePrediction]) -> float:
     """Return the expected calibration error in percent points, by torchmetrics (arXiv 1706.04599).
 
     Confidence is the probability of the best class; the bins are equally wide.
@@ -52,14 +52,14 @@ def calibration_error(answers: Sequence[Answer]) -> float:
     return 100 * float(binary_calibration_error(confidence, right.int(), n_bins=BINS, norm="l1"))
 
 
-def most_confident_mistakes(answers: Sequence[Answer]) -> list[Answer]:
+def most_confident_mistakes(answers: Sequence[ImagePrediction]) -> list[ImagePrediction]:
     """Return the mistakes with the highest confidence, the surest first."""
     wrong = [answer for answer in answers if answer.label != answer.predicted]
     return sorted(wrong, key=lambda answer: (-answer.confidence, answer.row))[:MOST_MISTAKES]
 
 
-def write_answers(folder: Path, answers: Sequence[Answer], names: Sequence[str], split: Labelled) -> None:
-    """Write every answer to answers.csv, and the most confident mistakes as small images to ``mistakes/ROW.jpg``.
+def write_predictions(folder: Path, answers: Sequence[ImagePrediction], names: Sequence[str], split: Labelled) -> None:
+    """Write every answer to predictions.csv, and the most confident mistakes as small images to ``mistakes/ROW.jpg``.
 
     Images of an earlier evaluation there are deleted. Raises `SaveError`.
     """
@@ -76,7 +76,7 @@ def write_answers(folder: Path, answers: Sequence[Answer], names: Sequence[str],
         replace_file(folder / MISTAKES / f"{answer.row}.jpg", partial(Path.write_bytes, data=image))
 
 
-def described_pairs(names: Sequence[str], confusion: Confusion) -> list[dict[str, Any]]:
+def describe_pairs(names: Sequence[str], confusion: Confusion) -> list[dict[str, Any]]:
     """Return the most frequent confusions with the classes' readable names and the share in percent."""
     words = readable(names)
     return [

@@ -7,18 +7,19 @@ from dataclasses import replace
 from typing import Any
 
 from dpn_cli.config.launch import SCRATCH_PIXELS
-from dpn_cli.data.classified import MINIVAL_CHOOSES, ClassData, Part, hash_order
-from dpn_cli.data.crops import Size, small_size
+from dpn_cli.data.crops import small_size
 from dpn_cli.data.imagenet import describe_imagenet
-from dpn_cli.data.labelled import Labelled, fingerprint, rows_to_check
 from dpn_cli.data.loader import worker_count
 from dpn_cli.data.prefetch import check_cache
+from dpn_cli.data.resize import Size
 from dpn_cli.data.shard_sampler import ShardOrder, order_of
+from dpn_cli.data.sources.base import Labelled, Part, fingerprint, rows_to_check
+from dpn_cli.data.splits import MINIVAL_CHOOSES, ClassData, hash_order
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.run import distributed
 from dpn_cli.run.baseline_warnings import crop_warning
-from dpn_cli.run.console import Console, several
+from dpn_cli.run.console import Console, count_noun
 from dpn_cli.run.distributed import World
 from dpn_cli.run.run_dir import RunFolder, describe_device
 from tasks.classify.classifier import resize_for
@@ -103,7 +104,8 @@ def check_data(config: SupervisedConfig, data: ClassData, folder: RunFolder, wor
         console.info(note)
     console.info(
         f"{len(data.train.labels)} images to train on, {len(data.minival.labels)} in minival, "
-        f"{len(data.val.labels)} to validate, {len(data.classes)} classes; {several(config.schedule.steps, 'step')} of "
+        f"{len(data.val.labels)} to validate, {len(data.classes)} classes; "
+        f"{count_noun(config.schedule.steps, 'step')} of "
         f"{config.batch_size}, {config.schedule.steps * config.batch_size / len(data.train.labels):.2f} epochs"
     )
     if config.select == "best" and (warning := _choice_warning(len(data.minival.labels))):

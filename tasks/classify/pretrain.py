@@ -8,45 +8,45 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dpn_cli.config.launch import Place
+from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.config.load import read_config
 from dpn_cli.config.provenance import shipped_of
-from dpn_cli.data.classified import ClassData, open_tuning_data
+from dpn_cli.data.splits import ClassData, open_tuning_data
 from dpn_cli.errors import NonFiniteError
 from dpn_cli.run import console as terminal
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import barrier, from_leader
 from dpn_cli.run.files import read_object, replace_json
-from dpn_cli.run.run import Session, open_folder, session
+from dpn_cli.run.run import Run, open_folder, open_run
 from dpn_cli.weights.resolve_stem import with_own_stem
 from tasks.classify import common as command
 from tasks.classify.classifier import WEIGHTS, load_classifier
 from tasks.classify.config import SupervisedConfig, in_steps
-from tasks.classify.pretrain_config import PretrainConfig, Stage, cells, runs_of
+from tasks.classify.pretrain_config import PretrainConfig, Stage, runs_of, trials
 from tasks.classify.train import evaluate, train_classifier
 
 Json = dict[str, Any]
-Training = tuple[Session[PretrainConfig], ClassData]
+Training = tuple[Run[PretrainConfig], ClassData]
 DEMO_NOTE = (
     "This is the demo: generated scenes. Nothing here is an ImageNet number. "
     "For images of your own: dpn pretrain --arch S/16 --data FOLDER"
 )
 
 
-def run(config: PretrainConfig, place: Place, console: Console) -> Json | None:
+def run(config: PretrainConfig, place: LaunchOptions, console: Console) -> Json | None:
     """Train and return the result; None on ranks that do not lead and after a dry run."""
     if config.demo:
         console.info(DEMO_NOTE)
     config = config.model_copy(update={"backbone": with_own_stem(config.backbone, console)})
-    with session(config, config.runtime, "classifier", place, default_folder(config), console) as begun:
+    with open_run(config, config.runtime, "classifier", place, default_folder(config), console) as run:
         if place.dry_run:
-            command.dry_run(begun, _open_data(config), runs_of(config), place)
+            command.dry_run(run, _open_data(config), runs_of(config), place)
             return None
-        result = begun.folder.result
+        result = run.folder.result
         if result is None:
-            data = _open_data(begun.config)
-            if begun.config.stages:
-                sweep = _Sweep(begun, data)
+            data = _open_data(run.config)
+            if run.config.stages:
+                sweep = _Sweep(run, data)
                 for one, split in sweep.trainings():
                     try:
                         train_classifier(one, split, "pretrain")
@@ -54,11 +54,11 @@ def run(config: PretrainConfig, place: Place, console: Console) -> Json | None:
                         sweep.note_failure(one, error)
                 result = sweep.result
             else:
-                counted = in_steps(begun.config, len(data.train.labels), console.info)
-                result = train_classifier(replace(begun, config=counted), data, "pretrain")
-        weights = begun.folder.path / result.get("weights", WEIGHTS)
+                counted = in_steps(run.config, len(data.train.labels), console.info)
+                result = train_classifier(replace(run, config=counted), data, "pretrain")
+        weights = run.folder.path / result.get("weights", WEIGHTS)
         console.info(f"weights: {weights}, for --checkpoint of any command")
-        return result if begun.world.leads else None
+        return result if run.world.leads else None
 
 
 def show(result: Json) -> None:
@@ -98,9 +98,9 @@ class _Sweep:
 
     result: Json
 
-    def __init__(self, begun: Session[PretrainConfig], data: ClassData) -> None:
-        self.begun, self.config, self.data = begun, begun.config, data
-        self.folder, self.world, self.console = begun.folder, begun.world, begun.console
+    def __init__(self, run: Run[PretrainConfig], data: ClassData) -> None:
+        self.run, self.config, self.data = run, run.config, data
+        self.folder, self.world, self.console = run.folder, run.world, run.console
 
     def trainings(self) -> Generator[Training, None, None]:
         """Yield the trainings of all stages that are not done, for the caller to run; afterwards `result` is there.
@@ -112,15 +112,15 @@ class _Sweep:
             chosen, row = yield from self._search(number, chosen, stage)
             stages.append(row)
         number = len(self.config.stages)
-        ((name, final),) = cells(chosen, self.config.stages[-1])
-        result = yield from self._cell(f"stage{number}/{name}", final, self.data, "1 of 1")
+        ((name, final),) = trials(chosen, self.config.stages[-1])
+        result = yield from self._trial(f"stage{number}/{name}", final, self.data, "1 of 1")
         if result["minival_top1"] is None:
             raise NonFiniteError(f"stage {number}: the loss is NaN or infinite; lower lr")
         self.result = {**result, "stages": stages, "weights": f"stage{number}/{name}/{WEIGHTS}"}
         if self.world.leads:
             self.folder.finish(self.result)
 
-    def note_failure(self, training: Session[PretrainConfig], error: NonFiniteError) -> None:
+    def note_failure(self, training: Run[PretrainConfig], error: NonFiniteError) -> None:
         """Record that a training's loss became NaN or infinite: it has a result without a score."""
         self.console.warn(f"{training.folder.path.relative_to(self.folder.path)}: {error}")
         if self.world.leads:
@@ -133,12 +133,12 @@ class _Sweep:
 
         A search leaves its numbers, not a network per run: only the best one so far is kept, until it is scored.
         """
-        searching, runs = replace(self.data, val=self.data.minival), list(cells(chosen, stage))
+        searching, runs = replace(self.data, val=self.data.minival), list(trials(chosen, stage))
         place = f"stage{number}"
         top1: dict[str, float | None] = {}
         best, score = "", -1.0
         for count, (name, config) in enumerate(runs, 1):
-            result = yield from self._cell(f"{place}/{name}", config, searching, f"{count} of {len(runs)}")
+            result = yield from self._trial(f"{place}/{name}", config, searching, f"{count} of {len(runs)}")
             top = top1[name] = result["minival_top1"]
             loser = name
             if top is not None and top > score:
@@ -175,14 +175,16 @@ class _Sweep:
         if self.world.leads:
             (self.folder.path / place / WEIGHTS).unlink(missing_ok=True)
 
-    def _cell(self, place: str, config: PretrainConfig, data: ClassData, shown: str) -> Generator[Training, None, Json]:
+    def _trial(
+        self, place: str, config: PretrainConfig, data: ClassData, shown: str
+    ) -> Generator[Training, None, Json]:
         """Yield a training if it is not done; returns its result."""
         path = self.folder.path / place
         folder = open_folder(path, config, "classifier", self.world, self.console, resume=True, overwrite=False)
         if folder.result is None:
             self.console.info(f"{place} ({shown})")
             counted = in_steps(config, len(data.train.labels))
-            yield replace(self.begun, config=counted, folder=folder), data
+            yield replace(self.run, config=counted, folder=folder), data
         result = from_leader(folder.result)
         assert result is not None  # the caller has trained
         return result

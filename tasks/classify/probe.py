@@ -13,8 +13,9 @@ from torch import Tensor
 
 from dpn_cli.config.schema import Runtime
 from dpn_cli.data.decode import Pixels
-from dpn_cli.data.labelled import Labelled
-from dpn_cli.data.pixels import Transform, resize, stream
+from dpn_cli.data.pixels import Transform, stream
+from dpn_cli.data.resize import resize
+from dpn_cli.data.sources.base import Labelled
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError
 from dpn_cli.run import signals

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpn_cli.data.augment import mixed, mixup_of
-from dpn_cli.data.classified import ClassData
-from dpn_cli.data.labelled import Labelled
+from dpn_cli.data.augment import Augmentation, mixed, mixup_of
 from dpn_cli.data.leakage import record
-from dpn_cli.data.loader import Augmentation, blend, crop_batches, worker_count
+from dpn_cli.data.loader import blend, crop_batches, worker_count
+from dpn_cli.data.sources.base import Labelled
+from dpn_cli.data.splits import ClassData
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine.losses import LOSSES
 from dpn_cli.engine.state import evaluated_weights
@@ -23,7 +23,7 @@ from dpn_cli.run.artifact_kinds import DIGEST
 from dpn_cli.run.baseline_warnings import result_warning
 from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.distributed import World
-from dpn_cli.run.run import Session
+from dpn_cli.run.run import Run
 from dpn_cli.weights.backbone import Backbone, backbone_of
 from dpn_cli.weights.resolve_stem import describe_start
 from tasks.classify.classifier import WEIGHTS, Classifier, load_classifier, predict, save_classifier
@@ -44,25 +44,25 @@ from tasks.classify.probe import choose, encode, probe
 Json = dict[str, Any]
 
 
-def train_classifier(begun: Session[ConfigT], data: ClassData, task: str) -> Json:
+def train_classifier(run: Run[ConfigT], data: ClassData, task: str) -> Json:
     """Train in the folder of the run, or finish what is there, and return the result, which is written there too.
 
     The config's duration is in steps.
     Raises `DpnError` and its subclasses; what was trained until then is kept.
     """
-    config, folder, world, console = begun.config, begun.folder, begun.world, begun.console
+    config, folder, world, console = run.config, run.folder, run.world, run.console
     facts = check_data(config, data, folder, world, console)
     if not distributed.from_leader((folder.path / WEIGHTS).is_file()):
         check_batch(config, world)
         check_shards(config, data, world)
-        training = _ClassifierTraining(begun, data, facts)
-        with begun.outputs(task, begun.tracker(config.runtime.report_to)) as outputs:
+        training = _ClassifierTraining(run, data, facts)
+        with run.outputs(task, run.tracker(config.runtime.report_to)) as outputs:
             job = training.job(outputs)
             done = engine.fit(engine.prepare(training.model, config.runtime, world), job)
         training.keep(done, outputs)
     classifier = load_classifier(str(folder.path))
     classifier.model.to(world.device).eval()
-    scores = evaluate(classifier, data.val, config, world, keep_answers=True)
+    scores = evaluate(classifier, data.val, config, world, keep_predictions=True)
     trained = classifier.facts
     result = {
         "task": task,
@@ -87,7 +87,7 @@ def train_classifier(begun: Session[ConfigT], data: ClassData, task: str) -> Jso
         "data": facts["data"],
         DIGEST: classifier.model.report.digest,
         "decoder": data.val.reading.versions(),
-        "differs_from_paper": begun.differs,
+        "differs_from_paper": run.differs,
     }
     if options := probing_of(config):
         whole = classifier.transform if classifier.resize_side is None else None
@@ -173,9 +173,9 @@ def training_batches(
 class _ClassifierTraining:
     """One training and what it needs at every evaluation."""
 
-    def __init__(self, begun: Session[ConfigT], data: ClassData, facts: Json) -> None:
-        config, console = begun.config, begun.console
-        self.config, self.folder, self.world, self.console = config, begun.folder, begun.world, console
+    def __init__(self, run: Run[ConfigT], data: ClassData, facts: Json) -> None:
+        config, console = run.config, run.console
+        self.config, self.folder, self.world, self.console = config, run.folder, run.world, console
         self.data, self.facts = data, facts
         self.skipped: list[int] = []
         self.model = load_network(config, len(data.classes))
@@ -188,7 +188,7 @@ class _ClassifierTraining:
         side = resize_side_of(config, self.model.config.image_size)
         self.classifier = Classifier(self.model, data.classes, config.loss, side, {}, data.val.reading.decoder)
 
-    def job(self, outputs: engine.Outputs) -> engine.Job:
+    def job(self, outputs: engine.Outputs) -> engine.TrainJob:
         """Return what the engine has to do."""
         config, data, world, model = self.config, self.data, self.world, self.model
         if world.leads:
@@ -203,7 +203,7 @@ class _ClassifierTraining:
             on_skip=self.skipped.append,
         )
         watched = bool(data.minival.labels)
-        return engine.Job.of(
+        return engine.TrainJob.of(
             config,
             loss_fn=loss_of(config, model, len(data.classes)),
             batches=batches,
@@ -271,7 +271,7 @@ class _ClassifierTraining:
 
 
 def evaluate(
-    classifier: Classifier, split: Labelled, config: SupervisedConfig, world: World, *, keep_answers: bool = False
+    classifier: Classifier, split: Labelled, config: SupervisedConfig, world: World, *, keep_predictions: bool = False
 ) -> Scores:
     """Score a split with the config's precision and loader; see `score`."""
     with engine.precision_of(config.runtime, world.device):
@@ -285,5 +285,5 @@ def evaluate(
             batch_size=config.eval_batch_size,
             workers=config.runtime.workers,
             skip_bad=config.data.skip_bad_images,
-            keep_answers=keep_answers,
+            keep_predictions=keep_predictions,
         )

@@ -15,14 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpn_cli.data.pixels import augment, resize, rows_of_step, stream, to_device
+from dpn_cli.data.pixels import augment, stream, to_device
+from dpn_cli.data.resize import resize
+from dpn_cli.data.sampler import rows_of_step
 from dpn_cli.engine.fit import Batch, Batches
 from dpn_cli.engine.seeds import fold
 from dpn_cli.errors import DataError
 from dpn_cli.run import signals
 from dpn_cli.run.arrays import facts_of, save_array
 from dpn_cli.run.distributed import World
-from tasks.lit.captions import Captioned
+from tasks.lit.captions import CaptionedImages
 from tasks.lit.features import Features, ImageEncoder
 from tasks.lit.tokenizer import Tokenizer
 
@@ -33,7 +35,7 @@ CHUNK = 10_000
 
 
 @dataclass(frozen=True)
-class Texts:
+class TokenBatches:
     """Tokens (texts, context) of all captions of all images; image i has those from `first[i]` up to `first[i + 1]`."""
 
     tokens: Tensor
@@ -50,23 +52,23 @@ class Texts:
         return self.tokens[begin + (draws * (end - begin)).long()].long()
 
 
-def tokenize(data: Captioned, tokenizer: Tokenizer, root: Path | None = None) -> Texts:
+def tokenize(data: CaptionedImages, tokenizer: Tokenizer, root: Path | None = None) -> TokenBatches:
     """Tokenize all captions. With `root`, tokens are cached there under a hash of texts and tokenizer."""
     texts = (text for several in data.captions for text in several)
     first = torch.from_numpy(np.fromiter(chain([0], map(len, data.captions)), np.int64)).cumsum(0)
     if root is None:
         tokens, cut = _encode(texts, tokenizer)
-        return Texts(torch.from_numpy(tokens), first, cut)
+        return TokenBatches(torch.from_numpy(tokens), first, cut)
     named = hashlib.sha256(json.dumps(tokenizer.to_dict()).encode())
     for several in data.captions:
         named.update("".join(f"{text}\0" for text in several).encode())
     path = root / f"tokens-{named.hexdigest()[:16]}.npy"
     with contextlib.suppress(DataError):  # a damaged file is written again
         if facts := facts_of(path):
-            return Texts(torch.from_numpy(np.load(path)), first, facts["cut"])
+            return TokenBatches(torch.from_numpy(np.load(path)), first, facts["cut"])
     tokens, cut = _encode(texts, tokenizer)
     save_array(path, tokens, cut=cut)
-    return Texts(torch.from_numpy(tokens), first, cut)
+    return TokenBatches(torch.from_numpy(tokens), first, cut)
 
 
 def _encode(texts: Iterator[str], tokenizer: Tokenizer) -> tuple[np.ndarray[tuple[int, ...], np.dtype[np.int32]], int]:
@@ -84,7 +86,9 @@ def draws(count: int, seed: int, kind: int, step: int) -> Tensor:
     return torch.rand(count, generator=torch.Generator().manual_seed(fold(seed, kind, step)))
 
 
-def cached_batches(features: Features, good: Tensor, texts: Texts, batch_size: int, seed: int, world: World) -> Batches:
+def cached_batches(
+    features: Features, good: Tensor, texts: TokenBatches, batch_size: int, seed: int, world: World
+) -> Batches:
     """Return the engine's ``batches``: ``image`` (b, d) in float16 and ``tokens`` (b, context), this rank's rows.
 
     Images are those of `good`, in shuffled epochs; every visit draws one caption and one view of the image.
@@ -120,9 +124,9 @@ class _Rows(Sequence[int]):
 
 
 def encoded_batches(
-    data: Captioned,
+    data: CaptionedImages,
     encoder: ImageEncoder,
-    texts: Texts,
+    texts: TokenBatches,
     batch_size: int,
     seed: int,
     world: World,

@@ -23,16 +23,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from dpn_cli.data.labelled import digest_of_lines
-from dpn_cli.data.pixels import resize
-from dpn_cli.data.shard_sampler import Rows
+from dpn_cli.data.compact import Rows
+from dpn_cli.data.resize import resize
+from dpn_cli.data.sources.base import digest_of_lines
 from dpn_cli.errors import DataError
 from dpn_cli.run import distributed, signals
-from dpn_cli.run.console import Console, several
+from dpn_cli.run.console import Console, count_noun
 from dpn_cli.run.distributed import World
 from dpn_cli.run.files import claimed, remove_leftovers, replace_json
-from tasks.lit.cache_write import Shard, content_digest, fill
-from tasks.lit.captions import Captioned
+from tasks.lit.cache_write import Shard, content_digest, write_cache
+from tasks.lit.captions import CaptionedImages
 from tasks.lit.features import Features, ImageEncoder
 
 # Images per shard, which a killed run encodes again, and per batch of the tower.
@@ -55,12 +55,14 @@ class Known:
     bad: list[int]
 
 
-def data_fingerprint(data: Captioned) -> str:
+def data_fingerprint(data: CaptionedImages) -> str:
     """Return a hash over the images' names and encoded sizes, in order; their folder does not matter."""
     return digest_of_lines(f"{data.key(index)} {size}" for index, size in enumerate(data.sizes))
 
 
-def cached_features(data: Captioned, encoder: ImageEncoder, root: Path, world: World, console: Console) -> Features:
+def cached_features(
+    data: CaptionedImages, encoder: ImageEncoder, root: Path, world: World, console: Console
+) -> Features:
     """Return the features of all images from the cache below `root`, after encoding those that it lacks.
 
     Ranks share the work and the folder; if another process fills the same folder, wait for it. Damaged shards, caches
@@ -108,7 +110,7 @@ def _remove_version_1(root: Path, facts: Json, console: Console) -> None:
 
 
 def _filled(
-    folder: Path, facts: Json, data: Captioned, encoder: ImageEncoder, world: World, console: Console
+    folder: Path, facts: Json, data: CaptionedImages, encoder: ImageEncoder, world: World, console: Console
 ) -> Features:
     """Return the features of a cache's folder, after encoding images that are new or have changed."""
     total = len(data.captions)
@@ -124,7 +126,9 @@ def _filled(
     plan = distributed.from_leader(plan)
     if plan:
         mine = sorted(plan)[world.rank :: world.size]
-        fill(data, encoder, [(shards[number], plan[number]) for number in mine], encoder.batch_size or BATCH, console)
+        write_cache(
+            data, encoder, [(shards[number], plan[number]) for number in mine], encoder.batch_size or BATCH, console
+        )
         distributed.barrier()
     if world.leads:
         bad = _unreadable(shards, finished, before, plan, console)
@@ -139,7 +143,7 @@ def _filled(
     return Features([np.load(shard.file, mmap_mode="r") for shard in shards], bad)
 
 
-def problem_of(data: Captioned, row: int) -> DataError:
+def problem_of(data: CaptionedImages, row: int) -> DataError:
     """Return the error of an image that could not be read."""
     try:
         data.pixels(row)
@@ -149,7 +153,7 @@ def problem_of(data: Captioned, row: int) -> DataError:
 
 
 def _finished(
-    shards: Sequence[Shard], facts: Json, data: Captioned, encoder: ImageEncoder, console: Console
+    shards: Sequence[Shard], facts: Json, data: CaptionedImages, encoder: ImageEncoder, console: Console
 ) -> tuple[list[Known | None], bool]:
     """Return what is known of each shard, None for those to encode, and whether stamps cannot be trusted.
 
@@ -177,7 +181,7 @@ def _finished(
     return [None] * len(shards), False
 
 
-def _known(shard: Shard, data: Captioned, console: Console) -> Known | None:
+def _known(shard: Shard, data: CaptionedImages, console: Console) -> Known | None:
     """Return what is known of a shard, None for one to encode; report a damaged one."""
     try:
         facts = shard.facts()
@@ -191,7 +195,7 @@ def _known(shard: Shard, data: Captioned, console: Console) -> Known | None:
     return Known(changed, [row for row, content in enumerate(facts["contents"], shard.first) if not content])
 
 
-def _stamps(shard: Shard, data: Captioned) -> dict[int, str]:
+def _stamps(shard: Shard, data: CaptionedImages) -> dict[int, str]:
     """Return the current stamps of a shard's rows."""
     return dict(enumerate(data.stamps[shard.first : shard.first + shard.count], shard.first))
 
@@ -204,7 +208,7 @@ def _saved(shard: Shard) -> Json:
 
 
 def _spot_check(
-    shards: Sequence[Shard], finished: Sequence[Known | None], data: Captioned, encoder: ImageEncoder
+    shards: Sequence[Shard], finished: Sequence[Known | None], data: CaptionedImages, encoder: ImageEncoder
 ) -> tuple[str | None, str | None]:
     """Read and encode a few images of the finished shards again.
 
@@ -239,7 +243,7 @@ def _spread(rows: Rows, count: int) -> Rows:
 
 
 def _plan(
-    shards: Sequence[Shard], finished: Sequence[Known | None], data: Captioned, distrust: bool, console: Console
+    shards: Sequence[Shard], finished: Sequence[Known | None], data: CaptionedImages, distrust: bool, console: Console
 ) -> Plan:
     """Return the rows to read: all of new shards, and those whose files have other stamps now."""
     plan = Plan()
@@ -250,7 +254,7 @@ def _plan(
             plan[number] = rows
         new, compared = (new + len(rows), compared) if known is None else (new, compared + len(rows))
     if new:
-        console.info(f"encoding {several(new, 'image')} once, into {shards[0].file.parent}")
+        console.info(f"encoding {count_noun(new, 'image')} once, into {shards[0].file.parent}")
     if compared:
         console.info(
             f"comparing {compared} images with the encoded ones: their files have other dates or inodes than before, "

@@ -20,16 +20,16 @@ from PIL import Image
 from torch import Tensor
 
 from dpn_cli.data.decode import Pixels, decode
-from dpn_cli.data.labelled import Images, content_of
-from dpn_cli.data.pixels import PixelSet, resize, stream
-from dpn_cli.data.shard_sampler import Sharded
+from dpn_cli.data.pixels import PixelSet, stream
+from dpn_cli.data.resize import resize
+from dpn_cli.data.sources.base import Images, Sharded, content_of
 from dpn_cli.errors import DataError, SaveError
 from dpn_cli.run import signals
 from dpn_cli.run.arrays import facts_of, save_array
 from dpn_cli.run.console import LINE_EVERY, Console
 from dpn_cli.run.cores import cores
 from dpn_cli.run.files import replace_json
-from tasks.lit.captions import Captioned
+from tasks.lit.captions import CaptionedImages
 from tasks.lit.features import ImageEncoder
 
 # Bytes of a content's digest; images that are read between two checks for a stop signal.
@@ -58,7 +58,7 @@ Work = Sequence[tuple[Shard, dict[int, str]]]
 """Shards, each with the rows to read and their files' current stamps."""
 
 
-def content_digest(data: Captioned, row: int) -> str:
+def content_digest(data: CaptionedImages, row: int) -> str:
     """Return a digest of an encoded image as hex. Raises `DataError` when it cannot be read."""
     return _digest(data.content(row)).hex()
 
@@ -67,7 +67,7 @@ def _digest(content: bytes) -> bytes:
     return hashlib.sha256(content).digest()[:DIGEST]
 
 
-def fill(data: Captioned, encoder: ImageEncoder, work: Work, batch: int, console: Console) -> None:
+def write_cache(data: CaptionedImages, encoder: ImageEncoder, work: Work, batch: int, console: Console) -> None:
     """Encode the rows of new shards, and of other shards the rows whose content has changed.
 
     Every shard is saved as soon as it is complete. Raises `DataError` for an unreadable image unless they are skipped,
@@ -85,7 +85,7 @@ def fill(data: Captioned, encoder: ImageEncoder, work: Work, batch: int, console
         _encode(data, encoder, parts, batch, console)
 
 
-def _changed(data: Captioned, shard: Shard, stamps: dict[int, str]) -> list[int]:
+def _changed(data: CaptionedImages, shard: Shard, stamps: dict[int, str]) -> list[int]:
     """Return the rows of a shard to encode; save the current stamps of the others' files."""
     try:
         facts = shard.facts()
@@ -103,7 +103,7 @@ def _changed(data: Captioned, shard: Shard, stamps: dict[int, str]) -> list[int]
     return sorted(stamps.keys() - set(same))
 
 
-def _contents(data: Captioned, rows: Sequence[int]) -> list[str]:
+def _contents(data: CaptionedImages, rows: Sequence[int]) -> list[str]:
     """Return the digests of some encoded images, "" for one that cannot be read."""
 
     def digest(row: int) -> str:
@@ -156,7 +156,7 @@ class _Reader(Images):
     as changed the next time.
     """
 
-    def __init__(self, data: Captioned, size: tuple[int, int]) -> None:
+    def __init__(self, data: CaptionedImages, size: tuple[int, int]) -> None:
         self.data, self.size = data, size
         self.labels, self.sizes = data.labels, data.sizes
 
@@ -190,7 +190,7 @@ class _Reader(Images):
         return images, [bytes(row.tolist()).hex() for row in read.images[:, -DIGEST:]]
 
 
-def _encode(data: Captioned, encoder: ImageEncoder, parts: Sequence[_Part], batch: int, console: Console) -> None:
+def _encode(data: CaptionedImages, encoder: ImageEncoder, parts: Sequence[_Part], batch: int, console: Console) -> None:
     """Encode the rows of several shards in one stream of images."""
     owners = [part for part in parts for _ in part.rows]
     pending = [row for part in parts for row in part.rows]

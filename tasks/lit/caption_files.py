@@ -11,19 +11,19 @@ from typing import Any
 from dpn_cli.data.file_index import find_files
 from dpn_cli.data.image_errors import fault
 from dpn_cli.errors import DataError
-from tasks.lit.captions import CAPTION_COLUMNS, Files
+from tasks.lit.captions import CAPTION_COLUMNS, CaptionedFiles
 
 FILE_COLUMNS = ("file", "filepath", "file_name", "filename", "image", "path", "image_path")
 # A folder's captions may stand in one of these instead of a .txt beside each image.
 TABLES = ("captions.csv", "captions.tsv", "captions.json", "metadata.csv")
 
 
-def read_table(path: Path, root: Path, image: str | None, caption: str | None, skip_bad: bool) -> Files:
+def read_table(path: Path, root: Path, image: str | None, caption: str | None, skip_bad: bool) -> CaptionedFiles:
     """Read a .csv or .tsv with a header; rows of the same file are sentences of one image.
 
     Raises `DataError` naming file and line.
     """
-    files, gathered = Files(root, skip_bad), dict[str, list[object]]()  # each name's line, and its texts
+    files, gathered = CaptionedFiles(root, skip_bad), dict[str, list[object]]()  # each name's line, and its texts
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:  # Excel writes a byte-order mark
             tabs = "\t" in file.readline()  # open_clip's tables are tab-separated and called .csv
@@ -55,7 +55,7 @@ def _column(path: Path, columns: Sequence[str], named: str | None, kind: str, us
     return column
 
 
-def read_coco(path: Path, root: Path, splits: Sequence[str] | None, skip_bad: bool) -> Files:
+def read_coco(path: Path, root: Path, splits: Sequence[str] | None, skip_bad: bool) -> CaptionedFiles:
     """Read COCO's captions JSON: Karpathy's (``sentences``, `splits` of it) or the official one (``annotations``).
 
     Raises `DataError` for a file of neither form, and when Karpathy's has none of the splits.
@@ -64,7 +64,7 @@ def read_coco(path: Path, root: Path, splits: Sequence[str] | None, skip_bad: bo
     try:
         images = listed["images"]
         karpathy = "annotations" not in listed
-        files = Files(root if karpathy else _coco_folder(path, root), skip_bad)
+        files = CaptionedFiles(root if karpathy else _coco_folder(path, root), skip_bad)
         texts: dict[object, list[object]] = {}
         for note in listed.get("annotations", ()):
             texts.setdefault(note["image_id"], []).append(note["caption"])
@@ -114,7 +114,7 @@ def splits_in(path: Path) -> set[str]:
         return set()
 
 
-def read_folder(root: Path, image: str | None, caption: str | None, skip_bad: bool) -> Files:
+def read_folder(root: Path, image: str | None, caption: str | None, skip_bad: bool) -> CaptionedFiles:
     """Read a folder of images with a .txt of the same name beside each, one sentence a line, or with a table.
 
     Raises `DataError` when there is neither.
@@ -123,7 +123,7 @@ def read_folder(root: Path, image: str | None, caption: str | None, skip_bad: bo
     if table is not None:
         read = read_coco(table, root, None, skip_bad) if table.suffix == ".json" else None
         return read or read_table(table, root, image, caption, skip_bad)
-    files = Files(root, skip_bad)
+    files = CaptionedFiles(root, skip_bad)
     for path, _ in find_files(root):
         text = path.with_suffix(".txt")
         try:

@@ -14,14 +14,15 @@ from pathlib import Path
 
 from PIL import Image
 
+from dpn_cli.data.compact import Chosen, Names, Rows, integers
 from dpn_cli.data.decode import inside, open_image
-from dpn_cli.data.file_index import Chosen, Names, integers
 from dpn_cli.data.image_errors import fault
-from dpn_cli.data.labelled import HubImages, Images, SceneSplit
 from dpn_cli.data.remote import RemotePath
-from dpn_cli.data.shard_sampler import Rows, Sharded
 from dpn_cli.data.sources import synthetic
-from dpn_cli.data.sources.shards import Member, Shard, ShardImages
+from dpn_cli.data.sources.base import Images, Shard, Sharded
+from dpn_cli.data.sources.hub import HubImages
+from dpn_cli.data.sources.shards import Member, ShardImages
+from dpn_cli.data.sources.synthetic import SceneSplit
 from dpn_cli.errors import DataError, ImageError
 
 # Names of caption columns that need no option: open_clip's, img2dataset's, Hugging Face's.
@@ -31,7 +32,7 @@ BESIDE = ("txt", "json")
 _HALF = re.compile("[\ud800-\udfff]")
 
 
-class Captioned(Images):
+class CaptionedImages(Images):
     """Images, each with one or more sentences; `dropped` counts the ones left out for having none.
 
     `stamps` change when an image's file is replaced or written to (`stamp_of`); ``""`` stands for an unknown stamp.
@@ -52,7 +53,7 @@ class Captioned(Images):
         """Return an image's name inside the data set."""
 
 
-def captions_fingerprint(data: Captioned) -> str:
+def captions_fingerprint(data: CaptionedImages) -> str:
     """Return a hash over all sentences, in order."""
     digest = hashlib.sha256()
     for several in data.captions:
@@ -60,10 +61,10 @@ def captions_fingerprint(data: Captioned) -> str:
     return digest.hexdigest()
 
 
-class Subset(Captioned):
+class Subset(CaptionedImages):
     """Some images of a set, in the order of the set."""
 
-    def __init__(self, whole: Captioned, rows: Sequence[int] | Rows) -> None:
+    def __init__(self, whole: CaptionedImages, rows: Sequence[int] | Rows) -> None:
         self.whole, self.rows, self.reading = whole, integers(rows), whole.reading
         self.captions, self.stamps = Chosen(whole.captions, rows), Chosen(whole.stamps, rows)
         self.sizes = array("q", (whole.sizes[row] for row in self.rows))
@@ -90,7 +91,7 @@ class Subset(Captioned):
         return self.whole.open(self.rows[index])
 
 
-class Sentences(Sequence[tuple[str, ...]]):
+class Captions(Sequence[tuple[str, ...]]):
     """Tuples of sentences in one piece of memory; see `Names`. Equal to any sequence of the same tuples."""
 
     def __init__(self) -> None:
@@ -115,7 +116,7 @@ class Sentences(Sequence[tuple[str, ...]]):
     __hash__ = None  # type: ignore[assignment]
 
 
-class Files(Captioned):
+class CaptionedFiles(CaptionedImages):
     """Image files below a folder with their sentences, in the order of `add`."""
 
     def __init__(self, root: Path, skip_bad: bool = False) -> None:
@@ -123,7 +124,7 @@ class Files(Captioned):
         self.keys = Names()
         self.sizes: array[int] = array("q")
         self.stamps: Names = Names()
-        self.captions: Sentences = Sentences()
+        self.captions: Captions = Captions()
 
     def add(self, name: str, raw: Iterable[object], place: str) -> None:
         """Add an image. One that is missing or has no text is left out or an error."""
@@ -205,7 +206,7 @@ def sentences(raw: Iterable[object], where: str, skip_bad: bool) -> tuple[str, .
     return captions
 
 
-class ShardCaptions(ShardImages, Captioned):
+class ShardCaptions(ShardImages, CaptionedImages):
     """Webdataset shards as img2dataset writes them: images with a .txt, or a .json that has a caption.
 
     A .txt is one caption, however many lines it has; a .json's is its first field with a caption's name, as in a table.
@@ -238,7 +239,7 @@ class ShardCaptions(ShardImages, Captioned):
         return bool(captions)
 
 
-class HubCaptions(HubImages, Captioned):
+class HubCaptions(HubImages, CaptionedImages):
     """A split of a hub data set with an image column and a column of sentences, or of lists of them."""
 
     def __init__(
@@ -270,7 +271,7 @@ class HubCaptions(HubImages, Captioned):
         return f"{self.place}, row {self.kept[index]}"
 
 
-class SceneCaptions(SceneSplit, Captioned):
+class SceneCaptions(SceneSplit, CaptionedImages):
     """The built-in scenes with the sentence that describes each; numbers `start` up to `stop`."""
 
     def __init__(self, start: int, stop: int) -> None:

@@ -8,19 +8,19 @@ from typing import Any
 
 import torch
 
-from dpn_cli.config.launch import Place
+from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.run import console as terminal
 from dpn_cli.run import signals
-from dpn_cli.run.console import Console, several
+from dpn_cli.run.console import Console, count_noun
 from dpn_cli.run.distributed import World, join
-from dpn_cli.run.run import Session, run_name, session
+from dpn_cli.run.run import Run, open_run, run_name
 from dpn_cli.weights.backbone import LoadReport
 from dpn_cli.weights.resolve_stem import with_own_stem
 from tasks.lit.batches import tokenize
 from tasks.lit.cache import cached_features
 from tasks.lit.config import LitConfig, in_steps
 from tasks.lit.data import open_pairs
-from tasks.lit.dry_run import rehearse_training
+from tasks.lit.dry_run import dry_run_training
 from tasks.lit.encode import cache_root, describe_retrieval
 from tasks.lit.tokenizer import open_tokenizer
 from tasks.lit.train import config_encoder, load_tower, open_zeroshot, source_of, train
@@ -31,17 +31,17 @@ DEMO_NOTE = (
 )
 
 
-def run(config: LitConfig, place: Place, console: Console) -> dict[str, Any] | None:
+def run(config: LitConfig, place: LaunchOptions, console: Console) -> dict[str, Any] | None:
     """Train and return the result; None on ranks that do not lead and after a dry run."""
     if config.demo:
         console.info(DEMO_NOTE)
     config = config.model_copy(update={"backbone": with_own_stem(config.backbone, console)})
-    with session(config, config.runtime, "towers", place, default_folder(config), console) as begun:
+    with open_run(config, config.runtime, "towers", place, default_folder(config), console) as run:
         if place.dry_run:
-            _dry_run(begun, place)
+            _dry_run(run, place)
             return None
-        result = begun.folder.result or train(begun)
-        return result if begun.world.leads else None
+        result = run.folder.result or train(run)
+        return result if run.world.leads else None
 
 
 def default_folder(config: LitConfig) -> Path:
@@ -92,16 +92,16 @@ def fill_cache(config: LitConfig, console: Console) -> dict[str, Any] | None:
         }
 
 
-def _dry_run(begun: Session[LitConfig], place: Place) -> None:
+def _dry_run(run: Run[LitConfig], place: LaunchOptions) -> None:
     """Encode some images, rehearse the training on them, and tell what all of it takes."""
-    data, val = open_pairs(source_of(begun.config))
-    labelled = open_zeroshot(begun.config)
-    config = in_steps(begun.config, len(data.captions))
-    begun.console.info(f"{len(data.captions)} images, {len(val.captions)} held out")
+    data, val = open_pairs(source_of(run.config))
+    labelled = open_zeroshot(run.config)
+    config = in_steps(run.config, len(data.captions))
+    run.console.info(f"{len(data.captions)} images, {len(val.captions)} held out")
     scored = len(val.captions) + (len(labelled.labels) if labelled else 0)
-    cost = rehearse_training(replace(begun, config=config), data, val, scored)
-    if begun.world.leads:
-        place.costed(cost)
+    cost = dry_run_training(replace(run, config=config), data, val, scored)
+    if run.world.leads:
+        place.on_cost(cost)
 
 
 def describe_training(result: dict[str, Any]) -> str:
@@ -112,8 +112,8 @@ def describe_training(result: dict[str, Any]) -> str:
         f"{result['arch']} stem {result['stem']} at {height}x{width}, text tower {result['text']['size']}, "
         f"{result['tokenizer']['name']}, loss {result['loss']} {result['train_loss']:.4g}, "
         f"temperature {result['temperature']:.3g}",
-        f"{several(result['steps'], 'step')} of {result['batch_size']} on {result['pairs']['images']} images with "
-        f"{result['pairs']['captions']} captions ({left_out} left out, {several(result['cut'], 'caption')} cut)",
+        f"{count_noun(result['steps'], 'step')} of {result['batch_size']} on {result['pairs']['images']} images with "
+        f"{result['pairs']['captions']} captions ({left_out} left out, {count_noun(result['cut'], 'caption')} cut)",
         "held out: " + describe_retrieval(result["retrieval"]),
     ]
     if "zeroshot" in result:
@@ -133,5 +133,5 @@ def describe_cache(result: dict[str, Any]) -> str:
         f"{result['folder']}: features of {result['images']} + {result['held_out']} images ({kept}, width "
         f"{result['width']}, float16), {result['captions']} captions as tokens\n"
         f"{result['unreadable']} unreadable, {result['left_out']} without text or file, "
-        f"{several(result['cut'], 'caption')} cut"
+        f"{count_noun(result['cut'], 'caption')} cut"
     )

@@ -34,7 +34,8 @@ from dpn_cli.config.training import counted_in_steps
 from dpn_cli.errors import DpnError
 from dpn_cli.sweep.grid import SweepConfig
 
-# Pixels per side of the built-in scenes (dpn_cli.data.sources.synthetic.SCENE_SIZE, which imports too much for this module).
+# Pixels per side of the built-in scenes (dpn_cli.data.sources.synthetic.SCENE_SIZE, which imports too much for this
+# module).
 DEMO_PIXELS = 64
 
 IMAGES = flag("--images", help="Folder that the file names are relative to.", panel=DATA, unset="the table's")

@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 
 from dpn_cli.config.urls import is_hub, is_shards
-from dpn_cli.data.classified import hash_order, hub_name
 from dpn_cli.data.decode import USUAL, Reading
-from dpn_cli.data.labelled import SceneSplit, load_hub
 from dpn_cli.data.sources import synthetic
+from dpn_cli.data.sources.hub import hub_name, load_hub
+from dpn_cli.data.sources.synthetic import SceneSplit
+from dpn_cli.data.splits import hash_order
 from dpn_cli.errors import DataError
 from tasks.lit.caption_files import read_coco, read_folder, read_table, splits_in
-from tasks.lit.captions import Captioned, HubCaptions, SceneCaptions, ShardCaptions, Subset
+from tasks.lit.captions import CaptionedImages, HubCaptions, SceneCaptions, ShardCaptions, Subset
 
 # Karpathy's splits: the images that COCO's validation set lends to training are "restval".
 KARPATHY = {"train": ("train", "restval"), "val": ("val",), "test": ("test",)}
@@ -45,7 +46,7 @@ class CaptionSource:
     reading: Reading = USUAL
 
 
-def open_pairs(source: CaptionSource) -> tuple[Captioned, Captioned]:
+def open_pairs(source: CaptionSource) -> tuple[CaptionedImages, CaptionedImages]:
     """Return the images to train on, and the ones to score retrieval on: the data set's own, or held out."""
     if source.val_place or has_split(source, "val"):
         return open_split(source, "train"), open_split(source, "val")
@@ -73,14 +74,14 @@ def has_split(source: CaptionSource, split: str) -> bool:
     return place.endswith(".json") and not splits_in(Path(place).expanduser()).isdisjoint(KARPATHY[split])
 
 
-def open_split(source: CaptionSource, split: str) -> Captioned:
+def open_split(source: CaptionSource, split: str) -> CaptionedImages:
     """Open ``train``, ``val`` or ``test`` of a data set; one without splits is opened whole. Raises `DataError`."""
     captioned = _open(source, split)
     captioned.reading = source.reading
     return captioned
 
 
-def _open(source: CaptionSource, split: str) -> Captioned:
+def _open(source: CaptionSource, split: str) -> CaptionedImages:
     place = source.val_place if source.val_place and split != "train" else source.place
     if place == "demo":
         return SceneCaptions(*DEMO_SPLITS[split])

@@ -10,8 +10,8 @@ from dpn_cli.data.findings import Findings
 from dpn_cli.data.image_errors import gathering
 from dpn_cli.data.validate import see_image
 from dpn_cli.errors import DataError
-from dpn_cli.run.console import several
-from tasks.lit.captions import Captioned
+from dpn_cli.run.console import count_noun
+from tasks.lit.captions import CaptionedImages
 from tasks.lit.config import LitConfig
 from tasks.lit.data import open_pairs
 from tasks.lit.train import fingerprints, source_of
@@ -38,14 +38,14 @@ def examine(config: LitConfig, findings: Findings, ranks: int) -> dict[str, Any]
         findings.splits[name]["captions"] = _describe(name, split, findings)
     findings.same(*parts)
     if config.batch_size > len(pairs[0].captions):
-        count = several(len(pairs[0].captions), "image")
+        count = count_noun(len(pairs[0].captions), "image")
         findings.warnings.append(f"a batch of {config.batch_size} is more than the {count} to train on")
     if config.batch_size % ranks:
         findings.problem("batch", f"--batch-size {config.batch_size}: {ranks} ranks do not divide it")
     return fingerprints(*pairs)
 
 
-def _describe(name: str, split: Captioned, findings: Findings) -> dict[str, int]:
+def _describe(name: str, split: CaptionedImages, findings: Findings) -> dict[str, int]:
     """Count a split's sentences, and warn of one that stands with many images."""
     numbers = [len(captions) for captions in split.captions]
     findings.notes.append(f"{name}: {sum(numbers)} sentences, {min(numbers)} to {max(numbers)} with an image")
@@ -54,7 +54,7 @@ def _describe(name: str, split: Captioned, findings: Findings) -> dict[str, int]
     if often:
         caption, count = max(often.items(), key=lambda item: item[1])
         findings.warnings.append(
-            f"{name}: {several(len(often), 'sentence')} with more than {SHARED:.0%} of the images each, "
+            f"{name}: {count_noun(len(often), 'sentence')} with more than {SHARED:.0%} of the images each, "
             f"{caption[:60]!r} with {count}: the loss holds every other image with it for wrong"
         )
     return {"sentences": sum(numbers), "fewest": min(numbers), "most": max(numbers), "different": len(same)}

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from dpn_cli.config.cost import Cost
-from dpn_cli.data.crops import Size
-from dpn_cli.data.pixels import reader_count, resize, stream
+from dpn_cli.data.pixels import reader_count, stream
+from dpn_cli.data.resize import Size, resize
 from dpn_cli.engine import fit as engine
-from dpn_cli.engine.dry_run import Sampled, Scene, loaded_alone, rehearse, with_loading
+from dpn_cli.engine.dry_run import Sampled, Scene, dry_run_fit, loaded_alone, with_loading
 from dpn_cli.run.distributed import from_all
-from dpn_cli.run.run import Session
+from dpn_cli.run.run import Run
 from tasks.lit.batches import cached_batches, encoded_batches, tokenize
 from tasks.lit.cache import BATCH
-from tasks.lit.captions import Captioned, Subset
+from tasks.lit.captions import CaptionedImages, Subset
 from tasks.lit.config import LitConfig
 from tasks.lit.features import Features, ImageEncoder
 from tasks.lit.tokenizer import open_tokenizer
@@ -29,13 +29,13 @@ from tasks.lit.train import config_encoder, job_of, load_tower, new_text_tower
 FLOAT16, INT32 = 2, 4
 
 
-def rehearse_training(begun: Session[LitConfig], data: Captioned, val: Captioned, scored: int) -> Cost:
+def dry_run_training(run: Run[LitConfig], data: CaptionedImages, val: CaptionedImages, scored: int) -> Cost:
     """Rehearse a training whose duration is in steps, and return what it takes, with the encoding of all images.
 
     Few images are encoded; with a cache they stand for those of a whole batch. `scored` is how many images are scored
-    at the end. Raises as `rehearse` does.
+    at the end. Raises as `dry_run_fit` does.
     """
-    config, world, console = begun.config, begun.world, begun.console
+    config, world, console = run.config, run.world, run.console
     tokenizer = open_tokenizer(config.text.tokenizer, config.text.context, config.text.clean)
     tower = load_tower(config, world)
     console.info(tower.report.summary())
@@ -58,7 +58,7 @@ def rehearse_training(begun: Session[LitConfig], data: Captioned, val: Captioned
     text = new_text_tower(config, tower, tokenizer)
     weights = 4 * (tower.report.parameters + sum(parameter.numel() for parameter in text.parameters()))
     del text
-    cost = rehearse(begin, f"{tower.config.arch} {tower.config.stem}", begun.folder.path, weights=weights)
+    cost = dry_run_fit(begin, f"{tower.config.arch} {tower.config.stem}", run.folder.path, weights=weights)
     if not config.cache.use:
         return cost
     images = len(data.captions) + len(val.captions)
@@ -71,16 +71,16 @@ def rehearse_training(begun: Session[LitConfig], data: Captioned, val: Captioned
     )
 
 
-def _few(data: Captioned) -> Captioned:
+def _few(data: CaptionedImages) -> CaptionedImages:
     return Subset(data, range(min(BATCH, len(data.captions))))
 
 
-def _read(few: Captioned, size: Size, skip_bad: bool) -> Tensor:
+def _read(few: CaptionedImages, size: Size, skip_bad: bool) -> Tensor:
     with stream(few, partial(resize, size=size), BATCH, workers=0, skip_bad=skip_bad) as parts:
         return torch.cat([part.images for part in parts])
 
 
-def _encode(few: Captioned, encoder: ImageEncoder, workers: int) -> tuple[Features, float]:
+def _encode(few: CaptionedImages, encoder: ImageEncoder, workers: int) -> tuple[Features, float]:
     """Return the features of a few images and the seconds that they take, after one that warms up."""
     began = time.perf_counter()
     with loaded_alone(workers):
@@ -93,7 +93,7 @@ def _encode(few: Captioned, encoder: ImageEncoder, workers: int) -> tuple[Featur
     return Features([features.half().numpy()], ()), seconds
 
 
-def _sampled(towers: Towers, encoder: ImageEncoder, few: Captioned, scored: int) -> Sampled:
+def _sampled(towers: Towers, encoder: ImageEncoder, few: CaptionedImages, scored: int) -> Sampled:
     """Return the encoding of a few held-out images and of their sentences."""
 
     def load() -> Tensor:

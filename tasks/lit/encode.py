@@ -10,13 +10,13 @@ from torch import Tensor
 
 from dpn_cli.config.paths import home
 from dpn_cli.config.schema import Runtime
-from dpn_cli.data.pixels import resize
+from dpn_cli.data.resize import resize
 from dpn_cli.engine import fit as engine
-from dpn_cli.run.console import Console, several
+from dpn_cli.run.console import Console, count_noun
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import Backbone
 from tasks.lit.cache import BATCH, cached_features
-from tasks.lit.captions import Captioned
+from tasks.lit.captions import CaptionedImages
 from tasks.lit.features import ImageEncoder, digest_of, encode_function
 from tasks.lit.page_samples import keep_pairs
 from tasks.lit.retrieval import chance, recalls
@@ -53,7 +53,7 @@ def image_encoder(
 
 
 def encoded(
-    data: Captioned, encoder: ImageEncoder, root: Path | None, world: World, console: Console
+    data: CaptionedImages, encoder: ImageEncoder, root: Path | None, world: World, console: Console
 ) -> tuple[Tensor, list[int]]:
     """Return the features (n, d) of all readable images in float32, and which images they are.
 
@@ -75,7 +75,7 @@ def encoded(
 
 def retrieval_scores(
     towers: Towers,
-    data: Captioned,
+    data: CaptionedImages,
     encoder: ImageEncoder,
     root: Path | None,
     runtime: Runtime,
@@ -103,7 +103,7 @@ def describe_retrieval(scores: dict[str, Any]) -> str:
     ways = {"image_to_text": "image to text", "text_to_image": "text to image"}
     unreadable = f", {scores['unreadable']} unreadable ones left out" if scores["unreadable"] else ""
     lines = [
-        f"retrieval on {several(scores['images'], 'image')} with {several(scores['captions'], 'caption')} "
+        f"retrieval on {count_noun(scores['images'], 'image')} with {count_noun(scores['captions'], 'caption')} "
         f"(chance R@5 {scores['chance@5']:.2f} %{unreadable})"
     ]
     for way, name in ways.items():

@@ -9,13 +9,13 @@ from typing import Any
 from dpn_cli.data.remote import MissingError
 from dpn_cli.errors import DataError
 from tasks.lit.cache import data_fingerprint
-from tasks.lit.captions import Captioned
+from tasks.lit.captions import CaptionedImages
 from tasks.lit.data import CaptionSource, has_split, open_pairs, open_split
 
 OWN = {"val": "the pairs that the run held out", "train": "the pairs that the run was trained on"}
 
 
-def open_part(source: CaptionSource, split: str | None, facts: Mapping[str, Any]) -> tuple[Captioned, str | None]:
+def open_part(source: CaptionSource, split: str | None, facts: Mapping[str, Any]) -> tuple[CaptionedImages, str | None]:
     """Open the pairs to score; returns them, and which of a run's pairs they are (None for another data set's).
 
     `facts` are what the towers' file tells of their training. Data that are the run's are split as the run did, with
@@ -32,7 +32,7 @@ def open_part(source: CaptionSource, split: str | None, facts: Mapping[str, Any]
     return open_split(source, chosen), None
 
 
-def _own_pairs(source: CaptionSource, split: str, facts: Mapping[str, Any]) -> dict[str, Captioned] | None:
+def _own_pairs(source: CaptionSource, split: str, facts: Mapping[str, Any]) -> dict[str, CaptionedImages] | None:
     """Split `source` as the run split its data; None where these are not the run's pairs, image for image."""
     before = (facts.get("config") or {}).get("data") or {}
     if not before or (split == "val" and has_split(source, "val") and not before.get("val_source")):

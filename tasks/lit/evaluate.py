@@ -6,21 +6,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dpn_cli.data import classified
+from dpn_cli.data import image_source
 from dpn_cli.data.decode import Reading
-from dpn_cli.data.labelled import Labelled, fingerprint
 from dpn_cli.data.leakage import Known, look_up
+from dpn_cli.data.sources.base import Labelled, fingerprint
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError
 from dpn_cli.metrics import Scores
 from dpn_cli.run import signals
-from dpn_cli.run.console import Console, several
+from dpn_cli.run.console import Console, count_noun
 from dpn_cli.run.distributed import World, join
 from dpn_cli.run.files import open_report, replace_json
 from tasks.lit.data import DEMO_SPLITS, CaptionSource, SceneClasses
 from tasks.lit.encode import cache_root, describe_retrieval, image_encoder, retrieval_scores
 from tasks.lit.eval_splits import open_part
-from tasks.lit.options import Scoring
+from tasks.lit.options import LitEvalOptions
 from tasks.lit.page_samples import NearestImages, keep_prompts
 from tasks.lit.towers import Towers, load_towers
 from tasks.lit.zeroshot import check_order, class_names, classifier_of, classify, prompt_set
@@ -28,7 +28,7 @@ from tasks.lit.zeroshot import check_order, class_names, classifier_of, classify
 Json = dict[str, Any]
 
 
-def evaluate(options: Scoring, console: Console) -> Json | None:
+def evaluate(options: LitEvalOptions, console: Console) -> Json | None:
     """Score a run and return the result, written to `output_dir` too; None on ranks that do not lead.
 
     Raises `DataError` when the data, the class names or the tokenizer do not belong to the run, `DpnError` when
@@ -54,13 +54,13 @@ def evaluate(options: Scoring, console: Console) -> Json | None:
         return result if world.leads else None
 
 
-def zeroshot(towers: Towers, options: Scoring, reading: Reading, world: World, console: Console) -> Json:
+def zeroshot(towers: Towers, options: LitEvalOptions, reading: Reading, world: World, console: Console) -> Json:
     """Return the accuracy on labelled images, with what it depends on. Raises `DataError`."""
     split, folders = open_labelled(options, reading)
     names, origin = class_names(folders, options.class_names)
     chosen = options.prompts or ("demo" if options.source == "demo" else "clip_paper")
     templates = prompt_set(chosen)
-    console.info(f"{len(split.labels)} images of {len(names)} classes; {several(len(templates), 'prompt')} a class")
+    console.info(f"{len(split.labels)} images of {len(names)} classes; {count_noun(len(templates), 'prompt')} a class")
     known = _known(towers, split, world, console)
     run = Path(options.run).expanduser()
     nearest = NearestImages(names)
@@ -80,20 +80,20 @@ def zeroshot(towers: Towers, options: Scoring, reading: Reading, world: World, c
     return {"split": options.split or "val", "trained_on": known.to_dict() if known else None, **result}
 
 
-def open_labelled(options: Scoring, reading: Reading) -> tuple[Labelled, Sequence[str]]:
+def open_labelled(options: LitEvalOptions, reading: Reading) -> tuple[Labelled, Sequence[str]]:
     """Open the labelled images to score on; returns them and their classes. Raises `DataError`."""
     if options.source == "demo":
         split = SceneClasses(*DEMO_SPLITS["test"])
         return split, split.classes
-    where = classified.ImageSource(
+    where = image_source.ImageSource(
         options.source, image_column=options.image_column, label_column=options.label_column, reading=reading
     )
     chosen = options.split or "val"
     if chosen == "all":
         raise DataError("--split all: of captioned images only; choose train, val or test")
-    if chosen == "test" and not classified.has_split(where, "test"):
+    if chosen == "test" and not image_source.has_split(where, "test"):
         raise DataError(f"--split test: --data {options.source} has no labelled test images; choose val or train")
-    return classified.open_split(where, chosen)
+    return image_source.open_split(where, chosen)
 
 
 def _known(towers: Towers, split: Labelled, world: World, console: Console) -> Known | None:
@@ -121,7 +121,7 @@ def _zeroshot_result(
     }
 
 
-def _retrieval(towers: Towers, options: Scoring, reading: Reading, world: World, console: Console) -> Json:
+def _retrieval(towers: Towers, options: LitEvalOptions, reading: Reading, world: World, console: Console) -> Json:
     data, part = open_part(_captioned(options, reading), options.split, towers.facts)
     captions = sum(map(len, data.captions))
     console.info(f"{len(data.captions)} images with {captions} captions" + (f", {part}" if part else ""))
@@ -140,7 +140,7 @@ def _retrieval(towers: Towers, options: Scoring, reading: Reading, world: World,
     }
 
 
-def _captioned(options: Scoring, reading: Reading) -> CaptionSource:
+def _captioned(options: LitEvalOptions, reading: Reading) -> CaptionSource:
     return CaptionSource(
         options.source,
         images=options.images,

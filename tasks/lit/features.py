@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpn_cli.data.pixels import augment, to_device
-from dpn_cli.engine.memory import in_parts
+from dpn_cli.engine.memory import in_chunks
 from dpn_cli.engine.seeds import fold
 from dpn_cli.weights.backbone import Backbone
 
@@ -87,7 +87,7 @@ def encode_function(tower: Backbone, device: torch.device, autocast: torch.autoc
             return F.normalize(tower(tower.normalize(to_device(part, device))).float(), dim=-1)
 
         with torch.no_grad(), autocast:
-            return in_parts(features, images)
+            return in_chunks(features, images)
 
     return encode
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dpn_cli.engine.cross_batch_loss import Batch, CoupledLoss
+from dpn_cli.engine.cross_batch_loss import Batch, CrossBatchLoss
 from dpn_cli.run.distributed import World, gather
 
 Kind = Literal["softmax", "siglip"]
@@ -17,7 +17,7 @@ Kind = Literal["softmax", "siglip"]
 ROWS = 1024
 
 
-class ContrastiveLoss(CoupledLoss):
+class ContrastiveLoss(CrossBatchLoss):
     """``softmax`` is CLIP's and LiT's loss, ``siglip`` the pairwise sigmoid one (arXiv 2303.15343).
 
     A batch holds ``image`` (b, d), unit features of the frozen tower, and ``tokens`` (b, length). The network's

@@ -14,11 +14,11 @@ from dpn_cli.config.schema import (
     ImageColumn,
     LabelColumn,
     Positive,
+    PredictionFiles,
     RunImageReading,
     Runtime,
     Section,
     SkipBadImages,
-    Written,
 )
 from tasks.lit.config import CACHE_DIR, CAPTION_COLUMN, IMAGES, SKIP_BAD
 
@@ -28,7 +28,7 @@ SkipBad = Annotated[bool, SKIP_BAD]
 CacheDir = Annotated[str | None, CACHE_DIR]
 
 
-class Scoring(Section):
+class LitEvalOptions(Section):
     """Options of ``dpn lit eval``."""
 
     run: Annotated[str, RUN]
@@ -92,7 +92,7 @@ class Scoring(Section):
         return self.retrieval or self.source.endswith((".csv", ".tsv", ".json"))
 
 
-class Labelling(Section):
+class ZeroShotOptions(Section):
     """Options of ``dpn lit predict``."""
 
     run: Annotated[str, RUN]
@@ -105,11 +105,11 @@ class Labelling(Section):
     reading: RunImageReading = RunImageReading()
     skip_bad_images: SkipBadImages = False
     batch_size: AtOnce = 64
-    written: Written = Written()
+    written: PredictionFiles = PredictionFiles()
     runtime: Runtime = Runtime()
 
 
-class Search(Section):
+class SearchOptions(Section):
     """Options of ``dpn lit search``."""
 
     run: Annotated[str, RUN]
@@ -124,7 +124,7 @@ class Search(Section):
     runtime: Runtime = Runtime()
 
 
-class Export(Section):
+class LitExportOptions(Section):
     """Options of ``dpn lit export``."""
 
     run: Annotated[str, RUN]

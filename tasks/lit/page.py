@@ -9,8 +9,8 @@ from dpn_cli.report.content import (
     Cell,
     Findings,
     Gallery,
-    Heat,
-    Lines,
+    HeatMap,
+    LineChart,
     PageImage,
     Panel,
     Part,
@@ -19,7 +19,7 @@ from dpn_cli.report.content import (
     Table,
     Text,
 )
-from dpn_cli.report.reading import Json, OpenRun
+from dpn_cli.report.reading import Json, RunRecord
 from dpn_cli.run.baseline_warnings import result_warning
 from dpn_cli.run.files import read_object
 
@@ -28,7 +28,7 @@ NEAREST = {"captions": "Images nearest to captions", "prompts": "Images nearest 
 WAYS = {"image_to_text": "image to text", "text_to_image": "text to image"}
 
 
-def findings(run: OpenRun, prefix: str) -> Findings:
+def findings(run: RunRecord, prefix: str) -> Findings:
     """Return what a page shows of a run of ``dpn lit train``, or of ``dpn lit eval``."""
     result = run.result
     retrieval = result.get("retrieval")
@@ -71,7 +71,7 @@ def _retrieval(result: Json, retrieval: Json, prefix: str) -> Section:
         note=_temperature(result),
         name="retrieval",
     )
-    chart = Lines(f"{prefix}recall", "Recall at k", "k, captions or images looked at", "recall in %", series)
+    chart = LineChart(f"{prefix}recall", "Recall at k", "k, captions or images looked at", "recall in %", series)
     return Section("Retrieval", [table, chart])
 
 
@@ -88,7 +88,7 @@ def _similarities(folder: Path, prefix: str) -> list[Section]:
     pairs = kept["pairs"]
     numbers = [str(number) for number in range(1, len(pairs["images"]) + 1)]
     rows = [f"{number} {caption}" for number, caption in zip(numbers, pairs["captions"], strict=True)]
-    chart = Heat(
+    chart = HeatMap(
         f"{prefix}similarity",
         "Cosine of captions and images",
         "caption",

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from dpn_cli.data.labelled import Labelled
+from dpn_cli.data.sources.base import Labelled
 from dpn_cli.report.thumbnails import thumbnail
 from dpn_cli.run import distributed
 from dpn_cli.run.files import replace_file, replace_json
-from tasks.lit.captions import Captioned
+from tasks.lit.captions import CaptionedImages
 
 Json = dict[str, Any]
 # Pairs of the heat map, texts whose nearest images are shown, and how many images of each.
@@ -30,7 +30,7 @@ def spread(count: int, most: int) -> list[int]:
 
 
 def keep_pairs(
-    folder: Path, data: Captioned, good: Sequence[int], images: Tensor, texts: Tensor, owner: Tensor
+    folder: Path, data: CaptionedImages, good: Sequence[int], images: Tensor, texts: Tensor, owner: Tensor
 ) -> None:
     """Write similarities of some pairs, and the images nearest to some of their captions. Raises `SaveError`.
 

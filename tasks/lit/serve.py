@@ -13,10 +13,10 @@ import torch
 from open_clip.tokenizer import canonicalize_text
 
 from dpn_cli.arch import STEMS
-from dpn_cli.config.schema import Written
+from dpn_cli.config.schema import PredictionFiles
 from dpn_cli.data.decode import Reading
-from dpn_cli.data.images import find_image_files
-from dpn_cli.data.pixels import resize
+from dpn_cli.data.resize import resize
+from dpn_cli.data.sources.folder import find_image_files
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError, DpnError, ImageError
 from dpn_cli.report.content import Cell, Gallery, PageImage, Section, Table
@@ -27,9 +27,9 @@ from dpn_cli.run.distributed import join, refuse_ranks
 from dpn_cli.run.files import replace_json, replace_text
 from dpn_cli.weights.convert import PROOF_IMAGES, PROOF_SEED
 from tasks.lit.cache import problem_of
-from tasks.lit.captions import Files
+from tasks.lit.captions import CaptionedFiles
 from tasks.lit.encode import cache_root, encoded, image_encoder
-from tasks.lit.options import Labelling, Search
+from tasks.lit.options import SearchOptions, ZeroShotOptions
 from tasks.lit.towers import WEIGHTS, Towers, describe_towers, load_towers, save_towers
 from tasks.lit.zeroshot import build_classifier, prompt_set
 
@@ -38,7 +38,7 @@ Json = dict[str, Any]
 MOST_LINES = 3
 
 
-def label(options: Labelling, console: Console) -> Predictions:
+def label(options: ZeroShotOptions, console: Console) -> Predictions:
     """Return for every image its best labels with cosine and probability.
 
     Without ``--decode`` JPEGs are decoded as they were for the training. Unreadable images are named and left out.
@@ -82,7 +82,7 @@ def _lines(result: Json) -> Sequence[str]:
     return [*labels[:MOST_LINES], result["image"]]
 
 
-def search(options: Search, console: Console) -> Predictions | None:
+def search(options: SearchOptions, console: Console) -> Predictions | None:
     """Return the images of a folder that are nearest to a sentence; their features are cached.
 
     Without ``--decode`` JPEGs are decoded as they were for the training. Unreadable images are named and left out;
@@ -93,7 +93,7 @@ def search(options: Search, console: Console) -> Predictions | None:
     how, runtime = options.reading, options.runtime
     with signals.listen(signals.NO_RESULT), join(runtime.device) as world:
         towers = load_towers(options.run, "dpn lit search").to(world.device)
-        found = Predictions(find_image_files([options.images]), Written(html=options.html), console)
+        found = Predictions(find_image_files([options.images]), PredictionFiles(html=options.html), console)
         files = images_in(options.images, found.paths, options.query, found.leave_out)
         found.check_any()
         files.reading = Reading(how.decode or towers.decoder, how.max_pixels)
@@ -119,7 +119,7 @@ def search(options: Search, console: Console) -> Predictions | None:
 
 
 def _write_found(
-    file: Path, options: Search, found: Predictions, shown: Sequence[tuple[int, bytes]], count: int
+    file: Path, options: SearchOptions, found: Predictions, shown: Sequence[tuple[int, bytes]], count: int
 ) -> None:
     """Write the page of a search among `count` images; `shown` are thumbnails with their places in the results."""
     nearest = found.results
@@ -134,12 +134,14 @@ def _write_found(
     write_gallery(file, f"dpn lit search: {options.query}", said, Gallery(title, images))
 
 
-def images_in(folder: Path, paths: Sequence[Path], query: str, leave_out: Callable[[Path, DataError], object]) -> Files:
+def images_in(
+    folder: Path, paths: Sequence[Path], query: str, leave_out: Callable[[Path, DataError], object]
+) -> CaptionedFiles:
     """Return images in or below a folder, each with the query as its sentence.
 
     `leave_out` takes those that are no files (broken links), with what is wrong.
     """
-    files = Files(folder)
+    files = CaptionedFiles(folder)
     for path in paths:
         try:
             files.add(path.relative_to(folder).as_posix(), (query,), str(folder))

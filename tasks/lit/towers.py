@@ -19,8 +19,8 @@ from torch import Tensor
 
 from dpn_cli.arch import Size, size_name
 from dpn_cli.data.decode import Decoder, Pixels
-from dpn_cli.data.pixels import resize
-from dpn_cli.engine.memory import in_parts
+from dpn_cli.data.resize import resize
+from dpn_cli.engine.memory import in_chunks
 from dpn_cli.errors import DataError
 from dpn_cli.run import artifact_kinds
 from dpn_cli.run.artifact_kinds import WEIGHTS as WEIGHTS
@@ -73,7 +73,7 @@ class Towers:
         parts = []
         for begin in range(0, len(texts), TEXTS):
             tokens, _ = self.tokenizer.encode(texts[begin : begin + TEXTS])
-            parts.append(in_parts(self.text.encode, torch.from_numpy(tokens).long().to(device)))
+            parts.append(in_chunks(self.text.encode, torch.from_numpy(tokens).long().to(device)))
         return torch.cat(parts)
 
     @torch.no_grad()

@@ -12,30 +12,30 @@ from torch import Tensor
 
 from dpn_cli.arch import SIZES, size_name
 from dpn_cli.data.decode import Reading
-from dpn_cli.data.labelled import Labelled, fingerprint
 from dpn_cli.data.leakage import record
+from dpn_cli.data.sources.base import Labelled, fingerprint
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.run import distributed
 from dpn_cli.run.artifact_kinds import DIGEST, resolve
 from dpn_cli.run.baseline_warnings import result_warning
 from dpn_cli.run.checkpoints import Checkpoints
-from dpn_cli.run.console import Console, several
+from dpn_cli.run.console import Console, count_noun
 from dpn_cli.run.distributed import World
 from dpn_cli.run.files import file_digest
-from dpn_cli.run.run import Session
+from dpn_cli.run.run import Run
 from dpn_cli.run.run_dir import RunFolder, describe_device
 from dpn_cli.weights.backbone import Backbone, backbone_of
-from tasks.lit.batches import Texts, cached_batches, encoded_batches, tokenize
+from tasks.lit.batches import TokenBatches, cached_batches, encoded_batches, tokenize
 from tasks.lit.cache import BATCH, cached_features, data_fingerprint
-from tasks.lit.captions import Captioned, Subset, captions_fingerprint
+from tasks.lit.captions import CaptionedImages, Subset, captions_fingerprint
 from tasks.lit.config import LitConfig, in_steps
 from tasks.lit.data import DEMO_SPLITS, CaptionSource, SceneClasses, open_pairs
 from tasks.lit.encode import cache_root, image_encoder, retrieval_scores
 from tasks.lit.evaluate import open_labelled, zeroshot
 from tasks.lit.features import Features, ImageEncoder, digest_of
 from tasks.lit.loss import ContrastiveLoss
-from tasks.lit.options import Scoring
+from tasks.lit.options import LitEvalOptions
 from tasks.lit.page_samples import NearestImages, keep_prompts
 from tasks.lit.text_tower import TextTower
 from tasks.lit.tokenizer import Tokenizer, open_tokenizer
@@ -77,12 +77,12 @@ def config_encoder(config: LitConfig, tower: Backbone, world: World) -> ImageEnc
     return image_encoder(tower, config.runtime, world, views=config.cache.views, skip_bad=skip_bad)
 
 
-def train(begun: Session[LitConfig]) -> Json:
+def train(run: Run[LitConfig]) -> Json:
     """Run or finish a training in the folder of the run and return its result, which is written there too.
 
     Raises `DpnError` and its subclasses; what was encoded and trained until then is kept.
     """
-    config, folder, world, console = begun.config, begun.folder, begun.world, begun.console
+    config, folder, world, console = run.config, run.folder, run.world, run.console
     pairs, val = open_pairs(source_of(config))
     tokenizer = open_tokenizer(config.text.tokenizer, config.text.context, config.text.clean)
     tower = load_tower(config, world)
@@ -97,8 +97,8 @@ def train(begun: Session[LitConfig]) -> Json:
         in_steps(config, len(pairs.captions))  # what cannot be trained is told before anything is encoded
         if root:  # and an unreadable image to be scored on before anything is trained
             cached_features(val, plain, root, world, console)
-        training = _TextTraining(begun, pairs, tower, tokenizer, facts)
-        with begun.outputs("lit", begun.tracker(config.runtime.report_to)) as outputs:
+        training = _TextTraining(run, pairs, tower, tokenizer, facts)
+        with run.outputs("lit", run.tracker(config.runtime.report_to)) as outputs:
             job = job_of(training.config, training.text, training.batches(), world, outputs)
             done = engine.fit(engine.prepare(training.text, config.runtime, world), job)
         training.keep(done)
@@ -125,8 +125,8 @@ def train(begun: Session[LitConfig]) -> Json:
         "data": facts["data"],
         DIGEST: file_digest(folder.path / WEIGHTS),
         "decoder": val.reading.versions(),
-        "differs_from_paper": begun.differs,
-        **_zeroshot(towers, begun),
+        "differs_from_paper": run.differs,
+        **_zeroshot(towers, run),
     }
     for warning in _warnings(result):
         console.warn(warning)
@@ -156,8 +156,8 @@ def _warnings(result: Json) -> Iterator[str]:
 
 
 def _check_data(
-    train: Captioned,
-    val: Captioned,
+    train: CaptionedImages,
+    val: CaptionedImages,
     labelled: Labelled | None,
     tokenizer: Tokenizer,
     image_tower: str,
@@ -187,7 +187,7 @@ def _check_data(
     return facts
 
 
-def fingerprints(train: Captioned, val: Captioned) -> Json:
+def fingerprints(train: CaptionedImages, val: CaptionedImages) -> Json:
     """Return hashes of the images and of the sentences of both splits."""
     return {
         "data": {"train": data_fingerprint(train), "val": data_fingerprint(val)},
@@ -209,8 +209,13 @@ def new_text_tower(config: LitConfig, tower: Backbone, tokenizer: Tokenizer) -> 
 
 
 def _prepare(
-    config: LitConfig, data: Captioned, tokenizer: Tokenizer, encoder: ImageEncoder, world: World, console: Console
-) -> tuple[Features | None, Tensor, Texts]:
+    config: LitConfig,
+    data: CaptionedImages,
+    tokenizer: Tokenizer,
+    encoder: ImageEncoder,
+    world: World,
+    console: Console,
+) -> tuple[Features | None, Tensor, TokenBatches]:
     """Return the cached features (None without a cache), which images they are of, and all captions as tokens."""
     root = cache_root(config.cache.folder)
     features = cached_features(data, encoder, root, world, console) if config.cache.use else None
@@ -231,9 +236,9 @@ def _prepare(
 
 def job_of(
     config: LitConfig, text: TextTower, batches: engine.Batches, world: World, outputs: engine.Outputs
-) -> engine.Job:
+) -> engine.TrainJob:
     """Return the engine's job: the text tower's training by a config whose duration is in steps."""
-    return engine.Job.of(
+    return engine.TrainJob.of(
         config,
         loss_fn=ContrastiveLoss(config.loss, world),
         gauges=lambda: {"temperature": text.log_temperature.exp().item()},
@@ -247,24 +252,24 @@ class _TextTraining:
     """The training of a text tower: what is trained on, the tower, and what is kept of it."""
 
     def __init__(
-        self, begun: Session[LitConfig], data: Captioned, tower: Backbone, tokenizer: Tokenizer, facts: Json
+        self, run: Run[LitConfig], data: CaptionedImages, tower: Backbone, tokenizer: Tokenizer, facts: Json
     ) -> None:
-        self.begun, self.data, self.tower, self.tokenizer, self.facts = begun, data, tower, tokenizer, facts
-        world, console = begun.world, begun.console
-        self.encoder = config_encoder(begun.config, tower, world)
-        self.features, self.good, self.texts = _prepare(begun.config, data, tokenizer, self.encoder, world, console)
-        self.config = config = in_steps(begun.config, len(self.good), console.info)
+        self.run, self.data, self.tower, self.tokenizer, self.facts = run, data, tower, tokenizer, facts
+        world, console = run.world, run.console
+        self.encoder = config_encoder(run.config, tower, world)
+        self.features, self.good, self.texts = _prepare(run.config, data, tokenizer, self.encoder, world, console)
+        self.config = config = in_steps(run.config, len(self.good), console.info)
         self.text = new_text_tower(config, tower, tokenizer)
         console.info(
             f"text tower {config.text.size or size_name(tower.config.size)}: "
             f"{sum(p.numel() for p in self.text.parameters()) / 1e6:.2f} M weights to train, the image tower is "
-            f"frozen; {several(config.schedule.steps, 'step')} of {config.batch_size} pairs, "
+            f"frozen; {count_noun(config.schedule.steps, 'step')} of {config.batch_size} pairs, "
             f"{config.schedule.steps * config.batch_size / len(self.good):.2f} epochs"
         )
 
     def batches(self) -> engine.Batches:
         """Return batches of cached features, or of images that are encoded at every visit."""
-        config, world = self.config, self.begun.world
+        config, world = self.config, self.run.world
         if self.features is None:
             return encoded_batches(
                 self.data, self.encoder, self.texts, config.batch_size, config.seed, world,
@@ -274,9 +279,9 @@ class _TextTraining:
 
     def keep(self, done: engine.FitResult) -> None:
         """Write both towers' file."""
-        config, data, good, world = self.config, self.data, self.good, self.begun.world
+        config, data, good, world = self.config, self.data, self.good, self.run.world
         loss = distributed.reduce_over_ranks(torch.tensor(done.loss)).item() / world.size
-        path = self.begun.folder.path
+        path = self.run.folder.path
         trained = {
             "arch": self.tower.config.arch,
             "pairs": {"images": len(good), "captions": self.texts.count(good)},
@@ -291,18 +296,18 @@ class _TextTraining:
         }
         if world.leads:
             towers = Towers(self.tower, self.text, self.tokenizer, config.loss, trained, data.reading.decoder)
-            self.begun.folder.note_time(done.seconds, done.wait_seconds)
+            self.run.folder.note_time(done.seconds, done.wait_seconds)
             save_towers(towers, path / WEIGHTS)
             Checkpoints(path / "checkpoints").clear()
         distributed.barrier()
 
 
-def zeroshot_options(config: LitConfig, folder: Path) -> Scoring | None:
+def zeroshot_options(config: LitConfig, folder: Path) -> LitEvalOptions | None:
     """Return the options of ``dpn lit eval`` by which a run is scored at its end; None where it is not."""
     data = config.data
     if data.zeroshot is None:
         return None
-    return Scoring(
+    return LitEvalOptions(
         run=str(folder),
         source=data.zeroshot,
         skip_bad_images=data.skip_bad_images,
@@ -318,12 +323,12 @@ def open_zeroshot(config: LitConfig) -> Labelled | None:
     return open_labelled(options, source_of(config).reading)[0] if options else None
 
 
-def _zeroshot(towers: Towers, begun: Session[LitConfig]) -> Json:
+def _zeroshot(towers: Towers, run: Run[LitConfig]) -> Json:
     """Return the zero-shot accuracy on the images that the config names, of the demo on its own, else nothing."""
-    config, world = begun.config, begun.world
-    if options := zeroshot_options(config, begun.folder.path):
-        return {"zeroshot": zeroshot(towers, options, source_of(config).reading, world, begun.console)}
-    return {"zeroshot": demo_zeroshot(towers, config, world, begun.folder.path)} if config.demo else {}
+    config, world = run.config, run.world
+    if options := zeroshot_options(config, run.folder.path):
+        return {"zeroshot": zeroshot(towers, options, source_of(config).reading, world, run.console)}
+    return {"zeroshot": demo_zeroshot(towers, config, world, run.folder.path)} if config.demo else {}
 
 
 def demo_zeroshot(towers: Towers, config: LitConfig, world: World, folder: Path) -> Json:

@@ -20,7 +20,7 @@ from open_clip.tokenizer import canonicalize_text
 from safetensors import SafetensorError
 from torch import Tensor
 
-from dpn_cli.data.labelled import Labelled
+from dpn_cli.data.sources.base import Labelled
 from dpn_cli.errors import DataError, SaveError
 from dpn_cli.metrics import Scores, score
 from dpn_cli.run import signals

@@ -17,7 +17,7 @@ from tasks.segment.config import Evaluation, MaskData
 from tasks.segment.labels import LabelRule
 from tasks.segment.model import LinearSegmenter
 from tasks.segment.palette import Class
-from tasks.segment.sliding_window import Plan
+from tasks.segment.sliding_window import WindowPlan
 
 KEY: Kind = "segmenter"
 
@@ -43,12 +43,12 @@ class Segmenter:
         config = self.network.vit.config
         return config.arch
 
-    def plan(self, evaluation: Evaluation | None = None) -> Plan:
+    def plan(self, evaluation: Evaluation | None = None) -> WindowPlan:
         """Return how images are seen; the stride is two thirds of the window unless it is given (341 for 512)."""
         chosen = evaluation or self.evaluation
         window = self.network.vit.config.image_size[0]
         stride = chosen.stride or max(1, window * 2 // 3)
-        return Plan(
+        return WindowPlan(
             window,
             min(stride, window) if chosen.mode == "slide" else None,
             self.data.caps(window),

@@ -6,30 +6,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dpn_cli.config.launch import Place
+from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.run import console as terminal
-from dpn_cli.run.console import Console, several
-from dpn_cli.run.run import Session, run_name, session
+from dpn_cli.run.console import Console, count_noun
+from dpn_cli.run.run import Run, open_run, run_name
 from dpn_cli.weights.resolve_stem import with_own_stem
 from tasks.segment.artifact import WEIGHTS
 from tasks.segment.config import SegmentConfig, in_steps
-from tasks.segment.dry_run import rehearse_training
+from tasks.segment.dry_run import dry_run_training
 from tasks.segment.preflight import check_masks
 from tasks.segment.train import DEMO_NOTE, describe_length, open_data, train
 
 
-def run(config: SegmentConfig, place: Place, console: Console) -> dict[str, Any] | None:
+def run(config: SegmentConfig, place: LaunchOptions, console: Console) -> dict[str, Any] | None:
     """Train and return the result; None on ranks that do not lead and after a dry run."""
     if config.demo:
         console.info(DEMO_NOTE)
     config = config.model_copy(update={"backbone": with_own_stem(config.backbone, console)})
-    with session(config, config.runtime, "segmenter", place, default_folder(config), console) as begun:
+    with open_run(config, config.runtime, "segmenter", place, default_folder(config), console) as run:
         if place.dry_run:
-            _dry_run(begun, place)
+            _dry_run(run, place)
             return None
-        result = begun.folder.result or train(begun)
-        console.info(f"weights: {begun.folder.path / WEIGHTS}, for 'dpn segment eval' and 'predict'")
-        return result if begun.world.leads else None
+        result = run.folder.result or train(run)
+        console.info(f"weights: {run.folder.path / WEIGHTS}, for 'dpn segment eval' and 'predict'")
+        return result if run.world.leads else None
 
 
 def default_folder(config: SegmentConfig) -> Path:
@@ -44,17 +44,17 @@ def show(result: dict[str, Any]) -> None:
     terminal.show(describe_training(result))
 
 
-def _dry_run(begun: Session[SegmentConfig], place: Place) -> None:
+def _dry_run(run: Run[SegmentConfig], place: LaunchOptions) -> None:
     """Check a sample of the masks, rehearse the training, and tell what it takes."""
-    data = open_data(begun.config)
-    config = in_steps(begun.config, len(data.train))
-    begun.console.info(describe_length(config, data))
-    if begun.world.leads:
+    data = open_data(run.config)
+    config = in_steps(run.config, len(data.train))
+    run.console.info(describe_length(config, data))
+    if run.world.leads:
         check_masks(data.train, data.rule)
         check_masks(data.val, data.rule)
-    cost = rehearse_training(replace(begun, config=config), data)
-    if begun.world.leads:
-        place.costed(cost)
+    cost = dry_run_training(replace(run, config=config), data)
+    if run.world.leads:
+        place.on_cost(cost)
 
 
 def describe_training(result: dict[str, Any]) -> str:
@@ -63,7 +63,7 @@ def describe_training(result: dict[str, Any]) -> str:
     return (
         f"{result['arch']} stem {result['stem']} on {result['dataset']}{share}, crops of {result['crop'][0]}\n"
         f"{describe_scores(result)}\n"
-        f"{several(result['steps'], 'step')} on {result['train_images']} images ({result['passes']:g} passes)"
+        f"{count_noun(result['steps'], 'step')} on {result['train_images']} images ({result['passes']:g} passes)"
     )
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dpn_cli.config.cost import Cost
 from dpn_cli.data.loader import worker_count
 from dpn_cli.engine import fit as engine
-from dpn_cli.engine.dry_run import Sampled, Scene, rehearse
+from dpn_cli.engine.dry_run import Sampled, Scene, dry_run_fit
 from dpn_cli.run.distributed import World
-from dpn_cli.run.run import Session
+from dpn_cli.run.run import Run
 from tasks.segment.artifact import Segmenter
 from tasks.segment.config import SegmentConfig
 from tasks.segment.evaluate import score_sizes
@@ -18,9 +18,9 @@ from tasks.segment.train import SegmentData, build_network, job_of, untrained
 IMAGES = 4
 
 
-def rehearse_training(begun: Session[SegmentConfig], data: SegmentData) -> Cost:
-    """Rehearse a training whose duration is in steps, and return what it takes. Raises as `rehearse` does."""
-    config, world, console = begun.config, begun.world, begun.console
+def dry_run_training(run: Run[SegmentConfig], data: SegmentData) -> Cost:
+    """Rehearse a training whose duration is in steps, and return what it takes. Raises as `dry_run_fit` does."""
+    config, world, console = run.config, run.world, run.console
     vit = untrained(config, data, world, console).network.vit
     name, weights = f"{vit.config.arch} {vit.config.stem}", 4 * vit.report.parameters
     del vit
@@ -33,7 +33,7 @@ def rehearse_training(begun: Session[SegmentConfig], data: SegmentData) -> Cost:
         workers = worker_count(config.runtime.workers, world.device, world.here)
         return Scene(model, job, _sampled(config, segmenter, data, world), workers)
 
-    return rehearse(begin, name, begun.folder.path, weights=weights)
+    return dry_run_fit(begin, name, run.folder.path, weights=weights)
 
 
 def _sampled(config: SegmentConfig, segmenter: Segmenter, data: SegmentData, world: World) -> Sampled:

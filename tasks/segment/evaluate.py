@@ -14,14 +14,14 @@ from dpn_cli.run.files import open_report, replace_json
 from tasks.segment.artifact import Segmenter, load_segmenter
 from tasks.segment.config import Evaluation, MaskData
 from tasks.segment.iou import SegmentScores, score
-from tasks.segment.options import MULTI_SCALE, Scoring
+from tasks.segment.options import MULTI_SCALE, SegmentEvalOptions
 from tasks.segment.page_samples import keep
 from tasks.segment.pairs import Pairs, fingerprint, open_pairs
 from tasks.segment.palette import classes_of, listed_in
 from tasks.segment.preflight import check_masks
 
 
-def evaluation_of(options: Scoring, before: Evaluation) -> Evaluation:
+def evaluation_of(options: SegmentEvalOptions, before: Evaluation) -> Evaluation:
     """Return the run's way of evaluating with the options in place of it."""
     stated = options.model_dump(include={"mode", "size", "stride", "batch_size"}, exclude_none=True)
     if options.multi_scale:
@@ -29,7 +29,7 @@ def evaluation_of(options: Scoring, before: Evaluation) -> Evaluation:
     return Evaluation.model_validate({**before.model_dump(), **stated})
 
 
-def evaluate(options: Scoring, console: Console) -> dict[str, Any] | None:
+def evaluate(options: SegmentEvalOptions, console: Console) -> dict[str, Any] | None:
     """Score a segmenter and return the result, written to `output_dir` too; None on ranks that do not lead.
 
     Raises `DataError` when data and segmenter do not fit each other, `DpnError` when `output_dir` holds a run.

@@ -22,7 +22,7 @@ from tasks.segment.labels import IGNORE, LabelRule
 from tasks.segment.model import LinearSegmenter
 from tasks.segment.pairs import Pairs
 from tasks.segment.palette import Class
-from tasks.segment.sliding_window import Plan, label_map
+from tasks.segment.sliding_window import WindowPlan, label_map
 from tasks.segment.transforms import resize_image
 
 Item = tuple[list[Tensor], Tensor] | DataError
@@ -111,7 +111,7 @@ class SegmentScores:
 
 
 class _Sized(Dataset[Item]):
-    def __init__(self, pairs: Pairs, rows: Sequence[int], rule: LabelRule, plan: Plan) -> None:
+    def __init__(self, pairs: Pairs, rows: Sequence[int], rule: LabelRule, plan: WindowPlan) -> None:
         self.pairs, self.rows, self.rule, self.plan = pairs, rows, rule, plan
 
     def __len__(self) -> int:
@@ -133,7 +133,7 @@ def score(
     network: LinearSegmenter,
     pairs: Pairs,
     rule: LabelRule,
-    plan: Plan,
+    plan: WindowPlan,
     world: World,
     *,
     workers: int | Literal["auto"],
@@ -167,13 +167,13 @@ def score(
 
 
 def predict_row(
-    network: LinearSegmenter, pairs: Pairs, row: int, rule: LabelRule, plan: Plan, device: torch.device
+    network: LinearSegmenter, pairs: Pairs, row: int, rule: LabelRule, plan: WindowPlan, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return prediction and truth of an image, (h, w) uint8 labels. Raises as `score` does."""
     return _predict(network, _Sized(pairs, [row], rule, plan)[0], plan, device)
 
 
-def _predict(network: LinearSegmenter, item: Item, plan: Plan, device: torch.device) -> tuple[Tensor, Tensor]:
+def _predict(network: LinearSegmenter, item: Item, plan: WindowPlan, device: torch.device) -> tuple[Tensor, Tensor]:
     if isinstance(item, DataError):
         raise item
     images, label = [image.to(device) for image in item[0]], item[1].to(device)

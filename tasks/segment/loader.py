@@ -9,7 +9,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from dpn_cli.data.collate import Example, open_batches
-from dpn_cli.data.loader import Item, Steps
+from dpn_cli.data.sampler import Item, Steps
 from dpn_cli.engine.fit import Batch, Batches
 from dpn_cli.engine.seeds import fold
 from dpn_cli.errors import DataError

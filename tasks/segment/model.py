@@ -10,7 +10,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from dpn_cli.data.crops import Size
+from dpn_cli.data.resize import Size
 from dpn_cli.model.vit import TRUNCATED_NORMAL_STD, resample_posemb
 from dpn_cli.weights.backbone import Backbone
 

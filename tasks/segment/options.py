@@ -11,12 +11,12 @@ from dpn_cli.config.schema import (
     IMAGE_FILES,
     DataPlace,
     Positive,
+    PredictionFiles,
     RunImageReading,
     Runtime,
     Section,
     Side,
     SkipBadImages,
-    Written,
 )
 
 # Segmenter's test scales (arXiv 2105.05633), each plain and mirrored.
@@ -25,7 +25,7 @@ Windows = Annotated[Positive | None, AT_ONCE.but(help="Windows of an image at a 
 RUN = argument("The folder of a segmentation run, or its weights.safetensors.")
 
 
-class Scoring(Section):
+class SegmentEvalOptions(Section):
     """Options of ``dpn segment eval``; what is left out stays as the run has it."""
 
     run: Annotated[str, RUN]
@@ -77,7 +77,7 @@ class Scoring(Section):
     ] = None
 
 
-class PredictOptions(Section):
+class SegmentPredictOptions(Section):
     """Options of ``dpn segment predict``."""
 
     run: Annotated[str, RUN]
@@ -85,7 +85,7 @@ class PredictOptions(Section):
     reading: RunImageReading = RunImageReading()
     skip_bad_images: SkipBadImages = False
     batch_size: Windows = None
-    written: Written = Written()
+    written: PredictionFiles = PredictionFiles()
     runtime: Runtime = Runtime()
     output_dir: Annotated[Path, flag("--output-dir", "-o", help="Folder for what is written.", panel=OUTPUT)] = Path(
         "predictions"

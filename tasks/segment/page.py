@@ -7,12 +7,12 @@ from pathlib import Path
 
 from dpn_cli.report.confusions import confusion_chart
 from dpn_cli.report.content import (
-    Bars,
+    BarChart,
     Cell,
     Findings,
     Gallery,
     Legend,
-    Lines,
+    LineChart,
     PageImage,
     Part,
     Section,
@@ -20,7 +20,7 @@ from dpn_cli.report.content import (
     Table,
     Text,
 )
-from dpn_cli.report.reading import OpenRun
+from dpn_cli.report.reading import RunRecord
 from dpn_cli.run.baseline_warnings import result_warning
 from dpn_cli.run.files import read_object
 
@@ -36,7 +36,7 @@ ERRORS_SAID = (
 AGAIN = "'dpn segment eval -o' writes it"
 
 
-def findings(run: OpenRun, prefix: str) -> Findings:
+def findings(run: RunRecord, prefix: str) -> Findings:
     """Return what a page shows of a run of ``dpn segment``, or of ``dpn segment eval``."""
     result = run.result
     if "miou" not in result:
@@ -85,9 +85,9 @@ def _classes(path: Path, prefix: str) -> list[Part]:
     names, values = [name for name, _ in found], [value for _, value in found]
     title, axis = "IoU by class", "IoU in %"
     if len(found) <= MOST_BARS:
-        return [Bars(f"{prefix}iou", title, axis, names, {axis: values}), table]
+        return [BarChart(f"{prefix}iou", title, axis, names, {axis: values}), table]
     line = Series(axis, range(1, len(values) + 1), values)
-    return [Lines(f"{prefix}iou", title, "class, best first", axis, [line]), table]
+    return [LineChart(f"{prefix}iou", title, "class, best first", axis, [line]), table]
 
 
 def _confusions(folder: Path, prefix: str) -> list[Section]:

@@ -14,13 +14,12 @@ import numpy as np
 from PIL import Image
 
 from dpn_cli.config.urls import is_hub
-from dpn_cli.data.classified import hub_name, hub_split
-from dpn_cli.data.crops import Size
 from dpn_cli.data.decode import SUFFIXES, Pixels, Reading, decode, file_size, open_image
 from dpn_cli.data.file_index import find_files
 from dpn_cli.data.image_errors import fault
-from dpn_cli.data.labelled import load_hub, stored_file
+from dpn_cli.data.resize import Size
 from dpn_cli.data.sources import synthetic
+from dpn_cli.data.sources.hub import hub_name, hub_split, load_hub, stored_file
 from dpn_cli.errors import DataError
 from tasks.segment.config import MaskData
 from tasks.segment.labels import RawMask, read_mask

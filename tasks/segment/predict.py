@@ -17,21 +17,21 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from dpn_cli.data.decode import Pixels, Reading
-from dpn_cli.data.images import find_image_files
+from dpn_cli.data.sources.folder import find_image_files
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.report.content import Cell, Legend, Part, Table
 from dpn_cli.report.predictions import Predictions
 from dpn_cli.report.thumbnails import thumbnail
 from dpn_cli.run import signals
-from dpn_cli.run.console import Console, several
+from dpn_cli.run.console import Console, count_noun
 from dpn_cli.run.distributed import join, refuse_ranks
 from dpn_cli.run.files import real_path, replace_file
 from tasks.segment.artifact import Segmenter, load_segmenter
 from tasks.segment.labels import LabelRule, Labels
-from tasks.segment.options import PredictOptions
+from tasks.segment.options import SegmentPredictOptions
 from tasks.segment.palette import Class
-from tasks.segment.sliding_window import Plan, label_map
+from tasks.segment.sliding_window import WindowPlan, label_map
 from tasks.segment.transforms import resize_image
 
 # How much of the colour is laid over the image; rows of the legend in pixels.
@@ -46,7 +46,7 @@ ENDINGS = (".labels.png", ".overlay.png", ".legend.png")
 DRAWN = "the images that were finished are kept"
 
 
-def predict(options: PredictOptions, console: Console) -> Predictions:
+def predict(options: SegmentPredictOptions, console: Console) -> Predictions:
     """Write for every image NAME its label map, an overlay and a legend into the output folder.
 
     ``NAME.labels.png`` has the data set's raw class numbers at the image's own size, ``NAME.overlay.png`` the
@@ -84,7 +84,7 @@ def predict(options: PredictOptions, console: Console) -> Predictions:
     return found
 
 
-def _sized(pixels: Pixels, plan: Plan) -> tuple[Pixels, list[Tensor]]:
+def _sized(pixels: Pixels, plan: WindowPlan) -> tuple[Pixels, list[Tensor]]:
     """Return the pixels, and the image at each size at which the plan looks at it."""
     size = pixels.shape[0], pixels.shape[1]
     return pixels, [resize_image(pixels, plan.size(size, ratio)) for ratio in plan.ratios]
@@ -133,7 +133,7 @@ def _lines(result: dict[str, Any]) -> Sequence[str]:
     return [named + (f" and {more} more" if more > 0 else ""), result["image"]]
 
 
-def _images(options: PredictOptions, console: Console) -> list[Path]:
+def _images(options: SegmentPredictOptions, console: Console) -> list[Path]:
     """Return the images to read: of a folder that has the output folder in it, none that an earlier call wrote.
 
     Raises `DataError` where there is none.
@@ -148,7 +148,7 @@ def _images(options: PredictOptions, console: Console) -> list[Path]:
         paths += found
     if left:
         console.warn(
-            f"left out {several(left, 'image')} called *{', *'.join(ENDINGS)}: the folder of -o is inside that of "
+            f"left out {count_noun(left, 'image')} called *{', *'.join(ENDINGS)}: the folder of -o is inside that of "
             "the images, and these are what this command writes there"
         )
     if not paths:

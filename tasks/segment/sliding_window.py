@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from dpn_cli.data.crops import Size
-from dpn_cli.engine.memory import in_parts
+from dpn_cli.data.resize import Size
+from dpn_cli.engine.memory import in_chunks
 from tasks.segment.model import LinearSegmenter
 from tasks.segment.transforms import fit_into
 
@@ -25,7 +25,7 @@ TILE = 256
 
 
 @dataclass(frozen=True)
-class Plan:
+class WindowPlan:
     """The plan of an evaluation: window and stride in pixels (None: the whole image at once), sizes, flips.
 
     `scale` caps the longer and the shorter side; ``native`` keeps an image's own size unless a window is larger. The
@@ -116,7 +116,7 @@ class View:
         return tile.view(len(tile), *part.shape[1:])
 
 
-def view(network: LinearSegmenter, image: Tensor, out: Size, plan: Plan, *, flip: bool) -> View:
+def view(network: LinearSegmenter, image: Tensor, out: Size, plan: WindowPlan, *, flip: bool) -> View:
     """Run the network over an image (3, h, w) uint8, for a map of the size `out`."""
     vit, size = network.vit, (image.shape[-2], image.shape[-1])
     patch = vit.config.patch
@@ -133,7 +133,7 @@ def view(network: LinearSegmenter, image: Tensor, out: Size, plan: Plan, *, flip
                 image[:, top : top + window[0], left : left + window[1]]
                 for top, left in places[first : first + plan.batch_size]
             ]
-            found = in_parts(lambda some: network(F.pad(vit.normalize(some), lacking)).float(), torch.stack(crops))
+            found = in_chunks(lambda some: network(F.pad(vit.normalize(some), lacking)).float(), torch.stack(crops))
             if not first:
                 logits = found.new_empty(len(begins[0]) * rows, len(begins[1]) * columns, found.shape[1])
             for number, one in enumerate(found, first):
@@ -146,7 +146,7 @@ def view(network: LinearSegmenter, image: Tensor, out: Size, plan: Plan, *, flip
     return View(logits, Axis(down, logits.device), Axis(across.flip(0) if flip else across, logits.device))
 
 
-def label_map(network: LinearSegmenter, images: Sequence[Tensor], out: Size, plan: Plan) -> Tensor:
+def label_map(network: LinearSegmenter, images: Sequence[Tensor], out: Size, plan: WindowPlan) -> Tensor:
     """Return the class of every pixel, (h, w) uint8 of the size `out`.
 
     `images` holds the image at each of the plan's ratios, uint8 (3, h, w) on the network's device. Apart from logits

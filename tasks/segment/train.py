@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dpn_cli.data.crops import Size
 from dpn_cli.data.loader import worker_count
+from dpn_cli.data.resize import Size
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.errors import DataError, DpnError
@@ -17,9 +17,9 @@ from dpn_cli.run import distributed
 from dpn_cli.run.artifact_kinds import DIGEST
 from dpn_cli.run.baseline_warnings import result_warning
 from dpn_cli.run.checkpoints import Checkpoints
-from dpn_cli.run.console import Console, several
+from dpn_cli.run.console import Console, count_noun
 from dpn_cli.run.distributed import World
-from dpn_cli.run.run import Session
+from dpn_cli.run.run import Run
 from dpn_cli.run.run_dir import RunFolder, describe_device
 from dpn_cli.weights.backbone import backbone_of
 from dpn_cli.weights.resolve_stem import describe_start
@@ -70,21 +70,21 @@ def open_data(config: SegmentConfig) -> SegmentData:
     return SegmentData(train, open_pairs(data, "val"), len(whole), classes, rule)
 
 
-def train(begun: Session[SegmentConfig]) -> Json:
+def train(run: Run[SegmentConfig]) -> Json:
     """Run or finish a training in the folder of the run and return its result, which is written there too.
 
     Raises `DpnError` and its subclasses; what was trained until then is kept.
     """
-    folder, world, console = begun.folder, begun.world, begun.console
-    data = open_data(begun.config)
-    config = in_steps(begun.config, len(data.train), console.info)
+    folder, world, console = run.folder, run.world, run.console
+    data = open_data(run.config)
+    config = in_steps(run.config, len(data.train), console.info)
     facts = _check_data(config, data, folder, world, console)
     if not distributed.from_leader((folder.path / WEIGHTS).is_file()):
         segmenter = untrained(config, data, world, console, Checkpoints(folder.path / "checkpoints"))
         network = segmenter.network
         if world.leads:
             folder.update(backbone=network.vit.report.to_dict(), **{DIGEST: None})
-        with begun.outputs("segment", begun.tracker(config.runtime.report_to)) as outputs:
+        with run.outputs("segment", run.tracker(config.runtime.report_to)) as outputs:
             job = job_of(config, data, segmenter, world, outputs)
             done = engine.fit(engine.prepare(network, config.runtime, world), job)
         segmenter.facts = {
@@ -118,7 +118,7 @@ def train(begun: Session[SegmentConfig]) -> Json:
         "data": facts["data"],
         DIGEST: segmenter.network.vit.report.digest,
         "decoder": data.val.reading.versions(),
-        "differs_from_paper": begun.differs,
+        "differs_from_paper": run.differs,
     }
     if world.leads:
         keep(folder.path, segmenter, data.val, scores, config.evaluation, config.runtime, world)
@@ -139,7 +139,7 @@ def describe_length(config: SegmentConfig, data: SegmentData) -> str:
     share = f" of {data.whole} (fraction {config.data.fraction:g}, list {list_digest(data.train)})"
     text = (
         f"{len(data.train)}{share if config.data.fraction < 1 else ''} images to train on, {len(data.val)} to "
-        f"validate, {len(data.classes)} classes; {several(config.schedule.steps, 'step')} of {config.batch_size}: "
+        f"validate, {len(data.classes)} classes; {count_noun(config.schedule.steps, 'step')} of {config.batch_size}: "
         f"{passes(config, data):g} passes"
     )
     if config.data.fraction < 1 and config.epochs is None and not config.demo:
@@ -213,7 +213,7 @@ def job_of(
     world: World,
     outputs: engine.Outputs,
     workers: int | None = None,
-) -> engine.Job:
+) -> engine.TrainJob:
     """Return the engine's job: the segmenter's training by a config whose duration is in steps."""
     network = segmenter.network
     how = augmentation_of(config, network.vit.config.image_size)
@@ -221,7 +221,7 @@ def job_of(
     batches = segment_batches(data.train, data.rule, how, config.batch_size, config.seed, world, workers=workers)
     every = config.evaluate_every or 0
     every = every if every < config.schedule.steps else 0  # the end is scored anyway
-    return engine.Job.of(
+    return engine.TrainJob.of(
         config,
         loss_fn=loss_of(network),
         batches=batches,

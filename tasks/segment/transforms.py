@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpn_cli.data.crops import Box, Size
+from dpn_cli.data.crops import Box
 from dpn_cli.data.decode import Pixels
-from dpn_cli.data.pixels import as_batch
+from dpn_cli.data.resize import Size, as_batch
 from tasks.segment.labels import IGNORE, Labels
 
 Draw = Callable[[], float]

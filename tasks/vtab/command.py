@@ -7,21 +7,21 @@ from typing import Any
 
 from rich.console import Console as RichConsole
 
-from dpn_cli.config.launch import Place
+from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.errors import DpnError
 from dpn_cli.run.console import Console
-from dpn_cli.run.run import Session, run_name, session
+from dpn_cli.run.run import Run, open_run, run_name
 from dpn_cli.weights.resolve_stem import with_own_stem
 from tasks.vtab.config import VtabConfig
 from tasks.vtab.data import check_images, open_task
-from tasks.vtab.dry_run import rehearse_sweep
+from tasks.vtab.dry_run import dry_run_sweep
 from tasks.vtab.result_tables import DEMO_NOTE, print_result
 from tasks.vtab.sweep import parts, sweep
 from tasks.vtab.tasks import choose_tasks
 from tasks.vtab.train import check_crops
 
 
-def run(config: VtabConfig, place: Place, console: Console) -> dict[str, Any] | None:
+def run(config: VtabConfig, place: LaunchOptions, console: Console) -> dict[str, Any] | None:
     """Run the sweep and return its result; None on ranks that do not lead and after a dry run.
 
     Raises `DpnError` and its subclasses, which carry the exit code.
@@ -30,18 +30,18 @@ def run(config: VtabConfig, place: Place, console: Console) -> dict[str, Any] | 
         console.info(DEMO_NOTE)
     if not config.compare:
         config = config.model_copy(update={"backbone": with_own_stem(config.backbone, console)})
-    if place.cell is not None and place.cell >= (count := len(parts(config))):
-        raise DpnError(f"--cell {place.cell}: there are {count}, 0 to {count - 1}; --print-cells lists them")
-    with session(config, config.runtime, "sweep", place, default_folder(config), console) as begun:
+    if place.trial is not None and place.trial >= (count := len(parts(config))):
+        raise DpnError(f"--trial {place.trial}: there are {count}, 0 to {count - 1}; --list-trials lists them")
+    with open_run(config, config.runtime, "sweep", place, default_folder(config), console) as run:
         if place.dry_run:
-            _dry_run(begun, place)
+            _dry_run(run, place)
             return None
-        result = begun.folder.result or sweep(begun, place)
-        return result if begun.world.leads else None
+        result = run.folder.result or sweep(run, place)
+        return result if run.world.leads else None
 
 
-def cells(config: VtabConfig) -> list[str]:
-    """Return what the numbers of ``--cell`` stand for."""
+def trials(config: VtabConfig) -> list[str]:
+    """Return what the numbers of ``--trial`` stand for."""
     return [f"{config.folders[network]}/{task.name}" for network, task in parts(config)]
 
 
@@ -55,15 +55,15 @@ def default_folder(config: VtabConfig) -> Path:
     return Path("runs") / ("vtab_demo" if config.demo else "vtab") / run_name(config.backbone, config.versus)
 
 
-def _dry_run(begun: Session[VtabConfig], place: Place) -> None:
+def _dry_run(run: Run[VtabConfig], place: LaunchOptions) -> None:
     """Check all data, rehearse a training of every network, and tell what all of them take."""
-    config, world, console = begun.config, begun.world, begun.console
+    config, world, console = run.config, run.world, run.console
     tasks = choose_tasks(config.data.tasks, config.demo)
     data = {task: open_task(config.data, task) for task in tasks}
     if world.leads:
         check_images(data, config.data.skip_bad_images, console)
         check_crops(config, tasks, console)
     for network in config.networks:
-        cost = rehearse_sweep(begun, network, data)
+        cost = dry_run_sweep(run, network, data)
         if world.leads:
-            place.costed(cost)
+            place.on_cost(cost)

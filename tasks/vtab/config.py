@@ -33,7 +33,8 @@ from dpn_cli.config.schema import (
 from dpn_cli.sweep.grid import SEED_COUNT, SEEDS, CompareConfig, counted, distinct
 from tasks.vtab.tasks import DEMO_TASKS, TASKS, choose_tasks, task_names
 
-# Pixels per side of the built-in scenes (dpn_cli.data.sources.synthetic.SCENE_SIZE, which imports too much for this module).
+# Pixels per side of the built-in scenes (dpn_cli.data.sources.synthetic.SCENE_SIZE, which imports too much for this
+# module).
 DEMO_PIXELS = 64
 
 

@@ -8,7 +8,10 @@ from pathlib import Path
 from dpn_cli.config.urls import is_hub
 from dpn_cli.data.decode import Reading
 from dpn_cli.data.image_errors import fault
-from dpn_cli.data.labelled import FileList, HubSplit, Labelled, SceneSplit, fingerprint, rows_to_check
+from dpn_cli.data.sources.base import Labelled, fingerprint, rows_to_check
+from dpn_cli.data.sources.folder import FileList
+from dpn_cli.data.sources.hub import HubSplit
+from dpn_cli.data.sources.synthetic import SceneSplit
 from dpn_cli.errors import DataError
 from dpn_cli.run import signals
 from dpn_cli.run.console import Console

@@ -6,7 +6,7 @@ from typing import Any
 
 from dpn_cli.data.findings import Findings
 from dpn_cli.data.image_errors import gathering
-from dpn_cli.data.labelled import fingerprint
+from dpn_cli.data.sources.base import fingerprint
 from dpn_cli.errors import DataError
 from tasks.vtab.config import VtabConfig
 from tasks.vtab.data import open_splits, written_here

@@ -7,55 +7,55 @@ from dataclasses import replace
 from functools import partial
 
 from dpn_cli.config.cost import Cost
-from dpn_cli.data.classified import Part
 from dpn_cli.data.loader import worker_count
 from dpn_cli.data.pixels import PixelSet, load
+from dpn_cli.data.sources.base import Part
 from dpn_cli.engine import fit as engine
-from dpn_cli.engine.dry_run import Sampled, Scene, rehearse
-from dpn_cli.run.run import Session
-from dpn_cli.sweep.grid import spoken
+from dpn_cli.engine.dry_run import Sampled, Scene, dry_run_fit
+from dpn_cli.run.run import Run
+from dpn_cli.sweep.grid import format_network
 from tasks.vtab.config import VtabConfig
 from tasks.vtab.data import TaskData
 from tasks.vtab.tasks import TRAIN, VAL, Task
 from tasks.vtab.train import Trainer
-from tasks.vtab.trials import Cell
+from tasks.vtab.trials import VtabTrial
 
 
-def rehearse_sweep(begun: Session[VtabConfig], network: str, data: Mapping[Task, TaskData]) -> Cost:
+def dry_run_sweep(run: Run[VtabConfig], network: str, data: Mapping[Task, TaskData]) -> Cost:
     """Rehearse a training of a network on the task with the most classes, and return what its whole sweep takes.
 
-    The test split is neither read nor scored: a dry run must not look at it. Raises as `rehearse` does.
+    The test split is neither read nor scored: a dry run must not look at it. Raises as `dry_run_fit` does.
     """
-    config, world, console = begun.config, begun.world, begun.console
+    config, world, console = run.config, run.world, run.console
     task = max(data, key=lambda task: task.classes)
     trainer = Trainer(config, network, task, data[task], world, console)
-    console.info(f"{spoken(network)}: {trainer.model.report.summary()}")
-    cell = Cell(network, task, config.lrs[0], config.seeds[0], "train800", begun.folder.path)
+    console.info(f"{format_network(network)}: {trainer.model.report.summary()}")
+    trial = VtabTrial(network, task, config.lrs[0], config.seeds[0], "train800", run.folder.path)
 
     def begin() -> Scene:
-        job = trainer.job(cell, engine.Outputs(warn=console.warn))
+        job = trainer.job(trial, engine.Outputs(warn=console.warn))
         workers = worker_count(config.runtime.workers, world.device, world.here)
         return Scene(trainer.trainable, job, _sampled(trainer), workers)
 
     weights = 4 * trainer.model.report.parameters
     name = network if config.compare else f"{trainer.model.config.arch} {network}"
-    return whole_sweep(config, rehearse(begin, name, begun.folder.path, weights=weights), data)
+    return whole_sweep(config, dry_run_fit(begin, name, run.folder.path, weights=weights), data)
 
 
 def whole_sweep(config: VtabConfig, one: Cost, tasks: Collection[Task]) -> Cost:
     """Return what the sweep of a network takes, from what a training takes whose evaluation is of one image."""
-    seeds, cells = len(config.seeds), len(config.lrs) * len(config.seeds)
+    seeds, trials = len(config.seeds), len(config.lrs) * len(config.seeds)
     final = seeds if config.protocol == "vtab" else 0
-    trainings = len(tasks) * (cells + final)
+    trainings = len(tasks) * (trials + final)
     scored = trainings * VAL + sum(TRAIN + VAL + seeds * task.test for task in tasks)
-    kept = {"none": 0, "chosen": seeds, "all": cells + final}[config.keep_weights]
+    kept = {"none": 0, "chosen": seeds, "all": trials + final}[config.keep_weights]
     return replace(
         one,
         steps=trainings * one.steps,
         trainings=trainings,
         evaluation_seconds=scored * one.evaluation_seconds,
         kept=kept * len(tasks) * one.kept,
-        passing=one.passing + (cells + final) * one.kept,  # until the learning rate of a task is chosen and scored
+        passing=one.passing + (trials + final) * one.kept,  # until the learning rate of a task is chosen and scored
     )
 
 

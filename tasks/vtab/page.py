@@ -6,8 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from dpn_cli.report.content import Bars, Cell, Chart, Findings, Heat, Lines, Panel, Part, Section, Table, Text
-from dpn_cli.report.reading import Json, OpenRun
+from dpn_cli.report.content import (
+    BarChart,
+    Cell,
+    Chart,
+    Findings,
+    HeatMap,
+    LineChart,
+    Panel,
+    Part,
+    Section,
+    Table,
+    Text,
+)
+from dpn_cli.report.reading import Json, RunRecord
 from dpn_cli.run.baseline_warnings import result_warning
 from dpn_cli.run.records import read_records
 from dpn_cli.statistics import as_text
@@ -17,7 +29,7 @@ from tasks.vtab.tasks import GROUPS, PAPER_COLUMNS, TASKS
 NOTE = "Test accuracy in %: mean ± standard error over n seeds, with the 95 % t-interval, clipped to 0 … 100."
 
 
-def findings(run: OpenRun, prefix: str) -> Findings:
+def findings(run: RunRecord, prefix: str) -> Findings:
     """Return what a page shows of a run of ``dpn finetune vtab``; the scores are those of its last network."""
     result = run.result
     ledger = Section("Ledger of the test split", _ledger(run))
@@ -153,11 +165,11 @@ def _bars(result: Json, networks: Mapping[str, Json], prefix: str) -> list[Chart
                 ]
         caption = "Thin lines: standard error over seeds." if len(result["seeds"]) > 1 else ""
         axis = "test accuracy in %"
-        charts.append(Bars(f"{prefix}{name}", title, axis, categories, series, errors, beside, caption=caption))
+        charts.append(BarChart(f"{prefix}{name}", title, axis, categories, series, errors, beside, caption=caption))
     return charts
 
 
-def _cells(result: Json, part: Json, name: str) -> Heat:
+def _cells(result: Json, part: Json, name: str) -> HeatMap:
     seeds = [str(seed) for seed in result["seeds"]]
     panels = [
         Panel(
@@ -169,7 +181,7 @@ def _cells(result: Json, part: Json, name: str) -> Heat:
         )
         for task, found in part["tasks"].items()
     ]
-    return Heat(
+    return HeatMap(
         name,
         "Every cell: accuracy on val200 in %",
         "learning rate",
@@ -180,7 +192,7 @@ def _cells(result: Json, part: Json, name: str) -> Heat:
     )
 
 
-def _losses(run: OpenRun, folder: str, part: Json, name: str) -> list[Chart]:
+def _losses(run: RunRecord, folder: str, part: Json, name: str) -> list[Chart]:
     """Return the loss of the chosen learning rate's first seed by task, one chart per group."""
     charts: list[Chart] = []
     for group in GROUPS:
@@ -192,11 +204,11 @@ def _losses(run: OpenRun, folder: str, part: Json, name: str) -> list[Chart]:
                 series += [one for one in cells if one.x]
         if series:
             title = f"Loss, {group}" if len(series) > 1 else f"Loss, {series[0].name}"
-            charts.append(Lines(f"{name}_{group}", title, "step", "training loss", series))
+            charts.append(LineChart(f"{name}_{group}", title, "step", "training loss", series))
     return charts
 
 
-def _ledger(run: OpenRun) -> list[Part]:
+def _ledger(run: RunRecord) -> list[Part]:
     rows, damaged = read_records(run.path / "ledger.jsonl")
     parts: list[Part] = []
     if damaged:

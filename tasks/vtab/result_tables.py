@@ -17,7 +17,7 @@ from dpn_cli.data.decode import Reading
 from dpn_cli.run.console import cell
 from dpn_cli.run.files import replace_text
 from dpn_cli.statistics import PERCENT, PERCENT_DIFFERENCE, Summary, as_text, paired_difference, summarize
-from dpn_cli.sweep.grid import spoken
+from dpn_cli.sweep.grid import format_network
 from tasks.vtab.config import VtabConfig
 from tasks.vtab.tasks import GROUPS, PAPER_COLUMNS, TASKS
 from tasks.vtab.trials import TaskOutcome
@@ -196,7 +196,7 @@ def _table(result: Json, network: str, part: Json) -> Table:
     column = PAPER_COLUMNS.index((result["arch"], network)) if (result["arch"], network) in PAPER_COLUMNS else None
     paper = {} if column is None or result["demo"] else {task.name: task.paper[column] for task in TASKS}
     kind = "VTAB demo" if result["demo"] else "VTAB-1k"
-    shown = network if "=" in network else f"{result['arch']} · {spoken(network)}"
+    shown = network if "=" in network else f"{result['arch']} · {format_network(network)}"
     table = Table(
         box=box.SIMPLE_HEAD,
         title=f"{kind} · {shown} · protocol {result['protocol']}",
@@ -213,7 +213,7 @@ def _table(result: Json, network: str, part: Json) -> Table:
                 name,
                 f"{task['lr']:g}" if task["lr"] else "-",
                 f"{fmean(chosen):.1f}" if chosen else "-",
-                *_cells(task["test"]),
+                *_trials(task["test"]),
                 f"{task['chance']:.1f}",
                 *([f"{paper[name]:.1f}"] if paper else []),
             )
@@ -222,18 +222,20 @@ def _table(result: Json, network: str, part: Json) -> Table:
                 f"[bold]{group}[/]",
                 "",
                 "",
-                *_cells(part["groups"][group]),
+                *_trials(part["groups"][group]),
                 "",
                 *([""] if paper else []),
                 end_section=True,
             )
     for name in ("mean19", "mean_groups"):
         if part[f"{name}_over_seeds"]:
-            table.add_row(f"[bold]{name}[/]", "", "", *_cells(part[f"{name}_over_seeds"]), "", *([""] if paper else []))
+            table.add_row(
+                f"[bold]{name}[/]", "", "", *_trials(part[f"{name}_over_seeds"]), "", *([""] if paper else [])
+            )
     return table
 
 
-def _cells(summary: Json | None) -> tuple[str, str, str]:
+def _trials(summary: Json | None) -> tuple[str, str, str]:
     if summary is None:
         return "-", "-", "-"
     return *as_text(summary, digits=1), str(summary["n"])
@@ -249,7 +251,7 @@ def _difference_table(difference: Json) -> Table:
     for name in ("difference", "95 %", "n"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, summary in difference["tasks"].items():
-        table.add_row(name, *_cells(summary))
+        table.add_row(name, *_trials(summary))
     table.add_section()
-    table.add_row("[bold]over tasks[/]", *_cells(difference["over_tasks"]))
+    table.add_row("[bold]over tasks[/]", *_trials(difference["over_tasks"]))
     return table

@@ -19,31 +19,31 @@ from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.files import replace_json
 from dpn_cli.run.gpu_share import is_shared
 from dpn_cli.run.leases import Unshared
-from dpn_cli.run.run import Session
+from dpn_cli.run.run import Run
 from dpn_cli.weights.backbone import export_backbone
 from tasks.vtab.config import VtabConfig
 from tasks.vtab.data import TaskData
 from tasks.vtab.tasks import Task
 from tasks.vtab.train import Trainer
-from tasks.vtab.trials import Cell, Json, Ledger, TaskOutcome, choose_lr, read_json
+from tasks.vtab.trials import Json, Ledger, TaskOutcome, VtabTrial, choose_lr, read_json
 
 # In failed.json: whether the training had a part of a GPU only, and its memory ran out.
 BESIDE = "beside_others"
 
 
-def folder_of_pixels(begun: Session[VtabConfig]) -> Path | None:
+def folder_of_pixels(run: Run[VtabConfig]) -> Path | None:
     """Return where the processes of this machine that share the work keep what they decode."""
-    return folder_on_this_machine(begun.folder.path, str(begun.folder.facts.get("started"))) if begun.leases else None
+    return folder_on_this_machine(run.folder.path, str(run.folder.facts.get("started"))) if run.leases else None
 
 
 class TaskSweep:
-    """All cells of one task and network: train, choose the learning rate on val200, score on test."""
+    """All trials of one task and network: train, choose the learning rate on val200, score on test."""
 
-    def __init__(self, begun: Session[VtabConfig], network: str, task: Task, data: TaskData) -> None:
-        self.begun, self.config, self.network, self.task, self.data = begun, begun.config, network, task, data
-        self.folder, self.world, self.console = begun.folder, begun.world, begun.console
-        folder = begun.folder
-        self.path = folder.path / "cells" / begun.config.folders[network] / task.name
+    def __init__(self, run: Run[VtabConfig], network: str, task: Task, data: TaskData) -> None:
+        self.run, self.config, self.network, self.task, self.data = run, run.config, network, task, data
+        self.folder, self.world, self.console = run.folder, run.world, run.console
+        folder = run.folder
+        self.path = folder.path / "trials" / run.config.folders[network] / task.name
         self.ledger = Ledger(folder.path / "ledger.jsonl")
         self.outcome = TaskOutcome(task, network)
         self.complete = False
@@ -51,44 +51,44 @@ class TaskSweep:
 
     @cached_property
     def trainer(self) -> Trainer:
-        """The network and the pixels, created for the first unfinished cell."""
-        shared = folder_of_pixels(self.begun)
+        """The network and the pixels, created for the first unfinished trial."""
+        shared = folder_of_pixels(self.run)
         return Trainer(self.config, self.network, self.task, self.data, self.world, self.console, shared)
 
-    def to_train(self) -> Generator[tuple[Cell, Unshared], None, None]:
-        """Yield the unfinished cells that this process has leased, which the caller trains; score the task afterwards.
+    def to_train(self) -> Generator[tuple[VtabTrial, Unshared], None, None]:
+        """Yield the unfinished trials that this process has leased, which the caller trains; score the task afterwards.
 
-        The task is `complete` at the end, unless other processes have yet to finish some of its cells.
+        The task is `complete` at the end, unless other processes have yet to finish some of its trials.
         """
         outcome, seeds = self.outcome, self.config.seeds
-        cells = [self._cell(lr, seed) for lr in self.config.lrs for seed in seeds]
-        for cell in cells:
-            yield from self._unfinished(cell)
-        if not self._all_ended(cells):
+        trials = [self._trial(lr, seed) for lr in self.config.lrs for seed in seeds]
+        for trial in trials:
+            yield from self._unfinished(trial)
+        if not self._all_ended(trials):
             return
-        outcome.lr = None if self._set_aside(cells) else self._choose(cells)
+        outcome.lr = None if self._set_aside(trials) else self._choose(trials)
         if outcome.lr is None:
             self.complete = True
             return
-        self._discard(cells)
+        self._discard(trials)
         if self.config.protocol == "vtab":
-            cells = [self._cell(outcome.lr, seed, "train800val200") for seed in seeds]
-            for cell in cells:
-                yield from self._unfinished(cell)
-        chosen = [cell for cell in cells if cell.lr == outcome.lr]
+            trials = [self._trial(outcome.lr, seed, "train800val200") for seed in seeds]
+            for trial in trials:
+                yield from self._unfinished(trial)
+        chosen = [trial for trial in trials if trial.lr == outcome.lr]
         self.complete = self._all_ended(chosen)
-        if self.complete and distributed.from_leader(all(cell.done(self.config.schedule.steps) for cell in chosen)):
+        if self.complete and distributed.from_leader(all(trial.done(self.config.schedule.steps) for trial in chosen)):
             self.complete = self._score_alone(chosen)
 
-    def _choose(self, cells: Sequence[Cell]) -> float | None:
-        """Return the learning rate by the validation accuracies of cells that have all ended; None where too few did.
+    def _choose(self, trials: Sequence[VtabTrial]) -> float | None:
+        """Return the learning rate by the validation accuracies of trials that have all ended; None where too few did.
 
-        A choice is final: cells that failed before it and finish later cannot change the lr that is scored on test.
+        A choice is final: trials that failed before it and finish later cannot change the lr that is scored on test.
         """
         outcome = self.outcome
-        for cell in cells:
-            if marker := self._marker(cell):
-                outcome.val.setdefault(cell.lr, {})[cell.seed] = float(marker["val_accuracy"])
+        for trial in trials:
+            if marker := self._marker(trial):
+                outcome.val.setdefault(trial.lr, {})[trial.seed] = float(marker["val_accuracy"])
         if outcome.failed and not self.config.allow_failed:
             return None
         if made := distributed.from_leader(read_json(self.path / "choice.json")):
@@ -99,76 +99,76 @@ class TaskSweep:
         distributed.barrier()
         return lr
 
-    def _cell(self, lr: float, seed: int, split: str = "train800") -> Cell:
-        return Cell(self.network, self.task, lr, seed, split, self.path / f"{split}_lr{lr:g}_seed{seed}")
+    def _trial(self, lr: float, seed: int, split: str = "train800") -> VtabTrial:
+        return VtabTrial(self.network, self.task, lr, seed, split, self.path / f"{split}_lr{lr:g}_seed{seed}")
 
-    def _weights_needed(self, cell: Cell) -> bool:
-        """Tell whether a cell's weights may still be scored on test."""
-        if self.ledger.entry(cell):
+    def _weights_needed(self, trial: VtabTrial) -> bool:
+        """Tell whether a trial's weights may still be scored on test."""
+        if self.ledger.entry(trial):
             return False
         choice = read_json(self.path / "choice.json")
-        meets_test = cell.split == ("train800" if self.config.protocol == "paper" else "train800val200")
-        return meets_test and (choice is None or choice["lr"] == cell.lr)
+        meets_test = trial.split == ("train800" if self.config.protocol == "paper" else "train800val200")
+        return meets_test and (choice is None or choice["lr"] == trial.lr)
 
-    def _marker(self, cell: Cell) -> Json | None:
-        """Return the leading rank's marker of a finished cell; None also when weights that it needs are missing."""
-        marker = cell.done(self.config.schedule.steps)
-        if marker and self._weights_needed(cell) and not cell.weights.is_file():
+    def _marker(self, trial: VtabTrial) -> Json | None:
+        """Return the leading rank's marker of a finished trial; None also when weights that it needs are missing."""
+        marker = trial.done(self.config.schedule.steps)
+        if marker and self._weights_needed(trial) and not trial.weights.is_file():
             marker = None
         return distributed.from_leader(marker)
 
-    def _unfinished(self, cell: Cell) -> Iterator[tuple[Cell, Unshared]]:
-        if self._ended(cell):
+    def _unfinished(self, trial: VtabTrial) -> Iterator[tuple[VtabTrial, Unshared]]:
+        if self._ended(trial):
             return
-        lease = self.begun.take(str(cell.path.relative_to(self.folder.path)))
+        lease = self.run.take(str(trial.path.relative_to(self.folder.path)))
         if lease is None:
             return
         try:
-            if not self._ended(cell):  # another process may have trained it before the lease was free
-                yield cell, lease
+            if not self._ended(trial):  # another process may have trained it before the lease was free
+                yield trial, lease
         finally:
             lease.release()
 
-    def _all_ended(self, cells: Sequence[Cell]) -> bool:
-        """Tell whether all cells have ended, and note in the outcome which of them failed."""
-        failures = [f"{cell.label}: {error}" for cell in cells if (error := self._failure(cell))]
+    def _all_ended(self, trials: Sequence[VtabTrial]) -> bool:
+        """Tell whether all trials have ended, and note in the outcome which of them failed."""
+        failures = [f"{trial.label}: {error}" for trial in trials if (error := self._failure(trial))]
         self.outcome.failed += failures
-        return all(self._ended(cell) for cell in cells)
+        return all(self._ended(trial) for trial in trials)
 
-    def _ended(self, cell: Cell) -> bool:
-        return self._marker(cell) is not None or self._failure(cell) is not None
+    def _ended(self, trial: VtabTrial) -> bool:
+        return self._marker(trial) is not None or self._failure(trial) is not None
 
-    def _failure(self, cell: Cell) -> str | None:
-        """Return why a cell failed; processes that share the folder know what failed in the others.
+    def _failure(self, trial: VtabTrial) -> str | None:
+        """Return why a trial failed; processes that share the folder know what failed in the others.
 
         What failed in a part of a GPU is left to processes that have a whole one.
         """
-        if self.begun.leases is not None and cell.label not in self.failures:
-            written = None if cell.done(self.config.schedule.steps) else read_json(cell.path / "failed.json")
+        if self.run.leases is not None and trial.label not in self.failures:
+            written = None if trial.done(self.config.schedule.steps) else read_json(trial.path / "failed.json")
             return str(written["error"]) if written and (is_shared() or not written.get(BESIDE)) else None
-        return self.failures.get(cell.label)
+        return self.failures.get(trial.label)
 
-    def _set_aside(self, cells: Sequence[Cell]) -> bool:
-        """Tell whether some cells will be tried again with a whole GPU."""
-        failures = [read_json(cell.path / "failed.json") for cell in cells] if is_shared() else []
+    def _set_aside(self, trials: Sequence[VtabTrial]) -> bool:
+        """Tell whether some trials will be tried again with a whole GPU."""
+        failures = [read_json(trial.path / "failed.json") for trial in trials] if is_shared() else []
         return any(failure and failure.get(BESIDE) for failure in failures)
 
-    def note_failure(self, cell: Cell, error: NonFiniteError | OutOfMemoryError) -> None:
-        """Record why a cell failed, so that the sweep continues.
+    def note_failure(self, trial: VtabTrial, error: NonFiniteError | OutOfMemoryError) -> None:
+        """Record why a trial failed, so that the sweep continues.
 
         Raises an `OutOfMemoryError` again when there are several ranks: the others wait for this one's gradients.
         """
         if self.world.size > 1 and isinstance(error, OutOfMemoryError):
             raise error
-        self.console.warn(f"{cell.label} failed: {error}")
-        self.failures[cell.label] = str(error)
+        self.console.warn(f"{trial.label} failed: {error}")
+        self.failures[trial.label] = str(error)
         if self.world.leads:
             beside = is_shared() and isinstance(error, OutOfMemoryError)
             failure = {"error": str(error), "exit_code": error.exit_code, BESIDE: beside}
-            replace_json(cell.path / "failed.json", failure)
+            replace_json(trial.path / "failed.json", failure)
 
-    def keep(self, cell: Cell, result: engine.FitResult) -> None:
-        """Write the marker of a trained cell, and its weights if they may still be scored on test."""
+    def keep(self, trial: VtabTrial, result: engine.FitResult) -> None:
+        """Write the marker of a trained trial, and its weights if they may still be scored on test."""
         marker: Json = {
             "steps": result.steps,
             "val_accuracy": result.metrics["accuracy"],
@@ -178,18 +178,18 @@ class TaskSweep:
             "micro_batch": result.micro_batch,
         }
         if self.world.leads:
-            if self._weights_needed(cell) or self.config.keep_weights == "all":
+            if self._weights_needed(trial) or self.config.keep_weights == "all":
                 model = self.trainer.model
-                marker["weights_sha256"] = export_backbone(model, cell.weights)
-            replace_json(cell.path / "done.json", marker)
-            (cell.path / "failed.json").unlink(missing_ok=True)
-            Checkpoints(cell.path / "checkpoints").clear()
+                marker["weights_sha256"] = export_backbone(model, trial.weights)
+            replace_json(trial.path / "done.json", marker)
+            (trial.path / "failed.json").unlink(missing_ok=True)
+            Checkpoints(trial.path / "checkpoints").clear()
         distributed.barrier()
-        self.console.info(f"{cell.label}: val {marker['val_accuracy']:.1f} %  ({result.seconds:.1f} s)")
+        self.console.info(f"{trial.label}: val {marker['val_accuracy']:.1f} %  ({result.seconds:.1f} s)")
 
-    def _score_alone(self, chosen: Sequence[Cell]) -> bool:
-        """Score the chosen cells on the test split; False while another process does that."""
-        lease = self.begun.take(f"{self.path.relative_to(self.folder.path)}/test")
+    def _score_alone(self, chosen: Sequence[VtabTrial]) -> bool:
+        """Score the chosen trials on the test split; False while another process does that."""
+        lease = self.run.take(f"{self.path.relative_to(self.folder.path)}/test")
         if lease is None:
             return False
         try:
@@ -204,40 +204,40 @@ class TaskSweep:
             self.console.warn(warning)
         return True
 
-    def _score(self, cells: Sequence[Cell]) -> None:
-        """Score cells on the test split, each once in the life of the run: the ledger records past scores."""
-        todo = [cell for cell in cells if distributed.from_leader(self.ledger.entry(cell)) is None]
+    def _score(self, trials: Sequence[VtabTrial]) -> None:
+        """Score trials on the test split, each once in the life of the run: the ledger records past scores."""
+        todo = [trial for trial in trials if distributed.from_leader(self.ledger.entry(trial)) is None]
         if todo:
             began, device = time.perf_counter(), self.world.device
             if self.world.leads:
-                self._record([(cell, {"images": len(self.data.test.labels), "accuracy": None}) for cell in todo])
-            weights = [{name: value.to(device) for name, value in cell.load().items()} for cell in todo]
+                self._record([(trial, {"images": len(self.data.test.labels), "accuracy": None}) for trial in todo])
+            weights = [{name: value.to(device) for name, value in trial.load().items()} for trial in todo]
             rows = [
-                (cell, {"images": images, "right": right, "accuracy": 100 * right / images})
-                for cell, (right, images) in zip(todo, self.trainer.count_test(weights), strict=True)
+                (trial, {"images": images, "right": right, "accuracy": 100 * right / images})
+                for trial, (right, images) in zip(todo, self.trainer.count_test(weights), strict=True)
             ]
             if self.world.leads:
                 self._record(rows)
             distributed.barrier()
             mean, images = fmean(row["accuracy"] for _, row in rows), rows[0][1]["images"]
             self.console.info(
-                f"{self.task.name} {self.network}: chosen lr {cells[0].lr:g}, test {mean:.1f} % "
+                f"{self.task.name} {self.network}: chosen lr {trials[0].lr:g}, test {mean:.1f} % "
                 f"({len(rows)} seeds, {images} images, {time.perf_counter() - began:.1f} s)"
             )
-        for cell in cells:
-            entry = distributed.from_leader(self.ledger.entry(cell))
+        for trial in trials:
+            entry = distributed.from_leader(self.ledger.entry(trial))
             assert entry is not None
-            self.outcome.test[cell.seed], self.outcome.test_images = entry["accuracy"], entry["images"]
+            self.outcome.test[trial.seed], self.outcome.test_images = entry["accuracy"], entry["images"]
 
-    def _record(self, rows: Sequence[tuple[Cell, Json]]) -> None:
-        with self.begun.alone("ledger"):
+    def _record(self, rows: Sequence[tuple[VtabTrial, Json]]) -> None:
+        with self.run.alone("ledger"):
             self.ledger.add(rows)
 
-    def _discard(self, cells: Sequence[Cell]) -> None:
+    def _discard(self, trials: Sequence[VtabTrial]) -> None:
         """Delete weights that are no longer needed, unless the config keeps them."""
         if self.world.leads and self.config.keep_weights != "all":
-            for cell in cells:
-                kept = self.config.keep_weights == "chosen" and cell.lr == self.outcome.lr
-                if not kept and not self._weights_needed(cell):
-                    cell.weights.unlink(missing_ok=True)
+            for trial in trials:
+                kept = self.config.keep_weights == "chosen" and trial.lr == self.outcome.lr
+                if not kept and not self._weights_needed(trial):
+                    trial.weights.unlink(missing_ok=True)
         distributed.barrier()

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpn_cli.config.launch import SCRATCH_PIXELS
-from dpn_cli.data.crops import Size
 from dpn_cli.data.decoded_cache import decoded_once
-from dpn_cli.data.pixels import PixelSet, load, resize, shuffled_batches
+from dpn_cli.data.pixels import PixelSet, load, shuffled_batches
+from dpn_cli.data.resize import Size, resize
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine.losses import LOSSES
-from dpn_cli.engine.memory import MicroBatch, in_parts
+from dpn_cli.engine.memory import MicroBatch, in_chunks
 from dpn_cli.metrics import confusion_matrix, count_right, rank_share
 from dpn_cli.run import distributed
 from dpn_cli.run.baseline_warnings import crop_warning
@@ -27,7 +27,7 @@ from dpn_cli.weights.backbone import Backbone, backbone_of
 from tasks.vtab.config import VtabConfig
 from tasks.vtab.data import TaskData
 from tasks.vtab.tasks import Task
-from tasks.vtab.trials import Cell
+from tasks.vtab.trials import VtabTrial
 
 # 256 for 224: the size from which the public relative of the paper's config crops.
 RESIZE_RATIO = 256 / 224
@@ -83,7 +83,7 @@ class Trainer:
         self.micro_batch = MicroBatch.choose(config.runtime, world.most(config.batch_size), self.model, world.device)
         self._pixels: dict[tuple[str, bool], PixelSet] = {}
 
-    def job(self, cell: Cell, outputs: engine.Outputs) -> engine.Job:
+    def job(self, cell: VtabTrial, outputs: engine.Outputs) -> engine.TrainJob:
         """Reset the network and return the engine's job of a cell, whose ``accuracy`` is that on val200."""
         if self.scratch:
             self.model.initialize(cell.seed)
@@ -99,7 +99,7 @@ class Trainer:
             flip="flip" in self.augment,
             world=self.world,
         )
-        return engine.Job(
+        return engine.TrainJob(
             loss_fn=self.loss,
             batches=batches,
             optim=self.config.optim,
@@ -146,7 +146,7 @@ class Trainer:
         confusion = confusion_matrix(self.task.classes, self.world.device)
         rows = torch.arange(self.world.rank, len(pixels.images), self.world.size, device=pixels.images.device)
         for part in torch.split(rows, self.config.eval_batch_size):
-            logits = in_parts(lambda some: self.model(self.model.normalize(some)), pixels.images[part])
+            logits = in_chunks(lambda some: self.model(self.model.normalize(some)), pixels.images[part])
             confusion.update(logits, pixels.labels[part])
         right, images = count_right(confusion)
         if images != len(pixels.images):
@@ -174,7 +174,7 @@ class Trainer:
                     labels = part.labels.to(self.world.device)
                     for state, confusion in zip(weights, confusions, strict=True):
                         forward = partial(torch.func.functional_call, self.model, state)
-                        confusion.update(in_parts(forward, images), labels)
+                        confusion.update(in_chunks(forward, images), labels)
         skipped = int(distributed.reduce_over_ranks(torch.tensor(skipped)))
         if skipped:
             self.console.warn(f"{self.task.name}: {skipped} unreadable test images are left out of the score")

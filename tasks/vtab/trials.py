@@ -22,7 +22,7 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Cell:
+class VtabTrial:
     """One training of the sweep: network, task, learning rate, seed and training split, and its folder.
 
     `network` is its name: its stem, unless the sweep compares networks that differ in other keys.
@@ -37,7 +37,7 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """The cell's name in messages."""
+        """The trial's name in messages."""
         return f"{self.task.name} {self.network} lr {self.lr:g} seed {self.seed}" + (
             "" if self.split == "train800" else f" ({self.split})"
         )
@@ -68,7 +68,7 @@ class Cell:
 
 @dataclass
 class TaskOutcome:
-    """Results for one task and network, named as in `Cell`: accuracies in percent, by lr and seed."""
+    """Results for one task and network, named as in `VtabTrial`: accuracies in percent, by lr and seed."""
 
     task: Task
     network: str
@@ -85,8 +85,8 @@ class Ledger:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def entry(self, cell: Cell) -> Json | None:
-        """Return a cell's score on test, or None when it was never scored."""
+    def entry(self, trial: VtabTrial) -> Json | None:
+        """Return a trial's score on test, or None when it was never scored."""
         for row in self._rows():
             if row["accuracy"] is not None and (
                 row["stem"],
@@ -95,11 +95,11 @@ class Ledger:
                 row["seed"],
                 row["trained_on"],
             ) == (
-                cell.network,
-                cell.task.name,
-                cell.lr,
-                cell.seed,
-                cell.split,
+                trial.network,
+                trial.task.name,
+                trial.lr,
+                trial.seed,
+                trial.split,
             ):
                 return dict(row)
         return None
@@ -113,19 +113,19 @@ class Ledger:
                 f"{self.path}: damaged ({error}); restore it: it records which networks were scored on test"
             ) from error
 
-    def add(self, rows: Sequence[tuple[Cell, Mapping[str, Any]]]) -> None:
-        """Append the start of a scoring (accuracy None) or its result for several cells, all of them or none."""
+    def add(self, rows: Sequence[tuple[VtabTrial, Mapping[str, Any]]]) -> None:
+        """Append the start of a scoring (accuracy None) or its result for several trials, all of them or none."""
         text = self.path.read_text(encoding="utf-8") if self.path.is_file() else ""
-        for cell, scored in rows:
+        for trial, scored in rows:
             row = {
                 "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-                "stem": cell.network,
-                "task": cell.task.name,
-                "lr": cell.lr,
-                "seed": cell.seed,
-                "trained_on": cell.split,
+                "stem": trial.network,
+                "task": trial.task.name,
+                "lr": trial.lr,
+                "seed": trial.seed,
+                "trained_on": trial.split,
                 "scored_on": "test",
-                "weights_sha256": (read_json(cell.path / "done.json") or {}).get("weights_sha256"),
+                "weights_sha256": (read_json(trial.path / "done.json") or {}).get("weights_sha256"),
                 **scored,
             }
             text += json.dumps(row) + "\n"

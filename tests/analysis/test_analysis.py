@@ -13,8 +13,8 @@ from sklearn.metrics.pairwise import cosine_similarity
 from torch import Tensor
 
 from dpn_cli.analysis.attention import uniform_distance
-from dpn_cli.analysis.first_norm import describe_map, first_norm_maps, regions
-from dpn_cli.analysis.hooks import observe
+from dpn_cli.analysis.first_norm import first_norm_maps, profile_map, regions
+from dpn_cli.analysis.hooks import record_activations
 from dpn_cli.analysis.patch_probes import ordinary_patch, probe_stem
 from dpn_cli.analysis.positions import position_similarity
 from dpn_cli.analysis.projection import effective_rank, principal_filters, singular_values
@@ -54,14 +54,14 @@ def test_a_planted_pattern_comes_out_where_it_was_planted() -> None:
     assert torch.equal(blue, red)
     assert green[CENTRE, CENTRE].eq(2).all()
     assert green.sum() == 64 + 4
-    described = describe_map(green)
+    described = profile_map(green)
     assert described.means == {"centre": 2, "corners": 1, "edges": 1, "all": 68 / 64}
     assert described.profile[0] == 2
     assert described.profile[1:] == [1] * (len(described.profile) - 1)
     assert described.radius[0] == pytest.approx(math.sqrt(0.5))
     assert described.left_right == described.up_down == pytest.approx(1)
-    assert describe_map(red).left_right is None
-    rows = describe_map(maps["bias"][2])
+    assert profile_map(red).left_right is None
+    rows = profile_map(maps["bias"][2])
     assert rows.left_right == pytest.approx(1)
     assert rows.up_down == pytest.approx(-1)
     assert rows.means["centre"] == 3.5
@@ -86,7 +86,7 @@ def test_attention_without_preference_is_as_far_as_uniform_attention(pool: str) 
         block.attn.qkv.weight.data.zero_()
     centres = [(row * 8, column * 8) for row in range(4) for column in range(3)]
     by_hand = np.mean([math.dist(one, other) for one in centres for other in centres])
-    seen = observe(model, [noise()])
+    seen = record_activations(model, [noise()])
     assert seen.uniform == pytest.approx(by_hand)
     np.testing.assert_allclose(seen.distances, np.full((4, 2), by_hand), rtol=1e-6)
     assert uniform_distance((14, 14), (16, 16)) == pytest.approx(117, abs=1)
@@ -104,20 +104,20 @@ def test_attention_to_oneself_is_no_distance_away_and_to_a_neighbour_one_patch()
     model.patch_embed.norm = torch.nn.Identity()
     model.patch_embed.proj.weight.data.zero_()
     model.pos_embed.data.copy_(torch.eye(12, 32).repeat(1, 2)[None])  # one number per place and head
-    assert observe(model, [noise()]).distances.abs().max() < 1e-5
+    assert record_activations(model, [noise()]).distances.abs().max() < 1e-5
     to = torch.tensor([1, 2, 1])  # the patch to the right; the last column looks to the left
     right = torch.stack([F.one_hot(torch.tensor(row * 3) + to, 32) for row in range(4)]).flatten(0, 1).float()
     for block in model.blocks:
         q = block.attn.qkv.weight.data.chunk(3)[0]
         q.zero_()
         q[:32, :12] = q[32:, 32:44] = right.T * 400
-    np.testing.assert_allclose(observe(model, [noise()]).distances, np.full((4, 2), 8.0), rtol=1e-5)
+    np.testing.assert_allclose(record_activations(model, [noise()]).distances, np.full((4, 2), 8.0), rtol=1e-5)
 
 
 def test_attention_is_what_the_heads_compute_and_the_network_is_left_as_it_was() -> None:
     model, pixels = network(pool="gap"), noise(2)
     before = model.forward_features(model.normalize(pixels))
-    seen = observe(model, [pixels[:1], pixels[1:]])
+    seen = record_activations(model, [pixels[:1], pixels[1:]])
     assert [block.attn.fused_attn for block in model.blocks] == [True] * 4
     assert torch.equal(model.forward_features(model.normalize(pixels)), before)
     block = model.blocks[0]
@@ -132,7 +132,7 @@ def test_attention_is_what_the_heads_compute_and_the_network_is_left_as_it_was()
 def test_lengths_of_tokens_are_those_of_every_place() -> None:
     model, pixels = network("post_posemb"), noise(2)
     model.cls_token.data.fill_(0.5)
-    seen = {one.place: one for one in observe(model, [pixels]).lengths}
+    seen = {one.place: one for one in record_activations(model, [pixels]).lengths}
     assert list(seen) == ["stem", "with positions", "block 1", "block 2", "block 3", "block 4", "final norm"]
     with torch.no_grad():
         stem = model.patch_embed(model.normalize(pixels))
@@ -151,7 +151,7 @@ def test_lengths_of_tokens_are_those_of_every_place() -> None:
 @pytest.mark.parametrize("stem", ["none", "dpn"])
 def test_explained_variance_is_that_of_a_least_squares_fit(stem: str) -> None:
     model, pixels = network(stem), noise(3)
-    shares = observe(model, [pixels[:2], pixels[2:]]).shares
+    shares = record_activations(model, [pixels[:2], pixels[2:]]).shares
     image = model.normalize(pixels)
     with torch.no_grad():
         tokens = model.patch_embed(image).flatten(0, 1).double().numpy()
@@ -165,7 +165,7 @@ def test_explained_variance_is_that_of_a_least_squares_fit(stem: str) -> None:
 
 
 def test_brightness_and_contrast_explain_more_of_a_plain_stem() -> None:
-    shares = {stem: observe(network(stem), [noise(3)]).shares["both"] for stem in ("none", "dpn")}
+    shares = {stem: record_activations(network(stem), [noise(3)]).shares["both"] for stem in ("none", "dpn")}
     assert shares["none"] is not None
     assert shares["dpn"] is not None
     assert shares["none"] > shares["dpn"]
@@ -175,7 +175,7 @@ def test_tokens_that_do_not_vary_have_no_explanation() -> None:
     model = network("none")
     model.patch_embed.proj.weight.data.zero_()
     model.patch_embed.proj.bias.data.fill_(1)
-    assert observe(model, [noise()]).shares == {"brightness": None, "contrast": None, "both": None}
+    assert record_activations(model, [noise()]).shares == {"brightness": None, "contrast": None, "both": None}
 
 
 def test_filters_are_the_principal_components_of_the_projection() -> None:

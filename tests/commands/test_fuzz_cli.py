@@ -260,7 +260,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(engine, "fit", stop)
-    monkeypatch.setattr(demo_weights, "demo_tower", stop)
+    monkeypatch.setattr(demo_weights, "demo_backbone", stop)
     monkeypatch.setattr(doctor, "examine", list)
     monkeypatch.setattr(planning, "MEASURED_SECONDS", 0.001)
     monkeypatch.setattr(planning, "SIDE", {"cpu": 8})

@@ -17,7 +17,7 @@ from dpn_cli.analysis.plots import sections_of
 from dpn_cli.analysis.summary import examine
 from dpn_cli.report import page
 from dpn_cli.report.charts import draw
-from dpn_cli.report.content import Chart, Lines, Map, Maps, Series
+from dpn_cli.report.content import Chart, LineChart, Map, Maps, Series
 from dpn_cli.weights.backbone import export_backbone, load_backbone
 
 
@@ -146,5 +146,5 @@ def test_maps_and_points_are_drawn_from_the_numbers_of_their_csv() -> None:
     assert draw(colours, "a")[0].count("<image") == 1
     assert several.count("<image") == 13 + 1
     assert "number 1" not in several
-    points = Lines("points", "", "x", "y", [Series("a", [1] * 500, range(1, 501))], joined=False, from_zero=True)
+    points = LineChart("points", "", "x", "y", [Series("a", [1] * 500, range(1, 501))], joined=False, from_zero=True)
     assert draw(points, "a")[0].count("<use") > 500  # not thinned out

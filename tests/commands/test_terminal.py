@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from test_cli import run
 from typer.testing import Result
 
-from dpn_cli.config.schema import Written
+from dpn_cli.config.schema import PredictionFiles
 from dpn_cli.report.predictions import Predictions
 from dpn_cli.run.console import Console, printable, show_error
 from dpn_cli.weights.backbone import export_backbone, load_backbone
@@ -121,7 +121,7 @@ def test_tensors_of_inspect(tmp_path: Path) -> None:
 
 
 def predictions(results: list[dict[str, Any]]) -> Predictions:
-    found = Predictions([Path(result["image"]) for result in results], Written(), Console())
+    found = Predictions([Path(result["image"]) for result in results], PredictionFiles(), Console())
     found.results += results
     return found
 

@@ -21,10 +21,11 @@ from torchvision import transforms
 
 from dpn_cli.config.load import build, merge
 from dpn_cli.config.schema import Optim
-from dpn_cli.data.classified import ImageSource, open_class_data
+from dpn_cli.data.image_source import ImageSource
 from dpn_cli.data.loader import POLICY
-from dpn_cli.data.pixels import rows_of_step
+from dpn_cli.data.sampler import rows_of_step
 from dpn_cli.data.sources.cifar import LAYOUTS, Cifar, find_cifar
+from dpn_cli.data.splits import open_class_data
 from dpn_cli.engine.optim import build_optimizer, lr_factor, set_lr
 from dpn_cli.engine.seeds import fold
 from dpn_cli.errors import DataError
@@ -32,7 +33,7 @@ from dpn_cli.run.distributed import World
 from tasks.classify import train as training
 from tasks.classify.common import open_data
 from tasks.classify.config import in_steps
-from tasks.classify.pretrain_config import PretrainConfig, resolve, settle
+from tasks.classify.pretrain_config import PretrainConfig, finalize, resolve
 
 TEN, HUNDRED, TEN_BYTES, HUNDRED_BYTES = LAYOUTS
 
@@ -181,7 +182,7 @@ def test_a_folder_with_both_asks_which(tmp_path: Path) -> None:
 
 def config_of(name: str, source: object = "x", preset: Any = None, **asked: Any) -> PretrainConfig:
     plain = resolve(name, preset, None, None, merge({"data": {"source": str(source)}}, asked), {})
-    return settle(build(PretrainConfig, plain, "test"))
+    return finalize(build(PretrainConfig, plain, "test"))
 
 
 def test_the_config_is_the_studys_and_the_preset_a_short_one() -> None:

@@ -12,20 +12,12 @@ from conftest import images
 from PIL import Image
 from timm.data import ImageNetInfo
 
-from dpn_cli.data.classified import (
-    ClassData,
-    ClassFolders,
-    ImageSource,
-    Part,
-    hash_order,
-    hold_out,
-    minival_size,
-    open_class_data,
-    open_split,
-)
+from dpn_cli.data.image_source import ImageSource, open_split
 from dpn_cli.data.imagenet import describe_imagenet
-from dpn_cli.data.labelled import fingerprint
+from dpn_cli.data.sources.base import Part, fingerprint
+from dpn_cli.data.sources.folder import ClassFolders
 from dpn_cli.data.sources.shards import Shards, expand
+from dpn_cli.data.splits import ClassData, hash_order, hold_out, minival_size, open_class_data
 from dpn_cli.errors import DataError
 
 

@@ -18,10 +18,12 @@ from test_workers import LIMIT, wait_for_error
 from torch.utils.data import Dataset, dataloader
 
 from dpn_cli.data import collate
-from dpn_cli.data.classified import ClassFolders
+from dpn_cli.data.augment import Augmentation
 from dpn_cli.data.collate import AHEAD, IMAGES, SHARED, Example, open_batches, part_size, parts_in_memory
-from dpn_cli.data.loader import Augmentation, crop_batches
-from dpn_cli.data.pixels import resize, stream
+from dpn_cli.data.loader import crop_batches
+from dpn_cli.data.pixels import stream
+from dpn_cli.data.resize import resize
+from dpn_cli.data.sources.folder import ClassFolders
 from dpn_cli.engine.fit import Batch
 from dpn_cli.errors import DataError, WorkerError
 from dpn_cli.run.distributed import World

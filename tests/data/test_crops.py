@@ -17,7 +17,7 @@ from PIL import Image
 
 from dpn_cli.data.crops import Decode, area_weights, eval_crop, inception_box, small_size, train_crop
 from dpn_cli.data.decode import decode, open_image
-from dpn_cli.data.pixels import resize
+from dpn_cli.data.resize import resize
 from dpn_cli.errors import DataError
 
 HOW: tuple[Decode, Decode] = ("exact", "fast")

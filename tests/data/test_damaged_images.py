@@ -18,8 +18,8 @@ from test_damaged import BYTES
 
 from dpn_cli.data.crops import eval_crop, train_crop
 from dpn_cli.data.decode import Reading, open_image, read_pixels
-from dpn_cli.data.file_index import FolderImages
-from dpn_cli.data.sources.packs import Packing, _encoded
+from dpn_cli.data.sources.folder import FolderImages
+from dpn_cli.data.sources.pack_writer import Packing, _encoded
 from dpn_cli.data.validate import see_image
 from dpn_cli.errors import DpnError
 from tasks.segment.labels import read_mask

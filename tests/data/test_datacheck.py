@@ -19,10 +19,11 @@ from test_cli import run
 from test_highres import small, train
 
 from dpn_cli.commands.datacheck import CHECKS
-from dpn_cli.data import classified, loader_sizing, validate
-from dpn_cli.data.classified import ClassFolders
+from dpn_cli.data import image_source, loader_sizing, validate
 from dpn_cli.data.image_errors import fault, gathering
 from dpn_cli.data.imagenet import imagenet_folders
+from dpn_cli.data.sources import synthetic
+from dpn_cli.data.sources.folder import ClassFolders
 from dpn_cli.data.validate import Examined, same_images, see_image, storage_of
 from dpn_cli.errors import DataError, StoppedError
 from dpn_cli.run import signals
@@ -318,7 +319,7 @@ def test_labels_that_look_shifted_are_warned_of(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", CHECKS)
 def test_the_built_in_data_are_clean(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fewer = {"train": (0, 99), "val": (900, 950)}
-    monkeypatch.setattr(classified, "DEMO", dict.fromkeys(classified.DEMO, ("demo_light", fewer)))
+    monkeypatch.setattr(image_source, "DEMO", dict.fromkeys(synthetic.DEMO, ("demo_light", fewer)))
     monkeypatch.setattr(lit_data, "DEMO_SPLITS", fewer)
     monkeypatch.setattr(segment_pairs, "DEMO_SPLITS", fewer)
     only = ["--tasks", "demo_light"] if name == "vtab" else []

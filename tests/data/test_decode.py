@@ -25,7 +25,7 @@ from dpn_cli.config.schema import MAX_PIXELS
 from dpn_cli.data.crops import Decode, eval_crop, inception_box, train_crop
 from dpn_cli.data.decode import Decoder, Reading, decode, open_image, read_pixels
 from dpn_cli.data.file_index import find_files
-from dpn_cli.data.pixels import resize
+from dpn_cli.data.resize import resize
 from dpn_cli.errors import DataError, ImageError
 
 BOTH: tuple[Decoder, Decoder] = ("exact", "pillow")

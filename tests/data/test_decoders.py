@@ -21,21 +21,23 @@ from test_cli import run
 from test_lit_scores import towers
 from test_segment import NAMES, write_scenes
 
-from dpn_cli.data import classified
+from dpn_cli.data import image_source, splits
+from dpn_cli.data.augment import Augmentation
 from dpn_cli.data.crops import Decode
 from dpn_cli.data.decode import Decoder, Reading
-from dpn_cli.data.images import find_images
-from dpn_cli.data.labelled import Labelled
-from dpn_cli.data.loader import Augmentation, crop_batches
-from dpn_cli.data.pixels import resize
-from dpn_cli.data.sources.packs import Packed, Packing, pack
+from dpn_cli.data.image_source import find_images
+from dpn_cli.data.loader import crop_batches
+from dpn_cli.data.resize import resize
+from dpn_cli.data.sources.base import Labelled
+from dpn_cli.data.sources.pack_writer import Packing, pack
+from dpn_cli.data.sources.packs import Packed
 from dpn_cli.errors import DpnError, ImageError
 from dpn_cli.run.distributed import World
-from dpn_cli.run.run import Session
+from dpn_cli.run.run import Run
 from dpn_cli.weights.backbone import export_backbone, load_backbone
 from dpn_cli.weights.safetensors_io import read_weights, save_weights
 from tasks.classify.classifier import Classifier, load_classifier, save_classifier
-from tasks.classify.eval_splits import Joined
+from tasks.classify.eval_splits import ConcatImages
 from tasks.lit import data as captioned
 from tasks.segment.artifact import Segmenter, load_segmenter, save_segmenter
 from tasks.segment.config import Evaluation, MaskData
@@ -92,31 +94,33 @@ def hub(folder: Path, encoded: bytes) -> str:
 
 
 def from_folder(root: Path, encoded: bytes, reading: Reading) -> Labelled:
-    source = classified.ImageSource(str(class_folders(root / "photos", encoded)), reading=reading)
-    return classified.open_split(source, "train")[0]
+    source = image_source.ImageSource(str(class_folders(root / "photos", encoded)), reading=reading)
+    return image_source.open_split(source, "train")[0]
 
 
 def from_part(root: Path, encoded: bytes, reading: Reading) -> Labelled:
-    return classified.hold_out(from_folder(root, encoded, reading), 0.5)[1]
+    return splits.hold_out(from_folder(root, encoded, reading), 0.5)[1]
 
 
 def from_parts(root: Path, encoded: bytes, reading: Reading) -> Labelled:
-    return Joined([from_part(root, encoded, reading)])
+    return ConcatImages([from_part(root, encoded, reading)])
 
 
 def from_shards(root: Path, encoded: bytes, reading: Reading) -> Labelled:
-    return classified.open_split(classified.ImageSource(shards(root / "a.tar", encoded), reading=reading), "train")[0]
+    return image_source.open_split(image_source.ImageSource(shards(root / "a.tar", encoded), reading=reading), "train")[
+        0
+    ]
 
 
 def from_hub(root: Path, encoded: bytes, reading: Reading) -> Labelled:
-    return classified.open_split(classified.ImageSource(hub(root / "hub", encoded), reading=reading), "train")[0]
+    return image_source.open_split(image_source.ImageSource(hub(root / "hub", encoded), reading=reading), "train")[0]
 
 
 def from_pack(root: Path, encoded: bytes, reading: Reading) -> Labelled:
     split = from_folder(root, encoded, Reading())
     packing: Any = {"workers": 1, "skip_bad": False, "progress": print}
     pack({"train": (split, range(4))}, ("one", "two"), root / "pack", Packing(size=None), **packing)
-    return classified.open_split(classified.ImageSource(str(root / "pack"), reading=reading), "train")[0]
+    return image_source.open_split(image_source.ImageSource(str(root / "pack"), reading=reading), "train")[0]
 
 
 def from_images(root: Path, encoded: bytes, reading: Reading) -> Labelled:
@@ -376,7 +380,7 @@ def test_a_pack_is_made_and_continued_with_one_decoder(
     assert manifest["decode"] == decoder
     split = Packed(tmp_path / "p", "train")
     reading = Reading("pillow" if decoder == "pillow" else "exact")
-    files = classified.open_split(classified.ImageSource("photos", reading=reading), "train")[0]
+    files = image_source.open_split(image_source.ImageSource("photos", reading=reading), "train")[0]
     row = next(row for row in range(len(files.labels)) if files.key(row) == split.key(0))
     smaller = Image.fromarray(files.pixels(row)).resize((25, 20), Image.Resampling.BICUBIC)
     assert np.array_equal(split.pixels(0), np.asarray(smaller))
@@ -447,7 +451,7 @@ def test_every_task_trains_with_the_decoder_that_its_run_began_with(
 ) -> None:
     begun: list[str] = []
 
-    def note(run: Session[Any], *_: Any) -> Any:
+    def note(run: Run[Any], *_: Any) -> Any:
         begun.append(run.config.data.decode)
         raise DpnError("enough")
 

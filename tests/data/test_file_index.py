@@ -15,10 +15,12 @@ import pytest
 from conftest import images
 
 from dpn_cli.data import file_index
-from dpn_cli.data.classified import ClassFolders, hold_out
+from dpn_cli.data.compact import Names, integers
 from dpn_cli.data.decode import SUFFIXES
-from dpn_cli.data.file_index import FolderImages, Names, find_files, integers
-from dpn_cli.data.labelled import digest_of_lines
+from dpn_cli.data.file_index import find_files
+from dpn_cli.data.sources.base import digest_of_lines
+from dpn_cli.data.sources.folder import ClassFolders, FolderImages
+from dpn_cli.data.splits import hold_out
 from dpn_cli.errors import DataError
 from dpn_cli.run.console import Console, tell
 
@@ -180,10 +182,10 @@ def test_a_long_listing_tells_how_far_it_is(
 ) -> None:
     root = images(tmp_path, classes=2, each=2)
     monkeypatch.setattr(file_index, "LINE_EVERY", 0.0)
-    with Console().heard():
+    with Console().capture_logs():
         ClassFolders(root)
     assert f"{root}: 4 images found" in capsys.readouterr().err.replace("\n", "")
-    with Console(quiet=True).heard():
+    with Console(quiet=True).capture_logs():
         ClassFolders(root)
     tell("nobody hears it")
     assert not capsys.readouterr().err

@@ -16,8 +16,9 @@ import torch
 from conftest import Arrays, images
 from PIL import Image
 
-from dpn_cli.data.classified import ClassFolders
-from dpn_cli.data.loader import Augmentation, blend, crop_batches, mixed_with_before
+from dpn_cli.data.augment import Augmentation
+from dpn_cli.data.loader import blend, crop_batches, mixed_with_before
+from dpn_cli.data.sources.folder import ClassFolders
 from dpn_cli.engine.fit import Batch
 from dpn_cli.errors import DataError
 from dpn_cli.run.distributed import World

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from test_classified import shard
 
-from dpn_cli.data.classified import ImageSource, open_split
+from dpn_cli.data.image_source import ImageSource, open_split
 from dpn_cli.errors import DataError
 from tasks.lit.tokenizer import open_tokenizer
 from tasks.lit.zeroshot import class_names, prompt_set

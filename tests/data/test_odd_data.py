@@ -19,8 +19,8 @@ from test_decode import claims, time_limit
 from test_decoders import COMMANDS, go, place, save_run
 from test_highres import small, train
 
-from dpn_cli.data.classified import ImageSource, open_split
-from dpn_cli.data.labelled import MOST_CLASSES
+from dpn_cli.data.image_source import ImageSource, open_split
+from dpn_cli.data.sources.base import MOST_CLASSES
 from dpn_cli.data.sources.shards import Shards, expand
 from dpn_cli.errors import DataError
 from dpn_cli.weights.backbone import load_backbone

@@ -17,17 +17,12 @@ from conftest import images
 from PIL import Image
 from test_cli import run
 
-from dpn_cli.data.classified import (
-    ClassFolders,
-    ImageSource,
-    hash_order,
-    open_class_data,
-    open_split,
-    open_tuning_data,
-    own_splits,
-)
-from dpn_cli.data.sources import packs
-from dpn_cli.data.sources.packs import Packed, Packing, pack
+from dpn_cli.data.image_source import ImageSource, open_split, own_splits
+from dpn_cli.data.sources import pack_writer
+from dpn_cli.data.sources.folder import ClassFolders
+from dpn_cli.data.sources.pack_writer import Packing, pack
+from dpn_cli.data.sources.packs import Packed
+from dpn_cli.data.splits import hash_order, open_class_data, open_tuning_data
 from dpn_cli.errors import DataError, DpnError, StoppedError
 from dpn_cli.run import signals
 
@@ -40,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def packed(source: Path, out: Path, packing: Packing, monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> Any:
-    monkeypatch.setattr(packs, "SHARD_IMAGES", 25)
+    monkeypatch.setattr(pack_writer, "SHARD_IMAGES", 25)
     splits = {name: open_split(ImageSource(str(source)), name)[0] for name in ("train", "val")}
     told: list[str] = []
     options: Any = {"workers": 1, "skip_bad": False, "progress": told.append, **arguments}

@@ -16,17 +16,10 @@ from conftest import Arrays
 from PIL import Image
 
 from dpn_cli.data.decode import decode, open_image
-from dpn_cli.data.labelled import FileList
-from dpn_cli.data.pixels import (
-    PixelSet,
-    as_batch,
-    augment,
-    load,
-    resize,
-    rows_of_step,
-    shuffled_batches,
-    stream,
-)
+from dpn_cli.data.pixels import PixelSet, augment, load, shuffled_batches, stream
+from dpn_cli.data.resize import as_batch, resize
+from dpn_cli.data.sampler import rows_of_step
+from dpn_cli.data.sources.folder import FileList
 from dpn_cli.errors import DataError
 from dpn_cli.run.distributed import World
 

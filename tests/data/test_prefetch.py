@@ -22,14 +22,16 @@ from test_shuffle import TINY, make_pack
 
 from dpn_cli.config.schema import Drawn
 from dpn_cli.data import pixels, remote
-from dpn_cli.data.classified import ImageSource, open_class_data
-from dpn_cli.data.labelled import Labelled, rows_to_check
+from dpn_cli.data.augment import Augmentation
+from dpn_cli.data.image_source import ImageSource
 from dpn_cli.data.leakage import record
-from dpn_cli.data.loader import Augmentation, crop_batches
-from dpn_cli.data.pixels import resize
+from dpn_cli.data.loader import crop_batches
 from dpn_cli.data.prefetch import Window, check_cache
 from dpn_cli.data.remote import RemotePath
-from dpn_cli.data.shard_sampler import Need, Sharded, ShardOrder, order_of
+from dpn_cli.data.resize import resize
+from dpn_cli.data.shard_sampler import Need, ShardOrder, order_of
+from dpn_cli.data.sources.base import Labelled, Sharded, rows_to_check
+from dpn_cli.data.splits import open_class_data
 from dpn_cli.engine.fit import Batch
 from dpn_cli.errors import DpnError, StoppedError, StoreError, WorkerError
 from dpn_cli.run import signals

@@ -13,11 +13,12 @@ from conftest import Arrays, images
 from PIL import Image, ImageOps
 
 from dpn_cli.data import randaugment
-from dpn_cli.data.classified import ClassFolders
+from dpn_cli.data.augment import Augmentation
 from dpn_cli.data.crops import train_crop
-from dpn_cli.data.loader import RANDAUGMENT, Augmentation, crop_batches
-from dpn_cli.data.pixels import rows_of_step
+from dpn_cli.data.loader import RANDAUGMENT, crop_batches
 from dpn_cli.data.randaugment import OPERATIONS, SIGNED, apply, rand_augment
+from dpn_cli.data.sampler import rows_of_step
+from dpn_cli.data.sources.folder import ClassFolders
 from dpn_cli.engine.seeds import fold
 from dpn_cli.run.distributed import World
 

@@ -21,16 +21,18 @@ from test_lit_data import shards as caption_shards
 
 from dpn_cli.config.paths import home
 from dpn_cli.data import remote
-from dpn_cli.data.classified import ImageSource, hash_order, open_class_data, open_split, own_splits
-from dpn_cli.data.images import open_unlabelled
-from dpn_cli.data.labelled import Labelled, fingerprint
-from dpn_cli.data.loader import Augmentation, crop_batches
-from dpn_cli.data.pixels import resize, stream
-from dpn_cli.data.sources import packs
-from dpn_cli.data.sources.packs import Packing, pack
+from dpn_cli.data.augment import Augmentation
+from dpn_cli.data.image_source import ImageSource, open_split, open_unlabelled, own_splits
+from dpn_cli.data.loader import crop_batches
+from dpn_cli.data.pixels import stream
+from dpn_cli.data.resize import resize
+from dpn_cli.data.sources import pack_writer
+from dpn_cli.data.sources.base import Labelled, fingerprint
+from dpn_cli.data.sources.pack_writer import Packing, pack
+from dpn_cli.data.splits import hash_order, open_class_data
 from dpn_cli.errors import DataError, DpnError, StoreError
 from dpn_cli.run.distributed import World
-from tasks.lit.captions import Captioned
+from tasks.lit.captions import CaptionedImages
 from tasks.lit.data import CaptionSource
 from tasks.lit.data import open_split as open_captions
 
@@ -50,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = ImageSource(str(root / "photos"))
     splits = {name: open_split(source, name) for name in ("train", "val")}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packs, "SHARD_IMAGES", 12)
+        patch.setattr(pack_writer, "SHARD_IMAGES", 12)
         ordered = {name: (split, hash_order(split)) for name, (split, _) in splits.items()}
         how: Any = {"workers": 1, "skip_bad": False, "progress": lambda text: None}
         pack(ordered, splits["train"][1], root / "served" / "pack", Packing(size=None), **how)
@@ -141,7 +143,7 @@ def test_a_star_finds_the_shards_of_a_bucket(store: Store, folder: Path) -> None
 
 
 def test_captions_behind_a_url_are_the_captions(store: Store, folder: Path) -> None:
-    def opened(root: str) -> Captioned:
+    def opened(root: str) -> CaptionedImages:
         return open_captions(CaptionSource(f"wds:{root}/pairs/{{00000..00001}}.tar"), "train")
 
     far, near = opened(store.url), opened(str(folder))

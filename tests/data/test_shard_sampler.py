@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dpn_cli.data.shard_sampler import AT_ONCE, Sharded, ShardOrder, needs_in_order
+from dpn_cli.data.shard_sampler import AT_ONCE, ShardOrder, needs_in_order
+from dpn_cli.data.sources.base import Sharded
 from dpn_cli.run.distributed import World
 
 # Images of each shard, images of a batch, open shards.

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dpn_cli.config.schema import Optim, Runtime
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine.fit import Batch, Outputs
-from dpn_cli.engine.fsdp import Shards
+from dpn_cli.engine.fsdp import ShardedModel
 from dpn_cli.engine.gradients import Gradients
 from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.errors import SaveError
@@ -75,7 +75,7 @@ def train(
     network = small(drop_path=0.5, grad_checkpointing=optim == "adam", seed=seed + 1)
     model = engine.prepare(network, runtime, world)
     network.load_state_dict(small(seed=seed).state_dict())  # as a sweep does for each of its trainings
-    assert isinstance(model, Shards) == shard
+    assert isinstance(model, ShardedModel) == shard
 
     def tick(after: Tick) -> None:
         assert (network.pos_embed.numel() == 0) == shard  # parts are all there is
@@ -122,7 +122,7 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def exchanges(world: World, micro: int) -> int:
     """Return how often the gradients of a batch are exchanged."""
     model = engine.prepare(small(), Runtime(shard=True), world)
-    assert isinstance(model, Shards)
+    assert isinstance(model, ShardedModel)
     with Counted() as counted:
         work = Gradients(model, model.network, job(world=world), MicroBatch(micro))
         work.compute(next(share(world)(0)), 0)

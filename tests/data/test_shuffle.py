@@ -16,12 +16,14 @@ from test_distill import train as distil
 from test_highres import small, train
 
 from dpn_cli.config.schema import Drawn
-from dpn_cli.data.classified import ImageSource, hash_order, open_class_data, open_split
-from dpn_cli.data.labelled import Labelled
-from dpn_cli.data.loader import Augmentation, crop_batches
+from dpn_cli.data.augment import Augmentation
+from dpn_cli.data.image_source import ImageSource, open_split
+from dpn_cli.data.loader import crop_batches
 from dpn_cli.data.shard_sampler import ShardOrder, order_of
-from dpn_cli.data.sources import packs
-from dpn_cli.data.sources.packs import Packing, pack
+from dpn_cli.data.sources import pack_writer
+from dpn_cli.data.sources.base import Labelled
+from dpn_cli.data.sources.pack_writer import Packing, pack
+from dpn_cli.data.splits import hash_order, open_class_data
 from dpn_cli.engine.fit import Batches
 from dpn_cli.run.distributed import World
 from tasks.classify import train as training
@@ -38,7 +40,7 @@ def make_pack(root: Path) -> Path:
         images(root / "photos" / split, each=each)
     splits = {name: open_split(ImageSource(str(root / "photos")), name) for name in ("train", "val")}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packs, "SHARD_IMAGES", EACH)
+        patch.setattr(pack_writer, "SHARD_IMAGES", EACH)
         ordered = {name: (split, hash_order(split)) for name, (split, _) in splits.items()}
         how: Any = {"workers": 1, "skip_bad": False, "progress": lambda text: None}
         pack(ordered, splits["train"][1], root / "pack", Packing(size=None), **how)

@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dpn_cli.config.schema import Runtime
-from dpn_cli.data.classified import ClassFolders
 from dpn_cli.data.decode import decode, open_image
-from dpn_cli.data.labelled import content_of
-from dpn_cli.data.pixels import WORTH_WORKERS, reader_count, resize, stream
+from dpn_cli.data.pixels import WORTH_WORKERS, reader_count, stream
+from dpn_cli.data.resize import resize
+from dpn_cli.data.sources.base import content_of
+from dpn_cli.data.sources.folder import ClassFolders
 from dpn_cli.data.thread_loader import Threaded
 from dpn_cli.data.validate import examine, see_image
 from dpn_cli.errors import DataError

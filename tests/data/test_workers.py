@@ -24,9 +24,11 @@ from torch.utils.data import Dataset, dataloader
 
 from dpn_cli import metrics
 from dpn_cli.data import workers
-from dpn_cli.data.classified import ClassFolders
-from dpn_cli.data.loader import Augmentation, crop_batches
-from dpn_cli.data.pixels import PixelSet, resize, stream
+from dpn_cli.data.augment import Augmentation
+from dpn_cli.data.loader import crop_batches
+from dpn_cli.data.pixels import PixelSet, stream
+from dpn_cli.data.resize import resize
+from dpn_cli.data.sources.folder import ClassFolders
 from dpn_cli.data.workers import open_loader, watched
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine.fit import Batch

@@ -301,6 +301,6 @@ def test_a_device_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         theirs.send(said)
     found = [
         (each.name, each.level, each.found)
-        for each in subprocess_check.Apart(multiprocessing.current_process(), ours, tmp_path).findings([])
+        for each in subprocess_check.SubprocessCheck(multiprocessing.current_process(), ours, tmp_path).findings([])
     ]
     assert found == [("torch", "ok", "2"), ("GPU", "problem", "no answer in 0 s")]

@@ -22,9 +22,9 @@ from dpn_cli.commands import estimate
 from dpn_cli.config.cost import Cost, total_disk, total_hours
 from dpn_cli.config.schema import Optim
 from dpn_cli.engine import dry_run
-from dpn_cli.engine import state as train_state
 from dpn_cli.engine import fit as engine
-from dpn_cli.engine.dry_run import Sampled, Scene, distances, rehearse
+from dpn_cli.engine import state as train_state
+from dpn_cli.engine.dry_run import Sampled, Scene, distances, dry_run_fit
 from dpn_cli.errors import DpnError, SaveError, StoppedError
 from dpn_cli.run import signals
 from dpn_cli.run.checkpoints import Checkpoints, State
@@ -74,7 +74,7 @@ def lasting(clock: SimpleNamespace, workers: int) -> Scene:
 def test_hours_are_those_of_the_steps_and_the_evaluations(
     workers: int, step: float, image: float, clock: SimpleNamespace, tmp_path: Path
 ) -> None:
-    cost = rehearse(lambda: lasting(clock, workers), "mu/8 dpn", tmp_path / "run", weights=1000)
+    cost = dry_run_fit(lambda: lasting(clock, workers), "mu/8 dpn", tmp_path / "run", weights=1000)
     assert (cost.name, cost.trainings, cost.steps, cost.kept) == ("mu/8 dpn", 1, 100, 1000)
     assert cost.step_seconds == pytest.approx(step)
     assert cost.evaluation_seconds == pytest.approx(image * (4 * 40 + 400))  # after steps 30, 60, 90 and 100
@@ -87,7 +87,7 @@ def test_the_states_on_the_disk_are_those_of_a_training(more: dict[str, int], st
     outputs = engine.Outputs(Checkpoints(tmp_path / "real"))
     engine.fit(small(), job(steps=2, optim=ADAM, evaluate_every=2, evaluate=lambda: {"accuracy": 1.0}, outputs=outputs))
     one = sum(file.stat().st_size for file in (tmp_path / "real" / "last").iterdir())
-    cost = rehearse(lambda: scene(**more), "mu/8", tmp_path / "run", weights=0)
+    cost = dry_run_fit(lambda: scene(**more), "mu/8", tmp_path / "run", weights=0)
     assert cost.passing == pytest.approx(states * one, rel=0.01)
     parameters = sum(parameter.numel() for parameter in small().parameters())
     assert one == pytest.approx(3 * 4 * parameters, rel=0.15)  # weights and Adam's two sums
@@ -145,7 +145,7 @@ def test_a_broken_save_or_load_is_noticed(
 
     monkeypatch.setattr(Checkpoints, where, {"save": bad_save, "load": bad_load}[where])
     with pytest.raises(SaveError, match=f"would not continue as the uninterrupted one; .*({message})") as raised:
-        rehearse(scene, "mu/8", tmp_path / "run", weights=0)
+        dry_run_fit(scene, "mu/8", tmp_path / "run", weights=0)
     assert "\n" not in str(raised.value)
     assert list(tmp_path.iterdir()) == []
 
@@ -158,7 +158,7 @@ def test_a_resume_that_restores_less_than_all_is_noticed(tmp_path: Path, monkeyp
 
     monkeypatch.setattr("dpn_cli.engine.fit.restore", weights_only)
     with pytest.raises(SaveError, match=r"optim\.exp_avg by .*of a step"):
-        rehearse(scene, "mu/8", tmp_path / "run", weights=0)
+        dry_run_fit(scene, "mu/8", tmp_path / "run", weights=0)
 
 
 def test_errors_of_the_training_itself_stay_what_they_are(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_errors_of_the_training_itself_stay_what_they_are(tmp_path: Path) -> Non
         raise RuntimeError("another mistake")
 
     with pytest.raises(RuntimeError, match="another mistake"):
-        rehearse(lambda: scene(loss_fn=refusing), "mu/8", tmp_path / "run", weights=0)
+        dry_run_fit(lambda: scene(loss_fn=refusing), "mu/8", tmp_path / "run", weights=0)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -185,7 +185,7 @@ def test_a_place_that_cannot_be_written_to_is_an_error(
 
     monkeypatch.setattr(place, refuse)
     with pytest.raises(DpnError, match=message):
-        rehearse(scene, "mu/8", tmp_path / "run", weights=0)
+        dry_run_fit(scene, "mu/8", tmp_path / "run", weights=0)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -234,21 +234,21 @@ def test_a_disk_that_is_too_small_is_refused(
     free: int, held: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What the folder holds already, as before a resume, need not be free."""
-    monkeypatch.setattr(estimate, "space", lambda folder: (free, held))
+    monkeypatch.setattr(estimate, "disk_free_and_used", lambda folder: (free, held))
     if free + held >= 1_410_000_000:
-        estimate.tell_costs([cost()], tmp_path, Console(), as_json=False)
+        estimate.show_costs([cost()], tmp_path, Console(), as_json=False)
         assert "2 trainings in about 1.5 hours" in " ".join(capsys.readouterr().err.split())
         return
     message = "the trainings need 1.4 GB, at most 400 MB of weights, 1.0 GB of states of a training, 10 MB of caches"
     with pytest.raises(SaveError, match=message):
-        estimate.tell_costs([cost()], tmp_path, Console(), as_json=False)
+        estimate.show_costs([cost()], tmp_path, Console(), as_json=False)
 
 
 def test_space_is_that_of_the_nearest_folder(tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "checkpoints" / "state").write_bytes(bytes(1000))
-    assert estimate.space(tmp_path / "run")[1] == 1000
-    free, held = estimate.space(tmp_path / "new" / "run")
+    assert estimate.disk_free_and_used(tmp_path / "run")[1] == 1000
+    free, held = estimate.disk_free_and_used(tmp_path / "new" / "run")
     assert held == 0
     assert free > 0
 

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from dpn_cli.config.schema import Optim, Runtime, Schedule
 from dpn_cli.engine import fit as engine
-from dpn_cli.engine.cross_batch_loss import CoupledLoss
-from dpn_cli.engine.fit import Batch, Job, Outputs
+from dpn_cli.engine.cross_batch_loss import CrossBatchLoss
+from dpn_cli.engine.fit import Batch, Outputs, TrainJob
 from dpn_cli.engine.layer_norms import LayerNorms, layer_name
 from dpn_cli.engine.losses import sigmoid_xent
 from dpn_cli.engine.memory import MicroBatch
@@ -64,7 +64,7 @@ def small(seed: int = 0, **arguments: Any) -> Backbone:
     return load_backbone("mu/8", image_size=16, num_classes=3, seed=seed, **arguments)
 
 
-def job(steps: int = 6, **fields: Any) -> Job:
+def job(steps: int = 6, **fields: Any) -> TrainJob:
     """Return a job of a few steps on random images; `fields` replace its own."""
     own: dict[str, Any] = {
         "loss_fn": loss_fn,
@@ -77,7 +77,7 @@ def job(steps: int = 6, **fields: Any) -> Job:
         "world": ALONE,
         "micro_batch": MicroBatch(8),
     }
-    return Job(**{**own, **fields})
+    return TrainJob(**{**own, **fields})
 
 
 def train(model: nn.Module, steps: int = 6, *, checkpoint_every: int = 500, **fields: Any) -> engine.FitResult:
@@ -182,7 +182,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(optim: Optim, tmp_pa
     assert same(whole, resumed)
 
 
-class _Coupled(CoupledLoss):
+class _Coupled(CrossBatchLoss):
     def features(self, model: nn.Module, part: Batch) -> Tensor:
         features: Tensor = model(part["image"])
         return features
@@ -496,7 +496,7 @@ def test_norms_of_layers_are_means_over_all_steps_and_those_of_the_last_ones_sta
         return clip_gradients(parameters, *others)
 
     monkeypatch.setattr("dpn_cli.engine.gradients.clip_gradients", noting)
-    monkeypatch.setattr(engine, "LAST_STEPS", 15)
+    monkeypatch.setattr(engine, "NORM_AVERAGE_STEPS", 15)
     model, plain, log = small(), small(), MetricsLog(tmp_path / "metrics.jsonl")
     for network in (model, plain):
         network.patch_embed.requires_grad_(False)

@@ -16,13 +16,13 @@ from dpn_cli.arch import SIZES
 from dpn_cli.config.schema import Runtime
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine.fit import Batch, Outputs
-from dpn_cli.engine.memory import MicroBatch, in_parts
+from dpn_cli.engine.memory import MicroBatch, in_chunks
 from dpn_cli.errors import DpnError, OutOfMemoryError
 from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import load_backbone
 from tasks.classify.distill.config import Losses
-from tasks.classify.distill.losses import Observed
+from tasks.classify.distill.losses import ObservedNetwork
 from tasks.lit.text_tower import TextTower
 from tasks.segment.model import LinearSegmenter
 
@@ -94,7 +94,7 @@ def test_checkpointed_blocks_keep_nothing_and_their_gradients_stay(task: str) ->
     built: dict[str, Callable[[], nn.Module]] = {
         "classify": lambda: vit,
         "segment": lambda: LinearSegmenter(vit, final_norm=False),
-        "distill": lambda: Observed(vit, Losses(tokens=1.0, attention=1.0, layers=((1, 2),)), [1]),
+        "distill": lambda: ObservedNetwork(vit, Losses(tokens=1.0, attention=1.0, layers=((1, 2),)), [1]),
         "lit": lambda: TextTower(SIZES["nano"], 30, 5, 8, 10.0, None, seed=0),
     }
     network: Any = built[task]()
@@ -157,11 +157,11 @@ def test_rows_that_do_not_fit_at_once_are_taken_in_parts(most: int) -> None:
         return part * 2
 
     rows = torch.arange(8)
-    assert torch.equal(in_parts(forward, rows), rows * 2)
+    assert torch.equal(in_chunks(forward, rows), rows * 2)
     assert tried[-1] <= most
-    assert torch.equal(in_parts(forward, rows[:0]), rows[:0])
+    assert torch.equal(in_chunks(forward, rows[:0]), rows[:0])
     with pytest.raises(RuntimeError, match="of another kind"):
-        in_parts(lambda part: (_ for _ in ()).throw(RuntimeError("of another kind")), rows)
+        in_chunks(lambda part: (_ for _ in ()).throw(RuntimeError("of another kind")), rows)
 
 
 def test_one_row_that_does_not_fit_is_an_error_of_its_own() -> None:
@@ -169,7 +169,7 @@ def test_one_row_that_does_not_fit_is_an_error_of_its_own() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(OutOfMemoryError, match="one image at a time, in an evaluation") as caught:
-        in_parts(hopeless, torch.arange(4))
+        in_chunks(hopeless, torch.arange(4))
     assert caught.value.exit_code == 4
 
 

@@ -18,8 +18,8 @@ from test_highres import train
 from torch import Tensor
 
 from dpn_cli.config.schema import Optim, Schedule
-from dpn_cli.data.labelled import fingerprint
 from dpn_cli.data.loader import crop_batches
+from dpn_cli.data.sources.base import fingerprint
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine.fit import Outputs
 from dpn_cli.engine.gradients import Gradients
@@ -195,7 +195,7 @@ def test_the_seed_reaches_initial_weights_and_batches(
 ) -> None:
     starts: list[tuple[Tensor, Tensor]] = []
 
-    def stopped(model: Any, job: engine.Job) -> None:
+    def stopped(model: Any, job: engine.TrainJob) -> None:
         stream: Iterator[engine.Batch] = job.batches(0)
         weights = torch.cat([value.detach().flatten() for value in engine.unwrap(model).parameters()])
         starts.append((weights, next(stream)["image"].clone()))

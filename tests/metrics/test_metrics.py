@@ -20,8 +20,9 @@ from test_highres import small, train
 from torch import Tensor
 
 from dpn_cli.config.schema import Runtime
-from dpn_cli.data.classified import ImageSource, Part, hold_out, open_split
-from dpn_cli.data.labelled import Images
+from dpn_cli.data.image_source import ImageSource, open_split
+from dpn_cli.data.sources.base import Images, Part
+from dpn_cli.data.splits import hold_out
 from dpn_cli.metrics import score
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import load_backbone

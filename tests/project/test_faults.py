@@ -19,19 +19,18 @@ from test_segment import write_scenes
 from torch import Tensor
 
 from dpn_cli.commands import one_line_errors
-from dpn_cli.data.classified import ClassFolders
-from dpn_cli.data.images import find_images
-from dpn_cli.data.labelled import FileList
+from dpn_cli.data.image_source import find_images
 from dpn_cli.data.pixels import PixelSet
+from dpn_cli.data.sources.folder import ClassFolders, FileList
 from dpn_cli.errors import DataError, ImageError
 from dpn_cli.metrics import score
 from dpn_cli.weights.backbone import load_backbone
 from tasks.classify.classifier import Classifier, predict
-from tasks.lit.captions import Files
+from tasks.lit.captions import CaptionedFiles
 from tasks.lit.features import encode_function
 from tasks.segment.model import LinearSegmenter
 from tasks.segment.pairs import FolderPairs
-from tasks.segment.sliding_window import Plan, label_map
+from tasks.segment.sliding_window import WindowPlan, label_map
 from tasks.vtab.train import Trainer
 
 
@@ -53,7 +52,7 @@ def listed(folder: Path) -> tuple[Path, Callable[[], object]]:
 
 def captioned(folder: Path) -> tuple[Path, Callable[[], object]]:
     images(folder, classes=1, each=1)
-    files = Files(folder)
+    files = CaptionedFiles(folder)
     files.add("class0/000.jpg", ["an image"], "pairs.csv")
     return files.path(0), lambda: files.open(0).close()
 
@@ -115,7 +114,7 @@ def classify(folder: Path) -> tuple[torch.nn.Module, Callable[[], Any]]:
 def segment(folder: Path) -> tuple[torch.nn.Module, Callable[[], Any]]:
     network = LinearSegmenter(load_backbone("mu/8", image_size=16, num_classes=5), final_norm=True)
     image = torch.randint(256, (3, 40, 56), dtype=torch.uint8)
-    plan = Plan(16, 8, (56, 40), batch_size=8)
+    plan = WindowPlan(16, 8, (56, 40), batch_size=8)
     return network, lambda: label_map(network, [image], (40, 56), plan).tolist()
 
 

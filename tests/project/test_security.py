@@ -16,7 +16,7 @@ from programs import ROOT
 from test_cli import run
 from test_lit_data import image, write_images
 
-from dpn_cli.data.labelled import FileList
+from dpn_cli.data.sources.folder import FileList
 from dpn_cli.data.sources.packs import read_manifest
 from dpn_cli.data.sources.shards import MOST_TEXT, Shards
 from dpn_cli.errors import DataError

@@ -11,7 +11,7 @@ from test_report import classifier, rows_of
 
 from dpn_cli.report import page
 from dpn_cli.report.gradients import layer_charts
-from dpn_cli.report.reading import open_run
+from dpn_cli.report.reading import read_run
 
 BOTH = {"dpn": 1.0, "none": 4.0}
 
@@ -43,8 +43,8 @@ def test_depth_is_the_mean_of_the_last_steps_and_the_embedding_is_over_all(
 
 
 def test_runs_without_these_norms_have_no_such_charts(tmp_path: Path) -> None:
-    assert layer_charts({"run": [open_run(classifier(tmp_path / "run"))]}, "") == []
+    assert layer_charts({"run": [read_run(classifier(tmp_path / "run"))]}, "") == []
     folder = classifier(tmp_path / "text")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "layer_norms": 3}\n{"step": 9, "layer_norms": {"embedding": "x", "block b": 1}}\n')
-    assert layer_charts({"run": [open_run(folder)]}, "") == []
+    assert layer_charts({"run": [read_run(folder)]}, "") == []

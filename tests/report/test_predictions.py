@@ -21,7 +21,7 @@ from test_cli import run
 from test_lit_scores import towers
 from test_report import check_page, undrawn  # noqa: F401  # a fixture
 
-from dpn_cli.config.schema import Written
+from dpn_cli.config.schema import PredictionFiles
 from dpn_cli.data.decode import Reading, read_pixels
 from dpn_cli.report.content import Legend, Section
 from dpn_cli.report.html import render
@@ -190,7 +190,9 @@ def test_a_page_of_five_thousand_images_can_be_sent(tmp_path: Path) -> None:
         assert image.size == (SIDE, SIDE * 200 // 300)
     assert segment_predict.MOST_SHOWN * segment_predict.SHOWN_SIDE**2 <= MOST_SHOWN * SIDE**2
     paths = [Path(f"a/folder/of/photographs/{number:05}.jpg") for number in range(5000)]
-    found = Predictions(paths, Written(csv=tmp_path / "all.csv", html=tmp_path / "page.html"), Console(quiet=True))
+    found = Predictions(
+        paths, PredictionFiles(csv=tmp_path / "all.csv", html=tmp_path / "page.html"), Console(quiet=True)
+    )
     for number, path in enumerate(paths):
         found.add({"image": str(path)}, small if number in found.shown else None)
     found.write("dpn predict", "run", (), lambda result: ["a label that is somewhat long 100.0%", result["image"]])
@@ -203,7 +205,7 @@ def test_a_page_of_five_thousand_images_can_be_sent(tmp_path: Path) -> None:
 
 def test_only_images_that_the_page_shows_have_thumbnails(place: Path, tmp_path: Path) -> None:
     paths = sorted((place / "photos").glob("*.jpg"))
-    for written, shown in ((Written(html=tmp_path / "page.html"), [0, 3]), (Written(), [])):
+    for written, shown in ((PredictionFiles(html=tmp_path / "page.html"), [0, 3]), (PredictionFiles(), [])):
         found = Predictions(paths, written, Console(quiet=True), most=2)
         batches = found.read(Reading(), np.shape, batch_size=4, workers=0, label="")
         read = [one for batch in batches for one in batch]

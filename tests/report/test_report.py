@@ -21,9 +21,9 @@ from dpn_cli.commands.report import origins_of
 from dpn_cli.config.load import build, merge, read_config
 from dpn_cli.report import page
 from dpn_cli.report.charts import COLOURS, INK, draw
-from dpn_cli.report.content import Bars, Confusion, Heat, Lines, Panel, Series, Table, thinned
+from dpn_cli.report.content import BarChart, Confusion, HeatMap, LineChart, Panel, Series, Table, downsample
 from dpn_cli.report.page import write_page
-from dpn_cli.report.reading import open_run
+from dpn_cli.report.reading import read_run
 from dpn_cli.report.tables import as_latex, as_markdown
 from tasks.classify.distill.config import DistillConfig
 from tasks.classify.highres_config import HighresConfig
@@ -138,7 +138,7 @@ def test_curves_are_those_of_the_log_and_values_say_where_they_come_from(tmp_pat
 
 
 def origins(folder: Path) -> dict[str, str]:
-    return {key: origin for key, _, origin in origins_of(open_run(folder))}
+    return {key: origin for key, _, origin in origins_of(read_run(folder))}
 
 
 def test_a_value_that_the_command_gave_is_told_from_one_that_follows(tmp_path: Path, photos: Path) -> None:
@@ -490,7 +490,7 @@ def test_a_distillation_has_its_stages_and_its_teacher(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ends", [(0.55, 0.95), (600.0, 1400.0), (8.7, 10.4), (0.9, 1.1), (5.5, 5.6), (1e-3, 40.0)])
 def test_a_logarithmic_axis_has_two_labels_at_least(ends: tuple[float, float]) -> None:
-    svg, _ = draw(Lines("x", "x", "step", "norm", [Series("run", [1, 2], list(ends))], log_y=True), "x")
+    svg, _ = draw(LineChart("x", "x", "step", "norm", [Series("run", [1, 2], list(ends))], log_y=True), "x")
     texts = re.findall(r"<text[^>]*>([^<]*)</text>", svg)
     values = [float(text) for text in texts[texts.index("step") + 1 : texts.index("norm")]]
     assert len(set(values)) > 1, texts
@@ -498,7 +498,7 @@ def test_a_logarithmic_axis_has_two_labels_at_least(ends: tuple[float, float]) -
 
 
 def test_a_long_line_is_drawn_as_means_of_its_stretches() -> None:
-    line = thinned(Series("loss", range(1, 1001), [1 / step for step in range(1, 1001)]), most=100)
+    line = downsample(Series("loss", range(1, 1001), [1 / step for step in range(1, 1001)]), most=100)
     assert line.y[:2] == pytest.approx([fmean(1 / step for step in range(1, 11)), fmean(1 / s for s in range(11, 21))])
     assert line.x[-1] == fmean(range(991, 1001))
 
@@ -507,7 +507,7 @@ def test_a_run_has_one_colour_in_all_charts() -> None:
     """Whether or not the runs before it have that curve."""
     line = Series("b", [1.0, 2.0], [3.0, 4.0])
     for before in (Series("a", [], []), Series("a", [1.0, 2.0], [1.0, 2.0])):
-        svg, _ = draw(Lines("x", "x", "x", "y", [before, line]), "x")
+        svg, _ = draw(LineChart("x", "x", "x", "y", [before, line]), "x")
         assert COLOURS[1].lower() in svg.lower()
         assert (">a</text>" in svg) == bool(before.x)
 
@@ -525,9 +525,9 @@ def test_long_names_of_classes_leave_room_for_the_confusions() -> None:
 def test_charts_keep_names_as_they_are(tmp_path: Path) -> None:
     name = f"$x^2$ & {SCRIPT} 猫 \x1b[31m"
     for chart in (
-        Lines("lines", name, name, name, [Series(name, [1, 2], [1.0, 3.0])], log_y=True, floor=(name, 2.0)),
-        Bars("bars", name, name, [name], {name: [None], "b": [3.0]}, {"b": [1.0]}),
-        Heat("heat", name, name, name, name, [Panel(name, [name], [name, "b"], [[None, 2.0]], frozenset({0}))]),
+        LineChart("lines", name, name, name, [Series(name, [1, 2], [1.0, 3.0])], log_y=True, floor=(name, 2.0)),
+        BarChart("bars", name, name, [name], {name: [None], "b": [3.0]}, {"b": [1.0]}),
+        HeatMap("heat", name, name, name, name, [Panel(name, [name], [name, "b"], [[None, 2.0]], frozenset({0}))]),
     ):
         svg, png = draw(chart, chart.name)
         tree = check_page(f"<!DOCTYPE html><html><head><title>x</title></head><body>{svg}</body></html>")

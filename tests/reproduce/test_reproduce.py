@@ -16,13 +16,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dpn_cli.arch import SIZES
 from dpn_cli.commands.reproduce import EXPERIMENTS
-from dpn_cli.commands.trainers import TRAININGS
+from dpn_cli.commands.trainers import TRAIN_COMMANDS
 from dpn_cli.config.provenance import differences
 from dpn_cli.model.config import ViTConfig
 from dpn_cli.model.flops import count, training_flops
 from dpn_cli.reproduce import page, tables
 from dpn_cli.reproduce import run as runner
-from dpn_cli.reproduce.cells import Experiment, Job, Number, Places
+from dpn_cli.reproduce.cells import Experiment, Number, PaperTrial, Places
 from dpn_cli.reproduce.compare import compare, paper_reach
 from dpn_cli.reproduce.listing import listed, print_list
 from dpn_cli.reproduce.page import table_of
@@ -47,7 +47,7 @@ def experiment(name: str, *, small: bool = False, seeds: int = 1) -> Experiment:
     return EXPERIMENTS[name][0](SmallTrainings() if small else Trainings(), range(seeds))
 
 
-def one_of_each_group(*names: str, small: bool = False) -> list[Job]:
+def one_of_each_group(*names: str, small: bool = False) -> list[PaperTrial]:
     jobs = [job for name in names for job in experiment(name, small=small, seeds=3).jobs({})]
     return list({job.group: job for job in jobs}.values())
 
@@ -174,8 +174,8 @@ def planted(out: Path, results: Mapping[str, Any]) -> Places:
     return Places(out, {}, {})
 
 
-def job(name: str) -> Job:
-    return Job(name, "pretrain", ())
+def job(name: str) -> PaperTrial:
+    return PaperTrial(name, "pretrain", ())
 
 
 def test_numbers_are_means_over_seeds_beside_the_papers_interval(tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_scores_are_found_where_results_have_them(
 def test_data_sets_are_the_ones_that_trainings_name() -> None:
     named = {name for each in EXPERIMENTS for job in experiment(each).jobs({}) for _, name in job.data}
     assert named == set(DATA_SETS)
-    assert {job.command for each in EXPERIMENTS for job in experiment(each).jobs({})} <= set(TRAININGS)
+    assert {job.command for each in EXPERIMENTS for job in experiment(each).jobs({})} <= set(TRAIN_COMMANDS)
 
 
 def test_a_page_of_half_a_table_has_the_papers_bars_of_the_other_half(tmp_path: Path) -> None:

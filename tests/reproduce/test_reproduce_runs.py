@@ -20,7 +20,7 @@ from test_report import undrawn  # noqa: F401  # a fixture
 from dpn_cli.commands.reproduce import EXPERIMENTS
 from dpn_cli.errors import NonFiniteError
 from dpn_cli.reproduce import run as runner
-from dpn_cli.reproduce.cells import Job
+from dpn_cli.reproduce.cells import PaperTrial
 from dpn_cli.reproduce.trainings import LOGGED, SmallTrainings, Trainings
 from dpn_cli.weights.backbone import export_backbone, load_backbone
 
@@ -194,10 +194,10 @@ def test_mistakes_are_one_line(words: tuple[str, ...], said: str, tmp_path: Path
 def test_figures_are_made_from_real_trainings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, photos: Path) -> None:
     """Two steps of both stems, then the gradients over depth and the scales of the first norm."""
 
-    def imagenet(make: Trainings, arch: str, stem: str, seed: int) -> Job:
+    def imagenet(make: Trainings, arch: str, stem: str, seed: int) -> PaperTrial:
         size = ("--arch", "mu/8", "--image-size", "16", "--augment", "none", "-b", "4", "--steps", "2", "-j", "0")
         words = ("imagenet", "--stem", stem, "--seed", str(seed), *size, "--val-fraction", "0.4", *LOGGED)
-        return Job(f"imagenet/{stem}/seed{seed}", "pretrain", (*words, "--data", str(photos)))
+        return PaperTrial(f"imagenet/{stem}/seed{seed}", "pretrain", (*words, "--data", str(photos)))
 
     monkeypatch.setattr(SmallTrainings, "imagenet", imagenet)
     done = run("reproduce", "fig2", "fig3", "--small", "-q", "-o", str(tmp_path))
@@ -217,10 +217,10 @@ def test_figures_are_made_from_real_trainings(tmp_path: Path, monkeypatch: pytes
 def test_a_process_of_its_own_makes_the_same_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, photos: Path
 ) -> None:
-    def imagenet(make: Trainings, arch: str, stem: str, seed: int) -> Job:
+    def imagenet(make: Trainings, arch: str, stem: str, seed: int) -> PaperTrial:
         size = ("--arch", "mu/8", "--image-size", "16", "--augment", "none", "-b", "4", "--steps", "2", "-j", "0")
         words = ("imagenet", "--stem", stem, *size, "--val-fraction", "0.4", "--data", str(photos))
-        return Job(f"imagenet/{stem}/seed{seed}", "pretrain", words)
+        return PaperTrial(f"imagenet/{stem}/seed{seed}", "pretrain", words)
 
     monkeypatch.setattr(SmallTrainings, "imagenet", imagenet)
     for name, value in environment().items():

@@ -28,7 +28,7 @@ from tasks.segment.config import Evaluation, MaskData
 from tasks.segment.model import LinearSegmenter
 from tasks.segment.palette import Class
 from tasks.vtab.tasks import TASKS
-from tasks.vtab.trials import Cell
+from tasks.vtab.trials import VtabTrial
 
 WORDS = {"classifier": "a classifi", "segmenter": "a segmentation", "towers": "LiT", "network": "is not"}
 # For every command: its arguments behind the file, and what it says of each kind that it does not take.
@@ -281,7 +281,7 @@ def test_an_error_about_weights_begins_with_their_place(
 
 
 def test_a_damaged_cell_of_vtab_is_named(files: dict[str, Path], tmp_path: Path) -> None:
-    cell = Cell("dpn", TASKS[0], 0.1, 0, "train800", tmp_path)
+    cell = VtabTrial("dpn", TASKS[0], 0.1, 0, "train800", tmp_path)
     flipped(files["network"], cell.weights, FLIPS["the middle"])
     with pytest.raises(DataError, match="the file is damaged: .* delete .* and --resume trains it again"):
         cell.load()

@@ -13,7 +13,7 @@ import test_lit as lit
 import test_vtab as vtab
 from scipy.stats import binom
 
-from dpn_cli.config.launch import Place
+from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.config.load import build, from_settings, merge
 from dpn_cli.engine import fit as engine
 from dpn_cli.run.baseline_warnings import crop_warning, result_warning
@@ -103,7 +103,7 @@ def test_a_centre_that_shows_next_to_nothing_is_said_before_training(
 def test_a_dry_run_says_so_too(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for side, said in ((160, 1), (None, 0)):
         config = highres.small(photos, data={"eval_resize": side})
-        run(config, Place(dry_run=True), Console(quiet=True))
+        run(config, LaunchOptions(dry_run=True), Console(quiet=True))
         assert len(lines(capsys, "crops of 32x32 cover 3.2 % of the images")) == said
 
 
@@ -117,9 +117,9 @@ def test_vtab_says_it_of_tasks_that_crop(
         monkeypatch.setattr("tasks.vtab.command.choose_tasks", lambda names, demo: [task])
         monkeypatch.setattr("tasks.vtab.sweep.choose_tasks", lambda names, demo: [task])
         layers = merge(from_settings(vtab.TOY), {"data": {"source": str(digits), "resize": resize, "augment": augment}})
-        built = vtab_config.settle(build(vtab_config.VtabConfig, vtab_config.resolve(None, layers, {}), "test"))
+        built = vtab_config.finalize(build(vtab_config.VtabConfig, vtab_config.resolve(None, layers, {}), "test"))
         with pytest.raises(pytest.fail.Exception, match="said too late"):
-            vtab_command.run(built, Place(tmp_path / "r", overwrite=True, dry_run=dry_run), Console(quiet=True))
+            vtab_command.run(built, LaunchOptions(tmp_path / "r", overwrite=True, dry_run=dry_run), Console(quiet=True))
         return lines(capsys, "crops of")
 
     (svhn,) = choose_tasks(("svhn",), False)

@@ -21,12 +21,12 @@ from test_engine import job, loss_fn, random_batches, small
 from test_vtab import run
 
 from dpn_cli.config.schema import Runtime, Schedule
-from dpn_cli.data.classified import ClassFolders
-from dpn_cli.data.pixels import resize
+from dpn_cli.data.resize import resize
+from dpn_cli.data.sources.folder import ClassFolders
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine.fit import Batch, Outputs
 from dpn_cli.engine.gradients import Gradients
-from dpn_cli.engine.memory import MicroBatch, in_parts
+from dpn_cli.engine.memory import MicroBatch, in_chunks
 from dpn_cli.errors import NonFiniteError, WorkerError
 from dpn_cli.metrics import confusion_matrix, count_right, score
 from dpn_cli.run import distributed
@@ -216,7 +216,7 @@ def test_a_lost_rank_costs_no_step_when_another_one_leads(within: bool, tmp_path
 
 def test_norms_that_have_counted_a_part_of_a_batch_are_not_saved(tmp_path: Path) -> None:
     spawn(partial(gone_job, within=True, norm="bn"), tmp_path)
-    assert not Checkpoints(tmp_path / "checkpoints").begun
+    assert not Checkpoints(tmp_path / "checkpoints").started
 
 
 def test_ranks_that_do_not_meet_end_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,8 +318,8 @@ def image_job(world: World, folder: Path) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return logits_of(images)
 
-    how: Any = {"loss": "softmax", "batch_size": 2, "workers": 0, "keep_answers": True}
-    for predict in (logits_of, lambda images: in_parts(hungry, images)):
+    how: Any = {"loss": "softmax", "batch_size": 2, "workers": 0, "keep_predictions": True}
+    for predict in (logits_of, lambda images: in_chunks(hungry, images)):
         scores = score(predict, split, lambda pixels: resize(pixels, (8, 8)), 2, world, **how)
         assert (scores.images, scores.right5) == (7, 7)
         assert scores.confusion.pairs == {0: 4, 3: 3}

@@ -122,7 +122,11 @@ def test_what_is_stopped_says_how_it_goes_on(
     def stop(*arguments: object, **named: object) -> None:
         raise StoppedError(signal.SIGTERM)
 
-    for place in ("tasks.classify.fewshot.resolve", "dpn_cli.data.sources.packs.pack", "tasks.lit.command.open_pairs"):
+    for place in (
+        "tasks.classify.fewshot.resolve",
+        "dpn_cli.data.sources.pack_writer.pack",
+        "tasks.lit.command.open_pairs",
+    ):
         monkeypatch.setattr(place, stop)
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, [*command.split(), "-q"])

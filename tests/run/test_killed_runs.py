@@ -23,7 +23,7 @@ from programs import LIMIT
 from test_lit_data import write_images, write_table
 from test_pretrain_stages import sweep
 
-from dpn_cli.report.reading import open_run
+from dpn_cli.report.reading import read_run
 from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.console import Console
 from dpn_cli.run.files import file_digest
@@ -147,7 +147,7 @@ def test_a_run_killed_between_its_first_files_starts_again(name: str, killed: Pa
 @pytest.mark.parametrize("moment", ["begun", "trained"])
 def test_a_killed_run_is_called_interrupted(moment: str, name: str, killed: Path) -> None:
     assert json.loads((killed / moment / name / "run.json").read_text())["status"] == "running"
-    assert open_run(killed / moment / name).status == "interrupted"
+    assert read_run(killed / moment / name).status == "interrupted"
 
 
 @pytest.mark.parametrize("name", RUNS)

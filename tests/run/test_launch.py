@@ -15,7 +15,7 @@ from filelock import FileLock
 from test_pretrain import small
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from dpn_cli.config.launch import Place
+from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.errors import DpnError
 from dpn_cli.run import distributed, elastic, files
 from dpn_cli.run import run as sessions
@@ -79,7 +79,7 @@ def opened(folder: Path, now: Launch | None, patch: pytest.MonkeyPatch, **how: A
     with patch.context() as inside:
         inside.setattr(sessions, "this_launch", lambda: now)
         inside.setattr(console, "info", said.append)
-        with sessions.session(config, config.runtime, "classifier", Place(folder, **how), folder, console):
+        with sessions.open_run(config, config.runtime, "classifier", LaunchOptions(folder, **how), folder, console):
             there = {entry.name for entry in folder.iterdir()}
             (folder / "metrics.jsonl").touch()
     return [line for line in said if "goes on" in line], there

@@ -29,7 +29,7 @@ class Kept:
 kept = Kept()
 process.prepare()
 atexit.register(print, "registered")
-with process.leaving():
+with process.fast_exit():
     threading.Timer(0.1, print, ["a thread's work"]).start()
     print("result", flush=True)
     {end}
@@ -110,7 +110,7 @@ from dpn_cli.run.console import Console, show
 process.prepare()
 print("ready", flush=True)
 sys.stdin.read()
-with process.leaving():
+with process.fast_exit():
     show("result")
     Console().warn("warning")
     warnings.warn("another")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dpn_cli.engine.fit import Outputs
 from dpn_cli.run import distributed
-from dpn_cli.run.console import BLOCKS, Console, Tick, gathered, several, sparkline
+from dpn_cli.run.console import BLOCKS, Console, Tick, count_noun, gathered, sparkline
 from dpn_cli.run.run_dir import MetricsLog
 
 
@@ -154,8 +154,8 @@ def test_images_are_counted_in_a_line_every_ten_seconds(capsys: pytest.CaptureFi
 
 
 def test_one_thing_has_no_plural() -> None:
-    assert [several(count, "step") for count in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
-    assert [several(2, noun) for noun in ("class", "patch", "epoch")] == ["2 classes", "2 patches", "2 epochs"]
+    assert [count_noun(count, "step") for count in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
+    assert [count_noun(2, noun) for noun in ("class", "patch", "epoch")] == ["2 classes", "2 patches", "2 epochs"]
 
 
 def test_every_step_is_shown_and_the_log_keeps_its_fifty_records(

@@ -92,7 +92,7 @@ def status_of(path: Path, **process: Any) -> str:
     """What is said of a run whose process is this one, but for some of its description."""
     folder, _ = open_run(path)
     folder.update(process={**folder.facts["process"], **process})
-    return report_reading.open_run(path).status
+    return report_reading.read_run(path).status
 
 
 def test_a_run_at_work_is_running_and_one_whose_process_is_gone_interrupted(tmp_path: Path) -> None:
@@ -102,13 +102,13 @@ def test_a_run_at_work_is_running_and_one_whose_process_is_gone_interrupted(tmp_
     assert status_of(tmp_path / "elsewhere", host="node7", pid=2**22) == "running on node7"
     assert status_of(tmp_path / "container", pids="pid:[1]", pid=2**22).startswith("running on ")
     assert Leases(tmp_path / "ended" / LEASES).take("a training")
-    assert report_reading.open_run(tmp_path / "ended").status == "running"  # this process has joined it
+    assert report_reading.read_run(tmp_path / "ended").status == "running"  # this process has joined it
     shutil.rmtree(tmp_path / "ended" / LEASES)
     older, _ = open_run(tmp_path / "older")
     replace_text(older.path / "run.json", json.dumps({**older.facts, "process": None}))
-    assert report_reading.open_run(older.path).status == "running"
+    assert report_reading.read_run(older.path).status == "running"
     folder, _ = open_run(tmp_path / "ended", resume=True)
-    assert report_reading.open_run(folder.path).status == "running"
+    assert report_reading.read_run(folder.path).status == "running"
 
 
 def test_a_killed_process_that_nobody_has_waited_for_is_gone() -> None:

@@ -24,8 +24,8 @@ from dpn_cli.config.load import build, from_settings, read_config
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DpnError, NonFiniteError, StoppedError
 from dpn_cli.run import distributed, signals
-from dpn_cli.sweep.grid import ComparedTraining, settings_of
-from dpn_cli.sweep.pairs import Cell, build_result
+from dpn_cli.sweep.grid import SweepConfig, settings_of
+from dpn_cli.sweep.pairs import ComparedTrial, build_result
 from dpn_cli.weights.backbone import export_backbone, load_backbone
 from dpn_cli.weights.locate import open_checkpoint
 from tasks.classify.highres_config import HighresConfig
@@ -50,12 +50,12 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 
 @pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> list[engine.Job]:
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[engine.TrainJob]:
     """The trainings that the test starts, as they begin."""
-    jobs: list[engine.Job] = []
+    jobs: list[engine.TrainJob] = []
     fit = engine.fit
 
-    def noting(trainable: Any, job: engine.Job) -> engine.FitResult:
+    def noting(trainable: Any, job: engine.TrainJob) -> engine.FitResult:
         jobs.append(job)
         return fit(trainable, job)
 
@@ -67,7 +67,7 @@ def fails_at(number: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> 
     """Let the training of that number, counted from 1, end with an error."""
     count, fit = 0, engine.fit
 
-    def failing(trainable: Any, job: engine.Job) -> engine.FitResult:
+    def failing(trainable: Any, job: engine.TrainJob) -> engine.FitResult:
         nonlocal count
         count += 1
         if count == number:
@@ -79,7 +79,7 @@ def fails_at(number: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("task", ["pretrain", "highres", "segment"])
 def test_each_training_is_the_one_that_it_would_be_alone(
-    task: str, commands: dict[str, list[str]], tmp_path: Path, trained: list[engine.Job]
+    task: str, commands: dict[str, list[str]], tmp_path: Path, trained: list[engine.TrainJob]
 ) -> None:
     several = [*commands[task], "--compare", NETWORKS, "--seeds", "0,2", "-o", str(tmp_path / "all")]
     done = run(*several)
@@ -130,12 +130,12 @@ def small(*settings: str) -> HighresConfig:
     return build(HighresConfig, plain, "test")
 
 
-def results_of(config: ComparedTraining, scores: dict[str, list[float | None]]) -> dict[str, Any]:
+def results_of(config: SweepConfig, scores: dict[str, list[float | None]]) -> dict[str, Any]:
     runs, results, failed = [], {}, {}
     for name, each in config.each().items():
         for seed, score in zip(each.with_seeds(), scores[name], strict=True):
             folder = f"{name}/{seed}"
-            runs.append(Cell(name, seed, folder))
+            runs.append(ComparedTrial(name, seed, folder))
             if score is None:
                 failed[folder] = f"{name} {seed}: broken"
             else:
@@ -166,7 +166,7 @@ def test_differences_are_those_of_pairs_with_the_same_seed() -> None:
 
 
 def test_a_comparison_that_was_stopped_goes_on_where_it_was(
-    commands: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: list[engine.Job]
+    commands: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: list[engine.TrainJob]
 ) -> None:
     command = [*commands["highres"], "--compare", "none,dpn", "--seeds", "2", "-o", str(tmp_path / "all")]
     with pytest.MonkeyPatch.context() as patch:
@@ -261,7 +261,7 @@ def test_weights_that_change_between_two_trainings_are_noticed(commands: dict[st
 
 
 def test_what_fails_is_named_and_the_rest_goes_on(
-    commands: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: list[engine.Job]
+    commands: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: list[engine.TrainJob]
 ) -> None:
     words = [word for word in commands["pretrain"] if word != "--json"]
     command = [*words, "--compare", "none,dpn", "--seeds", "2", "-o", str(tmp_path / "all")]
@@ -331,7 +331,7 @@ def test_the_folder_is_named_after_the_networks_and_holds_no_network_itself(
     ],
 )
 def test_mistakes_are_one_line(
-    words: list[str], message: str, commands: dict[str, list[str]], tmp_path: Path, trained: list[engine.Job]
+    words: list[str], message: str, commands: dict[str, list[str]], tmp_path: Path, trained: list[engine.TrainJob]
 ) -> None:
     done = run(*commands["highres"], *words, "-o", str(tmp_path / "all"))
     assert done.exit_code in (2, 3)

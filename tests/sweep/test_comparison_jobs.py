@@ -14,10 +14,10 @@ from programs import environment
 from safetensors.torch import load_file
 from test_cli import run
 
-from dpn_cli.commands.trainers import TRAININGS
+from dpn_cli.commands.trainers import TRAIN_COMMANDS
 from dpn_cli.config.load import dump
 from dpn_cli.run.console import Console
-from dpn_cli.sweep.grid import ComparedTraining
+from dpn_cli.sweep.grid import SweepConfig
 
 SMALL = {"arch": "mu/8", "image_size": 16, "stem": "rms", "norm": "bn", "steps": 7, "seed": 3, "workers": "0"}
 GIVEN: dict[str, list[dict[str, Any]]] = {
@@ -46,16 +46,16 @@ GIVEN: dict[str, list[dict[str, Any]]] = {
 )
 def test_a_training_of_a_comparison_is_written_down_whole(command: str, given: dict[str, Any], tmp_path: Path) -> None:
     """What a process reads from the file is the config that the comparison would have run itself."""
-    training, console = TRAININGS[command], Console(quiet=True)
-    config = training.settle(training.layers(given, console.info), console, False)
+    training, console = TRAIN_COMMANDS[command], Console(quiet=True)
+    config = training.finalize(training.layers(given, console.info), console, False)
     path = tmp_path / "config.yaml"
     path.write_text(dump(config))
-    again = training.settle(training.layers({"config": str(path)}, console.info), console, False)
+    again = training.finalize(training.layers({"config": str(path)}, console.info), console, False)
     assert yaml.safe_load(dump(again)) == yaml.safe_load(dump(config))
 
 
 def test_every_training_that_can_be_compared_is_tried() -> None:
-    assert set(GIVEN) == {name for name, one in TRAININGS.items() if issubclass(one.schema, ComparedTraining)}
+    assert set(GIVEN) == {name for name, one in TRAIN_COMMANDS.items() if issubclass(one.schema, SweepConfig)}
 
 
 def trained(out: Path, photos: Path, *more: str) -> Any:

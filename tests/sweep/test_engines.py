@@ -22,7 +22,7 @@ from test_cli import run
 from test_jobs import program
 from test_joining import SHORT, VTAB, ledger, swept
 
-from dpn_cli.config.launch import Place
+from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.errors import DpnError, StoppedError, WorkerError
 from dpn_cli.sweep.engines import ray as ray_engine
 from dpn_cli.sweep.engines.node import look, save_and_end
@@ -167,7 +167,7 @@ def test_work_that_runs_out_of_memory_beside_others_has_a_gpu_of_ray_alone(
     monkeypatch.setattr("ray.wait", lambda work, **how: (work, []))
     monkeypatch.setattr("ray.get", lambda reference: 4)
     monkeypatch.setattr(ray_engine.RayCluster, "_check_nodes", lambda self, sources: None)
-    place = Place(engine="ray", jobs_per_gpu=3)
+    place = LaunchOptions(engine="ray", jobs_per_gpu=3)
     cluster = backend_of(place, tmp_path, [], told.append)
     assert started == ["local"]  # without an address no cluster is looked for
     assert cluster.slots == 6
@@ -320,7 +320,7 @@ def preempted(folder: Path) -> None:
         (("--engine", "ray", "--resources", "address=127.0.0.1:1"), "--engine ray: no cluster at 127.0.0.1:1"),
         (("--engine", "slurm"), "--engine slurm: "),
         (("--resources", "num_gpus=1"), "--resources num_gpus: goes with --engine ray or slurm"),
-        (("--engine", "ray", "--cell", "0"), "--engine ray --cell 0: each says who does the work"),
+        (("--engine", "ray", "--trial", "0"), "--engine ray --trial 0: each says who does the work"),
     ],
 )
 def test_what_cannot_be_started_is_told_before_anything_begins(

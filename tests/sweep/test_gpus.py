@@ -14,7 +14,7 @@ from test_cli import run
 from test_engine import small, train
 from test_jobs import deadline, program
 
-from dpn_cli.config.launch import Place
+from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DpnError
 from dpn_cli.run import distributed
@@ -254,18 +254,18 @@ def test_gpus_are_those_that_this_process_sees(
 @pytest.mark.parametrize(
     ("place", "slots", "dealt", "parts"),
     [
-        (Place(jobs=8), 8, 2, 4),  # --jobs 8 on two GPUs: four on each
-        (Place(jobs=3), 3, 2, 2),
-        (Place(jobs=1), 1, 1, 1),
-        (Place(jobs_per_gpu=3), 6, 2, 3),
-        (Place(jobs=4, jobs_per_gpu=3), 4, 2, 3),
-        (Place(jobs=9, jobs_per_gpu=3), 6, 2, 3),
-        (Place(jobs_per_gpu="auto"), 8, 2, None),  # sixteen cores, two for each
-        (Place(jobs=5, jobs_per_gpu="auto"), 5, 2, None),
+        (LaunchOptions(jobs=8), 8, 2, 4),  # --jobs 8 on two GPUs: four on each
+        (LaunchOptions(jobs=3), 3, 2, 2),
+        (LaunchOptions(jobs=1), 1, 1, 1),
+        (LaunchOptions(jobs_per_gpu=3), 6, 2, 3),
+        (LaunchOptions(jobs=4, jobs_per_gpu=3), 4, 2, 3),
+        (LaunchOptions(jobs=9, jobs_per_gpu=3), 6, 2, 3),
+        (LaunchOptions(jobs_per_gpu="auto"), 8, 2, None),  # sixteen cores, two for each
+        (LaunchOptions(jobs=5, jobs_per_gpu="auto"), 5, 2, None),
     ],
 )
 def test_how_many_run_at_once(
-    place: Place, slots: int, dealt: int, parts: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: LaunchOptions, slots: int, dealt: int, parts: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpus, "cores", lambda: list(range(16)))
     monkeypatch.setattr(select, "visible_gpus", lambda: (Gpu("0", 80 * GB), Gpu("1", 80 * GB)))
@@ -277,7 +277,7 @@ def test_how_many_run_at_once(
 
 def test_without_a_gpu_only_the_cores_are_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "visible_gpus", tuple)
-    backend = select.backend_of(Place(jobs=2), tmp_path, [], print)
+    backend = select.backend_of(LaunchOptions(jobs=2), tmp_path, [], print)
     assert isinstance(backend, Processes)
     assert (backend.slots, backend.shares) == (2, None)
 

@@ -79,14 +79,14 @@ def test_processes_do_the_sweep_of_one(alone: Path, tmp_path: Path, monkeypatch:
 
 @pytest.mark.slow
 def test_two_processes_that_start_the_same_part_do_it_once(alone: Path, tmp_path: Path) -> None:
-    line = [sys.executable, "-m", "dpn_cli", *VTAB, *SHORT, "-o", str(tmp_path), "--cell", "0"]
+    line = [sys.executable, "-m", "dpn_cli", *VTAB, *SHORT, "-o", str(tmp_path), "--trial", "0"]
     with started(line) as one, started(line) as two:
         outputs = [process.communicate() for process in (one, two)]
     assert [one.returncode, two.returncode] == [0, 0], outputs
     trained = [line for _, errors in outputs for line in errors.splitlines() if ": val" in line]
     assert len(trained) == len({line.split("(")[0] for line in trained}) == 2
     assert not (tmp_path / "result.json").exists()
-    swept(tmp_path, "--cell", "1")
+    swept(tmp_path, "--trial", "1")
     assert not (tmp_path / "result.json").exists()
     swept(tmp_path, "--resume")
     same(tmp_path, alone)
@@ -109,7 +109,7 @@ def test_what_another_process_does_is_waited_for_and_done_when_it_died(
     monkeypatch.setattr(session_module, "Leases", lambda folder: Leases(folder, lambda: now[0]))
     monkeypatch.setattr(session_module, "pause", pause)
     monkeypatch.setattr("tasks.vtab.sweep.pause", pause)
-    swept(tmp_path, "--cell", "0")
+    swept(tmp_path, "--trial", "0")
     assert other.take(name)
     swept(tmp_path, "--join")
     assert pauses == [False, False]
@@ -190,7 +190,7 @@ def test_what_runs_out_of_memory_in_a_part_of_a_gpu_is_tried_with_a_whole_one(
 
 
 def test_a_folder_in_which_others_work_is_refused(tmp_path: Path) -> None:
-    swept(tmp_path, "--cell", "0")
+    swept(tmp_path, "--trial", "0")
     lease = Leases(tmp_path / LEASES).take("dpn/demo_color")
     assert lease
     for more in ("--resume", "--overwrite"):
@@ -202,11 +202,11 @@ def test_a_folder_in_which_others_work_is_refused(tmp_path: Path) -> None:
 
 
 def test_another_version_is_refused(tmp_path: Path) -> None:
-    swept(tmp_path, "--cell", "0")
+    swept(tmp_path, "--trial", "0")
     facts = json.loads((tmp_path / "run.json").read_text())
     facts["versions"]["dpn-cli"] = "0.0.1"
     (tmp_path / "run.json").write_text(json.dumps(facts))
-    done = run(*VTAB, *SHORT, "-o", str(tmp_path), "--cell", "1")
+    done = run(*VTAB, *SHORT, "-o", str(tmp_path), "--trial", "1")
     assert done.exit_code == 2
     assert "dpn 0.0.1 works on the run there" in done.stderr.replace("\n", " ")
     assert not list(tmp_path.glob("cells/*/demo_light"))
@@ -215,8 +215,8 @@ def test_another_version_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        (("--cell", "2"), "--cell 2: there are 2, 0 to 1; --print-cells lists them"),
-        (("--cell", "0", "--jobs", "2"), "--jobs 2 --cell 0: each says who does the work; pass one of them"),
+        (("--trial", "2"), "--trial 2: there are 2, 0 to 1; --list-trials lists them"),
+        (("--trial", "0", "--jobs", "2"), "--jobs 2 --trial 0: each says who does the work; pass one of them"),
         (("--join", "--overwrite"), "--overwrite: would delete what other processes work on"),
     ],
 )
@@ -227,7 +227,7 @@ def test_what_cannot_be_shared_is_refused(more: tuple[str, ...], told: str, tmp_
 
 
 def test_parts_are_listed_with_their_numbers() -> None:
-    done = run(*VTAB, *SHORT, "--compare", "none,dpn", "--print-cells")
+    done = run(*VTAB, *SHORT, "--compare", "none,dpn", "--list-trials")
     assert done.stdout.splitlines() == [
         "0\tnone/demo_color", "1\tnone/demo_light", "2\tdpn/demo_color", "3\tdpn/demo_light"
     ]  # fmt: skip

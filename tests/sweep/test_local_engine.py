@@ -161,16 +161,16 @@ def test_a_run_whose_terminal_closes_stops_with_its_state_saved(folder: Path, tm
 PACK_AND_WAIT = """
 import sys
 from dpn_cli.cli import main
-from dpn_cli.data.sources import packs
+from dpn_cli.data.sources import pack_writer
 
 fifo = sys.argv.pop()
-packs._encoded = lambda *given: open(fifo).read()
+pack_writer._encoded = lambda *given: open(fifo).read()
 main()
 """
 # A worker dies before the program watches it.
 PACK_AND_DIE = """
 import contextlib, multiprocessing, os, signal
-from dpn_cli.data.sources import packs
+from dpn_cli.data.sources import pack_writer
 
 def killed(pool, *given):
     future = submit(pool, *given)
@@ -180,7 +180,7 @@ def killed(pool, *given):
         os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
     return future
 
-submit, packs.ProcessPoolExecutor.submit = packs.ProcessPoolExecutor.submit, killed
+submit, pack_writer.ProcessPoolExecutor.submit = pack_writer.ProcessPoolExecutor.submit, killed
 """
 
 

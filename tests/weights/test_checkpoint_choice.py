@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from test_highres import small, train
 
 from dpn_cli.config.load import build
-from dpn_cli.metrics import Answer, Confusion, Scores
+from dpn_cli.metrics import Confusion, ImagePrediction, Scores
 from tasks.classify import common as command
 from tasks.classify import train as training
 from tasks.classify.common import describe_training
@@ -26,7 +26,7 @@ def falling(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     def score(classifier: Any, split: Any, *_: Any, **how: Any) -> Scores:
         seen.append({name: value.clone() for name, value in classifier.model.state_dict().items()})
         return Scores(
-            100, 90 - len(seen), 100, 1.0, 0, Confusion(3, dict.fromkeys(range(9), 1)), [Answer(0, 0, 0, 0.5)]
+            100, 90 - len(seen), 100, 1.0, 0, Confusion(3, dict.fromkeys(range(9), 1)), [ImagePrediction(0, 0, 0, 0.5)]
         )
 
     monkeypatch.setattr(training, "evaluate", score)

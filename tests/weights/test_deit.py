@@ -20,10 +20,10 @@ from torch import Tensor
 
 from dpn_cli.config.load import build, from_flags, merge
 from dpn_cli.config.provenance import differences
-from dpn_cli.data.augment import MIX_TIMM, pipeline, seeded
-from dpn_cli.data.classified import ClassFolders
-from dpn_cli.data.loader import POLICY, Augmentation, crop_batches, places
-from dpn_cli.data.pixels import rows_of_step
+from dpn_cli.data.augment import MIX_TIMM, Augmentation, pipeline, seeded
+from dpn_cli.data.loader import POLICY, crop_batches
+from dpn_cli.data.sampler import places, rows_of_step
+from dpn_cli.data.sources.folder import ClassFolders
 from dpn_cli.engine.fit import Batch
 from dpn_cli.engine.losses import LOSSES
 from dpn_cli.engine.optim import lr_factor
@@ -34,7 +34,7 @@ from tasks.classify import train as training
 from tasks.classify.common import open_data
 from tasks.classify.config import in_steps
 from tasks.classify.preflight import check_batch
-from tasks.classify.pretrain_config import PretrainConfig, resolve, settle
+from tasks.classify.pretrain_config import PretrainConfig, finalize, resolve
 
 CPU = torch.device("cpu")
 ALONE = World(0, 1, CPU)
@@ -50,7 +50,7 @@ TINY: dict[str, Any] = {
 
 def deit(source: object = "imagenet", **asked: Any) -> PretrainConfig:
     plain = resolve("deit", None, None, None, merge({"data": {"source": str(source)}}, asked), {})
-    return settle(build(PretrainConfig, plain, "test"))
+    return finalize(build(PretrainConfig, plain, "test"))
 
 
 def tiny(source: Path, **asked: Any) -> PretrainConfig:

@@ -16,7 +16,7 @@ from dpn_cli.config.load import build
 from dpn_cli.errors import DpnError
 from dpn_cli.weights.backbone import export_backbone, load_backbone
 from tasks.classify.classifier import load_classifier
-from tasks.lit.config import LitConfig, resolve, settle
+from tasks.lit.config import LitConfig, finalize, resolve
 
 TRAINING = ("-b", "8", "-j", "0", "--device", "cpu", "--json")
 
@@ -121,7 +121,7 @@ def test_a_frozen_tower_is_read_at_its_own_size(plain: str, captioned: Path, tmp
 def test_towers_from_scratch_have_the_size_of_their_images(source: str, pixels: int) -> None:
     def settled(**asked: Any) -> LitConfig:
         flags = {"backbone": {"arch": "mu/8", "checkpoint": "none", **asked}, "data": {"source": source}}
-        return settle(build(LitConfig, resolve(None, flags, {}), "test"))
+        return finalize(build(LitConfig, resolve(None, flags, {}), "test"))
 
     assert settled().backbone.image_size == pixels
     assert settled(image_size=32).backbone.image_size == 32

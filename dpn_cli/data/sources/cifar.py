@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from dpn_cli.data.decode import Pixels
-from dpn_cli.data.labelled import Images
+from dpn_cli.data.sources.base import Images
 from dpn_cli.errors import DataError
 
 SIDE = 32

@@ -8,237 +8,27 @@ from __future__ import annotations
 
 import io
 import json
-import multiprocessing
 import os
 import re
-import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, replace
-from multiprocessing.process import BaseProcess
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from dpn_cli.data.decode import Reading, decode, open_image
-from dpn_cli.data.file_index import integers
-from dpn_cli.data.labelled import Images, Labelled, fingerprint
+from dpn_cli.data.compact import integers
+from dpn_cli.data.decode import open_image
 from dpn_cli.data.remote import RemotePath, in_parallel
-from dpn_cli.data.shard_sampler import Sharded
-from dpn_cli.data.sources.shards import Shard, members
-from dpn_cli.data.workers import kill, leave_to_parent, watched
-from dpn_cli.errors import DataError, DpnError, WorkerError
-from dpn_cli.run import signals
-from dpn_cli.run.files import file_digest, is_leftover, remove_leftovers, replace_file, replace_json
+from dpn_cli.data.sources.base import Images, Shard, Sharded
+from dpn_cli.errors import DataError
 
 MANIFEST, FORMAT = "manifest.json", "dpn-pack-1"
-# Values of manifest keys that older packs do not have.
-UNSAID = {"decode": "pillow"}
-SHARD_IMAGES = 1000
 SHA256 = re.compile("[0-9a-f]{64}")
 Json = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Packing:
-    """How images are stored: shorter side in pixels at most (None keeps it), as ``jpeg`` or uncompressed ``ppm``."""
-
-    size: int | None = 320
-    encode: Literal["jpeg", "ppm"] = "jpeg"
-    quality: int = 90
-
-
-def pack(
-    splits: Mapping[str, tuple[Labelled, Sequence[int]]],
-    classes: Sequence[str],
-    out: Path,
-    packing: Packing,
-    *,
-    workers: int,
-    skip_bad: bool,
-    progress: Callable[[str], None],
-) -> Json:
-    """Write splits, each with the order of its images, as shards into `out`; returns the manifest.
-
-    Shards that an earlier call finished are kept when their digests agree, and written again when not. Raises
-    `DpnError` when `out` holds something else, `DataError` for an unreadable image unless `skip_bad` leaves it out,
-    `StoppedError` after a signal.
-    """
-    described: Json = {
-        "format": FORMAT,
-        **asdict(packing),
-        "skip_bad": skip_bad,
-        "decode": next(iter(splits.values()))[0].reading.decoder,
-        "classes": list(classes),
-        "sources": {name: fingerprint(split) for name, (split, _) in splits.items()},
-    }
-    manifest = _begin(out, described)
-    remove_leftovers(out)
-    for name, (split, order) in splits.items():
-        (out / name).mkdir(parents=True, exist_ok=True)
-        names = "".join(f"{line}\n" for line in classes)
-        (out / name / "classnames.txt").write_text(names, "utf-8", "surrogateescape")
-        done: dict[str, Json] = manifest["splits"].setdefault(name, {})
-        starts = range(0, len(order), SHARD_IMAGES)
-        jobs = {f"{number:06d}": order[start : start + SHARD_IMAGES] for number, start in enumerate(starts)}
-        left = {
-            shard: rows for shard, rows in jobs.items() if not _intact(out / name / f"{shard}.tar", done.get(shard))
-        }
-        # A split may have a million names: every process receives it once.
-        arguments = (split, out / name, packing, skip_bad)
-        pool = ProcessPoolExecutor(workers, initializer=_begin_process, initargs=arguments)
-        processes = list[BaseProcess]()  # `active_children` leaves out a process that has died by now
-        try:
-            with watched(processes):
-                futures = dict[Future[Json], str]()
-                for shard, rows in left.items():
-                    futures[pool.submit(_write_shard, shard, rows)] = shard
-                    processes[:] = pool._processes.values()
-                for future in as_completed(futures):
-                    done[futures[future]] = future.result()
-                    replace_json(out / MANIFEST, manifest)
-                    progress(f"{name}: {len(done)} of {len(jobs)} shards")
-                    signals.check_here()
-        except WorkerError:
-            kill(multiprocessing.active_children())  # they may wait for a lock of the dead one
-            raise
-        finally:
-            pool.shutdown(cancel_futures=True)
-        manifest["splits"][name] = dict(sorted(done.items()))
-    manifest["complete"] = True
-    replace_json(out / MANIFEST, manifest)
-    return manifest
-
-
-def _begin(out: Path, described: Json) -> Json:
-    """Return the manifest to continue with. Raises `DpnError` when `out` is not a pack of these data."""
-    path = out / MANIFEST
-    if out.is_file():
-        raise DpnError(f"--out {out}: a file; name a folder")
-    if is_pack(out):
-        manifest = read_manifest(out)
-        changed = [key for key, value in described.items() if manifest.get(key, UNSAID.get(key)) != value]
-        if changed:
-            raise DpnError(
-                f"--out {out}: holds a pack with another {', '.join(changed)}; pass another --out, or delete it first"
-            )
-        return manifest
-    if out.is_dir() and not all(is_leftover(entry.name) for entry in out.iterdir()):
-        raise DpnError(f"--out {out}: the folder is not empty and is not a pack; pass another --out")
-    manifest = {**described, "complete": False, "splits": {}}
-    replace_json(path, manifest)
-    return manifest
-
-
-def _intact(path: Path, entry: Json | None) -> bool:
-    index = path.with_suffix(".npz")
-    if entry is None or not path.is_file() or not index.is_file():
-        return False
-    return (file_digest(path), file_digest(index)) == (entry["sha256"], entry["index_sha256"])
-
-
-_given: list[Any] = []  # the arguments of `_begin_process`, for all shards that the process writes
-
-
-def _begin_process(split: Labelled, folder: Path, packing: Packing, skip_bad: bool) -> None:
-    leave_to_parent(0)
-    _given[:] = split, folder, packing, skip_bad
-
-
-def _write_shard(shard: str, rows: Sequence[int]) -> Json:
-    """Write one shard and its index; returns its entry of the manifest."""
-    split, folder, packing, skip_bad = _given
-    keys, labels, sums = list[str](), list[int](), list[int]()
-
-    def fill(temporary: Path) -> None:
-        with tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as archive:
-            for place, row in enumerate(rows):
-                try:
-                    suffix, encoded = _encoded(split.open(row), split.where(row), packing, split.reading)
-                except DataError:
-                    if not skip_bad:
-                        raise
-                    continue
-                label = int(split.labels[row])
-                for ending, content in ((suffix, encoded), ("cls", str(label).encode())):
-                    member = tarfile.TarInfo(f"{shard}{place:04d}.{ending}")
-                    member.size = len(content)
-                    archive.addfile(member, io.BytesIO(content))
-                keys.append(split.key(row))
-                labels.append(label)
-                sums.append(zlib.crc32(encoded))
-
-    path = folder / f"{shard}.tar"
-    digest = replace_file(path, fill)
-    places = [(member.offset, member.size) for member in members(path, ())] if keys else []
-    index = {
-        "keys": np.array([os.fsencode(key) for key in keys], dtype=np.bytes_),
-        "labels": np.array(labels, dtype=np.int32),
-        "crc32": np.array(sums, dtype=np.uint32),
-        "offsets": np.array([offset for offset, _ in places], dtype=np.int64),
-        "sizes": np.array([size for _, size in places], dtype=np.int32),
-    }
-
-    def save(temporary: Path) -> None:
-        with temporary.open("wb") as file:
-            np.savez_compressed(file, allow_pickle=False, **index)
-
-    return {
-        "images": len(keys),
-        "left_out": len(rows) - len(keys),
-        "bytes": path.stat().st_size,
-        "sha256": digest,
-        "index_sha256": replace_file(path.with_suffix(".npz"), save),
-    }
-
-
-# The ending of images that keep their bytes, by Pillow's name of the format.
-KEPT = {
-    "JPEG": "jpg",
-    "MPO": "jpg",
-    "PNG": "png",
-    "WEBP": "webp",
-    "BMP": "bmp",
-    "GIF": "gif",
-    "TIFF": "tif",
-    "PPM": "ppm",
-}
-
-
-def _encoded(image: Image.Image, where: str, packing: Packing, reading: Reading) -> tuple[str, bytes]:
-    """Return an image's stored bytes and ending; an image that need not change keeps its bytes.
-
-    It is decoded in any case. Raises `DataError` when it is unreadable or the encoding cannot hold it.
-    """
-    file, kind = getattr(image, "fp", None), image.format or ""
-    original = b""
-    if kind in KEPT and file is not None:
-        file.seek(0)
-        original = file.read()
-        image = open_image(io.BytesIO(original), where, reading)
-    shrunk = bool(getattr(image, "decoderconfig", ()))  # a JPEG above the limit was decoded at a smaller size
-    pixels = Image.fromarray(decode(image, where, reading.decoder))
-    short = min(pixels.size)
-    if packing.size is None or short <= packing.size:
-        if original and packing.encode == "jpeg" and not (shrunk and packing.size):
-            return KEPT[kind], original
-    else:
-        width, height = (max(1, round(side * packing.size / short)) for side in pixels.size)
-        pixels = pixels.resize((width, height), Image.Resampling.BICUBIC)  # Pillow always antialiases
-    buffer = io.BytesIO()
-    try:
-        pixels.save(buffer, packing.encode, quality=packing.quality)
-    except OSError as error:
-        size = "x".join(map(str, pixels.size))
-        raise DataError(
-            f"{where}: {size} pixels cannot be stored as {packing.encode} ({error}); use --encode ppm, or leave it out "
-            "and count it with --skip-bad-images"
-        ) from error
-    return {"jpeg": "jpg", "ppm": "ppm"}[packing.encode], buffer.getvalue()
 
 
 def read_manifest(root: Path | RemotePath) -> Json:

@@ -21,16 +21,14 @@ from PIL import Image
 
 from dpn_cli.config.urls import is_url
 from dpn_cli.data import remote
+from dpn_cli.data.compact import Names
 from dpn_cli.data.decode import SUFFIXES, open_image
-from dpn_cli.data.file_index import Names
 from dpn_cli.data.image_errors import fault
-from dpn_cli.data.labelled import Images, number_names
 from dpn_cli.data.remote import RemotePath
-from dpn_cli.data.shard_sampler import Sharded
+from dpn_cli.data.sources.base import Images, Shard, Sharded, number_names
 from dpn_cli.errors import DataError
 from dpn_cli.run.files import read_named, read_object, replace_text
 
-Shard = Path | RemotePath
 # Most bytes of a label or a caption beside an image.
 MOST_TEXT = 2**20
 
@@ -240,3 +238,15 @@ def members(path: Shard, endings: tuple[str, ...]) -> Iterator[Member]:
         ) from error
     for key, (name, offset, size) in images.items():
         yield Member(name, offset, size, beside.get(key, {}))
+
+
+class _ShardImages(ShardImages):
+    """All images of webdataset shards; every label is zero."""
+
+    def __init__(self, pattern: str) -> None:
+        super().__init__(pattern, ())
+        self.labels: Sequence[int] = [0] * len(self.sizes)
+
+    def take(self, path: Shard, member: Member) -> bool:
+        """Take every image."""
+        return True

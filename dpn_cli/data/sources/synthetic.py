@@ -4,12 +4,16 @@ Every scene is a pure function of ``(seed, index)``: a data set needs no storage
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
+
+from dpn_cli.data.decode import Pixels
+from dpn_cli.data.sources.base import Images
 
 _Floats = npt.NDArray[np.float64]
 
@@ -237,3 +241,39 @@ def label(scene: Scene, task: str) -> int:
     if task not in indices:
         raise ValueError(f"unknown demo task {task!r}; the demo tasks are {', '.join(indices)}")
     return indices[task]
+
+
+# The demo task of the built-in scenes, and the scene numbers of every split. Pre-training has its own scenes, which no
+# other task trains or tests on.
+DEMO: dict[str, tuple[str, dict[str, tuple[int, int]]]] = {
+    "demo": ("demo_color", {"train": (0, 1000), "val": (1000, 2000)}),
+    "demo:objects": ("demo_object", {"train": (1_000_000, 1_010_000), "val": (1_010_000, 1_011_000)}),
+}
+
+
+class SceneSplit(Images):
+    """The built-in scenes with the labels of one demo task; scene numbers `start` up to `stop`."""
+
+    def __init__(self, task: str, start: int, stop: int) -> None:
+        self.task, self.start = task, start
+        self.labels: Sequence[int] = [label(demo_scene(i), task) for i in range(start, stop)]
+        self.sizes: Sequence[int] = [3 * SCENE_SIZE**2] * len(self.labels)  # scenes are not encoded
+
+    def where(self, index: int) -> str:
+        """Name the scene's number."""
+        return f"demo scene {self.start + index}"
+
+    def content(self, index: int) -> bytes:
+        """Return the scene's number, which decides its pixels."""
+        return self.where(index).encode()
+
+    def open(self, index: int) -> Image.Image:
+        """Return the image of a scene, 64x64."""
+        return Image.fromarray(_scene_pixels(self.start + index))
+
+
+@cache
+def _scene_pixels(number: int) -> Pixels:
+    # All demo tasks look at the same scenes: 12 kB each, drawn once per process.
+    image, _ = render(demo_scene(number))
+    return image

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from dpn_cli.config.load import Say, unsaid
+from dpn_cli.config.load import Logger, discard_message
 from dpn_cli.errors import OutOfMemoryError
 from dpn_cli.run.cores import cores
 from dpn_cli.run.files import read_object
@@ -44,7 +44,7 @@ class Processes:
         say: is told what happens with the GPUs.
     """
 
-    def __init__(self, slots: int, logs: Path, shares: Shares | None = None, say: Say = unsaid) -> None:
+    def __init__(self, slots: int, logs: Path, shares: Shares | None = None, say: Logger = discard_message) -> None:
         self.slots, self.logs, self.shares, self.say = slots, logs, shares, say
         self._running: dict[str, _Running] = {}
         self._again: list[_Running] = []

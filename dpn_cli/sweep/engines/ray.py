@@ -151,7 +151,7 @@ class RayCluster:
         named = address or os.environ.get("RAY_ADDRESS")
         try:
             if named:
-                _knock(named)
+                _check_port(named)
                 ray.init(address=named, **{name: value for name, value in how.items() if name != "include_dashboard"})
             else:
                 # "local": without an address, Ray would look for a cluster on this machine, which has cores of its own.
@@ -186,7 +186,7 @@ def _part(parts: int) -> float:
     return 10_000 // parts / 10_000
 
 
-def _knock(address: str) -> None:
+def _check_port(address: str) -> None:
     """Raise `OSError` when nobody listens at HOST:PORT: Ray ends the process then."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if port.isdecimal():

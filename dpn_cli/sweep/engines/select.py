@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dpn_cli.config.launch import Place
-from dpn_cli.config.load import Say
+from dpn_cli.config.launch import LaunchOptions
+from dpn_cli.config.load import Logger
 from dpn_cli.errors import DpnError
 from dpn_cli.sweep.engines.gpus import Shares, visible_gpus
 from dpn_cli.sweep.engines.local import Processes
@@ -15,7 +15,7 @@ from dpn_cli.sweep.scheduler import Backend
 PACKAGES = {"ray": "ray", "slurm": "submitit"}
 
 
-def check_sharing(place: Place) -> None:
+def check_sharing(place: LaunchOptions) -> None:
     """Raise `DpnError` where GPUs cannot be shared as the `place` says."""
     if place.jobs_per_gpu is None:
         return
@@ -31,7 +31,7 @@ def check_sharing(place: Place) -> None:
         raise DpnError(f"--jobs-per-gpu {place.jobs_per_gpu} --resources num_gpus: pass one of them")
 
 
-def backend_of(place: Place, logs: Path, sources: list[str], say: Say) -> Backend:
+def backend_of(place: LaunchOptions, logs: Path, sources: list[str], say: Logger) -> Backend:
     """Return what runs several command lines at once, as a `place` says.
 
     Args:
@@ -62,7 +62,7 @@ def backend_of(place: Place, logs: Path, sources: list[str], say: Say) -> Backen
         raise DpnError(f"--engine {place.engine}: needs {error.name}; pip install 'dpn-cli[{place.engine}]'") from error
 
 
-def _local(place: Place, logs: Path, say: Say) -> Processes:
+def _local(place: LaunchOptions, logs: Path, say: Logger) -> Processes:
     gpus, jobs = visible_gpus()[: place.jobs], place.jobs
     if place.jobs_per_gpu is None:
         jobs = jobs or 1

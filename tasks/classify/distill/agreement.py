@@ -8,8 +8,8 @@ from typing import Literal
 
 import torch
 
-from dpn_cli.data.labelled import Labelled
 from dpn_cli.data.pixels import Transform
+from dpn_cli.data.sources.base import Labelled
 from dpn_cli.engine.losses import Loss
 from dpn_cli.metrics import rank_share
 from dpn_cli.run import distributed
@@ -19,7 +19,7 @@ from tasks.classify.distill.losses import divergence
 
 
 @dataclass(frozen=True)
-class Nearness:
+class Agreement:
     """What a student has in common with its teacher on `images` images.
 
     Args:
@@ -45,7 +45,7 @@ class Nearness:
 
 
 @torch.inference_mode()
-def nearness(
+def compute_agreement(
     teacher: Backbone,
     student: Backbone,
     split: Labelled,
@@ -56,7 +56,7 @@ def nearness(
     batch_size: int,
     workers: int | Literal["auto"],
     skip_bad: bool,
-) -> Nearness:
+) -> Agreement:
     """Compare two networks in evaluation mode on all images of a split, which the ranks share.
 
     Raises `DataError` for an unreadable image unless `skip_bad`.
@@ -86,7 +86,7 @@ def nearness(
     everything = distributed.reduce_over_ranks(torch.cat([sums, squares[None], total])).cpu()
     images, equal, apart, distance, tokens, squared = everything[:6].tolist()
     variance = squared - float(everything[6:].square().sum()) / max(tokens, 1)
-    return Nearness(
+    return Agreement(
         int(images),
         100 * equal / images if classes else None,
         1 - distance / variance if comparable else None,

@@ -1,7 +1,8 @@
 """What a teacher computes for a fixed number of views of every image, computed once and read from the disk.
 
 A cache is the folder ``teacher`` of a run, belongs to that run alone, and is deleted at its end. ``cache.json`` says
-what it is of. Entry ``view * images + row`` holds the tensors of `Seen` for that view of that image one after the
+what it is of. Entry ``view * images + row`` holds the tensors of `NetworkOutputs` for that view of that image one
+after the
 other in float16; a shard ``targets-00000.npy`` (entries, values) has as many of them as its size allows, and beside it
 lies its digest.
 """
@@ -21,10 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpn_cli.data.labelled import Labelled, fingerprint
-from dpn_cli.data.loader import Steps, crops_of, places, worker_count
+from dpn_cli.data.loader import crops_of, worker_count
 from dpn_cli.data.pixels import to_device
+from dpn_cli.data.sampler import Steps, places
 from dpn_cli.data.shard_sampler import ShardOrder
+from dpn_cli.data.sources.base import Labelled, fingerprint
 from dpn_cli.engine.fit import Batch, Batches
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.model.config import ViTConfig
@@ -36,7 +38,7 @@ from dpn_cli.run.files import read_object, replace_json
 from dpn_cli.weights.backbone import Backbone
 from tasks.classify.distill.config import DistillConfig, Losses
 from tasks.classify.distill.data import augmentation_of
-from tasks.classify.distill.losses import Seen
+from tasks.classify.distill.losses import NetworkOutputs
 
 FOLDER = "teacher"
 # Bytes of a shard at most, which a killed run computes again, and how many maps of shards are open at once.
@@ -50,7 +52,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def target_shapes(teacher: ViTConfig, losses: Losses) -> Shapes:
-    """Return the shapes of what is kept of one image, by the names of `Seen`."""
+    """Return the shapes of what is kept of one image, by the names of `NetworkOutputs`."""
     width, patches = teacher.size.width, teacher.grid[0] * teacher.grid[1]
     shapes: Shapes = {"tokens": (patches + teacher.has_class_token, width)} if losses.tokens else {}
     if losses.representation:
@@ -86,7 +88,7 @@ def check_views(config: DistillConfig, images: int) -> None:
         )
 
 
-def kept_targets(batch: Batch) -> Seen:
+def kept_targets(batch: Batch) -> NetworkOutputs:
     """Return the targets that `TargetCache.joined` put into a batch."""
     return {name.removeprefix(PREFIX): value for name, value in batch.items() if name.startswith(PREFIX)}
 
@@ -109,7 +111,7 @@ class TargetCache:
         run: Path,
         config: DistillConfig,
         network: Backbone,
-        teacher: Callable[[Batch], Seen],
+        teacher: Callable[[Batch], NetworkOutputs],
         images: Labelled,
         world: World,
         console: Console,

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dpn_cli.config.launch import Place
+from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.config.training import counted_in_steps
 from dpn_cli.data.loader import worker_count
 from dpn_cli.data.prefetch import check_cache
@@ -14,16 +14,16 @@ from dpn_cli.data.shard_sampler import order_of
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.run import console as terminal
 from dpn_cli.run.artifact_kinds import WEIGHTS, Kind
-from dpn_cli.run.console import Console, several
+from dpn_cli.run.console import Console, count_noun
 from dpn_cli.run.distributed import from_leader
-from dpn_cli.run.run import Session, run_name, session
+from dpn_cli.run.run import Run, open_run, run_name
 from dpn_cli.run.run_dir import describe_device
 from dpn_cli.weights.backbone import LoadReport
 from tasks.classify.classifier import Classifier
 from tasks.classify.distill.cache import check_views
 from tasks.classify.distill.config import DistillConfig
 from tasks.classify.distill.data import DistillData, open_images
-from tasks.classify.distill.dry_run import rehearse_stages
+from tasks.classify.distill.dry_run import dry_run_stages
 from tasks.classify.distill.student import as_taught, load_teacher, resized
 from tasks.classify.distill.train import Distillation
 from tasks.classify.fewshot import check_transfer, describe_accuracies, probing_of
@@ -33,26 +33,26 @@ Json = dict[str, Any]
 DEMO_NOTE = "This is the demo: generated scenes. For a network of your own: dpn distill --teacher WEIGHTS --data FOLDER"
 
 
-def run(config: DistillConfig, place: Place, console: Console) -> Json | None:
+def run(config: DistillConfig, place: LaunchOptions, console: Console) -> Json | None:
     """Distil and return the result; None on ranks that do not lead and after a dry run."""
     if config.demo:
         console.info(DEMO_NOTE)
     teacher = load_teacher(config)
     config = as_taught(config, teacher)
     kind: Kind = "classifier" if teacher.classes else "network"
-    with session(config, config.runtime, kind, place, default_folder(config), console) as begun:
-        result = None if place.dry_run else begun.folder.result
+    with open_run(config, config.runtime, kind, place, default_folder(config), console) as run:
+        result = None if place.dry_run else run.folder.result
         if result is None:
-            images = open_images(begun.config, teacher.classes or None, console)
-            counted = counted_in_steps(begun.config, len(images.train.labels) / config.batch_size, console.info)
-            _check(replace(begun, config=counted), teacher, images, dry_run=place.dry_run)
-            distillation = Distillation(replace(begun, config=counted), teacher, images)
+            images = open_images(run.config, teacher.classes or None, console)
+            counted = counted_in_steps(run.config, len(images.train.labels) / config.batch_size, console.info)
+            _check(replace(run, config=counted), teacher, images, dry_run=place.dry_run)
+            distillation = Distillation(replace(run, config=counted), teacher, images)
             if place.dry_run:
                 _dry_run(distillation, place)
                 return None
             result = distillation.train()
-        console.info(f"weights: {begun.folder.path / WEIGHTS}, for --checkpoint of any command")
-        return result if begun.world.leads else None
+        console.info(f"weights: {run.folder.path / WEIGHTS}, for --checkpoint of any command")
+        return result if run.world.leads else None
 
 
 def load(config: DistillConfig) -> LoadReport:
@@ -77,7 +77,7 @@ def describe(result: Json) -> str:
     teacher, images = result["teacher"], result["images"]
     lines = [
         f"{result['arch']} stem {result['stem']} from {teacher['source']} ({teacher['arch']}, stem {teacher['stem']}), "
-        f"start {result['start']}, {several(result['steps'], 'step')} on {images['train']} images",
+        f"start {result['start']}, {count_noun(result['steps'], 'step')} on {images['train']} images",
     ]
     names = {"start": "before the first step", "stem": "after the stem's stage", "all": "after the last step"}
     for stage, note in result["stages"].items():
@@ -96,13 +96,13 @@ def describe(result: Json) -> str:
     return "\n".join(lines)
 
 
-def _check(begun: Session[DistillConfig], teacher: Classifier, images: DistillData, *, dry_run: bool) -> None:
+def _check(run: Run[DistillConfig], teacher: Classifier, images: DistillData, *, dry_run: bool) -> None:
     """Check batch and images, and that a resumed run meets the images and the teacher that it began with."""
-    config, folder, world = begun.config, begun.folder, begun.world
+    config, folder, world = run.config, run.folder, run.world
     check_divides(config.batch_size, config.runtime.micro_batch_size, world)
     check_stages(config)
     if note := resized(teacher):
-        begun.console.warn(note)
+        run.console.warn(note)
     if options := probing_of(config):
         check_transfer(options)
     check_views(config, len(images.train.labels))
@@ -110,10 +110,10 @@ def _check(begun: Session[DistillConfig], teacher: Classifier, images: DistillDa
     workers = worker_count(config.runtime.workers, world.device, world.here)
     check_cache(images.train, order, config.schedule.steps * config.batch_size, workers, world)
     parts = {name: len(part.labels) for name, part in images.parts().items()}
-    begun.console.info(
+    run.console.info(
         f"{parts['train']} images to train on, {parts['held_out']} held out"
         + (f", {parts['val']} labelled ones to score" if "val" in parts else "")
-        + f"; {several(config.schedule.steps, 'step')} of {config.batch_size}, "
+        + f"; {count_noun(config.schedule.steps, 'step')} of {config.batch_size}, "
         f"{config.schedule.steps * config.batch_size / parts['train']:.2f} epochs"
     )
     if dry_run:
@@ -144,11 +144,11 @@ def check_stages(config: DistillConfig) -> None:
         )
 
 
-def _dry_run(distillation: Distillation, place: Place) -> None:
+def _dry_run(distillation: Distillation, place: LaunchOptions) -> None:
     """Rehearse the stages, and tell what they take."""
     if cache := distillation.cache:
         cache.check_space()
-    costs = rehearse_stages(distillation)
+    costs = dry_run_stages(distillation)
     if distillation.world.leads:
         for cost in costs:
-            place.costed(cost)
+            place.on_cost(cost)

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from dpn_cli.config.urls import is_shards
-from dpn_cli.data.classified import ImageSource, Part, has_split, hash_order, minival_size, open_split
+from dpn_cli.data.augment import Augmentation
 from dpn_cli.data.decode import Reading, decoder_of
-from dpn_cli.data.images import open_unlabelled
-from dpn_cli.data.labelled import Labelled, fingerprint
-from dpn_cli.data.loader import Augmentation
+from dpn_cli.data.image_source import ImageSource, has_split, open_split, open_unlabelled
 from dpn_cli.data.pixels import Transform, stream
+from dpn_cli.data.sources.base import Labelled, Part, fingerprint
+from dpn_cli.data.splits import hash_order, minival_size
 from dpn_cli.errors import DataError
-from dpn_cli.run.console import Console, several
+from dpn_cli.run.console import Console, count_noun
 from tasks.classify.distill.config import DistillConfig
 from tasks.classify.evaluate import match_classes
 from tasks.classify.preflight import decode_some
@@ -28,7 +28,8 @@ FITTED_ON = 512
 
 @dataclass(frozen=True)
 class DistillData:
-    """DistillData without labels, and `val`, labelled ones, with the teacher's outputs for their `classes` in `columns`.
+    """DistillData without labels, and `val`, labelled ones, with the teacher's outputs for their `classes` in
+    `columns`.
 
     `columns` is None where the outputs are the classes in their order, `val` where there are no labels.
     """
@@ -64,7 +65,7 @@ def check_count(given: str, images: int, batch_size: int) -> None:
     """Raise `DataError` where there are fewer images to train on than a batch; `given` is the option that says so."""
     if images < batch_size:
         raise DataError(
-            f"{given}: {several(images, 'image')} to train on, fewer than one batch of {batch_size}; use "
+            f"{given}: {count_noun(images, 'image')} to train on, fewer than one batch of {batch_size}; use "
             f"--batch-size {max(1, images)} at most, or more images"
         )
 

@@ -8,21 +8,21 @@ from dataclasses import replace
 from functools import partial
 
 from dpn_cli.config.cost import Cost
-from dpn_cli.data.classified import Part
 from dpn_cli.data.loader import worker_count
+from dpn_cli.data.sources.base import Part
 from dpn_cli.engine import fit as engine
-from dpn_cli.engine.dry_run import Sampled, Scene, rehearse
+from dpn_cli.engine.dry_run import Sampled, Scene, dry_run_fit
 from dpn_cli.metrics import rank_share
 from dpn_cli.weights.backbone import Backbone
-from tasks.classify.distill.scores import Scoring
+from tasks.classify.distill.scores import DistillScorer
 from tasks.classify.distill.train import Distillation
 
 
-def rehearse_stages(distillation: Distillation) -> list[Cost]:
+def dry_run_stages(distillation: Distillation) -> list[Cost]:
     """Rehearse the stage of the stem, where there is one, and that of all weights; returns what each takes.
 
-    The teacher is computed in every step, also where its targets will be kept: it then takes less. Raises as `rehearse`
-    does.
+    The teacher is computed in every step, also where its targets will be kept: it then takes less. Raises as
+    `dry_run_fit` does.
     """
     config, cache = distillation.config, distillation.cache
     steps = {"stem": config.stem_steps, "all": config.schedule.steps - config.stem_steps}
@@ -34,7 +34,7 @@ def rehearse_stages(distillation: Distillation) -> list[Cost]:
     costs = []
     for stage, part in stages.items():
         begin = partial(_scene, distillation, start, stage, steps[stage])
-        one = rehearse(begin, name, distillation.path, weights=weights if stage == "all" else 0)
+        one = dry_run_fit(begin, name, distillation.path, weights=weights if stage == "all" else 0)
         costs.append(replace(one, part=part, passing=one.passing + besides))
     return costs
 
@@ -57,12 +57,12 @@ def _sampled(distillation: Distillation, student: Backbone) -> Sampled:
     size, held_out = config.eval_batch_size, images.held_out
     few = Part(held_out, range(min(size * world.size, len(held_out.labels))))
     here = config.model_copy(update={"runtime": config.runtime.model_copy(update={"workers": 0})})
-    scoring = Scoring(here, taught, replace(images, held_out=few), world, distillation.console)
+    scoring = DistillScorer(here, taught, replace(images, held_out=few), world, distillation.console)
     skip_bad = config.data.skip_bad_images
     labelled = len(images.val.labels) if images.val else 0
     return Sampled(
         len(few.labels),
-        lambda: scoring.nearness(student),
+        lambda: scoring.agreement(student),
         lambda: deque(rank_share(few, taught.transform, world, size, 0, skip_bad=skip_bad), maxlen=0),
         during=len(held_out.labels),
         end=len(held_out.labels) + labelled,

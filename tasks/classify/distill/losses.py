@@ -17,12 +17,12 @@ from dpn_cli.engine.losses import Loss
 from dpn_cli.weights.backbone import Backbone
 from tasks.classify.distill.config import Losses
 
-Seen = dict[str, Tensor]
+NetworkOutputs = dict[str, Tensor]
 """What a network computed, by name: ``tokens`` (b, t, d) after the final norm, ``tokens.K`` after the K-th pair of
 blocks, ``representation`` (b, d), ``logits`` (b, classes), and ``attention.K`` (b, heads, t, t) before the softmax."""
 
 
-class Observed(nn.Module):
+class ObservedNetwork(nn.Module):
     """A ViT that returns all that `losses` compares, from one forward pass.
 
     `blocks` are those whose tokens and attention are compared, in the order of the pairs of ``losses.layers``; without
@@ -32,7 +32,7 @@ class Observed(nn.Module):
     def __init__(self, network: Backbone, losses: Losses, blocks: Sequence[int]) -> None:
         super().__init__()
         self.network, self.losses = network, losses
-        self._seen: Seen = {}
+        self._seen: NetworkOutputs = {}
         for pair, block in enumerate(blocks):
             if losses.tokens:
                 network.blocks[block].register_forward_hook(partial(self._see_tokens, pair))
@@ -40,7 +40,7 @@ class Observed(nn.Module):
             if losses.attention:
                 network.blocks[block].attn.register_forward_pre_hook(partial(self._see_attention, pair))
 
-    def forward(self, image: Tensor) -> Seen:
+    def forward(self, image: Tensor) -> NetworkOutputs:
         """Map images (b, 3, h, w) in the network's input range to what is compared."""
         self._seen = {}
         network, losses = self.network, self.losses
@@ -100,16 +100,16 @@ class Distance:
     """The engine's loss of a batch: how far the student is from the teacher on the same images.
 
     Args:
-        teacher: returns what the teacher computes for a batch, without gradients; see `Observed`.
+        teacher: returns what the teacher computes for a batch, without gradients; see `ObservedNetwork`.
         student: normalises the student's images.
         losses: the weight of each part.
-        deviations: standard deviations (d,) of the teacher's tokens per channel, by the names of `Seen`.
+        deviations: standard deviations (d,) of the teacher's tokens per channel, by the names of `NetworkOutputs`.
         loss: what the teacher's logits were trained with.
     """
 
     def __init__(
         self,
-        teacher: Callable[[Batch], Seen],
+        teacher: Callable[[Batch], NetworkOutputs],
         student: Backbone,
         losses: Losses,
         deviations: dict[str, Tensor],
@@ -124,7 +124,7 @@ class Distance:
         ours = trainable(inputs_of(self.student, batch))
         return self.between({name: value.float() for name, value in theirs.items()}, ours)
 
-    def between(self, theirs: Seen, ours: Seen) -> Tensor:
+    def between(self, theirs: NetworkOutputs, ours: NetworkOutputs) -> Tensor:
         """Return the weighted sum of the parts; tokens and attention are means over their places in the network."""
         losses, parts = self.losses, list[Tensor]()
         places = [name for name in theirs if name.startswith("tokens")]

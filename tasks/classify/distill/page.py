@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dpn_cli.report.content import Cell, Findings, Section, Table
-from dpn_cli.report.reading import OpenRun
+from dpn_cli.report.reading import RunRecord
 
 WATCHED = {
     "agreement": "agreement with the teacher in %",
@@ -13,7 +13,7 @@ WATCHED = {
 STAGES = {"start": "before the first step", "stem": "after the stem's stage", "all": "after the last step"}
 
 
-def findings(run: OpenRun) -> Findings:
+def findings(run: RunRecord) -> Findings:
     """Return what a page shows of a run of ``dpn distill``; its score is how often both choose the same class."""
     result = run.result
     if "stages" not in result:

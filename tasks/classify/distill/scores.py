@@ -11,7 +11,7 @@ from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import Backbone
 from tasks.classify.classifier import Classifier, predict
-from tasks.classify.distill.agreement import Nearness, nearness
+from tasks.classify.distill.agreement import Agreement, compute_agreement
 from tasks.classify.distill.config import DistillConfig
 from tasks.classify.distill.data import DistillData
 from tasks.classify.distill.student import prepared
@@ -20,7 +20,7 @@ from tasks.classify.fewshot import probing_of, transfer
 Json = dict[str, Any]
 
 
-class Scoring:
+class DistillScorer:
     """Scores networks on the images of a distillation, with the config's precision, loader and crops."""
 
     def __init__(
@@ -29,11 +29,11 @@ class Scoring:
         self.config, self.data, self.world, self.console = config, data, world, console
         self.taught = prepared(config, teacher, teacher.model)
 
-    def nearness(self, student: Backbone) -> Nearness:
+    def agreement(self, student: Backbone) -> Agreement:
         """Compare a student with its teacher on the images that are held out."""
         runtime = self.config.runtime
         with engine.precision_of(runtime, self.world.device):
-            return nearness(
+            return compute_agreement(
                 self.taught.model,
                 student,
                 self.data.held_out,
@@ -50,7 +50,7 @@ class Scoring:
         scores = self.scores(model)
         return None if scores is None else scores.top1
 
-    def scores(self, model: Backbone, *, keep_answers: bool = False) -> Scores | None:
+    def scores(self, model: Backbone, *, keep_predictions: bool = False) -> Scores | None:
         """Score a network on the labelled images; None without them. See `score`."""
         data, config = self.data, self.config
         if data.val is None:
@@ -68,7 +68,7 @@ class Scoring:
                 workers=config.runtime.workers,
                 skip_bad=config.data.skip_bad_images,
                 columns=None if data.columns is None else data.columns.to(self.world.device),
-                keep_answers=keep_answers,
+                keep_predictions=keep_predictions,
             )
 
     def described_teacher(self) -> Json:

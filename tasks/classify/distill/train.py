@@ -105,7 +105,7 @@ class Distillation:
         """Return the config of a stage, the student as the stage `before` left it, and the folder of its log."""
         student = reload_student(self.config, str(self._file(before, ".safetensors")), self.teacher.num_classes)
         path = self.path if stage == "all" else self.path / stage
-        if (saved := Checkpoints(path / "checkpoints")).run:
+        if (saved := Checkpoints(path / "checkpoints")).started:
             self.console.info(describe_start(student.report, saved))
         return self.of_stage(stage, student, steps), student, path
 

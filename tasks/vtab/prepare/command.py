@@ -11,7 +11,7 @@ from typing import Any
 from dpn_cli import __version__
 from dpn_cli.errors import DataError
 from dpn_cli.run import signals
-from dpn_cli.run.console import Console, several
+from dpn_cli.run.console import Console, count_noun
 from dpn_cli.run.files import claimed, make_folder
 from tasks.vtab.prepare.builders import library, missing_by_hand, open_builder
 from tasks.vtab.prepare.sources import SOURCES, Source
@@ -69,7 +69,7 @@ def run(
                 console.warn(str(error))
                 left |= {task.name: str(error) for task in missing}
     names = ", ".join(task.name for task in tasks if task.name in left)
-    problem = DataError(f"{several(len(left), 'task')} left: {names}; the reasons are above, the others are written")
+    problem = DataError(f"{count_noun(len(left), 'task')} left: {names}; the reasons are above, the others are written")
     states = {task.name: done.get(task.name, "left") for task in tasks}
     return {"task": "data prepare vtab", "out": str(out), "tasks": states, "left": left}, problem if left else None
 
@@ -87,7 +87,7 @@ def _damaged(out: Path, tasks: Sequence[Task], console: Console) -> list[Path]:
         for folder in (out / task.folder for task in tasks):
             if is_prepared(folder) and (wrong := verify(folder)):
                 console.warn(
-                    f"{folder}: {several(len(wrong), 'file')} missing or changed, {wrong[0]} first; the task is "
+                    f"{folder}: {count_noun(len(wrong), 'file')} missing or changed, {wrong[0]} first; the task is "
                     "written again"
                 )
                 found.append(folder)

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from dpn_cli.data.labelled import FileList, fingerprint
+from dpn_cli.data.sources.base import fingerprint
+from dpn_cli.data.sources.folder import FileList
 from dpn_cli.errors import DataError, DpnError, SaveError
 from dpn_cli.run import signals
 from dpn_cli.run.console import Console, Done

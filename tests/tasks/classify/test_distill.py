@@ -17,21 +17,21 @@ from test_cli import run as dpn_run
 from test_distributed import spawn
 from torch import Tensor
 
-from dpn_cli.config.launch import Place
+from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.config.load import build, merge
 from dpn_cli.data.loader import crop_batches
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import StoppedError
-from dpn_cli.report.reading import open_run
+from dpn_cli.report.reading import read_run
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import export_backbone, load_backbone
 from tasks.classify import page
-from tasks.classify.calibration import read_answers
+from tasks.classify.calibration import read_predictions
 from tasks.classify.classifier import Classifier, load_classifier, save_classifier
 from tasks.classify.distill import command
 from tasks.classify.distill import train as training
-from tasks.classify.distill.config import DistillConfig, resolve, settle
+from tasks.classify.distill.config import DistillConfig, finalize, resolve
 from tasks.classify.fewshot import probing_of
 
 SMALL: dict[str, Any] = {
@@ -76,11 +76,11 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def small(photos: Path | str, teacher: Path | str, **changes: Any) -> DistillConfig:
     given = {"data": {"source": str(photos)}, "teacher": str(teacher)}
-    return settle(build(DistillConfig, resolve(None, merge(SMALL, given, changes), {}), "test"))
+    return finalize(build(DistillConfig, resolve(None, merge(SMALL, given, changes), {}), "test"))
 
 
 def train(config: DistillConfig, path: Path, **how: Any) -> dict[str, Any]:
-    result = command.run(config, Place(path, **how), Console(quiet=True))
+    result = command.run(config, LaunchOptions(path, **how), Console(quiet=True))
     assert result is not None
     return result
 
@@ -256,9 +256,9 @@ def test_the_result_says_how_near_the_student_is(finished: tuple[Path, dict[str,
     card = (path / "README.md").read_text()
     for fact in (result["teacher"]["digest"], result["weights_sha256"], result["data"]["train"], "Distilled from"):
         assert fact in card, fact
-    titles = [section.title for section in page.findings(open_run(path), "").sections]
+    titles = [section.title for section in page.findings(read_run(path), "").sections]
     assert titles[:4] == ["Scores", "Calibration", "Classes", "Confusions"]
-    answers = read_answers(path / "answers.csv", CLASSES)
+    answers = read_predictions(path / "predictions.csv", CLASSES)
     assert 100 * sum(one.true == one.predicted for one in answers) / len(answers) == pytest.approx(result["top1"])
 
 
@@ -310,7 +310,7 @@ def test_another_architecture_learns_from_the_logits(photos: Path, teacher: Path
     said: list[str] = []
     given: dict[str, Any] = {"data": {"source": str(photos)}, "teacher": str(teacher), "backbone": {"arch": "nano/4"}}
     given |= {"schedule": SMALL["schedule"], "batch_size": 8, "runtime": SMALL["runtime"]}
-    config = settle(build(DistillConfig, resolve(None, given, {}, said.append), "test"))
+    config = finalize(build(DistillConfig, resolve(None, given, {}, said.append), "test"))
     losses = config.losses
     assert (losses.tokens, losses.representation, losses.logits, config.stem_share) == (0, 0, 1, 0)
     assert any("from scratch" in line for line in said)
@@ -323,10 +323,10 @@ def test_every_option_of_a_stage_reaches_the_engine(
     photos: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stem's stage has a learning rate of its own and its share of the warm-up; the last one keeps an average."""
-    seen: list[tuple[Any, engine.Job]] = []
+    seen: list[tuple[Any, engine.TrainJob]] = []
     fit = engine.fit
 
-    def noting(model: Any, job: engine.Job) -> engine.FitResult:
+    def noting(model: Any, job: engine.TrainJob) -> engine.FitResult:
         seen.append((model.network, job))
         return fit(model, job)
 
@@ -469,7 +469,7 @@ def two_ranks(world: World, folder: Path) -> None:
     for name, shard in (("run", False), ("parts", True)):
         runtime = {"runtime": {"shard": shard}}
         config = small(folder / "photos", folder / "teacher.safetensors", **MOMENTUM, **runtime)
-        command.run(config, Place(folder / name), Console(quiet=True))
+        command.run(config, LaunchOptions(folder / name), Console(quiet=True))
 
 
 @pytest.mark.slow

@@ -17,11 +17,13 @@ from conftest import images
 from test_distributed import CPU
 from torch import Tensor
 
-from dpn_cli.config.launch import Place
+from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.config.load import build, merge, read_config
-from dpn_cli.data.classified import ClassFolders
-from dpn_cli.data.loader import Augmentation, Steps, crop_batches
+from dpn_cli.data.augment import Augmentation
+from dpn_cli.data.loader import crop_batches
+from dpn_cli.data.sampler import Steps
 from dpn_cli.data.shard_sampler import ShardOrder
+from dpn_cli.data.sources.folder import ClassFolders
 from dpn_cli.engine.fit import Batch
 from dpn_cli.errors import DataError, DpnError, StoppedError
 from dpn_cli.run.console import Console
@@ -31,9 +33,9 @@ from tasks.classify.distill import cache as caches
 from tasks.classify.distill import command
 from tasks.classify.distill import train as training
 from tasks.classify.distill.cache import TargetCache, check_views, kept_targets, target_shapes
-from tasks.classify.distill.config import DistillConfig, settle
+from tasks.classify.distill.config import DistillConfig, finalize
 from tasks.classify.distill.data import augmentation_of
-from tasks.classify.distill.losses import Distance, Observed, Seen, inputs_of
+from tasks.classify.distill.losses import Distance, NetworkOutputs, ObservedNetwork, inputs_of
 
 ALONE, QUIET, SIZE = World(0, 1, CPU), Console(quiet=True), (16, 24)
 ALL = {"attention": 1.0, "layers": [[0, 0], [1, 1]]}
@@ -51,15 +53,15 @@ class Looks:
     """The teacher; `most` is how many batches it looks at before it is told to stop."""
 
     def __init__(self, config: DistillConfig, most: int = 1000) -> None:
-        self.observed = Observed(TEACHER, config.losses, [theirs for _, theirs in config.losses.layers])
+        self.observed = ObservedNetwork(TEACHER, config.losses, [theirs for _, theirs in config.losses.layers])
         self.most, self.seen = most, 0
 
     @torch.no_grad()
-    def __call__(self, batch: Batch) -> Seen:
+    def __call__(self, batch: Batch) -> NetworkOutputs:
         if self.seen == self.most:
             raise StoppedError(15)
         self.seen += 1
-        seen: Seen = self.observed(inputs_of(TEACHER, batch))
+        seen: NetworkOutputs = self.observed(inputs_of(TEACHER, batch))
         return seen
 
 
@@ -98,7 +100,7 @@ def test_cached_targets_give_the_teachers_loss(
 ) -> None:
     cache, config = fill(), config_of()
     student = load_backbone("nano/8", stem="dpn", image_size=SIZE, num_classes=3, seed=2).eval()
-    observed, looks = Observed(student, config.losses, [0, 1]), Looks(config)
+    observed, looks = ObservedNetwork(student, config.losses, [0, 1]), Looks(config)
     deviations = {name: torch.full((shape[1],), 0.7) for name, shape in cache.shapes.items() if "tokens" in name}
     live, kept = (Distance(of, student, config.losses, deviations, "softmax") for of in (looks, kept_targets))
     batches = crop_batches(split, augmentation_of(config, SIZE), 6, config.seed, ALONE, workers=0, order=order)
@@ -117,7 +119,7 @@ def test_the_shapes_are_those_that_the_teacher_returns(pool: Any) -> None:
     for norm in ("ln", "dtn"):
         teacher = load_backbone("nano/8", norm=norm, image_size=SIZE, num_classes=3, pool=pool).eval()
         with torch.no_grad():
-            seen = Observed(teacher, losses, [0, 1])(torch.zeros(1, 3, *SIZE))
+            seen = ObservedNetwork(teacher, losses, [0, 1])(torch.zeros(1, 3, *SIZE))
         assert {name: tuple(value.shape[1:]) for name, value in seen.items()} == target_shapes(teacher.config, losses)
 
 
@@ -205,8 +207,8 @@ def test_a_run_trains_on_kept_targets_and_deletes_them(tmp_path: Path, monkeypat
     monkeypatch.setattr(training, "inputs_of", looking)
     data = {"source": str(images(tmp_path / "photos")), "held_out": 0.2, "crop": None}
     keys = {"data": data, "teacher": str(teacher), "losses": {"logits": 0, "attention": 0, "layers": []}}
-    config = settle(config_of(**keys, stem_share=0.25, schedule={"steps": 8}))
-    result = command.run(config, Place(tmp_path / "run"), QUIET)
+    config = finalize(config_of(**keys, stem_share=0.25, schedule={"steps": 8}))
+    result = command.run(config, LaunchOptions(tmp_path / "run"), QUIET)
     assert result is not None
     assert sorted(read) == sorted([*range(24)] * 2)  # 8 steps of 6: two views of 12 images, each twice
     assert looked == [4] * 6

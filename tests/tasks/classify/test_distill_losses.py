@@ -12,7 +12,7 @@ from torch.distributions import Bernoulli, Categorical, kl_divergence
 from dpn_cli.engine.losses import Loss
 from dpn_cli.weights.backbone import Backbone, load_backbone
 from tasks.classify.distill.config import Losses
-from tasks.classify.distill.losses import Distance, Observed, Seen, divergence, inputs_of
+from tasks.classify.distill.losses import Distance, NetworkOutputs, ObservedNetwork, divergence, inputs_of
 
 ALL = Losses(tokens=2.0, representation=0.5, logits=3.0, attention=0.7, temperature=2.0, layers=((0, 1), (2, 3)))
 
@@ -38,7 +38,7 @@ def test_the_divergence_is_torchs(loss: Loss, temperature: float) -> None:
 
 def test_a_network_shows_what_timm_computes() -> None:
     model, image = network("dpn", 0), torch.randn(2, 3, 16, 16)
-    seen = Observed(model, ALL, [0, 2])(image)
+    seen = ObservedNetwork(model, ALL, [0, 2])(image)
     final, (first, third) = model.forward_intermediates(
         image, indices=[0, 2], output_fmt="NLC", return_prefix_tokens=False
     )
@@ -56,14 +56,14 @@ def test_a_network_shows_what_timm_computes() -> None:
 
 def test_without_pairs_of_blocks_the_last_attention_counts() -> None:
     model, image = network("dpn", 0), torch.randn(2, 3, 16, 16)
-    last = Observed(model, Losses(tokens=0, representation=0, logits=0, attention=1.0), [])(image)
+    last = ObservedNetwork(model, Losses(tokens=0, representation=0, logits=0, attention=1.0), [])(image)
     assert set(last) == {"attention.0"}
     again = network("dpn", 0)
-    both = Observed(again, Losses(attention=1.0, layers=((3, 3),)), [3])(image)
+    both = ObservedNetwork(again, Losses(attention=1.0, layers=((3, 3),)), [3])(image)
     assert torch.equal(last["attention.0"], both["attention.0"])
 
 
-def by_hand(theirs: Seen, ours: Seen, deviations: dict[str, Tensor]) -> Tensor:
+def by_hand(theirs: NetworkOutputs, ours: NetworkOutputs, deviations: dict[str, Tensor]) -> Tensor:
     """The loss of one image after another."""
     total = torch.zeros((), dtype=torch.float64)
     count = len(theirs["logits"])
@@ -85,7 +85,7 @@ def by_hand(theirs: Seen, ours: Seen, deviations: dict[str, Tensor]) -> Tensor:
 def test_the_loss_is_the_sum_of_its_parts() -> None:
     teacher, student = network("none", 1), network("dpn", 2)
     batch = {"image": torch.randint(0, 256, (3, 3, 16, 16), dtype=torch.uint8)}
-    seeing, observed = Observed(teacher, ALL, [1, 3]), Observed(student, ALL, [0, 2])
+    seeing, observed = ObservedNetwork(teacher, ALL, [1, 3]), ObservedNetwork(student, ALL, [0, 2])
     deviations = {name: torch.rand(64) + 0.5 for name in ("tokens", "tokens.0", "tokens.1")}
     distance = Distance(lambda part: seeing(teacher.normalize(part["image"])), student, ALL, deviations, "softmax")
     with torch.no_grad():
@@ -110,7 +110,7 @@ def test_what_nothing_is_computed_from_is_not_trained(losses: Losses, frozen: tu
     """Every other weight has a gradient: ranks that average gradients wait for those of all trained weights."""
     model = load_backbone("mu/8", stem="dpn", image_size=16, num_classes=5, pre_logits=True)
     torch.nn.init.normal_(model.get_parameter("head.weight"))
-    observed = Observed(model, losses, [])
+    observed = ObservedNetwork(model, losses, [])
     observed.freeze_unseen()
     seen = observed(torch.randn(2, 3, 16, 16))
     total = torch.stack([value.square().sum() for value in seen.values()]).sum()
@@ -132,7 +132,7 @@ def test_teacher_and_student_see_the_same_mixture_each_in_its_own_range() -> Non
 
 def test_the_gradient_reaches_the_student_alone() -> None:
     teacher, student = network("none", 1), network("dpn", 2)
-    seeing, observed = Observed(teacher, Losses(), []), Observed(student, Losses(), [])
+    seeing, observed = ObservedNetwork(teacher, Losses(), []), ObservedNetwork(student, Losses(), [])
     distance = Distance(
         lambda part: seeing(part["image"].float()), student, Losses(), {"tokens": torch.ones(64)}, "softmax"
     )

@@ -20,17 +20,17 @@ from torch import Tensor
 
 from dpn_cli.arch import STEMS
 from dpn_cli.config.load import build
-from dpn_cli.data.augment import seeded
-from dpn_cli.data.classified import ImageSource, Part
-from dpn_cli.data.images import open_unlabelled
-from dpn_cli.data.loader import POLICY, Augmentation, crop_batches
+from dpn_cli.data.augment import Augmentation, seeded
+from dpn_cli.data.image_source import ImageSource, open_unlabelled
+from dpn_cli.data.loader import POLICY, crop_batches
+from dpn_cli.data.sources.base import Part
 from dpn_cli.engine.seeds import fold
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import Backbone, load_backbone
 from dpn_cli.weights.retrofit import fit_stem
-from tasks.classify.distill.config import DistillConfig, resolve, settle
+from tasks.classify.distill.config import DistillConfig, finalize, resolve
 from tasks.classify.distill.data import FITTED_ON, open_images
 from tasks.classify.distill.student import as_taught, load_teacher, new_student, start_of
 
@@ -159,7 +159,7 @@ def test_images_are_taken_as_the_teacher_takes_them(tmp_path: Path) -> None:
 
 
 def test_colours_change_as_timm_changes_them(tmp_path: Path) -> None:
-    from dpn_cli.data.classified import ClassFolders
+    from dpn_cli.data.sources.folder import ClassFolders
 
     split = ClassFolders(images(tmp_path / "photos", classes=2, each=4))
     how = Augmentation((16, 16), crop="whole", flip=False, jitter=0.4)
@@ -273,7 +273,7 @@ def test_labels_of_other_classes_are_left_alone_unless_they_are_asked_for(tmp_pa
 
 def _resolved(*layers: dict[str, Any]) -> DistillConfig:
     flags, settings = (*layers, {})[:2]
-    return settle(build(DistillConfig, resolve(None, flags, settings), "test"), "demo-tower")
+    return finalize(build(DistillConfig, resolve(None, flags, settings), "test"), "demo-tower")
 
 
 def test_without_a_teacher_there_is_the_demo_and_with_one_no_data_are_guessed(
@@ -286,7 +286,7 @@ def test_without_a_teacher_there_is_the_demo_and_with_one_no_data_are_guessed(
     (tmp_path / "imagenet").mkdir()
     assert _resolved({"teacher": "x"}).data.source == "imagenet"
     with pytest.raises(DpnError, match="--teacher: which network is to be distilled"):
-        settle(build(DistillConfig, resolve(None, {}, {}), "test"))
+        finalize(build(DistillConfig, resolve(None, {}, {}), "test"))
 
 
 def test_a_stage_of_no_length_needs_no_learning_rate() -> None:

@@ -18,13 +18,16 @@ from test_cli import run
 from test_highres import small, train
 
 from dpn_cli.data import leakage
-from dpn_cli.data.classified import ClassFolders, ImageSource, Part, open_class_data, open_split
-from dpn_cli.data.labelled import SceneSplit, fingerprint
+from dpn_cli.data.image_source import ImageSource, open_split
+from dpn_cli.data.sources.base import Part, fingerprint
+from dpn_cli.data.sources.folder import ClassFolders
+from dpn_cli.data.sources.synthetic import SceneSplit
+from dpn_cli.data.splits import open_class_data
 from dpn_cli.errors import DataError
 from dpn_cli.run.distributed import World
 from tasks.classify import evaluate as classification
 from tasks.classify.classifier import load_classifier
-from tasks.classify.eval_splits import Joined, Split, open_part, run_source
+from tasks.classify.eval_splits import ConcatImages, Split, open_part, run_source
 
 Json = dict[str, Any]
 ONE = World(0, 1, None)  # type: ignore[arg-type]  # counting needs no device
@@ -267,7 +270,7 @@ def test_joined_splits_keep_their_images_apart(tmp_path: Path) -> None:
     root = images(tmp_path / "photos", classes=3, each=3)
     whole = open_split(ImageSource(str(root)), "train")[0]
     parts = [Part(whole, [7, 0]), Part(whole, []), Part(whole, [4])]
-    joined = Joined(parts)
+    joined = ConcatImages(parts)
     assert [joined.key(i) for i in range(3)] == [whole.key(row) for row in (7, 0, 4)]
     assert [joined.where(i) for i in range(3)] == [whole.where(row) for row in (7, 0, 4)]
     assert (list(joined.labels), len(joined.sizes)) == ([2, 0, 1], 3)

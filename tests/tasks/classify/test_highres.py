@@ -18,7 +18,7 @@ from test_cli import run
 from timm.optim import param_groups_layer_decay
 from torch import nn
 
-from dpn_cli.config.launch import Place
+from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.config.load import build, merge
 from dpn_cli.config.schema import Optim
 from dpn_cli.engine.optim import build_optimizer, set_lr
@@ -33,7 +33,7 @@ from tasks.classify import highres as command
 from tasks.classify.classifier import Classifier, resize_for, save_classifier
 from tasks.classify.config import in_steps
 from tasks.classify.evaluate import match_classes, real_accuracy
-from tasks.classify.highres_config import HighresConfig, resolve, settle
+from tasks.classify.highres_config import HighresConfig, finalize, resolve
 from tasks.classify.predictions_file import per_class, worst_pairs
 
 SMALL: dict[str, Any] = {
@@ -50,11 +50,11 @@ SMALL: dict[str, Any] = {
 
 def small(source: Path | str, **changes: Any) -> HighresConfig:
     plain = resolve("highres", merge(SMALL, {"data": {"source": str(source)}}, changes), {})
-    return settle(build(HighresConfig, plain, "test"))
+    return finalize(build(HighresConfig, plain, "test"))
 
 
 def train(config: HighresConfig, path: Path, **arguments: Any) -> dict[str, Any]:
-    result = command.run(config, Place(path, **arguments), Console(quiet=True))
+    result = command.run(config, LaunchOptions(path, **arguments), Console(quiet=True))
     assert result is not None
     return result
 
@@ -155,7 +155,7 @@ def test_what_follows_a_run(finished: tuple[Path, dict[str, Any]], photos: Path,
     rows = list(csv.DictReader((tmp_path / "report" / "per_class.csv").read_text().splitlines()))
     assert [row["class"] for row in rows] == ["class0", "class1", "class2"]
     assert sum(int(row["right"]) for row in rows) == round(report["top1"] * 0.9)
-    answers = list(csv.DictReader((tmp_path / "report" / "answers.csv").read_text().splitlines()))
+    answers = list(csv.DictReader((tmp_path / "report" / "predictions.csv").read_text().splitlines()))
     assert [int(answer["row"]) for answer in answers] == list(range(90))
     assert all(Path(answer["image"]).parent.name == answer["true"] for answer in answers)
     wrong = {answer["row"] for answer in answers if answer["true"] != answer["predicted"]}
@@ -313,7 +313,7 @@ def test_a_head_of_other_classes_is_replaced_and_said(photos: Path, tmp_path: Pa
 
 
 def test_a_dry_run_leaves_nothing(photos: Path, tmp_path: Path) -> None:
-    done = command.run(small(photos), Place(tmp_path / "run", dry_run=True), Console(quiet=True))
+    done = command.run(small(photos), LaunchOptions(tmp_path / "run", dry_run=True), Console(quiet=True))
     assert done is None
     assert not (tmp_path / "run").exists()
 

@@ -14,10 +14,12 @@ import yaml
 from PIL import Image
 from test_cli import run
 
-from dpn_cli.data.classified import ClassFolders
+from dpn_cli.data.augment import Augmentation
 from dpn_cli.data.crops import eval_crop
-from dpn_cli.data.loader import Augmentation, crop_batches
-from dpn_cli.data.pixels import resize, rows_of_step
+from dpn_cli.data.loader import crop_batches
+from dpn_cli.data.resize import resize
+from dpn_cli.data.sampler import rows_of_step
+from dpn_cli.data.sources.folder import ClassFolders
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import load_backbone
 from tasks.classify import train as training

@@ -18,27 +18,27 @@ from test_cli import run
 from test_report import SCRIPT, check_page, page_of, rows_of, undrawn  # noqa: F401  # a fixture
 from torchmetrics.classification import MulticlassCalibrationError
 
-from dpn_cli.data.classified import ClassFolders
-from dpn_cli.metrics import Answer, Confusion, score
+from dpn_cli.data.sources.folder import ClassFolders
+from dpn_cli.metrics import Confusion, ImagePrediction, score
 from dpn_cli.report.confusions import clustered
 from dpn_cli.report.content import Rows
 from dpn_cli.report.tables import as_csv
 from dpn_cli.report.thumbnails import SIDE
 from dpn_cli.run.distributed import World
-from tasks.classify.calibration import Told, confusion, reliability
+from tasks.classify.calibration import ClassScores, confusion, reliability
 from tasks.classify.predictions_file import (
     COLUMNS,
     MOST_MISTAKES,
     calibration_error,
     per_class,
     worst_pairs,
-    write_answers,
+    write_predictions,
 )
 
 ONE = World(0, 1, torch.device("cpu"))
 
 
-def answers_of(classes: int, images: int) -> tuple[torch.Tensor, torch.Tensor, list[Answer]]:
+def predictions_of(classes: int, images: int) -> tuple[torch.Tensor, torch.Tensor, list[ImagePrediction]]:
     """Random probabilities, labels that are often right, and what is kept of them."""
     generator = torch.Generator().manual_seed(0)
     chances = (3 * torch.randn(images, classes, generator=generator)).softmax(-1)
@@ -46,15 +46,15 @@ def answers_of(classes: int, images: int) -> tuple[torch.Tensor, torch.Tensor, l
     kept = torch.rand(images, generator=generator) < 0.6
     labels = torch.where(kept, guesses, torch.randint(classes, (images,), generator=generator))
     sure = chances.max(-1).values.tolist()
-    answers = list(map(Answer, range(images), labels.tolist(), guesses.tolist(), sure))
+    answers = list(map(ImagePrediction, range(images), labels.tolist(), guesses.tolist(), sure))
     return chances, labels, answers
 
 
 def test_calibration_is_torchmetrics_and_that_of_the_drawn_bins() -> None:
-    chances, labels, answers = answers_of(10, 700)
+    chances, labels, answers = predictions_of(10, 700)
     expected = 100 * MulticlassCalibrationError(10, n_bins=15)(chances, labels).item()
     assert calibration_error(answers) == pytest.approx(expected, rel=1e-5)
-    told = [Told(a.row, "", str(a.label), str(a.predicted), a.confidence) for a in answers]
+    told = [ClassScores(a.row, "", str(a.label), str(a.predicted), a.confidence) for a in answers]
     drawn = reliability(told, "x")
     bins = [row for row in zip(drawn.images, drawn.confidence, drawn.accuracy, strict=True) if row[0]]
     error = sum(images * abs((right or 0) - (sure or 0)) for images, sure, right in bins) / 700
@@ -65,9 +65,9 @@ def test_calibration_is_torchmetrics_and_that_of_the_drawn_bins() -> None:
 
 
 def test_confusions_are_scikit_learns_and_clusters_stand_together() -> None:
-    _, labels, answers = answers_of(12, 500)
+    _, labels, answers = predictions_of(12, 500)
     names = [f"c{number}" for number in range(12)]
-    told = [Told(a.row, "", names[a.label], names[a.predicted], a.confidence) for a in answers]
+    told = [ClassScores(a.row, "", names[a.label], names[a.predicted], a.confidence) for a in answers]
     expected = confusion_matrix(labels, [a.predicted for a in answers], labels=range(12))
     assert confusion(told, names) == expected.tolist()
     group = np.random.default_rng(0).permutation(np.repeat(range(6), 10))
@@ -78,7 +78,7 @@ def test_confusions_are_scikit_learns_and_clusters_stand_together() -> None:
 
 
 def test_counted_pairs_are_scikit_learns_matrix() -> None:
-    _, labels, answers = answers_of(12, 500)
+    _, labels, answers = predictions_of(12, 500)
     predicted = [answer.predicted for answer in answers]
     matrix = confusion_matrix(labels, predicted, labels=range(12))
     counted = Confusion(12, Counter(answer.label * 12 + answer.predicted for answer in answers))
@@ -101,7 +101,7 @@ def test_answers_keep_their_rows_when_images_are_left_out(tmp_path: Path) -> Non
         return torch.zeros(3, 2, 2, dtype=torch.uint8)
 
     for loss, sure in (("softmax", np.exp(2) / np.exp([0, 1, 2]).sum()), ("sigmoid", 1 / (1 + np.exp(-2)))):
-        how: Any = {"loss": loss, "batch_size": 3, "skip_bad": True, "keep_answers": True}
+        how: Any = {"loss": loss, "batch_size": 3, "skip_bad": True, "keep_predictions": True}
         scores = score(logits_of, split, small, 3, ONE, **how)
         assert [answer.row for answer in scores.answers] == [*range(5), *range(6, 12)]
         assert [answer.label for answer in scores.answers] == [split.labels[answer.row] for answer in scores.answers]
@@ -111,23 +111,23 @@ def test_answers_keep_their_rows_when_images_are_left_out(tmp_path: Path) -> Non
 
 def test_the_most_confident_mistakes_are_kept_as_small_images(tmp_path: Path) -> None:
     split = ClassFolders(images(tmp_path / "photos", each=15))
-    answers = [Answer(row, split.labels[row], 0, (row % 15 + 1) / 15) for row in range(45)]
+    answers = [ImagePrediction(row, split.labels[row], 0, (row % 15 + 1) / 15) for row in range(45)]
     (tmp_path / "mistakes").mkdir()
     (tmp_path / "mistakes" / "7.jpg").touch()
-    (tmp_path / "answers.csv").touch()
-    write_answers(tmp_path, answers, split.classes, split)
+    (tmp_path / "predictions.csv").touch()
+    write_predictions(tmp_path, answers, split.classes, split)
     kept = sorted(int(path.stem) for path in (tmp_path / "mistakes").iterdir())
     wrong = sorted(answers[15:], key=lambda answer: -answer.confidence)
     assert kept == sorted(answer.row for answer in wrong[:MOST_MISTAKES])
     with Image.open(tmp_path / "mistakes" / f"{kept[0]}.jpg") as image:
         assert max(image.size) <= SIDE
-    rows = list(csv.DictReader((tmp_path / "answers.csv").read_text().splitlines()))
+    rows = list(csv.DictReader((tmp_path / "predictions.csv").read_text().splitlines()))
     assert [rows[15][key] for key in COLUMNS[2:]] == ["class1", "class0", "0.066667"]
 
 
 def evaluated(folder: Path, classes: int, images: int) -> Path:
     """Write what an evaluation leaves: one class is a script, one path as well."""
-    _, _, answers = answers_of(classes, images)
+    _, _, answers = predictions_of(classes, images)
     names = [SCRIPT, *(f"class{number}" for number in range(1, classes))]
     table = Confusion(classes, Counter(answer.label * classes + answer.predicted for answer in answers))
     pairs = [
@@ -141,7 +141,7 @@ def evaluated(folder: Path, classes: int, images: int) -> Path:
     rows: Rows = [
         [a.row, f"{SCRIPT}/{a.row}", names[a.label], names[a.predicted], f"{a.confidence:.6f}"] for a in answers
     ]
-    (folder / "answers.csv").write_text(as_csv([list(COLUMNS), *rows]))
+    (folder / "predictions.csv").write_text(as_csv([list(COLUMNS), *rows]))
     for answer in [answer for answer in answers if answer.label != answer.predicted][:3]:
         Image.new("RGB", (9, 5)).save(folder / "mistakes" / f"{answer.row}.jpg")
     return folder
@@ -163,24 +163,24 @@ def test_an_evaluation_has_its_confusions_classes_calibration_and_mistakes(
 
 def test_an_evaluation_of_an_older_version_is_shown_without_its_answers(tmp_path: Path) -> None:
     folder = evaluated(tmp_path / "scores", 6, 60)
-    text = (folder / "answers.csv").read_text()
-    (folder / "answers.csv").write_text(text.replace(text.splitlines()[3], "3,x,class1,class2,2.5"))
+    text = (folder / "predictions.csv").read_text()
+    (folder / "predictions.csv").write_text(text.replace(text.splitlines()[3], "3,x,class1,class2,2.5"))
     done = run("report", str(folder), "-o", str(tmp_path / "page"))
     assert done.exit_code == 3
-    assert "answers.csv, line 4: damaged (ValueError: confidence 2.5); 'dpn eval -o'" in done.stderr
-    (folder / "answers.csv").unlink()
-    assert "answers.csv is not there" in page_of(tmp_path, folder)
+    assert "predictions.csv, line 4: damaged (ValueError: confidence 2.5); 'dpn eval -o'" in done.stderr
+    (folder / "predictions.csv").unlink()
+    assert "predictions.csv is not there" in page_of(tmp_path, folder)
 
 
 @pytest.mark.usefixtures("undrawn")
 def test_damage_in_what_was_kept_is_told_of_its_own_file(tmp_path: Path) -> None:
     folder = evaluated(tmp_path / "scores", 6, 60)
-    answers, classes = folder / "answers.csv", folder / "per_class.csv"
+    answers, classes = folder / "predictions.csv", folder / "per_class.csv"
     kept = {path: path.read_text().splitlines(keepends=True) for path in (answers, classes)}
     answers.write_text("".join(kept[answers][:41]))
     assert "it has 40 answers, and 60 images were scored" in page_of(tmp_path, folder)
     damages = {
-        "answers.csv, line 61: damaged (ValueError: class 'cla', ": (
+        "predictions.csv, line 61: damaged (ValueError: class 'cla', ": (
             answers,
             [*kept[answers][:-1], "59,x,class1,cla,0.5"],
         ),

@@ -20,12 +20,15 @@ from test_cli import run
 from torch import Tensor, nn
 
 from dpn_cli.commands import demo_weights
-from dpn_cli.config.launch import Place
+from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.config.load import build, merge
-from dpn_cli.data import classified
-from dpn_cli.data.classified import ClassFolders, Part
-from dpn_cli.data.loader import Augmentation, crop_batches
-from dpn_cli.data.pixels import resize, rows_of_step
+from dpn_cli.data.augment import Augmentation
+from dpn_cli.data.loader import crop_batches
+from dpn_cli.data.resize import resize
+from dpn_cli.data.sampler import rows_of_step
+from dpn_cli.data.sources import synthetic
+from dpn_cli.data.sources.base import Part
+from dpn_cli.data.sources.folder import ClassFolders
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine.gradients import Gradients
 from dpn_cli.engine.losses import LOSSES, sigmoid_xent
@@ -33,14 +36,14 @@ from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.errors import DataError, DpnError, StoppedError
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
-from dpn_cli.run.run import Session
+from dpn_cli.run.run import Run
 from dpn_cli.run.run_dir import RunFolder
 from dpn_cli.weights.backbone import load_backbone
 from tasks.classify import pretrain as command
 from tasks.classify import train as training
 from tasks.classify.classifier import load_classifier
 from tasks.classify.common import open_data
-from tasks.classify.pretrain_config import PretrainConfig, resolve, settle
+from tasks.classify.pretrain_config import PretrainConfig, finalize, resolve
 from tasks.classify.train import load_network
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -63,11 +66,11 @@ def built(arch: str, *, preset: Any = None, level: str | None = None, **asked: A
 
 def small(source: Path, **changes: Any) -> PretrainConfig:
     asked = merge(SMALL, {"data": {"source": str(source)}}, changes)
-    return settle(build(PretrainConfig, resolve("imagenet", None, "medium2", None, asked, {}), "test"))
+    return finalize(build(PretrainConfig, resolve("imagenet", None, "medium2", None, asked, {}), "test"))
 
 
 def train(config: PretrainConfig, path: Path, **arguments: Any) -> dict[str, Any]:
-    result = command.run(config, Place(path, **arguments), Console(quiet=True))
+    result = command.run(config, LaunchOptions(path, **arguments), Console(quiet=True))
     assert result is not None
     return result
 
@@ -85,7 +88,7 @@ def test_the_heads_bias_follows_the_number_of_classes(classes: int, bias: float)
     small_arch = {"backbone": {"arch": "mu/8", "image_size": 32}, "data": {"source": "imagenet"}}
     for asked, expected in (({}, bias), ({"loss": "softmax"}, 0.0), ({"head_bias": 1.5}, 1.5)):
         plain = resolve("imagenet", None, "none", None, merge(small_arch, asked), {})
-        model = load_network(settle(build(PretrainConfig, plain, "test")), classes)
+        model = load_network(finalize(build(PretrainConfig, plain, "test")), classes)
         assert model.get_parameter("head.bias").unique().tolist() == [pytest.approx(expected)]
 
 
@@ -140,7 +143,7 @@ def test_twenty_four_steps_follow_the_reference_chain() -> None:
     def loss(network: nn.Module, batch: engine.Batch) -> Tensor:
         return sigmoid_xent(network(batch["image"]), batch["label"])
 
-    job = engine.Job(
+    job = engine.TrainJob(
         loss_fn=loss,
         batches=batches,
         optim=config.optim,
@@ -223,9 +226,9 @@ def test_too_few_images_for_a_probe_are_named_before_training(photos: Path, tmp_
 
 
 def test_the_demo_trains_a_tower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    task, splits = classified.DEMO["demo:objects"]
+    task, splits = synthetic.DEMO["demo:objects"]
     fewer = {name: (start, start + 100) for name, (start, _) in splits.items()}
-    monkeypatch.setitem(classified.DEMO, "demo:objects", (task, fewer))
+    monkeypatch.setitem(synthetic.DEMO, "demo:objects", (task, fewer))
     done = run("pretrain", "--data", "demo", "--steps", "3", "-b", "8", "-j", "0", "-o", str(tmp_path / "run"))
     assert done.exit_code == 0, done.output
     assert "nano/8 stem dpn at 64x64, 24 classes" in done.stdout
@@ -237,7 +240,7 @@ def test_the_demo_trains_a_tower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_the_demo_tower_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made: list[str] = []
 
-    def trained(config: PretrainConfig, place: Place, console: Console) -> dict[str, Any]:
+    def trained(config: PretrainConfig, place: LaunchOptions, console: Console) -> dict[str, Any]:
         made.append(str(config.backbone.stem))
         assert place.folder
         place.folder.mkdir(parents=True)
@@ -246,7 +249,7 @@ def test_the_demo_tower_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
     monkeypatch.setattr(command, "run", trained)
     monkeypatch.setenv("DPN_HOME", str(tmp_path))
-    paths = [demo_weights.demo_tower(stem, Console(quiet=True)) for stem in ("dpn", "none", "dpn")]
+    paths = [demo_weights.demo_backbone(stem, Console(quiet=True)) for stem in ("dpn", "none", "dpn")]
     assert made == ["dpn", "none"]
     assert [Path(path).read_text() for path in paths] == ["dpn", "none", "dpn"]
     assert {path.name for path in (tmp_path / "weights").iterdir()} == {"demo-dpn.safetensors", "demo-none.safetensors"}
@@ -255,7 +258,9 @@ def test_the_demo_tower_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_a_dry_run_makes_no_demo_tower(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DPN_HOME", str(tmp_path))
     for stem in ("dpn", "none"):
-        model = load_backbone(checkpoint=demo_weights.demo_tower(stem, Console(quiet=True), trained=False), stem=None)
+        model = load_backbone(
+            checkpoint=demo_weights.demo_backbone(stem, Console(quiet=True), trained=False), stem=None
+        )
         assert (model.config.arch, model.config.stem) == ("nano/8", stem)
     assert not list(tmp_path.iterdir())
 
@@ -323,7 +328,7 @@ def test_the_probe_is_tested_on_minival(tmp_path: Path) -> None:
     scores = []
     for minival in (data.minival, flipped):
         now = dataclasses.replace(data, minival=minival)
-        trained = training._ClassifierTraining(Session(config, folder, ALONE, Console(quiet=True)), now, {})
+        trained = training._ClassifierTraining(Run(config, folder, ALONE, Console(quiet=True)), now, {})
         scores.append(trained.fewshot(5))
     assert scores[0] > 90
     assert scores[1] == pytest.approx(100 - scores[0])

@@ -18,7 +18,7 @@ from dpn_cli.errors import DataError, DpnError
 from dpn_cli.model.vit import posemb_sincos2d
 from dpn_cli.weights.backbone import load_backbone
 from tasks.classify.config import in_steps
-from tasks.classify.pretrain_config import PretrainConfig, resolve, settle
+from tasks.classify.pretrain_config import PretrainConfig, finalize, resolve
 
 TINY: dict[str, Any] = {
     "backbone": {"arch": "mu/8", "image_size": 32},
@@ -31,7 +31,7 @@ TINY: dict[str, Any] = {
 
 def config_of(name: str, source: object = "x", level: str | None = None, **asked: Any) -> PretrainConfig:
     plain = resolve(name, None, level, None, merge({"data": {"source": str(source)}}, asked), {})
-    return settle(build(PretrainConfig, plain, "test"))
+    return finalize(build(PretrainConfig, plain, "test"))
 
 
 def differing(config: PretrainConfig) -> list[str]:

@@ -16,13 +16,13 @@ from test_pretrain import SMALL, train
 
 from dpn_cli.config.load import build, merge
 from dpn_cli.errors import DataError, DpnError, NonFiniteError, StoppedError
-from dpn_cli.report.reading import open_run
+from dpn_cli.report.reading import read_run
 from tasks.classify import page
 from tasks.classify import pretrain as command
 from tasks.classify import train as training
 from tasks.classify.classifier import load_classifier
 from tasks.classify.config import head_bias_of, in_steps
-from tasks.classify.pretrain_config import PretrainConfig, cells, resolve, settle
+from tasks.classify.pretrain_config import PretrainConfig, finalize, resolve, trials
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +40,13 @@ def sweep(places: Path, stages: Sequence[Mapping[str, Any]]) -> PretrainConfig:
     asked.pop("schedule")
     asked.pop("lr")
     asked["backbone"].pop("dropout")
-    return settle(build(PretrainConfig, resolve("sun397", None, "none", None, asked, {}), "test"))
+    return finalize(build(PretrainConfig, resolve("sun397", None, "none", None, asked, {}), "test"))
 
 
 def test_appendix_f_searches_what_the_paper_says() -> None:
     flags = {"backbone": {"arch": "B/32"}, "data": {"source": "sun397"}}
-    config = settle(build(PretrainConfig, resolve("sun397", None, None, None, flags, {}), "test"))
-    first, second, third = (list(cells(config, stage)) for stage in config.stages)
+    config = finalize(build(PretrainConfig, resolve("sun397", None, None, None, flags, {}), "test"))
+    first, second, third = (list(trials(config, stage)) for stage in config.stages)
     assert {(c.lr, c.optim.weight_decay, c.backbone.dropout) for _, c in first} == set(
         itertools.product((1e-3, 3e-4, 1e-4), (0.03, 0.1), (0.0, 0.1))
     )
@@ -94,7 +94,7 @@ def test_a_sweep_chooses_on_validation_and_scores_each_row_of_the_table_once_on_
     assert f"lr={chosen['lr']:g}" == result["stages"][0]["chosen"] == "lr=0.0035"
     assert f"mixup={chosen['mixup']:g}" == result["stages"][1]["chosen"]
     assert load_classifier(str(tmp_path / "sweep" / result["weights"])).facts["minival_top1"] == final["minival_top1"]
-    titles = [section.title for section in page.findings(open_run(tmp_path / "sweep"), "").sections]
+    titles = [section.title for section in page.findings(read_run(tmp_path / "sweep"), "").sections]
     assert titles[:4] == ["Scores", "Calibration", "Classes", "Confusions"]
     kept = [str(path.parent.name) for path in (tmp_path / "sweep").rglob("weights.safetensors")]
     assert kept == ["only"]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dpn_cli.arch import Size
 from dpn_cli.config.schema import Optim, Runtime, Schedule
 from dpn_cli.engine import fit as engine
-from dpn_cli.engine.fit import Batch, Job, Outputs
+from dpn_cli.engine.fit import Batch, Outputs, TrainJob
 from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.engine.optim import is_decayed
 from dpn_cli.errors import OutOfMemoryError
@@ -80,7 +80,7 @@ def after_one_step(kind: Kind, micro: MicroBatch, loss: ContrastiveLoss | None =
     """Train one step of plain SGD: what it takes off the weights is the gradient."""
     model = tower(-1.0 if kind == "siglip" else None)
     before = [p.detach().clone() for p in model.parameters()]
-    job = Job(
+    job = TrainJob(
         loss_fn=loss or ContrastiveLoss(kind, ALONE),
         batches=lambda start: (pairs() for _ in range(1)),
         optim=Optim(momentum=0.0, clip_norm=None),
@@ -145,7 +145,7 @@ def train(world: World, kind: Kind, micro: int, *, shard: bool = False) -> dict[
             yield {name: value[mine] for name, value in pairs(step).items()}
 
     seen: list[float] = []
-    job = Job(
+    job = TrainJob(
         loss_fn=ContrastiveLoss(kind, world),
         batches=batches,
         optim=Optim(momentum=0.0),

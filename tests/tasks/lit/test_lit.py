@@ -23,7 +23,7 @@ from test_cli import ROOT, run
 from test_lit_data import write_images, write_table
 
 from dpn_cli.arch import STEMS, Size, Stem
-from dpn_cli.config.launch import Place
+from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.config.load import build, merge
 from dpn_cli.errors import DataError, DpnError, StoppedError
 from dpn_cli.run import signals
@@ -31,7 +31,7 @@ from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import load_backbone
 from tasks.lit import command
-from tasks.lit.config import LitConfig, in_steps, resolve, settle
+from tasks.lit.config import LitConfig, finalize, in_steps, resolve
 from tasks.lit.data import SceneClasses
 from tasks.lit.features import digest_of
 from tasks.lit.page_samples import PAIRS
@@ -74,11 +74,11 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small(source: Path | str, **changes: Any) -> LitConfig:
     data = {"source": str(source), "val_source": str(source)} if str(source) != "demo" else {"source": "demo"}
     plain = resolve(None, merge(SMALL, {"data": data}, changes), {})
-    return settle(build(LitConfig, plain, "test"))
+    return finalize(build(LitConfig, plain, "test"))
 
 
 def train(config: LitConfig, path: Path, **arguments: Any) -> dict[str, Any]:
-    result = command.run(config, Place(path, **arguments), Console(quiet=True))
+    result = command.run(config, LaunchOptions(path, **arguments), Console(quiet=True))
     assert result is not None
     return result
 

@@ -23,8 +23,10 @@ from test_lit_data import image, shards, write_images, write_shard, write_table
 
 from dpn_cli.config.schema import Runtime
 from dpn_cli.data import pixels
-from dpn_cli.data.labelled import Labelled
-from dpn_cli.data.pixels import PixelSet, resize, rows_of_step, stream
+from dpn_cli.data.pixels import PixelSet, stream
+from dpn_cli.data.resize import resize
+from dpn_cli.data.sampler import rows_of_step
+from dpn_cli.data.sources.base import Labelled
 from dpn_cli.errors import DataError, StoppedError
 from dpn_cli.run import files, signals
 from dpn_cli.run.arrays import save_array
@@ -34,7 +36,7 @@ from dpn_cli.weights.backbone import load_backbone
 from tasks.lit import cache
 from tasks.lit.batches import cached_batches, encoded_batches, tokenize
 from tasks.lit.cache import cached_features
-from tasks.lit.captions import Captioned, Files
+from tasks.lit.captions import CaptionedFiles, CaptionedImages
 from tasks.lit.data import CaptionSource, open_split
 from tasks.lit.encode import image_encoder, retrieval_scores
 from tasks.lit.features import Features, ImageEncoder, digest_of, views_of
@@ -48,7 +50,7 @@ def make_encoder(seed: int = 0, **changes: Any) -> ImageEncoder:
     return image_encoder(tower, Runtime(workers=0), ALONE, **changes)
 
 
-def data(root: Path, count: int = 6) -> Captioned:
+def data(root: Path, count: int = 6) -> CaptionedImages:
     names = write_images(root, count)
     return open_split(
         CaptionSource(str(write_table(root / "pairs.csv", [(name, f"s {name}") for name in names]))), "train"
@@ -61,7 +63,7 @@ def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "BATCH", 2)
 
 
-def looked_at(split: Captioned) -> list[int]:
+def looked_at(split: CaptionedImages) -> list[int]:
     """Note from now on which images are opened."""
     seen: list[int] = []
     original = split.open
@@ -441,7 +443,7 @@ def test_without_a_cache_an_image_is_cut_anew_at_every_visit(tmp_path: Path) -> 
 
 def test_tokens_are_kept_for_one_tokenizer_and_one_list_of_captions(tmp_path: Path) -> None:
     root = tmp_path / "cache"
-    files = {ending: Files(tmp_path) for ending in ("x", "y")}
+    files = {ending: CaptionedFiles(tmp_path) for ending in ("x", "y")}
     for ending, several in files.items():
         for name in write_images(tmp_path, 2):
             several.add(name, [f"Image {name} {ending}"], "here")
@@ -452,7 +454,7 @@ def test_tokens_are_kept_for_one_tokenizer_and_one_list_of_captions(tmp_path: Pa
 
 
 def test_one_of_several_captions_is_drawn_at_every_visit(tmp_path: Path) -> None:
-    files = Files(tmp_path)
+    files = CaptionedFiles(tmp_path)
     for name in write_images(tmp_path, 4):
         files.add(name, [f"{name} caption {letter}" for letter in "abcd"], "here")
     tokenizer = Tokenizer(12, "whitespace")

@@ -37,7 +37,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_every_seed_of_a_tower_shares_its_features_and_the_order_is_that_of_the_seed(
     command: list[str],
     tmp_path: Path,
-    trained: list[engine.Job],  # noqa: F811
+    trained: list[engine.TrainJob],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     encoded: list[int] = []
@@ -122,7 +122,7 @@ def test_a_training_that_fails_is_named_and_tried_again(
     command: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    trained: list[engine.Job],  # noqa: F811
+    trained: list[engine.TrainJob],  # noqa: F811
 ) -> None:
     words = [*(word for word in command if word != "--json"), "--compare", "none,dpn", "-o", str(tmp_path / "all")]
     with pytest.MonkeyPatch.context() as patch:

@@ -21,7 +21,7 @@ from PIL import Image as Pil
 
 from dpn_cli.errors import DataError, DpnError
 from tasks.lit.cache import data_fingerprint
-from tasks.lit.captions import Files, HubCaptions, Subset, stamp_of
+from tasks.lit.captions import CaptionedFiles, HubCaptions, Subset, stamp_of
 from tasks.lit.data import CaptionSource, open_pairs, open_split
 from tasks.lit.eval_splits import open_part
 from tasks.lit.tokenizer import Tokenizer, open_tokenizer
@@ -210,7 +210,7 @@ def test_a_hub_data_set_that_names_files_has_their_sizes(tmp_path: Path, monkeyp
     paths = [str(tmp_path / name) for name in write_images(tmp_path, 2)]
     rows = {"image": [*paths, "zip://1.png::gone.zip"], "text": ["a", "b", "c"]}
     found = Dataset.from_dict(rows, features=Features({"image": Image(), "text": Value("string")}))
-    monkeypatch.setattr("dpn_cli.data.labelled.load_hub", lambda *of: {"train": found})
+    monkeypatch.setattr("dpn_cli.data.sources.hub.load_hub", lambda *of: {"train": found})
     split = HubCaptions("x", "default", "train", None, None, skip_bad=False)
     assert list(split.sizes) == [len(image(0)), len(image(1)), 0]
 
@@ -421,7 +421,7 @@ def test_a_folder_without_readable_text_columns_is_refused(tmp_path: Path) -> No
 
 
 def test_a_pair_takes_its_texts_and_few_bytes(tmp_path: Path) -> None:
-    files = Files(tmp_path)
+    files = CaptionedFiles(tmp_path)
     (tmp_path / "a.png").write_bytes(b"an image")
     stamp = len(stamp_of((tmp_path / "a.png").stat()))
     for number in range(200):

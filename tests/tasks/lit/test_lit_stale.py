@@ -19,16 +19,16 @@ from torch import Tensor
 
 from dpn_cli.config.schema import Runtime
 from dpn_cli.data.decode import decode
-from dpn_cli.data.images import find_image_files
-from dpn_cli.data.labelled import load_hub
-from dpn_cli.data.pixels import resize
+from dpn_cli.data.resize import resize
+from dpn_cli.data.sources.folder import find_image_files
+from dpn_cli.data.sources.hub import load_hub
 from dpn_cli.errors import DataError, SaveError
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import load_backbone
 from tasks.lit import cache, cache_write
 from tasks.lit.cache import cached_features
-from tasks.lit.captions import Captioned
+from tasks.lit.captions import CaptionedImages
 from tasks.lit.data import CaptionSource, open_split
 from tasks.lit.encode import image_encoder
 from tasks.lit.features import ImageEncoder
@@ -89,7 +89,7 @@ def hub_folder(root: Path) -> str:
     return f"hf:{root}"
 
 
-def opened(place: str) -> Captioned:
+def opened(place: str) -> CaptionedImages:
     """Open a data set as a new process does."""
     load_hub.cache_clear()
     if not place.startswith("search:"):
@@ -102,7 +102,7 @@ def files_below(root: Path) -> list[Path]:
     return sorted(path for path in root.rglob("*") if path.suffix in (".png", ".tar"))
 
 
-def expected(data: Captioned, encoder: ImageEncoder) -> Tensor:
+def expected(data: CaptionedImages, encoder: ImageEncoder) -> Tensor:
     return encoder.encode(torch.stack([resize(data.pixels(row), encoder.size) for row in data.labels]))
 
 
@@ -176,12 +176,12 @@ def test_replaced_images_are_encoded_again_and_no_others(
     assert f"{changed} of {len(new)} images changed since they were encoded" in capsys.readouterr().err
 
 
-def all_rows(data: Captioned, encoder: ImageEncoder, root: Path) -> Tensor:
+def all_rows(data: CaptionedImages, encoder: ImageEncoder, root: Path) -> Tensor:
     return cached_features(data, encoder, root, ALONE, Console()).rows(torch.arange(len(data.labels)))
 
 
 def test_a_hub_data_set_that_is_written_anew_is_compared(plain: ImageEncoder, tmp_path: Path) -> None:
-    def write(*numbers: int) -> Captioned:
+    def write(*numbers: int) -> CaptionedImages:
         rows = {"image": [{"bytes": image(number), "path": None} for number in numbers], "text": ["a"] * len(numbers)}
         features = Features({"image": Image(), "text": Value("string")})
         (tmp_path / "hub").mkdir(exist_ok=True)

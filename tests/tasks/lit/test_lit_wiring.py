@@ -23,9 +23,10 @@ from dpn_cli.arch import SIZES
 from dpn_cli.config.load import merge
 from dpn_cli.config.schema import Runtime
 from dpn_cli.data.decode import Reading
-from dpn_cli.data.pixels import resize, rows_of_step
+from dpn_cli.data.resize import resize
+from dpn_cli.data.sampler import rows_of_step
 from dpn_cli.engine import fit as engine
-from dpn_cli.engine.fit import Batch, Job
+from dpn_cli.engine.fit import Batch, TrainJob
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
@@ -33,7 +34,7 @@ from dpn_cli.weights.backbone import Backbone, export_backbone, load_backbone
 from tasks.lit import cache
 from tasks.lit.batches import cached_batches, encoded_batches, tokenize
 from tasks.lit.cache import cached_features
-from tasks.lit.captions import Files
+from tasks.lit.captions import CaptionedFiles
 from tasks.lit.config import LitConfig
 from tasks.lit.data import CaptionSource, open_split
 from tasks.lit.encode import encoded, image_encoder
@@ -83,14 +84,14 @@ class Reached:
     text: TextTower
     first: Batch
     second: Batch
-    job: Job
+    job: TrainJob
 
 
 def reached(config: LitConfig, path: Path, monkeypatch: pytest.MonkeyPatch) -> Reached:
     """Run `dpn lit train` up to its training."""
     found: list[Reached] = []
 
-    def fit(model: nn.Module, job: Job) -> None:
+    def fit(model: nn.Module, job: TrainJob) -> None:
         visits = job.batches(0)
         assert isinstance(model, TextTower)
         found.append(Reached(model, next(visits), next(visits), job))
@@ -201,7 +202,7 @@ def test_views_are_of_the_image_whatever_stands_beside_it(
 
 
 def test_the_view_tells_nothing_of_the_caption(tmp_path: Path) -> None:
-    files = Files(tmp_path)
+    files = CaptionedFiles(tmp_path)
     for name in write_images(tmp_path, 8):
         files.add(name, [f"{name} one", f"{name} two"], "here")
     texts = tokenize(files, Tokenizer(8, "whitespace"))
@@ -217,7 +218,7 @@ def test_the_view_tells_nothing_of_the_caption(tmp_path: Path) -> None:
 
 
 def test_views_and_captions_are_drawn_by_the_seed(tmp_path: Path) -> None:
-    files = Files(tmp_path)
+    files = CaptionedFiles(tmp_path)
     (name,) = write_images(tmp_path, 1)
     files.add(name, [f"caption {letter}" for letter in "abcdefgh"], "here")
     texts = tokenize(files, Tokenizer(8, "whitespace"))
@@ -234,7 +235,7 @@ def test_views_and_captions_are_drawn_by_the_seed(tmp_path: Path) -> None:
 
 
 def test_cuts_without_a_cache_are_of_the_seed_and_the_images_of_one_batch_differ(tmp_path: Path) -> None:
-    files = Files(tmp_path)
+    files = CaptionedFiles(tmp_path)
     for name in write_images(tmp_path, 1) * 4:
         files.add(name, ["a dog"], "here")
     tower = load_backbone("mu/8", image_size=16, seed=0).eval()

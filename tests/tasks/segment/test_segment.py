@@ -18,7 +18,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from test_cli import run
 
-from dpn_cli.config.launch import Place
+from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.config.load import build, merge
 from dpn_cli.data.sources import synthetic
 from dpn_cli.engine import fit as engine
@@ -29,7 +29,7 @@ from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
 from tasks.segment import command
 from tasks.segment.artifact import Segmenter, load_segmenter
-from tasks.segment.config import SegmentConfig, resolve, settle
+from tasks.segment.config import SegmentConfig, finalize, resolve
 from tasks.segment.pairs import FolderPairs, HubPairs
 from tasks.segment.palette import color_of
 from tasks.segment.preflight import check_masks
@@ -77,11 +77,11 @@ def own(shapes: Path, tmp_path: Path) -> Path:
 
 def small(source: Path | str, **changes: Any) -> SegmentConfig:
     plain = resolve("segment", None, merge(SMALL, {"data": {"source": str(source)}}, changes), {})
-    return settle(build(SegmentConfig, plain, "test"))
+    return finalize(build(SegmentConfig, plain, "test"))
 
 
 def train(config: SegmentConfig, path: Path, **arguments: Any) -> dict[str, Any]:
-    result = command.run(config, Place(path, **arguments), Console(quiet=True))
+    result = command.run(config, LaunchOptions(path, **arguments), Console(quiet=True))
     assert result is not None
     return result
 
@@ -131,7 +131,7 @@ def test_images_are_segmented_and_the_result_says_what_it_is(finished: tuple[Pat
 
 @pytest.mark.slow
 def test_the_demo_learns_more_than_the_background(tmp_path: Path) -> None:
-    config = settle(
+    config = finalize(
         build(
             SegmentConfig,
             resolve("ade20k", None, {"backbone": {"arch": "mu/8"}, "lr": 1e-2, "schedule": {"steps": 250}}, {}),
@@ -408,6 +408,6 @@ def test_two_ranks_train_and_score_as_one(shapes: Path, tmp_path: Path) -> None:
 
 
 def test_a_dry_run_leaves_nothing(shapes: Path, tmp_path: Path) -> None:
-    done = command.run(small(shapes), Place(tmp_path / "run", dry_run=True), Console(quiet=True))
+    done = command.run(small(shapes), LaunchOptions(tmp_path / "run", dry_run=True), Console(quiet=True))
     assert done is None
     assert not (tmp_path / "run").exists()

@@ -12,7 +12,7 @@ from test_cli import run
 
 from dpn_cli.config.load import build, merge, read_config
 from dpn_cli.errors import DataError, DpnError
-from tasks.segment.config import SegmentConfig, in_steps, resolve, settle
+from tasks.segment.config import SegmentConfig, finalize, in_steps, resolve
 from tasks.segment.labels import IGNORE, LabelRule
 from tasks.segment.pairs import ScenePairs, list_digest, take
 from tasks.segment.palette import ade20k, color_of
@@ -78,13 +78,13 @@ def test_without_data_it_is_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     built = build(SegmentConfig, resolve("ade20k", None, {"data": {"fraction": "1/4"}}, {}), "test")
     assert built.demo
-    assert settle(built).backbone.checkpoint is None  # the command makes the demo tower
-    assert settle(built, "tower").backbone.checkpoint == "tower"
+    assert finalize(built).backbone.checkpoint is None  # the command makes the demo tower
+    assert finalize(built, "tower").backbone.checkpoint == "tower"
     scratch = built.model_copy(update={"backbone": built.backbone.model_copy(update={"arch": "mu/8"})})
-    assert settle(scratch, "tower").backbone.checkpoint == "none"
+    assert finalize(scratch, "tower").backbone.checkpoint == "none"
     (tmp_path / "ADEChallengeData2016").mkdir()
     with pytest.raises(DpnError, match="no weights were given. Ways out"):
-        settle(build(SegmentConfig, resolve("ade20k", None, {"backbone": {"arch": "B/16"}}, {}), "test"))
+        finalize(build(SegmentConfig, resolve("ade20k", None, {"backbone": {"arch": "B/16"}}, {}), "test"))
 
 
 def test_ade20k_has_its_classes_and_colors() -> None:

@@ -26,7 +26,7 @@ from tasks.segment.labels import LabelRule
 from tasks.segment.model import LinearSegmenter, initialize_head
 from tasks.segment.palette import Class, color_of
 from tasks.segment.predict import STRENGTH, draw_labels, draw_overlay
-from tasks.segment.sliding_window import Plan, label_map
+from tasks.segment.sliding_window import WindowPlan, label_map
 from tasks.segment.transforms import resize_image
 
 
@@ -74,7 +74,7 @@ def test_a_demo_segmenter_has_the_demos_classes_on_other_data_too(place: Path) -
 
 
 def test_a_run_is_scored_as_the_command_says(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Plan] = []
+    seen: list[WindowPlan] = []
 
     def score(*arguments: Any, **_: Any) -> SegmentScores:
         seen.append(arguments[3])
@@ -86,7 +86,7 @@ def test_a_run_is_scored_as_the_command_says(place: Path, monkeypatch: pytest.Mo
     run(*command, "--stride", "9", "--size", "native", "--multi-scale")
     whole = json.loads(run(*command, "--mode", "whole").stdout)
     assert (whole["evaluation"]["mode"], whole["miou"]) == ("whole", 100)
-    plain = Plan(64, 42, (256, 64))
+    plain = WindowPlan(64, 42, (256, 64))
     scales = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75)  # Segmenter's
     many = replace(plain, stride=9, native=True, ratios=scales, flip=True)
     assert seen == [plain, many, replace(plain, stride=None)]
@@ -127,7 +127,7 @@ def test_both_sizes_are_scored_where_that_is_one_more_pass(place: Path) -> None:
 
 def test_a_run_is_scored_again_as_it_was_after_its_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     enlarged(write_scenes(tmp_path / "data", {"training": 8, "validation": 2}))
-    seen: list[Plan] = []
+    seen: list[WindowPlan] = []
 
     def scored(*arguments: Any, **options: Any) -> SegmentScores:
         seen.append(arguments[3])
@@ -137,7 +137,7 @@ def test_a_run_is_scored_again_as_it_was_after_its_training(tmp_path: Path, monk
     way = {"size": "native", "stride": 50, "scales": [0.5, 1.0], "flip": True, "batch_size": 3}
     result = train(small(tmp_path / "data", schedule={"steps": 1}, evaluation=way), tmp_path / "run")
     again = json.loads(run("segment", "eval", str(tmp_path / "run"), "--json", "-q", "-j", "0").stdout)
-    assert seen == [Plan(64, 50, (256, 64), native=True, ratios=(0.5, 1.0), flip=True, batch_size=3)] * 2
+    assert seen == [WindowPlan(64, 50, (256, 64), native=True, ratios=(0.5, 1.0), flip=True, batch_size=3)] * 2
     assert again["evaluation"] == result["evaluation"] == {**way, "mode": "slide"}
     assert again["miou"] == result["miou"]
     whole = small(tmp_path / "data", schedule={"steps": 1}, evaluation={"mode": "whole"})

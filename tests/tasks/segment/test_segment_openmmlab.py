@@ -21,7 +21,7 @@ from tasks.segment.labels import LabelRule
 from tasks.segment.model import LinearSegmenter, initialize_head, use_imagenet_inputs
 from tasks.segment.pairs import FolderPairs
 from tasks.segment.palette import Class, ade20k
-from tasks.segment.sliding_window import Plan, label_map
+from tasks.segment.sliding_window import WindowPlan, label_map
 
 CONFIG = Path(__file__).parents[3] / "tasks" / "segment" / "openmmlab_ade20k.py"
 CLASSES = 6
@@ -76,7 +76,7 @@ def test_encoder_decoder_with_our_weights_gives_our_label_map(segmenter: Segment
     weights = tmp_path / "weights.safetensors"
     save_segmenter(segmenter, weights)
     model = build(str(weights), str(weights)).eval()
-    plan = Plan(32, 21, (128, 32))
+    plan = WindowPlan(32, 21, (128, 32))
     for size in ((45, 90), (20, 90)):  # the second is lower than a window
         image, item = sample(*size)
         found = model.test_step({"inputs": [image.flip(0)], "data_samples": [item]})[0]  # it takes BGR

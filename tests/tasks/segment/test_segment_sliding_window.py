@@ -21,7 +21,7 @@ from tasks.segment.labels import IGNORE
 from tasks.segment.loss import UpsampledCrossEntropy, segmentation_loss
 from tasks.segment.model import LinearSegmenter, initialize_head, normalized
 from tasks.segment.palette import Class
-from tasks.segment.sliding_window import Axis, Plan, axis_matrix, label_map, resize_rows, starts, view
+from tasks.segment.sliding_window import Axis, WindowPlan, axis_matrix, label_map, resize_rows, starts, view
 
 CLASSES = 7
 
@@ -70,7 +70,7 @@ def test_tiles_of_two_matrices_are_the_windows_mean(
 ) -> None:
     image = random_image(*size)
     expected = by_hand(network, image, out, 21)
-    plan = Plan(32, 21, (128, 32), batch_size=3)
+    plan = WindowPlan(32, 21, (128, 32), batch_size=3)
     look = view(network, image, out, plan, flip=False)
     ours = look.tile(slice(None), slice(None)).permute(2, 0, 1)
     torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-5)
@@ -80,7 +80,7 @@ def test_tiles_of_two_matrices_are_the_windows_mean(
 @torch.inference_mode()
 def test_a_map_larger_than_a_tile_is_put_together(network: LinearSegmenter) -> None:
     image = random_image(40, 60)
-    found = label_map(network, [image], (300, 530), Plan(32, 21, (128, 32)))
+    found = label_map(network, [image], (300, 530), WindowPlan(32, 21, (128, 32)))
     expected = by_hand(network, image, (300, 530), 21).argmax(0)
     assert (found.long() == expected).float().mean() > 0.9999
 
@@ -107,14 +107,14 @@ def test_scales_and_flips_average_probabilities(network: LinearSegmenter) -> Non
     for image in images:
         expected += by_hand(network, image, out, 21).softmax(0)
         expected += by_hand(network, image.flip(-1), out, 21).softmax(0).flip(-1)
-    found = label_map(network, images, out, Plan(32, 21, (128, 32), ratios=(1.0, 1.6), flip=True))
+    found = label_map(network, images, out, WindowPlan(32, 21, (128, 32), ratios=(1.0, 1.6), flip=True))
     assert (found.long() == expected.argmax(0)).float().mean() > 0.999
 
 
 @torch.inference_mode()
 def test_the_whole_image_goes_through_a_network_of_its_size(network: LinearSegmenter) -> None:
     image, own = random_image(44, 61), network.vit.pos_embed
-    found = label_map(network, [image], (44, 61), Plan(32, None, (128, 32)))
+    found = label_map(network, [image], (44, 61), WindowPlan(32, None, (128, 32)))
     assert network.vit.pos_embed is own
     large = load_backbone("mu/8", image_size=(48, 64), num_classes=CLASSES)
     table = F.interpolate(own.detach().view(1, 4, 4, -1).permute(0, 3, 1, 2), (6, 8), mode="bilinear")
@@ -134,11 +134,11 @@ def test_windows_begin_where_the_reference_puts_them() -> None:
 
 
 def test_images_are_resized_as_asked() -> None:
-    plan = Plan(512, 341, (2048, 512))
+    plan = WindowPlan(512, 341, (2048, 512))
     assert plan.size((600, 800), 1.0) == (512, 683)
     assert plan.size((500, 3000), 1.0) == (341, 2048)  # padded below
     assert plan.size((600, 800), 0.5) == (256, 341)
-    native = Plan(512, 341, (2048, 512), native=True)
+    native = WindowPlan(512, 341, (2048, 512), native=True)
     assert native.size((600, 800), 1.0) == (600, 800)
     assert native.size((600, 800), 0.5) == (300, 400)
     assert native.size((256, 300), 1.0) == (512, 600)
@@ -157,7 +157,7 @@ def test_slide_inference_is_mmsegmentations(network: LinearSegmenter) -> None:
     stand_in.test_cfg, stand_in.out_channels = ConfigDict(mode="slide", crop_size=(32, 32), stride=(21, 21)), CLASSES
     stand_in.encode_decode = lambda crop, metas: F.interpolate(network(crop), crop.shape[-2:], mode="bilinear")
     theirs = EncoderDecoder.slide_inference(stand_in, image, [{}])[0]
-    look = view(network, random_image(45, 90), (45, 90), Plan(32, 21, (128, 32)), flip=False)
+    look = view(network, random_image(45, 90), (45, 90), WindowPlan(32, 21, (128, 32)), flip=False)
     torch.testing.assert_close(look.tile(slice(None), slice(None)).permute(2, 0, 1), theirs, atol=2e-5, rtol=1e-5)
 
 

@@ -17,17 +17,17 @@ from test_segment import NAMES, small, train, write_scenes
 
 from dpn_cli.commands import trainers as commands
 from dpn_cli.config.cost import Cost
-from dpn_cli.config.launch import Place
+from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.engine.fit import Outputs
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
-from dpn_cli.run.run import Session
+from dpn_cli.run.run import Run
 from dpn_cli.weights.backbone import export_backbone, load_backbone
 from tasks.segment import command as trainer
 from tasks.segment import train as training
 from tasks.segment.artifact import Segmenter, load_segmenter, save_segmenter
-from tasks.segment.config import Evaluation, MaskData, SegmentConfig, settle
+from tasks.segment.config import Evaluation, MaskData, SegmentConfig, finalize
 from tasks.segment.iou import SegmentScores
 from tasks.segment.labels import LabelRule
 from tasks.segment.model import LinearSegmenter, initialize_head
@@ -210,7 +210,7 @@ def test_the_weights_folder_is_for_those_who_name_no_weights(tmp_path: Path, mon
         section = {"arch": "mu/16", "stem": stem, "checkpoint": "none"}
         config = small("somewhere", backbone=section)
         backbone = config.backbone.model_copy(update={"checkpoint": checkpoint})
-        return settle(config.model_copy(update={"backbone": backbone})).backbone.checkpoint
+        return finalize(config.model_copy(update={"backbone": backbone})).backbone.checkpoint
 
     assert chosen("dpn", None) == str(tmp_path / "weights" / "mu-16-dpn.safetensors")
     assert chosen("dpn", "mine.npz") == "mine.npz"
@@ -224,13 +224,13 @@ def test_a_run_has_the_folder_of_its_task_network_and_fraction(
     monkeypatch.chdir(tmp_path)
     seen: list[Path] = []
 
-    def trained(begun: Session[SegmentConfig]) -> dict[str, str]:
+    def trained(begun: Run[SegmentConfig]) -> dict[str, str]:
         seen.append(begun.folder.path)
         return {"task": "none"}
 
     monkeypatch.setattr("tasks.segment.command.train", trained)
     for source, share in ((str(data), 1), (str(data), "1/2"), ("demo", 1)):
-        trainer.run(small(source, data={"source": source, "fraction": share}), Place(), Console(quiet=True))
+        trainer.run(small(source, data={"source": source, "fraction": share}), LaunchOptions(), Console(quiet=True))
     assert [str(path) for path in seen] == [
         "runs/segment_folder/mu-16-dpn",
         "runs/segment_folder/mu-16-dpn-0.5",
@@ -250,7 +250,7 @@ def test_a_dry_run_counts_the_steps_of_the_epochs(
         )
 
     monkeypatch.setattr("tasks.segment.command.rehearse_training", rehearsed)
-    trainer.run(small(data).model_copy(update={"epochs": 5.0}), Place(dry_run=True), Console())
+    trainer.run(small(data).model_copy(update={"epochs": 5.0}), LaunchOptions(dry_run=True), Console())
     assert asked == [5]
     assert "5 steps of 8: 5 passes" in capsys.readouterr().err
 
@@ -267,5 +267,5 @@ def test_the_demo_starts_from_the_tower_of_its_stem(monkeypatch: pytest.MonkeyPa
     config = small("demo", backbone={"arch": None, "checkpoint": None, "stem": "none"})
     assert config.backbone.checkpoint is None
     for dry_run in (False, True):
-        settled = commands.ADE20K.settle(config, Console(quiet=True), dry_run)
+        settled = commands.ADE20K.finalize(config, Console(quiet=True), dry_run)
         assert settled.backbone.checkpoint == f"tower of none, {not dry_run}"

@@ -16,7 +16,7 @@ from PIL import Image
 from programs import ROOT, environment, run_program
 from test_cli import run
 
-from dpn_cli.data.labelled import FileList
+from dpn_cli.data.sources.folder import FileList
 from dpn_cli.errors import DataError, SaveError, StoppedError
 from dpn_cli.run import signals
 from dpn_cli.run.console import Console

@@ -15,13 +15,13 @@ from conftest import write_task
 from rich.console import Console as RichConsole
 from test_cli import run as dpn
 
-from dpn_cli.config.launch import Place
+from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.config.load import build, from_settings, merge, read_config
 from dpn_cli.data.pixels import shuffled_batches
 from dpn_cli.errors import DpnError
 from dpn_cli.run.console import Console
 from tasks.vtab import command
-from tasks.vtab.config import VtabConfig, resolve, settle
+from tasks.vtab.config import VtabConfig, finalize, resolve
 from tasks.vtab.result_tables import print_result
 from tasks.vtab.tasks import DEMO_TASKS, PAPER_COLUMNS, TASKS, choose_tasks
 from tasks.vtab.train import Trainer
@@ -52,8 +52,10 @@ def run(
 ) -> Json:
     layers = from_settings([*(TOY if toy else []), *settings])
     plain = resolve(None, {"data": {"source": str(source)}}, layers)
-    built = settle(build(VtabConfig, plain, "config"))
-    result = command.run(built, Place(output, resume=resume, overwrite=overwrite), console or Console(quiet=True))
+    built = finalize(build(VtabConfig, plain, "config"))
+    result = command.run(
+        built, LaunchOptions(output, resume=resume, overwrite=overwrite), console or Console(quiet=True)
+    )
     assert result is not None
     return result
 

@@ -27,7 +27,7 @@ def test_a_killed_sweep_goes_on_where_it_was(
     trained: list[float] = []
     original = Trainer.job
 
-    def dying(self: Trainer, cell: Any, outputs: engine.Outputs) -> engine.Job:
+    def dying(self: Trainer, cell: Any, outputs: engine.Outputs) -> engine.TrainJob:
         trained.append(cell.lr)
         if len(trained) == cells_before + 1:
             raise KeyboardInterrupt
@@ -80,7 +80,7 @@ def test_a_failed_cell_is_shown_and_tried_again(
     original = Trainer.job
     broken = True
 
-    def failing(self: Trainer, cell: Any, outputs: engine.Outputs) -> engine.Job:
+    def failing(self: Trainer, cell: Any, outputs: engine.Outputs) -> engine.TrainJob:
         if broken and (cell.lr, cell.seed) == (0.03, 1):
             raise NonFiniteError("step 3: loss nan")
         return original(self, cell, outputs)

@@ -15,7 +15,7 @@ from scipy import stats
 from test_vtab import run
 from torch import Tensor
 
-from dpn_cli.data.pixels import resize
+from dpn_cli.data.resize import resize
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError
 from dpn_cli.weights.backbone import export_backbone, load_backbone, load_whole
@@ -45,7 +45,7 @@ CONFIG = VtabConfig.model_validate(
 class Start:
     """A training as it begins: weights, first batch, seed and learning rate."""
 
-    def __init__(self, network: Any, batch: engine.Batch, job: engine.Job) -> None:
+    def __init__(self, network: Any, batch: engine.Batch, job: engine.TrainJob) -> None:
         self.weights = {name: value.clone() for name, value in network.state_dict().items()}
         self.rates = [block.drop_path1.drop_prob for block in network.blocks[1:]]
         self.images, self.labels = batch["image"].clone(), batch["label"].clone()
@@ -58,7 +58,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[Start]:
     seen: list[Start] = []
     original = engine.fit
 
-    def recorded(model: Any, job: engine.Job) -> engine.FitResult:
+    def recorded(model: Any, job: engine.TrainJob) -> engine.FitResult:
         seen.append(Start(engine.unwrap(model), next(job.batches(0)), job))
         return original(model, job)
 
@@ -251,7 +251,7 @@ def test_the_learning_rate_is_chosen_by_val200_where_training_images_say_otherwi
     """The one learning rate with scores on val200 wins; scored on any other set of pixels, all would be equal."""
     original = Trainer.job
 
-    def scored(self: Trainer, cell: Any, outputs: engine.Outputs) -> engine.Job:
+    def scored(self: Trainer, cell: Any, outputs: engine.Outputs) -> engine.TrainJob:
         shown: list[int] = []
         monkeypatch.setattr(Trainer, "evaluate", lambda trainer, pixels: _by_size(pixels, shown, cell.lr))
         return original(self, cell, outputs)
