@@ -11,6 +11,9 @@ from typer.core import TyperGroup
 
 from dpn_cli.commands import one_line_errors
 from dpn_cli.commands.options import (
+    JSON,
+    QUIET,
+    VERBOSE,
     Variant,
     default_of,
     explicit_options,
@@ -19,7 +22,6 @@ from dpn_cli.commands.options import (
     parameter_of,
     with_signature,
 )
-from dpn_cli.commands.train import JSON, QUIET, VERBOSE
 from dpn_cli.config.load import build
 from dpn_cli.config.schema import Section
 from dpn_cli.errors import DpnError

@@ -9,24 +9,11 @@ from rich.console import Console as RichConsole
 from rich.table import Column, Table
 
 from dpn_cli.commands import one_line_errors
-from dpn_cli.commands.trainers import TRAIN_COMMANDS
-from dpn_cli.config.load import Plain, build, read_config, shipped_configs
+from dpn_cli.commands.trainers import schema_of
+from dpn_cli.config.load import build, read_config, shipped_configs
 from dpn_cli.config.provenance import dump_with_sources, read_sources
-from dpn_cli.config.schema import Config
-from dpn_cli.errors import DpnError
 
 app = typer.Typer(invoke_without_command=True, epilog="Example: dpn configs show vtab")
-
-
-def schema_of(plain: Plain, name: str) -> type[Config]:
-    """Return the schema of a config, whose ``about.command`` names its command. Raises `DpnError` for another one."""
-    about = plain.get("about")
-    command = str(about.get("command")) if isinstance(about, dict) else ""
-    for words, training in TRAIN_COMMANDS.items():
-        if f"{command} ".startswith(f"dpn {words} "):
-            return training.schema
-    known = ", ".join(f"'dpn {words} …'" for words in TRAIN_COMMANDS)
-    raise DpnError(f"{name}: about.command is {command!r}, which has no config; write one of {known}")
 
 
 @app.callback()

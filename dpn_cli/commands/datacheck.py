@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from importlib import import_module
 from typing import Any, Protocol, cast
 
 import typer
 
 from dpn_cli.commands import one_line_errors
-from dpn_cli.commands.options import keys_of, with_signature
-from dpn_cli.commands.train import CONFIG_OPTIONS, PRINTING, TrainCommand, option
-from dpn_cli.commands.trainers import ADE20K, FOLDER, HIGHRES, LIT, PRETRAIN, TRAIN_COMMANDS, VTAB
+from dpn_cli.commands.options import CONFIG_OPTIONS, PRINTING, keys_of, option, with_signature
+from dpn_cli.commands.train_command import TrainCommand
+from dpn_cli.commands.trainers import ADE20K, FOLDER, HIGHRES, LIT, PRETRAIN, TRAIN_COMMANDS, VTAB, module_of
 from dpn_cli.config.option import DATA, RUNTIME
 from dpn_cli.errors import CheckError
 from dpn_cli.run.console import Console, count_noun, show
 
-# The trainings whose data can be checked, the module that does it, and data for the example in help.
-CHECKS: dict[str, tuple[TrainCommand, str, str]] = {
-    "vtab": (VTAB, "tasks.vtab.datacheck", "vtab-1k"),
-    "highres": (HIGHRES, "tasks.classify.datacheck", "photos --val-fraction 0.2"),
-    "pretrain": (PRETRAIN, "tasks.classify.datacheck", "imagenet"),
-    "lit": (LIT, "tasks.lit.datacheck", "pairs.csv"),
-    "ade20k": (ADE20K, "tasks.segment.datacheck", "ADEChallengeData2016"),
-    "folder": (FOLDER, "tasks.segment.datacheck", "DIR"),
+# The trainings whose data can be checked, and data for the example in help.
+CHECKS: dict[str, tuple[TrainCommand, str]] = {
+    "vtab": (VTAB, "vtab-1k"),
+    "highres": (HIGHRES, "photos --val-fraction 0.2"),
+    "pretrain": (PRETRAIN, "imagenet"),
+    "lit": (LIT, "pairs.csv"),
+    "ade20k": (ADE20K, "ADEChallengeData2016"),
+    "folder": (FOLDER, "DIR"),
 }
 # Options that matter beside those about the data, and those that change nothing about what is wrong with them.
 ALSO, BESIDE = frozenset({"batch_size", "image_size", "workers"}), frozenset({"skip_bad_images", "flip"})
@@ -45,7 +44,7 @@ app = typer.Typer(
 )
 
 
-def _check(name: str, training: TrainCommand, module: str, arguments: Mapping[str, Any]) -> None:
+def _check(name: str, training: TrainCommand, arguments: Mapping[str, Any]) -> None:
     console = Console(quiet=arguments["quiet"])
     with one_line_errors(arguments), console.capture_logs():
         # Pre-training asks for a network, by which it augments; data are the same for all of them.
@@ -56,7 +55,7 @@ def _check(name: str, training: TrainCommand, module: str, arguments: Mapping[st
 
         findings = Findings(console, config.runtime.workers)
         with signals.listen(signals.NO_RESULT):
-            checks = cast(CheckModule, import_module(module))
+            checks = cast(CheckModule, module_of(f"data check {name}"))
             fingerprint = checks.examine(config, findings, arguments["ranks"])
         result = findings.result(name, config.data.source, fingerprint)
         show(json.dumps(result, indent=2) if arguments["json"] else describe(result))
@@ -76,9 +75,9 @@ RANKS = option(
 )
 
 
-def _add(name: str, training: TrainCommand, module: str, data: str) -> None:
+def _add(name: str, training: TrainCommand, data: str) -> None:
     def command(**arguments: Any) -> None:
-        _check(name, training, module, arguments)
+        _check(name, training, arguments)
 
     of_data = {key.parameter for key in keys_of(training.schema) if key.flag.panel == DATA}
     words = next(words for words, each in TRAIN_COMMANDS.items() if each is training)
@@ -91,5 +90,5 @@ def _add(name: str, training: TrainCommand, module: str, data: str) -> None:
     app.command(name, epilog=example)(with_signature(command, [*options, RANKS, *CONFIG_OPTIONS, *PRINTING]))
 
 
-for _name, (_training, _module, _data) in CHECKS.items():
-    _add(_name, _training, _module, _data)
+for _name, (_training, _data) in CHECKS.items():
+    _add(_name, _training, _data)

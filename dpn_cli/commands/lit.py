@@ -9,7 +9,7 @@ import typer
 
 from dpn_cli.commands import one_line_errors, train
 from dpn_cli.commands.command import Outcome, register_command
-from dpn_cli.commands.options import with_signature
+from dpn_cli.commands.options import CONFIG_OPTIONS, PRINTING, with_signature
 from dpn_cli.commands.trainers import LIT
 from dpn_cli.run.console import Console, printable, show
 from tasks.lit.options import LitEvalOptions, LitExportOptions, SearchOptions, ZeroShotOptions
@@ -43,7 +43,7 @@ def cache(**arguments: Any) -> None:
 
 
 app.command(epilog="Example: dpn lit cache --checkpoint B-32-dpn.npz --data pairs.csv")(
-    with_signature(cache, [*LIT.parameters(CACHE_KEYS), *train.CONFIG_OPTIONS, *train.PRINTING])
+    with_signature(cache, [*LIT.parameters(CACHE_KEYS), *CONFIG_OPTIONS, *PRINTING])
 )
 
 

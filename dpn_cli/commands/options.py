@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from dpn_cli.config.load import Plain, merge
-from dpn_cli.config.option import PANELS, Flag
+from dpn_cli.config.option import OUTPUT, PANELS, Flag
 from dpn_cli.config.schema import Section
 
 Parameter = inspect.Parameter
@@ -202,3 +202,41 @@ def _choices_completed(annotation: Any) -> Callable[[str], list[str]] | None:
 
 def _escaped(text: str) -> str:
     return text.replace("[", "\\[")
+
+
+def option(
+    name: str, kind: Any, default: object, *names: str, help: str, panel: str = OUTPUT, **more: Any
+) -> Parameter:
+    """Return an option that is not a config key."""
+    said = typer.Option(*names, help=help, rich_help_panel=panel, show_default=False, **more)
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, said])
+
+
+def switch(name: str, *names: str, help: str) -> Parameter:
+    """Return a switch that is not a config key."""
+    return option(name, bool, False, *names, help=help)
+
+
+SET = option(
+    "set",
+    list[str] | None,
+    None,
+    "--set",
+    metavar="KEY=VALUE",
+    help="Set one config key, e.g. --set optim.clip_norm=0.5; may be repeated.",
+)
+CONFIG_OPTIONS = (
+    option(
+        "config",
+        str | None,
+        None,
+        "--config",
+        "-c",
+        help="A shipped config's name or a YAML file, laid over the command's own config.",
+    ),
+    SET,
+)
+JSON = switch("json", "--json", help="Print the result as JSON instead of text.")
+QUIET = switch("quiet", "--quiet", "-q", help="No progress on stderr.")
+VERBOSE = switch("verbose", "--verbose", "-v", help="Show where in the code an error was raised.")
+PRINTING = (JSON, QUIET, VERBOSE)

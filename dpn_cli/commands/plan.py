@@ -10,8 +10,7 @@ import typer
 
 from dpn_cli.commands import one_line_errors
 from dpn_cli.commands.estimate import in_hours, print_costs
-from dpn_cli.commands.options import with_signature
-from dpn_cli.commands.train import CONFIG_OPTIONS, JSON, VERBOSE, option
+from dpn_cli.commands.options import CONFIG_OPTIONS, JSON, VERBOSE, option, with_signature
 from dpn_cli.commands.trainers import DISTILL, PRETRAIN, VTAB
 from dpn_cli.config.cost import total_disk, total_hours
 from dpn_cli.config.option import DATA, MODEL, RUNTIME

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from dpn_cli.commands.command import Outcome, register_command
-from dpn_cli.commands.configs import schema_of
+from dpn_cli.commands.trainers import EVALUATIONS, PAGES, schema_of
 from dpn_cli.config.load import build, read_config, shipped_configs
 from dpn_cli.config.option import OUTPUT, argument, flag
 from dpn_cli.config.provenance import flatten_keys, read_sources, shown
@@ -25,17 +25,8 @@ from dpn_cli.run.environment import read_config as run_config
 from dpn_cli.run.files import open_report, read_object, real_path
 from dpn_cli.sweep.grid import settings_of
 
-# The module of the task that reads a run of each kind; `findings` in it returns what a page shows.
-FIGURES = {
-    "classifier": "tasks.classify.page",
-    "network": "tasks.classify.page",
-    "segmenter": "tasks.segment.page",
-    "towers": "tasks.lit.page",
-    "sweep": "tasks.vtab.page",
-}
 # Where a run has its own page, and the variable that leaves it out, as --no-report does.
 INSIDE, NO_REPORT = Path("report") / PAGE, "DPN_NO_REPORT"
-EVALUATIONS = {"eval": "classifier", "segment eval": "segmenter", "lit eval": "towers"}
 
 
 class ReportOptions(Section):
@@ -103,9 +94,9 @@ def _is_newest(page: Path, results: Sequence[Path]) -> bool:
 def _reader(run: RunRecord) -> Callable[[RunRecord, str], Findings]:
     """Return the function of the run's task that reads it."""
     kind = EVALUATIONS.get(run.result["task"], "") if run.kind == "eval" else run.kind
-    if kind not in FIGURES:
+    if kind not in PAGES:
         raise DataError(f"{run.path}: a run of the kind {kind!r}, of which this version of dpn knows nothing")
-    reader: Callable[[RunRecord, str], Findings] = import_module(FIGURES[kind]).findings
+    reader: Callable[[RunRecord, str], Findings] = import_module(PAGES[kind]).findings
 
     def read(run: RunRecord, prefix: str) -> Findings:
         try:

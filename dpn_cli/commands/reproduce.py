@@ -15,8 +15,8 @@ from rich.table import Column, Table
 
 from dpn_cli.arch import did_you_mean
 from dpn_cli.commands import one_line_errors
-from dpn_cli.commands.options import with_signature
-from dpn_cli.commands.train import PRINTING, PROCESS_OPTIONS, SET, option, process_options, switch
+from dpn_cli.commands.options import PRINTING, SET, option, switch, with_signature
+from dpn_cli.commands.train import PROCESS_OPTIONS, process_options
 from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.config.option import DATA, MODEL, OUTPUT, TRAIN
 from dpn_cli.config.paths import find_weights

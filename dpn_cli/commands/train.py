@@ -1,126 +1,28 @@
-"""The one body of all commands that train: resolve the config, print it or start it, show the result."""
+"""Run a training from the command line: resolve the config, print it or train, show the result."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping, Sequence
 from importlib import import_module
-from inspect import Parameter
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 import typer
 
 from dpn_cli.commands import one_line_errors
 from dpn_cli.commands.estimate import show_costs
-from dpn_cli.commands.options import (
-    Variant,
-    default_of,
-    explicit_options,
-    keys_of,
-    option_names,
-    parameter_of,
-    with_signature,
-)
+from dpn_cli.commands.options import CONFIG_OPTIONS, PRINTING, option, switch, with_signature
+from dpn_cli.commands.report import page_at_end
+from dpn_cli.commands.train_command import SupportsTrials, TrainCommand, TrainingModule
 from dpn_cli.config.cost import Cost
 from dpn_cli.config.launch import NO_PAGE, OVERWRITE, RESUME, LaunchOptions
-from dpn_cli.config.load import Logger, Plain, build, dump, from_settings, merge, merge_with_shipped, read_config
-from dpn_cli.config.option import OUTPUT, RUNTIME
-from dpn_cli.config.provenance import flatten_keys, read_sources
-from dpn_cli.config.schema import Config
+from dpn_cli.config.load import dump, from_settings
+from dpn_cli.config.option import RUNTIME
 from dpn_cli.errors import DpnError, SweepError
 from dpn_cli.run.console import Console, count_noun, show
 from dpn_cli.sweep.grid import CompareConfig, SweepConfig
-
-Result = dict[str, Any]
-
-
-class TrainingModule(Protocol):
-    """The module of a task that loads torch."""
-
-    def run(self, config: Any, place: LaunchOptions, console: Console) -> Result | None:
-        """Train and return the result; None on ranks that do not lead and after a dry run."""
-
-    def show(self, result: Result) -> None:
-        """Print the result on stdout."""
-
-
-class SupportsTrials(Protocol):
-    """The module of a task whose work processes can share."""
-
-    def trials(self, config: Any) -> list[str]:
-        """Return what the numbers of ``--trial`` stand for."""
-
-
-@dataclass(frozen=True)
-class TrainCommand:
-    """A command that trains.
-
-    Args:
-        help: the command's help.
-        example: a command line, for the end of the help.
-        schema: the class of its configs.
-        module: the name of the `Trainer`, imported when a training begins, because it loads torch.
-        configs: names of the shipped configs that it starts from, by the label that help gives them; the usual one
-            comes first and has no label. Help reads the defaults in them.
-        resolve: merges ``--config``, flags and ``--set`` over one of the configs; by default over the usual one.
-        finalize: decides what needs more than one key, such as the weights to start from; its last argument is whether
-            it does so for a dry run.
-        variants: the configs that help reads, where `configs` does not say all.
-        without: config keys that are not options of this command.
-        extra: options that are not config keys; `resolve` receives them by name.
-        failures: returns what failed of several trainings.
-        scores: the numbers of a result, in percent, by which ``--compare`` compares trainings: the first one that a
-            result has is the headline. A dot leads inside, ``zeroshot.top1``.
-    """
-
-    help: str
-    example: str
-    schema: type[Config]
-    module: str
-    configs: Mapping[str, str]
-    resolve: Callable[..., Plain] | None = None
-    finalize: Callable[[Any, Console, bool], Any] = lambda config, console, dry_run: config
-    variants: Callable[[], Sequence[Variant]] | None = None
-    without: frozenset[str] = frozenset()
-    extra: tuple[Parameter, ...] = ()
-    failures: Callable[[Result], Sequence[str]] = lambda result: result.get("failed", ())
-    scores: tuple[str, ...] = ("top1",)
-
-    def layers(self, arguments: Mapping[str, Any], say: Logger) -> Any:
-        """Return the validated config of a command line. Raises `DpnError`."""
-        keys = list(keys_of(self.schema))
-        flags = explicit_options(keys, arguments)
-        settings = from_settings(arguments.get("set") or [])
-        extra = {parameter.name: arguments.get(parameter.name) for parameter in self.extra}
-        resolve = self.resolve or partial(merge_with_shipped, self.configs[""])
-        config_file = arguments.get("config")
-        plain = resolve(config_file, flags, settings, say, **extra)
-        if config_file:
-            read_sources(config_file, self.schema)  # a mistake in them is told; the run does not need them
-        return build(self.schema, plain, "config", option_names(keys, arguments))
-
-    def given(self, arguments: Mapping[str, Any]) -> list[str]:
-        """Return the config keys that a command line gives, those of its configuration file among them."""
-        config_file = arguments.get("config")
-        flags, settings = (
-            explicit_options(list(keys_of(self.schema)), arguments),
-            from_settings(arguments.get("set") or []),
-        )
-        return [key for key, _ in flatten_keys(merge(read_config(config_file) if config_file else {}, flags, settings))]
-
-    def parameters(self, only: frozenset[str] | None = None) -> list[Parameter]:
-        """Return the options of config keys, all of them or `only` some, with their defaults in help."""
-        shipped = [Variant(label, read_config(name)) for label, name in self.configs.items()]
-        variants = self.variants() if self.variants else shipped
-        return [
-            parameter_of(key, default_of(key, self.schema, variants))
-            for key in keys_of(self.schema)
-            if key.name not in self.without and (only is None or key.parameter in only)
-        ]
 
 
 def add_command(app: typer.Typer, name: str, training: TrainCommand) -> None:
@@ -155,8 +57,6 @@ def add_command(app: typer.Typer, name: str, training: TrainCommand) -> None:
             else:
                 trainer.show(result)
             if not arguments["no_report"]:
-                from dpn_cli.commands.report import page_at_end  # which knows the commands of this module
-
                 page_at_end(folders[0], console)
             if problem := sweep_error(training.failures(result), "trainings"):
                 raise problem
@@ -225,42 +125,6 @@ def load_trainer(
     return config, cast(TrainingModule, import_module(training.module))  # or here
 
 
-def option(
-    name: str, kind: Any, default: object, *names: str, help: str, panel: str = OUTPUT, **more: Any
-) -> Parameter:
-    """Return an option that is not a config key."""
-    said = typer.Option(*names, help=help, rich_help_panel=panel, show_default=False, **more)
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, said])
-
-
-def switch(name: str, *names: str, help: str) -> Parameter:
-    """Return a switch that is not a config key."""
-    return option(name, bool, False, *names, help=help)
-
-
-SET = option(
-    "set",
-    list[str] | None,
-    None,
-    "--set",
-    metavar="KEY=VALUE",
-    help="Set one config key, e.g. --set optim.clip_norm=0.5; may be repeated.",
-)
-CONFIG_OPTIONS = (
-    option(
-        "config",
-        str | None,
-        None,
-        "--config",
-        "-c",
-        help="A shipped config's name or a YAML file, laid over the command's own config.",
-    ),
-    SET,
-)
-JSON = switch("json", "--json", help="Print the result as JSON instead of text.")
-QUIET = switch("quiet", "--quiet", "-q", help="No progress on stderr.")
-VERBOSE = switch("verbose", "--verbose", "-v", help="Show where in the code an error was raised.")
-PRINTING = (JSON, QUIET, VERBOSE)
 PROCESS_OPTIONS = (
     option(
         "jobs",

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib import import_module
 from inspect import Parameter
 from typing import Annotated, Any, Literal
 
 import typer
 
-from dpn_cli.commands.demo_weights import demo_backbone
-from dpn_cli.commands.options import Variant
-from dpn_cli.commands.train import TrainCommand, option
+from dpn_cli.commands.options import Variant, option
+from dpn_cli.commands.train_command import TrainCommand
 from dpn_cli.config.load import Logger, Plain, merge, read_config
 from dpn_cli.config.option import TRAIN
+from dpn_cli.config.schema import Config
 from dpn_cli.config.training import TrainingConfig
 from dpn_cli.errors import DpnError
 from dpn_cli.run.console import Console
 from tasks.classify import highres_config, pretrain_config
 from tasks.classify.appendix_c import APPENDIX_C, LEVELS, regularized
+from tasks.classify.demo_weights import demo_backbone
 from tasks.classify.distill import config as distill_config
 from tasks.lit import config as lit_config
 from tasks.segment import config as segment_config
@@ -233,3 +235,56 @@ TRAIN_COMMANDS: dict[str, TrainCommand] = {
     "segment ade20k": ADE20K,
     "segment folder": FOLDER,
 }
+
+# The module of the task that reads a run of each kind; `findings` in it returns what a page shows.
+PAGES = {
+    "classifier": "tasks.classify.page",
+    "network": "tasks.classify.page",
+    "segmenter": "tasks.segment.page",
+    "towers": "tasks.lit.page",
+    "sweep": "tasks.vtab.page",
+}
+# The kind of artifact that an evaluation measured, by the task in its result.
+EVALUATIONS = {"eval": "classifier", "segment eval": "segmenter", "lit eval": "towers"}
+# By the words of a command, the module of its task. It is imported when the command runs, because it loads torch.
+MODULES = {
+    "data check vtab": "tasks.vtab.datacheck",
+    "data check highres": "tasks.classify.datacheck",
+    "data check pretrain": "tasks.classify.datacheck",
+    "data check lit": "tasks.lit.datacheck",
+    "data check ade20k": "tasks.segment.datacheck",
+    "data check folder": "tasks.segment.datacheck",
+    "data prepare vtab": "tasks.vtab.prepare.command",
+    "data prepare ade20k": "tasks.segment.prepare",
+    "data prepare coco": "tasks.lit.prepare",
+    "eval": "tasks.classify.evaluate",
+    "eval fewshot": "tasks.classify.fewshot",
+    "predict": "tasks.classify.predict",
+    "export": "tasks.classify.export",
+    "lit cache": "tasks.lit.command",
+    "lit eval": "tasks.lit.evaluate",
+    "lit predict": "tasks.lit.serve",
+    "lit search": "tasks.lit.serve",
+    "lit export": "tasks.lit.serve",
+    "plan pretrain": "tasks.classify.plan",
+    "plan distill": "tasks.classify.distill.plan",
+    "plan vtab": "tasks.vtab.plan",
+    "segment eval": "tasks.segment.evaluate",
+    "segment predict": "tasks.segment.predict",
+}
+
+
+def module_of(command: str) -> Any:
+    """Import the module of a task that does the work of a command, given by its words after ``dpn``."""
+    return import_module(MODULES[command])
+
+
+def schema_of(plain: Plain, name: str) -> type[Config]:
+    """Return the schema of a config, whose ``about.command`` names its command. Raises `DpnError` for another one."""
+    about = plain.get("about")
+    command = str(about.get("command")) if isinstance(about, dict) else ""
+    for words, training in TRAIN_COMMANDS.items():
+        if f"{command} ".startswith(f"dpn {words} "):
+            return training.schema
+    known = ", ".join(f"'dpn {words} …'" for words in TRAIN_COMMANDS)
+    raise DpnError(f"{name}: about.command is {command!r}, which has no config; write one of {known}")

@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from dpn_cli.commands.train import Result, TrainCommand, TrainingModule
+from dpn_cli.commands.train_command import Result, TrainCommand, TrainingModule
 from dpn_cli.commands.trainers import TRAIN_COMMANDS
 from dpn_cli.config.cost import Cost
 from dpn_cli.config.launch import LaunchOptions

@@ -29,12 +29,13 @@ from test_cli import run
 from typer.testing import Result
 
 from dpn_cli.cli import app
-from dpn_cli.commands import demo_weights, doctor
+from dpn_cli.commands import doctor
 from dpn_cli.config.load import read_config, shipped_configs
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine import planning
 from dpn_cli.errors import DpnError
 from dpn_cli.weights.backbone import load_backbone
+from tasks.classify import demo_weights
 from tasks.classify.classifier import Classifier, save_classifier
 
 MANY = 1000

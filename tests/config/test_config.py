@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dpn_cli.commands.configs import schema_of
+from dpn_cli.commands.trainers import schema_of
 from dpn_cli.config.load import (
     build,
     dump,

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from dpn_cli.cli import app
 from dpn_cli.commands.options import Variant, default_of, keys_of, parameter_of, with_signature
-from dpn_cli.commands.train import TrainCommand
+from dpn_cli.commands.train_command import TrainCommand
 from dpn_cli.commands.trainers import ADE20K, FOLDER, HIGHRES, LIT, PRETRAIN, VTAB
 from dpn_cli.config.option import TRAIN, flag
 from dpn_cli.config.schema import Section

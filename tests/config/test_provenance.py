@@ -14,7 +14,7 @@ import yaml
 from test_cli import run
 from test_keys import TASKS
 
-from dpn_cli.commands.configs import schema_of
+from dpn_cli.commands.trainers import schema_of
 from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.config.load import build, merge, read_config, read_document, shipped_configs
 from dpn_cli.config.provenance import NOT_IN_PAPER, Source, differences, flatten_keys, read_sources

@@ -13,8 +13,7 @@ from pydantic import BaseModel
 from test_cli import run
 
 from dpn_cli.arch import nearest
-from dpn_cli.commands.configs import schema_of
-from dpn_cli.commands.trainers import HIGHRES, TRAIN_COMMANDS
+from dpn_cli.commands.trainers import HIGHRES, TRAIN_COMMANDS, schema_of
 from dpn_cli.config.load import build, from_settings, merge, read_config, read_yaml
 from dpn_cli.config.validation_errors import describe_allowed
 from dpn_cli.errors import DpnError

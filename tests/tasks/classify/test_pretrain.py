@@ -19,7 +19,6 @@ from conftest import Arrays, images
 from test_cli import run
 from torch import Tensor, nn
 
-from dpn_cli.commands import demo_weights
 from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.config.load import build, merge
 from dpn_cli.data.augment import Augmentation
@@ -39,6 +38,7 @@ from dpn_cli.run.distributed import World
 from dpn_cli.run.run import Run
 from dpn_cli.run.run_dir import RunFolder
 from dpn_cli.weights.backbone import load_backbone
+from tasks.classify import demo_weights
 from tasks.classify import pretrain as command
 from tasks.classify import train as training
 from tasks.classify.classifier import load_classifier
