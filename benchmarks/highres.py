@@ -25,7 +25,7 @@ from dpn_cli.config.schema import Optim, Runtime, Schedule
 from dpn_cli.data.augment import Augmentation
 from dpn_cli.data.loader import crop_batches
 from dpn_cli.data.sources.folder import ClassFolders
-from dpn_cli.engine.fit import FitResult, Job, Outputs, fit
+from dpn_cli.engine.fit import FitResult, TrainJob, Outputs, fit
 from dpn_cli.engine.losses import sigmoid_xent
 from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.run.distributed import World
@@ -44,7 +44,7 @@ def ours(model: Backbone, folder: ClassFolders, steps: int, device: torch.device
         return sigmoid_xent(trainable(model.normalize(batch["image"])).float(), target)
 
     outputs = Outputs(tick=lambda tick: times.append(time.perf_counter()))
-    job = Job(
+    job = TrainJob(
         loss_fn=loss,
         batches=batches,
         optim=Optim(),

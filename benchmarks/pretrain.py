@@ -35,7 +35,7 @@ from dpn_cli.data.sources.folder import ClassFolders
 from dpn_cli.data.sources.pack_writer import Packing, pack
 from dpn_cli.data.sources.packs import Packed
 from dpn_cli.data.splits import hash_order
-from dpn_cli.engine.fit import Batches, Job, Outputs, fit
+from dpn_cli.engine.fit import Batches, TrainJob, Outputs, fit
 from dpn_cli.engine.losses import sigmoid_xent
 from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.run.distributed import World
@@ -55,7 +55,7 @@ def trained(model: Backbone, batches: Batches, steps: int) -> tuple[list[float],
         return sigmoid_xent(trainable(model.normalize(batch["image"])).float(), target)
 
     outputs = Outputs(tick=lambda tick: times.append(time.perf_counter()))
-    job = Job(
+    job = TrainJob(
         loss_fn=loss,
         batches=batches,
         optim=ADAM,

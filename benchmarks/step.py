@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from dpn_cli.arch import Stem, parse_arch
 from dpn_cli.config.schema import Optim, Runtime, Schedule
-from dpn_cli.engine.fit import Batch, Job, Outputs, fit, precision_of
+from dpn_cli.engine.fit import Batch, TrainJob, Outputs, fit, precision_of
 from dpn_cli.engine.layer_norms import LayerNorms
 from dpn_cli.engine.losses import sigmoid_xent
 from dpn_cli.engine.memory import MicroBatch
@@ -80,8 +80,8 @@ def bare_steps(model: nn.Module, batch: Batch, runtime: Runtime, device: torch.d
     return run
 
 
-def job_on(batch: Batch, steps: int, runtime: Runtime, device: torch.device, outputs: Outputs, **others: Any) -> Job:
-    """Return the training of some steps on one batch, again and again; `others` are fields of `Job`."""
+def job_on(batch: Batch, steps: int, runtime: Runtime, device: torch.device, outputs: Outputs, **others: Any) -> TrainJob:
+    """Return the training of some steps on one batch, again and again; `others` are fields of `TrainJob`."""
     rows = len(next(iter(batch.values())))
 
     def batches(start: int) -> Generator[Batch, None, None]:
@@ -100,11 +100,11 @@ def job_on(batch: Batch, steps: int, runtime: Runtime, device: torch.device, out
         "micro_batch": MicroBatch(rows, fixed=True),
         "outputs": outputs,
     }
-    return Job(**{**settings, **others})
+    return TrainJob(**{**settings, **others})
 
 
 def fit_steps(model: nn.Module, batch: Batch, runtime: Runtime, device: torch.device, **others: Any) -> Steps:
-    """Return the same training through our loop, logging every step; `others` are fields of `Job`."""
+    """Return the same training through our loop, logging every step; `others` are fields of `TrainJob`."""
 
     def run(steps: int) -> list[float]:
         times = [time.perf_counter()]

@@ -28,11 +28,11 @@ COMMANDS = {
         "segment:app", "Semantic segmentation: a linear decoder on patch tokens, the whole network trained."
     ),
     "pretrain": LazyCommand(
-        "trainers:TRAININGS",
+        "trainers:TRAIN_COMMANDS",
         "Make a backbone from scratch with any stem: ImageNet-1k (Tables 1 and 6), SUN397 (Table 7), own images.",
     ),
     "distill": LazyCommand(
-        "trainers:TRAININGS",
+        "trainers:TRAIN_COMMANDS",
         "Turn a trained ViT into one with another stem, other norms or another size, with unlabelled images.",
     ),
     "plan": LazyCommand("plan:app", "What a training will cost: steps, hours, memory, disk."),

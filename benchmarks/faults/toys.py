@@ -98,7 +98,7 @@ TASKS = {
             *("--set", "runtime.checkpoint_every=2"),
         ),
         "vtab",
-        "cells/**/weights.safetensors",
+        "trials/**/weights.safetensors",
     ),
     "highres": Task(
         (

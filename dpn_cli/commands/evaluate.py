@@ -11,8 +11,8 @@ from rich.table import Column, Table
 
 from dpn_cli.commands.command import DefaultGroup, Outcome, register_command
 from dpn_cli.commands.train import sweep_error
+from dpn_cli.commands.trainers import classify_options, module_of
 from dpn_cli.run.console import Console, cell
-from tasks.classify.options import EvalOptions, ExportOptions, PredictOptions, ProbeOptions
 
 
 class _ScoreByDefault(DefaultGroup):
@@ -26,16 +26,18 @@ app = typer.Typer(
 )
 
 
-@register_command(app, "score", EvalOptions, "dpn eval runs/highres/B-32-dpn --data photos -o report")
-def _score(options: EvalOptions, console: Console) -> Outcome:
+@register_command(app, "score", classify_options.EvalOptions, "dpn eval runs/highres/B-32-dpn --data photos -o report")
+def _score(options: classify_options.EvalOptions, console: Console) -> Outcome:
     """Top-1, top-5 and loss of a classifier, its classes one by one, and what it confuses."""
-    from tasks.classify.evaluate import describe_scores, evaluate
+    task = module_of("eval")
 
-    return evaluate(options, console), describe_scores
+    return task.evaluate(options, console), task.describe_scores
 
 
-@register_command(app, "fewshot", ProbeOptions, "dpn eval fewshot B-32-dpn.npz --data imagenet --shots 1,5,10,25")
-def _fewshot(options: ProbeOptions, console: Console) -> Outcome:
+@register_command(
+    app, "fewshot", classify_options.ProbeOptions, "dpn eval fewshot B-32-dpn.npz --data imagenet --shots 1,5,10,25"
+)
+def _fewshot(options: classify_options.ProbeOptions, console: Console) -> Outcome:
     """The paper's few-shot metric: ridge regression on the frozen representation of a few images per class."""
     if options.compare or options.run.output_dir:
         from dpn_cli.commands.probing import DRAWS, probe_sweep
@@ -43,26 +45,33 @@ def _fewshot(options: ProbeOptions, console: Console) -> Outcome:
 
         several = probe_sweep(options, console)
         return several, partial(show_comparison, trainings=DRAWS), sweep_error(several["failed"], DRAWS)
-    from tasks.classify.fewshot import describe_probe, fewshot
+    task = module_of("eval fewshot")
 
-    return fewshot(options, console), describe_probe
+    return task.fewshot(options, console), task.describe_probe
 
 
 def add_to(root: typer.Typer) -> None:
     """Add ``predict`` and ``export`` to the root of all commands."""
     register_command(
-        root, "predict", PredictOptions, "dpn predict runs/highres/B-32-dpn photos --html predictions.html"
+        root,
+        "predict",
+        classify_options.PredictOptions,
+        "dpn predict runs/highres/B-32-dpn photos --html predictions.html",
     )(_predict)
     register_command(
-        root, "export", ExportOptions, "dpn export runs/highres/B-32-dpn --to onnx -o export", quiet=False
+        root,
+        "export",
+        classify_options.ExportOptions,
+        "dpn export runs/highres/B-32-dpn --to onnx -o export",
+        quiet=False,
     )(_export)
 
 
-def _predict(options: PredictOptions, console: Console) -> Outcome:
+def _predict(options: classify_options.PredictOptions, console: Console) -> Outcome:
     """The classes of images with their probabilities, prepared as the run's own images were."""
-    from tasks.classify.predict import classify
+    task = module_of("predict")
 
-    found = classify(options, console)
+    found = task.classify(options, console)
     return found.results, _print_guesses, found.problem(options.skip_bad_images)
 
 
@@ -75,11 +84,11 @@ def _print_guesses(results: list[dict[str, Any]]) -> None:
     RichConsole(highlight=False, soft_wrap=True).print(table)
 
 
-def _export(options: ExportOptions, console: Console) -> Outcome:
+def _export(options: classify_options.ExportOptions, console: Console) -> Outcome:
     """Write a run's classifier for use elsewhere, with a model card, after comparing its outputs."""
-    from tasks.classify.export import export
+    task = module_of("export")
 
-    done = export(options.run, options.output_dir, options.to)
+    done = task.export(options.run, options.output_dir, options.to)
     return (
         done,
         lambda done: (

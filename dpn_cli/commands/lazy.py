@@ -30,7 +30,7 @@ class LazyCommand(NamedTuple):
         if isinstance(found, typer.Typer):
             around.add_typer(found, name=name, help=self.help)
         elif isinstance(found, Mapping):
-            import_module("dpn_cli.commands.train").add(around, name, found[name])
+            import_module("dpn_cli.commands.train").add_command(around, name, found[name])
         else:
             found(around)
         group: Any = typer.main.get_command(around)

@@ -10,9 +10,8 @@ import typer
 from dpn_cli.commands import one_line_errors, train
 from dpn_cli.commands.command import Outcome, register_command
 from dpn_cli.commands.options import CONFIG_OPTIONS, PRINTING, with_signature
-from dpn_cli.commands.trainers import LIT
+from dpn_cli.commands.trainers import LIT, lit_options, module_of
 from dpn_cli.run.console import Console, printable, show
-from tasks.lit.options import LitEvalOptions, LitExportOptions, SearchOptions, ZeroShotOptions
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -35,11 +34,11 @@ def cache(**arguments: Any) -> None:
     with one_line_errors(arguments):
         console = Console(quiet=arguments["quiet"])
         config = LIT.finalize(LIT.layers(arguments, console.info), console, False)
-        from tasks.lit.command import describe_cache, fill_cache
+        task = module_of("lit cache")
 
-        result = fill_cache(config, console)
+        result = task.fill_cache(config, console)
         if result is not None:
-            show(json.dumps(result, indent=2) if arguments["json"] else describe_cache(result))
+            show(json.dumps(result, indent=2) if arguments["json"] else task.describe_cache(result))
 
 
 app.command(epilog="Example: dpn lit cache --checkpoint B-32-dpn.npz --data pairs.csv")(
@@ -47,22 +46,27 @@ app.command(epilog="Example: dpn lit cache --checkpoint B-32-dpn.npz --data pair
 )
 
 
-@register_command(app, "eval", LitEvalOptions, "dpn lit eval runs/lit/B-32-dpn --data imagenet --prompts clip_best")
-def _evaluate(options: LitEvalOptions, console: Console) -> Outcome:
+@register_command(
+    app, "eval", lit_options.LitEvalOptions, "dpn lit eval runs/lit/B-32-dpn --data imagenet --prompts clip_best"
+)
+def _evaluate(options: lit_options.LitEvalOptions, console: Console) -> Outcome:
     """Zero-shot accuracy on labelled images, or recall at 1, 5 and 10 on captioned ones."""
-    from tasks.lit.evaluate import describe_scores, evaluate
+    task = module_of("lit eval")
 
-    return evaluate(options, console), describe_scores
+    return task.evaluate(options, console), task.describe_scores
 
 
 @register_command(
-    app, "predict", ZeroShotOptions, 'dpn lit predict runs/lit/B-32-dpn photos --labels "a cat,a dog" --csv labels.csv'
+    app,
+    "predict",
+    lit_options.ZeroShotOptions,
+    'dpn lit predict runs/lit/B-32-dpn photos --labels "a cat,a dog" --csv labels.csv',
 )
-def _predict(options: ZeroShotOptions, console: Console) -> Outcome:
+def _predict(options: lit_options.ZeroShotOptions, console: Console) -> Outcome:
     """Which of some labels fits an image best."""
-    from tasks.lit.serve import label
+    task = module_of("lit predict")
 
-    found = label(options, console)
+    found = task.label(options, console)
     return found.results, _describe_labels, found.problem(options.skip_bad_images)
 
 
@@ -76,13 +80,16 @@ def _describe_labels(results: list[dict[str, Any]]) -> str:
 
 
 @register_command(
-    app, "search", SearchOptions, 'dpn lit search runs/lit/B-32-dpn --images photos --query "a dog on a beach"'
+    app,
+    "search",
+    lit_options.SearchOptions,
+    'dpn lit search runs/lit/B-32-dpn --images photos --query "a dog on a beach"',
 )
-def _search(options: SearchOptions, console: Console) -> Outcome:
+def _search(options: lit_options.SearchOptions, console: Console) -> Outcome:
     """The images of a folder that are nearest to a sentence; each is encoded once, for all queries to come."""
-    from tasks.lit.serve import search
+    task = module_of("lit search")
 
-    found = search(options, console)
+    found = task.search(options, console)
     if found is None:
         return None, str
     return found.results, _describe_nearest, found.problem(options.skip_bad_images)
@@ -92,11 +99,13 @@ def _describe_nearest(places: list[dict[str, Any]]) -> str:
     return "\n".join(f"{one['cosine']:.3f}  {printable(one['image'])}" for one in places)
 
 
-@register_command(app, "export", LitExportOptions, "dpn lit export runs/lit/B-32-dpn -o export", quiet=False)
-def _export(options: LitExportOptions, console: Console) -> Outcome:
+@register_command(
+    app, "export", lit_options.LitExportOptions, "dpn lit export runs/lit/B-32-dpn -o export", quiet=False
+)
+def _export(options: lit_options.LitExportOptions, console: Console) -> Outcome:
     """Write both towers and the tokenizer as safetensors and JSON, with a model card, after comparing features."""
-    from tasks.lit.serve import export
+    task = module_of("lit export")
 
-    return export(
+    return task.export(
         options.run, options.output_dir
     ), lambda done: f"{done['path']}: gives the features of {options.run}; {done['config']} and README.md describe it"

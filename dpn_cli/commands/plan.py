@@ -11,12 +11,11 @@ import typer
 from dpn_cli.commands import one_line_errors
 from dpn_cli.commands.estimate import in_hours, print_costs
 from dpn_cli.commands.options import CONFIG_OPTIONS, JSON, VERBOSE, option, with_signature
-from dpn_cli.commands.trainers import DISTILL, PRETRAIN, VTAB
+from dpn_cli.commands.trainers import DISTILL, PRETRAIN, VTAB, module_of
 from dpn_cli.config.cost import total_disk, total_hours
 from dpn_cli.config.option import DATA, MODEL, RUNTIME
 from dpn_cli.errors import DpnError
 from dpn_cli.run.console import Console, gigabytes, show
-from tasks.classify.pretrain_config import finalize
 
 KEYS = frozenset(
     (
@@ -39,10 +38,16 @@ def pretrain(**arguments: Any) -> None:
     """Steps, hours, memory and disk of a pre-training, from FLOP counts and this device's matrix-product rate."""
     with one_line_errors(arguments):
         here = arguments["data"] is not None
-        config = finalize(PRETRAIN.layers({**arguments, "data": arguments["data"] or "imagenet"}, Console().info))
-        from tasks.classify.plan import describe_plan, estimate
+        console = Console()
+        layers = PRETRAIN.layers({**arguments, "data": arguments["data"] or "imagenet"}, console.info)
+        config = PRETRAIN.finalize(layers, console, True)
+        task = module_of("plan pretrain")
 
-        _show(estimate(config, arguments["images"], here=here, ranks=arguments["ranks"]), describe_plan, arguments)
+        _show(
+            task.estimate(config, arguments["images"], here=here, ranks=arguments["ranks"]),
+            task.describe_plan,
+            arguments,
+        )
 
 
 def distill(**arguments: Any) -> None:
@@ -52,19 +57,19 @@ def distill(**arguments: Any) -> None:
         config = DISTILL.layers({**arguments, "data": arguments["data"] or "imagenet"}, Console().info)
         if config.teacher and arch:
             raise DpnError(f"--teacher-arch {arch}: the weights of --teacher {config.teacher} say it; leave one out")
-        from tasks.classify.distill.plan import describe_plan, estimate
+        task = module_of("plan distill")
 
         how = {"here": here, "ranks": arguments["ranks"]}
-        _show(estimate(config, arch or TEACHER_ARCH, arguments["images"], **how), describe_plan, arguments)
+        _show(task.estimate(config, arch or TEACHER_ARCH, arguments["images"], **how), task.describe_plan, arguments)
 
 
 def vtab(**arguments: Any) -> None:
     """Memory, hours and disk of a VTAB sweep, from FLOP counts and this device's matrix-product rate."""
     with one_line_errors(arguments):
         config = VTAB.layers({**arguments, "data": arguments["data"] or "vtab-1k"}, Console().info)
-        from tasks.vtab.plan import estimate
+        task = module_of("plan vtab")
 
-        costs, device = estimate(config, arguments["ranks"])
+        costs, device = task.estimate(config, arguments["ranks"])
         totals = {"hours": total_hours(costs), "disk": total_disk(costs)}
         if arguments["json"]:
             facts = {"task": "plan vtab", "device": device, "ranks": arguments["ranks"]}

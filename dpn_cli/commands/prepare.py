@@ -9,11 +9,11 @@ import typer
 from pydantic import BeforeValidator, Field
 
 from dpn_cli.commands.command import Outcome, register_command
+from dpn_cli.commands.trainers import VTAB_TASKS_FLAG, module_of
 from dpn_cli.config.option import DATA, OUTPUT, argument, flag
 from dpn_cli.config.schema import Section, listed
 from dpn_cli.errors import DataError
 from dpn_cli.run.console import Console, count_noun
-from tasks.vtab.config import TASKS_FLAG
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -26,7 +26,7 @@ class VtabOptions(Section):
     """Options of ``dpn data prepare vtab``."""
 
     out: Annotated[Path, flag("--out", "-o", help="Folder for the tasks' folders.", panel=OUTPUT)]
-    tasks: Annotated[tuple[str, ...], BeforeValidator(listed), Field(min_length=1), TASKS_FLAG] = ("all",)
+    tasks: Annotated[tuple[str, ...], BeforeValidator(listed), Field(min_length=1), VTAB_TASKS_FLAG] = ("all",)
     tfds_dir: Annotated[
         Path | None,
         flag(
@@ -57,13 +57,11 @@ class VtabOptions(Section):
 @register_command(app, "vtab", VtabOptions, "dpn data prepare vtab --out vtab-1k --tasks natural")
 def _vtab(options: VtabOptions, console: Console) -> Outcome:
     """The 19 tasks of VTAB-1k from TensorFlow Datasets, without loss; run it again after a stop."""
-    from tasks.vtab.prepare import command
-    from tasks.vtab.prepare.builders import USUAL
-
-    result, problem = command.run(
+    task = module_of("data prepare vtab")
+    result, problem = task.run(
         options.tasks,
         options.out,
-        options.tfds_dir or USUAL,
+        options.tfds_dir or task.USUAL,
         options.manual_dir,
         download=options.download,
         verified=options.verify,
@@ -127,9 +125,8 @@ def _unpack(options: ArchiveOptions, layout: Any, module: ArchivedModule, consol
 )
 def _ade20k(options: ArchiveOptions, console: Console) -> Outcome:
     """ADE20K for 'dpn segment ade20k', from ADEChallengeData2016.zip; run it again after a stop."""
-    from tasks.segment import prepare
-
-    return _unpack(options, prepare.ADE20K, prepare, console)
+    task = module_of("data prepare ade20k")
+    return _unpack(options, task.ADE20K, task, console)
 
 
 @register_command(
@@ -140,6 +137,5 @@ def _ade20k(options: ArchiveOptions, console: Console) -> Outcome:
 )
 def _coco(options: ArchiveOptions, console: Console) -> Outcome:
     """COCO's captions for 'dpn lit train', from its archives of 2017; run it again after a stop."""
-    from tasks.lit import prepare
-
-    return _unpack(options, prepare.COCO, prepare, console)
+    task = module_of("data prepare coco")
+    return _unpack(options, task.COCO, task, console)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dpn_cli.commands.report import page_at_end
+from dpn_cli.commands.trainers import classify_options, module_of
 from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.engine.memory import is_out_of_memory
 from dpn_cli.errors import DataError, NonFiniteError, OutOfMemoryError
@@ -19,21 +20,20 @@ from dpn_cli.run.run import Run, open_run
 from dpn_cli.run.run_dir import describe_device
 from dpn_cli.sweep.grid import LONGEST, folders_of, format_network, settings_of
 from dpn_cli.sweep.pairs import ComparedTrial, build_result, check_weights, keep_result, named
-from tasks.classify.fewshot import Features, Probed, Splits, encode_splits, open_splits
-from tasks.classify.options import ProbeFolder, ProbeOptions
 
 Result = dict[str, Any]
+fewshot = module_of("eval fewshot")  # it loads torch, as this module does
 DRAWS = "draws of the images"
 RESULT = "result.json"
 
 
-def probe_sweep(options: ProbeOptions, console: Console) -> Result:
+def probe_sweep(options: classify_options.ProbeOptions, console: Console) -> Result:
     """Probe every network with every draw and return the comparison; what is there from before is not done again.
 
     All networks are loaded before the first image is encoded. A network that runs out of memory or has features that
     are no numbers is noted in the result and tried again on resume; everything else raises `DpnError`.
     """
-    how, config = options.run, options.model_copy(update={"run": ProbeFolder()})
+    how, config = options.run, options.model_copy(update={"run": classify_options.ProbeFolder()})
     folders: list[Path] = []
     place = LaunchOptions(how.output_dir, how.resume, how.overwrite, on_open=folders.append)
     with open_run(config, options.runtime, "comparison", place, _folder(options), console) as run:
@@ -45,7 +45,7 @@ def probe_sweep(options: ProbeOptions, console: Console) -> Result:
     return result
 
 
-def _cells(options: ProbeOptions, names: Iterable[str]) -> list[ComparedTrial]:
+def _cells(options: classify_options.ProbeOptions, names: Iterable[str]) -> list[ComparedTrial]:
     """Return a cell for every draw of each of the networks called `names`."""
     folders = folders_of(options.compare)
     return [
@@ -55,13 +55,13 @@ def _cells(options: ProbeOptions, names: Iterable[str]) -> list[ComparedTrial]:
     ]
 
 
-def _complete(run: Run[ProbeOptions]) -> bool:
+def _complete(run: Run[classify_options.ProbeOptions]) -> bool:
     """Tell whether the folder has the result of every draw. What one network is called makes no difference to it."""
     options, path = run.config, run.folder.path
     return all((path / one.folder / RESULT).is_file() for one in _cells(options, options.compare or ("",)))
 
 
-def _folder(options: ProbeOptions) -> Path:
+def _folder(options: classify_options.ProbeOptions) -> Path:
     """Return runs/fewshot/NETWORKS; the networks stand in the place of {stem} in the checkpoint's name."""
     versus = "-vs-".join(folders_of(options.compare).values())[: 2 * LONGEST]
     name = Path(options.checkpoint or "").stem
@@ -71,7 +71,7 @@ def _folder(options: ProbeOptions) -> Path:
 class _ProbeSweep:
     """The networks of a run of probes, where their weights are, and the cells: a draw for a network each."""
 
-    def __init__(self, run: Run[ProbeOptions]) -> None:
+    def __init__(self, run: Run[classify_options.ProbeOptions]) -> None:
         self.run, self.options, self.folder = run, run.config, run.folder
         self.places = self._load()
         self.cells = _cells(self.options, self.places)
@@ -82,7 +82,7 @@ class _ProbeSweep:
         places, digests = {}, {}
         for name, place in (options.checkpoints or {"": str(options.checkpoint)}).items():
             with named(name) if name else nullcontext():
-                model = Probed.load(place, options).model
+                model = fewshot.Probed.load(place, options).model
                 stem = settings_of(name).get("stem") if name else None
                 if stem not in (None, model.config.stem):
                     raise DataError(f"{place} has stem {model.config.stem}; name the weights of each network")
@@ -95,7 +95,7 @@ class _ProbeSweep:
 
     def probe_all(self) -> Result:
         """Probe what is missing, and write the result."""
-        options, splits = self.options, open_splits(self.options)
+        options, splits = self.options, fewshot.open_splits(self.options)
         data = splits.fingerprints
         if self.folder.facts.get("data", data) != data:
             raise DataError(
@@ -122,9 +122,9 @@ class _ProbeSweep:
     def _done(self, cell: ComparedTrial) -> Result | None:
         return read_object(self.folder.path / cell.folder / RESULT)
 
-    def _probe(self, place: str, cells: list[ComparedTrial], splits: Splits) -> None:
+    def _probe(self, place: str, cells: list[ComparedTrial], splits: Any) -> None:
         """Encode all images by one network, and write what it reaches with the draws of some cells."""
-        network = Probed.load(place, self.options)
+        network = fewshot.Probed.load(place, self.options)
         facts = {"task": "fewshot", **network.facts(splits.test, self.run.world, self.run.console)}
         features = _features(network, splits, self.run)
         for cell in cells:
@@ -135,11 +135,11 @@ class _ProbeSweep:
             replace_json(self.folder.path / cell.folder / RESULT, {**facts, "seed": cell.seed, **accuracies})
 
 
-def _features(network: Probed, splits: Splits, run: Run[ProbeOptions]) -> Features:
-    """Encode all images. Raises `OutOfMemoryError`, and as `encode_splits` does."""
+def _features(network: Any, splits: Any, run: Run[classify_options.ProbeOptions]) -> Any:
+    """Encode all images. Raises `OutOfMemoryError`, and as ``encode_splits`` does."""
     device, options = run.world.device, run.config
     try:
-        return encode_splits(network.model.to(device), splits, options, device, run.console, network.whole)
+        return fewshot.encode_splits(network.model.to(device), splits, options, device, run.console, network.whole)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import typer
 
 from dpn_cli.commands import train
 from dpn_cli.commands.command import Outcome, register_command
-from dpn_cli.commands.trainers import ADE20K, FOLDER
+from dpn_cli.commands.trainers import ADE20K, FOLDER, module_of, segment_options
 from dpn_cli.run.console import Console, printable
-from tasks.segment.options import SegmentEvalOptions, SegmentPredictOptions
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -24,24 +24,28 @@ train.add_command(app, "folder", FOLDER)
 
 
 @register_command(
-    app, "eval", SegmentEvalOptions, "dpn segment eval runs/segment_ade20k/B-16-dpn --multi-scale -o report"
+    app,
+    "eval",
+    segment_options.SegmentEvalOptions,
+    "dpn segment eval runs/segment_ade20k/B-16-dpn --multi-scale -o report",
 )
-def _evaluate(options: SegmentEvalOptions, console: Console) -> Outcome:
+def _evaluate(options: segment_options.SegmentEvalOptions, console: Console) -> Outcome:
     """The mIoU of a run on its validation images: per class with -o, in windows or whole, at one scale or many."""
-    from tasks.segment.command import describe_scores
-    from tasks.segment.evaluate import evaluate
-
-    return evaluate(options, console), describe_scores
+    scores = module_of("segment eval").evaluate(options, console)
+    return scores, import_module(ADE20K.module).describe_scores
 
 
 @register_command(
-    app, "predict", SegmentPredictOptions, "dpn segment predict runs/segment_ade20k/B-16-dpn photos -o predictions"
+    app,
+    "predict",
+    segment_options.SegmentPredictOptions,
+    "dpn segment predict runs/segment_ade20k/B-16-dpn photos -o predictions",
 )
-def _predict(options: SegmentPredictOptions, console: Console) -> Outcome:
+def _predict(options: segment_options.SegmentPredictOptions, console: Console) -> Outcome:
     """Label maps of images: the classes' numbers, a coloured overlay and a legend, as PNG files."""
-    from tasks.segment.predict import predict
+    task = module_of("segment predict")
 
-    found = predict(options, console)
+    found = task.predict(options, console)
     return found.results, _describe, found.problem(options.skip_bad_images)
 
 

@@ -10,6 +10,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+import tasks.classify.options
+import tasks.lit.options
+import tasks.segment.options
 from dpn_cli.commands.options import Variant, option
 from dpn_cli.commands.train_command import TrainCommand
 from dpn_cli.config.load import Logger, Plain, merge, read_config
@@ -27,6 +30,11 @@ from tasks.segment import config as segment_config
 from tasks.vtab import config as vtab_config
 
 Settings = Mapping[str, Any]
+# Schemas of the commands that do not train.
+classify_options = tasks.classify.options
+lit_options = tasks.lit.options
+segment_options = tasks.segment.options
+VTAB_TASKS_FLAG = vtab_config.TASKS_FLAG
 
 
 def _failed_trials(result: dict[str, Any]) -> list[str]:

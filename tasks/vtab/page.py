@@ -199,7 +199,7 @@ def _losses(run: RunRecord, folder: str, part: Json, name: str) -> list[Chart]:
         series = []
         for task, found in part["tasks"].items():
             if found["group"] == group and found["lr"]:
-                logs = sorted(run.path.glob(f"cells/{folder}/{task}/train800*_lr{found['lr']:g}_seed*/metrics.jsonl"))
+                logs = sorted(run.path.glob(f"trials/{folder}/{task}/train800*_lr{found['lr']:g}_seed*/metrics.jsonl"))
                 cells = [replace(run, name=task, records=read_records(log)[0]).series("loss") for log in logs[:1]]
                 series += [one for one in cells if one.x]
         if series:

@@ -436,7 +436,7 @@ def test_a_classifier_is_evaluated_on_minival_on_the_way_and_on_validation_at_th
         seen.append(begin().sampled)
         return cost()
 
-    monkeypatch.setattr(classify, "rehearse", rehearsed)
+    monkeypatch.setattr(classify, "dry_run_fit", rehearsed)
     assert run(*words_of("highres", tmp_path), "--dry-run", "-q", "--set", "data.minival=0.25").exit_code == 0
     (sampled,) = seen
     assert sampled.end == 6  # a fifth of 30 images

@@ -8,6 +8,7 @@ import sys
 import tomllib
 import zipfile
 from collections.abc import Iterable
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,20 @@ def test_no_module_imports_itself_through_others() -> None:
 
     for module in below:
         visit(module, ())
+
+
+def test_one_table_of_the_commands_knows_the_tasks() -> None:
+    for path in sorted((ROOT / "dpn_cli" / "commands").glob("*.py")):
+        if path.stem != "trainers":
+            assert not {there for there in imports(path) if there.startswith("tasks")}, path.name
+            texts = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+            assert not [text for text in texts if isinstance(text, str) and text.startswith("tasks.")], path.name
+
+
+def test_commands_import_each_other_in_no_circle_inside_functions_either() -> None:
+    commands = {name_of(path): path for path in (ROOT / "dpn_cli" / "commands").glob("*.py")}
+    below = {name: imports(path) & commands.keys() - {"dpn_cli.commands"} for name, path in commands.items()}
+    assert list(TopologicalSorter(below).static_order())
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)

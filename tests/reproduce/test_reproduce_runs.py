@@ -50,7 +50,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Trainer:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("DPN_DATA_DIR", raising=False)
     stand_in = Trainer(lambda name: 60.0 + len(name) / 10)
-    monkeypatch.setattr(runner, "ready", stand_in)
+    monkeypatch.setattr(runner, "load_trainer", stand_in)
     return stand_in
 
 

@@ -59,7 +59,7 @@ program = subprocess.Popen([sys.executable, "-c", {PROGRAM_ON_RAY!r}, *words])
 removed = False
 while program.poll() is None:
     time.sleep(0.05)
-    if not removed and any(out.glob("run/cells/*/*/*/metrics.jsonl")):
+    if not removed and any(out.glob("run/trials/*/*/*/metrics.jsonl")):
         here = (out / "node").read_text()
         cluster.remove_node(next(node for node in nodes if node.node_id != here), allow_graceful=False)
         removed = True
@@ -329,7 +329,7 @@ def test_what_cannot_be_started_is_told_before_anything_begins(
     done = run(*VTAB, *SHORT, "-o", str(tmp_path), *words, *(("--jobs", "2") if "num_gpus=1" in words else ()))
     assert done.exit_code == 2, done.stderr
     assert told in done.stderr.replace("\n", " ")
-    assert not list(tmp_path.glob("cells/*"))
+    assert not list(tmp_path.glob("trials/*"))
 
 
 def test_nodes_are_compared_by_version_folder_and_data(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def same(out: Path, alone: Path) -> None:
         ours, theirs = load_file(out / file), load_file(alone / file)
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours), file
-    log = "".join(path.read_text() for path in out.glob("cells/*/*/*/metrics.jsonl"))
+    log = "".join(path.read_text() for path in out.glob("trials/*/*/*/metrics.jsonl"))
     assert log.count('"step": 3, "loss"') == 4  # each training once
 
 
@@ -98,12 +98,12 @@ def test_what_another_process_does_is_waited_for_and_done_when_it_died(
     """Another machine has a training, and is then silent: nobody trains it before, and it is trained then."""
     now = [0.0]
     other = Leases(tmp_path / LEASES, owner={"token": "other", "host": "elsewhere"})
-    name = "cells/dpn/demo_light/train800_lr0.001_seed0"
+    name = "trials/dpn/demo_light/train800_lr0.001_seed0"
     pauses: list[bool] = []
 
     def pause() -> None:
         pauses.append((tmp_path / name / "done.json").exists())
-        assert len(list(tmp_path.glob("cells/*/*/*/done.json"))) == 3
+        assert len(list(tmp_path.glob("trials/*/*/*/done.json"))) == 3
         now[0] += PATIENCE / 2
 
     monkeypatch.setattr(session_module, "Leases", lambda folder: Leases(folder, lambda: now[0]))
@@ -119,7 +119,7 @@ def test_what_another_process_does_is_waited_for_and_done_when_it_died(
 def test_what_another_process_has_done_before_its_lease_was_free_is_not_done_again(
     alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = "cells/dpn/demo_light/train800_lr0.001_seed0"
+    name = "trials/dpn/demo_light/train800_lr0.001_seed0"
     take = Leases.take
 
     def after_another(self: Leases, asked: str) -> Lease | None:
@@ -183,7 +183,7 @@ def test_what_runs_out_of_memory_in_a_part_of_a_gpu_is_tried_with_a_whole_one(
     assert first.exit_code == 4, first.stderr
     assert "demo_color dpn lr 0.001 seed 0: out of memory in a part of a GPU" in first.stderr.replace("\n", " ")
     assert run(*VTAB, *SHORT, "-o", str(tmp_path), *shared).exit_code == 6
-    assert not (tmp_path / "cells/dpn/demo_color/choice.json").exists()
+    assert not (tmp_path / "trials/dpn/demo_color/choice.json").exists()
     monkeypatch.delenv(SHARE)
     swept(tmp_path, *shared)
     same(tmp_path, alone)
@@ -209,7 +209,7 @@ def test_another_version_is_refused(tmp_path: Path) -> None:
     done = run(*VTAB, *SHORT, "-o", str(tmp_path), "--trial", "1")
     assert done.exit_code == 2
     assert "dpn 0.0.1 works on the run there" in done.stderr.replace("\n", " ")
-    assert not list(tmp_path.glob("cells/*/demo_light"))
+    assert not list(tmp_path.glob("trials/*/demo_light"))
 
 
 @pytest.mark.parametrize(

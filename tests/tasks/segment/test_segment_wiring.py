@@ -249,7 +249,7 @@ def test_a_dry_run_counts_the_steps_of_the_epochs(
             name="mu/8 dpn", memory=1, step_seconds=1.0, steps=1, trainings=1, evaluation_seconds=0.0, kept=1, passing=1
         )
 
-    monkeypatch.setattr("tasks.segment.command.rehearse_training", rehearsed)
+    monkeypatch.setattr("tasks.segment.command.dry_run_training", rehearsed)
     trainer.run(small(data).model_copy(update={"epochs": 5.0}), LaunchOptions(dry_run=True), Console())
     assert asked == [5]
     assert "5 steps of 8: 5 passes" in capsys.readouterr().err
@@ -263,7 +263,7 @@ def test_each_command_has_its_own_config() -> None:
 
 
 def test_the_demo_starts_from_the_tower_of_its_stem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "demo_tower", lambda stem, console, trained: f"tower of {stem}, {trained}")
+    monkeypatch.setattr(commands, "demo_backbone", lambda stem, console, trained: f"tower of {stem}, {trained}")
     config = small("demo", backbone={"arch": None, "checkpoint": None, "stem": "none"})
     assert config.backbone.checkpoint is None
     for dry_run in (False, True):

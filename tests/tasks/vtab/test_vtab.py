@@ -156,8 +156,8 @@ def test_only_the_chosen_cells_meet_the_test_split_and_once(
     again = toy(tmp_path / "run", resume=True)
     assert seen == [2]
     assert again["tasks"] == result["tasks"]
-    assert not list((tmp_path / "run").glob("cells/**/weights.safetensors"))
-    assert not list((tmp_path / "run").glob("cells/**/checkpoints"))
+    assert not list((tmp_path / "run").glob("trials/**/weights.safetensors"))
+    assert not list((tmp_path / "run").glob("trials/**/checkpoints"))
 
 
 def test_the_vtab_protocol_trains_again_on_all_thousand(toy: Callable[..., Json], tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_the_vtab_protocol_trains_again_on_all_thousand(toy: Callable[..., Json]
     assert paper["tasks"]["svhn"]["val"] == vtab["tasks"]["svhn"]["val"]
     assert paper["tasks"]["svhn"]["test"]["values"] != vtab["tasks"]["svhn"]["test"]["values"]
     assert {row["trained_on"] for row in ledger(tmp_path / "vtab")} == {"train800val200"}
-    markers = sorted((tmp_path / "vtab").glob("cells/dpn/svhn/train800val200*/done.json"))
+    markers = sorted((tmp_path / "vtab").glob("trials/dpn/svhn/train800val200*/done.json"))
     assert len(markers) == 2
 
 
@@ -216,7 +216,7 @@ def test_the_run_folder_says_what_ran(toy: Callable[..., Json], tmp_path: Path) 
     assert run_file["status"] == "finished"
     assert {"argv", "versions", "git", "device", "data", "backbone_dpn", "arch"} <= set(run_file)
     assert set(run_file["data"]["svhn"]) == {"train800", "val200", "test"}
-    cell = tmp_path / "run" / "cells" / "dpn" / "svhn" / "train800_lr0.01_seed0"
+    cell = tmp_path / "run" / "trials" / "dpn" / "svhn" / "train800_lr0.01_seed0"
     records = [json.loads(line) for line in (cell / "metrics.jsonl").read_text().splitlines()]
     assert records[-2]["step"] == 6
     assert "accuracy" in records[-1]

@@ -164,14 +164,14 @@ def test_too_little_disk_is_said_before_training(
     toy: Callable[..., Json], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tasks.vtab.sweep.shutil.disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1000))
-    with pytest.raises(SaveError, match="0.0 GB free, and the 6 cells of a task keep"):
+    with pytest.raises(SaveError, match="0.0 GB free, and the 6 trials of a task keep"):
         toy(tmp_path / "run")
 
 
 def test_damaged_files_of_a_sweep_are_named_in_one_line(toy: Callable[..., Json], tmp_path: Path) -> None:
     settings = ["seeds=1", "lrs=[0.01]", "schedule.steps=2", "schedule.warmup=0"]
     whole = toy(tmp_path / "run", *settings)
-    task = tmp_path / "run" / "cells" / "dpn" / "svhn"
+    task = tmp_path / "run" / "trials" / "dpn" / "svhn"
     damaged = {
         task / "choice.json": "damaged .not a JSON object.; restore it, or delete it",
         next(task.glob("*/done.json")): "damaged .not a JSON object.; restore it, or delete it",

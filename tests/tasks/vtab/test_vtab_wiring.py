@@ -164,7 +164,7 @@ def accuracy(weights: Path, root: Path, split: str) -> float:
 
 
 def test_cells_are_validated_on_val200_in_eval_mode(dropping: Path, digits: Path) -> None:
-    cells = sorted(dropping.glob("cells/dpn/svhn/train800_*"))
+    cells = sorted(dropping.glob("trials/dpn/svhn/train800_*"))
     assert len(cells) == 6
     for cell in cells:
         reported = json.loads((cell / "done.json").read_text())["val_accuracy"]
@@ -174,7 +174,7 @@ def test_cells_are_validated_on_val200_in_eval_mode(dropping: Path, digits: Path
 def test_the_test_split_is_scored_in_eval_mode_with_each_seeds_own_weights(dropping: Path, digits: Path) -> None:
     task = json.loads((dropping / "result.json").read_text())["tasks"]["svhn"]
     by_hand = [
-        accuracy(dropping / f"cells/dpn/svhn/train800_lr{task['lr']:g}_seed{seed}/weights.safetensors", digits, "test")
+        accuracy(dropping / f"trials/dpn/svhn/train800_lr{task['lr']:g}_seed{seed}/weights.safetensors", digits, "test")
         for seed in (0, 1)
     ]
     assert task["test"]["values"] == pytest.approx(by_hand, abs=1e-3)
@@ -218,7 +218,7 @@ def test_a_resumed_run_refuses_other_data(digits: Path, tmp_path: Path) -> None:
 def test_a_cell_of_another_length_is_trained_again_on_resume(toy: Toy, starts: list[Start], tmp_path: Path) -> None:
     settings = ("seeds=1", "lrs=[0.01]")
     toy(tmp_path / "run", *settings)
-    marker = tmp_path / "run" / "cells" / "dpn" / "svhn" / "train800_lr0.01_seed0" / "done.json"
+    marker = tmp_path / "run" / "trials" / "dpn" / "svhn" / "train800_lr0.01_seed0" / "done.json"
     for steps, trainings in ((6, 1), (3, 2)):
         (tmp_path / "run" / "result.json").unlink()
         marker.write_text(json.dumps({**json.loads(marker.read_text()), "steps": steps}))
