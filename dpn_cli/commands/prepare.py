@@ -61,7 +61,7 @@ def _vtab(options: VtabOptions, console: Console) -> Outcome:
     result, problem = task.run(
         options.tasks,
         options.out,
-        options.tfds_dir or task.USUAL,
+        options.tfds_dir,
         options.manual_dir,
         download=options.download,
         verified=options.verify,

@@ -13,7 +13,7 @@ from dpn_cli.errors import DataError
 from dpn_cli.run import signals
 from dpn_cli.run.console import Console, count_noun
 from dpn_cli.run.files import claimed, make_folder
-from tasks.vtab.prepare.builders import library, missing_by_hand, open_builder
+from tasks.vtab.prepare.builders import USUAL, library, missing_by_hand, open_builder
 from tasks.vtab.prepare.sources import SOURCES, Source
 from tasks.vtab.prepare.write import check_free, is_prepared, partial, prepare, verify
 from tasks.vtab.tasks import TASKS, Task, choose_tasks
@@ -24,7 +24,7 @@ LIBRARIES = ("tensorflow-datasets", "tensorflow", "tensorflow-cpu")
 def run(
     words: Sequence[str],
     out: Path,
-    root: Path,
+    root: Path | None,
     manual: Path | None,
     *,
     download: bool,
@@ -33,11 +33,12 @@ def run(
 ) -> tuple[dict[str, Any], DataError | None]:
     """Write the folders of the tasks that `words` name into `out`; those that are there already are kept.
 
-    `root` is the folder of TensorFlow Datasets, and `manual` that of files fetched by hand. With `verified`, the files
+    `root` is the folder of TensorFlow Datasets, None the usual one, and `manual` that of files fetched by hand. With `verified`, the files
     of folders that are there are compared with their digests, and damaged folders written again. Returns what was
     done, and an error when some tasks could not be written. Raises `DpnError` before any work for an unknown task, for
     a folder that holds something else and without TensorFlow Datasets, and as `prepare` does.
     """
+    root = root or USUAL
     tasks = choose_tasks(words, demo=False)
     root = root.expanduser()
     manual = manual.expanduser() if manual else root / "downloads" / "manual"
