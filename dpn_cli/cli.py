@@ -22,52 +22,48 @@ COMMANDS = {
     "finetune": LazyCommand("finetune:app", "Fine-tune the whole network on labelled images."),
     "lit": LazyCommand(
         "lit:app",
-        "LiT: train a text tower against a frozen image tower (Table 4), then classify and search with both.",
+        "Train a text tower against a frozen image tower (LiT, Table 4), then classify and search.",
     ),
-    "segment": LazyCommand(
-        "segment:app", "Semantic segmentation: a linear decoder on patch tokens, the whole network trained."
-    ),
+    "segment": LazyCommand("segment:app", "Train and use semantic segmentation with a linear decoder on patch tokens."),
     "pretrain": LazyCommand(
         "trainers:TRAIN_COMMANDS",
-        "Make a backbone from scratch with any stem: ImageNet-1k (Tables 1 and 6), SUN397 (Table 7), own images.",
+        "Pre-train a backbone with any stem on ImageNet-1k (Tables 1 and 6), SUN397 (Table 7) or your own images.",
     ),
     "distill": LazyCommand(
         "trainers:TRAIN_COMMANDS",
-        "Turn a trained ViT into one with another stem, other norms or another size, with unlabelled images.",
+        "Distill a trained ViT into one with another stem, norm or size, using unlabelled images.",
     ),
-    "plan": LazyCommand("plan:app", "What a training will cost: steps, hours, memory, disk."),
+    "plan": LazyCommand("plan:app", "Estimate the time, memory and disk of a training run."),
     "eval": LazyCommand(
         "evaluate:app",
-        "Score a run or checkpoint on labelled images ('score' may be left out), or probe a checkpoint.",
+        "Evaluate a run or checkpoint on labelled images.",
     ),
     "predict": LazyCommand(
         "evaluate:add_to",
-        "The classes of images with their probabilities, prepared as the run's own images were.",
+        "Classify images with a trained run.",
     ),
     "export": LazyCommand(
         "evaluate:add_to",
-        "Write a run's classifier for use elsewhere, with a model card, after comparing its outputs.",
+        "Export a run's classifier with a model card, and verify its outputs.",
     ),
     "inspect": LazyCommand(
         "inspect:add_to",
-        "Images of what a network has learned, or two beside each other: norms, filters, positions, attention, tokens.",
+        "Plot what one or two networks have learned: norms, filters, positions, attention, tokens.",
     ),
     "checkpoint": LazyCommand(
-        "checkpoint:app", "Look into weight files, convert them, or turn a plain ViT into a DPN start."
+        "checkpoint:app", "Inspect and convert checkpoints, or retrofit a plain ViT with a DPN stem."
     ),
-    "data": LazyCommand("data:app", "Check data sets, and prepare them for fast reading."),
-    "configs": LazyCommand("configs:app", "List the shipped configs, or show one."),
-    "report": LazyCommand(
-        "report:add_to", "Write a page with figures and tables about runs, finished or not, and about evaluations."
-    ),
+    "data": LazyCommand("data:app", "Check, prepare and pack data sets."),
+    "configs": LazyCommand("configs:app", "List the shipped configs, or show one with its sources."),
+    "report": LazyCommand("report:add_to", "Write a page with figures and tables about runs and evaluations."),
     "reproduce": LazyCommand(
         "reproduce:add_to",
-        "The paper's tables and figures: what each needs and costs, and with a name its trainings and its numbers.",
+        "List the paper's tables and figures with their cost, or reproduce one.",
     ),
-    "runs": LazyCommand("runs:app", "List the runs in a folder ('list' may be left out), or show one."),
+    "runs": LazyCommand("runs:app", "List the runs in a folder, or show one."),
     "doctor": LazyCommand(
         "doctor:add_to",
-        "Look for what would stop a training here: packages, torch, GPUs, memory, disk, folders, network, ranks.",
+        "Check this machine before a training: packages, GPUs, memory, disk, network, ranks.",
     ),
 }
 

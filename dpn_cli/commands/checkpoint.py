@@ -64,23 +64,24 @@ class FileFacts(Section):
         flag("--eps", help="Epsilon of the norms.", panel=FACTS, unset="the file's"),
     ] = None
     act: Annotated[
-        Act | None, flag("--act", help="Activation: gelu is the exact one, with erf.", panel=FACTS, unset="the file's")
+        Act | None, flag("--act", help="Activation function; gelu is exact (erf).", panel=FACTS, unset="the file's")
     ] = None
     heads: Annotated[Positive | None, flag("--heads", help="Attention heads.", panel=FACTS, unset="the file's")] = None
     grid: Annotated[
         Grid | None,
         flag(
             "--grid",
-            help="Rows and columns of patches, RxC, when they are not a square.",
+            help="Patch grid, RxC, if it is not square.",
             panel=FACTS,
             unset="the file's",
         ),
     ] = None
     mean: Annotated[
-        Rgb | None, flag("--mean", help="Mean of the inputs, R,G,B on pixels in 0..1.", panel=FACTS, unset="the file's")
+        Rgb | None,
+        flag("--mean", help="Mean of the inputs, R,G,B, for pixels in 0..1.", panel=FACTS, unset="the file's"),
     ] = None
     std: Annotated[
-        Rgb | None, flag("--std", help="Their standard deviation, R,G,B.", panel=FACTS, unset="the file's")
+        Rgb | None, flag("--std", help="Standard deviation of the inputs, R,G,B.", panel=FACTS, unset="the file's")
     ] = None
 
 
@@ -96,14 +97,15 @@ class WriteOptions(FileInspectOptions):
     """Options of the commands that write a weight file."""
 
     target: Annotated[Path, argument("The .safetensors file to write.")]
-    overwrite: Annotated[bool, flag("--overwrite", help="Replace the file when it exists.", panel=OUTPUT)] = False
+    overwrite: Annotated[bool, flag("--overwrite", help="Replace an existing file.", panel=OUTPUT)] = False
 
 
 class ConvertOptions(WriteOptions):
     """Options of ``dpn checkpoint convert``."""
 
     to: Annotated[
-        Literal["dpn", "timm"], flag("--to", help="Layout: dpn, or timm where stem and norms allow it.", panel=OUTPUT)
+        Literal["dpn", "timm"],
+        flag("--to", help="Layout to write: dpn, or timm if the stem and norms allow it.", panel=OUTPUT),
     ] = "dpn"
 
 
@@ -112,7 +114,7 @@ class FoldOptions(Section):
 
     source: Annotated[str, argument("A finished run's folder, or a weight file.")]
     target: Annotated[Path, argument("The .safetensors file to write.")]
-    overwrite: Annotated[bool, flag("--overwrite", help="Replace the file when it exists.", panel=OUTPUT)] = False
+    overwrite: Annotated[bool, flag("--overwrite", help="Replace an existing file.", panel=OUTPUT)] = False
     facts: FileFacts = FileFacts()
 
 
@@ -123,9 +125,9 @@ class RetrofitOptions(WriteOptions):
     data: Annotated[str, flag("--data", help="Folder of images to fit the norms on, or demo.", panel=DATA)]
     images: Annotated[
         Annotated[int, Field(ge=4, le=100_000)],
-        flag("--images", help="How many of them, drawn by --seed.", panel=DATA),
+        flag("--images", help="Number of images to sample.", panel=DATA),
     ] = 512
-    seed: Annotated[Seed, flag("--seed", help="Seed of the draw.", panel=DATA)] = 0
+    seed: Annotated[Seed, flag("--seed", help="Seed of the sample.", panel=DATA)] = 0
     reading: ImageReading = ImageReading()
     batch_size: AtOnce = 32
     workers: Workers = "auto"
@@ -133,9 +135,9 @@ class RetrofitOptions(WriteOptions):
 
 @register_command(app, "inspect", FileInspectOptions, "dpn checkpoint inspect B_32.npz --image-size 384", quiet=False)
 def _inspect(options: FileInspectOptions, console: Console) -> Outcome:
-    """Say what a weight file is, and what loading it would rename, resize, drop, add or assume.
+    """Describe a weight file, and list what loading it would rename, resize, drop, add or assume.
 
-    For images of what the network in it has learned, see 'dpn inspect'.
+    To plot what the network has learned, use 'dpn inspect'.
     """
     from dpn_cli.weights.convert import inspect
 
@@ -150,7 +152,7 @@ def _inspect(options: FileInspectOptions, console: Console) -> Outcome:
     quiet=False,
 )
 def _convert(options: ConvertOptions, console: Console) -> Outcome:
-    """Write the same network as safetensors, described, and proven on random images before it is kept."""
+    """Convert a checkpoint to safetensors, and verify its outputs on random images."""
     _check_target(options.target, options.overwrite)
     from dpn_cli.weights.convert import convert
 
@@ -171,7 +173,7 @@ def _print_conversion(done: dict[str, Any], source: str) -> None:
 
 @register_command(app, "fold", FoldOptions, "dpn checkpoint fold runs/bn bn-folded.safetensors", quiet=False)
 def _fold(options: FoldOptions, console: Console) -> Outcome:
-    """Fold batch norm and its kind into the layers beside them: the same outputs from a plain, faster ViT."""
+    """Fold batch norms into the adjacent layers: a plain, faster ViT with the same outputs."""
     _check_target(options.target, options.overwrite)
     from dpn_cli.run.artifact_kinds import resolve
     from dpn_cli.weights.fold import fold_file
@@ -194,7 +196,7 @@ def _fold(options: FoldOptions, console: Console) -> Outcome:
     "dpn checkpoint retrofit B_32.npz B_32-dpn.safetensors --data photos",
 )
 def _retrofit(options: RetrofitOptions, console: Console) -> Outcome:
-    """Give a plain ViT a DPN stem whose tokens are as near as they can be: a start for training."""
+    """Give a plain ViT a DPN stem that approximates its tokens, as a start for training."""
     _check_target(options.target, options.overwrite)
     from dpn_cli.run.artifact_kinds import resolve
 

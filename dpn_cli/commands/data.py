@@ -41,16 +41,20 @@ class PackOptions(Section):
             panel=DATA,
         ),
     ]
-    out: Annotated[Path, flag("--out", "-o", help="Folder for the pack.", panel=OUTPUT)]
+    out: Annotated[Path, flag("--out", "-o", help="Folder to write the pack to.", panel=OUTPUT)]
     size: Annotated[
         Side | None,
         BeforeValidator(_shorter_side),
         Field(description=f"a number of pixels up to {MOST_PIXELS}, or keep"),
-        flag("--size", help="Largest shorter side in pixels, or keep.", panel=DATA),
+        flag("--size", help="Resize the shorter side to at most this many pixels, or keep.", panel=DATA),
     ] = 320
     encode: Annotated[
         Literal["jpeg", "ppm"],
-        flag("--encode", help="ppm is uncompressed: several times the space, nothing to decode.", panel=DATA),
+        flag(
+            "--encode",
+            help="Image format; ppm is uncompressed, several times larger and needs no decoding.",
+            panel=DATA,
+        ),
     ] = "jpeg"
     quality: Annotated[
         Annotated[int, Field(ge=1, le=100)], flag("--quality", help="JPEG quality of resized images.", panel=DATA)
@@ -66,7 +70,7 @@ class PackOptions(Section):
 
 @register_command(app, "pack", PackOptions, "dpn data pack --data imagenet --out imagenet-320 --size 320")
 def _pack(options: PackOptions, console: Console) -> Outcome:
-    """Write images once into shards that read fast; run it again after a stop, or to mend what is damaged."""
+    """Pack images into shards for fast reading; run again to continue or repair."""
     from dpn_cli.data.decode import Reading
     from dpn_cli.data.image_source import ImageSource, check_classes, open_split, own_splits
     from dpn_cli.data.sources import pack_writer

@@ -39,7 +39,7 @@ class CheckModule(Protocol):
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Decode every image of a training's data once, and list what is wrong, by file name.",
+    help="Decode every image of a data set, and list the problems by file name.",
     epilog="Example: dpn data check highres --data photos --val-fraction 0.2",
 )
 
@@ -70,7 +70,7 @@ RANKS = option(
     "--ranks",
     min=1,
     max=2**16,
-    help="Ranks of this machine that will train. \\[default: 1]",
+    help="Number of training ranks on this machine. \\[default: 1]",
     panel=RUNTIME,
 )
 
@@ -81,7 +81,7 @@ def _add(name: str, training: TrainCommand, data: str) -> None:
 
     of_data = {key.parameter for key in keys_of(training.schema) if key.flag.panel == DATA}
     words = next(words for words, each in TRAIN_COMMANDS.items() if each is training)
-    command.__doc__ = f"All images of the data of 'dpn {words}': unreadable, labelled wrongly, there twice."
+    command.__doc__ = f"Check the data of 'dpn {words}' for unreadable, mislabelled and duplicate images."
     options = [
         *(parameter for parameter in training.extra if parameter.name in EXTRA),
         *training.parameters(frozenset(of_data | ALSO) - BESIDE),

@@ -36,7 +36,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def _doctor(options: DoctorOptions, console: Console) -> Outcome:
-    """Look for what would stop a training here: packages, torch, GPUs, memory, disk, folders, network, ranks."""
+    """Check this machine before a training: packages, GPUs, memory, disk, network, ranks."""
     found = examine()
     counts = {level: sum(finding.level == level for finding in found) for level in ("problem", "warning")}
     rank = int(os.environ.get("RANK", "0"))

@@ -28,7 +28,7 @@ app = typer.Typer(
 
 @register_command(app, "score", classify_options.EvalOptions, "dpn eval runs/highres/B-32-dpn --data photos -o report")
 def _score(options: classify_options.EvalOptions, console: Console) -> Outcome:
-    """Top-1, top-5 and loss of a classifier, its classes one by one, and what it confuses."""
+    """Report top-1, top-5 and loss of a classifier, per-class scores and confusions (the default)."""
     task = module_of("eval")
 
     return task.evaluate(options, console), task.describe_scores
@@ -38,7 +38,7 @@ def _score(options: classify_options.EvalOptions, console: Console) -> Outcome:
     app, "fewshot", classify_options.ProbeOptions, "dpn eval fewshot B-32-dpn.npz --data imagenet --shots 1,5,10,25"
 )
 def _fewshot(options: classify_options.ProbeOptions, console: Console) -> Outcome:
-    """The paper's few-shot metric: ridge regression on the frozen representation of a few images per class."""
+    """Score a frozen backbone with few-shot ridge regression, the paper's metric."""
     if options.compare or options.run.output_dir:
         from dpn_cli.commands.probing import DRAWS, probe_sweep
         from dpn_cli.sweep.pairs import show_comparison
@@ -68,7 +68,7 @@ def add_to(root: typer.Typer) -> None:
 
 
 def _predict(options: classify_options.PredictOptions, console: Console) -> Outcome:
-    """The classes of images with their probabilities, prepared as the run's own images were."""
+    """Classify images with a trained run."""
     task = module_of("predict")
 
     found = task.classify(options, console)
@@ -85,7 +85,7 @@ def _print_guesses(results: list[dict[str, Any]]) -> None:
 
 
 def _export(options: classify_options.ExportOptions, console: Console) -> Outcome:
-    """Write a run's classifier for use elsewhere, with a model card, after comparing its outputs."""
+    """Export a run's classifier with a model card, and verify its outputs."""
     task = module_of("export")
 
     done = task.export(options.run, options.output_dir, options.to)

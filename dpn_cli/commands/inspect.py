@@ -39,7 +39,7 @@ class InspectOptions(Section):
     """Options of ``dpn inspect``."""
 
     checkpoint: Annotated[str, argument("A run's folder, or weights of any format.")]
-    other: Annotated[str | None, argument("Another one to show beside it.")] = None
+    other: Annotated[str | None, argument("Second network to compare.")] = None
     source: Annotated[
         DataPlace | None,
         DATA_SOURCE.but(
@@ -50,7 +50,7 @@ class InspectOptions(Section):
     ] = None
     images: Annotated[
         Annotated[int, Field(ge=1, le=10_000)],
-        flag("--images", help="How many of them, by the order of their names' hashes.", panel=DATA),
+        flag("--images", help="Number of images, chosen by hash of their names.", panel=DATA),
     ] = IMAGES
     image_column: ImageColumn = None
     reading: ImageReading = ImageReading()
@@ -58,7 +58,7 @@ class InspectOptions(Section):
     image_size: Annotated[Pixels | None, IMAGE_SIZE.but(unset="the checkpoint's own")] = None
     runtime: Runtime = Runtime()
     output_dir: Annotated[
-        Path, flag("--output-dir", "-o", help="Folder for the page, its figures and result.json.", panel=OUTPUT)
+        Path, flag("--output-dir", "-o", help="Folder to write the page, figures and result.json to.", panel=OUTPUT)
     ] = Path("inspect")
 
 
@@ -145,8 +145,8 @@ def add_to(root: typer.Typer) -> None:
 
 
 def _inspect(options: InspectOptions, console: Console) -> Outcome:
-    """Images of what a network has learned, or two beside each other: norms, filters, positions, attention, tokens.
+    """Plot what one or two networks have learned: norms, filters, positions, attention, tokens.
 
-    For what a weight file is and what loading it would change, see 'dpn checkpoint inspect'.
+    To describe a weight file, use 'dpn checkpoint inspect'.
     """
     return inspect(options, console), lambda done: f"{options.output_dir / done['page']}: open it in a browser"

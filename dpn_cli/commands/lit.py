@@ -30,7 +30,7 @@ CACHE_KEYS = frozenset(
 
 
 def cache(**arguments: Any) -> None:
-    """Encode all images once and keep the features, as 'train' does by itself; continues where it was stopped."""
+    """Encode all images and cache the features, as 'train' does; continues after a stop."""
     with one_line_errors(arguments):
         console = Console(quiet=arguments["quiet"])
         config = LIT.finalize(LIT.layers(arguments, console.info), console, False)
@@ -50,7 +50,7 @@ app.command(epilog="Example: dpn lit cache --checkpoint B-32-dpn.npz --data pair
     app, "eval", lit_options.LitEvalOptions, "dpn lit eval runs/lit/B-32-dpn --data imagenet --prompts clip_best"
 )
 def _evaluate(options: lit_options.LitEvalOptions, console: Console) -> Outcome:
-    """Zero-shot accuracy on labelled images, or recall at 1, 5 and 10 on captioned ones."""
+    """Report zero-shot accuracy on labelled images, or recall at 1, 5 and 10 on captioned images."""
     task = module_of("lit eval")
 
     return task.evaluate(options, console), task.describe_scores
@@ -63,7 +63,7 @@ def _evaluate(options: lit_options.LitEvalOptions, console: Console) -> Outcome:
     'dpn lit predict runs/lit/B-32-dpn photos --labels "a cat,a dog" --csv labels.csv',
 )
 def _predict(options: lit_options.ZeroShotOptions, console: Console) -> Outcome:
-    """Which of some labels fits an image best."""
+    """Rank labels by how well they fit an image."""
     task = module_of("lit predict")
 
     found = task.label(options, console)
@@ -86,7 +86,7 @@ def _describe_labels(results: list[dict[str, Any]]) -> str:
     'dpn lit search runs/lit/B-32-dpn --images photos --query "a dog on a beach"',
 )
 def _search(options: lit_options.SearchOptions, console: Console) -> Outcome:
-    """The images of a folder that are nearest to a sentence; each is encoded once, for all queries to come."""
+    """Find the images that best match a sentence; image features are cached."""
     task = module_of("lit search")
 
     found = task.search(options, console)
@@ -103,7 +103,7 @@ def _describe_nearest(places: list[dict[str, Any]]) -> str:
     app, "export", lit_options.LitExportOptions, "dpn lit export runs/lit/B-32-dpn -o export", quiet=False
 )
 def _export(options: lit_options.LitExportOptions, console: Console) -> Outcome:
-    """Write both towers and the tokenizer as safetensors and JSON, with a model card, after comparing features."""
+    """Export both towers and the tokenizer with a model card, and verify their features."""
     task = module_of("lit export")
 
     return task.export(

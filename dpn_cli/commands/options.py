@@ -223,7 +223,7 @@ SET = option(
     None,
     "--set",
     metavar="KEY=VALUE",
-    help="Set one config key, e.g. --set optim.clip_norm=0.5; may be repeated.",
+    help="Set one config key, e.g. --set optim.clip_norm=0.5; repeatable.",
 )
 CONFIG_OPTIONS = (
     option(
@@ -232,11 +232,11 @@ CONFIG_OPTIONS = (
         None,
         "--config",
         "-c",
-        help="A shipped config's name or a YAML file, laid over the command's own config.",
+        help="Shipped config or YAML file that overrides the command's default config.",
     ),
     SET,
 )
 JSON = switch("json", "--json", help="Print the result as JSON instead of text.")
-QUIET = switch("quiet", "--quiet", "-q", help="No progress on stderr.")
-VERBOSE = switch("verbose", "--verbose", "-v", help="Show where in the code an error was raised.")
+QUIET = switch("quiet", "--quiet", "-q", help="Hide progress on stderr.")
+VERBOSE = switch("verbose", "--verbose", "-v", help="Print the traceback of errors.")
 PRINTING = (JSON, QUIET, VERBOSE)

@@ -35,7 +35,7 @@ app = typer.Typer(
 
 
 def pretrain(**arguments: Any) -> None:
-    """Steps, hours, memory and disk of a pre-training, from FLOP counts and this device's matrix-product rate."""
+    """Estimate steps, hours, memory and disk from FLOP counts and this device's measured speed."""
     with one_line_errors(arguments):
         here = arguments["data"] is not None
         console = Console()
@@ -51,7 +51,7 @@ def pretrain(**arguments: Any) -> None:
 
 
 def distill(**arguments: Any) -> None:
-    """Steps, hours and disk of a distillation, from FLOP counts and this device's matrix-product rate."""
+    """Estimate steps, hours and disk from FLOP counts and this device's measured speed."""
     with one_line_errors(arguments):
         here, arch = arguments["data"] is not None, arguments["teacher_arch"]
         config = DISTILL.layers({**arguments, "data": arguments["data"] or "imagenet"}, Console().info)
@@ -64,7 +64,7 @@ def distill(**arguments: Any) -> None:
 
 
 def vtab(**arguments: Any) -> None:
-    """Memory, hours and disk of a VTAB sweep, from FLOP counts and this device's matrix-product rate."""
+    """Estimate memory, hours and disk of a sweep from FLOP counts and this device's measured speed."""
     with one_line_errors(arguments):
         config = VTAB.layers({**arguments, "data": arguments["data"] or "vtab-1k"}, Console().info)
         task = module_of("plan vtab")
@@ -97,7 +97,7 @@ OPTIONS = (
         "\\[default: those of --data, else ImageNet-1k's]",
         panel=DATA,
     ),
-    option("ranks", int, 1, "--ranks", min=1, help="Devices like this one. \\[default: 1]", panel=RUNTIME),
+    option("ranks", int, 1, "--ranks", min=1, help="Number of devices like this one. \\[default: 1]", panel=RUNTIME),
 )
 app.command("pretrain", epilog="Example: dpn plan pretrain --arch B/16 --images 1268355")(
     with_signature(

@@ -17,7 +17,7 @@ from dpn_cli.run.console import Console, count_noun
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Write data sets in the layout that the trainings read.",
+    help="Convert data sets to the layout that dpn reads.",
     epilog="Example: dpn data prepare vtab --out vtab-1k",
 )
 
@@ -25,7 +25,7 @@ app = typer.Typer(
 class VtabOptions(Section):
     """Options of ``dpn data prepare vtab``."""
 
-    out: Annotated[Path, flag("--out", "-o", help="Folder for the tasks' folders.", panel=OUTPUT)]
+    out: Annotated[Path, flag("--out", "-o", help="Folder to write the tasks to.", panel=OUTPUT)]
     tasks: Annotated[tuple[str, ...], BeforeValidator(listed), Field(min_length=1), VTAB_TASKS_FLAG] = ("all",)
     tfds_dir: Annotated[
         Path | None,
@@ -40,23 +40,23 @@ class VtabOptions(Section):
         Path | None,
         flag(
             "--manual-dir",
-            help="Folder of files fetched by hand.",
+            help="Folder of manually downloaded files.",
             panel=DATA,
             unset="downloads/manual in --tfds-dir",
         ),
     ] = None
     download: Annotated[
-        bool, flag("--download/--no-download", help="Download what --tfds-dir does not hold.", panel=DATA)
+        bool, flag("--download/--no-download", help="Download missing data sets to --tfds-dir.", panel=DATA)
     ] = True
     verify: Annotated[
         bool,
-        flag("--verify/--no-verify", help="Read tasks that are there, and write damaged ones again.", panel=OUTPUT),
+        flag("--verify/--no-verify", help="Verify existing tasks and rewrite damaged ones.", panel=OUTPUT),
     ] = False
 
 
 @register_command(app, "vtab", VtabOptions, "dpn data prepare vtab --out vtab-1k --tasks natural")
 def _vtab(options: VtabOptions, console: Console) -> Outcome:
-    """The 19 tasks of VTAB-1k from TensorFlow Datasets, without loss; run it again after a stop."""
+    """Prepare the 19 tasks of VTAB-1k from TensorFlow Datasets without loss; run again to continue."""
     task = module_of("data prepare vtab")
     result, problem = task.run(
         options.tasks,
@@ -80,10 +80,10 @@ def _vtab(options: VtabOptions, console: Console) -> Outcome:
 class ArchiveOptions(Section):
     """Options of the commands that unpack archives."""
 
-    archives: Annotated[list[Path], argument("The data set's archives, as they were downloaded.")]
+    archives: Annotated[list[Path], argument("Downloaded archives of the data set.")]
     out: Annotated[Path, flag("--out", "-o", help="Folder to unpack into.", panel=OUTPUT)]
     partial: Annotated[
-        bool, flag("--partial/--whole", help="Warn only, where the data set is not all there.", panel=DATA)
+        bool, flag("--partial/--whole", help="Accept an incomplete data set with a warning.", panel=DATA)
     ] = False
 
 
@@ -124,7 +124,7 @@ def _unpack(options: ArchiveOptions, layout: Any, module: ArchivedModule, consol
     app, "ade20k", ArchiveOptions, "dpn data prepare ade20k ADEChallengeData2016.zip --out ADEChallengeData2016"
 )
 def _ade20k(options: ArchiveOptions, console: Console) -> Outcome:
-    """ADE20K for 'dpn segment ade20k', from ADEChallengeData2016.zip; run it again after a stop."""
+    """Prepare ADE20K for 'dpn segment ade20k' from ADEChallengeData2016.zip; run again to continue."""
     task = module_of("data prepare ade20k")
     return _unpack(options, task.ADE20K, task, console)
 
@@ -136,6 +136,6 @@ def _ade20k(options: ArchiveOptions, console: Console) -> Outcome:
     "dpn data prepare coco train2017.zip val2017.zip annotations_trainval2017.zip --out coco",
 )
 def _coco(options: ArchiveOptions, console: Console) -> Outcome:
-    """COCO's captions for 'dpn lit train', from its archives of 2017; run it again after a stop."""
+    """Prepare COCO captions for 'dpn lit train' from the 2017 archives; run again to continue."""
     task = module_of("data prepare coco")
     return _unpack(options, task.COCO, task, console)

@@ -32,9 +32,9 @@ INSIDE, NO_REPORT = Path("report") / PAGE, "DPN_NO_REPORT"
 class ReportOptions(Section):
     """Options of ``dpn report``."""
 
-    runs: Annotated[list[Path], argument("Runs' folders, or -o folders of evaluations; several are laid side by side.")]
+    runs: Annotated[list[Path], argument("Folders of runs or evaluations; several are compared.")]
     output_dir: Annotated[
-        Path, flag("--output-dir", "-o", help="Folder for the page, its figures and tables.", panel=OUTPUT)
+        Path, flag("--output-dir", "-o", help="Folder to write the page, figures and tables to.", panel=OUTPUT)
     ] = Path("report")
 
 
@@ -160,5 +160,5 @@ def add_to(root: typer.Typer) -> None:
 
 
 def _report(options: ReportOptions, console: Console) -> Outcome:
-    """Write a page with figures and tables about runs, finished or not, and about evaluations."""
+    """Write a page with figures and tables about runs and evaluations."""
     return report(options, console), lambda done: f"{done['page']}: open it in a browser"

@@ -52,7 +52,7 @@ Json = dict[str, Any]
 
 
 def reproduce(**arguments: Any) -> None:
-    """The paper's tables and figures: what each needs and costs, and with a name its trainings and its numbers.
+    """List the paper's tables and figures with their cost, or reproduce one.
 
     Trainings are those of the ordinary commands; tables share them, and a second call goes on where one was stopped.
     """

@@ -31,7 +31,7 @@ LEAST_COMMAND = 24
 class ListOptions(Section):
     """Options of ``dpn runs``."""
 
-    folder: Annotated[Path, argument("Folder with runs in it or below it.")] = Path("runs")
+    folder: Annotated[Path, argument("Folder to search for runs.")] = Path("runs")
 
 
 class ShowOptions(Section):
@@ -127,7 +127,7 @@ def _print_run(row: dict[str, Any]) -> None:
 
 @register_command(app, "list", ListOptions, "dpn runs list runs/highres", quiet=False)
 def _list(options: ListOptions, console: Console) -> Outcome:
-    """The runs in a folder and below it: status, score, step, time since the last write, command."""
+    """List runs below a folder: status, score, step, age, command (the default)."""
     found = [describe_run(read_run(path)) for path in find_runs(folder_of(options.folder))]
     if not found:
         raise DataError(f"{options.folder}: no runs in it or in the {DEPTH} levels below it; name another folder")
@@ -136,7 +136,7 @@ def _list(options: ListOptions, console: Console) -> Outcome:
 
 @register_command(app, "show", ShowOptions, "dpn runs show runs/highres/B-32-dpn", quiet=False)
 def _show(options: ShowOptions, console: Console) -> Outcome:
-    """What is known of a run: its command, network, data, versions, score, and what is missing or damaged."""
+    """Show a run: command, network, data, versions, score, and missing or damaged files."""
     run = read_run(options.run)
     facts, backbone = run.facts, run.facts.get("backbone", {})
     row = {

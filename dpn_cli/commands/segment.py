@@ -30,7 +30,7 @@ train.add_command(app, "folder", FOLDER)
     "dpn segment eval runs/segment_ade20k/B-16-dpn --multi-scale -o report",
 )
 def _evaluate(options: segment_options.SegmentEvalOptions, console: Console) -> Outcome:
-    """The mIoU of a run on its validation images: per class with -o, in windows or whole, at one scale or many."""
+    """Report the mIoU of a run on its validation images, per class with -o."""
     scores = module_of("segment eval").evaluate(options, console)
     return scores, import_module(ADE20K.module).describe_scores
 
@@ -42,7 +42,7 @@ def _evaluate(options: segment_options.SegmentEvalOptions, console: Console) -> 
     "dpn segment predict runs/segment_ade20k/B-16-dpn photos -o predictions",
 )
 def _predict(options: segment_options.SegmentPredictOptions, console: Console) -> Outcome:
-    """Label maps of images: the classes' numbers, a coloured overlay and a legend, as PNG files."""
+    """Segment images: write label maps, coloured overlays and a legend as PNG files."""
     task = module_of("segment predict")
 
     found = task.predict(options, console)

@@ -43,7 +43,7 @@ def _failed_trials(result: dict[str, Any]) -> list[str]:
 
 
 VTAB = TrainCommand(
-    help="VTAB-1k: 19 tasks of 1000 images, three learning rates chosen on 200, three seeds (Table 3).",
+    help="Fine-tune on VTAB-1k: 19 tasks, 3 learning rates, 3 seeds (Table 3).",
     example="dpn finetune vtab --arch B/32 --checkpoint B-32-dpn.npz --data vtab-1k",
     schema=vtab_config.VtabConfig,
     module="tasks.vtab.command",
@@ -55,7 +55,7 @@ VTAB = TrainCommand(
 
 
 HIGHRES = TrainCommand(
-    help="384 px fine-tuning of ImageNet-1k (Tables 1 and 2), or of any folder of labelled images.",
+    help="Fine-tune at 384 px on ImageNet-1k (Tables 1 and 2) or any labelled images.",
     example="dpn finetune highres --checkpoint B-32.npz --data photos --val-fraction 0.2 --epochs 8",
     schema=highres_config.HighresConfig,
     module="tasks.classify.highres",
@@ -107,7 +107,7 @@ def _resolve_pretrain(
 
 
 PRETRAIN = TrainCommand(
-    help="Make a backbone from scratch with any stem: ImageNet-1k (Tables 1 and 6), SUN397 (Table 7), own images.",
+    help="Pre-train a backbone with any stem on ImageNet-1k (Tables 1 and 6), SUN397 (Table 7) or your own images.",
     example="dpn pretrain imagenet --arch B/32 --data imagenet",
     schema=pretrain_config.PretrainConfig,
     module="tasks.classify.pretrain",
@@ -178,7 +178,7 @@ def _with_demo_backbone(
 
 
 LIT = TrainCommand(
-    help="Train a text tower from scratch; images are encoded once, whatever the number of epochs.",
+    help="Train a text tower from scratch; images are encoded only once.",
     example="dpn lit train --checkpoint B-32-dpn.npz --data pairs.csv -b 4096 --steps 5000",
     schema=lit_config.LitConfig,
     module="tasks.lit.command",
@@ -203,13 +203,13 @@ def _segmentation(config: str, **others: Any) -> TrainCommand:
 
 ADE20K = _segmentation(
     "ade20k",
-    help="ADE20K with 150 classes, or a nested part of it (Table 5).",
+    help="Train on ADE20K with 150 classes, or a nested subset of it (Table 5).",
     example="dpn segment ade20k --arch B/16 --checkpoint B-16-dpn.npz --data ADEChallengeData2016 --fraction 0.25",
     without=frozenset({"data.classes", "data.label_offset", "data.ignore_label"}),
 )
 FOLDER = _segmentation(
     "segment",
-    help="Anyone's images with masks, in ADE20K's layout or from the hub.",
+    help="Train on your own images with masks, in ADE20K's layout or from the hub.",
     example="dpn segment folder --arch B/16 --checkpoint B-16-dpn.npz --data DIR --epochs 20",
 )
 
@@ -223,7 +223,7 @@ def _finalize_distill(
 
 
 DISTILL = TrainCommand(
-    help="Turn a trained ViT into one with another stem, other norms or another size, with unlabelled images.",
+    help="Distill a trained ViT into one with another stem, norm or size, using unlabelled images.",
     example="dpn distill --teacher timm:vit_base_patch32_224.augreg_in21k_ft_in1k --stem dpn --data photos",
     schema=distill_config.DistillConfig,
     module="tasks.classify.distill.command",

@@ -19,9 +19,9 @@ PerGpu = int | Literal["auto"]
 # Input size of a network from scratch where nothing says one.
 SCRATCH_PIXELS = 224
 # Help of the options that say what happens to a run's folder.
-NO_PAGE = "Write no page about the run into its folder at the end."
-OVERWRITE = "Delete the run in the output folder first."
-RESUME = "Continue the run in the output folder; start one if there is none."
+NO_PAGE = "Skip the report page at the end."
+OVERWRITE = "Delete an existing run in the output folder first."
+RESUME = "Continue the run in the output folder, or start a new one."
 
 
 @dataclass(frozen=True)

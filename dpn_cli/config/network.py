@@ -61,13 +61,13 @@ IMAGE_SIZE = flag(
     panel=MODEL,
     unset="the checkpoint's; 224 from scratch",
 )
-DROP_PATH = flag("--drop-path", help="Stochastic depth of the last block.", panel=MODEL)
+DROP_PATH = flag("--drop-path", help="Stochastic depth rate of the last block.", panel=MODEL)
 Freeze = Annotated[
     tuple[str, ...],
     BeforeValidator(listed),
     flag(
         "--freeze",
-        help="Parts not to train: stem, positions, blocks, blocks:0-5, norm, backbone.",
+        help="Parts to freeze: stem, positions, blocks, blocks:0-5, norm, backbone.",
         panel=MODEL,
     ),
 ]

@@ -69,42 +69,40 @@ class About(Section):
 
 
 # Keys that several schemas have under one meaning; a schema with another meaning writes its own.
-DATA_SOURCE = flag("--data", help="Where the data are.", panel=DATA)
-VAL_DATA = flag("--val-data", help="Validation images, where they are not inside --data.", panel=DATA, unset="--data's")
-VAL_FRACTION = flag("--val-fraction", help="Share of every class set apart to validate on.", panel=DATA)
-DECODE = flag("--decode", help="Pixels of JPEGs: exact (the reference's) or pillow.", panel=DATA)
+DATA_SOURCE = flag("--data", help="Location of the data.", panel=DATA)
+VAL_DATA = flag("--val-data", help="Validation images, if they are outside --data.", panel=DATA, unset="--data's")
+VAL_FRACTION = flag("--val-fraction", help="Fraction of every class held out for validation.", panel=DATA)
+DECODE = flag("--decode", help="JPEG decoder: exact (identical to the reference) or pillow.", panel=DATA)
 IMAGE_COLUMN = flag(
     "--image-column",
-    help="Column of a hf: data set with the images.",
+    help="Image column of a hf: data set.",
     panel=DATA,
     unset="the only one of its kind",
 )
 LR = flag("--lr", help="Peak learning rate.", panel=TRAIN)
-SEED = flag("--seed", help="Seed of the order of images, of crops and of new weights.", panel=TRAIN)
-EPOCHS = flag("--epochs", help="Duration in passes over the training images.", panel=TRAIN, unset="by --steps")
+SEED = flag("--seed", help="Seed of image order, crops and new weights.", panel=TRAIN)
+EPOCHS = flag("--epochs", help="Number of passes over the training images.", panel=TRAIN, unset="by --steps")
 BATCH_SIZE = flag("--batch-size", "-b", help="Images per optimizer step over all ranks.", panel=TRAIN)
 
 # Of commands that do not train: their batches change nothing beyond floating-point rounding.
-AT_ONCE = flag("--batch-size", "-b", help="Images at a time.", panel=RUNTIME)
+AT_ONCE = flag("--batch-size", "-b", help="Number of images per forward pass.", panel=RUNTIME)
 AtOnce = Annotated[Positive, AT_ONCE]
 IMAGE_FILES = argument("Images, or folders of images.")
-HTML = flag("--html", help="File for a page of thumbnails with what was predicted.", panel=OUTPUT)
+HTML = flag("--html", help="Write an HTML page of thumbnails with predictions.", panel=OUTPUT)
 MICRO_BATCH_SIZE = flag(
     "--micro-batch-size",
-    help="Images per forward pass, or auto: as many as fit into memory.",
+    help="Images per forward pass, or auto for as many as fit into memory.",
     panel=RUNTIME,
 )
 LabelColumn = Annotated[
     str | None,
-    flag("--label-column", help="Column with the class numbers.", panel=DATA, unset="the only one of its kind"),
+    flag("--label-column", help="Column of the class indices.", panel=DATA, unset="the only one of its kind"),
 ]
 ImageColumn = Annotated[str | None, IMAGE_COLUMN]
-SkipBadImages = Annotated[
-    bool, flag("--skip-bad-images", help="Leave unreadable images out and count them.", panel=DATA)
-]
+SkipBadImages = Annotated[bool, flag("--skip-bad-images", help="Skip and count unreadable images.", panel=DATA)]
 FLIP = flag(
     "--flip/--no-flip",
-    help="Mirror training images at random; unsuitable for digits, letters and left or right.",
+    help="Flip training images at random; disable it for digits, text, and left or right.",
     panel=DATA,
 )
 Flip = Annotated[bool, FLIP]
@@ -119,7 +117,7 @@ MaxPixels = Annotated[
 ]
 Workers = Annotated[
     Annotated[int, Field(ge=0, le=1024)] | Literal["auto"],
-    flag("--workers", "-j", help="Processes that decode images, or auto.", panel=RUNTIME),
+    flag("--workers", "-j", help="Number of decoding processes, or auto.", panel=RUNTIME),
 ]
 Crop = Literal["inception", "whole", "timm_bicubic", "timm_bilinear"]
 TorchvisionPolicy = Literal["cifar10", "imagenet", "svhn"]
@@ -172,7 +170,7 @@ class PredictionFiles(Section):
     """The files that a prediction is written to, besides what is printed."""
 
     csv: Annotated[
-        Path | None, flag("--csv", help="File for a table of what was predicted, a row per image.", panel=OUTPUT)
+        Path | None, flag("--csv", help="Write a CSV table of predictions, one row per image.", panel=OUTPUT)
     ] = None
     html: Annotated[Path | None, HTML] = None
 
@@ -205,7 +203,7 @@ class Schedule(Section):
         Positive,
         flag(
             "--steps",
-            help="Optimizer steps per training; fewer than the config's shorten the warm-up in proportion.",
+            help="Optimizer steps per training; fewer than the config's scale the warm-up down.",
             panel=TRAIN,
         ),
     ]
@@ -239,10 +237,14 @@ class Schedule(Section):
 class Runtime(Section):
     """How to run: nothing here may change what is computed beyond floating-point rounding."""
 
-    device: Annotated[str, flag("--device", help="auto, cpu, cuda or cuda:N.", panel=RUNTIME)] = "auto"
+    device: Annotated[str, flag("--device", help="Device: auto, cpu, cuda or cuda:N.", panel=RUNTIME)] = "auto"
     precision: Annotated[
         Literal["auto", "bf16", "fp32"],
-        flag("--precision", help="bf16 is autocast; auto is bf16 on a GPU and fp32 on a CPU.", panel=RUNTIME),
+        flag(
+            "--precision",
+            help="Compute precision; bf16 uses autocast, auto is bf16 on a GPU and fp32 on a CPU.",
+            panel=RUNTIME,
+        ),
     ] = "auto"
     compile: Annotated[
         bool, flag("--compile/--no-compile", help="Compile the training step with torch.compile.", panel=RUNTIME)
@@ -251,7 +253,7 @@ class Runtime(Section):
         bool,
         flag(
             "--shard/--no-shard",
-            help="Spread weights, gradients and optimizer over torchrun's processes (FSDP2).",
+            help="Shard weights, gradients and optimizer state over torchrun's processes (FSDP2).",
             panel=RUNTIME,
         ),
     ] = False
@@ -263,7 +265,7 @@ class Runtime(Section):
     checkpoint_every: Positive = 500
     report_to: Annotated[
         Literal["none", "tensorboard", "wandb"],
-        flag("--report-to", help="Also write to tensorboard or wandb.", panel=OUTPUT),
+        flag("--report-to", help="Also log to tensorboard or wandb.", panel=OUTPUT),
     ] = "none"
 
     def precision_on(self, device: str) -> Literal["bf16", "fp32"]:

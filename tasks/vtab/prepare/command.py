@@ -33,7 +33,8 @@ def run(
 ) -> tuple[dict[str, Any], DataError | None]:
     """Write the folders of the tasks that `words` name into `out`; those that are there already are kept.
 
-    `root` is the folder of TensorFlow Datasets, None the usual one, and `manual` that of files fetched by hand. With `verified`, the files
+    `root` is the folder of TensorFlow Datasets, None the usual one, and `manual` that of files fetched by hand.
+    With `verified`, the files
     of folders that are there are compared with their digests, and damaged folders written again. Returns what was
     done, and an error when some tasks could not be written. Raises `DpnError` before any work for an unknown task, for
     a folder that holds something else and without TensorFlow Datasets, and as `prepare` does.
