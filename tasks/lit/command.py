@@ -22,8 +22,9 @@ from tasks.lit.config import LitConfig, in_steps
 from tasks.lit.data import open_pairs
 from tasks.lit.dry_run import dry_run_training
 from tasks.lit.encode import cache_root, describe_retrieval
+from tasks.lit.final_zeroshot import open_zeroshot, source_of
 from tasks.lit.tokenizer import open_tokenizer
-from tasks.lit.train import config_encoder, load_tower, open_zeroshot, source_of, train
+from tasks.lit.train import config_encoder, load_tower, train
 
 DEMO_NOTE = (
     "This is the demo: generated scenes and their sentences. Nothing here is a number of the "

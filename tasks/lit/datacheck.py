@@ -14,7 +14,8 @@ from dpn_cli.run.console import count_noun
 from tasks.lit.captions import CaptionedImages
 from tasks.lit.config import LitConfig
 from tasks.lit.data import open_pairs
-from tasks.lit.train import fingerprints, source_of
+from tasks.lit.final_zeroshot import source_of
+from tasks.lit.train import fingerprints
 
 # Share of the images with one sentence from which on the loss takes many right answers for wrong ones.
 SHARED = 0.01

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dpn_cli.arch import SIZES, size_name
-from dpn_cli.data.decode import Reading
 from dpn_cli.data.leakage import record
 from dpn_cli.data.sources.base import Labelled, fingerprint
 from dpn_cli.engine import fit as engine
@@ -30,34 +28,16 @@ from tasks.lit.batches import TokenBatches, cached_batches, encoded_batches, tok
 from tasks.lit.cache import BATCH, cached_features, data_fingerprint
 from tasks.lit.captions import CaptionedImages, Subset, captions_fingerprint
 from tasks.lit.config import LitConfig, in_steps
-from tasks.lit.data import DEMO_SPLITS, CaptionSource, SceneClasses, open_pairs
+from tasks.lit.data import open_pairs
 from tasks.lit.encode import cache_root, image_encoder, retrieval_scores
-from tasks.lit.evaluate import open_labelled, zeroshot
 from tasks.lit.features import Features, ImageEncoder, digest_of
+from tasks.lit.final_zeroshot import open_zeroshot, source_of, zeroshot_of_run
 from tasks.lit.loss import ContrastiveLoss
-from tasks.lit.options import LitEvalOptions
-from tasks.lit.page_samples import NearestImages, keep_prompts
 from tasks.lit.text_tower import TextTower
 from tasks.lit.tokenizer import Tokenizer, open_tokenizer
 from tasks.lit.towers import WEIGHTS, Towers, load_towers, save_towers
-from tasks.lit.zeroshot import build_classifier, classify, prompt_set
 
 Json = dict[str, Any]
-
-
-def source_of(config: LitConfig) -> CaptionSource:
-    """Return where the config's captioned images are."""
-    data = config.data
-    return CaptionSource(
-        data.source or "demo",
-        data.val_source,
-        data.val_fraction,
-        data.images,
-        data.image_column,
-        data.caption_column,
-        data.skip_bad_images,
-        Reading(data.decode, data.max_pixels),
-    )
 
 
 def load_tower(config: LitConfig, world: World) -> Backbone:
@@ -126,7 +106,7 @@ def train(run: Run[LitConfig]) -> Json:
         DIGEST: file_digest(folder.path / WEIGHTS),
         "decoder": val.reading.versions(),
         "differs_from_paper": run.differs,
-        **_zeroshot(towers, run),
+        **zeroshot_of_run(towers, run),
     }
     for warning in _warnings(result):
         console.warn(warning)
@@ -300,55 +280,3 @@ class _TextTraining:
             save_towers(towers, path / WEIGHTS)
             Checkpoints(path / "checkpoints").clear()
         distributed.barrier()
-
-
-def zeroshot_options(config: LitConfig, folder: Path) -> LitEvalOptions | None:
-    """Return the options of ``dpn lit eval`` by which a run is scored at its end; None where it is not."""
-    data = config.data
-    if data.zeroshot is None:
-        return None
-    return LitEvalOptions(
-        run=str(folder),
-        source=data.zeroshot,
-        skip_bad_images=data.skip_bad_images,
-        force=True,  # what is not above chance is a warning at the end of a training
-        runtime=config.runtime,
-        output_dir=folder,
-    )
-
-
-def open_zeroshot(config: LitConfig) -> Labelled | None:
-    """Open the labelled images that a run is scored on at its end. Raises `DataError`."""
-    options = zeroshot_options(config, Path())
-    return open_labelled(options, source_of(config).reading)[0] if options else None
-
-
-def _zeroshot(towers: Towers, run: Run[LitConfig]) -> Json:
-    """Return the zero-shot accuracy on the images that the config names, of the demo on its own, else nothing."""
-    config, world = run.config, run.world
-    if options := zeroshot_options(config, run.folder.path):
-        return {"zeroshot": zeroshot(towers, options, source_of(config).reading, world, run.console)}
-    return {"zeroshot": demo_zeroshot(towers, config, world, run.folder.path)} if config.demo else {}
-
-
-def demo_zeroshot(towers: Towers, config: LitConfig, world: World, folder: Path) -> Json:
-    """Return the zero-shot accuracy on held-out scenes: which of 24 coloured shapes is the largest object.
-
-    The leading rank writes what a page shows of it to a folder.
-    """
-    split = SceneClasses(*DEMO_SPLITS["val"])
-    nearest = NearestImages(split.classes)
-    with engine.precision_of(config.runtime, world.device):
-        weights = build_classifier(towers, split.classes, prompt_set("demo"))
-        scores = classify(towers, weights, split, world, workers=0, batch_size=BATCH, skip_bad=False, nearest=nearest)
-    best = nearest.gather()
-    if world.leads:
-        keep_prompts(folder, split, nearest, best)
-    return {
-        "top1": scores.top1,
-        "images": scores.images,
-        "classes": len(split.classes),
-        "chance": 100 / len(split.classes),
-        "floors": scores.floors,
-        "prompts": "demo",
-    }

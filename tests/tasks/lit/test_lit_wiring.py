@@ -39,12 +39,13 @@ from tasks.lit.config import LitConfig
 from tasks.lit.data import CaptionSource, open_split
 from tasks.lit.encode import encoded, image_encoder
 from tasks.lit.features import Features, views_of
+from tasks.lit.final_zeroshot import source_of
 from tasks.lit.loss import ContrastiveLoss
 from tasks.lit.retrieval import recalls
 from tasks.lit.text_tower import TextTower
 from tasks.lit.tokenizer import Tokenizer
 from tasks.lit.towers import load_towers
-from tasks.lit.train import load_tower, source_of
+from tasks.lit.train import load_tower
 
 ALONE, QUIET = World(0, 1, CPU), Console(quiet=True)
 COLOURS = ("red", "blue", "green")
