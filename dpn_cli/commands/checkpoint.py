@@ -203,7 +203,7 @@ def _retrofit(options: RetrofitOptions, console: Console) -> Outcome:
     opened = _open(resolve(options.source, "dpn checkpoint retrofit"), options.facts)
     import torch
 
-    from dpn_cli.data.decode import Reading
+    from dpn_cli.data.decode import ReadOptions
     from dpn_cli.data.image_source import find_images
     from dpn_cli.data.pixels import load
     from dpn_cli.run import signals
@@ -211,7 +211,7 @@ def _retrofit(options: RetrofitOptions, console: Console) -> Outcome:
     from dpn_cli.weights.retrofit import retrofit
 
     size = _pair(options.image_size) or config_of(opened).image_size
-    reading = Reading(options.reading.decode, options.reading.max_pixels)
+    reading = ReadOptions(options.reading.decode, options.reading.max_pixels)
     split = find_images(options.data, options.images, options.seed, reading)
     with signals.listen(signals.NO_RESULT), console.counting("retrofit", len(split.labels)) as counted:
         pixels = load(split, size, workers=options.workers, done=counted).images

@@ -71,7 +71,7 @@ class PackOptions(Section):
 @register_command(app, "pack", PackOptions, "dpn data pack --data imagenet --out imagenet-320 --size 320")
 def _pack(options: PackOptions, console: Console) -> Outcome:
     """Pack images into shards for fast reading; run again to continue or repair."""
-    from dpn_cli.data.decode import Reading
+    from dpn_cli.data.decode import ReadOptions
     from dpn_cli.data.image_source import ImageSource, check_classes, open_split, own_splits
     from dpn_cli.data.sources import pack_writer
     from dpn_cli.data.splits import hash_order
@@ -79,7 +79,7 @@ def _pack(options: PackOptions, console: Console) -> Outcome:
     from dpn_cli.run.files import claimed, real_path
 
     data, out = options.source, options.out
-    reading = Reading(options.reading.decode, options.reading.max_pixels)
+    reading = ReadOptions(options.reading.decode, options.reading.max_pixels)
     source = ImageSource(data, image_column=options.image_column, label_column=options.label_column, reading=reading)
     if out.parts[:1] in {(f"{scheme}:",) for scheme in EXTRAS}:
         raise DpnError(f"--out {out}: a URL; pack into a folder, and copy that with the store's own program")
@@ -96,7 +96,7 @@ def _pack(options: PackOptions, console: Console) -> Outcome:
             {name: (split, hash_order(split)) for name, (split, _) in splits.items()},
             splits["train"][1],
             out,
-            pack_writer.Packing(options.size, options.encode, options.quality),
+            pack_writer.PackOptions(options.size, options.encode, options.quality),
             workers=options.workers,
             skip_bad=options.skip_bad_images,
             progress=console.info,

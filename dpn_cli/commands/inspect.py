@@ -108,12 +108,12 @@ def inspect(options: InspectOptions, console: Console, title: str = "") -> dict[
 
 def _shown(options: InspectOptions) -> SampledImages | None:
     from dpn_cli.analysis.images import SampledImages
-    from dpn_cli.data.decode import Reading, decoder_of
+    from dpn_cli.data.decode import ReadOptions, decoder_of
     from dpn_cli.data.image_source import ImageSource
 
     if options.source is None:
         return None
-    reading = Reading(decoder_of(options.reading.decode), options.reading.max_pixels)
+    reading = ReadOptions(decoder_of(options.reading.decode), options.reading.max_pixels)
     source = ImageSource(options.source, image_column=options.image_column, reading=reading)
     return SampledImages(source, options.images, options.runtime.workers, options.skip_bad_images)
 

@@ -107,7 +107,7 @@ def _unpack(options: ArchiveOptions, layout: Any, module: ArchivedModule, consol
     with signals.listen(signals.PARTS_KEPT), claimed(out):
         files = archives.unpack(places, layout, out, console)
         found, short = module.look_at(out, console)
-    short = [*archives.lacking(layout, out), *short]
+    short = [*archives.describe_missing(layout, out), *short]
     for text in short if options.partial else ():
         console.warn(text)
     result = {"task": f"data prepare {layout.name}", "out": str(out), "files": files, **found, "short": short}

@@ -133,7 +133,7 @@ PROCESS_OPTIONS = (
         "--jobs",
         min=1,
         max=1024,
-        help="Trainings at once, each in a process; they share the cores and the GPUs. \\[default: 1; with "
+        help="Number of concurrent trainings, each in a process; they share the cores and GPUs. \\[default: 1; with "
         "--jobs-per-gpu as many as the GPUs have room for]",
         panel=RUNTIME,
     ),
@@ -143,8 +143,8 @@ PROCESS_OPTIONS = (
         None,
         "--jobs-per-gpu",
         metavar="N|auto",
-        help="Trainings at once on each GPU, in equal parts of its memory; auto measures the first one of each network "
-        "and adds as many as fit. \\[default: as --jobs needs]",
+        help="Number of concurrent trainings per GPU, each with an equal part of its memory; auto runs as many as "
+        "fit. \\[default: as --jobs needs]",
         panel=RUNTIME,
     ),
     option(
@@ -152,7 +152,7 @@ PROCESS_OPTIONS = (
         Literal["local", "ray", "slurm"],
         "local",
         "--engine",
-        help="What starts the --jobs: this machine, a Ray cluster, or an array of SLURM. \\[default: local]",
+        help="Where to run the --jobs: on this machine, a Ray cluster or SLURM. \\[default: local]",
         panel=RUNTIME,
     ),
     option(
@@ -161,8 +161,8 @@ PROCESS_OPTIONS = (
         None,
         "--resources",
         metavar="KEY=VALUE",
-        help="What each of the --jobs gets, in the words of the engine, e.g. num_gpus=1 of Ray or timeout_min=240 of "
-        "submitit; may be repeated. \\[default: num_gpus=1 where Ray has GPUs, timeout_min=1440]",
+        help="Resources of each job in the engine's terms, e.g. num_gpus=1 (Ray) or timeout_min=240 (submitit); "
+        "repeatable. \\[default: num_gpus=1 where Ray has GPUs, timeout_min=1440]",
         panel=RUNTIME,
     ),
 )
@@ -192,7 +192,7 @@ OUTPUT_OPTIONS = (
         None,
         "--output-dir",
         "-o",
-        help="Folder of the run. \\[default: in runs/TASK, named after the network]",
+        help="Folder to write the run to. \\[default: in runs/TASK, named after the network]",
     ),
     switch("resume", "--resume", help=RESUME),
     switch("overwrite", "--overwrite", help=OVERWRITE),
@@ -201,8 +201,8 @@ OUTPUT_OPTIONS = (
     switch(
         "dry_run",
         "--dry-run",
-        help="Check the data, train a few steps on one batch, evaluate, save, resume, keep nothing, and print what the "
-        "whole run takes here: memory, seconds per step, hours, disk.",
+        help="Test the whole run in a few steps and estimate its memory, seconds per step, hours and disk; keep "
+        "nothing.",
     ),
     switch("no_report", "--no-report", help=NO_PAGE),
     *PRINTING,

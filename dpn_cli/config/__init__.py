@@ -1,1 +1,1 @@
-"""Configs: their keys, their layers, and where a training starts. Imports no torch."""
+"""Configs: keys, layers, launch options and initial weights. Imports no torch."""

@@ -1,4 +1,4 @@
-"""Where a training starts: the weights it is given or finds, or the ways out when there are none. Imports no torch."""
+"""Options of a launch, and the initial weights of a training. Imports no torch."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ NORM = flag(
 )
 PLACEMENT = flag(
     "--placement",
-    help="Where the norms of a block are, ATTENTION,MLP, each of pre, post and pre+post; or normformer or subln.",
+    help="Position of the norms in a block: ATTENTION,MLP, each pre, post or pre+post; or normformer or subln.",
     panel=MODEL,
     unset="the checkpoint's; pre,pre from scratch",
     complete=_complete_placement,

@@ -1,4 +1,4 @@
-"""Where data and weights are looked for when a command does not name them."""
+"""Default locations of data and weights that a command does not name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a config's values come from, and where a run differs from the paper. Imports no torch.
+"""Sources of a config's values, and differences between a run and the paper. Imports no torch.
 
 A config file may have a section ``sources``, which maps dotted keys to a `Source` each. It describes the config and is
 not a part of it.

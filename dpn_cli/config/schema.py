@@ -60,7 +60,7 @@ class Section(BaseModel):
 
 
 class About(Section):
-    """Where a config comes from and what number it should give."""
+    """The origin of a config and its expected result."""
 
     paper: str
     table: str
@@ -110,8 +110,7 @@ MaxPixels = Annotated[
     Positive,
     flag(
         "--max-pixels",
-        help="Most pixels of an image. Larger JPEGs are read at a half, quarter or eighth of their size, other large "
-        "images are refused.",
+        help="Largest image in pixels. Larger JPEGs are decoded at reduced size; other large images are refused.",
         panel=DATA,
     ),
 ]
@@ -135,14 +134,15 @@ def refuse_unused(section: Section, name: str, keys: Sequence[str], reason: str)
 
 
 class Drawn(Section):
-    """In which order training images are drawn."""
+    """The order of training images."""
 
     shuffle: Annotated[
         Literal["images", "shards"],
         flag(
             "--shuffle",
-            help="images: training images are shuffled all together; shards: a few shards of a pack or webdataset at a "
-            "time, for data behind URLs that are larger than the cache.",
+            help="Shuffle all images together, or a few shards of a pack or webdataset at a time. Use shards for "
+            "remote "
+            "data larger than the cache.",
             panel=DATA,
         ),
     ] = "images"
@@ -197,7 +197,7 @@ class Optim(Section):
 
 
 class Schedule(Section):
-    """How long to train and how the learning rate moves, in optimizer steps."""
+    """The length of a training and its learning-rate schedule, in optimizer steps."""
 
     steps: Annotated[
         Positive,
@@ -276,7 +276,7 @@ class Runtime(Section):
 
 
 class Config(Section):
-    """What the configs of all tasks have."""
+    """Base class of the configs of all tasks."""
 
     about: About
 
