@@ -57,7 +57,7 @@ Grid = Annotated[
 
 
 class FileFacts(Section):
-    """What a user knows about a weight file that it does not say."""
+    """Facts about a weight file that the user states."""
 
     eps: Annotated[
         Annotated[float, Field(ge=0, lt=1)] | None,

@@ -50,10 +50,10 @@ def _check(name: str, training: TrainCommand, arguments: Mapping[str, Any]) -> N
         # Pre-training asks for a network, by which it augments; data are the same for all of them.
         network = {"arch": "B/32"} if training is PRETRAIN and arguments["data"] else {}
         config = training.layers({**arguments, **network}, console.info)
-        from dpn_cli.data.findings import Findings, describe  # torch loads here
+        from dpn_cli.data.findings import DataFindings, describe  # torch loads here
         from dpn_cli.run import signals
 
-        findings = Findings(console, config.runtime.workers)
+        findings = DataFindings(console, config.runtime.workers)
         with signals.listen(signals.NO_RESULT):
             checks = cast(CheckModule, module_of(f"data check {name}"))
             fingerprint = checks.examine(config, findings, arguments["ranks"])

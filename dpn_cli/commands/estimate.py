@@ -1,4 +1,4 @@
-"""What a dry run or a plan has found that trainings take, as a table or as JSON, and whether the disk holds it."""
+"""Costs of trainings, from a dry run or a plan, as a table or as JSON, and a check of the disk."""
 
 from __future__ import annotations
 

@@ -43,10 +43,14 @@ def add_command(app: typer.Typer, name: str, training: TrainCommand) -> None:
                 for number, name in enumerate(cast(SupportsTrials, trainer).trials(config)):
                     print(f"{number}\t{name}")
                 return
-            given = training.given(arguments)
+            explicit_keys = training.explicit_keys(arguments)
             folders, costs = list[Path](), list[Cost]()
             place = LaunchOptions(
-                arguments["output_dir"], **how, on_open=folders.append, on_cost=costs.append, given=given
+                arguments["output_dir"],
+                **how,
+                on_open=folders.append,
+                on_cost=costs.append,
+                explicit_keys=explicit_keys,
             )
             result = trainer.run(config, place, console)
             show_costs(costs, folders[0], console, as_json=arguments["json"])

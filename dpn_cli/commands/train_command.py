@@ -83,7 +83,7 @@ class TrainCommand:
             read_sources(config_file, self.schema)  # a mistake in them is told; the run does not need them
         return build(self.schema, plain, "config", option_names(keys, arguments))
 
-    def given(self, arguments: Mapping[str, Any]) -> list[str]:
+    def explicit_keys(self, arguments: Mapping[str, Any]) -> list[str]:
         """Return the config keys that a command line gives, those of its configuration file among them."""
         config_file = arguments.get("config")
         flags, settings = (

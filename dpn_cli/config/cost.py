@@ -1,4 +1,4 @@
-"""What trainings take: memory, time and disk, as a dry run measures or a plan estimates them. Imports no torch."""
+"""Cost of trainings in memory, time and disk, measured by a dry run or estimated by a plan. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What the trainings of one network take, one after the other; bytes and seconds.
+    """Cost of the trainings of one network, one after the other, in bytes and seconds.
 
     Args:
         name: the network's.

@@ -32,8 +32,8 @@ class LaunchOptions:
     trainings of each network take. Of several trainings `jobs` run at once, started by an `engine` with `resources` for
     each; `jobs_per_gpu` on a GPU, where it is given, and then None for `jobs` is as many as the GPUs have room for.
     With `join` the process works on a run along with others; `trial` is the number of its part, None for all.
-    `given` are the config keys that the command gave; None where that is not known. `check` is called after every step,
-    and ends the run where it raises.
+    `explicit_keys` are the config keys that the command gave; None where that is not known. `check` is called after
+    every step, and ends the run where it raises.
     """
 
     folder: Path | None = None
@@ -48,17 +48,17 @@ class LaunchOptions:
     resources: Sequence[tuple[str, object]] = ()
     join: bool = False
     trial: int | None = None
-    given: Sequence[str] | None = None
+    explicit_keys: Sequence[str] | None = None
     check: Callable[[], object] = lambda: None
 
     @property
     def shared(self) -> bool:
-        """Whether several processes write to the folder."""
+        """Return whether several processes write to the folder."""
         return self.join or self.starts_processes
 
     @property
     def starts_processes(self) -> bool:
-        """Whether other processes do the work."""
+        """Return whether other processes do the work."""
         return (self.jobs or 1) > 1 or self.jobs_per_gpu is not None or self.engine != "local"
 
     @property

@@ -102,7 +102,7 @@ class NormOptions(Section):
 
 
 class BackboneConfig(Section):
-    """Which ViT, and where its weights come from."""
+    """Architecture of the ViT and source of its weights."""
 
     arch: Annotated[str | None, ARCH] = None
     stem: Annotated[Stem | None, STEM] = None

@@ -1,7 +1,7 @@
 """Sources of a config's values, and differences between a run and the paper. Imports no torch.
 
-A config file may have a section ``sources``, which maps dotted keys to a `Source` each. It describes the config and is
-not a part of it.
+A config file may have a section ``sources``, which maps dotted keys to a `ValueSource` each. It describes the config
+and is not a part of it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ NOT_IN_PAPER = "not in the paper"
 COMMENT_COLUMN = 36
 
 
-class Source(Section):
-    """Where the value of a config key comes from; in a file a mapping, or `source` alone as a string.
+class ValueSource(Section):
+    """Source of the value of a config key; in a file a mapping, or `source` alone as a string.
 
     Args:
         source: a section of the paper, or "not in the paper: " and the reason for the value.
@@ -46,14 +46,14 @@ class Source(Section):
         return {"source": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
-    def _one_claim(self) -> Source:
+    def _one_claim(self) -> ValueSource:
         if not self.in_paper and self.model_fields_set - {"source"}:
             raise ValueError(f"{NOT_IN_PAPER!r} leaves no value to compare with; give the source alone")
         return self
 
     @property
     def in_paper(self) -> bool:
-        """Whether the paper states the value or another one."""
+        """Return whether the paper states the value or another one."""
         return not self.source.startswith(NOT_IN_PAPER)
 
     def comment(self) -> str:
@@ -67,13 +67,13 @@ class Source(Section):
 
 
 class _Sources(Section):
-    sources: dict[str, Source] = Field(default_factory=dict)
+    sources: dict[str, ValueSource] = Field(default_factory=dict)
 
 
-def read_sources(name: str, schema: type[Section]) -> dict[str, Source]:
+def read_sources(name: str, schema: type[Section]) -> dict[str, ValueSource]:
     """Read the section ``sources`` of a shipped config or a YAML file; empty without one.
 
-    Raises `DpnError` for a key that `schema` does not have, and for an entry that is not a `Source`.
+    Raises `DpnError` for a key that `schema` does not have, and for an entry that is not a `ValueSource`.
     """
     sources = build(_Sources, {"sources": read_document(name).get("sources") or {}}, name).sources
     keys = set(dotted_keys(schema))
@@ -148,7 +148,7 @@ def shown(value: object) -> str:
     return str(yaml.safe_dump({"": value}, width=float("inf"))).partition(": ")[2].strip()
 
 
-def dump_with_sources(config: Section, sources: Mapping[str, Source], stated: Mapping[str, Any]) -> str:
+def dump_with_sources(config: Section, sources: Mapping[str, ValueSource], stated: Mapping[str, Any]) -> str:
     """Return a config as YAML with every key resolved, each value followed by its source as a comment.
 
     Values without a source that are not among `stated`, the keys of the config's file, are marked as defaults.

@@ -150,7 +150,7 @@ class Drawn(Section):
 
 
 class ImageReading(Section):
-    """How image files are read: the decoder of JPEGs, and how many pixels an image may have."""
+    """Options for reading image files: the decoder of JPEGs and the largest number of pixels."""
 
     decode: Annotated[Literal["exact", "pillow"], DECODE] = "exact"
     max_pixels: MaxPixels = MAX_PIXELS
@@ -160,7 +160,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class RunImageReading(Section):
-    """How a command reads image files for a run: as the run did, unless it says otherwise."""
+    """Options for reading image files for a run; by default the run's own."""
 
     decode: Annotated[Literal["exact", "pillow"] | None, DECODE.but(unset="the run's")] = None
     max_pixels: MaxPixels = MAX_PIXELS
@@ -235,7 +235,7 @@ class Schedule(Section):
 
 
 class Runtime(Section):
-    """How to run: nothing here may change what is computed beyond floating-point rounding."""
+    """Options of the machine: none may change a result beyond floating-point rounding."""
 
     device: Annotated[str, flag("--device", help="Device: auto, cpu, cuda or cuda:N.", panel=RUNTIME)] = "auto"
     precision: Annotated[
@@ -282,7 +282,7 @@ class Config(Section):
 
     @property
     def demo(self) -> bool:
-        """Whether the data are the built-in scenes."""
+        """Return whether the data are the built-in scenes."""
         raise NotImplementedError
 
     def in_paper(self) -> Mapping[str, Any] | None:

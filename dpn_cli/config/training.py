@@ -28,7 +28,7 @@ NORM_AVERAGE_STEPS = 1000
 
 
 class Log(Section):
-    """What metrics.jsonl holds beside what it always does.
+    """Optional contents of metrics.jsonl.
 
     Args:
         layer_norms: the norm of the gradient of every block and every part of the stem, before clipping: the mean over
@@ -60,7 +60,7 @@ class TrainingConfig(Config):
 
     @property
     def demo(self) -> bool:
-        """Whether the data are the built-in scenes."""
+        """Return whether the data are the built-in scenes."""
         return getattr(self.data, "source", None) == "demo"
 
     @property

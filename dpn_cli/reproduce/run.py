@@ -38,7 +38,7 @@ FIRST_SCENE = 2_000_000
 
 @dataclass
 class FailedRuns:
-    """What became of trainings that have no result: the reason, by name."""
+    """Reasons, by name, of trainings without a result."""
 
     failed: dict[str, str] = field(default_factory=dict)
     waiting: dict[str, str] = field(default_factory=dict)
@@ -148,7 +148,7 @@ def _run_one(job: PaperTrial, places: Places, console: Console) -> None:
     config, trainer = load_trainer(training, training.layers(arguments, console.info), console)
     if config.runtime.compile:
         torch.compiler.reset()  # the compiler gives up after eight networks
-    place = LaunchOptions(places.out / job.name, resume=True, given=training.given(arguments))
+    place = LaunchOptions(places.out / job.name, resume=True, explicit_keys=training.explicit_keys(arguments))
     result = trainer.run(config, place, console)
     if failures := training.failures(result or {}):
         raise NonFiniteError("; ".join(failures))

@@ -25,7 +25,7 @@ from dpn_cli.run import signals
 from dpn_cli.run.artifact_kinds import Kind
 from dpn_cli.run.callbacks import Outputs
 from dpn_cli.run.checkpoints import Checkpoints
-from dpn_cli.run.console import Console, Tick, count_noun
+from dpn_cli.run.console import Console, ProgressTick, count_noun
 from dpn_cli.run.distributed import World, from_leader, join, lost_rank
 from dpn_cli.run.elastic import Launch, this_launch
 from dpn_cli.run.environment import read_config
@@ -115,7 +115,7 @@ class Run(Generic[ConfigT]):
         prefix = f"{label}: " if path != self.folder.path else ""
         with console.progress(label) as show:
 
-            def tick(state: Tick) -> None:
+            def tick(state: ProgressTick) -> None:
                 check()
                 show(state)
 
@@ -151,7 +151,7 @@ def open_run(
         leases, launch = Leases(path / LEASES) if place.shared else None, this_launch()
         how = _how(place, path, launch, world, console)
         saved = from_leader(_saved_network(path) if how["resume"] or how["join"] else None)
-        config = with_weights_of(config, saved, place.given, console)
+        config = with_weights_of(config, saved, place.explicit_keys, console)
         with ExitStack() as opening:  # processes that share the folder claim it only while they open it
             folder = open_folder(path, config, kind, world, console, **how, claims=opening if leases else claims)
             if leases:
@@ -202,8 +202,8 @@ def _how(place: LaunchOptions, path: Path, launch: Launch | None, world: World, 
 
 def _note_command(folder: RunFolder, place: LaunchOptions, launch: Launch | None, console: Console) -> None:
     """Keep the config keys that began a run, and the torchrun that is at work on it, in run.json."""
-    if place.given is not None and "given" not in folder.facts:
-        folder.update(given=list(place.given))
+    if place.explicit_keys is not None and "given" not in folder.facts:
+        folder.update(given=list(place.explicit_keys))
     if launch is not None:
         folder.update(**launch.facts())
         if warning := launch.warning():

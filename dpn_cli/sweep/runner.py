@@ -234,7 +234,9 @@ def _as_begun(run: Run[SweepConfig], trials: Sequence[_SweepTrial], place: Launc
     """Return the trainings with the networks that the comparison began with."""
     saved = from_leader(run.folder.facts).get(NETWORKS, {})
     found = {
-        trial.network: with_weights_of(trial.config, saved.get(trial.network), place.given, run.console).backbone
+        trial.network: with_weights_of(
+            trial.config, saved.get(trial.network), place.explicit_keys, run.console
+        ).backbone
         for trial in _firsts(trials)
     }
     return [

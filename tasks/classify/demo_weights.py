@@ -33,7 +33,7 @@ def demo_backbone(stem: str, console: Console, *, trained: bool = True) -> str:
     from tasks.classify.classifier import WEIGHTS
 
     folder = home() / "runs" / path.stem
-    place = LaunchOptions(folder, resume=folder.is_dir(), given=("data.source", "backbone.stem"))
+    place = LaunchOptions(folder, resume=folder.is_dir(), explicit_keys=("data.source", "backbone.stem"))
     result = command.run(built, place, console)
     if result is not None:  # on the leading rank
         path.parent.mkdir(parents=True, exist_ok=True)
