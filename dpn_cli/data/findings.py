@@ -1,4 +1,4 @@
-"""What a check of a data set finds: splits described, problems listed by file name, and text of both."""
+"""Findings of a data check: splits described, problems listed by file name, and text of both."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from dpn_cli.data.sources.base import Labelled
-from dpn_cli.data.validate import Examined, See, examine, same_images, see_image
+from dpn_cli.data.image_errors import collect_errors
+from dpn_cli.data.sources.base import LabelledImages
+from dpn_cli.data.validate import InspectImage, SplitInspection, find_duplicates, inspect_image, inspect_split
 from dpn_cli.errors import DataError
 from dpn_cli.run.console import Console, count_noun
 
 Json = dict[str, Any]
+Opened = TypeVar("Opened")
 # Why each kind of problem is one.
 KINDS = {
     "pair": "missing or does not fit",
@@ -32,8 +34,8 @@ SHOWN = 5
 
 
 @dataclass
-class Findings:
-    """What has been found so far; `workers` processes decode, and `console` shows how far they are."""
+class DataFindings:
+    """Findings of a data check so far; `workers` processes decode, and `console` shows the progress."""
 
     console: Console
     workers: int | Literal["auto"] = "auto"
@@ -51,9 +53,20 @@ class Findings:
         """Note what was wrong when the data were opened."""
         self.problem("pair", *map(str, errors))
 
-    def split(self, name: str, split: Labelled, classes: Sequence[str]) -> Examined:
+    def open(self, load: Callable[[], Opened]) -> Opened | None:
+        """Open a data set and note all its errors; return None if it cannot be opened."""
+        data: Opened | None = None
+        with collect_errors() as errors:
+            try:
+                data = load()
+            except DataError as error:
+                errors.append(error)
+        self.faults(errors)
+        return data
+
+    def split(self, name: str, split: LabelledImages, classes: Sequence[str]) -> SplitInspection:
         """Decode all images of a split, and describe them and their labels."""
-        examined = self.images(name, split.where, partial(see_image, split), len(split.labels))
+        examined = self.images(name, split.where, partial(inspect_image, split), len(split.labels))
         labels, known = np.asarray(split.labels), len(classes)
         outside = np.flatnonzero((labels < 0) | (labels >= known)).tolist()
         for row in outside:
@@ -72,10 +85,10 @@ class Findings:
         }
         return examined
 
-    def images(self, name: str, where: Callable[[int], str], see: See, count: int) -> Examined:
+    def images(self, name: str, where: Callable[[int], str], see: InspectImage, count: int) -> SplitInspection:
         """Look at `count` images of a split with `see`, and describe them."""
         with self.console.counting(name, count) as done:
-            examined = examine(name, where, see, count, workers=self.workers, done=done)
+            examined = inspect_split(name, where, see, count, workers=self.workers, done=done)
         self.problem("unreadable", *examined.unreadable.values())
         self.problem("mask", *examined.wrong)
         described: Json = {
@@ -91,10 +104,10 @@ class Findings:
         self.splits[name] = described
         return examined
 
-    def same(self, *parts: Examined) -> None:
+    def same(self, *parts: SplitInspection) -> None:
         """Look for images that are in two of some splits, which is a problem, or twice in one, which is a warning."""
         inside, first = Counter[str](), dict[str, list[str]]()
-        for group in same_images(parts):
+        for group in find_duplicates(parts):
             names = [f"{part.where(row)} ({part.name})" for part, row in group]
             if len({part.side for part, _ in group}) > 1:
                 self.problem("same image", " = ".join(names))

@@ -25,7 +25,7 @@ import torch
 
 from dpn_cli.data.compact import Rows
 from dpn_cli.data.resize import resize
-from dpn_cli.data.sources.base import digest_of_lines
+from dpn_cli.data.sources.base import hash_lines
 from dpn_cli.errors import DataError
 from dpn_cli.run import distributed, signals
 from dpn_cli.run.console import Console, count_noun
@@ -48,8 +48,8 @@ Plan = dict[int, dict[int, str]]
 
 
 @dataclass(frozen=True)
-class Known:
-    """What is kept in mind of a finished shard: the rows with other stamps now, and the rows of unreadable images."""
+class ShardState:
+    """The state of a finished shard: rows whose stamps have changed, and rows of unreadable images."""
 
     changed: dict[int, str]
     bad: list[int]
@@ -57,7 +57,7 @@ class Known:
 
 def data_fingerprint(data: CaptionedImages) -> str:
     """Return a hash over the images' names and encoded sizes, in order; their folder does not matter."""
-    return digest_of_lines(f"{data.key(index)} {size}" for index, size in enumerate(data.sizes))
+    return hash_lines(f"{data.key(index)} {size}" for index, size in enumerate(data.sizes))
 
 
 def cached_features(
@@ -91,7 +91,7 @@ def cached_features(
         if world.leads:
             remove_leftovers(folder)
             _remove_version_1(root, facts, console)
-        return _filled(folder, facts, data, encoder, world, console)
+        return _fill(folder, facts, data, encoder, world, console)
 
 
 def _name(facts: Json) -> str:
@@ -109,7 +109,7 @@ def _remove_version_1(root: Path, facts: Json, console: Console) -> None:
         shutil.rmtree(former, ignore_errors=True)
 
 
-def _filled(
+def _fill(
     folder: Path, facts: Json, data: CaptionedImages, encoder: ImageEncoder, world: World, console: Console
 ) -> Features:
     """Return the features of a cache's folder, after encoding images that are new or have changed."""
@@ -118,11 +118,11 @@ def _filled(
         Shard(folder / f"features-{number:05d}.npy", first, min(SHARD, total - first))
         for number, first in enumerate(range(0, total, SHARD))
     ]
-    finished, before, plan, bad = list[Known | None](), dict[int, list[str]](), Plan(), list[int]()
+    finished, before, plan, bad = list[ShardState | None](), dict[int, list[str]](), Plan(), list[int]()
     if world.leads:
-        finished, distrust = _finished(shards, facts, data, encoder, console)
+        finished, distrust = _check_folder(shards, facts, data, encoder, console)
         plan = _plan(shards, finished, data, distrust, console)
-        before = {number: _saved(shards[number])["contents"] for number in plan if finished[number]}
+        before = {number: _facts_of(shards[number])["contents"] for number in plan if finished[number]}
     plan = distributed.from_leader(plan)
     if plan:
         mine = sorted(plan)[world.rank :: world.size]
@@ -152,12 +152,12 @@ def problem_of(data: CaptionedImages, row: int) -> DataError:
     return DataError(f"{data.where(row)}: not a readable image when it was encoded")
 
 
-def _finished(
+def _check_folder(
     shards: Sequence[Shard], facts: Json, data: CaptionedImages, encoder: ImageEncoder, console: Console
-) -> tuple[list[Known | None], bool]:
-    """Return what is known of each shard, None for those to encode, and whether stamps cannot be trusted.
+) -> tuple[list[ShardState | None], bool]:
+    """Return the state of each shard, None for those to encode, and whether stamps cannot be trusted.
 
-    A cache whose content does not match its name is cleared and begun anew.
+    A cache whose content does not match its name is cleared and started anew.
     """
     folder = shards[0].file.parent
     path = folder / "cache.json"
@@ -169,7 +169,7 @@ def _finished(
         except (OSError, ValueError, AttributeError) as error:
             problem = f"cache.json cannot be read ({error})"
         if problem is None:
-            finished = [_known(shard, data, console) for shard in shards]
+            finished = [_shard_state(shard, data, console) for shard in shards]
             problem, replaced = _spot_check(shards, finished, data, encoder)
             if replaced is not None:
                 console.warn(f"{replaced} was replaced and its date and inode do not show it; all images are compared")
@@ -181,8 +181,8 @@ def _finished(
     return [None] * len(shards), False
 
 
-def _known(shard: Shard, data: CaptionedImages, console: Console) -> Known | None:
-    """Return what is known of a shard, None for one to encode; report a damaged one."""
+def _shard_state(shard: Shard, data: CaptionedImages, console: Console) -> ShardState | None:
+    """Return the state of a shard, None for one to encode; report a damaged one."""
     try:
         facts = shard.facts()
     except DataError as error:
@@ -192,7 +192,7 @@ def _known(shard: Shard, data: CaptionedImages, console: Console) -> Known | Non
         return None
     pairs = zip(_stamps(shard, data).items(), facts["stamps"], strict=True)
     changed = {row: stamp for (row, stamp), old in pairs if not stamp or stamp != old}
-    return Known(changed, [row for row, content in enumerate(facts["contents"], shard.first) if not content])
+    return ShardState(changed, [row for row, content in enumerate(facts["contents"], shard.first) if not content])
 
 
 def _stamps(shard: Shard, data: CaptionedImages) -> dict[int, str]:
@@ -200,7 +200,7 @@ def _stamps(shard: Shard, data: CaptionedImages) -> dict[int, str]:
     return dict(enumerate(data.stamps[shard.first : shard.first + shard.count], shard.first))
 
 
-def _saved(shard: Shard) -> Json:
+def _facts_of(shard: Shard) -> Json:
     """Return the facts of a finished shard."""
     facts = shard.facts()
     assert facts is not None
@@ -208,7 +208,7 @@ def _saved(shard: Shard) -> Json:
 
 
 def _spot_check(
-    shards: Sequence[Shard], finished: Sequence[Known | None], data: CaptionedImages, encoder: ImageEncoder
+    shards: Sequence[Shard], finished: Sequence[ShardState | None], data: CaptionedImages, encoder: ImageEncoder
 ) -> tuple[str | None, str | None]:
     """Read and encode a few images of the finished shards again.
 
@@ -221,9 +221,9 @@ def _spot_check(
         if known:
             good[shard.first : shard.first + shard.count] = True
             good[known.bad] = False
-    for row in _spread(np.flatnonzero(good), SPOT_CHECKS).tolist():
+    for row in _sample_evenly(np.flatnonzero(good), SPOT_CHECKS).tolist():
         shard = shards[row // SHARD]
-        saved, place = _saved(shard), row - shard.first
+        saved, place = _facts_of(shard), row - shard.first
         try:
             content, pixels = content_digest(data, row), data.pixels(row)
         except DataError:  # an image that is missing now was encoded
@@ -238,12 +238,16 @@ def _spot_check(
     return None, replaced
 
 
-def _spread(rows: Rows, count: int) -> Rows:
+def _sample_evenly(rows: Rows, count: int) -> Rows:
     return rows[:: -(-len(rows) // count) or 1]
 
 
 def _plan(
-    shards: Sequence[Shard], finished: Sequence[Known | None], data: CaptionedImages, distrust: bool, console: Console
+    shards: Sequence[Shard],
+    finished: Sequence[ShardState | None],
+    data: CaptionedImages,
+    distrust: bool,
+    console: Console,
 ) -> Plan:
     """Return the rows to read: all of new shards, and those whose files have other stamps now."""
     plan = Plan()
@@ -265,7 +269,7 @@ def _plan(
 
 def _unreadable(
     shards: Sequence[Shard],
-    finished: Sequence[Known | None],
+    finished: Sequence[ShardState | None],
     before: Mapping[int, Sequence[str]],
     plan: Plan,
     console: Console,
@@ -277,7 +281,7 @@ def _unreadable(
         if known and number not in plan:
             bad += known.bad
             continue
-        now = _saved(shard)["contents"]
+        now = _facts_of(shard)["contents"]
         bad += [row for row, content in enumerate(now, shard.first) if not content]
         changed += sum(one != other for one, other in zip(before.get(number, now), now, strict=True))
     if changed:

@@ -22,7 +22,7 @@ from torch import Tensor
 from dpn_cli.data.decode import Pixels, decode
 from dpn_cli.data.pixels import PixelSet, stream
 from dpn_cli.data.resize import resize
-from dpn_cli.data.sources.base import Images, Sharded, content_of
+from dpn_cli.data.sources.base import Images, ShardIndex, read_image_bytes
 from dpn_cli.errors import DataError, SaveError
 from dpn_cli.run import signals
 from dpn_cli.run.arrays import facts_of, save_array
@@ -161,8 +161,8 @@ class _Reader(Images):
         self.labels, self.sizes = data.labels, data.sizes
 
     @property
-    def shards(self) -> Sharded | None:
-        """Which shard each image is in."""
+    def shards(self) -> ShardIndex | None:
+        """The shard of each image."""
         return self.data.shards
 
     def where(self, index: int) -> str:
@@ -176,7 +176,7 @@ class _Reader(Images):
     def pixels(self, index: int) -> Pixels:
         """Return the row of an image."""
         image, where = self.open(index), self.where(index)
-        digest = _digest(content_of(image, where, partial(self.data.content, index)))
+        digest = _digest(read_image_bytes(image, where, partial(self.data.content, index)))
         pixels = decode(image, where, self.data.reading.decoder)
         return np.concatenate([resize(pixels, self.size).numpy().ravel(), np.frombuffer(digest, np.uint8)])
 

@@ -14,14 +14,14 @@ from pathlib import Path
 
 from PIL import Image
 
-from dpn_cli.data.compact import Chosen, Names, Rows, integers
+from dpn_cli.data.compact import Chosen, PackedStrings, Rows, pack_integers
 from dpn_cli.data.decode import inside, open_image
-from dpn_cli.data.image_errors import fault
+from dpn_cli.data.image_errors import report_error
 from dpn_cli.data.remote import RemotePath
 from dpn_cli.data.sources import synthetic
-from dpn_cli.data.sources.base import Images, Shard, Sharded
+from dpn_cli.data.sources.base import Images, Shard, ShardIndex
 from dpn_cli.data.sources.hub import HubImages
-from dpn_cli.data.sources.shards import Member, ShardImages
+from dpn_cli.data.sources.shards import ShardImages, ShardMember
 from dpn_cli.data.sources.synthetic import SceneSplit
 from dpn_cli.errors import DataError, ImageError
 
@@ -29,7 +29,7 @@ from dpn_cli.errors import DataError, ImageError
 CAPTION_COLUMNS = ("caption", "captions", "text", "title", "sentence", "sentences")
 BESIDE = ("txt", "json")
 # Lone surrogates, which JSON can hold and UTF-8 cannot.
-_HALF = re.compile("[\ud800-\udfff]")
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class CaptionedImages(Images):
@@ -65,13 +65,13 @@ class Subset(CaptionedImages):
     """Some images of a set, in the order of the set."""
 
     def __init__(self, whole: CaptionedImages, rows: Sequence[int] | Rows) -> None:
-        self.whole, self.rows, self.reading = whole, integers(rows), whole.reading
+        self.whole, self.rows, self.reading = whole, pack_integers(rows), whole.reading
         self.captions, self.stamps = Chosen(whole.captions, rows), Chosen(whole.stamps, rows)
         self.sizes = array("q", (whole.sizes[row] for row in self.rows))
 
     @property
-    def shards(self) -> Sharded | None:
-        """Which shard of the whole set each image is in."""
+    def shards(self) -> ShardIndex | None:
+        """The shard of the whole set that holds each image."""
         return self.whole.shards.only(self.rows) if self.whole.shards else None
 
     def key(self, index: int) -> str:
@@ -92,10 +92,10 @@ class Subset(CaptionedImages):
 
 
 class Captions(Sequence[tuple[str, ...]]):
-    """Tuples of sentences in one piece of memory; see `Names`. Equal to any sequence of the same tuples."""
+    """Tuples of sentences in one piece of memory; see `PackedStrings`. Equal to any sequence of the same tuples."""
 
     def __init__(self) -> None:
-        self.texts, self.ends = Names(), array("q")
+        self.texts, self.ends = PackedStrings(), array("q")
 
     def append(self, sentences: Sequence[str]) -> None:
         """Add the sentences of an image."""
@@ -121,9 +121,9 @@ class CaptionedFiles(CaptionedImages):
 
     def __init__(self, root: Path, skip_bad: bool = False) -> None:
         self.root, self.skip_bad = root, skip_bad
-        self.keys = Names()
+        self.keys = PackedStrings()
         self.sizes: array[int] = array("q")
-        self.stamps: Names = Names()
+        self.stamps: PackedStrings = PackedStrings()
         self.captions: Captions = Captions()
 
     def add(self, name: str, raw: Iterable[object], place: str) -> None:
@@ -132,7 +132,7 @@ class CaptionedFiles(CaptionedImages):
         captions = sentences(raw, f"{place}: {name}", self.skip_bad)
         status = _status(path)
         if status is None and not self.skip_bad:
-            fault(_missing(path, place))
+            report_error(_missing(path, place))
         if not captions or status is None:
             self.dropped += 1
             return
@@ -191,18 +191,20 @@ def _status(path: Path) -> os.stat_result | None:
 def sentences(raw: Iterable[object], where: str, skip_bad: bool) -> tuple[str, ...]:
     """Return the sentences that are not empty. None, or half a character in one, is an error unless `skip_bad`."""
     captions = tuple(text.strip() for text in raw if isinstance(text, str) and text.strip())
-    if halved := next((text for text in captions if _HALF.search(text)), None):
+    if halved := next((text for text in captions if _LONE_SURROGATE.search(text)), None):
         if not skip_bad:
-            fault(
+            report_error(
                 DataError(
                     f"{where}: {halved[:60]!r} holds half a character (a surrogate), as texts do that were cut in "
                     "UTF-16; mend it, or leave such texts out with --skip-bad-images"
                 )
             )
             return ()
-        captions = tuple(text for text in captions if not _HALF.search(text))
+        captions = tuple(text for text in captions if not _LONE_SURROGATE.search(text))
     if not captions and not skip_bad:
-        fault(DataError(f"{where}: a pair without text; write one, or leave such pairs out with --skip-bad-images"))
+        report_error(
+            DataError(f"{where}: a pair without text; write one, or leave such pairs out with --skip-bad-images")
+        )
     return captions
 
 
@@ -221,14 +223,14 @@ class ShardCaptions(ShardImages, CaptionedImages):
         stamps = [path.version if isinstance(path, RemotePath) else stamp_of(_status(path)) for path in self.paths]
         self.stamps = [stamps[shard] for shard in self.shard]
 
-    def take(self, path: Shard, member: Member) -> bool:
+    def take(self, path: Shard, member: ShardMember) -> bool:
         """Note an image's sentences."""
         where = f"{path}: {member.name}"
         try:
             described = json.loads(member.beside.get("json", b"{}")) if "txt" not in member.beside else {}
             text = member.beside.get("txt", b"").decode("utf-8-sig")
         except (ValueError, RecursionError) as error:
-            fault(DataError(f"{where}: its .txt or .json cannot be read ({error})"))
+            report_error(DataError(f"{where}: its .txt or .json cannot be read ({error})"))
             self.dropped += 1
             return False
         fields = described if isinstance(described, dict) else {}

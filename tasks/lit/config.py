@@ -54,7 +54,7 @@ CACHE_DIR = flag("--cache-dir", help="Folder of all caches.", panel=DATA, unset=
 
 
 class CaptionData(ImageReading):
-    """Where the captioned images are; `images` is the folder that their names are relative to."""
+    """The place of the captioned images; `images` is the folder that their names are relative to."""
 
     source: Annotated[
         DataPlace | None,
@@ -114,7 +114,7 @@ class Text(Section):
 
 
 class Cache(Section):
-    """Whether features of the frozen tower are kept, where, and of how many augmented views (0: of the plain image)."""
+    """The cache of the frozen tower's features: on or off, its folder, and its augmented views (0: the plain image)."""
 
     use: Annotated[bool, flag("--cache/--no-cache", help="Encode every image once, or at every visit.", panel=DATA)] = (
         True
@@ -134,7 +134,7 @@ class Cache(Section):
 
 
 class TextRuntime(Runtime):
-    """How to run, where a forward pass is one of texts."""
+    """Runtime options of a training whose forward passes are over texts."""
 
     micro_batch_size: Annotated[
         Positive | Literal["auto"],

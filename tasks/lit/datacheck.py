@@ -6,10 +6,8 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
-from dpn_cli.data.findings import Findings
-from dpn_cli.data.image_errors import gathering
-from dpn_cli.data.validate import see_image
-from dpn_cli.errors import DataError
+from dpn_cli.data.findings import DataFindings
+from dpn_cli.data.validate import inspect_image
 from dpn_cli.run.console import count_noun
 from tasks.lit.captions import CaptionedImages
 from tasks.lit.config import LitConfig
@@ -21,21 +19,15 @@ from tasks.lit.train import fingerprints
 SHARED = 0.01
 
 
-def examine(config: LitConfig, findings: Findings, ranks: int) -> dict[str, Any]:
+def examine(config: LitConfig, findings: DataFindings, ranks: int) -> dict[str, Any]:
     """Look at all images and sentences of a config; returns the fingerprints that a result carries."""
     strict = config.model_copy(update={"data": config.data.model_copy(update={"skip_bad_images": False})})
-    with gathering() as errors:
-        try:
-            pairs = open_pairs(source_of(strict))
-        except DataError as error:
-            errors.append(error)
-            pairs = None
-    findings.faults(errors)
+    pairs = findings.open(lambda: open_pairs(source_of(strict)))
     if pairs is None:
         return {}
     parts = []
     for name, split in zip(("train", "val"), pairs, strict=True):
-        parts.append(findings.images(name, split.where, partial(see_image, split), len(split.captions)))
+        parts.append(findings.images(name, split.where, partial(inspect_image, split), len(split.captions)))
         findings.splits[name]["captions"] = _describe(name, split, findings)
     findings.same(*parts)
     if config.batch_size > len(pairs[0].captions):
@@ -46,7 +38,7 @@ def examine(config: LitConfig, findings: Findings, ranks: int) -> dict[str, Any]
     return fingerprints(*pairs)
 
 
-def _describe(name: str, split: CaptionedImages, findings: Findings) -> dict[str, int]:
+def _describe(name: str, split: CaptionedImages, findings: DataFindings) -> dict[str, int]:
     """Count a split's sentences, and warn of one that stands with many images."""
     numbers = [len(captions) for captions in split.captions]
     findings.notes.append(f"{name}: {sum(numbers)} sentences, {min(numbers)} to {max(numbers)} with an image")

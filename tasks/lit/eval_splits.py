@@ -1,4 +1,4 @@
-"""Which captioned images `dpn lit eval` scores: those that a run held out, or a split of another data set."""
+"""Captioned images that `dpn lit eval` scores: those that a run held out, or a split of another data set."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class LitEvalOptions(Section):
 
     @property
     def captioned(self) -> bool:
-        """Whether retrieval is scored, and not zero-shot classification."""
+        """True where retrieval is scored, and not zero-shot classification."""
         return self.retrieval or self.source.endswith((".csv", ".tsv", ".json"))
 
 

@@ -1,4 +1,4 @@
-"""What a page shows of LiT: recall, zero-shot accuracy, temperature."""
+"""The sections of a LiT page: recall, zero-shot accuracy, temperature."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dpn_cli.report.content import (
     HeatMap,
     LineChart,
     PageImage,
+    PageSection,
     Panel,
     Part,
-    Section,
     Series,
     Table,
-    Text,
+    TextBlock,
 )
 from dpn_cli.report.reading import Json, RunRecord
 from dpn_cli.run.baseline_warnings import result_warning
@@ -47,7 +47,7 @@ def findings(run: RunRecord, prefix: str) -> Findings:
             if scored.get(key) is not None
         ]
         rows += [["images", scored["images"]], ["classes", scored["classes"]]]
-        sections.append(Section("Zero-shot classification", [Table("Zero-shot", ("", ""), rows, name="zeroshot")]))
+        sections.append(PageSection("Zero-shot classification", [Table("Zero-shot", ("", ""), rows, name="zeroshot")]))
         floors = scored.get("floors") or {"chance": scored["chance"]}
         warnings.append(result_warning("zero-shot top-1", scored["top1"], floors, scored["images"]))
     metric, score = ("zero-shot top-1", scored["top1"]) if scored else ("", None)
@@ -58,7 +58,7 @@ def findings(run: RunRecord, prefix: str) -> Findings:
     return Findings(metric, scores, sections, WATCHED, [line for line in warnings if line])
 
 
-def _retrieval(result: Json, retrieval: Json, prefix: str) -> Section:
+def _retrieval(result: Json, retrieval: Json, prefix: str) -> PageSection:
     at = sorted(int(key.partition("@")[2]) for key in retrieval if key.startswith("image_to_text@"))
     series = [Series(name, at, [retrieval[f"{way}@{k}"] for k in at]) for way, name in WAYS.items()]
     images = retrieval["images"]
@@ -72,7 +72,7 @@ def _retrieval(result: Json, retrieval: Json, prefix: str) -> Section:
         name="retrieval",
     )
     chart = LineChart(f"{prefix}recall", "Recall at k", "k, captions or images looked at", "recall in %", series)
-    return Section("Retrieval", [table, chart])
+    return PageSection("Retrieval", [table, chart])
 
 
 def _temperature(result: dict[str, Any]) -> str:
@@ -80,7 +80,7 @@ def _temperature(result: dict[str, Any]) -> str:
     return "" if value is None else f"Learnt temperature: logits are similarities times {value:.4g}."
 
 
-def _similarities(folder: Path, prefix: str) -> list[Section]:
+def _similarities(folder: Path, prefix: str) -> list[PageSection]:
     """Return the cosines of some captions and images, each caption with its own image on the diagonal."""
     kept = read_object(folder / "captions.json")
     if kept is None:
@@ -103,10 +103,10 @@ def _similarities(folder: Path, prefix: str) -> list[Section]:
         for said, one in zip(rows, pairs["images"], strict=True)
         if (data := _image(folder, "captions", one["row"]))
     ]
-    return [Section("Similarity", [chart, Gallery("The pairs", images)])]
+    return [PageSection("Similarity", [chart, Gallery("The pairs", images)])]
 
 
-def _nearest(folder: Path, name: str) -> list[Section]:
+def _nearest(folder: Path, name: str) -> list[PageSection]:
     """Return for some texts the images that are nearest to them."""
     kept = read_object(folder / f"{name}.json")
     if kept is None:
@@ -119,8 +119,8 @@ def _nearest(folder: Path, name: str) -> list[Section]:
             if data := _image(folder, name, one["row"]):
                 images.append(PageImage(data, [f"{one['cosine']:.3f}, {said}", one["image"]]))
         parts.append(Gallery(query["text"], images))
-    note = Text("Cosines; the nearest image comes first.")
-    return [Section(NEAREST[name], [note, *parts])]
+    note = TextBlock("Cosines; the nearest image comes first.")
+    return [PageSection(NEAREST[name], [note, *parts])]
 
 
 def _image(folder: Path, name: str, row: int) -> bytes | None:

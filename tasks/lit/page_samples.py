@@ -1,4 +1,4 @@
-"""What a page shows of both towers at work: similarities of some pairs, and the images nearest to some texts.
+"""Samples of both towers for a page: similarities of some pairs, and the images nearest to some texts.
 
 ``captions.json`` and ``prompts.json`` hold the numbers, the folders of these names small images by their rows.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from dpn_cli.data.sources.base import Labelled
+from dpn_cli.data.sources.base import LabelledImages
 from dpn_cli.report.thumbnails import thumbnail
 from dpn_cli.run import distributed
 from dpn_cli.run.files import replace_file, replace_json
@@ -79,7 +79,9 @@ class NearestImages:
         return [sorted(one for part in parts for one in part)[:NEAREST] for parts in zip(*ranks, strict=True)]
 
 
-def keep_prompts(folder: Path, split: Labelled, found: NearestImages, best: list[list[tuple[float, int]]]) -> None:
+def keep_prompts(
+    folder: Path, split: LabelledImages, found: NearestImages, best: list[list[tuple[float, int]]]
+) -> None:
     """Write the images nearest to the prompts of some classes; `best` is what `NearestImages.gather` returns.
 
     Raises `SaveError`.
@@ -100,7 +102,7 @@ def keep_prompts(folder: Path, split: Labelled, found: NearestImages, best: list
     _write(folder, "prompts", split, {"queries": queries})
 
 
-def _write(folder: Path, name: str, data: Labelled, described: Json) -> None:
+def _write(folder: Path, name: str, data: LabelledImages, described: Json) -> None:
     if (folder / f"{name}.json").is_file():
         for path in (folder / name).glob("*.jpg"):
             path.unlink()

@@ -34,7 +34,7 @@ class Segmenter:
 
     @property
     def rule(self) -> LabelRule:
-        """Which raw value is which class in the masks that it was trained on."""
+        """The class of each raw value in the masks of its training."""
         return LabelRule(len(self.classes), self.data.label_offset, self.data.ignore_label)
 
     @property

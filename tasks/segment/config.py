@@ -59,7 +59,7 @@ class SegmentNetwork(BackboneConfig):
 
 
 class MaskData(ImageReading):
-    """Where images and masks are, and which number in a mask is which class."""
+    """The places of images and masks, and the class of each number in a mask."""
 
     dataset: Literal["ade20k", "folder"] = "folder"
     source: Annotated[
@@ -126,7 +126,7 @@ class Augment(Section):
 
 
 class Evaluation(Section):
-    """How an image becomes a label map.
+    """The steps from an image to a label map.
 
     With the size ``both``, the score at the images' own size is the result, and that after resizing stands beside it.
     It becomes ``native`` with several scales or flips, where the other size takes more than one pass over the images.

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 
 from dpn_cli.data.decode import decode
-from dpn_cli.data.findings import Findings
-from dpn_cli.data.image_errors import gathering
-from dpn_cli.data.loader_sizing import check_loading
-from dpn_cli.data.validate import Examined, Seen, seen, storage_of
+from dpn_cli.data.findings import DataFindings
+from dpn_cli.data.loader_sizing import check_batch
+from dpn_cli.data.validate import ImageRecord, SplitInspection, describe_format, describe_pixels
 from dpn_cli.errors import DataError
 from tasks.segment.config import SegmentConfig
 from tasks.segment.labels import IGNORE, LabelRule
@@ -26,18 +25,12 @@ ENOUGH = 100
 CROP = 512
 
 
-def examine(config: SegmentConfig, findings: Findings, ranks: int) -> dict[str, Any]:
+def examine(config: SegmentConfig, findings: DataFindings, ranks: int) -> dict[str, Any]:
     """Look at all images and masks of a config; returns the fingerprints that a result carries."""
-    data, fingerprints, parts = config.data, dict[str, Any](), list[Examined]()
+    data, fingerprints, parts = config.data, dict[str, Any](), list[SplitInspection]()
     classes, rule = classes_of(data), rule_of(data)
     for name in ("train", "val"):
-        with gathering() as errors:
-            try:
-                pairs = open_pairs(data, name)
-            except DataError as error:
-                errors.append(error)
-                pairs = None
-        findings.faults(errors)
+        pairs = findings.open(partial(open_pairs, data, name))
         if pairs is None:
             continue
         whole, pairs = len(pairs), take(pairs, data.fraction) if name == "train" else pairs
@@ -55,34 +48,34 @@ def examine(config: SegmentConfig, findings: Findings, ranks: int) -> dict[str, 
         size = config.backbone.image_size or CROP
         height, width = (size, size) if isinstance(size, int) else size
         bytes_each = 4 * height * width  # three of the image, one of the mask
-        check_loading(findings, len(parts[0].digests), config.batch_size, ranks, config.runtime.workers, bytes_each)
+        check_batch(findings, len(parts[0].digests), config.batch_size, ranks, config.runtime.workers, bytes_each)
     return fingerprints
 
 
-def see_pair(pairs: Pairs, rule: LabelRule, row: int) -> Seen:
+def see_pair(pairs: Pairs, rule: LabelRule, row: int) -> ImageRecord:
     """Decode an image and its mask as a training does; `counts` are the pixels by label, 255 for ignored ones.
 
     Raises `DataError` when the image is unreadable; what is wrong with the mask is in the result.
     """
     image = pairs.open(row)
-    stored = storage_of(image)
+    stored = describe_format(image)
     pixels = decode(image, pairs.where(row), pairs.reading.decoder)
     try:
         mask = pairs.load_mask(row, (pixels.shape[0], pixels.shape[1]))
     except DataError as error:
-        return seen(pixels, stored, wrong=[str(error)])
+        return describe_pixels(pixels, stored, wrong=[str(error)])
     counts = np.bincount(mask.ravel())
     values = np.flatnonzero(counts).tolist()
     if rule.unknown(values):
-        return seen(pixels, stored, wrong=[rule.explain(values, pairs.where_mask(row))])
+        return describe_pixels(pixels, stored, wrong=[rule.explain(values, pairs.where_mask(row))])
     by_label: dict[int, int] = {}
     for value in values:
         label = int(rule.table[value])
         by_label[label] = by_label.get(label, 0) + int(counts[value])
-    return seen(pixels, stored, by_label)
+    return describe_pixels(pixels, stored, by_label)
 
 
-def _note_labels(part: Examined, classes: tuple[Class, ...], rule: LabelRule, findings: Findings) -> None:
+def _note_labels(part: SplitInspection, classes: tuple[Class, ...], rule: LabelRule, findings: DataFindings) -> None:
     """Describe the pixels of each class, and warn of classes without any and of labels that look shifted by one."""
     pixels = [part.counts[label] for label in range(len(classes))]
     without = [one.name for one, count in zip(classes, pixels, strict=True) if not count]

@@ -1,4 +1,4 @@
-"""Which number in a mask is which class: the one place where raw values become labels, and where they are checked."""
+"""Conversion of raw mask values to labels, and the check of those values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from dpn_cli.data.decode import FAILURES, unreadable
+from dpn_cli.data.decode import DECODE_ERRORS, unreadable_error
 from dpn_cli.errors import DataError, DpnError
 from tasks.segment.config import MOST_CLASSES
 
@@ -119,8 +119,8 @@ def read_mask(image: Image.Image, where: str) -> RawMask:
             )
         try:
             raw = np.asarray(image)
-        except FAILURES as error:
-            raise unreadable(where, error) from error
+        except DECODE_ERRORS as error:
+            raise unreadable_error(where, error) from error
     if raw.dtype in (np.uint8, np.uint16):
         return raw
     if raw.min() < 0 or raw.max() >= 2**16:

@@ -1,4 +1,4 @@
-"""What a page shows of segmentation: mIoU, and the IoU of every class."""
+"""The sections of a segmentation page: mIoU, and the IoU of every class."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dpn_cli.report.content import (
     Legend,
     LineChart,
     PageImage,
+    PageSection,
     Part,
-    Section,
     Series,
     Table,
-    Text,
+    TextBlock,
 )
 from dpn_cli.report.reading import RunRecord
 from dpn_cli.run.baseline_warnings import result_warning
@@ -56,8 +56,8 @@ def findings(run: RunRecord, prefix: str) -> Findings:
         floor = {"calling every pixel the most frequent class": result["majority_miou"]}
         warning = result_warning("validation mIoU", result["miou"], floor)
     sections = [
-        Section("Scores", [Table("Validation images", ("", ""), rows, name="scores")]),
-        Section("Classes", _classes(run.path / "per_class.csv", prefix)),
+        PageSection("Scores", [Table("Validation images", ("", ""), rows, name="scores")]),
+        PageSection("Classes", _classes(run.path / "per_class.csv", prefix)),
         *_confusions(run.path, prefix),
         *_images(run.path),
     ]
@@ -72,9 +72,9 @@ def _classes(path: Path, prefix: str) -> list[Part]:
             read = list(csv.DictReader(file))
         found = [(row["name"], float(row["iou"])) for row in read if row["iou"]]
     except (OSError, ValueError, KeyError, csv.Error):
-        return [Text("per_class.csv is missing or damaged: the classes' IoU is not known.", warning=True)]
+        return [TextBlock("per_class.csv is missing or damaged: the classes' IoU is not known.", warning=True)]
     if not found:
-        return [Text("No class occurs in the scored images.")]
+        return [TextBlock("No class occurs in the scored images.")]
     found.sort(key=lambda one: -one[1])
     rows: list[list[Cell]] = [
         [row["name"], *(float(row[key]) if row[key] else None for key in ("iou", "recall", "precision"))]
@@ -90,7 +90,7 @@ def _classes(path: Path, prefix: str) -> list[Part]:
     return [LineChart(f"{prefix}iou", title, "class, best first", axis, [line]), table]
 
 
-def _confusions(folder: Path, prefix: str) -> list[Section]:
+def _confusions(folder: Path, prefix: str) -> list[PageSection]:
     """Return the confusion matrix of pixels, and the pairs of classes that are most often taken for each other."""
     try:
         with (folder / "per_class.csv").open(encoding="utf-8", newline="") as file:
@@ -101,7 +101,7 @@ def _confusions(folder: Path, prefix: str) -> list[Section]:
         for true, predicted, pixels in cells:
             counts[true][predicted] = pixels
     except (OSError, ValueError, KeyError, IndexError, csv.Error):
-        return [Section("Confusions", [Text(f"confusion.csv is missing or damaged; {AGAIN}.")])]
+        return [PageSection("Confusions", [TextBlock(f"confusion.csv is missing or damaged; {AGAIN}.")])]
     whole = sum(pixels for _, _, pixels in cells) or 1
     wrong = sorted((cell for cell in cells if cell[0] != cell[1]), key=lambda cell: -cell[2])[:WORST_PAIRS]
     rows: list[list[Cell]] = [
@@ -110,14 +110,14 @@ def _confusions(folder: Path, prefix: str) -> list[Section]:
     ]
     columns = ("true", "taken for", "% of all pixels", "% of the true class")
     table = Table("Most frequent confusions", columns, rows)
-    return [Section("Confusions", [confusion_chart(f"{prefix}confusion", names, counts, "pixels"), table])]
+    return [PageSection("Confusions", [confusion_chart(f"{prefix}confusion", names, counts, "pixels"), table])]
 
 
-def _images(folder: Path) -> list[Section]:
+def _images(folder: Path) -> list[PageSection]:
     """Return the best, median and worst images, each in one row with truth, prediction and errors."""
     kept = read_object(folder / "samples.json")
     if kept is None:
-        return [Section("Images", [Text(f"samples.json is missing or damaged; {AGAIN}.")])]
+        return [PageSection("Images", [TextBlock(f"samples.json is missing or damaged; {AGAIN}.")])]
     parts: list[Part] = []
     for kind in ("best", "median", "worst"):
         images = []
@@ -131,4 +131,4 @@ def _images(folder: Path) -> list[Section]:
     if not parts:
         return []
     legend = Legend("Classes in these images", kept["colours"])
-    return [Section("Images", [legend, *parts, Text(ERRORS_SAID)])]
+    return [PageSection("Images", [legend, *parts, TextBlock(ERRORS_SAID)])]

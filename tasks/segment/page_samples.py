@@ -1,4 +1,4 @@
-"""What a page shows of scored images: classes, confusions, and the best, median and worst images as small images."""
+"""Samples of scored images for a page: classes, confusions, and thumbnails of the best, median and worst images."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dpn_cli.data.loader import worker_count
+from dpn_cli.data.loader import count_workers
 from dpn_cli.data.resize import Size
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine.memory import MicroBatch
@@ -46,7 +46,7 @@ DEMO_NOTE = (
 
 @dataclass(frozen=True)
 class SegmentData:
-    """What is trained and scored on; `whole` is the number of training images before the fraction was taken."""
+    """The data of a training and its scores; `whole` counts the training images before the fraction is taken."""
 
     train: Pairs
     val: Pairs
@@ -217,7 +217,7 @@ def job_of(
     """Return the engine's job: the segmenter's training by a config whose duration is in steps."""
     network = segmenter.network
     how = augmentation_of(config, network.vit.config.image_size)
-    workers = worker_count(config.runtime.workers, world.device, world.here) if workers is None else workers
+    workers = count_workers(config.runtime.workers, world.device, world.here) if workers is None else workers
     batches = segment_batches(data.train, data.rule, how, config.batch_size, config.seed, world, workers=workers)
     every = config.evaluate_every or 0
     every = every if every < config.schedule.steps else 0  # the end is scored anyway

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dpn_cli.data.crops import Box
 from dpn_cli.data.decode import Pixels
-from dpn_cli.data.resize import Size, as_batch
+from dpn_cli.data.resize import Size, to_batch
 from tasks.segment.labels import IGNORE, Labels
 
 Draw = Callable[[], float]
@@ -31,7 +31,7 @@ BRIGHTNESS, CONTRAST, SATURATION, HUE = 32.0, (0.5, 1.5), (0.5, 1.5), 18
 
 @dataclass(frozen=True)
 class SegmentAugmentation:
-    """How a training example is made; `scale` caps the longer and the shorter side before the random ratio.
+    """Options of augmentation; `scale` caps the longer and the shorter side before the random ratio.
 
     With `flip`, every second example is mirrored.
     """
@@ -52,7 +52,7 @@ def fit_into(size: Size, longest: int, shortest: int) -> Size:
 
 def resize_image(pixels: Pixels, size: Size) -> Tensor:
     """Resize (h, w, 3) to (3, *size) as OpenCV's INTER_LINEAR does: bilinear, no antialiasing, rounded."""
-    image = as_batch(pixels)
+    image = to_batch(pixels)
     if tuple(image.shape[2:]) != size:
         image = F.interpolate(image, size, mode="bilinear", align_corners=False)
     return image[0]

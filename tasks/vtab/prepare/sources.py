@@ -1,4 +1,4 @@
-"""Where the 19 tasks come from: builders of TensorFlow Datasets, the parts of their splits, and the labels.
+"""Sources of the 19 tasks: builders of TensorFlow Datasets, the parts of their splits, and the labels.
 
 Splits, sizes and labels are those of VTAB's own code, google-research/task_adaptation, data/*.py and *_test.py.
 """
@@ -72,7 +72,7 @@ def bin_of(value: float, edges: Sequence[float]) -> int:
 
 
 @dataclass(frozen=True)
-class Part:
+class TfdsPart:
     """The examples `start` up to `stop` of a builder's split, in the order in which they are stored."""
 
     split: str
@@ -104,14 +104,14 @@ class Source:
     features: tuple[str, ...] = ("label",)
     white: int = 255
 
-    def parts(self, sizes: Mapping[str, int]) -> dict[str, Part]:
+    def parts(self, sizes: Mapping[str, int]) -> dict[str, TfdsPart]:
         """Return the three splits of a task; the test split goes to the end of the builder's, which has `sizes`."""
         val, val_start = self.val
         test, test_start = self.test
         return {
-            "train800": Part("train", 0, TRAIN),
-            "val200": Part(val, val_start, val_start + VAL),
-            "test": Part(test, test_start, sizes[test]),
+            "train800": TfdsPart("train", 0, TRAIN),
+            "val200": TfdsPart(val, val_start, val_start + VAL),
+            "test": TfdsPart(test, test_start, sizes[test]),
         }
 
     @property

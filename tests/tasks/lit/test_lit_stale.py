@@ -52,7 +52,7 @@ def plain() -> ImageEncoder:
 
 
 class Counted:
-    """What is encoder of a cache, counting the images that go through the tower."""
+    """An encoder of a cache, counting the images that go through the tower."""
 
     def __init__(self, encoder: ImageEncoder) -> None:
         self.images = 0
@@ -309,9 +309,9 @@ def test_images_become_unreadable_and_readable_again(plain: ImageEncoder, tmp_pa
 def test_of_a_finished_shard_only_what_differs_now_is_kept_in_mind(
     plain: ImageEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen, plan = list[Sequence[cache.Known | None]](), cache._plan
+    seen, plan = list[Sequence[cache.ShardState | None]](), cache._plan
 
-    def watched(shards: Any, finished: Sequence[cache.Known | None], *rest: Any) -> cache.Plan:
+    def watched(shards: Any, finished: Sequence[cache.ShardState | None], *rest: Any) -> cache.Plan:
         seen.append(finished)
         return plan(shards, finished, *rest)
 
@@ -320,9 +320,9 @@ def test_of_a_finished_shard_only_what_differs_now_is_kept_in_mind(
     for _ in range(2):
         cached_features(opened(place), plain, tmp_path / "cache", ALONE, QUIET)
     data = opened(place)
-    whole = [cache.Known({}, [])] * -(-len(data.captions) // 4)
+    whole = [cache.ShardState({}, [])] * -(-len(data.captions) // 4)
     assert (seen[0], seen[1]) == ([None] * len(whole), whole)
     os.utime(data.root / data.key(1))  # type: ignore[attr-defined]
     data = opened(place)
     cached_features(data, plain, tmp_path / "cache", ALONE, QUIET)
-    assert seen[2] == [cache.Known({1: data.stamps[1]}, []), *whole[1:]]
+    assert seen[2] == [cache.ShardState({1: data.stamps[1]}, []), *whole[1:]]
