@@ -32,7 +32,7 @@ from PIL import Image
 
 from dpn_cli.data import splits
 from dpn_cli.data.image_source import ImageSource
-from dpn_cli.data.sampler import Steps
+from dpn_cli.data.sampler import StepSampler
 from dpn_cli.data.sources.base import Images, fingerprint
 from dpn_cli.data.sources.folder import ClassFolders
 from dpn_cli.data.splits import open_class_data
@@ -116,12 +116,12 @@ def split_up(size: int, folder: Path) -> Work:
 
 def first_batch(size: int, folder: Path) -> Work:
     """Draw the images of the first batch of a training."""
-    return lambda: next(iter(Steps(size, BATCH, 0, 0, range(BATCH))))
+    return lambda: next(iter(StepSampler(size, BATCH, 0, 0, range(BATCH))))
 
 
 def resumed_batch(size: int, folder: Path) -> Work:
     """Draw the images of a batch inside the 101st epoch, as a resumed training does first."""
-    return lambda: next(iter(Steps(size, BATCH, 0, 100 * size // BATCH + size // BATCH // 2, range(BATCH))))
+    return lambda: next(iter(StepSampler(size, BATCH, 0, 100 * size // BATCH + size // BATCH // 2, range(BATCH))))
 
 
 def log_of(size: int, folder: Path) -> MetricsLog:

@@ -32,7 +32,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dpn_cli.arch import SIZES
 from dpn_cli.config.schema import Optim, Runtime
-from dpn_cli.data.loader import worker_count
+from dpn_cli.data.loader import count_workers
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine.fit import Batch
 from dpn_cli.run.console import Console
@@ -154,7 +154,7 @@ def caching_seconds(tower: Backbone, count: int, rounds: int, world: World) -> t
     Returns the medians of their seconds, and how often each file was opened.
     """
     # A GPU has processes beside it, as with many images.
-    workers = worker_count("auto", world.device) if world.device.type == "cuda" else "auto"
+    workers = count_workers("auto", world.device) if world.device.type == "cuda" else "auto"
     encoder, quiet = image_encoder(tower, Runtime(workers=workers), world), Console(quiet=True)
     with tempfile.TemporaryDirectory() as place:
         root = write_images(Path(place) / "photos", (500, 375), count)

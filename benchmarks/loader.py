@@ -25,7 +25,7 @@ from timm.data import create_dataset, create_loader, create_transform
 
 from dpn_cli.data.augment import Augmentation
 from dpn_cli.data.crops import Decode, eval_crop, train_crop
-from dpn_cli.data.decode import Reading, read_pixels
+from dpn_cli.data.decode import ReadOptions, read_pixels
 from dpn_cli.data.loader import crop_batches
 from dpn_cli.data.sources.folder import ClassFolders
 from dpn_cli.run.distributed import World
@@ -83,7 +83,7 @@ def evaluated() -> dict[str, Callable[[Path], Any]]:
     theirs = create_transform(224, is_training=False, use_prefetcher=True, interpolation="bilinear", crop_pct=0.875)
 
     def ours(path: Path) -> Any:
-        return eval_crop(read_pixels(path, "", Reading()), 256, (224, 224))
+        return eval_crop(read_pixels(path, "", ReadOptions()), 256, (224, 224))
 
     return {"timm": lambda path: theirs(Image.open(path).convert("RGB")), "ours": ours}
 

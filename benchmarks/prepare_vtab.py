@@ -24,13 +24,13 @@ from unittest import mock
 
 import numpy as np
 
-from dpn_cli.data.decode import Reading
+from dpn_cli.data.decode import ReadOptions
 from dpn_cli.data.sources.folder import FileList
 from dpn_cli.run.console import Console
 from tasks.vtab.config import VtabData
 from tasks.vtab.data import open_splits
 from tasks.vtab.prepare.builders import Prepared, Split, library, open_builder
-from tasks.vtab.prepare.sources import SOURCES, Example, Part, Source
+from tasks.vtab.prepare.sources import SOURCES, Example, Source, TfdsPart
 from tasks.vtab.prepare.write import prepare
 
 # Images in every test split: the official ones have up to 73,728.
@@ -75,7 +75,7 @@ class Mocked(Prepared):
             super().__init__(tfds.builder(f"{source.builder}:{max(source.majors)}.*.*"), source.features)
         self.splits = {name: Split(size, size) for name, size in source.sizes.items()}
 
-    def examples(self, part: Part) -> Iterator[Example]:
+    def examples(self, part: TfdsPart) -> Iterator[Example]:
         """Yield as many examples as the part has; the mock knows no rows."""
         with library().testing.mock_data(num_examples=part.stop - part.start):
             yield from super().examples(part)
@@ -150,7 +150,7 @@ def on_disk(source: Source, tfds: Any, root: Path, out: Path, console: Console) 
     for task in source.tasks:
         for split, part in source.parts(source.sizes).items():
             listed = FileList(out / task.folder, split)
-            listed.reading = Reading("exact")
+            listed.reading = ReadOptions("exact")
             expected = whole[part.split][part.start : part.stop]
             assert listed.labels == [source.labels[task.name](example) for example in expected], (task, split)
             for row, example in enumerate(expected):

@@ -30,12 +30,12 @@ from dpn_cli.config.schema import Optim, Runtime, Schedule
 from dpn_cli.data.augment import Augmentation
 from dpn_cli.data.crops import train_crop
 from dpn_cli.data.loader import crop_batches
-from dpn_cli.data.sources.base import Labelled
+from dpn_cli.data.sources.base import LabelledImages
 from dpn_cli.data.sources.folder import ClassFolders
-from dpn_cli.data.sources.pack_writer import Packing, pack
-from dpn_cli.data.sources.packs import Packed
+from dpn_cli.data.sources.pack_writer import PackOptions, pack
+from dpn_cli.data.sources.packs import PackedImages
 from dpn_cli.data.splits import hash_order
-from dpn_cli.engine.fit import Batches, TrainJob, Outputs, fit
+from dpn_cli.engine.fit import Batches, Outputs, TrainJob, fit
 from dpn_cli.engine.losses import sigmoid_xent
 from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.run.distributed import World
@@ -71,7 +71,7 @@ def trained(model: Backbone, batches: Batches, steps: int) -> tuple[list[float],
     return [after - before for before, after in itertools.pairwise(times)], done.wait_seconds / done.seconds
 
 
-def step(folder: Labelled, rounds: int, steps: int) -> None:
+def step(folder: LabelledImages, rounds: int, steps: int) -> None:
     """Print our images per second, from memory and from files, over those of a bare loop."""
     stock = timm.create_model("vit_small_patch16_224", num_classes=CLASSES)
     plain, dual = (load_backbone("S/16", stem=stem, num_classes=CLASSES) for stem in ("none", "dpn"))
@@ -113,7 +113,7 @@ def compare(kinds: dict[str, Callable[[], Iterator[Any]]], workers: int, rounds:
         print(f"  {name:28s} {value:6.1f} images/s, {value / workers:6.1f} a process, {value / first:.2f} x the first")
 
 
-def ours(split: Labelled, workers: int, **how: Any) -> Iterator[Any]:
+def ours(split: LabelledImages, workers: int, **how: Any) -> Iterator[Any]:
     """Start our loader."""
     return crop_batches(split, Augmentation((SIZE, SIZE), **how), BATCH, 0, CPU, workers=workers)(0)
 
@@ -154,14 +154,14 @@ def packed(root: Path, workers: int, rounds: int) -> None:
     """Print rates of packs over that of the folder, their sizes, and how far their crops are from the folder's."""
     folder = ClassFolders(root)
     kinds: dict[str, Callable[[], Iterator[Any]]] = {"folder": lambda: ours(folder, workers)}
-    packings = (Packing(None), Packing(320), Packing(256), Packing(320, "ppm"), Packing(256, "ppm"))
+    packings = (PackOptions(None), PackOptions(320), PackOptions(256), PackOptions(320, "ppm"), PackOptions(256, "ppm"))
     order = hash_order(folder)
     for packing in packings:
         name = f"pack {packing.encode} {packing.size or 'keep'}"
         out = root.with_name(name.replace(" ", "-"))
         splits = {"train": (folder, order)}
         pack(splits, folder.classes, out, packing, workers=2, skip_bad=False, progress=lambda text: None)
-        split = Packed(out, "train")
+        split = PackedImages(out, "train")
         kinds[name] = lambda split=split: ours(split, workers)  # type: ignore[misc]
         if packing.encode == "jpeg":
             kinds[f"{name}, fast"] = lambda split=split: ours(split, workers, decode="fast")  # type: ignore[misc]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpn_cli.data.pixels import PixelSet, Transform, stream
-from dpn_cli.data.sources.base import Labelled
+from dpn_cli.data.sources.base import LabelledImages
 from dpn_cli.engine.losses import LOSSES, Loss
 from dpn_cli.run import distributed, signals
 from dpn_cli.run.baseline_warnings import class_floors
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class ImagePrediction(NamedTuple):
-    """What a classifier says of one image: its row in the split, its class, the best class, and how likely that is."""
+    """Prediction of a classifier for one image: row in the split, true class, predicted class, confidence."""
 
     row: int
     label: int
@@ -35,7 +35,7 @@ class ImagePrediction(NamedTuple):
 
 @dataclass(frozen=True)
 class Confusion:
-    """How many images of a class were taken for which: `pairs` has those that occurred, as ``true * classes + taken``.
+    """Counts of images by true and predicted class: `pairs` has those that occurred, as ``true * classes + taken``.
 
     A matrix of ImageNet-21k's classes would take 4 GB.
     """
@@ -115,7 +115,7 @@ def count_right(confusion: MulticlassConfusionMatrix) -> tuple[int, int]:
 
 
 def rank_share(
-    split: Labelled,
+    split: LabelledImages,
     transform: Transform,
     world: World,
     batch_size: int,
@@ -138,7 +138,7 @@ def rank_share(
 
 def score(
     logits_of: Callable[[Tensor], Tensor],
-    split: Labelled,
+    split: LabelledImages,
     transform: Transform,
     classes: int,
     world: World,

@@ -12,7 +12,7 @@ from dpn_cli.analysis.hooks import inspection_batch_size
 from dpn_cli.data.image_source import ImageSource, open_unlabelled
 from dpn_cli.data.pixels import load, stream
 from dpn_cli.data.resize import resize
-from dpn_cli.data.sources.base import Part
+from dpn_cli.data.sources.base import ImageSubset
 from dpn_cli.data.sources.synthetic import SceneSplit
 from dpn_cli.data.splits import hash_order
 from dpn_cli.errors import DataError
@@ -32,7 +32,7 @@ class SampledImages:
     def __init__(self, source: ImageSource, most: int, workers: int | Literal["auto"], skip_bad: bool) -> None:
         whole = open_unlabelled(source)
         self.place, self.reading = source.place, source.reading
-        self.split = Part(whole, sorted(hash_order(whole)[:most]))
+        self.split = ImageSubset(whole, sorted(hash_order(whole)[:most]))
         self.workers, self.skip_bad = workers, skip_bad
 
     def batches(self, model: Backbone, done: Done = uncounted) -> Iterator[Tensor]:

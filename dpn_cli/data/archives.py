@@ -29,8 +29,8 @@ CHUNK = 2**20
 
 
 @dataclass(frozen=True)
-class Layout:
-    """What a data set's archives hold.
+class ArchiveLayout:
+    """Contents of a data set's archives.
 
     The first group of `member` is a file's place in the unpacked folder; members that do not match are left out.
     `files` says how many files each folder has when everything is unpacked.
@@ -43,14 +43,14 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Entry:
+class ArchiveEntry:
     """A file in an archive, and its place below the folder."""
 
     info: zipfile.ZipInfo
     target: str
 
 
-def unpack(archives: Sequence[Path], layout: Layout, out: Path, console: Console) -> dict[str, int]:
+def unpack(archives: Sequence[Path], layout: ArchiveLayout, out: Path, console: Console) -> dict[str, int]:
     """Unpack archives of a data set into `out`; returns how many files were written, kept and left out.
 
     Files that are there already in their full size are kept: each is written under another name first. Before anything
@@ -61,7 +61,7 @@ def unpack(archives: Sequence[Path], layout: Layout, out: Path, console: Console
     """
     if out.exists() and not out.is_dir():
         raise DpnError(f"--out {out}: a file; name a folder")
-    entries = {archive: _checked(archive, layout) for archive in archives}
+    entries = {archive: _check_members(archive, layout) for archive in archives}
     left_out = sum(len(_members(archive)) - len(found) for archive, found in entries.items())
     missing = {
         archive: [entry for entry in found if file_size(out / entry.target) != entry.info.file_size]
@@ -72,7 +72,7 @@ def unpack(archives: Sequence[Path], layout: Layout, out: Path, console: Console
     remove_leftovers(out)
     written = sum(map(len, missing.values()))
     for archive, found in missing.items():
-        with _opened(archive) as opened, console.counting(archive.name, len(found)) as done:
+        with _open_archive(archive) as opened, console.counting(archive.name, len(found)) as done:
             for entry in found:
                 signals.check_here()
                 _write(opened, entry, archive, out / entry.target)
@@ -81,7 +81,7 @@ def unpack(archives: Sequence[Path], layout: Layout, out: Path, console: Console
     return {"written": written, "kept": sum(map(len, entries.values())) - written, "left_out": left_out}
 
 
-def lacking(layout: Layout, out: Path) -> list[str]:
+def describe_missing(layout: ArchiveLayout, out: Path) -> list[str]:
     """Say of each folder that has another number of files than the data set how many it has."""
     counts = {folder: _count(out / folder) for folder in layout.files}
     return [
@@ -99,11 +99,11 @@ def _count(folder: Path) -> int:
 
 
 def _members(archive: Path) -> list[zipfile.ZipInfo]:
-    with _opened(archive) as opened:
+    with _open_archive(archive) as opened:
         return [info for info in opened.infolist() if not info.is_dir()]
 
 
-def _opened(archive: Path) -> zipfile.ZipFile:
+def _open_archive(archive: Path) -> zipfile.ZipFile:
     try:
         if not stat.S_ISREG(archive.stat().st_mode):
             raise OSError(0, "not a regular file")
@@ -114,7 +114,7 @@ def _opened(archive: Path) -> zipfile.ZipFile:
         raise DataError(f"{archive}: not a whole zip archive ({error}); download it again") from error
 
 
-def _checked(archive: Path, layout: Layout) -> list[Entry]:
+def _check_members(archive: Path, layout: ArchiveLayout) -> list[ArchiveEntry]:
     """Return the files of an archive that belong into the folder, all of them checked."""
     members = _members(archive)
     size = sum(info.file_size for info in members)
@@ -123,7 +123,7 @@ def _checked(archive: Path, layout: Layout) -> list[Entry]:
             f"{archive}: {count_noun(len(members), 'file')} of {size / 1e9:.1f} GB; {layout.name} has less than "
             f"{MOST_FILES} files and {MOST_BYTES / 1e9:.0f} GB, so this is not it, and it is not unpacked"
         )
-    entries, places = list[Entry](), set[str]()
+    entries, places = list[ArchiveEntry](), set[str]()
     for info in members:
         name = info.filename
         if UNSAFE.search(info.orig_filename):
@@ -138,7 +138,7 @@ def _checked(archive: Path, layout: Layout) -> list[Entry]:
             if match[1] in places:
                 _refuse(archive, info, f"the second one for {match[1]}")
             places.add(match[1])
-            entries.append(Entry(info, match[1]))
+            entries.append(ArchiveEntry(info, match[1]))
     if not entries:
         raise DataError(f"{archive}: holds nothing of {layout.name}; its archives are {layout.archives}")
     return entries
@@ -148,7 +148,7 @@ def _refuse(archive: Path, info: zipfile.ZipInfo, what: str) -> NoReturn:
     raise DataError(f"{archive}: member {info.orig_filename!r}: {what}; nothing of the archive is unpacked")
 
 
-def _check_space(out: Path, entries: Sequence[Entry]) -> None:
+def _check_space(out: Path, entries: Sequence[ArchiveEntry]) -> None:
     needed = sum(entry.info.file_size for entry in entries)
     above = next(place for place in (out.absolute(), *out.absolute().parents) if place.exists())
     free = shutil.disk_usage(above).free
@@ -159,7 +159,7 @@ def _check_space(out: Path, entries: Sequence[Entry]) -> None:
         )
 
 
-def _write(opened: zipfile.ZipFile, entry: Entry, archive: Path, target: Path) -> None:
+def _write(opened: zipfile.ZipFile, entry: ArchiveEntry, archive: Path, target: Path) -> None:
     """Write a file, whose checksum is compared while it is unpacked."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:

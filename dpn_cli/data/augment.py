@@ -37,7 +37,7 @@ FILL = [128, 128, 128]
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
+def seed_globally(seed: int) -> Iterator[None]:
     """Seed the global random numbers of Python, NumPy and torch's CPU for the block, and restore them after it."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(seed)
@@ -53,7 +53,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Augmentation:
-    """How training images are made.
+    """Augmentation of training images.
 
     Args:
         size: height and width in pixels.
@@ -91,12 +91,12 @@ class Augmentation:
 
     @property
     def random_crop(self) -> bool:
-        """Whether timm cuts the crop."""
+        """Return whether timm cuts the crop."""
         return self.crop in ("timm_bicubic", "timm_bilinear")
 
     @property
     def one_by_one(self) -> bool:
-        """Whether images are mirrored and augmented one by one, rather than a batch at a time."""
+        """Return whether images are mirrored and augmented one by one, rather than a batch at a time."""
         return bool(self.layers or self.policy or self.jitter or self.erase or self.random_crop or self.views)
 
     @property
@@ -106,7 +106,7 @@ class Augmentation:
 
 
 @cache
-def pipeline(how: Augmentation) -> Callable[[Image.Image], Tensor]:
+def make_transform(how: Augmentation) -> Callable[[Image.Image], Tensor]:
     """Return timm's training transform: crop where `how` says timm's, mirror, policy or colour jitter, random erasing.
 
     It maps an RGB image to (3, *size): uint8, or with erasing, whose noise is normal in the network's input range,
@@ -145,7 +145,7 @@ def _posterized(image: Image.Image, bits: int, **others: Any) -> Image.Image:
     return kept
 
 
-def mixed(batches: Batches, mixup: Mixup, normalize: Callable[[Tensor], Tensor], seed: int) -> Batches:
+def mix_batches(batches: Batches, mixup: Mixup, normalize: Callable[[Tensor], Tensor], seed: int) -> Batches:
     """Return batches of ``image`` (b, 3, h, w), normalised and mixed by timm's mixup and CutMix, and ``target``.
 
     The images that are mixed with each other are neighbours, a first one and the one at the mirrored place of the
@@ -159,7 +159,7 @@ def mixed(batches: Batches, mixup: Mixup, normalize: Callable[[Tensor], Tensor],
                 rows, device = len(batch["label"]), batch["label"].device
                 firsts, others = torch.arange(0, rows, 2, device=device), torch.arange(rows - 1, 0, -2, device=device)
                 mirroring = torch.cat([firsts, others])
-                with seeded(fold(seed, MIX_TIMM, step)):
+                with seed_globally(fold(seed, MIX_TIMM, step)):
                     image, target = mixup(normalize(batch["image"][mirroring]), batch["label"][mirroring])
                 neighbours = mirroring.argsort()
                 yield {"image": image[neighbours], "target": target[neighbours]}
@@ -167,7 +167,7 @@ def mixed(batches: Batches, mixup: Mixup, normalize: Callable[[Tensor], Tensor],
     return mixing
 
 
-def mixup_of(mixup: float, cutmix: float, smoothing: float, classes: int) -> Mixup:
+def make_mixup(mixup: float, cutmix: float, smoothing: float, classes: int) -> Mixup:
     """Return timm's mixing with DeiT's other settings: every batch is mixed, by mixup or CutMix with equal chances."""
     shares: dict[str, Any] = {"mixup_alpha": mixup, "cutmix_alpha": cutmix, "label_smoothing": smoothing}
     return Mixup(**shares, prob=1.0, switch_prob=0.5, mode="batch", num_classes=classes)

@@ -18,57 +18,57 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from dpn_cli.data.workers import PATIENCE, kill, open_loader
+from dpn_cli.data.workers import PATIENCE, kill_processes, open_loader
 from dpn_cli.errors import DpnError
 from dpn_cli.run.cores import shared_memory
 from dpn_cli.run.distributed import ranks_here
 
 CPU = torch.device("cpu")
 # Most images of a part, and parts that each worker has ready or in the making.
-IMAGES, AHEAD = 64, 2
+CHUNK_IMAGES, PREFETCH_CHUNKS = 64, 2
 # Most shared memory of all parts of all ranks of a machine, in bytes, and its share of what is free.
-SHARED, SHARE = 2**29, 0.5
+MAX_SHARED_BYTES, SHARED_FRACTION = 2**29, 0.5
 
 Value = Tensor | float | tuple[int, ...]
 Example = tuple[Value, ...] | DpnError  # what a data set makes of an item
 Column = Tensor | list[Any]
 
 
-class Part(NamedTuple):
-    """What became of some items: tensors (n, ...) or lists of n numbers, and the errors of those without examples."""
+class BatchChunk(NamedTuple):
+    """Collated items: tensors (n, ...) or lists of n numbers, and the errors of items without examples."""
 
     columns: list[Column]
     errors: list[DpnError]
 
 
-class Made(NamedTuple):
+class CollatedBatch(NamedTuple):
     """A batch: tensors (b, ...), none where no item became an example, and the errors of those that did not."""
 
     columns: list[Tensor]
     errors: list[DpnError]
 
 
-def parts_in_memory(workers: int) -> int:
+def chunks_in_memory(workers: int) -> int:
     """Return how many parts of one rank are in shared memory at once: two of them are being put into a batch."""
-    return AHEAD * workers + 2
+    return PREFETCH_CHUNKS * workers + 2
 
 
 def batches_ahead(rows: int, workers: int) -> int:
     """Return how many batches of so many rows may be in the making, or ready, beside the one in use."""
-    return 1 + (min(AHEAD * workers, -(-AHEAD * workers * IMAGES // rows)) if workers else 0)
+    return 1 + (min(PREFETCH_CHUNKS * workers, -(-PREFETCH_CHUNKS * workers * CHUNK_IMAGES // rows)) if workers else 0)
 
 
-def part_size(image_bytes: int, workers: int, ranks: int) -> int:
+def chunk_size(image_bytes: int, workers: int, ranks: int) -> int:
     """Return how many images a worker hands over at once.
 
     64, or fewer: all that `ranks` of this machine with so many workers each have in shared memory is at most 512 MiB
     and half of what is free, as long as one image at a time is few enough.
     """
     if not workers:
-        return IMAGES
+        return CHUNK_IMAGES
     free = shared_memory()
-    most = SHARED if free is None else min(SHARED, int(free * SHARE))
-    return max(1, min(IMAGES, most // (ranks * parts_in_memory(workers) * image_bytes)))
+    most = MAX_SHARED_BYTES if free is None else min(MAX_SHARED_BYTES, int(free * SHARED_FRACTION))
+    return max(1, min(CHUNK_IMAGES, most // (ranks * chunks_in_memory(workers) * image_bytes)))
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def open_batches(
     *,
     image_bytes: int,
     device: torch.device = CPU,
-) -> Iterator[Iterator[Made]]:
+) -> Iterator[Iterator[CollatedBatch]]:
     """Iterate over batches of a data set's items in order; what becomes of them does not depend on the workers.
 
     With workers, the next batch is made while one is in use. The processes end with the block. Raises `WorkerError`
@@ -92,42 +92,44 @@ def open_batches(
         image_bytes: the size of an example.
         device: where batches go; those for a GPU are in pinned memory.
     """
-    lengths, size = deque[int](), part_size(image_bytes, workers, ranks_here())
-    options = {"batch_sampler": _parts(batches, size, lengths), "collate_fn": _collate}
+    lengths, size = deque[int](), chunk_size(image_bytes, workers, ranks_here())
+    options = {"batch_sampler": _split_batches(batches, size, lengths), "collate_fn": _collate}
     if workers:
-        options["prefetch_factor"] = AHEAD
+        options["prefetch_factor"] = PREFETCH_CHUNKS
     with open_loader(dataset, workers, **options) as items:
-        made = _joined(items, size, lengths, pin=device.type == "cuda")
+        made = _concat_chunks(items, size, lengths, pin=device.type == "cuda")
         if not workers:
             yield made
             return
-        with closing(_Ahead(items, made, device)) as ahead:
+        with closing(_Prefetcher(items, made, device)) as ahead:
             yield iter(ahead)
 
 
-def _parts(batches: Iterable[Sequence[Any]], size: int, lengths: deque[int]) -> Iterator[list[Any]]:
+def _split_batches(batches: Iterable[Sequence[Any]], size: int, lengths: deque[int]) -> Iterator[list[Any]]:
     for batch in batches:
         lengths.append(len(batch))
         for begin in range(0, len(batch), size):
             yield list(batch[begin : begin + size])
 
 
-def _collate(examples: Sequence[Example]) -> Part:
+def _collate(examples: Sequence[Example]) -> BatchChunk:
     good = [example for example in examples if not isinstance(example, DpnError)]
     errors = [example for example in examples if isinstance(example, DpnError)]
     # Numbers stay lists: every tensor that a worker hands over takes an open file.
     columns = [torch.stack(v) if isinstance(v[0], Tensor) else list(v) for v in zip(*good, strict=True)]
-    return Part(columns, errors)
+    return BatchChunk(columns, errors)
 
 
-def _joined(parts: Iterator[Part], size: int, lengths: deque[int], *, pin: bool) -> Iterator[Made]:
+def _concat_chunks(
+    parts: Iterator[BatchChunk], size: int, lengths: deque[int], *, pin: bool
+) -> Iterator[CollatedBatch]:
     """Copy parts into whole batches."""
     for first in parts:
         rows = lengths.popleft()
-        yield _join(chain([first], islice(parts, -(-rows // size) - 1)), rows, pin=pin)
+        yield _concat_batch(chain([first], islice(parts, -(-rows // size) - 1)), rows, pin=pin)
 
 
-def _join(parts: Iterator[Part], rows: int, *, pin: bool) -> Made:
+def _concat_batch(parts: Iterator[BatchChunk], rows: int, *, pin: bool) -> CollatedBatch:
     whole, errors, count = list[Column](), list[DpnError](), 0
     for part in parts:
         errors += part.errors
@@ -145,20 +147,22 @@ def _join(parts: Iterator[Part], rows: int, *, pin: bool) -> Made:
                 column += more
             else:  # NumPy copies in this thread; torch would start others
                 np.copyto(column[begin:count].numpy(), np.asarray(more))
-    return Made([c[:count] if isinstance(c, Tensor) else torch.tensor(c, pin_memory=pin) for c in whole], errors)
+    return CollatedBatch(
+        [c[:count] if isinstance(c, Tensor) else torch.tensor(c, pin_memory=pin) for c in whole], errors
+    )
 
 
-class _Ahead:
+class _Prefetcher:
     """Batches that a thread makes one ahead of what is asked for."""
 
-    def __init__(self, items: Any, made: Iterator[Made], device: torch.device) -> None:
+    def __init__(self, items: Any, made: Iterator[CollatedBatch], device: torch.device) -> None:
         self.items, self.made, self.device = items, made, device
-        self.ready: SimpleQueue[Made | BaseException | None] = SimpleQueue()
+        self.ready: SimpleQueue[CollatedBatch | BaseException | None] = SimpleQueue()
         self.room, self.ended = threading.Semaphore(), threading.Event()
         self.thread = threading.Thread(target=self._make, daemon=True)
         self.thread.start()
 
-    def __iter__(self) -> Iterator[Made]:
+    def __iter__(self) -> Iterator[CollatedBatch]:
         while (batch := self.ready.get()) is not None:
             if isinstance(batch, BaseException):
                 raise batch
@@ -183,5 +187,5 @@ class _Ahead:
         parts.cancel_join_thread()  # a dead worker may hold the queue's lock
         self.thread.join(PATIENCE)
         if self.thread.is_alive():
-            kill(self.items._workers)  # which the loader notices
+            kill_processes(self.items._workers)  # which the loader notices
             self.thread.join()

@@ -14,7 +14,7 @@ ItemT = TypeVar("ItemT")
 Rows = NDArray[np.int64]
 
 
-class Names(Sequence[str]):
+class PackedStrings(Sequence[str]):
     """Strings in one piece of memory.
 
     A list of a million strings takes four times as much, and as much again in every process that reads it: reading an
@@ -50,11 +50,11 @@ class Names(Sequence[str]):
         return {f"{prefix}_bytes": np.frombuffer(self.content, np.uint8), f"{prefix}_ends": np.asarray(self.ends)}
 
     @classmethod
-    def read(cls, arrays: Any, prefix: str) -> Names:
+    def read(cls, arrays: Any, prefix: str) -> PackedStrings:
         """Return the strings of some `arrays`."""
         names = cls()
         names.content = bytearray(arrays[f"{prefix}_bytes"].tobytes())
-        names.ends = integers(arrays[f"{prefix}_ends"])
+        names.ends = pack_integers(arrays[f"{prefix}_ends"])
         return names
 
 
@@ -62,7 +62,7 @@ class Chosen(Sequence[ItemT]):
     """Some items of a sequence, looked up when they are asked for."""
 
     def __init__(self, whole: Sequence[ItemT], rows: Sequence[int] | Rows) -> None:
-        self.whole, self.rows = whole, integers(rows)
+        self.whole, self.rows = whole, pack_integers(rows)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -77,7 +77,7 @@ class Chosen(Sequence[ItemT]):
         return self.whole[self.rows[index]]
 
 
-def integers(values: Any) -> array[int]:
+def pack_integers(values: Any) -> array[int]:
     """Return integers in eight bytes each; in a list, they take forty."""
     packed = array("q")
     packed.frombytes(np.asarray(values, dtype=np.int64).tobytes())

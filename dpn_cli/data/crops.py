@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from dpn_cli.data.decode import Pixels, decode, decoder_of
-from dpn_cli.data.resize import Size, as_batch, resize
+from dpn_cli.data.resize import Size, resize, to_batch
 
 Box = tuple[int, int, int, int]
 Decode = Literal["exact", "fast", "pillow"]
@@ -80,10 +80,10 @@ def train_crop(image: Image.Image, where: str, size: Size, generator: torch.Gene
     crop = decode(image, where, decoder_of(how))[top : top + height, left : left + width]
     if how != "fast":
         return resize(crop, size)
-    return F.interpolate(as_batch(crop), size, mode="bilinear", align_corners=False)[0].contiguous()
+    return F.interpolate(to_batch(crop), size, mode="bilinear", align_corners=False)[0].contiguous()
 
 
-def small_size(size: Size, side: int) -> Size:
+def scale_to_short_side(size: Size, side: int) -> Size:
     """Return the size whose shorter side is `side`, both rounded: big_vision's resize_small."""
     factor = side / min(size)
     return round(size[0] * factor), round(size[1] * factor)
@@ -95,7 +95,7 @@ def eval_crop(pixels: Pixels, resize_side: int, size: Size) -> Tensor:
     Raises `ValueError` when the crop is larger than the resized image.
     """
     full = pixels.shape[0], pixels.shape[1]
-    resized = small_size(full, resize_side)
+    resized = scale_to_short_side(full, resize_side)
     if resized[0] < size[0] or resized[1] < size[1]:
         raise ValueError(f"cannot cut {size} from an image resized to {resized}")
     top, left = (resized[0] - size[0]) // 2, (resized[1] - size[1]) // 2
@@ -113,7 +113,7 @@ def eval_crop(pixels: Pixels, resize_side: int, size: Size) -> Tensor:
 
 
 class AreaWeights(NamedTuple):
-    """How much of each old pixel lies under each of `count` new ones: the old ones from `begin` to `end` count.
+    """Return the area of each old pixel under each of `count` new ones; the old ones from `begin` to `end` count.
 
     ``shares`` (count, k) are those of the old pixels ``places`` (count, k), counted from `begin`.
     """

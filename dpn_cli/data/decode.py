@@ -27,15 +27,15 @@ Decoder = Literal["exact", "pillow"]
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm"}
 # Exceptions of Pillow and NumPy for an image that is damaged, missing, or larger than memory.
-FAILURES = (OSError, ValueError, SyntaxError, OverflowError, MemoryError, Image.DecompressionBombError)
+DECODE_ERRORS = (OSError, ValueError, SyntaxError, OverflowError, MemoryError, Image.DecompressionBombError)
 
 # `open_image` has its own limit, which the user can change; Pillow would warn at half of it.
 Image.MAX_IMAGE_PIXELS = None
 
 
 @dataclass(frozen=True)
-class Reading:
-    """How image files are read.
+class ReadOptions:
+    """Options for decoding image files.
 
     `decoder` decodes JPEGs: ``exact`` gives TensorFlow's pixels, ``pillow`` Pillow's. Images of more than
     `max_pixels` are refused; with `shrink`, JPEGs are read at a half, quarter or eighth of their size instead.
@@ -52,7 +52,7 @@ class Reading:
         return {"jpeg": exact if self.decoder == "exact" else pillow, "other": pillow}
 
 
-USUAL = Reading()
+DEFAULT_READ_OPTIONS = ReadOptions()
 
 
 def decoder_of(decode: str) -> Decoder:
@@ -84,7 +84,9 @@ def inside(root: Path, name: str, where: str) -> Path:
     return path
 
 
-def open_image(file: Path | io.BytesIO, where: str, reading: Reading = USUAL, listed: int | None = None) -> Image.Image:
+def open_image(
+    file: Path | io.BytesIO, where: str, reading: ReadOptions = DEFAULT_READ_OPTIONS, listed: int | None = None
+) -> Image.Image:
     """Open an image file and read its size, without decoding it.
 
     A JPEG that will be shrunk has its reduced size. Raises `ImageError` with the place when the file is missing, not
@@ -102,10 +104,10 @@ def open_image(file: Path | io.BytesIO, where: str, reading: Reading = USUAL, li
                     "back what was there, or start again, and leave the data alone while they are in use"
                 )
         image = Image.open(file)
-    except FAILURES as error:
-        raise unreadable(where, error) from error
+    except DECODE_ERRORS as error:
+        raise unreadable_error(where, error) from error
     width, height = image.size
-    if width * height > reading.max_pixels and not (reading.shrink and _shrunk(image, reading.max_pixels)):
+    if width * height > reading.max_pixels and not (reading.shrink and _shrink(image, reading.max_pixels)):
         image.close()
         raise ImageError(
             f"{where}: {width} x {height} pixels, more than the {reading.max_pixels} that are read; allow more with "
@@ -114,7 +116,7 @@ def open_image(file: Path | io.BytesIO, where: str, reading: Reading = USUAL, li
     return image
 
 
-def _shrunk(image: Image.Image, most: int) -> bool:
+def _shrink(image: Image.Image, most: int) -> bool:
     """Let the JPEG decoder shrink an image by the smallest factor that is enough. False when none is."""
     width, height = image.size
     for factor in (2, 4, 8):
@@ -141,11 +143,11 @@ def decode(image: Image.Image, where: str, decoder: Decoder = "exact") -> Pixels
                 return np.repeat(grey[..., None], 3, axis=2)
             image.info.pop("transparency", None)  # dropped in any case, and PIL would warn of a palette's
             return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
-    except FAILURES as error:
-        raise unreadable(where, error) from error
+    except DECODE_ERRORS as error:
+        raise unreadable_error(where, error) from error
 
 
-def read_pixels(file: Path | io.BytesIO, where: str, reading: Reading) -> Pixels:
+def read_pixels(file: Path | io.BytesIO, where: str, reading: ReadOptions) -> Pixels:
     """Return the pixels (height, width, 3) of an image file. Raises `ImageError` as `open_image` and `decode` do."""
     return decode(open_image(file, where, reading), where, reading.decoder)
 
@@ -176,7 +178,7 @@ def _stored_pixels(image: Image.Image) -> Pixels | None:
     return np.frombuffer(image.fp.read(math.prod(shape)), np.uint8).reshape(shape)
 
 
-def unreadable(where: str, error: Exception) -> ImageError:
+def unreadable_error(where: str, error: Exception) -> ImageError:
     """Describe a damaged or missing image in one line."""
     if isinstance(error, UnidentifiedImageError):
         reason = "of no known format"

@@ -16,7 +16,7 @@ from dpn_cli.errors import SaveError
 from dpn_cli.run.files import claimed, replace_file
 
 
-def folder_on_this_machine(run: Path, started: str) -> Path | None:
+def local_cache_dir(run: Path, started: str) -> Path | None:
     """Return the folder of the pixels of a run that `started` then; None where it cannot be this user's alone."""
     name = hashlib.sha256(f"{run.absolute()} {started}".encode("utf-8", "backslashreplace")).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"dpn-{os.getuid()}-{name}"
@@ -28,7 +28,7 @@ def folder_on_this_machine(run: Path, started: str) -> Path | None:
     return folder if mine else None
 
 
-def decoded_once(path: Path | None, decode: Callable[[], PixelSet]) -> PixelSet:
+def decode_once(path: Path | None, decode: Callable[[], PixelSet]) -> PixelSet:
     """Return the set that `decode` returns, from the files at `path` if another process has decoded it.
 
     The others wait for the first one. Without a path, or space for the files, the set is in this process's own memory.

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from dpn_cli.config.paths import home
-from dpn_cli.data.compact import Names, integers
+from dpn_cli.data.compact import PackedStrings, pack_integers
 from dpn_cli.data.decode import SUFFIXES
 from dpn_cli.errors import DataError, SaveError
 from dpn_cli.run import signals
@@ -36,13 +36,13 @@ FORM = "1"
 
 
 @dataclass
-class Listing:
+class FileIndex:
     """Images below a folder in alphabetical order: names with forward slashes, and sizes in bytes.
 
     The first `counts[0]` are in the first of the folders that were asked for. `file` is where the list is kept.
     """
 
-    names: Names = field(default_factory=Names)
+    names: PackedStrings = field(default_factory=PackedStrings)
     sizes: array[int] = field(default_factory=lambda: array("q"))
     counts: array[int] = field(default_factory=lambda: array("q"))
     file: Path | None = None
@@ -55,10 +55,10 @@ class Listing:
 
 
 @dataclass
-class _Folders:
+class _FolderStamps:
     """The folders that were walked through, each with dates and number, which change with the names in it."""
 
-    names: Names = field(default_factory=Names)
+    names: PackedStrings = field(default_factory=PackedStrings)
     stamps: array[int] = field(default_factory=lambda: array("q"))
 
     def add(self, name: str, path: str) -> None:
@@ -75,21 +75,21 @@ def _stamp(path: str) -> tuple[int, int, int]:
     return status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
-def list_files(root: Path, within: Sequence[str] = ("",)) -> Listing:
+def index_files(root: Path, within: Sequence[str] = ("",)) -> FileIndex:
     """List the images in and below some folders of `root`.
 
     A list of many images is kept below `home`, until one of the folders changes. An image that was written to in its
     place is noticed when it is opened, or in a sample. Says every ten seconds how many were found. Raises `DataError`
     for a folder that cannot be read, `StoppedError` when a signal asks to stop.
     """
-    file = _file(root, within)
-    if file and (kept := _read(file, root, within)) is not None:
+    file = _index_path(root, within)
+    if file and (kept := _load(file, root, within)) is not None:
         return kept
     began, shown = time.time_ns(), time.monotonic()
-    listing, folders = Listing(), _Folders()
+    listing, folders = FileIndex(), _FolderStamps()
     for folder in within:
         before = len(listing.names)
-        for name, size in walk(str(root / folder), f"{folder}/" if folder else "", SUFFIXES, folders):
+        for name, size in iter_files(str(root / folder), f"{folder}/" if folder else "", SUFFIXES, folders):
             signals.check_here()
             listing.names.append(name)
             listing.sizes.append(size)
@@ -99,12 +99,12 @@ def list_files(root: Path, within: Sequence[str] = ("",)) -> Listing:
         listing.counts.append(len(listing.names) - before)
     if file and len(listing.names) >= KEPT and max(folders.stamps[::3]) < began - SAME_DATE:
         with suppress(SaveError):  # the next run looks for them again
-            _keep(file, listing, folders, within)
+            _save(file, listing, folders, within)
             listing.file = file
     return listing
 
 
-def _file(root: Path, within: Sequence[str]) -> Path | None:
+def _index_path(root: Path, within: Sequence[str]) -> Path | None:
     """Return where a list is kept; None for a user without a home."""
     named = f"{FORM} {'whole' if within == ('',) else 'classes'} {real_path(root)}"
     with suppress(RuntimeError):
@@ -112,8 +112,8 @@ def _file(root: Path, within: Sequence[str]) -> Path | None:
     return None
 
 
-def walk(
-    top: str, prefix: str, suffixes: Collection[str] = SUFFIXES, folders: _Folders | None = None
+def iter_files(
+    top: str, prefix: str, suffixes: Collection[str] = SUFFIXES, folders: _FolderStamps | None = None
 ) -> Iterator[tuple[str, int]]:
     """Yield the images in and below a folder, with sizes in bytes, in the order of the parts of their paths.
 
@@ -139,7 +139,7 @@ def walk(
     for name in sorted([*files, *inner]):
         path = f"{top}{os.sep}{name}"
         if name in inner:
-            yield from walk(path, f"{prefix}{name}/", suffixes, folders)
+            yield from iter_files(path, f"{prefix}{name}/", suffixes, folders)
         elif (size := _size(path)) is not None:
             yield prefix + name, size
 
@@ -161,11 +161,11 @@ def _size(path: str) -> int | None:
     return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
 
-def _keep(file: Path, listing: Listing, folders: _Folders, within: Sequence[str]) -> None:
+def _save(file: Path, listing: FileIndex, folders: _FolderStamps, within: Sequence[str]) -> None:
     arrays = {
         **listing.names.arrays("name"),
         **folders.names.arrays("folder"),
-        **Names(within).arrays("within"),
+        **PackedStrings(within).arrays("within"),
         "sizes": np.asarray(listing.sizes),
         "counts": np.asarray(listing.counts),
         "stamps": np.asarray(folders.stamps),
@@ -178,16 +178,16 @@ def _keep(file: Path, listing: Listing, folders: _Folders, within: Sequence[str]
     replace_file(file, save)
 
 
-def _read(file: Path, root: Path, within: Sequence[str]) -> Listing | None:
+def _load(file: Path, root: Path, within: Sequence[str]) -> FileIndex | None:
     """Return a kept list; None where there is none, it is damaged, or a folder or a file of a sample has changed."""
     try:
         with file.open("rb") as opened, np.load(opened, allow_pickle=False) as arrays:
-            folders = Names.read(arrays, "folder")
+            folders = PackedStrings.read(arrays, "folder")
             now = [number for folder in folders for number in _stamp(str(root / folder))]
-            if now != arrays["stamps"].tolist() or Names.read(arrays, "within")[:] != list(within):
+            if now != arrays["stamps"].tolist() or PackedStrings.read(arrays, "within")[:] != list(within):
                 return None
-            sizes, counts = (integers(arrays[name]) for name in ("sizes", "counts"))
-            listing = Listing(Names.read(arrays, "name"), sizes, counts, file)
+            sizes, counts = (pack_integers(arrays[name]) for name in ("sizes", "counts"))
+            listing = FileIndex(PackedStrings.read(arrays, "name"), sizes, counts, file)
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
         return None
     rows = range(0, len(listing.names), max(1, len(listing.names) // SAMPLE))
@@ -196,5 +196,5 @@ def _read(file: Path, root: Path, within: Sequence[str]) -> Listing | None:
 
 
 def find_files(folder: Path, suffixes: Collection[str] = SUFFIXES) -> list[tuple[Path, int]]:
-    """Return the images in a folder and below it in alphabetical order, with sizes in bytes; see `walk`."""
-    return [(folder / name, size) for name, size in walk(str(folder), "", suffixes)]
+    """Return the images in a folder and below it in alphabetical order, with sizes in bytes; see `iter_files`."""
+    return [(folder / name, size) for name, size in iter_files(str(folder), "", suffixes)]

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 
 from dpn_cli.errors import DataError
 
-_gathered: list[list[DataError]] = []  # of the blocks of `gathering`, the innermost last
+_gathered: list[list[DataError]] = []  # of the blocks of `collect_errors`, the innermost last
 
 
 @contextmanager
-def gathering() -> Iterator[list[DataError]]:
-    """Gather inside the block what `fault` is told, instead of raising the first of it."""
+def collect_errors() -> Iterator[list[DataError]]:
+    """Gather inside the block what `report_error` is told, instead of raising the first of it."""
     errors: list[DataError] = []
     _gathered.append(errors)
     try:
@@ -21,8 +21,8 @@ def gathering() -> Iterator[list[DataError]]:
         _gathered.pop()
 
 
-def fault(error: DataError) -> None:
-    """Raise an error about one of many images; inside `gathering`, keep it, and the caller goes on without it."""
+def report_error(error: DataError) -> None:
+    """Raise an error about one of many images; inside `collect_errors`, keep it, and the caller goes on without it."""
     if not _gathered:
         raise error
     _gathered[-1].append(error)

@@ -9,16 +9,16 @@ from pathlib import Path
 import numpy as np
 
 from dpn_cli.config.urls import is_hub, is_shards, is_url
-from dpn_cli.data.decode import SUFFIXES, USUAL, Reading
-from dpn_cli.data.image_errors import fault
-from dpn_cli.data.remote import RemotePath, folder_of
-from dpn_cli.data.sources.base import MOST_CLASSES, Labelled, Part, number_names
-from dpn_cli.data.sources.cifar import Cifar, find_cifar
+from dpn_cli.data.decode import DEFAULT_READ_OPTIONS, SUFFIXES, ReadOptions
+from dpn_cli.data.image_errors import report_error
+from dpn_cli.data.remote import RemotePath, resolve_folder
+from dpn_cli.data.sources.base import MAX_CLASSES, ImageSubset, LabelledImages, number_classes
+from dpn_cli.data.sources.cifar import CifarImages, find_cifar
 from dpn_cli.data.sources.folder import ClassFolders, FolderImages
-from dpn_cli.data.sources.hub import HubSplit, _HubImages, hub_name, hub_split
-from dpn_cli.data.sources.packs import Packed, is_pack, read_manifest
-from dpn_cli.data.sources.shards import Shards, _ShardImages
-from dpn_cli.data.sources.synthetic import DEMO, LABELS, SceneSplit
+from dpn_cli.data.sources.hub import HubSplit, UnlabelledHubImages, find_hub_split, parse_hub_source
+from dpn_cli.data.sources.packs import PackedImages, is_pack, read_manifest
+from dpn_cli.data.sources.shards import LabelledShardImages, UnlabelledShardImages
+from dpn_cli.data.sources.synthetic import DEMO_SPLITS, LABELS, SceneSplit
 from dpn_cli.errors import DataError
 
 SPLITS = ("train", "val", "test")
@@ -26,7 +26,7 @@ SPLITS = ("train", "val", "test")
 
 @dataclass(frozen=True)
 class ImageSource:
-    """Where images are, by ``--data`` and related options.
+    """Location of images, by ``--data`` and related options.
 
     `place` is a folder (of classes, packed, or CIFAR's), ``hf:NAME[:CONFIGURATION]``, ``wds:PATTERN``, the URL of a
     packed folder or of shards, or ``demo``; `val_place` is another one for the validation images. Without validation
@@ -38,13 +38,13 @@ class ImageSource:
     val_fraction: float | None = None
     image_column: str | None = None
     label_column: str | None = None
-    reading: Reading = USUAL
+    reading: ReadOptions = DEFAULT_READ_OPTIONS
 
 
 def own_splits(source: ImageSource) -> list[str]:
     """Return which of ``train``, ``val`` and ``test`` a data set has itself, without substitutes."""
     own = [split for split in SPLITS if has_split(source, split)]
-    if is_hub(source.place) and "val" in own and hub_split(source.place, "val") == "test":
+    if is_hub(source.place) and "val" in own and find_hub_split(source.place, "val") == "test":
         own.remove("val")
     return own
 
@@ -53,15 +53,15 @@ def has_split(source: ImageSource, split: str) -> bool:
     """Tell whether a data set has images of its own for ``train``, ``val`` or ``test``."""
     if split == "val" and source.val_place:
         return True
-    if source.place in DEMO:
-        return split in DEMO[source.place][1]
+    if source.place in DEMO_SPLITS:
+        return split in DEMO_SPLITS[source.place][1]
     if split == "train":
         return True
     if is_hub(source.place):
-        return hub_split(source.place, split) is not None
+        return find_hub_split(source.place, split) is not None
     if is_shards(source.place):
         return False
-    root = folder_of(source.place)
+    root = resolve_folder(source.place)
     if isinstance(root, RemotePath) or is_pack(root):
         return split in read_manifest(root)["splits"]
     if find_cifar(root):
@@ -69,7 +69,7 @@ def has_split(source: ImageSource, split: str) -> bool:
     return (root / split).is_dir()
 
 
-def open_split(source: ImageSource, split: str, *, unlabelled: bool = False) -> tuple[Labelled, tuple[str, ...]]:
+def open_split(source: ImageSource, split: str, *, unlabelled: bool = False) -> tuple[LabelledImages, tuple[str, ...]]:
     """Open a split of a data set; returns it with its class names.
 
     Raises `DataError`, also for fewer than two classes, for more than a network can have, and for withheld labels (-1,
@@ -83,22 +83,22 @@ def open_split(source: ImageSource, split: str, *, unlabelled: bool = False) -> 
     return opened, classes
 
 
-def _open(source: ImageSource, place: str, split: str) -> tuple[Labelled, tuple[str, ...]]:
-    if place in DEMO:
-        task, splits = DEMO[place]
+def _open(source: ImageSource, place: str, split: str) -> tuple[LabelledImages, tuple[str, ...]]:
+    if place in DEMO_SPLITS:
+        task, splits = DEMO_SPLITS[place]
         return SceneSplit(task, *splits[split]), tuple(LABELS[task])
     if place.startswith("demo:"):
-        told = ", ".join(f"{name} ({len(LABELS[task])} classes)" for name, (task, _) in DEMO.items())
+        told = ", ".join(f"{name} ({len(LABELS[task])} classes)" for name, (task, _) in DEMO_SPLITS.items())
         raise DataError(f"--data {place}: no such demo; there are {told}")
     if is_shards(place):
-        shards = Shards(place.removeprefix("wds:"))
+        shards = LabelledShardImages(place.removeprefix("wds:"))
         return shards, shards.classes
     if is_hub(place):
-        own = hub_split(place, split)
-        name, config = hub_name(place)
+        own = find_hub_split(place, split)
+        name, config = parse_hub_source(place)
         hub = HubSplit(name, config, own or split, source.image_column, source.label_column, alone=True)
-        return hub, hub.classes or number_names(hub, place)
-    root = folder_of(place)
+        return hub, hub.classes or number_classes(hub, place)
+    root = resolve_folder(place)
     if isinstance(root, Path) and not root.is_dir():
         raise DataError(
             f"--data {place}: no such folder; it holds train/CLASS/IMAGE.jpg and val/CLASS/IMAGE.jpg. "
@@ -107,10 +107,10 @@ def _open(source: ImageSource, place: str, split: str) -> tuple[Labelled, tuple[
     if isinstance(root, RemotePath) or is_pack(root):
         named = read_manifest(root)["splits"]
         alone = source.val_place is not None and split == "val" and len(named) == 1
-        packed = Packed(root, next(iter(named)) if alone else split)
+        packed = PackedImages(root, next(iter(named)) if alone else split)
         return packed, packed.classes
     if cifar := find_cifar(root):
-        images = Cifar(*cifar, split)
+        images = CifarImages(*cifar, split)
         return images, images.classes
     inner = root / split
     folders = ClassFolders(inner if inner.is_dir() else root)
@@ -119,7 +119,7 @@ def _open(source: ImageSource, place: str, split: str) -> tuple[Labelled, tuple[
 
 def _check_labels(place: str, split: str, labels: Sequence[int], classes: Sequence[str]) -> None:
     if min(labels, default=0) < 0:
-        fault(
+        report_error(
             DataError(
                 f"--data {place}: its {split} images have the label -1, which means no label; choose another split"
             )
@@ -130,8 +130,8 @@ def _check_labels(place: str, split: str, labels: Sequence[int], classes: Sequen
             f"--data {place}: {only}, and a classifier needs two at least; images go into one folder per "
             "class: name the folder that holds these"
         )
-    if len(classes) > MOST_CLASSES:
-        raise DataError(f"--data {place}: {len(classes)} classes; a network has at most {MOST_CLASSES}")
+    if len(classes) > MAX_CLASSES:
+        raise DataError(f"--data {place}: {len(classes)} classes; a network has at most {MAX_CLASSES}")
 
 
 def check_classes(source: ImageSource, train: Sequence[str], val: Sequence[str]) -> None:
@@ -139,7 +139,7 @@ def check_classes(source: ImageSource, train: Sequence[str], val: Sequence[str])
     if tuple(train) == tuple(val):
         return
     missing, extra = sorted(set(train) - set(val)), sorted(set(val) - set(train))
-    fault(
+    report_error(
         DataError(
             f"--data {source.place}: training and validation have different classes: only in training: "
             f"{', '.join(missing[:5]) or 'none'}; only in validation: {', '.join(extra[:5]) or 'none'}"
@@ -147,19 +147,19 @@ def check_classes(source: ImageSource, train: Sequence[str], val: Sequence[str])
     )
 
 
-def open_unlabelled(source: ImageSource) -> Labelled:
+def open_unlabelled(source: ImageSource) -> LabelledImages:
     """Open the training images of `source` without looking at labels; a folder needs no class folders in it.
 
     Of a folder with ``train`` in it those are meant. Raises `DataError` where there are no images.
     """
     place = source.place
-    split: Labelled
+    split: LabelledImages
     if is_hub(place):
-        name, config = hub_name(place)
-        split = _HubImages(name, config, hub_split(place, "train") or "train", source.image_column)
+        name, config = parse_hub_source(place)
+        split = UnlabelledHubImages(name, config, find_hub_split(place, "train") or "train", source.image_column)
     elif is_shards(place):
-        split = _ShardImages(place.removeprefix("wds:"))
-    elif place in DEMO or is_url(place) or is_pack(root := Path(place).expanduser()) or find_cifar(root):
+        split = UnlabelledShardImages(place.removeprefix("wds:"))
+    elif place in DEMO_SPLITS or is_url(place) or is_pack(root := Path(place).expanduser()) or find_cifar(root):
         split, _ = open_split(source, "train", unlabelled=True)
     else:
         if not root.is_dir():
@@ -175,7 +175,7 @@ def open_unlabelled(source: ImageSource) -> Labelled:
     return split
 
 
-def find_images(source: str, most: int, seed: int, reading: Reading = USUAL) -> Labelled:
+def find_images(source: str, most: int, seed: int, reading: ReadOptions = DEFAULT_READ_OPTIONS) -> LabelledImages:
     """Return up to `most` images below a folder, drawn by `seed`, or that many scenes of ``demo``.
 
     Raises `DataError` when there is no such folder or no image in it.
@@ -188,4 +188,4 @@ def find_images(source: str, most: int, seed: int, reading: Reading = USUAL) -> 
     images = FolderImages(folder, reading=reading)
     if not images.sizes:
         raise DataError(f"--data {source}: no image in it or below it ({', '.join(sorted(SUFFIXES))})")
-    return Part(images, np.random.default_rng(seed).permutation(len(images.sizes))[:most])
+    return ImageSubset(images, np.random.default_rng(seed).permutation(len(images.sizes))[:most])

@@ -1,4 +1,4 @@
-"""Which images a network was trained on, identified by their content, whatever their place and name."""
+"""Record of the images that a network was trained on, identified by content, not by name."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from dpn_cli.data.sources.base import Labelled, behind_url
+from dpn_cli.data.sources.base import LabelledImages, is_remote
 from dpn_cli.errors import DataError
 from dpn_cli.run import distributed, signals
 from dpn_cli.run.distributed import World
 
 # Most images that are read, of a training set and of a split that is looked up: 160 kB of digests.
-MOST = 20_000
-DIGEST = 6  # bytes: with 20,000 images on either side, two unequal ones agree once in 700,000 evaluations
+MAX_IMAGES = 20_000
+DIGEST_BYTES = 6  # bytes: with 20,000 images on either side, two unequal ones agree once in 700,000 evaluations
 
 
 @dataclass(frozen=True)
-class Known:
+class Overlap:
     """The number of a split's images that a network was trained on; an estimate when a sample was compared."""
 
     images: int
@@ -44,13 +44,13 @@ class Known:
         )
 
 
-def record(split: Labelled) -> dict[str, Any]:
+def record(split: LabelledImages) -> dict[str, Any]:
     """Return the description of a training set for a network's file: counts, and digests of the content.
 
-    Describes a sample of sets with more than `MOST` images. Unreadable images are left out.
+    Describes a sample of sets with more than `MAX_IMAGES` images. Unreadable images are left out.
     """
     rows = _sample(split, 0)
-    digests = sorted(filter(None, (_digest(split, row) for row in rows)))
+    digests = sorted(filter(None, (_hash_image(split, row) for row in rows)))
     return {
         "images": len(split.labels),
         "described": len(rows),
@@ -58,7 +58,7 @@ def record(split: Labelled) -> dict[str, Any]:
     }
 
 
-def look_up(split: Labelled, described: Mapping[str, Any] | None, world: World) -> Known | None:
+def count_overlap(split: LabelledImages, described: Mapping[str, Any] | None, world: World) -> Overlap | None:
     """Return how many images of a split are described by a `record`; None without one.
 
     All ranks share the work and must call it together. Raises `StoppedError` when a signal asks to stop.
@@ -66,30 +66,30 @@ def look_up(split: Labelled, described: Mapping[str, Any] | None, world: World) 
     if described is None:
         return None
     joined = base64.b64decode(described["digests"])
-    known = {joined[at : at + DIGEST] for at in range(0, len(joined), DIGEST)}
+    known = {joined[at : at + DIGEST_BYTES] for at in range(0, len(joined), DIGEST_BYTES)}
     rows = _sample(split, 1)  # another seed than the record's: two samples of one data set must be independent
     met = 0
     for row in rows[world.rank :: world.size]:
         signals.check_here()
-        met += _digest(split, row) in known
+        met += _hash_image(split, row) in known
     met = int(distributed.reduce_over_ranks(torch.tensor(met)))
     share = len(rows) * described["described"] / max(1, len(split.labels) * described["images"])
     count = min(len(split.labels), round(met / share)) if met else 0
-    return Known(count, len(split.labels), share < 1)
+    return Overlap(count, len(split.labels), share < 1)
 
 
-def _sample(split: Labelled, seed: int) -> list[int]:
+def _sample(split: LabelledImages, seed: int) -> list[int]:
     """Return the images to read, drawn at random; of shards behind a URL, all images of some."""
     count = len(split.labels)
-    if split.shards and behind_url(split):
+    if split.shards and is_remote(split):
         turn = np.random.default_rng(seed).permutation(len(split.shards.paths))
-        return sorted(np.argsort(turn[split.shards.of], kind="stable")[:MOST].tolist())
-    drawn: list[int] = np.random.default_rng(seed).permutation(count)[:MOST].tolist()
+        return sorted(np.argsort(turn[split.shards.of], kind="stable")[:MAX_IMAGES].tolist())
+    drawn: list[int] = np.random.default_rng(seed).permutation(count)[:MAX_IMAGES].tolist()
     return sorted(drawn)
 
 
-def _digest(split: Labelled, row: int) -> bytes | None:
+def _hash_image(split: LabelledImages, row: int) -> bytes | None:
     try:
-        return hashlib.blake2b(split.content(row), digest_size=DIGEST).digest()
+        return hashlib.blake2b(split.content(row), digest_size=DIGEST_BYTES).digest()
     except DataError:
         return None

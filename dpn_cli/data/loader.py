@@ -18,16 +18,16 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from dpn_cli.data.augment import Augmentation, pipeline, seeded
+from dpn_cli.data.augment import Augmentation, make_transform, seed_globally
 from dpn_cli.data.collate import open_batches
 from dpn_cli.data.crops import train_crop
 from dpn_cli.data.decode import decode, decoder_of
-from dpn_cli.data.prefetch import fetched_ahead
+from dpn_cli.data.prefetch import prefetch_shards
 from dpn_cli.data.randaugment import rand_augment
 from dpn_cli.data.resize import resize
-from dpn_cli.data.sampler import Item, Steps, places
+from dpn_cli.data.sampler import Item, StepSampler, rank_positions
 from dpn_cli.data.shard_sampler import ShardOrder
-from dpn_cli.data.sources.base import Labelled
+from dpn_cli.data.sources.base import LabelledImages
 from dpn_cli.engine.fit import Batch, Batches
 from dpn_cli.engine.seeds import fold
 from dpn_cli.errors import DataError, DpnError, StoreError
@@ -42,8 +42,10 @@ CROP, FLIP, MIX, RANDAUGMENT, POLICY = 1, 2, 3, 4, 7
 Loaded = tuple[Tensor, int, int] | DpnError
 
 
-class _Crops(Dataset[Loaded]):
-    def __init__(self, split: Labelled, augmentation: Augmentation, batch_size: int, seed: int, skip_bad: bool) -> None:
+class _CropDataset(Dataset[Loaded]):
+    def __init__(
+        self, split: LabelledImages, augmentation: Augmentation, batch_size: int, seed: int, skip_bad: bool
+    ) -> None:
         self.split, self.augmentation, self.batch_size = split, augmentation, batch_size
         self.seed, self.skip_bad = seed, skip_bad
         self.lost: StoreError | None = None
@@ -77,12 +79,12 @@ class _Crops(Dataset[Loaded]):
             return self._augmented(crop, first, second)
         if how.one_by_one:
             return self._drawn(Image.fromarray(crop.permute(1, 2, 0).numpy()), first, second)
-        mirrored = how.flip and mirrored_places(self.seed, first, self.batch_size)[second]
+        mirrored = how.flip and draw_flips(self.seed, first, self.batch_size)[second]
         return crop.flip(-1) if mirrored else crop
 
     def _drawn(self, image: Image.Image, first: int, second: int) -> Tensor:
-        with seeded(fold(self.seed, POLICY, first, second)):
-            return pipeline(self.augmentation)(image)
+        with seed_globally(fold(self.seed, POLICY, first, second)):
+            return make_transform(self.augmentation)(image)
 
     def _cut(self, image: Image.Image, where: str, generator: torch.Generator) -> Tensor:
         if self.augmentation.crop == "whole":
@@ -99,7 +101,7 @@ class _Crops(Dataset[Loaded]):
 
 
 @lru_cache(maxsize=8)
-def mirrored_places(seed: int, step: int, batch_size: int) -> list[bool]:
+def draw_flips(seed: int, step: int, batch_size: int) -> list[bool]:
     """Return of every place in a step's batch whether its image is mirrored.
 
     The workers mirror: in the training's process, every operation of torch would wake up threads, which then wait for
@@ -110,7 +112,7 @@ def mirrored_places(seed: int, step: int, batch_size: int) -> list[bool]:
     return mirrored
 
 
-def worker_count(workers: int | Literal["auto"], device: torch.device, here: int = 1) -> int:
+def count_workers(workers: int | Literal["auto"], device: torch.device, here: int = 1) -> int:
     """Return the number of decoding processes per rank: on a GPU up to 16, on a CPU one, beside the training.
 
     `here` is the number of ranks that share the machine.
@@ -121,8 +123,8 @@ def worker_count(workers: int | Literal["auto"], device: torch.device, here: int
     return max(1, min(16, count // here - 1)) if device.type == "cuda" else int(count > 1)
 
 
-def crops_of(
-    split: Labelled,
+def iter_crops(
+    split: LabelledImages,
     augmentation: Augmentation,
     batch_size: int,
     seed: int,
@@ -137,7 +139,7 @@ def crops_of(
     `batch_size` is that of all ranks.
     """
     with open_batches(
-        _Crops(split, augmentation, batch_size, seed, skip_bad),
+        _CropDataset(split, augmentation, batch_size, seed, skip_bad),
         batches,
         workers,
         image_bytes=augmentation.image_bytes,
@@ -153,7 +155,7 @@ def crops_of(
 
 
 def crop_batches(
-    split: Labelled,
+    split: LabelledImages,
     augmentation: Augmentation,
     batch_size: int,
     seed: int,
@@ -171,18 +173,18 @@ def crop_batches(
     that of the images, which are shuffled all together without one. Raises `DataError` naming the first unreadable
     image, unless `skip_bad` replaces it and calls `on_skip`.
     """
-    mine = places(batch_size, world, mirrored=augmentation.mirrored)
+    mine = rank_positions(batch_size, world, mirrored=augmentation.mirrored)
     if augmentation.mixup and world.size > 1:
         mine = [(mine[0] - 1) % batch_size, *mine]  # the first of these rows is mixed with another rank's last
 
     def batches(start: int) -> Generator[Batch, None, None]:
         repeats, views = augmentation.repeats, augmentation.views
-        steps = Steps(len(split.labels), batch_size, seed, start, mine, repeats, views, order)
+        steps = StepSampler(len(split.labels), batch_size, seed, start, mine, repeats, views, order)
         needs = partial(order.needs, start, mine) if order else None
         with (
-            fetched_ahead(split, needs, len(mine), workers, world.here) as tell,
+            prefetch_shards(split, needs, len(mine), workers, world.here) as tell,
             closing(
-                crops_of(split, augmentation, batch_size, seed, steps, world.device, workers, skip_bad, on_skip)
+                iter_crops(split, augmentation, batch_size, seed, steps, world.device, workers, skip_bad, on_skip)
             ) as crops,
         ):
             tell(start - 1)
@@ -190,7 +192,7 @@ def crop_batches(
                 tell(step)
                 batch = {"image": images, "label": labels}
                 if augmentation.mixup:
-                    batch = mixed_with_before(batch, augmentation.mixup, seed, step, wraps=world.size == 1)
+                    batch = mixup_with_previous(batch, augmentation.mixup, seed, step, wraps=world.size == 1)
                 yield batch
 
     return batches
@@ -202,7 +204,7 @@ def blend(first: Tensor, other: Tensor, share: Tensor) -> Tensor:
     return weight * first + (1 - weight) * other
 
 
-def mixed_with_before(batch: Batch, strength: float, seed: int, step: int, *, wraps: bool = True) -> Batch:
+def mixup_with_previous(batch: Batch, strength: float, seed: int, step: int, *, wraps: bool = True) -> Batch:
     """Return a batch with what mixup needs: one share for all of it, Beta(p, p) folded to at least a half.
 
     big_vision's get_mixup: each example is mixed with the one before it in the global batch, the first one with the

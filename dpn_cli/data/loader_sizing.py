@@ -6,17 +6,17 @@ from typing import Literal
 
 import torch
 
-from dpn_cli.data.collate import part_size, parts_in_memory
-from dpn_cli.data.findings import Findings
-from dpn_cli.data.loader import worker_count
+from dpn_cli.data.collate import chunk_size, chunks_in_memory
+from dpn_cli.data.findings import DataFindings
+from dpn_cli.data.loader import count_workers
 from dpn_cli.engine.fit import refuse_batch
 from dpn_cli.errors import DpnError
 from dpn_cli.run.console import count_noun
 from dpn_cli.run.cores import SHARED, shared_memory
 
 
-def check_loading(
-    findings: Findings, images: int, batch_size: int, ranks: int, workers: int | Literal["auto"], image_bytes: int
+def check_batch(
+    findings: DataFindings, images: int, batch_size: int, ranks: int, workers: int | Literal["auto"], image_bytes: int
 ) -> None:
     """Note how a batch is shared by `ranks` of this machine, and what is wrong with that."""
     if batch_size % ranks:
@@ -29,8 +29,8 @@ def check_loading(
         findings.warnings.append(f"a batch of {batch_size} is more than the {count_noun(images, 'image')} to train on")
     share = batch_size // ranks
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    processes = worker_count(workers, device, ranks)
-    handed = ranks * parts_in_memory(processes) * min(share, part_size(image_bytes, processes, ranks))
+    processes = count_workers(workers, device, ranks)
+    handed = ranks * chunks_in_memory(processes) * min(share, chunk_size(image_bytes, processes, ranks))
     needed, free = handed * image_bytes if processes else 0, shared_memory()
     findings.notes.append(
         f"a batch of {batch_size} on {count_noun(ranks, 'rank')}: {share} each, {images / batch_size:.1f} steps an "

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpn_cli.data.collate import Made, open_batches
+from dpn_cli.data.collate import CollatedBatch, open_batches
 from dpn_cli.data.decode import Pixels
-from dpn_cli.data.prefetch import fetched_ahead
+from dpn_cli.data.prefetch import prefetch_shards
 from dpn_cli.data.resize import resize
 from dpn_cli.data.sampler import rows_of_step
-from dpn_cli.data.shard_sampler import needs_in_order
-from dpn_cli.data.sources.base import Labelled
-from dpn_cli.data.thread_loader import Threaded
+from dpn_cli.data.shard_sampler import iter_shard_uses
+from dpn_cli.data.sources.base import LabelledImages
+from dpn_cli.data.thread_loader import ThreadedDataset
 from dpn_cli.errors import DataError, StoreError
 from dpn_cli.run import signals
 from dpn_cli.run.console import Done, uncounted
@@ -50,13 +50,13 @@ class PixelSet:
         return PixelSet(self.images.to(device), self.labels.to(device), self.skipped, self.rows)
 
 
-Unread = DataError | StoreError
-Item = tuple[Tensor, int, int] | Unread
+ReadFailure = DataError | StoreError
+Item = tuple[Tensor, int, int] | ReadFailure
 Transform = Callable[[Pixels], Tensor]
 
 
-class _Transformed(Threaded[Item]):
-    def __init__(self, split: Labelled, transform: Transform, rows: Sequence[int]) -> None:
+class _TransformDataset(ThreadedDataset[Item]):
+    def __init__(self, split: LabelledImages, transform: Transform, rows: Sequence[int]) -> None:
         self.split, self.transform, self.rows = split, transform, rows
         self.lost: StoreError | None = None
 
@@ -76,7 +76,7 @@ class _Transformed(Threaded[Item]):
             return error
 
 
-def reader_count(workers: int | Literal["auto"], images: int) -> int:
+def count_readers(workers: int | Literal["auto"], images: int) -> int:
     """Return the number of processes that read so many images: without one given, up to eight beside a GPU."""
     if workers != "auto":
         return workers
@@ -85,7 +85,7 @@ def reader_count(workers: int | Literal["auto"], images: int) -> int:
 
 @contextmanager
 def stream(
-    split: Labelled,
+    split: LabelledImages,
     transform: Transform,
     batch_size: int,
     *,
@@ -100,18 +100,18 @@ def stream(
     unless `skip_bad` leaves those out and counts them, and `WorkerError` when a process dies.
     """
     rows = range(len(split.labels)) if rows is None else rows
-    count = reader_count(workers, len(rows))
-    needs = partial(needs_in_order, split.shards, rows, batch_size) if split.shards else None
+    count = count_readers(workers, len(rows))
+    needs = partial(iter_shard_uses, split.shards, rows, batch_size) if split.shards else None
     # Half of what there is room for: a training that is evaluated has shards in the cache, too.
-    ahead = fetched_ahead(split, needs, batch_size, max(1, count) if workers == "auto" else count, 2 * ranks_here())
+    ahead = prefetch_shards(split, needs, batch_size, max(1, count) if workers == "auto" else count, 2 * ranks_here())
     batches = (range(begin, min(begin + batch_size, len(rows))) for begin in range(0, len(rows), batch_size))
     image_bytes = transform(SQUARE).nbytes  # of all images: a batch is one tensor
-    read = _Transformed(split, transform, rows)
+    read = _TransformDataset(split, transform, rows)
     with ahead as tell, open_batches(read, batches, count, image_bytes=image_bytes) as made:
-        yield _told(_good(made, skip_bad), tell)
+        yield _notify_batches(_drop_failures(made, skip_bad), tell)
 
 
-def _good(made: Iterator[Made], skip_bad: bool) -> Iterator[PixelSet]:
+def _drop_failures(made: Iterator[CollatedBatch], skip_bad: bool) -> Iterator[PixelSet]:
     for columns, errors in made:
         if fatal := [error for error in errors if not skip_bad or isinstance(error, StoreError)]:
             raise fatal[0]
@@ -119,8 +119,8 @@ def _good(made: Iterator[Made], skip_bad: bool) -> Iterator[PixelSet]:
         yield PixelSet(images, labels, len(errors), tuple(rows.tolist()))
 
 
-def _told(parts: Iterator[PixelSet], tell: Callable[[int], None]) -> Iterator[PixelSet]:
-    """Tell which batch has been read; see `fetched_ahead`."""
+def _notify_batches(parts: Iterator[PixelSet], tell: Callable[[int], None]) -> Iterator[PixelSet]:
+    """Tell which batch has been read; see `prefetch_shards`."""
     tell(-1)
     for step, part in enumerate(parts):
         tell(step)
@@ -128,7 +128,7 @@ def _told(parts: Iterator[PixelSet], tell: Callable[[int], None]) -> Iterator[Pi
 
 
 def load(
-    split: Labelled,
+    split: LabelledImages,
     size: tuple[int, int],
     *,
     workers: int | Literal["auto"] = "auto",
@@ -154,7 +154,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def augment(
+def crop_and_flip(
     images: Tensor,
     rows: Tensor,
     size: tuple[int, int],
@@ -200,7 +200,7 @@ def shuffled_batches(
         while True:
             rows = rows_of_step(len(pixels.images), batch_size, seed, step)
             generator = torch.Generator().manual_seed((seed + 1) * 2_000_003 + step)
-            images = augment(pixels.images, rows, size, crop=crop, flip=flip, generator=generator, mine=mine)
+            images = crop_and_flip(pixels.images, rows, size, crop=crop, flip=flip, generator=generator, mine=mine)
             yield {"image": images, "label": pixels.labels[to_device(rows[mine], pixels.labels.device)]}
             step += 1
 

@@ -17,9 +17,9 @@ from dpn_cli.config.paths import cache_bytes
 from dpn_cli.data import remote
 from dpn_cli.data.collate import batches_ahead
 from dpn_cli.data.remote import RemotePath
-from dpn_cli.data.shard_sampler import Need, ShardOrder
-from dpn_cli.data.sources.base import Labelled, Shard, Sharded, behind_url
-from dpn_cli.data.workers import kill, leave_to_parent, watched
+from dpn_cli.data.shard_sampler import ShardOrder, ShardUse
+from dpn_cli.data.sources.base import LabelledImages, Shard, ShardIndex, is_remote
+from dpn_cli.data.workers import follow_parent, kill_processes, watch_processes
 from dpn_cli.errors import DpnError
 from dpn_cli.run.distributed import World
 
@@ -28,8 +28,8 @@ KEEP = 3600.0
 
 
 @contextmanager
-def fetched_ahead(
-    split: Labelled, needs: Callable[[], Iterator[Need]] | None, rows: int, workers: int, here: int
+def prefetch_shards(
+    split: LabelledImages, needs: Callable[[], Iterator[ShardUse]] | None, rows: int, workers: int, here: int
 ) -> Iterator[Callable[[int], None]]:
     """Fetch the shards that a training or another pass over images needs, in their order, while the block goes on.
 
@@ -39,12 +39,12 @@ def fetched_ahead(
     process that reads it, which tells why. Without `needs` or `workers` nothing is fetched ahead. Raises `WorkerError`
     inside the block when the process that fetches dies.
     """
-    if not needs or not workers or not behind_url(split):
+    if not needs or not workers or not is_remote(split):
         yield lambda step: None
         return
     assert split.shards
-    lists = sum(path.stat().st_size for path in remote.folder().glob("*") if path.suffix != ".tar")
-    window = Window(split.shards, needs(), batches_ahead(rows, workers), (cache_bytes() - lists) // here)
+    lists = sum(path.stat().st_size for path in remote.cache_dir().glob("*") if path.suffix != ".tar")
+    window = PrefetchWindow(split.shards, needs(), batches_ahead(rows, workers), (cache_bytes() - lists) // here)
     orders, told = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.Process(target=_fetch, args=(split.shards.paths, orders), daemon=True)
     process.start()
@@ -54,23 +54,23 @@ def fetched_ahead(
             told.send(wanted)
 
     try:
-        with watched([process]):
+        with watch_processes([process]):
             yield tell
     finally:
-        kill([process])
+        kill_processes([process])
         window.close()
 
 
-class Window:
+class PrefetchWindow:
     """The shards that are needed now or soon, in `budget` bytes of the cache, and which of them to fetch next.
 
     As many batches as `reach` are being made.
     """
 
-    def __init__(self, shards: Sharded, needs: Iterator[Need], reach: int, budget: int) -> None:
+    def __init__(self, shards: ShardIndex, needs: Iterator[ShardUse], reach: int, budget: int) -> None:
         self.paths, self.needs, self.reach, self.budget = shards.paths, needs, reach, budget
         self.next = next(needs, None)
-        self.held: list[Need] = []
+        self.held: list[ShardUse] = []
         self.noted = -math.inf
 
     def take(self, step: int) -> list[int]:
@@ -88,22 +88,22 @@ class Window:
             self.next = next(self.needs, None)
         needed = {need.shard for need in self.held}
         for shard in gone - needed:
-            remote.release(self._path(shard).cached)
+            remote.mark_unused(self._path(shard).cached)
         if taken or time.monotonic() - self.noted > KEEP / 4:
             self.noted = time.monotonic()
             for shard in needed:
-                remote.touch(self._path(shard).cached, KEEP)
+                remote.mark_used(self._path(shard).cached, KEEP)
         return taken
 
     def close(self) -> None:
         """Release everything."""
         for need in self.held:
-            remote.release(self._path(need.shard).cached)
+            remote.mark_unused(self._path(need.shard).cached)
 
     def _has_room(self, made: int) -> bool:
         assert self.next
         open_now = sum(need.first <= made for need in self.held)
-        size = sum(size_of(self._path(shard)) for shard in {need.shard for need in (*self.held, self.next)})
+        size = sum(shard_bytes(self._path(shard)) for shard in {need.shard for need in (*self.held, self.next)})
         return len(self.held) < 2 * open_now and size <= self.budget
 
     def _path(self, shard: int) -> RemotePath:
@@ -114,21 +114,21 @@ class Window:
 
 def _fetch(paths: Sequence[Shard], orders: Connection) -> None:
     """Fetch what is ordered, a few shards at once."""
-    leave_to_parent(0)
+    follow_parent(0)
     with ThreadPoolExecutor(remote.CLIENTS) as pool:
         while True:
             for shard in orders.recv():
-                pool.submit(_try, paths[shard])
+                pool.submit(_fetch_shard, paths[shard])
 
 
-def _try(path: Shard) -> None:
+def _fetch_shard(path: Shard) -> None:
     assert isinstance(path, RemotePath)
     with contextlib.suppress(DpnError):
         path.fetch()
-        remote.touch(path.cached, KEEP)
+        remote.mark_used(path.cached, KEEP)
 
 
-def size_of(path: RemotePath) -> int:
+def shard_bytes(path: RemotePath) -> int:
     """Return the bytes of a shard; 0 where the store does not say, and there is no copy."""
     if path.size is None:
         with contextlib.suppress(FileNotFoundError):
@@ -136,21 +136,21 @@ def size_of(path: RemotePath) -> int:
     return path.size or 0
 
 
-def check_cache(split: Labelled, order: ShardOrder | None, draws: int, workers: int, world: World) -> None:
+def check_cache(split: LabelledImages, order: ShardOrder | None, draws: int, workers: int, world: World) -> None:
     """Raise `DpnError` where a training would fetch the same shards over and over, since the cache is too small.
 
     `draws` is how many images the training draws, shuffled all together where there is no `order`.
     """
-    if not (shards := split.shards) or not behind_url(split):
+    if not (shards := split.shards) or not is_remote(split):
         return
     limit, used = cache_bytes(), set(shards.of.tolist())
-    sizes = {shard: size_of(path) for shard in used if isinstance(path := shards.paths[shard], RemotePath)}
+    sizes = {shard: shard_bytes(path) for shard in used if isinstance(path := shards.paths[shard], RemotePath)}
     total, said = sum(sizes.values()), f"DPN_CACHE_GB={limit / 1e9:g}"
     if total <= limit:
         return
     if order:
         ahead = batches_ahead(world.most(order.batch_size), workers)
-        needed = world.here * _most_at_once(order, sizes, ahead, world)
+        needed = world.here * _peak_bytes(order, sizes, ahead, world)
         if needed > limit:
             raise DpnError(
                 f"{said}: the shards that are read at a time take up to {needed / 1e9:.3g} GB; allow more for the "
@@ -167,7 +167,7 @@ def check_cache(split: Labelled, order: ShardOrder | None, draws: int, workers: 
         )
 
 
-def _most_at_once(order: ShardOrder, sizes: Mapping[int, int], reach: int, world: World) -> int:
+def _peak_bytes(order: ShardOrder, sizes: Mapping[int, int], reach: int, world: World) -> int:
     """Return the most bytes that a rank's shards take which are needed at the same time, in an epoch."""
     changes: dict[int, int] = {}
     for need in replace(order, steps=-(-order.images // order.batch_size)).needs(0, world.rows(order.batch_size)):

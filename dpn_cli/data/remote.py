@@ -89,9 +89,9 @@ class RemotePath:
 
     @property
     def cached(self) -> Path:
-        """Where the copy lies: a name made of URL and version, or of the content where the version is not known."""
+        """Return the path of the copy: named after URL and version, or after the content when the version is not known."""
         key = hashlib.sha256(f"{self.url} {self.version}".encode()).hexdigest() if self.version else self.sha256
-        return folder() / f"{key}{Path(self.name).suffix}"
+        return cache_dir() / f"{key}{Path(self.name).suffix}"
 
     def open(self, mode: Literal["rb"] = "rb") -> BufferedReader:
         """Open the copy, which is fetched where there is none. Raises as `fetch` does.
@@ -101,7 +101,7 @@ class RemotePath:
         while True:
             with contextlib.suppress(FileNotFoundError):
                 file = self.cached.open(mode)
-                touch(self.cached)
+                mark_used(self.cached)
                 return file
             self.fetch()
 
@@ -114,7 +114,7 @@ class RemotePath:
         path, digests = self.cached, list[str]()
         with claimed(path, on_wait=signals.check_here):
             if not path.is_file():
-                attempts(self.url, lambda: replace_file(path, lambda copy: self._fill(copy, digests)))
+                retry(self.url, lambda: replace_file(path, lambda copy: self._fill(copy, digests)))
 
     def read_bytes(self) -> bytes:
         """Return the content of a small file, without a copy. Raises as `fetch` does, `MissingError` without a file."""
@@ -124,7 +124,7 @@ class RemotePath:
             content: bytes = client.cat_file(path)
             return content
 
-        return attempts(self.url, read)
+        return retry(self.url, read)
 
     def read_text(self, encoding: str) -> str:
         """Return the content of a small text file. Raises as `read_bytes` does."""
@@ -141,9 +141,9 @@ class RemotePath:
             client, path = _client(self.url)
             return client.info(path)
 
-        info = attempts(self.url, describe)
+        info = retry(self.url, describe)
         version = " ".join(str(info[key]) for key in ("size", *VERSIONS) if info.get(key) is not None)
-        return replace(self, size=info.get("size"), version=version or "unknown", stated=_stated(info))
+        return replace(self, size=info.get("size"), version=version or "unknown", stated=_read_digest(info))
 
     def _fill(self, copy: Path, digests: list[str]) -> None:
         """Fetch the file to `copy`, check it, and make room for it. `digests` are those of copies that failed."""
@@ -177,7 +177,7 @@ class RemotePath:
         raise _FailedError(f"other bytes arrived: {expected[0]} {digest[:12]}… instead of {expected[1][:12]}…")
 
 
-def _stated(info: Any) -> tuple[str, str] | None:
+def _read_digest(info: Any) -> tuple[str, str] | None:
     """Return the digest of its content that a store states for a file: the hub's, Google's and HTTP's, or S3's."""
     if info.get("lfs"):
         return "sha256", info["lfs"]["sha256"]
@@ -187,12 +187,12 @@ def _stated(info: Any) -> tuple[str, str] | None:
     return ("md5", etag) if re.fullmatch("[0-9a-f]{32}", etag) else None
 
 
-def folder_of(place: str) -> Path | RemotePath:
+def resolve_folder(place: str) -> Path | RemotePath:
     """Return the folder that ``--data`` names, on this machine or behind a URL."""
     return RemotePath(place.rstrip("/")) if is_url(place) else Path(place).expanduser()
 
 
-def matches(url: str) -> list[RemotePath]:
+def glob_files(url: str) -> list[RemotePath]:
     """Return the files of a URL with ``*``, or the file itself. Raises as `RemotePath.fetch` does."""
     if "*" not in url:
         return [RemotePath(url)]
@@ -201,10 +201,10 @@ def matches(url: str) -> list[RemotePath]:
         client, path = _client(url)
         return [RemotePath(client.unstrip_protocol(name)) for name in sorted(client.glob(path))]
 
-    return attempts(url, find)
+    return retry(url, find)
 
 
-def in_parallel(function: Callable[[ItemT], ResultT], items: Iterable[ItemT]) -> Iterator[ResultT]:
+def map_in_parallel(function: Callable[[ItemT], ResultT], items: Iterable[ItemT]) -> Iterator[ResultT]:
     """Yield the results of a function that waits for a store, in order, several at once."""
     pool = ThreadPoolExecutor(CLIENTS)
     try:
@@ -215,12 +215,12 @@ def in_parallel(function: Callable[[ItemT], ResultT], items: Iterable[ItemT]) ->
         pool.shutdown(cancel_futures=True)
 
 
-def folder() -> Path:
+def cache_dir() -> Path:
     """Return the folder of the cache."""
     return home() / "cache" / "remote"
 
 
-def touch(path: Path, seconds: float = 0.0) -> None:
+def mark_used(path: Path, seconds: float = 0.0) -> None:
     """Note that a file of the cache is used, or will be for some seconds: until then others are deleted before it.
 
     The note is the file's time of modification, which ends by itself when the process does.
@@ -231,7 +231,7 @@ def touch(path: Path, seconds: float = 0.0) -> None:
             os.utime(path, (until, until))
 
 
-def release(path: Path) -> None:
+def mark_unused(path: Path) -> None:
     """Note that a file of the cache will not be used any more."""
     with contextlib.suppress(FileNotFoundError):
         if path.stat().st_mtime > time.time():
@@ -263,7 +263,7 @@ def make_room(copy: Path) -> None:
                 total -= size
 
 
-def attempts(url: str, attempt: Callable[[], ResultT]) -> ResultT:
+def retry(url: str, attempt: Callable[[], ResultT]) -> ResultT:
     """Return what an attempt returns, after a pause and another attempt where it fails. Raises `StoreError`."""
     for count in itertools.count(1):
         signals.check_here()
@@ -272,18 +272,18 @@ def attempts(url: str, attempt: Callable[[], ResultT]) -> ResultT:
         except DpnError:
             raise
         except Exception as error:  # every client has kinds of its own
-            cause = _cause(url, error)
-            final = _final(url, cause)
+            cause = _find_cause(url, error)
+            final = _find_fatal_error(url, cause)
             if final or count == TRIES:
                 raise final or StoreError(
-                    f"{url}: {_reason(cause)}; given up after {TRIES} attempts. Run the same command again "
+                    f"{url}: {_describe_error(cause)}; given up after {TRIES} attempts. Run the same command again "
                     "when the store answers; in a run's folder with --resume"
                 ) from error
         pause(FIRST_PAUSE * 2 ** (count - 1))
     raise AssertionError("the last attempt returns or raises")
 
 
-def _cause(url: str, error: BaseException) -> BaseException:
+def _find_cause(url: str, error: BaseException) -> BaseException:
     """Return what an error stands for: fsspec calls a file missing whatever an HTTP server answers to HEAD."""
     if isinstance(error, _FailedError):
         error = error.__cause__ or error
@@ -292,7 +292,7 @@ def _cause(url: str, error: BaseException) -> BaseException:
     return error
 
 
-def _final(url: str, error: BaseException) -> StoreError | None:
+def _find_fatal_error(url: str, error: BaseException) -> StoreError | None:
     """Return the error that another attempt would not help."""
     status = getattr(error, "status", 0)
     if isinstance(error, FileNotFoundError) or status in (404, 410):
@@ -301,15 +301,16 @@ def _final(url: str, error: BaseException) -> StoreError | None:
         )
     if isinstance(error, PermissionError) or status in (401, 403) or type(error).__name__ == "NoCredentialsError":
         return StoreError(
-            f"{url}: no access ({_reason(error)}); the store's client takes credentials from its environment variables "
+            f"{url}: no access ({_describe_error(error)}); the store's client takes credentials from its environment "
+            f"variables "
             "and files"
         )
     if isinstance(error, (ValueError, NotImplementedError)) or (400 <= status < 500 and status not in AGAIN):
-        return StoreError(f"{url}: {_reason(error)}; check the URL")
+        return StoreError(f"{url}: {_describe_error(error)}; check the URL")
     return None
 
 
-def _reason(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     """Describe a client's error in a few words."""
     if status := getattr(error, "status", 0):
         return f"HTTP {status} {getattr(error, 'message', '')}".strip()

@@ -18,13 +18,13 @@ def resize(pixels: Pixels, size: tuple[int, int]) -> Tensor:
     Bilinear with half-pixel centres, without regard to the aspect ratio, without antialiasing even when shrinking, and
     truncated, not rounded. PIL and torchvision antialias, which gives other pixels.
     """
-    image = as_batch(pixels)
+    image = to_batch(pixels)
     if tuple(image.shape[-2:]) == tuple(size):
         return image[0].contiguous()
-    return whole_levels(F.interpolate(image.float(), size, mode="bilinear", align_corners=False)[0])
+    return truncate_levels(F.interpolate(image.float(), size, mode="bilinear", align_corners=False)[0])
 
 
-def as_batch(pixels: Pixels) -> Tensor:
+def to_batch(pixels: Pixels) -> Tensor:
     """Return a copy of (h, w, 3) uint8 as (1, 3, h, w) in `torch.channels_last`, which torch resizes fastest.
 
     An image that gets its batch's axis last has other strides, for which torch turns it around, there and back.
@@ -32,6 +32,6 @@ def as_batch(pixels: Pixels) -> Tensor:
     return torch.from_numpy(pixels.copy())[None].permute(0, 3, 1, 2)
 
 
-def whole_levels(image: Tensor) -> Tensor:
+def truncate_levels(image: Tensor) -> Tensor:
     """Truncate float32 grey levels to integers on the CPU, channel by channel: NumPy takes a fifth of torch's time."""
     return torch.from_numpy(image.numpy().astype(np.uint8, order="C"))

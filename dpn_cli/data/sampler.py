@@ -40,11 +40,11 @@ def rows_of_step(images: int, batch_size: int, seed: int, step: int, repeats: in
 @lru_cache(maxsize=4)
 def _permutation(images: int, seed: int, epoch: int, repeats: int) -> Tensor:
     if repeats > 1:
-        return repeated(images, seed, epoch, repeats)
+        return repeat_epoch(images, seed, epoch, repeats)
     return torch.randperm(images, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
 
 
-def repeated(images: int, seed: int, epoch: int, repeats: int) -> Tensor:
+def repeat_epoch(images: int, seed: int, epoch: int, repeats: int) -> Tensor:
     """Return an epoch's order of `images` draws: the first images of a shuffle, each `repeats` times in a row.
 
     Repeated augmentation (arXiv 1901.09335) as in timm's sampler: an epoch keeps its length and sees a share of the
@@ -55,7 +55,7 @@ def repeated(images: int, seed: int, epoch: int, repeats: int) -> Tensor:
     return torch.tensor(list(sampler))
 
 
-class Steps(Sampler[list[Item]]):
+class StepSampler(Sampler[list[Item]]):
     """The items of this rank's share of every batch from a step on.
 
     `repeats` and `views` are those of `Augmentation`. Without an `order`, images are shuffled all together; with one,
@@ -92,7 +92,7 @@ class Steps(Sampler[list[Item]]):
         return (epoch % self.views, row) if self.views else (step, place)
 
 
-def places(batch_size: int, world: World, *, mirrored: bool = False) -> list[int]:
+def rank_positions(batch_size: int, world: World, *, mirrored: bool = False) -> list[int]:
     """Return a rank's places in the global batch: consecutive ones, or with `mirrored` each followed by its mirror."""
     mine = world.rows(batch_size)
     if not mirrored:

@@ -19,20 +19,20 @@ import numpy as np
 
 from dpn_cli.config.schema import Drawn
 from dpn_cli.data.compact import Rows
-from dpn_cli.data.sources.base import Labelled, Sharded
+from dpn_cli.data.sources.base import LabelledImages, ShardIndex
 from dpn_cli.engine.seeds import fold
 from dpn_cli.errors import DpnError
 
 if TYPE_CHECKING:
-    from dpn_cli.data.sources.base import Labelled
+    from dpn_cli.data.sources.base import LabelledImages
 
 # Independent streams of random numbers: the order of shards, of a shard's images, of the images that are read together.
 SHARDS, INSIDE, TOGETHER = 1, 2, 3
 # Batches whose images are looked up at a time, where others than `ShardOrder` say which they are.
-AT_ONCE = 64
+LOOKAHEAD_BATCHES = 64
 
 
-class Piece(NamedTuple):
+class Chunk(NamedTuple):
     """Images `begin` up to `end` of a shard's in an epoch, counted in a random order."""
 
     shard: int
@@ -40,7 +40,7 @@ class Piece(NamedTuple):
     end: int
 
 
-class Need(NamedTuple):
+class ShardUse(NamedTuple):
     """A shard that steps `first` to `last` read."""
 
     first: int
@@ -48,28 +48,28 @@ class Need(NamedTuple):
     shard: int
 
 
-def needs_in_order(shards: Sharded, rows: Sequence[int], batch_size: int) -> Iterator[Need]:
-    """Yield the shards of images that are read in batches, in the order of need; of `AT_ONCE` batches at a time."""
-    for begin in range(0, len(rows), AT_ONCE * batch_size):
-        places = range(begin, min(begin + AT_ONCE * batch_size, len(rows)))
+def iter_shard_uses(shards: ShardIndex, rows: Sequence[int], batch_size: int) -> Iterator[ShardUse]:
+    """Yield the shards of images that are read in batches, in the order of need; of `LOOKAHEAD_BATCHES` batches at a time."""
+    for begin in range(0, len(rows), LOOKAHEAD_BATCHES * batch_size):
+        places = range(begin, min(begin + LOOKAHEAD_BATCHES * batch_size, len(rows)))
         of = shards.of[[rows[place] for place in places]]
         numbers, firsts = np.unique(of, return_index=True)
         lasts = len(of) - 1 - np.unique(of[::-1], return_index=True)[1]
         steps = (begin + np.array([firsts, lasts])) // batch_size
-        yield from sorted(map(Need, *steps.tolist(), numbers.tolist()))
+        yield from sorted(map(ShardUse, *steps.tolist(), numbers.tolist()))
 
 
 @dataclass(frozen=True)
-class Lane:
+class ShardGroup:
     """A lane's epoch: pieces of shards that are read together, and where each such block begins among its draws."""
 
-    blocks: list[list[Piece]]
+    blocks: list[list[Chunk]]
     begins: Rows
 
 
 @dataclass(frozen=True, eq=False)
 class ShardOrder:
-    """Which images every step draws. An epoch has each image once, and may end inside a batch.
+    """Sampling of the images of every step. An epoch has each image once, and may end inside a batch.
 
     Args:
         shards: the number of each image's shard (n,).
@@ -90,12 +90,12 @@ class ShardOrder:
 
     @property
     def images(self) -> int:
-        """How many images an epoch has."""
+        """Return the number of images of an epoch."""
         return len(self.shards)
 
     @property
     def lanes(self) -> int:
-        """How many lanes the places of a batch are divided into."""
+        """Return the number of lanes that the places of a batch are divided into."""
         return min(self.open_shards, self.batch_size)
 
     @cached_property
@@ -116,13 +116,13 @@ class ShardOrder:
         first, width = self._bounds[:-1], np.diff(self._bounds)
         return steps * width + np.clip(rest - first, 0, width)
 
-    def plan(self, epoch: int) -> list[Lane]:
+    def plan(self, epoch: int) -> list[ShardGroup]:
         """Return what every lane reads in an epoch.
 
         The shuffled shards, one after the other, are cut where a lane's share of the draws ends. The two lanes of a
         shard that is cut both begin with it, or both end with it, so that it is fetched once.
         """
-        numbers = np.array(list(self.members))[_shuffled(len(self.members), self.seed, SHARDS, epoch)].tolist()
+        numbers = np.array(list(self.members))[_permute(len(self.members), self.seed, SHARDS, epoch)].tolist()
         ends = np.cumsum([len(self.members[shard]) for shard in numbers])
         begins = np.concatenate([[0], ends[:-1]])
         shares = self._drawn((epoch + 1) * self.images) - self._drawn(epoch * self.images)
@@ -130,7 +130,7 @@ class ShardOrder:
         for lane, (low, high) in enumerate(pairwise(np.concatenate([[0], np.cumsum(shares)]).tolist())):
             met = range(int(np.searchsorted(ends, low, "right")), int(np.searchsorted(begins, high)))
             pieces = [
-                Piece(numbers[at], max(0, low - int(begins[at])), min(high, int(ends[at])) - int(begins[at]))
+                Chunk(numbers[at], max(0, low - int(begins[at])), min(high, int(ends[at])) - int(begins[at]))
                 for at in (met if low < high else ())
             ]
             if lane % 2 == 0:
@@ -138,14 +138,14 @@ class ShardOrder:
             lanes.append(self._blocks(pieces))
         return lanes
 
-    def _blocks(self, pieces: Sequence[Piece]) -> Lane:
+    def _blocks(self, pieces: Sequence[Chunk]) -> ShardGroup:
         """Divide a lane's pieces into equally many at a time, as near to the number of open shards as that allows."""
         together = -(-self.open_shards // self.lanes)
         count = max(1, -(-len(pieces) // together))
         cuts = [len(pieces) * number // count for number in range(count + 1)]
         blocks = [list(pieces[low:high]) for low, high in pairwise(cuts)]
         sizes = [sum(piece.end - piece.begin for piece in block) for block in blocks]
-        return Lane(blocks, np.cumsum([0, *sizes]))
+        return ShardGroup(blocks, np.cumsum([0, *sizes]))
 
     def block(self, epoch: int, lane: int, number: int) -> Rows:
         """Return the images of a lane's block in the order in which they are drawn."""
@@ -153,9 +153,9 @@ class ShardOrder:
         parts = []
         for shard, begin, end in pieces:
             rows = self.members[shard]
-            parts.append(rows[_shuffled(len(rows), self.seed, INSIDE, epoch, shard)[begin:end]])
+            parts.append(rows[_permute(len(rows), self.seed, INSIDE, epoch, shard)[begin:end]])
         joined = np.concatenate(parts)
-        mixed: Rows = joined[_shuffled(len(joined), self.seed, TOGETHER, epoch, lane, number)]
+        mixed: Rows = joined[_permute(len(joined), self.seed, TOGETHER, epoch, lane, number)]
         return mixed
 
     def rows(self, step: int) -> list[int]:
@@ -184,7 +184,7 @@ class ShardOrder:
             yield self._open[lane][2][low - begins[number] : end - begins[number]]
             low = end
 
-    def needs(self, start: int, places: Sequence[int]) -> Iterator[Need]:
+    def needs(self, start: int, places: Sequence[int]) -> Iterator[ShardUse]:
         """Yield the shards that the steps from `start` on read for `places` of their batches, in the order of need."""
         lanes = sorted({place * self.lanes // self.batch_size for place in places})
         widths = np.diff(self._bounds)
@@ -197,11 +197,11 @@ class ShardOrder:
                     plan.blocks, pairwise((plan.begins + before[lane]).tolist()), strict=True
                 ):
                     first, last = low // widths[lane], (high - 1) // widths[lane]
-                    needs += [Need(int(first), int(last), piece.shard) for piece in block]
+                    needs += [ShardUse(int(first), int(last), piece.shard) for piece in block]
             yield from sorted(need for need in needs if need.last >= start and need.first < self.steps)
 
 
-def order_of(split: Labelled, data: Drawn, batch_size: int, seed: int, steps: int) -> ShardOrder | None:
+def make_shard_order(split: LabelledImages, data: Drawn, batch_size: int, seed: int, steps: int) -> ShardOrder | None:
     """Return the order of a training on a split; None where its images are shuffled all together.
 
     Raises `DpnError` where shards are to be drawn, and the split has none.
@@ -218,11 +218,11 @@ def order_of(split: Labelled, data: Drawn, batch_size: int, seed: int, steps: in
 
 # As long as an epoch is under way, and its end is in the same batch as the beginning of the next one.
 @lru_cache(maxsize=2)
-def _plan(order: ShardOrder, epoch: int) -> list[Lane]:
+def _plan(order: ShardOrder, epoch: int) -> list[ShardGroup]:
     return order.plan(epoch)
 
 
-def _shuffled(count: int, *numbers: int) -> Rows:
+def _permute(count: int, *numbers: int) -> Rows:
     """Return the numbers up to `count` in an order that depends on the other `numbers` alone.
 
     NumPy promises that the bits of a generator stay the same in later versions, but not what `permutation` makes of

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dpn_cli.data.compact import integers
+from dpn_cli.data.compact import pack_integers
 from dpn_cli.data.image_source import ImageSource, check_classes, has_split, open_split, own_splits
-from dpn_cli.data.sources.base import Labelled, Part
+from dpn_cli.data.sources.base import ImageSubset, LabelledImages
 from dpn_cli.errors import DataError
 
 # The share of the training images in minival, and its limit when minival is too small: 50 images show a training's
@@ -25,9 +25,9 @@ MINIVAL_WATCHES, MINIVAL_CHOOSES = 50, 500
 class ClassData:
     """A data set of named classes; `minival` is empty when every image is trained on."""
 
-    train: Labelled
-    minival: Labelled
-    val: Labelled
+    train: LabelledImages
+    minival: LabelledImages
+    val: LabelledImages
     classes: tuple[str, ...]
 
 
@@ -53,7 +53,7 @@ def open_class_data(source: ImageSource, minival: float | None, *, chooses: bool
     count = minival_size(len(train.labels), minival, chooses)
     order = hash_order(train)
     cut = len(order) - count
-    return ClassData(Part(train, np.sort(order[:cut])), Part(train, np.sort(order[cut:])), val, classes)
+    return ClassData(ImageSubset(train, np.sort(order[:cut])), ImageSubset(train, np.sort(order[cut:])), val, classes)
 
 
 def minival_size(images: int, share: float | None, chooses: bool = False) -> int:
@@ -66,16 +66,16 @@ def minival_size(images: int, share: float | None, chooses: bool = False) -> int
     return images - math.floor(images * (1 - share))
 
 
-def hash_order(split: Labelled) -> Sequence[int]:
+def hash_order(split: LabelledImages) -> Sequence[int]:
     """Order images by a hash of their names: a shuffle that depends on neither the machine nor the other images."""
     digests = bytearray()
     for index in range(len(split.labels)):
         digests += hashlib.sha256(os.fsencode(split.key(index))).digest()
     parts = np.frombuffer(digests, ">u8").reshape(-1, 4)
-    return integers(np.lexsort(parts.T[::-1]))  # by the first part, then by the second
+    return pack_integers(np.lexsort(parts.T[::-1]))  # by the first part, then by the second
 
 
-def hold_out(split: Labelled, fraction: float) -> tuple[Labelled, Labelled]:
+def hold_out(split: LabelledImages, fraction: float) -> tuple[LabelledImages, LabelledImages]:
     """Set the last `fraction` of every class apart, in the order of the names' hashes; returns (rest, part)."""
     labels, order = np.asarray(split.labels), np.asarray(hash_order(split))
     order = order[np.argsort(labels[order], kind="stable")]
@@ -85,7 +85,7 @@ def hold_out(split: Labelled, fraction: float) -> tuple[Labelled, Labelled]:
         apart[order[end - min(images - 1, max(1, round(fraction * images))) : end]] = True
     if apart.all() or not apart.any():
         raise DataError(f"{len(labels)} images are too few to set {fraction:g} of each class apart")
-    return Part(split, np.flatnonzero(~apart)), Part(split, np.flatnonzero(apart))
+    return ImageSubset(split, np.flatnonzero(~apart)), ImageSubset(split, np.flatnonzero(apart))
 
 
 def open_tuning_data(source: ImageSource) -> ClassData:

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 ItemT = TypeVar("ItemT", covariant=True)
 
 
-class Threaded(Dataset[ItemT]):
+class ThreadedDataset(Dataset[ItemT]):
     """A data set of images that a `DataLoader` without workers reads in threads. Decoders let others run."""
 
     def __getitems__(self, items: Sequence[Any]) -> list[ItemT]:

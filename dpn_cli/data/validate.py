@@ -1,6 +1,6 @@
 """Every image of a split decoded once: what is unreadable, what is there twice, and how it is stored.
 
-Two images are the same when their decoded pixels are, however the files differ; `digest_of` tells by 64 bits, with
+Two images are the same when their decoded pixels are, however the files differ; `hash_pixels` tells by 64 bits, with
 which two unequal ones among a million agree once in 40 million data sets.
 """
 
@@ -20,21 +20,21 @@ from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
 
 from dpn_cli.data.decode import Pixels, decode
-from dpn_cli.data.pixels import reader_count
-from dpn_cli.data.sources.base import Labelled
-from dpn_cli.data.thread_loader import Threaded
+from dpn_cli.data.pixels import count_readers
+from dpn_cli.data.sources.base import LabelledImages
+from dpn_cli.data.thread_loader import ThreadedDataset
 from dpn_cli.data.workers import open_loader
 from dpn_cli.errors import DataError
 from dpn_cli.run import signals
 from dpn_cli.run.console import Done, uncounted
 
 # Images that a process decodes before it hands over what it has seen.
-AT_ONCE = 64
+CHUNK_IMAGES = 64
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What is kept of an image: its digest, its sides in pixels, and how it is stored.
+class ImageRecord:
+    """Facts about one image: digest, sides in pixels, and storage.
 
     `counts` are what else was counted in it, `wrong` what else is wrong with it.
     """
@@ -47,30 +47,32 @@ class Seen:
     wrong: tuple[str, ...] = ()
 
 
-See = Callable[[int], Seen]
+InspectImage = Callable[[int], ImageRecord]
 
 
-def see_image(split: Labelled, row: int) -> Seen:
+def inspect_image(split: LabelledImages, row: int) -> ImageRecord:
     """Decode an image of a split as a training does. Raises `DataError` when it is unreadable."""
     image = split.open(row)
-    stored = storage_of(image)
-    return seen(decode(image, split.where(row), split.reading.decoder), stored)
+    stored = describe_format(image)
+    return describe_pixels(decode(image, split.where(row), split.reading.decoder), stored)
 
 
-def seen(pixels: Pixels, stored: str, counts: Mapping[int, int] | None = None, wrong: Sequence[str] = ()) -> Seen:
+def describe_pixels(
+    pixels: Pixels, stored: str, counts: Mapping[int, int] | None = None, wrong: Sequence[str] = ()
+) -> ImageRecord:
     """Describe the pixels (h, w, 3) of an image."""
     height, width, _ = pixels.shape
-    return Seen(digest_of(pixels), width, height, stored, counts or {}, tuple(wrong))
+    return ImageRecord(hash_pixels(pixels), width, height, stored, counts or {}, tuple(wrong))
 
 
-def digest_of(pixels: Pixels) -> int:
+def hash_pixels(pixels: Pixels) -> int:
     """Return 64 bits that tell images apart by their pixels and sides."""
     digest = hashlib.sha256(repr(pixels.shape).encode())  # faster than BLAKE2 where the processor has instructions
     digest.update(np.ascontiguousarray(pixels).data)
     return int.from_bytes(digest.digest()[:8], "little")
 
 
-def storage_of(image: Image.Image) -> str:
+def describe_format(image: Image.Image) -> str:
     """Name the format of an opened image, of a JPEG with its quality where libjpeg's usual tables were used."""
     if not isinstance(image, JpegImageFile):
         return image.format or "not encoded"
@@ -91,14 +93,14 @@ def _qualities() -> dict[tuple[int, ...], int]:
     return tables
 
 
-class _Rows(Threaded["Seen | DataError"]):
-    def __init__(self, see: See, count: int) -> None:
+class _InspectedRows(ThreadedDataset["ImageRecord | DataError"]):
+    def __init__(self, see: InspectImage, count: int) -> None:
         self.see, self.count = see, count
 
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, row: int) -> Seen | DataError:
+    def __getitem__(self, row: int) -> ImageRecord | DataError:
         try:
             return self.see(row)
         except DataError as error:
@@ -106,8 +108,8 @@ class _Rows(Threaded["Seen | DataError"]):
 
 
 @dataclass
-class Examined:
-    """What was seen of a split, by row: digests (n,), sides (n, 2) as width and height; zeros where unreadable.
+class SplitInspection:
+    """Facts about a split by row: digests (n,), sides (n, 2) as width and height; zeros where unreadable.
 
     Args:
         name: the split's name.
@@ -142,33 +144,33 @@ class Examined:
         return np.flatnonzero(mask)
 
 
-def examine(
+def inspect_split(
     name: str,
     where: Callable[[int], str],
-    see: See,
+    see: InspectImage,
     count: int,
     *,
     workers: int | Literal["auto"] = "auto",
     done: Done = uncounted,
-) -> Examined:
+) -> SplitInspection:
     """Look at `count` rows of a split with `see`, in processes where that pays; `done` is told how many are done.
 
     Raises `StoppedError` when a signal asks to stop, `WorkerError` when a process dies.
     """
-    examined = Examined(name, where, np.zeros(count, np.uint64), np.zeros((count, 2), np.int32))
+    examined = SplitInspection(name, where, np.zeros(count, np.uint64), np.zeros((count, 2), np.int32))
     row = 0
-    rows = _Rows(see, count)
-    with open_loader(rows, reader_count(workers, count), batch_size=AT_ONCE, collate_fn=list) as parts:
+    rows = _InspectedRows(see, count)
+    with open_loader(rows, count_readers(workers, count), batch_size=CHUNK_IMAGES, collate_fn=list) as parts:
         for part in parts:
             signals.check_here()
             for one in part:
-                _take(examined, row, one)
+                _add_record(examined, row, one)
                 row += 1
             done(len(part))
     return examined
 
 
-def _take(examined: Examined, row: int, one: Seen | DataError) -> None:
+def _add_record(examined: SplitInspection, row: int, one: ImageRecord | DataError) -> None:
     if isinstance(one, DataError):
         examined.unreadable[row] = str(one)
         return
@@ -179,10 +181,10 @@ def _take(examined: Examined, row: int, one: Seen | DataError) -> None:
     examined.holding.update(one.counts.keys())
 
 
-Place = tuple[Examined, int]
+RowLocation = tuple[SplitInspection, int]
 
 
-def same_images(parts: Sequence[Examined]) -> Iterator[list[Place]]:
+def find_duplicates(parts: Sequence[SplitInspection]) -> Iterator[list[RowLocation]]:
     """Yield the places of each image that is there more than once in some splits, in their order."""
     if not parts:
         return

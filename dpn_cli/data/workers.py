@@ -36,7 +36,7 @@ _watched: list[Sequence[BaseProcess]] = []  # global, as child processes are
 _starting: list[bool] = []  # one for each loader that is being made
 
 
-def leave_to_parent(worker: int) -> None:
+def follow_parent(worker: int) -> None:
     """Make this worker process ignore stop signals, which schedulers send to every process, and end with its parent."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -59,22 +59,22 @@ def open_loader(dataset: Dataset[Any], workers: int, **options: Any) -> Iterator
     # A loader stops its workers when it is garbage-collected, so that a kept frame or traceback would keep them alive.
     processes = list[BaseProcess]()
     if workers:
-        options |= {"worker_init_fn": leave_to_parent, "multiprocessing_context": _noting(processes)}
+        options |= {"worker_init_fn": follow_parent, "multiprocessing_context": _recording_context(processes)}
     try:
-        with watched(processes), _unnoticed():
+        with watch_processes(processes), _defer_notices():
             items = iter(DataLoader(dataset, num_workers=workers, **options))
     except BaseException:
-        kill(processes)
+        kill_processes(processes)
         raise
     try:
-        with watched(processes):
+        with watch_processes(processes):
             yield items
     finally:
         if processes:
             _end(items, processes)
 
 
-def _noting(started: list[BaseProcess]) -> BaseContext:
+def _recording_context(started: list[BaseProcess]) -> BaseContext:
     """Return what starts processes as the system does, and puts them on a list."""
     context = copy.copy(multiprocessing.get_context())
     make = context.Process
@@ -88,7 +88,7 @@ def _noting(started: list[BaseProcess]) -> BaseContext:
 
 
 @contextmanager
-def watched(processes: Sequence[BaseProcess]) -> Iterator[None]:
+def watch_processes(processes: Sequence[BaseProcess]) -> Iterator[None]:
     """Raise `WorkerError` inside the block, wherever it is, as soon as one of the child processes dies."""
     _watched.append(processes)
     if threading.current_thread() is threading.main_thread():
@@ -108,12 +108,12 @@ def watched(processes: Sequence[BaseProcess]) -> Iterator[None]:
         _raise_for_dead(processes)
         raise
     finally:
-        _forget(processes)
+        _unwatch(processes)
 
 
 @contextmanager
-def _unnoticed() -> Iterator[None]:
-    """Put off what `watched` raises of itself: where processes are forked, Python prints an error and drops it."""
+def _defer_notices() -> Iterator[None]:
+    """Put off what `watch_processes` raises of itself: where processes are forked, Python prints an error and drops it."""
     _starting.append(True)
     try:
         yield
@@ -139,7 +139,7 @@ def _wait_for_exit_code(process: BaseProcess) -> None:
 def _raise_for_dead(processes: Sequence[BaseProcess]) -> None:
     for process in processes:
         if code := process.exitcode:
-            _forget(processes)  # raised once, and not again while the other workers end
+            _unwatch(processes)  # raised once, and not again while the other workers end
             raise WorkerError(_cause_of_death(process.pid, code)) from None
 
 
@@ -151,25 +151,25 @@ def _cause_of_death(pid: int | None, code: int) -> str:
     return f"data-loading process {pid} was killed by {number.name}: {cause}"
 
 
-def _forget(processes: Sequence[BaseProcess]) -> None:
+def _unwatch(processes: Sequence[BaseProcess]) -> None:
     _watched[:] = [others for others in _watched if others is not processes]
 
 
 def _end(items: Any, processes: Sequence[BaseProcess]) -> None:
     """Stop a loader's workers, and kill those that are busy for long: they ignore SIGTERM and hold nothing to save."""
     if any(process.exitcode for process in processes):
-        kill(processes)  # they may wait for a lock of the dead one
-    late = threading.Timer(PATIENCE, kill, [processes])
+        kill_processes(processes)  # they may wait for a lock of the dead one
+    late = threading.Timer(PATIENCE, kill_processes, [processes])
     late.start()
     try:
         items._shutdown_workers()
     finally:
         late.cancel()
         late.join()
-        kill(processes)
+        kill_processes(processes)
 
 
-def kill(processes: Sequence[BaseProcess]) -> None:
+def kill_processes(processes: Sequence[BaseProcess]) -> None:
     """Kill processes, of which some may not have begun, and wait until they have ended."""
     begun = [process for process in processes if process.pid is not None]
     for process in begun:
@@ -182,4 +182,4 @@ def kill(processes: Sequence[BaseProcess]) -> None:
 def _kill_all() -> None:
     """Kill workers before multiprocessing's exit, which sends them a SIGTERM and waits for ever."""
     for processes in _watched:
-        kill(processes)
+        kill_processes(processes)

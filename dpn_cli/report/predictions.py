@@ -1,4 +1,4 @@
-"""What is predicted of image files: each is read once, unreadable ones are named, and the rest is written.
+"""Predictions for image files: each file is read once, unreadable ones are named, the others are written.
 
 A table has a row for every image. A page has thumbnails of a bounded number of images, evenly spread over all of
 them, so that it can be sent to somebody.
@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dpn_cli.config.schema import PredictionFiles
-from dpn_cli.data.decode import Pixels, Reading, read_pixels
-from dpn_cli.data.pixels import reader_count
-from dpn_cli.data.thread_loader import Threaded
+from dpn_cli.data.decode import Pixels, ReadOptions, read_pixels
+from dpn_cli.data.pixels import count_readers
+from dpn_cli.data.thread_loader import ThreadedDataset
 from dpn_cli.data.workers import open_loader
 from dpn_cli.errors import DataError, DpnError
-from dpn_cli.report.content import Cell, Gallery, PageImage, Part, Section, Table, Text
+from dpn_cli.report.content import Cell, Gallery, PageImage, PageSection, Part, Table, TextBlock
 from dpn_cli.report.html import render
 from dpn_cli.report.tables import as_csv, flattened
 from dpn_cli.report.thumbnails import thumbnail
@@ -46,9 +46,9 @@ class Read:
 Item = Read | tuple[Path, DataError]
 
 
-class _Files(Threaded[Item]):
+class _Files(ThreadedDataset[Item]):
     def __init__(
-        self, paths: Sequence[Path], reading: Reading, prepare: Callable[[Pixels], Any], small: frozenset[int]
+        self, paths: Sequence[Path], reading: ReadOptions, prepare: Callable[[Pixels], Any], small: frozenset[int]
     ) -> None:
         self.paths, self.reading, self.prepare, self.small = paths, reading, prepare, small
 
@@ -66,7 +66,7 @@ class _Files(Threaded[Item]):
 
 def read_files(
     paths: Sequence[Path],
-    reading: Reading,
+    reading: ReadOptions,
     prepare: Callable[[Pixels], Any],
     *,
     batch_size: int,
@@ -79,7 +79,7 @@ def read_files(
     `StoppedError` when a signal asks to stop, and `WorkerError` when a process that reads dies.
     """
     files = _Files(paths, reading, prepare, small)
-    count = reader_count(workers, len(paths))
+    count = count_readers(workers, len(paths))
     with open_loader(files, count, batch_size=batch_size, collate_fn=list) as batches:
         for batch in batches:
             signals.check_here()
@@ -92,7 +92,7 @@ def spread(count: int, most: int) -> frozenset[int]:
 
 
 class Predictions:
-    """What is predicted of images, in their order; see the module.
+    """Predictions for images, in their order; see the module.
 
     Args:
         paths: the image files.
@@ -116,7 +116,7 @@ class Predictions:
 
     def read(
         self,
-        reading: Reading,
+        reading: ReadOptions,
         prepare: Callable[[Pixels], Any],
         *,
         batch_size: int,
@@ -185,7 +185,7 @@ class Predictions:
             images = [PageImage(small, lines(result)) for small, result in self.images]
             gallery = Gallery(self._caption(), images, across)
             facts: list[tuple[str, Cell]] = [("network", run), ("images", len(self.results))]
-            said = Section("Predictions", [*self.left_out(), Table("", ("", ""), facts), *summary])
+            said = PageSection("Predictions", [*self.left_out(), Table("", ("", ""), facts), *summary])
             title = f"{command}: {count_noun(len(self.results), 'image')}"
             write_gallery(self.written.html, title, said, gallery)
 
@@ -203,7 +203,7 @@ class Predictions:
             return []
         named = ", ".join(map(str, self.unreadable[:MOST_NAMED]))
         more = f" and {len(self.unreadable) - MOST_NAMED} more" if len(self.unreadable) > MOST_NAMED else ""
-        return [Text(f"Not readable and left out: {named}{more}.", warning=True)]
+        return [TextBlock(f"Not readable and left out: {named}{more}.", warning=True)]
 
     def problem(self, skip_bad: bool) -> DataError | None:
         """Return the error with which the command ends after all: for unreadable images, unless they are skipped."""
@@ -216,12 +216,14 @@ class Predictions:
         )
 
 
-def write_gallery(file: Path, title: str, said: Section, gallery: Gallery) -> None:
+def write_gallery(file: Path, title: str, said: PageSection, gallery: Gallery) -> None:
     """Write a page of images and what is said of them all. Raises `SaveError`."""
-    replace_text(file, render(title, [said, Section("Images", [gallery])], {}))
+    replace_text(file, render(title, [said, PageSection("Images", [gallery])], {}))
 
 
-def thumbnails(paths: Sequence[Path], reading: Reading, workers: int | Literal["auto"]) -> Iterator[tuple[int, bytes]]:
+def thumbnails(
+    paths: Sequence[Path], reading: ReadOptions, workers: int | Literal["auto"]
+) -> Iterator[tuple[int, bytes]]:
     """Yield the thumbnails of up to `MOST_SHOWN` image files with their places; not those of unreadable ones."""
     few = paths[:MOST_SHOWN]
     small = frozenset(range(len(few)))

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpn_cli.data.pixels import augment, stream, to_device
+from dpn_cli.data.pixels import crop_and_flip, stream, to_device
 from dpn_cli.data.resize import resize
 from dpn_cli.data.sampler import rows_of_step
 from dpn_cli.engine.fit import Batch, Batches
@@ -150,7 +150,7 @@ def encoded_batches(
         generator = torch.Generator().manual_seed(fold(seed, CROP, step))
         places = torch.arange(batch_size) - begin  # the draws are the whole batch's
         here = slice(begin, begin + len(images))
-        return augment(images, places, encoder.size, crop=True, flip=True, generator=generator, mine=here)
+        return crop_and_flip(images, places, encoder.size, crop=True, flip=True, generator=generator, mine=here)
 
     def batches(start: int) -> Generator[Batch, None, None]:
         share = len(world.rows(batch_size))

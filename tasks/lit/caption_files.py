@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dpn_cli.data.file_index import find_files
-from dpn_cli.data.image_errors import fault
+from dpn_cli.data.image_errors import report_error
 from dpn_cli.errors import DataError
 from tasks.lit.captions import CAPTION_COLUMNS, CaptionedFiles
 
@@ -35,7 +35,7 @@ def read_table(path: Path, root: Path, image: str | None, caption: str | None, s
             for row in rows:
                 name = (row[by_file] or "").strip()
                 if not name:
-                    fault(DataError(f"{path}, line {rows.line_num}: no file in the column {by_file!r}"))
+                    report_error(DataError(f"{path}, line {rows.line_num}: no file in the column {by_file!r}"))
                     continue
                 gathered.setdefault(name, [rows.line_num]).append(row[by_text])
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -129,10 +129,10 @@ def read_folder(root: Path, image: str | None, caption: str | None, skip_bad: bo
         try:
             raw = text.read_text(encoding="utf-8-sig").splitlines() if text.is_file() else ()
         except UnicodeDecodeError as error:
-            fault(DataError(f"{text}: not a text in UTF-8 ({error.reason} at byte {error.start})"))
+            report_error(DataError(f"{text}: not a text in UTF-8 ({error.reason} at byte {error.start})"))
             continue
         except OSError as error:
-            fault(DataError(f"{text}: not readable ({error.strerror})"))
+            report_error(DataError(f"{text}: not readable ({error.strerror})"))
             continue
         files.add(path.relative_to(root).as_posix(), raw, str(text))
     if not files.captions:

@@ -1,4 +1,4 @@
-"""Which captioned images a run trains on and which it is scored on."""
+"""Captioned images that a run trains on and is scored on."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from dpn_cli.config.urls import is_hub, is_shards
-from dpn_cli.data.decode import USUAL, Reading
+from dpn_cli.data.decode import DEFAULT_READ_OPTIONS, ReadOptions
 from dpn_cli.data.sources import synthetic
-from dpn_cli.data.sources.hub import hub_name, load_hub
+from dpn_cli.data.sources.hub import load_hub, parse_hub_source
 from dpn_cli.data.sources.synthetic import SceneSplit
 from dpn_cli.data.splits import hash_order
 from dpn_cli.errors import DataError
@@ -30,7 +30,7 @@ DEMO_SPLITS = {"train": (0, 8000), "val": (900_000, 901_000), "test": (900_000, 
 
 @dataclass(frozen=True)
 class CaptionSource:
-    """Where captioned images are: what ``--data`` and its companions say.
+    """Location of captioned images, by ``--data`` and related options.
 
     `place` is a .csv, .tsv or .json file, a folder, ``hf:NAME[:CONFIGURATION]``, ``wds:PATTERN``, the URL of
     shards, or ``demo``.
@@ -43,7 +43,7 @@ class CaptionSource:
     image_column: str | None = None
     caption_column: str | None = None
     skip_bad: bool = False
-    reading: Reading = USUAL
+    reading: ReadOptions = DEFAULT_READ_OPTIONS
 
 
 def open_pairs(source: CaptionSource) -> tuple[CaptionedImages, CaptionedImages]:
@@ -88,7 +88,7 @@ def _open(source: CaptionSource, split: str) -> CaptionedImages:
     if is_shards(place):
         return ShardCaptions(place.removeprefix("wds:"), source.skip_bad)
     if is_hub(place):
-        name, config = hub_name(place)
+        name, config = parse_hub_source(place)
         own = _hub_split(place, split) or split
         return HubCaptions(name, config, own, source.image_column, source.caption_column, source.skip_bad)
     path = Path(place).expanduser()
@@ -106,7 +106,7 @@ def _open(source: CaptionSource, split: str) -> CaptionedImages:
 
 
 def _hub_split(place: str, split: str) -> str | None:
-    splits = load_hub(*hub_name(place), True)
+    splits = load_hub(*parse_hub_source(place), True)
     return next((name for name in HUB[split] if name in splits), None)
 
 

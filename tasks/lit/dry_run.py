@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from dpn_cli.config.cost import Cost
-from dpn_cli.data.pixels import reader_count, stream
+from dpn_cli.data.pixels import count_readers, stream
 from dpn_cli.data.resize import Size, resize
 from dpn_cli.engine import fit as engine
-from dpn_cli.engine.dry_run import Sampled, Scene, dry_run_fit, loaded_alone, with_loading
+from dpn_cli.engine.dry_run import DryRunSetup, Sampled, dry_run_fit, loaded_alone, with_loading
 from dpn_cli.run.distributed import from_all
 from dpn_cli.run.run import Run
 from tasks.lit.batches import cached_batches, encoded_batches, tokenize
@@ -30,7 +30,7 @@ FLOAT16, INT32 = 2, 4
 
 
 def dry_run_training(run: Run[LitConfig], data: CaptionedImages, val: CaptionedImages, scored: int) -> Cost:
-    """Rehearse a training whose duration is in steps, and return what it takes, with the encoding of all images.
+    """Measure a training in a dry run, its duration in steps, and return its cost, with the encoding of all images.
 
     Few images are encoded; with a cache they stand for those of a whole batch. `scored` is how many images are scored
     at the end. Raises as `dry_run_fit` does.
@@ -40,10 +40,10 @@ def dry_run_training(run: Run[LitConfig], data: CaptionedImages, val: CaptionedI
     tower = load_tower(config, world)
     console.info(tower.report.summary())
     encoder = replace(config_encoder(config, tower, world), workers=0)
-    features, seconds = _encode(_few(data), encoder, reader_count(config.runtime.workers, len(data.captions)))
+    features, seconds = _encode(_few(data), encoder, count_readers(config.runtime.workers, len(data.captions)))
     size, seed = config.batch_size, config.seed
 
-    def begin() -> Scene:
+    def begin() -> DryRunSetup:
         text = new_text_tower(config, tower, tokenizer)
         if config.cache.use:
             again = torch.arange(size) % len(features)
@@ -53,7 +53,9 @@ def dry_run_training(run: Run[LitConfig], data: CaptionedImages, val: CaptionedI
             batches = encoded_batches(data, encoder, texts, size, seed, world, steps=1, micro=BATCH)
         job = job_of(config, text, batches, world, engine.Outputs(warn=console.warn))
         towers = Towers(tower, text, tokenizer, config.loss, {}, data.reading.decoder)
-        return Scene(engine.prepare(text, config.runtime, world), job, _sampled(towers, encoder, _few(val), scored))
+        return DryRunSetup(
+            engine.prepare(text, config.runtime, world), job, _sampled(towers, encoder, _few(val), scored)
+        )
 
     text = new_text_tower(config, tower, tokenizer)
     weights = 4 * (tower.report.parameters + sum(parameter.numel() for parameter in text.parameters()))

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from dpn_cli.data import image_source
-from dpn_cli.data.decode import Reading
-from dpn_cli.data.leakage import Known, look_up
-from dpn_cli.data.sources.base import Labelled, fingerprint
+from dpn_cli.data.decode import ReadOptions
+from dpn_cli.data.leakage import Overlap, count_overlap
+from dpn_cli.data.sources.base import LabelledImages, fingerprint
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError
 from dpn_cli.metrics import Scores
@@ -39,7 +39,7 @@ def evaluate(options: LitEvalOptions, console: Console) -> Json | None:
         if options.output_dir and world.leads:
             open_report(options.output_dir)
         towers = load_towers(options.run).to(world.device)
-        reading = Reading(how.decode or towers.decoder, how.max_pixels)
+        reading = ReadOptions(how.decode or towers.decoder, how.max_pixels)
         scored = _retrieval if options.captioned else zeroshot
         result = {
             "task": "lit eval",
@@ -54,7 +54,7 @@ def evaluate(options: LitEvalOptions, console: Console) -> Json | None:
         return result if world.leads else None
 
 
-def zeroshot(towers: Towers, options: LitEvalOptions, reading: Reading, world: World, console: Console) -> Json:
+def zeroshot(towers: Towers, options: LitEvalOptions, reading: ReadOptions, world: World, console: Console) -> Json:
     """Return the accuracy on labelled images, with what it depends on. Raises `DataError`."""
     split, folders = open_labelled(options, reading)
     names, origin = class_names(folders, options.class_names)
@@ -80,7 +80,7 @@ def zeroshot(towers: Towers, options: LitEvalOptions, reading: Reading, world: W
     return {"split": options.split or "val", "trained_on": known.to_dict() if known else None, **result}
 
 
-def open_labelled(options: LitEvalOptions, reading: Reading) -> tuple[Labelled, Sequence[str]]:
+def open_labelled(options: LitEvalOptions, reading: ReadOptions) -> tuple[LabelledImages, Sequence[str]]:
     """Open the labelled images to score on; returns them and their classes. Raises `DataError`."""
     if options.source == "demo":
         split = SceneClasses(*DEMO_SPLITS["test"])
@@ -96,16 +96,16 @@ def open_labelled(options: LitEvalOptions, reading: Reading) -> tuple[Labelled, 
     return image_source.open_split(where, chosen)
 
 
-def _known(towers: Towers, split: Labelled, world: World, console: Console) -> Known | None:
+def _known(towers: Towers, split: LabelledImages, world: World, console: Console) -> Overlap | None:
     """Count the images that the text tower was trained on, and warn of them."""
-    known = look_up(split, towers.facts.get("trained_on"), world)
+    known = count_overlap(split, towers.facts.get("trained_on"), world)
     if warning := known and known.warning():
         console.warn(warning)
     return known
 
 
 def _zeroshot_result(
-    scores: Scores, split: Labelled, names: Sequence[str], origin: str, prompts: str, templates: Sequence[str]
+    scores: Scores, split: LabelledImages, names: Sequence[str], origin: str, prompts: str, templates: Sequence[str]
 ) -> Json:
     return {
         "top1": scores.top1,
@@ -121,7 +121,7 @@ def _zeroshot_result(
     }
 
 
-def _retrieval(towers: Towers, options: LitEvalOptions, reading: Reading, world: World, console: Console) -> Json:
+def _retrieval(towers: Towers, options: LitEvalOptions, reading: ReadOptions, world: World, console: Console) -> Json:
     data, part = open_part(_captioned(options, reading), options.split, towers.facts)
     captions = sum(map(len, data.captions))
     console.info(f"{len(data.captions)} images with {captions} captions" + (f", {part}" if part else ""))
@@ -140,7 +140,7 @@ def _retrieval(towers: Towers, options: LitEvalOptions, reading: Reading, world:
     }
 
 
-def _captioned(options: LitEvalOptions, reading: Reading) -> CaptionSource:
+def _captioned(options: LitEvalOptions, reading: ReadOptions) -> CaptionSource:
     return CaptionSource(
         options.source,
         images=options.images,
@@ -153,7 +153,7 @@ def _captioned(options: LitEvalOptions, reading: Reading) -> CaptionSource:
 
 def describe_scores(result: Json) -> str:
     """Return the result as text."""
-    known = result["trained_on"] and Known(**result["trained_on"]).warning()
+    known = result["trained_on"] and Overlap(**result["trained_on"]).warning()
     warned = f"\nWARNING: {known}" if known else ""
     if "retrieval" in result:
         part = f"{result['part']}: " if result["part"] else ""

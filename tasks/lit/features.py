@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpn_cli.data.pixels import augment, to_device
+from dpn_cli.data.pixels import crop_and_flip, to_device
 from dpn_cli.engine.memory import in_chunks
 from dpn_cli.engine.seeds import fold
 from dpn_cli.weights.backbone import Backbone
@@ -109,6 +109,8 @@ def views_of(images: Tensor, rows: Sequence[int], encoder: ImageEncoder) -> Tens
     for image, row in zip(images, rows, strict=True):
         for view in range(encoder.views):
             generator = torch.Generator().manual_seed(fold(encoder.seed, row, view))
-            cut = partial(augment, image[None], torch.tensor([0]), encoder.size, generator=generator, mine=slice(0, 1))
+            cut = partial(
+                crop_and_flip, image[None], torch.tensor([0]), encoder.size, generator=generator, mine=slice(0, 1)
+            )
             views.append(cut(crop=True, flip=True))
     return torch.cat(views)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dpn_cli.data.decode import Reading
-from dpn_cli.data.sources.base import Labelled
+from dpn_cli.data.decode import ReadOptions
+from dpn_cli.data.sources.base import LabelledImages
 from dpn_cli.engine import fit as engine
 from dpn_cli.run.distributed import World
 from dpn_cli.run.run import Run
@@ -31,7 +31,7 @@ def source_of(config: LitConfig) -> CaptionSource:
         data.image_column,
         data.caption_column,
         data.skip_bad_images,
-        Reading(data.decode, data.max_pixels),
+        ReadOptions(data.decode, data.max_pixels),
     )
 
 
@@ -50,7 +50,7 @@ def zeroshot_options(config: LitConfig, folder: Path) -> LitEvalOptions | None:
     )
 
 
-def open_zeroshot(config: LitConfig) -> Labelled | None:
+def open_zeroshot(config: LitConfig) -> LabelledImages | None:
     """Open the labelled images that a run is scored on at its end. Raises `DataError`."""
     options = zeroshot_options(config, Path())
     return open_labelled(options, source_of(config).reading)[0] if options else None

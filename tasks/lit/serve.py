@@ -14,12 +14,12 @@ from open_clip.tokenizer import canonicalize_text
 
 from dpn_cli.arch import STEMS
 from dpn_cli.config.schema import PredictionFiles
-from dpn_cli.data.decode import Reading
+from dpn_cli.data.decode import ReadOptions
 from dpn_cli.data.resize import resize
 from dpn_cli.data.sources.folder import find_image_files
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError, DpnError, ImageError
-from dpn_cli.report.content import Cell, Gallery, PageImage, Section, Table
+from dpn_cli.report.content import Cell, Gallery, PageImage, PageSection, Table
 from dpn_cli.report.predictions import Predictions, tally, thumbnails, write_gallery
 from dpn_cli.run import signals
 from dpn_cli.run.console import Console
@@ -52,7 +52,7 @@ def label(options: ZeroShotOptions, console: Console) -> Predictions:
         refuse_ranks(world, "lit predict")
         towers = load_towers(options.run, "dpn lit predict").to(world.device)
         found = Predictions(find_image_files(options.images), options.written, console)
-        reading = Reading(how.decode or towers.decoder, how.max_pixels)
+        reading = ReadOptions(how.decode or towers.decoder, how.max_pixels)
         autocast = engine.precision_of(runtime, world.device)
         with autocast:
             classes = build_classifier(towers, names, prompt_set(options.prompts))
@@ -96,7 +96,7 @@ def search(options: SearchOptions, console: Console) -> Predictions | None:
         found = Predictions(find_image_files([options.images]), PredictionFiles(html=options.html), console)
         files = images_in(options.images, found.paths, options.query, found.leave_out)
         found.check_any()
-        files.reading = Reading(how.decode or towers.decoder, how.max_pixels)
+        files.reading = ReadOptions(how.decode or towers.decoder, how.max_pixels)
         encoder = image_encoder(towers.image, runtime, world, skip_bad=True, batch_size=options.batch_size)
         features, good = encoded(files, encoder, cache_root(options.cache_dir), world, console)
         with engine.precision_of(runtime, world.device):
@@ -130,7 +130,7 @@ def _write_found(
         for place, small in shown
     ]
     title = f"The {len(images)} nearest images, the nearest first" if len(images) > 1 else "The nearest image"
-    said = Section("Search", [*found.left_out(), Table("", ("", ""), facts)])
+    said = PageSection("Search", [*found.left_out(), Table("", ("", ""), facts)])
     write_gallery(file, f"dpn lit search: {options.query}", said, Gallery(title, images))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dpn_cli.arch import SIZES, size_name
 from dpn_cli.data.leakage import record
-from dpn_cli.data.sources.base import Labelled, fingerprint
+from dpn_cli.data.sources.base import LabelledImages, fingerprint
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.run import distributed
@@ -138,7 +138,7 @@ def _warnings(result: Json) -> Iterator[str]:
 def _check_data(
     train: CaptionedImages,
     val: CaptionedImages,
-    labelled: Labelled | None,
+    labelled: LabelledImages | None,
     tokenizer: Tokenizer,
     image_tower: str,
     folder: RunFolder,

@@ -20,7 +20,7 @@ from open_clip.tokenizer import canonicalize_text
 from safetensors import SafetensorError
 from torch import Tensor
 
-from dpn_cli.data.sources.base import Labelled
+from dpn_cli.data.sources.base import LabelledImages
 from dpn_cli.errors import DataError, SaveError
 from dpn_cli.metrics import Scores, score
 from dpn_cli.run import signals
@@ -153,7 +153,7 @@ def classifier_of(
 def classify(
     towers: Towers,
     weights: Tensor,
-    split: Labelled,
+    split: LabelledImages,
     world: World,
     *,
     workers: Any,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dpn_cli.config.cost import Cost
-from dpn_cli.data.loader import worker_count
+from dpn_cli.data.loader import count_workers
 from dpn_cli.engine import fit as engine
-from dpn_cli.engine.dry_run import Sampled, Scene, dry_run_fit
+from dpn_cli.engine.dry_run import DryRunSetup, Sampled, dry_run_fit
 from dpn_cli.run.distributed import World
 from dpn_cli.run.run import Run
 from tasks.segment.artifact import Segmenter
@@ -19,19 +19,19 @@ IMAGES = 4
 
 
 def dry_run_training(run: Run[SegmentConfig], data: SegmentData) -> Cost:
-    """Rehearse a training whose duration is in steps, and return what it takes. Raises as `dry_run_fit` does."""
+    """Measure a training in a dry run, its duration in steps, and return its cost. Raises as `dry_run_fit` does."""
     config, world, console = run.config, run.world, run.console
     vit = untrained(config, data, world, console).network.vit
     name, weights = f"{vit.config.arch} {vit.config.stem}", 4 * vit.report.parameters
     del vit
 
-    def begin() -> Scene:
+    def begin() -> DryRunSetup:
         network = build_network(config, len(data.classes))
         segmenter = Segmenter(network, data.classes, config.data, config.evaluation, {})
         job = job_of(config, data, segmenter, world, engine.Outputs(warn=console.warn), workers=0)
         model = engine.prepare(network, config.runtime, world)
-        workers = worker_count(config.runtime.workers, world.device, world.here)
-        return Scene(model, job, _sampled(config, segmenter, data, world), workers)
+        workers = count_workers(config.runtime.workers, world.device, world.here)
+        return DryRunSetup(model, job, _sampled(config, segmenter, data, world), workers)
 
     return dry_run_fit(begin, name, run.folder.path, weights=weights)
 

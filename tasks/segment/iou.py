@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from dpn_cli.data.loader import worker_count
+from dpn_cli.data.loader import count_workers
 from dpn_cli.data.workers import open_loader
 from dpn_cli.errors import DataError
 from dpn_cli.run import distributed, signals
@@ -146,7 +146,7 @@ def score(
     Raises `DataError` for an unreadable image or a wrong mask, `StoppedError` when a signal asks to stop.
     """
     rows = range(world.rank, len(pairs), world.size)
-    count = worker_count(workers, world.device, world.here)
+    count = count_workers(workers, world.device, world.here)
     confusion = torch.zeros(rule.classes, rule.classes, dtype=torch.int64, device=world.device)
     each: list[ImageScore] = []
     with open_loader(_Sized(pairs, rows, rule, plan), count, batch_size=None) as items:

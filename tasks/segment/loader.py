@@ -9,7 +9,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from dpn_cli.data.collate import Example, open_batches
-from dpn_cli.data.sampler import Item, Steps
+from dpn_cli.data.sampler import Item, StepSampler
 from dpn_cli.engine.fit import Batch, Batches
 from dpn_cli.engine.seeds import fold
 from dpn_cli.errors import DataError
@@ -53,7 +53,7 @@ def segment_batches(
     def batches(start: int) -> Generator[Batch, None, None]:
         with open_batches(
             _Examples(pairs, rule, how, seed),
-            Steps(len(pairs), batch_size, seed, start, mine),
+            StepSampler(len(pairs), batch_size, seed, start, mine),
             workers,
             image_bytes=PIXEL_BYTES * math.prod(how.crop),
             device=world.device,

@@ -14,12 +14,12 @@ import numpy as np
 from PIL import Image
 
 from dpn_cli.config.urls import is_hub
-from dpn_cli.data.decode import SUFFIXES, Pixels, Reading, decode, file_size, open_image
+from dpn_cli.data.decode import SUFFIXES, Pixels, ReadOptions, decode, file_size, open_image
 from dpn_cli.data.file_index import find_files
-from dpn_cli.data.image_errors import fault
+from dpn_cli.data.image_errors import report_error
 from dpn_cli.data.resize import Size
 from dpn_cli.data.sources import synthetic
-from dpn_cli.data.sources.hub import hub_name, hub_split, load_hub, stored_file
+from dpn_cli.data.sources.hub import find_hub_split, get_image_file, load_hub, parse_hub_source
 from dpn_cli.errors import DataError
 from tasks.segment.config import MaskData
 from tasks.segment.labels import RawMask, read_mask
@@ -30,7 +30,7 @@ MASK_SUFFIXES = (".png", ".tif", ".tiff", ".bmp")
 # Usual names of the mask column of hub data sets.
 MASK_COLUMNS = ("annotation", "mask", "label", "labels", "segmentation", "segmentation_mask", "semantic_segmentation")
 # An image that is read at a reduced size would not fit its mask.
-WHOLE = Reading(shrink=False)
+WHOLE = ReadOptions(shrink=False)
 
 
 class Pairs(ABC):
@@ -42,7 +42,7 @@ class Pairs(ABC):
 
     names: Sequence[str]
     sizes: Sequence[tuple[int, int]]
-    reading: Reading = WHOLE
+    reading: ReadOptions = WHOLE
 
     def __len__(self) -> int:
         return len(self.names)
@@ -104,7 +104,7 @@ class FolderPairs(Pairs):
             alone = [name for name in files if name not in partners]
             folder = folders[1] if what == "annotation" else folders[0]
             for name in alone:
-                fault(
+                report_error(
                     DataError(
                         f"{files[name]}: no {what} of that name in {folder} "
                         f"({len(alone)} of {len(files)} have none); every image needs its mask"
@@ -158,8 +158,8 @@ class HubPairs(Pairs):
     def __init__(self, place: str, split: str, image: str | None, mask: str | None) -> None:
         import datasets
 
-        own = hub_split(place, split)
-        rows = load_hub(*hub_name(place), True)
+        own = find_hub_split(place, split)
+        rows = load_hub(*parse_hub_source(place), True)
         if own is None:
             raise DataError(f"--data {place}: no {split} split; the data set has {', '.join(sorted(rows))}")
         rows = rows[own]
@@ -188,7 +188,7 @@ class HubPairs(Pairs):
         return list(pyarrow.compute.binary_length(encoded).fill_null(0).to_pylist())
 
     def _open(self, index: int, column: int, where: str) -> Image.Image:
-        return open_image(stored_file(self.rows[index][self.columns[column]], where), where, self.reading)
+        return open_image(get_image_file(self.rows[index][self.columns[column]], where), where, self.reading)
 
     def where(self, index: int) -> str:
         """Name data set, split and row."""
@@ -267,7 +267,7 @@ class PairsPart(Pairs):
 def open_pairs(data: MaskData, split: str) -> Pairs:
     """Open ``train`` or ``val`` of a config's data set. Raises `DataError`."""
     pairs = _open_pairs(data, split)
-    pairs.reading = Reading(data.decode, data.max_pixels, shrink=False)
+    pairs.reading = ReadOptions(data.decode, data.max_pixels, shrink=False)
     return pairs
 
 

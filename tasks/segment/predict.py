@@ -16,7 +16,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from dpn_cli.data.decode import Pixels, Reading
+from dpn_cli.data.decode import Pixels, ReadOptions
 from dpn_cli.data.sources.folder import find_image_files
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError, DpnError
@@ -66,7 +66,7 @@ def predict(options: SegmentPredictOptions, console: Console) -> Predictions:
         # Photographs have any size: where a run is scored at two, that of its training suits them.
         plan = segmenter.plan(segmenter.evaluation.beside)
         plan = replace(plan, batch_size=options.batch_size or plan.batch_size)
-        reading = Reading(how.decode or segmenter.data.decode, how.max_pixels, shrink=False)
+        reading = ReadOptions(how.decode or segmenter.data.decode, how.max_pixels, shrink=False)
         batches = found.read(
             reading, partial(_sized, plan=plan), batch_size=1, workers=runtime.workers, label="segment predict",
             small=False,

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dpn_cli.config.urls import is_hub
-from dpn_cli.data.decode import Reading
-from dpn_cli.data.image_errors import fault
-from dpn_cli.data.sources.base import Labelled, fingerprint, rows_to_check
+from dpn_cli.data.decode import ReadOptions
+from dpn_cli.data.image_errors import report_error
+from dpn_cli.data.sources.base import LabelledImages, fingerprint, sample_rows_to_check
 from dpn_cli.data.sources.folder import FileList
 from dpn_cli.data.sources.hub import HubSplit
 from dpn_cli.data.sources.synthetic import SceneSplit
@@ -27,9 +27,9 @@ TEST_SAMPLE = 100
 class TaskData:
     """The three splits of a task; `fingerprints` tells copies of the data apart."""
 
-    train800: Labelled
-    val200: Labelled
-    test: Labelled
+    train800: LabelledImages
+    val200: LabelledImages
+    test: LabelledImages
     fingerprints: dict[str, str]
 
 
@@ -50,7 +50,7 @@ def open_task(data: VtabData, task: Task) -> TaskData:
     return TaskData(**splits, fingerprints={name: fingerprint(split) for name, split in splits.items()})
 
 
-def open_splits(data: VtabData, task: Task) -> dict[str, Labelled]:
+def open_splits(data: VtabData, task: Task) -> dict[str, LabelledImages]:
     """Open train800, val200 and test of a task and check how many images they have.
 
     Raises `DataError`, naming the file and, in a list, the line, for a missing split or image, or a wrong number of
@@ -58,19 +58,19 @@ def open_splits(data: VtabData, task: Task) -> dict[str, Labelled]:
     """
     splits = {name: _open_split(data, task, name) for name in ("train800", "val200", "test")}
     for split in splits.values():
-        split.reading = Reading(data.decode, data.max_pixels)
+        split.reading = ReadOptions(data.decode, data.max_pixels)
     for name, expected in (("train800", TRAIN), ("val200", VAL)):
         count = len(splits[name].labels)
         if count != expected:
             text = f"{task.name}: {name} has {count} images, VTAB-1k has {expected}; get this task's folder again"
-            fault(DataError(text))
+            report_error(DataError(text))
     for name, split in splits.items():
         if not split.labels:
-            fault(DataError(f"{task.name}: {name} has no images"))
+            report_error(DataError(f"{task.name}: {name} has no images"))
     return splits
 
 
-def _open_split(data: VtabData, task: Task, split: str) -> Labelled:
+def _open_split(data: VtabData, task: Task, split: str) -> LabelledImages:
     source = data.source or "demo"
     if source == "demo":
         start, stop = {"train800": (0, TRAIN), "val200": (TRAIN, TRAIN + VAL), "test": (1000, 1000 + task.test)}[split]
@@ -95,7 +95,7 @@ def _open_split(data: VtabData, task: Task, split: str) -> Labelled:
     return FileList(root / task.folder, split)
 
 
-def written_here(split: Labelled) -> bool:
+def written_here(split: LabelledImages) -> bool:
     """Tell whether ``dpn data prepare vtab`` wrote a split's folder: its JPEG files are the original ones."""
     return isinstance(split, FileList) and is_prepared(split.list.parent)
 
@@ -109,7 +109,7 @@ def check_images(tasks: dict[Task, TaskData], skip_bad: bool, console: Console) 
     jpeg = []
     for task, data in tasks.items():
         for split in (data.train800, data.val200, data.test):
-            for index in rows_to_check(split, TEST_SAMPLE if split is data.test else len(split.labels)):
+            for index in sample_rows_to_check(split, TEST_SAMPLE if split is data.test else len(split.labels)):
                 signals.check_here()
                 try:
                     split.pixels(index)

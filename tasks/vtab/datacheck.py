@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dpn_cli.data.findings import Findings
-from dpn_cli.data.image_errors import gathering
+from dpn_cli.data.findings import DataFindings
+from dpn_cli.data.image_errors import collect_errors
 from dpn_cli.data.sources.base import fingerprint
 from dpn_cli.errors import DataError
 from tasks.vtab.config import VtabConfig
@@ -16,11 +16,11 @@ from tasks.vtab.tasks import Task, choose_tasks
 COPIED = "JPEG 75"
 
 
-def examine(config: VtabConfig, findings: Findings, ranks: int) -> dict[str, Any]:
+def examine(config: VtabConfig, findings: DataFindings, ranks: int) -> dict[str, Any]:
     """Look at all images of the config's tasks; returns the fingerprints that a result carries."""
     copied, fingerprints = [], {}
     for task in choose_tasks(config.data.tasks, config.demo):
-        with gathering() as errors:
+        with collect_errors() as errors:
             try:
                 splits = open_splits(config.data, task)
             except DataError as error:
@@ -50,7 +50,7 @@ def examine(config: VtabConfig, findings: Findings, ranks: int) -> dict[str, Any
     return fingerprints
 
 
-def _check_classes(task: Task, classes: tuple[str, ...], findings: Findings) -> None:
+def _check_classes(task: Task, classes: tuple[str, ...], findings: DataFindings) -> None:
     if classes and len(classes) != task.classes:
         text = f"{task.name}: the data set names {len(classes)} classes, and VTAB has {task.classes}"
         findings.problem("classes", text)

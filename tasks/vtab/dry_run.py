@@ -7,11 +7,11 @@ from dataclasses import replace
 from functools import partial
 
 from dpn_cli.config.cost import Cost
-from dpn_cli.data.loader import worker_count
+from dpn_cli.data.loader import count_workers
 from dpn_cli.data.pixels import PixelSet, load
-from dpn_cli.data.sources.base import Part
+from dpn_cli.data.sources.base import ImageSubset
 from dpn_cli.engine import fit as engine
-from dpn_cli.engine.dry_run import Sampled, Scene, dry_run_fit
+from dpn_cli.engine.dry_run import DryRunSetup, Sampled, dry_run_fit
 from dpn_cli.run.run import Run
 from dpn_cli.sweep.grid import format_network
 from tasks.vtab.config import VtabConfig
@@ -22,7 +22,7 @@ from tasks.vtab.trials import VtabTrial
 
 
 def dry_run_sweep(run: Run[VtabConfig], network: str, data: Mapping[Task, TaskData]) -> Cost:
-    """Rehearse a training of a network on the task with the most classes, and return what its whole sweep takes.
+    """Measure a training on the task with the most classes in a dry run, and return the cost of the whole sweep.
 
     The test split is neither read nor scored: a dry run must not look at it. Raises as `dry_run_fit` does.
     """
@@ -32,10 +32,10 @@ def dry_run_sweep(run: Run[VtabConfig], network: str, data: Mapping[Task, TaskDa
     console.info(f"{format_network(network)}: {trainer.model.report.summary()}")
     trial = VtabTrial(network, task, config.lrs[0], config.seeds[0], "train800", run.folder.path)
 
-    def begin() -> Scene:
+    def begin() -> DryRunSetup:
         job = trainer.job(trial, engine.Outputs(warn=console.warn))
-        workers = worker_count(config.runtime.workers, world.device, world.here)
-        return Scene(trainer.trainable, job, _sampled(trainer), workers)
+        workers = count_workers(config.runtime.workers, world.device, world.here)
+        return DryRunSetup(trainer.trainable, job, _sampled(trainer), workers)
 
     weights = 4 * trainer.model.report.parameters
     name = network if config.compare else f"{trainer.model.config.arch} {network}"
@@ -65,7 +65,7 @@ def _sampled(trainer: Trainer) -> Sampled:
     pixels, split = trainer.pixels("val200", train=False), trainer.data.val200
     images = min(config.eval_batch_size * world.size, len(pixels.images))
     few = PixelSet(pixels.images[:images], pixels.labels[:images])
-    mine = Part(split, range(world.rank, images, world.size))
+    mine = ImageSubset(split, range(world.rank, images, world.size))
     decode = partial(load, mine, trainer.size, workers=0, skip_bad=config.data.skip_bad_images)
 
     def evaluate() -> None:

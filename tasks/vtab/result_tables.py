@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from dpn_cli.data.decode import Reading
+from dpn_cli.data.decode import ReadOptions
 from dpn_cli.run.console import cell
 from dpn_cli.run.files import replace_text
 from dpn_cli.statistics import PERCENT, PERCENT_DIFFERENCE, Summary, as_text, paired_difference, summarize
@@ -62,7 +62,7 @@ def build_result(
         "unit": "percent",
         **by_network[main],
         "data": {"source": config.data.source, "fingerprints": dict(fingerprints)},
-        "decoder": Reading(config.data.decode).versions(),
+        "decoder": ReadOptions(config.data.decode).versions(),
         "differs_from_paper": differs,
         "timing": timing,
     }

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpn_cli.config.launch import SCRATCH_PIXELS
-from dpn_cli.data.decoded_cache import decoded_once
+from dpn_cli.data.decoded_cache import decode_once
 from dpn_cli.data.pixels import PixelSet, load, shuffled_batches
 from dpn_cli.data.resize import Size, resize
 from dpn_cli.engine import fit as engine
@@ -130,7 +130,7 @@ class Trainer:
                 skip_bad=self.config.data.skip_bad_images,
             )
             name = f"{self.task.name}-{split}-{size[0]}x{size[1]}"
-            pixels = decoded_once(self.shared / name if self.shared else None, decode)
+            pixels = decode_once(self.shared / name if self.shared else None, decode)
             if pixels.skipped:
                 self.console.warn(f"{self.task.name}: {pixels.skipped} unreadable images of {split} are left out")
             self._pixels[split, cropped] = pixels.to(self.world.device)

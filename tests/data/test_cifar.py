@@ -24,7 +24,7 @@ from dpn_cli.config.schema import Optim
 from dpn_cli.data.image_source import ImageSource
 from dpn_cli.data.loader import POLICY
 from dpn_cli.data.sampler import rows_of_step
-from dpn_cli.data.sources.cifar import LAYOUTS, Cifar, find_cifar
+from dpn_cli.data.sources.cifar import LAYOUTS, CifarImages, find_cifar
 from dpn_cli.data.splits import open_class_data
 from dpn_cli.engine.optim import build_optimizer, lr_factor, set_lr
 from dpn_cli.engine.seeds import fold
@@ -99,7 +99,7 @@ def test_images_labels_and_names_are_torchvisions(layout: Any, split: str, tmp_p
     write(tmp_path, layout)
     found = find_cifar(tmp_path)
     assert found == (tmp_path / layout.folder, layout) == find_cifar(tmp_path / layout.folder)
-    ours, reference = Cifar(*found, split), theirs(tmp_path, layout, split == "train")
+    ours, reference = CifarImages(*found, split), theirs(tmp_path, layout, split == "train")
     assert list(ours.labels) == reference.targets
     assert list(ours.classes) == reference.classes
     assert np.array_equal(np.stack([ours.pixels(index) for index in range(len(ours.labels))]), reference.data)
@@ -113,7 +113,7 @@ def test_the_form_in_bytes_holds_the_same(layout: Any, in_bytes: Any, tmp_path: 
     for each in (layout, in_bytes):
         write(tmp_path / each.folder, each)
     for split in ("train", "val"):
-        one, other = (Cifar(tmp_path / each.folder / each.folder, each, split) for each in (layout, in_bytes))
+        one, other = (CifarImages(tmp_path / each.folder / each.folder, each, split) for each in (layout, in_bytes))
         assert (list(one.labels), one.classes) == (list(other.labels), other.classes)
         assert all(np.array_equal(one.pixels(index), other.pixels(index)) for index in range(len(one.labels)))
         again = pickle.loads(pickle.dumps(other))  # as a process that decodes gets it
@@ -133,7 +133,7 @@ def test_what_a_pickle_asks_for_is_not_run(tmp_path: Path) -> None:
     file = tmp_path / TEN.folder / "data_batch_2"
     file.write_bytes(pickle.dumps({"data": Harmful(tmp_path / "run"), "labels": []}))
     with pytest.raises(DataError, match=r"data_batch_2: not a file of CIFAR \(it names .*, which no array needs\)"):
-        Cifar(tmp_path / TEN.folder, TEN, "train")
+        CifarImages(tmp_path / TEN.folder, TEN, "train")
     assert not (tmp_path / "run").exists()
 
 
@@ -155,7 +155,7 @@ def test_a_damaged_file_is_named(file: str, content: bytes, message: str, tmp_pa
     write(tmp_path, TEN)
     (tmp_path / TEN.folder / file).write_bytes(content)
     with pytest.raises(DataError, match=message) as raised:
-        Cifar(tmp_path / TEN.folder, TEN, "train")
+        CifarImages(tmp_path / TEN.folder, TEN, "train")
     assert str(raised.value).startswith(str(tmp_path / TEN.folder / file))
 
 
@@ -163,12 +163,12 @@ def test_missing_and_shortened_files_are_named(tmp_path: Path) -> None:
     write(tmp_path / "a", TEN)
     (tmp_path / "a" / TEN.folder / "data_batch_3").unlink()
     with pytest.raises(DataError, match=r"data_batch_3: not a file of CIFAR \(No such file"):
-        Cifar(tmp_path / "a" / TEN.folder, TEN, "train")
+        CifarImages(tmp_path / "a" / TEN.folder, TEN, "train")
     write(tmp_path / "b", TEN_BYTES)
     file = tmp_path / "b" / TEN_BYTES.folder / "data_batch_1.bin"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(DataError, match=r"data_batch_1.bin: .*its 12291 bytes are not a whole number of images"):
-        Cifar(file.parent, TEN_BYTES, "train")
+        CifarImages(file.parent, TEN_BYTES, "train")
 
 
 def test_a_folder_with_both_asks_which(tmp_path: Path) -> None:

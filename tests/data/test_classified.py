@@ -14,9 +14,9 @@ from timm.data import ImageNetInfo
 
 from dpn_cli.data.image_source import ImageSource, open_split
 from dpn_cli.data.imagenet import describe_imagenet
-from dpn_cli.data.sources.base import Part, fingerprint
+from dpn_cli.data.sources.base import ImageSubset, fingerprint
 from dpn_cli.data.sources.folder import ClassFolders
-from dpn_cli.data.sources.shards import Shards, expand
+from dpn_cli.data.sources.shards import LabelledShardImages, expand_pattern
 from dpn_cli.data.splits import ClassData, hash_order, hold_out, minival_size, open_class_data
 from dpn_cli.errors import DataError
 
@@ -63,7 +63,7 @@ ORDER = [f"class{name}.jpg" for name in ("1/000", "1/002", "0/001", "0/002", "1/
 def test_the_order_of_the_hashes_is_that_of_the_names_and_of_nothing_else(tmp_path: Path) -> None:
     split = ClassFolders(images(tmp_path / "here", classes=2, each=3))
     assert [split.key(row) for row in hash_order(split)] == ORDER
-    backwards = Part(split, range(5, -1, -1))
+    backwards = ImageSubset(split, range(5, -1, -1))
     assert [backwards.key(row) for row in hash_order(backwards)] == ORDER
     (tmp_path / "here").rename(tmp_path / "there")
     moved = ClassFolders(tmp_path / "there")
@@ -190,7 +190,7 @@ def test_shards_are_read_at_random(tmp_path: Path) -> None:
     data = open_class_data(ImageSource(pattern, val_fraction=0.3), 0.0)
     assert data.classes == ("0", "1", "2")
     assert len(data.train.labels) + len(data.val.labels) == 12
-    split = Shards(str(tmp_path / "part-*.tar"))
+    split = LabelledShardImages(str(tmp_path / "part-*.tar"))
     assert [int(split.pixels(i)[0, 0, 0]) for i in (11, 0, 7)] == [220, 0, 140]
     assert [split.labels[i] for i in (11, 0, 7)] == [2, 0, 1]
     (tmp_path / "classnames.txt").write_text("red\ngreen\nblue\n")
@@ -207,7 +207,10 @@ def test_shards_that_are_none_say_so(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(DataError, match=message):
             open_split(ImageSource(f"wds:{tmp_path / name}"), "train")
-    assert [path.name for path in expand(str(tmp_path / "{text,unlabelled}.tar"))] == ["text.tar", "unlabelled.tar"]
+    assert [path.name for path in expand_pattern(str(tmp_path / "{text,unlabelled}.tar"))] == [
+        "text.tar",
+        "unlabelled.tar",
+    ]
 
 
 def test_imagenets_folders_are_recognised_and_counted() -> None:

@@ -19,7 +19,15 @@ from torch.utils.data import Dataset, dataloader
 
 from dpn_cli.data import collate
 from dpn_cli.data.augment import Augmentation
-from dpn_cli.data.collate import AHEAD, IMAGES, SHARED, Example, open_batches, part_size, parts_in_memory
+from dpn_cli.data.collate import (
+    CHUNK_IMAGES,
+    MAX_SHARED_BYTES,
+    PREFETCH_CHUNKS,
+    Example,
+    chunk_size,
+    chunks_in_memory,
+    open_batches,
+)
 from dpn_cli.data.loader import crop_batches
 from dpn_cli.data.pixels import stream
 from dpn_cli.data.resize import resize
@@ -108,7 +116,7 @@ def test_the_size_of_parts_changes_no_pixel(
     whole = several(loader, folder, 0)
     assert max(len(batch["label"]) for batch in whole) > 4
     for size in (4, 1) if workers else (4, 3, 1):
-        monkeypatch.setattr(collate, "IMAGES", size)
+        monkeypatch.setattr(collate, "CHUNK_IMAGES", size)
         parts = several(loader, folder, workers)
         assert len(parts) == len(whole)
         for one, other in zip(parts, whole, strict=True):
@@ -119,7 +127,7 @@ def test_the_size_of_parts_changes_no_pixel(
 
 
 def test_all_workers_make_the_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collate, "IMAGES", 2)
+    monkeypatch.setattr(collate, "CHUNK_IMAGES", 2)
     with opened(Numbers(), batches_of(8), 2) as made:
         (images, numbers, process), errors = next(made)
         assert not errors
@@ -129,7 +137,7 @@ def test_all_workers_make_the_first_batch(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_one_batch_is_made_while_another_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collate, "IMAGES", 1)
+    monkeypatch.setattr(collate, "CHUNK_IMAGES", 1)
     data = Numbers()
     with opened(data, batches_of(8), 1) as made:
         next(made)
@@ -138,7 +146,7 @@ def test_one_batch_is_made_while_another_is_in_use(monkeypatch: pytest.MonkeyPat
 
 
 def test_batches_end_with_the_last_and_lengths_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collate, "IMAGES", 2)
+    monkeypatch.setattr(collate, "CHUNK_IMAGES", 2)
     for workers in (0, 1):
         with opened(Numbers(), [range(5), range(1), range(4)], workers) as made:
             assert [columns[1].tolist() for columns, _ in made] == [[0, 1, 2, 3, 4], [0], [0, 1, 2, 3]]
@@ -148,7 +156,7 @@ def test_batches_end_with_the_last_and_lengths_may_differ(monkeypatch: pytest.Mo
 def test_errors_come_in_the_order_of_the_items_and_leave_the_rest(
     workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collate, "IMAGES", 2)
+    monkeypatch.setattr(collate, "CHUNK_IMAGES", 2)
     with opened(Numbers(), [[-3, -1, 5, -2, 7], [-4]], workers) as made:
         columns, errors = next(made)
         assert [column.tolist() for column in columns[:2]] == [[[5, 5], [7, 7]], [5, 7]]
@@ -164,15 +172,15 @@ def none_left() -> bool:
 
 
 def test_closing_waits_for_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collate, "IMAGES", 1)
+    monkeypatch.setattr(collate, "CHUNK_IMAGES", 1)
     monkeypatch.setattr(collate, "PATIENCE", LIMIT)
-    monkeypatch.setattr(collate, "kill", lambda processes: pytest.fail("the thread was not woken up"))
+    monkeypatch.setattr(collate, "kill_processes", lambda processes: pytest.fail("the thread was not woken up"))
     monkeypatch.setattr("dpn_cli.data.workers.PATIENCE", 0.1)
     reading = threading.Event()
 
     class Items(list[int]):
         def __getitem__(self, place: Any) -> Any:
-            if place.start == AHEAD:  # the first part beyond those that the opened loader asks for itself
+            if place.start == PREFETCH_CHUNKS:  # the first part beyond those that the opened loader asks for itself
                 reading.set()
             return super().__getitem__(place)
 
@@ -224,7 +232,7 @@ def test_loaders_say_how_large_their_images_are(
         asked.append(size)
         return 4
 
-    monkeypatch.setattr(collate, "part_size", noted)
+    monkeypatch.setattr(collate, "chunk_size", noted)
     first = several(loader, folder, 0)[0]
     masks = first["label"].nbytes // len(first["label"]) if loader == "segment" else 0
     assert asked == [first["image"].nbytes // len(first["image"]) + masks]
@@ -236,9 +244,9 @@ def test_loaders_say_how_large_their_images_are(
 def test_parts_fit_into_shared_memory(side: int, workers: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     image = 3 * side**2
     monkeypatch.setattr(collate, "shared_memory", lambda: None)
-    size = part_size(image, workers, ranks)
-    assert ranks * parts_in_memory(workers) * size * image <= SHARED
-    assert size == IMAGES or ranks * parts_in_memory(workers) * (size + 1) * image > SHARED
+    size = chunk_size(image, workers, ranks)
+    assert ranks * chunks_in_memory(workers) * size * image <= MAX_SHARED_BYTES
+    assert size == CHUNK_IMAGES or ranks * chunks_in_memory(workers) * (size + 1) * image > MAX_SHARED_BYTES
     monkeypatch.setattr(collate, "shared_memory", lambda: 2**26)  # what Docker gives a container
-    assert part_size(image, workers, ranks) == max(1, 2**25 // (ranks * parts_in_memory(workers) * image))
-    assert part_size(image, 0, ranks) == IMAGES
+    assert chunk_size(image, workers, ranks) == max(1, 2**25 // (ranks * chunks_in_memory(workers) * image))
+    assert chunk_size(image, 0, ranks) == CHUNK_IMAGES

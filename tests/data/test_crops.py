@@ -15,7 +15,7 @@ import torch
 from conftest import Arrays
 from PIL import Image
 
-from dpn_cli.data.crops import Decode, area_weights, eval_crop, inception_box, small_size, train_crop
+from dpn_cli.data.crops import Decode, area_weights, eval_crop, inception_box, scale_to_short_side, train_crop
 from dpn_cli.data.decode import decode, open_image
 from dpn_cli.data.resize import resize
 from dpn_cli.errors import DataError
@@ -54,7 +54,7 @@ def test_area_resizing_is_tensorflows(name: str, op: str, side: int, golden: Cal
 def test_area_weights_give_tensorflows_values_before_the_cut(name: str, golden: Callable[[str], Arrays]) -> None:
     arrays = golden(name)
     height, width = arrays["in"].shape[:2]
-    new = small_size((height, width), 50)
+    new = scale_to_short_side((height, width), 50)
     tall = area_weights(height, new[0], 0, new[0]).mix(torch.from_numpy(arrays["in"].astype(np.float32)).flatten(1))
     wide = area_weights(width, new[1], 0, new[1]).mix(tall.view(new[0], width, 3).transpose(0, 1).flatten(1))
     ours = wide.view(new[1], new[0], 3).transpose(0, 1)

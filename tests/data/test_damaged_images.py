@@ -17,19 +17,19 @@ from PIL import Image
 from test_damaged import BYTES
 
 from dpn_cli.data.crops import eval_crop, train_crop
-from dpn_cli.data.decode import Reading, open_image, read_pixels
+from dpn_cli.data.decode import ReadOptions, open_image, read_pixels
 from dpn_cli.data.sources.folder import FolderImages
-from dpn_cli.data.sources.pack_writer import Packing, _encoded
-from dpn_cli.data.validate import see_image
+from dpn_cli.data.sources.pack_writer import PackOptions, _encode
+from dpn_cli.data.validate import inspect_image
 from dpn_cli.errors import DpnError
 from tasks.segment.labels import read_mask
 
 IMAGES = int(os.environ.get("DPN_DAMAGED", "500"))
 SIDES = 24, 18
 READINGS = {
-    "exact": Reading(),
-    "pillow": Reading("pillow"),
-    "shrunk": Reading(max_pixels=20 * 20),
+    "exact": ReadOptions(),
+    "pillow": ReadOptions("pillow"),
+    "shrunk": ReadOptions(max_pixels=20 * 20),
 }
 
 
@@ -62,8 +62,8 @@ KINDS = (
 )
 
 
-def encoded(data: io.BytesIO, where: str, packing: Packing, reading: Reading) -> None:
-    _, kept = _encoded(open_image(data, where, reading), where, packing, reading)
+def encoded(data: io.BytesIO, where: str, packing: PackOptions, reading: ReadOptions) -> None:
+    _, kept = _encode(open_image(data, where, reading), where, packing, reading)
     assert kept
 
 
@@ -74,19 +74,21 @@ def pixels_of(path: Path, name: str = "exact") -> Any:
 # Every way in which the program reads an image, by its name; each returns the pixels, or raises `DpnError`.
 WAYS: dict[str, Callable[[Path], Any]] = {
     **{name: partial(pixels_of, name=name) for name in READINGS},
-    "in memory": lambda path: read_pixels(io.BytesIO(path.read_bytes()), str(path), Reading()),
+    "in memory": lambda path: read_pixels(io.BytesIO(path.read_bytes()), str(path), ReadOptions()),
     "evaluation": lambda path: eval_crop(pixels_of(path), 8, (8, 8)),
     "training": lambda path: train_crop(
-        open_image(path, str(path), Reading()), str(path), (8, 8), torch.Generator().manual_seed(1), "exact"
+        open_image(path, str(path), ReadOptions()), str(path), (8, 8), torch.Generator().manual_seed(1), "exact"
     ),
     "training, fast": lambda path: train_crop(
-        open_image(path, str(path), Reading()), str(path), (2, 2), torch.Generator().manual_seed(2), "fast"
+        open_image(path, str(path), ReadOptions()), str(path), (2, 2), torch.Generator().manual_seed(2), "fast"
     ),
     "mask": lambda path: read_mask(open_image(path, str(path)), str(path)),
-    "packed": lambda path: encoded(io.BytesIO(path.read_bytes()), str(path), Packing(None), Reading()),
-    "packed, smaller": lambda path: encoded(io.BytesIO(path.read_bytes()), str(path), Packing(8), Reading()),
-    "packed, as it is": lambda path: encoded(io.BytesIO(path.read_bytes()), str(path), Packing(8, "ppm"), Reading()),
-    "examined": lambda path: see_image(FolderImages(path.parent), 0),
+    "packed": lambda path: encoded(io.BytesIO(path.read_bytes()), str(path), PackOptions(None), ReadOptions()),
+    "packed, smaller": lambda path: encoded(io.BytesIO(path.read_bytes()), str(path), PackOptions(8), ReadOptions()),
+    "packed, as it is": lambda path: encoded(
+        io.BytesIO(path.read_bytes()), str(path), PackOptions(8, "ppm"), ReadOptions()
+    ),
+    "examined": lambda path: inspect_image(FolderImages(path.parent), 0),
 }
 
 

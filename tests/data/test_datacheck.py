@@ -20,11 +20,11 @@ from test_highres import small, train
 
 from dpn_cli.commands.datacheck import CHECKS
 from dpn_cli.data import image_source, loader_sizing, validate
-from dpn_cli.data.image_errors import fault, gathering
+from dpn_cli.data.image_errors import collect_errors, report_error
 from dpn_cli.data.imagenet import imagenet_folders
 from dpn_cli.data.sources import synthetic
 from dpn_cli.data.sources.folder import ClassFolders
-from dpn_cli.data.validate import Examined, same_images, see_image, storage_of
+from dpn_cli.data.validate import SplitInspection, describe_format, find_duplicates, inspect_image
 from dpn_cli.errors import DataError, StoppedError
 from dpn_cli.run import signals
 from dpn_cli.run.run_dir import RunFolder
@@ -319,7 +319,7 @@ def test_labels_that_look_shifted_are_warned_of(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", CHECKS)
 def test_the_built_in_data_are_clean(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fewer = {"train": (0, 99), "val": (900, 950)}
-    monkeypatch.setattr(image_source, "DEMO", dict.fromkeys(synthetic.DEMO, ("demo_light", fewer)))
+    monkeypatch.setattr(image_source, "DEMO_SPLITS", dict.fromkeys(synthetic.DEMO_SPLITS, ("demo_light", fewer)))
     monkeypatch.setattr(lit_data, "DEMO_SPLITS", fewer)
     monkeypatch.setattr(segment_pairs, "DEMO_SPLITS", fewer)
     only = ["--tasks", "demo_light"] if name == "vtab" else []
@@ -339,7 +339,8 @@ def test_processes_see_what_one_sees(folder: Path) -> None:
     split = ClassFolders(folder / "train")
     split.path(4).write_bytes(b"")
     alone, shared = (
-        validate.examine("x", split.where, partial(see_image, split), 30, workers=workers) for workers in (0, 2)
+        validate.inspect_split("x", split.where, partial(inspect_image, split), 30, workers=workers)
+        for workers in (0, 2)
     )
     assert (alone.digests == shared.digests).all()
     assert (alone.sides == shared.sides).all()
@@ -362,7 +363,7 @@ def test_the_same_images_are_those_of_a_dictionary() -> None:
     g = np.random.default_rng(0)
     parts = []
     for name, count in (("a", 50), ("b", 0), ("c", 70)):
-        part = Examined(name, str, g.integers(0, 60, count).astype(np.uint64), np.zeros((count, 2), np.int32))
+        part = SplitInspection(name, str, g.integers(0, 60, count).astype(np.uint64), np.zeros((count, 2), np.int32))
         part.unreadable = dict.fromkeys(range(0, count, 9), "x")
         parts.append(part)
     places = defaultdict(list)
@@ -371,29 +372,29 @@ def test_the_same_images_are_those_of_a_dictionary() -> None:
             if row not in part.unreadable:
                 places[digest].append((part, row))
     expected = [group for group in places.values() if len(group) > 1]
-    assert list(same_images(parts)) == expected
-    assert list(same_images([])) == []
+    assert list(find_duplicates(parts)) == expected
+    assert list(find_duplicates([])) == []
 
 
 @pytest.mark.parametrize("quality", [1, 30, 75, 95, 100])
 def test_the_quality_of_a_jpeg_is_read_from_its_tables(quality: int) -> None:
     buffer = io.BytesIO()
     Image.new("RGB", (16, 16), (9, 80, 200)).save(buffer, "JPEG", quality=quality)
-    assert storage_of(Image.open(buffer)) == f"JPEG {quality}"
+    assert describe_format(Image.open(buffer)) == f"JPEG {quality}"
     own = io.BytesIO()
     Image.new("RGB", (16, 16)).save(own, "JPEG", qtables=[list(range(1, 65)), list(range(1, 65))])
-    assert storage_of(Image.open(own)) == "JPEG"
-    assert storage_of(Image.new("RGB", (2, 2))) == "not encoded"
+    assert describe_format(Image.open(own)) == "JPEG"
+    assert describe_format(Image.new("RGB", (2, 2))) == "not encoded"
 
 
 def test_faults_are_raised_unless_they_are_gathered() -> None:
     with pytest.raises(DataError, match="alone"):
-        fault(DataError("alone"))
-    with gathering() as outer:
-        fault(DataError("one"))
-        with gathering() as inner:
-            fault(DataError("two"))
+        report_error(DataError("alone"))
+    with collect_errors() as outer:
+        report_error(DataError("one"))
+        with collect_errors() as inner:
+            report_error(DataError("two"))
     assert [str(error) for error in outer] == ["one"]
     assert [str(error) for error in inner] == ["two"]
     with pytest.raises(DataError, match="again"):
-        fault(DataError("again"))
+        report_error(DataError("again"))

@@ -23,13 +23,13 @@ from test_crops import jpeg, photograph
 
 from dpn_cli.config.schema import MAX_PIXELS
 from dpn_cli.data.crops import Decode, eval_crop, inception_box, train_crop
-from dpn_cli.data.decode import Decoder, Reading, decode, open_image, read_pixels
+from dpn_cli.data.decode import Decoder, ReadOptions, decode, open_image, read_pixels
 from dpn_cli.data.file_index import find_files
 from dpn_cli.data.resize import resize
 from dpn_cli.errors import DataError, ImageError
 
 BOTH: tuple[Decoder, Decoder] = ("exact", "pillow")
-USUAL = Reading()
+USUAL = ReadOptions()
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def recorded(golden: Callable[[str], Arrays], number: int) -> tuple[bytes, Any, 
 @pytest.mark.parametrize("number", [0, 1])
 def test_jpegs_decode_to_tensorflows_pixels_exactly(number: int, golden: Callable[[str], Arrays]) -> None:
     encoded, default, precise = recorded(golden, number)
-    exact, pillow = (read_pixels(io.BytesIO(encoded), "here", Reading(decoder)) for decoder in BOTH)
+    exact, pillow = (read_pixels(io.BytesIO(encoded), "here", ReadOptions(decoder)) for decoder in BOTH)
     assert np.array_equal(exact, default)
     assert np.array_equal(pillow, precise)
     assert not np.array_equal(default, precise)
@@ -79,21 +79,21 @@ def test_jpeg_to_crop_is_the_recorded_chain(number: int, how: Decode, golden: Ca
         ours = train_crop(image, "here", (32, 32), torch.Generator().manual_seed(seed), how)
         top, left, height, width = inception_box(theirs.shape[:2], torch.Generator().manual_seed(seed))
         assert torch.equal(ours, resize(theirs[top : top + height, left : left + width], (32, 32)))
-    pixels = read_pixels(io.BytesIO(encoded), "here", Reading("pillow" if how == "pillow" else "exact"))
+    pixels = read_pixels(io.BytesIO(encoded), "here", ReadOptions("pillow" if how == "pillow" else "exact"))
     assert torch.equal(eval_crop(pixels, 48, (42, 42)), eval_crop(theirs, 48, (42, 42)))
 
 
 @pytest.mark.parametrize("arguments", [{"progressive": True}, {"subsampling": 0}, {"quality": 30}, {"keep_rgb": True}])
 def test_jpegs_of_every_kind_differ_from_pillows_by_rounding(arguments: dict[str, Any]) -> None:
     encoded = jpeg(photograph(133, 97), **arguments).getvalue()
-    exact, pillow = (read_pixels(io.BytesIO(encoded), "here", Reading(decoder)) for decoder in BOTH)
+    exact, pillow = (read_pixels(io.BytesIO(encoded), "here", ReadOptions(decoder)) for decoder in BOTH)
     difference = np.abs(exact.astype(int) - pillow)
     assert 0 < difference.mean() < 1.5
 
 
 def test_grey_jpegs_have_three_equal_channels_and_tensorflows_dct() -> None:
     encoded = jpeg(photograph(133, 97).convert("L")).getvalue()
-    exact, pillow = (read_pixels(io.BytesIO(encoded), "here", Reading(decoder)) for decoder in BOTH)
+    exact, pillow = (read_pixels(io.BytesIO(encoded), "here", ReadOptions(decoder)) for decoder in BOTH)
     assert exact.shape == (97, 133, 3)
     assert (exact == exact[..., :1]).all()
     assert 0 < np.abs(exact.astype(int) - pillow).mean() < 1
@@ -125,7 +125,7 @@ def test_a_jpeg_that_the_decoder_refuses_is_pillows() -> None:
     encoded = encoded.replace(b"\xff\xd1", b"damage\xff\xd1", 1)  # libjpeg warns and decodes around it
     with pytest.raises(ValueError, match="6 extraneous bytes"):
         simplejpeg.decode_jpeg(encoded)
-    exact, pillow = (read_pixels(io.BytesIO(encoded), "here", Reading(decoder)) for decoder in BOTH)
+    exact, pillow = (read_pixels(io.BytesIO(encoded), "here", ReadOptions(decoder)) for decoder in BOTH)
     assert np.array_equal(exact, pillow)
 
 
@@ -151,13 +151,13 @@ def test_images_above_the_limit_are_refused_unread(size: tuple[int, int]) -> Non
 
 def test_a_claim_that_is_allowed_is_still_one_line() -> None:
     with pytest.raises(ImageError, match="it: not a readable image"):
-        read_pixels(io.BytesIO(claims(2**31, 2**31)), "it", Reading(max_pixels=2**63))
+        read_pixels(io.BytesIO(claims(2**31, 2**31)), "it", ReadOptions(max_pixels=2**63))
 
 
 def test_large_scans_are_read_when_the_limit_allows_them() -> None:
     with open_image(io.BytesIO(claims(10_000, 10_000)), "it") as scan:  # Pillow would warn here
         assert scan.size == (10_000, 10_000)
-    with open_image(io.BytesIO(claims(20_000, 10_000)), "it", Reading(max_pixels=200_000_000)) as scan:
+    with open_image(io.BytesIO(claims(20_000, 10_000)), "it", ReadOptions(max_pixels=200_000_000)) as scan:
         assert scan.size == (20_000, 10_000)
 
 
@@ -165,11 +165,11 @@ def test_jpegs_above_the_limit_are_decoded_at_a_part_of_their_size() -> None:
     encoded = jpeg(photograph(208, 104), quality=95).getvalue()
     whole = read_pixels(io.BytesIO(encoded), "it", USUAL)
     for most, shape in ((208 * 104, (104, 208)), (208 * 104 - 1, (52, 104)), (2000, (26, 52)), (400, (13, 26))):
-        part = read_pixels(io.BytesIO(encoded), "it", Reading(max_pixels=most))
+        part = read_pixels(io.BytesIO(encoded), "it", ReadOptions(max_pixels=most))
         assert part.shape == (*shape, 3)
         smaller = np.asarray(Image.fromarray(whole).resize(shape[::-1], Image.Resampling.BOX))
         assert np.abs(part.astype(int) - smaller).mean() < 4
-    for reading in (Reading(max_pixels=300), Reading(max_pixels=2000, shrink=False)):
+    for reading in (ReadOptions(max_pixels=300), ReadOptions(max_pixels=2000, shrink=False)):
         with pytest.raises(ImageError, match="it: 208 x 104 pixels, more than"):
             open_image(io.BytesIO(encoded), "it", reading)
 

@@ -24,13 +24,13 @@ from test_segment import NAMES, write_scenes
 from dpn_cli.data import image_source, splits
 from dpn_cli.data.augment import Augmentation
 from dpn_cli.data.crops import Decode
-from dpn_cli.data.decode import Decoder, Reading
+from dpn_cli.data.decode import Decoder, ReadOptions
 from dpn_cli.data.image_source import find_images
 from dpn_cli.data.loader import crop_batches
 from dpn_cli.data.resize import resize
-from dpn_cli.data.sources.base import Labelled
-from dpn_cli.data.sources.pack_writer import Packing, pack
-from dpn_cli.data.sources.packs import Packed
+from dpn_cli.data.sources.base import LabelledImages
+from dpn_cli.data.sources.pack_writer import PackOptions, pack
+from dpn_cli.data.sources.packs import PackedImages
 from dpn_cli.errors import DpnError, ImageError
 from dpn_cli.run.distributed import World
 from dpn_cli.run.run import Run
@@ -93,52 +93,52 @@ def hub(folder: Path, encoded: bytes) -> str:
     return f"hf:{folder}"
 
 
-def from_folder(root: Path, encoded: bytes, reading: Reading) -> Labelled:
+def from_folder(root: Path, encoded: bytes, reading: ReadOptions) -> LabelledImages:
     source = image_source.ImageSource(str(class_folders(root / "photos", encoded)), reading=reading)
     return image_source.open_split(source, "train")[0]
 
 
-def from_part(root: Path, encoded: bytes, reading: Reading) -> Labelled:
+def from_part(root: Path, encoded: bytes, reading: ReadOptions) -> LabelledImages:
     return splits.hold_out(from_folder(root, encoded, reading), 0.5)[1]
 
 
-def from_parts(root: Path, encoded: bytes, reading: Reading) -> Labelled:
+def from_parts(root: Path, encoded: bytes, reading: ReadOptions) -> LabelledImages:
     return ConcatImages([from_part(root, encoded, reading)])
 
 
-def from_shards(root: Path, encoded: bytes, reading: Reading) -> Labelled:
+def from_shards(root: Path, encoded: bytes, reading: ReadOptions) -> LabelledImages:
     return image_source.open_split(image_source.ImageSource(shards(root / "a.tar", encoded), reading=reading), "train")[
         0
     ]
 
 
-def from_hub(root: Path, encoded: bytes, reading: Reading) -> Labelled:
+def from_hub(root: Path, encoded: bytes, reading: ReadOptions) -> LabelledImages:
     return image_source.open_split(image_source.ImageSource(hub(root / "hub", encoded), reading=reading), "train")[0]
 
 
-def from_pack(root: Path, encoded: bytes, reading: Reading) -> Labelled:
-    split = from_folder(root, encoded, Reading())
+def from_pack(root: Path, encoded: bytes, reading: ReadOptions) -> LabelledImages:
+    split = from_folder(root, encoded, ReadOptions())
     packing: Any = {"workers": 1, "skip_bad": False, "progress": print}
-    pack({"train": (split, range(4))}, ("one", "two"), root / "pack", Packing(size=None), **packing)
+    pack({"train": (split, range(4))}, ("one", "two"), root / "pack", PackOptions(size=None), **packing)
     return image_source.open_split(image_source.ImageSource(str(root / "pack"), reading=reading), "train")[0]
 
 
-def from_images(root: Path, encoded: bytes, reading: Reading) -> Labelled:
+def from_images(root: Path, encoded: bytes, reading: ReadOptions) -> LabelledImages:
     return find_images(str(class_folders(root / "photos", encoded)), 2, 0, reading)
 
 
-def from_captions(root: Path, encoded: bytes, reading: Reading) -> Labelled:
+def from_captions(root: Path, encoded: bytes, reading: ReadOptions) -> LabelledImages:
     for path in sorted(class_folders(root, encoded).rglob("*.jpg")):
         path.with_suffix(".txt").write_text("a sentence")
     return captioned.open_pairs(captioned.CaptionSource(str(root), val_fraction=0.5, reading=reading))[1]
 
 
-def from_captioned_shards(root: Path, encoded: bytes, reading: Reading) -> Labelled:
+def from_captioned_shards(root: Path, encoded: bytes, reading: ReadOptions) -> LabelledImages:
     source = captioned.CaptionSource(shards(root / "a.tar", encoded), skip_bad=True, reading=reading)
     return captioned.open_split(source, "train")
 
 
-def from_captioned_hub(root: Path, encoded: bytes, reading: Reading) -> Labelled:
+def from_captioned_hub(root: Path, encoded: bytes, reading: ReadOptions) -> LabelledImages:
     return captioned.open_split(captioned.CaptionSource(hub(root / "hub", encoded), reading=reading), "train")
 
 
@@ -150,15 +150,15 @@ SOURCES = [
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_source_decodes_and_limits_as_it_was_told(
-    source: Callable[[Path, bytes, Reading], Labelled], jpegs: dict[str, Any], tmp_path: Path
+    source: Callable[[Path, bytes, ReadOptions], LabelledImages], jpegs: dict[str, Any], tmp_path: Path
 ) -> None:
     for decoder in BOTH:
         (tmp_path / decoder).mkdir()
-        split = source(tmp_path / decoder, jpegs["bytes"], Reading(decoder))
+        split = source(tmp_path / decoder, jpegs["bytes"], ReadOptions(decoder))
         assert np.array_equal(split.pixels(0), jpegs[decoder])
     (tmp_path / "limit").mkdir()
     height, width, _ = jpegs["exact"].shape
-    split = source(tmp_path / "limit", jpegs["bytes"], Reading(max_pixels=height * width - 1))
+    split = source(tmp_path / "limit", jpegs["bytes"], ReadOptions(max_pixels=height * width - 1))
     assert split.pixels(0).shape == (-(-height // 2), -(-width // 2), 3)
 
 
@@ -206,7 +206,7 @@ def test_training_batches_hold_the_decoders_pixels(
 ) -> None:
     height, width, _ = jpegs["exact"].shape
     monkeypatch.setattr("dpn_cli.data.crops.inception_box", lambda size, generator: (0, 0, *size))
-    split = from_folder(tmp_path, jpegs["bytes"], Reading())
+    split = from_folder(tmp_path, jpegs["bytes"], ReadOptions())
     how = Augmentation((height // 2, width // 2), decode, crop=crop, flip=False)
     image = next(crop_batches(split, how, 2, 0, ALONE, workers=0)(0))["image"][0]
     assert torch.equal(image, resize(jpegs[decode], (height // 2, width // 2)))
@@ -378,8 +378,8 @@ def test_a_pack_is_made_and_continued_with_one_decoder(
     assert run(*command, "--decode", decoder).exit_code == 0
     manifest = json.loads((tmp_path / "p" / "manifest.json").read_text())
     assert manifest["decode"] == decoder
-    split = Packed(tmp_path / "p", "train")
-    reading = Reading("pillow" if decoder == "pillow" else "exact")
+    split = PackedImages(tmp_path / "p", "train")
+    reading = ReadOptions("pillow" if decoder == "pillow" else "exact")
     files = image_source.open_split(image_source.ImageSource("photos", reading=reading), "train")[0]
     row = next(row for row in range(len(files.labels)) if files.key(row) == split.key(0))
     smaller = Image.fromarray(files.pixels(row)).resize((25, 20), Image.Resampling.BICUBIC)
@@ -401,7 +401,7 @@ def test_a_pack_shrinks_large_jpegs_and_leaves_large_images_out(place: Path, tmp
     shutil.rmtree(tmp_path / "p")
     done = run(*command, "-q", "--size", "30", "--skip-bad-images", "--json")
     assert json.loads(done.stdout)["train"]["left_out"] == 1
-    split = Packed(tmp_path / "p", "train")
+    split = PackedImages(tmp_path / "p", "train")
     assert {split.open(row).size for row in range(4)} == {(40, 30)}  # read at half their size, which is small enough
 
 
@@ -416,7 +416,7 @@ def test_a_run_of_the_time_of_pillow_goes_on_with_pillow(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = result_of(place, tmp_path, monkeypatch)
-    assert first["decoder"] == {name: Reading().versions()[name] for name in ("jpeg", "other")}
+    assert first["decoder"] == {name: ReadOptions().versions()[name] for name in ("jpeg", "other")}
     assert first["decoder"]["jpeg"].startswith("simplejpeg ")
     out = tmp_path / "out"
     (out / "result.json").unlink()  # trained, and stopped before it was scored

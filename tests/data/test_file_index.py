@@ -15,10 +15,10 @@ import pytest
 from conftest import images
 
 from dpn_cli.data import file_index
-from dpn_cli.data.compact import Names, integers
+from dpn_cli.data.compact import PackedStrings, pack_integers
 from dpn_cli.data.decode import SUFFIXES
 from dpn_cli.data.file_index import find_files
-from dpn_cli.data.sources.base import digest_of_lines
+from dpn_cli.data.sources.base import hash_lines
 from dpn_cli.data.sources.folder import ClassFolders, FolderImages
 from dpn_cli.data.splits import hold_out
 from dpn_cli.errors import DataError
@@ -70,13 +70,17 @@ def test_images_are_found_in_the_order_of_pathlib(tmp_path: Path) -> None:
 
 def test_names_are_a_list_in_one_piece_of_memory() -> None:
     given = ["n01/a.jpg", "", "ä/b.jpg", os.fsdecode(b"\xff.jpg")]
-    for names in (Names(given), pickle.loads(pickle.dumps(Names(given))), Names.read(Names(given).arrays("x"), "x")):
+    for names in (
+        PackedStrings(given),
+        pickle.loads(pickle.dumps(PackedStrings(given))),
+        PackedStrings.read(PackedStrings(given).arrays("x"), "x"),
+    ):
         assert list(names) == given
         assert names[-1] == given[-1]
         assert names[1:3] == given[1:3]
         with pytest.raises(IndexError):
             names[4]
-    many = Names(f"n{number:08d}/{number}.jpg" for number in range(1000))
+    many = PackedStrings(f"n{number:08d}/{number}.jpg" for number in range(1000))
     assert len(pickle.dumps(many)) < 1000 * (len("n00000000/000.jpg") + 8) + 200
 
 
@@ -195,7 +199,9 @@ def test_holding_out_is_a_loop_over_classes(tmp_path: Path) -> None:
     class Named(FolderImages):
         def __init__(self, labels: list[int]) -> None:
             self.labels, self.sizes = labels, [1] * len(labels)
-            self.listing = file_index.Listing(Names(f"{row}.jpg" for row in range(len(labels))), integers(self.sizes))
+            self.listing = file_index.FileIndex(
+                PackedStrings(f"{row}.jpg" for row in range(len(labels))), pack_integers(self.sizes)
+            )
             self.root = tmp_path
 
     labels = [*np.random.default_rng(0).integers(0, 7, 200).tolist(), 9]
@@ -212,4 +218,4 @@ def test_holding_out_is_a_loop_over_classes(tmp_path: Path) -> None:
 
 def test_a_digest_of_lines_is_that_of_the_joined_text() -> None:
     for lines in ([], ["1 20"], ["1 20", "", "ä"]):
-        assert digest_of_lines(lines) == hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        assert hash_lines(lines) == hashlib.sha256("\n".join(lines).encode()).hexdigest()

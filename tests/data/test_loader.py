@@ -17,7 +17,7 @@ from conftest import Arrays, images
 from PIL import Image
 
 from dpn_cli.data.augment import Augmentation
-from dpn_cli.data.loader import blend, crop_batches, mixed_with_before
+from dpn_cli.data.loader import blend, crop_batches, mixup_with_previous
 from dpn_cli.data.sources.folder import ClassFolders
 from dpn_cli.engine.fit import Batch
 from dpn_cli.errors import DataError
@@ -134,12 +134,12 @@ def test_mixup_is_big_visions(p: str, golden: Callable[[str], Arrays]) -> None:
     images, labels = (torch.from_numpy(arrays[name]) for name in ("images", "labels"))
     share = torch.full((len(images),), float(arrays[f"p{p}/a"]))
     plain = {"image": images, "label": labels}
-    batch = mixed_with_before(plain, float(p), seed=0, step=0)
+    batch = mixup_with_previous(plain, float(p), seed=0, step=0)
     for name, first in (("image", images), ("label", labels)):
         mixed = blend(first, batch[f"other_{name}"], share)
         torch.testing.assert_close(mixed, torch.from_numpy(arrays[f"p{p}/{name}s"]), atol=1e-6, rtol=0)
     assert len(set(batch["mix"].tolist())) == 1
-    drawn = [mixed_with_before(plain, float(p), 0, step)["mix"][0].item() for step in range(1500)]
+    drawn = [mixup_with_previous(plain, float(p), 0, step)["mix"][0].item() for step in range(1500)]
     counts, _ = np.histogram(drawn, bins=20, range=(0.5, 1))
     expected = arrays[f"a_hist/p{p}"] / arrays[f"a_hist/p{p}"].sum() * len(drawn)
     kept = expected > 5

@@ -20,8 +20,8 @@ from test_decoders import COMMANDS, go, place, save_run
 from test_highres import small, train
 
 from dpn_cli.data.image_source import ImageSource, open_split
-from dpn_cli.data.sources.base import MOST_CLASSES
-from dpn_cli.data.sources.shards import Shards, expand
+from dpn_cli.data.sources.base import MAX_CLASSES
+from dpn_cli.data.sources.shards import LabelledShardImages, expand_pattern
 from dpn_cli.errors import DataError
 from dpn_cli.weights.backbone import load_backbone
 from tasks.classify.classifier import Classifier, save_classifier
@@ -135,7 +135,7 @@ def test_names_that_are_no_utf8_go_through_every_command(tmp_path: Path, monkeyp
     split, classes = open_split(ImageSource("pack"), "train")
     assert classes == (CAFE, "class1")
     assert any(split.key(row) == f"class1/{CAFE}.jpg" for row in range(20))
-    assert Shards("pack/train/*.tar").classes == classes
+    assert LabelledShardImages("pack/train/*.tar").classes == classes
     probe = run(
         "eval", "fewshot", "run/weights.safetensors", "--data", "photos", "--val-fraction", "0.3", "--shots", "1"
     )
@@ -205,13 +205,13 @@ def test_class_numbers_that_no_network_has_are_refused(label: str, tmp_path: Pat
     path = shard(tmp_path / "a.tar", ["0", label, "1"])
     with pytest.raises(DataError, match=rf"a\.tar/0001\.png has the class number {label}; they go from 0 to 32767"):
         open_split(ImageSource(f"wds:{path}"), "train")
-    assert MOST_CLASSES == 32768
-    assert len(open_split(ImageSource(f"wds:{shard(path, ['0', '32767'])}"), "train")[1]) == MOST_CLASSES
+    assert MAX_CLASSES == 32768
+    assert len(open_split(ImageSource(f"wds:{shard(path, ['0', '32767'])}"), "train")[1]) == MAX_CLASSES
 
 
 def test_more_classes_than_a_network_has_are_refused_by_name_too(tmp_path: Path) -> None:
     shard(tmp_path / "a.tar", ["0", "1"])
-    (tmp_path / "classnames.txt").write_text("name\n" * (MOST_CLASSES + 1))
+    (tmp_path / "classnames.txt").write_text("name\n" * (MAX_CLASSES + 1))
     with pytest.raises(DataError, match="32769 classes; a network has at most 32768"):
         open_split(ImageSource(f"wds:{tmp_path / 'a.tar'}"), "train")
 
@@ -233,7 +233,7 @@ def test_patterns_of_no_shards_end_in_one_line(
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe.tar")
     with pytest.raises(DataError, match=message) as caught:
-        expand(pattern)
+        expand_pattern(pattern)
     assert "\n" not in str(caught.value)
 
 

@@ -20,8 +20,8 @@ from test_cli import run
 from dpn_cli.data.image_source import ImageSource, open_split, own_splits
 from dpn_cli.data.sources import pack_writer
 from dpn_cli.data.sources.folder import ClassFolders
-from dpn_cli.data.sources.pack_writer import Packing, pack
-from dpn_cli.data.sources.packs import Packed
+from dpn_cli.data.sources.pack_writer import PackOptions, pack
+from dpn_cli.data.sources.packs import PackedImages
 from dpn_cli.data.splits import hash_order, open_class_data, open_tuning_data
 from dpn_cli.errors import DataError, DpnError, StoppedError
 from dpn_cli.run import signals
@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "photos"
 
 
-def packed(source: Path, out: Path, packing: Packing, monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> Any:
+def packed(source: Path, out: Path, packing: PackOptions, monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> Any:
     monkeypatch.setattr(pack_writer, "SHARD_IMAGES", 25)
     splits = {name: open_split(ImageSource(str(source)), name)[0] for name in ("train", "val")}
     told: list[str] = []
@@ -47,9 +47,9 @@ def test_a_kept_pack_holds_the_files_own_bytes_and_the_same_splits(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "pack"
-    manifest, _ = packed(folder, out, Packing(size=None), monkeypatch)
+    manifest, _ = packed(folder, out, PackOptions(size=None), monkeypatch)
     assert [entry["images"] for entry in manifest["splits"]["train"].values()] == [25, 25, 10]
-    split, files = Packed(out, "train"), ClassFolders(folder / "train")
+    split, files = PackedImages(out, "train"), ClassFolders(folder / "train")
     at = {files.key(index): index for index in range(60)}
     for index in range(60):
         row = at[split.key(index)]
@@ -67,21 +67,21 @@ def test_images_are_made_smaller_and_never_larger(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Image.fromarray(np.zeros((10, 7, 4), dtype=np.uint8)).save(folder / "train" / "class0" / "small.png")
-    for packing in (Packing(20, "jpeg"), Packing(20, "ppm")):
+    for packing in (PackOptions(20, "jpeg"), PackOptions(20, "ppm")):
         packed(folder, tmp_path / packing.encode, packing, monkeypatch)
-        split = Packed(tmp_path / packing.encode, "train")
+        split = PackedImages(tmp_path / packing.encode, "train")
         sizes = {split.open(index).size for index in range(61)}
         assert sizes == {(25, 20), (7, 10)}
         formats = {"jpeg": {"JPEG", "PNG"}, "ppm": {"PPM"}}[packing.encode]  # an image that fits keeps its bytes
         assert {split.open(index).format for index in range(61)} == formats
-    exact, source = Packed(tmp_path / "ppm", "train"), ClassFolders(folder / "train")
+    exact, source = PackedImages(tmp_path / "ppm", "train"), ClassFolders(folder / "train")
     row = next(index for index in range(61) if source.key(index) == exact.key(0))
     small = Image.fromarray(source.pixels(row)).resize((25, 20), Image.Resampling.BICUBIC)
     np.testing.assert_array_equal(exact.pixels(0), np.asarray(small))
 
 
 def test_other_libraries_read_the_shards(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    packed(folder, tmp_path / "pack", Packing(size=None), monkeypatch)
+    packed(folder, tmp_path / "pack", PackOptions(size=None), monkeypatch)
     with tarfile.open(tmp_path / "pack" / "train" / "000000.tar") as archive:
         names = archive.getnames()
         assert names[:2] == ["0000000000.jpg", "0000000000.cls"]
@@ -89,14 +89,14 @@ def test_other_libraries_read_the_shards(folder: Path, tmp_path: Path, monkeypat
         assert image
         assert Image.open(io.BytesIO(image.read())).size == (50, 40)
     shards, classes = open_split(ImageSource(f"wds:{tmp_path}/pack/train/*.tar"), "train")
-    assert list(shards.labels) == list(Packed(tmp_path / "pack", "train").labels)
+    assert list(shards.labels) == list(PackedImages(tmp_path / "pack", "train").labels)
     assert classes == ("class0", "class1", "class2")
 
 
 def test_a_stopped_packing_goes_on_and_mends_what_is_damaged(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, packing = tmp_path / "pack", Packing(20)
+    out, packing = tmp_path / "pack", PackOptions(20)
     whole, _ = packed(folder, tmp_path / "whole", packing, monkeypatch)
 
     def stop(text: str) -> None:
@@ -114,14 +114,14 @@ def test_a_stopped_packing_goes_on_and_mends_what_is_damaged(
     content = bytearray(damaged.read_bytes())
     content[600] ^= 1
     damaged.write_bytes(content)
-    split = Packed(out, "train")
+    split = PackedImages(out, "train")
     with pytest.raises(DataError, match=r"000001.tar \(class./...\.jpg\): damaged since it was packed"):
         split.open(25)
     (out / "val" / "000000.npz").unlink()
     mended, told = packed(folder, out, packing, monkeypatch)
     assert mended == whole
     assert len(told) == 2
-    Packed(out, "train").pixels(25)
+    PackedImages(out, "train").pixels(25)
 
 
 def shorten(path: Path) -> None:
@@ -148,7 +148,7 @@ def replace(path: Path, old: str, new: str) -> None:
 def test_missing_and_damaged_shards_are_named(
     harm: Any, message: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    packed(folder, tmp_path / "pack", Packing(20), monkeypatch)
+    packed(folder, tmp_path / "pack", PackOptions(20), monkeypatch)
     harm(tmp_path / "pack")
     with pytest.raises(DataError, match=message):
         open_class_data(ImageSource(str(tmp_path / "pack")), None)
@@ -157,24 +157,24 @@ def test_missing_and_damaged_shards_are_named(
 def test_packs_of_other_things_and_other_folders_are_left_alone(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    packed(folder, tmp_path / "pack", Packing(20), monkeypatch)
+    packed(folder, tmp_path / "pack", PackOptions(20), monkeypatch)
     with pytest.raises(DpnError, match="holds a pack with another size; pass another --out"):
-        packed(folder, tmp_path / "pack", Packing(30), monkeypatch)
+        packed(folder, tmp_path / "pack", PackOptions(30), monkeypatch)
     (folder / "train" / "class0" / "000.jpg").unlink()
     with pytest.raises(DpnError, match="another sources"):
-        packed(folder, tmp_path / "pack", Packing(20), monkeypatch)
+        packed(folder, tmp_path / "pack", PackOptions(20), monkeypatch)
     with pytest.raises(DpnError, match="the folder is not empty and is not a pack"):
-        packed(folder, folder, Packing(20), monkeypatch)
+        packed(folder, folder, PackOptions(20), monkeypatch)
 
 
 def test_unreadable_images_are_named_or_counted(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "train" / "class1" / "003.jpg").write_bytes(b"no image")
     with pytest.raises(DataError, match=r"003.jpg: not a readable image"):
-        packed(folder, tmp_path / "pack", Packing(20), monkeypatch)
+        packed(folder, tmp_path / "pack", PackOptions(20), monkeypatch)
     shutil.rmtree(tmp_path / "pack")
-    manifest, _ = packed(folder, tmp_path / "pack", Packing(20), monkeypatch, skip_bad=True)
+    manifest, _ = packed(folder, tmp_path / "pack", PackOptions(20), monkeypatch, skip_bad=True)
     assert sum(entry["left_out"] for entry in manifest["splits"]["train"].values()) == 1
-    assert len(Packed(tmp_path / "pack", "train").labels) == 59
+    assert len(PackedImages(tmp_path / "pack", "train").labels) == 59
 
 
 def test_the_command_packs_and_says_what_it_did(folder: Path, tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_hub_splits_without_labels_are_left_out_and_none_stands_in_for_another(t
     assert "test has no labels and is left out" in done.stderr.replace("\n", " ")
     with pytest.raises(DataError, match="its test images have the label -1, which means no label"):
         open_split(ImageSource(f"hf:{place}"), "test")
-    split = Packed(tmp_path / "p", "train")
+    split = PackedImages(tmp_path / "p", "train")
     assert (split.classes, split.open(0).format) == (("a", "b"), "PNG")
     two = hub(tmp_path / "two", train=[0, 1, 0, 1], test=[0, 1])
     assert own_splits(ImageSource(f"hf:{two}")) == ["train", "test"]
@@ -250,21 +250,21 @@ def test_what_an_encoding_cannot_hold_is_named_or_left_out(
 ) -> None:
     Image.new("RGB", (70_000, 21)).save(folder / "train" / "class1" / "wide.png")
     with pytest.raises(DataError, match=r"wide.png: 66667x20 pixels cannot be stored as jpeg"):
-        packed(folder, tmp_path / "pack", Packing(20), monkeypatch)
+        packed(folder, tmp_path / "pack", PackOptions(20), monkeypatch)
     shutil.rmtree(tmp_path / "pack")
-    manifest, _ = packed(folder, tmp_path / "pack", Packing(20), monkeypatch, skip_bad=True)
+    manifest, _ = packed(folder, tmp_path / "pack", PackOptions(20), monkeypatch, skip_bad=True)
     assert sum(entry["left_out"] for entry in manifest["splits"]["train"].values()) == 1
 
 
 def test_quality_and_index_digest_are_heeded(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
     for quality in (30, 95):
-        packed(folder, tmp_path / str(quality), Packing(20, quality=quality), monkeypatch)
-        sizes.append(sum(Packed(tmp_path / str(quality), "train").sizes))
+        packed(folder, tmp_path / str(quality), PackOptions(20, quality=quality), monkeypatch)
+        sizes.append(sum(PackedImages(tmp_path / str(quality), "train").sizes))
     assert sizes[0] < 0.9 * sizes[1]  # of files of 700 bytes, most of it headers
     index = tmp_path / "30" / "train" / "000002.npz"
     index.write_bytes((tmp_path / "30" / "train" / "000001.npz").read_bytes())
-    _, told = packed(folder, tmp_path / "30", Packing(20, quality=30), monkeypatch)
+    _, told = packed(folder, tmp_path / "30", PackOptions(20, quality=30), monkeypatch)
     assert len(told) == 1
 
 
@@ -273,5 +273,5 @@ def test_file_names_that_are_no_text_are_packed(tmp_path: Path, monkeypatch: pyt
     (root / "class0" / "000.jpg").rename(os.fsdecode(os.fsencode(root) + b"/class0/\xff.jpg"))
     done = run("data", "pack", "--data", str(root), "--out", str(tmp_path / "p"), "--size", "keep", "-q")
     assert done.exit_code == 0, done.output
-    split = Packed(tmp_path / "p", "train")
+    split = PackedImages(tmp_path / "p", "train")
     assert os.fsencode(next(key for key in map(split.key, range(2)) if "001" not in key)) == b"class0/\xff.jpg"

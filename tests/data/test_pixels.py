@@ -16,8 +16,8 @@ from conftest import Arrays
 from PIL import Image
 
 from dpn_cli.data.decode import decode, open_image
-from dpn_cli.data.pixels import PixelSet, augment, load, shuffled_batches, stream
-from dpn_cli.data.resize import as_batch, resize
+from dpn_cli.data.pixels import PixelSet, crop_and_flip, load, shuffled_batches, stream
+from dpn_cli.data.resize import resize, to_batch
 from dpn_cli.data.sampler import rows_of_step
 from dpn_cli.data.sources.folder import FileList
 from dpn_cli.errors import DataError
@@ -56,7 +56,7 @@ def test_ppm_files_are_read_as_pillow_reads_them(header: bytes, tmp_path: Path) 
 
 def test_resizing_makes_no_detour_through_other_memory_formats() -> None:
     image = np.random.default_rng(0).integers(0, 256, (9, 12, 3), dtype=np.uint8)[1:, ::-1]
-    batch = as_batch(image)
+    batch = to_batch(image)
     resized = F.interpolate(batch, (5, 6), mode="bilinear")
     assert resized.is_contiguous(memory_format=torch.channels_last)  # which torch makes three times as fast
     assert np.array_equal(batch[0].permute(1, 2, 0).numpy(), image)
@@ -109,7 +109,7 @@ def test_batches_are_a_function_of_seed_and_step(pixels: PixelSet) -> None:
 def test_every_offset_is_drawn_and_half_are_mirrored() -> None:
     image = torch.arange(12).reshape(1, 1, 3, 4).expand(1, 3, 3, 4).to(torch.uint8)
     rows = torch.zeros(4000, dtype=torch.int64)
-    out = augment(
+    out = crop_and_flip(
         image, rows, (2, 2), crop=True, flip=True, generator=torch.Generator().manual_seed(0), mine=slice(0, 4000)
     )
     corners = Counter((int(crop[0, 0, 0]), int(crop[0, 0, 1])) for crop in out)
@@ -121,7 +121,9 @@ def test_every_offset_is_drawn_and_half_are_mirrored() -> None:
 
 def test_no_flip_and_no_crop_give_the_images_themselves(pixels: PixelSet) -> None:
     rows = torch.tensor([3, 1, 1, 7])
-    out = augment(pixels.images, rows, (12, 10), crop=False, flip=False, generator=torch.Generator(), mine=slice(0, 4))
+    out = crop_and_flip(
+        pixels.images, rows, (12, 10), crop=False, flip=False, generator=torch.Generator(), mine=slice(0, 4)
+    )
     assert torch.equal(out, pixels.images[rows])
 
 

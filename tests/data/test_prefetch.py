@@ -26,11 +26,11 @@ from dpn_cli.data.augment import Augmentation
 from dpn_cli.data.image_source import ImageSource
 from dpn_cli.data.leakage import record
 from dpn_cli.data.loader import crop_batches
-from dpn_cli.data.prefetch import Window, check_cache
+from dpn_cli.data.prefetch import PrefetchWindow, check_cache
 from dpn_cli.data.remote import RemotePath
 from dpn_cli.data.resize import resize
-from dpn_cli.data.shard_sampler import Need, ShardOrder, order_of
-from dpn_cli.data.sources.base import Labelled, Sharded, rows_to_check
+from dpn_cli.data.shard_sampler import ShardOrder, ShardUse, make_shard_order
+from dpn_cli.data.sources.base import LabelledImages, ShardIndex, sample_rows_to_check
 from dpn_cli.data.splits import open_class_data
 from dpn_cli.engine.fit import Batch
 from dpn_cli.errors import DpnError, StoppedError, StoreError, WorkerError
@@ -83,15 +83,15 @@ def room(folder: Path, shards: int) -> int:
     return shards * max(sizes(folder)) + sum(sizes(folder, "npz"))
 
 
-def opened(place: str, steps: int = EPOCH, kind: str = "pack") -> tuple[Labelled, ShardOrder]:
+def opened(place: str, steps: int = EPOCH, kind: str = "pack") -> tuple[LabelledImages, ShardOrder]:
     where = f"{place}/pack" if kind == "pack" else f"wds:{place}/pack/train/{{000000..00000{SHARDS - 1}}}.tar"
     split = open_class_data(ImageSource(where, val_fraction=None if kind == "pack" else 0.1), 0.0).train
-    order = order_of(split, Drawn(shuffle="shards", open_shards=2), BATCH, 3, steps)
+    order = make_shard_order(split, Drawn(shuffle="shards", open_shards=2), BATCH, 3, steps)
     assert order
     return split, order
 
 
-def stream(split: Labelled, order: ShardOrder, world: World, start: int = 0, workers: int = 1) -> Iterator[Batch]:
+def stream(split: LabelledImages, order: ShardOrder, world: World, start: int = 0, workers: int = 1) -> Iterator[Batch]:
     return crop_batches(split, Augmentation((8, 8)), BATCH, 3, world, workers=workers, order=order)(start)
 
 
@@ -116,7 +116,7 @@ def test_an_epoch_fetches_the_data_once(kind: str, workers: int, store: Store, f
     assert sum(store.sent[name] for name in TARS) <= 3 * sum(sizes(folder)), fetched
     assert max(fetched.values()) <= 3
     # Less than the data are kept from one epoch to the next.
-    assert sum(path.stat().st_size for path in remote.folder().glob("*.*")) <= room(folder, 5)
+    assert sum(path.stat().st_size for path in remote.cache_dir().glob("*.*")) <= room(folder, 5)
 
 
 def test_the_first_batch_waits_for_its_own_shards_and_the_next_ones_are_fetched_meanwhile(store: Store) -> None:
@@ -234,7 +234,7 @@ def test_a_training_ends_as_on_local_files(
         with pytest.raises(StoppedError):
             train(config(store.url), tmp_path / "far")
         monkeypatch.setattr(signals, "requested", lambda: None)
-        for path in remote.folder().glob("*.tar"):
+        for path in remote.cache_dir().glob("*.tar"):
             path.unlink()  # another machine
     train(config(store.url), tmp_path / "far", resume=stopped)
     near, far = (load_file(tmp_path / name / "weights.safetensors") for name in ("near", "far"))
@@ -243,14 +243,14 @@ def test_a_training_ends_as_on_local_files(
 
 def test_what_is_needed_is_kept_and_what_is_not_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DPN_CACHE_GB", "3e-9")
-    remote.folder().mkdir(parents=True)
-    paths = [remote.folder() / f"{name}.tar" for name in "abcd"]
+    remote.cache_dir().mkdir(parents=True)
+    paths = [remote.cache_dir() / f"{name}.tar" for name in "abcd"]
     for number, path in enumerate(paths):
         path.write_bytes(b"x")
         os.utime(path, (number, number))
-    remote.touch(paths[0], 1000)
-    remote.touch(paths[0])  # used, and still needed
-    remote.touch(paths[2])
+    remote.mark_used(paths[0], 1000)
+    remote.mark_used(paths[0])  # used, and still needed
+    remote.mark_used(paths[2])
     remote.make_room(paths[3])
     assert [path.exists() for path in paths] == [True, False, True, True]
     monkeypatch.setenv("DPN_CACHE_GB", "2e-9")
@@ -260,7 +260,7 @@ def test_what_is_needed_is_kept_and_what_is_not_makes_room(tmp_path: Path, monke
     monkeypatch.setenv("DPN_CACHE_GB", "1e-9")
     remote.make_room(paths[0])
     assert [path.exists() for path in paths] == [True, False, False, False]
-    remote.release(paths[0])
+    remote.mark_unused(paths[0])
     os.utime(paths[0], (1, 1))
     paths[2].write_bytes(b"x")
     remote.make_room(paths[2])
@@ -269,10 +269,17 @@ def test_what_is_needed_is_kept_and_what_is_not_makes_room(tmp_path: Path, monke
 
 def test_no_more_is_fetched_ahead_than_there_is_room_for() -> None:
     paths = [RemotePath(f"s3://a/{number}.tar", size=10, sha256=str(number)) for number in range(9)]
-    needs = [Need(0, 3, 0), Need(0, 5, 1), Need(4, 7, 2), Need(6, 9, 3), Need(8, 9, 2), Need(10, 12, 4)]
+    needs = [
+        ShardUse(0, 3, 0),
+        ShardUse(0, 5, 1),
+        ShardUse(4, 7, 2),
+        ShardUse(6, 9, 3),
+        ShardUse(8, 9, 2),
+        ShardUse(10, 12, 4),
+    ]
 
     def asked(budget: int, steps: Sequence[int]) -> list[list[int]]:
-        window = Window(Sharded(paths, np.zeros(0, np.int64)), iter(needs), 1, budget)
+        window = PrefetchWindow(ShardIndex(paths, np.zeros(0, np.int64)), iter(needs), 1, budget)
         return [window.take(step) for step in steps]
 
     assert asked(1000, (-1, 0, 3, 5, 12)) == [[0, 1, 2, 3], [], [2], [4], []]  # as many ahead as are open
@@ -312,8 +319,8 @@ def test_a_cache_that_is_too_small_is_told_before_the_training(
 def test_what_surrounds_a_training_reads_few_shards(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     split, _ = opened(store.url)
     assert split.shards
-    assert set(split.shards.of[rows_to_check(split, EACH)].tolist()) == {0}
-    monkeypatch.setattr("dpn_cli.data.leakage.MOST", 2 * EACH)
+    assert set(split.shards.of[sample_rows_to_check(split, EACH)].tolist()) == {0}
+    monkeypatch.setattr("dpn_cli.data.leakage.MAX_IMAGES", 2 * EACH)
     store.clear()
     described = record(split)
     assert (described["images"], described["described"]) == (96, 24)

@@ -27,8 +27,8 @@ from dpn_cli.data.loader import crop_batches
 from dpn_cli.data.pixels import stream
 from dpn_cli.data.resize import resize
 from dpn_cli.data.sources import pack_writer
-from dpn_cli.data.sources.base import Labelled, fingerprint
-from dpn_cli.data.sources.pack_writer import Packing, pack
+from dpn_cli.data.sources.base import LabelledImages, fingerprint
+from dpn_cli.data.sources.pack_writer import PackOptions, pack
 from dpn_cli.data.splits import hash_order, open_class_data
 from dpn_cli.errors import DataError, DpnError, StoreError
 from dpn_cli.run.distributed import World
@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(pack_writer, "SHARD_IMAGES", 12)
         ordered = {name: (split, hash_order(split)) for name, (split, _) in splits.items()}
         how: Any = {"workers": 1, "skip_bad": False, "progress": lambda text: None}
-        pack(ordered, splits["train"][1], root / "served" / "pack", Packing(size=None), **how)
+        pack(ordered, splits["train"][1], root / "served" / "pack", PackOptions(size=None), **how)
     caption_shards(root / "served" / "pairs")
     return root / "served"
 
@@ -84,7 +84,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return waited
 
 
-def same(one: Labelled, other: Labelled) -> None:
+def same(one: LabelledImages, other: LabelledImages) -> None:
     """Two splits have the same images in the same order."""
     assert fingerprint(one) == fingerprint(other)
     for row in range(len(other.labels)):

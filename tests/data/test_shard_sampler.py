@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dpn_cli.data.shard_sampler import AT_ONCE, ShardOrder, needs_in_order
-from dpn_cli.data.sources.base import Sharded
+from dpn_cli.data.shard_sampler import LOOKAHEAD_BATCHES, ShardOrder, iter_shard_uses
+from dpn_cli.data.sources.base import ShardIndex
 from dpn_cli.run.distributed import World
 
 # Images of each shard, images of a batch, open shards.
@@ -147,11 +147,11 @@ def test_the_order_is_that_of_earlier_versions() -> None:
 def test_batches_of_images_in_any_order_need_the_shards_that_they_read(mixed: bool) -> None:
     of = np.repeat([4, 0, 2], [900, 30, 570])
     rows = np.random.default_rng(1).permutation(1500).tolist() if mixed else range(1, 1500, 2)
-    needs = list(needs_in_order(Sharded([Path(str(number)) for number in range(5)], of), rows, 4))
+    needs = list(iter_shard_uses(ShardIndex([Path(str(number)) for number in range(5)], of), rows, 4))
     read = {(place // 4, int(of[row])) for place, row in enumerate(rows)}
     assert read <= {(step, need.shard) for need in needs for step in range(need.first, need.last + 1)}
     assert {(need.first, need.shard) for need in needs} | {(need.last, need.shard) for need in needs} <= read
     assert needs == sorted(needs)
-    assert all(need.first // AT_ONCE == need.last // AT_ONCE for need in needs)
+    assert all(need.first // LOOKAHEAD_BATCHES == need.last // LOOKAHEAD_BATCHES for need in needs)
     if not mixed:
         assert [(need.first, need.last, need.shard) for need in needs][:3] == [(0, 63, 4), (64, 112, 4), (112, 116, 0)]

@@ -29,7 +29,7 @@ from dpn_cli.engine.gradients import Gradients
 from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.errors import SaveError
 from dpn_cli.run.checkpoints import Checkpoints
-from dpn_cli.run.console import Tick
+from dpn_cli.run.console import ProgressTick
 from dpn_cli.run.distributed import World
 from dpn_cli.run.run_dir import MetricsLog
 
@@ -77,7 +77,7 @@ def train(
     network.load_state_dict(small(seed=seed).state_dict())  # as a sweep does for each of its trainings
     assert isinstance(model, ShardedModel) == shard
 
-    def tick(after: Tick) -> None:
+    def tick(after: ProgressTick) -> None:
         assert (network.pos_embed.numel() == 0) == shard  # parts are all there is
 
     log = MetricsLog(folder / "metrics.jsonl") if world.leads else None

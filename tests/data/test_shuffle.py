@@ -19,10 +19,10 @@ from dpn_cli.config.schema import Drawn
 from dpn_cli.data.augment import Augmentation
 from dpn_cli.data.image_source import ImageSource, open_split
 from dpn_cli.data.loader import crop_batches
-from dpn_cli.data.shard_sampler import ShardOrder, order_of
+from dpn_cli.data.shard_sampler import ShardOrder, make_shard_order
 from dpn_cli.data.sources import pack_writer
-from dpn_cli.data.sources.base import Labelled
-from dpn_cli.data.sources.pack_writer import Packing, pack
+from dpn_cli.data.sources.base import LabelledImages
+from dpn_cli.data.sources.pack_writer import PackOptions, pack
 from dpn_cli.data.splits import hash_order, open_class_data
 from dpn_cli.engine.fit import Batches
 from dpn_cli.run.distributed import World
@@ -43,7 +43,7 @@ def make_pack(root: Path) -> Path:
         patch.setattr(pack_writer, "SHARD_IMAGES", EACH)
         ordered = {name: (split, hash_order(split)) for name, (split, _) in splits.items()}
         how: Any = {"workers": 1, "skip_bad": False, "progress": lambda text: None}
-        pack(ordered, splits["train"][1], root / "pack", Packing(size=None), **how)
+        pack(ordered, splits["train"][1], root / "pack", PackOptions(size=None), **how)
     return root
 
 
@@ -57,7 +57,7 @@ def test_batches_are_drawn_from_few_shards_and_shared_by_ranks(place: str, folde
     where = place.replace("pack", str(folder / "pack"), 1)
     train = open_class_data(ImageSource(where, val_fraction=0.1), 0.0).train
     assert train.shards is not None
-    order = order_of(train, Drawn(shuffle="shards", open_shards=2), 8, 3, 10)
+    order = make_shard_order(train, Drawn(shuffle="shards", open_shards=2), 8, 3, 10)
     assert order is not None
 
     def take(world: World, start: int = 0, what: str = "image") -> list[torch.Tensor]:
@@ -81,7 +81,7 @@ def test_trainings_draw_shards_when_they_are_told_to(
     module = distillation if kind == "distill" else training
     made = module.crop_batches
 
-    def seen(split: Labelled, *given: Any, **how: Any) -> Batches:
+    def seen(split: LabelledImages, *given: Any, **how: Any) -> Batches:
         order = how["order"]
         orders.append(order)
         assert order is None or (split.shards and np.array_equal(order.shards, split.shards.of))

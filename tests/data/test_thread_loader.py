@@ -17,12 +17,12 @@ from torch.utils.data import DataLoader
 
 from dpn_cli.config.schema import Runtime
 from dpn_cli.data.decode import decode, open_image
-from dpn_cli.data.pixels import WORTH_WORKERS, reader_count, stream
+from dpn_cli.data.pixels import WORTH_WORKERS, count_readers, stream
 from dpn_cli.data.resize import resize
-from dpn_cli.data.sources.base import content_of
+from dpn_cli.data.sources.base import read_image_bytes
 from dpn_cli.data.sources.folder import ClassFolders
-from dpn_cli.data.thread_loader import Threaded
-from dpn_cli.data.validate import examine, see_image
+from dpn_cli.data.thread_loader import ThreadedDataset
+from dpn_cli.data.validate import inspect_image, inspect_split
 from dpn_cli.errors import DataError
 from dpn_cli.report.predictions import read_files
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:Deprecati
 SIZE = (8, 8)
 
 
-class Meeting(Threaded[Tensor]):
+class Meeting(ThreadedDataset[Tensor]):
     """Numbers, of which as many are made at once as there are threads; `threads` are those torch has in each."""
 
     def __init__(self, threads: int) -> None:
@@ -96,8 +96,8 @@ def test_images_that_are_predicted_or_examined_are_read_in_threads(
     torch.set_num_threads(3)
     read = [item for batch in read_files(paths, folder.reading, meet, batch_size=6, workers=0) for item in batch]
     assert [item.path for item in read] == paths  # type: ignore[union-attr]
-    examined = examine("all", folder.where, partial(see_image, folder), len(paths), workers=0)
-    alone = [see_image(folder, row).digest for row in range(len(paths))]
+    examined = inspect_split("all", folder.where, partial(inspect_image, folder), len(paths), workers=0)
+    alone = [inspect_image(folder, row).digest for row in range(len(paths))]
     assert examined.digests.tolist() == alone
 
 
@@ -106,7 +106,7 @@ def test_a_image_is_decoded_from_the_bytes_that_were_read(ending: str, tmp_path:
     path, noise = tmp_path / f"a.{ending}", np.random.default_rng(0).integers(256, size=(150, 200, 3), dtype=np.uint8)
     Image.fromarray(noise).save(path)
     image = open_image(path, "it")
-    assert content_of(image, "it", bytes) == path.read_bytes()
+    assert read_image_bytes(image, "it", bytes) == path.read_bytes()
     assert np.array_equal(decode(image, "it"), decode(open_image(path, "it"), "it"))
 
 
@@ -114,6 +114,6 @@ def test_processes_decode_beside_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> 
     for gpu, processes in ((False, 0), (True, 8)):
         monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
         monkeypatch.setattr("dpn_cli.data.pixels.cores", lambda: list(range(64)))
-        assert reader_count(Runtime().workers, WORTH_WORKERS) == processes
-        assert reader_count("auto", WORTH_WORKERS - 1) == 0
-        assert reader_count(2, 1) == 2
+        assert count_readers(Runtime().workers, WORTH_WORKERS) == processes
+        assert count_readers("auto", WORTH_WORKERS - 1) == 0
+        assert count_readers(2, 1) == 2

@@ -29,7 +29,7 @@ from dpn_cli.data.loader import crop_batches
 from dpn_cli.data.pixels import PixelSet, stream
 from dpn_cli.data.resize import resize
 from dpn_cli.data.sources.folder import ClassFolders
-from dpn_cli.data.workers import open_loader, watched
+from dpn_cli.data.workers import open_loader, watch_processes
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine.fit import Batch
 from dpn_cli.errors import NonFiniteError, StoppedError, WorkerError
@@ -68,7 +68,7 @@ def test_a_death_is_told_though_another_thread_has_just_taken_its_exit_code() ->
     popen = process._popen  # type: ignore[attr-defined]  # where that thread writes the exit code down
     late = threading.Timer(0.1, lambda: setattr(popen, "returncode", os.waitstatus_to_exitcode(status)))
     late.start()
-    with pytest.raises(WorkerError, match=f"process {process.pid} was killed by SIGKILL"), watched([process]):
+    with pytest.raises(WorkerError, match=f"process {process.pid} was killed by SIGKILL"), watch_processes([process]):
         raise RuntimeError("the pool is broken")
     late.join()
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dpn_cli.config.schema import Runtime
 from dpn_cli.data.image_source import ImageSource, open_split
-from dpn_cli.data.sources.base import Images, Part
+from dpn_cli.data.sources.base import Images, ImageSubset
 from dpn_cli.data.splits import hold_out
 from dpn_cli.metrics import score
 from dpn_cli.run.distributed import World
@@ -170,7 +170,7 @@ def test_every_seed_of_the_few_shot_probe_draws_its_own_images(tmp_path: Path) -
     found = json.loads(done.stdout)["accuracy"]
     model = load_backbone(checkpoint=file, stem=None, image_size=None).eval()
     parts = hold_out(open_split(ImageSource(str(photos)), "train")[0], 0.5)
-    train, test = (encode(model, Part(part, range(30)), Runtime(workers=0), CPU.device, 64) for part in parts)
+    train, test = (encode(model, ImageSubset(part, range(30)), Runtime(workers=0), CPU.device, 64) for part in parts)
     for shots in (2, 5):
         expected = [100 * probe(*pick(*train, 3, shots, seed), *test, 3) for seed in (3, 0, 7)]
         assert found[str(shots)]["seeds"] == [3, 0, 7]

@@ -18,7 +18,7 @@ from test_lit_data import image, write_images
 
 from dpn_cli.data.sources.folder import FileList
 from dpn_cli.data.sources.packs import read_manifest
-from dpn_cli.data.sources.shards import MOST_TEXT, Shards
+from dpn_cli.data.sources.shards import MAX_TEXT_BYTES, LabelledShardImages
 from dpn_cli.errors import DataError
 from tasks.lit.caption_files import read_coco, read_table
 
@@ -96,14 +96,14 @@ def test_a_shard_that_claims_more_than_it_holds_is_refused(name: str, tmp_path: 
     path = tmp_path / "a.tar"
     path.write_bytes(sparse(name, 8**11 - 1) + bytes(1024))
     with pytest.raises(DataError, match=f"a.tar: .* \\({name} is stored with holes"):
-        Shards(str(path))
+        LabelledShardImages(str(path))
 
 
 def test_a_label_of_any_size_is_not_read(tmp_path: Path) -> None:
     whole = tarfile.TarInfo("0.png"), image(0)
-    write_tar(tmp_path / "a.tar", whole, (tarfile.TarInfo("0.cls"), b"0" * (MOST_TEXT + 1)))
+    write_tar(tmp_path / "a.tar", whole, (tarfile.TarInfo("0.cls"), b"0" * (MAX_TEXT_BYTES + 1)))
     with pytest.raises(DataError, match="0.cls has 1048577 bytes, too many for a label or a caption"):
-        Shards(str(tmp_path / "a.tar"))
+        LabelledShardImages(str(tmp_path / "a.tar"))
 
 
 def test_members_of_a_shard_are_read_where_they_are(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_members_of_a_shard_are_read_where_they_are(tmp_path: Path) -> None:
     members = [(tarfile.TarInfo(f"{name}{end}"), content) for name in names for end, content in
                ((".png", image(0)), (".cls", b"0"))]  # fmt: skip
     (tmp_path / "in").mkdir()
-    shards = Shards(str(write_tar(tmp_path / "in" / "a.tar", *members)))
+    shards = LabelledShardImages(str(write_tar(tmp_path / "in" / "a.tar", *members)))
     assert [shards.pixels(row).shape[2] for row in range(2)] == [3, 3]
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["a.tar"]
 

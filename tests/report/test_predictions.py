@@ -22,8 +22,8 @@ from test_lit_scores import towers
 from test_report import check_page, undrawn  # noqa: F401  # a fixture
 
 from dpn_cli.config.schema import PredictionFiles
-from dpn_cli.data.decode import Reading, read_pixels
-from dpn_cli.report.content import Legend, Section
+from dpn_cli.data.decode import ReadOptions, read_pixels
+from dpn_cli.report.content import Legend, PageSection
 from dpn_cli.report.html import render
 from dpn_cli.report.predictions import MOST_SHOWN, Predictions, spread, tally
 from dpn_cli.report.thumbnails import DENSITY, SIDE, thumbnail
@@ -177,7 +177,7 @@ def test_a_search_has_a_page_of_what_it_found(place: Path) -> None:
     assert html.count("<img ") == 4
     places = [text.index(f"{number}. cosine {one['cosine']:.3f}{one['image']}") for number, one in enumerate(found, 1)]
     assert places == sorted(places)
-    assert shown_in(html)[0] == thumbnail(read_pixels(Path(found[0]["image"]), "", Reading()))
+    assert shown_in(html)[0] == thumbnail(read_pixels(Path(found[0]["image"]), "", ReadOptions()))
 
 
 def test_a_page_of_five_thousand_images_can_be_sent(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_only_images_that_the_page_shows_have_thumbnails(place: Path, tmp_path: 
     paths = sorted((place / "photos").glob("*.jpg"))
     for written, shown in ((PredictionFiles(html=tmp_path / "page.html"), [0, 3]), (PredictionFiles(), [])):
         found = Predictions(paths, written, Console(quiet=True), most=2)
-        batches = found.read(Reading(), np.shape, batch_size=4, workers=0, label="")
+        batches = found.read(ReadOptions(), np.shape, batch_size=4, workers=0, label="")
         read = [one for batch in batches for one in batch]
         assert [one.path for one in read] == paths
         assert [one.index for one in read if one.small] == shown
@@ -295,7 +295,7 @@ def test_classes_are_counted_and_the_most_frequent_comes_first() -> None:
 
 
 def test_a_legend_keeps_classes_of_one_name_apart() -> None:
-    html = render("x", [Section("y", [Legend("z", [("a", "#000000"), ("a", "#ffffff")])])], {})
+    html = render("x", [PageSection("y", [Legend("z", [("a", "#000000"), ("a", "#ffffff")])])], {})
     check_page(html)
     assert html.count("<li>") == 2
 

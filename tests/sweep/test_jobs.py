@@ -15,7 +15,7 @@ import pytest
 import torch
 from programs import LIMIT, environment, run_program, started
 
-from dpn_cli.data.loader import worker_count
+from dpn_cli.data.loader import count_workers
 from dpn_cli.errors import StoppedError
 from dpn_cli.run.cores import cores
 from dpn_cli.run.process import PARENT
@@ -227,7 +227,7 @@ def test_what_outlived_its_parent_does_not_begin(tmp_path: Path) -> None:
 def test_decoding_processes_are_counted_by_the_cores_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {8, 3, 5})
     assert cores() == [3, 5, 8]
-    assert worker_count("auto", torch.device("cuda")) == 2
-    assert worker_count("auto", torch.device("cpu")) == 1
+    assert count_workers("auto", torch.device("cuda")) == 2
+    assert count_workers("auto", torch.device("cpu")) == 1
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3})
-    assert worker_count("auto", torch.device("cpu")) == 0
+    assert count_workers("auto", torch.device("cpu")) == 0

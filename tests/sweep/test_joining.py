@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from test_cli import run
 
 from dpn_cli.data import decoded_cache as decoded_module
-from dpn_cli.data.decoded_cache import decoded_once
+from dpn_cli.data.decoded_cache import decode_once
 from dpn_cli.data.pixels import PixelSet, load
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import OutOfMemoryError, SaveError
@@ -248,10 +248,10 @@ def test_processes_of_a_machine_decode_a_split_once(tmp_path: Path, monkeypatch:
     for shared in (True, False):
 
         def once(path: Any, decode: Any, into: list[PixelSet] = sets[shared]) -> PixelSet:
-            into.append(decoded_once(path, decode))
+            into.append(decode_once(path, decode))
             return into[-1]
 
-        monkeypatch.setattr(train, "decoded_once", once)
+        monkeypatch.setattr(train, "decode_once", once)
         two = ("--compare", "none,dpn", "--tasks", "demo_light", "--lrs", "0.01")
         swept(tmp_path / str(shared), *two, *(["--join"] if shared else []))
     assert len(decoded) == 2 + 4  # two splits; without sharing for each network
@@ -270,4 +270,4 @@ def test_pixels_that_cannot_be_shared_are_kept(tmp_path: Path, monkeypatch: pyte
         raise SaveError(f"{path}: no space left")
 
     monkeypatch.setattr(decoded_module, "replace_file", full)
-    assert decoded_once(tmp_path / "name", lambda: pixels) is pixels
+    assert decode_once(tmp_path / "name", lambda: pixels) is pixels

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from dpn_cli.config.load import build, from_flags, merge
 from dpn_cli.config.provenance import differences
-from dpn_cli.data.augment import MIX_TIMM, Augmentation, pipeline, seeded
+from dpn_cli.data.augment import MIX_TIMM, Augmentation, make_transform, seed_globally
 from dpn_cli.data.loader import POLICY, crop_batches
-from dpn_cli.data.sampler import places, rows_of_step
+from dpn_cli.data.sampler import rank_positions, rows_of_step
 from dpn_cli.data.sources.folder import ClassFolders
 from dpn_cli.engine.fit import Batch
 from dpn_cli.engine.losses import LOSSES
@@ -127,13 +127,13 @@ def test_erased_images_are_in_the_range_of_the_network(photos: Path) -> None:
 def test_the_strongest_posterization_blackens() -> None:
     """A noisy magnitude of 9 reaches 10 in one image of fifty: none of the bits are kept then."""
     how = Augmentation((8, 8), crop="whole", flip=False, policy="rand-m10-p1-inc1")
-    made: Any = pipeline(how)
+    made: Any = make_transform(how)
     (strongest,) = [op for op in made.transforms[1].transforms[0].ops if op.name == "PosterizeIncreasing"]
     image = Image.fromarray(np.full((8, 8, 3), 255, np.uint8))
     assert strongest(image).getextrema() == ((0, 0),) * 3
     strongest.magnitude = 7
     assert strongest(image).getextrema() == ((192, 192),) * 3
-    pipeline.cache_clear()
+    make_transform.cache_clear()
 
 
 def test_the_global_random_numbers_go_on_where_they_were() -> None:
@@ -148,9 +148,9 @@ def test_the_global_random_numbers_go_on_where_they_were() -> None:
     np.random.seed(1)
     torch.manual_seed(1)
     first = draw()
-    with seeded(7):
+    with seed_globally(7):
         inside = draw()
-    with seeded(7):
+    with seed_globally(7):
         assert draw() == inside
     assert [first, draw()] == before
 
@@ -161,7 +161,7 @@ def test_batches_depend_on_the_step_alone(photos: Path) -> None:
     assert whole[0]["image"].shape == (8, 3, 32, 32)
     same(batches_of(config, 4, workers=2), whole)
     same(batches_of(config, 1, start=3), whole[3:])
-    assert places(8, ALONE, mirrored=True) == [0, 7, 1, 6, 2, 5, 3, 4]
+    assert rank_positions(8, ALONE, mirrored=True) == [0, 7, 1, 6, 2, 5, 3, 4]
     for world in (World(0, 2, CPU), World(1, 2, CPU), World(0, 3, CPU, grain=2), World(2, 3, CPU, grain=2)):
         mine = world.rows(8)
         part = batches_of(config, 4, world=world)
@@ -177,7 +177,7 @@ def test_images_and_labels_are_mixed_as_timm_mixes_them(photos: Path) -> None:
     for step, (before, batch) in enumerate(zip(plain, batches_of(tiny(photos), 6), strict=True)):
         np.random.seed(fold(0, MIX_TIMM, step) % 2**32)
         image, target = theirs(before["image"], before["label"])
-        order = places(8, ALONE, mirrored=True)
+        order = rank_positions(8, ALONE, mirrored=True)
         assert torch.equal(batch["image"], image[order])
         assert torch.equal(batch["target"], target[order])
         torch.testing.assert_close(target.sum(1), torch.ones(8))

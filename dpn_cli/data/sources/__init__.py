@@ -1,1 +1,1 @@
-"""Where images and labels come from: folders, the hub, shards, packs, CIFAR files and synthetic scenes."""
+"""Sources of images and labels: folders, the hub, shards, packs, CIFAR files and synthetic scenes."""

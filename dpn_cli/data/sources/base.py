@@ -13,32 +13,32 @@ from typing import Protocol
 
 from PIL import Image
 
-from dpn_cli.data.compact import Rows, integers
-from dpn_cli.data.decode import FAILURES, USUAL, Pixels, Reading, decode, unreadable
+from dpn_cli.data.compact import Rows, pack_integers
+from dpn_cli.data.decode import DECODE_ERRORS, DEFAULT_READ_OPTIONS, Pixels, ReadOptions, decode, unreadable_error
 from dpn_cli.data.remote import RemotePath
 from dpn_cli.errors import DataError
 
 Shard = Path | RemotePath
 # Most classes of a network; ImageNet-21k has 21,843. A larger class number is a mistake in the data.
-MOST_CLASSES = 2**15
+MAX_CLASSES = 2**15
 
 
 @dataclass(frozen=True)
-class Sharded:
+class ShardIndex:
     """Files that hold many images each: image i lies in ``paths[of[i]]``."""
 
     paths: Sequence[Shard]
     of: Rows
 
-    def only(self, rows: Sequence[int]) -> Sharded:
+    def only(self, rows: Sequence[int]) -> ShardIndex:
         """Return the files of some of the images, in their order."""
-        return Sharded(self.paths, self.of[rows])
+        return ShardIndex(self.paths, self.of[rows])
 
 
-class Labelled(Protocol):
+class LabelledImages(Protocol):
     """Labelled images, decoded one at a time with the options in `reading`."""
 
-    reading: Reading
+    reading: ReadOptions
 
     @property
     def labels(self) -> Sequence[int]:
@@ -49,8 +49,8 @@ class Labelled(Protocol):
         """The encoded size of every image in bytes."""
 
     @property
-    def shards(self) -> Sharded | None:
-        """Which file each image is in, where files hold many images; None for images in files of their own."""
+    def shards(self) -> ShardIndex | None:
+        """Return the file of each image, where files hold many; None for images in files of their own."""
 
     def where(self, index: int) -> str:
         """Name the place of an image for messages: file and line, or data set and row."""
@@ -71,11 +71,11 @@ class Labelled(Protocol):
 class Images(ABC):
     """Base of the kinds of labelled images: decodes opened images with the options in `reading`."""
 
-    reading: Reading = USUAL
+    reading: ReadOptions = DEFAULT_READ_OPTIONS
 
     @property
-    def shards(self) -> Sharded | None:
-        """Which file each image is in; None for images in files of their own."""
+    def shards(self) -> ShardIndex | None:
+        """Return the file of each image; None for images in files of their own."""
         return None
 
     @abstractmethod
@@ -93,24 +93,24 @@ class Images(ABC):
     def content(self, index: int) -> bytes:
         """Return the bytes of an image's file, or its pixels when there is no file or opening decodes it."""
         with self.open(index) as image:
-            return content_of(image, self.where(index), image.tobytes)
+            return read_image_bytes(image, self.where(index), image.tobytes)
 
     def pixels(self, index: int) -> Pixels:
         """Decode an image to (height, width, 3). Raises `DataError` with its place when it is unreadable."""
         return decode(self.open(index), self.where(index), self.reading.decoder)
 
 
-class Part(Images):
+class ImageSubset(Images):
     """Some images of a split, in the order of the split."""
 
-    def __init__(self, whole: Labelled, rows: Sequence[int] | Rows) -> None:
-        self.whole, self.rows, self.reading = whole, integers(rows), whole.reading
+    def __init__(self, whole: LabelledImages, rows: Sequence[int] | Rows) -> None:
+        self.whole, self.rows, self.reading = whole, pack_integers(rows), whole.reading
         self.labels: Sequence[int] = array("q", (whole.labels[row] for row in self.rows))
         self.sizes: Sequence[int] = array("q", (whole.sizes[row] for row in self.rows))
 
     @property
-    def shards(self) -> Sharded | None:
-        """Which shard of the whole split each image is in."""
+    def shards(self) -> ShardIndex | None:
+        """Return the shard of the whole split that each image is in."""
         return self.whole.shards.only(self.rows) if self.whole.shards else None
 
     def where(self, index: int) -> str:
@@ -130,7 +130,7 @@ class Part(Images):
         return self.whole.open(self.rows[index])
 
 
-def content_of(image: Image.Image, where: str, other: Callable[[], bytes]) -> bytes:
+def read_image_bytes(image: Image.Image, where: str, other: Callable[[], bytes]) -> bytes:
     """Return the bytes of an opened image's file, and what `other` returns when it has none; it can still be decoded.
 
     Raises `ImageError` when the file is damaged.
@@ -140,20 +140,20 @@ def content_of(image: Image.Image, where: str, other: Callable[[], bytes]) -> by
             return other()
         file.seek(0)
         return bytes(file.read())
-    except FAILURES as error:
-        raise unreadable(where, error) from error
+    except DECODE_ERRORS as error:
+        raise unreadable_error(where, error) from error
 
 
-def fingerprint(split: Labelled) -> str:
+def fingerprint(split: LabelledImages) -> str:
     """Return a hash of a split's order, labels and encoded sizes in bytes, which does not depend on its place.
 
     It distinguishes copies of a data set without reading the images: re-encoded images have other sizes.
     """
     rows = zip(split.labels, split.sizes, strict=True)
-    return digest_of_lines(f"{label} {size}" for label, size in rows)[:16]
+    return hash_lines(f"{label} {size}" for label, size in rows)[:16]
 
 
-def digest_of_lines(lines: Iterable[str]) -> str:
+def hash_lines(lines: Iterable[str]) -> str:
     """Return the SHA-256 of lines joined by line feeds, as hex; they are in memory one at a time."""
     digest, between = hashlib.sha256(), b""
     for line in lines:
@@ -162,28 +162,28 @@ def digest_of_lines(lines: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-def number_names(split: Labelled, place: str) -> tuple[str, ...]:
+def number_classes(split: LabelledImages, place: str) -> tuple[str, ...]:
     """Return the class numbers 0, 1, ... of a split as names, for data sets without class names.
 
     Raises `DataError`, naming the image, for a class number that is too large.
     """
     largest = max(split.labels)
-    if largest >= MOST_CLASSES:
+    if largest >= MAX_CLASSES:
         where = split.where(list(split.labels).index(largest))
-        raise DataError(f"--data {place}: {where} has the class number {largest}; they go from 0 to {MOST_CLASSES - 1}")
+        raise DataError(f"--data {place}: {where} has the class number {largest}; they go from 0 to {MAX_CLASSES - 1}")
     return tuple(map(str, range(1 + largest)))
 
 
-def behind_url(split: Labelled) -> bool:
+def is_remote(split: LabelledImages) -> bool:
     """Tell whether a split's images are in shards that have to be fetched."""
     return split.shards is not None and any(isinstance(path, RemotePath) for path in split.shards.paths)
 
 
-def rows_to_check(split: Labelled, most: int) -> list[int]:
+def sample_rows_to_check(split: LabelledImages, most: int) -> list[int]:
     """Return the images to decode before long work: about `most` of them, and all empty or missing files.
 
     Of shards behind a URL they are the first ones, which are in one shard or two: others would have to be fetched.
     """
     count = len(split.labels)
-    spread = range(min(most, count)) if behind_url(split) else range(0, count, max(1, count // most))
+    spread = range(min(most, count)) if is_remote(split) else range(0, count, max(1, count // most))
     return sorted({*spread, *(row for row, size in enumerate(split.sizes) if not size)})

@@ -29,7 +29,7 @@ DAMAGED = (
 
 
 @dataclass(frozen=True)
-class Layout:
+class CifarLayout:
     """One published form: its folder, its files by split, the file with the class names, and the place of the labels.
 
     `labels` and `names` are the keys of class numbers and class names in a pickle. In the binary form they are None,
@@ -46,25 +46,25 @@ class Layout:
 
 _TEN = tuple(f"data_batch_{number}" for number in range(1, 6))
 LAYOUTS = (
-    Layout(
+    CifarLayout(
         "cifar-10-batches-py",
         {"train": _TEN, "val": ("test_batch",)},
         "batches.meta",
         "labels",
         "label_names",
     ),
-    Layout("cifar-100-python", {"train": ("train",), "val": ("test",)}, "meta", "fine_labels", "fine_label_names"),
-    Layout(
+    CifarLayout("cifar-100-python", {"train": ("train",), "val": ("test",)}, "meta", "fine_labels", "fine_label_names"),
+    CifarLayout(
         "cifar-10-batches-bin",
         {"train": tuple(f"{name}.bin" for name in _TEN), "val": ("test_batch.bin",)},
         "batches.meta.txt",
         before=1,
     ),
-    Layout("cifar-100-binary", {"train": ("train.bin",), "val": ("test.bin",)}, "fine_label_names.txt", before=2),
+    CifarLayout("cifar-100-binary", {"train": ("train.bin",), "val": ("test.bin",)}, "fine_label_names.txt", before=2),
 )
 
 
-def find_cifar(root: Path) -> tuple[Path, Layout] | None:
+def find_cifar(root: Path) -> tuple[Path, CifarLayout] | None:
     """Return the folder of a published form, `root` or one in it, and the form; None if there is none.
 
     Raises `DataError` when `root` holds both CIFAR-10 and CIFAR-100.
@@ -78,20 +78,20 @@ def find_cifar(root: Path) -> tuple[Path, Layout] | None:
     return held[0] if held else None
 
 
-class Cifar(Images):
+class CifarImages(Images):
     """The training (``train``) or test images (``val``) of CIFAR, 32 x 32 pixels, with named classes.
 
     Raises `DataError`, naming the file, when one is missing, damaged or not CIFAR.
     """
 
-    def __init__(self, folder: Path, layout: Layout, split: str) -> None:
+    def __init__(self, folder: Path, layout: CifarLayout, split: str) -> None:
         self.layout, self.paths = layout, [folder / name for name in layout.files[split]]
-        self.classes = _names(folder / layout.meta, layout)
+        self.classes = _read_class_names(folder / layout.meta, layout)
         counts, labels = [], []
         for path in self.paths:
             numbers = [int(number) for number in self._table(path)[1]]
             if not all(0 <= number < len(self.classes) for number in numbers):
-                raise _damaged(path, f"a class number is not one of {len(self.classes)}")
+                raise _damage_error(path, f"a class number is not one of {len(self.classes)}")
             counts.append(len(numbers))
             labels += numbers
         self.ends = np.cumsum(counts)
@@ -126,36 +126,36 @@ class Cifar(Images):
 def _table(path: Path, key: str | None, before: int) -> tuple[Pixels, Sequence[int]]:
     """Return the images of a file, (n, 3072) uint8 in planes, and their classes; each process reads it once."""
     if key is None:
-        return _from_bytes(path, before)
-    table = _unpickled(path)
+        return _read_binary(path, before)
+    table = _unpickle(path)
     images, labels = table.get("data"), table.get(key)
     if not isinstance(images, np.ndarray) or images.dtype != np.uint8 or images.shape[1:] != (PIXELS,):
-        raise _damaged(path, f"no table of {PIXELS} bytes an image under 'data'")
+        raise _damage_error(path, f"no table of {PIXELS} bytes an image under 'data'")
     if not isinstance(labels, list) or len(labels) != len(images) or not all(type(one) is int for one in labels):
-        raise _damaged(path, f"no class number for each image under {key!r}")
+        raise _damage_error(path, f"no class number for each image under {key!r}")
     return images, labels
 
 
-def _from_bytes(path: Path, before: int) -> tuple[Pixels, Sequence[int]]:
+def _read_binary(path: Path, before: int) -> tuple[Pixels, Sequence[int]]:
     try:
         table = np.memmap(path, np.uint8, "r")
     except (OSError, ValueError) as error:
-        raise _damaged(path, str(error)) from error
+        raise _damage_error(path, str(error)) from error
     if len(table) % (before + PIXELS):
-        raise _damaged(path, f"its {len(table)} bytes are not a whole number of images")
+        raise _damage_error(path, f"its {len(table)} bytes are not a whole number of images")
     rows = table.reshape(-1, before + PIXELS)
     return rows[:, before:], rows[:, before - 1].tolist()
 
 
-def _names(path: Path, layout: Layout) -> tuple[str, ...]:
+def _read_class_names(path: Path, layout: CifarLayout) -> tuple[str, ...]:
     if layout.names is None:
         try:
             return tuple(path.read_text("utf-8").split())
         except (OSError, ValueError) as error:
-            raise _damaged(path, str(error)) from error
-    names = _unpickled(path).get(layout.names)
+            raise _damage_error(path, str(error)) from error
+    names = _unpickle(path).get(layout.names)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise _damaged(path, f"no names of classes under {layout.names!r}")
+        raise _damage_error(path, f"no names of classes under {layout.names!r}")
     return tuple(names)
 
 
@@ -175,17 +175,17 @@ class _ArraysOnly(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no array needs")
 
 
-def _unpickled(path: Path) -> dict[str, Any]:
+def _unpickle(path: Path) -> dict[str, Any]:
     """Read a pickled mapping, without running code from it. Raises `DataError` for any other file."""
     try:
         with path.open("rb") as file:
             table = _ArraysOnly(file, encoding="latin1").load()
     except DAMAGED as error:
-        raise _damaged(path, getattr(error, "strerror", None) or str(error) or "it ends early") from error
+        raise _damage_error(path, getattr(error, "strerror", None) or str(error) or "it ends early") from error
     if not isinstance(table, dict):
-        raise _damaged(path, "no table")
+        raise _damage_error(path, "no table")
     return table
 
 
-def _damaged(path: Path, reason: str) -> DataError:
+def _damage_error(path: Path, reason: str) -> DataError:
     return DataError(f"{path}: not a file of CIFAR ({reason[:120]}); unpack the archive again, or fetch it again")

@@ -9,18 +9,18 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from dpn_cli.data.decode import SUFFIXES, USUAL, Reading, inside, open_image
-from dpn_cli.data.file_index import find_files, list_files
-from dpn_cli.data.image_errors import fault
+from dpn_cli.data.decode import DEFAULT_READ_OPTIONS, SUFFIXES, ReadOptions, inside, open_image
+from dpn_cli.data.file_index import find_files, index_files
+from dpn_cli.data.image_errors import report_error
 from dpn_cli.data.sources.base import Images
 from dpn_cli.errors import DataError
 
 
 class FolderImages(Images):
-    """The images in and below some folders of `root`, named as `list_files` does; the label is the folder's place."""
+    """The images in and below some folders of `root`, named as `index_files` does; the label is the folder's place."""
 
-    def __init__(self, root: Path, within: Sequence[str] = ("",), reading: Reading = USUAL) -> None:
-        self.root, self.reading, self.listing = root, reading, list_files(root, within)
+    def __init__(self, root: Path, within: Sequence[str] = ("",), reading: ReadOptions = DEFAULT_READ_OPTIONS) -> None:
+        self.root, self.reading, self.listing = root, reading, index_files(root, within)
         self.sizes: Sequence[int] = self.listing.sizes
         places = np.repeat(np.arange(len(within), dtype=np.int32), self.listing.counts)
         self.labels: Sequence[int] = array("i", places.tobytes())
@@ -60,7 +60,7 @@ class ClassFolders(FolderImages):
         for name, count in zip(self.classes, self.listing.counts, strict=True):
             if not count:
                 kinds = ", ".join(sorted(SUFFIXES))
-                fault(DataError(f"{root / name}: a class without images ({kinds}); remove it"))
+                report_error(DataError(f"{root / name}: a class without images ({kinds}); remove it"))
 
 
 class FileList(Images):
@@ -83,16 +83,16 @@ class FileList(Images):
         for number, line in enumerate(self.list.read_text("utf-8", "surrogateescape").splitlines(), 1):
             name, _, label = line.strip().rpartition(" ")
             if not name or not label.lstrip("-").isdecimal():
-                fault(DataError(f"{self.list}, line {number}: {line[:80]!r} is not '<image path> <label>'"))
+                report_error(DataError(f"{self.list}, line {number}: {line[:80]!r} is not '<image path> <label>'"))
                 continue
             try:
                 path = inside(root, name, f"{self.list}, line {number}")
                 size = path.stat().st_size
             except DataError as error:
-                fault(error)
+                report_error(error)
                 continue
             except OSError:
-                fault(DataError(f"{root / name} ({self.list.name}, line {number}): no such image"))
+                report_error(DataError(f"{root / name} ({self.list.name}, line {number}): no such image"))
                 continue
             self.paths.append(path)
             self.labels.append(int(label))

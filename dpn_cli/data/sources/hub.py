@@ -67,7 +67,7 @@ class HubImages(Images):
     def open(self, index: int) -> Image.Image:
         """Open an image, not decoded yet."""
         where = self.where(index)
-        return open_image(stored_file(self.rows[index][self.image], where), where, self.reading, self.sizes[index])
+        return open_image(get_image_file(self.rows[index][self.image], where), where, self.reading, self.sizes[index])
 
 
 class HubSplit(HubImages):
@@ -91,7 +91,7 @@ class HubSplit(HubImages):
         return value
 
 
-class _HubImages(HubImages):
+class UnlabelledHubImages(HubImages):
     """A split of a hub data set whose labels, if there are any, are left alone; every label is zero."""
 
     def __init__(self, name: str, config: str, split: str, image: str | None) -> None:
@@ -99,7 +99,7 @@ class _HubImages(HubImages):
         self.labels: Sequence[int] = [0] * len(self.sizes)
 
 
-def stored_file(stored: Any, where: str) -> Path | io.BytesIO:
+def get_image_file(stored: Any, where: str) -> Path | io.BytesIO:
     """Return the image in a row of a hub data set, stored as bytes or a file name. Raises `ImageError`."""
     if stored is None or (stored["bytes"] is None and stored["path"] is None):
         raise ImageError(f"{where}: empty; every row needs its image")
@@ -132,16 +132,16 @@ def load_hub(name: str, config: str, alone: bool) -> Any:
     )
 
 
-def hub_name(place: str) -> tuple[str, str]:
+def parse_hub_source(place: str) -> tuple[str, str]:
     """Split ``hf:NAME[:CONFIGURATION]`` into its two parts."""
     name, _, config = place.removeprefix("hf:").partition(":")
     return name, config or "default"
 
 
-def hub_split(place: str, split: str) -> str | None:
+def find_hub_split(place: str, split: str) -> str | None:
     """Return the name of a hub data set's ``train`` or ``val`` split, or None when it has none."""
 
-    splits = load_hub(*hub_name(place), True)
+    splits = load_hub(*parse_hub_source(place), True)
     # Sets without a validation split are commonly scored on their test split.
     names = {"train": ("train",), "val": ("validation", "val", "valid", "test"), "test": ("test",)}
     return next((name for name in names[split] if name in splits), None)

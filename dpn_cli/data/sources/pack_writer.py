@@ -17,17 +17,17 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image
 
-from dpn_cli.data.decode import Reading, decode, open_image
-from dpn_cli.data.sources.base import Labelled, fingerprint
+from dpn_cli.data.decode import ReadOptions, decode, open_image
+from dpn_cli.data.sources.base import LabelledImages, fingerprint
 from dpn_cli.data.sources.packs import FORMAT, MANIFEST, Json, is_pack, read_manifest
-from dpn_cli.data.sources.shards import members
-from dpn_cli.data.workers import kill, leave_to_parent, watched
+from dpn_cli.data.sources.shards import iter_images
+from dpn_cli.data.workers import follow_parent, kill_processes, watch_processes
 from dpn_cli.errors import DataError, DpnError, WorkerError
 from dpn_cli.run import signals
 from dpn_cli.run.files import file_digest, is_leftover, remove_leftovers, replace_file, replace_json
 
 # Values of manifest keys that older packs do not have.
-UNSAID = {"decode": "pillow"}
+OLD_PACK_DEFAULTS = {"decode": "pillow"}
 SHARD_IMAGES = 1000
 # The ending of images that keep their bytes, by Pillow's name of the format.
 KEPT = {
@@ -43,8 +43,8 @@ KEPT = {
 
 
 @dataclass(frozen=True)
-class Packing:
-    """How images are stored: shorter side in pixels at most (None keeps it), as ``jpeg`` or uncompressed ``ppm``."""
+class PackOptions:
+    """Storage of packed images: largest shorter side in pixels (None keeps it), as ``jpeg`` or uncompressed ``ppm``."""
 
     size: int | None = 320
     encode: Literal["jpeg", "ppm"] = "jpeg"
@@ -52,10 +52,10 @@ class Packing:
 
 
 def pack(
-    splits: Mapping[str, tuple[Labelled, Sequence[int]]],
+    splits: Mapping[str, tuple[LabelledImages, Sequence[int]]],
     classes: Sequence[str],
     out: Path,
-    packing: Packing,
+    packing: PackOptions,
     *,
     workers: int,
     skip_bad: bool,
@@ -75,7 +75,7 @@ def pack(
         "classes": list(classes),
         "sources": {name: fingerprint(split) for name, (split, _) in splits.items()},
     }
-    manifest = _begin(out, described)
+    manifest = _open_manifest(out, described)
     remove_leftovers(out)
     for name, (split, order) in splits.items():
         (out / name).mkdir(parents=True, exist_ok=True)
@@ -85,14 +85,14 @@ def pack(
         starts = range(0, len(order), SHARD_IMAGES)
         jobs = {f"{number:06d}": order[start : start + SHARD_IMAGES] for number, start in enumerate(starts)}
         left = {
-            shard: rows for shard, rows in jobs.items() if not _intact(out / name / f"{shard}.tar", done.get(shard))
+            shard: rows for shard, rows in jobs.items() if not _is_intact(out / name / f"{shard}.tar", done.get(shard))
         }
         # A split may have a million names: every process receives it once.
         arguments = (split, out / name, packing, skip_bad)
-        pool = ProcessPoolExecutor(workers, initializer=_begin_process, initargs=arguments)
+        pool = ProcessPoolExecutor(workers, initializer=_init_worker, initargs=arguments)
         processes = list[BaseProcess]()  # `active_children` leaves out a process that has died by now
         try:
-            with watched(processes):
+            with watch_processes(processes):
                 futures = dict[Future[Json], str]()
                 for shard, rows in left.items():
                     futures[pool.submit(_write_shard, shard, rows)] = shard
@@ -103,7 +103,7 @@ def pack(
                     progress(f"{name}: {len(done)} of {len(jobs)} shards")
                     signals.check_here()
         except WorkerError:
-            kill(multiprocessing.active_children())  # they may wait for a lock of the dead one
+            kill_processes(multiprocessing.active_children())  # they may wait for a lock of the dead one
             raise
         finally:
             pool.shutdown(cancel_futures=True)
@@ -113,14 +113,14 @@ def pack(
     return manifest
 
 
-def _begin(out: Path, described: Json) -> Json:
+def _open_manifest(out: Path, described: Json) -> Json:
     """Return the manifest to continue with. Raises `DpnError` when `out` is not a pack of these data."""
     path = out / MANIFEST
     if out.is_file():
         raise DpnError(f"--out {out}: a file; name a folder")
     if is_pack(out):
         manifest = read_manifest(out)
-        changed = [key for key, value in described.items() if manifest.get(key, UNSAID.get(key)) != value]
+        changed = [key for key, value in described.items() if manifest.get(key, OLD_PACK_DEFAULTS.get(key)) != value]
         if changed:
             raise DpnError(
                 f"--out {out}: holds a pack with another {', '.join(changed)}; pass another --out, or delete it first"
@@ -133,31 +133,31 @@ def _begin(out: Path, described: Json) -> Json:
     return manifest
 
 
-def _intact(path: Path, entry: Json | None) -> bool:
+def _is_intact(path: Path, entry: Json | None) -> bool:
     index = path.with_suffix(".npz")
     if entry is None or not path.is_file() or not index.is_file():
         return False
     return (file_digest(path), file_digest(index)) == (entry["sha256"], entry["index_sha256"])
 
 
-_given: list[Any] = []  # the arguments of `_begin_process`, for all shards that the process writes
+_worker_arguments: list[Any] = []  # the arguments of `_init_worker`, for all shards that the process writes
 
 
-def _begin_process(split: Labelled, folder: Path, packing: Packing, skip_bad: bool) -> None:
-    leave_to_parent(0)
-    _given[:] = split, folder, packing, skip_bad
+def _init_worker(split: LabelledImages, folder: Path, packing: PackOptions, skip_bad: bool) -> None:
+    follow_parent(0)
+    _worker_arguments[:] = split, folder, packing, skip_bad
 
 
 def _write_shard(shard: str, rows: Sequence[int]) -> Json:
     """Write one shard and its index; returns its entry of the manifest."""
-    split, folder, packing, skip_bad = _given
+    split, folder, packing, skip_bad = _worker_arguments
     keys, labels, sums = list[str](), list[int](), list[int]()
 
     def fill(temporary: Path) -> None:
         with tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as archive:
             for place, row in enumerate(rows):
                 try:
-                    suffix, encoded = _encoded(split.open(row), split.where(row), packing, split.reading)
+                    suffix, encoded = _encode(split.open(row), split.where(row), packing, split.reading)
                 except DataError:
                     if not skip_bad:
                         raise
@@ -173,7 +173,7 @@ def _write_shard(shard: str, rows: Sequence[int]) -> Json:
 
     path = folder / f"{shard}.tar"
     digest = replace_file(path, fill)
-    places = [(member.offset, member.size) for member in members(path, ())] if keys else []
+    places = [(member.offset, member.size) for member in iter_images(path, ())] if keys else []
     index = {
         "keys": np.array([os.fsencode(key) for key in keys], dtype=np.bytes_),
         "labels": np.array(labels, dtype=np.int32),
@@ -195,7 +195,7 @@ def _write_shard(shard: str, rows: Sequence[int]) -> Json:
     }
 
 
-def _encoded(image: Image.Image, where: str, packing: Packing, reading: Reading) -> tuple[str, bytes]:
+def _encode(image: Image.Image, where: str, packing: PackOptions, reading: ReadOptions) -> tuple[str, bytes]:
     """Return an image's stored bytes and ending; an image that need not change keeps its bytes.
 
     It is decoded in any case. Raises `DataError` when it is unreadable or the encoding cannot hold it.

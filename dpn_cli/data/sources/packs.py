@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from dpn_cli.data.compact import integers
+from dpn_cli.data.compact import pack_integers
 from dpn_cli.data.decode import open_image
-from dpn_cli.data.remote import RemotePath, in_parallel
-from dpn_cli.data.sources.base import Images, Shard, Sharded
+from dpn_cli.data.remote import RemotePath, map_in_parallel
+from dpn_cli.data.sources.base import Images, Shard, ShardIndex
 from dpn_cli.errors import DataError
 
 MANIFEST, FORMAT = "manifest.json", "dpn-pack-1"
@@ -60,7 +60,7 @@ def is_pack(root: Path) -> bool:
         return False
 
 
-class Packed(Images):
+class PackedImages(Images):
     """One split of a packed data set, read at random; every image's checksum is compared when it is read.
 
     Shards behind a URL are fetched when they are first read, and must have the manifest's digests. Raises `DataError`
@@ -77,10 +77,13 @@ class Packed(Images):
         shards: dict[str, Json] = manifest["splits"][split]
         self.classes: tuple[str, ...] = tuple(manifest["classes"])
         self.paths = [
-            _known(root / split / f"{shard}.tar", entry["sha256"], entry["bytes"]) for shard, entry in shards.items()
+            _with_checksum(root / split / f"{shard}.tar", entry["sha256"], entry["bytes"])
+            for shard, entry in shards.items()
         ]
-        lists = [_known(root / split / f"{shard}.npz", entry["index_sha256"]) for shard, entry in shards.items()]
-        for _ in in_parallel(RemotePath.fetch, [path for path in lists if isinstance(path, RemotePath)]):
+        lists = [
+            _with_checksum(root / split / f"{shard}.npz", entry["index_sha256"]) for shard, entry in shards.items()
+        ]
+        for _ in map_in_parallel(RemotePath.fetch, [path for path in lists if isinstance(path, RemotePath)]):
             pass
         parts: dict[str, list[Any]] = {name: [] for name in ("keys", "labels", "crc32", "offsets", "sizes", "shard")}
         for number, (path, listed, entry) in enumerate(zip(self.paths, lists, shards.values(), strict=True)):
@@ -96,15 +99,15 @@ class Packed(Images):
             except (OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
                 raise DataError(f"{listed}: a damaged pack ({error}); {again}") from error
         joined: dict[str, Any] = {name: np.concatenate(arrays) for name, arrays in parts.items()}
-        self.labels: Sequence[int] = integers(joined["labels"])
-        self.sizes: Sequence[int] = integers(joined["sizes"])
+        self.labels: Sequence[int] = pack_integers(joined["labels"])
+        self.sizes: Sequence[int] = pack_integers(joined["sizes"])
         self.keys, self.crc32 = joined["keys"], joined["crc32"]
         self.shard, self.offsets = joined["shard"], joined["offsets"]
 
     @property
-    def shards(self) -> Sharded:
-        """Which shard each image is in."""
-        return Sharded(self.paths, self.shard)
+    def shards(self) -> ShardIndex:
+        """Return the shard of each image."""
+        return ShardIndex(self.paths, self.shard)
 
     def where(self, index: int) -> str:
         """Name an image's shard, and its name before it was packed."""
@@ -131,6 +134,6 @@ class Packed(Images):
             return file.read(self.sizes[index])
 
 
-def _known(path: Shard, sha256: str, size: int | None = None) -> Shard:
+def _with_checksum(path: Shard, sha256: str, size: int | None = None) -> Shard:
     """Return a file of a pack; one behind a URL must have the digest, and the size."""
     return replace(path, sha256=sha256, size=size) if isinstance(path, RemotePath) else path

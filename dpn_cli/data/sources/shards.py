@@ -21,33 +21,33 @@ from PIL import Image
 
 from dpn_cli.config.urls import is_url
 from dpn_cli.data import remote
-from dpn_cli.data.compact import Names
+from dpn_cli.data.compact import PackedStrings
 from dpn_cli.data.decode import SUFFIXES, open_image
-from dpn_cli.data.image_errors import fault
+from dpn_cli.data.image_errors import report_error
 from dpn_cli.data.remote import RemotePath
-from dpn_cli.data.sources.base import Images, Shard, Sharded, number_names
+from dpn_cli.data.sources.base import Images, Shard, ShardIndex, number_classes
 from dpn_cli.errors import DataError
 from dpn_cli.run.files import read_named, read_object, replace_text
 
 # Most bytes of a label or a caption beside an image.
-MOST_TEXT = 2**20
+MAX_TEXT_BYTES = 2**20
 
 
-def expand(pattern: str) -> list[Shard]:
+def expand_pattern(pattern: str) -> list[Shard]:
     """Return the files of ``shards/train-{000..009}.tar``, ``{a,b}.tar`` or ``*.tar``, in a folder or behind a URL.
 
     Raises `DataError` when no file matches, when one that the pattern names is missing, or when one is not a file, and
     `StoreError` for a URL that cannot be read.
     """
     if is_url(pattern):
-        named = [file for each in _without_braces(pattern) for file in remote.matches(each)]
+        named = [file for each in _expand_braces(pattern) for file in remote.glob_files(each)]
         if not named:
             raise DataError(f"--data {pattern}: no such file")
-        return list(remote.in_parallel(RemotePath.described, named))
-    return [file for each in _without_braces(pattern) for file in _files(each)]
+        return list(remote.map_in_parallel(RemotePath.described, named))
+    return [file for each in _expand_braces(pattern) for file in _glob_files(each)]
 
 
-def _without_braces(pattern: str) -> Iterator[str]:
+def _expand_braces(pattern: str) -> Iterator[str]:
     """Yield the patterns that one with braces stands for; neither Python nor any dependency of dpn expands them."""
     braces = re.search(r"\{([^{}]*)\}", pattern)
     if not braces:
@@ -60,10 +60,10 @@ def _without_braces(pattern: str) -> Iterator[str]:
         else braces[1].split(",")
     )
     for word in words:
-        yield from _without_braces(pattern[: braces.start()] + word + pattern[braces.end() :])
+        yield from _expand_braces(pattern[: braces.start()] + word + pattern[braces.end() :])
 
 
-def _files(pattern: str) -> list[Path]:
+def _glob_files(pattern: str) -> list[Path]:
     path = Path(pattern).expanduser()
     if not path.name:
         raise DataError(f"--data wds:{pattern}: which files? Write wds:shards/train-{{0000..1023}}.tar, or wds:*.tar")
@@ -80,7 +80,7 @@ def _files(pattern: str) -> list[Path]:
 
 
 @dataclass(frozen=True)
-class Member:
+class ShardMember:
     """An image in a shard: its name, the place of its bytes, and the files of the same name by ending."""
 
     name: str
@@ -97,10 +97,10 @@ class ShardImages(Images):
 
     def __init__(self, pattern: str, endings: tuple[str, ...]) -> None:
         self.paths: list[Shard] = []
-        self.names = Names()
+        self.names = PackedStrings()
         self.shard, self.offsets, sizes = array("q"), array("q"), array("q")
         self.sizes: Sequence[int] = sizes
-        for shard, (path, images) in enumerate(listed(expand(pattern), endings)):
+        for shard, (path, images) in enumerate(index_shards(expand_pattern(pattern), endings)):
             self.paths.append(path)
             for member in images:
                 if self.take(path, member):
@@ -110,12 +110,12 @@ class ShardImages(Images):
                     sizes.append(member.size)
 
     @property
-    def shards(self) -> Sharded:
-        """Which shard each image is in."""
-        return Sharded(self.paths, np.asarray(self.shard))
+    def shards(self) -> ShardIndex:
+        """Return the shard of each image."""
+        return ShardIndex(self.paths, np.asarray(self.shard))
 
     @abstractmethod
-    def take(self, path: Shard, member: Member) -> bool:
+    def take(self, path: Shard, member: ShardMember) -> bool:
         """Note what belongs to an image of shard `path`; False leaves the image out."""
 
     def where(self, index: int) -> str:
@@ -134,7 +134,7 @@ class ShardImages(Images):
             return open_image(io.BytesIO(file.read(self.sizes[index])), self.where(index), self.reading)
 
 
-class Shards(ShardImages):
+class LabelledShardImages(ShardImages):
     """The images of uncompressed tar files, each with a ``.cls`` (a class number) of the same name.
 
     Class names are those in a ``classnames.txt`` beside the shards, else the numbers. Raises `DataError` for a shard
@@ -151,23 +151,23 @@ class Shards(ShardImages):
         names = self.paths[0].parent / "classnames.txt"
         content = _read_beside(names)
         if content is None:
-            self.classes = number_names(self, f"wds:{pattern}")
+            self.classes = number_classes(self, f"wds:{pattern}")
             return
         self.classes = tuple(content.decode("utf-8", "surrogateescape").splitlines())
         if len(self.classes) <= max(labels):
             said = f"{len(self.classes)} names, and the shards have the classes 0 to {max(labels)}"
-            fault(DataError(f"{names}: {said}"))
+            report_error(DataError(f"{names}: {said}"))
 
-    def take(self, path: Shard, member: Member) -> bool:
+    def take(self, path: Shard, member: ShardMember) -> bool:
         """Note an image's class."""
         try:
             label = int(member.beside.get("cls", b"-1"))
         except ValueError as error:
-            fault(DataError(f"{path}: {member.name}: its .cls is not a number ({error})"))
+            report_error(DataError(f"{path}: {member.name}: its .cls is not a number ({error})"))
             return False
         if label < 0:
             key = PurePosixPath(member.name).with_suffix("")
-            fault(DataError(f"{path}: {member.name} has no {key}.cls with a class number"))
+            report_error(DataError(f"{path}: {member.name} has no {key}.cls with a class number"))
             return False
         self._append(label)
         return True
@@ -183,15 +183,15 @@ def _read_beside(path: Shard) -> bytes | None:
     return None
 
 
-def listed(paths: Sequence[Shard], endings: tuple[str, ...]) -> Iterator[tuple[Shard, Iterable[Member]]]:
+def index_shards(paths: Sequence[Shard], endings: tuple[str, ...]) -> Iterator[tuple[Shard, Iterable[ShardMember]]]:
     """Yield shards with their images; those behind URLs are fetched several at once, and come with a digest."""
     near = [path for path in paths if isinstance(path, Path)]
-    yield from ((path, members(path, endings)) for path in near)
+    yield from ((path, iter_images(path, endings)) for path in near)
     far = [path for path in paths if isinstance(path, RemotePath)]
-    yield from remote.in_parallel(partial(_listed, endings=endings), far)
+    yield from remote.map_in_parallel(partial(_index_remote_shard, endings=endings), far)
 
 
-def _listed(path: RemotePath, endings: tuple[str, ...]) -> tuple[RemotePath, list[Member]]:
+def _index_remote_shard(path: RemotePath, endings: tuple[str, ...]) -> tuple[RemotePath, list[ShardMember]]:
     """Return a shard behind a URL, with the digest of its first copy, and its images.
 
     The list is kept in the cache, so that a shard is not fetched again for what is in it.
@@ -202,20 +202,20 @@ def _listed(path: RemotePath, endings: tuple[str, ...]) -> tuple[RemotePath, lis
             digest, size = hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
         images = [
             [one.name, one.offset, one.size, {ending: text.decode("latin-1") for ending, text in one.beside.items()}]
-            for one in members(path, endings)
+            for one in iter_images(path, endings)
         ]
         known = {"sha256": digest, "size": size, "images": images}
         replace_text(kept, json.dumps(known))
         remote.make_room(kept)
-    remote.touch(kept)
+    remote.mark_used(kept)
     found = (
-        Member(name, offset, size, {ending: text.encode("latin-1") for ending, text in beside.items()})
+        ShardMember(name, offset, size, {ending: text.encode("latin-1") for ending, text in beside.items()})
         for name, offset, size, beside in known["images"]
     )
     return replace(path, sha256=known["sha256"], size=known.get("size")), list(found)
 
 
-def members(path: Shard, endings: tuple[str, ...]) -> Iterator[Member]:
+def iter_images(path: Shard, endings: tuple[str, ...]) -> Iterator[ShardMember]:
     """Yield every image of a shard in its order, with the files beside it that have one of the endings."""
     images: dict[str, tuple[str, int, int]] = {}
     beside: dict[str, dict[str, bytes]] = {}
@@ -229,7 +229,7 @@ def members(path: Shard, endings: tuple[str, ...]) -> Iterator[Member]:
                 if f".{ending.lower()}" in SUFFIXES:
                     images[key] = member.name, member.offset_data, member.size
                 elif ending in endings and (file := archive.extractfile(member)):
-                    if member.size > MOST_TEXT:
+                    if member.size > MAX_TEXT_BYTES:
                         raise ValueError(f"{member.name} has {member.size} bytes, too many for a label or a caption")
                     beside.setdefault(key, {})[ending] = file.read()
     except (tarfile.TarError, OSError, ValueError) as error:
@@ -237,16 +237,16 @@ def members(path: Shard, endings: tuple[str, ...]) -> Iterator[Member]:
             f"{path}: not an uncompressed tar file of images ({' '.join(str(error).split())[:120]})"
         ) from error
     for key, (name, offset, size) in images.items():
-        yield Member(name, offset, size, beside.get(key, {}))
+        yield ShardMember(name, offset, size, beside.get(key, {}))
 
 
-class _ShardImages(ShardImages):
+class UnlabelledShardImages(ShardImages):
     """All images of webdataset shards; every label is zero."""
 
     def __init__(self, pattern: str) -> None:
         super().__init__(pattern, ())
         self.labels: Sequence[int] = [0] * len(self.sizes)
 
-    def take(self, path: Shard, member: Member) -> bool:
+    def take(self, path: Shard, member: ShardMember) -> bool:
         """Take every image."""
         return True

@@ -245,7 +245,7 @@ def label(scene: Scene, task: str) -> int:
 
 # The demo task of the built-in scenes, and the scene numbers of every split. Pre-training has its own scenes, which no
 # other task trains or tests on.
-DEMO: dict[str, tuple[str, dict[str, tuple[int, int]]]] = {
+DEMO_SPLITS: dict[str, tuple[str, dict[str, tuple[int, int]]]] = {
     "demo": ("demo_color", {"train": (0, 1000), "val": (1000, 2000)}),
     "demo:objects": ("demo_object", {"train": (1_000_000, 1_010_000), "val": (1_010_000, 1_011_000)}),
 }

@@ -21,7 +21,7 @@ from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.config.load import build, merge, read_config
 from dpn_cli.data.augment import Augmentation
 from dpn_cli.data.loader import crop_batches
-from dpn_cli.data.sampler import Steps
+from dpn_cli.data.sampler import StepSampler
 from dpn_cli.data.shard_sampler import ShardOrder
 from dpn_cli.data.sources.folder import ClassFolders
 from dpn_cli.engine.fit import Batch
@@ -128,7 +128,7 @@ def test_views_come_again_after_all_of_them(split: ClassFolders, jitter: float) 
     how = Augmentation(SIZE, jitter=jitter, views=2)
     drawn: dict[tuple[int, int], list[Tensor]] = {}
     batches = zip(
-        Steps(15, 5, 0, 0, range(5), views=2), crop_batches(split, how, 5, 0, ALONE, workers=0)(0), strict=False
+        StepSampler(15, 5, 0, 0, range(5), views=2), crop_batches(split, how, 5, 0, ALONE, workers=0)(0), strict=False
     )
     for items, batch in itertools.islice(batches, 12):  # four epochs
         for (view, _, row), image in zip(items, batch["image"], strict=True):

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from dpn_cli.arch import STEMS
 from dpn_cli.config.load import build
-from dpn_cli.data.augment import Augmentation, seeded
+from dpn_cli.data.augment import Augmentation, seed_globally
 from dpn_cli.data.image_source import ImageSource, open_unlabelled
 from dpn_cli.data.loader import POLICY, crop_batches
-from dpn_cli.data.sources.base import Part
+from dpn_cli.data.sources.base import ImageSubset
 from dpn_cli.engine.seeds import fold
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.run.console import Console
@@ -171,7 +171,7 @@ def test_colours_change_as_timm_changes_them(tmp_path: Path) -> None:
     assert "ColorJitter" in repr(jitter)
     for place in range(8):
         image = Image.fromarray(plain[place].permute(1, 2, 0).numpy())
-        with seeded(fold(3, POLICY, 0, place)):
+        with seed_globally(fold(3, POLICY, 0, place)):
             torch.rand(1)  # for the mirror image
             expected = np.asarray(jitter(image))
         assert np.array_equal(changed[place].permute(1, 2, 0).numpy(), expected)
@@ -239,9 +239,9 @@ def test_what_is_held_out_depends_on_names_alone(forms: dict[str, str], tmp_path
         (elsewhere / file.name).write_bytes(file.read_bytes())
     moved = config.model_copy(update={"data": config.data.model_copy(update={"source": str(elsewhere)})})
     second = open_images(moved, None, Console(quiet=True))
-    assert isinstance(first.held_out, Part)
-    assert isinstance(second.held_out, Part)
-    assert isinstance(first.train, Part)
+    assert isinstance(first.held_out, ImageSubset)
+    assert isinstance(second.held_out, ImageSubset)
+    assert isinstance(first.train, ImageSubset)
     assert len(first.held_out.labels) == 3
     assert first.held_out.rows == second.held_out.rows
     assert first.fingerprints() == second.fingerprints()

@@ -19,7 +19,7 @@ from test_highres import small, train
 
 from dpn_cli.data import leakage
 from dpn_cli.data.image_source import ImageSource, open_split
-from dpn_cli.data.sources.base import Part, fingerprint
+from dpn_cli.data.sources.base import ImageSubset, fingerprint
 from dpn_cli.data.sources.folder import ClassFolders
 from dpn_cli.data.sources.synthetic import SceneSplit
 from dpn_cli.data.splits import open_class_data
@@ -135,8 +135,8 @@ def test_the_demos_scenes_are_split_too() -> None:
     facts = {"config": {"data": {"source": "demo", "minival": None}}, "data": fingerprints}
     splits: tuple[Split | None, ...] = (None, "train", "all")
     opened = [open_part(ImageSource("demo"), split, facts)[0] for split in splits]
-    known = [leakage.look_up(part, leakage.record(data.train), ONE) for part in opened]
-    assert known == [leakage.Known(n, of, False) for n, of in ((0, 1000), (950, 950), (950, 2000))]
+    known = [leakage.count_overlap(part, leakage.record(data.train), ONE) for part in opened]
+    assert known == [leakage.Overlap(n, of, False) for n, of in ((0, 1000), (950, 950), (950, 2000))]
 
 
 @pytest.fixture(scope="module")
@@ -240,28 +240,28 @@ def test_a_wrong_split_ends_with_one_line(finished: tuple[Path, Path]) -> None:
 
 def test_more_images_than_are_read_give_an_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = SceneSplit("demo_color", 0, 1000)
-    half = Part(whole, range(0, 1000, 2))
-    exact = leakage.look_up(whole, leakage.record(half), ONE)
-    assert exact == leakage.Known(500, 1000, False)
-    monkeypatch.setattr(leakage, "MOST", 300)
+    half = ImageSubset(whole, range(0, 1000, 2))
+    exact = leakage.count_overlap(whole, leakage.record(half), ONE)
+    assert exact == leakage.Overlap(500, 1000, False)
+    monkeypatch.setattr(leakage, "MAX_IMAGES", 300)
     described = leakage.record(half)
     assert (described["images"], described["described"], len(described["digests"])) == (500, 300, 300 * 8)
-    known = leakage.look_up(whole, described, ONE)
+    known = leakage.count_overlap(whole, described, ONE)
     assert known is not None
     assert known.estimated
     assert abs(known.images - 500) < 150
     assert "about" in str(known.warning())
-    nothing = leakage.look_up(SceneSplit("demo_color", 5000, 5400), described, ONE)
-    assert nothing == leakage.Known(0, 400, True)
+    nothing = leakage.count_overlap(SceneSplit("demo_color", 5000, 5400), described, ONE)
+    assert nothing == leakage.Overlap(0, 400, True)
     assert nothing.warning() is None
-    assert leakage.look_up(whole, None, ONE) is None
+    assert leakage.count_overlap(whole, None, ONE) is None
 
 
 def test_unreadable_images_are_no_ones_that_were_trained_on(tmp_path: Path) -> None:
     root = images(tmp_path / "photos", classes=2, each=2)
     (root / "class0" / "000.jpg").write_text("no image")
     split = ClassFolders(root)
-    known = leakage.look_up(split, leakage.record(split), ONE)
+    known = leakage.count_overlap(split, leakage.record(split), ONE)
     assert known is not None
     assert (known.images, known.of) == (3, 4)
 
@@ -269,7 +269,7 @@ def test_unreadable_images_are_no_ones_that_were_trained_on(tmp_path: Path) -> N
 def test_joined_splits_keep_their_images_apart(tmp_path: Path) -> None:
     root = images(tmp_path / "photos", classes=3, each=3)
     whole = open_split(ImageSource(str(root)), "train")[0]
-    parts = [Part(whole, [7, 0]), Part(whole, []), Part(whole, [4])]
+    parts = [ImageSubset(whole, [7, 0]), ImageSubset(whole, []), ImageSubset(whole, [4])]
     joined = ConcatImages(parts)
     assert [joined.key(i) for i in range(3)] == [whole.key(row) for row in (7, 0, 4)]
     assert [joined.where(i) for i in range(3)] == [whole.where(row) for row in (7, 0, 4)]

@@ -26,7 +26,7 @@ from dpn_cli.data.loader import crop_batches
 from dpn_cli.data.resize import resize
 from dpn_cli.data.sampler import rows_of_step
 from dpn_cli.data.sources import synthetic
-from dpn_cli.data.sources.base import Part
+from dpn_cli.data.sources.base import ImageSubset
 from dpn_cli.data.sources.folder import ClassFolders
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine.gradients import Gradients
@@ -226,9 +226,9 @@ def test_too_few_images_for_a_probe_are_named_before_training(photos: Path, tmp_
 
 
 def test_the_demo_trains_a_tower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    task, splits = synthetic.DEMO["demo:objects"]
+    task, splits = synthetic.DEMO_SPLITS["demo:objects"]
     fewer = {name: (start, start + 100) for name, (start, _) in splits.items()}
-    monkeypatch.setitem(synthetic.DEMO, "demo:objects", (task, fewer))
+    monkeypatch.setitem(synthetic.DEMO_SPLITS, "demo:objects", (task, fewer))
     done = run("pretrain", "--data", "demo", "--steps", "3", "-b", "8", "-j", "0", "-o", str(tmp_path / "run"))
     assert done.exit_code == 0, done.output
     assert "nano/8 stem dpn at 64x64, 24 classes" in done.stdout
@@ -312,7 +312,7 @@ def test_a_config_reaches_the_network_the_images_and_the_labels(
 
 def test_every_step_augments_anew(photos: Path) -> None:
     split, augmentation = ClassFolders(photos), Augmentation((24, 24), layers=2, magnitude=9, crop="whole")
-    stream = crop_batches(Part(split, [0]), augmentation, 4, 0, ALONE, workers=0)(0)
+    stream = crop_batches(ImageSubset(split, [0]), augmentation, 4, 0, ALONE, workers=0)(0)
     images_seen = {image.numpy().tobytes() for _ in range(6) for image in next(stream)["image"]}
     assert len(images_seen) > 15
 
@@ -322,7 +322,7 @@ def test_the_probe_is_tested_on_minival(tmp_path: Path) -> None:
     root = images(tmp_path / "photos", classes=2, each=30)
     config = small(root, fewshot=5)
     data = open_data(config)
-    flipped = Part(data.minival, range(len(data.minival.labels)))
+    flipped = ImageSubset(data.minival, range(len(data.minival.labels)))
     flipped.labels = [1 - label for label in flipped.labels]
     folder = RunFolder(tmp_path)
     scores = []

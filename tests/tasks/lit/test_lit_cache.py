@@ -26,7 +26,7 @@ from dpn_cli.data import pixels
 from dpn_cli.data.pixels import PixelSet, stream
 from dpn_cli.data.resize import resize
 from dpn_cli.data.sampler import rows_of_step
-from dpn_cli.data.sources.base import Labelled
+from dpn_cli.data.sources.base import LabelledImages
 from dpn_cli.errors import DataError, StoppedError
 from dpn_cli.run import files, signals
 from dpn_cli.run.arrays import save_array
@@ -98,11 +98,13 @@ def test_what_fetches_ahead_is_told_the_shards_of_the_images_to_encode_and_every
     split, told = open_split(CaptionSource(shards(tmp_path)), "train"), list[Any]()
 
     @contextmanager
-    def fetched(data: Labelled, needs: Any, rows: int, workers: int, here: int) -> Iterator[Callable[[int], None]]:
+    def fetched(
+        data: LabelledImages, needs: Any, rows: int, workers: int, here: int
+    ) -> Iterator[Callable[[int], None]]:
         told.extend([*needs(), rows, workers])
         yield told.append
 
-    monkeypatch.setattr(pixels, "fetched_ahead", fetched)
+    monkeypatch.setattr(pixels, "prefetch_shards", fetched)
     cached_features(split, replace(make_encoder(), workers=workers), tmp_path / "cache", ALONE, QUIET)
     # Batches of two of the four and two images in the shards.
     assert told == [(0, 1, 0), (2, 2, 1), 2, ahead, -1, 0, 1, 2]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from dpn_cli.arch import SIZES
 from dpn_cli.config.load import merge
 from dpn_cli.config.schema import Runtime
-from dpn_cli.data.decode import Reading
+from dpn_cli.data.decode import ReadOptions
 from dpn_cli.data.resize import resize
 from dpn_cli.data.sampler import rows_of_step
 from dpn_cli.engine import fit as engine
@@ -291,7 +291,7 @@ def test_the_configs_data_are_opened(pairs: Path) -> None:
         "decode": "pillow",
         "max_pixels": 1000,
     }
-    expected = CaptionSource(str(pairs), "other.csv", 0.25, "images", "a", "b", True, Reading("pillow", 1000))
+    expected = CaptionSource(str(pairs), "other.csv", 0.25, "images", "a", "b", True, ReadOptions("pillow", 1000))
     assert source_of(config_of(pairs, data=data)) == expected
 
 
