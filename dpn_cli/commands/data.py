@@ -30,7 +30,7 @@ def _shorter_side(value: object) -> object:
     return None if value == "keep" else value
 
 
-class PackOptions(Section):
+class PackCommandOptions(Section):
     """Options of ``dpn data pack``."""
 
     source: Annotated[
@@ -68,8 +68,8 @@ class PackOptions(Section):
     ] = 2
 
 
-@register_command(app, "pack", PackOptions, "dpn data pack --data imagenet --out imagenet-320 --size 320")
-def _pack(options: PackOptions, console: Console) -> Outcome:
+@register_command(app, "pack", PackCommandOptions, "dpn data pack --data imagenet --out imagenet-320 --size 320")
+def _pack(options: PackCommandOptions, console: Console) -> Outcome:
     """Pack images into shards for fast reading; run again to continue or repair."""
     from dpn_cli.data.decode import ReadOptions
     from dpn_cli.data.image_source import ImageSource, check_classes, open_split, own_splits

@@ -17,7 +17,7 @@ from test_keys import TASKS
 from dpn_cli.commands.trainers import schema_of
 from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.config.load import build, merge, read_config, read_document, shipped_configs
-from dpn_cli.config.provenance import NOT_IN_PAPER, Source, differences, flatten_keys, read_sources
+from dpn_cli.config.provenance import NOT_IN_PAPER, ValueSource, differences, flatten_keys, read_sources
 from dpn_cli.run import run as sessions
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
@@ -229,9 +229,9 @@ def test_the_papers_config_on_demo_data_is_a_demo() -> None:
 
 
 def test_a_source_compares_in_one_way() -> None:
-    assert Source(source="x").disagrees(1, 2)
-    assert not Source(source="x", same=(1,)).disagrees(1, 2)
-    assert not Source(source="x", unlike=("none",)).disagrees("file", "a network")
+    assert ValueSource(source="x").disagrees(1, 2)
+    assert not ValueSource(source="x", same=(1,)).disagrees(1, 2)
+    assert not ValueSource(source="x", unlike=("none",)).disagrees("file", "a network")
 
 
 # What makes a small run of a task one of the paper's.
