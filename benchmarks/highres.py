@@ -25,7 +25,7 @@ from dpn_cli.config.schema import Optim, Runtime, Schedule
 from dpn_cli.data.augment import Augmentation
 from dpn_cli.data.loader import crop_batches
 from dpn_cli.data.sources.folder import ClassFolders
-from dpn_cli.engine.fit import FitResult, TrainJob, Outputs, fit
+from dpn_cli.engine.fit import FitResult, Outputs, TrainJob, fit
 from dpn_cli.engine.losses import sigmoid_xent
 from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.run.distributed import World

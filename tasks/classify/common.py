@@ -1,4 +1,4 @@
-"""What the trainings of a classifier share around the training itself: data, folder, dry run, text of the result."""
+"""Functions around the training of a classifier: data, folder, dry run, text of the result."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dpn_cli.config.launch import LaunchOptions
-from dpn_cli.data.decode import Reading, decoder_of
+from dpn_cli.data.decode import ReadOptions, decoder_of
 from dpn_cli.data.image_source import ImageSource
 from dpn_cli.data.splits import ClassData, open_class_data
 from dpn_cli.run.console import count_noun
@@ -33,7 +33,7 @@ def source_of(config: SupervisedConfig) -> ImageSource:
         data.val_fraction,
         data.image_column,
         data.label_column,
-        Reading(decoder_of(data.decode), data.max_pixels),
+        ReadOptions(decoder_of(data.decode), data.max_pixels),
     )
 
 
@@ -43,7 +43,7 @@ def default_folder(config: SupervisedConfig, task: str) -> Path:
 
 
 def dry_run(run: Run[ConfigT], data: ClassData, trainings: Sequence[ConfigT], place: LaunchOptions) -> None:
-    """Check the data, rehearse the last of some trainings on them, and tell what all of them take."""
+    """Check the data, measure the last of some trainings in a dry run, and print the cost of all."""
     config, world = run.config, run.world
     counted = [in_steps(each, len(data.train.labels)) for each in trainings]
     check_batch(config, world)

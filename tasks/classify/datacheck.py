@@ -9,12 +9,12 @@ from typing import Any
 import open_clip
 from timm.data import ImageNetInfo
 
-from dpn_cli.data.findings import Findings
-from dpn_cli.data.image_errors import gathering
+from dpn_cli.data.findings import DataFindings
+from dpn_cli.data.image_errors import collect_errors
 from dpn_cli.data.imagenet import describe_imagenet, imagenet_folders
-from dpn_cli.data.loader_sizing import check_loading
-from dpn_cli.data.sources.base import Labelled, Part
-from dpn_cli.data.sources.packs import Packed, read_manifest
+from dpn_cli.data.loader_sizing import check_batch
+from dpn_cli.data.sources.base import ImageSubset, LabelledImages
+from dpn_cli.data.sources.packs import PackedImages, read_manifest
 from dpn_cli.data.sources.shards import ShardImages
 from dpn_cli.data.splits import ClassData
 from dpn_cli.errors import DataError
@@ -26,9 +26,9 @@ from tasks.classify.pretrain import open_tuning
 from tasks.classify.pretrain_config import PretrainConfig
 
 
-def examine(config: SupervisedConfig, findings: Findings, ranks: int) -> dict[str, Any]:
+def examine(config: SupervisedConfig, findings: DataFindings, ranks: int) -> dict[str, Any]:
     """Look at all images of a config's splits; returns the fingerprints that a result carries."""
-    with gathering() as errors:
+    with collect_errors() as errors:
         data: ClassData | None = None
         try:
             data = open_tuning(config) if isinstance(config, PretrainConfig) and config.stages else open_data(config)
@@ -39,7 +39,9 @@ def examine(config: SupervisedConfig, findings: Findings, ranks: int) -> dict[st
         return {}
     splits = {"train": data.train, "minival": data.minival, "val": data.val}
     parts = {name: findings.split(name, split, data.classes) for name, split in splits.items() if len(split.labels)}
-    if isinstance(data.minival, Part) and "minival" in parts:  # cut from the training images, wherever twins fall
+    if (
+        isinstance(data.minival, ImageSubset) and "minival" in parts
+    ):  # cut from the training images, wherever twins fall
         parts["minival"].side = parts["train"].side
     findings.same(*parts.values())
     size = input_size(config)
@@ -51,13 +53,11 @@ def examine(config: SupervisedConfig, findings: Findings, ranks: int) -> dict[st
     if note := describe_imagenet(data):
         findings.notes.append(note)
     _note_storage(data.train, findings)
-    check_loading(
-        findings, len(data.train.labels), config.batch_size, ranks, config.runtime.workers, 3 * math.prod(size)
-    )
+    check_batch(findings, len(data.train.labels), config.batch_size, ranks, config.runtime.workers, 3 * math.prod(size))
     return fingerprints(data)
 
 
-def _check_order(place: str, classes: Sequence[str], findings: Findings) -> None:
+def _check_order(place: str, classes: Sequence[str], findings: DataFindings) -> None:
     """Hold the order of the classes against those that are known, and numbers against their own order."""
     known = {
         "ImageNet-1k's folders": imagenet_folders(),
@@ -80,18 +80,18 @@ def _check_order(place: str, classes: Sequence[str], findings: Findings) -> None
         )
 
 
-def _note_storage(train: Labelled, findings: Findings) -> None:
+def _note_storage(train: LabelledImages, findings: DataFindings) -> None:
     """Note what there is to say of shards: packs that are not the files' own images, and how many may read them."""
     whole = train
-    while isinstance(whole, Part):
+    while isinstance(whole, ImageSubset):
         whole = whole.whole
-    if not isinstance(whole, Packed | ShardImages):
+    if not isinstance(whole, PackedImages | ShardImages):
         return
     shards = count_noun(len(whole.paths), "shard")
     findings.notes.append(
         f"{shards}, which every process reads at random: any number of ranks and of processes will do"
     )
-    if isinstance(whole, Packed):
+    if isinstance(whole, PackedImages):
         packing = read_manifest(whole.paths[0].parent.parent)
         if packing["size"]:
             findings.warnings.append(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import deque
 
 from dpn_cli.config.cost import Cost
-from dpn_cli.data.loader import worker_count
-from dpn_cli.data.sources.base import Part
+from dpn_cli.data.loader import count_workers
+from dpn_cli.data.sources.base import ImageSubset
 from dpn_cli.data.splits import ClassData
 from dpn_cli.engine import fit as engine
-from dpn_cli.engine.dry_run import Sampled, Scene, dry_run_fit
+from dpn_cli.engine.dry_run import DryRunSetup, Sampled, dry_run_fit
 from dpn_cli.metrics import rank_share
 from dpn_cli.model.freeze import freeze
 from dpn_cli.run.distributed import World
@@ -22,7 +22,7 @@ from tasks.classify.train import evaluate, evaluation_interval, load_network, lo
 
 
 def dry_run_training(run: Run[ConfigT], data: ClassData) -> Cost:
-    """Rehearse a training whose duration is in steps, and return what it takes; the probes of finished networks do not
+    """Measure a training in a dry run, its duration in steps, and return its cost; the probes of finished networks do not
     count. Raises as `dry_run_fit` does.
     """
     config, world, console = run.config, run.world, run.console
@@ -31,7 +31,7 @@ def dry_run_training(run: Run[ConfigT], data: ClassData) -> Cost:
     name, weights = f"{model.config.arch} {model.config.stem}", 4 * model.report.parameters
     del model
 
-    def begin() -> Scene:
+    def begin() -> DryRunSetup:
         model = load_network(config, len(data.classes))
         if config.freeze:
             freeze(model, config.freeze)
@@ -46,8 +46,10 @@ def dry_run_training(run: Run[ConfigT], data: ClassData) -> Cost:
             world=world,
             outputs=engine.Outputs(warn=console.warn),
         )
-        workers = worker_count(config.runtime.workers, world.device, world.here)
-        return Scene(engine.prepare(model, config.runtime, world), job, _sampled(config, model, data, world), workers)
+        workers = count_workers(config.runtime.workers, world.device, world.here)
+        return DryRunSetup(
+            engine.prepare(model, config.runtime, world), job, _sampled(config, model, data, world), workers
+        )
 
     return dry_run_fit(begin, name, run.folder.path, weights=weights)
 
@@ -56,7 +58,7 @@ def _sampled(config: SupervisedConfig, model: Backbone, data: ClassData, world: 
     """Return the evaluation of a batch of every rank, of minival where there is one: nothing is told of its score."""
     split = data.minival if data.minival.labels else data.val
     images = min(config.eval_batch_size * world.size, len(split.labels))
-    few = Part(split, range(images))
+    few = ImageSubset(split, range(images))
     here = config.model_copy(update={"runtime": config.runtime.model_copy(update={"workers": 0})})
     side = resize_side_of(config, model.config.image_size)
     classifier = Classifier(model, data.classes, config.loss, side, {}, split.reading.decoder)

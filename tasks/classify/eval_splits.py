@@ -1,4 +1,4 @@
-"""Which images `dpn eval` scores: those that a run set apart, or a split of another data set."""
+"""Images that `dpn eval` scores: those that a run held out, or a split of another data set."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from PIL import Image
 from dpn_cli.config.paths import DEMOS
 from dpn_cli.data.image_source import ImageSource, check_classes, has_split, open_split
 from dpn_cli.data.remote import MissingError
-from dpn_cli.data.sources.base import Images, Labelled, fingerprint
+from dpn_cli.data.sources.base import Images, LabelledImages, fingerprint
 from dpn_cli.data.splits import ClassData, open_class_data
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.run.files import real_path
@@ -31,14 +31,14 @@ CHANGED = "all images of a data set that has changed since the run: which ones i
 class ConcatImages(Images):
     """The images of several splits, one split after the other."""
 
-    def __init__(self, parts: Sequence[Labelled]) -> None:
+    def __init__(self, parts: Sequence[LabelledImages]) -> None:
         self.parts = [part for part in parts if len(part.labels)]
         self.reading = parts[0].reading
         self.starts = [0, *accumulate(len(part.labels) for part in self.parts)]
         self.labels: Sequence[int] = [label for part in self.parts for label in part.labels]
         self.sizes: Sequence[int] = [size for part in self.parts for size in part.sizes]
 
-    def _place(self, index: int) -> tuple[Labelled, int]:
+    def _place(self, index: int) -> tuple[LabelledImages, int]:
         number = bisect_right(self.starts, index) - 1
         return self.parts[number], index - self.starts[number]
 
@@ -92,7 +92,7 @@ def run_source(source: ImageSource, facts: Mapping[str, Any], network: str) -> I
 
 def open_part(
     source: ImageSource, split: Split | None, facts: Mapping[str, Any]
-) -> tuple[Labelled, tuple[str, ...], str | None]:
+) -> tuple[LabelledImages, tuple[str, ...], str | None]:
     """Open the images to score; returns them with their classes, and which of a run's images they are.
 
     `facts` are what the classifier's file tells of its training. Data that are the run's are split as the run did,

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpn_cli.data.decode import Reading
+from dpn_cli.data.decode import ReadOptions
 from dpn_cli.data.image_source import ImageSource
-from dpn_cli.data.leakage import Known, look_up
-from dpn_cli.data.sources.base import Labelled, fingerprint
+from dpn_cli.data.leakage import Overlap, count_overlap
+from dpn_cli.data.sources.base import LabelledImages, fingerprint
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError
 from dpn_cli.metrics import Scores, score
@@ -38,7 +38,7 @@ def evaluate(options: EvalOptions, console: Console) -> dict[str, Any] | None:
         if options.output_dir and world.leads:
             open_report(options.output_dir)
         classifier = load_classifier(options.network, (size, size) if isinstance(size, int) else size, "dpn eval")
-        reading = Reading(how.decode or classifier.decoder, how.max_pixels)
+        reading = ReadOptions(how.decode or classifier.decoder, how.max_pixels)
         asked = ImageSource(
             options.source or "", image_column=options.image_column, label_column=options.label_column, reading=reading
         )
@@ -51,7 +51,7 @@ def evaluate(options: EvalOptions, console: Console) -> dict[str, Any] | None:
             + (f", {part}" if part else "")
             + _columns_note(classifier, columns)
         )
-        known = look_up(split, classifier.facts.get("trained_on"), world)
+        known = count_overlap(split, classifier.facts.get("trained_on"), world)
         if warning := known and known.warning():
             console.warn(warning)
         real = read_real(options.real, split) if options.real else None
@@ -98,7 +98,7 @@ def _columns_note(classifier: Classifier, columns: Tensor | None) -> str:
 
 def _score(
     classifier: Classifier,
-    split: Labelled,
+    split: LabelledImages,
     columns: Tensor | None,
     options: EvalOptions,
     world: World,
@@ -129,9 +129,9 @@ def _result(
     classifier: Classifier,
     names: Sequence[str],
     scores: Scores,
-    split: Labelled,
+    split: LabelledImages,
     part: str | None,
-    known: Known | None,
+    known: Overlap | None,
 ) -> dict[str, Any]:
     return {
         "task": "eval",
@@ -155,7 +155,7 @@ def _result(
     }
 
 
-def read_real(path: Path, split: Labelled) -> list[list[int]]:
+def read_real(path: Path, split: LabelledImages) -> list[list[int]]:
     """Return the ReaL labels (arXiv 2006.07159) of a split's images, from real.json and the images' own numbers.
 
     Raises `DataError` when the file is not of that form, or an image has no number of ImageNet's validation set.
@@ -189,7 +189,7 @@ def describe_scores(result: dict[str, Any]) -> str:
         f"{result['images']} images of {result['classes']} classes{skipped}"
         + (f" ({result['part']})" if result["part"] else "")
     ]
-    if result["trained_on"] and (warning := Known(**result["trained_on"]).warning()):
+    if result["trained_on"] and (warning := Overlap(**result["trained_on"]).warning()):
         lines.append(f"WARNING: {warning}")
     if "real" in result:
         lines.append(f"ReaL {result['real']['top1']:.2f} % of {result['real']['images']} images with labels")

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from dpn_cli.config.schema import ImageReading
-from dpn_cli.data.decode import Reading, decoder_of
+from dpn_cli.data.decode import ReadOptions, decoder_of
 from dpn_cli.data.image_source import ImageSource, has_split, open_split
-from dpn_cli.data.leakage import Known, look_up
+from dpn_cli.data.leakage import Overlap, count_overlap
 from dpn_cli.data.pixels import Transform
 from dpn_cli.data.resize import resize
-from dpn_cli.data.sources.base import Labelled, Part, fingerprint
+from dpn_cli.data.sources.base import ImageSubset, LabelledImages, fingerprint
 from dpn_cli.data.splits import hash_order, hold_out
 from dpn_cli.errors import DataError, NonFiniteError
 from dpn_cli.run import signals
@@ -76,9 +76,9 @@ class Probed:
         whole = partial(resize, size=model.config.image_size) if opened and takes_whole_images(opened) else None
         return cls(place, model, facts_of(opened).get("trained_on") if opened else None, whole)
 
-    def facts(self, test: Labelled, world: World, console: Console) -> dict[str, Any]:
+    def facts(self, test: LabelledImages, world: World, console: Console) -> dict[str, Any]:
         """Return what a result says of the network; warn of test images that it was trained on."""
-        known = look_up(test, self.trained_on, world)
+        known = count_overlap(test, self.trained_on, world)
         if warning := known and known.warning():
             console.warn(warning)
         if self.whole:
@@ -96,8 +96,8 @@ class Probed:
 class Splits:
     """The images to draw from and those to test on, and their classes."""
 
-    train: Labelled
-    test: Labelled
+    train: LabelledImages
+    test: LabelledImages
     classes: tuple[str, ...]
 
     @property
@@ -107,8 +107,8 @@ class Splits:
 
 
 @dataclass(frozen=True)
-class Features:
-    """What the head reads of images, (n, d) in float64, with their classes (n,): to draw from, and to test on."""
+class ProbeFeatures:
+    """Features that the head reads, (n, d) in float64, with their classes (n,): to draw from, and to test on."""
 
     train: tuple[Array, Array]
     test: tuple[Array, Array]
@@ -181,14 +181,14 @@ def encode_splits(
     device: torch.device,
     console: Console,
     whole: Transform | None,
-) -> Features:
+) -> ProbeFeatures:
     """Encode the images to draw from and those to test on.
 
     Raises `DataError` for an unreadable image unless they are skipped, `NonFiniteError` for features that are no
     numbers.
     """
 
-    def encoded(split: Labelled) -> tuple[Array, Array]:
+    def encoded(split: LabelledImages) -> tuple[Array, Array]:
         skip, rows = options.skip_bad_images, options.batch_size
         with console.counting("eval fewshot", len(split.labels)) as done:
             found = encode(model, split, options.runtime, device, rows, skip_bad=skip, transform=whole, done=done)
@@ -200,11 +200,11 @@ def encode_splits(
             raise NonFiniteError("the network's features are NaN or infinite; use --precision fp32, or other weights")
         return found
 
-    return Features(encoded(splits.train), encoded(splits.test), len(splits.classes))
+    return ProbeFeatures(encoded(splits.train), encoded(splits.test), len(splits.classes))
 
 
 def _source_of(options: ProbeOptions) -> ImageSource:
-    reading = Reading(options.reading.decode, options.reading.max_pixels)
+    reading = ReadOptions(options.reading.decode, options.reading.max_pixels)
     columns = options.image_column, options.label_column
     return ImageSource(options.source, options.val_source, options.val_fraction, *columns, reading)
 
@@ -223,7 +223,7 @@ def open_splits(options: ProbeOptions, option: str = "--shots") -> Splits:
     else:
         raise DataError(NO_TEST.format(f"--data {source.place}", "add --val-data or --val-fraction 0.5"))
     if len(train.labels) > options.pool:
-        train = Part(train, sorted(hash_order(train)[: options.pool]))
+        train = ImageSubset(train, sorted(hash_order(train)[: options.pool]))
     check_shots(option, train.labels, names, max(options.shots))
     return Splits(train, test, names)
 
@@ -242,6 +242,6 @@ def describe_probe(result: dict[str, Any]) -> str:
     images = result["images"]
     lines = [f"{images['train']} images to draw from, {images['test']} to test on, {result['classes']} classes"]
     lines += describe_accuracies(result)
-    if result["trained_on"] and (warning := Known(**result["trained_on"]).warning()):
+    if result["trained_on"] and (warning := Overlap(**result["trained_on"]).warning()):
         lines.append(f"WARNING: {warning}")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What a page shows of a classifier's training or evaluation."""
+"""Page of a classifier's training or evaluation."""
 
 from __future__ import annotations
 
@@ -14,15 +14,22 @@ from dpn_cli.report.content import (
     Gallery,
     LineChart,
     PageImage,
+    PageSection,
     Part,
-    Section,
     Series,
     Table,
-    Text,
+    TextBlock,
 )
 from dpn_cli.report.reading import Json, RunRecord
 from dpn_cli.run.baseline_warnings import result_warning
-from tasks.classify.calibration import Class, ClassScores, confusion, read_classes, read_predictions, reliability
+from tasks.classify.calibration import (
+    ClassCalibration,
+    ClassScores,
+    confusion,
+    read_classes,
+    read_predictions,
+    reliability,
+)
 from tasks.classify.distill import page as distilled
 
 WATCHED = {"accuracy": "minival top-1 in %", "minival_loss": "minival loss"}
@@ -45,10 +52,10 @@ def findings(run: RunRecord, prefix: str) -> Findings:
     if floors := result.get("floors"):
         warnings.append(result_warning("validation top-1", result["top1"], floors, images))
     if known := result.get("trained_on"):
-        from dpn_cli.data.leakage import Known  # loads torch
+        from dpn_cli.data.leakage import Overlap  # loads torch
 
-        warnings.append(Known(**known).warning())
-    sections = [Section("Scores", _scores(result, images)), *sections]
+        warnings.append(Overlap(**known).warning())
+    sections = [PageSection("Scores", _scores(result, images)), *sections]
     scores = {"": {run.seed: result["top1"]}}
     return Findings("top-1", scores, sections, WATCHED, [line for line in warnings if line])
 
@@ -71,7 +78,7 @@ def _scores(result: Json, images: int) -> list[Part]:
     return [Table("Validation images" if "floors" in result else "Scored images", ("", ""), rows, name="scores")]
 
 
-def _answers(run: RunRecord, prefix: str) -> tuple[list[Section], list[str]]:
+def _answers(run: RunRecord, prefix: str) -> tuple[list[PageSection], list[str]]:
     """Return calibration, classes, confusions and mistakes, from what the evaluation kept of every image, and warnings.
 
     Raises `DataError` when what it kept is damaged.
@@ -79,7 +86,7 @@ def _answers(run: RunRecord, prefix: str) -> tuple[list[Section], list[str]]:
     folder = run.path / Path(run.result.get("weights", "")).parent  # of a search, its last training
     if missing := next((name for name in ("predictions.csv", "per_class.csv") if not (folder / name).is_file()), None):
         said = f"{missing} is not there: calibration, confusions and mistakes are not known. 'dpn eval -o' writes it."
-        return [Section("Answers", [Text(said, warning=run.kind == "eval")])], []
+        return [PageSection("Answers", [TextBlock(said, warning=run.kind == "eval")])], []
     classes = read_classes(folder / "per_class.csv", run.result["classes"])
     names = {one.name: one.readable for one in classes}
     answers = read_predictions(folder / "predictions.csv", names)
@@ -90,16 +97,16 @@ def _answers(run: RunRecord, prefix: str) -> tuple[list[Section], list[str]]:
             "confusions and mistakes are of these answers alone."
         ]
     sections = [
-        Section("Calibration", [reliability(answers, f"{prefix}reliability")]),
-        Section("Classes", _classes(classes, f"{prefix}classes")),
-        Section("Confusions", _confusions(run.result, answers, names, f"{prefix}confusion")),
+        PageSection("Calibration", [reliability(answers, f"{prefix}reliability")]),
+        PageSection("Classes", _classes(classes, f"{prefix}classes")),
+        PageSection("Confusions", _confusions(run.result, answers, names, f"{prefix}confusion")),
     ]
     if images := _mistakes(folder / "mistakes", answers, names):
-        sections.append(Section("Most confident mistakes", [Gallery("Wrong and sure of it", images)]))
+        sections.append(PageSection("Most confident mistakes", [Gallery("Wrong and sure of it", images)]))
     return sections, warnings
 
 
-def _classes(classes: Sequence[Class], name: str) -> list[Part]:
+def _classes(classes: Sequence[ClassCalibration], name: str) -> list[Part]:
     """Return the accuracy of every class, best first, and a table of the worst ones."""
     recalls = {one: one.recall for one in classes if one.recall is not None}
     found = sorted(((one.readable, recall) for one, recall in recalls.items()), key=lambda one: -one[1])
@@ -127,7 +134,7 @@ def _confusions(result: Json, answers: Sequence[ClassScores], names: dict[str, s
     columns = ("true", "taken for", "images", "% of the true class")
     table = Table("Most frequent confusions", columns, rows, digits=1, name="confusions")
     if len(names) > MOST_DRAWN:
-        return [Text(f"A matrix of {len(names)} classes is too large to be drawn."), table]
+        return [TextBlock(f"A matrix of {len(names)} classes is too large to be drawn."), table]
     return [confusion_chart(name, list(names.values()), confusion(answers, list(names)), "images"), table]
 
 

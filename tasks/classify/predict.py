@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dpn_cli.data.decode import Reading
+from dpn_cli.data.decode import ReadOptions
 from dpn_cli.data.sources.folder import find_image_files
 from dpn_cli.engine import fit as engine
 from dpn_cli.report.predictions import Predictions, tally
@@ -34,7 +34,7 @@ def classify(options: PredictOptions, console: Console) -> Predictions:
         classifier = load_classifier(options.run)
         found = Predictions(find_image_files(options.images), options.written, console)
         classifier.model.to(world.device).eval()
-        reading = Reading(how.decode or classifier.decoder, how.max_pixels)
+        reading = ReadOptions(how.decode or classifier.decoder, how.max_pixels)
         words = readable(classifier.classes)
         batches = found.read(
             reading, classifier.transform, batch_size=options.batch_size, workers=runtime.workers, label="predict"

@@ -1,4 +1,4 @@
-"""What the end of a training and ``dpn eval -o`` keep for a page: answers, classes, small images of mistakes."""
+"""Files of a training or of ``dpn eval -o`` for a page: predictions, classes, small images of mistakes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dpn_cli.data.sources.base import Labelled
+from dpn_cli.data.sources.base import LabelledImages
 from dpn_cli.metrics import Confusion, ImagePrediction, Scores
 from dpn_cli.report.content import Cell
 from dpn_cli.report.tables import as_csv
@@ -27,7 +27,7 @@ MOST_MISTAKES = 24
 WORST_PAIRS = 10
 
 
-def keep(folder: Path, scores: Scores, names: Sequence[str], split: Labelled) -> dict[str, Any]:
+def keep(folder: Path, scores: Scores, names: Sequence[str], split: LabelledImages) -> dict[str, Any]:
     """Write what a page shows of a scored split, whose answers were kept; return what of it belongs into the result.
 
     `names` are those of the classes. Raises `SaveError`.
@@ -58,7 +58,9 @@ def most_confident_mistakes(answers: Sequence[ImagePrediction]) -> list[ImagePre
     return sorted(wrong, key=lambda answer: (-answer.confidence, answer.row))[:MOST_MISTAKES]
 
 
-def write_predictions(folder: Path, answers: Sequence[ImagePrediction], names: Sequence[str], split: Labelled) -> None:
+def write_predictions(
+    folder: Path, answers: Sequence[ImagePrediction], names: Sequence[str], split: LabelledImages
+) -> None:
     """Write every answer to predictions.csv, and the most confident mistakes as small images to ``mistakes/ROW.jpg``.
 
     Images of an earlier evaluation there are deleted. Raises `SaveError`.

@@ -1,4 +1,4 @@
-"""What is checked before a classifier is trained: the batch, the images, and what a resumed run began with."""
+"""Checks before the training of a classifier: the batch, the images, and the start of a resumed run."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from dpn_cli.config.launch import SCRATCH_PIXELS
-from dpn_cli.data.crops import small_size
+from dpn_cli.data.crops import scale_to_short_side
 from dpn_cli.data.imagenet import describe_imagenet
-from dpn_cli.data.loader import worker_count
+from dpn_cli.data.loader import count_workers
 from dpn_cli.data.prefetch import check_cache
 from dpn_cli.data.resize import Size
-from dpn_cli.data.shard_sampler import ShardOrder, order_of
-from dpn_cli.data.sources.base import Labelled, Part, fingerprint, rows_to_check
+from dpn_cli.data.shard_sampler import ShardOrder, make_shard_order
+from dpn_cli.data.sources.base import ImageSubset, LabelledImages, fingerprint, sample_rows_to_check
 from dpn_cli.data.splits import MINIVAL_CHOOSES, ClassData, hash_order
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError, DpnError
@@ -70,12 +70,12 @@ def interval(every: int, steps: int) -> int:
 
 def shard_order(config: SupervisedConfig, data: ClassData) -> ShardOrder | None:
     """Return the order of a training whose duration is in steps; None where images are shuffled all together."""
-    return order_of(data.train, config.data, config.batch_size, config.seed, config.schedule.steps)
+    return make_shard_order(data.train, config.data, config.batch_size, config.seed, config.schedule.steps)
 
 
 def check_shards(config: SupervisedConfig, data: ClassData, world: World) -> None:
     """Raise `DpnError` for a training in an order that the data do not have, or the cache has no room for."""
-    workers = worker_count(config.runtime.workers, world.device, world.here)
+    workers = count_workers(config.runtime.workers, world.device, world.here)
     draws = config.schedule.steps * config.batch_size
     check_cache(data.train, shard_order(config, data), draws, workers, world)
 
@@ -128,10 +128,10 @@ def check_images(config: SupervisedConfig, data: ClassData, console: Console) ->
         console.warn(warning)
 
 
-def decode_some(split: Labelled, skip_bad: bool) -> list[Size]:
+def decode_some(split: LabelledImages, skip_bad: bool) -> list[Size]:
     """Decode a sample of a split, and what is no file; returns sizes. Raises `DataError` unless `skip_bad`."""
     sizes = []
-    for index in rows_to_check(split, SAMPLE):
+    for index in sample_rows_to_check(split, SAMPLE):
         try:
             height, width, _ = split.pixels(index).shape
             sizes.append((height, width))
@@ -145,7 +145,7 @@ def _crop_warning(config: SupervisedConfig, images: list[Size]) -> str | None:
     """Say when the evaluation's central crop shows too little; inception crops are never below a twentieth."""
     size = input_size(config)
     side = resize_side_of(config, size)
-    return None if side is None else crop_warning(size, [small_size(image, side) for image in images])
+    return None if side is None else crop_warning(size, [scale_to_short_side(image, side) for image in images])
 
 
 def _choice_warning(images: int) -> str | None:
@@ -176,9 +176,9 @@ def _change(before: list[str], now: list[str]) -> str:
     return f"gone: {', '.join(gone[:3]) or 'none'}; new: {', '.join(new[:3]) or 'none'}"
 
 
-def shot_pool(train: Labelled) -> Labelled:
+def shot_pool(train: LabelledImages) -> LabelledImages:
     """Return the training images that few-shot probes draw from: big_vision's first 65,000."""
-    return train if len(train.labels) <= POOL else Part(train, sorted(hash_order(train)[:POOL]))
+    return train if len(train.labels) <= POOL else ImageSubset(train, sorted(hash_order(train)[:POOL]))
 
 
 def input_size(config: SupervisedConfig) -> Size:

@@ -15,7 +15,7 @@ from dpn_cli.config.schema import Runtime
 from dpn_cli.data.decode import Pixels
 from dpn_cli.data.pixels import Transform, stream
 from dpn_cli.data.resize import resize
-from dpn_cli.data.sources.base import Labelled
+from dpn_cli.data.sources.base import LabelledImages
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError
 from dpn_cli.run import signals
@@ -50,7 +50,7 @@ def square_crop(pixels: Pixels, size: tuple[int, int]) -> Tensor:
 
 def encode(
     model: Backbone,
-    split: Labelled,
+    split: LabelledImages,
     runtime: Runtime,
     device: torch.device,
     batch_size: int,

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpn_cli.data.augment import Augmentation, mixed, mixup_of
+from dpn_cli.data.augment import Augmentation, make_mixup, mix_batches
 from dpn_cli.data.leakage import record
-from dpn_cli.data.loader import blend, crop_batches, worker_count
-from dpn_cli.data.sources.base import Labelled
+from dpn_cli.data.loader import blend, count_workers, crop_batches
+from dpn_cli.data.sources.base import LabelledImages
 from dpn_cli.data.splits import ClassData
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine.losses import LOSSES
@@ -166,8 +166,8 @@ def training_batches(
     batches = crop_batches(data.train, augmentation_of(config, model), config.batch_size, config.seed, world, **how)
     if config.mixing == "big_vision":
         return batches
-    mixup = mixup_of(config.mixup, config.cutmix, config.label_smoothing, len(data.classes))
-    return mixed(batches, mixup, partial(normalized, model), config.seed)
+    mixup = make_mixup(config.mixup, config.cutmix, config.label_smoothing, len(data.classes))
+    return mix_batches(batches, mixup, partial(normalized, model), config.seed)
 
 
 class _ClassifierTraining:
@@ -198,7 +198,7 @@ class _ClassifierTraining:
             model,
             data,
             world,
-            workers=worker_count(config.runtime.workers, world.device, world.here),
+            workers=count_workers(config.runtime.workers, world.device, world.here),
             skip_bad=config.data.skip_bad_images,
             on_skip=self.skipped.append,
         )
@@ -271,7 +271,12 @@ class _ClassifierTraining:
 
 
 def evaluate(
-    classifier: Classifier, split: Labelled, config: SupervisedConfig, world: World, *, keep_predictions: bool = False
+    classifier: Classifier,
+    split: LabelledImages,
+    config: SupervisedConfig,
+    world: World,
+    *,
+    keep_predictions: bool = False,
 ) -> Scores:
     """Score a split with the config's precision and loader; see `score`."""
     with engine.precision_of(config.runtime, world.device):

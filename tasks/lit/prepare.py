@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from dpn_cli.data.archives import Layout
+from dpn_cli.data.archives import ArchiveLayout
 from dpn_cli.run.console import Console
 from tasks.lit.caption_files import read_coco
 
-COCO = Layout(
+COCO = ArchiveLayout(
     name="COCO",
     archives="train2017.zip, val2017.zip and annotations_trainval2017.zip",
     member=re.compile(r"((?:train|val)2017/[^/]+\.jpg|annotations/[a-z_]+_(?:train|val)2017\.json)"),

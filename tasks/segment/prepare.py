@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from dpn_cli.data.archives import Layout
+from dpn_cli.data.archives import ArchiveLayout
 from dpn_cli.run import signals
 from dpn_cli.run.console import Console
 from tasks.segment.labels import LabelRule, read_mask
 from tasks.segment.pairs import FolderPairs
 
 # Segmenter, segm/scripts/prepare_ade20k.py; MMSegmentation, mmseg/datasets/ade.py.
-ADE20K = Layout(
+ADE20K = ArchiveLayout(
     name="ADE20K",
     archives="ADEChallengeData2016.zip",
     member=re.compile(

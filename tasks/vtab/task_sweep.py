@@ -10,7 +10,7 @@ from statistics import fmean
 
 import numpy as np
 
-from dpn_cli.data.decoded_cache import folder_on_this_machine
+from dpn_cli.data.decoded_cache import local_cache_dir
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import NonFiniteError, OutOfMemoryError
 from dpn_cli.run import distributed
@@ -33,7 +33,7 @@ BESIDE = "beside_others"
 
 def folder_of_pixels(run: Run[VtabConfig]) -> Path | None:
     """Return where the processes of this machine that share the work keep what they decode."""
-    return folder_on_this_machine(run.folder.path, str(run.folder.facts.get("started"))) if run.leases else None
+    return local_cache_dir(run.folder.path, str(run.folder.facts.get("started"))) if run.leases else None
 
 
 class TaskSweep:

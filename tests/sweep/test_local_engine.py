@@ -164,7 +164,7 @@ from dpn_cli.cli import main
 from dpn_cli.data.sources import pack_writer
 
 fifo = sys.argv.pop()
-pack_writer._encoded = lambda *given: open(fifo).read()
+pack_writer._encode = lambda *given: open(fifo).read()
 main()
 """
 # A worker dies before the program watches it.

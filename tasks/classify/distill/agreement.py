@@ -1,4 +1,4 @@
-"""How near a student is to its teacher on images that it was not trained on."""
+"""Agreement of a student with its teacher on held-out images."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from dpn_cli.data.pixels import Transform
-from dpn_cli.data.sources.base import Labelled
+from dpn_cli.data.sources.base import LabelledImages
 from dpn_cli.engine.losses import Loss
 from dpn_cli.metrics import rank_share
 from dpn_cli.run import distributed
@@ -20,7 +20,7 @@ from tasks.classify.distill.losses import divergence
 
 @dataclass(frozen=True)
 class Agreement:
-    """What a student has in common with its teacher on `images` images.
+    """Agreement of a student with its teacher on `images` images.
 
     Args:
         images: the number of images.
@@ -48,7 +48,7 @@ class Agreement:
 def compute_agreement(
     teacher: Backbone,
     student: Backbone,
-    split: Labelled,
+    split: LabelledImages,
     transform: Transform,
     world: World,
     *,

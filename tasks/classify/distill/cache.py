@@ -1,4 +1,4 @@
-"""What a teacher computes for a fixed number of views of every image, computed once and read from the disk.
+"""Cache of the teacher's outputs for a fixed number of views of every image, computed once and read from the disk.
 
 A cache is the folder ``teacher`` of a run, belongs to that run alone, and is deleted at its end. ``cache.json`` says
 what it is of. Entry ``view * images + row`` holds the tensors of `NetworkOutputs` for that view of that image one
@@ -22,11 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpn_cli.data.loader import crops_of, worker_count
+from dpn_cli.data.loader import count_workers, iter_crops
 from dpn_cli.data.pixels import to_device
-from dpn_cli.data.sampler import Steps, places
+from dpn_cli.data.sampler import StepSampler, rank_positions
 from dpn_cli.data.shard_sampler import ShardOrder
-from dpn_cli.data.sources.base import Labelled, fingerprint
+from dpn_cli.data.sources.base import LabelledImages, fingerprint
 from dpn_cli.engine.fit import Batch, Batches
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.model.config import ViTConfig
@@ -112,7 +112,7 @@ class TargetCache:
         config: DistillConfig,
         network: Backbone,
         teacher: Callable[[Batch], NetworkOutputs],
-        images: Labelled,
+        images: LabelledImages,
         world: World,
         console: Console,
     ) -> None:
@@ -182,10 +182,10 @@ class TargetCache:
         `order` is that of the batches.
         """
         config, world, images = self.config, self.world, len(self.images.labels)
-        mine, sizes = places(config.batch_size, world), [math.prod(shape) for shape in self.shapes.values()]
+        mine, sizes = rank_positions(config.batch_size, world), [math.prod(shape) for shape in self.shapes.values()]
 
         def with_targets(start: int) -> Generator[Batch, None, None]:
-            steps = Steps(images, config.batch_size, config.seed, start, mine, views=self.views, order=order)
+            steps = StepSampler(images, config.batch_size, config.seed, start, mine, views=self.views, order=order)
             with closing(batches(start)) as stream:
                 for items, batch in zip(steps, stream, strict=False):
                     kept = to_device(self.read([view * images + row for view, row, _ in items]), world.device)
@@ -265,10 +265,10 @@ class TargetCache:
     def _seen(self, batches: Iterable[Sequence[int]], workers: int | None = None) -> Generator[Tensor, None, None]:
         """Yield what is kept of batches of entries, (b, values) in float16. Raises as `fill` does."""
         config, world, images = self.config, self.world, len(self.images.labels)
-        workers = worker_count(config.runtime.workers, world.device, world.here) if workers is None else workers
+        workers = count_workers(config.runtime.workers, world.device, world.here) if workers is None else workers
         items = ([(entry // images, entry % images, entry % images) for entry in part] for part in batches)
         how = config.batch_size, config.seed, items, world.device, workers, config.data.skip_bad_images
-        with closing(crops_of(self.images, self.augmentation, *how)) as crops:
+        with closing(iter_crops(self.images, self.augmentation, *how)) as crops:
             for batch, _ in crops:
                 seen = self.teacher({"image": batch})
                 kept = torch.cat([seen[name].flatten(1).half() for name in self.shapes], 1)

@@ -8,9 +8,9 @@ from typing import Any
 
 from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.config.training import counted_in_steps
-from dpn_cli.data.loader import worker_count
+from dpn_cli.data.loader import count_workers
 from dpn_cli.data.prefetch import check_cache
-from dpn_cli.data.shard_sampler import order_of
+from dpn_cli.data.shard_sampler import make_shard_order
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.run import console as terminal
 from dpn_cli.run.artifact_kinds import WEIGHTS, Kind
@@ -22,7 +22,7 @@ from dpn_cli.weights.backbone import LoadReport
 from tasks.classify.classifier import Classifier
 from tasks.classify.distill.cache import check_views
 from tasks.classify.distill.config import DistillConfig
-from tasks.classify.distill.data import DistillData, open_images
+from tasks.classify.distill.data import DistillSplits, open_images
 from tasks.classify.distill.dry_run import dry_run_stages
 from tasks.classify.distill.student import as_taught, load_teacher, resized
 from tasks.classify.distill.train import Distillation
@@ -96,7 +96,7 @@ def describe(result: Json) -> str:
     return "\n".join(lines)
 
 
-def _check(run: Run[DistillConfig], teacher: Classifier, images: DistillData, *, dry_run: bool) -> None:
+def _check(run: Run[DistillConfig], teacher: Classifier, images: DistillSplits, *, dry_run: bool) -> None:
     """Check batch and images, and that a resumed run meets the images and the teacher that it began with."""
     config, folder, world = run.config, run.folder, run.world
     check_divides(config.batch_size, config.runtime.micro_batch_size, world)
@@ -106,8 +106,8 @@ def _check(run: Run[DistillConfig], teacher: Classifier, images: DistillData, *,
     if options := probing_of(config):
         check_transfer(options)
     check_views(config, len(images.train.labels))
-    order = order_of(images.train, config.data, config.batch_size, config.seed, config.schedule.steps)
-    workers = worker_count(config.runtime.workers, world.device, world.here)
+    order = make_shard_order(images.train, config.data, config.batch_size, config.seed, config.schedule.steps)
+    workers = count_workers(config.runtime.workers, world.device, world.here)
     check_cache(images.train, order, config.schedule.steps * config.batch_size, workers, world)
     parts = {name: len(part.labels) for name, part in images.parts().items()}
     run.console.info(
@@ -145,7 +145,7 @@ def check_stages(config: DistillConfig) -> None:
 
 
 def _dry_run(distillation: Distillation, place: LaunchOptions) -> None:
-    """Rehearse the stages, and tell what they take."""
+    """Measure the stages in a dry run, and print their cost."""
     if cache := distillation.cache:
         cache.check_space()
     costs = dry_run_stages(distillation)

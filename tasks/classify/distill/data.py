@@ -11,10 +11,10 @@ from torch import Tensor
 
 from dpn_cli.config.urls import is_shards
 from dpn_cli.data.augment import Augmentation
-from dpn_cli.data.decode import Reading, decoder_of
+from dpn_cli.data.decode import ReadOptions, decoder_of
 from dpn_cli.data.image_source import ImageSource, has_split, open_split, open_unlabelled
 from dpn_cli.data.pixels import Transform, stream
-from dpn_cli.data.sources.base import Labelled, Part, fingerprint
+from dpn_cli.data.sources.base import ImageSubset, LabelledImages, fingerprint
 from dpn_cli.data.splits import hash_order, minival_size
 from dpn_cli.errors import DataError
 from dpn_cli.run.console import Console, count_noun
@@ -27,20 +27,20 @@ FITTED_ON = 512
 
 
 @dataclass(frozen=True)
-class DistillData:
+class DistillSplits:
     """DistillData without labels, and `val`, labelled ones, with the teacher's outputs for their `classes` in
     `columns`.
 
     `columns` is None where the outputs are the classes in their order, `val` where there are no labels.
     """
 
-    train: Labelled
-    held_out: Labelled
-    val: Labelled | None
+    train: LabelledImages
+    held_out: LabelledImages
+    val: LabelledImages | None
     classes: Sequence[str]
     columns: Tensor | None
 
-    def parts(self) -> dict[str, Labelled]:
+    def parts(self) -> dict[str, LabelledImages]:
         """Return the parts that there are, by name."""
         parts = {"train": self.train, "held_out": self.held_out}
         return parts if self.val is None else {**parts, "val": self.val}
@@ -70,7 +70,7 @@ def check_count(given: str, images: int, batch_size: int) -> None:
         )
 
 
-def open_images(config: DistillConfig, classes: Sequence[str] | None, console: Console) -> DistillData:
+def open_images(config: DistillConfig, classes: Sequence[str] | None, console: Console) -> DistillSplits:
     """Open the config's images; `classes` are the teacher's, None where it has no head.
 
     Raises `DataError` where there are fewer images than a batch, and for labelled images (``--val-data``) of classes
@@ -82,12 +82,12 @@ def open_images(config: DistillConfig, classes: Sequence[str] | None, console: C
         data.val_source,
         image_column=data.image_column,
         label_column=data.label_column,
-        reading=Reading(decoder_of(data.decode), data.max_pixels),
+        reading=ReadOptions(decoder_of(data.decode), data.max_pixels),
     )
     images = open_unlabelled(source)
     order = hash_order(images)
     cut = len(order) - minival_size(len(order), data.held_out)
-    train, held_out = Part(images, np.sort(order[:cut])), Part(images, np.sort(order[cut:]))
+    train, held_out = ImageSubset(images, np.sort(order[:cut])), ImageSubset(images, np.sort(order[cut:]))
     if not held_out.labels:
         raise DataError(
             f"--data {data.source}: none of {len(order)} images is held out to compare teacher and student on; see "
@@ -104,7 +104,7 @@ def open_images(config: DistillConfig, classes: Sequence[str] | None, console: C
                 raise DataError(str(error).replace("--data", f"--val-data {data.val_source}")) from error
             console.info(f"the val images of {data.source} are not scored: {error}")
             val = None
-    return DistillData(train, held_out, val, names, columns)
+    return DistillSplits(train, held_out, val, names, columns)
 
 
 def augmentation_of(config: DistillConfig, size: tuple[int, int]) -> Augmentation:

@@ -8,10 +8,10 @@ from dataclasses import replace
 from functools import partial
 
 from dpn_cli.config.cost import Cost
-from dpn_cli.data.loader import worker_count
-from dpn_cli.data.sources.base import Part
+from dpn_cli.data.loader import count_workers
+from dpn_cli.data.sources.base import ImageSubset
 from dpn_cli.engine import fit as engine
-from dpn_cli.engine.dry_run import Sampled, Scene, dry_run_fit
+from dpn_cli.engine.dry_run import DryRunSetup, Sampled, dry_run_fit
 from dpn_cli.metrics import rank_share
 from dpn_cli.weights.backbone import Backbone
 from tasks.classify.distill.scores import DistillScorer
@@ -19,7 +19,7 @@ from tasks.classify.distill.train import Distillation
 
 
 def dry_run_stages(distillation: Distillation) -> list[Cost]:
-    """Rehearse the stage of the stem, where there is one, and that of all weights; returns what each takes.
+    """Measure the stage of the stem, if any, and that of all weights in a dry run; return their costs.
 
     The teacher is computed in every step, also where its targets will be kept: it then takes less. Raises as
     `dry_run_fit` does.
@@ -39,14 +39,14 @@ def dry_run_stages(distillation: Distillation) -> list[Cost]:
     return costs
 
 
-def _scene(distillation: Distillation, start: Backbone, stage: str, steps: int) -> Scene:
+def _scene(distillation: Distillation, start: Backbone, stage: str, steps: int) -> DryRunSetup:
     student = copy.deepcopy(start)
     world, console = distillation.world, distillation.console
     config = distillation.of_stage(stage, student, steps)
     outputs = engine.Outputs(warn=console.warn)
     observed, job = distillation.job(config, student, outputs, 0, dry_run=True)
-    workers = worker_count(config.runtime.workers, world.device, world.here)
-    return Scene(engine.prepare(observed, config.runtime, world), job, _sampled(distillation, student), workers)
+    workers = count_workers(config.runtime.workers, world.device, world.here)
+    return DryRunSetup(engine.prepare(observed, config.runtime, world), job, _sampled(distillation, student), workers)
 
 
 def _sampled(distillation: Distillation, student: Backbone) -> Sampled:
@@ -55,7 +55,7 @@ def _sampled(distillation: Distillation, student: Backbone) -> Sampled:
         distillation.config, distillation.images, distillation.world, distillation.taught
     )  # fmt: skip
     size, held_out = config.eval_batch_size, images.held_out
-    few = Part(held_out, range(min(size * world.size, len(held_out.labels))))
+    few = ImageSubset(held_out, range(min(size * world.size, len(held_out.labels))))
     here = config.model_copy(update={"runtime": config.runtime.model_copy(update={"workers": 0})})
     scoring = DistillScorer(here, taught, replace(images, held_out=few), world, distillation.console)
     skip_bad = config.data.skip_bad_images

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from dpn_cli.config.load import counted
 from dpn_cli.data.leakage import record
-from dpn_cli.data.loader import crop_batches, worker_count
-from dpn_cli.data.shard_sampler import order_of
+from dpn_cli.data.loader import count_workers, crop_batches
+from dpn_cli.data.shard_sampler import make_shard_order
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.model.freeze import POSITIONS, STEM, train_only
@@ -29,7 +29,7 @@ from dpn_cli.weights.resolve_stem import describe_start
 from tasks.classify.classifier import Classifier, save_classifier
 from tasks.classify.distill.cache import TargetCache, kept_targets
 from tasks.classify.distill.config import DistillConfig
-from tasks.classify.distill.data import DistillData, augmentation_of
+from tasks.classify.distill.data import DistillSplits, augmentation_of
 from tasks.classify.distill.losses import Distance, NetworkOutputs, ObservedNetwork, inputs_of
 from tasks.classify.distill.scores import DistillScorer
 from tasks.classify.distill.student import check_pair, gated, new_student, prepared, reload_student, ungated
@@ -49,7 +49,7 @@ class Distillation:
     student was to its teacher after it.
     """
 
-    def __init__(self, run: Run[DistillConfig], teacher: Classifier, images: DistillData) -> None:
+    def __init__(self, run: Run[DistillConfig], teacher: Classifier, images: DistillSplits) -> None:
         self.run, self.config, self.world, self.console = run, run.config, run.world, run.console
         self.path, self.images = run.folder.path, images
         self.scoring = DistillScorer(self.config, teacher, images, self.world, self.console)
@@ -136,14 +136,14 @@ class Distillation:
         observed = ObservedNetwork(student.to(world.device), config.losses, [ours for ours, _ in pairs])
         observed.freeze_unseen()
         steps = first + config.schedule.steps
-        order = order_of(self.images.train, config.data, config.batch_size, config.seed, steps)
+        order = make_shard_order(self.images.train, config.data, config.batch_size, config.seed, steps)
         batches = crop_batches(
             self.images.train,
             augmentation_of(config, student.config.image_size),
             config.batch_size,
             config.seed,
             world,
-            workers=0 if dry_run else worker_count(runtime.workers, world.device, world.here),
+            workers=0 if dry_run else count_workers(runtime.workers, world.device, world.here),
             skip_bad=config.data.skip_bad_images,
             on_skip=self.skipped.append,
             order=order,
@@ -182,7 +182,7 @@ class Distillation:
 
     @cached_property
     def cache(self) -> TargetCache | None:
-        """Where the teacher's targets are kept; None where it runs in every step."""
+        """Return the cache of the teacher's targets; None when the teacher runs in every step."""
         if not self.config.cache_teacher:
             return None
         here = self._targets, self.images.train, self.world, self.console

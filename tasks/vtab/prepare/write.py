@@ -24,7 +24,7 @@ from dpn_cli.run import signals
 from dpn_cli.run.console import Console, Done
 from dpn_cli.run.files import file_digest, read_object, replace_json, save_error
 from tasks.vtab.prepare.builders import Builder
-from tasks.vtab.prepare.sources import Example, Part, Source
+from tasks.vtab.prepare.sources import Example, Source, TfdsPart
 from tasks.vtab.tasks import Task
 
 MANIFEST, FORMAT = "manifest.json", "dpn-vtab-1"
@@ -109,7 +109,7 @@ def _other_sizes(source: Source, builder: Builder) -> Iterator[str]:
             )
 
 
-def _check_space(parts: Mapping[str, Part], builder: Builder, tasks: Sequence[Task], out: Path) -> None:
+def _check_space(parts: Mapping[str, TfdsPart], builder: Builder, tasks: Sequence[Task], out: Path) -> None:
     """Raise `SaveError` when the folders will not fit on the disk."""
     needed = 0.0
     for part in parts.values():

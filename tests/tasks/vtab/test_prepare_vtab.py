@@ -24,7 +24,7 @@ from tasks.vtab import data
 from tasks.vtab.config import VtabData
 from tasks.vtab.prepare import builders, command, sources, write
 from tasks.vtab.prepare.builders import Split
-from tasks.vtab.prepare.sources import SOURCES, Example, Part, Source
+from tasks.vtab.prepare.sources import SOURCES, Example, Source, TfdsPart
 from tasks.vtab.tasks import TASKS
 
 QUIET = Console(quiet=True)
@@ -132,7 +132,7 @@ class Stored:
         self.name = f"{source.builder}:{max(source.majors)}.0.0"
         self.splits = {name: Split(size, 1000 * size) for name, size in {**source.sizes, **(sizes or {})}.items()}
 
-    def examples(self, part: Part) -> Iterator[Example]:
+    def examples(self, part: TfdsPart) -> Iterator[Example]:
         for row in range(part.start, part.stop - self.more):
             yield example(self.source, part.split, row)
 
@@ -243,7 +243,7 @@ def test_jpeg_files_stay_as_they_are_and_are_no_copies(
     with pytest.raises(DataError, match=r"here: neither JPEG, PNG, GIF nor BMP"):
         write.stored(b"RIFF", 255, "here")
 
-    def shades(self: Stored, part: Part) -> Iterator[Example]:
+    def shades(self: Stored, part: TfdsPart) -> Iterator[Example]:
         for row in range(part.start, part.stop):
             file = io.BytesIO()
             Image.new("RGB", (8, 8), (row // 64 * 12, row % 64 * 4, len(part.split) * 9)).save(file, "JPEG", quality=75)
