@@ -94,7 +94,7 @@ def fill_cache(config: LitConfig, console: Console) -> dict[str, Any] | None:
 
 
 def _dry_run(run: Run[LitConfig], place: LaunchOptions) -> None:
-    """Encode some images, rehearse the training on them, and tell what all of it takes."""
+    """Encode some images, measure the training in a dry run, and print the cost."""
     data, val = open_pairs(source_of(run.config))
     labelled = open_zeroshot(run.config)
     config = in_steps(run.config, len(data.captions))

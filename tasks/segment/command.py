@@ -45,7 +45,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def _dry_run(run: Run[SegmentConfig], place: LaunchOptions) -> None:
-    """Check a sample of the masks, rehearse the training, and tell what it takes."""
+    """Check a sample of the masks, measure the training in a dry run, and print its cost."""
     data = open_data(run.config)
     config = in_steps(run.config, len(data.train))
     run.console.info(describe_length(config, data))

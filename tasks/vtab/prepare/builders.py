@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dpn_cli.errors import DataError, DpnError
-from tasks.vtab.prepare.sources import Example, Part, Source
+from tasks.vtab.prepare.sources import Example, Source, TfdsPart
 
 # Where TensorFlow Datasets looks when it is told nothing.
 USUAL = Path(os.environ.get("TFDS_DATA_DIR", "~/tensorflow_datasets"))
@@ -32,7 +32,7 @@ class Builder(Protocol):
     name: str
     splits: dict[str, Split]
 
-    def examples(self, part: Part) -> Iterator[Example]:
+    def examples(self, part: TfdsPart) -> Iterator[Example]:
         """Yield examples in the order in which they are stored; each one's image is the stored bytes."""
 
 
@@ -96,7 +96,7 @@ class Prepared:
         self.name = f"{builder.info.full_name.rpartition('/')[0]}:{builder.version}"
         self.splits = {name: Split(split.num_examples, split.num_bytes) for name, split in builder.info.splits.items()}
 
-    def examples(self, part: Part) -> Iterator[Example]:
+    def examples(self, part: TfdsPart) -> Iterator[Example]:
         """Yield examples in the order in which they are stored; each one's image is the stored bytes."""
         tfds = library()
         examples = self.builder.as_dataset(
