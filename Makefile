@@ -16,7 +16,7 @@ BUILT := onedl-mmsegmentation onedl-mmcv
 FOR := 3.12
 LINUX := $(foreach glibc,2_28 2_27 2_24 2_17 2_12 2_5,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64
 
-.PHONY: demo test test-slow test-oldest lint wheels clean
+.PHONY: demo test test-slow test-oldest lint names mutate wheels clean
 
 demo: $(VENV)/.installed
 	$(RUN)/dpn finetune vtab --data demo --compare none,dpn --overwrite
@@ -30,10 +30,14 @@ test-slow: $(VENV)/.installed
 test-oldest: $(OLDEST)/.installed
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python $(PYTEST)
 
-lint: $(VENV)/.installed
+lint: $(VENV)/.installed names
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
 	$(RUN)/mypy
+
+# Names, words, docstrings and help that break the rules of CONTRIBUTING.md.
+names: $(VENV)/.installed
+	$(RUN)/python $(PYTEST) tests/project/test_names.py
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

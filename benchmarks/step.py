@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from dpn_cli.arch import Stem, parse_arch
 from dpn_cli.config.schema import Optim, Runtime, Schedule
-from dpn_cli.engine.fit import Batch, TrainJob, Outputs, fit, precision_of
+from dpn_cli.engine.fit import Batch, Outputs, TrainJob, fit, precision_of
 from dpn_cli.engine.layer_norms import LayerNorms
 from dpn_cli.engine.losses import sigmoid_xent
 from dpn_cli.engine.memory import MicroBatch
@@ -80,7 +80,9 @@ def bare_steps(model: nn.Module, batch: Batch, runtime: Runtime, device: torch.d
     return run
 
 
-def job_on(batch: Batch, steps: int, runtime: Runtime, device: torch.device, outputs: Outputs, **others: Any) -> TrainJob:
+def job_on(
+    batch: Batch, steps: int, runtime: Runtime, device: torch.device, outputs: Outputs, **others: Any
+) -> TrainJob:
     """Return the training of some steps on one batch, again and again; `others` are fields of `TrainJob`."""
     rows = len(next(iter(batch.values())))
 

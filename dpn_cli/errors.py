@@ -58,7 +58,7 @@ class SaveError(DpnError):
 
 
 class WorkerError(DpnError):
-    """What this process needs has died: another rank, a reader of data, a node of a cluster. What was saved is kept."""
+    """Raised when another process that this one needs has died: a rank, a data worker, a node. Saved state is kept."""
 
     exit_code = 1
 

@@ -1,1 +1,1 @@
-"""What is inside a trained network, as numbers: its stem, its positions, its attention, its tokens."""
+"""Measurements of a trained network: its stem, its positions, its attention, its tokens."""

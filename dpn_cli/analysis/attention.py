@@ -1,4 +1,4 @@
-"""How far attention looks: the mean attention distance of every head (arXiv 2010.11929, Appendix D.7)."""
+"""Mean attention distance per head (arXiv 2010.11929, Appendix D.7)."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ MOST_ATTENTION = 2**25
 
 @dataclass(frozen=True)
 class Activations:
-    """What images showed of a network; see `AttentionDistances`, `TokenLengths` and `ExplainedVariance`.
+    """Measurements of a network on images; see `AttentionDistances`, `TokenLengths` and `ExplainedVariance`.
 
     `ordinary` (3, p, q) is the patch of median contrast in the first batch, in grey levels;
     `distances` are (layers, heads) in pixels, `uniform` that of uniform attention.

@@ -1,4 +1,4 @@
-"""What a stem does to patches of different kinds: an ordinary one, the same in less light, a flat one, and noise."""
+"""Response of the stem to probe patches: an ordinary one, the same in less light, a flat one, and noise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the stem's tokens owe to the brightness and the contrast of their patches."""
+"""Share of the tokens' variance that brightness and contrast of their patches explain."""
 
 from __future__ import annotations
 

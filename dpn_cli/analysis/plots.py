@@ -14,15 +14,27 @@ from torch import Tensor
 from dpn_cli.analysis.first_norm import CHANNELS, REGIONS
 from dpn_cli.analysis.projection import effective_rank
 from dpn_cli.analysis.summary import InspectionSummary
-from dpn_cli.report.content import BarChart, Cell, Chart, LineChart, Map, Maps, Part, Section, Series, Table, Text
+from dpn_cli.report.content import (
+    BarChart,
+    Cell,
+    Chart,
+    LineChart,
+    Map,
+    Maps,
+    PageSection,
+    Part,
+    Series,
+    Table,
+    TextBlock,
+)
 
 Floats = NDArray[np.float64]
 PAPER = "arXiv 2302.01327"
 
 
-def sections_of(networks: Sequence[InspectionSummary]) -> list[Section]:
+def sections_of(networks: Sequence[InspectionSummary]) -> list[PageSection]:
     """Return the sections of the page; the networks stand side by side in each."""
-    found = [Section("Networks", [*_said(networks), _facts(networks)])]
+    found = [PageSection("Networks", [*_said(networks), _facts(networks)])]
     makers: dict[str, Callable[[Sequence[InspectionSummary]], list[Part]]] = {
         "Scale and bias of the first norm": _first_norm,
         "Patch projection": _projection,
@@ -34,12 +46,12 @@ def sections_of(networks: Sequence[InspectionSummary]) -> list[Section]:
     }
     for title, make in makers.items():
         if parts := make(networks):
-            found.append(Section(title, parts))
+            found.append(PageSection(title, parts))
     return found
 
 
 def _said(networks: Sequence[InspectionSummary]) -> list[Part]:
-    return [Text(_of(one, line, networks)) for one in networks for line in one.left_out]
+    return [TextBlock(_of(one, line, networks)) for one in networks for line in one.left_out]
 
 
 def _of(one: InspectionSummary, text: str, networks: Sequence[InspectionSummary]) -> str:

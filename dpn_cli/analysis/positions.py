@@ -1,4 +1,4 @@
-"""How alike position embeddings are, and how that depends on the distance between two patches."""
+"""Similarity of position embeddings, and its dependence on the distance between two patches."""
 
 from __future__ import annotations
 

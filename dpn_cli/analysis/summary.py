@@ -23,7 +23,7 @@ NO_DATA = "attention distances, token lengths and what explains the tokens are l
 
 @dataclass(frozen=True)
 class InspectionSummary:
-    """What is inside a network; `left_out` says what is not, and why.
+    """Measurements of a network; `left_out` names those that are missing, and why.
 
     Args:
         name: what it is called beside another network.

@@ -1,4 +1,4 @@
-"""How long tokens are, layer by layer."""
+"""Token norms, layer by layer."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What ``dpn doctor`` looks at before a run: the machine, the installed packages, torch and its devices, the ranks."""
+"""Checks of ``dpn doctor`` before a run: machine, packages, torch and its devices, ranks."""

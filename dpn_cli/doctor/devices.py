@@ -1,4 +1,4 @@
-"""Whether torch and what is built for it can be imported, and what the devices can do. Imports torch."""
+"""Checks of torch, its extensions and the devices. Imports torch."""
 
 from __future__ import annotations
 

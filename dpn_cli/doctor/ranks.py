@@ -1,4 +1,4 @@
-"""Whether the ranks that torchrun has started find each other, and whether they are alike. Imports torch."""
+"""Checks of the ranks that torchrun has started: they meet, and their versions agree. Imports torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FEW = 10
 
 @dataclass(frozen=True)
 class _Rank:
-    """What a rank tells the others: its machine, its versions, and its findings."""
+    """Report of a rank to the others: its machine, its versions, and its findings."""
 
     host: str
     versions: dict[str, str]

@@ -1,4 +1,4 @@
-"""What a check of the machine has found."""
+"""Result of a check of the machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Level = Literal["ok", "warning", "problem"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What was looked at, whether it is well, what was found, and what to do about a warning or a problem."""
+    """Result of one check: its subject, its level, the finding, and the remedy of a warning or a problem."""
 
     name: str
     level: Level

@@ -1,4 +1,4 @@
-"""Where files go and come from: folders that are written to, the hub, data and weights on this machine."""
+"""Checks of storage: folders to write to, the hub, data and weights on this machine."""
 
 from __future__ import annotations
 

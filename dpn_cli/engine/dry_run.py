@@ -56,7 +56,7 @@ class Sampled:
 
 
 @dataclass(frozen=True)
-class Scene:
+class DryRunSetup:
     """A training at its start: its network as `prepare` returns it, its job, and its evaluation.
 
     The job's batches are loaded in this process; those of the training by as many `workers`, where it is not 0.
@@ -70,7 +70,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class _Measured:
-    """What the first steps took: seconds of this rank, and bytes."""
+    """Cost of the first steps: seconds of this rank, and bytes."""
 
     loading: float
     step: float
@@ -79,7 +79,7 @@ class _Measured:
     memory: int
 
 
-def dry_run_fit(begin: Callable[[], Scene], name: str, beside: Path, *, weights: int) -> Cost:
+def dry_run_fit(begin: Callable[[], DryRunSetup], name: str, beside: Path, *, weights: int) -> Cost:
     """Train a few steps on one batch, evaluate, save, load into a new start, and go on; returns what a training takes.
 
     `begin` makes the training at its start, each time anew. States are written to a folder on the disk of the run's
@@ -145,7 +145,7 @@ def with_loading(computing: float, loading: float, workers: int) -> float:
     return max(computing, loading / workers) if workers else computing + loading
 
 
-def _first(scene: Scene, batch: Batch, saved: Checkpoints, loading: float) -> _Measured:
+def _first(scene: DryRunSetup, batch: Batch, saved: Checkpoints, loading: float) -> _Measured:
     """Train for the first time, with the state before the last step and the one behind it saved."""
     ticks, seconds, sampled = list[float](), [0.0, 0.0, 0.0], scene.sampled
     device = scene.job.world.device
@@ -171,7 +171,7 @@ def _first(scene: Scene, batch: Batch, saved: Checkpoints, loading: float) -> _M
     return _Measured(loading, step, seconds[0], max(0.0, seconds[2] - seconds[1]), _peak(device))
 
 
-def _again(scene: Scene, batch: Batch, scratch: Path) -> None:
+def _again(scene: DryRunSetup, batch: Batch, scratch: Path) -> None:
     """Take the last step again from the state before it, in a training that begins anew. Raises `SaveError`."""
     world = scene.job.world
     resumed = _Resumed(scratch)

@@ -31,7 +31,7 @@ from dpn_cli.engine.trainer_args import precision_of as precision_of
 from dpn_cli.errors import DpnError, StoppedError, WorkerError
 from dpn_cli.model.norms import has_running_norms
 from dpn_cli.run import distributed, signals
-from dpn_cli.run.console import Tick
+from dpn_cli.run.console import ProgressTick
 from dpn_cli.run.distributed import World
 from dpn_cli.run.gpu_share import MEASURED_STEPS, measure
 
@@ -297,11 +297,11 @@ class _Training:
             self.save("best", step)
         return metrics
 
-    def tick(self, result: FitResult, lr: float, done: int, *, logged: bool) -> Tick:
+    def tick(self, result: FitResult, lr: float, done: int, *, logged: bool) -> ProgressTick:
         """Show the state after a step, of which this process has done `done`. It needs nothing of other ranks."""
         steps, (earlier, waited) = self.job.schedule.steps, result.earlier
         seconds = result.seconds - earlier
-        tick = Tick(
+        tick = ProgressTick(
             step=result.steps,
             steps=steps,
             loss=result.loss,
@@ -314,7 +314,7 @@ class _Training:
         self.job.outputs.tick(tick)
         return tick
 
-    def log(self, tick: Tick, norms: list[float]) -> None:
+    def log(self, tick: ProgressTick, norms: list[float]) -> None:
         """Log the state after a step, with the gradient's norm, then those of layers."""
         log, layers = self.job.outputs.log, self.gradients.layer_norms
         if log and self.job.world.leads:

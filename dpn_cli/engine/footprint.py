@@ -1,4 +1,4 @@
-"""What a training step takes of a device's memory: it is run on tensors without contents, whose sizes are added up."""
+"""Device memory of a training step, summed over a pass with tensors that have sizes and no contents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training will cost before there are data: time by a measured matrix-product rate, disk, memory."""
+"""Estimate of a training's cost without data: time from a measured matrix-product rate, disk, memory."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from dpn_cli.model.norms import Tokens, token_norm
 
 @dataclass(frozen=True)
 class NormSlots:
-    """Where one half of a block, attention or MLP, has norms: before it, after it, and where "after" is.
+    """Positions of the norms around one half of a block, attention or MLP: before, after, and where "after" is.
 
     After the branch is x + norm(f(x)), after the residual sum norm(x + f(x)).
     """

@@ -82,14 +82,14 @@ class ViTConfig:
 
     @property
     def dtn_blocks(self) -> int:
-        """How many blocks, from the first on, have DTN's norms; the others have LayerNorm. 0 with another norm."""
+        """Number of leading blocks with DTN's norms; the others have LayerNorm. 0 with another norm."""
         if self.norm != "dtn":
             return 0
         return self.norm_options.dtn_blocks or usual_dtn_blocks(self.size.depth)
 
     @property
     def has_class_token(self) -> bool:
-        """Whether a class token goes through the blocks: the pooled one, or one that the mean leaves out."""
+        """Return whether a class token goes through the blocks, pooled or left out of the mean."""
         return self.pool == "tok" or self.mean_beside_class_token
 
     @property
@@ -103,7 +103,7 @@ class ViTConfig:
 
     @property
     def plain_norms(self) -> bool:
-        """Whether the blocks are a plain ViT's: LayerNorm before attention and MLP."""
+        """Return whether the blocks are a plain ViT's: LayerNorm before attention and MLP."""
         return (self.norm, self.placement) == ("ln", "pre,pre") and self.norm_options.eps is None
 
     def __str__(self) -> str:

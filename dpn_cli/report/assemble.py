@@ -7,16 +7,16 @@ from dataclasses import replace
 from functools import partial
 
 from dpn_cli.report import comparison
-from dpn_cli.report.common import Origins, against_paper, curves, run_summary
+from dpn_cli.report.overview import Origins, against_paper, curves, run_summary
 from dpn_cli.report.comparison import Reader
-from dpn_cli.report.content import Part, Section, Table, Text
+from dpn_cli.report.content import PageSection, Part, Table, TextBlock
 from dpn_cli.report.reading import RunRecord
 from dpn_cli.report.side import over_fractions, paired, summary
 
 
 def sections_of(
     runs: Sequence[RunRecord], reader: Callable[[RunRecord], Reader], origins: Callable[[RunRecord], Origins]
-) -> list[Section]:
+) -> list[PageSection]:
     """Return the sections of a page about runs: side by side first, then one after the other."""
     several = len(runs) > 1
     prefixes = [f"run{number}_" if several else "" for number in range(1, len(runs) + 1)]
@@ -29,24 +29,24 @@ def sections_of(
         return f"{run.name}: {text}" if several else text
 
     overview: list[Part] = [
-        Text(call(run, line), warning=True)
+        TextBlock(call(run, line), warning=True)
         for run, findings in pairs
         for line in dict.fromkeys([*run.notes, *findings.warnings])
     ]
     overview.append(summary(pairs))
     watched = {key: name for findings in found for key, name in findings.watched.items()}
     charts = curves({run.name: [run] for run in runs}, watched, "")
-    pages = [Section("Overview", overview)]
+    pages = [PageSection("Overview", overview)]
     if charts:
-        pages.append(Section("Learning curves", charts))
+        pages.append(PageSection("Learning curves", charts))
     if several and (fractions := over_fractions(pairs)):
-        pages.append(Section(fractions.title, [fractions]))
+        pages.append(PageSection(fractions.title, [fractions]))
     if difference := paired(pairs):
         pages.append(difference)
     for run, findings in pairs:
         own = [*findings.sections, against_paper(run), run_summary(run, origins(run))]
         pages += [
-            Section(call(run, one.title), [_titled(run, part, several) for part in one.parts]) for one in own if one
+            PageSection(call(run, one.title), [_titled(run, part, several) for part in one.parts]) for one in own if one
         ]
     return pages
 

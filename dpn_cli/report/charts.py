@@ -1,7 +1,6 @@
-"""Charts by matplotlib: the styles of all of them, an SVG to stand inside a page, and a PNG to lie beside it.
+"""Charts by matplotlib: their styles, an SVG to stand inside a page, and a PNG to lie beside it.
 
-The SVG takes its text colour from the page, so that it can be read on light and on dark paper. The same numbers give
-the same bytes.
+The SVG takes its text colour from the page, for light and dark paper. Equal numbers give equal bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +24,17 @@ from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator, N
 from rich.cells import cell_len, set_cell_size
 
 from dpn_cli.report.confusions import MOST_NAMED
-from dpn_cli.report.content import BarChart, Chart, Confusion, HeatMap, LineChart, Maps, Panel, Reliability, downsample
+from dpn_cli.report.content import (
+    BarChart,
+    Chart,
+    ConfusionChart,
+    HeatMap,
+    LineChart,
+    Maps,
+    Panel,
+    Reliability,
+    downsample,
+)
 from dpn_cli.run.console import printable
 
 Values = np.ndarray[Any, np.dtype[np.float64]]
@@ -283,7 +292,7 @@ def _maps(chart: Maps) -> Figure:
 
 
 @_figure.register
-def _confusion(chart: Confusion) -> Figure:
+def _confusion(chart: ConfusionChart) -> Figure:
     counts = np.asarray(chart.counts, dtype=np.float64)
     totals = counts.sum(1, keepdims=True)
     shares = 100 * np.divide(counts, totals, out=np.zeros_like(counts), where=totals > 0)

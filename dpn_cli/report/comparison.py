@@ -1,4 +1,4 @@
-"""What a page shows of a comparison, several trainings of one config: means over seeds and paired differences."""
+"""Page section of a sweep, several trainings of one config: means over seeds and paired differences."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from dpn_cli.errors import DataError
-from dpn_cli.report.common import curves
-from dpn_cli.report.content import BarChart, Cell, Findings, Part, Section, Table, Text
+from dpn_cli.report.overview import curves
+from dpn_cli.report.content import BarChart, Cell, Findings, PageSection, Part, Table, TextBlock
 from dpn_cli.report.reading import Json, RunRecord, read_run
 from dpn_cli.run.files import read_object
 from dpn_cli.statistics import as_text
@@ -63,7 +63,7 @@ def findings(run: RunRecord, prefix: str, reader: Callable[[RunRecord], Reader])
     charts = curves(inside, watched, f"{prefix}networks_")
     damage = [f"{one.path.relative_to(run.path)}: {note}" for one in trainings for note in one.notes]
     title = "Learning curves" + (", mean over seeds in a band that holds all of them" if several else "")
-    learnt = [Section(title, charts)] if charts else []
+    learnt = [PageSection(title, charts)] if charts else []
     compared = run.result.get("compare")
     if not compared:
         return Findings("", {}, [*_so_far(run), *learnt], warnings=damage)
@@ -86,11 +86,11 @@ def findings(run: RunRecord, prefix: str, reader: Callable[[RunRecord], Reader])
     found = [(name, folder, one) for name, network in networks.items() for folder, one in network["runs"].items()]
     parts.append(_each("Every draw" if drawn else "Every training", keys, found, folded=True))
     failed = [f"failed: {line}" for line in run.result["failed"]]
-    section = Section("Networks compared", [*map(_warn, failed), *parts])
+    section = PageSection("Networks compared", [*map(_warn, failed), *parts])
     return Findings(name_of(run.result["score"]), {}, [section, *learnt], warnings=[*failed, *damage])
 
 
-def _so_far(run: RunRecord) -> list[Section]:
+def _so_far(run: RunRecord) -> list[PageSection]:
     """Return the section of the trainings that are finished, of a comparison without a result."""
     finished = []
     for path in sorted(run.path.glob("**/seed*/result.json")):
@@ -103,7 +103,7 @@ def _so_far(run: RunRecord) -> list[Section]:
     said = f"{len(finished)} of {planned} {what} finished" if config else f"{len(finished)} {what} finished"
     shots = sorted({key for one in results for key in one if key.endswith("-shot")}, key=lambda key: (len(key), key))
     keys = [key for key in (*SCORES, *shots) if any(value_of(one, key) is not None for one in results)]
-    return [Section("Finished so far", [Text(f"{said}."), *([_each("", keys, finished)] if finished else [])])]
+    return [PageSection("Finished so far", [TextBlock(f"{said}."), *([_each("", keys, finished)] if finished else [])])]
 
 
 def _each(title: str, keys: Sequence[str], found: Sequence[tuple[str, str, Json]], *, folded: bool = False) -> Table:
@@ -129,8 +129,8 @@ def _table(key: str, compared: Json, note: str) -> Table:
     return Table(title, columns[:shown], [row[:shown] for row in rows], note=note, name="comparison")
 
 
-def _warn(line: str) -> Text:
-    return Text(line, warning=True)
+def _warn(line: str) -> TextBlock:
+    return TextBlock(line, warning=True)
 
 
 def _trainings(run: RunRecord) -> dict[str, list[RunRecord]]:

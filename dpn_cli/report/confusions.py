@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dpn_cli.report.content import Confusion
+from dpn_cli.report.content import ConfusionChart
 
 # Classes of which each has a label; more are clustered.
 MOST_NAMED = 50
@@ -14,7 +14,7 @@ MOST_NAMED = 50
 MOST_DRAWN = 2000
 
 
-def confusion_chart(name: str, classes: Sequence[str], counts: Sequence[Sequence[int]], unit: str) -> Confusion:
+def confusion_chart(name: str, classes: Sequence[str], counts: Sequence[Sequence[int]], unit: str) -> ConfusionChart:
     """Return the chart of counts (classes, classes) of a `unit`, rows the truth, clustered where classes are many."""
     caption = "Rows are the true classes, columns what they are taken for."
     if len(classes) > MOST_NAMED:
@@ -25,7 +25,7 @@ def confusion_chart(name: str, classes: Sequence[str], counts: Sequence[Sequence
             " Classes that are taken for each other stand together (average-linkage clustering), in the order of the "
             "CSV file. The area of a point is the share of the true class."
         )
-    return Confusion(name, "Confusion matrix", classes, counts, unit, caption=caption)
+    return ConfusionChart(name, "Confusion matrix", classes, counts, unit, caption=caption)
 
 
 def clustered(counts: Sequence[Sequence[int]]) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a page holds: sections of text, tables, charts and images. Imports neither matplotlib nor Jinja2.
+"""Content of a page: sections of text, tables, charts and images. Imports neither matplotlib nor Jinja2.
 
 A chart is the numbers it shows. `dpn_cli.report.charts` draws it, and `rows` is what its CSV file holds.
 """
@@ -23,7 +23,7 @@ Rows = list[list[Cell]]
 
 
 @dataclass(frozen=True)
-class Text:
+class TextBlock:
     """A paragraph; a warning stands out."""
 
     text: str
@@ -66,7 +66,7 @@ class Gallery:
 
 @dataclass(frozen=True)
 class Legend:
-    """What colours stand for: names, each with its colour as "#rrggbb"."""
+    """Legend of a page: names, each with its colour as "#rrggbb"."""
 
     title: str
     colours: Sequence[tuple[str, str]]
@@ -238,7 +238,7 @@ class Maps(Chart):
 
 
 @dataclass(frozen=True)
-class Confusion(Chart):
+class ConfusionChart(Chart):
     """Counts of a `unit` by true and predicted class, (classes, classes), drawn as shares of the true class."""
 
     classes: Sequence[str]
@@ -269,11 +269,11 @@ class Reliability(Chart):
         return found + [list(row) for row in bins]
 
 
-Part = Text | Table | Gallery | Legend | Chart
+Part = TextBlock | Table | Gallery | Legend | Chart
 
 
 @dataclass(frozen=True)
-class Section:
+class PageSection:
     """A headed part of a page."""
 
     title: str
@@ -282,7 +282,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Findings:
-    """What a task reads out of a run.
+    """Findings of a task in a run.
 
     Args:
         metric: the name of the score, in percent: "top-1".
@@ -294,6 +294,6 @@ class Findings:
 
     metric: str
     scores: Mapping[str, Mapping[int, float]]
-    sections: Sequence[Section]
+    sections: Sequence[PageSection]
     watched: Mapping[str, str] = field(default_factory=dict)
     warnings: Sequence[str] = ()

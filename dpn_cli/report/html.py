@@ -15,12 +15,12 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from dpn_cli.report.content import Chart, Gallery, Legend, Part, Section, Table, Text
+from dpn_cli.report.content import Chart, Gallery, Legend, PageSection, Part, Table, TextBlock
 from dpn_cli.report.tables import is_number, on_the_right, shown
 from dpn_cli.run.console import printable
 
 
-def render(title: str, sections: Sequence[Section], svgs: Mapping[str, Markup]) -> str:
+def render(title: str, sections: Sequence[PageSection], svgs: Mapping[str, Markup]) -> str:
     """Return a page; `svgs` holds every chart by its name."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -35,7 +35,7 @@ def render(title: str, sections: Sequence[Section], svgs: Mapping[str, Markup]) 
         "table": lambda part: isinstance(part, Table),
         "gallery": lambda part: isinstance(part, Gallery),
         "legend": lambda part: isinstance(part, Legend),
-        "text": lambda part: isinstance(part, Text),
+        "text": lambda part: isinstance(part, TextBlock),
         "numeric": is_number,
     }
     environment.filters |= {

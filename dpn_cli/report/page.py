@@ -9,7 +9,7 @@ from pathlib import Path
 from markupsafe import Markup
 
 from dpn_cli.report.charts import draw
-from dpn_cli.report.content import PAGE, Chart, Section, Table
+from dpn_cli.report.content import PAGE, Chart, PageSection, Table
 from dpn_cli.report.html import render
 from dpn_cli.report.tables import as_csv, as_latex, as_markdown
 from dpn_cli.run.files import replace_file, replace_text
@@ -18,7 +18,7 @@ FIGURES = "figures"
 
 
 def write_page(
-    folder: Path, title: str, sections: Sequence[Section], check: Callable[[], object] = lambda: None
+    folder: Path, title: str, sections: Sequence[PageSection], check: Callable[[], object] = lambda: None
 ) -> Path:
     """Write a page with its tables and figures to a folder and return the page's path.
 

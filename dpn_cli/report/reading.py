@@ -31,7 +31,7 @@ STEP_KEYS = (
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a folder holds of a run or of an evaluation.
+    """Contents of the folder of a run or an evaluation.
 
     Args:
         path: the folder.

@@ -7,7 +7,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dpn_cli.config.provenance import flatten_keys, shown
-from dpn_cli.report.content import Cell, Findings, LineChart, Part, Section, Series, Table, Text, mean_with_band
+from dpn_cli.report.content import (
+    Cell,
+    Findings,
+    LineChart,
+    PageSection,
+    Part,
+    Series,
+    Table,
+    TextBlock,
+    mean_with_band,
+)
 from dpn_cli.report.reading import RunRecord, hours
 from dpn_cli.run.environment import MAY_CHANGE
 from dpn_cli.statistics import PERCENT, PERCENT_DIFFERENCE, Summary, as_text, paired_difference, summarize
@@ -55,7 +65,7 @@ def _row(run: RunRecord, findings: Findings) -> list[Cell]:
     ]
 
 
-def paired(pairs: Sequence[Pair]) -> Section | None:
+def paired(pairs: Sequence[Pair]) -> PageSection | None:
     """Return the differences of later networks to the first, in pairs by seed; None for a single run.
 
     Where runs cannot be paired, one line says why.
@@ -66,15 +76,15 @@ def paired(pairs: Sequence[Pair]) -> Section | None:
     first, *others = groups
     parts: list[Part] = []
     if not others:
-        parts = [Text("All of these runs are of one network: there is nothing to take the difference of.")]
+        parts = [TextBlock("All of these runs are of one network: there is nothing to take the difference of.")]
         if len(first.seeds) > 1:
             parts.append(_means(first))
     for other in others:
         reason = refusal(first, other)
         parts.append(
-            Text(f"{other.name} is not paired with {first.name}: {reason}.") if reason else _table(first, other)
+            TextBlock(f"{other.name} is not paired with {first.name}: {reason}.") if reason else _table(first, other)
         )
-    return Section("Differences in pairs", parts)
+    return PageSection("Differences in pairs", parts)
 
 
 def over_fractions(pairs: Sequence[Pair]) -> LineChart | None:

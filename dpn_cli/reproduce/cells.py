@@ -1,4 +1,4 @@
-"""What a table of the paper consists of: numbers, each over trainings of the ordinary commands. Imports no torch."""
+"""Numbers of the paper's tables, each over trainings of the ordinary commands. Imports no torch."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class PaperTrial:
 
 @dataclass(frozen=True)
 class Places:
-    """Where everything is.
+    """Folders of data, weights and trainings.
 
     Args:
         out: the folder of all trainings.

@@ -23,7 +23,7 @@ NORMS: dict[str, dict[str, float]] = {
 
 
 def fig1(make: Trainings, seeds: Sequence[int]) -> Experiment:
-    """What every placement of LayerNorm, and Dual PatchNorm, gain over norms before both halves of a block."""
+    """Return the gain of every LayerNorm placement, and of Dual PatchNorm, over norms before both halves of a block."""
     networks = [("none", place) for place in PLACEMENTS if place != "pre,pre"] + [("dpn", "pre,pre")]
     numbers = []
     for stem, place in networks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from dpn_cli.report.content import BarChart, Cell, Part, Section, Table, Text
+from dpn_cli.report.content import BarChart, Cell, PageSection, Part, Table, TextBlock
 from dpn_cli.report.page import write_page
 from dpn_cli.reproduce.cells import Experiment
 from dpn_cli.reproduce.compare import PaperComparison, paper_reach
@@ -40,7 +40,7 @@ def table_of(experiment: Experiment, compared: Sequence[PaperComparison], small:
 
 def write(folder: Path, experiment: Experiment, compared: Sequence[PaperComparison], small: bool) -> Path:
     """Write the page of an experiment with numbers and return its path."""
-    parts: list[Part] = [Text(f"This is {NOT_THE_PAPER}.", warning=True)] if small else []
+    parts: list[Part] = [TextBlock(f"This is {NOT_THE_PAPER}.", warning=True)] if small else []
     parts.append(table_of(experiment, compared, small))
     columns = list(dict.fromkeys(one.number.column for one in compared))
     rows = list(dict.fromkeys(one.number.row for one in compared))
@@ -58,7 +58,7 @@ def write(folder: Path, experiment: Experiment, compared: Sequence[PaperComparis
     differences = any(one.number.minus for one in compared)
     bars = BarChart("numbers", title, experiment.unit, rows, series, errors, beside, differences, caption=caption)
     parts.append(bars)
-    return write_page(folder, heading(experiment, small), [Section("Numbers", parts)])
+    return write_page(folder, heading(experiment, small), [PageSection("Numbers", parts)])
 
 
 def _with_error(mean: float, error: float | None) -> str:

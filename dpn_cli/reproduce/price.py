@@ -1,4 +1,4 @@
-"""What trainings cost: floating-point operations from configs, hours from a GPU's rate and from what is measured here.
+"""Cost of trainings: floating-point operations from configs, hours from a GPU's rate or from a measurement here.
 
 Evaluations, decoding and the loader are left out.
 """

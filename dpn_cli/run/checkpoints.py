@@ -41,7 +41,7 @@ class Checkpoints:
 
     @property
     def started(self) -> bool:
-        """Whether there is a saved state from which the training continues."""
+        """Return whether there is a saved state from which the training continues."""
         return any((self.path / name).is_dir() for name in ("last", "last.previous"))
 
     def save(self, name: str, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:

@@ -126,7 +126,7 @@ def _points(width: int) -> int:
 
 
 @dataclass(frozen=True)
-class Tick:
+class ProgressTick:
     """A training's progress after a step: the loss over this rank's rows, and the estimated seconds left.
 
     `logged` steps are those of the log, and of the curve on a terminal.
@@ -195,12 +195,12 @@ class Console:
             _heard.pop()
 
     @contextmanager
-    def progress(self, label: str) -> Iterator[Callable[[Tick], None]]:
+    def progress(self, label: str) -> Iterator[Callable[[ProgressTick], None]]:
         """Show a training's progress: a bar on a terminal, elsewhere a line at the first step and every ten seconds.
 
         A terminal that shows Unicode has a curve of the loss since the command began, where there is room: means over
         equal numbers of logged steps, from the lowest to the highest of them. With room for little else, it is in place
-        of the bar and the share of waiting. Yields a function that takes the `Tick` of every step.
+        of the bar and the share of waiting. Yields a function that takes the `ProgressTick` of every step.
         """
         if self.quiet or self.rich.quiet:
             yield lambda tick: None
@@ -217,7 +217,7 @@ class Console:
             with self._bar(*columns) as bar:
                 task = bar.add_task(label, total=None, tick="", curve="")
 
-                def update(tick: Tick) -> None:
+                def update(tick: ProgressTick) -> None:
                     said = str(tick) if full else tick.short
                     bar.update(task, completed=tick.step, total=tick.steps, tick=said)
                     if tick.logged:
@@ -228,7 +228,7 @@ class Console:
         else:
             before = self.clock()
 
-            def line(tick: Tick) -> None:
+            def line(tick: ProgressTick) -> None:
                 nonlocal before
                 now = self.clock()
                 # The next step may take as long as this one, and would then be shown too late.

@@ -38,7 +38,7 @@ class World:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank writes files and prints."""
+        """Return whether this rank writes files and prints."""
         return self.rank == 0
 
     def rows(self, batch: int) -> range:

@@ -1,4 +1,4 @@
-"""Who works on what, among processes on any number of machines that share a folder.
+"""Leases on work among processes that share a folder, on any number of machines.
 
 The owner of a lease rewrites its file ``NAME/N`` at every beat. Whoever sees the file unchanged for `PATIENCE` seconds
 of its own clock creates ``NAME/N+1``, in which only one process can succeed, and the owner before finds that it has

@@ -61,7 +61,7 @@ class RunFolder:
 
     @property
     def untouched(self) -> bool:
-        """Whether the run there has not produced anything."""
+        """Return whether the run there has not produced anything."""
         names = self._names()
         return "run.json" in names and names <= {*IDENTITY, LEASES}
 

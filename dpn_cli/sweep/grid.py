@@ -196,7 +196,7 @@ class SweepConfig(CompareConfig, TrainingConfig):
 
     @property
     def several(self) -> bool:
-        """Whether the config is for more trainings than one."""
+        """Return whether the config is for more than one training."""
         return bool(self.compare or self.seeds)
 
     def with_seeds(self) -> dict[int, Self]:

@@ -71,7 +71,7 @@ class SweepRunner:
         with open_run(config, config.runtime, "comparison", place, self._folder(config, trials), console) as run:
             if place.dry_run:
                 firsts = _firsts(trials)
-                self._rehearse(firsts, len(trials) // len(firsts), place, console)
+                self._dry_run(firsts, len(trials) // len(firsts), place, console)
                 return None
             result = run.folder.result if _complete(run.folder.path, trials) else None
             if result is None:
@@ -86,8 +86,8 @@ class SweepRunner:
                 result = self._train(run, trials, failed)
             return result if run.world.leads else None
 
-    def _rehearse(self, firsts: Sequence[_SweepTrial], seeds: int, place: LaunchOptions, console: Console) -> None:
-        """Tell what the trainings of each network take, of which one is rehearsed: seeds make no difference to that."""
+    def _dry_run(self, firsts: Sequence[_SweepTrial], seeds: int, place: LaunchOptions, console: Console) -> None:
+        """Tell what the trainings of each network take, of which one is dry-run: seeds make no difference to that."""
         for trial in firsts:
             console.info(f"{format_network(trial.network)}:")
             costs = list[Cost]()

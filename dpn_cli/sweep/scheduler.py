@@ -1,4 +1,4 @@
-"""What may begin when: work in its order, each after what it needs, as many at once as there are slots."""
+"""Scheduler of work: in order, each after its requirements, as many at once as there are slots."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Work:
 
 
 class Backend(Protocol):
-    """What runs work; a slot is a part of the machine, from 0 to `slots` - 1, that one of them has for itself."""
+    """Engine that runs work; a slot, 0 to `slots` - 1, is a part of the machine for one piece of work."""
 
     slots: int
 

@@ -27,7 +27,7 @@ Rgb = tuple[float, float, float]
 
 @dataclass
 class LoadReport:
-    """What happened between a weight file and the network: nothing happens that is not written here."""
+    """Complete record of the steps between a weight file and the network."""
 
     source: str
     format: str

@@ -1,4 +1,4 @@
-"""What a weight file holds, and the same network in another file: proven on images before anything is written."""
+"""Inspection of weight files, and conversion to another format, proven on images before anything is written."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PROOF_IMAGES, PROOF_SEED = 4, 0
 
 @dataclass(frozen=True)
 class Facts:
-    """What a user knows about a file that it does not say; None leaves what the reader found or assumed."""
+    """Facts about a file that the user states; None leaves what the reader found or assumed."""
 
     eps: float | None = None
     act: Act | None = None

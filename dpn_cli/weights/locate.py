@@ -1,4 +1,4 @@
-"""Where weights come from: a path, a hub repository or a timm model, opened as a `Checkpoint`."""
+"""Locate weights, a path, a hub repository or a timm model, and open them as a `Checkpoint`."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ FITTED: tuple[Stem, ...] = ("pre", "post", "post_posemb", "dpn", "rms")
 
 @dataclass(frozen=True)
 class FittedStem:
-    """What a stem was fitted on: the mean contrast and brightness of the patches, and their number.
+    """Statistics that a stem was fitted on: mean contrast and brightness of the patches, and their number.
 
     `survives` and `copied` are shares of the variance of held-out tokens that the fitted stem, and one with norms of
     scale 1 and bias 0, give back; negative is worse than their mean.

@@ -29,7 +29,7 @@ class ClassScores:
 
 
 @dataclass(frozen=True)
-class Class:
+class ClassCalibration:
     """One line of per_class.csv: recall and precision in percent, None where they are not defined."""
 
     name: str
@@ -62,12 +62,12 @@ def read_predictions(path: Path, names: Container[str]) -> list[ClassScores]:
     return found
 
 
-def read_classes(path: Path, count: int) -> list[Class]:
+def read_classes(path: Path, count: int) -> list[ClassCalibration]:
     """Read per_class.csv, which has `count` classes. Raises `DataError` when it is damaged."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
             found = [
-                Class(
+                ClassCalibration(
                     line["class"],
                     line["name"],
                     int(line["images"]),

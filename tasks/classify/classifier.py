@@ -55,7 +55,7 @@ class Classifier:
 
     @property
     def preparation(self) -> str:
-        """How a decoded image becomes the network's input, in words."""
+        """Return the preparation of a decoded image for the network, in words."""
         height, width = self.model.config.image_size
         if self.resize_side is None:
             return f"resized whole to {height} x {width}, bilinear without antialiasing"

@@ -49,7 +49,7 @@ Policy = Annotated[
 
 
 class SupervisedData(Drawn):
-    """Where the images are, and how they become pixels."""
+    """Location of the images, and their decoding."""
 
     source: Annotated[
         DataPlace | None,
@@ -86,7 +86,7 @@ class SupervisedNetwork(BackboneConfig):
 
 
 class RandAugment(Section):
-    """How many random operations an image goes through, and how strong they are; the reference goes to 20."""
+    """Number and strength of the random operations on an image; the reference goes to 20."""
 
     layers: Whole = 0
     magnitude: Annotated[float, Field(ge=0, le=30)] = 0.0
@@ -163,7 +163,7 @@ class SupervisedConfig(SweepConfig):
 
     @property
     def demo(self) -> bool:
-        """Whether the data are the built-in scenes, whatever is asked about them."""
+        """Return whether the data are the built-in scenes, with any options."""
         return self.data.source in DEMOS
 
 

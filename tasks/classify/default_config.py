@@ -1,4 +1,7 @@
-"""Which shipped config a data set gets: the paper's for ImageNet, another one for own images. Imports no torch."""
+"""Choice of the shipped config for a data set: the paper's for ImageNet, another for your own images.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 

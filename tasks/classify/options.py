@@ -77,7 +77,7 @@ class EvalOptions(Section):
 
 
 class ProbeFolder(Section):
-    """Where the draws of a few-shot probe are kept, and what happens to a run that is there."""
+    """Folder of the draws of a few-shot probe, and the treatment of a run that is there."""
 
     output_dir: Annotated[
         Path | None,

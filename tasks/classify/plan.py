@@ -1,4 +1,4 @@
-"""What a training will cost: steps and hours from FLOP counts and a measured matrix-product rate, memory, disk."""
+"""Estimate of a training's cost: steps, hours from FLOP counts and a measured matrix-product rate, memory, disk."""
 
 from __future__ import annotations
 

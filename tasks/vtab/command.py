@@ -56,7 +56,7 @@ def default_folder(config: VtabConfig) -> Path:
 
 
 def _dry_run(run: Run[VtabConfig], place: LaunchOptions) -> None:
-    """Check all data, rehearse a training of every network, and tell what all of them take."""
+    """Check all data, measure a training of every network in a dry run, and print their cost."""
     config, world, console = run.config, run.world, run.console
     tasks = choose_tasks(config.data.tasks, config.demo)
     data = {task: open_task(config.data, task) for task in tasks}

@@ -60,7 +60,7 @@ TASKS_FLAG = flag(
 
 
 class VtabData(ImageReading):
-    """Where the tasks' images are, and how they become pixels."""
+    """Location of the tasks' images, and their decoding."""
 
     source: Annotated[
         DataPlace | None,
@@ -144,7 +144,7 @@ class VtabConfig(CompareConfig):
 
     @property
     def demo(self) -> bool:
-        """Whether the data are the built-in scenes."""
+        """Return whether the data are the built-in scenes."""
         return self.data.source == "demo"
 
 

@@ -1,4 +1,4 @@
-"""What a page shows of a VTAB sweep: its tables beside the paper's, every cell, and who saw the test split."""
+"""Page of a VTAB sweep: its tables beside the paper's, every trial, and the uses of the test split."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dpn_cli.report.content import (
     Findings,
     HeatMap,
     LineChart,
+    PageSection,
     Panel,
     Part,
-    Section,
     Table,
-    Text,
+    TextBlock,
 )
 from dpn_cli.report.reading import Json, RunRecord
 from dpn_cli.run.baseline_warnings import result_warning
@@ -32,7 +32,7 @@ NOTE = "Test accuracy in %: mean ± standard error over n seeds, with the 95 % t
 def findings(run: RunRecord, prefix: str) -> Findings:
     """Return what a page shows of a run of ``dpn finetune vtab``; the scores are those of its last network."""
     result = run.result
-    ledger = Section("Ledger of the test split", _ledger(run))
+    ledger = PageSection("Ledger of the test split", _ledger(run))
     if "tasks" not in result:
         return Findings("test accuracy", {}, [ledger])
     networks: dict[str, Json] = result.get("compare", {}).get("stems") or {result["stem"]: result}
@@ -51,7 +51,7 @@ def findings(run: RunRecord, prefix: str) -> Findings:
         warnings += _not_learnt(name, part)
         charts: list[Part] = [_cells(result, part, f"{prefix}network{number}_cells")]
         charts += _losses(run, folders[name], part, f"{prefix}network{number}_loss")
-        sections.append(Section(f"Network {name}", [_tasks(result, name, part), *charts]))
+        sections.append(PageSection(f"Network {name}", [_tasks(result, name, part), *charts]))
     bars = _bars(result, networks, prefix)
     differences = [_differences(one) for one in result.get("compare", {}).get("differences", [])]
     scores = {
@@ -59,7 +59,7 @@ def findings(run: RunRecord, prefix: str) -> Findings:
         for task, found in networks[result["stem"]]["tasks"].items()
         if found["test"]
     }
-    first = Section("Groups of tasks", [*differences, *bars])
+    first = PageSection("Groups of tasks", [*differences, *bars])
     return Findings("test accuracy", scores, [first, *sections, ledger], warnings=warnings)
 
 
@@ -213,10 +213,12 @@ def _ledger(run: RunRecord) -> list[Part]:
     parts: list[Part] = []
     if damaged:
         parts.append(
-            Text(f"ledger.jsonl: {damaged} damaged line(s), so looks at the test split may be missing.", warning=True)
+            TextBlock(
+                f"ledger.jsonl: {damaged} damaged line(s), so looks at the test split may be missing.", warning=True
+            )
         )
     if not rows:
-        return [*parts, Text("No network has been scored on the test split.")]
+        return [*parts, TextBlock("No network has been scored on the test split.")]
     keys = ("time", "stem", "task", "lr", "seed", "trained_on", "images", "accuracy")
     table: list[list[Cell]] = []
     for row in rows:
@@ -229,6 +231,6 @@ def _ledger(run: RunRecord) -> list[Part]:
     looks = sum(row.get("accuracy") is not None for row in rows)
     return [
         *parts,
-        Text(f"{looks} scorings of the test split, each with a line when it began and one with its result."),
+        TextBlock(f"{looks} scorings of the test split, each with a line when it began and one with its result."),
         Table("Every look at the test split", columns, table, folded=True),
     ]

@@ -1,4 +1,4 @@
-"""What a sweep will cost: hours from FLOP counts and a measured matrix-product rate, memory, disk. It needs no data."""
+"""Estimate of a sweep's cost without data: hours from FLOP counts and a measured matrix-product rate, memory, disk."""
 
 from __future__ import annotations
 

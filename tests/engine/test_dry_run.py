@@ -24,7 +24,7 @@ from dpn_cli.config.schema import Optim
 from dpn_cli.engine import dry_run
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine import state as train_state
-from dpn_cli.engine.dry_run import Sampled, Scene, distances, dry_run_fit
+from dpn_cli.engine.dry_run import DryRunSetup, Sampled, distances, dry_run_fit
 from dpn_cli.errors import DpnError, SaveError, StoppedError
 from dpn_cli.run import signals
 from dpn_cli.run.checkpoints import Checkpoints, State
@@ -46,12 +46,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return clock
 
 
-def scene(**fields: Any) -> Scene:
+def scene(**fields: Any) -> DryRunSetup:
     workers, sampled = fields.pop("workers", 0), fields.pop("sampled", Sampled(1, lambda: None))
-    return Scene(small(), job(**{"steps": 100, "optim": ADAM, **fields}), sampled, workers)
+    return DryRunSetup(small(), job(**{"steps": 100, "optim": ADAM, **fields}), sampled, workers)
 
 
-def lasting(clock: SimpleNamespace, workers: int) -> Scene:
+def lasting(clock: SimpleNamespace, workers: int) -> DryRunSetup:
     """A training whose steps take 2 s, batches 5 s, and evaluations of 4 images 7 s, of which 6 s are loading."""
 
     def batches(start: int) -> Generator[engine.Batch, None, None]:
@@ -432,7 +432,7 @@ def test_a_classifier_is_evaluated_on_minival_on_the_way_and_on_validation_at_th
 ) -> None:
     seen: list[Sampled] = []
 
-    def rehearsed(begin: Callable[[], Scene], *_: object, **more: object) -> Cost:
+    def rehearsed(begin: Callable[[], DryRunSetup], *_: object, **more: object) -> Cost:
         seen.append(begin().sampled)
         return cost()
 

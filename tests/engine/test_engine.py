@@ -34,7 +34,7 @@ from dpn_cli.engine.optim import clip_gradients
 from dpn_cli.errors import NonFiniteError, StoppedError
 from dpn_cli.run import signals
 from dpn_cli.run.checkpoints import Checkpoints
-from dpn_cli.run.console import Tick
+from dpn_cli.run.console import ProgressTick
 from dpn_cli.run.distributed import World
 from dpn_cli.run.run_dir import MetricsLog
 from dpn_cli.weights.backbone import Backbone, load_backbone
@@ -123,7 +123,7 @@ def test_whole_training_steps_equal_big_vision(
         for step in range(start, 4):
             yield {"image": nchw(np.roll(image, step, axis=2)), "label": torch.from_numpy(arrays["labels"][step])}
 
-    seen: list[Tick] = []
+    seen: list[ProgressTick] = []
     log = MetricsLog(tmp_path / "metrics.jsonl")
     four = schedule.model_copy(update={"steps": 8})
     with pytest.raises(AssertionError, match="before step 4"):  # of the schedule's 8 steps, 4 are recorded
@@ -274,7 +274,7 @@ def test_seconds_count_the_sessions_before_and_rates_only_this_one(
 ) -> None:
     now, outputs = [1000.0], Outputs(Checkpoints(tmp_path))
     monkeypatch.setattr("dpn_cli.engine.fit.time", SimpleNamespace(perf_counter=lambda: now[0]))
-    ticks: list[Tick] = []
+    ticks: list[ProgressTick] = []
 
     def slow(start: int, stop: int = 99) -> Generator[Batch, None, None]:
         stream = random_batches()(start)

@@ -21,7 +21,7 @@ from dpn_cli.commands.report import origins_of
 from dpn_cli.config.load import build, merge, read_config
 from dpn_cli.report import page
 from dpn_cli.report.charts import COLOURS, INK, draw
-from dpn_cli.report.content import BarChart, Confusion, HeatMap, LineChart, Panel, Series, Table, downsample
+from dpn_cli.report.content import BarChart, ConfusionChart, HeatMap, LineChart, Panel, Series, Table, downsample
 from dpn_cli.report.page import write_page
 from dpn_cli.report.reading import read_run
 from dpn_cli.report.tables import as_latex, as_markdown
@@ -516,7 +516,7 @@ def test_a_run_has_one_colour_in_all_charts() -> None:
 def test_long_names_of_classes_leave_room_for_the_confusions() -> None:
     """Wide characters count twice; matplotlib warns of a chart without room."""
     name = 6 * "日本語の長い名前"
-    svg, _ = draw(Confusion("x", "x", ["dog", name, "cat"], [[3, 1, 0], [0, 2, 2], [1, 1, 1]], "images"), "x")
+    svg, _ = draw(ConfusionChart("x", "x", ["dog", name, "cat"], [[3, 1, 0], [0, 2, 2], [1, 1, 1]], "images"), "x")
     shown = [text for text in re.findall(r">([^<]+)</text>", svg) if "…" in text]
     assert len(shown) == 2
     assert all(cell_len(text) <= 26 and text[0] == name[0] and text[-1] == name[-1] for text in shown)

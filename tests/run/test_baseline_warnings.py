@@ -147,7 +147,7 @@ def test_vtab_says_which_task_was_not_learnt(
 def test_lit_says_that_retrieval_and_zero_shot_are_at_chance(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.lit.train.DEMO_SPLITS", {"train": (0, 32), "val": (1000, 1032)})
+    monkeypatch.setattr("tasks.lit.final_zeroshot.DEMO_SPLITS", {"train": (0, 32), "val": (1000, 1032)})
     monkeypatch.setattr("tasks.lit.data.DEMO_SPLITS", {"train": (0, 32), "val": (1000, 1032)})
     lit.train(lit.small("demo", lr=1e-9, batch_size=32, schedule={"steps": 1, "warmup": 0}), tmp_path / "run")
     said = lines(capsys, "NOTHING LEARNT")

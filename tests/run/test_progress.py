@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dpn_cli.engine.fit import Outputs
 from dpn_cli.run import distributed
-from dpn_cli.run.console import BLOCKS, Console, Tick, count_noun, gathered, sparkline
+from dpn_cli.run.console import BLOCKS, Console, ProgressTick, count_noun, gathered, sparkline
 from dpn_cli.run.run_dir import MetricsLog
 
 
@@ -31,8 +31,8 @@ class Clock:
         return self.now
 
 
-def tick_of(step: int, steps: int) -> Tick:
-    return Tick(step, steps, 0.5, 1e-3, 12.34, 0.125, 3600.0 * (steps - step) / steps)
+def tick_of(step: int, steps: int) -> ProgressTick:
+    return ProgressTick(step, steps, 0.5, 1e-3, 12.34, 0.125, 3600.0 * (steps - step) / steps)
 
 
 def moments(
@@ -162,7 +162,7 @@ def test_every_step_is_shown_and_the_log_keeps_its_fifty_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the log needs the other ranks: the number of reductions does not depend on what is shown."""
-    seen: list[Tick] = []
+    seen: list[ProgressTick] = []
     reductions: list[Tensor] = []
 
     def reduced(value: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the normalisers of tokens share: their options, their precision, and statistics over ranks.
+"""Base of all token norms: options, precision, and statistics over ranks.
 
 Axes: b batch, t tokens, c features, h heads.
 """
@@ -22,7 +22,7 @@ NO_EPS = 1e-12  # only keeps the root of a variance of zero finite
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a norm may have to know of its tokens beyond their width."""
+    """Properties of the tokens that a norm may need besides their width."""
 
     heads: int = 1  # of the attention: the groups of gn, of dtn, and of powernorm with group_scale
     grid: tuple[int, int] | None = None  # rows and columns; None where a class token is among them

@@ -55,7 +55,7 @@ class _Smoothed(torch.autograd.Function):
 
 
 class _Power(RunningNorm):
-    """What PowerNorm and UN share: the running second moment (c), and a count of training's forward passes.
+    """Base of PowerNorm and UN: the running second moment (c), and a count of the training's forward passes.
 
     torch.compile leaves their training as it is: its backward pass would compute what the forward pass had from
     buffers that have changed since.

@@ -1,4 +1,4 @@
-"""What runs on a node of a cluster: one command line, and a look at what the node has."""
+"""Functions that run on a node of a cluster: one command line, and a check of the node."""
 
 from __future__ import annotations
 

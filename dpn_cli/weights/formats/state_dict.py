@@ -1,4 +1,4 @@
-"""What every reader gives back, and the steps that several formats share on the way there.
+"""Result of every reader, and the conversion steps that several formats share.
 
 The layout is timm's names and shapes plus the stem's norms. A reader renames and reshapes; it decides nothing
 about the network to build, and it drops no weight silently: what it does not know stays in the state dict under

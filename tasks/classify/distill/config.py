@@ -81,12 +81,12 @@ class Student(BackboneConfig):
 
     @property
     def scratch(self) -> bool:
-        """Whether the student begins with weights of its own."""
+        """Return whether the student starts with weights of its own."""
         return self.start == "scratch" or self.arch is not None
 
 
 class DistillData(Drawn):
-    """Where the images are, and how they become pixels; labels are not looked at."""
+    """Location of the images, and their decoding; labels are not used."""
 
     source: Annotated[
         DataPlace | None,
@@ -128,7 +128,7 @@ class DistillData(Drawn):
 
 
 class Losses(Section):
-    """What the student is to have in common with the teacher, and how much each counts."""
+    """Losses between student and teacher, with their weights."""
 
     tokens: NonNegative = 1.0
     representation: NonNegative = 1.0
@@ -187,7 +187,7 @@ class DistillConfig(SweepConfig):
         Positive | None,
         flag(
             "--cache-teacher",
-            help="Keep what the teacher computes for so many views of every image on the disk, and train on those "
+            help="Cache the teacher's outputs for this many views of every image, and train on those "
             "views alone; deleted when the run has finished.",
             panel=RUNTIME,
             unset="none: the teacher runs in every step",
@@ -230,7 +230,7 @@ class DistillConfig(SweepConfig):
 
     @property
     def demo(self) -> bool:
-        """Whether the data are the built-in scenes, whatever is asked about them."""
+        """Return whether the data are the built-in scenes, with any options."""
         return self.data.source in DEMOS
 
 

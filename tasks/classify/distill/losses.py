@@ -1,4 +1,4 @@
-"""What teacher and student compute from an image, and the losses between the two."""
+"""Outputs of teacher and student for an image, and the losses between the two."""
 
 from __future__ import annotations
 

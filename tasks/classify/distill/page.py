@@ -1,8 +1,8 @@
-"""What a page shows of a distillation: how near the student came to its teacher, stage by stage."""
+"""Page of a distillation: agreement of the student with its teacher, stage by stage."""
 
 from __future__ import annotations
 
-from dpn_cli.report.content import Cell, Findings, Section, Table
+from dpn_cli.report.content import Cell, Findings, PageSection, Table
 from dpn_cli.report.reading import RunRecord
 
 WATCHED = {
@@ -37,4 +37,4 @@ def findings(run: RunRecord) -> Findings:
     )
     score = result["agreement"]
     scores = {} if score is None else {"": {run.seed: score}}
-    return Findings("agreement", scores, [Section("Scores", [table])], WATCHED)
+    return Findings("agreement", scores, [PageSection("Scores", [table])], WATCHED)

@@ -1,4 +1,4 @@
-"""What a distillation will cost: the teacher's forward passes, the student's steps, and the disk for both."""
+"""Estimate of a distillation's cost: the teacher's forward passes, the student's steps, and the disk for both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a distillation is scored by: how near the student is to its teacher, and what both can do."""
+"""Scores of a distillation: agreement of the student with its teacher, and the accuracy of both."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dpn_cli.weights.backbone import Backbone
 from tasks.classify.classifier import Classifier, predict
 from tasks.classify.distill.agreement import Agreement, compute_agreement
 from tasks.classify.distill.config import DistillConfig
-from tasks.classify.distill.data import DistillData
+from tasks.classify.distill.data import DistillSplits
 from tasks.classify.distill.student import prepared
 from tasks.classify.fewshot import probing_of, transfer
 
@@ -24,7 +24,7 @@ class DistillScorer:
     """Scores networks on the images of a distillation, with the config's precision, loader and crops."""
 
     def __init__(
-        self, config: DistillConfig, teacher: Classifier, data: DistillData, world: World, console: Console
+        self, config: DistillConfig, teacher: Classifier, data: DistillSplits, world: World, console: Console
     ) -> None:
         self.config, self.data, self.world, self.console = config, data, world, console
         self.taught = prepared(config, teacher, teacher.model)

@@ -100,16 +100,16 @@ def test_what_was_stopped_goes_on_with_the_draws_that_are_missing(
 ) -> None:
     asked = ["--compare", "none,dpn", "--seeds", "2", "-o", str(tmp_path / "all")]
     done: list[int] = []
-    accuracy = fewshot.Features.accuracy
+    accuracy = fewshot.ProbeFeatures.accuracy
 
-    def stopped(features: fewshot.Features, shots: int, seed: int) -> float:
+    def stopped(features: fewshot.ProbeFeatures, shots: int, seed: int) -> float:
         done.append(seed)
         if len(done) == 7:  # two shots of two draws of the first network, and of one of the other
             raise StoppedError(signal.SIGTERM)
         return accuracy(features, shots, seed)
 
     with monkeypatch.context() as patch:
-        patch.setattr(fewshot.Features, "accuracy", stopped)
+        patch.setattr(fewshot.ProbeFeatures, "accuracy", stopped)
         assert run(*command(root, *asked)).exit_code == 75
     assert encoded == ["none", "none", "dpn", "dpn"]
     assert (tmp_path / "all" / "dpn" / "seed0" / "result.json").is_file()

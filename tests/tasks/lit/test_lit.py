@@ -410,7 +410,7 @@ def test_the_demo_says_what_it_is_and_the_cache_command_fills_the_trainings_cach
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tasks.lit.data.DEMO_SPLITS", dict.fromkeys(("train", "val", "test"), (0, 150)))
-    monkeypatch.setattr("tasks.lit.train.DEMO_SPLITS", {"val": (0, 150)})
+    monkeypatch.setattr("tasks.lit.final_zeroshot.DEMO_SPLITS", {"val": (0, 150)})
     monkeypatch.chdir(tmp_path)
     network = ["--data", "demo", "--arch", "mu/16", "--checkpoint", "none", "--set", "backbone.pool=gap"]
     filled = run("lit", "cache", *network, "--json", "-q")

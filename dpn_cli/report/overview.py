@@ -1,4 +1,4 @@
-"""What a page says of every run, whatever its task: what was run, how it went, and what to mind."""
+"""Page sections that every run has, whatever its task: the command, the curves, the warnings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,17 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from dpn_cli.config.provenance import flatten_keys
-from dpn_cli.report.content import MOST_POINTS, Cell, Chart, LineChart, Part, Section, Table, Text, mean_with_band
+from dpn_cli.report.content import (
+    MOST_POINTS,
+    Cell,
+    Chart,
+    LineChart,
+    PageSection,
+    Part,
+    Table,
+    TextBlock,
+    mean_with_band,
+)
 from dpn_cli.report.gradients import layer_charts
 from dpn_cli.report.reading import RunRecord, hours, trainings
 from dpn_cli.run.console import count_noun
@@ -42,7 +52,7 @@ def curves(networks: Mapping[str, Sequence[RunRecord]], watched: Mapping[str, st
     return charts + layer_charts(networks, prefix)
 
 
-def run_summary(run: RunRecord, origins: Origins) -> Section:
+def run_summary(run: RunRecord, origins: Origins) -> PageSection:
     """Return the section of a run's command, versions, data, time and config."""
     facts, result = run.facts, run.result
     timing, time = result.get("timing", {}), hours(run)
@@ -72,7 +82,7 @@ def run_summary(run: RunRecord, origins: Origins) -> Section:
     if origins:
         columns = ("key", "value", "where it comes from")
         parts.append(Table("Config: every value and where it comes from", columns, origins, folded=True))
-    return Section("What was run", parts)
+    return PageSection("What was run", parts)
 
 
 def command(run: RunRecord) -> str:
@@ -86,18 +96,18 @@ def _data(run: RunRecord) -> Mapping[str, object]:
     return data if isinstance(data, dict) else {}
 
 
-def against_paper(run: RunRecord) -> Section | None:
+def against_paper(run: RunRecord) -> PageSection | None:
     """Return what differs from the paper; None for a run without anything to compare with."""
     if run.kind == "eval" or "differs_from_paper" not in run.result:
         return None
     differs = run.result["differs_from_paper"]
     if differs is None:
         said = "There is nothing to compare with: a demo, own images, or a network that the paper does not have."
-        return Section("What differs from the paper", [Text(said)])
+        return PageSection("What differs from the paper", [TextBlock(said)])
     if not differs:
-        return Section("What differs from the paper", [Text("Nothing that is known.")])
+        return PageSection("What differs from the paper", [TextBlock("Nothing that is known.")])
     rows = [_split(line) for line in differs]
-    return Section("What differs from the paper", [Table("", ("key", "here", "paper"), rows)])
+    return PageSection("What differs from the paper", [Table("", ("key", "here", "paper"), rows)])
 
 
 def _split(line: str) -> tuple[str, str, str]:
