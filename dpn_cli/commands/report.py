@@ -17,8 +17,8 @@ from dpn_cli.config.option import OUTPUT, argument, flag
 from dpn_cli.config.provenance import flatten_keys, read_sources, shown
 from dpn_cli.config.schema import Section
 from dpn_cli.errors import DataError, DpnError, StoppedError
-from dpn_cli.report.overview import Origins
 from dpn_cli.report.content import PAGE, Findings
+from dpn_cli.report.overview import Origins
 from dpn_cli.report.reading import RunRecord, folder_of, named, read_run
 from dpn_cli.run.console import Console
 from dpn_cli.run.environment import read_config as run_config

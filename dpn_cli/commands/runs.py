@@ -15,8 +15,8 @@ from dpn_cli.commands.command import DefaultGroup, Outcome, register_command
 from dpn_cli.config.option import argument
 from dpn_cli.config.schema import Section
 from dpn_cli.errors import DataError
-from dpn_cli.report.overview import command
 from dpn_cli.report.comparison import SCORES, name_of, value_of
+from dpn_cli.report.overview import command
 from dpn_cli.report.reading import DEPTH, RunRecord, find_runs, folder_of, hours, moment, read_run
 from dpn_cli.run.artifact_kinds import NAMES
 from dpn_cli.run.console import Console, cell, folded, print_columns, printable, width_of

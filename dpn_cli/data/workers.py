@@ -113,7 +113,7 @@ def watch_processes(processes: Sequence[BaseProcess]) -> Iterator[None]:
 
 @contextmanager
 def _defer_notices() -> Iterator[None]:
-    """Put off what `watch_processes` raises of itself: where processes are forked, Python prints an error and drops it."""
+    """Delay what `watch_processes` raises: in a fork, Python prints such an error and drops it."""
     _starting.append(True)
     try:
         yield

@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import partial
 
 from dpn_cli.report import comparison
-from dpn_cli.report.overview import Origins, against_paper, curves, run_summary
 from dpn_cli.report.comparison import Reader
 from dpn_cli.report.content import PageSection, Part, Table, TextBlock
+from dpn_cli.report.overview import Origins, against_paper, curves, run_summary
 from dpn_cli.report.reading import RunRecord
 from dpn_cli.report.side import over_fractions, paired, summary
 

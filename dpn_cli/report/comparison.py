@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from dpn_cli.errors import DataError
-from dpn_cli.report.overview import curves
 from dpn_cli.report.content import BarChart, Cell, Findings, PageSection, Part, Table, TextBlock
+from dpn_cli.report.overview import curves
 from dpn_cli.report.reading import Json, RunRecord, read_run
 from dpn_cli.run.files import read_object
 from dpn_cli.statistics import as_text

@@ -34,6 +34,8 @@ from dpn_cli.run.records import read_records, record_of
 
 # The files that identify a run's folder.
 IDENTITY = ("config.yaml", "run.json")
+# Key of run.json that versions before this one wrote in place of ``config``.
+EARLIER_KEY = "recipe"  # names: the word of that time
 # Key of the line in metrics.jsonl that counts lost records.
 LOST = "lost_records"
 
@@ -151,6 +153,10 @@ class RunFolder:
     ) -> None:
         """Check that the existing run has this config, and rewrite damaged parts of its description."""
         path, facts = self.path, self.facts
+        if EARLIER_KEY in facts:
+            raise DpnError(
+                f"-o {path}: an earlier version of dpn made this run; continue it with that version, or pass another -o"
+            )
         there = facts.get(artifact_kinds.KEY, kind)
         if there != kind:
             raise DpnError(

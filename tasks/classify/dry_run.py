@@ -22,7 +22,7 @@ from tasks.classify.train import evaluate, evaluation_interval, load_network, lo
 
 
 def dry_run_training(run: Run[ConfigT], data: ClassData) -> Cost:
-    """Measure a training in a dry run, its duration in steps, and return its cost; the probes of finished networks do not
+    """Measure a training in a dry run, its duration in steps, and return its cost; probes of finished networks do not
     count. Raises as `dry_run_fit` does.
     """
     config, world, console = run.config, run.world, run.console

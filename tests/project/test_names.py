@@ -18,12 +18,39 @@ ROOT = Path(__file__).parents[2]
 MODULES = [path for package in ("dpn_cli", "tasks") for path in sorted((ROOT / package).rglob("*.py"))]
 # Modules that play the same part in two rooms or two tasks.
 SHARED = frozenset(
-    "__init__ base cache command config data datacheck dry_run eval_splits evaluate gradients hub loader loss losses "
-    "options page page_samples pairs plan predict preflight prepare run tables train".split()
+    [
+        "__init__",
+        "base",
+        "cache",
+        "command",
+        "config",
+        "data",
+        "datacheck",
+        "dry_run",
+        "eval_splits",
+        "evaluate",
+        "gradients",
+        "hub",
+        "loader",
+        "loss",
+        "losses",
+        "options",
+        "page",
+        "page_samples",
+        "pairs",
+        "plan",
+        "predict",
+        "preflight",
+        "prepare",
+        "run",
+        "tables",
+        "train",
+    ]
 )
 # The field says: config, image, dry run, mutant, agreement, finalize, log.
 FORBIDDEN = re.compile(r"recipe|picture|rehears|breakage|nearness|\b(settle|heard|spoken|print_cells)\b", re.IGNORECASE)
 LONGEST_HELP = 20
+# A line that has to say such a word ends in ``# names: REASON``.
 
 
 def _docstrings(path: Path) -> Iterator[tuple[int, str]]:
@@ -63,7 +90,11 @@ def test_no_module_has_the_name_of_another() -> None:
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: ".".join(path.relative_to(ROOT).with_suffix("").parts))
 def test_texts_use_the_words_of_the_field(path: Path) -> None:
     lines = path.read_text().splitlines()
-    assert not [f"{number}: {line.strip()}" for number, line in enumerate(lines, 1) if FORBIDDEN.search(line)]
+    assert not [
+        f"{number}: {line.strip()}"
+        for number, line in enumerate(lines, 1)
+        if FORBIDDEN.search(line) and "# names:" not in line
+    ]
     question = re.compile(r"(What|Where|Which|How|Whether|Who|Why)\b")
     assert not [f"{number}: {text}" for number, text in _docstrings(path) if question.match(text)]
 

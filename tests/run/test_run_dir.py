@@ -138,6 +138,16 @@ def begun(path: Path) -> RunFolder:
     return folder
 
 
+def test_a_run_of_an_earlier_version_is_refused_in_one_line(tmp_path: Path) -> None:
+    folder = begun(tmp_path / "run")
+    facts = json.loads((folder.path / "run.json").read_text())
+    facts["recipe"] = facts.pop("config")
+    (folder.path / "run.json").write_text(json.dumps(facts))
+    with pytest.raises(DpnError, match=r"run: an earlier version of dpn made this run; .* or pass another -o$"):
+        open_run(folder.path, resume=True)
+    assert (folder.path / "checkpoints" / "last" / "state.safetensors").read_text() == "precious"
+
+
 def test_a_kill_while_a_run_is_deleted_leaves_a_run(tmp_path: Path) -> None:
     for call in range(100):
         path = tmp_path / str(call)
