@@ -16,7 +16,7 @@ BUILT := onedl-mmsegmentation onedl-mmcv
 FOR := 3.12
 LINUX := $(foreach glibc,2_28 2_27 2_24 2_17 2_12 2_5,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64
 
-.PHONY: demo test test-slow test-oldest lint names mutate wheels clean
+.PHONY: demo test test-slow test-oldest lint names wheels clean
 
 demo: $(VENV)/.installed
 	$(RUN)/dpn finetune vtab --data demo --compare none,dpn --overwrite

@@ -89,7 +89,7 @@ class RemotePath:
 
     @property
     def cached(self) -> Path:
-        """Return the path of the copy: named after URL and version, or after the content when the version is not known."""
+        """Return the path of the copy, named after URL and version, or after the content when no version is known."""
         key = hashlib.sha256(f"{self.url} {self.version}".encode()).hexdigest() if self.version else self.sha256
         return cache_dir() / f"{key}{Path(self.name).suffix}"
 

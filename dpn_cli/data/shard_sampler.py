@@ -49,7 +49,7 @@ class ShardUse(NamedTuple):
 
 
 def iter_shard_uses(shards: ShardIndex, rows: Sequence[int], batch_size: int) -> Iterator[ShardUse]:
-    """Yield the shards of images that are read in batches, in the order of use, `LOOKAHEAD_BATCHES` batches at a time."""
+    """Yield the shards of images that are read in batches, in order of use, `LOOKAHEAD_BATCHES` batches at a time."""
     for begin in range(0, len(rows), LOOKAHEAD_BATCHES * batch_size):
         places = range(begin, min(begin + LOOKAHEAD_BATCHES * batch_size, len(rows)))
         of = shards.of[[rows[place] for place in places]]
