@@ -18,9 +18,9 @@ ROOT = Path(__file__).parents[2]
 MODULES = [path for package in ("dpn_cli", "tasks") for path in sorted((ROOT / package).rglob("*.py"))]
 # Modules that play the same part in two rooms or two tasks.
 SHARED = frozenset(
-    ("__init__", "base", "cache", "command", "config", "data", "datacheck", "dry_run", "eval_splits", "evaluate")
-    + ("gradients", "hub", "loader", "loss", "losses", "options", "page", "page_samples", "pairs", "plan", "predict")
-    + ("preflight", "prepare", "run", "tables", "train")
+    {"__init__", "base", "cache", "command", "config", "data", "datacheck", "dry_run", "eval_splits", "evaluate"}
+    | {"gradients", "hub", "loader", "loss", "losses", "options", "page", "page_samples", "pairs", "plan", "predict"}
+    | {"preflight", "prepare", "run", "tables", "train"}
 )
 # The field says: config, image, dry run, mutant, agreement, finalize, log.
 FORBIDDEN = re.compile(r"recipe|picture|rehears|breakage|nearness|\b(settle|heard|spoken|print_cells)\b", re.IGNORECASE)
