@@ -121,7 +121,7 @@ def parse_arch(arch: str) -> tuple[Size, int]:
     Raises `DpnError` for another form or an unknown size, naming what is allowed.
     """
     name, _, side = arch.partition("/")
-    patch = whole(side)
+    patch = parse_whole_number(side)
     if name not in SIZES or not patch or patch > MOST_PIXELS:
         close = nearest(arch, (*COMMON_ARCHS, "Ti/8", "S/8", "B/8", "B/14", "L/14", "L/32"))
         hint = f"; did you mean {close!r}?" if close and name not in SIZES else ""
@@ -131,7 +131,7 @@ def parse_arch(arch: str) -> tuple[Size, int]:
     return SIZES[name], patch
 
 
-def whole(text: str) -> int | None:
+def parse_whole_number(text: str) -> int | None:
     """Parse a whole number in decimal digits; returns None for any other text."""
     return int(text) if text.isdecimal() and len(text) < 20 else None
 

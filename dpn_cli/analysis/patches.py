@@ -52,9 +52,9 @@ class ExplainedVariance:
         total = self.squares - self.features[0, 0] * mean.square().sum()
         if total <= 1e-12 * self.squares:
             return dict.fromkeys(FEATURES)
-        return {name: float(1 - self._rest(list(kept)) / total) for name, kept in FEATURES.items()}
+        return {name: float(1 - self._residual(list(kept)) / total) for name, kept in FEATURES.items()}
 
-    def _rest(self, kept: list[int]) -> Tensor:
+    def _residual(self, kept: list[int]) -> Tensor:
         """Return the sum of squares that a fit on some of the features leaves."""
         products = self.products[kept]
         # The pseudo-inverse: on one colour everywhere, contrast is a multiple of the constant.

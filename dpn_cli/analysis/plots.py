@@ -34,7 +34,7 @@ PAPER = "arXiv 2302.01327"
 
 def sections_of(networks: Sequence[InspectionSummary]) -> list[PageSection]:
     """Return the sections of the page; the networks stand side by side in each."""
-    found = [PageSection("Networks", [*_said(networks), _facts(networks)])]
+    found = [PageSection("Networks", [*_summary_text(networks), _facts(networks)])]
     makers: dict[str, Callable[[Sequence[InspectionSummary]], list[Part]]] = {
         "Scale and bias of the first norm": _first_norm,
         "Patch projection": _projection,
@@ -50,21 +50,23 @@ def sections_of(networks: Sequence[InspectionSummary]) -> list[PageSection]:
     return found
 
 
-def _said(networks: Sequence[InspectionSummary]) -> list[Part]:
-    return [TextBlock(_of(one, line, networks)) for one in networks for line in one.left_out]
+def _summary_text(networks: Sequence[InspectionSummary]) -> list[Part]:
+    return [TextBlock(_prefix_network(one, line, networks)) for one in networks for line in one.left_out]
 
 
-def _of(one: InspectionSummary, text: str, networks: Sequence[InspectionSummary]) -> str:
+def _prefix_network(one: InspectionSummary, text: str, networks: Sequence[InspectionSummary]) -> str:
     """Return a text with the network's name before it where there are two."""
     return f"{one.name}: {text}" if len(networks) > 1 else text
 
 
 def _title(one: InspectionSummary, text: str, networks: Sequence[InspectionSummary]) -> str:
     """Return a title, with the network's name before it where there are two."""
-    return _of(one, text, networks) if len(networks) > 1 else text[0].upper() + text[1:]
+    return _prefix_network(one, text, networks) if len(networks) > 1 else text[0].upper() + text[1:]
 
 
-def _each(networks: Sequence[InspectionSummary], make: Callable[[InspectionSummary, str], Chart | None]) -> list[Part]:
+def _chart_per_network(
+    networks: Sequence[InspectionSummary], make: Callable[[InspectionSummary, str], Chart | None]
+) -> list[Part]:
     """Return a chart per network; `make` is given what its name ends with."""
     endings = [f"_{number}" if len(networks) > 1 else "" for number in range(1, len(networks) + 1)]
     return [chart for one, ending in zip(networks, endings, strict=True) if (chart := make(one, ending))]
@@ -90,9 +92,9 @@ def _first_norm(networks: Sequence[InspectionSummary]) -> list[Part]:
             )
             return Maps(f"first_norm_{kind}{ending}", title, kind, images, 3, caption=caption)
 
-        parts += _each(networks, maps)
+        parts += _chart_per_network(networks, maps)
     series = [
-        Series(_of(one, channel, networks), described.radius, described.profile)
+        Series(_prefix_network(one, channel, networks), described.radius, described.profile)
         for one in networks
         for channel, described in zip(CHANNELS, one.described.get("scale", ()), strict=False)
     ]
@@ -108,7 +110,7 @@ def _first_norm(networks: Sequence[InspectionSummary]) -> list[Part]:
 def _regions(networks: Sequence[InspectionSummary]) -> Table:
     rows: list[list[Cell]] = [
         [
-            _of(one, f"{kind}, {channel}", networks),
+            _prefix_network(one, f"{kind}, {channel}", networks),
             *(described.means[region] for region in REGIONS),
             described.left_right,
             described.up_down,
@@ -164,7 +166,7 @@ def _projection(networks: Sequence[InspectionSummary]) -> list[Part]:
     ]
     note = "The effective rank is exp(entropy) of the shares of the squared singular values: k for k equal ones."
     columns = ["", "effective rank", "largest singular value", "variance in the first filter in %"]
-    return [*_each(networks, filters), spectrum, Table("The projection in numbers", columns, rows, note)]
+    return [*_chart_per_network(networks, filters), spectrum, Table("The projection in numbers", columns, rows, note)]
 
 
 def _as_image(pattern: Tensor) -> Floats:
@@ -198,7 +200,7 @@ def _positions(networks: Sequence[InspectionSummary]) -> list[Part]:
         series,
         caption="Mean over all pairs of positions, in rings of one patch.",
     )
-    return [*_each(networks, maps), profile]
+    return [*_chart_per_network(networks, maps), profile]
 
 
 def _probes(networks: Sequence[InspectionSummary]) -> list[Part]:
@@ -216,7 +218,7 @@ def _probes(networks: Sequence[InspectionSummary]) -> list[Part]:
 
     rows: list[list[Cell]] = [
         [
-            _of(one, probe.name, networks),
+            _prefix_network(one, probe.name, networks),
             probe.contrast,
             probe.contrast_after,
             probe.length,
@@ -233,7 +235,10 @@ def _probes(networks: Sequence[InspectionSummary]) -> list[Part]:
         "of median contrast in a few images; noise of one level is 0 or 1 grey level per pixel and channel."
     )
     columns = ["patch", "contrast", "after the first norm", "length", "cosine", "change in %"]
-    return [*_each(networks, images), Table("The stem on patches", columns, rows, note, digits=3, name="stem")]
+    return [
+        *_chart_per_network(networks, images),
+        Table("The stem on patches", columns, rows, note, digits=3, name="stem"),
+    ]
 
 
 def _shown_after(values: Tensor, largest: Tensor) -> Floats:
@@ -263,13 +268,13 @@ def _attention(networks: Sequence[InspectionSummary]) -> list[Part]:
         )
 
     rows: list[list[Cell]] = [
-        [_of(one, f"block {layer}", networks), min(row), fmean(row), max(row), one.observed.uniform]
+        [_prefix_network(one, f"block {layer}", networks), min(row), fmean(row), max(row), one.observed.uniform]
         for one in networks
         if one.observed
         for layer, row in enumerate(one.observed.distances.tolist(), 1)
     ]
     table = Table("Distances in pixels", ["", "nearest head", "mean", "farthest head", "uniform"], rows, folded=True)
-    return [*_each(networks, heads), table] if rows else []
+    return [*_chart_per_network(networks, heads), table] if rows else []
 
 
 def _lengths(networks: Sequence[InspectionSummary]) -> list[Part]:
@@ -279,12 +284,12 @@ def _lengths(networks: Sequence[InspectionSummary]) -> list[Part]:
     series = []
     for one, lengths in seen:
         places = range(len(lengths))
-        series.append(Series(_of(one, "patches", networks), places, [place.mean for place in lengths]))
-        series.append(Series(_of(one, "largest", networks), places, [place.largest for place in lengths]))
+        series.append(Series(_prefix_network(one, "patches", networks), places, [place.mean for place in lengths]))
+        series.append(Series(_prefix_network(one, "largest", networks), places, [place.largest for place in lengths]))
         with_class = [(number, place.class_token) for number, place in enumerate(lengths) if place.class_token]
         if with_class:
             numbers, values = zip(*with_class, strict=True)
-            series.append(Series(_of(one, "class token", networks), numbers, values))
+            series.append(Series(_prefix_network(one, "class token", networks), numbers, values))
     caption = (
         "Lengths (L2 norms): mean and largest of the patch tokens, mean of the class token. Place 0 is after the stem, "
         "1 with positions, then one place per block, and last the final norm."
@@ -293,7 +298,14 @@ def _lengths(networks: Sequence[InspectionSummary]) -> list[Part]:
         "token_lengths", "Length of the tokens through the network", "place", "length", series, True, caption=caption
     )
     rows: list[list[Cell]] = [
-        [_of(one, place.place, networks), place.mean, place.low, place.high, place.largest, place.class_token]
+        [
+            _prefix_network(one, place.place, networks),
+            place.mean,
+            place.low,
+            place.high,
+            place.largest,
+            place.class_token,
+        ]
         for one, lengths in seen
         for place in lengths
     ]

@@ -39,7 +39,7 @@ def one_line_errors(arguments: Mapping[str, Any]) -> Iterator[None]:
     except DpnError as error:
         if arguments.get("verbose"):
             print("\n".join(map(printable, traceback.format_exc().split("\n"))), file=sys.stderr)
-        show_error(f"{error}{_way_out(error, arguments)}")
+        show_error(f"{error}{_remedy(error, arguments)}")
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         lost = ": the state since the last checkpoint is lost" if "resume" in arguments else ""
@@ -47,7 +47,7 @@ def one_line_errors(arguments: Mapping[str, Any]) -> Iterator[None]:
         sys.exit(INTERRUPTED)
 
 
-def _way_out(error: DpnError, arguments: Mapping[str, Any]) -> str:
+def _remedy(error: DpnError, arguments: Mapping[str, Any]) -> str:
     """Name ``--skip-bad-images`` after an unreadable image where the command has that option and it was not given."""
     skips = arguments.get("skip_bad_images", True)
     return "; --skip-bad-images leaves it out and counts it" if isinstance(error, ImageError) and not skips else ""

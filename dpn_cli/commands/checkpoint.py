@@ -272,13 +272,14 @@ def _print_inspection(facts: dict[str, Any]) -> None:
         "size": f"{facts['arch'] or 'no standard size'} ({size}{attention})",
         "parameters": f"{facts['parameters'] / 1e6:.2f} M",
         "stem": facts["stem"],
-        "patch, grid": f"{_by(facts['patch'])} pixels, {_by(facts['grid'])} patches, {facts['posemb']} positions",
+        "patch, grid": f"{_format_pair(facts['patch'])} pixels, {_format_pair(facts['grid'])} patches, "
+        f"{facts['posemb']} positions",
         "pool": facts["pool"] + (f", with {', '.join(parts)}" if parts else ""),
         "head": f"{facts['classes']} outputs" if facts["classes"] else "none",
         "norms": f"{_norms(facts)}, eps {facts['eps']:g}",
         "activation": facts["act"],
         "inputs": f"{low[0]:g} to {high[0]:g}" if same else f"mean {facts['mean']}, std {facts['std']}",
-        "loaded at": f"{_by(facts['image_size'])} pixels",
+        "loaded at": f"{_format_pair(facts['image_size'])} pixels",
     }
     for name, value in rows.items():
         table.add_row(name, cell(value))
@@ -302,5 +303,5 @@ def _norms(facts: dict[str, Any]) -> str:
     return ", ".join([facts["norm"], f"placement {facts['placement']}", *options])
 
 
-def _by(pair: list[int]) -> str:
+def _format_pair(pair: list[int]) -> str:
     return "x".join(map(str, pair))

@@ -23,9 +23,9 @@ def examine() -> list[Finding]:
     from dpn_cli.doctor.machine import machine
     from dpn_cli.doctor.packages import packages
     from dpn_cli.doctor.storage import places
-    from dpn_cli.doctor.subprocess_check import begun
+    from dpn_cli.doctor.subprocess_check import start_checks
 
-    with begun() as apart:  # torch loads while the rest is looked at
+    with start_checks() as apart:  # torch loads while the rest is looked at
         found = [*packages(), *machine(), *places()]
         return [*found, *apart.findings(found)]
 

@@ -67,7 +67,7 @@ def check_space(costs: Sequence[Cost], folder: Path) -> None:
     (free, held), needed = disk_free_and_used(folder), total_disk(costs)
     if needed > free + held:
         raise SaveError(
-            f"-o {folder}: the trainings need {gigabytes(needed)}, at most {_parts(costs)}, and the disk has "
+            f"-o {folder}: the trainings need {gigabytes(needed)}, at most {_format_parts(costs)}, and the disk has "
             f"{gigabytes(free)} free; free some space or pass another -o"
         )
 
@@ -79,7 +79,7 @@ def disk_free_and_used(folder: Path) -> tuple[int, int]:
     return shutil.disk_usage(there).free, sum(file.stat().st_size for file in files if file.is_file())
 
 
-def _parts(costs: Sequence[Cost]) -> str:
+def _format_parts(costs: Sequence[Cost]) -> str:
     parts = {
         "weights": sum(cost.kept for cost in costs),
         "states of a training": max(cost.passing for cost in costs),

@@ -81,7 +81,7 @@ def inspect(options: InspectOptions, console: Console, title: str = "") -> dict[
     networks: list[InspectionSummary] = []
     with signals.listen(signals.NO_RESULT), join(options.runtime.device) as world:
         refuse_ranks(world, "inspect")
-        shown, names = _shown(options), _names(places)
+        shown, names = _sampled_images(options), _names(places)
         models = [_open(place, options) for place in places]
         open_report(options.output_dir)
         for name, model in zip(names, models, strict=True):
@@ -106,7 +106,7 @@ def inspect(options: InspectOptions, console: Console, title: str = "") -> dict[
     return result
 
 
-def _shown(options: InspectOptions) -> SampledImages | None:
+def _sampled_images(options: InspectOptions) -> SampledImages | None:
     from dpn_cli.analysis.images import SampledImages
     from dpn_cli.data.decode import ReadOptions, decoder_of
     from dpn_cli.data.image_source import ImageSource
@@ -128,13 +128,13 @@ def _open(place: str, options: InspectOptions) -> Backbone:
 
 def _names(places: Sequence[str]) -> list[str]:
     """Return what networks are called on the page: the ends of their paths that tell them apart."""
-    from dpn_cli.report.reading import named
+    from dpn_cli.report.reading import unique_names
 
     paths = [path.parent if (path := Path(place)).name == WEIGHTS else path for place in places]
     if len(set(paths)) < len(paths):
         raise DpnError(f"{places[1]}: the same network twice; name another one, or leave it out")
     short = [path.with_suffix("") if path.is_file() else path for path in paths]
-    return named(short if len(set(short)) == len(short) else paths)
+    return unique_names(short if len(set(short)) == len(short) else paths)
 
 
 def add_to(root: typer.Typer) -> None:

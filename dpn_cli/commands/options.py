@@ -86,7 +86,7 @@ def default_of(key: Key, schema: type[Section], variants: Sequence[Variant]) -> 
     """
     if not key.flag.names or _value(schema, variants[0].config, key.name) is PydanticUndefined:
         return None
-    shown = [(variant, _shown(key, _value(schema, variant.config, key.name), variant)) for variant in variants]
+    shown = [(variant, _format_default(key, _value(schema, variant.config, key.name), variant)) for variant in variants]
     usual = shown[0][1]
     labels: dict[str, list[str]] = {}
     for variant, text in shown:
@@ -147,7 +147,7 @@ def _value(schema: type[Section], config: Plain, name: str) -> object:
     return value
 
 
-def _shown(key: Key, value: object, variant: Variant) -> str:
+def _format_default(key: Key, value: object, variant: Variant) -> str:
     if key.name == "schedule.steps" and variant.config.get("epochs") is not None:
         return "counted from the epochs"
     if value is None or value == () or value == [] or key.name == "data.source":

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 from dpn_cli.commands.command import Outcome, register_command
 from dpn_cli.commands.trainers import VTAB_TASKS_FLAG, module_of
 from dpn_cli.config.option import DATA, OUTPUT, argument, flag
-from dpn_cli.config.schema import Section, listed
+from dpn_cli.config.schema import Section, split_list
 from dpn_cli.errors import DataError
 from dpn_cli.run.console import Console, count_noun
 
@@ -26,7 +26,7 @@ class VtabOptions(Section):
     """Options of ``dpn data prepare vtab``."""
 
     out: Annotated[Path, flag("--out", "-o", help="Folder to write the tasks to.", panel=OUTPUT)]
-    tasks: Annotated[tuple[str, ...], BeforeValidator(listed), Field(min_length=1), VTAB_TASKS_FLAG] = ("all",)
+    tasks: Annotated[tuple[str, ...], BeforeValidator(split_list), Field(min_length=1), VTAB_TASKS_FLAG] = ("all",)
     tfds_dir: Annotated[
         Path | None,
         flag(

@@ -19,7 +19,7 @@ from dpn_cli.run.files import make_folder, read_object, replace_json
 from dpn_cli.run.run import Run, open_run
 from dpn_cli.run.run_dir import describe_device
 from dpn_cli.sweep.grid import LONGEST, folders_of, format_network, settings_of
-from dpn_cli.sweep.pairs import ComparedTrial, build_result, check_weights, keep_result, named
+from dpn_cli.sweep.pairs import ComparedTrial, build_result, check_weights, keep_result, prefix_errors
 
 Result = dict[str, Any]
 fewshot = module_of("eval fewshot")  # it loads torch, as this module does
@@ -81,7 +81,7 @@ class _ProbeSweep:
         options, world = self.options, self.run.world
         places, digests = {}, {}
         for name, place in (options.checkpoints or {"": str(options.checkpoint)}).items():
-            with named(name) if name else nullcontext():
+            with prefix_errors(name) if name else nullcontext():
                 model = fewshot.Probed.load(place, options).model
                 stem = settings_of(name).get("stem") if name else None
                 if stem not in (None, model.config.stem):

@@ -14,12 +14,12 @@ from dpn_cli.commands.command import Outcome, register_command
 from dpn_cli.commands.trainers import EVALUATIONS, PAGES, schema_of
 from dpn_cli.config.load import build, read_config, shipped_configs
 from dpn_cli.config.option import OUTPUT, argument, flag
-from dpn_cli.config.provenance import flatten_keys, read_sources, shown
+from dpn_cli.config.provenance import flatten_keys, format_value, read_sources
 from dpn_cli.config.schema import Section
 from dpn_cli.errors import DataError, DpnError, StoppedError
 from dpn_cli.report.content import PAGE, Findings
 from dpn_cli.report.overview import Origins
-from dpn_cli.report.reading import RunRecord, folder_of, named, read_run
+from dpn_cli.report.reading import RunRecord, folder_of, read_run, unique_names
 from dpn_cli.run.console import Console
 from dpn_cli.run.environment import read_config as run_config
 from dpn_cli.run.files import open_report, read_object, real_path
@@ -48,7 +48,7 @@ def report(
     Raises `DataError` for a folder that is no run.
     """
     paths = [folder_of(path) for path in dict.fromkeys(options.runs)]
-    runs = [read_run(path, name) for path, name in zip(paths, named(paths), strict=True)]
+    runs = [read_run(path, name) for path, name in zip(paths, unique_names(paths), strict=True)]
     open_report(options.output_dir)
     from dpn_cli.report.assemble import sections_of
     from dpn_cli.report.page import write_page  # matplotlib takes a second
@@ -117,14 +117,14 @@ def origins_of(run: RunRecord) -> Origins:
     name = next((name for name in shipped_configs() if read_config(name)["about"] == run.config.get("about")), None)
     if name is None:
         origin = "a config file" if "about" in run.config else ""  # a probe has options alone
-        return [(key, shown(value), origin) for key, value in flatten_keys(run.config)]
+        return [(key, format_value(value), origin) for key, value in flatten_keys(run.config)]
     plain = read_config(name)
     try:
         schema = schema_of(plain, name)
         usual = dict(flatten_keys(build(schema, plain, name).model_dump(mode="json")))
         sources = read_sources(name, schema)
     except DpnError:
-        return [(key, shown(value), "") for key, value in flatten_keys(run.config)]
+        return [(key, format_value(value), "") for key, value in flatten_keys(run.config)]
     stated, given = {key for key, _ in flatten_keys(plain)}, _given_in(run)
     found = []
     for key, value in flatten_keys(run.config):
@@ -133,10 +133,10 @@ def origins_of(run: RunRecord) -> Origins:
         source = next((sources[one].comment() for one in above if one in sources), "")
         if value != usual.get(key):
             chosen = "given or derived" if given is None else "given" if given.intersection(above) else "derived"
-            origin = f"{chosen}; the config {name} has {shown(usual[key])}" if key in usual else chosen
+            origin = f"{chosen}; the config {name} has {format_value(usual[key])}" if key in usual else chosen
         else:
             origin = f"config {name}" if key in stated else "default"
-        found.append((key, shown(value), "; ".join(filter(None, (origin, source)))))
+        found.append((key, format_value(value), "; ".join(filter(None, (origin, source)))))
     return found
 
 

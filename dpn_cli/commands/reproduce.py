@@ -21,7 +21,7 @@ from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.config.option import DATA, MODEL, OUTPUT, TRAIN
 from dpn_cli.config.paths import find_weights
 from dpn_cli.errors import DataError, DpnError, SweepError
-from dpn_cli.report.tables import shown as printed
+from dpn_cli.report.tables import format_cell as printed
 from dpn_cli.reproduce import figures, tables
 from dpn_cli.reproduce.cells import Experiment, PaperTrial, Places, named_places
 from dpn_cli.reproduce.trainings import DATA_SETS, SCENES, SmallTrainings, Trainings, data_here
@@ -67,9 +67,9 @@ def reproduce(**arguments: Any) -> None:
             lines = [shlex.join(["dpn", *job.line(places)]) for job in jobs if not places.done(job)]
             show(json.dumps(lines, indent=2) if arguments["json"] else "\n".join(lines) or "nothing is left to train")
         elif not names:
-            from dpn_cli.reproduce.listing import listed, print_list  # torch loads here
+            from dpn_cli.reproduce.listing import describe_experiments, print_list  # torch loads here
 
-            rows = listed(experiments, places)
+            rows = describe_experiments(experiments, places)
             show(json.dumps(rows, indent=2)) if arguments["json"] else print_list(rows, places, make)
         else:
             _reproduce(

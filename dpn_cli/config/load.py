@@ -266,7 +266,7 @@ def _shares(schedule: Mapping[str, Any], usual: int, steps: int, given: set[str]
     return shares
 
 
-def counted(schedule: Schedule, steps: int, say: Logger = discard_message) -> Schedule:
+def scale_schedule(schedule: Schedule, steps: int, say: Logger = discard_message) -> Schedule:
     """Return the schedule of a duration that was counted from epochs; shorter ones have their share of every phase."""
     shares = _shares(schedule.model_dump(), schedule.steps, steps, set(), say)
     return schedule.model_copy(update={"steps": steps, **shares})
@@ -276,7 +276,7 @@ def steps_of(
     epochs: float | None, schedule: Schedule, steps_per_epoch: float, say: Logger = discard_message
 ) -> Schedule:
     """Return the schedule in steps: its own without epochs, else their rounded number, at least one step."""
-    return schedule if epochs is None else counted(schedule, max(1, round(epochs * steps_per_epoch)), say)
+    return schedule if epochs is None else scale_schedule(schedule, max(1, round(epochs * steps_per_epoch)), say)
 
 
 # A config is four levels deep and has a hundred values; aliases count as often as they are used.

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from dpn_cli.arch import COMMON_ARCHS, NORMS, PLACEMENTS, SIZES, STEMS, Norm, Placement, Pool, Stem, parse_arch
 from dpn_cli.config.option import MODEL, flag
-from dpn_cli.config.schema import Pixels, Positive, Section, Whole, listed
+from dpn_cli.config.schema import Pixels, Positive, Section, Whole, split_list
 
 
 def _complete_arch(incomplete: str) -> list[str]:
@@ -64,7 +64,7 @@ IMAGE_SIZE = flag(
 DROP_PATH = flag("--drop-path", help="Stochastic depth rate of the last block.", panel=MODEL)
 Freeze = Annotated[
     tuple[str, ...],
-    BeforeValidator(listed),
+    BeforeValidator(split_list),
     flag(
         "--freeze",
         help="Parts to freeze: stem, positions, blocks, blocks:0-5, norm, backbone.",

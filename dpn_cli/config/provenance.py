@@ -58,7 +58,7 @@ class ValueSource(Section):
 
     def comment(self) -> str:
         """Return the source, the paper's value where there is another one, and the difference as one line."""
-        paper = [f"paper: {shown(self.paper)}"] if "paper" in self.model_fields_set else []
+        paper = [f"paper: {format_value(self.paper)}"] if "paper" in self.model_fields_set else []
         return " ".join("; ".join([self.source, *paper, *([self.differs] if self.differs else [])]).split())
 
     def disagrees(self, here: object, paper: object) -> bool:
@@ -113,7 +113,7 @@ def differences(config: Config, precision: str) -> list[str] | None:
         there = of_arch.get(key, source.paper if "paper" in source.model_fields_set else paper[key])
         counted = here.get("epochs") not in (None, paper.get("epochs"))
         if source.disagrees(here[key], there) and not (counted and key in _STEPS):
-            values.append(f"{key}: {shown(here[key])} (paper: {shown(there)})")
+            values.append(f"{key}: {format_value(here[key])} (paper: {format_value(there)})")
         if source.differs:
             sentences.append(source.differs)
     return values + sentences
@@ -140,7 +140,7 @@ def shipped_of(table: str) -> str | None:
     return tables.get(table)
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """Return a value as YAML on one line."""
     if isinstance(value, list | tuple | Mapping):
         plain = dict(value) if isinstance(value, Mapping) else list(value)
@@ -160,7 +160,7 @@ def dump_with_sources(config: Section, sources: Mapping[str, ValueSource], state
             key = prefix + name
             inside = isinstance(value, dict) and bool(value)
             said = sources[key].comment() if key in sources else "" if inside or key in keys else otherwise
-            line = f"{indent}{name}:" if inside else f"{indent}{name}: {shown(value)}"
+            line = f"{indent}{name}:" if inside else f"{indent}{name}: {format_value(value)}"
             yield f"{line.ljust(COMMENT_COLUMN)}  # {said}" if said else line
             if inside:  # the source of a mapping is that of all its values
                 yield from lines(value, f"{key}.", f"{indent}  ", "" if said else otherwise)

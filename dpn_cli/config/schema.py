@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from dpn_cli.arch import (
     MOST_INTEGER,
     MOST_PIXELS,
-    whole,
+    parse_whole_number,
 )
 from dpn_cli.config.option import DATA, OUTPUT, RUNTIME, TRAIN, argument, flag
 from dpn_cli.config.urls import check_url
@@ -35,11 +35,11 @@ MAX_PIXELS = 2 * (1024**3 // 4 // 3)
 def height_by_width(value: object) -> object:
     """Accept 224, "224", [224, 160] and "224x160" (height x width)."""
     if isinstance(value, str) and "x" in value:
-        return tuple(whole(side) or side for side in value.split("x"))
+        return tuple(parse_whole_number(side) or side for side in value.split("x"))
     return value
 
 
-def listed(value: object) -> object:
+def split_list(value: object) -> object:
     """Accept ``"a,b"`` for ["a", "b"], and 3 for [3]."""
     if isinstance(value, str):
         return [word.strip() for word in value.split(",")]

@@ -137,7 +137,7 @@ class DataFindings:
 
 def describe(result: Json) -> str:
     """Return the result of a check as text."""
-    lines = [f"{name}: {_described(split)}" for name, split in result["splits"].items()]
+    lines = [f"{name}: {_describe_split(split)}" for name, split in result["splits"].items()]
     lines += result["notes"]
     lines += [f"warning: {text}" for text in result["warnings"]]
     for kind, meaning in KINDS.items():
@@ -147,7 +147,7 @@ def describe(result: Json) -> str:
     return "\n".join(lines)
 
 
-def _described(split: Json) -> str:
+def _describe_split(split: Json) -> str:
     parts = [count_noun(split["images"], "image")]
     if labels := split.get("labels"):
         parts[0] += f" of {count_noun(labels['classes'], 'class')}"

@@ -60,7 +60,7 @@ class _CropDataset(Dataset[Loaded]):
             generator = torch.Generator().manual_seed(fold(self.seed, CROP, first, second))
             try:
                 image, where = self.split.open(at), self.split.where(at)
-                return self._made(image, where, generator, first, second), int(self.split.labels[at]), skipped
+                return self._make_example(image, where, generator, first, second), int(self.split.labels[at]), skipped
             except DataError as error:
                 last = error  # raised in a worker, it would come back wrapped in the worker's traceback
             except StoreError as error:
@@ -69,24 +69,26 @@ class _CropDataset(Dataset[Loaded]):
         assert last is not None
         return last
 
-    def _made(self, image: Image.Image, where: str, generator: torch.Generator, first: int, second: int) -> Tensor:
+    def _make_example(
+        self, image: Image.Image, where: str, generator: torch.Generator, first: int, second: int
+    ) -> Tensor:
         how = self.augmentation
         if how.random_crop:
             whole = Image.fromarray(decode(image, where, decoder_of(how.decode)))
-            return self._drawn(whole, first, second)
-        crop = self._cut(image, where, generator)
+            return self._draw_crop(whole, first, second)
+        crop = self._cut_crop(image, where, generator)
         if how.layers:
             return self._augmented(crop, first, second)
         if how.one_by_one:
-            return self._drawn(Image.fromarray(crop.permute(1, 2, 0).numpy()), first, second)
+            return self._draw_crop(Image.fromarray(crop.permute(1, 2, 0).numpy()), first, second)
         mirrored = how.flip and draw_flips(self.seed, first, self.batch_size)[second]
         return crop.flip(-1) if mirrored else crop
 
-    def _drawn(self, image: Image.Image, first: int, second: int) -> Tensor:
+    def _draw_crop(self, image: Image.Image, first: int, second: int) -> Tensor:
         with seed_globally(fold(self.seed, POLICY, first, second)):
             return make_transform(self.augmentation)(image)
 
-    def _cut(self, image: Image.Image, where: str, generator: torch.Generator) -> Tensor:
+    def _cut_crop(self, image: Image.Image, where: str, generator: torch.Generator) -> Tensor:
         if self.augmentation.crop == "whole":
             return resize(decode(image, where, decoder_of(self.augmentation.decode)), self.augmentation.size)
         return train_crop(image, where, self.augmentation.size, generator, self.augmentation.decode)

@@ -114,7 +114,7 @@ class RemotePath:
         path, digests = self.cached, list[str]()
         with claimed(path, on_wait=signals.check_here):
             if not path.is_file():
-                retry(self.url, lambda: replace_file(path, lambda copy: self._fill(copy, digests)))
+                retry(self.url, lambda: replace_file(path, lambda copy: self._download(copy, digests)))
 
     def read_bytes(self) -> bytes:
         """Return the content of a small file, without a copy. Raises as `fetch` does, `MissingError` without a file."""
@@ -145,7 +145,7 @@ class RemotePath:
         version = " ".join(str(info[key]) for key in ("size", *VERSIONS) if info.get(key) is not None)
         return replace(self, size=info.get("size"), version=version or "unknown", stated=_read_digest(info))
 
-    def _fill(self, copy: Path, digests: list[str]) -> None:
+    def _download(self, copy: Path, digests: list[str]) -> None:
         """Fetch the file to `copy`, check it, and make room for it. `digests` are those of copies that failed."""
         client, path = _client(self.url)
         try:

@@ -110,7 +110,7 @@ class ShardOrder:
         """The first place of every lane, and the end of the last one."""
         return -(-np.arange(self.lanes + 1) * self.batch_size // self.lanes)
 
-    def _drawn(self, draws: int) -> Rows:
+    def _draws_per_group(self, draws: int) -> Rows:
         """Return how many of the first `draws` of a training are each lane's (lanes,)."""
         steps, rest = divmod(draws, self.batch_size)
         first, width = self._bounds[:-1], np.diff(self._bounds)
@@ -125,7 +125,7 @@ class ShardOrder:
         numbers = np.array(list(self.members))[_permute(len(self.members), self.seed, SHARDS, epoch)].tolist()
         ends = np.cumsum([len(self.members[shard]) for shard in numbers])
         begins = np.concatenate([[0], ends[:-1]])
-        shares = self._drawn((epoch + 1) * self.images) - self._drawn(epoch * self.images)
+        shares = self._draws_per_group((epoch + 1) * self.images) - self._draws_per_group(epoch * self.images)
         lanes = []
         for lane, (low, high) in enumerate(pairwise(np.concatenate([[0], np.cumsum(shares)]).tolist())):
             met = range(int(np.searchsorted(ends, low, "right")), int(np.searchsorted(begins, high)))
@@ -165,8 +165,12 @@ class ShardOrder:
         while draw < last:
             epoch = draw // self.images
             end = min(last, (epoch + 1) * self.images)
-            before = self._drawn(epoch * self.images)
-            spans = zip((self._drawn(draw) - before).tolist(), (self._drawn(end) - before).tolist(), strict=True)
+            before = self._draws_per_group(epoch * self.images)
+            spans = zip(
+                (self._draws_per_group(draw) - before).tolist(),
+                (self._draws_per_group(end) - before).tolist(),
+                strict=True,
+            )
             for lane, (low, high) in enumerate(spans):
                 parts += self._span(epoch, lane, low, high)
             draw = end
@@ -189,7 +193,7 @@ class ShardOrder:
         lanes = sorted({place * self.lanes // self.batch_size for place in places})
         widths = np.diff(self._bounds)
         for epoch in range(start * self.batch_size // self.images, -(-self.steps * self.batch_size // self.images)):
-            before = self._drawn(epoch * self.images)
+            before = self._draws_per_group(epoch * self.images)
             needs = []
             for lane in lanes:
                 plan = _plan(self, epoch)[lane]

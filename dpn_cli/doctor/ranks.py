@@ -35,7 +35,7 @@ class _Rank:
     findings: tuple[Finding, ...]
 
 
-def meet(mine: Sequence[Finding]) -> Iterator[Finding]:
+def check_ranks(mine: Sequence[Finding]) -> Iterator[Finding]:
     """Join the other ranks, sum numbers over them, compare versions; yields what is not well on any of them.
 
     `mine` are the findings of this rank. All ranks must call it together.
@@ -53,7 +53,7 @@ def meet(mine: Sequence[Finding]) -> Iterator[Finding]:
         yield Finding(NAME, "problem", found, f"start torchrun with --nproc-per-node {devices}")
     else:
         try:
-            yield from _met(mine)
+            yield from _check_meeting(mine)
         except Exception as error:  # a lost network, another rank that has ended, a wrong address: all kinds
             yield Finding(
                 NAME,
@@ -64,7 +64,7 @@ def meet(mine: Sequence[Finding]) -> Iterator[Finding]:
             )
 
 
-def _met(mine: Sequence[Finding]) -> Iterator[Finding]:
+def _check_meeting(mine: Sequence[Finding]) -> Iterator[Finding]:
     import torch
 
     from dpn_cli.run import distributed
@@ -86,7 +86,7 @@ def _met(mine: Sequence[Finding]) -> Iterator[Finding]:
         f"in "
         f"{1e3 * small:.2g} ms, {4e-6 * NUMBERS:.0f} MB in {1e3 * large:.2g} ms",
     )
-    yield from _unlike(ranks)
+    yield from _compare_versions(ranks)
     known = {(ranks[0].host, finding.name, finding.level) for finding in ranks[0].findings}
     for number, rank in enumerate(ranks):
         for finding in rank.findings:
@@ -99,7 +99,7 @@ def _versions() -> dict[str, str]:
     return {**versions(), "commit": git_commit() or "none"}
 
 
-def _unlike(ranks: Sequence[_Rank]) -> Iterator[Finding]:
+def _compare_versions(ranks: Sequence[_Rank]) -> Iterator[Finding]:
     """Yield a problem for each rank whose versions differ from those of the first one."""
     first = ranks[0]
     for number, rank in enumerate(ranks):

@@ -24,12 +24,12 @@ DEATH = "'python -X faulthandler -c \"import torch, torchvision, timm\"' may sho
 
 
 @contextmanager
-def begun() -> Iterator[SubprocessCheck]:
+def start_checks() -> Iterator[SubprocessCheck]:
     """Start the process, which ends with the block."""
     context = multiprocessing.get_context("spawn")
     with tempfile.NamedTemporaryFile(prefix="dpn-doctor-") as errors:
         ours, theirs = context.Pipe()
-        process = context.Process(target=_look, args=(theirs, Path(errors.name)), daemon=True)
+        process = context.Process(target=_run_checks, args=(theirs, Path(errors.name)), daemon=True)
         process.start()
         theirs.close()
         try:
@@ -73,7 +73,7 @@ class SubprocessCheck:
         return f"the process {how}" + (f": {written[-1][:300]}" if written else "")
 
 
-def _look(connection: Connection, errors: Path) -> None:
+def _run_checks(connection: Connection, errors: Path) -> None:
     """Send the name of each step before it begins, and what it finds; None at the end."""
     with errors.open("w") as file:
         os.dup2(file.fileno(), 2)
@@ -97,5 +97,5 @@ def _look(connection: Connection, errors: Path) -> None:
         take("GPU", devices.gpus)
         take("precision", devices.precision)
         take("compile", devices.compiler)
-        take(ranks.NAME, lambda: ranks.meet([*connection.recv(), *found]))
+        take(ranks.NAME, lambda: ranks.check_ranks([*connection.recv(), *found]))
     connection.send(None)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from dpn_cli.config.cost import Cost
 from dpn_cli.engine.fit import Batch, Outputs, TrainJob, fit
-from dpn_cli.engine.fsdp import gathered
+from dpn_cli.engine.fsdp import gather_tensors
 from dpn_cli.errors import DpnError, SaveError
 from dpn_cli.run.checkpoints import Checkpoints, Empty, State
 from dpn_cli.run.distributed import World, barrier, from_all, from_leader, max_over_ranks, on_leader
@@ -98,11 +98,11 @@ def dry_run_fit(begin: Callable[[], DryRunSetup], name: str, beside: Path, *, we
             began = time.perf_counter()
             batch = next(stream)
             loading = time.perf_counter() - began
-        measured = _first(scene, batch, Checkpoints(scratch), loading)
+        measured = _measure_first_steps(scene, batch, Checkpoints(scratch), loading)
         state = from_leader(sum(file.stat().st_size for file in (scratch / "last").iterdir()))
         del scene, job
         gc.collect()  # a GPU may not hold two networks
-        _again(begin(), batch, scratch)
+        _check_resume(begin(), batch, scratch)
     step = with_loading(measured.step, measured.loading, workers)
     evaluation = with_loading(measured.evaluation, measured.evaluation_loading, workers)
     return Cost(
@@ -145,7 +145,7 @@ def with_loading(computing: float, loading: float, workers: int) -> float:
     return max(computing, loading / workers) if workers else computing + loading
 
 
-def _first(scene: DryRunSetup, batch: Batch, saved: Checkpoints, loading: float) -> _Measured:
+def _measure_first_steps(scene: DryRunSetup, batch: Batch, saved: Checkpoints, loading: float) -> _Measured:
     """Train for the first time, with the state before the last step and the one behind it saved."""
     ticks, seconds, sampled = list[float](), [0.0, 0.0, 0.0], scene.sampled
     device = scene.job.world.device
@@ -166,18 +166,18 @@ def _first(scene: DryRunSetup, batch: Batch, saved: Checkpoints, loading: float)
 
     outputs = replace(scene.job.outputs, checkpoints=saved, log=None, tick=lambda _: ticks.append(time.perf_counter()))
     _forget_peak(device)
-    fit(scene.model, _short(scene.job, batch, outputs, evaluate))
+    fit(scene.model, _shorten_job(scene.job, batch, outputs, evaluate))
     step = (ticks[SAVED - 1] - ticks[0]) / (SAVED - 1)
     return _Measured(loading, step, seconds[0], max(0.0, seconds[2] - seconds[1]), _peak(device))
 
 
-def _again(scene: DryRunSetup, batch: Batch, scratch: Path) -> None:
+def _check_resume(scene: DryRunSetup, batch: Batch, scratch: Path) -> None:
     """Take the last step again from the state before it, in a training that begins anew. Raises `SaveError`."""
     world = scene.job.world
     resumed = _Resumed(scratch)
     outputs = replace(scene.job.outputs, checkpoints=resumed, log=None, tick=lambda _: None)
     try:
-        fit(scene.model, _short(scene.job, batch, outputs, dict))
+        fit(scene.model, _shorten_job(scene.job, batch, outputs, dict))
     except (KeyError, ValueError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "loading state_dict" not in str(error):
             raise
@@ -188,7 +188,7 @@ def _again(scene: DryRunSetup, batch: Batch, scratch: Path) -> None:
         raise SaveError(f"{CANNOT}; it ends elsewhere: {', '.join(wrong)}; {NEXT}")
 
 
-def _short(job: TrainJob, batch: Batch, outputs: Outputs, evaluate: Callable[[], dict[str, float]]) -> TrainJob:
+def _shorten_job(job: TrainJob, batch: Batch, outputs: Outputs, evaluate: Callable[[], dict[str, float]]) -> TrainJob:
     """Return a job of a few steps on one batch, which saves before the last of them and evaluates at the end."""
 
     def repeated(start: int) -> Generator[Batch, None, None]:
@@ -227,7 +227,7 @@ class _Resumed(Checkpoints):
 
     def save_parts(self, name: str, tensors: Mapping[str, Tensor], state: Mapping[str, Any], world: World) -> None:
         """Compare whole tensors, which all ranks put together."""
-        self.save(name, dict(gathered(tensors)), state)
+        self.save(name, dict(gather_tensors(tensors)), state)
 
 
 def distances(before: Mapping[str, Tensor], last: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dpn_cli.config.schema import Runtime
 from dpn_cli.config.training import NORM_AVERAGE_STEPS
 from dpn_cli.engine.cross_batch_loss import CrossBatchLoss
-from dpn_cli.engine.fsdp import ShardedModel, gathered
+from dpn_cli.engine.fsdp import ShardedModel, gather_tensors
 from dpn_cli.engine.gradients import Gradients
 from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.engine.nan_guard import FiniteCheck
@@ -236,7 +236,7 @@ class _Training:
         if outputs.checkpoints and (world.leads or self.shards):
             tensors, groups = state_of(self.network, self.optimizer, self.ema)
             if self.shards and not in_parts:
-                tensors = {f"model.{key}": one.cpu() for key, one in gathered(self.evaluated) if world.leads}
+                tensors = {f"model.{key}": one.cpu() for key, one in gather_tensors(self.evaluated) if world.leads}
             best = self.best if math.isfinite(self.best) else None
             records = outputs.log.count() if outputs.log else 0
             state = {"step": step, "best": best, "groups": groups, "due": due, "records": records}

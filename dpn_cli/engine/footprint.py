@@ -76,7 +76,7 @@ def _peak(model: Backbone, rows: int, passes: int, *, bf16: bool, gradients: boo
     if not gradients:
         for parameter in network.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_drop)
+                parameter.register_post_accumulate_grad_hook(_free_gradient)
     with fake, _Storages(list(own.values())) as storages:
         for _ in range(passes):
             image = torch.empty(rows, 3, *model.config.image_size, dtype=torch.uint8)
@@ -89,7 +89,7 @@ def _peak(model: Backbone, rows: int, passes: int, *, bf16: bool, gradients: boo
     return int(storages.most)
 
 
-def _drop(parameter: Tensor) -> None:
+def _free_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 

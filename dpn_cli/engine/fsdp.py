@@ -92,7 +92,7 @@ class ShardedModel(nn.Module):
     def give(self, weights: Mapping[str, Tensor]) -> None:
         """Give the whole network weights, by name, of which every rank has a part. All ranks call it."""
         parameters, buffers = dict(self.whole.named_parameters()), dict(self.whole.named_buffers())
-        for name, value in gathered(weights):
+        for name, value in gather_tensors(weights):
             if name in parameters:
                 parameters[name].data = value if parameters[name].ndim else parameters[name].data
             else:
@@ -128,7 +128,7 @@ def matrices_of(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-def gathered(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def gather_tensors(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors by name, whole ones of those that are in parts. All ranks take all of them."""
     for name, value in weights.items():
         yield name, value.full_tensor() if isinstance(value, DTensor) else value

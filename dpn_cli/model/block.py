@@ -92,10 +92,10 @@ class NormBlock(Block):  # type: ignore[misc]  # timm has no types
         """Map tokens (b, n, d) to tokens of the same shape."""
         attention, mlp = self.halves
         y = self.attn(self.norm1(x) if attention.pre else x, **mask)
-        x = _joined(x, y, self.post_norm1 if attention.pre else self.norm1, self.drop_path1, attention)
+        x = _add_residual(x, y, self.post_norm1 if attention.pre else self.norm1, self.drop_path1, attention)
         y = self.mlp(self.norm2(x) if mlp.pre else x)
         x = x if self.res_scale is None else x * self.res_scale
-        return _joined(x, y, self.post_norm2 if mlp.pre else self.norm2, self.drop_path2, mlp)
+        return _add_residual(x, y, self.post_norm2 if mlp.pre else self.norm2, self.drop_path2, mlp)
 
     @torch.no_grad()
     def scale_for_sub_ln(self, depth: int) -> None:
@@ -115,7 +115,7 @@ def _norm_slots(config: ViTConfig) -> tuple[NormSlots, NormSlots]:
     return attention, mlp
 
 
-def _joined(x: Tensor, y: Tensor, norm: nn.Module, drop: nn.Module, half: NormSlots) -> Tensor:
+def _add_residual(x: Tensor, y: Tensor, norm: nn.Module, drop: nn.Module, half: NormSlots) -> Tensor:
     """Add what a half of a block returned to the residual stream, with the norm after it."""
     joined: Tensor
     if not half.post:

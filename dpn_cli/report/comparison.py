@@ -84,7 +84,7 @@ def findings(run: RunRecord, prefix: str, reader: Callable[[RunRecord], Reader])
         )
     )
     found = [(name, folder, one) for name, network in networks.items() for folder, one in network["runs"].items()]
-    parts.append(_each("Every draw" if drawn else "Every training", keys, found, folded=True))
+    parts.append(_trial_table("Every draw" if drawn else "Every training", keys, found, folded=True))
     failed = [f"failed: {line}" for line in run.result["failed"]]
     section = PageSection("Networks compared", [*map(_warn, failed), *parts])
     return Findings(name_of(run.result["score"]), {}, [section, *learnt], warnings=[*failed, *damage])
@@ -103,10 +103,16 @@ def _so_far(run: RunRecord) -> list[PageSection]:
     said = f"{len(finished)} of {planned} {what} finished" if config else f"{len(finished)} {what} finished"
     shots = sorted({key for one in results for key in one if key.endswith("-shot")}, key=lambda key: (len(key), key))
     keys = [key for key in (*SCORES, *shots) if any(value_of(one, key) is not None for one in results)]
-    return [PageSection("Finished so far", [TextBlock(f"{said}."), *([_each("", keys, finished)] if finished else [])])]
+    return [
+        PageSection(
+            "Finished so far", [TextBlock(f"{said}."), *([_trial_table("", keys, finished)] if finished else [])]
+        )
+    ]
 
 
-def _each(title: str, keys: Sequence[str], found: Sequence[tuple[str, str, Json]], *, folded: bool = False) -> Table:
+def _trial_table(
+    title: str, keys: Sequence[str], found: Sequence[tuple[str, str, Json]], *, folded: bool = False
+) -> Table:
     """Return the table of networks, folders and their results."""
     steps = any("steps" in one for _, _, one in found)
     columns = ("network", "folder", *(f"{name_of(key)} in %" for key in keys), *(["steps"] if steps else []))

@@ -16,7 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from dpn_cli.report.content import Chart, Gallery, Legend, PageSection, Part, Table, TextBlock
-from dpn_cli.report.tables import is_number, on_the_right, shown
+from dpn_cli.report.tables import format_cell, is_number, on_the_right
 from dpn_cli.run.console import printable
 
 
@@ -39,11 +39,11 @@ def render(title: str, sections: Sequence[PageSection], svgs: Mapping[str, Marku
         "numeric": is_number,
     }
     environment.filters |= {
-        "shown": shown,
+        "shown": format_cell,
         "on_the_right": on_the_right,
         "data_uri": _data_uri,
         "anchor": anchor,
-        "gathered": _gathered,
+        "gathered": _group_charts,
     }
     return environment.get_template("page.html").render(title=title, sections=sections, svgs=svgs) + "\n"
 
@@ -53,7 +53,7 @@ def anchor(title: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-") or "section"
 
 
-def _gathered(parts: Sequence[Part]) -> list[list[Part]]:
+def _group_charts(parts: Sequence[Part]) -> list[list[Part]]:
     """Return the parts of a section in order, neighbouring charts together."""
     groups: list[list[Part]] = []
     for chart, neighbours in groupby(parts, lambda part: isinstance(part, Chart)):

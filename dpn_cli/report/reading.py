@@ -170,7 +170,7 @@ def _kind_of(config: Plain | None) -> str:
     return next((kind for start, kind in words.items() if command.startswith(start)), "classifier")
 
 
-def named(paths: Sequence[Path]) -> list[str]:
+def unique_names(paths: Sequence[Path]) -> list[str]:
     """Return a name of each of several folders: the end of its path that no other one has."""
     whole = [real_path(path).parts for path in paths]
     for length in range(1, max(map(len, whole)) + 1):

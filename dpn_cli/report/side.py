@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dpn_cli.config.provenance import flatten_keys, shown
+from dpn_cli.config.provenance import flatten_keys, format_value
 from dpn_cli.report.content import (
     Cell,
     Findings,
@@ -90,12 +90,12 @@ def paired(pairs: Sequence[Pair]) -> PageSection | None:
 def over_fractions(pairs: Sequence[Pair]) -> LineChart | None:
     """Return the score of each network over the share of the images that it was trained on, where runs differ in it."""
     points: dict[str, list[Series]] = {}
-    metric, keys = "", _differing([run for run, _ in pairs])
+    metric, keys = "", _differing_keys([run for run, _ in pairs])
     for run, findings in pairs:
         share = (run.config or {}).get("data", {}).get("fraction")
         if share is not None:
             for network, value in _values(run, findings):
-                metric, line = metric or findings.metric, network or _described(run, keys) or "all runs"
+                metric, line = metric or findings.metric, network or _describe_network(run, keys) or "all runs"
                 points.setdefault(line, []).append(Series("", [100 * share], [value]))
     lines = [mean_with_band(name, several) for name, several in points.items()]
     if len({x for line in lines for x in line.x}) < 2:
@@ -138,10 +138,10 @@ def _groups(pairs: Sequence[Pair]) -> list[Group]:
 
     A run with another config than its network's first, or of a seed that is there already, stands alone.
     """
-    keys = _differing([run for run, _ in pairs])
+    keys = _differing_keys([run for run, _ in pairs])
     groups: dict[str, Group] = {}
     for run, findings in pairs:
-        described = _described(run, keys)
+        described = _describe_network(run, keys)
         name = described if 0 < len(keys) <= MOST_KEYS else run.name
         alone = Group(name, [run], findings.metric, findings.scores)
         before = groups.get(described)
@@ -156,16 +156,16 @@ def _groups(pairs: Sequence[Pair]) -> list[Group]:
     return list(groups.values())
 
 
-def _differing(runs: Sequence[RunRecord]) -> list[str]:
+def _differing_keys(runs: Sequence[RunRecord]) -> list[str]:
     """Return the keys in which the networks of runs differ."""
     networks = [_network(run) for run in runs]
     keys = dict.fromkeys(key for network in networks for key in network)
     return [key for key in keys if len({repr(network.get(key)) for network in networks}) > 1]
 
 
-def _described(run: RunRecord, keys: Sequence[str]) -> str:
+def _describe_network(run: RunRecord, keys: Sequence[str]) -> str:
     network = _network(run)
-    return ", ".join(f"{key} {shown(network.get(key))}" for key in keys)
+    return ", ".join(f"{key} {format_value(network.get(key))}" for key in keys)
 
 
 def _network(run: RunRecord) -> dict[str, Any]:
@@ -200,7 +200,9 @@ def refusal(first: Group, other: Group) -> str | None:
     there, here = _protocol(one), _protocol(two)
     differs = [key for key in {**there, **here} if there.get(key) != here.get(key)]
     if differs:
-        said = "; ".join(f"{key} is {shown(here.get(key))} and {shown(there.get(key))}" for key in differs[:3])
+        said = "; ".join(
+            f"{key} is {format_value(here.get(key))} and {format_value(there.get(key))}" for key in differs[:3]
+        )
         more = f"; and {len(differs) - 3} more" if len(differs) > 3 else ""
         return f"their protocols differ ({said}{more})"
     if not any(set(values) & set(other.scores.get(part, {})) for part, values in first.scores.items()):
@@ -220,11 +222,11 @@ def _table(first: Group, other: Group) -> Table:
             difference = paired_difference(ours, theirs)
             means.append(difference.mean)
             sides = [summarize(one, PERCENT).mean for one in (theirs, ours)]
-            rows.append([part or other.metric, *sides, *described(difference), ", ".join(map(str, seeds))])
+            rows.append([part or other.metric, *sides, *describe_summary(difference), ", ".join(map(str, seeds))])
     strong = frozenset[int]()
     if len(means) > 1:
         strong = frozenset({len(rows)})
-        rows.append(["over tasks", None, None, *described(summarize(means, PERCENT_DIFFERENCE)), ""])
+        rows.append(["over tasks", None, None, *describe_summary(summarize(means, PERCENT_DIFFERENCE)), ""])
     return Table(
         f"{other.name} minus {first.name}",
         (first.metric, first.name, other.name, "difference", "95 %", "n", "seeds"),
@@ -239,12 +241,12 @@ def _table(first: Group, other: Group) -> Table:
 def _means(group: Group) -> Table:
     rows: list[Sequence[Cell]] = []
     for part, values in group.scores.items():
-        mean, interval, count = described(summarize(list(values.values()), PERCENT))
+        mean, interval, count = describe_summary(summarize(list(values.values()), PERCENT))
         rows.append([part or group.metric, mean, interval, count])
     title = f"Mean over seeds {', '.join(map(str, sorted(group.seeds)))}"
     return Table(title, (group.metric, "mean", "95 %", "n"), rows, name="means")
 
 
-def described(summary: Summary) -> tuple[str, str, int]:
+def describe_summary(summary: Summary) -> tuple[str, str, int]:
     """Return mean ± standard error, the 95 % interval and n as text."""
     return *as_text(summary.to_dict()), len(summary.values)

@@ -26,7 +26,7 @@ _LATEX = {
 } | {sign: f"\\{sign}" for sign in "&%$#_{}"}
 
 
-def shown(cell: Cell, digits: int) -> str:
+def format_cell(cell: Cell, digits: int) -> str:
     """Return a cell as text on one line; an empty one for None."""
     if cell is None:
         return ""
@@ -44,7 +44,7 @@ def as_markdown(table: Table) -> str:
     def line(cells: Sequence[str]) -> str:
         return "| " + " | ".join(_SPECIAL.sub(r"\\\g<0>", cell) for cell in cells) + " |"
 
-    rows = [[shown(cell, table.digits) for cell in row] for row in table.rows]
+    rows = [[format_cell(cell, table.digits) for cell in row] for row in table.rows]
     rule = f"|{'|'.join('--:' if right else '---' for right in on_the_right(table))}|"
     note = f"\n\n{table.note}" if table.note else ""
     return "\n".join([f"**{table.title}**", "", line(table.columns), rule, *map(line, rows)]) + note + "\n"
@@ -56,7 +56,7 @@ def as_latex(table: Table) -> str:
     def line(cells: Sequence[str]) -> str:
         return f"{' & '.join(map(latex, cells))} \\\\"
 
-    rows = [line([shown(cell, table.digits) for cell in row]) for row in table.rows]
+    rows = [line([format_cell(cell, table.digits) for cell in row]) for row in table.rows]
     for number in sorted(table.strong, reverse=True):
         if number and number - 1 not in table.strong:
             rows.insert(number, r"\midrule")

@@ -17,7 +17,7 @@ Json = dict[str, Any]
 LONG = max(map(len, DATA_SETS))
 
 
-def listed(experiments: Sequence[Experiment], places: Places) -> list[Json]:
+def describe_experiments(experiments: Sequence[Experiment], places: Places) -> list[Json]:
     """Return what is known of each experiment: trainings and those left, data and weights, operations and hours."""
     jobs = {job.name: job for experiment in experiments for job in experiment.jobs(places.weights)}
     rate = measured(list(jobs.values()), places)

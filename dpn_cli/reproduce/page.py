@@ -48,7 +48,7 @@ def write(folder: Path, experiment: Experiment, compared: Sequence[PaperComparis
     series, errors, beside = dict[str, list[float | None]](), dict[str, list[float | None]](), dict[str, str]()
     for column in columns:
         inside = [place.get((row, column)) for row in rows]
-        for name, value, reach in ((column, _mean, _reach), (f"{column}, paper", _paper, _paper_reach)):
+        for name, value, reach in ((column, _mean, _share_of_paper), (f"{column}, paper", _paper, _paper_reach)):
             values = [value(one) for one in inside]
             if name == column or any(each is not None for each in values):
                 series[name], errors[name] = values, [reach(one) for one in inside]
@@ -73,7 +73,7 @@ def _paper(one: PaperComparison | None) -> float | None:
     return one.number.paper if one else None
 
 
-def _reach(one: PaperComparison | None) -> float | None:
+def _share_of_paper(one: PaperComparison | None) -> float | None:
     ours = one.ours if one else None
     if ours is None or ours.ci95 is None:
         return None

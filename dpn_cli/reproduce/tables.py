@@ -108,7 +108,7 @@ def _steps(steps: int) -> str:
     return f"{steps / 1e6:g}M" if steps >= 1_000_000 else f"{steps // 1000}k"
 
 
-def _then(start: Make, next_one: Callable[[PaperTrial, int], PaperTrial]) -> Make:
+def _chain_makers(start: Make, next_one: Callable[[PaperTrial, int], PaperTrial]) -> Make:
     """Return what makes a training that starts from the one that `start` makes."""
 
     def make(stem: str, seed: int) -> PaperTrial:
@@ -117,7 +117,7 @@ def _then(start: Make, next_one: Callable[[PaperTrial, int], PaperTrial]) -> Mak
     return make
 
 
-def _first(make: Make, stem: str, seed: int) -> PaperTrial:
+def _first_seed(make: Make, stem: str, seed: int) -> PaperTrial:
     """Make the training of the first seed, from which those of all seeds start."""
     return make(stem, 0)
 
@@ -135,7 +135,7 @@ def table1(make: Trainings, seeds: Sequence[int]) -> Experiment:
     for arch in make.some(tuple(HIGHRES)):
         numbers += _pair(
             f"{arch}, ImageNet-1k, 384 px",
-            _then(partial(make.imagenet, arch), partial(make.highres, 384)),
+            _chain_makers(partial(make.imagenet, arch), partial(make.highres, 384)),
             HIGHRES[arch],
             seeds,
         )
@@ -165,7 +165,7 @@ def table2(make: Trainings, seeds: Sequence[int]) -> Experiment:
         for (steps, pixels), pair in FINE_TUNED[arch].items():
             numbers += _pair(
                 f"{arch}, JFT {_steps(steps)}, fine-tuned at {pixels}",
-                _then(partial(make.large, "jft", steps, arch), partial(make.highres, pixels)),
+                _chain_makers(partial(make.large, "jft", steps, arch), partial(make.highres, pixels)),
                 pair,
                 seeds,
             )
@@ -193,7 +193,7 @@ def table4(make: Trainings, seeds: Sequence[int]) -> Experiment:
         for steps, pair in LIT[arch].items():
             numbers += _pair(
                 f"{arch}, JFT {_steps(steps)}",
-                _then(partial(make.large, "jft", steps, arch), make.lit),
+                _chain_makers(partial(make.large, "jft", steps, arch), make.lit),
                 pair,
                 seeds,
                 ZEROSHOT,
@@ -207,7 +207,7 @@ def table5(make: Trainings, seeds: Sequence[int]) -> Experiment:
     for fraction, pair in ADE20K.items():
         numbers += _pair(
             f"B/16, {fraction} of ADE20K",
-            _then(partial(_first, partial(make.imagenet, "B/16")), partial(make.segmentation, fraction)),
+            _chain_makers(partial(_first_seed, partial(make.imagenet, "B/16")), partial(make.segmentation, fraction)),
             pair,
             seeds,
             MIOU,

@@ -50,7 +50,7 @@ class Checkpoints:
         Raises `SaveError`.
         """
         with self._saving(name):
-            data = self._begin(name) / WHOLE
+            data = self._new_folder(name) / WHOLE
             save_file(
                 {key: value.detach().cpu().contiguous() for key, value in tensors.items()},
                 data,
@@ -69,7 +69,7 @@ class Checkpoints:
 
         def begin() -> Path:
             with self._saving(name):
-                return self._begin(name)
+                return self._new_folder(name)
 
         def digest() -> dict[str, str]:
             with self._saving(name):
@@ -120,7 +120,7 @@ class Checkpoints:
             shutil.rmtree(self.path / f".{name}", ignore_errors=True)
             raise save_error(self.path / name, error) from error
 
-    def _begin(self, name: str) -> Path:
+    def _new_folder(self, name: str) -> Path:
         """Make an empty folder for a state."""
         fresh = self.path / f".{name}"
         shutil.rmtree(fresh, ignore_errors=True)

@@ -114,7 +114,7 @@ def sparkline(values: Iterable[float]) -> str:
     return "".join(BLOCKS[round((len(BLOCKS) - 1) * (value - low) / height) if height else 0] for value in drawn)
 
 
-def gathered(values: Sequence[float], most: int) -> list[float]:
+def average_stretches(values: Sequence[float], most: int) -> list[float]:
     """Return the means of up to `most` stretches of numbers, equally long but for one number."""
     count = min(most, len(values))
     ends = [place * len(values) // count for place in range(count + 1)] if count else []
@@ -222,7 +222,7 @@ class Console:
                     bar.update(task, completed=tick.step, total=tick.steps, tick=said)
                     if tick.logged:
                         losses.append(tick.loss)
-                        bar.update(task, curve=sparkline(gathered(losses, points)))
+                        bar.update(task, curve=sparkline(average_stretches(losses, points)))
 
                 yield update
         else:

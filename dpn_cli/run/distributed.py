@@ -95,7 +95,7 @@ def join(device: str, patience: timedelta | None = None, *, shard: bool = False)
         yield World(rank, size, chosen, here)
         return
     try:
-        _meet("nccl" if chosen.type == "cuda" else "gloo", rank, size, patience)
+        _connect_ranks("nccl" if chosen.type == "cuda" else "gloo", rank, size, patience)
     except RuntimeError as error:  # another rank has ended, or was never there
         raise WorkerError(f"the ranks did not find each other ({' '.join(str(error).split())[:120]})") from error
     try:
@@ -106,7 +106,7 @@ def join(device: str, patience: timedelta | None = None, *, shard: bool = False)
         dist.destroy_process_group()
 
 
-def _meet(backend: str, rank: int, size: int, patience: timedelta | None) -> None:
+def _connect_ranks(backend: str, rank: int, size: int, patience: timedelta | None) -> None:
     """Connect the ranks through the store that torchrun names.
 
     On one machine that store outlives the ranks, and what they left there would mislead those that are started again;

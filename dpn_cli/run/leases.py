@@ -152,7 +152,7 @@ class Leases:
         while names := self.taken():
             for name in names:
                 content = self._content(name, self.newest(name) or 0)
-                if _lives(content) or content != first.setdefault(name, content):
+                if _is_running(content) or content != first.setdefault(name, content):
                     return names
             pause()
         return []
@@ -199,7 +199,7 @@ class Leases:
     def _free(self, name: str, number: int) -> bool:
         """Tell whether the owner of a lease has released it, is dead, or has not beaten for too long."""
         path, content = self._path(name, number), self._content(name, number)
-        lives = _lives(content)
+        lives = _is_running(content)
         if content.get(_GONE) or lives is not None:
             return not lives
         before, since = self._seen.get(path, (None, 0.0))
@@ -223,6 +223,6 @@ def _plain(name: str) -> str:
     return name.replace("~", "/")
 
 
-def _lives(owner: dict[str, Any]) -> bool | None:
+def _is_running(owner: dict[str, Any]) -> bool | None:
     """Tell whether an owner is a process that is there; None of another machine."""
     return is_at_work(owner) if "pid" in owner else None

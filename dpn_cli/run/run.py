@@ -164,7 +164,7 @@ def open_run(
             if world.leads:
                 _note_command(folder, place, launch, console)
         with _status(folder, told=world.leads and not place.join), lost_rank():
-            config = as_begun(config, from_leader(folder.facts))
+            config = with_saved_decoder(config, from_leader(folder.facts))
             if world.leads and folder.result is None:
                 _note_precision(folder, precision, console)
             differs = _compared(config, precision, console)
@@ -269,7 +269,7 @@ def with_weights_of(config: SectionT, saved: object, given: Sequence[str] | None
     return config.model_copy(update={"backbone": there})
 
 
-def as_begun(config: SectionT, facts: Mapping[str, Any]) -> SectionT:
+def with_saved_decoder(config: SectionT, facts: Mapping[str, Any]) -> SectionT:
     """Return the config with the decoder that the run began with, by the `facts` of its run.json.
 
     In runs that began before simplejpeg was among the versions, ``exact`` was Pillow's decoder.
@@ -327,5 +327,5 @@ def _completed(config: Section, facts: Mapping[str, Any], saved: Any) -> Any:
         whole = type(config).model_validate(saved)
     except ValidationError:
         return saved  # the differences are listed key by key
-    unchanged = as_begun(config, facts) is config
-    return (as_begun(whole, facts) if unchanged else whole).model_dump(mode="json")
+    unchanged = with_saved_decoder(config, facts) is config
+    return (with_saved_decoder(whole, facts) if unchanged else whole).model_dump(mode="json")

@@ -8,11 +8,11 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
 
-from dpn_cli.arch import did_you_mean, whole
+from dpn_cli.arch import did_you_mean, parse_whole_number
 from dpn_cli.config.load import build, read_yaml
 from dpn_cli.config.network import BackboneConfig
 from dpn_cli.config.option import MODEL, TRAIN, flag
-from dpn_cli.config.schema import MOST_SEED, Config, Seed, listed
+from dpn_cli.config.schema import MOST_SEED, Config, Seed, split_list
 from dpn_cli.config.training import TrainingConfig
 from dpn_cli.config.validation_errors import explain
 
@@ -23,15 +23,15 @@ SEEDS = flag("--seeds", help="Number of seeds, or a list: 3 is 0,1,2.", panel=TR
 LONGEST = 100
 
 
-def counted(value: object) -> object:
+def parse_seeds(value: object) -> object:
     """Accept a number of seeds, 3 standing for 0, 1, 2, and ``"0,1,2"``."""
-    count = whole(value) if isinstance(value, str) else value
+    count = parse_whole_number(value) if isinstance(value, str) else value
     if isinstance(count, int) and not isinstance(count, bool) and count <= MOST_SEEDS:
         return list(range(count))
-    return value if isinstance(count, int) else listed(value)
+    return value if isinstance(count, int) else split_list(value)
 
 
-def distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
+def check_distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the values. Raises `ValueError` when one is there twice."""
     if len(set(values)) != len(values):
         raise ValueError("every value may be given once")
@@ -51,7 +51,7 @@ def _networks(value: object) -> object:
     """Accept ``"none,dpn"``, which are stems, and ``"stem=none,norm=ln;stem=dpn,norm=ln"``."""
     if isinstance(value, str) and re.search("[;=]", value):
         return [part.strip() for part in value.split(";")]
-    return listed(value)
+    return split_list(value)
 
 
 Networks = Annotated[tuple[str, ...], BeforeValidator(_networks)]
@@ -86,7 +86,7 @@ def format_network(name: str) -> str:
     return name if "=" in name else f"stem {name}"
 
 
-def filled(checkpoint: str, settings: Mapping[str, Any]) -> str:
+def fill_checkpoint_name(checkpoint: str, settings: Mapping[str, Any]) -> str:
     """Return the name of a checkpoint with the values of keys in braces in their places; ``B/16`` is B-16."""
     for key, value in settings.items():
         if value is not None:
@@ -94,7 +94,7 @@ def filled(checkpoint: str, settings: Mapping[str, Any]) -> str:
     return checkpoint
 
 
-def _with_own(backbone: BackboneConfig, network: str) -> dict[str, Any]:
+def _network_settings(backbone: BackboneConfig, network: str) -> dict[str, Any]:
     """Return the keys and values of a section with a network's own, and the checkpoint's name with them filled in.
 
     Raises `ValueError` for a key that the section does not have.
@@ -107,7 +107,7 @@ def _with_own(backbone: BackboneConfig, network: str) -> dict[str, Any]:
         section = plain[first] if isinstance(plain[first], dict) else {}
         plain[first] = {**section, rest: value} if rest else value
     if isinstance(plain["checkpoint"], str):
-        plain["checkpoint"] = filled(plain["checkpoint"], plain)
+        plain["checkpoint"] = fill_checkpoint_name(plain["checkpoint"], plain)
     return plain
 
 
@@ -124,11 +124,11 @@ class CompareConfig(Config):
             raise ValueError(
                 "needs two stems or more, e.g. none,dpn, or networks, e.g. 'stem=none,norm=ln;stem=dpn,norm=ln'"
             )
-        distinct(tuple(str(sorted(settings_of(network).items())) for network in networks))
+        check_distinct(tuple(str(sorted(settings_of(network).items())) for network in networks))
         backbone: BackboneConfig | None = info.data.get("backbone")  # None: it is wrong itself, which is told
         for network in networks if backbone else ():
             assert backbone
-            plain, section = _with_own(backbone, network), type(backbone)
+            plain, section = _network_settings(backbone, network), type(backbone)
             try:
                 section.model_validate(plain)
             except ValidationError as error:
@@ -169,7 +169,7 @@ class CompareConfig(Config):
             return {self.networks[0]: self}
         plain, schema = {**self.model_dump(), "compare": ()}, type(self)
         return {
-            name: build(schema, {**plain, "backbone": _with_own(self.backbone, name)}, f"compare: {name!r}")
+            name: build(schema, {**plain, "backbone": _network_settings(self.backbone, name)}, f"compare: {name!r}")
             for name in self.compare
         }
 
@@ -179,7 +179,7 @@ class SweepConfig(CompareConfig, TrainingConfig):
 
     seeds: Annotated[
         tuple[Seed, ...],
-        BeforeValidator(counted),
+        BeforeValidator(parse_seeds),
         Field(description=SEED_COUNT),
         SEEDS.but(
             help="Train from several seeds, a number of them or a list (3 is 0,1,2), and print mean and deviation.",
@@ -192,7 +192,7 @@ class SweepConfig(CompareConfig, TrainingConfig):
     def _one_kind_of_seed(cls, seeds: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
         if seeds and info.data.get("seed"):
             raise ValueError(f"--seed {info.data['seed']} is given too; give one of them")
-        return distinct(seeds)
+        return check_distinct(seeds)
 
     @property
     def several(self) -> bool:

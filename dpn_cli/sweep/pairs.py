@@ -43,7 +43,7 @@ class ComparedTrial:
 
 
 @contextmanager
-def named(network: str) -> Iterator[None]:
+def prefix_errors(network: str) -> Iterator[None]:
     """Put the network's name before what is wrong with it."""
     try:
         yield
@@ -90,13 +90,13 @@ def build_result(
             if value is not None:
                 values[each.network][each.seed] = value
         for name, by_seed in values.items():
-            networks[name][key] = _described(summarize(list(by_seed.values()), PERCENT)) if by_seed else None
+            networks[name][key] = _describe_summary(summarize(list(by_seed.values()), PERCENT)) if by_seed else None
         for difference in differences:
             ours, theirs = values[difference["network"]], values[first]
             seeds = [seed for seed in ours if seed in theirs]
             pairs = ([one[seed] for seed in seeds] for one in (ours, theirs))
             difference.setdefault("seeds", seeds)
-            difference[key] = _described(paired_difference(*pairs)) if seeds else None
+            difference[key] = _describe_summary(paired_difference(*pairs)) if seeds else None
     return {
         "task": next((result["task"] for result in results.values()), None),
         "score": found[0],
@@ -108,7 +108,7 @@ def build_result(
     }
 
 
-def _described(summary: Summary) -> dict[str, Any]:
+def _describe_summary(summary: Summary) -> dict[str, Any]:
     deviation = None if summary.stderr is None else round(summary.stderr * math.sqrt(len(summary.values)), 4)
     return {**summary.to_dict(), "std": deviation}
 

@@ -26,7 +26,7 @@ from dpn_cli.run.run_dir import describe_device
 from dpn_cli.sweep.engines.joining import backend_for
 from dpn_cli.sweep.engines.local import LOGS, last_error
 from dpn_cli.sweep.grid import SweepConfig, format_network
-from dpn_cli.sweep.pairs import ComparedTrial, build_result, check_weights, keep_result, named, show_comparison
+from dpn_cli.sweep.pairs import ComparedTrial, build_result, check_weights, keep_result, prefix_errors, show_comparison
 from dpn_cli.sweep.scheduler import Work, run_all
 from dpn_cli.weights.backbone import LoadReport, backbone_of
 from dpn_cli.weights.resolve_stem import with_own_stem
@@ -75,7 +75,7 @@ class SweepRunner:
                 return None
             result = run.folder.result if _complete(run.folder.path, trials) else None
             if result is None:
-                trials = _as_begun(run, trials, place)
+                trials = _with_saved_networks(run, trials, place)
                 with run.alone_unless("digests"):
                     _load(run, _firsts(trials), getattr(self.trainer, "load", _load_backbone))
                 failed = self._at_once(run, trials, place) if place.starts_processes else {}
@@ -107,7 +107,7 @@ class SweepRunner:
     def _runs(self, config: SweepConfig, console: Console, dry_run: bool = False) -> list[_SweepTrial]:
         trials = []
         for name, each in config.each().items():
-            with named(name):
+            with prefix_errors(name):
                 each = self.training.finalize(each, console, dry_run)
                 each = each.model_copy(update={"backbone": with_own_stem(each.backbone, console)})
             for seed, one in each.with_seeds().items():
@@ -170,13 +170,13 @@ class SweepRunner:
     def _along_with_others(self, run: Run[SweepConfig], trials: Sequence[_SweepTrial]) -> dict[str, str]:
         """Train what no other process trains until nothing is left; return, by folder, why some have failed."""
         folder, console = run.folder.path, run.console
-        while left := [trial for trial in trials if not _ended(folder / trial.folder)]:
+        while left := [trial for trial in trials if not _has_ended(folder / trial.folder)]:
             trained = False
             for trial in left:
                 if (lease := run.take(trial.folder)) is None:
                     continue
                 try:
-                    if not _ended(folder / trial.folder):
+                    if not _has_ended(folder / trial.folder):
                         trained = True
                         console.info(trial.label)
                         _forget_compiled(trial)
@@ -230,7 +230,9 @@ def _firsts(trials: Sequence[_SweepTrial]) -> list[_SweepTrial]:
     return [trial for trial in trials if trial.seed == trials[0].seed]
 
 
-def _as_begun(run: Run[SweepConfig], trials: Sequence[_SweepTrial], place: LaunchOptions) -> list[_SweepTrial]:
+def _with_saved_networks(
+    run: Run[SweepConfig], trials: Sequence[_SweepTrial], place: LaunchOptions
+) -> list[_SweepTrial]:
     """Return the trainings with the networks that the comparison began with."""
     saved = from_leader(run.folder.facts).get(NETWORKS, {})
     found = {
@@ -249,7 +251,7 @@ def _forget_compiled(trial: _SweepTrial) -> None:
         torch.compiler.reset()  # the compiler gives up after eight networks
 
 
-def _ended(folder: Path) -> bool:
+def _has_ended(folder: Path) -> bool:
     return (folder / RESULT).is_file() or (folder / FAILED).is_file()
 
 
@@ -272,7 +274,7 @@ def _load(run: Run[SweepConfig], trials: Sequence[_SweepTrial], load: Callable[[
     digests: dict[str, str] = {}
     networks = {trial.network: trial.config.backbone.model_dump(mode="json") for trial in trials}
     for trial in trials:
-        with named(trial.network):
+        with prefix_errors(trial.network):
             report = load(trial.config)
         run.console.info(f"{format_network(trial.network)}: {report.summary()}")
         digests[trial.network] = report.digest

@@ -85,8 +85,8 @@ def fold(model: Backbone, source: str = "the network") -> list[str]:
         for index, block in enumerate(model.blocks):
             done += _fold_block(block, f"blocks.{index}", source)
     if options.final == "same":
-        behind = _behind_final(model, source)
-        _into_next(_taken(model, "norm", "network", source), behind)
+        behind = _layer_behind_final_norm(model, source)
+        _fold_into_next(_remove_norm(model, "norm", "network", source), behind)
         done.append("norm")
     changes: dict[str, Any] = {"stem": "none"} if stem_folds else {}
     if config.norm != "ln":
@@ -114,23 +114,23 @@ def _fold_block(block: nn.Module, name: str, source: str) -> list[str]:
                 "before a layer, and after it on the branch (norm_options.post=branch), can be folded"
             )
         if half.pre:
-            _into_next(_taken(block, f"norm{number}", name, source), getattr(layer, first))
+            _fold_into_next(_remove_norm(block, f"norm{number}", name, source), getattr(layer, first))
             done.append(f"{name}.norm{number}")
         if half.post:
-            _into_previous(_taken(block, after, name, source), getattr(layer, last))
+            _fold_into_previous(_remove_norm(block, after, name, source), getattr(layer, last))
             done.append(f"{name}.{after}")
         if isinstance(layer.norm, HeadScale):
             scale = layer.norm.scale.double().repeat_interleave(layer.attn_dim // len(layer.norm.scale))
-            _into_next((scale, torch.zeros_like(scale)), layer.proj)
+            _fold_into_next((scale, torch.zeros_like(scale)), layer.proj)
             layer.norm = nn.Identity()
         elif not isinstance(layer.norm, nn.Identity):
-            _into_next(_taken(layer, "norm", f"{name}.{which}", source), getattr(layer, last))
+            _fold_into_next(_remove_norm(layer, "norm", f"{name}.{which}", source), getattr(layer, last))
             done.append(f"{name}.{which}.norm")
     block.halves = NormSlots(True, False), NormSlots(True, False)
     return done
 
 
-def _taken(module: nn.Module, slot: str, name: str, source: str) -> Fold:
+def _remove_norm(module: nn.Module, slot: str, name: str, source: str) -> Fold:
     """Take a norm out of a module; returns its scale and shift per feature."""
     affine = _affine(getattr(module, slot), f"{name}.{slot}", source)
     setattr(module, slot, nn.Identity())
@@ -143,7 +143,7 @@ def _fold_stem(model: Backbone, source: str) -> list[str]:
     for name in ("norm_in", "norm"):
         if isinstance(getattr(stem, name), nn.Identity):
             continue
-        scale, shift = _taken(stem, name, "patch_embed", source)
+        scale, shift = _remove_norm(stem, name, "patch_embed", source)
         weight, bias = stem.proj.weight.double(), stem.proj.bias.double()
         if name == "norm_in":  # over patches flattened as (row, column, channel)
             rows, columns = stem.patch_size
@@ -155,7 +155,7 @@ def _fold_stem(model: Backbone, source: str) -> list[str]:
         stem.proj.bias.copy_(bias)
         done.append(f"patch_embed.{name}")
     if not isinstance(model.norm_posemb, nn.Identity):
-        scale, shift = _taken(model, "norm_posemb", "network", source)
+        scale, shift = _remove_norm(model, "norm_posemb", "network", source)
         stem.proj.weight.copy_(stem.proj.weight.double() * scale[:, None, None, None])
         stem.proj.bias.copy_(stem.proj.bias.double() * scale + shift)
         model.pos_embed.copy_(model.pos_embed.double() * scale)
@@ -163,7 +163,7 @@ def _fold_stem(model: Backbone, source: str) -> list[str]:
     return done
 
 
-def _behind_final(model: Backbone, source: str) -> nn.Module:
+def _layer_behind_final_norm(model: Backbone, source: str) -> nn.Module:
     """Return the linear layer that alone reads the tokens behind the final norm, pooled or not."""
     if model.attn_pool is not None:
         layer: nn.Module = model.attn_pool.kv
@@ -192,14 +192,14 @@ def _affine(norm: nn.Module, name: str, source: str) -> Fold:
     return pair
 
 
-def _into_next(affine: Fold, layer: Any) -> None:
+def _fold_into_next(affine: Fold, layer: Any) -> None:
     scale, shift = affine
     weight = layer.weight.double()
     layer.bias.copy_(layer.bias.double() + weight @ shift)
     layer.weight.copy_(weight * scale)
 
 
-def _into_previous(affine: Fold, layer: Any) -> None:
+def _fold_into_previous(affine: Fold, layer: Any) -> None:
     scale, shift = affine
     layer.weight.copy_(layer.weight.double() * scale[:, None])
     layer.bias.copy_(layer.bias.double() * scale + shift)

@@ -38,7 +38,7 @@ def config_of(
     if min(width, rows, columns, mlp, attn_width) < 1:
         raise DataError(f"{source.source}: its tensors are empty; not a whole ViT")
     stated = parse_arch(arch) if arch else None
-    heads = source.heads or (stated[0].heads if stated else _usual_heads(source, width))
+    heads = source.heads or (stated[0].heads if stated else _default_heads(source, width))
     size = Size(width, depth, mlp, heads)
     if stated and (stated != (size, rows) or rows != columns):
         own = f"{size_name(size) or size}/{rows}"
@@ -96,7 +96,7 @@ USUAL_HEADS = {size.width: size.heads for name, size in SIZES.items() if name no
 USUAL_HEADS |= {1152: 16, 1408: 16, 1536: 16, 1664: 16}
 
 
-def _usual_heads(source: Checkpoint, width: int) -> int:
+def _default_heads(source: Checkpoint, width: int) -> int:
     if width not in USUAL_HEADS:
         raise DpnError(
             f"{source.source}: the file does not say how many attention heads its {width} features make; "

@@ -66,7 +66,7 @@ def retrofit(
     if stem not in FITTED:
         raise DpnError(f"--stem {stem}: has no norms to fit; use {', '.join(FITTED)}")
     plain = load_whole(source, image_size)
-    dual = converted(plain, replace(plain.config, stem=stem))
+    dual = convert_network(plain, replace(plain.config, stem=stem))
     fitted = fit_stem(plain, dual, images)
     survival = {"fitted": fitted.survives, "copied": fitted.copied}
     digest = export_backbone(dual, target, {"origin": origin(plain), "retrofit": json.dumps(survival)})
@@ -81,7 +81,7 @@ def retrofit(
     }
 
 
-def converted(model: Backbone, config: ViTConfig, seed: int = 0) -> Backbone:
+def convert_network(model: Backbone, config: ViTConfig, seed: int = 0) -> Backbone:
     """Return a network of another configuration with every tensor of `model` that fits it by name and shape.
 
     The others are as `DPNViT.initialize` draws them: norms have scale 1 and bias 0. The report lists both.

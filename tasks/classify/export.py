@@ -57,14 +57,14 @@ def export(place: str, folder: Path, kind: Kind) -> dict[str, Any]:
     with torch.no_grad():
         expected = deployed(pixels)
     allowed, difference = ONNX_TOLERANCE if kind == "onnx" else TOLERANCE, 0.0
-    with _unheard():
+    with _silence_exporters():
         write, read = {"safetensors": _safetensors, "pt2": _pt2, "onnx": _onnx}[kind](
             classifier, deployed, pixels[: BATCHES[0]]
         )
 
     def proven(temporary: Path) -> None:
         nonlocal difference
-        with _unheard():
+        with _silence_exporters():
             write(temporary)
             run = read(temporary)
         worst = [(_try(run, pixels[:n], folder / FILES[kind]) - expected[:n]).abs().max() for n in BATCHES]
@@ -91,7 +91,7 @@ Outputs = Callable[[Tensor], Tensor]
 
 
 @contextmanager
-def _unheard() -> Iterator[None]:
+def _silence_exporters() -> Iterator[None]:
     """Let torch's exporters warn of, and print, their own workings where nobody reads it: torch 2.11's do both."""
     with warnings.catch_warnings(action="ignore"), redirect_stdout(io.StringIO()):
         yield

@@ -29,7 +29,7 @@ from tasks.classify.classifier import facts_of, takes_whole_images
 from tasks.classify.config import SupervisedConfig
 from tasks.classify.distill.config import DistillConfig
 from tasks.classify.options import ProbeOptions
-from tasks.classify.probe import Array, check_shots, encode, pick, probe
+from tasks.classify.probe import Array, check_shots, draw_examples, encode, probe
 
 # Images per class of the probe at the end of a training: arXiv 2302.01327 §5.1.
 SHOTS = 25
@@ -116,7 +116,7 @@ class ProbeFeatures:
 
     def accuracy(self, shots: int, seed: int) -> float:
         """Return the accuracy in percent with so many images per class, drawn by the seed."""
-        return 100 * probe(*pick(*self.train, self.classes, shots, seed), *self.test, self.classes)
+        return 100 * probe(*draw_examples(*self.train, self.classes, shots, seed), *self.test, self.classes)
 
 
 def probing_of(config: SupervisedConfig | DistillConfig) -> ProbeOptions | None:

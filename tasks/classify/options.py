@@ -27,9 +27,9 @@ from dpn_cli.config.schema import (
     Section,
     Seed,
     SkipBadImages,
-    listed,
+    split_list,
 )
-from dpn_cli.sweep.grid import COMPARE, SEED_COUNT, Networks, counted, filled, settings_of
+from dpn_cli.sweep.grid import COMPARE, SEED_COUNT, Networks, fill_checkpoint_name, parse_seeds, settings_of
 from tasks.classify.config import Share
 
 RUN = argument("A run's folder, or its weights.safetensors.")
@@ -120,14 +120,14 @@ class ProbeOptions(Section):
     skip_bad_images: SkipBadImages = False
     shots: Annotated[
         tuple[Annotated[int, Field(ge=1, le=1_000_000)], ...],
-        BeforeValidator(listed),
+        BeforeValidator(split_list),
         AfterValidator(lambda shots: tuple(sorted(shots))),  # the order in which results list them
         Field(min_length=1, description="numbers from 1 to 1000000, each once, with commas, e.g. 1,5,10"),
         flag("--shots", help="Images per class, comma separated.", panel=DATA),
     ] = (1, 5, 10, 25)
     seeds: Annotated[
         tuple[Seed, ...],
-        BeforeValidator(counted),
+        BeforeValidator(parse_seeds),
         Field(min_length=1, description=SEED_COUNT),
         flag("--seeds", help="Number of draws of the images, or a list of their seeds: 3 is 0,1,2.", panel=DATA),
     ] = (0, 1, 2)
@@ -178,7 +178,7 @@ class ProbeOptions(Section):
                 raise ValueError(
                     f"--compare: {name!r}: {idle} is no key; use checkpoint, or write {{{idle}}} in CHECKPOINT"
                 )
-            found[name] = filled(place, own)
+            found[name] = fill_checkpoint_name(place, own)
         return found
 
 

@@ -144,7 +144,7 @@ class _Sweep:
             if top is not None and top > score:
                 best, loser, score = name, best, top
             if loser:
-                self._drop(f"{place}/{loser}")
+                self._delete_network(f"{place}/{loser}")
         if not best:
             raise NonFiniteError(f"stage {number}: every run ended with a NaN or infinite loss; lower lr")
         chosen = dict(runs)[best]
@@ -165,11 +165,11 @@ class _Sweep:
             row = {"run": name, "top1": evaluate(classifier, self.data.val, config, self.world).top1}
             if self.world.leads:
                 replace_json(scored, row)
-        self._drop(f"{place}/{name}")
+        self._delete_network(f"{place}/{name}")
         top1: float = row["top1"]
         return top1
 
-    def _drop(self, place: str) -> None:
+    def _delete_network(self, place: str) -> None:
         """Delete a run's network, once no rank reads it any more."""
         barrier()
         if self.world.leads:

@@ -37,7 +37,7 @@ from dpn_cli.config.schema import (
     Pixels,
     Positive,
     Section,
-    listed,
+    split_list,
 )
 from dpn_cli.errors import DpnError
 from tasks.classify.appendix_c import APPENDIX_C, LEVELS, SHORT, SHORT_CIFAR, augmented, regularized
@@ -91,7 +91,7 @@ class PretrainConfig(SupervisedConfig):
     """All that ``dpn pretrain`` does."""
 
     backbone: NewNetwork = NewNetwork()
-    freeze: Annotated[tuple[str, ...], BeforeValidator(listed)] = ()
+    freeze: Annotated[tuple[str, ...], BeforeValidator(split_list)] = ()
     fewshot: Annotated[
         Positive | None,
         flag(
@@ -160,7 +160,7 @@ def resolve(
             f"--data: {name} needs train/CLASS, val/CLASS and test/CLASS; name the folder (there is no demo)"
         )
     if demo and not given and (arch or name != "imagenet"):
-        raise DpnError(f"--data: no images to train {arch or 'a network'} on: {_way_to(name)}")
+        raise DpnError(f"--data: no images to train {arch or 'a network'} on: {_describe_data_location(name)}")
     if preset and (demo or name not in SHORTER):
         refused = "the demo" if demo else name
         raise DpnError(f"--preset {preset}: shortens the configs of {', '.join(SHORTER)}, not that of {refused}")
@@ -196,7 +196,7 @@ def _part_of(place: str, name: str) -> str:
     return next((str(folder) for folder in inside if folder.is_dir()), place)
 
 
-def _way_to(name: str) -> str:
+def _describe_data_location(name: str) -> str:
     """Say where the data of a config are looked for, and how to get them."""
     if name == "folder":
         return "name a folder of classes with --data"

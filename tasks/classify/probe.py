@@ -79,13 +79,13 @@ def encode(
     return torch.cat(features).numpy(), torch.cat(labels).numpy()
 
 
-def pick(x: Array, y: Array, classes: int, shots: int, seed: int) -> tuple[Array, Array]:
+def draw_examples(x: Array, y: Array, classes: int, shots: int, seed: int) -> tuple[Array, Array]:
     """Draw `shots` examples of every class; more shots of one seed contain fewer ones."""
-    rows = choose(y, classes, shots, seed)
+    rows = draw_rows(y, classes, shots, seed)
     return x[rows], y[rows]
 
 
-def choose(y: Array, classes: int, shots: int, seed: int) -> Array:
+def draw_rows(y: Array, classes: int, shots: int, seed: int) -> Array:
     """Return the rows drawn for a number of shots: one generator goes through the classes in order."""
     generator = np.random.default_rng(seed)
     return np.concatenate([generator.permutation(np.flatnonzero(y == label))[:shots] for label in range(classes)])

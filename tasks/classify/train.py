@@ -39,7 +39,7 @@ from tasks.classify.preflight import (
     shard_order,
     shot_pool,
 )
-from tasks.classify.probe import choose, encode, probe
+from tasks.classify.probe import draw_rows, encode, probe
 
 Json = dict[str, Any]
 
@@ -259,7 +259,7 @@ class _ClassifierTraining:
 
     def _probe(self, shots: int) -> float:
         pool, classes = shot_pool(self.data.train), len(self.data.classes)
-        rows = choose(torch.as_tensor(pool.labels).numpy(), classes, shots, 0).tolist()
+        rows = draw_rows(torch.as_tensor(pool.labels).numpy(), classes, shots, 0).tolist()
         config, device = self.config, self.world.device
         bad = config.data.skip_bad_images
         size = config.eval_batch_size

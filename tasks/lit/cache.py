@@ -91,7 +91,7 @@ def cached_features(
         if world.leads:
             remove_leftovers(folder)
             _remove_version_1(root, facts, console)
-        return _fill(folder, facts, data, encoder, world, console)
+        return _encode_missing(folder, facts, data, encoder, world, console)
 
 
 def _name(facts: Json) -> str:
@@ -109,7 +109,7 @@ def _remove_version_1(root: Path, facts: Json, console: Console) -> None:
         shutil.rmtree(former, ignore_errors=True)
 
 
-def _fill(
+def _encode_missing(
     folder: Path, facts: Json, data: CaptionedImages, encoder: ImageEncoder, world: World, console: Console
 ) -> Features:
     """Return the features of a cache's folder, after encoding images that are new or have changed."""

@@ -40,21 +40,21 @@ def dry_run_training(run: Run[LitConfig], data: CaptionedImages, val: CaptionedI
     tower = load_tower(config, world)
     console.info(tower.report.summary())
     encoder = replace(config_encoder(config, tower, world), workers=0)
-    features, seconds = _encode(_few(data), encoder, count_readers(config.runtime.workers, len(data.captions)))
+    features, seconds = _encode(_small_sample(data), encoder, count_readers(config.runtime.workers, len(data.captions)))
     size, seed = config.batch_size, config.seed
 
     def begin() -> DryRunSetup:
         text = new_text_tower(config, tower, tokenizer)
         if config.cache.use:
             again = torch.arange(size) % len(features)
-            batches = cached_batches(features, again, tokenize(_few(data), tokenizer), size, seed, world)
+            batches = cached_batches(features, again, tokenize(_small_sample(data), tokenizer), size, seed, world)
         else:
             texts = tokenize(data, tokenizer)
             batches = encoded_batches(data, encoder, texts, size, seed, world, steps=1, micro=BATCH)
         job = job_of(config, text, batches, world, engine.Outputs(warn=console.warn))
         towers = Towers(tower, text, tokenizer, config.loss, {}, data.reading.decoder)
         return DryRunSetup(
-            engine.prepare(text, config.runtime, world), job, _sampled(towers, encoder, _few(val), scored)
+            engine.prepare(text, config.runtime, world), job, _sampled(towers, encoder, _small_sample(val), scored)
         )
 
     text = new_text_tower(config, tower, tokenizer)
@@ -73,7 +73,7 @@ def dry_run_training(run: Run[LitConfig], data: CaptionedImages, val: CaptionedI
     )
 
 
-def _few(data: CaptionedImages) -> CaptionedImages:
+def _small_sample(data: CaptionedImages) -> CaptionedImages:
     return Subset(data, range(min(BATCH, len(data.captions))))
 
 

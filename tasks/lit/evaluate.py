@@ -61,7 +61,7 @@ def zeroshot(towers: Towers, options: LitEvalOptions, reading: ReadOptions, worl
     chosen = options.prompts or ("demo" if options.source == "demo" else "clip_paper")
     templates = prompt_set(chosen)
     console.info(f"{len(split.labels)} images of {len(names)} classes; {count_noun(len(templates), 'prompt')} a class")
-    known = _known(towers, split, world, console)
+    known = _count_overlap(towers, split, world, console)
     run = Path(options.run).expanduser()
     nearest = NearestImages(names)
     with engine.precision_of(options.runtime, world.device):
@@ -96,7 +96,7 @@ def open_labelled(options: LitEvalOptions, reading: ReadOptions) -> tuple[Labell
     return image_source.open_split(where, chosen)
 
 
-def _known(towers: Towers, split: LabelledImages, world: World, console: Console) -> Overlap | None:
+def _count_overlap(towers: Towers, split: LabelledImages, world: World, console: Console) -> Overlap | None:
     """Count the images that the text tower was trained on, and warn of them."""
     known = count_overlap(split, towers.facts.get("trained_on"), world)
     if warning := known and known.warning():
@@ -125,7 +125,7 @@ def _retrieval(towers: Towers, options: LitEvalOptions, reading: ReadOptions, wo
     data, part = open_part(_captioned(options, reading), options.split, towers.facts)
     captions = sum(map(len, data.captions))
     console.info(f"{len(data.captions)} images with {captions} captions" + (f", {part}" if part else ""))
-    known = _known(towers, data, world, console)
+    known = _count_overlap(towers, data, world, console)
     skip, rows = options.skip_bad_images, options.batch_size
     encoder = image_encoder(towers.image, options.runtime, world, skip_bad=skip, batch_size=rows)
     root = cache_root(options.cache_dir)

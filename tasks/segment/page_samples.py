@@ -57,7 +57,7 @@ def keep(
             path.unlink()
     seen, described = set[int](), []
     with engine.precision_of(runtime, world.device):
-        for kind, several in chosen(scores.each).items():
+        for kind, several in select_extremes(scores.each).items():
             for one in several:
                 seen |= _draw(folder / FOLDER, segmenter, pairs, one.row, evaluation, world.device)
                 described.append({"kind": kind, "row": one.row, "image": pairs.where(one.row), "miou": one.miou})
@@ -66,7 +66,7 @@ def keep(
     replace_json(folder / SAMPLES, {"images": described, "colours": colours})
 
 
-def chosen(each: Sequence[ImageScore]) -> dict[str, list[ImageScore]]:
+def select_extremes(each: Sequence[ImageScore]) -> dict[str, list[ImageScore]]:
     """Return the best, median and worst images, the best first; an image is in one of the three."""
     order = sorted(each, key=lambda one: (-one.miou, one.row))
     count = max(1, min(EACH, len(order) // 3))

@@ -50,7 +50,8 @@ def predict(options: SegmentPredictOptions, console: Console) -> Predictions:
     """Write for every image NAME its label map, an overlay and a legend into the output folder.
 
     ``NAME.labels.png`` has the data set's raw class numbers at the image's own size, ``NAME.overlay.png`` the
-    classes' colours over the image, ``NAME.legend.png`` the classes in it; see `_distinct`. Returns per image the
+    classes' colours over the image, ``NAME.legend.png`` the classes in it; see `_unique_file_names`. Returns per
+    image the
     files, and the classes with their share of the pixels, largest first. Without ``--decode`` JPEGs are decoded as they
     were for the training. Unreadable images are named and left out; raises `DataError` where that leaves none, and
     for a missing image.
@@ -60,7 +61,7 @@ def predict(options: SegmentPredictOptions, console: Console) -> Predictions:
         refuse_ranks(world, "segment predict")
         segmenter = load_segmenter(options.run)
         paths = _images(options, console)
-        names, found = _distinct(paths), Predictions(paths, options.written, console, MOST_SHOWN)
+        names, found = _unique_file_names(paths), Predictions(paths, options.written, console, MOST_SHOWN)
         _check_outputs(paths, [options.output_dir / name for name in names])
         segmenter.network.to(world.device)
         # Photographs have any size: where a run is scored at two, that of its training suits them.
@@ -68,7 +69,7 @@ def predict(options: SegmentPredictOptions, console: Console) -> Predictions:
         plan = replace(plan, batch_size=options.batch_size or plan.batch_size)
         reading = ReadOptions(how.decode or segmenter.data.decode, how.max_pixels, shrink=False)
         batches = found.read(
-            reading, partial(_sized, plan=plan), batch_size=1, workers=runtime.workers, label="segment predict",
+            reading, partial(_image_sizes, plan=plan), batch_size=1, workers=runtime.workers, label="segment predict",
             small=False,
         )  # fmt: skip
         with closing(batches):
@@ -77,20 +78,22 @@ def predict(options: SegmentPredictOptions, console: Console) -> Predictions:
                 images = [image.to(world.device) for image in sized]
                 with torch.inference_mode(), engine.precision_of(runtime, world.device):
                     labels: Labels = label_map(segmenter.network, images, pixels.shape[:2], plan).cpu().numpy()
-                files, overlay, classes = _written(pixels, labels, segmenter, options.output_dir / names[one.index])
+                files, overlay, classes = _write_prediction(
+                    pixels, labels, segmenter, options.output_dir / names[one.index]
+                )
                 small = thumbnail(np.asarray(overlay), SHOWN_SIDE) if one.index in found.shown else None
                 found.add({"image": str(one.path), **files, "classes": classes}, small)
         found.write("dpn segment predict", options.run, _summary(found.results, segmenter), _lines, ACROSS)
     return found
 
 
-def _sized(pixels: Pixels, plan: WindowPlan) -> tuple[Pixels, list[Tensor]]:
+def _image_sizes(pixels: Pixels, plan: WindowPlan) -> tuple[Pixels, list[Tensor]]:
     """Return the pixels, and the image at each size at which the plan looks at it."""
     size = pixels.shape[0], pixels.shape[1]
     return pixels, [resize_image(pixels, plan.size(size, ratio)) for ratio in plan.ratios]
 
 
-def _written(
+def _write_prediction(
     pixels: Pixels, labels: Labels, segmenter: Segmenter, place: Path
 ) -> tuple[dict[str, str], Image.Image, list[dict[str, Any]]]:
     """Draw an image's label map into files that begin with `place`; returns them, the overlay and the classes."""
@@ -163,7 +166,7 @@ def _check_outputs(paths: Sequence[Path], places: Sequence[Path]) -> None:
         raise DpnError(f"{over}: would be written over by the files of another image; pass another -o")
 
 
-def _distinct(paths: Sequence[Path]) -> list[str]:
+def _unique_file_names(paths: Sequence[Path]) -> list[str]:
     """Return the names under which the images' files are written: without endings, where that tells them apart.
 
     Where two are the same, the folders that tell them apart stand before them; images of one folder that differ in

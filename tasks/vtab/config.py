@@ -28,9 +28,9 @@ from dpn_cli.config.schema import (
     Seed,
     Side,
     SkipBadImages,
-    listed,
+    split_list,
 )
-from dpn_cli.sweep.grid import SEED_COUNT, SEEDS, CompareConfig, counted, distinct
+from dpn_cli.sweep.grid import SEED_COUNT, SEEDS, CompareConfig, check_distinct, parse_seeds
 from tasks.vtab.tasks import DEMO_TASKS, TASKS, choose_tasks, task_names
 
 # Pixels per side of the built-in scenes (dpn_cli.data.sources.synthetic.SCENE_SIZE, which imports too much for this
@@ -41,7 +41,7 @@ DEMO_PIXELS = 64
 # How a task's training images are augmented: random crops, mirroring, both or ([]) neither.
 Augment = Annotated[
     tuple[Literal["crop", "flip"], ...],
-    BeforeValidator(listed),
+    BeforeValidator(split_list),
     AfterValidator(lambda value: tuple(sorted(set(value)))),
 ]
 
@@ -71,7 +71,7 @@ class VtabData(ImageReading):
     ] = None
     tasks: Annotated[
         tuple[str, ...],
-        BeforeValidator(listed),
+        BeforeValidator(split_list),
         Field(min_length=1),
         TASKS_FLAG,
     ] = ("all",)
@@ -117,13 +117,13 @@ class VtabConfig(CompareConfig):
     ] = "paper"
     lrs: Annotated[
         tuple[Lr, ...],
-        BeforeValidator(listed),
+        BeforeValidator(split_list),
         Field(min_length=1),
         flag("--lrs", help="Peak learning rates to choose from, comma separated.", panel=TRAIN),
     ]
     seeds: Annotated[
         tuple[Seed, ...],
-        BeforeValidator(counted),
+        BeforeValidator(parse_seeds),
         Field(min_length=1, description=SEED_COUNT),
         SEEDS,
     ] = (0, 1, 2)
@@ -139,7 +139,7 @@ class VtabConfig(CompareConfig):
     @model_validator(mode="after")
     def _no_repeats(self) -> VtabConfig:
         for values in (self.lrs, self.seeds):
-            distinct(values)
+            check_distinct(values)
         return self
 
     @property

@@ -48,7 +48,7 @@ def findings(run: RunRecord, prefix: str) -> Findings:
                 f"{name}: the chosen learning rate is at the edge of the grid for {', '.join(edges)}: a better one may "
                 "lie beyond (--lrs)."
             )
-        warnings += _not_learnt(name, part)
+        warnings += _list_not_learnt(name, part)
         charts: list[Part] = [_cells(result, part, f"{prefix}network{number}_cells")]
         charts += _losses(run, folders[name], part, f"{prefix}network{number}_loss")
         sections.append(PageSection(f"Network {name}", [_tasks(result, name, part), *charts]))
@@ -63,7 +63,7 @@ def findings(run: RunRecord, prefix: str) -> Findings:
     return Findings("test accuracy", scores, [first, *sections, ledger], warnings=warnings)
 
 
-def _not_learnt(network: str, part: Json) -> list[str]:
+def _list_not_learnt(network: str, part: Json) -> list[str]:
     lines = []
     for task, one in part["tasks"].items():
         if one["test"]:
@@ -88,7 +88,7 @@ def _tasks(result: Json, network: str, part: Json) -> Table:
     strong = []
 
     def add(name: str, found: Json | None, *middle: Cell) -> None:
-        rows.append([name, *middle, *_described(found)])
+        rows.append([name, *middle, *_format_score(found)])
 
     for group in GROUPS:
         members = {task: found for task, found in part["tasks"].items() if found["group"] == group}
@@ -122,15 +122,15 @@ def _paper_mean(paper: Mapping[str, float], name: str) -> float | None:
     return fmean(fmean(paper[task.name] for task in TASKS if task.group == group) for group in GROUPS)
 
 
-def _described(found: Json | None) -> tuple[Cell, Cell, Cell]:
+def _format_score(found: Json | None) -> tuple[Cell, Cell, Cell]:
     if found is None:
         return None, None, None
     return *as_text(found, digits=1), found["n"]
 
 
 def _differences(difference: Json) -> Table:
-    rows: list[list[Cell]] = [[task, *_described(found)] for task, found in difference["tasks"].items()]
-    rows.append(["over tasks", *_described(difference["over_tasks"])])
+    rows: list[list[Cell]] = [[task, *_format_score(found)] for task, found in difference["tasks"].items()]
+    rows.append(["over tasks", *_format_score(difference["over_tasks"])])
     return Table(
         f"{difference['stem']} minus {difference['minus']}",
         ("task", "difference", "95 %", "n"),

@@ -31,7 +31,7 @@ from tasks.vtab.trials import Json, TaskOutcome, VtabTrial, read_json
 Part = tuple[str, Task]
 
 
-def parts(config: VtabConfig) -> list[Part]:
+def network_tasks(config: VtabConfig) -> list[Part]:
     """Return the parts of a sweep, each with all trainings of a network on a task, in the order of their numbers."""
     return list(itertools.product(config.networks, choose_tasks(config.data.tasks, config.demo)))
 
@@ -53,7 +53,7 @@ def sweep(run: Run[VtabConfig], place: LaunchOptions) -> Json | None:
     if place.starts_processes:
         _forget_failures(folder)
         at_once(run, ("finetune", "vtab"), place)
-    all_parts = parts(config)
+    all_parts = network_tasks(config)
     asked = all_parts if place.trial is None else [all_parts[place.trial]]
     track = run.tracker(config.runtime.report_to)
     outcomes, set_aside = dict[Part, TaskOutcome](), list[str]()

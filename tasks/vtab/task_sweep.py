@@ -66,7 +66,7 @@ class TaskSweep:
             yield from self._unfinished(trial)
         if not self._all_ended(trials):
             return
-        outcome.lr = None if self._set_aside(trials) else self._choose(trials)
+        outcome.lr = None if self._set_aside(trials) else self._best_lr(trials)
         if outcome.lr is None:
             self.complete = True
             return
@@ -80,7 +80,7 @@ class TaskSweep:
         if self.complete and distributed.from_leader(all(trial.done(self.config.schedule.steps) for trial in chosen)):
             self.complete = self._score_alone(chosen)
 
-    def _choose(self, trials: Sequence[VtabTrial]) -> float | None:
+    def _best_lr(self, trials: Sequence[VtabTrial]) -> float | None:
         """Return the learning rate by the validation accuracies of trials that have all ended; None where too few did.
 
         A choice is final: trials that failed before it and finish later cannot change the lr that is scored on test.
@@ -118,13 +118,13 @@ class TaskSweep:
         return distributed.from_leader(marker)
 
     def _unfinished(self, trial: VtabTrial) -> Iterator[tuple[VtabTrial, Unshared]]:
-        if self._ended(trial):
+        if self._has_ended(trial):
             return
         lease = self.run.take(str(trial.path.relative_to(self.folder.path)))
         if lease is None:
             return
         try:
-            if not self._ended(trial):  # another process may have trained it before the lease was free
+            if not self._has_ended(trial):  # another process may have trained it before the lease was free
                 yield trial, lease
         finally:
             lease.release()
@@ -133,9 +133,9 @@ class TaskSweep:
         """Tell whether all trials have ended, and note in the outcome which of them failed."""
         failures = [f"{trial.label}: {error}" for trial in trials if (error := self._failure(trial))]
         self.outcome.failed += failures
-        return all(self._ended(trial) for trial in trials)
+        return all(self._has_ended(trial) for trial in trials)
 
-    def _ended(self, trial: VtabTrial) -> bool:
+    def _has_ended(self, trial: VtabTrial) -> bool:
         return self._marker(trial) is not None or self._failure(trial) is not None
 
     def _failure(self, trial: VtabTrial) -> str | None:

@@ -455,7 +455,7 @@ def test_every_task_trains_with_the_decoder_that_its_run_began_with(
         begun.append(run.config.data.decode)
         raise DpnError("enough")
 
-    monkeypatch.setattr("dpn_cli.run.run.as_begun", lambda config, facts: config.model_copy(
+    monkeypatch.setattr("dpn_cli.run.run.with_saved_decoder", lambda config, facts: config.model_copy(
         update={"data": config.data.model_copy(update={"decode": "pillow"})}
     ))  # fmt: skip
     for place_of_training in ("vtab.command.sweep", "lit.command.train", "segment.command.train"):

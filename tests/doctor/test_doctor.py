@@ -250,7 +250,7 @@ def _meet(world: World, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "gethostname", lambda: ["here", "elsewhere"][world.rank])
         patch.setattr(ranks, "versions", lambda: {"torch": ["2.0", "1.0"][world.rank]})
-        found = list(ranks.meet(mine))
+        found = list(ranks.check_ranks(mine))
     (folder / f"{world.rank}.json").write_text(json.dumps([[each.name, each.level, each.found] for each in found]))
 
 
@@ -274,11 +274,11 @@ def test_ranks_that_do_not_meet_and_too_many_ranks_are_problems(monkeypatch: pyt
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     monkeypatch.setenv("RANK", "3")
-    (found,) = ranks.meet([])
+    (found,) = ranks.check_ranks([])
     assert found.level == "problem"
     assert found.found == "rank 3 of 8 does not reach the others: The client socket has timed out after 60000ms"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    (found,) = ranks.meet([])
+    (found,) = ranks.check_ranks([])
     assert found.found == "8 ranks on this machine, and 4 GPUs"
     assert found.remedy == "start torchrun with --nproc-per-node 4"
 

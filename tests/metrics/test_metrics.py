@@ -27,7 +27,7 @@ from dpn_cli.metrics import score
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import load_backbone
 from tasks.classify.classifier import Classifier, save_classifier
-from tasks.classify.probe import encode, pick, probe
+from tasks.classify.probe import draw_examples, encode, probe
 
 CPU = World(0, 1, torch.device("cpu"))
 
@@ -172,7 +172,7 @@ def test_every_seed_of_the_few_shot_probe_draws_its_own_images(tmp_path: Path) -
     parts = hold_out(open_split(ImageSource(str(photos)), "train")[0], 0.5)
     train, test = (encode(model, ImageSubset(part, range(30)), Runtime(workers=0), CPU.device, 64) for part in parts)
     for shots in (2, 5):
-        expected = [100 * probe(*pick(*train, 3, shots, seed), *test, 3) for seed in (3, 0, 7)]
+        expected = [100 * probe(*draw_examples(*train, 3, shots, seed), *test, 3) for seed in (3, 0, 7)]
         assert found[str(shots)]["seeds"] == [3, 0, 7]
         assert found[str(shots)]["values"] == pytest.approx(expected, abs=1e-3)
         assert len(set(expected)) > 1

@@ -24,7 +24,7 @@ from dpn_cli.reproduce import page, tables
 from dpn_cli.reproduce import run as runner
 from dpn_cli.reproduce.cells import Experiment, Number, PaperTrial, Places
 from dpn_cli.reproduce.compare import compare, paper_reach
-from dpn_cli.reproduce.listing import listed, print_list
+from dpn_cli.reproduce.listing import describe_experiments, print_list
 from dpn_cli.reproduce.page import table_of
 from dpn_cli.reproduce.price import flops
 from dpn_cli.reproduce.trainings import DATA_SETS, SmallTrainings, Trainings
@@ -131,11 +131,11 @@ def test_the_price_of_lit_is_the_text_tower_in_training_and_the_image_tower_forw
 def test_what_is_left_is_priced_by_what_is_done(tmp_path: Path) -> None:
     places = Places(tmp_path, {}, {})
     whole = experiment("fig4")
-    (before,) = listed([whole], places)
+    (before,) = describe_experiments([whole], places)
     assert (before["trainings"], before["left"], before["flops_per_second_here"]) == (6, 6, None)
     result = {"task": "pretrain", "top1": 70.0, "timing": {"train_seconds": 7200.0}}
     write_run(tmp_path / "imagenet/B-32-dpn/seed0", PretrainConfig, "pretrain", result)
-    (after,) = listed([whole], places)
+    (after,) = describe_experiments([whole], places)
     price = flops([job for job in whole.jobs({}) if "B-32-dpn" in job.name], places)
     assert (after["trainings"], after["left"]) == (6, 5)
     assert after["flops_left"] == before["flops_left"] - price
@@ -252,7 +252,7 @@ def test_names_in_the_list_are_whole_and_it_fits_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    rows = listed([experiment(name) for name in EXPERIMENTS], NOWHERE)
+    rows = describe_experiments([experiment(name) for name in EXPERIMENTS], NOWHERE)
     print_list(
         [{**row, "flops_per_second_here": 1e11, "hours_left_here": 123_456.0} for row in rows], NOWHERE, Trainings()
     )

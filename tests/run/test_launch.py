@@ -143,10 +143,10 @@ def test_ranks_that_are_started_again_do_not_read_what_the_former_ones_told_each
         monkeypatch.setenv(name, value)
     for count in ("0", "1"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
-        distributed._meet("gloo", 1, 2, timedelta(seconds=60))
+        distributed._connect_ranks("gloo", 1, 2, timedelta(seconds=60))
         assert not met[-1]["store"].check(["address"])
         met[-1]["store"].set("address", count)
     assert [(how["rank"], how["world_size"]) for how in met] == [(1, 2), (1, 2)]
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
-    distributed._meet("gloo", 1, 2, None)
+    distributed._connect_ranks("gloo", 1, 2, None)
     assert met[-1] == {"timeout": None}

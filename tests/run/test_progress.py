@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dpn_cli.engine.fit import Outputs
 from dpn_cli.run import distributed
-from dpn_cli.run.console import BLOCKS, Console, ProgressTick, count_noun, gathered, sparkline
+from dpn_cli.run.console import BLOCKS, Console, ProgressTick, average_stretches, count_noun, sparkline
 from dpn_cli.run.run_dir import MetricsLog
 
 
@@ -119,9 +119,9 @@ def test_a_curve_is_of_the_whole_training() -> None:
         third = len(curve) // 3
         assert min(curve[:third]) > max(curve[-third:])
     values = [float(number) for number in range(11)]
-    assert gathered(values, 4) == [0.5, 3.0, 6.0, 9.0]
-    assert gathered(values, 11) == gathered(values, 20) == values
-    assert gathered([], 4) == gathered(values, 0) == []
+    assert average_stretches(values, 4) == [0.5, 3.0, 6.0, 9.0]
+    assert average_stretches(values, 11) == average_stretches(values, 20) == values
+    assert average_stretches([], 4) == average_stretches(values, 0) == []
 
 
 def test_a_curve_goes_from_the_lowest_to_the_highest_block() -> None:

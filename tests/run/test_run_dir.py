@@ -420,4 +420,4 @@ def test_a_checkout_that_is_not_installed_tells_its_version(tmp_path: Path, monk
 
     monkeypatch.setattr(metadata, "version", version)
     assert environment.versions.__wrapped__()["dpn-cli"] == __version__
-    assert node.look(str(tmp_path), "run", [])["version of dpn"] == __version__
+    assert node.inspect_node(str(tmp_path), "run", [])["version of dpn"] == __version__

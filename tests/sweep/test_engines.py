@@ -25,7 +25,7 @@ from test_joining import SHORT, VTAB, ledger, swept
 from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.errors import DpnError, StoppedError, WorkerError
 from dpn_cli.sweep.engines import ray as ray_engine
-from dpn_cli.sweep.engines.node import look, save_and_end
+from dpn_cli.sweep.engines.node import inspect_node, save_and_end
 from dpn_cli.sweep.engines.select import backend_of
 from dpn_cli.sweep.scheduler import Work
 
@@ -138,7 +138,7 @@ def test_work_that_ray_has_lost_begins_again_elsewhere(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(("parts", "part"), [(1, 1.0), (3, 0.3333), (6, 0.1666)])
 def test_parts_of_a_gpu_of_ray_are_no_more_than_one(parts: int, part: float) -> None:
-    assert ray_engine._part(parts) == part
+    assert ray_engine._gpu_fraction(parts) == part
 
 
 def test_work_that_runs_out_of_memory_beside_others_has_a_gpu_of_ray_alone(
@@ -338,11 +338,11 @@ def test_nodes_are_compared_by_version_folder_and_data(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.png").write_bytes(b"12")
-    here = look(str(tmp_path), "run", ["one"])
+    here = inspect_node(str(tmp_path), "run", ["one"])
     assert here["version of dpn"] == version("dpn-cli")
     assert here["run folder run"] == "there"
-    assert look(str(tmp_path), "two", [])["run folder two"] == "not there"
-    assert look(str(tmp_path), "run", ["two"])["data two"] == here["data one"]
+    assert inspect_node(str(tmp_path), "two", [])["run folder two"] == "not there"
+    assert inspect_node(str(tmp_path), "run", ["two"])["data two"] == here["data one"]
     (tmp_path / "two/a.png").write_bytes(b"123")
-    assert look(str(tmp_path), "run", ["two"])["data two"] != here["data one"]
-    assert look(str(tmp_path), "run", ["three"])["data three"] == "not there"
+    assert inspect_node(str(tmp_path), "run", ["two"])["data two"] != here["data one"]
+    assert inspect_node(str(tmp_path), "run", ["three"])["data three"] == "not there"

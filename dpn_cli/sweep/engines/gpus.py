@@ -74,10 +74,10 @@ class Shares:
 
     def find(self, work: Work) -> Share | None:
         """Return the share that work can have now, of the GPU with the most room; None when it has to wait."""
-        for gpu in sorted(range(len(self.gpus)), key=lambda gpu: -self._room(gpu)):
+        for gpu in sorted(range(len(self.gpus)), key=lambda gpu: -self._free_share(gpu)):
             parts = self.fixed or self._measured.get((work.network, self.gpus[gpu].memory))
-            if Fraction(1, parts or 1) <= self._room(gpu):
-                taken = {share.lane for share in self._on(gpu)}
+            if Fraction(1, parts or 1) <= self._free_share(gpu):
+                taken = {share.lane for share in self._shares_on(gpu)}
                 lane = next(lane for lane in range(len(taken) + 1) if lane not in taken)
                 return Share(gpu, parts or 1, lane, measures=parts is None and self.most > 1)
         return None
@@ -105,8 +105,8 @@ class Shares:
         """Take back the share of work that has ended."""
         del self.dealt[work.name]
 
-    def _on(self, gpu: int) -> list[Share]:
+    def _shares_on(self, gpu: int) -> list[Share]:
         return [share for share in self.dealt.values() if share.gpu == gpu]
 
-    def _room(self, gpu: int) -> Fraction:
-        return 1 - sum((Fraction(1, share.parts) for share in self._on(gpu)), Fraction(0))
+    def _free_share(self, gpu: int) -> Fraction:
+        return 1 - sum((Fraction(1, share.parts) for share in self._shares_on(gpu)), Fraction(0))

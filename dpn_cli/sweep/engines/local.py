@@ -75,7 +75,7 @@ class Processes:
             name, code = self._ended.get(timeout=seconds)
             self._measure()
             ended = self._running.pop(name)
-            return [] if self.shares and self._goes_on(self.shares, ended, code) else [(name, code)]
+            return [] if self.shares and self._retry(self.shares, ended, code) else [(name, code)]
         self._measure()
         return []
 
@@ -96,7 +96,7 @@ class Processes:
 
     def _launch(self, work: Work, slot: int) -> None:
         chosen = self._cores(work, slot)
-        with self.log_of(work.name).open("ab") as log, _on(chosen):
+        with self.log_of(work.name).open("ab") as log, _pin_to_cores(chosen):
             process = subprocess.Popen(
                 [sys.executable, "-m", "dpn_cli", *work.line],
                 stdin=subprocess.DEVNULL,
@@ -115,7 +115,7 @@ class Processes:
         """Look which processes have said what they take of their GPUs."""
         for name, running in self._running.items():
             share = self.shares.dealt[name] if self.shares else None
-            if share and share.measures and (said := read_object(self._said_by(name))):
+            if share and share.measures and (said := read_object(self._memory_file(name))):
                 assert self.shares
                 self.shares.learn(running.work, said["parts"])
                 gpu = self.shares.gpus[share.gpu]
@@ -124,7 +124,7 @@ class Processes:
                     f"{gpu.name}: {said['parts']} at once there"
                 )
 
-    def _goes_on(self, shares: Shares, ended: _Running, code: int) -> bool:
+    def _retry(self, shares: Shares, ended: _Running, code: int) -> bool:
         """Tell whether work is to begin once more, and begin what can have a GPU alone from now on."""
         again = code == OutOfMemoryError.exit_code and shares.take_whole(ended.work)
         if again:
@@ -140,7 +140,7 @@ class Processes:
                 self._launch(one.work, one.slot)
         return again
 
-    def _said_by(self, name: str) -> Path:
+    def _memory_file(self, name: str) -> Path:
         return self.log_of(name).with_suffix(".gpu.json")
 
     def _environment(self, work: Work, chosen: Sequence[int]) -> dict[str, str]:
@@ -149,7 +149,7 @@ class Processes:
             share = self.shares.dealt[work.name]
             environment["CUDA_VISIBLE_DEVICES"] = self.shares.gpus[share.gpu].name
             if share.measures:
-                said = self._said_by(work.name).absolute()
+                said = self._memory_file(work.name).absolute()
                 said.unlink(missing_ok=True)
                 environment[SHARE] = f"{self.shares.most}:{said}"
             elif share.parts > 1:
@@ -169,7 +169,7 @@ class Processes:
 
 
 @contextmanager
-def _on(chosen: list[int]) -> Iterator[None]:
+def _pin_to_cores(chosen: list[int]) -> Iterator[None]:
     """Keep this thread, and what it starts, on some cores, where the system can."""
     if not (chosen and hasattr(os, "sched_setaffinity")):
         yield

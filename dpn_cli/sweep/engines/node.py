@@ -20,7 +20,7 @@ from dpn_cli.run.process import PARENT
 LOOKED_AT = 2000
 
 
-def start(
+def start_command(
     line: tuple[str, ...], log: IO[bytes], folder: str, variables: Mapping[str, str] = MappingProxyType({})
 ) -> subprocess.Popen[bytes]:
     """Start a command line in a folder, with some more environment variables.
@@ -47,7 +47,7 @@ def save_and_end(process: subprocess.Popen[Any], number: signal.Signals) -> None
         return
 
 
-def look(folder: str, run: str, sources: Iterable[str]) -> dict[str, str]:
+def inspect_node(folder: str, run: str, sources: Iterable[str]) -> dict[str, str]:
     """Return what has to be the same on all nodes: this program, a run's folder, and the data at their places."""
     base = Path(folder)
     return {

@@ -28,7 +28,7 @@ PATIENCE, NOTICE = 10.0, 120.0
 def _work(line: tuple[str, ...], log: str, folder: str, parts: int) -> int:
     """Run a command line on a node, in one of the parts of its GPU, and return its exit code."""
     with Path(log).open("ab") as file:
-        process = node.start(line, file, folder, {SHARE: str(parts)} if parts > 1 else {})
+        process = node.start_command(line, file, folder, {SHARE: str(parts)} if parts > 1 else {})
         try:
             return process.wait()
         except KeyboardInterrupt:  # how Ray cancels
@@ -69,7 +69,7 @@ class RayCluster:
         self._parts = per_gpu or 1
         self.slots = min(slots or gpus * per_gpu, gpus * per_gpu) if per_gpu else slots or 1
         try:
-            how = {"num_cpus": 1, "num_gpus": _part(self._parts) if gpus else 0, "max_retries": 0} | options
+            how = {"num_cpus": 1, "num_gpus": _gpu_fraction(self._parts) if gpus else 0, "max_retries": 0} | options
             self._task = ray.remote(_work).options(**how)
         except (TypeError, ValueError) as error:
             raise DpnError(f"--resources {' '.join(options)}: {' '.join(str(error).split())}") from error
@@ -165,8 +165,8 @@ class RayCluster:
     def _check_nodes(self, sources: list[str]) -> None:
         """Refuse nodes that have another version of this program, or not the run's folder and the same data."""
         folder, run = str(Path.cwd()), str(self.logs.parent)
-        here = node.look(folder, run, sources)
-        look = ray.remote(node.look)
+        here = node.inspect_node(folder, run, sources)
+        look = ray.remote(node.inspect_node)
         nodes = {each["NodeID"]: each["NodeManagerHostname"] for each in _nodes() if each["Alive"]}
         for number, host in nodes.items():
             there_only = NodeAffinitySchedulingStrategy(number, soft=False)
@@ -181,7 +181,7 @@ class RayCluster:
                     )
 
 
-def _part(parts: int) -> float:
+def _gpu_fraction(parts: int) -> float:
     """Return a part of a GPU of which so many fit: Ray counts in parts of ten thousand."""
     return 10_000 // parts / 10_000
 

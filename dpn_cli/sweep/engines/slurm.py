@@ -35,7 +35,7 @@ class Command:
     def __call__(self) -> int:
         """Run it and return its exit code."""
         with Path(self.log).open("ab") as file:
-            self.process = node.start(self.line, file, self.folder)
+            self.process = node.start_command(self.line, file, self.folder)
             return self.process.wait()
 
     def checkpoint(self) -> submitit.helpers.DelayedSubmission:

@@ -61,7 +61,7 @@ def read(contents: Contents) -> Checkpoint:
         return dtn_vit.read_baseline(contents)
     notes = fold_layer_scale(state)
     checkpoint = Checkpoint(state, "timm", stem_of(state), 1e-6, "gelu", renamed=renamed, notes=notes, class_slot=None)
-    return _described(checkpoint, contents)
+    return _apply_description(checkpoint, contents)
 
 
 def read_naflex(contents: Contents) -> Checkpoint:
@@ -79,13 +79,13 @@ def read_naflex(contents: Contents) -> Checkpoint:
         _, height, width, _ = state["pos_embed"].shape
         grid, state["pos_embed"] = (height, width), state["pos_embed"].flatten(1, 2)
     notes += fold_layer_scale(state)
-    return _described(
+    return _apply_description(
         Checkpoint(state, "timm NaFlexViT", stem_of(state), 1e-6, "gelu", grid=grid, renamed=renamed, notes=notes),
         contents,
     )
 
 
-def _described(checkpoint: Checkpoint, contents: Contents) -> Checkpoint:
+def _apply_description(checkpoint: Checkpoint, contents: Contents) -> Checkpoint:
     """Take from `config.json` what it says about the network; say what is assumed where it says nothing."""
     checkpoint.notes += contents.notes
     state, assumed = checkpoint.state, checkpoint.assumed

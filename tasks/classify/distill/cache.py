@@ -163,7 +163,7 @@ class TargetCache:
         problem: DpnError | None = None
         if self.world.leads:
             try:
-                self._begin()
+                self._prepare_folder()
                 self.check_space()
             except DpnError as error:
                 problem = error
@@ -211,7 +211,7 @@ class TargetCache:
     def _file(self, number: int) -> Path:
         return self.folder / f"targets-{number:05d}.npy"
 
-    def _begin(self) -> None:
+    def _prepare_folder(self) -> None:
         """Make the folder, or clear one of something else."""
         path = self.folder / "cache.json"
         if read_object(path) != self.facts:
@@ -234,7 +234,7 @@ class TargetCache:
             return
         shards = [self.shards[whole[at * len(whole) // SPOT_CHECKS]] for at in range(SPOT_CHECKS)]
         entries = [shard[at * len(shard) // SPOT_CHECKS] for at, shard in enumerate(shards)]
-        with closing(self._seen([entries], workers=0)) as seen:
+        with closing(self._teacher_outputs([entries], workers=0)) as seen:
             near = F.cosine_similarity(next(seen).float(), self.read(entries).float())
         if not near.min() > SPOT_COSINE:
             row = entries[int(near.argmin())] % len(self.images.labels)
@@ -251,7 +251,7 @@ class TargetCache:
             for number in numbers
             for begin in range(0, len(self.shards[number]), step)
         ]
-        with closing(self._seen(part for _, part in parts)) as seen:
+        with closing(self._teacher_outputs(part for _, part in parts)) as seen:
             for done, ((number, part), kept) in enumerate(zip(parts, seen, strict=True), 1):
                 signals.check_here()
                 rows.append(kept)
@@ -262,7 +262,9 @@ class TargetCache:
                     shown = time.monotonic()
                     self.console.info(f"the teacher has seen {done / len(parts):.1%} of the views")
 
-    def _seen(self, batches: Iterable[Sequence[int]], workers: int | None = None) -> Generator[Tensor, None, None]:
+    def _teacher_outputs(
+        self, batches: Iterable[Sequence[int]], workers: int | None = None
+    ) -> Generator[Tensor, None, None]:
         """Yield what is kept of batches of entries, (b, values) in float16. Raises as `fill` does."""
         config, world, images = self.config, self.world, len(self.images.labels)
         workers = count_workers(config.runtime.workers, world.device, world.here) if workers is None else workers

@@ -24,7 +24,7 @@ from tasks.classify.distill.cache import check_views
 from tasks.classify.distill.config import DistillConfig
 from tasks.classify.distill.data import DistillSplits, open_images
 from tasks.classify.distill.dry_run import dry_run_stages
-from tasks.classify.distill.student import as_taught, load_teacher, resized
+from tasks.classify.distill.student import describe_resize, load_teacher, with_teacher_defaults
 from tasks.classify.distill.train import Distillation
 from tasks.classify.fewshot import check_transfer, describe_accuracies, probing_of
 from tasks.classify.preflight import check_divides
@@ -38,7 +38,7 @@ def run(config: DistillConfig, place: LaunchOptions, console: Console) -> Json |
     if config.demo:
         console.info(DEMO_NOTE)
     teacher = load_teacher(config)
-    config = as_taught(config, teacher)
+    config = with_teacher_defaults(config, teacher)
     kind: Kind = "classifier" if teacher.classes else "network"
     with open_run(config, config.runtime, kind, place, default_folder(config), console) as run:
         result = None if place.dry_run else run.folder.result
@@ -101,7 +101,7 @@ def _check(run: Run[DistillConfig], teacher: Classifier, images: DistillSplits, 
     config, folder, world = run.config, run.folder, run.world
     check_divides(config.batch_size, config.runtime.micro_batch_size, world)
     check_stages(config)
-    if note := resized(teacher):
+    if note := describe_resize(teacher):
         run.console.warn(note)
     if options := probing_of(config):
         check_transfer(options)

@@ -14,7 +14,7 @@ from tasks.classify.classifier import Classifier, predict
 from tasks.classify.distill.agreement import Agreement, compute_agreement
 from tasks.classify.distill.config import DistillConfig
 from tasks.classify.distill.data import DistillSplits
-from tasks.classify.distill.student import prepared
+from tasks.classify.distill.student import as_classifier
 from tasks.classify.fewshot import probing_of, transfer
 
 Json = dict[str, Any]
@@ -27,7 +27,7 @@ class DistillScorer:
         self, config: DistillConfig, teacher: Classifier, data: DistillSplits, world: World, console: Console
     ) -> None:
         self.config, self.data, self.world, self.console = config, data, world, console
-        self.taught = prepared(config, teacher, teacher.model)
+        self.taught = as_classifier(config, teacher, teacher.model)
 
     def agreement(self, student: Backbone) -> Agreement:
         """Compare a student with its teacher on the images that are held out."""
@@ -55,7 +55,7 @@ class DistillScorer:
         data, config = self.data, self.config
         if data.val is None:
             return None
-        classifier = prepared(config, self.taught, model)
+        classifier = as_classifier(config, self.taught, model)
         with engine.precision_of(config.runtime, self.world.device):
             return score(
                 lambda images: predict(classifier, images),

@@ -16,7 +16,7 @@ from dpn_cli.model.norms import GradualNorm
 from dpn_cli.run.artifact_kinds import resolve
 from dpn_cli.weights.backbone import Backbone, load_backbone, load_whole
 from dpn_cli.weights.locate import open_checkpoint
-from dpn_cli.weights.retrofit import Batches, converted, fit_stem
+from dpn_cli.weights.retrofit import Batches, convert_network, fit_stem
 from tasks.classify.classifier import Classifier, classifier_of, facts_of, resize_for
 from tasks.classify.distill.config import DistillConfig, Start, Student
 
@@ -44,7 +44,7 @@ def load_teacher(config: DistillConfig) -> Classifier:
     return teacher
 
 
-def resized(teacher: Classifier) -> str | None:
+def describe_resize(teacher: Classifier) -> str | None:
     """Say that a teacher is asked at another image size than its own; None at its own."""
     changes = [change for change in teacher.model.report.resized if change.startswith("pos_embed")]
     if not changes:
@@ -56,7 +56,7 @@ def resized(teacher: Classifier) -> str | None:
     )
 
 
-def as_taught(config: DistillConfig, teacher: Classifier) -> DistillConfig:
+def with_teacher_defaults(config: DistillConfig, teacher: Classifier) -> DistillConfig:
     """Return the config with what it leaves to the teacher: how images are cropped and mirrored, and the start.
 
     A teacher that takes images whole was trained on whole ones, and one whose file tells of no mirrored images may
@@ -70,7 +70,7 @@ def as_taught(config: DistillConfig, teacher: Classifier) -> DistillConfig:
     return config.model_copy(update={"backbone": backbone, "data": filled})
 
 
-def prepared(config: DistillConfig, teacher: Classifier, model: Backbone) -> Classifier:
+def as_classifier(config: DistillConfig, teacher: Classifier, model: Backbone) -> Classifier:
     """Return teacher or student as a classifier of the teacher's classes whose images are prepared by the config."""
     side = config.data.eval_resize or teacher.resize_side or resize_for(model.config.image_size)
     decoder = decoder_of(config.data.decode)
@@ -119,7 +119,7 @@ def new_student(config: DistillConfig, teacher: Backbone, images: Batches) -> tu
         )
         return student, {}
     same_norms = asked.norm in (None, vit_config.norm) and asked.placement in (None, vit_config.placement)
-    student = converted(
+    student = convert_network(
         teacher,
         replace(
             vit_config,
@@ -146,14 +146,14 @@ def reload_student(config: DistillConfig, place: str, classes: int) -> Backbone:
     )
 
 
-def gated(network: Backbone) -> None:
+def gate_stem_norms(network: Backbone) -> None:
     """Let the norms of the stem come in gradually, so that the network begins as the plain one whose weights it has."""
     for holder, slot in _stem_norms(network):
         if not isinstance(norm := getattr(holder, slot), nn.Identity):
             setattr(holder, slot, GradualNorm(norm, ANNEALED))
 
 
-def ungated(network: Backbone) -> None:
+def remove_gates(network: Backbone) -> None:
     """Put the norms themselves in the place of their gates, which are open after the stage."""
     for holder, slot in _stem_norms(network):
         if isinstance(gate := getattr(holder, slot), GradualNorm):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpn_cli.config.load import counted
+from dpn_cli.config.load import scale_schedule
 from dpn_cli.data.leakage import record
 from dpn_cli.data.loader import count_workers, crop_batches
 from dpn_cli.data.shard_sampler import make_shard_order
@@ -32,7 +32,14 @@ from tasks.classify.distill.config import DistillConfig
 from tasks.classify.distill.data import DistillSplits, augmentation_of
 from tasks.classify.distill.losses import Distance, NetworkOutputs, ObservedNetwork, inputs_of
 from tasks.classify.distill.scores import DistillScorer
-from tasks.classify.distill.student import check_pair, gated, new_student, prepared, reload_student, ungated
+from tasks.classify.distill.student import (
+    as_classifier,
+    check_pair,
+    gate_stem_norms,
+    new_student,
+    reload_student,
+    remove_gates,
+)
 from tasks.classify.export import model_card
 from tasks.classify.predictions_file import keep
 from tasks.classify.preflight import interval
@@ -65,10 +72,10 @@ class Distillation:
         if distributed.from_leader((self.path / WEIGHTS).is_file()):
             stages = {}
         else:
-            self._begin()
+            self._initialize_student()
         track = self.run.tracker(self.config.runtime.report_to if stages else "none")
         for stage, steps in stages.items():
-            if steps and self._note(stage) is None:
+            if steps and self._stage_note(stage) is None:
                 config, student, path = self._ready(stage, before, steps)
                 with self.run.outputs("distill" if stage == "all" else stage, track, path) as outputs:
                     observed, job = self.job(config, student, outputs, first)
@@ -85,14 +92,14 @@ class Distillation:
             self.run.folder.finish(result)
         return result
 
-    def _begin(self) -> None:
+    def _initialize_student(self) -> None:
         """Make the student as it is before its first step, unless it is there."""
-        if self._note("start") is None:
+        if self._stage_note("start") is None:
             student, fitted = self.new_student()
             if self.config.backbone.start == "anneal":
-                gated(student)
+                gate_stem_norms(student)
             check_pair(self.config, self.teacher, student)
-            self._keep("start", student, {"fitted": fitted} if fitted else {})
+            self._save_stage("start", student, {"fitted": fitted} if fitted else {})
 
     def new_student(self) -> tuple[Backbone, Json]:
         """Make the student on the CPU, where its stem is fitted in float64."""
@@ -111,19 +118,19 @@ class Distillation:
 
     def of_stage(self, stage: str, student: Backbone, steps: int) -> DistillConfig:
         """Return the config of a stage of so many steps, after freezing what it does not train in the student."""
-        config = self.config.model_copy(update={"schedule": counted(self.config.schedule, steps)})
+        config = self.config.model_copy(update={"schedule": scale_schedule(self.config.schedule, steps)})
         if stage == "stem":
             config = config.model_copy(update={"lr": config.stem_lr or config.lr, "ema": None})
             train_only(student, (*STEM, *POSITIONS))
             if config.backbone.start == "anneal":
-                gated(student)
+                gate_stem_norms(student)
         return config
 
     def _finish(self, stage: str, student: Backbone, done: engine.FitResult, outputs: engine.Outputs) -> None:
         """Keep the weights of a stage that has ended, and drop the states in between."""
-        ungated(student)
+        remove_gates(student)
         timing = {"train_seconds": round(done.seconds, 2), "wait_seconds": round(done.wait_seconds, 2)}
-        self._keep(stage, student, {"steps": done.steps, "loss": done.loss, "timing": timing})
+        self._save_stage(stage, student, {"steps": done.steps, "loss": done.loss, "timing": timing})
         if self.world.leads and outputs.checkpoints:
             outputs.checkpoints.clear()
 
@@ -167,12 +174,12 @@ class Distillation:
         )
 
     @cached_property
-    def _seeing(self) -> ObservedNetwork:
+    def _observed_student(self) -> ObservedNetwork:
         return ObservedNetwork(self.teacher, self.config.losses, [theirs for _, theirs in self.config.losses.layers])
 
     @cached_property
     def _compiled(self) -> Callable[[Tensor], NetworkOutputs]:
-        return torch.compile(self._seeing) if self.config.runtime.compile else self._seeing
+        return torch.compile(self._observed_student) if self.config.runtime.compile else self._observed_student
 
     @torch.no_grad()
     def _targets(self, batch: engine.Batch) -> NetworkOutputs:
@@ -202,7 +209,7 @@ class Distillation:
         count = 0
         with torch.no_grad(), engine.precision_of(self.config.runtime, self.world.device):
             for pixels in self._sample():
-                seen = self._seeing(self.teacher.normalize(pixels.to(self.world.device)))
+                seen = self._observed_student(self.teacher.normalize(pixels.to(self.world.device)))
                 tokens = {name: value.flatten(0, 1).double() for name, value in seen.items() if "tokens" in name}
                 count += len(tokens["tokens"])
                 for name, value in tokens.items():
@@ -216,11 +223,11 @@ class Distillation:
     def _file(self, stage: str, suffix: str) -> Path:
         return self.path / "stages" / f"{stage}{suffix}"
 
-    def _note(self, stage: str) -> Json | None:
+    def _stage_note(self, stage: str) -> Json | None:
         """Return what a finished stage left behind; None before."""
         return distributed.from_leader(read_object(self._file(stage, ".json")))
 
-    def _keep(self, stage: str, student: Backbone, facts: Json) -> None:
+    def _save_stage(self, stage: str, student: Backbone, facts: Json) -> None:
         """Write the weights of a stage, and the note that it is finished."""
         student.to(self.world.device).eval()
         near = self.scoring.agreement(student).to_dict()
@@ -229,7 +236,7 @@ class Distillation:
             if stage == "all":
                 self._export(student, near)
             else:
-                ungated(student)
+                remove_gates(student)
                 export_backbone(student, self._file(stage, ".safetensors"))
             replace_json(self._file(stage, ".json"), note)
         distributed.barrier()
@@ -244,7 +251,7 @@ class Distillation:
         if not student.num_classes:
             export_backbone(student, self.path / WEIGHTS, {KEY: "network", "distilled": json.dumps(distilled)})
             return
-        classifier = prepared(self.config, self.taught, student)
+        classifier = as_classifier(self.config, self.taught, student)
         classifier.facts = {
             "arch": student.config.arch,
             "parameters": student.report.parameters,
@@ -259,7 +266,7 @@ class Distillation:
     def _result(self) -> Json:
         student = reload_student(self.config, str(self.path / WEIGHTS), self.teacher.num_classes)
         student.to(self.world.device).eval()
-        stages = {stage: note for stage in ("start", "stem", "all") if (note := self._note(stage)) is not None}
+        stages = {stage: note for stage in ("start", "stem", "all") if (note := self._stage_note(stage)) is not None}
         timings = [note.pop("timing") for note in stages.values() if "timing" in note]
         if self.skipped:
             self.console.warn(f"{sum(self.skipped)} times an unreadable image was replaced by the next one")

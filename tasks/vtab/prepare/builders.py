@@ -49,7 +49,7 @@ def library() -> Any:
     return tensorflow_datasets
 
 
-def prepared(source: Source, root: Path) -> Path | None:
+def find_prepared(source: Source, root: Path) -> Path | None:
     """Return the folder of a builder's newest fitting version that TensorFlow Datasets has prepared in `root`."""
     found = {}
     for folder in (root / source.builder).glob("*"):
@@ -61,7 +61,7 @@ def prepared(source: Source, root: Path) -> Path | None:
 
 def missing_by_hand(source: Source, root: Path, manual: Path) -> str:
     """Say what has to be fetched by hand before a builder can be prepared; ``""`` when nothing has."""
-    if prepared(source, root) or all((manual / name).exists() for name in source.needs):
+    if find_prepared(source, root) or all((manual / name).exists() for name in source.needs):
         return ""
     return f"{source.builder} is not downloaded by itself: put {source.by_hand} {manual}"
 
@@ -73,7 +73,7 @@ def open_builder(source: Source, root: Path, manual: Path, download: bool) -> Bu
     downloaded, or cannot be prepared.
     """
     tfds = library()
-    if folder := prepared(source, root):
+    if folder := find_prepared(source, root):
         return Prepared(tfds.builder_from_directory(folder), source.features)
     if missing := missing_by_hand(source, root, manual):
         raise DataError(missing)

@@ -55,7 +55,7 @@ def run(
             shutil.rmtree(partial(out, task), ignore_errors=True)
         for folder in damaged:
             shutil.rmtree(folder)
-        for source in _in_order(tasks, root, manual):
+        for source in _order_by_download(tasks, root, manual):
             chosen = [task for task in source.tasks if task in tasks]
             missing = [task for task in chosen if not is_prepared(out / task.folder)]
             done |= {task.name: "kept" for task in chosen if task not in missing}
@@ -76,7 +76,7 @@ def run(
     return {"task": "data prepare vtab", "out": str(out), "tasks": states, "left": left}, problem if left else None
 
 
-def _in_order(tasks: Sequence[Task], root: Path, manual: Path) -> list[Source]:
+def _order_by_download(tasks: Sequence[Task], root: Path, manual: Path) -> list[Source]:
     """Return the sources of tasks, those last of which something has to be fetched by hand."""
     sources = [source for source in SOURCES if not set(source.tasks).isdisjoint(tasks)]
     return sorted(sources, key=lambda source: bool(missing_by_hand(source, root, manual)))

@@ -116,14 +116,14 @@ def test_the_stems_stage_moves_stem_positions_and_class_token_alone(
     photos: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights: dict[str, dict[str, Tensor]] = {}
-    keep = training.Distillation._keep
+    keep = training.Distillation._save_stage
 
     def noting(self: training.Distillation, stage: str, student: Any, facts: Any) -> None:
         weights[stage] = {name: value.detach().clone() for name, value in student.state_dict().items()}
         weights[f"teacher {stage}"] = {name: value.clone() for name, value in self.teacher.state_dict().items()}
         keep(self, stage, student, facts)
 
-    monkeypatch.setattr(training.Distillation, "_keep", noting)
+    monkeypatch.setattr(training.Distillation, "_save_stage", noting)
     train(small(photos, teacher), tmp_path / "run")
     moved = {name for name, value in weights["start"].items() if not torch.equal(value, weights["stem"][name])}
     own = {"pos_embed", "cls_token", "patch_embed.proj.weight", "patch_embed.proj.bias"}
@@ -159,17 +159,17 @@ def test_norms_come_in_from_nothing_to_all(
 
 
 def test_a_gate_that_is_shut_is_the_plain_network() -> None:
-    from tasks.classify.distill.student import gated, ungated
+    from tasks.classify.distill.student import gate_stem_norms, remove_gates
 
     plain = load_backbone("mu/8", stem="none", image_size=16, num_classes=3).eval()
     for stem in ("dpn", "post_posemb", "rms"):
         dual = load_backbone("mu/8", stem=stem, image_size=16, num_classes=3).eval()
         dual.load_state_dict({**dual.state_dict(), **plain.state_dict()})
         before, names = dual.state_dict(), list(dual.state_dict())
-        gated(dual)
+        gate_stem_norms(dual)
         image = torch.randn(2, 3, 16, 16)
         assert torch.equal(dual.forward_features(image), plain.forward_features(image))
-        ungated(dual)
+        remove_gates(dual)
         assert list(dual.state_dict()) == names
         assert all(torch.equal(value, before[name]) for name, value in dual.state_dict().items())
 

@@ -32,7 +32,7 @@ from dpn_cli.weights.backbone import Backbone, load_backbone
 from dpn_cli.weights.retrofit import fit_stem
 from tasks.classify.distill.config import DistillConfig, finalize, resolve
 from tasks.classify.distill.data import FITTED_ON, open_images
-from tasks.classify.distill.student import as_taught, load_teacher, new_student, start_of
+from tasks.classify.distill.student import load_teacher, new_student, start_of, with_teacher_defaults
 
 CPU = World(0, 1, torch.device("cpu"))
 
@@ -154,7 +154,7 @@ def test_images_are_taken_as_the_teacher_takes_them(tmp_path: Path) -> None:
         save_classifier(Classifier(plain_network(), ("a", "b", "c"), "softmax", side, facts), place)
         for changes, crop, flip in (({}, *expected), ({"crop": "timm_bicubic", "flip": True}, "timm_bicubic", True)):
             config = small("x", place, data=changes)
-            data = as_taught(config, load_teacher(config)).data
+            data = with_teacher_defaults(config, load_teacher(config)).data
             assert (data.crop, data.flip) == (crop, flip)
 
 

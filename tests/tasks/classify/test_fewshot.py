@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import Arrays
 
-from tasks.classify.probe import choose, pick, probe
+from tasks.classify.probe import draw_examples, draw_rows, probe
 
 
 @pytest.mark.parametrize("case", ["n_lt_d", "n_ge_d", "const_feat"])
@@ -39,15 +39,19 @@ def test_examples_are_drawn_as_big_vision_draws_them(golden: Callable[[str], Arr
     arrays = golden("fewshot_evaluator")
     x, y, classes = arrays["x_train"], arrays["y_train"], int(arrays["num_classes"])
     for seed in range(3):
-        assert choose(y, classes, 5, seed).tolist() == arrays[f"selected_idx_seed{seed}_5shot"].tolist()
+        assert draw_rows(y, classes, 5, seed).tolist() == arrays[f"selected_idx_seed{seed}_5shot"].tolist()
         for column, shots in enumerate(arrays["shots"].tolist()):
             accuracy = probe(
-                *pick(x, y, classes, shots, seed), arrays["x_test"], arrays["y_test"], classes, float(arrays["l2_reg"])
+                *draw_examples(x, y, classes, shots, seed),
+                arrays["x_test"],
+                arrays["y_test"],
+                classes,
+                float(arrays["l2_reg"]),
             )
             assert accuracy == pytest.approx(float(arrays["accuracy"][seed, column]), abs=1e-7)
 
 
 def test_more_shots_hold_the_fewer_ones() -> None:
     y = np.arange(60) % 4
-    fewer, more = (set(choose(y, 4, shots, 1).tolist()) for shots in (3, 9))
+    fewer, more = (set(draw_rows(y, 4, shots, 1).tolist()) for shots in (3, 9))
     assert fewer < more

@@ -16,13 +16,13 @@ from test_report import check_page, page_of, rows_of
 from test_segment import small, train, write_scenes
 
 from tasks.segment.iou import ImageScore
-from tasks.segment.page_samples import SIDE, chosen
+from tasks.segment.page_samples import SIDE, select_extremes
 
 
 def test_best_median_and_worst_are_different_images() -> None:
     for count in (1, 2, 3, 5, 9, 20):
         each = [ImageScore(row, float((row * 7) % count)) for row in range(count)]
-        found = chosen(each)
+        found = select_extremes(each)
         rows = [one.row for several in found.values() for one in several]
         assert len(set(rows)) == len(rows) == min(count, 3 * max(1, min(3, count // 3))), count
         assert found["best"][0].miou == count - 1

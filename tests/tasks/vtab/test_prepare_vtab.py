@@ -406,14 +406,14 @@ def test_without_tensorflow_datasets_one_line_says_what_to_install(
 def test_the_newest_fitting_version_that_is_prepared_is_read(tmp_path: Path) -> None:
     source = next(source for source in SOURCES if source.builder == "sun397/tfds")
     manual = tmp_path / "manual"
-    assert builders.prepared(source, tmp_path) is None
+    assert builders.find_prepared(source, tmp_path) is None
     for version, whole in (("4.0.0", True), ("4.10.0", True), ("4.2.0", True), ("4.11.0", False), ("5.0.0", True)):
         folder = tmp_path / "sun397" / "tfds" / version
         folder.mkdir(parents=True)
         if whole:
             (folder / builders.WRITTEN).write_text("{}")
     (tmp_path / "sun397" / "tfds" / "4.0.0.incomplete").mkdir()
-    assert builders.prepared(source, tmp_path) == tmp_path / "sun397" / "tfds" / "4.10.0"
+    assert builders.find_prepared(source, tmp_path) == tmp_path / "sun397" / "tfds" / "4.10.0"
     retinopathy = next(source for source in SOURCES if "retinopathy" in source.builder)
     assert "trainLabels.csv" in builders.missing_by_hand(retinopathy, tmp_path, manual)
     for name in retinopathy.needs:
