@@ -82,14 +82,14 @@ def _launch_options(config: Any, arguments: Mapping[str, Any]) -> dict[str, Any]
     processes, trial = process_options(arguments), arguments["trial"]
     place = LaunchOptions(**processes)
     starts = place.processes if place.engine == "local" else f"--engine {place.engine}"
-    given = {starts: place.starts_processes, "--join": arguments["join"], f"--trial {trial}": trial is not None}
+    given = {starts: place.starts_processes, f"--trial {trial}": trial is not None}
     given["--list-trials"] = arguments["list_trials"]
     asked = [option for option, was in given.items() if was]
     if asked and not getattr(config, "several", True):
         raise DpnError(f"{asked[0]}: this is one training; --compare and --seeds make several")
     if len(asked) > 1:
         raise DpnError(f"{' '.join(asked)}: each says who does the work; pass one of them")
-    return how | processes | {"join": arguments["join"] or trial is not None, "trial": trial}
+    return how | processes | {"trial": trial}
 
 
 def process_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,22 +172,16 @@ PROCESS_OPTIONS = (
 )
 SHARED_OPTIONS = (
     *PROCESS_OPTIONS,
-    switch(
-        "join",
-        "--join",
-        help="Work on the run in the output folder along with other processes, on any machine that has the folder; "
-        "each does what no other one does.",
-    ),
     option(
         "trial",
         int | None,
         None,
         "--trial",
         min=0,
-        help="Do the part of the work that has this number; other processes do the others. \\[default: all parts]",
+        help="Run only the trial of this number, for a scheduler that runs the others. \\[default: all]",
         panel=RUNTIME,
     ),
-    switch("list_trials", "--list-trials", help="Print the numbers and names of the parts of the work, and stop."),
+    switch("list_trials", "--list-trials", help="Print the numbers and names of the trials, and stop."),
 )
 OUTPUT_OPTIONS = (
     option(

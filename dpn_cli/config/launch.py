@@ -31,9 +31,8 @@ class LaunchOptions:
     `on_open` is told which folder it is. With `dry_run` nothing is written there, and `on_cost` is told what the
     trainings of each network take. Of several trainings `jobs` run at once, started by an `engine` with `resources` for
     each; `jobs_per_gpu` on a GPU, where it is given, and then None for `jobs` is as many as the GPUs have room for.
-    With `join` the process works on a run along with others; `trial` is the number of its part, None for all.
-    `explicit_keys` are the config keys that the command gave; None where that is not known. `check` is called after
-    every step, and ends the run where it raises.
+    `trial` is the number of the only trial that is run, None for all. `explicit_keys` are the config keys that the
+    command gave; None where that is not known.
     """
 
     folder: Path | None = None
@@ -46,15 +45,8 @@ class LaunchOptions:
     jobs_per_gpu: PerGpu | None = None
     engine: Literal["local", "ray", "slurm"] = "local"
     resources: Sequence[tuple[str, object]] = ()
-    join: bool = False
     trial: int | None = None
     explicit_keys: Sequence[str] | None = None
-    check: Callable[[], object] = lambda: None
-
-    @property
-    def shared(self) -> bool:
-        """Return whether several processes write to the folder."""
-        return self.join or self.starts_processes
 
     @property
     def starts_processes(self) -> bool:

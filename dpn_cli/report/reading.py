@@ -16,7 +16,6 @@ from dpn_cli.report.content import Series
 from dpn_cli.run.artifact_kinds import is_run
 from dpn_cli.run.environment import is_at_work, read_config
 from dpn_cli.run.files import read_object, real_path
-from dpn_cli.run.leases import LEASES, Leases
 from dpn_cli.run.records import read_records
 
 Json = dict[str, Any]
@@ -62,8 +61,7 @@ class RunRecord:
     def status(self) -> str:
         """The run's status: finished, running, stopped, failed …; scored for an evaluation.
 
-        A run is interrupted when its process, and all that have joined it, have gone without a word. Of another
-        machine's that cannot be told.
+        A run is interrupted when its process has gone without a word. Of another machine's that cannot be told.
         """
         if self.kind == "eval":
             return "scored"
@@ -73,7 +71,7 @@ class RunRecord:
         there = is_at_work(process)
         if there is None:
             return f"running on {process.get('host')}"
-        return status if there or Leases(self.path / LEASES).taken() else "interrupted"
+        return status if there else "interrupted"
 
     def series(self, key: str) -> Series:
         """Return the values of a key in the log over steps, without those that are not finite numbers."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,31 +24,20 @@ from dpn_cli.run import signals
 from dpn_cli.run.artifact_kinds import Kind
 from dpn_cli.run.callbacks import Outputs
 from dpn_cli.run.checkpoints import Checkpoints
-from dpn_cli.run.console import Console, ProgressTick, count_noun
+from dpn_cli.run.console import Console, count_noun
 from dpn_cli.run.distributed import World, from_leader, join, lost_rank
 from dpn_cli.run.elastic import Launch, this_launch
 from dpn_cli.run.environment import read_config
 from dpn_cli.run.files import claimed, make_folder
-from dpn_cli.run.leases import LEASES, Leases, Unshared
 from dpn_cli.run.run_dir import MetricsLog, RunFolder
 from dpn_cli.run.trackers import Track, build_tracker
 
-# Name of the lease of the process that has started others.
-SHARER = "run"
-# Seconds between two looks at what other processes do.
-LOOK_EVERY = 0.5
 # Seconds until a file system forgets the claim of a machine that is lost; NFS servers take 90.
 LOST_AFTER = 120.0
 
 ConfigT = TypeVar("ConfigT", bound=Section)
 SectionT = TypeVar("SectionT", bound=Section)
 BackboneT = TypeVar("BackboneT", bound=BackboneConfig)
-
-
-def pause() -> None:
-    """Wait a moment. Raises `StoppedError`."""
-    signals.check_here()
-    time.sleep(LOOK_EVERY)
 
 
 def run_name(backbone: BackboneConfig, stems: str | None = None) -> str:
@@ -68,8 +56,8 @@ def run_name(backbone: BackboneConfig, stems: str | None = None) -> str:
 class Run(Generic[ConfigT]):
     """A run while it is at work: its config, its folder, and the ranks it runs on.
 
-    `differs` lists differences from the paper; None when there is nothing to compare with. `leases` are those of the
-    processes that share the folder; None when it is this one's alone. `check` is that of the `LaunchOptions`.
+    `differs` lists differences from the paper; None when there is nothing to compare with. `one_trial` says that the
+    process runs one trial of several, and that others may run the rest at the same time.
     """
 
     config: ConfigT
@@ -77,50 +65,33 @@ class Run(Generic[ConfigT]):
     world: World
     console: Console
     differs: list[str] | None = None
-    leases: Leases | None = None
-    check: Callable[[], object] = lambda: None
+    one_trial: bool = False
 
-    def take(self, name: str) -> Unshared | None:
-        """Return the lease of a part of the work, or None while another process has it."""
-        return self.leases.take(name) if self.leases else Unshared()
+    def claim(self, path: Path) -> AbstractContextManager[None]:
+        """Claim the folder of a part of the work, on rank 0. Raises `DpnError` when another process has claimed it."""
+        return claimed(path) if self.world.leads else nullcontext()
 
-    @contextmanager
-    def alone(self, name: str) -> Iterator[None]:
-        """Keep other processes out of a block of that name, after waiting for those that are in it."""
-        lease = self.leases.wait_for(name, pause) if self.leases else Unshared()
-        try:
-            yield
-        finally:
-            lease.release()
-
-    def alone_unless(self, fact: str) -> AbstractContextManager[None]:
-        """Keep other processes out of a block that sets a fact of run.json, until the fact is there."""
-        return nullcontext() if self.leases and self.folder.facts.get(fact) else self.alone("check")
+    def claim_unless(self, fact: str) -> AbstractContextManager[None]:
+        """Claim the run's folder for one trial of several, to write a fact of run.json that is not yet there."""
+        first = self.one_trial and not self.folder.facts.get(fact)
+        return claimed(self.folder.path, on_wait=signals.check_here) if first else nullcontext()
 
     def tracker(self, report_to: str) -> Track:
         """Return a function that sends records to the tracker of that name, from the leading rank only."""
         return build_tracker(report_to if self.world.leads else "none", self.folder.path, self.console)
 
     @contextmanager
-    def outputs(
-        self, label: str, track: Track, path: Path | None = None, lease: Unshared | None = None
-    ) -> Iterator[Outputs]:
+    def outputs(self, label: str, track: Track, path: Path | None = None) -> Iterator[Outputs]:
         """Yield the outputs of a training, in `path` or the run's folder, and show its progress.
 
-        `label` names the training on the screen and to `track`. `lease` is checked after every step, before anything is
-        written.
+        `label` names the training on the screen and to `track`.
         """
-        path, console, check = path or self.folder.path, self.console, lease.check if lease else self.check
+        path, console = path or self.folder.path, self.console
         log = MetricsLog(path / "metrics.jsonl", lambda record: track(label, record))
         prefix = f"{label}: " if path != self.folder.path else ""
         with console.progress(label) as show:
-
-            def tick(state: ProgressTick) -> None:
-                check()
-                show(state)
-
             yield Outputs(
-                Checkpoints(path / "checkpoints"), log, tick, console.warn, lambda text: console.info(prefix + text)
+                Checkpoints(path / "checkpoints"), log, show, console.warn, lambda text: console.info(prefix + text)
             )
 
 
@@ -131,8 +102,8 @@ def open_run(
     """Join the ranks, listen to signals, and open the run's folder: that of `place`, or `default`.
 
     The session's config is the one that the run in the folder began with; its differences from the paper are printed.
-    On exit the status of the run is written to the folder, unless this process has joined one that others work on. A
-    dry run does not create the folder. Raises `DpnError` and its subclasses.
+    On exit the status of the run is written to the folder, unless this process runs one trial of it. A dry run does not
+    create the folder. Raises `DpnError` and its subclasses.
     """
     path = place.folder or default
     _check_ways(place)
@@ -145,38 +116,36 @@ def open_run(
             place.on_open(path)
             yield Run(config, RunFolder(path), world, console, _compared(config, precision, console))
             return
-        if place.shared and world.size > 1:
-            given = "--join" if place.join else place.processes
-            raise DpnError(f"{given}: starts processes itself; leave it or torchrun out")
-        leases, launch = Leases(path / LEASES) if place.shared else None, this_launch()
+        one_trial = place.trial is not None
+        if world.size > 1 and (one_trial or place.starts_processes):
+            given = f"--trial {place.trial}" if one_trial else place.processes
+            raise DpnError(f"{given}: does not go with torchrun; leave one of them out")
+        launch = this_launch()
         how = _how(place, path, launch, world, console)
-        saved = from_leader(_saved_network(path) if how["resume"] or how["join"] else None)
+        saved = from_leader(_saved_network(path) if how["resume"] or one_trial else None)
         config = with_weights_of(config, saved, place.explicit_keys, console)
-        with ExitStack() as opening:  # processes that share the folder claim it only while they open it
-            folder = open_folder(path, config, kind, world, console, **how, claims=opening if leases else claims)
-            if leases:
-                claims.enter_context(leases.beating())
-                if not place.join:
-                    leases.take(SHARER)
+        with ExitStack() as opening:  # one trial of several claims the folder only while it begins the run
+            held = opening if one_trial else claims
+            folder = open_folder(path, config, kind, world, console, **how, one_trial=one_trial, claims=held)
         place.on_open(path)
         if folder.result is None:
             console.info(f"run folder {path}")
             if world.leads:
                 _note_command(folder, place, launch, console)
-        with _status(folder, told=world.leads and not place.join), lost_rank():
+        with _status(folder, told=world.leads and not one_trial), lost_rank():
             config = with_saved_decoder(config, from_leader(folder.facts))
             if world.leads and folder.result is None:
                 _note_precision(folder, precision, console)
             differs = _compared(config, precision, console)
-            yield Run(config, folder, world, console, differs, leases, place.check)
+            yield Run(config, folder, world, console, differs, one_trial)
 
 
 def _check_ways(place: LaunchOptions) -> None:
     """Raise `DpnError` for two ways at once to open the folder of a run."""
     if place.resume and place.overwrite:
         raise DpnError("--resume --overwrite: one continues the existing run, the other deletes it; pass one of them")
-    if place.join and place.overwrite:
-        raise DpnError("--overwrite: would delete what other processes work on; delete the folder before they start")
+    if place.trial is not None and place.overwrite:
+        raise DpnError(f"--overwrite --trial {place.trial}: would delete the other trials; delete the folder yourself")
 
 
 def _how(place: LaunchOptions, path: Path, launch: Launch | None, world: World, console: Console) -> dict[str, Any]:
@@ -184,7 +153,7 @@ def _how(place: LaunchOptions, path: Path, launch: Launch | None, world: World, 
 
     It does not begin again, either, where the command has --overwrite.
     """
-    how = {"resume": place.resume, "overwrite": place.overwrite, "join": place.join}
+    how = {"resume": place.resume, "overwrite": place.overwrite}
     folder = RunFolder(path)
     run = folder.facts
     if launch is None or not run or folder.untouched:
@@ -290,7 +259,7 @@ def open_folder(
     *,
     resume: bool,
     overwrite: bool,
-    join: bool = False,
+    one_trial: bool = False,
     claims: ExitStack | None = None,
     patience: float | None = None,
 ) -> RunFolder:
@@ -298,20 +267,19 @@ def open_folder(
 
     `patience` is how many seconds it waits for another process to leave the folder, where that is not the usual time.
 
-    Raises the errors of `RunFolder.open`, and `DpnError` for a folder that another process has claimed, or works in
-    unless this one is to `join` it.
+    With `one_trial` a run that is there is not claimed: other processes may run its other trials. Raises the errors of
+    `RunFolder.open`, and `DpnError` for a folder that another process has claimed.
     """
     problem: DpnError | None = None
     if world.leads:
         try:
             if claims is not None:
-                claims.enter_context(claimed(path, patience=patience))
+                if not (one_trial and RunFolder(path).facts):
+                    claims.enter_context(claimed(path, patience=patience))
                 make_folder(path)
-                if not join and (others := Leases(path / LEASES).at_work(pause)):
-                    raise DpnError(f"{path}: other processes work on {others[0]} there; --join works along with them")
             plain = config.model_dump(mode="json")
             complete = partial(_completed, config, RunFolder(path).facts)
-            how = {"resume": resume, "overwrite": overwrite, "join": join}
+            how = {"resume": resume, "overwrite": overwrite, "one_trial": one_trial}
             RunFolder.open(path, plain, kind, **how, complete=complete, warn=console.warn)
         except DpnError as error:
             problem = error

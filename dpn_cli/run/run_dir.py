@@ -29,7 +29,6 @@ from dpn_cli.run.files import (
     replace_text,
     save_error,
 )
-from dpn_cli.run.leases import LEASES
 from dpn_cli.run.records import read_records, record_of
 
 # The files that identify a run's folder.
@@ -65,7 +64,7 @@ class RunFolder:
     def untouched(self) -> bool:
         """Return whether the run there has not produced anything."""
         names = self._names()
-        return "run.json" in names and names <= {*IDENTITY, LEASES}
+        return "run.json" in names and names <= {*IDENTITY}
 
     def _names(self) -> set[str]:
         return {entry.name for entry in self.path.iterdir() if not is_leftover(entry.name)}
@@ -80,12 +79,12 @@ class RunFolder:
         resume: bool,
         overwrite: bool,
         warn: Callable[[str], None],
-        join: bool = False,
+        one_trial: bool = False,
         complete: Callable[[Any], Any] = lambda saved: saved,
     ) -> RunFolder:
         """Start a run in `path`, or continue the one there, repairing its description where possible.
 
-        With `join` other processes may be at work there. `complete` returns a saved config with all of today's keys.
+        With `one_trial` other processes may be at work there. `complete` returns a saved config with all keys of today.
         Raises `DpnError` when the folder holds a run and neither `resume` nor `overwrite` is set, when it is not empty
         and not a run, or when `resume` is set and the run there is of another kind or has another config (the keys are
         listed); `DataError` when the config of the run there cannot be read.
@@ -95,7 +94,7 @@ class RunFolder:
         names = folder._names()
         if names and not folder._is_ours(names):
             raise DpnError(f"-o {path}: the folder is not empty and is not a dpn run; pass another -o")
-        if join:
+        if one_trial:
             if names:
                 folder._same_version()
                 folder._continue(config, kind, warn, complete)

@@ -19,20 +19,19 @@ from dpn_cli.errors import DataError, DpnError, NonFiniteError, OutOfMemoryError
 from dpn_cli.run import signals
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import from_leader
-from dpn_cli.run.files import read_object, replace_json, replace_text
-from dpn_cli.run.leases import LeaseLostError
-from dpn_cli.run.run import Run, open_run, pause, run_name, with_weights_of
+from dpn_cli.run.files import replace_text
+from dpn_cli.run.run import Run, open_run, run_name, with_weights_of
 from dpn_cli.run.run_dir import describe_device
-from dpn_cli.sweep.engines.joining import backend_for
-from dpn_cli.sweep.engines.local import LOGS, last_error
+from dpn_cli.sweep.engines.dispatch import backend_for, dispatch
+from dpn_cli.sweep.engines.local import LOGS
 from dpn_cli.sweep.grid import SweepConfig, format_network
 from dpn_cli.sweep.pairs import ComparedTrial, build_result, check_weights, keep_result, prefix_errors, show_comparison
-from dpn_cli.sweep.scheduler import Work, run_all
+from dpn_cli.sweep.scheduler import Work
 from dpn_cli.weights.backbone import LoadReport, backbone_of
 from dpn_cli.weights.resolve_stem import with_own_stem
 
-# Files in the folder of a training that has ended, one way or the other, for processes that share the work.
-RESULT, FAILED = "result.json", "failed.json"
+# File in the folder of a training that has ended.
+RESULT = "result.json"
 # Key of trial.json: the network of each training with its weights, by name.
 NETWORKS = "networks"
 
@@ -76,13 +75,14 @@ class SweepRunner:
             result = run.folder.result if _complete(run.folder.path, trials) else None
             if result is None:
                 trials = _with_saved_networks(run, trials, place)
-                with run.alone_unless("digests"):
+                with run.claim_unless("digests"):
                     _load(run, _firsts(trials), getattr(self.trainer, "load", _load_backbone))
-                failed = self._at_once(run, trials, place) if place.starts_processes else {}
-                if place.join:
-                    failed = self._along_with_others(run, trials if place.trial is None else [trials[place.trial]])
                 if place.trial is not None:
+                    one = trials[place.trial]
+                    console.info(one.label)
+                    self.trainer.run(one.config, LaunchOptions(run.folder.path / one.folder, resume=True), console)
                     return None
+                failed = self._dispatch(run, trials, place) if place.starts_processes else {}
                 result = self._train(run, trials, failed)
             return result if run.world.leads else None
 
@@ -127,7 +127,7 @@ class SweepRunner:
             several = config.versus
         return alone.with_name(alone.name.replace(name, several, 1))
 
-    def _at_once(self, run: Run[SweepConfig], trials: Sequence[_SweepTrial], place: LaunchOptions) -> dict[str, str]:
+    def _dispatch(self, run: Run[SweepConfig], trials: Sequence[_SweepTrial], place: LaunchOptions) -> dict[str, str]:
         """Run the trainings in processes; return, by folder, why some diverged or ran out of memory.
 
         Raises `DpnError` for every other failure, when all have been stopped.
@@ -135,65 +135,23 @@ class SweepRunner:
         folder, console = run.folder.path, run.console
         backend = backend_for(run, place)
         words = next(name for name, one in TRAIN_COMMANDS.items() if one is self.training).split()
-        works, failed = dict[str, Work](), dict[str, str]()
+        works = []
         for trial in trials:
-            (folder / trial.folder / FAILED).unlink(missing_ok=True)
             path, config = folder / trial.folder, folder / LOGS / f"{trial.folder.replace('/', '-')}.yaml"
             if not (path / RESULT).is_file():
                 replace_text(config, dump(trial.config))
                 line = (*words, "--config", str(config), "-o", str(path), "--resume", "--no-report")
-                works[trial.folder] = Work(trial.folder, line, network=trial.network)
+                works.append(Work(trial.folder, line, network=trial.network, label=trial.label))
         if works and place.engine == "local" and run.world.device.type == "cpu":
             self._prepare(trials, console)
-        labels = {trial.folder: trial.label for trial in trials}
-
-        def on_start(work: Work) -> None:
-            console.info(f"{labels[work.name]}: {backend.log_of(work.name)}")
-
-        def on_end(work: Work, code: int) -> None:
-            error = last_error(backend.log_of(work.name))
-            if code in (NonFiniteError.exit_code, OutOfMemoryError.exit_code):
-                console.warn(f"{labels[work.name]} failed: {error}")
-                failed[work.name] = f"{labels[work.name]}: {error}"
-            elif code:
-                raise DpnError(f"{labels[work.name]}: {error} (exit code {code}; {backend.log_of(work.name)})")
-
-        run_all(list(works.values()), backend, on_start, on_end, signals.check_here)
-        return {trial.folder: failed[trial.folder] for trial in trials if trial.folder in failed}
+        failed = dispatch(run, works, backend)
+        return {one.folder: f"{one.label}: {failed[one.folder]}" for one in trials if one.folder in failed}
 
     def _prepare(self, trials: Sequence[_SweepTrial], console: Console) -> None:
         """Do with all cores what all trainings wait for otherwise, while one of them does it with its part of them."""
         prepare = getattr(self.trainer, "prepare", None)
         if prepare and len({trial.network for trial in trials}) == 1:
             prepare(trials[0].config, console)
-
-    def _along_with_others(self, run: Run[SweepConfig], trials: Sequence[_SweepTrial]) -> dict[str, str]:
-        """Train what no other process trains until nothing is left; return, by folder, why some have failed."""
-        folder, console = run.folder.path, run.console
-        while left := [trial for trial in trials if not _has_ended(folder / trial.folder)]:
-            trained = False
-            for trial in left:
-                if (lease := run.take(trial.folder)) is None:
-                    continue
-                try:
-                    if not _has_ended(folder / trial.folder):
-                        trained = True
-                        console.info(trial.label)
-                        _forget_compiled(trial)
-                        place = LaunchOptions(folder / trial.folder, resume=True, check=lease.check)
-                        self.trainer.run(trial.config, place, console)
-                except (NonFiniteError, OutOfMemoryError) as error:
-                    console.warn(f"{trial.label} failed: {error}")
-                    replace_json(folder / trial.folder / FAILED, {"error": str(error)})
-                except LeaseLostError as error:
-                    console.warn(f"{trial.label}: {error}")
-                finally:
-                    lease.release()
-            if not trained:
-                pause()
-        failed = [trial for trial in trials if not (folder / trial.folder / RESULT).is_file()]
-        reasons = {trial.folder: (read_object(folder / trial.folder / FAILED) or {}).get("error") for trial in failed}
-        return {trial.folder: f"{trial.label}: {reasons[trial.folder]}" for trial in failed}
 
     def _train(self, run: Run[SweepConfig], trials: Sequence[_SweepTrial], failed: dict[str, str]) -> Result:
         """Run the trainings that have not failed, which takes no time for those that are done."""
@@ -220,8 +178,7 @@ class SweepRunner:
         result = build_result(self.training.scores, trials, results, failed, compared=bool(config.compare))
         result["differs_from_paper"] = run.differs
         if world.leads:
-            with run.alone("result"):
-                keep_result(folder, result)
+            keep_result(folder, result)
         return result
 
 
@@ -251,10 +208,6 @@ def _forget_compiled(trial: _SweepTrial) -> None:
         torch.compiler.reset()  # the compiler gives up after eight networks
 
 
-def _has_ended(folder: Path) -> bool:
-    return (folder / RESULT).is_file() or (folder / FAILED).is_file()
-
-
 def _complete(folder: Path, trials: Sequence[_SweepTrial]) -> bool:
     """Tell whether every training has its result, whatever the comparison's own says."""
     return all((folder / trial.folder / RESULT).is_file() for trial in trials)
@@ -279,6 +232,6 @@ def _load(run: Run[SweepConfig], trials: Sequence[_SweepTrial], load: Callable[[
         run.console.info(f"{format_network(trial.network)}: {report.summary()}")
         digests[trial.network] = report.digest
     check_weights(folder, digests)
-    if world.leads and not (run.leases and folder.facts.get("digests")):
+    if world.leads and not (run.one_trial and folder.facts.get("digests")):
         facts = {"digests": digests, NETWORKS: networks, "ranks": world.size, "device": describe_device(world.device)}
         folder.update(**facts, status="running")

@@ -15,14 +15,14 @@ LOOK_EVERY = 0.5
 class Work:
     """A command line, its words after ``dpn``, and the names of the work that it needs.
 
-    Work on the same `network` takes the same memory. Work that `helps` is not begun once other work has ended.
+    Work on the same `network` takes the same memory. `label` is its name on the screen.
     """
 
     name: str
     line: tuple[str, ...]
     after: tuple[str, ...] = ()
     network: str = ""
-    helps: bool = False
+    label: str = ""
 
 
 class Backend(Protocol):
@@ -83,7 +83,6 @@ def run_all(
                 free.append(slot)
                 if code:
                     lost.add(name)
-                waiting = {name: work for name, work in waiting.items() if not work.helps}
                 on_end(work, code)
     finally:
         if running:

@@ -16,7 +16,7 @@ from tasks.vtab.config import VtabConfig
 from tasks.vtab.data import check_images, open_task
 from tasks.vtab.dry_run import dry_run_sweep
 from tasks.vtab.result_tables import DEMO_NOTE, print_result
-from tasks.vtab.sweep import network_tasks, sweep
+from tasks.vtab.sweep import sweep, sweep_parts
 from tasks.vtab.tasks import choose_tasks
 from tasks.vtab.train import check_crops
 
@@ -30,7 +30,7 @@ def run(config: VtabConfig, place: LaunchOptions, console: Console) -> dict[str,
         console.info(DEMO_NOTE)
     if not config.compare:
         config = config.model_copy(update={"backbone": with_own_stem(config.backbone, console)})
-    if place.trial is not None and place.trial >= (count := len(network_tasks(config))):
+    if place.trial is not None and place.trial >= (count := len(sweep_parts(config))):
         raise DpnError(f"--trial {place.trial}: there are {count}, 0 to {count - 1}; --list-trials lists them")
     with open_run(config, config.runtime, "sweep", place, default_folder(config), console) as run:
         if place.dry_run:
@@ -42,7 +42,7 @@ def run(config: VtabConfig, place: LaunchOptions, console: Console) -> dict[str,
 
 def trials(config: VtabConfig) -> list[str]:
     """Return what the numbers of ``--trial`` stand for."""
-    return [f"{config.folders[network]}/{task.name}" for network, task in network_tasks(config)]
+    return [part.name(config) for part in sweep_parts(config)]
 
 
 def show(result: dict[str, Any]) -> None:

@@ -2,78 +2,113 @@
 
 from __future__ import annotations
 
-import itertools
 import shutil
-from collections.abc import Generator
+from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import dataclass, replace
 
 from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.engine import fit as engine
-from dpn_cli.errors import DataError, NonFiniteError, OutOfMemoryError, SaveError
+from dpn_cli.errors import DataError, NonFiniteError, OutOfMemoryError, SaveError, SweepError
 from dpn_cli.run import distributed
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
 from dpn_cli.run.files import replace_json
-from dpn_cli.run.gpu_share import is_shared
-from dpn_cli.run.leases import LeaseLostError, Unshared
-from dpn_cli.run.run import Run, pause
+from dpn_cli.run.run import Run
 from dpn_cli.run.run_dir import RunFolder, describe_device
-from dpn_cli.sweep.engines.joining import at_once
+from dpn_cli.sweep.engines.dispatch import backend_for, dispatch
 from dpn_cli.sweep.grid import format_network
+from dpn_cli.sweep.scheduler import Work
 from tasks.vtab.config import VtabConfig
 from tasks.vtab.data import TaskData, check_images, open_task
 from tasks.vtab.result_tables import build_result, write_csv
-from tasks.vtab.task_sweep import TaskSweep, folder_of_pixels
+from tasks.vtab.task_sweep import TaskSweep, shared_pixels
 from tasks.vtab.tasks import Task, choose_tasks
 from tasks.vtab.train import check_crops, load_network
-from tasks.vtab.trials import Json, TaskOutcome, VtabTrial, read_json
-
-Part = tuple[str, Task]
+from tasks.vtab.trials import Json, TaskOutcome, read_json
 
 
-def network_tasks(config: VtabConfig) -> list[Part]:
-    """Return the parts of a sweep, each with all trainings of a network on a task, in the order of their numbers."""
-    return list(itertools.product(config.networks, choose_tasks(config.data.tasks, config.demo)))
+@dataclass(frozen=True)
+class SweepPart:
+    """A network on a task, or one of its trainings where `lr` and `seed` are given: what a process of a sweep runs."""
+
+    network: str
+    task: Task
+    lr: float | None = None
+    seed: int = 0
+
+    def name(self, config: VtabConfig) -> str:
+        """Return NETWORK/TASK, with the learning rate and the seed of a single training."""
+        whole = f"{config.folders[self.network]}/{self.task.name}"
+        return whole if self.lr is None else f"{whole}/lr{self.lr:g}_seed{self.seed}"
+
+
+def sweep_parts(config: VtabConfig) -> list[SweepPart]:
+    """Return what ``--trial`` numbers: every network on every task, then the trainings of these, one by one."""
+    tasks = choose_tasks(config.data.tasks, config.demo)
+    whole = [SweepPart(network, task) for network in config.networks for task in tasks]
+    return whole + [replace(part, lr=lr, seed=seed) for part in whole for lr in config.lrs for seed in config.seeds]
 
 
 def sweep(run: Run[VtabConfig], place: LaunchOptions) -> Json | None:
     """Run or finish the sweep in the run's folder; write its result there and return it.
 
-    Data are checked for all tasks before anything is trained. A trial that runs out of memory or diverges
-    is noted in the result and tried again when the run is resumed; everything else raises `DpnError`. Of processes that
-    share the folder, each does what no other one does, until nothing is left; the `place` says whether they are started
-    here first. With the number of a part, this is all that is done, and the result None.
+    Data are checked for all tasks before anything is trained. A trial that runs out of memory or diverges is noted in
+    the result and tried again when the run is resumed; everything else raises `DpnError`. The `place` says whether
+    processes do the work. With the number of a part, this is all that is done, and the result None.
 
-    Raises `OutOfMemoryError` when all else is done, for trainings that had a part of a GPU only: with a whole one they
-    are tried again.
+    Raises `SweepError` when trainings of that part failed, and `OutOfMemoryError` when all else is done, for those that
+    had a part of a GPU only: with a whole one they are tried again.
     """
     config, folder = run.config, run.folder
-    with run.alone_unless("data"):
+    with run.claim_unless("data"):
         data, fingerprints = _check(run)
     if place.starts_processes:
         _forget_failures(folder)
-        at_once(run, ("finetune", "vtab"), place)
-    all_parts = network_tasks(config)
-    asked = all_parts if place.trial is None else [all_parts[place.trial]]
-    track = run.tracker(config.runtime.report_to)
-    outcomes, set_aside = dict[Part, TaskOutcome](), list[str]()
-    with closing(_to_train(run, asked, data, outcomes)) as to_train:
-        for trials, one, lease in to_train:
-            try:
-                with run.outputs(one.label, track, one.path, lease) as outputs:
-                    job = trials.trainer.job(one, outputs)
-                    done = engine.fit(trials.trainer.trainable, job)
-                lease.confirm()
-                trials.keep(one, done)
-            except (NonFiniteError, OutOfMemoryError) as error:
-                trials.note_failure(one, error)
-                if is_shared() and isinstance(error, OutOfMemoryError):
-                    set_aside.append(one.label)
-            except LeaseLostError as error:
-                run.console.warn(f"{one.label}: {error}")
-    if set_aside:
-        raise OutOfMemoryError(f"{', '.join(set_aside)}: out of memory in a part of a GPU; all else is done")
-    return None if place.trial is not None else _finish(run, [outcomes[part] for part in asked], fingerprints)
+        _dispatch(run, data, place)
+    asked = [part for part in sweep_parts(config) if part.lr is None]
+    if place.trial is not None:
+        asked = [sweep_parts(config)[place.trial]]
+    track, outcomes = run.tracker(config.runtime.report_to), []
+    for part in asked:
+        trials = TaskSweep(run, part.network, part.task, data[part.task], dispatched=place.starts_processes)
+        with closing(trials.to_train() if part.lr is None else trials.to_train_one(part.lr, part.seed)) as to_train:
+            for one in to_train:
+                try:
+                    with run.outputs(one.label, track, one.path) as outputs:
+                        job = trials.trainer.job(one, outputs)
+                        done = engine.fit(trials.trainer.trainable, job)
+                    trials.keep(one, done)
+                except (NonFiniteError, OutOfMemoryError) as error:
+                    trials.note_failure(one, error)
+        outcomes.append(trials.outcome)
+    if place.trial is None:
+        return _finish(run, outcomes, fingerprints)
+    if trials.failures:
+        kind = OutOfMemoryError if trials.set_aside else SweepError
+        raise kind("; ".join(f"{label}: {reason}" for label, reason in trials.failures.items()))
+    return None
+
+
+def _dispatch(run: Run[VtabConfig], data: Mapping[Task, TaskData], place: LaunchOptions) -> None:
+    """Have processes run the parts of the sweep; where these are fewer than the processes, each training by itself."""
+    config, folder = run.config, run.folder.path
+    backend = backend_for(run, place)
+    parts = sweep_parts(config)
+    whole, single = [part for part in parts if part.lr is None], [part for part in parts if part.lr is not None]
+    line = ("finetune", "vtab", "--config", str(folder / "config.yaml"), "-o", str(folder), "--no-report", "--trial")
+    works = list[Work]()
+    for part in whole:
+        trials, after = TaskSweep(run, part.network, part.task, data[part.task]), list[str]()
+        if trials.scored:
+            continue
+        for each in single if len(whole) < backend.slots else ():
+            same = (each.network, each.task) == (part.network, part.task)
+            if same and each.lr is not None and trials.unfinished(each.lr, each.seed):
+                after.append(each.name(config))
+                works.append(Work(after[-1], (*line, str(parts.index(each))), network=part.network))
+        works.append(Work(part.name(config), (*line, str(parts.index(part))), tuple(after), part.network))
+    dispatch(run, works, backend)
 
 
 def _finish(run: Run[VtabConfig], outcomes: list[TaskOutcome], fingerprints: Json) -> Json:
@@ -81,18 +116,17 @@ def _finish(run: Run[VtabConfig], outcomes: list[TaskOutcome], fingerprints: Jso
     config, folder = run.config, run.folder
     facts = folder.facts
     arch = config.backbone.arch or facts.get("arch", "")
-    if pixels := folder_of_pixels(run):
+    if pixels := shared_pixels(run):
         shutil.rmtree(pixels, ignore_errors=True)
     result = build_result(config, outcomes, arch, fingerprints, timing(folder), run.differs)
     result["image_size"] = config.backbone.image_size or facts.get("image_size")
     if run.world.leads:
-        with run.alone("result"):
-            write_csv(folder.path / "result.csv", outcomes)
-            if any(outcome.failed for outcome in outcomes):
-                replace_json(folder.path / "partial.json", result)
-                folder.update(status="some trials failed")
-            else:
-                folder.finish(result)
+        write_csv(folder.path / "result.csv", outcomes)
+        if any(outcome.failed for outcome in outcomes):
+            replace_json(folder.path / "partial.json", result)
+            folder.update(status="some trials failed")
+        else:
+            folder.finish(result)
     return result
 
 
@@ -107,40 +141,12 @@ def _check(run: Run[VtabConfig]) -> tuple[dict[Task, TaskData], Json]:
         raise DataError(f"{config.data.source}: the data have changed since this run began; start another with -o")
     for network in config.networks:
         _check_network(config, network, tasks[0], folder, facts, world, console)
-    if world.leads and not (run.leases and facts.get("data")):  # which another process has checked
+    if world.leads and not (run.one_trial and facts.get("data")):  # which another process has checked
         folder.update(device=describe_device(world.device), ranks=world.size, status="running")
         check_images(data, config.data.skip_bad_images, console)
         check_crops(config, tasks, console)
         folder.update(data=fingerprints)
     return data, fingerprints
-
-
-def _to_train(
-    run: Run[VtabConfig], asked: list[Part], data: dict[Task, TaskData], outcomes: dict[Part, TaskOutcome]
-) -> Generator[tuple[TaskSweep, VtabTrial, Unshared], None, None]:
-    """Yield the trials of some parts that this process has leased, which the caller trains, and fill in the outcomes.
-
-    Parts in which nobody is at work come first: a process decodes few tasks. Then it helps the others.
-    """
-    helping = False
-    while left := [part for part in asked if part not in outcomes]:
-        trained = False
-        for network, task in left:
-            part = run.take(f"{run.config.folders[network]}/{task.name}")
-            if part is None and not helping:
-                continue
-            trials = TaskSweep(run, network, task, data[task])
-            with closing(trials.to_train()) as to_train:
-                for trial, lease in to_train:
-                    trained = True
-                    yield trials, trial, lease
-            if trials.complete:
-                outcomes[network, task] = trials.outcome
-            if part is not None:
-                part.release()
-        if helping and not trained and len(outcomes) < len(asked):
-            pause()
-        helping = True
 
 
 def _forget_failures(folder: RunFolder) -> None:

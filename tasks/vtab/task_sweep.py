@@ -16,10 +16,10 @@ from dpn_cli.errors import NonFiniteError, OutOfMemoryError
 from dpn_cli.run import distributed
 from dpn_cli.run.baseline_warnings import class_floors, result_warning
 from dpn_cli.run.checkpoints import Checkpoints
-from dpn_cli.run.files import replace_json
+from dpn_cli.run.files import claimed, replace_json
 from dpn_cli.run.gpu_share import is_shared
-from dpn_cli.run.leases import Unshared
 from dpn_cli.run.run import Run
+from dpn_cli.run.signals import check_here
 from dpn_cli.weights.backbone import export_backbone
 from tasks.vtab.config import VtabConfig
 from tasks.vtab.data import TaskData
@@ -27,58 +27,70 @@ from tasks.vtab.tasks import Task
 from tasks.vtab.train import Trainer
 from tasks.vtab.trials import Json, Ledger, TaskOutcome, VtabTrial, choose_lr, read_json
 
-# In failed.json: whether the training had a part of a GPU only, and its memory ran out.
-BESIDE = "beside_others"
 
-
-def folder_of_pixels(run: Run[VtabConfig]) -> Path | None:
-    """Return where the processes of this machine that share the work keep what they decode."""
-    return local_cache_dir(run.folder.path, str(run.folder.facts.get("started"))) if run.leases else None
+def shared_pixels(run: Run[VtabConfig]) -> Path | None:
+    """Return where the processes of this machine that run parts of a sweep keep what they decode."""
+    return local_cache_dir(run.folder.path, str(run.folder.facts.get("started")))
 
 
 class TaskSweep:
-    """All trials of one task and network: train, choose the learning rate on val200, score on test."""
+    """All trials of one task and network: train, choose the learning rate on val200, score on test.
 
-    def __init__(self, run: Run[VtabConfig], network: str, task: Task, data: TaskData) -> None:
+    With `dispatched` other processes have run the trials: what failed there is not tried again here.
+    """
+
+    def __init__(
+        self, run: Run[VtabConfig], network: str, task: Task, data: TaskData, *, dispatched: bool = False
+    ) -> None:
         self.run, self.config, self.network, self.task, self.data = run, run.config, network, task, data
         self.folder, self.world, self.console = run.folder, run.world, run.console
         folder = run.folder
         self.path = folder.path / "trials" / run.config.folders[network] / task.name
         self.ledger = Ledger(folder.path / "ledger.jsonl")
         self.outcome = TaskOutcome(task, network)
-        self.complete = False
+        self.dispatched = dispatched
         self.failures: dict[str, str] = {}
+        self.set_aside = False
 
     @cached_property
     def trainer(self) -> Trainer:
         """The network and the pixels, created for the first unfinished trial."""
-        shared = folder_of_pixels(self.run)
+        shared = shared_pixels(self.run) if self.run.one_trial else None
         return Trainer(self.config, self.network, self.task, self.data, self.world, self.console, shared)
 
-    def to_train(self) -> Generator[tuple[VtabTrial, Unshared], None, None]:
-        """Yield the unfinished trials that this process has leased, which the caller trains; score the task afterwards.
-
-        The task is `complete` at the end, unless other processes have yet to finish some of its trials.
-        """
+    def to_train(self) -> Generator[VtabTrial, None, None]:
+        """Yield the unfinished trials, which the caller trains; score the task afterwards."""
         outcome, seeds = self.outcome, self.config.seeds
         trials = [self._trial(lr, seed) for lr in self.config.lrs for seed in seeds]
-        for trial in trials:
-            yield from self._unfinished(trial)
-        if not self._all_ended(trials):
-            return
-        outcome.lr = None if self._set_aside(trials) else self._best_lr(trials)
+        yield from self._unfinished(trials)
+        outcome.lr = None if self.set_aside else self._best_lr(trials)
         if outcome.lr is None:
-            self.complete = True
             return
         self._discard(trials)
         if self.config.protocol == "vtab":
             trials = [self._trial(outcome.lr, seed, "train800val200") for seed in seeds]
-            for trial in trials:
-                yield from self._unfinished(trial)
+            yield from self._unfinished(trials)
         chosen = [trial for trial in trials if trial.lr == outcome.lr]
-        self.complete = self._all_ended(chosen)
-        if self.complete and distributed.from_leader(all(trial.done(self.config.schedule.steps) for trial in chosen)):
-            self.complete = self._score_alone(chosen)
+        if distributed.from_leader(all(trial.done(self.config.schedule.steps) for trial in chosen)):
+            self._score_and_discard(chosen)
+
+    def to_train_one(self, lr: float, seed: int) -> Generator[VtabTrial, None, None]:
+        """Yield one trial, unless it has finished."""
+        yield from self._unfinished([self._trial(lr, seed)])
+
+    def unfinished(self, lr: float, seed: int) -> bool:
+        """Return whether a trial is still to be trained."""
+        return self._marker(self._trial(lr, seed)) is None
+
+    @property
+    def scored(self) -> bool:
+        """Return whether the chosen trials of every seed have their scores on test."""
+        choice = read_json(self.path / "choice.json")
+        if choice is None:
+            return False
+        split = "train800" if self.config.protocol == "paper" else "train800val200"
+        chosen = [self._trial(choice["lr"], seed, split) for seed in self.config.seeds]
+        return all(self.ledger.entry(trial) for trial in chosen)
 
     def _best_lr(self, trials: Sequence[VtabTrial]) -> float | None:
         """Return the learning rate by the validation accuracies of trials that have all ended; None where too few did.
@@ -117,41 +129,24 @@ class TaskSweep:
             marker = None
         return distributed.from_leader(marker)
 
-    def _unfinished(self, trial: VtabTrial) -> Iterator[tuple[VtabTrial, Unshared]]:
-        if self._has_ended(trial):
-            return
-        lease = self.run.take(str(trial.path.relative_to(self.folder.path)))
-        if lease is None:
-            return
-        try:
-            if not self._has_ended(trial):  # another process may have trained it before the lease was free
-                yield trial, lease
-        finally:
-            lease.release()
-
-    def _all_ended(self, trials: Sequence[VtabTrial]) -> bool:
-        """Tell whether all trials have ended, and note in the outcome which of them failed."""
-        failures = [f"{trial.label}: {error}" for trial in trials if (error := self._failure(trial))]
-        self.outcome.failed += failures
-        return all(self._has_ended(trial) for trial in trials)
+    def _unfinished(self, trials: Sequence[VtabTrial]) -> Iterator[VtabTrial]:
+        """Yield the trials that have not ended; note in the outcome which of all have failed."""
+        for trial in trials:
+            if not self._has_ended(trial):
+                with self.run.claim(trial.path):
+                    if not self._has_ended(trial):  # another process may have trained it before the claim was free
+                        yield trial
+        self.outcome.failed += [f"{trial.label}: {error}" for trial in trials if (error := self._failure(trial))]
 
     def _has_ended(self, trial: VtabTrial) -> bool:
         return self._marker(trial) is not None or self._failure(trial) is not None
 
     def _failure(self, trial: VtabTrial) -> str | None:
-        """Return why a trial failed; processes that share the folder know what failed in the others.
-
-        What failed in a part of a GPU is left to processes that have a whole one.
-        """
-        if self.run.leases is not None and trial.label not in self.failures:
-            written = None if trial.done(self.config.schedule.steps) else read_json(trial.path / "failed.json")
-            return str(written["error"]) if written and (is_shared() or not written.get(BESIDE)) else None
+        """Return why a trial failed, here or in another process."""
+        if self.dispatched and trial.done(self.config.schedule.steps) is None:
+            written = read_json(trial.path / "failed.json")
+            return str(written["error"]) if written else self.failures.get(trial.label)
         return self.failures.get(trial.label)
-
-    def _set_aside(self, trials: Sequence[VtabTrial]) -> bool:
-        """Tell whether some trials will be tried again with a whole GPU."""
-        failures = [read_json(trial.path / "failed.json") for trial in trials] if is_shared() else []
-        return any(failure and failure.get(BESIDE) for failure in failures)
 
     def note_failure(self, trial: VtabTrial, error: NonFiniteError | OutOfMemoryError) -> None:
         """Record why a trial failed, so that the sweep continues.
@@ -162,10 +157,9 @@ class TaskSweep:
             raise error
         self.console.warn(f"{trial.label} failed: {error}")
         self.failures[trial.label] = str(error)
+        self.set_aside |= is_shared() and isinstance(error, OutOfMemoryError)
         if self.world.leads:
-            beside = is_shared() and isinstance(error, OutOfMemoryError)
-            failure = {"error": str(error), "exit_code": error.exit_code, BESIDE: beside}
-            replace_json(trial.path / "failed.json", failure)
+            replace_json(trial.path / "failed.json", {"error": str(error), "exit_code": error.exit_code})
 
     def keep(self, trial: VtabTrial, result: engine.FitResult) -> None:
         """Write the marker of a trained trial, and its weights if they may still be scored on test."""
@@ -187,22 +181,16 @@ class TaskSweep:
         distributed.barrier()
         self.console.info(f"{trial.label}: val {marker['val_accuracy']:.1f} %  ({result.seconds:.1f} s)")
 
-    def _score_alone(self, chosen: Sequence[VtabTrial]) -> bool:
-        """Score the chosen trials on the test split; False while another process does that."""
-        lease = self.run.take(f"{self.path.relative_to(self.folder.path)}/test")
-        if lease is None:
-            return False
-        try:
+    def _score_and_discard(self, chosen: Sequence[VtabTrial]) -> None:
+        """Score the chosen trials on the test split, warn of a mean at chance, and delete their weights."""
+        with self.run.claim(self.path):
             self._score(chosen)
-        finally:
-            lease.release()
         self._discard(chosen)
         counts = np.bincount(np.asarray(self.data.test.labels), minlength=self.task.classes)
         metric = f"{self.task.name} {self.network}: test top-1"
         mean = fmean(self.outcome.test.values())
         if warning := result_warning(metric, mean, class_floors(counts.tolist()), self.outcome.test_images):
             self.console.warn(warning)
-        return True
 
     def _score(self, trials: Sequence[VtabTrial]) -> None:
         """Score trials on the test split, each once in the life of the run: the ledger records past scores."""
@@ -230,7 +218,7 @@ class TaskSweep:
             self.outcome.test[trial.seed], self.outcome.test_images = entry["accuracy"], entry["images"]
 
     def _record(self, rows: Sequence[tuple[VtabTrial, Json]]) -> None:
-        with self.run.alone("ledger"):
+        with claimed(self.ledger.path, on_wait=check_here):  # other processes score other tasks
             self.ledger.add(rows)
 
     def _discard(self, trials: Sequence[VtabTrial]) -> None:

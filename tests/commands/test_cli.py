@@ -113,7 +113,6 @@ OPTIONS = {
     "--jobs-per-gpu",
     "--engine",
     "--resources",
-    "--join",
     "--trial",
     "--list-trials",
     "--shard",

@@ -28,7 +28,6 @@ from dpn_cli.run import run_dir as runstate
 from dpn_cli.run.console import Console
 from dpn_cli.run.environment import config_digest, differences, is_at_work, this_process
 from dpn_cli.run.files import is_leftover, remove_leftovers, replace_text
-from dpn_cli.run.leases import LEASES, Leases
 from dpn_cli.run.run import _note_precision, with_weights_of
 from dpn_cli.run.run_dir import RunFolder
 from dpn_cli.sweep.engines import node
@@ -101,9 +100,6 @@ def test_a_run_at_work_is_running_and_one_whose_process_is_gone_interrupted(tmp_
     assert status_of(tmp_path / "number given to another", began="1") == "interrupted"
     assert status_of(tmp_path / "elsewhere", host="node7", pid=2**22) == "running on node7"
     assert status_of(tmp_path / "container", pids="pid:[1]", pid=2**22).startswith("running on ")
-    assert Leases(tmp_path / "ended" / LEASES).take("a training")
-    assert report_reading.read_run(tmp_path / "ended").status == "running"  # this process has joined it
-    shutil.rmtree(tmp_path / "ended" / LEASES)
     older, _ = open_run(tmp_path / "older")
     replace_text(older.path / "run.json", json.dumps({**older.facts, "process": None}))
     assert report_reading.read_run(older.path).status == "running"

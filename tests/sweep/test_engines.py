@@ -20,7 +20,7 @@ import ray
 from programs import children, environment, run_program, started
 from test_cli import run
 from test_jobs import program
-from test_joining import SHORT, VTAB, ledger, swept
+from test_vtab_jobs import SHORT, VTAB, ledger, swept
 
 from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.errors import DpnError, StoppedError, WorkerError

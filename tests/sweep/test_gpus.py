@@ -327,5 +327,5 @@ def test_sharing_a_gpu_starts_processes(monkeypatch: pytest.MonkeyPatch) -> None
     assert "--jobs-per-gpu 2: this is one training; --compare and --seeds make several" in done.stderr.replace(
         "\n", " "
     )
-    done = run("pretrain", "--data", "demo", "--seeds", "2", "--jobs-per-gpu", "2", "--join")
-    assert "--jobs-per-gpu 2 --join: each says who does the work; pass one of them" in done.stderr.replace("\n", " ")
+    done = run("pretrain", "--data", "demo", "--seeds", "2", "--jobs-per-gpu", "2", "--trial", "0")
+    assert "--jobs-per-gpu 2 --trial 0: each says who does the work; pass one of them" in done.stderr.replace("\n", " ")

@@ -92,13 +92,6 @@ def test_work_begins_in_its_order_and_needs_nothing_that_is_not_there() -> None:
     assert backend.order == ["b", "a", "c"]
 
 
-def test_helpers_do_not_begin_when_others_have_done_the_work() -> None:
-    backend = Simulated(2, 0)
-    works = [Work(str(number), (), helps=True) for number in range(5)]
-    assert run_all(works, backend, lambda work: None, lambda work, code: None, unasked) == []
-    assert backend.order == ["0", "1"]
-
-
 def test_a_signal_stops_what_runs() -> None:
     def check() -> None:
         if backend.order:

@@ -1,4 +1,4 @@
-"""Processes that share the work of a run: each does what no other one does, and together what one does alone."""
+"""Processes that run the parts of a VTAB sweep: together they do what one does alone."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from dpn_cli.data.decoded_cache import decode_once
 from dpn_cli.data.pixels import PixelSet, load
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import OutOfMemoryError, SaveError
-from dpn_cli.run import run as session_module
-from dpn_cli.run.leases import LEASES, PATIENCE, Lease, Leases
+from dpn_cli.run import files
 from dpn_cli.run.process import SHARE
+from dpn_cli.sweep.engines import dispatch
+from dpn_cli.sweep.scheduler import Work
 from tasks.vtab import train
 from tasks.vtab.trials import read_json
 
@@ -34,6 +35,36 @@ def swept(out: Path, *more: str) -> Any:
     done = run(*VTAB, *SHORT, "-o", str(out), *more)
     assert done.exit_code == 0, done.stderr
     return done
+
+
+class InProcess:
+    """An engine that runs every command line in this process, one after the other, and counts what failed."""
+
+    trained = 0
+
+    def __init__(self, slots: int, folder: Path) -> None:
+        self.slots, self.folder, self.done = slots, folder, list[tuple[str, int]]()
+
+    def has_room(self, work: Work) -> bool:
+        return True
+
+    def start(self, work: Work, slot: int) -> None:
+        done = run(*work.line)
+        InProcess.trained += done.stderr.count("failed: step")
+        self.log_of(work.name).parent.mkdir(exist_ok=True)
+        self.log_of(work.name).write_text(done.stderr)
+        self.done.append((work.name, done.exit_code))
+
+    def ended(self, seconds: float) -> list[tuple[str, int]]:
+        done, self.done = self.done, []
+        return done
+
+    def stop(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def log_of(self, name: str) -> Path:
+        return self.folder / "logs" / f"{name.replace('/', '-')}.log"
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +101,25 @@ def test_processes_do_the_sweep_of_one(alone: Path, tmp_path: Path, monkeypatch:
         monkeypatch.setenv(name, value)
     done = swept(tmp_path, "--jobs", "2")
     same(tmp_path, alone)
-    logs = [(tmp_path / f"logs/process {number}.log").read_text() for number in (1, 2)]
-    trained = [re.findall(r"demo_\w+ dpn lr [\d.]+ seed 0: val", log) for log in logs]
-    assert sorted(trained[0] + trained[1]) == sorted(set(trained[0] + trained[1]))
-    assert not Leases(tmp_path / LEASES).taken()
+    logs = [(tmp_path / f"logs/dpn-{task}.log").read_text() for task in ("demo_color", "demo_light")]
+    assert [len(re.findall(r"demo_\w+ dpn lr [\d.]+ seed 0: val", log)) for log in logs] == [2, 2]
     assert done.stderr.count("val") == 0  # the process that starts the others trains nothing itself
+
+
+@pytest.mark.slow
+def test_more_processes_than_parts_run_single_trainings(
+    alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    swept(tmp_path, "--jobs", "3")
+    same(tmp_path, alone)
+    logs = {path.stem: path.read_text().count(": val") for path in (tmp_path / "logs").glob("*.log")}
+    assert logs == {
+        f"dpn-{task}{one}": int(bool(one))
+        for task in ("demo_color", "demo_light")
+        for one in ("", "-lr0.01_seed0", "-lr0.001_seed0")
+    }
 
 
 @pytest.mark.slow
@@ -92,44 +137,19 @@ def test_two_processes_that_start_the_same_part_do_it_once(alone: Path, tmp_path
     same(tmp_path, alone)
 
 
-def test_what_another_process_does_is_waited_for_and_done_when_it_died(
-    alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_trial_that_another_process_trains_is_refused_and_one_it_has_finished_is_not_trained_again(
+    alone: Path, tmp_path: Path
 ) -> None:
-    """Another machine has a training, and is then silent: nobody trains it before, and it is trained then."""
-    now = [0.0]
-    other = Leases(tmp_path / LEASES, owner={"token": "other", "host": "elsewhere"})
-    name = "trials/dpn/demo_light/train800_lr0.001_seed0"
-    pauses: list[bool] = []
-
-    def pause() -> None:
-        pauses.append((tmp_path / name / "done.json").exists())
-        assert len(list(tmp_path.glob("trials/*/*/*/done.json"))) == 3
-        now[0] += PATIENCE / 2
-
-    monkeypatch.setattr(session_module, "Leases", lambda folder: Leases(folder, lambda: now[0]))
-    monkeypatch.setattr(session_module, "pause", pause)
-    monkeypatch.setattr("tasks.vtab.sweep.pause", pause)
     swept(tmp_path, "--trial", "0")
-    assert other.take(name)
-    swept(tmp_path, "--join")
-    assert pauses == [False, False]
-    same(tmp_path, alone)
-
-
-def test_what_another_process_has_done_before_its_lease_was_free_is_not_done_again(
-    alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = "trials/dpn/demo_light/train800_lr0.001_seed0"
-    take = Leases.take
-
-    def after_another(self: Leases, asked: str) -> Lease | None:
-        if asked == name:
-            shutil.copytree(alone / name, tmp_path / name)
-        return take(self, asked)
-
-    monkeypatch.setattr(Leases, "take", after_another)
-    done = swept(tmp_path, "--join")
-    assert "demo_light dpn lr 0.01 seed 0: val" in done.stderr
+    claimed_trial = tmp_path / "trials/dpn/demo_light/train800_lr0.001_seed0"
+    with files.claimed(claimed_trial), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "PATIENCE", 0.0)
+        for more in ("--trial", "1"), ("--trial", "5"), ("--resume",):
+            done = run(*VTAB, *SHORT, "-o", str(tmp_path), *more)
+            assert done.exit_code == 2, more
+            assert f"{claimed_trial}: another process is at work" in " ".join(done.stderr.split()).replace("- ", "-")
+    shutil.copytree(alone / claimed_trial.relative_to(tmp_path), claimed_trial)
+    done = swept(tmp_path, "--resume")
     assert "demo_light dpn lr 0.001 seed 0: val" not in done.stderr
     same(tmp_path, alone)
 
@@ -150,24 +170,29 @@ def test_a_file_that_another_process_writes_meanwhile_is_not_taken_for_damaged(
     assert read_json(marker) == {}
 
 
-def test_a_training_that_failed_is_not_tried_by_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wild = ("--lrs", "1e30,0.01", "--set", "optim.clip_norm=null", "--tasks", "demo_light")
-    for more in (["--join"], ["--join"]):
-        done = run(*VTAB, *SHORT, *wild, "-o", str(tmp_path), *more)
+@pytest.mark.parametrize("jobs", ["1", "2", "3"])
+def test_a_training_that_failed_in_a_process_is_not_tried_again_by_the_one_that_started_it(
+    jobs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One, two whole parts at once, and single trainings, which are more than the parts."""
+    wild = ("--lrs", "1e30,0.01", "--set", "optim.clip_norm=null")
+    monkeypatch.setattr(dispatch, "backend_of", lambda *given: InProcess(int(jobs), tmp_path))
+    for more in ((), ("--resume",)):
+        done = run(*VTAB, *SHORT, *wild, "-o", str(tmp_path), "--jobs", jobs, *more)
         assert done.exit_code == 6, done.stderr
-        assert "lr 1e+30 seed 0" in done.stdout.replace("\n", " ")
-    assert "failed: step" not in done.stderr  # the second one reads it
-    again = run(*VTAB, *SHORT, *wild, "-o", str(tmp_path), "--resume")
-    assert "failed: step" in again.stderr
-    monkeypatch.setattr("tasks.vtab.sweep.at_once", lambda *_: None)  # which would start the processes
-    processes = run(*VTAB, *SHORT, *wild, "-o", str(tmp_path), "--resume", "--jobs", "2")
-    assert "failed: step" in processes.stderr
+        result = json.loads((tmp_path / "partial.json").read_text())
+        assert [reason.split(":")[0] for reason in result["failed"]] == [
+            f"{task} dpn lr 1e+30 seed 0" for task in ("demo_color", "demo_light")
+        ]
+        trained = InProcess.trained if jobs != "1" else 2
+        assert trained == 2, "each failing training once in every launch"
+        InProcess.trained = 0
 
 
 def test_what_runs_out_of_memory_in_a_part_of_a_gpu_is_tried_with_a_whole_one(
     alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One training fails for one process; another one leaves it, too, and chooses no learning rate without it."""
+    """No learning rate is chosen without it."""
     fit, fails = engine.fit, [True]
 
     def full(model: Any, job: Any) -> Any:
@@ -178,27 +203,16 @@ def test_what_runs_out_of_memory_in_a_part_of_a_gpu_is_tried_with_a_whole_one(
 
     monkeypatch.setattr(engine, "fit", full)
     monkeypatch.setenv(SHARE, "2")
-    shared = ("--set", "allow_failed=true", "--join")
-    first = run(*VTAB, *SHORT, "-o", str(tmp_path), *shared)
+    shared = ("--set", "allow_failed=true")
+    first = run(*VTAB, *SHORT, "-o", str(tmp_path), *shared, "--trial", "0")
     assert first.exit_code == 4, first.stderr
-    assert "demo_color dpn lr 0.001 seed 0: out of memory in a part of a GPU" in first.stderr.replace("\n", " ")
-    assert run(*VTAB, *SHORT, "-o", str(tmp_path), *shared).exit_code == 6
+    assert "demo_color dpn lr 0.001 seed 0: out of memory" in first.stderr.replace("\n", " ")
     assert not (tmp_path / "trials/dpn/demo_color/choice.json").exists()
     monkeypatch.delenv(SHARE)
-    swept(tmp_path, *shared)
+    swept(tmp_path, *shared, "--trial", "0")
+    assert (tmp_path / "trials/dpn/demo_color/choice.json").exists()
+    swept(tmp_path, *shared, "--resume")
     same(tmp_path, alone)
-
-
-def test_a_folder_in_which_others_work_is_refused(tmp_path: Path) -> None:
-    swept(tmp_path, "--trial", "0")
-    lease = Leases(tmp_path / LEASES).take("dpn/demo_color")
-    assert lease
-    for more in ("--resume", "--overwrite"):
-        done = run(*VTAB, *SHORT, "-o", str(tmp_path), more)
-        assert done.exit_code == 2
-        assert "other processes work on dpn/demo_color there; --join works along" in done.stderr.replace("\n", " ")
-    lease.release()
-    swept(tmp_path, "--resume")
 
 
 def test_another_version_is_refused(tmp_path: Path) -> None:
@@ -215,9 +229,9 @@ def test_another_version_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        (("--trial", "2"), "--trial 2: there are 2, 0 to 1; --list-trials lists them"),
+        (("--trial", "6"), "--trial 6: there are 6, 0 to 5; --list-trials lists them"),
         (("--trial", "0", "--jobs", "2"), "--jobs 2 --trial 0: each says who does the work; pass one of them"),
-        (("--join", "--overwrite"), "--overwrite: would delete what other processes work on"),
+        (("--trial", "0", "--overwrite"), "--overwrite --trial 0: would delete the other trials"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(more: tuple[str, ...], told: str, tmp_path: Path) -> None:
@@ -229,8 +243,17 @@ def test_what_cannot_be_shared_is_refused(more: tuple[str, ...], told: str, tmp_
 def test_parts_are_listed_with_their_numbers() -> None:
     done = run(*VTAB, *SHORT, "--compare", "none,dpn", "--list-trials")
     assert done.stdout.splitlines() == [
-        "0\tnone/demo_color", "1\tnone/demo_light", "2\tdpn/demo_color", "3\tdpn/demo_light"
-    ]  # fmt: skip
+        f"{number}\t{name}"
+        for number, name in enumerate(
+            [
+                *("none/demo_color", "none/demo_light", "dpn/demo_color", "dpn/demo_light"),
+                *("none/demo_color/lr0.01_seed0", "none/demo_color/lr0.001_seed0"),
+                *("none/demo_light/lr0.01_seed0", "none/demo_light/lr0.001_seed0"),
+                *("dpn/demo_color/lr0.01_seed0", "dpn/demo_color/lr0.001_seed0"),
+                *("dpn/demo_light/lr0.01_seed0", "dpn/demo_light/lr0.001_seed0"),
+            ]
+        )
+    ]
 
 
 def test_processes_of_a_machine_decode_a_split_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +276,8 @@ def test_processes_of_a_machine_decode_a_split_once(tmp_path: Path, monkeypatch:
 
         monkeypatch.setattr(train, "decode_once", once)
         two = ("--compare", "none,dpn", "--tasks", "demo_light", "--lrs", "0.01")
-        swept(tmp_path / str(shared), *two, *(["--join"] if shared else []))
+        for more in (("--trial", "0"), ("--trial", "1"), ("--resume",)) if shared else ((),):
+            swept(tmp_path / str(shared), *two, *more)
     assert len(decoded) == 2 + 4  # two splits; without sharing for each network
     assert len(sets[True]) == len(sets[False]) == 4
     for ours, theirs in zip(sets[True], sets[False], strict=True):
