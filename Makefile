@@ -16,7 +16,7 @@ BUILT := onedl-mmsegmentation onedl-mmcv
 FOR := 3.12
 LINUX := $(foreach glibc,2_28 2_27 2_24 2_17 2_12 2_5,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64
 
-.PHONY: demo test test-slow test-oldest lint names wheels clean
+.PHONY: demo test test-slow test-oldest lint names mutate wheels clean
 
 demo: $(VENV)/.installed
 	$(RUN)/dpn finetune vtab --data demo --compare none,dpn --overwrite
@@ -38,6 +38,23 @@ lint: $(VENV)/.installed names
 # Names, words, docstrings and help that break the rules of CONTRIBUTING.md.
 names: $(VENV)/.installed
 	$(RUN)/python $(PYTEST) tests/project/test_names.py
+
+# Mutants of FILE that the tests do not notice; TESTS are those of its folder where none are named. The file is changed in
+# place and put back: commit first.
+TESTS ?= $(dir $(patsubst dpn_cli/%,tests/%,$(patsubst tasks/%,tests/tasks/%,$(FILE))))
+MUTANTS := runs/mutants/$(subst /,-,$(basename $(FILE)))
+mutate: $(VENV)/.installed
+	$(RUN)/python -m pip install -q -c constraints.txt -e '.[mutation]'
+	git diff --quiet -- $(FILE)
+	mkdir -p runs/mutants
+	printf '%s\n' '[cosmic-ray]' 'module-path = "$(FILE)"' 'timeout = 300' \
+		'test-command = "$(RUN)/python -m pytest -x -q $(TESTS)"' \
+		'[cosmic-ray.distributor]' 'name = "local"' > $(MUTANTS).toml
+	rm -f $(MUTANTS).sqlite
+	$(RUN)/cosmic-ray init $(MUTANTS).toml $(MUTANTS).sqlite
+	$(RUN)/cosmic-ray baseline $(MUTANTS).toml
+	$(RUN)/cosmic-ray exec $(MUTANTS).toml $(MUTANTS).sqlite; git checkout -q -- $(FILE)
+	$(RUN)/cr-report --surviving-only --show-diff $(MUTANTS).sqlite
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -80,7 +80,7 @@ class Scores:
     loss: float
     skipped: int
     confusion: Confusion
-    answers: list[ImagePrediction] = field(default_factory=list)
+    predictions: list[ImagePrediction] = field(default_factory=list)
 
     @property
     def top1(self) -> float:
@@ -162,7 +162,7 @@ def score(
     """
     pairs = Counter[int]()
     sums = torch.zeros(4, dtype=torch.float64)  # images, right among five, loss, skipped
-    answers: list[ImagePrediction] = []
+    predictions: list[ImagePrediction] = []
     with closing(rank_share(split, transform, world, batch_size, workers, skip_bad=skip_bad)) as parts:
         for part in parts:
             done(len(part.images) + part.skipped)
@@ -182,7 +182,7 @@ def score(
             if keep_predictions:
                 chances = logits.sigmoid() if loss == "sigmoid" else logits.softmax(-1)
                 sure, guess = chances.max(-1)
-                answers += map(ImagePrediction, part.rows, labels.tolist(), guess.tolist(), sure.tolist())
+                predictions += map(ImagePrediction, part.rows, labels.tolist(), guess.tolist(), sure.tolist())
     images, right5, total, skipped = distributed.reduce_over_ranks(sums).tolist()
     confusion = Confusion(classes, sum(distributed.from_all(pairs), Counter[int]()))
     counted = sum(confusion.pairs.values())
@@ -191,6 +191,6 @@ def score(
             f"{int(images)} images were scored and {counted} of them counted among the confusions, "
             f"but the split has {len(split.labels)}, of which {int(skipped)} are unreadable"
         )
-    answers = sorted(answer for rank in distributed.from_all(answers) for answer in rank)
+    predictions = sorted(prediction for rank in distributed.from_all(predictions) for prediction in rank)
     right = sum(confusion.right)
-    return Scores(int(images), right, int(right5), total / images, int(skipped), confusion, answers)
+    return Scores(int(images), right, int(right5), total / images, int(skipped), confusion, predictions)

@@ -1,4 +1,4 @@
-"""Reading an evaluation's answers and classes: reliability and confusion."""
+"""Reading an evaluation's predictions and classes: reliability and confusion."""
 
 from __future__ import annotations
 
@@ -83,11 +83,11 @@ def read_classes(path: Path, count: int) -> list[ClassCalibration]:
     return found
 
 
-def reliability(answers: Sequence[ClassScores], name: str) -> Reliability:
+def reliability(predictions: Sequence[ClassScores], name: str) -> Reliability:
     """Return accuracy and mean confidence in bins of equal width."""
     edges = np.linspace(0, 1, BINS + 1)
-    sure = np.array([answer.confidence for answer in answers])
-    right = np.array([answer.true == answer.predicted for answer in answers], dtype=float)
+    sure = np.array([prediction.confidence for prediction in predictions])
+    right = np.array([prediction.true == prediction.predicted for prediction in predictions], dtype=float)
     bins = np.clip(np.searchsorted(edges, sure, side="right") - 1, 0, BINS - 1)
     images = np.bincount(bins, minlength=BINS)
 
@@ -107,10 +107,10 @@ def reliability(answers: Sequence[ClassScores], name: str) -> Reliability:
     )
 
 
-def confusion(answers: Sequence[ClassScores], classes: Sequence[str]) -> list[list[int]]:
+def confusion(predictions: Sequence[ClassScores], classes: Sequence[str]) -> list[list[int]]:
     """Return counts (classes, classes), rows the truth."""
     place = {name: index for index, name in enumerate(classes)}
-    pairs = np.array([(place[answer.true], place[answer.predicted]) for answer in answers]).reshape(-1, 2)
+    pairs = np.array([(place[one.true], place[one.predicted]) for one in predictions]).reshape(-1, 2)
     counts = np.zeros((len(classes), len(classes)), dtype=int)
     np.add.at(counts, (pairs[:, 0], pairs[:, 1]), 1)
     found: list[list[int]] = counts.tolist()

@@ -55,13 +55,13 @@ def evaluate(options: EvalOptions, console: Console) -> dict[str, Any] | None:
         if warning := known and known.warning():
             console.warn(warning)
         real = read_real(options.real, split) if options.real else None
-        answers = bool(real) or options.output_dir is not None
+        predictions = bool(real) or options.output_dir is not None
         with console.counting("eval", world.share(len(split.labels))) as done:
-            scores = _score(classifier, split, columns, options, world, keep_predictions=answers, done=done)
+            scores = _score(classifier, split, columns, options, world, keep_predictions=predictions, done=done)
         result = _result(options, source.place, classifier, names, scores, split, part, known)
         if real:
-            labels = [real[answer.row] for answer in scores.answers]
-            result["real"] = real_accuracy([answer.predicted for answer in scores.answers], labels)
+            labels = [real[prediction.row] for prediction in scores.predictions]
+            result["real"] = real_accuracy([prediction.predicted for prediction in scores.predictions], labels)
         if options.output_dir and world.leads:
             result |= keep(options.output_dir, scores, names, split)
             replace_json(options.output_dir / "result.json", result)

@@ -70,7 +70,7 @@ class EvalOptions(Section):
         flag(
             "--output-dir",
             "-o",
-            help="Folder for the scores, every answer, and what 'dpn report' shows of them.",
+            help="Folder for the scores, every prediction, and what 'dpn report' shows of them.",
             panel=OUTPUT,
         ),
     ] = None

@@ -86,22 +86,22 @@ def _answers(run: RunRecord, prefix: str) -> tuple[list[PageSection], list[str]]
     folder = run.path / Path(run.result.get("weights", "")).parent  # of a search, its last training
     if missing := next((name for name in ("predictions.csv", "per_class.csv") if not (folder / name).is_file()), None):
         said = f"{missing} is not there: calibration, confusions and mistakes are not known. 'dpn eval -o' writes it."
-        return [PageSection("Answers", [TextBlock(said, warning=run.kind == "eval")])], []
+        return [PageSection("Predictions", [TextBlock(said, warning=run.kind == "eval")])], []
     classes = read_classes(folder / "per_class.csv", run.result["classes"])
     names = {one.name: one.readable for one in classes}
-    answers = read_predictions(folder / "predictions.csv", names)
+    predictions = read_predictions(folder / "predictions.csv", names)
     scored, warnings = sum(one.images for one in classes), []
-    if len(answers) != scored:
+    if len(predictions) != scored:
         warnings = [
-            f"predictions.csv is damaged: it has {len(answers)} answers, and {scored} images were scored. Calibration, "
-            "confusions and mistakes are of these answers alone."
+            f"predictions.csv is damaged: it has {len(predictions)} predictions, and {scored} images were scored. "
+            "Calibration, confusions and mistakes are of these predictions alone."
         ]
     sections = [
-        PageSection("Calibration", [reliability(answers, f"{prefix}reliability")]),
+        PageSection("Calibration", [reliability(predictions, f"{prefix}reliability")]),
         PageSection("Classes", _classes(classes, f"{prefix}classes")),
-        PageSection("Confusions", _confusions(run.result, answers, names, f"{prefix}confusion")),
+        PageSection("Confusions", _confusions(run.result, predictions, names, f"{prefix}confusion")),
     ]
-    if images := _mistakes(folder / "mistakes", answers, names):
+    if images := _mistakes(folder / "mistakes", predictions, names):
         sections.append(PageSection("Most confident mistakes", [Gallery("Wrong and sure of it", images)]))
     return sections, warnings
 
@@ -127,7 +127,7 @@ def _classes(classes: Sequence[ClassCalibration], name: str) -> list[Part]:
     return [chart, Table(title, columns, rows, folded=True)]
 
 
-def _confusions(result: Json, answers: Sequence[ClassScores], names: dict[str, str], name: str) -> list[Part]:
+def _confusions(result: Json, predictions: Sequence[ClassScores], names: dict[str, str], name: str) -> list[Part]:
     rows: list[list[Cell]] = [
         [pair["true"], pair["predicted"], pair["images"], pair["share"]] for pair in result["worst_pairs"]
     ]
@@ -135,17 +135,17 @@ def _confusions(result: Json, answers: Sequence[ClassScores], names: dict[str, s
     table = Table("Most frequent confusions", columns, rows, digits=1, name="confusions")
     if len(names) > MOST_DRAWN:
         return [TextBlock(f"A matrix of {len(names)} classes is too large to be drawn."), table]
-    return [confusion_chart(name, list(names.values()), confusion(answers, list(names)), "images"), table]
+    return [confusion_chart(name, list(names.values()), confusion(predictions, list(names)), "images"), table]
 
 
-def _mistakes(folder: Path, answers: Sequence[ClassScores], names: dict[str, str]) -> list[PageImage]:
+def _mistakes(folder: Path, predictions: Sequence[ClassScores], names: dict[str, str]) -> list[PageImage]:
     """Return the images that the evaluation kept, the surest mistake first."""
-    wrong = [answer for answer in answers if answer.true != answer.predicted]
+    wrong = [prediction for prediction in predictions if prediction.true != prediction.predicted]
     images = []
-    for answer in sorted(wrong, key=lambda answer: (-answer.confidence, answer.row)):
-        path = folder / f"{answer.row}.jpg"
+    for prediction in sorted(wrong, key=lambda prediction: (-prediction.confidence, prediction.row)):
+        path = folder / f"{prediction.row}.jpg"
         if path.is_file():
-            said = f"{names[answer.predicted]} ({answer.confidence:.1%})"
-            lines = [f"is {names[answer.true]}", f"taken for {said}", answer.image]
+            said = f"{names[prediction.predicted]} ({prediction.confidence:.1%})"
+            lines = [f"is {names[prediction.true]}", f"taken for {said}", prediction.image]
             images.append(PageImage(path.read_bytes(), lines))
     return images

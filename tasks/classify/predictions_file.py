@@ -20,7 +20,7 @@ from dpn_cli.run.files import replace_file, replace_text
 from tasks.classify.calibration import BINS
 from tasks.classify.classifier import readable
 
-ANSWERS, MISTAKES, CLASSES = "predictions.csv", "mistakes", "per_class.csv"
+PREDICTIONS, MISTAKES, CLASSES = "predictions.csv", "mistakes", "per_class.csv"
 COLUMNS = ("row", "image", "true", "predicted", "confidence")
 # Mistakes that are kept as images.
 MOST_MISTAKES = 24
@@ -28,54 +28,54 @@ WORST_PAIRS = 10
 
 
 def keep(folder: Path, scores: Scores, names: Sequence[str], split: LabelledImages) -> dict[str, Any]:
-    """Write what a page shows of a scored split, whose answers were kept; return what of it belongs into the result.
+    """Write what a page shows of a scored split, whose predictions were kept; return what belongs into the result.
 
     `names` are those of the classes. Raises `SaveError`.
     """
-    write_predictions(folder, scores.answers, names, split)
+    write_predictions(folder, scores.predictions, names, split)
     replace_text(folder / CLASSES, per_class(names, scores.confusion))
     return {
-        "ece": calibration_error(scores.answers),
+        "ece": calibration_error(scores.predictions),
         "worst_pairs": describe_pairs(names, scores.confusion),
     }
 
 
-def calibration_error(answers: Sequence[ImagePrediction]) -> float:
+def calibration_error(predictions: Sequence[ImagePrediction]) -> float:
     """Return the expected calibration error in percent points, by torchmetrics (arXiv 1706.04599).
 
     Confidence is the probability of the best class; the bins are equally wide.
     """
     from torchmetrics.functional.classification import binary_calibration_error
 
-    right = torch.tensor([answer.label == answer.predicted for answer in answers])
-    confidence = torch.tensor([answer.confidence for answer in answers], dtype=torch.float64)
+    right = torch.tensor([prediction.label == prediction.predicted for prediction in predictions])
+    confidence = torch.tensor([prediction.confidence for prediction in predictions], dtype=torch.float64)
     return 100 * float(binary_calibration_error(confidence, right.int(), n_bins=BINS, norm="l1"))
 
 
-def most_confident_mistakes(answers: Sequence[ImagePrediction]) -> list[ImagePrediction]:
+def most_confident_mistakes(predictions: Sequence[ImagePrediction]) -> list[ImagePrediction]:
     """Return the mistakes with the highest confidence, the surest first."""
-    wrong = [answer for answer in answers if answer.label != answer.predicted]
-    return sorted(wrong, key=lambda answer: (-answer.confidence, answer.row))[:MOST_MISTAKES]
+    wrong = [prediction for prediction in predictions if prediction.label != prediction.predicted]
+    return sorted(wrong, key=lambda prediction: (-prediction.confidence, prediction.row))[:MOST_MISTAKES]
 
 
 def write_predictions(
-    folder: Path, answers: Sequence[ImagePrediction], names: Sequence[str], split: LabelledImages
+    folder: Path, predictions: Sequence[ImagePrediction], names: Sequence[str], split: LabelledImages
 ) -> None:
-    """Write every answer to predictions.csv, and the most confident mistakes as small images to ``mistakes/ROW.jpg``.
+    """Write predictions.csv, and the most confident mistakes as small images to ``mistakes/ROW.jpg``.
 
     Images of an earlier evaluation there are deleted. Raises `SaveError`.
     """
-    if (folder / ANSWERS).is_file():
+    if (folder / PREDICTIONS).is_file():
         for path in (folder / MISTAKES).glob("*.jpg"):
             path.unlink()
     rows: list[list[Cell]] = [
         [row, split.where(row), names[label], names[predicted], f"{confidence:.6f}"]
-        for row, label, predicted, confidence in answers
+        for row, label, predicted, confidence in predictions
     ]
-    replace_text(folder / ANSWERS, as_csv([COLUMNS, *rows]))
-    for answer in most_confident_mistakes(answers):
-        image = thumbnail(split.pixels(answer.row))
-        replace_file(folder / MISTAKES / f"{answer.row}.jpg", partial(Path.write_bytes, data=image))
+    replace_text(folder / PREDICTIONS, as_csv([COLUMNS, *rows]))
+    for prediction in most_confident_mistakes(predictions):
+        image = thumbnail(split.pixels(prediction.row))
+        replace_file(folder / MISTAKES / f"{prediction.row}.jpg", partial(Path.write_bytes, data=image))
 
 
 def describe_pairs(names: Sequence[str], confusion: Confusion) -> list[dict[str, Any]]:

@@ -324,7 +324,7 @@ def image_job(world: World, folder: Path) -> None:
         assert (scores.images, scores.right5) == (7, 7)
         assert scores.confusion.pairs == {0: 4, 3: 3}
         assert scores.loss == pytest.approx(math.log(1 + math.exp(-1)))
-        assert [answer[:3] for answer in scores.answers] == [(row, row // 4, row // 4) for row in range(7)]
+        assert [answer[:3] for answer in scores.predictions] == [(row, row // 4, row // 4) for row in range(7)]
 
 
 JOBS = {

@@ -79,9 +79,9 @@ def test_confusions_are_scikit_learns_and_clusters_stand_together() -> None:
 
 def test_counted_pairs_are_scikit_learns_matrix() -> None:
     _, labels, answers = predictions_of(12, 500)
-    predicted = [answer.predicted for answer in answers]
+    predicted = [one.predicted for one in answers]
     matrix = confusion_matrix(labels, predicted, labels=range(12))
-    counted = Confusion(12, Counter(answer.label * 12 + answer.predicted for answer in answers))
+    counted = Confusion(12, Counter(one.label * 12 + one.predicted for one in answers))
     assert (counted.true, counted.taken) == (matrix.sum(1).tolist(), matrix.sum(0).tolist())
     assert counted.right == matrix.diagonal().tolist()
     wrong = np.where(np.eye(12, dtype=bool), 0, matrix)
@@ -103,10 +103,10 @@ def test_answers_keep_their_rows_when_images_are_left_out(tmp_path: Path) -> Non
     for loss, sure in (("softmax", np.exp(2) / np.exp([0, 1, 2]).sum()), ("sigmoid", 1 / (1 + np.exp(-2)))):
         how: Any = {"loss": loss, "batch_size": 3, "skip_bad": True, "keep_predictions": True}
         scores = score(logits_of, split, small, 3, ONE, **how)
-        assert [answer.row for answer in scores.answers] == [*range(5), *range(6, 12)]
-        assert [answer.label for answer in scores.answers] == [split.labels[answer.row] for answer in scores.answers]
-        assert {answer.predicted for answer in scores.answers} == {0}
-        assert scores.answers[0].confidence == pytest.approx(sure)
+        assert [one.row for one in scores.predictions] == [*range(5), *range(6, 12)]
+        assert [one.label for one in scores.predictions] == [split.labels[one.row] for one in scores.predictions]
+        assert {one.predicted for one in scores.predictions} == {0}
+        assert scores.predictions[0].confidence == pytest.approx(sure)
 
 
 def test_the_most_confident_mistakes_are_kept_as_small_images(tmp_path: Path) -> None:
@@ -117,8 +117,8 @@ def test_the_most_confident_mistakes_are_kept_as_small_images(tmp_path: Path) ->
     (tmp_path / "predictions.csv").touch()
     write_predictions(tmp_path, answers, split.classes, split)
     kept = sorted(int(path.stem) for path in (tmp_path / "mistakes").iterdir())
-    wrong = sorted(answers[15:], key=lambda answer: -answer.confidence)
-    assert kept == sorted(answer.row for answer in wrong[:MOST_MISTAKES])
+    wrong = sorted(answers[15:], key=lambda one: -one.confidence)
+    assert kept == sorted(one.row for one in wrong[:MOST_MISTAKES])
     with Image.open(tmp_path / "mistakes" / f"{kept[0]}.jpg") as image:
         assert max(image.size) <= SIDE
     rows = list(csv.DictReader((tmp_path / "predictions.csv").read_text().splitlines()))
@@ -129,7 +129,7 @@ def evaluated(folder: Path, classes: int, images: int) -> Path:
     """Write what an evaluation leaves: one class is a script, one path as well."""
     _, _, answers = predictions_of(classes, images)
     names = [SCRIPT, *(f"class{number}" for number in range(1, classes))]
-    table = Confusion(classes, Counter(answer.label * classes + answer.predicted for answer in answers))
+    table = Confusion(classes, Counter(one.label * classes + one.predicted for one in answers))
     pairs = [
         {"true": names[true], "predicted": names[predicted], "images": count, "share": 100 * share}
         for true, predicted, count, share in worst_pairs(table)
@@ -142,8 +142,8 @@ def evaluated(folder: Path, classes: int, images: int) -> Path:
         [a.row, f"{SCRIPT}/{a.row}", names[a.label], names[a.predicted], f"{a.confidence:.6f}"] for a in answers
     ]
     (folder / "predictions.csv").write_text(as_csv([list(COLUMNS), *rows]))
-    for answer in [answer for answer in answers if answer.label != answer.predicted][:3]:
-        Image.new("RGB", (9, 5)).save(folder / "mistakes" / f"{answer.row}.jpg")
+    for one in [one for one in answers if one.label != one.predicted][:3]:
+        Image.new("RGB", (9, 5)).save(folder / "mistakes" / f"{one.row}.jpg")
     return folder
 
 

@@ -84,7 +84,7 @@ def test_images_are_encoded_before_processes_begin_that_would_wait_for_them(
         caches.append(len(list((tmp_path / "cache").glob("*/cache.json"))))
         raise DpnError("enough")
 
-    monkeypatch.setattr("dpn_cli.sweep.runner.run_all", run_all)
+    monkeypatch.setattr("dpn_cli.sweep.engines.dispatch.run_all", run_all)
     at_once = ("--seeds", "0,2", "--jobs", "2", "--cache-dir", str(tmp_path / "cache"))
     alone = [word.replace("{stem}", "dpn") for word in command]
     for more in (("--compare", "none,dpn"), ("--no-cache",), ()):
