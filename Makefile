@@ -49,9 +49,11 @@ mutate: $(VENV)/.installed
 	mkdir -p runs/mutants
 	printf '%s\n' '[cosmic-ray]' 'module-path = "$(FILE)"' 'timeout = 300' \
 		'test-command = "$(RUN)/python -m pytest -x -q $(TESTS)"' \
-		'[cosmic-ray.distributor]' 'name = "local"' > $(MUTANTS).toml
+		'[cosmic-ray.distributor]' 'name = "local"' '[cosmic-ray.filters.operators-filter]' \
+		'exclude-operators = ["core/ReplaceBinaryOperator_BitOr_.*"]' > $(MUTANTS).toml  # `int | None`
 	rm -f $(MUTANTS).sqlite
 	$(RUN)/cosmic-ray init $(MUTANTS).toml $(MUTANTS).sqlite
+	$(RUN)/cr-filter-operators $(MUTANTS).sqlite $(MUTANTS).toml
 	$(RUN)/cosmic-ray baseline $(MUTANTS).toml
 	$(RUN)/cosmic-ray exec $(MUTANTS).toml $(MUTANTS).sqlite; git checkout -q -- $(FILE)
 	$(RUN)/cr-report --surviving-only --show-diff $(MUTANTS).sqlite

@@ -178,7 +178,7 @@ def test_damage_in_what_was_kept_is_told_of_its_own_file(tmp_path: Path) -> None
     answers, classes = folder / "predictions.csv", folder / "per_class.csv"
     kept = {path: path.read_text().splitlines(keepends=True) for path in (answers, classes)}
     answers.write_text("".join(kept[answers][:41]))
-    assert "it has 40 answers, and 60 images were scored" in page_of(tmp_path, folder)
+    assert "it has 40 predictions, and 60 images were scored" in page_of(tmp_path, folder)
     damages = {
         "predictions.csv, line 61: damaged (ValueError: class 'cla', ": (
             answers,
