@@ -56,7 +56,7 @@ def _cells(options: classify_options.ProbeOptions, names: Iterable[str]) -> list
 
 
 def _complete(run: Run[classify_options.ProbeOptions]) -> bool:
-    """Tell whether the folder has the result of every draw. What one network is called makes no difference to it."""
+    """Return whether the folder has the result of every draw. What one network is called makes no difference to it."""
     options, path = run.config, run.folder.path
     return all((path / one.folder / RESULT).is_file() for one in _cells(options, options.compare or ("",)))
 

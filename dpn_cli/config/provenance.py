@@ -62,7 +62,7 @@ class ValueSource(Section):
         return " ".join("; ".join([self.source, *paper, *([self.differs] if self.differs else [])]).split())
 
     def disagrees(self, here: object, paper: object) -> bool:
-        """Tell whether the value of a run differs from the paper's."""
+        """Return whether the value of a run differs from the paper's."""
         return here in self.unlike if self.unlike else here != paper and here not in self.same
 
 

@@ -9,17 +9,17 @@ EXTRAS = {"s3": "s3", "gs": "gcs", "https": "http", "http": "http", "hf": ""}
 
 
 def is_url(place: str) -> bool:
-    """Tell whether a place is behind a URL; ``hf:OWNER/NAME`` is a data set's name and no URL."""
+    """Return whether a place is behind a URL; ``hf:OWNER/NAME`` is a data set's name and no URL."""
     return re.match(r"[a-zA-Z0-9+.-]+://", place) is not None
 
 
 def is_shards(place: str) -> bool:
-    """Tell whether a place is a pattern of webdataset shards: ``wds:PATTERN``, or a URL that ends in .tar."""
+    """Return whether a place is a pattern of webdataset shards: ``wds:PATTERN``, or a URL that ends in .tar."""
     return place.startswith("wds:") or (is_url(place) and place.endswith(".tar"))
 
 
 def is_hub(place: str) -> bool:
-    """Tell whether a place is the name of a data set on the Hugging Face hub."""
+    """Return whether a place is the name of a data set on the Hugging Face hub."""
     return place.startswith("hf:") and not is_url(place)
 
 

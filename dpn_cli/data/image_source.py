@@ -50,7 +50,7 @@ def own_splits(source: ImageSource) -> list[str]:
 
 
 def has_split(source: ImageSource, split: str) -> bool:
-    """Tell whether a data set has images of its own for ``train``, ``val`` or ``test``."""
+    """Return whether a data set has images of its own for ``train``, ``val`` or ``test``."""
     if split == "val" and source.val_place:
         return True
     if source.place in DEMO_SPLITS:

@@ -220,5 +220,5 @@ def moment(run: RunRecord, key: str) -> datetime | None:
 
 
 def is_number(value: object) -> bool:
-    """Tell whether a value in a log is a finite number."""
+    """Return whether a value in a log is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

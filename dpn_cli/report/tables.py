@@ -34,7 +34,7 @@ def format_cell(cell: Cell, digits: int) -> str:
 
 
 def is_number(cell: Cell) -> bool:
-    """Tell whether a cell stands on the right: a number, or text that begins like one."""
+    """Return whether a cell stands on the right: a number, or text that begins like one."""
     return isinstance(cell, int | float) or bool(cell and _NUMBER.fullmatch(cell))
 
 

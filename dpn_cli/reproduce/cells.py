@@ -81,7 +81,7 @@ class Places:
         return list(dict.fromkeys(names))
 
     def done(self, job: PaperTrial) -> bool:
-        """Tell whether a job has its result."""
+        """Return whether a job has its result."""
         return (self.out / job.name / RESULT).is_file()
 
 

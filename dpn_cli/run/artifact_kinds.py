@@ -62,7 +62,7 @@ def kind_of(metadata: Mapping[str, str]) -> Kind:
 
 
 def is_run(folder: Path) -> bool:
-    """Tell whether a folder holds a run of ours, finished or unfinished."""
+    """Return whether a folder holds a run of ours, finished or unfinished."""
     return any((folder / name).is_file() for name in ("run.json", "config.yaml"))
 
 

@@ -33,7 +33,7 @@ class Launch:
     agents: list[dict[str, Any]]
 
     def began(self, run: Mapping[str, Any]) -> bool:
-        """Tell whether this command has worked on the run of that run.json before: it has started its ranks again.
+        """Return whether this command has worked on the run of that run.json before: it has started its ranks again.
 
         A process of its own was there then. Where a script stands between torchrun and its ranks, the id and the count
         of restarts have to do.
@@ -43,7 +43,7 @@ class Launch:
         return there or (self.restarts > 0 and self.has_id_of(run))
 
     def has_id_of(self, run: Mapping[str, Any]) -> bool:
-        """Tell whether the run of that run.json began under the same id, as when a job was queued again."""
+        """Return whether the run of that run.json began under the same id, as when a job was queued again."""
         return self.id != NO_ID and self.id == (run.get(LAUNCH) or {}).get("id")
 
     def warning(self) -> str | None:

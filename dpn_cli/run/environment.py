@@ -94,7 +94,7 @@ def describe_process(pid: int) -> dict[str, Any]:
 
 
 def is_at_work(process: Mapping[str, Any]) -> bool | None:
-    """Tell whether a process, as `this_process` described it, is there; None of another machine or container."""
+    """Return whether a process, as `this_process` described it, is there; None of another machine or container."""
     if (process.get("host"), process.get("pids")) != (platform.node(), _pids()):
         return None
     number = int(process["pid"])

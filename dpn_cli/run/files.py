@@ -71,7 +71,7 @@ def real_path(path: str | Path) -> Path:
 
 
 def is_leftover(name: str) -> bool:
-    """Tell whether a name is that of a temporary file of `replace_file`, which may have been killed."""
+    """Return whether a name is that of a temporary file of `replace_file`, which may have been killed."""
     return LEFTOVER.fullmatch(name) is not None
 
 
@@ -97,7 +97,7 @@ def _is_ownerless(path: Path) -> bool:
 
 
 def is_alive(process: int) -> bool:
-    """Tell whether there is a process of this number."""
+    """Return whether there is a process of this number."""
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):

@@ -43,7 +43,7 @@ def parts_that_fit(memory: int, reserved: int, most: int) -> int:
 
 
 def is_shared() -> bool:
-    """Tell whether this process has to leave memory of its GPU to others."""
+    """Return whether this process has to leave memory of its GPU to others."""
     return os.environ.get(SHARE, "").isdecimal()
 
 

@@ -123,7 +123,7 @@ class RunFolder:
             raise DpnError(f"-o {self.path}: dpn {there} works on the run there, and this is {here}; install {there}")
 
     def _is_ours(self, names: set[str]) -> bool:
-        """Tell whether a folder is a run; one of the two files that describe it may be missing or damaged."""
+        """Return whether a folder is a run; one of the two files that describe it may be missing or damaged."""
         with_versions = "dpn-cli" in str(self.facts.get("versions"))
         return names >= set(IDENTITY) or with_versions or read_config(self.path / "config.yaml") is not None
 

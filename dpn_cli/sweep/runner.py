@@ -209,7 +209,7 @@ def _forget_compiled(trial: _SweepTrial) -> None:
 
 
 def _complete(folder: Path, trials: Sequence[_SweepTrial]) -> bool:
-    """Tell whether every training has its result, whatever the comparison's own says."""
+    """Return whether every training has its result, whatever the comparison's own says."""
     return all((folder / trial.folder / RESULT).is_file() for trial in trials)
 
 

@@ -31,7 +31,7 @@ class Backend(Protocol):
     slots: int
 
     def has_room(self, work: Work) -> bool:
-        """Tell whether work can begin now, if a slot is free."""
+        """Return whether work can begin now, if a slot is free."""
 
     def start(self, work: Work, slot: int) -> None:
         """Begin to run work in a slot that is free."""

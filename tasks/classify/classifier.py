@@ -127,7 +127,7 @@ def facts_of(source: Checkpoint) -> dict[str, Any]:
 
 
 def takes_whole_images(source: Checkpoint) -> bool:
-    """Tell whether a file holds a classifier whose images were resized whole, without a crop."""
+    """Return whether a file holds a classifier whose images were resized whole, without a crop."""
     return KEY in source.about and json.loads(source.about[KEY])["resize_side"] is None
 
 

@@ -96,7 +96,7 @@ def _open_split(data: VtabData, task: Task, split: str) -> LabelledImages:
 
 
 def written_here(split: LabelledImages) -> bool:
-    """Tell whether ``dpn data prepare vtab`` wrote a split's folder: its JPEG files are the original ones."""
+    """Return whether ``dpn data prepare vtab`` wrote a split's folder: its JPEG files are the original ones."""
     return isinstance(split, FileList) and is_prepared(split.list.parent)
 
 

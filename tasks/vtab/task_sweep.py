@@ -115,7 +115,7 @@ class TaskSweep:
         return VtabTrial(self.network, self.task, lr, seed, split, self.path / f"{split}_lr{lr:g}_seed{seed}")
 
     def _weights_needed(self, trial: VtabTrial) -> bool:
-        """Tell whether a trial's weights may still be scored on test."""
+        """Return whether a trial's weights may still be scored on test."""
         if self.ledger.entry(trial):
             return False
         choice = read_json(self.path / "choice.json")

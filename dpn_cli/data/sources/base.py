@@ -175,7 +175,7 @@ def number_classes(split: LabelledImages, place: str) -> tuple[str, ...]:
 
 
 def is_remote(split: LabelledImages) -> bool:
-    """Tell whether a split's images are in shards that have to be fetched."""
+    """Return whether a split's images are in shards that have to be fetched."""
     return split.shards is not None and any(isinstance(path, RemotePath) for path in split.shards.paths)
 
 

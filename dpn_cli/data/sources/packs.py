@@ -52,7 +52,7 @@ def read_manifest(root: Path | RemotePath) -> Json:
 
 
 def is_pack(root: Path) -> bool:
-    """Tell whether a folder is a packed data set, by its manifest's first line."""
+    """Return whether a folder is a packed data set, by its manifest's first line."""
     try:
         with (root / MANIFEST).open(encoding="utf-8") as file:
             return FORMAT in file.read(100)

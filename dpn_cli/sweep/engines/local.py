@@ -55,7 +55,7 @@ class Processes:
         return self.logs / f"{name.replace('/', '-')}.log"
 
     def has_room(self, work: Work) -> bool:
-        """Tell whether a GPU has room for work."""
+        """Return whether a GPU has room for work."""
         return self.shares is None or self.shares.find(work) is not None
 
     def start(self, work: Work, slot: int) -> None:
@@ -125,7 +125,7 @@ class Processes:
                 )
 
     def _retry(self, shares: Shares, ended: _Running, code: int) -> bool:
-        """Tell whether work is to begin once more, and begin what can have a GPU alone from now on."""
+        """Return whether work is to begin once more, and begin what can have a GPU alone from now on."""
         again = code == OutOfMemoryError.exit_code and shares.take_whole(ended.work)
         if again:
             name = ended.work.name

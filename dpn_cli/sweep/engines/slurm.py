@@ -125,7 +125,7 @@ class Slurm:
             self._again += 1
 
     def _is_stopped(self, code: int) -> bool:
-        """Tell whether the work was told to stop on its node, and is to go on elsewhere."""
+        """Return whether the work was told to stop on its node, and is to go on elsewhere."""
         return code == StoppedError(signal.SIGTERM).exit_code and self._again < AGAIN
 
     def _code(self, name: str, job: submitit.Job[int]) -> int:

@@ -122,5 +122,5 @@ def augmentation_of(config: DistillConfig, size: tuple[int, int]) -> Augmentatio
 
 
 def _labelled_val(source: ImageSource) -> bool:
-    """Tell whether data have validation images of their own, in folders of classes."""
+    """Return whether data have validation images of their own, in folders of classes."""
     return not is_shards(source.place) and has_split(source, "val")

@@ -40,7 +40,7 @@ Json = dict[str, Any]
 
 
 def is_prepared(folder: Path) -> bool:
-    """Tell whether a task's folder was written here, with images as they were published."""
+    """Return whether a task's folder was written here, with images as they were published."""
     manifest = read_object(folder / MANIFEST)
     return manifest is not None and manifest.get("format") == FORMAT
 
