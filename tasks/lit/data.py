@@ -65,7 +65,7 @@ def open_pairs(source: CaptionSource) -> tuple[CaptionedImages, CaptionedImages]
 
 
 def has_split(source: CaptionSource, split: str) -> bool:
-    """Return whether a data set says itself which of its pairs are ``train``, ``val`` or ``test``, and has such pairs."""
+    """Return whether a data set itself says which pairs are ``train``, ``val`` or ``test``, and has such pairs."""
     place = source.place
     if place == "demo":
         return True
