@@ -35,8 +35,8 @@ def probe_sweep(options: classify_options.ProbeOptions, console: Console) -> Res
     """
     how, config = options.run, options.model_copy(update={"run": classify_options.ProbeFolder()})
     folders: list[Path] = []
-    place = LaunchOptions(how.output_dir, how.resume, how.overwrite, on_open=folders.append)
-    with open_run(config, options.runtime, "comparison", place, _folder(options), console) as run:
+    launch = LaunchOptions(how.output_dir, how.resume, how.overwrite, on_open=folders.append)
+    with open_run(config, options.runtime, "comparison", launch, _folder(options), console) as run:
         refuse_ranks(run.world, "eval fewshot")
         result = run.folder.result if _complete(run) else None
         result = result or _ProbeSweep(run).probe_all()

@@ -45,14 +45,14 @@ def add_command(app: typer.Typer, name: str, training: TrainCommand) -> None:
                 return
             explicit_keys = training.explicit_keys(arguments)
             folders, costs = list[Path](), list[Cost]()
-            place = LaunchOptions(
+            launch = LaunchOptions(
                 arguments["output_dir"],
                 **how,
                 on_open=folders.append,
                 on_cost=costs.append,
                 explicit_keys=explicit_keys,
             )
-            result = trainer.run(config, place, console)
+            result = trainer.run(config, launch, console)
             show_costs(costs, folders[0], console, as_json=arguments["json"])
             if result is None:
                 return
@@ -80,9 +80,9 @@ def _launch_options(config: Any, arguments: Mapping[str, Any]) -> dict[str, Any]
     if "jobs" not in arguments:
         return how
     processes, trial = process_options(arguments), arguments["trial"]
-    place = LaunchOptions(**processes)
-    starts = place.processes if place.engine == "local" else f"--engine {place.engine}"
-    given = {starts: place.starts_processes, f"--trial {trial}": trial is not None}
+    launch = LaunchOptions(**processes)
+    starts = launch.processes if launch.engine == "local" else f"--engine {launch.engine}"
+    given = {starts: launch.starts_processes, f"--trial {trial}": trial is not None}
     given["--list-trials"] = arguments["list_trials"]
     asked = [option for option, was in given.items() if was]
     if asked and not getattr(config, "several", True):

@@ -21,7 +21,7 @@ Result = dict[str, Any]
 class TrainingModule(Protocol):
     """The module of a task that loads torch."""
 
-    def run(self, config: Any, place: LaunchOptions, console: Console) -> Result | None:
+    def run(self, config: Any, launch: LaunchOptions, console: Console) -> Result | None:
         """Train and return the result; None on ranks that do not lead and after a dry run."""
 
     def show(self, result: Result) -> None:

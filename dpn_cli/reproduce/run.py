@@ -148,8 +148,8 @@ def _run_one(job: PaperTrial, places: Places, console: Console) -> None:
     config, trainer = load_trainer(training, training.layers(arguments, console.info), console)
     if config.runtime.compile:
         torch.compiler.reset()  # the compiler gives up after eight networks
-    place = LaunchOptions(places.out / job.name, resume=True, explicit_keys=training.explicit_keys(arguments))
-    result = trainer.run(config, place, console)
+    launch = LaunchOptions(places.out / job.name, resume=True, explicit_keys=training.explicit_keys(arguments))
+    result = trainer.run(config, launch, console)
     if failures := training.failures(result or {}):
         raise NonFiniteError("; ".join(failures))
 

@@ -19,7 +19,7 @@ NO_ID = "none"
 
 
 @dataclass(frozen=True)
-class Launch:
+class TorchrunLaunch:
     """One torchrun command.
 
     Args:
@@ -62,13 +62,13 @@ class Launch:
         return {LAUNCH: asdict(self)}
 
 
-def this_launch() -> Launch | None:
+def current_torchrun() -> TorchrunLaunch | None:
     """Return the torchrun command that started the ranks; None without one. Every rank must call it."""
     if not dist.is_torchelastic_launched():
         return None
     mine = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), describe_process(os.getppid())
     restarts, agents = zip(*from_all(mine), strict=True)
-    return Launch(
+    return TorchrunLaunch(
         os.environ["TORCHELASTIC_RUN_ID"],
         max(restarts),
         [agent for number, agent in enumerate(agents) if agent not in agents[:number]],

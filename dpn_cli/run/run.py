@@ -26,7 +26,7 @@ from dpn_cli.run.callbacks import Outputs
 from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.console import Console, count_noun
 from dpn_cli.run.distributed import World, from_leader, join, lost_rank
-from dpn_cli.run.elastic import Launch, this_launch
+from dpn_cli.run.elastic import TorchrunLaunch, current_torchrun
 from dpn_cli.run.environment import read_config
 from dpn_cli.run.files import claimed, make_folder
 from dpn_cli.run.run_dir import MetricsLog, RunFolder
@@ -97,41 +97,41 @@ class Run(Generic[ConfigT]):
 
 @contextmanager
 def open_run(
-    config: ConfigT, runtime: Runtime, kind: Kind, place: LaunchOptions, default: Path, console: Console
+    config: ConfigT, runtime: Runtime, kind: Kind, launch: LaunchOptions, default: Path, console: Console
 ) -> Iterator[Run[ConfigT]]:
-    """Join the ranks, listen to signals, and open the run's folder: that of `place`, or `default`.
+    """Join the ranks, listen to signals, and open the run's folder: that of `launch`, or `default`.
 
     The session's config is the one that the run in the folder began with; its differences from the paper are printed.
     On exit the status of the run is written to the folder, unless this process runs one trial of it. A dry run does not
     create the folder. Raises `DpnError` and its subclasses.
     """
-    path = place.folder or default
-    _check_ways(place)
-    kept = signals.NOTHING_KEPT if place.dry_run else RESUME
+    path = launch.folder or default
+    _check_ways(launch)
+    kept = signals.NOTHING_KEPT if launch.dry_run else RESUME
     with signals.listen(kept), join(runtime.device, shard=runtime.shard) as world, ExitStack() as claims:
         if isinstance(runtime.micro_batch_size, int):
             world = replace(world, grain=runtime.micro_batch_size)
         precision = runtime.precision_on(world.device.type)
-        if place.dry_run:
-            place.on_open(path)
+        if launch.dry_run:
+            launch.on_open(path)
             yield Run(config, RunFolder(path), world, console, _compared(config, precision, console))
             return
-        one_trial = place.trial is not None
-        if world.size > 1 and (one_trial or place.starts_processes):
-            given = f"--trial {place.trial}" if one_trial else place.processes
+        one_trial = launch.trial is not None
+        if world.size > 1 and (one_trial or launch.starts_processes):
+            given = f"--trial {launch.trial}" if one_trial else launch.processes
             raise DpnError(f"{given}: does not go with torchrun; leave one of them out")
-        launch = this_launch()
-        how = _how(place, path, launch, world, console)
+        torchrun = current_torchrun()
+        how = _how(launch, path, torchrun, world, console)
         saved = from_leader(_saved_network(path) if how["resume"] or one_trial else None)
-        config = with_weights_of(config, saved, place.explicit_keys, console)
+        config = with_weights_of(config, saved, launch.explicit_keys, console)
         with ExitStack() as opening:  # one trial of several claims the folder only while it begins the run
             held = opening if one_trial else claims
             folder = open_folder(path, config, kind, world, console, **how, one_trial=one_trial, claims=held)
-        place.on_open(path)
+        launch.on_open(path)
         if folder.result is None:
             console.info(f"run folder {path}")
             if world.leads:
-                _note_command(folder, place, launch, console)
+                _note_command(folder, launch, torchrun, console)
         with _status(folder, told=world.leads and not one_trial), lost_rank():
             config = with_saved_decoder(config, from_leader(folder.facts))
             if world.leads and folder.result is None:
@@ -140,42 +140,44 @@ def open_run(
             yield Run(config, folder, world, console, differs, one_trial)
 
 
-def _check_ways(place: LaunchOptions) -> None:
+def _check_ways(launch: LaunchOptions) -> None:
     """Raise `DpnError` for two ways at once to open the folder of a run."""
-    if place.resume and place.overwrite:
+    if launch.resume and launch.overwrite:
         raise DpnError("--resume --overwrite: one continues the existing run, the other deletes it; pass one of them")
-    if place.trial is not None and place.overwrite:
-        raise DpnError(f"--overwrite --trial {place.trial}: would delete the other trials; delete the folder yourself")
+    if launch.trial is not None and launch.overwrite:
+        raise DpnError(f"--overwrite --trial {launch.trial}: would delete the other trials; delete the folder yourself")
 
 
-def _how(place: LaunchOptions, path: Path, launch: Launch | None, world: World, console: Console) -> dict[str, Any]:
+def _how(
+    launch: LaunchOptions, path: Path, torchrun: TorchrunLaunch | None, world: World, console: Console
+) -> dict[str, Any]:
     """Return how the folder of a run is opened: a run that this torchrun began goes on, without --resume.
 
     It does not begin again, either, where the command has --overwrite.
     """
-    how = {"resume": place.resume, "overwrite": place.overwrite}
+    how = {"resume": launch.resume, "overwrite": launch.overwrite}
     folder = RunFolder(path)
     run = folder.facts
-    if launch is None or not run or folder.untouched:
+    if torchrun is None or not run or folder.untouched:
         return how
-    if launch.began(run):
-        if not place.resume:
+    if torchrun.began(run):
+        if not launch.resume:
             ranks = count_noun(world.size, "rank")
             console.info(f"{path}: torchrun started the ranks again; the run goes on with {ranks}")
         return how | {"resume": True, "overwrite": False, "patience": LOST_AFTER}
-    if launch.has_id_of(run) and not (place.resume or place.overwrite):
-        console.info(f"{path}: the run goes on, because it began with torchrun's --rdzv-id {launch.id}")
+    if torchrun.has_id_of(run) and not (launch.resume or launch.overwrite):
+        console.info(f"{path}: the run goes on, because it began with torchrun's --rdzv-id {torchrun.id}")
         return how | {"resume": True}
     return how
 
 
-def _note_command(folder: RunFolder, place: LaunchOptions, launch: Launch | None, console: Console) -> None:
+def _note_command(folder: RunFolder, launch: LaunchOptions, torchrun: TorchrunLaunch | None, console: Console) -> None:
     """Keep the config keys that began a run, and the torchrun that is at work on it, in run.json."""
-    if place.explicit_keys is not None and "given" not in folder.facts:
-        folder.update(given=list(place.explicit_keys))
-    if launch is not None:
-        folder.update(**launch.facts())
-        if warning := launch.warning():
+    if launch.explicit_keys is not None and "given" not in folder.facts:
+        folder.update(given=list(launch.explicit_keys))
+    if torchrun is not None:
+        folder.update(**torchrun.facts())
+        if warning := torchrun.warning():
             console.warn(warning)
 
 

@@ -56,45 +56,45 @@ class SweepRunner:
     def __init__(self, training: TrainCommand) -> None:
         self.training, self.trainer = training, cast(_Comparable, import_module(training.module))
 
-    def run(self, config: SweepConfig, place: LaunchOptions, console: Console) -> Result | None:
+    def run(self, config: SweepConfig, launch: LaunchOptions, console: Console) -> Result | None:
         """Train and return the comparison; None on ranks that do not lead and after a dry trial.
 
         All networks are loaded before anything is trained. A training that runs out of memory or diverges is noted in
         the result and tried again when the comparison is resumed; everything else raises `DpnError`.
         """
-        trials = self._runs(config, console, place.dry_run)
-        if place.trial is not None and place.trial >= len(trials):
+        trials = self._runs(config, console, launch.dry_run)
+        if launch.trial is not None and launch.trial >= len(trials):
             raise DpnError(
-                f"--trial {place.trial}: there are {len(trials)}, 0 to {len(trials) - 1}; --list-trials lists them"
+                f"--trial {launch.trial}: there are {len(trials)}, 0 to {len(trials) - 1}; --list-trials lists them"
             )
-        with open_run(config, config.runtime, "comparison", place, self._folder(config, trials), console) as run:
-            if place.dry_run:
+        with open_run(config, config.runtime, "comparison", launch, self._folder(config, trials), console) as run:
+            if launch.dry_run:
                 firsts = _firsts(trials)
-                self._dry_run(firsts, len(trials) // len(firsts), place, console)
+                self._dry_run(firsts, len(trials) // len(firsts), launch, console)
                 return None
             result = run.folder.result if _complete(run.folder.path, trials) else None
             if result is None:
-                trials = _with_saved_networks(run, trials, place)
+                trials = _with_saved_networks(run, trials, launch)
                 with run.claim_unless("digests"):
                     _load(run, _firsts(trials), getattr(self.trainer, "load", _load_backbone))
-                if place.trial is not None:
-                    one = trials[place.trial]
+                if launch.trial is not None:
+                    one = trials[launch.trial]
                     console.info(one.label)
                     self.trainer.run(one.config, LaunchOptions(run.folder.path / one.folder, resume=True), console)
                     return None
-                failed = self._dispatch(run, trials, place) if place.starts_processes else {}
+                failed = self._dispatch(run, trials, launch) if launch.starts_processes else {}
                 result = self._train(run, trials, failed)
             return result if run.world.leads else None
 
-    def _dry_run(self, firsts: Sequence[_SweepTrial], seeds: int, place: LaunchOptions, console: Console) -> None:
+    def _dry_run(self, firsts: Sequence[_SweepTrial], seeds: int, launch: LaunchOptions, console: Console) -> None:
         """Tell what the trainings of each network take, of which one is dry-run: seeds make no difference to that."""
         for trial in firsts:
             console.info(f"{format_network(trial.network)}:")
             costs = list[Cost]()
             _forget_compiled(trial)
-            self.trainer.run(trial.config, replace(place, on_cost=costs.append), console)
+            self.trainer.run(trial.config, replace(launch, on_cost=costs.append), console)
             for cost in costs:
-                place.on_cost(replace(cost.times(seeds), name=trial.network))
+                launch.on_cost(replace(cost.times(seeds), name=trial.network))
 
     def trials(self, config: SweepConfig) -> list[str]:
         """Return what the numbers of ``--trial`` stand for."""
@@ -127,13 +127,13 @@ class SweepRunner:
             several = config.versus
         return alone.with_name(alone.name.replace(name, several, 1))
 
-    def _dispatch(self, run: Run[SweepConfig], trials: Sequence[_SweepTrial], place: LaunchOptions) -> dict[str, str]:
+    def _dispatch(self, run: Run[SweepConfig], trials: Sequence[_SweepTrial], launch: LaunchOptions) -> dict[str, str]:
         """Run the trainings in processes; return, by folder, why some diverged or ran out of memory.
 
         Raises `DpnError` for every other failure, when all have been stopped.
         """
         folder, console = run.folder.path, run.console
-        backend = backend_for(run, place)
+        backend = backend_for(run, launch)
         words = next(name for name, one in TRAIN_COMMANDS.items() if one is self.training).split()
         works = []
         for trial in trials:
@@ -142,7 +142,7 @@ class SweepRunner:
                 replace_text(config, dump(trial.config))
                 line = (*words, "--config", str(config), "-o", str(path), "--resume", "--no-report")
                 works.append(Work(trial.folder, line, network=trial.network, label=trial.label))
-        if works and place.engine == "local" and run.world.device.type == "cpu":
+        if works and launch.engine == "local" and run.world.device.type == "cpu":
             self._prepare(trials, console)
         failed = dispatch(run, works, backend)
         return {one.folder: f"{one.label}: {failed[one.folder]}" for one in trials if one.folder in failed}
@@ -164,8 +164,8 @@ class SweepRunner:
             console.info(f"{trial.label} ({number} of {len(trials)})")
             _forget_compiled(trial)
             try:
-                place = LaunchOptions(folder.path / trial.folder, resume=True)
-                done = results[trial.folder] = from_leader(self.trainer.run(trial.config, place, console) or {})
+                launch = LaunchOptions(folder.path / trial.folder, resume=True)
+                done = results[trial.folder] = from_leader(self.trainer.run(trial.config, launch, console) or {})
                 if done["data"] != next(iter(results.values()))["data"]:
                     raise DataError(
                         f"{folder.path}: the data have changed since this comparison began; start another with -o"
@@ -188,13 +188,13 @@ def _firsts(trials: Sequence[_SweepTrial]) -> list[_SweepTrial]:
 
 
 def _with_saved_networks(
-    run: Run[SweepConfig], trials: Sequence[_SweepTrial], place: LaunchOptions
+    run: Run[SweepConfig], trials: Sequence[_SweepTrial], launch: LaunchOptions
 ) -> list[_SweepTrial]:
     """Return the trainings with the networks that the comparison began with."""
     saved = from_leader(run.folder.facts).get(NETWORKS, {})
     found = {
         trial.network: with_weights_of(
-            trial.config, saved.get(trial.network), place.explicit_keys, run.console
+            trial.config, saved.get(trial.network), launch.explicit_keys, run.console
         ).backbone
         for trial in _firsts(trials)
     }

@@ -42,7 +42,7 @@ def default_folder(config: SupervisedConfig, task: str) -> Path:
     return Path("runs") / task / run_name(config.backbone)
 
 
-def dry_run(run: Run[ConfigT], data: ClassData, trainings: Sequence[ConfigT], place: LaunchOptions) -> None:
+def dry_run(run: Run[ConfigT], data: ClassData, trainings: Sequence[ConfigT], launch: LaunchOptions) -> None:
     """Check the data, measure the last of some trainings in a dry run, and print the cost of all."""
     config, world = run.config, run.world
     counted = [in_steps(each, len(data.train.labels)) for each in trainings]
@@ -60,7 +60,7 @@ def dry_run(run: Run[ConfigT], data: ClassData, trainings: Sequence[ConfigT], pl
     steps = sum(each.schedule.steps for each in counted)
     networks = min(2, len(counted))  # of a sweep's, the best one so far and the one that may be better
     if world.leads:
-        place.on_cost(replace(cost.of_steps(steps, len(counted)), kept=networks * cost.kept))
+        launch.on_cost(replace(cost.of_steps(steps, len(counted)), kept=networks * cost.kept))
 
 
 def describe_training(result: dict[str, Any]) -> str:

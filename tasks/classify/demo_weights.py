@@ -33,8 +33,8 @@ def demo_backbone(stem: str, console: Console, *, trained: bool = True) -> str:
     from tasks.classify.classifier import WEIGHTS
 
     folder = home() / "runs" / path.stem
-    place = LaunchOptions(folder, resume=folder.is_dir(), explicit_keys=("data.source", "backbone.stem"))
-    result = command.run(built, place, console)
+    launch = LaunchOptions(folder, resume=folder.is_dir(), explicit_keys=("data.source", "backbone.stem"))
+    result = command.run(built, launch, console)
     if result is not None:  # on the leading rank
         path.parent.mkdir(parents=True, exist_ok=True)
         (folder / WEIGHTS).replace(path)

@@ -23,14 +23,14 @@ DEMO_NOTE = (
 )
 
 
-def run(config: HighresConfig, place: LaunchOptions, console: Console) -> dict[str, Any] | None:
+def run(config: HighresConfig, launch: LaunchOptions, console: Console) -> dict[str, Any] | None:
     """Fine-tune and return the result; None on ranks that do not lead and after a dry run."""
     if config.demo:
         console.info(DEMO_NOTE)
     config = config.model_copy(update={"backbone": with_own_stem(config.backbone, console)})
-    with open_run(config, config.runtime, "classifier", place, default_folder(config), console) as run:
-        if place.dry_run:
-            command.dry_run(run, command.open_data(config), [config], place)
+    with open_run(config, config.runtime, "classifier", launch, default_folder(config), console) as run:
+        if launch.dry_run:
+            command.dry_run(run, command.open_data(config), [config], launch)
             return None
         result = run.folder.result
         if result is None:

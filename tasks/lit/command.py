@@ -32,14 +32,14 @@ DEMO_NOTE = (
 )
 
 
-def run(config: LitConfig, place: LaunchOptions, console: Console) -> dict[str, Any] | None:
+def run(config: LitConfig, launch: LaunchOptions, console: Console) -> dict[str, Any] | None:
     """Train and return the result; None on ranks that do not lead and after a dry run."""
     if config.demo:
         console.info(DEMO_NOTE)
     config = config.model_copy(update={"backbone": with_own_stem(config.backbone, console)})
-    with open_run(config, config.runtime, "towers", place, default_folder(config), console) as run:
-        if place.dry_run:
-            _dry_run(run, place)
+    with open_run(config, config.runtime, "towers", launch, default_folder(config), console) as run:
+        if launch.dry_run:
+            _dry_run(run, launch)
             return None
         result = run.folder.result or train(run)
         return result if run.world.leads else None
@@ -93,7 +93,7 @@ def fill_cache(config: LitConfig, console: Console) -> dict[str, Any] | None:
         }
 
 
-def _dry_run(run: Run[LitConfig], place: LaunchOptions) -> None:
+def _dry_run(run: Run[LitConfig], launch: LaunchOptions) -> None:
     """Encode some images, measure the training in a dry run, and print the cost."""
     data, val = open_pairs(source_of(run.config))
     labelled = open_zeroshot(run.config)
@@ -102,7 +102,7 @@ def _dry_run(run: Run[LitConfig], place: LaunchOptions) -> None:
     scored = len(val.captions) + (len(labelled.labels) if labelled else 0)
     cost = dry_run_training(replace(run, config=config), data, val, scored)
     if run.world.leads:
-        place.on_cost(cost)
+        launch.on_cost(cost)
 
 
 def describe_training(result: dict[str, Any]) -> str:

@@ -18,14 +18,14 @@ from tasks.segment.preflight import check_masks
 from tasks.segment.train import DEMO_NOTE, describe_length, open_data, train
 
 
-def run(config: SegmentConfig, place: LaunchOptions, console: Console) -> dict[str, Any] | None:
+def run(config: SegmentConfig, launch: LaunchOptions, console: Console) -> dict[str, Any] | None:
     """Train and return the result; None on ranks that do not lead and after a dry run."""
     if config.demo:
         console.info(DEMO_NOTE)
     config = config.model_copy(update={"backbone": with_own_stem(config.backbone, console)})
-    with open_run(config, config.runtime, "segmenter", place, default_folder(config), console) as run:
-        if place.dry_run:
-            _dry_run(run, place)
+    with open_run(config, config.runtime, "segmenter", launch, default_folder(config), console) as run:
+        if launch.dry_run:
+            _dry_run(run, launch)
             return None
         result = run.folder.result or train(run)
         console.info(f"weights: {run.folder.path / WEIGHTS}, for 'dpn segment eval' and 'predict'")
@@ -44,7 +44,7 @@ def show(result: dict[str, Any]) -> None:
     terminal.show(describe_training(result))
 
 
-def _dry_run(run: Run[SegmentConfig], place: LaunchOptions) -> None:
+def _dry_run(run: Run[SegmentConfig], launch: LaunchOptions) -> None:
     """Check a sample of the masks, measure the training in a dry run, and print its cost."""
     data = open_data(run.config)
     config = in_steps(run.config, len(data.train))
@@ -54,7 +54,7 @@ def _dry_run(run: Run[SegmentConfig], place: LaunchOptions) -> None:
         check_masks(data.val, data.rule)
     cost = dry_run_training(replace(run, config=config), data)
     if run.world.leads:
-        place.on_cost(cost)
+        launch.on_cost(cost)
 
 
 def describe_training(result: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ from tasks.vtab.tasks import choose_tasks
 from tasks.vtab.train import check_crops
 
 
-def run(config: VtabConfig, place: LaunchOptions, console: Console) -> dict[str, Any] | None:
+def run(config: VtabConfig, launch: LaunchOptions, console: Console) -> dict[str, Any] | None:
     """Run the sweep and return its result; None on ranks that do not lead and after a dry run.
 
     Raises `DpnError` and its subclasses, which carry the exit code.
@@ -30,13 +30,13 @@ def run(config: VtabConfig, place: LaunchOptions, console: Console) -> dict[str,
         console.info(DEMO_NOTE)
     if not config.compare:
         config = config.model_copy(update={"backbone": with_own_stem(config.backbone, console)})
-    if place.trial is not None and place.trial >= (count := len(sweep_parts(config))):
-        raise DpnError(f"--trial {place.trial}: there are {count}, 0 to {count - 1}; --list-trials lists them")
-    with open_run(config, config.runtime, "sweep", place, default_folder(config), console) as run:
-        if place.dry_run:
-            _dry_run(run, place)
+    if launch.trial is not None and launch.trial >= (count := len(sweep_parts(config))):
+        raise DpnError(f"--trial {launch.trial}: there are {count}, 0 to {count - 1}; --list-trials lists them")
+    with open_run(config, config.runtime, "sweep", launch, default_folder(config), console) as run:
+        if launch.dry_run:
+            _dry_run(run, launch)
             return None
-        result = run.folder.result or sweep(run, place)
+        result = run.folder.result or sweep(run, launch)
         return result if run.world.leads else None
 
 
@@ -55,7 +55,7 @@ def default_folder(config: VtabConfig) -> Path:
     return Path("runs") / ("vtab_demo" if config.demo else "vtab") / run_name(config.backbone, config.versus)
 
 
-def _dry_run(run: Run[VtabConfig], place: LaunchOptions) -> None:
+def _dry_run(run: Run[VtabConfig], launch: LaunchOptions) -> None:
     """Check all data, measure a training of every network in a dry run, and print their cost."""
     config, world, console = run.config, run.world, run.console
     tasks = choose_tasks(config.data.tasks, config.demo)
@@ -66,4 +66,4 @@ def _dry_run(run: Run[VtabConfig], place: LaunchOptions) -> None:
     for network in config.networks:
         cost = dry_run_sweep(run, network, data)
         if world.leads:
-            place.on_cost(cost)
+            launch.on_cost(cost)

@@ -50,11 +50,11 @@ def sweep_parts(config: VtabConfig) -> list[SweepPart]:
     return whole + [replace(part, lr=lr, seed=seed) for part in whole for lr in config.lrs for seed in config.seeds]
 
 
-def sweep(run: Run[VtabConfig], place: LaunchOptions) -> Json | None:
+def sweep(run: Run[VtabConfig], launch: LaunchOptions) -> Json | None:
     """Run or finish the sweep in the run's folder; write its result there and return it.
 
     Data are checked for all tasks before anything is trained. A trial that runs out of memory or diverges is noted in
-    the result and tried again when the run is resumed; everything else raises `DpnError`. The `place` says whether
+    the result and tried again when the run is resumed; everything else raises `DpnError`. The `launch` says whether
     processes do the work. With the number of a part, this is all that is done, and the result None.
 
     Raises `SweepError` when trainings of that part failed, and `OutOfMemoryError` when all else is done, for those that
@@ -63,15 +63,15 @@ def sweep(run: Run[VtabConfig], place: LaunchOptions) -> Json | None:
     config, folder = run.config, run.folder
     with run.claim_unless("data"):
         data, fingerprints = _check(run)
-    if place.starts_processes:
+    if launch.starts_processes:
         _forget_failures(folder)
-        _dispatch(run, data, place)
+        _dispatch(run, data, launch)
     asked = [part for part in sweep_parts(config) if part.lr is None]
-    if place.trial is not None:
-        asked = [sweep_parts(config)[place.trial]]
+    if launch.trial is not None:
+        asked = [sweep_parts(config)[launch.trial]]
     track, outcomes = run.tracker(config.runtime.report_to), []
     for part in asked:
-        trials = TaskSweep(run, part.network, part.task, data[part.task], dispatched=place.starts_processes)
+        trials = TaskSweep(run, part.network, part.task, data[part.task], dispatched=launch.starts_processes)
         with closing(trials.to_train() if part.lr is None else trials.to_train_one(part.lr, part.seed)) as to_train:
             for one in to_train:
                 try:
@@ -82,7 +82,7 @@ def sweep(run: Run[VtabConfig], place: LaunchOptions) -> Json | None:
                 except (NonFiniteError, OutOfMemoryError) as error:
                     trials.note_failure(one, error)
         outcomes.append(trials.outcome)
-    if place.trial is None:
+    if launch.trial is None:
         return _finish(run, outcomes, fingerprints)
     if trials.failures:
         kind = OutOfMemoryError if trials.set_aside else SweepError
@@ -90,10 +90,10 @@ def sweep(run: Run[VtabConfig], place: LaunchOptions) -> Json | None:
     return None
 
 
-def _dispatch(run: Run[VtabConfig], data: Mapping[Task, TaskData], place: LaunchOptions) -> None:
+def _dispatch(run: Run[VtabConfig], data: Mapping[Task, TaskData], launch: LaunchOptions) -> None:
     """Have processes run the parts of the sweep; where these are fewer than the processes, each training by itself."""
     config, folder = run.config, run.folder.path
-    backend = backend_for(run, place)
+    backend = backend_for(run, launch)
     parts = sweep_parts(config)
     whole, single = [part for part in parts if part.lr is None], [part for part in parts if part.lr is not None]
     line = ("finetune", "vtab", "--config", str(folder / "config.yaml"), "-o", str(folder), "--no-report", "--trial")

@@ -275,8 +275,8 @@ def test_precision_is_that_of_the_runs_device(
 ) -> None:
     config = config_of("vtab", runtime={"precision": precision})
     monkeypatch.setattr(sessions, "join", lambda name, shard=False: nullcontext(World(0, 1, torch.device(device))))
-    place = LaunchOptions(tmp_path / "run")
-    with sessions.open_run(config, config.runtime, "sweep", place, tmp_path, Console(quiet=True)) as begun:
+    launch = LaunchOptions(tmp_path / "run")
+    with sessions.open_run(config, config.runtime, "sweep", launch, tmp_path, Console(quiet=True)) as begun:
         assert ("runtime.precision: bf16 (paper: fp32)" in (begun.differs or ())) == listed
 
 

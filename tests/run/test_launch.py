@@ -20,25 +20,25 @@ from dpn_cli.errors import DpnError
 from dpn_cli.run import distributed, elastic, files
 from dpn_cli.run import run as sessions
 from dpn_cli.run.console import Console
-from dpn_cli.run.elastic import NO_ID, Launch
+from dpn_cli.run.elastic import NO_ID, TorchrunLaunch
 from dpn_cli.run.environment import describe_process
 
 AGENTS = [{"host": host, "pid": 7, "pids": None, "began": "1"} for host in ("node1", "node2", "node3")]
-RUN = Launch("run7", 0, AGENTS[:2]).facts()
+RUN = TorchrunLaunch("run7", 0, AGENTS[:2]).facts()
 
 
 @pytest.mark.parametrize(
     ("now", "began", "same_id"),
     [
-        (Launch("run7", 1, AGENTS[:1]), True, True),  # node2 is lost
-        (Launch("run7", 0, AGENTS[1:]), True, True),  # node3 is there instead of node1, which changes no count
-        (Launch(NO_ID, 1, AGENTS[:1]), True, False),
-        (Launch("run7", 1, AGENTS[2:]), True, True),  # a script between torchrun and its ranks
-        (Launch("run7", 0, AGENTS[2:]), False, True),  # queued again
-        (Launch("run8", 3, AGENTS[2:]), False, False),  # another command, whose mistake torchrun repeats
+        (TorchrunLaunch("run7", 1, AGENTS[:1]), True, True),  # node2 is lost
+        (TorchrunLaunch("run7", 0, AGENTS[1:]), True, True),  # node3 is there instead of node1, which changes no count
+        (TorchrunLaunch(NO_ID, 1, AGENTS[:1]), True, False),
+        (TorchrunLaunch("run7", 1, AGENTS[2:]), True, True),  # a script between torchrun and its ranks
+        (TorchrunLaunch("run7", 0, AGENTS[2:]), False, True),  # queued again
+        (TorchrunLaunch("run8", 3, AGENTS[2:]), False, False),  # another command, whose mistake torchrun repeats
     ],
 )
-def test_what_began_a_run_is_known_by_its_processes_or_its_id(now: Launch, began: bool, same_id: bool) -> None:
+def test_what_began_a_run_is_known_by_its_processes_or_its_id(now: TorchrunLaunch, began: bool, same_id: bool) -> None:
     written = json.loads(json.dumps(RUN))
     assert (now.began(written), now.has_id_of(written)) == (began, same_id)
     assert not now.began({})
@@ -46,22 +46,22 @@ def test_what_began_a_run_is_known_by_its_processes_or_its_id(now: Launch, began
 
 
 def test_no_id_is_no_id_to_know_a_run_by() -> None:
-    run = Launch(NO_ID, 0, AGENTS[:1]).facts()
-    assert not Launch(NO_ID, 3, AGENTS[1:]).began(run)
-    assert not Launch(NO_ID, 3, AGENTS[1:]).has_id_of(run)
+    run = TorchrunLaunch(NO_ID, 0, AGENTS[:1]).facts()
+    assert not TorchrunLaunch(NO_ID, 3, AGENTS[1:]).began(run)
+    assert not TorchrunLaunch(NO_ID, 3, AGENTS[1:]).has_id_of(run)
 
 
 def test_the_launch_is_that_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert elastic.this_launch() is None
+    assert elastic.current_torchrun() is None
     own = describe_process(os.getppid())
     monkeypatch.setattr(elastic, "from_all", lambda mine: [mine, (2, AGENTS[0]), mine])
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run7")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert elastic.this_launch() == Launch("run7", 2, [own, AGENTS[0]])
+    assert elastic.current_torchrun() == TorchrunLaunch("run7", 2, [own, AGENTS[0]])
 
 
 def test_a_restart_that_torchrun_cannot_do_is_told_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    two, one = Launch("run7", 0, AGENTS[:2]), Launch("run7", 0, AGENTS[:1])
+    two, one = TorchrunLaunch("run7", 0, AGENTS[:2]), TorchrunLaunch("run7", 0, AGENTS[:1])
     assert two.warning() is None
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
@@ -71,13 +71,15 @@ def test_a_restart_that_torchrun_cannot_do_is_told_before(monkeypatch: pytest.Mo
     assert one.warning() is None
 
 
-def opened(folder: Path, now: Launch | None, patch: pytest.MonkeyPatch, **how: Any) -> tuple[list[str], set[str]]:
+def opened(
+    folder: Path, now: TorchrunLaunch | None, patch: pytest.MonkeyPatch, **how: Any
+) -> tuple[list[str], set[str]]:
     """Open a run under a torchrun, and train for a while; returns what was said, and what was there."""
     said = list[str]()
     console = Console(quiet=True)
     config = small(folder)
     with patch.context() as inside:
-        inside.setattr(sessions, "this_launch", lambda: now)
+        inside.setattr(sessions, "current_torchrun", lambda: now)
         inside.setattr(console, "info", said.append)
         with sessions.open_run(config, config.runtime, "classifier", LaunchOptions(folder, **how), folder, console):
             there = {entry.name for entry in folder.iterdir()}
@@ -87,7 +89,11 @@ def opened(folder: Path, now: Launch | None, patch: pytest.MonkeyPatch, **how: A
 
 def test_ranks_that_are_started_again_go_on_with_their_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, patch = tmp_path / "run", monkeypatch
-    first, again, other = Launch("run7", 0, AGENTS[:2]), Launch("run7", 1, AGENTS[:1]), Launch("run8", 1, AGENTS[2:])
+    first, again, other = (
+        TorchrunLaunch("run7", 0, AGENTS[:2]),
+        TorchrunLaunch("run7", 1, AGENTS[:1]),
+        TorchrunLaunch("run8", 1, AGENTS[2:]),
+    )
     assert opened(folder, first, patch, overwrite=True) == ([], {"run.json", "config.yaml"})
     line = f"{folder}: torchrun started the ranks again; the run goes on with 1 rank"
     for overwrite in (False, True):
@@ -100,16 +106,19 @@ def test_ranks_that_are_started_again_go_on_with_their_run(tmp_path: Path, monke
     for stranger in (None, other):
         with pytest.raises(DpnError, match="the folder holds a run that has not finished"):
             opened(folder, stranger, patch)
-    queued = Launch("run7", 0, AGENTS[2:])
+    queued = TorchrunLaunch("run7", 0, AGENTS[2:])
     line = f"{folder}: the run goes on, because it began with torchrun's --rdzv-id run7"
     assert opened(folder, queued, patch)[0] == [line]
-    assert opened(folder, Launch("run7", 0, AGENTS[:1]), patch, overwrite=True)[1] == {"run.json", "config.yaml"}
+    assert opened(folder, TorchrunLaunch("run7", 0, AGENTS[:1]), patch, overwrite=True)[1] == {
+        "run.json",
+        "config.yaml",
+    }
 
 
 def test_a_run_that_has_produced_nothing_begins_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened(tmp_path / "run", Launch("run7", 0, AGENTS), monkeypatch)
+    opened(tmp_path / "run", TorchrunLaunch("run7", 0, AGENTS), monkeypatch)
     (tmp_path / "run" / "metrics.jsonl").unlink()
-    assert opened(tmp_path / "run", Launch("run7", 1, AGENTS), monkeypatch)[0] == []
+    assert opened(tmp_path / "run", TorchrunLaunch("run7", 1, AGENTS), monkeypatch)[0] == []
 
 
 def test_ranks_that_are_started_again_wait_longer_for_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,11 +128,11 @@ def test_ranks_that_are_started_again_wait_longer_for_a_folder(tmp_path: Path, m
         waited.append(timeout)
         raise DpnError("taken")
 
-    opened(tmp_path / "run", Launch("run7", 0, AGENTS), monkeypatch)
+    opened(tmp_path / "run", TorchrunLaunch("run7", 0, AGENTS), monkeypatch)
     monkeypatch.setattr(FileLock, "acquire", acquire)
     for agents in ([], AGENTS):
         with suppress(DpnError):
-            opened(tmp_path / "run", Launch("run7", 0, agents), monkeypatch)
+            opened(tmp_path / "run", TorchrunLaunch("run7", 0, agents), monkeypatch)
     assert waited == [files.PATIENCE, sessions.LOST_AFTER]
 
 

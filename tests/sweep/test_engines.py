@@ -167,8 +167,8 @@ def test_work_that_runs_out_of_memory_beside_others_has_a_gpu_of_ray_alone(
     monkeypatch.setattr("ray.wait", lambda work, **how: (work, []))
     monkeypatch.setattr("ray.get", lambda reference: 4)
     monkeypatch.setattr(ray_engine.RayCluster, "_check_nodes", lambda self, sources: None)
-    place = LaunchOptions(engine="ray", jobs_per_gpu=3)
-    cluster = backend_of(place, tmp_path, [], told.append)
+    launch = LaunchOptions(engine="ray", jobs_per_gpu=3)
+    cluster = backend_of(launch, tmp_path, [], told.append)
     assert started == ["local"]  # without an address no cluster is looked for
     assert cluster.slots == 6
     cluster.start(Work("work", ("pretrain",)), 0)
@@ -176,10 +176,10 @@ def test_work_that_runs_out_of_memory_beside_others_has_a_gpu_of_ray_alone(
     assert cluster.ended(0.5) == [("work", 4)]
     assert asked == [(("pretrain",), 3, 0.3333), (("pretrain",), 1, 1)]
     assert told == ["work: out of memory beside others on a GPU; once more, alone"]
-    assert backend_of(replace(place, jobs=4), tmp_path, [], told.append).slots == 4
+    assert backend_of(replace(launch, jobs=4), tmp_path, [], told.append).slots == 4
     monkeypatch.setattr("ray.cluster_resources", dict)
     with pytest.raises(DpnError, match="--jobs-per-gpu 3: the Ray cluster has no GPU; pass --jobs"):
-        backend_of(place, tmp_path, [], told.append)
+        backend_of(launch, tmp_path, [], told.append)
 
 
 def test_a_process_of_a_node_is_told_its_part_of_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -252,7 +252,7 @@ def test_gpus_are_those_that_this_process_sees(
 
 
 @pytest.mark.parametrize(
-    ("place", "slots", "dealt", "parts"),
+    ("launch", "slots", "dealt", "parts"),
     [
         (LaunchOptions(jobs=8), 8, 2, 4),  # --jobs 8 on two GPUs: four on each
         (LaunchOptions(jobs=3), 3, 2, 2),
@@ -265,11 +265,11 @@ def test_gpus_are_those_that_this_process_sees(
     ],
 )
 def test_how_many_run_at_once(
-    place: LaunchOptions, slots: int, dealt: int, parts: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launch: LaunchOptions, slots: int, dealt: int, parts: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpus, "cores", lambda: list(range(16)))
     monkeypatch.setattr(select, "visible_gpus", lambda: (Gpu("0", 80 * GB), Gpu("1", 80 * GB)))
-    backend = select.backend_of(place, tmp_path, [], print)
+    backend = select.backend_of(launch, tmp_path, [], print)
     assert isinstance(backend, Processes)
     assert backend.shares
     assert (backend.slots, len(backend.shares.gpus), backend.shares.fixed) == (slots, dealt, parts)

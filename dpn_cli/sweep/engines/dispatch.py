@@ -18,11 +18,11 @@ from dpn_cli.sweep.scheduler import Backend, Work, run_all
 FAILED_TRIAL = (SweepError.exit_code, NonFiniteError.exit_code, OutOfMemoryError.exit_code)
 
 
-def backend_for(run: Run[Any], place: LaunchOptions) -> Backend:
-    """Return what runs the work of a run, as its `place` says. Raises the errors of `backend_of`."""
+def backend_for(run: Run[Any], launch: LaunchOptions) -> Backend:
+    """Return what runs the work of a run, as its `launch` says. Raises the errors of `backend_of`."""
     source = str(getattr(getattr(run.config, "data", None), "source", None) or "")
     sources = [source] if source and Path(source).expanduser().exists() else []
-    return backend_of(place, run.folder.path / LOGS, sources, run.console.info)
+    return backend_of(launch, run.folder.path / LOGS, sources, run.console.info)
 
 
 def dispatch(run: Run[Any], works: Sequence[Work], backend: Backend) -> dict[str, str]:

@@ -15,58 +15,60 @@ from dpn_cli.sweep.scheduler import Backend
 PACKAGES = {"ray": "ray", "slurm": "submitit"}
 
 
-def check_sharing(place: LaunchOptions) -> None:
-    """Raise `DpnError` where GPUs cannot be shared as the `place` says."""
-    if place.jobs_per_gpu is None:
+def check_sharing(launch: LaunchOptions) -> None:
+    """Raise `DpnError` where GPUs cannot be shared as the `launch` says."""
+    if launch.jobs_per_gpu is None:
         return
-    if place.engine == "local":
-        Shares(visible_gpus(), place.jobs_per_gpu)
-    elif place.engine == "slurm":
+    if launch.engine == "local":
+        Shares(visible_gpus(), launch.jobs_per_gpu)
+    elif launch.engine == "slurm":
         raise DpnError(
-            f"--jobs-per-gpu {place.jobs_per_gpu}: a job of SLURM has its GPU alone; goes with --engine local or ray"
+            f"--jobs-per-gpu {launch.jobs_per_gpu}: a job of SLURM has its GPU alone; goes with --engine local or ray"
         )
-    elif place.jobs_per_gpu == "auto":
+    elif launch.jobs_per_gpu == "auto":
         raise DpnError("--jobs-per-gpu auto: goes with --engine local; with ray it is a number")
-    elif any(name == "num_gpus" for name, _ in place.resources):
-        raise DpnError(f"--jobs-per-gpu {place.jobs_per_gpu} --resources num_gpus: pass one of them")
+    elif any(name == "num_gpus" for name, _ in launch.resources):
+        raise DpnError(f"--jobs-per-gpu {launch.jobs_per_gpu} --resources num_gpus: pass one of them")
 
 
-def backend_of(place: LaunchOptions, logs: Path, sources: list[str], say: Logger) -> Backend:
-    """Return what runs several command lines at once, as a `place` says.
+def backend_of(launch: LaunchOptions, logs: Path, sources: list[str], say: Logger) -> Backend:
+    """Return what runs several command lines at once, as a `launch` says.
 
     Args:
-        place: how many at once, on which engine, with which resources.
+        launch: how many at once, on which engine, with which resources.
         logs: folder of what they print, on a file system that all nodes have.
         sources: places of the data; a node that does not have the same there is refused.
         say: is told what happens with GPUs.
 
     Raises `DpnError` when the engine is not installed, not reachable or does not know a setting.
     """
-    settings, jobs = dict(place.resources), place.jobs or 1
-    if place.engine == "local":
+    settings, jobs = dict(launch.resources), launch.jobs or 1
+    if launch.engine == "local":
         if settings:
             raise DpnError(f"--resources {next(iter(settings))}: goes with --engine ray or slurm")
-        return _local(place, logs, say)
+        return _local(launch, logs, say)
     try:
-        if place.engine == "ray":
+        if launch.engine == "ray":
             from dpn_cli.sweep.engines.ray import RayCluster
 
-            assert place.jobs_per_gpu != "auto", "check_sharing refuses it"
-            return RayCluster(place.jobs, logs, settings, sources, place.jobs_per_gpu, say)
+            assert launch.jobs_per_gpu != "auto", "check_sharing refuses it"
+            return RayCluster(launch.jobs, logs, settings, sources, launch.jobs_per_gpu, say)
         from dpn_cli.sweep.engines.slurm import Slurm
 
         return Slurm(jobs, logs, settings)
     except ModuleNotFoundError as error:
-        if error.name != PACKAGES[place.engine]:
+        if error.name != PACKAGES[launch.engine]:
             raise
-        raise DpnError(f"--engine {place.engine}: needs {error.name}; pip install 'dpn-cli[{place.engine}]'") from error
+        raise DpnError(
+            f"--engine {launch.engine}: needs {error.name}; pip install 'dpn-cli[{launch.engine}]'"
+        ) from error
 
 
-def _local(place: LaunchOptions, logs: Path, say: Logger) -> Processes:
-    gpus, jobs = visible_gpus()[: place.jobs], place.jobs
-    if place.jobs_per_gpu is None:
+def _local(launch: LaunchOptions, logs: Path, say: Logger) -> Processes:
+    gpus, jobs = visible_gpus()[: launch.jobs], launch.jobs
+    if launch.jobs_per_gpu is None:
         jobs = jobs or 1
         return Processes(jobs, logs, Shares(gpus, -(-jobs // len(gpus))) if gpus else None, say)
-    shares = Shares(gpus, place.jobs_per_gpu)
+    shares = Shares(gpus, launch.jobs_per_gpu)
     room = shares.most * len(gpus)
     return Processes(min(jobs or room, room), logs, shares, say)

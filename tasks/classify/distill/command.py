@@ -33,22 +33,22 @@ Json = dict[str, Any]
 DEMO_NOTE = "This is the demo: generated scenes. For a network of your own: dpn distill --teacher WEIGHTS --data FOLDER"
 
 
-def run(config: DistillConfig, place: LaunchOptions, console: Console) -> Json | None:
+def run(config: DistillConfig, launch: LaunchOptions, console: Console) -> Json | None:
     """Distil and return the result; None on ranks that do not lead and after a dry run."""
     if config.demo:
         console.info(DEMO_NOTE)
     teacher = load_teacher(config)
     config = with_teacher_defaults(config, teacher)
     kind: Kind = "classifier" if teacher.classes else "network"
-    with open_run(config, config.runtime, kind, place, default_folder(config), console) as run:
-        result = None if place.dry_run else run.folder.result
+    with open_run(config, config.runtime, kind, launch, default_folder(config), console) as run:
+        result = None if launch.dry_run else run.folder.result
         if result is None:
             images = open_images(run.config, teacher.classes or None, console)
             counted = counted_in_steps(run.config, len(images.train.labels) / config.batch_size, console.info)
-            _check(replace(run, config=counted), teacher, images, dry_run=place.dry_run)
+            _check(replace(run, config=counted), teacher, images, dry_run=launch.dry_run)
             distillation = Distillation(replace(run, config=counted), teacher, images)
-            if place.dry_run:
-                _dry_run(distillation, place)
+            if launch.dry_run:
+                _dry_run(distillation, launch)
                 return None
             result = distillation.train()
         console.info(f"weights: {run.folder.path / WEIGHTS}, for --checkpoint of any command")
@@ -144,11 +144,11 @@ def check_stages(config: DistillConfig) -> None:
         )
 
 
-def _dry_run(distillation: Distillation, place: LaunchOptions) -> None:
+def _dry_run(distillation: Distillation, launch: LaunchOptions) -> None:
     """Measure the stages in a dry run, and print their cost."""
     if cache := distillation.cache:
         cache.check_space()
     costs = dry_run_stages(distillation)
     if distillation.world.leads:
         for cost in costs:
-            place.on_cost(cost)
+            launch.on_cost(cost)

@@ -240,11 +240,11 @@ def test_the_demo_trains_a_tower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_the_demo_tower_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made: list[str] = []
 
-    def trained(config: PretrainConfig, place: LaunchOptions, console: Console) -> dict[str, Any]:
+    def trained(config: PretrainConfig, launch: LaunchOptions, console: Console) -> dict[str, Any]:
         made.append(str(config.backbone.stem))
-        assert place.folder
-        place.folder.mkdir(parents=True)
-        (place.folder / "weights.safetensors").write_text(made[-1])
+        assert launch.folder
+        launch.folder.mkdir(parents=True)
+        (launch.folder / "weights.safetensors").write_text(made[-1])
         return {}
 
     monkeypatch.setattr(command, "run", trained)
