@@ -1,4 +1,4 @@
-"""What the tests share. Nothing here reaches the network, and no test writes outside its own folder."""
+"""Fixtures of several folders. No test reaches the network or writes outside its own folder."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import os
 import shutil
 import signal
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dpn_cli.engine import fit as engine
+    from dpn_cli.engine.trainer_args import TrainJob
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
@@ -25,14 +28,11 @@ import pytest
 import torch
 import typer.main
 import typer.testing
-from PIL import Image
-from programs import LIMIT, kill_tree
-from torch import Tensor
-from torch.multiprocessing.spawn import start_processes
 
-GOLDENS = Path(__file__).parent / "goldens"
-Arrays = dict[str, np.ndarray[Any, Any]]
-FSYNC = os.fsync
+from support.goldens import Arrays, read_golden
+from support.images import write_class_folders
+from support.programs import LIMIT
+
 # What starts the tests in the background may ignore these, and so would the programs that they interrupt.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -81,83 +81,13 @@ def _same_start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def golden() -> Callable[[str], Arrays]:
     """Read a recorded fixture: outputs of the reference implementations (tests/goldens/README.md)."""
-
-    def read(name: str) -> Arrays:
-        with np.load(GOLDENS / f"{name}.npz", allow_pickle=False) as arrays:
-            return {key: arrays[key] for key in arrays.files}
-
-    return read
-
-
-def run_ranks(main: Callable[..., None], *arguments: object, ranks: int = 2, limit: float = LIMIT) -> None:
-    """Call ``main(rank, *arguments)`` in processes that come from one that has imported the libraries already.
-
-    Raises `TimeoutError` after the limit in seconds: ranks that wait for each other wait for ever.
-    """
-    how: dict[str, Any] = {"nprocs": ranks, "join": False, "start_method": "forkserver"}
-    started = start_processes(main, args=arguments, **how)  # type: ignore[no-untyped-call]
-    until = time.monotonic() + limit
-    try:
-        while not started.join(max(0.0, until - time.monotonic())):
-            if time.monotonic() >= until:
-                raise TimeoutError(f"the ranks did not end within {limit:g} s")
-    finally:
-        for process in started.processes:
-            process.kill()
-            process.join()
-
-
-def run_apart(main: Callable[..., None], *arguments: object, limit: float = LIMIT) -> int:
-    """Call ``main(*arguments)`` in a process that comes from where those of `run_ranks` do; returns its exit code.
-
-    Raises `TimeoutError` after the limit in seconds.
-    """
-    process = multiprocessing.get_context("forkserver").Process(target=main, args=arguments)
-    process.start()
-    process.join(limit)
-    code, pid = process.exitcode, process.pid
-    if code is None:
-        assert pid is not None
-        kill_tree(pid)
-        raise TimeoutError(f"the process did not end within {limit:g} s")
-    return code
-
-
-def nchw(image: np.ndarray[Any, Any]) -> Tensor:
-    """NHWC array to NCHW tensor."""
-    return torch.from_numpy(image).permute(0, 3, 1, 2).contiguous()
-
-
-def write_task(folder: Path, images: Arrays, labels: Arrays) -> Path:
-    """Write a task in the VTAB layout: images (n, h, w[, 3]) and labels by split, as PNG."""
-    for split, arrays in images.items():
-        (folder / "images" / split).mkdir(parents=True)
-        lines = []
-        for i, (image, label) in enumerate(zip(arrays, labels[split], strict=True)):
-            name = f"images/{split}/{i:06d}.png"
-            Image.fromarray(image).save(folder / name)
-            lines.append(f"{name} {label}")
-        (folder / f"{split}.txt").write_text("\n".join(lines) + "\n")
-    return folder
-
-
-def images(root: Path, classes: int = 3, each: int = 5, size: tuple[int, int] = (50, 40)) -> Path:
-    """Smooth images whose colour tells the class, as JPEG."""
-    g = np.random.default_rng(0)
-    for label in range(classes):
-        (root / f"class{label}").mkdir(parents=True)
-        for number in range(each):
-            patches = g.integers(0, 90, (4, 4, 3), dtype=np.uint8)
-            patches[..., label % 3] += 150
-            image = Image.fromarray(patches).resize(size, Image.Resampling.BICUBIC)
-            image.save(root / f"class{label}" / f"{number:03d}.jpg", quality=95)
-    return root
+    return read_golden
 
 
 @pytest.fixture(scope="session")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three classes of 30 images."""
-    return images(tmp_path_factory.mktemp("photos"), classes=3, each=30)
+    return write_class_folders(tmp_path_factory.mktemp("photos"), classes=3, each=30)
 
 
 @pytest.fixture(scope="session")
@@ -165,12 +95,14 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """scikit-learn's handwritten digits as the svhn folder of a VTAB-1k: 800 / 200 / 797 images of 8 x 8."""
     from sklearn.datasets import load_digits
 
+    from support.vtab import write_vtab_task
+
     data = load_digits()
     order = np.random.default_rng(0).permutation(len(data.target))
     images = (data.images[order] * 255 / 16).astype(np.uint8)
     cuts = {"train800": slice(0, 800), "val200": slice(800, 1000), "test": slice(1000, None)}
     root = tmp_path_factory.mktemp("digits") / "vtab-1k"
-    write_task(
+    write_vtab_task(
         root / "svhn",
         {name: images[cut] for name, cut in cuts.items()},
         {name: data.target[order][cut] for name, cut in cuts.items()},
@@ -181,9 +113,39 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def toy(digits: Path) -> Callable[..., dict[str, Any]]:
     """Run the VTAB command's toy config on the handwritten digits."""
-    from test_vtab import run
+    from support.vtab import run_vtab
 
-    def go(output: Path, *settings: str, **arguments: Any) -> dict[str, Any]:
-        return run(digits, output, "data.tasks=svhn", *settings, **arguments)
+    def run(output: Path, *settings: str, **arguments: Any) -> dict[str, Any]:
+        return run_vtab(digits, output, "data.tasks=svhn", *settings, **arguments)
 
-    return go
+    return run
+
+
+@pytest.fixture(scope="module")
+def command_inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder in which `support.commands.run_command` runs every command."""
+    from support.commands import write_command_inputs
+
+    return write_command_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture
+def without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the charts out of report pages whose text alone is tested."""
+    monkeypatch.setattr("dpn_cli.report.page.draw", lambda chart, prefix: ("<svg></svg>", b""))
+
+
+@pytest.fixture
+def started_jobs(monkeypatch: pytest.MonkeyPatch) -> list[TrainJob]:
+    """Return a list that receives every training job when it starts."""
+    from dpn_cli.engine import fit as engine
+
+    jobs: list[TrainJob] = []
+    fit = engine.fit
+
+    def record(trainable: Any, job: TrainJob) -> engine.FitResult:
+        jobs.append(job)
+        return fit(trainable, job)
+
+    monkeypatch.setattr(engine, "fit", record)
+    return jobs

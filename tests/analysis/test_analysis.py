@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from sklearn.decomposition import PCA
 from sklearn.metrics.pairwise import cosine_similarity
-from torch import Tensor
 
 from dpn_cli.analysis.attention import uniform_distance
 from dpn_cli.analysis.first_norm import first_norm_maps, profile_map, regions
@@ -19,8 +18,8 @@ from dpn_cli.analysis.patch_probes import ordinary_patch, probe_stem
 from dpn_cli.analysis.positions import position_similarity
 from dpn_cli.analysis.projection import effective_rank, principal_filters, singular_values
 from dpn_cli.weights.backbone import Backbone, load_backbone
-
-CENTRE = slice(3, 5)
+from support.backbones import CENTRE, set_stem_norm
+from support.images import noise_images
 
 
 def network(stem: str = "dpn", arch: str = "nano/8", pool: str = "tok", seed: int = 0) -> Backbone:
@@ -29,25 +28,9 @@ def network(stem: str = "dpn", arch: str = "nano/8", pool: str = "tok", seed: in
     return model
 
 
-def noise(count: int = 3) -> Tensor:
-    """Noise images whose patches differ in brightness and contrast."""
-    g = torch.Generator().manual_seed(1)
-    coarse = [F.interpolate(torch.rand(count, 3, 4, 3, generator=g), size=(32, 24)) * scale for scale in (100.0, 120.0)]
-    return (coarse[0] + 30 + coarse[1] * torch.rand(count, 3, 32, 24, generator=g)).to(torch.uint8)
-
-
-def plant(model: Backbone) -> None:
-    """Make the first norm's scale 1, and 2 in the middle of the green channel; its bias the number of the row."""
-    scale, bias = torch.ones(8, 8, 3), torch.zeros(8, 8, 3)
-    scale[CENTRE, CENTRE, 1] = 2
-    bias += torch.arange(8.0)[:, None, None]
-    norm = model.patch_embed.norm_in
-    norm.load_state_dict({"weight": scale.flatten(), "bias": bias.flatten()})
-
-
 def test_a_planted_pattern_comes_out_where_it_was_planted() -> None:
     model = network()
-    plant(model)
+    set_stem_norm(model)
     maps = first_norm_maps(model)
     red, green, blue = maps["scale"]
     assert torch.equal(red, torch.ones(8, 8).double())
@@ -86,7 +69,7 @@ def test_attention_without_preference_is_as_far_as_uniform_attention(pool: str) 
         block.attn.qkv.weight.data.zero_()
     centres = [(row * 8, column * 8) for row in range(4) for column in range(3)]
     by_hand = np.mean([math.dist(one, other) for one in centres for other in centres])
-    seen = record_activations(model, [noise()])
+    seen = record_activations(model, [noise_images()])
     assert seen.uniform == pytest.approx(by_hand)
     np.testing.assert_allclose(seen.distances, np.full((4, 2), by_hand), rtol=1e-6)
     assert uniform_distance((14, 14), (16, 16)) == pytest.approx(117, abs=1)
@@ -104,18 +87,18 @@ def test_attention_to_oneself_is_no_distance_away_and_to_a_neighbour_one_patch()
     model.patch_embed.norm = torch.nn.Identity()
     model.patch_embed.proj.weight.data.zero_()
     model.pos_embed.data.copy_(torch.eye(12, 32).repeat(1, 2)[None])  # one number per place and head
-    assert record_activations(model, [noise()]).distances.abs().max() < 1e-5
+    assert record_activations(model, [noise_images()]).distances.abs().max() < 1e-5
     to = torch.tensor([1, 2, 1])  # the patch to the right; the last column looks to the left
     right = torch.stack([F.one_hot(torch.tensor(row * 3) + to, 32) for row in range(4)]).flatten(0, 1).float()
     for block in model.blocks:
         q = block.attn.qkv.weight.data.chunk(3)[0]
         q.zero_()
         q[:32, :12] = q[32:, 32:44] = right.T * 400
-    np.testing.assert_allclose(record_activations(model, [noise()]).distances, np.full((4, 2), 8.0), rtol=1e-5)
+    np.testing.assert_allclose(record_activations(model, [noise_images()]).distances, np.full((4, 2), 8.0), rtol=1e-5)
 
 
 def test_attention_is_what_the_heads_compute_and_the_network_is_left_as_it_was() -> None:
-    model, pixels = network(pool="gap"), noise(2)
+    model, pixels = network(pool="gap"), noise_images(2)
     before = model.forward_features(model.normalize(pixels))
     seen = record_activations(model, [pixels[:1], pixels[1:]])
     assert [block.attn.fused_attn for block in model.blocks] == [True] * 4
@@ -130,7 +113,7 @@ def test_attention_is_what_the_heads_compute_and_the_network_is_left_as_it_was()
 
 
 def test_lengths_of_tokens_are_those_of_every_place() -> None:
-    model, pixels = network("post_posemb"), noise(2)
+    model, pixels = network("post_posemb"), noise_images(2)
     model.cls_token.data.fill_(0.5)
     seen = {one.place: one for one in record_activations(model, [pixels]).lengths}
     assert list(seen) == ["stem", "with positions", "block 1", "block 2", "block 3", "block 4", "final norm"]
@@ -150,7 +133,7 @@ def test_lengths_of_tokens_are_those_of_every_place() -> None:
 
 @pytest.mark.parametrize("stem", ["none", "dpn"])
 def test_explained_variance_is_that_of_a_least_squares_fit(stem: str) -> None:
-    model, pixels = network(stem), noise(3)
+    model, pixels = network(stem), noise_images(3)
     shares = record_activations(model, [pixels[:2], pixels[2:]]).shares
     image = model.normalize(pixels)
     with torch.no_grad():
@@ -165,7 +148,7 @@ def test_explained_variance_is_that_of_a_least_squares_fit(stem: str) -> None:
 
 
 def test_brightness_and_contrast_explain_more_of_a_plain_stem() -> None:
-    shares = {stem: record_activations(network(stem), [noise(3)]).shares["both"] for stem in ("none", "dpn")}
+    shares = {stem: record_activations(network(stem), [noise_images(3)]).shares["both"] for stem in ("none", "dpn")}
     assert shares["none"] is not None
     assert shares["dpn"] is not None
     assert shares["none"] > shares["dpn"]
@@ -175,12 +158,12 @@ def test_tokens_that_do_not_vary_have_no_explanation() -> None:
     model = network("none")
     model.patch_embed.proj.weight.data.zero_()
     model.patch_embed.proj.bias.data.fill_(1)
-    assert record_activations(model, [noise()]).shares == {"brightness": None, "contrast": None, "both": None}
+    assert record_activations(model, [noise_images()]).shares == {"brightness": None, "contrast": None, "both": None}
 
 
 def test_filters_are_the_principal_components_of_the_projection() -> None:
     model = network()
-    plant(model)
+    set_stem_norm(model)
     weight = (model.patch_embed.proj.weight * first_norm_maps(model)["scale"]).detach().double()
     library = PCA(5).fit(weight.flatten(1).numpy())
     found = principal_filters(model, 5)
@@ -215,7 +198,7 @@ def test_similarity_of_positions_is_their_cosine() -> None:
 
 
 def test_a_dpn_stem_sees_no_light_and_amplifies_a_little_noise() -> None:
-    image = noise(1)
+    image = noise_images(1)
     model = network()
     ordinary = ordinary_patch(model, image)
     patches = image[0].float().view(3, 4, 8, 3, 8).permute(1, 3, 0, 2, 4).reshape(12, 3, 8, 8)
@@ -225,7 +208,7 @@ def test_a_dpn_stem_sees_no_light_and_amplifies_a_little_noise() -> None:
     plain = {one.name: one for one in probe_stem(network("none"), ordinary)}
     for name in ("half the light", "half the contrast"):
         assert kinds[name].change < 1e-4 < 0.1 < plain[name].change
-    plant(model)
+    set_stem_norm(model)
     (flat,) = (one for one in probe_stem(model, ordinary) if one.name == "flat grey")
     assert torch.equal(flat.normalised, torch.arange(8.0)[:, None].expand(3, 8, 8))  # the first norm's bias
     little = kinds["flat, noise of one level"]

@@ -10,27 +10,19 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import GOLDENS
-from programs import environment, run_program
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from dpn_cli.cli import COMMANDS
 from dpn_cli.config.load import read_config, shipped_configs
-
-ROOT = Path(__file__).parents[2]
+from support.cli import run_dpn
+from support.goldens import GOLDENS
+from support.programs import ROOT, program_environment, run_program
 
 
 def dpn(*arguments: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run the command line as a user does, in a process of its own."""
     command = [sys.executable, "-m", "dpn_cli", *arguments]
-    return run_program(command, cwd=cwd, env=environment(**{"COLUMNS": "100", **variables}))
-
-
-def run(*arguments: str) -> Result:
-    """Run the command line in this process: torch is loaded already."""
-    from dpn_cli.cli import app
-
-    return CliRunner().invoke(app, arguments)
+    return run_program(command, cwd=cwd, env=program_environment(**{"COLUMNS": "100", **variables}))
 
 
 LIGHT = [
@@ -186,7 +178,7 @@ def test_the_set_of_options_is_frozen_and_each_says_its_default() -> None:
 )
 def test_every_help_page_has_an_example_to_copy(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    page = run(*command)
+    page = run_dpn(*command)
     assert f"Example: dpn {' '.join(command[:-1])}" in page.stdout
     if command == ["finetune", "vtab", "--help"]:
         for panel in ("Model", "Data", "Training", "Runtime", "Output and config"):
@@ -287,7 +279,7 @@ def test_wrong_commands_end_with_one_line_and_their_code(
     arguments: list[str], code: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    done = run("finetune", "vtab", "-o", str(tmp_path / "run"), "-q", *arguments)
+    done = run_dpn("finetune", "vtab", "-o", str(tmp_path / "run"), "-q", *arguments)
     assert done.exit_code == code, done.stderr
     assert message in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr

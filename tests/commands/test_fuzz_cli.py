@@ -20,12 +20,9 @@ import pytest
 import typer.main
 import typer.testing
 import yaml
-from conftest import GOLDENS, images
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from programs import LIMIT
-from test_cli import run
 from typer.testing import Result
 
 from dpn_cli.cli import app
@@ -35,6 +32,10 @@ from dpn_cli.engine import fit as engine
 from dpn_cli.engine import planning
 from dpn_cli.errors import DpnError
 from dpn_cli.weights.backbone import load_backbone
+from support.cli import run_dpn
+from support.goldens import GOLDENS
+from support.images import write_class_folders
+from support.programs import LIMIT
 from tasks.classify import demo_weights
 from tasks.classify.classifier import Classifier, save_classifier
 
@@ -202,7 +203,7 @@ TEXT = st.text(st.characters(exclude_characters="\0/", exclude_categories=["Cs"]
 def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Small data and weights of every kind, to be read only."""
     root = tmp_path_factory.mktemp("world")
-    photos = images(root / "photos", classes=3, each=5, size=(20, 16))
+    photos = write_class_folders(root / "photos", classes=3, each=5, size=(20, 16))
     (root / "pairs.csv").write_text(
         "file,caption\n" + "".join(f"{path},a {path.parent.name}\n" for path in sorted(photos.rglob("*.jpg")))
     )
@@ -230,7 +231,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     trained = {"PAIRS": str(root / "pairs.csv"), "SCENES": str(root / "scenes"), "cache": str(root / "cache")}
     for name in ("lit train", "segment folder"):
         out = str(root / name.split()[0])
-        done = run(*name.split(), *(trained.get(word, word) for word in GOOD[name]), "-o", out, "-q")
+        done = run_dpn(*name.split(), *(trained.get(word, word) for word in GOOD[name]), "-o", out, "-q")
         assert done.exit_code == 0, done.stderr
     return {
         "PHOTOS": str(photos),
@@ -273,7 +274,7 @@ def told(arguments: list[str], world: dict[str, str], here: Path) -> Result:
     faulthandler.dump_traceback_later(2 * LIMIT, exit=True)  # the limit is each line's, however many there are
     for entry in here.iterdir():
         shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
-    done = run(*(world.get(word, word) for word in arguments))
+    done = run_dpn(*(world.get(word, word) for word in arguments))
     shown = " ".join(repr(word[:60]) for word in arguments)
     assert done.exception is None or isinstance(done.exception, SystemExit), f"{shown}: {done.exception!r}"
     unsaved = done.exit_code == 1 and "not written" in done.stderr

@@ -9,9 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_analysis import noise, plant
-from test_cli import run
-from test_report import check_page
 
 from dpn_cli.analysis.plots import sections_of
 from dpn_cli.analysis.summary import examine
@@ -19,6 +16,10 @@ from dpn_cli.report import page
 from dpn_cli.report.charts import draw
 from dpn_cli.report.content import Chart, LineChart, Map, Maps, Series
 from dpn_cli.weights.backbone import export_backbone, load_backbone
+from support.backbones import set_stem_norm
+from support.cli import run_dpn
+from support.images import noise_images
+from support.pages import parse_page
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for stem in ("dpn", "none"):
         model = load_backbone("mu/8", stem=stem, image_size=16, seed=1)
         if stem == "dpn":
-            plant(model)
+            set_stem_norm(model)
         export_backbone(model, root / f"{stem}.safetensors")
     return root
 
@@ -39,7 +40,7 @@ def numbers(path: Path) -> list[dict[str, str]]:
 
 
 def refused(code: int, *words: str) -> str:
-    done = run("inspect", *words)
+    done = run_dpn("inspect", *words)
     assert done.exit_code == code, done.output
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     return str(line)
@@ -49,7 +50,7 @@ def test_planted_scales_come_out_where_they_were_planted(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(page, "draw", lambda chart, prefix: ("<svg></svg>", b""))  # it is the numbers that matter
-    done = run("inspect", str(folder / "dpn.safetensors"), "-o", str(tmp_path))
+    done = run_dpn("inspect", str(folder / "dpn.safetensors"), "-o", str(tmp_path))
     assert done.exit_code == 0, done.output
     assert "need images (--data)" in done.stderr
     scale = numbers(tmp_path / "figures" / "first_norm_scale.csv")
@@ -67,7 +68,7 @@ def test_planted_scales_come_out_where_they_were_planted(
 
 def test_two_networks_stand_side_by_side(folder: Path, tmp_path: Path) -> None:
     places = [str(folder / f"{name}.safetensors") for name in ("dpn", "none")]
-    done = run("inspect", *places, "--data", "demo", "--images", "3", "-o", str(tmp_path), "--json")
+    done = run_dpn("inspect", *places, "--data", "demo", "--images", "3", "-o", str(tmp_path), "--json")
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
     assert result == json.loads((tmp_path / "result.json").read_text())
@@ -79,7 +80,7 @@ def test_two_networks_stand_side_by_side(folder: Path, tmp_path: Path) -> None:
     assert dpn["attention_distance"]["of_uniform_attention"] == pytest.approx((8 + 8 + 8 * 2**0.5) / 4)
     assert dpn["explained_by"]["both"] < plain["explained_by"]["both"]
     assert [one["change"] < 0.01 for one in dpn["stem_on_patches"][:3]] == [True] * 3
-    tree = check_page((tmp_path / "report.html").read_text())
+    tree = parse_page((tmp_path / "report.html").read_text())
     text = "".join(tree.itertext())
     assert "none: maps of the first norm are left out" in text
     assert "dpn: principal filters" in text
@@ -104,7 +105,7 @@ def test_two_networks_stand_side_by_side(folder: Path, tmp_path: Path) -> None:
 def test_what_a_network_lacks_is_left_out_and_said(stem: str, others: dict[str, Any], said: str | None) -> None:
     model = load_backbone("nano/8", stem=stem, image_size=(32, 24), **others)
     model.eval()
-    found = examine("it", model, [noise()])
+    found = examine("it", model, [noise_images()])
     assert bool(found.left_out) == (said is not None)
     assert said is None or any(said in line for line in found.left_out)
     json.dumps(found.to_dict(), allow_nan=False)

@@ -12,17 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import GOLDENS, images
 from PIL import Image
-from programs import environment, run_program
 from safetensors.torch import load_file, save_file
-from test_cli import run
 from typer.testing import Result
 
 from dpn_cli.config.schema import PredictionFiles
 from dpn_cli.report.predictions import Predictions
 from dpn_cli.run.console import Console, printable, show_error
 from dpn_cli.weights.backbone import export_backbone, load_backbone
+from support.cli import run_dpn
+from support.goldens import GOLDENS
+from support.images import write_class_folders
+from support.programs import program_environment, run_program
 from tasks.classify.classifier import Classifier, save_classifier
 
 RED, TITLE, BOLD, LINES = "\x1b[31mred", "\x1b]0;owned\x07", "[bold]b", "c\nd\r\x85"
@@ -73,7 +74,7 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Classifier(load_backbone("mu/8", image_size=16, num_classes=6), NAMES, "softmax", 18, {}),
         root / "weights.safetensors",
     )
-    source = images(root / "plain", classes=6, each=2, size=(20, 20))
+    source = write_class_folders(root / "plain", classes=6, each=2, size=(20, 20))
     (root / "photos").mkdir()
     for number, name in enumerate(NAMES):
         (source / f"class{number}").rename(root / "photos" / name)
@@ -81,28 +82,28 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_classes_and_files_of_predict(classifier: Path) -> None:
-    done = run("predict", str(classifier / "weights.safetensors"), str(classifier / "photos"), "-k", "6")
+    done = run_dpn("predict", str(classifier / "weights.safetensors"), str(classifier / "photos"), "-k", "6")
     text = harmless(done)
     for shown in SHOWN:
         assert text.count(shown) >= 12  # of each of twelve images, and in the names of two
     found = json.loads(
-        run("predict", str(classifier / "weights.safetensors"), str(classifier / "photos"), "--json").stdout
+        run_dpn("predict", str(classifier / "weights.safetensors"), str(classifier / "photos"), "--json").stdout
     )
     assert {guess["name"] for one in found for guess in one["classes"]} <= set(NAMES)
 
 
 def test_classes_of_eval_and_names_in_its_errors(classifier: Path) -> None:
     weights = str(classifier / "weights.safetensors")
-    text = harmless(run("eval", weights, "--data", str(classifier / "photos"), "--split", "all"))
+    text = harmless(run_dpn("eval", weights, "--data", str(classifier / "photos"), "--split", "all"))
     assert any(shown in text for shown in SHOWN[:5])
-    text = harmless(run("eval", weights, "--data", f"nowhere{RED}"))
+    text = harmless(run_dpn("eval", weights, "--data", f"nowhere{RED}"))
     assert SHOWN[0] in text
     assert len(text.splitlines()) == 1
 
 
 def test_an_unreadable_image_is_named_harmlessly(classifier: Path, tmp_path: Path) -> None:
     (tmp_path / f"{RED}\n.jpg").write_bytes(b"no image")
-    text = harmless(run("predict", str(classifier / "weights.safetensors"), str(tmp_path)))
+    text = harmless(run_dpn("predict", str(classifier / "weights.safetensors"), str(tmp_path)))
     assert rf"{SHOWN[0]}\n.jpg" in text
     assert len(text.splitlines()) == 1
 
@@ -112,11 +113,11 @@ def test_tensors_of_inspect(tmp_path: Path) -> None:
     export_backbone(load_backbone("mu/8", stem="none", image_size=16), path)
     tensors = load_file(path)
     save_file({**tensors, f"{RED}[red]": torch.zeros(2)}, path)
-    text = harmless(run("checkpoint", "inspect", str(path), "--heads", "2"))
+    text = harmless(run_dpn("checkpoint", "inspect", str(path), "--heads", "2"))
     assert SHOWN[0] in text
     odd = tmp_path / f"{BOLD}{RED}.npz"
     odd.write_bytes((GOLDENS / "vit_dpn.params.npz").read_bytes())
-    text = harmless(run("checkpoint", "inspect", str(odd)))
+    text = harmless(run_dpn("checkpoint", "inspect", str(odd)))
     assert f"{BOLD}{SHOWN[0]}.npz" in re.sub(r"\s", "", text)  # the column folds what is longer
 
 
@@ -134,10 +135,12 @@ def test_labels_and_images_of_lit(name: str, monkeypatch: pytest.MonkeyPatch) ->
     found = {"image": name, "labels": [{"label": name, "probability": 1.0, "cosine": 0.5}]}
     monkeypatch.setattr(serve, "label", lambda *_, **__: predictions([found]))
     monkeypatch.setattr(serve, "search", lambda *_, **__: predictions([{"image": name, "cosine": 0.5}]))
-    text = harmless(run("lit", "predict", "run", "x.jpg", "--labels", "a"))
+    text = harmless(run_dpn("lit", "predict", "run", "x.jpg", "--labels", "a"))
     assert text.splitlines()[0] == shown
     assert text.splitlines()[1].endswith(shown)
-    assert harmless(run("lit", "search", "run", "--images", "x", "--query", "y")).splitlines() == [f"0.500  {shown}"]
+    assert harmless(run_dpn("lit", "search", "run", "--images", "x", "--query", "y")).splitlines() == [
+        f"0.500  {shown}"
+    ]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -147,7 +150,7 @@ def test_classes_of_segment_predict(name: str, monkeypatch: pytest.MonkeyPatch) 
     files = dict.fromkeys(("labels", "overlay", "legend"), f"{name}.png")
     result = {"image": name, "classes": [{"name": name, "share": 1.0}], **files}
     monkeypatch.setattr(predict, "predict", lambda *_, **__: predictions([result]))
-    lines = harmless(run("segment", "predict", "run", "x.jpg")).splitlines()
+    lines = harmless(run_dpn("segment", "predict", "run", "x.jpg")).splitlines()
     assert lines[0] == f"{printable(name)}: {printable(name)} 100.0%"
     assert lines[1].strip() == "  ".join([f"{printable(name)}.png"] * 3)
 
@@ -159,7 +162,7 @@ def test_settings_and_options_in_errors() -> None:
         ["--data", RED, "--arch", "mu/8", "--checkpoint", "none"],
         ["--checkpoint", RED, "--data", "demo"], ["--freeze", RED, "--data", "demo"],
     ):  # fmt: skip
-        done = run("finetune", "highres", *arguments, "-q")
+        done = run_dpn("finetune", "highres", *arguments, "-q")
         assert done.exit_code in (2, 3)
         text = harmless(done)
         assert r"\x1b" in text
@@ -172,7 +175,7 @@ def test_a_name_in_no_encoding_is_printed_by_a_terminal_of_another(classifier: P
     (tmp_path / "plain.png").rename(odd)
     done = run_program(
         [sys.executable, "-m", "dpn_cli", "predict", str(classifier / "weights.safetensors"), str(odd)],
-        env=environment(PYTHONIOENCODING="ascii", COLUMNS="300"),
+        env=program_environment(PYTHONIOENCODING="ascii", COLUMNS="300"),
     )
     assert done.returncode == 0, done.stderr
     assert r"caf\xe9.png" in done.stdout

@@ -14,21 +14,15 @@ from dpn_cli.config.load import (
     dump,
     from_flags,
     from_settings,
-    merge,
     read_config,
     shipped_configs,
 )
 from dpn_cli.errors import DpnError
+from support.vtab import vtab_config
 from tasks.classify import highres_config
 from tasks.lit import config as lit_config
 from tasks.segment import config as segment_config
 from tasks.vtab.config import VtabConfig, finalize, resolve
-
-BASE: dict[str, Any] = read_config("vtab")
-
-
-def vtab_config(*layers: dict[str, Any]) -> VtabConfig:
-    return build(VtabConfig, merge(BASE, *layers), "config")
 
 
 @pytest.mark.parametrize("name", list(shipped_configs()))

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_cli import run
 
 from dpn_cli.config.load import build
+from support.cli import run_dpn
 from tasks.classify import highres_config as highres
 from tasks.classify import pretrain_config as pretrain
 from tasks.classify.config import in_steps
@@ -79,7 +79,7 @@ def test_a_short_preset_has_big_visions_warmup() -> None:
 
 @pytest.mark.parametrize("command", ["pretrain --arch B/16", "finetune highres --arch B/16", "lit train --arch B/16"])
 def test_the_command_line_says_it(command: str, tmp_path: Path) -> None:
-    done = run(*command.split(), "--data", str(tmp_path), "--steps", "50", "--print-config")
+    done = run_dpn(*command.split(), "--data", str(tmp_path), "--steps", "50", "--print-config")
     assert done.exit_code == 0
     assert "the training has 50 steps and the config's phases are for" in done.stderr
 
@@ -95,7 +95,7 @@ def test_a_training_says_it_when_its_images_are_counted(
         raise DpnError("counted")
 
     monkeypatch.setattr(command, "train_classifier", stop)
-    done = run(
+    done = run_dpn(
         *(
             "finetune",
             "highres",

@@ -8,14 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_distill
-import test_highres
-import test_lit
-import test_pretrain
-import test_segment
-import test_vtab
 import torch
-from conftest import images
 from pydantic import BaseModel
 from safetensors.torch import load_file
 from torch import Tensor
@@ -29,6 +22,8 @@ from dpn_cli.config.schema import (
 from dpn_cli.engine.optim import lr_factor
 from dpn_cli.errors import DpnError
 from dpn_cli.weights import backbone
+from support.images import write_class_folders
+from support.training import CLASSIFIERS, TASKS
 from tasks.classify.distill.config import DistillConfig
 from tasks.classify.highres_config import HighresConfig
 from tasks.classify.pretrain_config import PretrainConfig
@@ -66,63 +61,6 @@ def _reads() -> Iterator[set[tuple[type, str]]]:
         yield seen
 
 
-def _vtab(digits: Path, photos: Path, path: Path, **changes: Any) -> Callable[[], Any]:
-    settings = ["data.tasks=svhn", "seeds=1", "lrs=[0.01]", "schedule.steps=2"]
-    more = [f"{key}={value}" for key, value in changes.items()]
-    return lambda: test_vtab.run(digits, path, *settings, *more)
-
-
-def _classifier(module: Any) -> Callable[..., Callable[[], Any]]:
-    def prepared(digits: Path, photos: Path, path: Path, **changes: Any) -> Callable[[], Any]:
-        asked = merge(
-            {"schedule": {"steps": 4}, "evaluate_every": 2, "data": {"minival": 0.2}, "fewshot": 2},
-            from_flags(changes),
-        )
-        config = module.small(photos, **asked)
-        return lambda: module.train(config, path)
-
-    return prepared
-
-
-def _lit(digits: Path, photos: Path, path: Path, **changes: Any) -> Callable[[], Any]:
-    pairs = path.parent / f"pairs-{path.name}"
-    pairs.mkdir()
-    for place in sorted(photos.glob("*/*"))[:8]:
-        (pairs / f"{place.parent.name}{place.name}").write_bytes(place.read_bytes())
-        (pairs / f"{place.parent.name}{place.stem}.txt").write_text(f"an image {place.stem}")
-    asked = {"data": {"val_source": None, "val_fraction": 0.5}, "batch_size": 4, "schedule": {"steps": 2, "warmup": 0}}
-    config = test_lit.small(pairs, **merge(asked, from_flags(changes)))
-    return lambda: test_lit.train(config, path)
-
-
-def _segment(digits: Path, photos: Path, path: Path, **changes: Any) -> Callable[[], Any]:
-    data = path.parent / f"data-{path.name}"
-    test_segment.write_scenes(data, {"training": 8, "validation": 2})
-    asked = merge({"schedule": {"steps": 4}, "evaluate_every": 2}, from_flags(changes))
-    config = test_segment.small(data, **asked)
-    return lambda: test_segment.train(config, path)
-
-
-def _distill(digits: Path, photos: Path, path: Path, **changes: Any) -> Callable[[], Any]:
-    teacher = path.parent / f"teacher-{path.name}.safetensors"
-    test_distill.teacher_file(teacher)
-    shots = path.parent / f"shots-{path.name}"
-    for split in ("train", "val"):
-        (shots / split).parent.mkdir(exist_ok=True)
-        (shots / split).symlink_to(photos)
-    asked = merge({"fewshot_data": str(shots), "fewshot": 2}, from_flags(changes))
-    config = test_distill.small(photos, teacher, **asked)
-    return lambda: test_distill.train(config, path)
-
-
-TASKS = {
-    "vtab": _vtab,
-    "highres": _classifier(test_highres),
-    "pretrain": _classifier(test_pretrain),
-    "lit": _lit,
-    "segment": _segment,
-    "distill": _distill,
-}
 # What the second training of a task has, to read the keys of what the first one does not do.
 SECOND: dict[str, dict[str, Any]] = {
     "lit": {"cache.use": False, "loss": "siglip"},
@@ -287,7 +225,6 @@ WITHOUT_EFFECT = {
 }
 
 
-CLASSIFIERS: dict[str, Any] = {"highres": test_highres, "pretrain": test_pretrain}
 KEYS_OF = {task: {key for key, _, _ in _keys(SCHEMAS[task])} for task in CLASSIFIERS}
 TINY: dict[str, Any] = {
     "backbone": {"image_size": 16, "arch": "mu/8", "pool": "gap", "pre_logits": False, "dropout": 0, "drop_path": 0},
@@ -304,17 +241,21 @@ TINY: dict[str, Any] = {
 def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, dict[str, Any]], dict[str, Tensor]]:
     """Return the weights after two steps with some settings; the same training is done once."""
     root = tmp_path_factory.mktemp("steps")
-    sources = {name: str(images(root / name, classes=count, each=4)) for name, count in (("photos", 3), ("OTHER", 2))}
+    sources = {
+        name: str(write_class_folders(root / name, classes=count, each=4))
+        for name, count in (("photos", 3), ("OTHER", 2))
+    }
     done: dict[str, dict[str, Tensor]] = {}
 
     def weights(task: str, settings: dict[str, Any]) -> dict[str, Tensor]:
         name = f"{task} {sorted(settings.items())}"
         if name not in done:
             changed = from_flags({key: settings[key] for key in settings if key not in ("data.source", "epochs")})
-            config = CLASSIFIERS[task].small(sources[settings.get("data.source", "photos")], **merge(TINY, changed))
+            build, train = CLASSIFIERS[task]
+            config = build(sources[settings.get("data.source", "photos")], **merge(TINY, changed))
             config = config.model_copy(update={"epochs": settings.get("epochs")})  # the test's own are in steps
             path = root / f"run{len(done)}"
-            CLASSIFIERS[task].train(config, path)
+            train(config, path)
             done[name] = load_file(path / "weights.safetensors")
         return done[name]
 

@@ -12,7 +12,6 @@ import typer
 import typer.main
 import yaml
 from pydantic import Field
-from test_cli import run
 from typer.testing import CliRunner
 
 from dpn_cli.cli import app
@@ -21,6 +20,7 @@ from dpn_cli.commands.train_command import TrainCommand
 from dpn_cli.commands.trainers import ADE20K, FOLDER, HIGHRES, LIT, PRETRAIN, VTAB
 from dpn_cli.config.option import TRAIN, flag
 from dpn_cli.config.schema import Section
+from support.cli import run_dpn
 
 # A command line by the label that help gives its config; "" is the usual one.
 COMMANDS: dict[str, tuple[TrainCommand, dict[str, str]]] = {
@@ -87,7 +87,7 @@ def test_help_says_what_print_config_resolves(
 ) -> None:
     monkeypatch.chdir(tmp_path)  # without data and weights to be found
     training, lines = COMMANDS[command]
-    printed = yaml.safe_load(run(*command.split(), *lines[label].split(), "--print-config").stdout)
+    printed = yaml.safe_load(run_dpn(*command.split(), *lines[label].split(), "--print-config").stdout)
     told, given = _help(command), lines[label]
     for key in keys_of(training.schema):
         name, _, opposite = key.flag.names[0].partition("/")

@@ -8,11 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_pretrain
 import torch
 import yaml
-from test_cli import run
-from test_keys import TASKS
 
 from dpn_cli.commands.trainers import schema_of
 from dpn_cli.config.launch import LaunchOptions
@@ -21,6 +18,9 @@ from dpn_cli.config.provenance import NOT_IN_PAPER, ValueSource, differences, fl
 from dpn_cli.run import run as sessions
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
+from support.cli import run_dpn
+from support.pretrain import pretrain_config
+from support.training import TASKS
 
 PAPER = (
     "highres",
@@ -40,7 +40,7 @@ PAPER = (
 def config_of(name: str, **changes: Any) -> Any:
     plain = merge(read_config(name), changes)
     if name == "pretrain":
-        return test_pretrain.built("B/16", **changes)
+        return pretrain_config("B/16", **changes)
     return build(schema_of(plain, name), plain, name)
 
 
@@ -93,7 +93,7 @@ def test_what_the_paper_does_not_state_says_so(name: str, key: str) -> None:
 )
 def test_a_mistake_in_sources_is_one_line(sources: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(f"batch_size: 8\nsources: {sources}\n")
-    done = run("finetune", "highres", "-c", str(tmp_path / "mine.yaml"), "--data", "imagenet", "--print-config")
+    done = run_dpn("finetune", "highres", "-c", str(tmp_path / "mine.yaml"), "--data", "imagenet", "--print-config")
     assert done.exit_code == 2, done.output
     (line,) = [line for line in done.stderr.splitlines() if "error" in line]
     assert message in line
@@ -103,7 +103,7 @@ def test_sources_of_a_config_change_nothing(tmp_path: Path) -> None:
     printed = []
     for sources in ("", "sources: {lr: {source: mine, paper: 0.5, differs: Much.}}\n"):
         (tmp_path / "mine.yaml").write_text(f"batch_size: 8\n{sources}")
-        done = run("finetune", "highres", "-c", str(tmp_path / "mine.yaml"), "--data", "imagenet", "--print-config")
+        done = run_dpn("finetune", "highres", "-c", str(tmp_path / "mine.yaml"), "--data", "imagenet", "--print-config")
         assert done.exit_code == 0, done.output
         printed.append(done.stdout)
     assert printed[0] == printed[1]
@@ -112,7 +112,7 @@ def test_sources_of_a_config_change_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", list(shipped_configs()))
 def test_show_prints_values_with_sources_and_stays_a_config(name: str, tmp_path: Path) -> None:
-    done = run("configs", "show", name)
+    done = run_dpn("configs", "show", name)
     assert done.exit_code == 0, done.output
     (tmp_path / "shown.yaml").write_text(done.stdout)
     schema = schema_of(read_config(name), name)
@@ -124,7 +124,7 @@ def test_show_prints_values_with_sources_and_stays_a_config(name: str, tmp_path:
 
 
 def test_show_says_the_papers_value_where_it_is_another() -> None:
-    shown = run("configs", "show", "highres").stdout.splitlines()
+    shown = run_dpn("configs", "show", "highres").stdout.splitlines()
     lines = [" ".join(line.split()) for line in shown]
     assert "state_dtype: float32 # App. D (big_vision.momentum_hp); paper: bfloat16" in lines
     assert "lr: 0.03 # App. D" in lines
@@ -132,9 +132,9 @@ def test_show_says_the_papers_value_where_it_is_another() -> None:
 
 
 def test_what_is_shown_can_be_given_back(tmp_path: Path) -> None:
-    (tmp_path / "shown.yaml").write_text(run("configs", "show", "vtab").stdout)
-    given = run("finetune", "vtab", "--data", "x", "-c", str(tmp_path / "shown.yaml"), "--print-config")
-    plain = run("finetune", "vtab", "--data", "x", "--print-config")
+    (tmp_path / "shown.yaml").write_text(run_dpn("configs", "show", "vtab").stdout)
+    given = run_dpn("finetune", "vtab", "--data", "x", "-c", str(tmp_path / "shown.yaml"), "--print-config")
+    plain = run_dpn("finetune", "vtab", "--data", "x", "--print-config")
     assert yaml.safe_load(given.stdout) == yaml.safe_load(plain.stdout)
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel
-from test_cli import run
 
 from dpn_cli.arch import nearest
 from dpn_cli.commands.trainers import HIGHRES, TRAIN_COMMANDS, schema_of
 from dpn_cli.config.load import build, from_settings, merge, read_config, read_yaml
 from dpn_cli.config.validation_errors import describe_allowed
 from dpn_cli.errors import DpnError
+from support.cli import run_dpn
 from tasks.vtab.tasks import TASKS
 
 # Words of pydantic, and of Python where a person reads.
@@ -159,12 +159,12 @@ def test_yaml_that_would_overwhelm_its_reader_is_refused(text: str, message: str
     with pytest.raises(ValueError, match=re.escape(message)):
         read_yaml(text)
     (tmp_path / "mine.yaml").write_text(text)
-    done = run("finetune", "highres", "-c", str(tmp_path / "mine.yaml"), "--print-config")
+    done = run_dpn("finetune", "highres", "-c", str(tmp_path / "mine.yaml"), "--print-config")
     assert done.exit_code == 2
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
     if "\n" not in text and text.startswith("a: "):
-        done = run("finetune", "highres", "--set", f"lr={text[3:]}", "--print-config")
+        done = run_dpn("finetune", "highres", "--set", f"lr={text[3:]}", "--print-config")
         assert (done.exit_code, message in done.stderr, len(done.stderr.splitlines())) == (2, True, 1)
 
 
@@ -191,13 +191,13 @@ def test_a_config_file_that_cannot_be_read_is_one_line(data: bytes | None, messa
         ["pretrain"],
         ["segment", "ade20k"],
     ):
-        done = run(*command, "-c", str(path), "--print-config")
+        done = run_dpn(*command, "-c", str(path), "--print-config")
         assert (done.exit_code, len(done.stderr.splitlines())) == (2, 1)
         assert f"--config {path}: {message}" in done.stderr
 
 
 def test_a_long_name_is_no_file() -> None:
-    done = run("finetune", "vtab", "-c", "a" * 300 + ".yaml", "--print-config")
+    done = run_dpn("finetune", "vtab", "-c", "a" * 300 + ".yaml", "--print-config")
     assert (done.exit_code, len(done.stderr.splitlines())) == (2, 1)
     assert "not readable (File name too long)" in done.stderr
 
@@ -217,7 +217,7 @@ def test_a_long_name_is_no_file() -> None:
     ],
 )
 def test_a_wrong_command_line_is_answered_on_one_line(arguments: list[str], message: str) -> None:
-    done = run(*arguments)
+    done = run_dpn(*arguments)
     assert (done.exit_code, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
     assert message.replace("/..", "") in done.stderr.replace("\\\\", "\\")
     assert not JARGON.search(done.stderr)
@@ -242,7 +242,7 @@ SEEDED = [
 @pytest.mark.parametrize("command", SEEDED, ids=" ".join)
 def test_a_seed_out_of_range_is_refused_by_every_command(command: list[str], seed: int, tmp_path: Path) -> None:
     own = ["-o", str(tmp_path / "run")] if command[0] in ("finetune", "pretrain", "segment") else []
-    done = run(*(word.replace("SEED", str(seed)) for word in command), *own)
+    done = run_dpn(*(word.replace("SEED", str(seed)) for word in command), *own)
     assert (done.exit_code, len(done.stderr.splitlines())) == (2, 1), done.stderr
     assert re.search(r"from 0 to 4294967295", done.stderr)
     assert not (tmp_path / "run").exists()
@@ -268,7 +268,7 @@ SIZED = [
 
 @pytest.mark.parametrize("command", SIZED, ids=" ".join)
 def test_an_image_size_that_no_memory_holds_is_refused_by_every_command(command: list[str]) -> None:
-    done = run(*command, "--image-size", "1000000000")
+    done = run_dpn(*command, "--image-size", "1000000000")
     assert done.exit_code == 2, done.output
     assert "16384" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.output
@@ -276,7 +276,7 @@ def test_an_image_size_that_no_memory_holds_is_refused_by_every_command(command:
 
 def test_help_of_pretraining_speaks_of_no_checkpoint() -> None:
     def page(*command: str) -> str:
-        return " ".join(run(*command, "--help").stdout.replace("│", "").split())
+        return " ".join(run_dpn(*command, "--help").stdout.replace("│", "").split())
 
     assert "the checkpoint's" in page("finetune", "highres")
     assert "the checkpoint's" not in page("pretrain") + page("plan", "pretrain")

@@ -15,7 +15,6 @@ import pytest
 import torch
 import torchvision
 from PIL import Image
-from test_cli import run
 from timm.data.transforms import RandomResizedCropAndInterpolation
 from torchvision import transforms
 
@@ -30,6 +29,7 @@ from dpn_cli.engine.optim import build_optimizer, lr_factor, set_lr
 from dpn_cli.engine.seeds import fold
 from dpn_cli.errors import DataError
 from dpn_cli.run.distributed import World
+from support.cli import run_dpn
 from tasks.classify import train as training
 from tasks.classify.common import open_data
 from tasks.classify.config import in_steps
@@ -270,15 +270,15 @@ def test_the_commands_find_the_data_and_count_its_classes(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for words in (["cifar10"], ["cifar100"], ["folder"]):
-        done = run("pretrain", *words, *TINY)
+        done = run_dpn("pretrain", *words, *TINY)
         assert done.exit_code == 2
         (line,) = done.stderr.splitlines()
         assert "download https://www.cs.toronto.edu" in line or words == ["folder"], line
         assert "--data" in line
     write(tmp_path, TEN)
     write(tmp_path / "data", HUNDRED, each=60)
-    ten, hundred = (json.loads(run("pretrain", name, *TINY).stdout) for name in ("cifar10", "cifar100"))
+    ten, hundred = (json.loads(run_dpn("pretrain", name, *TINY).stdout) for name in ("cifar10", "cifar100"))
     assert (ten["classes"], ten["images"]["val"], hundred["classes"]) == (10, 4, 100)
     assert (tmp_path / "runs" / "pretrain_cifar-10-batches-py" / "mu-8-dpn" / "result.json").is_file()
-    own = run("pretrain", "folder", "--preset", "short", "--data", str(photos), "--val-fraction", "0.2", *TINY)
+    own = run_dpn("pretrain", "folder", "--preset", "short", "--data", str(photos), "--val-fraction", "0.2", *TINY)
     assert json.loads(own.stdout)["classes"] == 3, own.output

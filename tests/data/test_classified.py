@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import images
 from PIL import Image
 from timm.data import ImageNetInfo
 
@@ -19,12 +18,13 @@ from dpn_cli.data.sources.folder import ClassFolders
 from dpn_cli.data.sources.shards import LabelledShardImages, expand_pattern
 from dpn_cli.data.splits import ClassData, hash_order, hold_out, minival_size, open_class_data
 from dpn_cli.errors import DataError
+from support.images import write_class_folders, write_class_shard
 
 
 def test_class_folders_are_read_in_alphabetical_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = Path.iterdir
     monkeypatch.setattr(Path, "iterdir", lambda path: iter(sorted(listed(path), reverse=True)))
-    split = ClassFolders(images(tmp_path, classes=3, each=2))
+    split = ClassFolders(write_class_folders(tmp_path, classes=3, each=2))
     assert split.classes == ("class0", "class1", "class2")
     assert list(split.labels) == [0, 0, 1, 1, 2, 2]
     assert split.pixels(0).shape == (40, 50, 3)
@@ -42,7 +42,7 @@ def test_the_last_hundredth_is_watched_and_small_data_sets_get_more() -> None:
 
 
 def test_the_splits_are_a_rule_and_not_a_draw(tmp_path: Path) -> None:
-    root = images(tmp_path / "a", classes=2, each=20)
+    root = write_class_folders(tmp_path / "a", classes=2, each=20)
     data = open_class_data(ImageSource(str(root), val_fraction=0.25), None)
     assert (len(data.val.labels), len(data.minival.labels), len(data.train.labels)) == (10, 3, 27)
     assert list(data.val.labels).count(0) == 5  # of every class
@@ -61,7 +61,7 @@ ORDER = [f"class{name}.jpg" for name in ("1/000", "1/002", "0/001", "0/002", "1/
 
 
 def test_the_order_of_the_hashes_is_that_of_the_names_and_of_nothing_else(tmp_path: Path) -> None:
-    split = ClassFolders(images(tmp_path / "here", classes=2, each=3))
+    split = ClassFolders(write_class_folders(tmp_path / "here", classes=2, each=3))
     assert [split.key(row) for row in hash_order(split)] == ORDER
     backwards = ImageSubset(split, range(5, -1, -1))
     assert [backwards.key(row) for row in hash_order(backwards)] == ORDER
@@ -73,7 +73,7 @@ def test_the_order_of_the_hashes_is_that_of_the_names_and_of_nothing_else(tmp_pa
 
 
 def test_labels_and_their_order_are_in_a_fingerprint(tmp_path: Path) -> None:
-    images(tmp_path, classes=2, each=2)
+    write_class_folders(tmp_path, classes=2, each=2)
     split = ClassFolders(tmp_path)
     split.sizes = [700] * 4
     whole = fingerprint(split)
@@ -102,7 +102,7 @@ def test_members_of_one_name_in_two_folders_of_a_shard_are_two(tmp_path: Path) -
 
 
 def test_a_class_of_one_image_stays_in_training(tmp_path: Path) -> None:
-    images(tmp_path, classes=2, each=4)
+    write_class_folders(tmp_path, classes=2, each=4)
     for path in sorted((tmp_path / "class1").iterdir())[1:]:
         path.unlink()
     rest, apart = hold_out(ClassFolders(tmp_path), 0.5)
@@ -121,7 +121,7 @@ def test_a_class_of_one_image_stays_in_training(tmp_path: Path) -> None:
 )
 def test_folders_that_do_not_fit_are_refused(spoil: str, message: str, tmp_path: Path) -> None:
     for split in ("train", "val"):
-        images(tmp_path / split, classes=2, each=2)
+        write_class_folders(tmp_path / split, classes=2, each=2)
     if spoil == "rename":
         (tmp_path / "val" / "class1").rename(tmp_path / "val" / "other")
     elif spoil == "empty":
@@ -169,23 +169,9 @@ def test_a_hub_data_set_without_a_class_column_asks_for_it(tmp_path: Path) -> No
     assert open_class_data(ImageSource(place, label_column="kind"), None).classes == ("0", "1")
 
 
-def shard(path: Path, first: int, count: int, label: bool = True) -> None:
-    with tarfile.open(path, "w") as archive:
-        for number in range(first, first + count):
-            buffer = io.BytesIO()
-            Image.new("RGB", (20, 10), (number * 20, 0, 0)).save(buffer, "PNG")
-            members = {f"{number:04d}.png": buffer.getvalue()}
-            if label:
-                members[f"{number:04d}.cls"] = str(number % 3).encode()
-            for name, content in members.items():
-                info = tarfile.TarInfo(name)
-                info.size = len(content)
-                archive.addfile(info, io.BytesIO(content))
-
-
 def test_shards_are_read_at_random(tmp_path: Path) -> None:
     for number in range(3):
-        shard(tmp_path / f"part-{number:02d}.tar", 4 * number, 4)
+        write_class_shard(tmp_path / f"part-{number:02d}.tar", 4 * number, 4)
     pattern = f"wds:{tmp_path}/part-{{00..02}}.tar"
     data = open_class_data(ImageSource(pattern, val_fraction=0.3), 0.0)
     assert data.classes == ("0", "1", "2")
@@ -198,7 +184,7 @@ def test_shards_are_read_at_random(tmp_path: Path) -> None:
 
 
 def test_shards_that_are_none_say_so(tmp_path: Path) -> None:
-    shard(tmp_path / "unlabelled.tar", 0, 2, label=False)
+    write_class_shard(tmp_path / "unlabelled.tar", 0, 2, label=False)
     (tmp_path / "text.tar").write_text("no archive")
     for name, message in {
         "unlabelled.tar": "0000.png has no 0000.cls",

@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import images
-from test_workers import LIMIT, wait_for_error
 from torch.utils.data import Dataset, dataloader
 
 from dpn_cli.data import collate
@@ -35,6 +33,8 @@ from dpn_cli.data.sources.folder import ClassFolders
 from dpn_cli.engine.fit import Batch
 from dpn_cli.errors import DataError, WorkerError
 from dpn_cli.run.distributed import World
+from support.images import write_class_folders
+from support.time_limits import ERROR_LIMIT, wait_for_error
 from tasks.segment.labels import LabelRule
 from tasks.segment.loader import segment_batches
 from tasks.segment.pairs import ScenePairs
@@ -64,7 +64,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:Deprecati
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> ClassFolders:
-    root = images(tmp_path_factory.mktemp("images"))
+    root = write_class_folders(tmp_path_factory.mktemp("images"))
     (root / "class1" / "002.jpg").write_bytes(b"none")
     return ClassFolders(root)
 
@@ -173,7 +173,7 @@ def none_left() -> bool:
 
 def test_closing_waits_for_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collate, "CHUNK_IMAGES", 1)
-    monkeypatch.setattr(collate, "PATIENCE", LIMIT)
+    monkeypatch.setattr(collate, "PATIENCE", ERROR_LIMIT)
     monkeypatch.setattr(collate, "kill_processes", lambda processes: pytest.fail("the thread was not woken up"))
     monkeypatch.setattr("dpn_cli.data.workers.PATIENCE", 0.1)
     reading = threading.Event()
@@ -185,7 +185,7 @@ def test_closing_waits_for_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
             return super().__getitem__(place)
 
     with opened(Numbers(stuck=1), [Items(range(4))], 1):
-        assert reading.wait(LIMIT)
+        assert reading.wait(ERROR_LIMIT)
     assert none_left()
 
 

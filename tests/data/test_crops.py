@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from conftest import Arrays
 from PIL import Image
 
 from dpn_cli.data.crops import Decode, area_weights, eval_crop, inception_box, scale_to_short_side, train_crop
 from dpn_cli.data.decode import decode, open_image
 from dpn_cli.data.resize import resize
 from dpn_cli.errors import DataError
+from support.goldens import Arrays
+from support.images import encode_jpeg, make_photo
 
 HOW: tuple[Decode, Decode] = ("exact", "fast")
 
@@ -111,18 +112,6 @@ def test_extreme_images_have_crops_inside_them(size: tuple[int, int]) -> None:
         assert height * width > 0
 
 
-def jpeg(image: Image.Image, **arguments: Any) -> io.BytesIO:
-    buffer = io.BytesIO()
-    image.save(buffer, "JPEG", **arguments)
-    buffer.seek(0)
-    return buffer
-
-
-def photograph(width: int, height: int) -> Image.Image:
-    noise = np.random.default_rng(0).integers(0, 256, (8, 10, 3), dtype=np.uint8)
-    return Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC)
-
-
 def both(data: bytes, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     exact, fast = (
         train_crop(Image.open(io.BytesIO(data)), "", (64, 64), torch.Generator().manual_seed(seed), how) for how in HOW
@@ -131,14 +120,14 @@ def both(data: bytes, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_fast_decoding_cuts_the_same_place_of_large_photographs() -> None:
-    data = jpeg(photograph(1600, 1200), quality=95).getvalue()
+    data = encode_jpeg(make_photo(1600, 1200), quality=95).getvalue()
     for seed in range(8):
         exact, fast = (
             train_crop(Image.open(io.BytesIO(data)), "", (64, 64), torch.Generator().manual_seed(seed), how)
             for how in ("exact", "fast")
         )
         assert (exact.int() - fast.int()).abs().float().mean() < 4
-    small = jpeg(photograph(100, 80)).getvalue()  # nothing to shrink: the same pixels
+    small = encode_jpeg(make_photo(100, 80)).getvalue()  # nothing to shrink: the same pixels
     exact, fast = both(small, 1)
     assert set((fast.int() - exact.int()).flatten().tolist()) == {0, 1}  # rounded instead of cut off
     assert fast.stride() == exact.stride()  # which a batch of them has then
@@ -146,7 +135,7 @@ def test_fast_decoding_cuts_the_same_place_of_large_photographs() -> None:
 
 def odd_images(folder: Path) -> dict[str, tuple[Path, tuple[int, int]]]:
     """Images of the kinds that real folders hold: path and the (height, width) that is read."""
-    photo = photograph(40, 30)
+    photo = make_photo(40, 30)
     sixteen = Image.fromarray((np.arange(1200).reshape(30, 40) * 50).astype(np.uint16))
     turned = Image.Exif()
     turned[0x0112] = 6  # "rotate by 90 degrees", which the reference ignores
@@ -155,7 +144,7 @@ def odd_images(folder: Path) -> dict[str, tuple[Path, tuple[int, int]]]:
     photo.convert("P").save(folder / "palette.png")
     photo.convert("RGBA").save(folder / "transparent.png")
     photo.save(folder / "animated.gif", save_all=True, append_images=[photo.rotate(90), photo.rotate(180)])
-    photograph(5000, 1).save(folder / "line.png")
+    make_photo(5000, 1).save(folder / "line.png")
     sixteen.save(folder / "sixteen.png")
     photo.save(folder / "turned.jpg", exif=turned)
     sizes = {"line.png": (1, 5000)}
@@ -173,11 +162,11 @@ def test_odd_images_are_read_and_cropped(tmp_path: Path) -> None:
     sixteen = decode(open_image(tmp_path / "sixteen.png", ""), "")
     assert sixteen.max() == (1199 * 50) >> 8
     first = decode(open_image(tmp_path / "animated.gif", ""), "")
-    assert np.abs(first.astype(int) - np.asarray(photograph(40, 30)).astype(int)).mean() < 20
+    assert np.abs(first.astype(int) - np.asarray(make_photo(40, 30)).astype(int)).mean() < 20
 
 
 def test_a_truncated_jpeg_is_an_error_with_its_place(tmp_path: Path) -> None:
-    whole = jpeg(photograph(200, 200)).getvalue()
+    whole = encode_jpeg(make_photo(200, 200)).getvalue()
     (tmp_path / "cut.jpg").write_bytes(whole[: len(whole) // 2])
     for how in HOW:
         with pytest.raises(DataError, match=r"cut\.jpg: not a readable image .*truncated"):

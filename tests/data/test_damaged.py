@@ -13,52 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import GOLDENS
 from safetensors.torch import save_file
-from test_formats import naflex, torchvision_vit, transformers_base
-from test_norm_files import dtn_state, slab_state
 from torch import Tensor
 
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.weights.backbone import export_backbone, load_backbone, load_whole
 from dpn_cli.weights.formats import read_file
+from support.damage import DAMAGES
+from support.goldens import GOLDENS
+from support.norm_files import make_dtn_state, make_slab_state
+from support.weight_files import build_torchvision_vit, build_transformers_base, naflex_builder
 
 DPN = GOLDENS / "vit_dpn.params.npz"
 FILES = int(os.environ.get("DPN_DAMAGED", "1000"))
-Damage = Callable[[bytes, np.random.Generator], bytes]
-
-
-def truncate(data: bytes, g: np.random.Generator) -> bytes:
-    return data[: int(g.integers(0, len(data)))]
-
-
-def flip_bits(data: bytes, g: np.random.Generator) -> bytes:
-    changed = bytearray(data)
-    # Half of the flips fall on the first or last kilobyte, where the containers keep their tables.
-    for _ in range(int(g.integers(1, 20))):
-        edge = int(g.integers(0, min(1024, len(data))))
-        place = [edge, len(data) - 1 - edge, int(g.integers(0, len(data)))][int(g.integers(0, 3))]
-        changed[place] ^= 1 << int(g.integers(0, 8))
-    return bytes(changed)
-
-
-def overwrite(data: bytes, g: np.random.Generator) -> bytes:
-    start, length = int(g.integers(0, len(data))), int(g.integers(1, 400))
-    noise = g.integers(0, 256, length, dtype=np.uint8).tobytes()
-    return data[:start] + noise + data[start + length :]
-
-
-def cut_out(data: bytes, g: np.random.Generator) -> bytes:
-    start, length = int(g.integers(0, len(data))), int(g.integers(1, 400))
-    return data[:start] + data[start + length :]
-
-
-def swap_halves(data: bytes, g: np.random.Generator) -> bytes:
-    cut = int(g.integers(0, len(data)))
-    return data[cut:] + data[:cut]
-
-
-BYTES: tuple[Damage, ...] = (truncate, flip_bits, overwrite, cut_out, swap_halves)
 
 
 ALTERED: tuple[Callable[[str, Tensor], dict[str, Tensor]], ...] = (
@@ -120,12 +87,12 @@ def sources() -> dict[str, dict[str, Tensor]]:
         "vit-pytorch": lucidrains,
         "open_clip": clip,
         "timm": plain.state_dict(),
-        "timm NaFlexViT": naflex(dual=True)(16).state_dict(),
-        "torchvision": torchvision_vit(16).state_dict(),
-        "transformers": transformers_base(16).state_dict(),
-        "DTN": dtn_state(3, 2),
-        "DTN, LayerNorm": dtn_state(11, 0),
-        "SLAB": slab_state(2, linear_norm=True),
+        "timm NaFlexViT": naflex_builder(dual=True)(16).state_dict(),
+        "torchvision": build_torchvision_vit(16).state_dict(),
+        "transformers": build_transformers_base(16).state_dict(),
+        "DTN": make_dtn_state(3, 2),
+        "DTN, LayerNorm": make_dtn_state(11, 0),
+        "SLAB": make_slab_state(2, linear_norm=True),
     }
 
 
@@ -146,7 +113,7 @@ def test_damaged_files_end_in_a_network_or_in_one_line(
         if number % 3 == 0:
             data = to_bytes(alter(sources[name], g), container, tmp_path)
         else:
-            data = BYTES[number % len(BYTES)](untouched[name], g)
+            data = DAMAGES[number % len(DAMAGES)](untouched[name], g)
         path.write_bytes(data)
         try:
             source = read_file(path)

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from test_damaged import BYTES
 
 from dpn_cli.data.crops import eval_crop, train_crop
 from dpn_cli.data.decode import ReadOptions, open_image, read_pixels
@@ -22,6 +21,7 @@ from dpn_cli.data.sources.folder import FolderImages
 from dpn_cli.data.sources.pack_writer import PackOptions, _encode
 from dpn_cli.data.validate import inspect_image
 from dpn_cli.errors import DpnError
+from support.damage import DAMAGES
 from tasks.segment.labels import read_mask
 
 IMAGES = int(os.environ.get("DPN_DAMAGED", "500"))
@@ -99,7 +99,7 @@ def test_damaged_images_end_in_pixels_or_in_one_line(kind: str, tmp_path: Path) 
     g = np.random.default_rng(KINDS.index(kind))
     outcomes = Counter[str]()
     for number in range(-1, IMAGES // len(KINDS)):
-        path.write_bytes(BYTES[number % len(BYTES)](whole, g) if number >= 0 else whole)
+        path.write_bytes(DAMAGES[number % len(DAMAGES)](whole, g) if number >= 0 else whole)
         for way, read in WAYS.items():
             refusal = None
             try:

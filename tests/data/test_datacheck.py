@@ -13,10 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import images, write_task
 from PIL import Image
-from test_cli import run
-from test_highres import small, train
 
 from dpn_cli.commands.datacheck import CHECKS
 from dpn_cli.data import image_source, loader_sizing, validate
@@ -28,6 +25,10 @@ from dpn_cli.data.validate import SplitInspection, describe_format, find_duplica
 from dpn_cli.errors import DataError, StoppedError
 from dpn_cli.run import signals
 from dpn_cli.run.run_dir import RunFolder
+from support.cli import run_dpn
+from support.highres import highres_config, train_highres
+from support.images import write_class_folders
+from support.vtab import write_vtab_task
 from tasks.lit import data as lit_data
 from tasks.segment import pairs as segment_pairs
 from tasks.vtab.tasks import TASKS
@@ -38,11 +39,11 @@ Json = dict[str, Any]
 
 def checked(*words: str, code: int = 0) -> Json:
     """The result of a check, which ends with an exit code."""
-    done = run("data", "check", *words, "--json", "-q", "-j", "0")
+    done = run_dpn("data", "check", *words, "--json", "-q", "-j", "0")
     assert done.exit_code == code, done.output
     result: Json = json.loads(done.stdout)
     assert (code == 3) == bool(result["problems"])
-    text = run("data", "check", *words, "-q", "-j", "0")
+    text = run_dpn("data", "check", *words, "-q", "-j", "0")
     assert text.exit_code == code
     assert all(problem["text"] in text.stdout for problem in result["problems"])
     assert all(warning in text.stdout for warning in result["warnings"])
@@ -58,8 +59,8 @@ def texts(result: Json, kind: str) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    images(tmp_path / "data" / "train", each=10)
-    images(tmp_path / "data" / "val" / "wider", classes=3, each=2, size=(60, 40))
+    write_class_folders(tmp_path / "data" / "train", each=10)
+    write_class_folders(tmp_path / "data" / "val" / "wider", classes=3, each=2, size=(60, 40))
     for place in (tmp_path / "data" / "val" / "wider").iterdir():
         place.rename(place.parents[1] / place.name)
     (tmp_path / "data" / "val" / "wider").rmdir()
@@ -78,7 +79,7 @@ def test_clean_folders_pass_with_the_fingerprint_that_a_training_writes(folder: 
     assert result["warnings"] == []
     assert "6 on 1 rank: 6 each, 4.5 steps an epoch" in result["notes"][-1]
     changes = {"select": "last", "data": {"source": str(folder), "minival": None}}
-    train(small(folder, **changes), tmp_path / "run")
+    train_highres(highres_config(folder, **changes), tmp_path / "run")
     facts = RunFolder(tmp_path / "run").facts
     assert facts["data"] == result["fingerprint"]
 
@@ -148,7 +149,9 @@ def test_known_classes_in_another_order_are_a_problem(names: str, problems: int,
     path = shards(tmp_path / "a.tar", [str(number % 1000) for number in range(2000)])
     order = imagenet_folders() if names == "official" else imagenet_folders()[::-1]
     (tmp_path / "classnames.txt").write_text("\n".join(order))
-    done = run("data", "check", "pretrain", "--data", f"wds:{path}", "--val-fraction", "0.5", "--json", "-q", "-j", "0")
+    done = run_dpn(
+        "data", "check", "pretrain", "--data", f"wds:{path}", "--val-fraction", "0.5", "--json", "-q", "-j", "0"
+    )
     result = json.loads(done.stdout)
     found = texts(result, "classes")
     assert len(found) == problems
@@ -157,7 +160,7 @@ def test_known_classes_in_another_order_are_a_problem(names: str, problems: int,
 
 
 def test_numbers_in_the_order_of_text_are_warned_of(tmp_path: Path) -> None:
-    root = images(tmp_path, classes=12, each=2)
+    root = write_class_folders(tmp_path, classes=12, each=2)
     for place in sorted(root.iterdir()):
         place.rename(root / place.name.removeprefix("class"))
     result = checked("highres", "--data", str(root), "--val-fraction", "0.5", "-b", "4")
@@ -165,7 +168,7 @@ def test_numbers_in_the_order_of_text_are_warned_of(tmp_path: Path) -> None:
 
 
 def test_packs_that_are_copies_are_warned_of(folder: Path, tmp_path: Path) -> None:
-    assert run("data", "pack", "--data", str(folder), "-o", str(tmp_path / "pack"), "--size", "32").exit_code == 0
+    assert run_dpn("data", "pack", "--data", str(folder), "-o", str(tmp_path / "pack"), "--size", "32").exit_code == 0
     result = checked("highres", "--data", str(tmp_path / "pack"))
     assert any("shorter side of at most 32 pixels" in warning for warning in result["warnings"])
     assert result["splits"]["val"]["sides"]["largest"] == [48, 32]
@@ -179,7 +182,7 @@ def test_batches_that_ranks_do_not_share_and_little_shared_memory(
     monkeypatch.setattr(loader_sizing, "shared_memory", lambda: 1000)
     result = checked("highres", "--data", str(folder), "-b", "6", "--ranks", "2")
     assert not any("shm" in warning for warning in result["warnings"])  # -j 0 hands nothing over
-    done = run("data", "check", "highres", "--data", str(folder), "-b", "6", "--ranks", "2", "-j", "1", "-q")
+    done = run_dpn("data", "check", "highres", "--data", str(folder), "-b", "6", "--ranks", "2", "-j", "1", "-q")
     assert "has 1e-06 GB free" in done.stdout
     assert "decoded by 1 process a rank" in done.stdout
 
@@ -190,7 +193,7 @@ def vtab(root: Path, copied: bool = False) -> Path:
     counts = {"train800": 800, "val200": 200, "test": 30}
     images = {name: g.integers(0, 256, (count, 4, 4, 3), np.uint8) for name, count in counts.items()}
     labels = {name: np.arange(count) % task.classes for name, count in counts.items()}
-    place = write_task(root / task.folder, images, labels)
+    place = write_vtab_task(root / task.folder, images, labels)
     if copied:
         for split in counts:
             listed = (place / f"{split}.txt").read_text()
@@ -238,7 +241,7 @@ def test_a_task_of_vtab_that_was_encoded_again_is_warned_of(tmp_path: Path) -> N
 
 
 def test_everything_wrong_with_pairs_is_listed(tmp_path: Path) -> None:
-    root = images(tmp_path / "photos", classes=3, each=10)
+    root = write_class_folders(tmp_path / "photos", classes=3, each=10)
     files = sorted(root.rglob("*.jpg"))
     rows = [f"{path.relative_to(tmp_path)},a {path.parent.name} {number}" for number, path in enumerate(files)]
     table = tmp_path / "pairs.csv"
@@ -354,7 +357,7 @@ def test_a_signal_stops_a_check(folder: Path, monkeypatch: pytest.MonkeyPatch) -
         raise StoppedError(15)
 
     monkeypatch.setattr(signals, "check_here", stop)
-    done = run("data", "check", "highres", "--data", str(folder), "-j", "0")
+    done = run_dpn("data", "check", "highres", "--data", str(folder), "-j", "0")
     assert done.exit_code == 75
     assert "no result was written" in done.stderr
 

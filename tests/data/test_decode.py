@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import io
 import os
-import signal
 import socket
-import struct
-import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +13,7 @@ import numpy as np
 import pytest
 import simplejpeg
 import torch
-from conftest import Arrays
 from PIL import Image
-from test_crops import jpeg, photograph
 
 from dpn_cli.config.schema import MAX_PIXELS
 from dpn_cli.data.crops import Decode, eval_crop, inception_box, train_crop
@@ -27,25 +21,12 @@ from dpn_cli.data.decode import Decoder, ReadOptions, decode, open_image, read_p
 from dpn_cli.data.file_index import find_files
 from dpn_cli.data.resize import resize
 from dpn_cli.errors import DataError, ImageError
+from support.goldens import Arrays
+from support.images import encode_jpeg, make_photo, png_with_claimed_size
+from support.time_limits import time_limit
 
 BOTH: tuple[Decoder, Decoder] = ("exact", "pillow")
 USUAL = ReadOptions()
-
-
-@contextmanager
-def time_limit(seconds: int) -> Iterator[None]:
-    """End a block that waits for a FIFO, instead of never."""
-
-    def give_up(number: int, frame: object) -> None:
-        raise TimeoutError("the test hangs")
-
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture(autouse=True)
@@ -85,14 +66,14 @@ def test_jpeg_to_crop_is_the_recorded_chain(number: int, how: Decode, golden: Ca
 
 @pytest.mark.parametrize("arguments", [{"progressive": True}, {"subsampling": 0}, {"quality": 30}, {"keep_rgb": True}])
 def test_jpegs_of_every_kind_differ_from_pillows_by_rounding(arguments: dict[str, Any]) -> None:
-    encoded = jpeg(photograph(133, 97), **arguments).getvalue()
+    encoded = encode_jpeg(make_photo(133, 97), **arguments).getvalue()
     exact, pillow = (read_pixels(io.BytesIO(encoded), "here", ReadOptions(decoder)) for decoder in BOTH)
     difference = np.abs(exact.astype(int) - pillow)
     assert 0 < difference.mean() < 1.5
 
 
 def test_grey_jpegs_have_three_equal_channels_and_tensorflows_dct() -> None:
-    encoded = jpeg(photograph(133, 97).convert("L")).getvalue()
+    encoded = encode_jpeg(make_photo(133, 97).convert("L")).getvalue()
     exact, pillow = (read_pixels(io.BytesIO(encoded), "here", ReadOptions(decoder)) for decoder in BOTH)
     assert exact.shape == (97, 133, 3)
     assert (exact == exact[..., :1]).all()
@@ -100,7 +81,7 @@ def test_grey_jpegs_have_three_equal_channels_and_tensorflows_dct() -> None:
 
 
 def test_pillow_decodes_what_is_no_grey_or_colour_jpeg(tmp_path: Path) -> None:
-    photo = photograph(40, 30)
+    photo = make_photo(40, 30)
     photo.convert("CMYK").save(tmp_path / "cmyk.jpg")
     photo.save(tmp_path / "photo.png")
     photo.save(tmp_path / "photo.webp", lossless=True)
@@ -111,7 +92,7 @@ def test_pillow_decodes_what_is_no_grey_or_colour_jpeg(tmp_path: Path) -> None:
 
 
 def test_of_several_images_in_a_jpeg_the_first_is_taken(tmp_path: Path) -> None:
-    photo = photograph(40, 30)
+    photo = make_photo(40, 30)
     photo.save(tmp_path / "two.mpo", save_all=True, append_images=[photo.rotate(180)])
     photo.save(tmp_path / "one.jpg")
     with Image.open(tmp_path / "two.mpo") as image:
@@ -121,7 +102,7 @@ def test_of_several_images_in_a_jpeg_the_first_is_taken(tmp_path: Path) -> None:
 
 
 def test_a_jpeg_that_the_decoder_refuses_is_pillows() -> None:
-    encoded = jpeg(photograph(200, 200), restart_marker_rows=1).getvalue()
+    encoded = encode_jpeg(make_photo(200, 200), restart_marker_rows=1).getvalue()
     encoded = encoded.replace(b"\xff\xd1", b"damage\xff\xd1", 1)  # libjpeg warns and decodes around it
     with pytest.raises(ValueError, match="6 extraneous bytes"):
         simplejpeg.decode_jpeg(encoded)
@@ -129,40 +110,31 @@ def test_a_jpeg_that_the_decoder_refuses_is_pillows() -> None:
     assert np.array_equal(exact, pillow)
 
 
-def claims(width: int, height: int) -> bytes:
-    """Return a PNG of a few bytes whose header claims a size."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    data = zlib.compress(bytes(100))
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
-
-
 @pytest.mark.parametrize("size", [(13_378, 13_378), (2**31, 2**31), (2**31 - 1, 2**31 - 1)])
 def test_images_above_the_limit_are_refused_unread(size: tuple[int, int]) -> None:
     assert MAX_PIXELS == 178_956_970
     message = f"it: {size[0]} x {size[1]} pixels, more than the 178956970 that are read; .*--max-pixels"
     with pytest.raises(ImageError, match=message) as caught:
-        open_image(io.BytesIO(claims(*size)), "it")
+        open_image(io.BytesIO(png_with_claimed_size(*size)), "it")
     assert caught.value.exit_code == 3
 
 
 def test_a_claim_that_is_allowed_is_still_one_line() -> None:
     with pytest.raises(ImageError, match="it: not a readable image"):
-        read_pixels(io.BytesIO(claims(2**31, 2**31)), "it", ReadOptions(max_pixels=2**63))
+        read_pixels(io.BytesIO(png_with_claimed_size(2**31, 2**31)), "it", ReadOptions(max_pixels=2**63))
 
 
 def test_large_scans_are_read_when_the_limit_allows_them() -> None:
-    with open_image(io.BytesIO(claims(10_000, 10_000)), "it") as scan:  # Pillow would warn here
+    with open_image(io.BytesIO(png_with_claimed_size(10_000, 10_000)), "it") as scan:  # Pillow would warn here
         assert scan.size == (10_000, 10_000)
-    with open_image(io.BytesIO(claims(20_000, 10_000)), "it", ReadOptions(max_pixels=200_000_000)) as scan:
+    with open_image(
+        io.BytesIO(png_with_claimed_size(20_000, 10_000)), "it", ReadOptions(max_pixels=200_000_000)
+    ) as scan:
         assert scan.size == (20_000, 10_000)
 
 
 def test_jpegs_above_the_limit_are_decoded_at_a_part_of_their_size() -> None:
-    encoded = jpeg(photograph(208, 104), quality=95).getvalue()
+    encoded = encode_jpeg(make_photo(208, 104), quality=95).getvalue()
     whole = read_pixels(io.BytesIO(encoded), "it", USUAL)
     for most, shape in ((208 * 104, (104, 208)), (208 * 104 - 1, (52, 104)), (2000, (26, 52)), (400, (13, 26))):
         part = read_pixels(io.BytesIO(encoded), "it", ReadOptions(max_pixels=most))
@@ -182,7 +154,7 @@ def test_what_is_no_file_is_refused_and_never_waited_for(tmp_path: Path) -> None
     (tmp_path / "folder.jpg").mkdir()
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(os.path.relpath(tmp_path / "socket.jpg"))
-        photograph(40, 30).save(tmp_path / "photo.JPG")
+        make_photo(40, 30).save(tmp_path / "photo.JPG")
         found = find_files(tmp_path)
         assert [path.name for path, _ in found] == sorted(
             ["gone.jpg", "loop.jpg", "photo.JPG", "pipe.jpg", "socket.jpg", "zero.jpg"]
@@ -204,7 +176,7 @@ def test_bytes_that_are_no_image_are_said_to_be_of_no_known_format(content: byte
 
 
 def test_decoding_closes_the_file(tmp_path: Path) -> None:
-    photograph(40, 30).save(tmp_path / "photo.jpg")
+    make_photo(40, 30).save(tmp_path / "photo.jpg")
     for decoder in BOTH:
         image = open_image(tmp_path / "photo.jpg", "it")
         decode(image, "it", decoder)

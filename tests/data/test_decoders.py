@@ -14,12 +14,8 @@ import numpy as np
 import pytest
 import simplejpeg
 import torch
-from conftest import Arrays, images
 from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
-from test_cli import run
-from test_lit_scores import towers
-from test_segment import NAMES, write_scenes
 
 from dpn_cli.data import image_source, splits
 from dpn_cli.data.augment import Augmentation
@@ -34,16 +30,17 @@ from dpn_cli.data.sources.packs import PackedImages
 from dpn_cli.errors import DpnError, ImageError
 from dpn_cli.run.distributed import World
 from dpn_cli.run.run import Run
-from dpn_cli.weights.backbone import export_backbone, load_backbone
 from dpn_cli.weights.safetensors_io import read_weights, save_weights
-from tasks.classify.classifier import Classifier, load_classifier, save_classifier
+from support.cli import run_dpn
+from support.commands import COMMANDS, run_command, save_untrained_run
+from support.goldens import Arrays
+from support.images import write_class_folders
+from tasks.classify.classifier import load_classifier
 from tasks.classify.eval_splits import ConcatImages
 from tasks.lit import data as captioned
-from tasks.segment.artifact import Segmenter, load_segmenter, save_segmenter
-from tasks.segment.config import Evaluation, MaskData
-from tasks.segment.model import LinearSegmenter
+from tasks.segment.artifact import load_segmenter
+from tasks.segment.config import MaskData
 from tasks.segment.pairs import PairsPart, open_pairs
-from tasks.segment.palette import Class, color_of
 from tasks.vtab import data as vtab_data
 from tasks.vtab.config import VtabData
 from tasks.vtab.tasks import choose_tasks
@@ -212,78 +209,6 @@ def test_training_batches_hold_the_decoders_pixels(
     assert torch.equal(image, resize(jpegs[decode], (height // 2, width // 2)))
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Data for every command, and untrained networks that decode like any run: without a decoder in their names."""
-    root = tmp_path_factory.mktemp("all")
-    images(root / "photos", classes=2, each=10)
-    rows = "".join(f"{path.relative_to(root)},an image\n" for path in sorted((root / "photos").rglob("*.jpg")))
-    (root / "pairs.csv").write_text("file,caption\n" + rows)
-    (root / "vtab" / "svhn").mkdir(parents=True)
-    shutil.copy(root / "photos" / "class0" / "000.jpg", root / "vtab" / "svhn" / "a.jpg")
-    for split, count in {"train800": 800, "val200": 200, "test": 1}.items():
-        (root / "vtab" / "svhn" / f"{split}.txt").write_text("a.jpg 1\n" * count)
-    write_scenes(root / "scenes", {"training": 4, "validation": 2})
-    model = load_backbone("mu/8", stem="none", image_size=32, num_classes=2)
-    export_backbone(model, root / "plain.safetensors")
-    save_run(root, "classifier", "exact")
-    save_run(root, "towers", "exact")
-    save_run(root, "segmenter", "exact")
-    return root
-
-
-def save_run(root: Path, kind: str, decoder: Decoder) -> Path:
-    path = root / kind / "weights.safetensors"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if kind == "towers":
-        from tasks.lit.towers import save_towers
-
-        own = towers()
-        own.decoder = decoder
-        own.facts = {"arch": "mu/8", "pairs": {"images": 1, "captions": 1}, "steps": 1, "config": {}}
-        save_towers(own, path)
-        return path
-    model = load_backbone("mu/8", image_size=32, num_classes=2 if kind == "classifier" else len(NAMES))
-    if kind == "classifier":
-        save_classifier(Classifier(model, ("class0", "class1"), "softmax", 36, {}, decoder), path)
-    else:
-        classes = tuple(Class(name, color_of(index)) for index, name in enumerate(NAMES))
-        data = MaskData(source=str(root / "scenes"), label_offset=1, ignore_label=0, scale=(256, 64), decode=decoder)
-        save_segmenter(Segmenter(LinearSegmenter(model, final_norm=False), classes, data, Evaluation(), {}), path)
-    return path
-
-
-SCRATCH = ("--arch", "mu/8", "--checkpoint", "none", "--image-size", "32")
-RUN = ("--device", "cpu", "-j", "0", "-q", "-o", "OUT")
-COMMANDS = {
-    "highres": ("finetune", "highres", *SCRATCH, "--data", "photos", "--val-fraction", "0.2", *RUN),
-    "pretrain": ("pretrain", "--arch", "mu/8", "--image-size", "32", "--augment", "none", "--data", "photos",
-                 "--val-fraction", "0.2", "--steps", "2", "-b", "4", *RUN),
-    "vtab": ("finetune", "vtab", *SCRATCH, "--data", "vtab", "--tasks", "svhn", *RUN),
-    "eval": ("eval", "classifier/weights.safetensors", "--data", "photos", "--device", "cpu", "-j", "0", "-q"),
-    "eval fewshot": ("eval", "fewshot", "plain.safetensors", "--data", "photos", "--val-fraction", "0.2", "--shots",
-                     "1", "--device", "cpu", "-j", "0", "-q"),
-    "predict": ("predict", "classifier/weights.safetensors", "photos/class0", "--device", "cpu"),
-    "retrofit": ("checkpoint", "retrofit", "plain.safetensors", "OUT/dual.safetensors", "--data", "photos"),
-    "lit train": ("lit", "train", *SCRATCH, "--data", "pairs.csv", "--steps", "2", "-b", "4", *RUN),
-    "lit train without cache": ("lit", "train", *SCRATCH, "--data", "pairs.csv", "--steps", "2", "-b", "4",
-                                "--no-cache", *RUN),
-    "lit cache": ("lit", "cache", *SCRATCH, "--data", "pairs.csv", "--device", "cpu", "-j", "0", "-q"),
-    "lit eval": ("lit", "eval", "towers/weights.safetensors", "--data", "photos", "--device", "cpu", "-j", "0", "-q"),
-    "lit eval, retrieval": ("lit", "eval", "towers/weights.safetensors", "--data", "pairs.csv", "--device", "cpu",
-                            "-j", "0", "-q"),
-    "lit predict": ("lit", "predict", "towers/weights.safetensors", "photos/class0", "--labels", "a,b", "--device",
-                    "cpu"),
-    "lit search": ("lit", "search", "towers/weights.safetensors", "--images", "photos/class0", "--query", "a",
-                   "--device", "cpu", "-j", "0", "-q"),
-    "segment folder": ("segment", "folder", *SCRATCH, "--data", "scenes", "--label-offset", "1", "--ignore-label", "0",
-                       "--steps", "2", "-b", "2", *RUN),
-    "segment eval": ("segment", "eval", "segmenter/weights.safetensors", "--device", "cpu", "-j", "0", "-q"),
-    "segment predict": ("segment", "predict", "segmenter/weights.safetensors", "scenes/images/training", "-o", "OUT",
-                        "--device", "cpu"),
-}  # fmt: skip
-
-
 class UsedError(RuntimeError):
     """Raised in place of decoding."""
 
@@ -302,31 +227,25 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(JpegImageFile, "load", stop("pillow"))
 
 
-def go(name: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> Any:
-    monkeypatch.chdir(place)
-    (tmp_path / "out").mkdir(exist_ok=True)
-    return run(*(word.replace("OUT", str(tmp_path / "out")) for word in COMMANDS[name]), *more)
-
-
 @pytest.mark.usefixtures("stopped")
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_decodes_as_asked(
-    name: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, command_inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The default is one field of one schema for all of them.
     default = [((), "exact")] if name in ("highres", "predict") else []
     for asked, decoder in (*default, (("--decode", "pillow"), "pillow")):
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
-        done = go(name, place, tmp_path, monkeypatch, *asked)
+        done = run_command(name, command_inputs, tmp_path, monkeypatch, *asked)
         assert isinstance(done.exception, UsedError), done.output
         assert done.exception.args == (decoder,)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_a_limit_of_pixels_that_can_be_moved(
-    name: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, command_inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = go(name, place, tmp_path, monkeypatch, "--max-pixels", "3")
+    done = run_command(name, command_inputs, tmp_path, monkeypatch, "--max-pixels", "3")
     assert done.exit_code == 3, done.output
     assert "more than the 3 that are read; allow more with --max-pixels" in " ".join(done.stderr.split())
 
@@ -340,20 +259,20 @@ OF_RUNS = {
 @pytest.mark.usefixtures("stopped")
 @pytest.mark.parametrize("name", OF_RUNS)
 def test_what_is_done_with_a_run_decodes_as_the_run_did(
-    name: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, command_inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copytree(place, tmp_path / "all")
-    save_run(tmp_path / "all", OF_RUNS[name], "pillow")
+    shutil.copytree(command_inputs, tmp_path / "all")
+    save_untrained_run(tmp_path / "all", OF_RUNS[name], "pillow")
     other = [(("--decode", "exact"), "exact")] if name == "predict" else []
     for asked, decoder in (((), "pillow"), *other):
-        done = go(name, tmp_path / "all", tmp_path, monkeypatch, *asked)
+        done = run_command(name, tmp_path / "all", tmp_path, monkeypatch, *asked)
         assert isinstance(done.exception, UsedError), done.output
         assert done.exception.args == (decoder,)
 
 
 @pytest.mark.parametrize("kind", ["classifier", "towers", "segmenter"])
-def test_files_that_name_no_decoder_are_of_the_time_of_pillow(kind: str, place: Path, tmp_path: Path) -> None:
-    path = save_run(tmp_path, kind, "exact")
+def test_files_that_name_no_decoder_are_of_the_time_of_pillow(kind: str, command_inputs: Path, tmp_path: Path) -> None:
+    path = save_untrained_run(tmp_path, kind, "exact")
     key = {"classifier": "classifier", "towers": "lit", "segmenter": "segmenter"}[kind]
     tensors, metadata = read_weights(path)
     described = json.loads(metadata[key])
@@ -371,11 +290,11 @@ def test_files_that_name_no_decoder_are_of_the_time_of_pillow(kind: str, place: 
 
 @pytest.mark.parametrize("decoder", BOTH)
 def test_a_pack_is_made_and_continued_with_one_decoder(
-    decoder: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    decoder: str, command_inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(place)
+    monkeypatch.chdir(command_inputs)
     command = ["data", "pack", "--data", "photos", "-o", str(tmp_path / "p"), "--size", "20", "--encode", "ppm", "-q"]
-    assert run(*command, "--decode", decoder).exit_code == 0
+    assert run_dpn(*command, "--decode", decoder).exit_code == 0
     manifest = json.loads((tmp_path / "p" / "manifest.json").read_text())
     assert manifest["decode"] == decoder
     split = PackedImages(tmp_path / "p", "train")
@@ -384,43 +303,43 @@ def test_a_pack_is_made_and_continued_with_one_decoder(
     row = next(row for row in range(len(files.labels)) if files.key(row) == split.key(0))
     smaller = Image.fromarray(files.pixels(row)).resize((25, 20), Image.Resampling.BICUBIC)
     assert np.array_equal(split.pixels(0), np.asarray(smaller))
-    other = run(*command, "--decode", "pillow" if decoder == "exact" else "exact")
+    other = run_dpn(*command, "--decode", "pillow" if decoder == "exact" else "exact")
     assert (other.exit_code, "another decode" in other.stderr) == (2, True)
     (tmp_path / "p" / "manifest.json").write_text(json.dumps({k: v for k, v in manifest.items() if k != "decode"}))
-    older = run(*command, "--decode", decoder)
+    older = run_dpn(*command, "--decode", decoder)
     assert older.exit_code == (0 if decoder == "pillow" else 2), older.output
 
 
-def test_a_pack_shrinks_large_jpegs_and_leaves_large_images_out(place: Path, tmp_path: Path) -> None:
-    images(tmp_path / "photos", classes=2, each=2, size=(80, 60))
+def test_a_pack_shrinks_large_jpegs_and_leaves_large_images_out(command_inputs: Path, tmp_path: Path) -> None:
+    write_class_folders(tmp_path / "photos", classes=2, each=2, size=(80, 60))
     Image.new("RGB", (80, 60)).save(tmp_path / "photos" / "class0" / "large.png")
     command = ["data", "pack", "--data", str(tmp_path / "photos"), "-o", str(tmp_path / "p"), "--max-pixels", "4799"]
-    refused = run(*command, "-q", "--size", "30")
+    refused = run_dpn(*command, "-q", "--size", "30")
     assert refused.exit_code == 3
     assert "large.png: 80 x 60 pixels, more than the 4799 that are read" in " ".join(refused.stderr.split())
     shutil.rmtree(tmp_path / "p")
-    done = run(*command, "-q", "--size", "30", "--skip-bad-images", "--json")
+    done = run_dpn(*command, "-q", "--size", "30", "--skip-bad-images", "--json")
     assert json.loads(done.stdout)["train"]["left_out"] == 1
     split = PackedImages(tmp_path / "p", "train")
     assert {split.open(row).size for row in range(4)} == {(40, 30)}  # read at half their size, which is small enough
 
 
-def result_of(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> Any:
+def result_of(command_inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> Any:
     small = ("--steps", "4", "-b", "4", "--set", "schedule.warmup=1", "--json")
-    done = go("highres", place, tmp_path, monkeypatch, *small, *more)
+    done = run_command("highres", command_inputs, tmp_path, monkeypatch, *small, *more)
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
 
 
 def test_a_run_of_the_time_of_pillow_goes_on_with_pillow(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command_inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = result_of(place, tmp_path, monkeypatch)
+    first = result_of(command_inputs, tmp_path, monkeypatch)
     assert first["decoder"] == {name: ReadOptions().versions()[name] for name in ("jpeg", "other")}
     assert first["decoder"]["jpeg"].startswith("simplejpeg ")
     out = tmp_path / "out"
     (out / "result.json").unlink()  # trained, and stopped before it was scored
-    assert result_of(place, tmp_path, monkeypatch, "--resume")["decoder"] == first["decoder"]
+    assert result_of(command_inputs, tmp_path, monkeypatch, "--resume")["decoder"] == first["decoder"]
     (out / "result.json").unlink()
     facts = json.loads((out / "run.json").read_text())
     facts["versions"].pop("simplejpeg")
@@ -428,26 +347,26 @@ def test_a_run_of_the_time_of_pillow_goes_on_with_pillow(
     lines = [line for line in (out / "config.yaml").read_text().splitlines() if "max_pixels" not in line]
     (out / "config.yaml").write_text("\n".join(lines))
     for more in ((), ("--decode", "pillow")):
-        again = result_of(place, tmp_path, monkeypatch, "--resume", *more)
+        again = result_of(command_inputs, tmp_path, monkeypatch, "--resume", *more)
         assert again["decoder"]["jpeg"].startswith("pillow ")
         (out / "result.json").unlink()
 
 
 def test_a_resumed_run_refuses_another_decoder_and_takes_another_limit(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command_inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = result_of(place, tmp_path, monkeypatch, "--decode", "pillow")
+    first = result_of(command_inputs, tmp_path, monkeypatch, "--decode", "pillow")
     assert first["decoder"]["jpeg"].startswith("pillow ")
     (tmp_path / "out" / "result.json").unlink()
     small = ("--steps", "4", "-b", "4", "--set", "schedule.warmup=1", "--resume")
-    other = go("highres", place, tmp_path, monkeypatch, *small)
+    other = run_command("highres", command_inputs, tmp_path, monkeypatch, *small)
     assert other.exit_code == 2
     assert "data.decode: pillow there, exact now" in " ".join(other.stderr.split())
-    assert result_of(place, tmp_path, monkeypatch, "--decode", "pillow", "--max-pixels", "5000", "--resume")
+    assert result_of(command_inputs, tmp_path, monkeypatch, "--decode", "pillow", "--max-pixels", "5000", "--resume")
 
 
 def test_every_task_trains_with_the_decoder_that_its_run_began_with(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command_inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[str] = []
 
@@ -461,5 +380,5 @@ def test_every_task_trains_with_the_decoder_that_its_run_began_with(
     for place_of_training in ("vtab.command.sweep", "lit.command.train", "segment.command.train"):
         monkeypatch.setattr(f"tasks.{place_of_training}", note)
     for name in ("vtab", "lit train", "segment folder"):
-        assert go(name, place, tmp_path, monkeypatch, "--overwrite").exit_code == 2
+        assert run_command(name, command_inputs, tmp_path, monkeypatch, "--overwrite").exit_code == 2
     assert begun == ["pillow"] * 3

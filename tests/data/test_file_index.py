@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import images
 
 from dpn_cli.data import file_index
 from dpn_cli.data.compact import PackedStrings, pack_integers
@@ -23,6 +22,7 @@ from dpn_cli.data.sources.folder import ClassFolders, FolderImages
 from dpn_cli.data.splits import hold_out
 from dpn_cli.errors import DataError
 from dpn_cli.run.console import Console, tell
+from support.images import write_class_folders
 
 ODD = ["b.jpg", "a.JPG", "a/z.jpg", "a-b/c.png", "a.b/c.png", "a/b/c.tif", "ä.jpg", ".jpg", "..jpg", "x.jpg.", "A.jpg"]
 
@@ -85,7 +85,7 @@ def test_names_are_a_list_in_one_piece_of_memory() -> None:
 
 
 def test_a_image_takes_its_name_and_a_few_bytes(tmp_path: Path) -> None:
-    split = ClassFolders(images(tmp_path, classes=4, each=25, size=(4, 4)))
+    split = ClassFolders(write_class_folders(tmp_path, classes=4, each=25, size=(4, 4)))
     taken = len(pickle.dumps((split.listing.names, split.sizes, split.labels)))
     assert taken < 100 * (len("class0/000.jpg") + 8 + 8 + 4) + 400
     rest, _ = hold_out(split, 0.2)
@@ -93,7 +93,7 @@ def test_a_image_takes_its_name_and_a_few_bytes(tmp_path: Path) -> None:
 
 
 def test_each_image_is_looked_at_once(tmp_path: Path, calls: Counter[str]) -> None:
-    root = images(tmp_path, classes=3, each=5)
+    root = write_class_folders(tmp_path, classes=3, each=5)
     calls.clear()
     ClassFolders(root)
     assert calls == {"scandir": 3, "stat": 3 + 15}
@@ -103,7 +103,7 @@ def test_each_image_is_looked_at_once(tmp_path: Path, calls: Counter[str]) -> No
 def test_a_kept_list_is_read_without_listing_a_folder(
     tmp_path: Path, calls: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = images(tmp_path, classes=3, each=5)
+    root = write_class_folders(tmp_path, classes=3, each=5)
     first = ClassFolders(root)
     calls.clear()
     monkeypatch.setattr(file_index, "SAMPLE", 5)
@@ -117,7 +117,7 @@ def test_a_kept_list_is_read_without_listing_a_folder(
 @pytest.mark.usefixtures("kept")
 @pytest.mark.parametrize("change", ["add", "remove", "rename", "class", "write", "damage", "inner"])
 def test_a_kept_list_is_made_again_after_a_change(change: str, tmp_path: Path) -> None:
-    root = images(tmp_path / "photos", classes=2, each=3)
+    root = write_class_folders(tmp_path / "photos", classes=2, each=3)
     (root / "class1" / "inner").mkdir()
     ClassFolders(root)
     (file,) = (tmp_path.parent / os.environ["DPN_HOME"]).glob("cache/listings/*.npz")
@@ -146,7 +146,7 @@ def test_a_kept_list_is_made_again_after_a_change(change: str, tmp_path: Path) -
 @pytest.mark.usefixtures("kept")
 def test_what_a_sample_misses_is_noticed_when_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_index, "SAMPLE", 1)
-    root = images(tmp_path, classes=2, each=3)
+    root = write_class_folders(tmp_path, classes=2, each=3)
     ClassFolders(root)
     mended = root / "class1" / "001.jpg"
     mended.write_bytes((root / "class0" / "002.jpg").read_bytes())
@@ -163,7 +163,7 @@ def test_what_a_sample_misses_is_noticed_when_it_is_opened(tmp_path: Path, monke
 def test_lists_of_few_images_and_of_folders_just_written_are_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = images(tmp_path, classes=2, each=2)
+    root = write_class_folders(tmp_path, classes=2, each=2)
     for most, since in ((5, -(2**62)), (1, 2**62)):
         monkeypatch.setattr(file_index, "KEPT", most)
         monkeypatch.setattr(file_index, "SAME_DATE", since)
@@ -175,7 +175,7 @@ def test_lists_of_few_images_and_of_folders_just_written_are_not_kept(
 def test_a_home_that_cannot_be_written_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "home").write_text("a file")
     monkeypatch.setenv("DPN_HOME", str(tmp_path / "home"))
-    assert ClassFolders(images(tmp_path / "photos", classes=2, each=2)).listing.file is None
+    assert ClassFolders(write_class_folders(tmp_path / "photos", classes=2, each=2)).listing.file is None
     monkeypatch.delenv("DPN_HOME")
     monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
     assert len(ClassFolders(tmp_path / "photos").labels) == 4
@@ -184,7 +184,7 @@ def test_a_home_that_cannot_be_written_keeps_nothing(tmp_path: Path, monkeypatch
 def test_a_long_listing_tells_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    root = images(tmp_path, classes=2, each=2)
+    root = write_class_folders(tmp_path, classes=2, each=2)
     monkeypatch.setattr(file_index, "LINE_EVERY", 0.0)
     with Console().capture_logs():
         ClassFolders(root)

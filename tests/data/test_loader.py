@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from conftest import Arrays, images
 from PIL import Image
 
 from dpn_cli.data.augment import Augmentation
@@ -22,6 +21,8 @@ from dpn_cli.data.sources.folder import ClassFolders
 from dpn_cli.engine.fit import Batch
 from dpn_cli.errors import DataError
 from dpn_cli.run.distributed import World
+from support.goldens import Arrays
+from support.images import write_class_folders
 
 CPU = torch.device("cpu")
 ALONE = World(0, 1, CPU)
@@ -29,7 +30,7 @@ ALONE = World(0, 1, CPU)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> ClassFolders:
-    return ClassFolders(images(tmp_path_factory.mktemp("images")))
+    return ClassFolders(write_class_folders(tmp_path_factory.mktemp("images")))
 
 
 def take(
@@ -114,7 +115,7 @@ def test_half_of_the_images_are_mirrored(tmp_path: Path) -> None:
 
 
 def test_an_unreadable_image_is_named_or_replaced(tmp_path: Path) -> None:
-    root = images(tmp_path, classes=2, each=3)
+    root = write_class_folders(tmp_path, classes=2, each=3)
     bad = root / "class1" / "001.jpg"
     bad.write_bytes(bad.read_bytes()[:300])
     split = ClassFolders(root)

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_classified import shard
 
 from dpn_cli.data.image_source import ImageSource, open_split
 from dpn_cli.errors import DataError
+from support.images import write_class_shard
 from tasks.lit.tokenizer import open_tokenizer
 from tasks.lit.zeroshot import class_names, prompt_set
 from tasks.segment.config import MaskData
@@ -19,7 +19,7 @@ from tasks.segment.palette import classes_of
 
 
 def names_of_shards(path: Path) -> None:
-    shard(path.parent / "0.tar", 0, 2)
+    write_class_shard(path.parent / "0.tar", 0, 2)
     (path.parent / "classnames.txt").symlink_to(path)
     open_split(ImageSource(f"wds:{path.parent}/0.tar"), "train")
 

@@ -12,22 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import images
 from PIL import Image
-from test_cli import run
-from test_decode import claims, time_limit
-from test_decoders import COMMANDS, go, place, save_run
-from test_highres import small, train
 
 from dpn_cli.data.image_source import ImageSource, open_split
 from dpn_cli.data.sources.base import MAX_CLASSES
 from dpn_cli.data.sources.shards import LabelledShardImages, expand_pattern
 from dpn_cli.errors import DataError
 from dpn_cli.weights.backbone import load_backbone
+from support.cli import run_dpn
+from support.commands import COMMANDS, run_command, save_untrained_run
+from support.highres import highres_config, train_highres
+from support.images import png_with_claimed_size, write_class_folders
+from support.time_limits import time_limit
 from tasks.classify.classifier import Classifier, save_classifier
 from tasks.classify.preflight import SAMPLE
-
-__all__ = ["place"]  # a fixture
 
 CAFE = os.fsdecode(b"caf\xe9")  # Latin-1, as old archives have it
 
@@ -40,14 +38,14 @@ def _limited() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_no_command_waits_for_a_fifo_among_images(
-    name: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, command_inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    odd = Path(shutil.copytree(place, tmp_path / "all"))
+    odd = Path(shutil.copytree(command_inputs, tmp_path / "all"))
     for path in [*odd.rglob("*.jpg")]:
         path.unlink()
         os.mkfifo(path)
-    save_run(odd, "segmenter", "exact")  # which remembers where its data are
-    done = go(name, odd, tmp_path, monkeypatch)
+    save_untrained_run(odd, "segmenter", "exact")  # which remembers where its data are
+    done = run_command(name, odd, tmp_path, monkeypatch)
     assert done.exit_code == 3, done.output
     told = " ".join(done.stderr.split())
     assert "not a readable image (not a regular file)" in told
@@ -62,7 +60,7 @@ def spoil(photos: Path, kind: str) -> None:
     elif kind == "loop":
         bad.symlink_to(bad.name)
     elif kind == "bomb":
-        bad.write_bytes(claims(2**31, 2**31))
+        bad.write_bytes(png_with_claimed_size(2**31, 2**31))
     elif kind == "junk":
         bad.write_bytes(b"junk")
     else:
@@ -80,97 +78,97 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_image_that_is_none_is_named_before_training_or_left_out(
-    kind: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, command_inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    odd = Path(shutil.copytree(place, tmp_path / "all"))
+    odd = Path(shutil.copytree(command_inputs, tmp_path / "all"))
     spoil(odd / "photos", kind)
     small = ("--steps", "2", "-b", "4", "--set", "schedule.warmup=0", "--json")
-    refused = go("highres", odd, tmp_path, monkeypatch, *small)
+    refused = run_command("highres", odd, tmp_path, monkeypatch, *small)
     assert refused.exit_code == 3, refused.output
     assert KINDS[kind] in " ".join(refused.stderr.split())
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
     told = json.loads((tmp_path / "out" / "run.json").read_text("utf-8"))
     assert KINDS[kind] in told["error"]
-    done = go("highres", odd, tmp_path, monkeypatch, *small, "--skip-bad-images", "--overwrite")
+    done = run_command("highres", odd, tmp_path, monkeypatch, *small, "--skip-bad-images", "--overwrite")
     assert done.exit_code == 0, done.output
-    scored = go("eval", odd, tmp_path, monkeypatch, "--skip-bad-images", "--json")
+    scored = run_command("eval", odd, tmp_path, monkeypatch, "--skip-bad-images", "--json")
     assert json.loads(scored.stdout)["skipped"] == 1
-    refused = go("eval", odd, tmp_path, monkeypatch)
+    refused = run_command("eval", odd, tmp_path, monkeypatch)
     assert (refused.exit_code, KINDS[kind] in " ".join(refused.stderr.split())) == (3, True)
 
 
 def test_a_broken_link_among_more_images_than_are_decoded_before_training_is_named(tmp_path: Path) -> None:
-    photos = images(tmp_path / "photos", classes=2, each=1)
+    photos = write_class_folders(tmp_path / "photos", classes=2, each=1)
     for label in range(2):
         for number in range(1, 3 * SAMPLE):
             os.link(photos / f"class{label}" / "000.jpg", photos / f"class{label}" / f"{number:03d}.jpg")
     (photos / "class1" / "100.png").symlink_to("nowhere.png")
-    config = small(photos, schedule={"steps": 4}, data={"minival": 0.0})
+    config = highres_config(photos, schedule={"steps": 4}, data={"minival": 0.0})
     with pytest.raises(DataError, match=r"100\.png: not a readable image \(No such file or directory\)"):
-        train(config, tmp_path / "run")
+        train_highres(config, tmp_path / "run")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_names_that_are_no_utf8_go_through_every_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    images(Path("photos"), classes=2, each=10)
+    write_class_folders(Path("photos"), classes=2, each=10)
     Path("photos/class0").rename(f"photos/{CAFE}")
     Path("photos/class1/000.jpg").rename(f"photos/class1/{CAFE}.jpg")
     small = ("--steps", "2", "-b", "4", "--set", "schedule.warmup=0", "-o", "run", "--device", "cpu", "-j", "0", "-q")
     scratch = ("--arch", "mu/8", "--checkpoint", "none", "--image-size", "32", "--val-fraction", "0.3")
-    done = run("finetune", "highres", *scratch, "--data", "photos", *small)
+    done = run_dpn("finetune", "highres", *scratch, "--data", "photos", *small)
     assert done.exit_code == 0, done.output
     assert json.loads(Path("run/run.json").read_text("utf-8"))["classes"] == [CAFE, "class1"]
-    assert run("finetune", "highres", *scratch, "--data", "photos", *small, "--resume").exit_code == 0
-    scored = run("eval", "run", "--data", "photos", "--split", "all", "-o", "report", "-j", "0", "-q", "--json")
+    assert run_dpn("finetune", "highres", *scratch, "--data", "photos", *small, "--resume").exit_code == 0
+    scored = run_dpn("eval", "run", "--data", "photos", "--split", "all", "-o", "report", "-j", "0", "-q", "--json")
     assert json.loads(scored.stdout)["images"] == 20
     assert Path("report/per_class.csv").read_text("utf-8").splitlines()[1].startswith("caf\\udce9,")
-    guessed = run("predict", "run", "photos", "--json", "--device", "cpu")
+    guessed = run_dpn("predict", "run", "photos", "--json", "--device", "cpu")
     assert {"photos/class1/" + CAFE + ".jpg"} < {one["image"] for one in json.loads(guessed.stdout)}
-    printed = run("predict", "run", "photos", "--device", "cpu")
+    printed = run_dpn("predict", "run", "photos", "--device", "cpu")
     assert (printed.exit_code, "caf\\xe9" in printed.stdout) == (0, True)
-    assert run("export", "run", "-o", "export").exit_code == 0
-    packed = run("data", "pack", "--data", "photos", "-o", "pack", "--size", "20", "-q")
+    assert run_dpn("export", "run", "-o", "export").exit_code == 0
+    packed = run_dpn("data", "pack", "--data", "photos", "-o", "pack", "--size", "20", "-q")
     assert packed.exit_code == 0, packed.output
     split, classes = open_split(ImageSource("pack"), "train")
     assert classes == (CAFE, "class1")
     assert any(split.key(row) == f"class1/{CAFE}.jpg" for row in range(20))
     assert LabelledShardImages("pack/train/*.tar").classes == classes
-    probe = run(
+    probe = run_dpn(
         "eval", "fewshot", "run/weights.safetensors", "--data", "photos", "--val-fraction", "0.3", "--shots", "1"
     )
     assert probe.exit_code == 0, probe.output
 
 
-def test_captions_of_images_whose_names_are_no_utf8(place: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    odd = Path(shutil.copytree(place, tmp_path / "all"))
+def test_captions_of_images_whose_names_are_no_utf8(command_inputs: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    odd = Path(shutil.copytree(command_inputs, tmp_path / "all"))
     (odd / "photos" / "class0" / "000.jpg").rename(odd / "photos" / "class0" / f"{CAFE}.jpg")
     (odd / "photos" / "class1").rename(odd / "photos" / CAFE)
     for path in sorted((odd / "photos").rglob("*.jpg")):
         path.with_suffix(".txt").write_text("an image")
-    scored = go("lit eval", odd, tmp_path, monkeypatch, "--force", "--class-names", str(odd / "pairs.csv"))
+    scored = run_command("lit eval", odd, tmp_path, monkeypatch, "--force", "--class-names", str(odd / "pairs.csv"))
     assert (scored.exit_code, "names for the 2 classes" in scored.stderr) == (3, True)
-    scored = go("lit eval", odd, tmp_path, monkeypatch, "--force", "--json", "--prompts", "plain")
+    scored = run_command("lit eval", odd, tmp_path, monkeypatch, "--force", "--json", "--prompts", "plain")
     assert json.loads(scored.stdout)["images"] == 20
-    found = go("lit search", odd, tmp_path, monkeypatch, "--json")
+    found = run_command("lit search", odd, tmp_path, monkeypatch, "--json")
     assert str(odd / "photos" / "class0" / f"{CAFE}.jpg").endswith(
         next(one["image"] for one in json.loads(found.stdout) if CAFE in one["image"])
     )
     words = list(COMMANDS["lit cache"])
     words[words.index("pairs.csv")] = "photos"
-    filled = run(*words)
+    filled = run_dpn(*words)
     assert filled.exit_code == 0, filled.output
 
 
-def test_masks_of_images_whose_names_are_no_utf8(place: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    odd = Path(shutil.copytree(place, tmp_path / "all"))
+def test_masks_of_images_whose_names_are_no_utf8(command_inputs: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    odd = Path(shutil.copytree(command_inputs, tmp_path / "all"))
     for kind, ending in (("images", "jpg"), ("annotations", "png")):
         (odd / "scenes" / kind / "validation" / f"0000.{ending}").rename(
             odd / "scenes" / kind / "validation" / f"{CAFE}.{ending}"
         )
-    save_run(odd, "segmenter", "exact")
-    assert go("segment eval", odd, tmp_path, monkeypatch).exit_code == 0
-    drawn = run("segment", "predict", str(odd / "segmenter"), str(odd / "scenes" / "images" / "validation"), "-o",
+    save_untrained_run(odd, "segmenter", "exact")
+    assert run_command("segment eval", odd, tmp_path, monkeypatch).exit_code == 0
+    drawn = run_dpn("segment", "predict", str(odd / "segmenter"), str(odd / "scenes" / "images" / "validation"), "-o",
                 str(tmp_path / "drawn"))  # fmt: skip
     assert drawn.exit_code == 0, drawn.output
     assert (tmp_path / "drawn" / f"{CAFE}.labels.png").is_file()
@@ -178,11 +176,11 @@ def test_masks_of_images_whose_names_are_no_utf8(place: Path, tmp_path: Path, mo
 
 @pytest.mark.parametrize("name", ["highres", "pretrain", "eval", "eval fewshot", "lit eval"])
 def test_one_class_is_refused_before_anything_is_trained(
-    name: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, command_inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    odd = Path(shutil.copytree(place, tmp_path / "all"))
+    odd = Path(shutil.copytree(command_inputs, tmp_path / "all"))
     shutil.rmtree(odd / "photos" / "class1")
-    done = go(name, odd, tmp_path, monkeypatch)
+    done = run_command(name, odd, tmp_path, monkeypatch)
     assert done.exit_code == 3, done.output
     assert "--data photos: one class (class0), and a classifier needs two at least" in " ".join(done.stderr.split())
     assert not list((tmp_path / "out").rglob("*.safetensors"))
@@ -247,42 +245,44 @@ def test_the_member_of_a_shard_that_is_no_image_is_named(tmp_path: Path) -> None
 
 
 def test_a_shorter_side_below_the_crop_is_refused_with_the_config(
-    place: Path, tmp_path: Path, monkeypatch: Any
+    command_inputs: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     for name in ("highres", "pretrain"):
         for side, code in ((1, 2), (31, 2)):
-            done = go(name, place, tmp_path, monkeypatch, "--set", f"data.eval_resize={side}")
+            done = run_command(name, command_inputs, tmp_path, monkeypatch, "--set", f"data.eval_resize={side}")
             assert done.exit_code == code, done.output
             assert "data.eval_resize: the image size (32) or more" in " ".join(done.stderr.split())
     small = ("--steps", "2", "-b", "4", "--set", "schedule.warmup=0", "--set", "data.eval_resize=32")
-    assert go("highres", place, tmp_path, monkeypatch, *small).exit_code == 0
+    assert run_command("highres", command_inputs, tmp_path, monkeypatch, *small).exit_code == 0
 
 
 def test_a_classifier_is_saved_with_names_of_any_bytes(tmp_path: Path) -> None:
     model = load_backbone("mu/8", image_size=32, num_classes=2)
     save_classifier(Classifier(model, (CAFE, "b"), "softmax", 36, {}), tmp_path / "w.safetensors")
-    guessed = run("predict", str(tmp_path / "w.safetensors"), str(images(tmp_path / "p", 1, 1)), "--json")
+    guessed = run_dpn(
+        "predict", str(tmp_path / "w.safetensors"), str(write_class_folders(tmp_path / "p", 1, 1)), "--json"
+    )
     assert CAFE in {one["name"] for one in json.loads(guessed.stdout)[0]["classes"]}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_an_unset_variable_never_stands_for_the_default(
-    name: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, command_inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for more in (("--data", ""), ("--data=",)):
-        done = go(name, place, tmp_path, monkeypatch, *more)
+        done = run_command(name, command_inputs, tmp_path, monkeypatch, *more)
         assert done.exit_code == 2, done.output
         assert "nothing after --data (is a shell variable unset?)" in done.stderr
-    assert go(name, place, tmp_path, monkeypatch, "").exit_code == 2
+    assert run_command(name, command_inputs, tmp_path, monkeypatch, "").exit_code == 2
     assert not list((tmp_path / "out").iterdir())
 
 
 def test_an_empty_value_of_a_config_is_refused_and_null_is_none(tmp_path: Path) -> None:
     print_config = ("finetune", "highres", "--print-config")
     for setting in ("data.source=", 'data.source=""', "backbone.checkpoint=''"):
-        done = run(*print_config, "--set", setting)
+        done = run_dpn(*print_config, "--set", setting)
         assert (done.exit_code, "write null for none" in done.stderr) == (2, True), done.output
-    assert run(*print_config, "--set", "data.source=null").exit_code == 0
+    assert run_dpn(*print_config, "--set", "data.source=null").exit_code == 0
     (tmp_path / "a.yaml").write_text("data:\n  source: ''\n")
-    done = run(*print_config, "-c", str(tmp_path / "a.yaml"))
+    done = run_dpn(*print_config, "-c", str(tmp_path / "a.yaml"))
     assert (done.exit_code, "a.yaml: data.source: an empty value" in " ".join(done.stderr.split())) == (2, True)

@@ -13,9 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import images
 from PIL import Image
-from test_cli import run
 
 from dpn_cli.data.image_source import ImageSource, open_split, own_splits
 from dpn_cli.data.sources import pack_writer
@@ -25,12 +23,14 @@ from dpn_cli.data.sources.packs import PackedImages
 from dpn_cli.data.splits import hash_order, open_class_data, open_tuning_data
 from dpn_cli.errors import DataError, DpnError, StoppedError
 from dpn_cli.run import signals
+from support.cli import run_dpn
+from support.images import write_class_folders
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    images(tmp_path / "photos" / "train", each=20)
-    images(tmp_path / "photos" / "val", each=4)
+    write_class_folders(tmp_path / "photos" / "train", each=20)
+    write_class_folders(tmp_path / "photos" / "val", each=4)
     return tmp_path / "photos"
 
 
@@ -178,7 +178,7 @@ def test_unreadable_images_are_named_or_counted(folder: Path, tmp_path: Path, mo
 
 
 def test_the_command_packs_and_says_what_it_did(folder: Path, tmp_path: Path) -> None:
-    done = run("data", "pack", "--data", str(folder), "--out", str(tmp_path / "p"), "--size", "20", "--json", "-q")
+    done = run_dpn("data", "pack", "--data", str(folder), "--out", str(tmp_path / "p"), "--size", "20", "--json", "-q")
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
     assert (result["train"]["images"], result["val"]["images"], result["train"]["shards"]) == (60, 12, 1)
@@ -187,18 +187,18 @@ def test_the_command_packs_and_says_what_it_did(folder: Path, tmp_path: Path) ->
         (["--encode", "webp"], "--encode: one of jpeg, ppm (got 'webp')"),
         (["--data", "nowhere"], "--data nowhere: no such folder"),
     ]:
-        done = run("data", "pack", "--data", str(folder), "--out", str(tmp_path / "q"), *arguments)
+        done = run_dpn("data", "pack", "--data", str(folder), "--out", str(tmp_path / "q"), *arguments)
         assert done.exit_code in (2, 3)
         assert message in done.stderr
 
 
 def test_splits_with_other_classes_are_refused_before_anything_is_written(folder: Path, tmp_path: Path) -> None:
     shutil.rmtree(folder / "val" / "class0")
-    done = run("data", "pack", "--data", str(folder), "--out", str(tmp_path / "p"))
+    done = run_dpn("data", "pack", "--data", str(folder), "--out", str(tmp_path / "p"))
     assert done.exit_code == 3
     assert "different classes: only in training: class0" in done.stderr
     assert not (tmp_path / "p").exists()
-    done = run("data", "pack", "--data", str(folder), "--out", str(folder / "pack"))
+    done = run_dpn("data", "pack", "--data", str(folder), "--out", str(folder / "pack"))
     assert done.exit_code == 2
     assert "inside --data" in done.stderr
 
@@ -219,7 +219,7 @@ def hub(root: Path, **splits: list[int]) -> Path:
 
 def test_hub_splits_without_labels_are_left_out_and_none_stands_in_for_another(tmp_path: Path) -> None:
     place = hub(tmp_path / "hub", train=[0, 1, 0, 1], validation=[0, 1], test=[-1, -1])
-    done = run("data", "pack", "--data", f"hf:{place}", "--out", str(tmp_path / "p"), "--size", "keep", "--json")
+    done = run_dpn("data", "pack", "--data", f"hf:{place}", "--out", str(tmp_path / "p"), "--size", "keep", "--json")
     assert done.exit_code == 0, done.output
     assert set(json.loads(done.stdout)) == {"train", "val"}
     assert "test has no labels and is left out" in done.stderr.replace("\n", " ")
@@ -236,7 +236,7 @@ def test_hub_splits_without_labels_are_left_out_and_none_stands_in_for_another(t
 def test_a_pack_of_one_split_validates_another_data_set(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run("data", "pack", "--data", str(folder / "val"), "--out", str(tmp_path / "v"), "-q").exit_code == 0
+    assert run_dpn("data", "pack", "--data", str(folder / "val"), "--out", str(tmp_path / "v"), "-q").exit_code == 0
     data = open_class_data(ImageSource(str(folder), val_place=str(tmp_path / "v")), None)
     assert len(data.val.labels) == 12
     with pytest.raises(DataError, match="a pack of train, without val"):
@@ -269,9 +269,9 @@ def test_quality_and_index_digest_are_heeded(folder: Path, tmp_path: Path, monke
 
 
 def test_file_names_that_are_no_text_are_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = images(tmp_path / "photos", classes=1, each=2)
+    root = write_class_folders(tmp_path / "photos", classes=1, each=2)
     (root / "class0" / "000.jpg").rename(os.fsdecode(os.fsencode(root) + b"/class0/\xff.jpg"))
-    done = run("data", "pack", "--data", str(root), "--out", str(tmp_path / "p"), "--size", "keep", "-q")
+    done = run_dpn("data", "pack", "--data", str(root), "--out", str(tmp_path / "p"), "--size", "keep", "-q")
     assert done.exit_code == 0, done.output
     split = PackedImages(tmp_path / "p", "train")
     assert os.fsencode(next(key for key in map(split.key, range(2)) if "001" not in key)) == b"class0/\xff.jpg"

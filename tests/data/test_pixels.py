@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Arrays
 from PIL import Image
 
 from dpn_cli.data.decode import decode, open_image
@@ -22,6 +21,7 @@ from dpn_cli.data.sampler import rows_of_step
 from dpn_cli.data.sources.folder import FileList
 from dpn_cli.errors import DataError
 from dpn_cli.run.distributed import World
+from support.goldens import Arrays
 
 CPU = torch.device("cpu")
 

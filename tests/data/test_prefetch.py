@@ -15,10 +15,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from stores import Fault, Store, s3_serving, serving
-from test_cli import run
-from test_highres import small, train
-from test_shuffle import TINY, make_pack
 
 from dpn_cli.config.schema import Drawn
 from dpn_cli.data import pixels, remote
@@ -36,6 +32,10 @@ from dpn_cli.engine.fit import Batch
 from dpn_cli.errors import DpnError, StoppedError, StoreError, WorkerError
 from dpn_cli.run import signals
 from dpn_cli.run.distributed import World
+from support.cli import run_dpn
+from support.highres import highres_config, train_highres
+from support.packs import TINY_RUN, write_pack
+from support.stores import Fault, Store, serve_files, serve_s3
 
 CPU = torch.device("cpu")
 ALONE = World(0, 1, CPU)
@@ -48,18 +48,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:Deprecati
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_pack(tmp_path_factory.mktemp("ahead"))
+    return write_pack(tmp_path_factory.mktemp("ahead"))
 
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Store]:
-    with serving(folder) as store:
+    with serve_files(folder) as store:
         yield store
 
 
 @pytest.fixture(scope="module")
 def bucket(folder: Path) -> Iterator[Store]:
-    with pytest.MonkeyPatch.context() as patch, s3_serving(folder, patch) as store:
+    with pytest.MonkeyPatch.context() as patch, serve_s3(folder, patch) as store:
         yield store
 
 
@@ -225,18 +225,18 @@ def test_a_training_ends_as_on_local_files(
     def config(place: str) -> Any:
         data = {"minival": 0.0, "shuffle": "shards", "open_shards": 2}
         how = {"workers": 1, "checkpoint_every": 100}
-        return small(f"{place}/pack", data=data, batch_size=BATCH, schedule={"steps": 2 * EPOCH}, runtime=how)
+        return highres_config(f"{place}/pack", data=data, batch_size=BATCH, schedule={"steps": 2 * EPOCH}, runtime=how)
 
-    train(config(str(folder)), tmp_path / "near")
+    train_highres(config(str(folder)), tmp_path / "near")
     if stopped:
         calls = itertools.count()
         monkeypatch.setattr(signals, "requested", lambda: signal.SIGTERM if next(calls) == EPOCH + 4 else None)
         with pytest.raises(StoppedError):
-            train(config(store.url), tmp_path / "far")
+            train_highres(config(store.url), tmp_path / "far")
         monkeypatch.setattr(signals, "requested", lambda: None)
         for path in remote.cache_dir().glob("*.tar"):
             path.unlink()  # another machine
-    train(config(store.url), tmp_path / "far", resume=stopped)
+    train_highres(config(store.url), tmp_path / "far", resume=stopped)
     near, far = (load_file(tmp_path / name / "weights.safetensors") for name in ("near", "far"))
     assert all(torch.equal(value, far[name]) for name, value in near.items())
 
@@ -291,7 +291,9 @@ def test_a_cache_that_is_too_small_is_told_before_the_training(
     store: Store, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*given: str) -> str:
-        done = run("finetune", "highres", "--data", f"{store.url}/pack", *TINY, "-o", str(tmp_path / "run"), *given)
+        done = run_dpn(
+            "finetune", "highres", "--data", f"{store.url}/pack", *TINY_RUN, "-o", str(tmp_path / "run"), *given
+        )
         assert done.exit_code == 2, done.stderr
         return str(done.stderr)
 

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from test_cli import run
 
 from dpn_cli.data import archives
 from dpn_cli.run import signals
 from dpn_cli.run.console import Console
+from support.cli import run_dpn
 from tasks.lit import prepare as lit_prepare
 from tasks.segment import prepare as segment_prepare
 
@@ -78,7 +78,7 @@ def test_the_published_sizes_are_known() -> None:
 
 
 def prepared(*words: object, code: int = 0) -> tuple[Json, str]:
-    done = run("data", "prepare", *map(str, words), "--json", "-q")
+    done = run_dpn("data", "prepare", *map(str, words), "--json", "-q")
     assert done.exit_code == code, done.output
     assert "Traceback" not in done.stderr
     return json.loads(done.stdout) if done.stdout else {}, " ".join(done.stderr.split())
@@ -90,9 +90,9 @@ def test_ade20k_becomes_the_folder_that_the_task_reads(tmp_path: Path) -> None:
     assert (result["training"], result["validation"], result["classes"], said) == (3, 2, 150, "")
     assert result["files"] == {"written": 11, "kept": 0, "left_out": 2}
     assert (out / "images" / "training" / "ADE_train_00000001.jpg").read_bytes() == image(159)
-    checked = run("data", "check", "ade20k", "--data", str(out), "--json", "-q", "-j", "0")
+    checked = run_dpn("data", "check", "ade20k", "--data", str(out), "--json", "-q", "-j", "0")
     assert (checked.exit_code, json.loads(checked.stdout)["problems"]) == (0, [])
-    shown = run("data", "prepare", "ade20k", str(archive), "--out", str(out), "-q").stdout
+    shown = run_dpn("data", "prepare", "ade20k", str(archive), "--out", str(out), "-q").stdout
     assert "0 files written, 11 kept, 2 left out" in shown
     assert f"dpn segment ade20k --data {out}" in shown
 
@@ -141,7 +141,7 @@ def test_coco_becomes_the_folder_that_lit_reads(tmp_path: Path) -> None:
     assert (result["train"], result["val"]) == ({"images": 3, "captions": 6}, {"images": 2, "captions": 4})
     place = str(lit_prepare.captions(out, "train"))
     words = ["--data", place, "--val-data", place.replace("train", "val"), "--json", "-q", "-j", "0"]
-    checked = run("data", "check", "lit", *words)
+    checked = run_dpn("data", "check", "lit", *words)
     assert [problem["kind"] for problem in json.loads(checked.stdout)["problems"]] == ["same image"]
     (out / "train2017" / "000000000001.jpg").unlink()
     result, said = prepared("coco", every[1], "-o", out, "--partial")

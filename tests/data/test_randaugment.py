@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Arrays, images
 from PIL import Image, ImageOps
 
 from dpn_cli.data import randaugment
@@ -21,6 +20,8 @@ from dpn_cli.data.sampler import rows_of_step
 from dpn_cli.data.sources.folder import ClassFolders
 from dpn_cli.engine.seeds import fold
 from dpn_cli.run.distributed import World
+from support.goldens import Arrays
+from support.images import write_class_folders
 
 ALONE = World(0, 1, torch.device("cpu"))
 
@@ -91,7 +92,7 @@ def test_only_the_signed_operations_have_a_direction() -> None:
 
 def test_the_loader_mirrors_before_it_augments_whatever_the_workers(tmp_path: Path) -> None:
 
-    split = ClassFolders(images(tmp_path))
+    split = ClassFolders(write_class_folders(tmp_path))
     augmentation = Augmentation((24, 32), layers=2, magnitude=15)
     stream = crop_batches(split, augmentation, 6, 7, ALONE, workers=0)
     first, second = next(stream(0)), next(stream(1))

@@ -13,11 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import images, run_ranks
 from huggingface_hub import HfFileSystem
-from stores import Store, s3_serving, serving
-from test_cli import run
-from test_lit_data import shards as caption_shards
 
 from dpn_cli.config.paths import home
 from dpn_cli.data import remote
@@ -32,6 +28,11 @@ from dpn_cli.data.sources.pack_writer import PackOptions, pack
 from dpn_cli.data.splits import hash_order, open_class_data
 from dpn_cli.errors import DataError, DpnError, StoreError
 from dpn_cli.run.distributed import World
+from support.captions import write_shard_dataset
+from support.cli import run_dpn
+from support.images import write_class_folders
+from support.processes import run_processes
+from support.stores import Store, serve_files, serve_s3
 from tasks.lit.captions import CaptionedImages
 from tasks.lit.data import CaptionSource
 from tasks.lit.data import open_split as open_captions
@@ -48,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pack, and shards with captions."""
     root = tmp_path_factory.mktemp("store")
     for split, each in (("train", 20), ("val", 4)):
-        images(root / "photos" / split, each=each)
+        write_class_folders(root / "photos" / split, each=each)
     source = ImageSource(str(root / "photos"))
     splits = {name: open_split(source, name) for name in ("train", "val")}
     with pytest.MonkeyPatch.context() as patch:
@@ -56,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ordered = {name: (split, hash_order(split)) for name, (split, _) in splits.items()}
         how: Any = {"workers": 1, "skip_bad": False, "progress": lambda text: None}
         pack(ordered, splits["train"][1], root / "served" / "pack", PackOptions(size=None), **how)
-    caption_shards(root / "served" / "pairs")
+    write_shard_dataset(root / "served" / "pairs")
     return root / "served"
 
 
@@ -64,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shared(request: pytest.FixtureRequest, folder: Path) -> Iterator[Store]:
     with (
         pytest.MonkeyPatch.context() as patch,
-        serving(folder) if request.param == "http" else s3_serving(folder, patch) as store,
+        serve_files(folder) if request.param == "http" else serve_s3(folder, patch) as store,
     ):
         yield store
 
@@ -265,8 +266,8 @@ def test_a_damaged_copy_is_fetched_again(store: Store, folder: Path) -> None:
 
 
 def test_shards_that_were_replaced_during_a_run_are_told(tmp_path: Path, pauses: list[float]) -> None:
-    caption_shards(tmp_path)
-    with serving(tmp_path) as store:
+    write_shard_dataset(tmp_path)
+    with serve_files(tmp_path) as store:
         far = open_captions(CaptionSource(f"wds:{store.url}/{{00000..00001}}.tar"), "train")
         content = bytearray((tmp_path / "00000.tar").read_bytes())
         content[600] ^= 1
@@ -277,7 +278,7 @@ def test_shards_that_were_replaced_during_a_run_are_told(tmp_path: Path, pauses:
 
 
 def test_an_etag_that_is_no_digest_is_believed_to_be_none(folder: Path, pauses: list[float]) -> None:
-    with serving(folder) as store:
+    with serve_files(folder) as store:
         store.etag = f'"{"0" * 32}"'
         far, _ = open_split(ImageSource(f"{store.url}/pack/train/000000.tar"), "train")
         assert len(far.labels) == 12
@@ -295,7 +296,7 @@ def read_all(rank: int, place: str, environment: dict[str, str]) -> None:
 
 @pytest.mark.slow
 def test_two_processes_fetch_a_file_once(store: Store) -> None:
-    run_ranks(
+    run_processes(
         read_all, f"{store.url}/pack", {name: os.environ[name] for name in os.environ if name[:3] in ("AWS", "DPN")}
     )
     assert {name: store.gets[name] for name in FILES} == dict.fromkeys(FILES, 1)
@@ -332,7 +333,7 @@ def test_a_client_that_is_missing_is_named(
 
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.delitem(_registry, url.partition(":")[0], raising=False)
-    done = run("finetune", "highres", "--data", url, "-o", str(tmp_path / "run"), *TINY)
+    done = run_dpn("finetune", "highres", "--data", url, "-o", str(tmp_path / "run"), *TINY)
     assert done.exit_code == 2
     assert f"{url}/manifest.json: its client is not installed; pip install 'dpn-cli[{extra}]'" in done.stderr
 
@@ -350,7 +351,7 @@ TINY = ("--arch", "mu/8", "--checkpoint", "none", "--image-size", "16", "--steps
     ],
 )
 def test_a_url_with_a_secret_is_refused_and_not_repeated(url: str, said: str, tmp_path: Path) -> None:
-    done = run("finetune", "highres", "--config", "highres", "--data", url, "-o", str(tmp_path / "run"), *TINY)
+    done = run_dpn("finetune", "highres", "--config", "highres", "--data", url, "-o", str(tmp_path / "run"), *TINY)
     assert done.exit_code == 2
     assert f"--data: {said}" in done.stderr
     assert "hidden" not in done.stderr
@@ -359,14 +360,16 @@ def test_a_url_with_a_secret_is_refused_and_not_repeated(url: str, said: str, tm
 
 def test_commands_take_urls(store: Store, tmp_path: Path) -> None:
     place = f"{store.url}/pack"
-    done = run("finetune", "highres", "--data", place, "-o", str(tmp_path / "run"), *TINY, "--json")
+    done = run_dpn("finetune", "highres", "--data", place, "-o", str(tmp_path / "run"), *TINY, "--json")
     assert done.exit_code == 0, done.stderr
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "finished"
-    done = run("eval", str(tmp_path / "run"), "--data", place, "--json")
+    done = run_dpn("eval", str(tmp_path / "run"), "--data", place, "--json")
     assert json.loads(done.stdout)["images"] == 12
-    done = run("data", "pack", "--data", f"wds:{place}/train/{{000000..000001}}.tar", "--out", str(tmp_path / "again"))
+    done = run_dpn(
+        "data", "pack", "--data", f"wds:{place}/train/{{000000..000001}}.tar", "--out", str(tmp_path / "again")
+    )
     assert done.exit_code == 0, done.stderr
     assert "24 images" in done.stdout
-    done = run("data", "pack", "--data", place, "--out", "s3://bucket/again")
+    done = run_dpn("data", "pack", "--data", place, "--out", "s3://bucket/again")
     assert done.exit_code == 2
     assert "--out s3:/bucket/again: a URL; pack into a folder" in done.stderr

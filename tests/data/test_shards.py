@@ -11,12 +11,8 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from conftest import images
 from safetensors import safe_open
 from safetensors.torch import load_file
-from test_cli import run
-from test_distributed import CPU, share, spawn
-from test_engine import job, random_batches, small
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,6 +28,10 @@ from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.console import ProgressTick
 from dpn_cli.run.distributed import World
 from dpn_cli.run.run_dir import MetricsLog
+from support.cli import run_dpn
+from support.engine import make_job, random_batches, rank_batches, small_vit
+from support.images import write_class_folders
+from support.ranks import CPU, run_distributed
 
 pytestmark = pytest.mark.slow
 
@@ -72,17 +72,17 @@ def train(
 ) -> dict[str, float]:
     """Train a network with all that a state can hold; returns sums of its weights, and what its log holds."""
     runtime = Runtime(shard=shard, checkpoint_every=EVERY, precision=precision)
-    network = small(drop_path=0.5, grad_checkpointing=optim == "adam", seed=seed + 1)
+    network = small_vit(drop_path=0.5, grad_checkpointing=optim == "adam", seed=seed + 1)
     model = engine.prepare(network, runtime, world)
-    network.load_state_dict(small(seed=seed).state_dict())  # as a sweep does for each of its trainings
+    network.load_state_dict(small_vit(seed=seed).state_dict())  # as a sweep does for each of its trainings
     assert isinstance(model, ShardedModel) == shard
 
     def tick(after: ProgressTick) -> None:
         assert (network.pos_embed.numel() == 0) == shard  # parts are all there is
 
     log = MetricsLog(folder / "metrics.jsonl") if world.leads else None
-    batches = random_batches() if world.size == 1 else share(world)
-    one = job(
+    batches = random_batches() if world.size == 1 else rank_batches(world)
+    one = make_job(
         STEPS,
         world=world,
         runtime=runtime,
@@ -121,11 +121,11 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def exchanges(world: World, micro: int) -> int:
     """Return how often the gradients of a batch are exchanged."""
-    model = engine.prepare(small(), Runtime(shard=True), world)
+    model = engine.prepare(small_vit(), Runtime(shard=True), world)
     assert isinstance(model, ShardedModel)
     with Counted() as counted:
-        work = Gradients(model, model.network, job(world=world), MicroBatch(micro))
-        work.compute(next(share(world)(0)), 0)
+        work = Gradients(model, model.network, make_job(world=world), MicroBatch(micro))
+        work.compute(next(rank_batches(world)(0)), 0)
     return int(counted.count)
 
 
@@ -184,7 +184,7 @@ SCORE = ("eval", "score", "run", "--split", "all", *IMAGES)
 
 def commands(*more: str) -> list[dict[str, Any]]:
     """Train in the current folder, then score the network; returns the results, on ranks that do not lead none."""
-    done = [run(*HIGHRES, *more), run(*SCORE)]
+    done = [run_dpn(*HIGHRES, *more), run_dpn(*SCORE)]
     assert [each.exit_code for each in done] == [0, 0], [each.output for each in done]
     return [json.loads(each.stdout) for each in done if each.stdout]
 
@@ -203,13 +203,13 @@ def two_job(world: World, folder: Path) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Trainings of three ranks, one of which stops, and of two ranks that go on from the states of three and of one."""
     root = tmp_path_factory.mktemp("shards")
-    spawn(three_job, root, ranks=3)
+    run_distributed(three_job, root, ranks=3)
     with pytest.raises(KeyboardInterrupt):
         train(ALONE, "momentum", root / "whole", shard=False, stops=True)
     for copy in ("parts", "read", "damaged"):
         shutil.copytree(root / "stopped", root / copy)
-    images(root / "photos", classes=3, each=10)
-    spawn(two_job, root)
+    write_class_folders(root / "photos", classes=3, each=10)
+    run_distributed(two_job, root)
     return root
 
 
@@ -277,7 +277,7 @@ def test_commands_on_two_ranks_give_the_files_and_numbers_of_one(folder: Path, m
 
 
 def test_without_ranks_a_line_says_how_to_start_them(tmp_path: Path) -> None:
-    done = run(*HIGHRES, "--shard", "-o", str(tmp_path / "run"), "--data", "demo")
+    done = run_dpn(*HIGHRES, "--shard", "-o", str(tmp_path / "run"), "--data", "demo")
     assert done.exit_code == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: --shard: spreads a network over several processes, and this is one; start N of them")

@@ -8,48 +8,29 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import images
-from test_cli import run
-from test_distill import small as distilling
-from test_distill import teacher_file
-from test_distill import train as distil
-from test_highres import small, train
 
 from dpn_cli.config.schema import Drawn
 from dpn_cli.data.augment import Augmentation
 from dpn_cli.data.image_source import ImageSource, open_split
 from dpn_cli.data.loader import crop_batches
 from dpn_cli.data.shard_sampler import ShardOrder, make_shard_order
-from dpn_cli.data.sources import pack_writer
 from dpn_cli.data.sources.base import LabelledImages
-from dpn_cli.data.sources.pack_writer import PackOptions, pack
-from dpn_cli.data.splits import hash_order, open_class_data
+from dpn_cli.data.splits import open_class_data
 from dpn_cli.engine.fit import Batches
 from dpn_cli.run.distributed import World
+from support.cli import run_dpn
+from support.distill import distill_config, train_distill, write_teacher
+from support.highres import highres_config, train_highres
+from support.packs import SHARD_IMAGES, SHARDS, TINY_RUN, write_pack
 from tasks.classify import train as training
 from tasks.classify.distill import train as distillation
 
 CPU = torch.device("cpu")
-SHARDS, EACH = 8, 12
-TINY = ("--arch", "mu/8", "--checkpoint", "none", "--image-size", "16", "-b", "8", "-j", "0", "-q")
-
-
-def make_pack(root: Path) -> Path:
-    """Pack 96 training images in 8 shards into a folder's ``pack``; returns the folder."""
-    for split, each in (("train", 32), ("val", 4)):
-        images(root / "photos" / split, each=each)
-    splits = {name: open_split(ImageSource(str(root / "photos")), name) for name in ("train", "val")}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pack_writer, "SHARD_IMAGES", EACH)
-        ordered = {name: (split, hash_order(split)) for name, (split, _) in splits.items()}
-        how: Any = {"workers": 1, "skip_bad": False, "progress": lambda text: None}
-        pack(ordered, splits["train"][1], root / "pack", PackOptions(size=None), **how)
-    return root
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_pack(tmp_path_factory.mktemp("shuffle"))
+    return write_pack(tmp_path_factory.mktemp("shuffle"))
 
 
 @pytest.mark.parametrize("place", ["pack", "wds:pack/train/*.tar"])
@@ -92,11 +73,11 @@ def test_trainings_draw_shards_when_they_are_told_to(
     for number, data in enumerate(({}, {"shuffle": "shards", "open_shards": 3})):
         place, path = folder / "pack", tmp_path / str(number)
         if kind == "distill":
-            teacher = teacher_file(tmp_path / "teacher.safetensors")
+            teacher = write_teacher(tmp_path / "teacher.safetensors")
             told: Any = {"seed": 5, "data": data, "cache_teacher": 1, "schedule": {"steps": 20}}
-            distil(distilling(place, teacher, **told), path)
+            train_distill(distill_config(place, teacher, **told), path)
         else:
-            train(small(place, seed=5, data=data, schedule={"steps": 2}), path)
+            train_highres(highres_config(place, seed=5, data=data, schedule={"steps": 2}), path)
     order = orders[-1]
     assert orders[0] is None
     assert order
@@ -106,10 +87,12 @@ def test_trainings_draw_shards_when_they_are_told_to(
 
 def test_data_without_shards_and_orders_of_their_own_are_refused(folder: Path, tmp_path: Path) -> None:
     place = str(folder / "photos")
-    done = run("finetune", "highres", "--data", place, *TINY, "-o", str(tmp_path / "run"), "--shuffle", "shards")
+    done = run_dpn(
+        "finetune", "highres", "--data", place, *TINY_RUN, "-o", str(tmp_path / "run"), "--shuffle", "shards"
+    )
     assert done.exit_code == 2
     assert "--shuffle shards: the images of --data are in no packed or webdataset shards; pack them" in done.stderr
-    done = run("pretrain", "--config", "pretrain_deit", "--data", "x", "--shuffle", "shards", "--print-config")
+    done = run_dpn("pretrain", "--config", "pretrain_deit", "--data", "x", "--shuffle", "shards", "--print-config")
     assert done.exit_code == 2
     assert "repeats (3): such epochs draw a share of all images; leave data.shuffle at images" in done.stderr
 
@@ -125,4 +108,4 @@ def test_shards_of_a_part_are_those_of_the_whole(folder: Path) -> None:
             assert str(part.shards.paths[part.shards.of[row]]) in part.where(row)
     # A pack is in the order by which minival is chosen: it is in the last shards, and not in all of them.
     assert sorted(set(data.minival.shards.of.tolist())) == [6, 7]
-    assert np.array_equal(whole.shards.of, np.repeat(np.arange(SHARDS), EACH))
+    assert np.array_equal(whole.shards.of, np.repeat(np.arange(SHARDS), SHARD_IMAGES))

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import images
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -25,6 +24,7 @@ from dpn_cli.data.thread_loader import ThreadedDataset
 from dpn_cli.data.validate import inspect_image, inspect_split
 from dpn_cli.errors import DataError
 from dpn_cli.report.predictions import read_files
+from support.images import write_class_folders
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 SIZE = (8, 8)
@@ -59,7 +59,7 @@ def test_a_batch_is_made_by_all_threads_at_once(threads: int) -> None:
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return images(tmp_path_factory.mktemp("photos"))
+    return write_class_folders(tmp_path_factory.mktemp("photos"))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -75,7 +75,7 @@ def test_threads_change_no_pixel_and_no_order(workers: int, photos: Path) -> Non
 
 def test_the_first_unreadable_image_is_the_one_that_is_named(tmp_path: Path) -> None:
     torch.set_num_threads(3)
-    folder = ClassFolders(images(tmp_path))
+    folder = ClassFolders(write_class_folders(tmp_path))
     bad = [folder.path(row) for row in (3, 5)]
     for path in bad:
         path.write_bytes(b"no image".ljust(path.stat().st_size))

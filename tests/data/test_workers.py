@@ -8,7 +8,6 @@ import pickle
 import re
 import signal
 import threading
-import time
 from collections.abc import Generator
 from contextlib import closing, suppress
 from multiprocessing.process import BaseProcess
@@ -17,8 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import images
-from test_engine import job, loss_fn, random_batches, small
 from torch import Tensor, nn
 from torch.utils.data import Dataset, dataloader
 
@@ -35,9 +32,11 @@ from dpn_cli.engine.fit import Batch
 from dpn_cli.errors import NonFiniteError, StoppedError, WorkerError
 from dpn_cli.run import signals
 from dpn_cli.run.distributed import World
+from support.engine import loss_fn, make_job, random_batches, small_vit
+from support.images import write_class_folders
+from support.time_limits import wait_for_error
 
 ALONE = World(0, 1, torch.device("cpu"))
-LIMIT = 60.0
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
@@ -76,13 +75,6 @@ def test_a_death_is_told_though_another_thread_has_just_taken_its_exit_code() ->
 def only_one() -> multiprocessing.process.BaseProcess:
     (worker,) = multiprocessing.active_children()
     return worker
-
-
-def wait_for_error() -> None:
-    """Wait for what the death of a child raises in this process, wherever it is."""
-    until = time.monotonic() + LIMIT
-    while time.monotonic() < until:
-        signal.sigtimedwait([signal.SIGUSR2], 0.05)
 
 
 def test_workers_end_with_the_block_though_its_iterator_lives_on() -> None:
@@ -214,7 +206,7 @@ def test_what_a_dead_worker_leaves_is_said_of_a_run_and_of_an_evaluation() -> No
 
 
 def test_every_stream_of_the_data_closes(tmp_path: Path) -> None:
-    split = ClassFolders(images(tmp_path, classes=2, each=8))
+    split = ClassFolders(write_class_folders(tmp_path, classes=2, each=8))
     with stream(split, lambda pixels: resize(pixels, (8, 8)), 2, workers=1) as parts:
         assert len(next(parts).images) == 2
         assert multiprocessing.active_children()
@@ -227,7 +219,7 @@ def test_every_stream_of_the_data_closes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_scoring_leaves_no_worker(wrong: bool, tmp_path: Path) -> None:
-    split = ClassFolders(images(tmp_path, classes=2, each=8))
+    split = ClassFolders(write_class_folders(tmp_path, classes=2, each=8))
 
     def logits(images: Tensor) -> Tensor:
         if wrong:
@@ -242,7 +234,7 @@ def test_scoring_leaves_no_worker(wrong: bool, tmp_path: Path) -> None:
 
 
 def test_a_score_of_other_images_than_the_splits_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    split = ClassFolders(images(tmp_path, classes=2, each=4))
+    split = ClassFolders(write_class_folders(tmp_path, classes=2, each=4))
 
     def short(*arguments: object, **more: object) -> Generator[PixelSet, None, None]:
         yield PixelSet(torch.zeros(3, 3, 8, 8, dtype=torch.uint8), torch.zeros(3, dtype=torch.int64))
@@ -284,7 +276,7 @@ def test_a_training_closes_its_batches(how: str, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(signals, "requested", lambda: next(calls))
     world = World(0, 2, ALONE.device) if how == "two ranks" else ALONE
     with suppress(ValueError, NonFiniteError, StoppedError):
-        engine.fit(small(), job(4, loss_fn=loss, batches=batches, world=world))
+        engine.fit(small_vit(), make_job(4, loss_fn=loss, batches=batches, world=world))
     assert len(closed) == len(opened) == (2 if how == "two ranks" else 1)
 
 

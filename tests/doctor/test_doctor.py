@@ -17,15 +17,15 @@ from typing import Any
 
 import pytest
 import torch
-from programs import ROOT, environment, run_program
-from test_cli import run
-from test_distributed import spawn
 
 from dpn_cli.commands import doctor
 from dpn_cli.doctor import devices, machine, packages, ranks, storage, subprocess_check
 from dpn_cli.doctor.result import Finding
 from dpn_cli.run import cores, distributed
 from dpn_cli.run.distributed import World
+from support.cli import run_dpn
+from support.programs import ROOT, program_environment, run_program
+from support.ranks import run_distributed
 
 KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 MISSING = "raise OSError('libcudart.so.13: cannot open shared object file: No such file or directory')"
@@ -48,7 +48,7 @@ def test_a_torch_that_cannot_be_imported_is_one_problem_among_the_findings(
     (tmp_path / name).mkdir()
     (tmp_path / name / "__init__.py").write_text(text)
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    done = run_program([sys.executable, "-m", "dpn_cli", "doctor", "--json"], env=environment(PYTHONPATH=path))
+    done = run_program([sys.executable, "-m", "dpn_cli", "doctor", "--json"], env=program_environment(PYTHONPATH=path))
     assert done.returncode == 3, done.stderr
     assert done.stderr == "error: 1 problem, as listed above\n"
     result = json.loads(done.stdout)
@@ -65,7 +65,7 @@ def test_a_torch_that_cannot_be_imported_is_one_problem_among_the_findings(
 def test_a_healthy_machine_has_no_problem_and_all_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [Finding("torch", "ok", "2"), Finding("hub", "warning", "away", "fetch it")]
     monkeypatch.setattr(doctor, "examine", lambda: found)
-    done = run("doctor")
+    done = run_dpn("doctor")
     assert done.exit_code == 0
     assert done.stdout.splitlines() == [
         "ok       torch  2",
@@ -255,7 +255,7 @@ def _meet(world: World, folder: Path) -> None:
 
 
 def test_ranks_tell_each_other_their_versions_and_findings(tmp_path: Path) -> None:
-    spawn(_meet, tmp_path)
+    run_distributed(_meet, tmp_path)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert [row[:2] for row in first] == [row[:2] for row in second]
     (met, unlike, told) = first
@@ -287,9 +287,9 @@ def test_only_the_leading_rank_prints_when_the_ranks_have_met(monkeypatch: pytes
     found = [Finding("ranks", "ok", "2 ranks")]
     monkeypatch.setattr(doctor, "examine", lambda: found)
     monkeypatch.setenv("RANK", "1")
-    assert run("doctor").output == ""
+    assert run_dpn("doctor").output == ""
     found[0] = Finding("ranks", "problem", "lost", "x")
-    done = run("doctor")
+    done = run_dpn("doctor")
     assert done.exit_code == 3
     assert "lost" in done.stdout
 

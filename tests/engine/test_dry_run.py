@@ -11,11 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import images
-from test_cli import run
-from test_distill import teacher_file
-from test_distributed import spawn
-from test_engine import job, loss_fn, random_batches, small
 from torch import Tensor, nn
 
 from dpn_cli.commands import estimate
@@ -30,6 +25,11 @@ from dpn_cli.run import signals
 from dpn_cli.run.checkpoints import Checkpoints, State
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
+from support.cli import run_dpn
+from support.distill import write_teacher
+from support.engine import loss_fn, make_job, random_batches, small_vit
+from support.images import write_class_folders
+from support.ranks import run_distributed
 from tasks.classify import dry_run as classify
 from tasks.vtab.dry_run import whole_sweep
 from tasks.vtab.tasks import TASKS
@@ -48,7 +48,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def scene(**fields: Any) -> DryRunSetup:
     workers, sampled = fields.pop("workers", 0), fields.pop("sampled", Sampled(1, lambda: None))
-    return DryRunSetup(small(), job(**{"steps": 100, "optim": ADAM, **fields}), sampled, workers)
+    return DryRunSetup(small_vit(), make_job(**{"steps": 100, "optim": ADAM, **fields}), sampled, workers)
 
 
 def lasting(clock: SimpleNamespace, workers: int) -> DryRunSetup:
@@ -85,11 +85,14 @@ def test_hours_are_those_of_the_steps_and_the_evaluations(
 @pytest.mark.parametrize(("more", "states"), [({}, 3), ({"evaluate_every": 30}, 5)])
 def test_the_states_on_the_disk_are_those_of_a_training(more: dict[str, int], states: int, tmp_path: Path) -> None:
     outputs = engine.Outputs(Checkpoints(tmp_path / "real"))
-    engine.fit(small(), job(steps=2, optim=ADAM, evaluate_every=2, evaluate=lambda: {"accuracy": 1.0}, outputs=outputs))
+    engine.fit(
+        small_vit(),
+        make_job(steps=2, optim=ADAM, evaluate_every=2, evaluate=lambda: {"accuracy": 1.0}, outputs=outputs),
+    )
     one = sum(file.stat().st_size for file in (tmp_path / "real" / "last").iterdir())
     cost = dry_run_fit(lambda: scene(**more), "mu/8", tmp_path / "run", weights=0)
     assert cost.passing == pytest.approx(states * one, rel=0.01)
-    parameters = sum(parameter.numel() for parameter in small().parameters())
+    parameters = sum(parameter.numel() for parameter in small_vit().parameters())
     assert one == pytest.approx(3 * 4 * parameters, rel=0.15)  # weights and Adam's two sums
     # Weights, gradients, Adam's two sums and what autograd keeps are a part of what is resident.
     assert cost.memory > 4 * 4 * parameters
@@ -287,8 +290,8 @@ TRAININGS = {
 def words_of(task: str, folder: Path) -> list[str]:
     photos, teacher = folder / "photos", folder / "teacher.safetensors"
     if not photos.is_dir():
-        images(photos, classes=3, each=10)
-        teacher_file(teacher)
+        write_class_folders(photos, classes=3, each=10)
+        write_teacher(teacher)
     return [{"PHOTOS": str(photos), "TEACHER": str(teacher)}.get(word, word) for word in TRAININGS[task]]
 
 
@@ -310,7 +313,7 @@ def test_every_training_is_rehearsed_and_nothing_stays(
     words, place = words_of(task, tmp_path), tmp_path / "there"
     place.mkdir()
     monkeypatch.chdir(place)
-    done = run(*words, "--dry-run", "--json", "-q", "-o", "runs/run")
+    done = run_dpn(*words, "--dry-run", "--json", "-q", "-o", "runs/run")
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     for one in found["networks"]:
@@ -335,7 +338,7 @@ def test_every_training_notices_that_it_could_not_be_resumed(
         save(self, name, {key: value * (not key.startswith("optim")) for key, value in tensors.items()}, state)
 
     monkeypatch.setattr(Checkpoints, "save", forgetful)
-    done = run(*words_of(task, tmp_path), "--dry-run", "-q", "-o", str(tmp_path / "run"))
+    done = run_dpn(*words_of(task, tmp_path), "--dry-run", "-q", "-o", str(tmp_path / "run"))
     assert done.exit_code == SaveError.exit_code
     assert "would not continue as the uninterrupted one" in done.stderr
     assert done.stdout == ""
@@ -344,7 +347,7 @@ def test_every_training_notices_that_it_could_not_be_resumed(
 
 def test_a_row_for_every_network_of_a_comparison_and_none_for_a_seed(tmp_path: Path) -> None:
     words = [*words_of("highres", tmp_path), "--compare", "none;arch=mu/16,stem=dpn", "--seeds", "3", "--dry-run"]
-    done = run(*words, "-o", str(tmp_path / "run"))
+    done = run_dpn(*words, "-o", str(tmp_path / "run"))
     assert done.exit_code == 0, done.output
     rows = done.stdout.splitlines()[1:]
     assert [row.split()[0] for row in rows] == ["none", "arch=mu/16,stem=dpn"]
@@ -354,16 +357,16 @@ def test_a_row_for_every_network_of_a_comparison_and_none_for_a_seed(tmp_path: P
 
 def test_a_run_that_is_there_stays_as_it_is(tmp_path: Path) -> None:
     words = [*words_of("highres", tmp_path), "-o", str(tmp_path / "run"), "-q"]
-    assert run(*words, "--steps", "2", "--no-report").exit_code == 0
+    assert run_dpn(*words, "--steps", "2", "--no-report").exit_code == 0
     before = contents(tmp_path)
     for more in ([], ["--resume"], ["--overwrite"]):
-        assert run(*words, "--dry-run", *more).exit_code == 0
+        assert run_dpn(*words, "--dry-run", *more).exit_code == 0
     assert contents(tmp_path) == before
 
 
 def test_a_signal_ends_a_dry_run_that_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "requested", lambda: 15)
-    done = run(*words_of("highres", tmp_path), "--dry-run", "-q", "-o", str(tmp_path / "run"))
+    done = run_dpn(*words_of("highres", tmp_path), "--dry-run", "-q", "-o", str(tmp_path / "run"))
     assert done.exit_code == StoppedError(15).exit_code
     assert "stopped by SIGTERM; a dry run keeps nothing" in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["photos", "teacher.safetensors"]
@@ -372,7 +375,7 @@ def test_a_signal_ends_a_dry_run_that_keeps_nothing(tmp_path: Path, monkeypatch:
 def of_two_ranks(world: World, folder: Path) -> None:
     os.environ.update(WORLD_SIZE=str(world.size), RANK=str(world.rank))  # as torchrun sets them
     for more in ([], ["--shard"]):
-        done = run(*words_of("highres", folder), *more, "--dry-run", "--json", "-q", "-o", str(folder / "run"))
+        done = run_dpn(*words_of("highres", folder), *more, "--dry-run", "--json", "-q", "-o", str(folder / "run"))
         assert done.exit_code == 0, done.output
         assert bool(done.stdout) == world.leads
         if world.leads:
@@ -384,7 +387,7 @@ def of_two_ranks(world: World, folder: Path) -> None:
 @pytest.mark.slow
 def test_two_ranks_rehearse_together_whole_and_in_parts(tmp_path: Path) -> None:
     words_of("highres", tmp_path)
-    spawn(of_two_ranks, tmp_path)
+    run_distributed(of_two_ranks, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith("store")) == [
         "photos",
         "teacher.safetensors",
@@ -393,11 +396,11 @@ def test_two_ranks_rehearse_together_whole_and_in_parts(tmp_path: Path) -> None:
 
 def test_all_trainings_of_a_sweep_count(tmp_path: Path) -> None:
     for split in ("train", "val", "test"):
-        images(tmp_path / "photos" / split, classes=2, each=8)
+        write_class_folders(tmp_path / "photos" / split, classes=2, each=8)
     grid = {"grid": {"lr": [1e-3, 2e-3, 3e-3]}}
     stages = json.dumps([{"epochs": 1, **grid}, {"epochs": 3}])
     words = ["--data", str(tmp_path / "photos"), "--arch", "mu/8", "--image-size", "16", "-b", "8", "-j", "0"]
-    done = run("pretrain", "sun397", *words, "--set", f"stages={stages}", "--dry-run", "--json", "-q")
+    done = run_dpn("pretrain", "sun397", *words, "--set", f"stages={stages}", "--dry-run", "--json", "-q")
     assert done.exit_code == 0, done.output
     (one,) = json.loads(done.stdout)["networks"]
     assert (one["steps"], one["trainings"]) == (3 * 2 + 3 * 2, 4)
@@ -420,7 +423,7 @@ def test_a_sweep_takes_all_its_trainings_and_scores_each_test_split_once_a_seed(
 
 
 def test_two_stages_of_a_distillation_are_two_rows(tmp_path: Path) -> None:
-    done = run(*words_of("distill", tmp_path), "--dry-run", "--json", "-q")
+    done = run_dpn(*words_of("distill", tmp_path), "--dry-run", "--json", "-q")
     stem, every = json.loads(done.stdout)["networks"]
     assert [(one["part"], one["steps"]) for one in (stem, every)] == [("stem weights", 10), ("all weights", 30)]
     assert stem["kept"] == 0 < every["kept"]
@@ -437,7 +440,7 @@ def test_a_classifier_is_evaluated_on_minival_on_the_way_and_on_validation_at_th
         return cost()
 
     monkeypatch.setattr(classify, "dry_run_fit", rehearsed)
-    assert run(*words_of("highres", tmp_path), "--dry-run", "-q", "--set", "data.minival=0.25").exit_code == 0
+    assert run_dpn(*words_of("highres", tmp_path), "--dry-run", "-q", "--set", "data.minival=0.25").exit_code == 0
     (sampled,) = seen
     assert sampled.end == 6  # a fifth of 30 images
     assert sampled.during == sampled.images == 6  # a quarter of the others

@@ -19,74 +19,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import GOLDENS, Arrays, nchw, run_apart
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dpn_cli.config.schema import Optim, Runtime, Schedule
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine.cross_batch_loss import CrossBatchLoss
-from dpn_cli.engine.fit import Batch, Outputs, TrainJob
+from dpn_cli.engine.fit import Batch, Outputs
 from dpn_cli.engine.layer_norms import LayerNorms, layer_name
-from dpn_cli.engine.losses import sigmoid_xent
 from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.engine.optim import clip_gradients
 from dpn_cli.errors import NonFiniteError, StoppedError
 from dpn_cli.run import signals
 from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.console import ProgressTick
-from dpn_cli.run.distributed import World
 from dpn_cli.run.run_dir import MetricsLog
-from dpn_cli.weights.backbone import Backbone, load_backbone
-
-ALONE = World(0, 1, torch.device("cpu"))
-
-
-def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
-    return sigmoid_xent(model(batch["image"]), batch["label"])
-
-
-def random_batches(rows: int = 8, classes: int = 3) -> engine.Batches:
-    def batches(start: int) -> Generator[Batch, None, None]:
-        step = start
-        while True:
-            generator = torch.Generator().manual_seed(step)
-            yield {
-                "image": torch.randn(rows, 3, 16, 16, generator=generator),
-                "label": torch.rand(rows, classes, generator=generator),
-            }
-            step += 1
-
-    return batches
-
-
-def small(seed: int = 0, **arguments: Any) -> Backbone:
-    return load_backbone("mu/8", image_size=16, num_classes=3, seed=seed, **arguments)
-
-
-def job(steps: int = 6, **fields: Any) -> TrainJob:
-    """Return a job of a few steps on random images; `fields` replace its own."""
-    own: dict[str, Any] = {
-        "loss_fn": loss_fn,
-        "batches": random_batches(),
-        "optim": Optim(),
-        "schedule": Schedule(steps=steps, warmup=min(1, steps - 1)),
-        "lr": 0.1,
-        "batch_size": 8,
-        "seed": 3,
-        "world": ALONE,
-        "micro_batch": MicroBatch(8),
-    }
-    return TrainJob(**{**own, **fields})
-
-
-def train(model: nn.Module, steps: int = 6, *, checkpoint_every: int = 500, **fields: Any) -> engine.FitResult:
-    return engine.fit(model, job(steps, runtime=Runtime(checkpoint_every=checkpoint_every), **fields))
-
-
-def same(one: nn.Module, other: nn.Module) -> bool:
-    return all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
-
+from dpn_cli.weights.backbone import load_backbone
+from support.engine import SINGLE_PROCESS, has_same_weights, loss_fn, make_job, random_batches, small_vit, train_steps
+from support.goldens import GOLDENS, Arrays, to_nchw
+from support.processes import run_in_child
 
 RECORDED: dict[str, tuple[str, str, Optim, float, Schedule, float]] = {
     "train_steps_vit_momentum": (
@@ -121,7 +72,7 @@ def test_whole_training_steps_equal_big_vision(
 
     def batches(start: int) -> Generator[Batch, None, None]:
         for step in range(start, 4):
-            yield {"image": nchw(np.roll(image, step, axis=2)), "label": torch.from_numpy(arrays["labels"][step])}
+            yield {"image": to_nchw(np.roll(image, step, axis=2)), "label": torch.from_numpy(arrays["labels"][step])}
 
     seen: list[ProgressTick] = []
     log = MetricsLog(tmp_path / "metrics.jsonl")
@@ -129,7 +80,7 @@ def test_whole_training_steps_equal_big_vision(
     with pytest.raises(AssertionError, match="before step 4"):  # of the schedule's 8 steps, 4 are recorded
         engine.fit(
             model,
-            job(
+            make_job(
                 batches=batches,
                 optim=optim,
                 schedule=four,
@@ -164,8 +115,8 @@ def test_whole_training_steps_equal_big_vision(
     ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(optim: Optim, tmp_path: Path) -> None:
-    whole = small(drop_path=0.3)
-    train(whole, 10, optim=optim)
+    whole = small_vit(drop_path=0.3)
+    train_steps(whole, 10, optim=optim)
     checkpoints = Checkpoints(tmp_path)
 
     def broken(start: int) -> Generator[Batch, None, None]:
@@ -175,11 +126,13 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(optim: Optim, tmp_pa
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train(small(drop_path=0.3), 10, optim=optim, batches=broken, outputs=Outputs(checkpoints), checkpoint_every=4)
-    resumed = small(seed=9, drop_path=0.3)
-    result = train(resumed, 10, optim=optim, outputs=Outputs(checkpoints), checkpoint_every=4)
+        train_steps(
+            small_vit(drop_path=0.3), 10, optim=optim, batches=broken, outputs=Outputs(checkpoints), checkpoint_every=4
+        )
+    resumed = small_vit(seed=9, drop_path=0.3)
+    result = train_steps(resumed, 10, optim=optim, outputs=Outputs(checkpoints), checkpoint_every=4)
     assert result.steps == 10
-    assert same(whole, resumed)
+    assert has_same_weights(whole, resumed)
 
 
 class _Coupled(CrossBatchLoss):
@@ -205,7 +158,7 @@ def test_the_way_from_fit_to_backward_is_short(
         original(value)  # type: ignore[no-untyped-call]
 
     monkeypatch.setattr(Tensor, "backward", recorded)
-    train(small(), 2, loss_fn=loss, micro_batch=MicroBatch(micro))
+    train_steps(small_vit(), 2, loss_fn=loss, micro_batch=MicroBatch(micro))
     assert len(seen) == 2 * -(-8 // micro)
     assert {len(names) for names in seen} == {3}
 
@@ -215,17 +168,17 @@ def test_a_loss_that_is_no_number_stops_before_the_update(value: float) -> None:
     def spoiled(model: nn.Module, batch: Batch) -> Tensor:
         return loss_fn(model, batch) * value
 
-    model = small()
+    model = small_vit()
     with pytest.raises(NonFiniteError, match="step 1: loss (nan|inf), .*; --resume alone comes to the same step again"):
-        train(model, loss_fn=spoiled)
-    assert same(model, small())
+        train_steps(model, loss_fn=spoiled)
+    assert has_same_weights(model, small_vit())
 
 
 def test_a_loss_that_is_no_number_stops_a_training_whose_gradients_are_numbers() -> None:
-    model = small()
+    model = small_vit()
     with pytest.raises(NonFiniteError, match="step 1: loss inf, gradient norm [0-9.]+;"):
-        train(model, loss_fn=lambda network, batch: loss_fn(network, batch) + math.inf)
-    assert same(model, small())
+        train_steps(model, loss_fn=lambda network, batch: loss_fn(network, batch) + math.inf)
+    assert has_same_weights(model, small_vit())
 
 
 def test_a_gradient_that_is_no_number_stops_before_the_update() -> None:
@@ -233,25 +186,25 @@ def test_a_gradient_that_is_no_number_stops_before_the_update() -> None:
         zero = next(model.parameters()).sum() * 0
         return loss_fn(model, batch) + torch.sqrt(zero)  # finite loss, infinite slope at 0
 
-    model = small()
+    model = small_vit()
     with pytest.raises(NonFiniteError, match="gradient norm (nan|inf)"):
-        train(model, loss_fn=spoiled)
-    assert same(model, small())
+        train_steps(model, loss_fn=spoiled)
+    assert has_same_weights(model, small_vit())
 
 
 def test_frozen_weights_do_not_move() -> None:
-    model = small()
+    model = small_vit()
     model.patch_embed.requires_grad_(False)
     before = model.patch_embed.proj.weight.clone()
-    train(model, 5)
+    train_steps(model, 5)
     assert torch.equal(model.patch_embed.proj.weight, before)
-    assert not same(model, small())
+    assert not has_same_weights(model, small_vit())
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
 def test_a_signal_saves_the_state_and_names_its_exit_code(number: int, code: int, tmp_path: Path) -> None:
-    whole, stopped, resumed = small(), small(), small(seed=9)
-    train(whole, 6)
+    whole, stopped, resumed = small_vit(), small_vit(), small_vit(seed=9)
+    train_steps(whole, 6)
 
     def interrupting(start: int) -> Generator[Batch, None, None]:
         for step, batch in enumerate(random_batches()(start), start):
@@ -260,13 +213,13 @@ def test_a_signal_saves_the_state_and_names_its_exit_code(number: int, code: int
             yield batch
 
     with signals.listen(), pytest.raises(StoppedError, match=signal.Signals(number).name) as caught:
-        train(stopped, 6, batches=interrupting, outputs=Outputs(Checkpoints(tmp_path)))
+        train_steps(stopped, 6, batches=interrupting, outputs=Outputs(Checkpoints(tmp_path)))
     assert caught.value.exit_code == code
     saved = Checkpoints(tmp_path).load("last", pytest.fail)
     assert saved is not None
     assert saved[1]["step"] == 3
-    train(resumed, 6, outputs=Outputs(Checkpoints(tmp_path)))
-    assert same(whole, resumed)
+    train_steps(resumed, 6, outputs=Outputs(Checkpoints(tmp_path)))
+    assert has_same_weights(whole, resumed)
 
 
 def test_seconds_count_the_sessions_before_and_rates_only_this_one(
@@ -284,9 +237,9 @@ def test_seconds_count_the_sessions_before_and_rates_only_this_one(
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train(small(), 6, batches=partial(slow, stop=5), outputs=outputs, checkpoint_every=3)
+        train_steps(small_vit(), 6, batches=partial(slow, stop=5), outputs=outputs, checkpoint_every=3)
     now[0] = 9e9  # the time between two sessions does not count
-    result = train(small(), 6, batches=slow, outputs=replace(outputs, tick=ticks.append), checkpoint_every=3)
+    result = train_steps(small_vit(), 6, batches=slow, outputs=replace(outputs, tick=ticks.append), checkpoint_every=3)
     # Three steps and the batch read ahead were saved, and three batches were read then.
     assert (result.seconds, result.wait_seconds, result.earlier) == (70.0, 70.0, (40.0, 40.0))
     # Of three steps, the batch of the next one is read ahead.
@@ -309,29 +262,31 @@ def test_best_is_the_best_and_survives_a_resume(tmp_path: Path) -> None:
 
     outputs = Outputs(Checkpoints(tmp_path))
     with pytest.raises(KeyboardInterrupt):
-        train(small(), 10, batches=broken, evaluate=evaluate, evaluate_every=2, outputs=outputs, checkpoint_every=6)
-    train(small(), 10, evaluate=evaluate, evaluate_every=2, outputs=outputs, checkpoint_every=6)
+        train_steps(
+            small_vit(), 10, batches=broken, evaluate=evaluate, evaluate_every=2, outputs=outputs, checkpoint_every=6
+        )
+    train_steps(small_vit(), 10, evaluate=evaluate, evaluate_every=2, outputs=outputs, checkpoint_every=6)
     best = Checkpoints(tmp_path).load("best", pytest.fail)
     assert best is not None
     assert (best[1]["step"], best[1]["best"]) == (4, 5.0)
 
 
 def test_evaluation_sees_the_model_in_eval_mode_and_training_goes_on() -> None:
-    model = small(drop_path=0.5)
+    model = small_vit(drop_path=0.5)
     modes: list[bool] = []
 
     def evaluate() -> dict[str, float]:
         modes.append(model.training or torch.is_grad_enabled())
         return {"accuracy": 0.0}
 
-    train(model, 4, evaluate=evaluate, evaluate_every=2)
+    train_steps(model, 4, evaluate=evaluate, evaluate_every=2)
     assert modes == [False, False]
     assert model.training
 
 
 def test_learning_rate_and_wait_share_are_logged(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
-    train(small(), 4, outputs=Outputs(log=log), evaluate=lambda: {"accuracy": 12.5})
+    train_steps(small_vit(), 4, outputs=Outputs(log=log), evaluate=lambda: {"accuracy": 12.5})
     records = [json.loads(line) for line in log.path.read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 2, 3, 4, 4]
     assert [record["lr"] for record in records[:4]] == pytest.approx([0, 0.1, 0.075, 0.025])
@@ -349,10 +304,10 @@ def test_precision_follows_the_config_and_the_device() -> None:
 def test_bf16_training_learns_like_fp32() -> None:
     losses = []
     for precision in ("fp32", "bf16"):
-        model = small()
+        model = small_vit()
         result = engine.fit(
             model,
-            job(
+            make_job(
                 batches=lambda start: (next(random_batches()(0)) for _ in range(30)),
                 schedule=Schedule(steps=30),
                 seed=0,
@@ -367,11 +322,11 @@ def test_bf16_training_learns_like_fp32() -> None:
 def test_a_compiled_step_trains_the_same_network(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = torch.compile
     monkeypatch.setattr(torch, "compile", lambda model: compiled(model, backend="aot_eager"))
-    plain, fast = small(), small()
-    train(plain, 4)
-    prepared = engine.prepare(fast, Runtime(compile=True), ALONE)
+    plain, fast = small_vit(), small_vit()
+    train_steps(plain, 4)
+    prepared = engine.prepare(fast, Runtime(compile=True), SINGLE_PROCESS)
     assert prepared is not fast
-    train(prepared, 4)
+    train_steps(prepared, 4)
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(fast.state_dict()[name], value, atol=1e-6, rtol=1e-5)
 
@@ -393,7 +348,9 @@ def test_lost_records_are_counted_once_however_often_a_run_is_resumed(evaluated:
 
         arguments: dict[str, Any] = {"evaluate": lambda: {"accuracy": 1.0}} if evaluated else {}
         with pytest.raises(KeyboardInterrupt):
-            train(small(), 12, batches=broken, outputs=outputs(), checkpoint_every=2, evaluate_every=3, **arguments)
+            train_steps(
+                small_vit(), 12, batches=broken, outputs=outputs(), checkpoint_every=2, evaluate_every=3, **arguments
+            )
 
     until(5)
     log = MetricsLog(tmp_path / "m.jsonl")
@@ -423,12 +380,12 @@ def save_and_die(folder: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dpn_cli.run.checkpoints.save_file", dying)
-        train(small(), 10, outputs=Outputs(Checkpoints(folder)), checkpoint_every=2)
+        train_steps(small_vit(), 10, outputs=Outputs(Checkpoints(folder)), checkpoint_every=2)
 
 
 def test_kill_nine_in_the_middle_of_a_save_loses_nothing(tmp_path: Path) -> None:
-    assert run_apart(save_and_die, tmp_path) == -signal.SIGKILL
-    whole, resumed = small(), small(seed=9)
+    assert run_in_child(save_and_die, tmp_path) == -signal.SIGKILL
+    whole, resumed = small_vit(), small_vit(seed=9)
     warnings: list[str] = []
     steps: list[int] = []
 
@@ -436,12 +393,12 @@ def test_kill_nine_in_the_middle_of_a_save_loses_nothing(tmp_path: Path) -> None
         steps.append(start)
         return random_batches()(start)
 
-    train(whole, 10)
-    train(
+    train_steps(whole, 10)
+    train_steps(
         resumed, 10, batches=watched, outputs=Outputs(Checkpoints(tmp_path), warn=warnings.append), checkpoint_every=2
     )
     assert steps == [4]
-    assert same(whole, resumed)
+    assert has_same_weights(whole, resumed)
 
 
 # The parameters of each layer of the small network, whose only block has the number 1.
@@ -458,14 +415,14 @@ OWN_LAYERS = {
 
 @pytest.mark.parametrize("micro", [8, 3])
 def test_norms_of_layers_are_those_of_the_gradients_before_clipping(micro: int, tmp_path: Path) -> None:
-    log, model = MetricsLog(tmp_path / "metrics.jsonl"), small()
+    log, model = MetricsLog(tmp_path / "metrics.jsonl"), small_vit()
     nn.init.normal_(model.get_parameter("head.weight"), generator=torch.Generator().manual_seed(1))
     loss_fn(model, next(random_batches()(0))).backward()  # type: ignore[no-untyped-call]
     found = {name: value.grad.double() for name, value in model.named_parameters() if value.grad is not None}
     layers = {**OWN_LAYERS, "block 1": [name for name in found if name.startswith("blocks.0.")]}
     by_hand = {name: math.sqrt(sum(float((found.pop(one) ** 2).sum()) for one in own)) for name, own in layers.items()}
     assert not found
-    job_of_one = job(
+    job_of_one = make_job(
         1, layer_norms=True, optim=Optim(clip_norm=1e-3), outputs=Outputs(log=log), micro_batch=MicroBatch(micro)
     )
     engine.fit(model, job_of_one)
@@ -497,11 +454,11 @@ def test_norms_of_layers_are_means_over_all_steps_and_those_of_the_last_ones_sta
 
     monkeypatch.setattr("dpn_cli.engine.gradients.clip_gradients", noting)
     monkeypatch.setattr(engine, "NORM_AVERAGE_STEPS", 15)
-    model, plain, log = small(), small(), MetricsLog(tmp_path / "metrics.jsonl")
+    model, plain, log = small_vit(), small_vit(), MetricsLog(tmp_path / "metrics.jsonl")
     for network in (model, plain):
         network.patch_embed.requires_grad_(False)
     fields: dict[str, Any] = {"batch_size": 2, "batches": random_batches(2)}
-    train(model, 120, layer_norms=True, outputs=Outputs(log=log), **fields)
+    train_steps(model, 120, layer_norms=True, outputs=Outputs(log=log), **fields)
     records, before = log.records(), 0
     assert [record["step"] for record in records] == [*range(2, 105, 2), 105, *range(106, 121, 2)]
     for record in records:
@@ -512,8 +469,8 @@ def test_norms_of_layers_are_means_over_all_steps_and_those_of_the_last_ones_sta
     assert "embedding" not in records[-1]["layer_norms"]
     monkeypatch.undo()
     untouched = MetricsLog(tmp_path / "plain.jsonl")
-    train(plain, 120, outputs=Outputs(log=untouched), **fields)
-    assert same(model, plain)
+    train_steps(plain, 120, outputs=Outputs(log=untouched), **fields)
+    assert has_same_weights(model, plain)
     assert all("layer_norms" not in record for record in untouched.records())
 
 
@@ -526,11 +483,11 @@ def test_norms_of_layers_of_a_resumed_run_are_those_of_the_uninterrupted_one(tmp
 
     whole, cut = (MetricsLog(tmp_path / name) for name in ("whole.jsonl", "cut.jsonl"))
     fields: dict[str, Any] = {"batch_size": 2, "layer_norms": True, "checkpoint_every": 7}
-    train(small(), 120, batches=random_batches(2), outputs=Outputs(log=whole), **fields)
+    train_steps(small_vit(), 120, batches=random_batches(2), outputs=Outputs(log=whole), **fields)
     outputs = Outputs(Checkpoints(tmp_path / "checkpoints"), cut)
     with pytest.raises(KeyboardInterrupt):
-        train(small(), 120, batches=broken, outputs=outputs, **fields)
-    train(small(seed=9), 120, batches=random_batches(2), outputs=outputs, **fields)
+        train_steps(small_vit(), 120, batches=broken, outputs=outputs, **fields)
+    train_steps(small_vit(seed=9), 120, batches=random_batches(2), outputs=outputs, **fields)
     norms = [[(one["step"], one["layer_norms"]) for one in log.records()] for log in (whole, cut)]
     assert norms[0] == norms[1]
 

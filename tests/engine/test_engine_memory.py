@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_engine import job, loss_fn, random_batches, same, small, train
 from torch import Tensor, nn
 
 from dpn_cli.arch import SIZES
@@ -21,6 +20,7 @@ from dpn_cli.errors import DpnError, OutOfMemoryError
 from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import load_backbone
+from support.engine import has_same_weights, loss_fn, make_job, random_batches, small_vit, train_steps
 from tasks.classify.distill.config import Losses
 from tasks.classify.distill.losses import ObservedNetwork
 from tasks.lit.text_tower import TextTower
@@ -28,9 +28,9 @@ from tasks.segment.model import LinearSegmenter
 
 
 def test_accumulated_micro_batches_give_the_gradient_of_the_batch() -> None:
-    models = [small(), small(), small()]
+    models = [small_vit(), small_vit(), small_vit()]
     for model, size in zip(models, (8, 3, 1), strict=True):
-        train(model, 5, micro_batch=MicroBatch(size))
+        train_steps(model, 5, micro_batch=MicroBatch(size))
     for name, value in models[0].state_dict().items():
         for other in models[1:]:
             torch.testing.assert_close(other.state_dict()[name], value, atol=1e-6, rtol=1e-5)
@@ -46,11 +46,11 @@ def test_running_out_of_memory_halves_the_micro_batch_and_keeps_the_batch() -> N
             raise torch.OutOfMemoryError("CUDA out of memory")
         return loss
 
-    model, reference, micro = small(), small(), MicroBatch(8)
-    result = train(model, 4, loss_fn=hungry, micro_batch=micro, outputs=Outputs(warn=warnings.append))
-    train(reference, 4, micro_batch=MicroBatch(2))
+    model, reference, micro = small_vit(), small_vit(), MicroBatch(8)
+    result = train_steps(model, 4, loss_fn=hungry, micro_batch=micro, outputs=Outputs(warn=warnings.append))
+    train_steps(reference, 4, micro_batch=MicroBatch(2))
     assert (micro.size, result.micro_batch) == (2, 2)
-    assert same(model, reference)
+    assert has_same_weights(model, reference)
     assert [text for text in warnings if "micro-batches of 2 from here on, the batch stays 8" in text]
 
 
@@ -67,10 +67,10 @@ def test_running_out_of_memory_with_one_image_is_an_error_of_its_own(message: st
         raise RuntimeError(message)
 
     with pytest.raises(OutOfMemoryError, match="one image at a time") as caught:
-        train(small(), loss_fn=hopeless, outputs=Outputs(warn=lambda text: None))
+        train_steps(small_vit(), loss_fn=hopeless, outputs=Outputs(warn=lambda text: None))
     assert caught.value.exit_code == 4
     with pytest.raises(OutOfMemoryError, match="--micro-batch-size 2"):
-        train(small(), loss_fn=hopeless, micro_batch=MicroBatch(4, fixed=True))
+        train_steps(small_vit(), loss_fn=hopeless, micro_batch=MicroBatch(4, fixed=True))
 
 
 def kept(compute: Callable[[], Any]) -> tuple[int, Any]:
@@ -127,14 +127,14 @@ def test_a_resumed_run_begins_with_the_micro_batch_that_fitted(tmp_path: Path) -
             yield from islice(random_batches()(start), stop)
             raise KeyboardInterrupt
 
-        model = small(seed)
+        model = small_vit(seed)
         outputs = Outputs(Checkpoints(tmp_path / folder), warn=lambda text: None)
         how: dict[str, Any] = {"loss_fn": hungry, "micro_batch": micro, "outputs": outputs, "batches": broken}
         if stop is None:
-            train(model, 6, checkpoint_every=2, **how)
+            train_steps(model, 6, checkpoint_every=2, **how)
         else:
             with pytest.raises(KeyboardInterrupt):
-                train(model, 6, checkpoint_every=2, **how)
+                train_steps(model, 6, checkpoint_every=2, **how)
         return model, tried
 
     whole, _ = training("whole", 0, 2, None, MicroBatch(8))
@@ -142,7 +142,7 @@ def test_a_resumed_run_begins_with_the_micro_batch_that_fitted(tmp_path: Path) -
         assert training(folder, 0, 2, 3, MicroBatch(8))[1][:3] == [8, 4, 2]
     resumed, tried = training("shrunk", 1, 8, None, MicroBatch(8))  # there would be room for more
     assert set(tried) == {2}
-    assert same(whole, resumed)
+    assert has_same_weights(whole, resumed)
     assert set(training("stated", 1, 8, None, MicroBatch(4, fixed=True))[1]) == {4}
 
 
@@ -178,15 +178,15 @@ def test_other_errors_are_not_taken_for_memory() -> None:
         raise RuntimeError("shape mismatch")
 
     with pytest.raises(RuntimeError, match="shape mismatch"):
-        train(small(), loss_fn=wrong)
+        train_steps(small_vit(), loss_fn=wrong)
 
 
 def test_a_batch_that_ranks_cannot_share_is_refused() -> None:
     with pytest.raises(DpnError, match="--batch-size 8: less than one for each of the 9 ranks; use 9 at least"):
-        engine.fit(small(), job(world=World(0, 9, torch.device("cpu"))))
+        engine.fit(small_vit(), make_job(world=World(0, 9, torch.device("cpu"))))
     # Statistics over unequal shares are not those of the batch.
     with pytest.raises(DpnError, match="--batch-size 8: not divisible by the 3 ranks; use 6"):
-        engine.fit(small(norm="bn"), job(world=World(0, 3, torch.device("cpu"))))
+        engine.fit(small_vit(norm="bn"), make_job(world=World(0, 3, torch.device("cpu"))))
 
 
 def test_shares_of_a_batch_are_equal_or_the_nearest_in_whole_grains() -> None:
@@ -204,7 +204,7 @@ def test_shares_of_a_batch_are_equal_or_the_nearest_in_whole_grains() -> None:
 def test_automatic_micro_batches_fit_and_respect_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
     large = load_backbone("Ti/16", image_size=224)
     assert MicroBatch.choose(Runtime(), 512, large, torch.device("cpu")).size == 16
-    assert MicroBatch.choose(Runtime(), 512, small(), torch.device("cpu")).size == 512
+    assert MicroBatch.choose(Runtime(), 512, small_vit(), torch.device("cpu")).size == 512
     assert MicroBatch.choose(Runtime(micro_batch_size=7), 512, large, torch.device("cpu")) == MicroBatch(7, True)
     gpu = torch.device("cuda")
     assert MicroBatch.choose(Runtime(), 512, large, gpu).size == 512  # and is halved where that is too much

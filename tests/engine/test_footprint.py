@@ -13,9 +13,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from test_cli import run
-from test_distributed import spawn
-from test_engine import ALONE, job
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -28,6 +25,9 @@ from dpn_cli.engine.losses import sigmoid_xent
 from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import Backbone, load_backbone
+from support.cli import run_dpn
+from support.engine import SINGLE_PROCESS, make_job
+from support.ranks import run_distributed
 from tasks.classify.pretrain_config import PretrainConfig
 from tasks.classify.train import load_network
 
@@ -57,7 +57,7 @@ def measured(optim: Optim, rows: int, runtime: Runtime, world: World, ema: float
         ready = engine.prepare(network(**options), runtime, world)
         micro_batch = MicroBatch(rows)
         more = {"optim": optim, "micro_batch": micro_batch, "runtime": runtime, "ema_decay": ema, "world": world}
-        engine.fit(ready, job(3, loss_fn=loss_fn, batches=batches, outputs=outputs, **more))
+        engine.fit(ready, make_job(3, loss_fn=loss_fn, batches=batches, outputs=outputs, **more))
     now, most = 0, 0
     results = profiler.profiler.kineto_results
     for event in sorted(results.events(), key=lambda event: event.start_ns()):
@@ -81,7 +81,7 @@ def measured(optim: Optim, rows: int, runtime: Runtime, world: World, ema: float
 )
 def test_a_step_takes_what_was_said(optim: Optim, rows: int, options: dict[str, Any]) -> None:
     ema, bf16 = options.pop("ema", 0.0), options.pop("bf16", False)
-    found = measured(optim, rows, Runtime(precision="bf16" if bf16 else "fp32"), ALONE, ema, **options)
+    found = measured(optim, rows, Runtime(precision="bf16" if bf16 else "fp32"), SINGLE_PROCESS, ema, **options)
     said = step_bytes(network(**options), optim, BATCH, rows, bf16=bf16, ema=bool(ema))
     assert said == pytest.approx(found, rel=0.05)
 
@@ -93,7 +93,7 @@ def in_parts(world: World, folder: Path, rows: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [4, 1])
 def test_a_step_of_a_network_in_parts_takes_what_was_said(rows: int, tmp_path: Path) -> None:
-    spawn(partial(in_parts, rows=rows), tmp_path)
+    run_distributed(partial(in_parts, rows=rows), tmp_path)
     said = step_bytes(network("Ti/16"), ADAM, 4, rows, parts=2)
     assert [said, said] == pytest.approx(
         [int((tmp_path / rank).read_text()) for rank in "01"], rel=0.3
@@ -104,10 +104,10 @@ def test_a_step_of_a_network_in_parts_takes_what_was_said(rows: int, tmp_path: P
 def test_a_plan_says_what_a_device_needs(ranks: int, words: tuple[str, ...]) -> None:
     shape = ("--arch", "nano/8", "--image-size", str(SIDE), "--augment", "none", "--stem", "dpn")
     line = ("plan", "pretrain", *shape, "-b", "32", "--micro-batch-size", "4", "--set", "ema=0.9", "--device", "cpu")
-    done = run(*line, "--ranks", str(ranks), *words, "--json")
+    done = run_dpn(*line, "--ranks", str(ranks), *words, "--json")
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
-    shown = run("pretrain", *line[2:], "--data", "imagenet", "--print-config").stdout
+    shown = run_dpn("pretrain", *line[2:], "--data", "imagenet", "--print-config").stdout
     config = build(PretrainConfig, yaml.safe_load(shown), "test")
     said = step_bytes(load_network(config, 1000), ADAM, 32 // ranks, 4, parts=ranks, ema=True)
     assert (result["micro_batch_size"], result["memory_bytes"]) == (4, said)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_engine import loss_fn, same, small, train
 from torch import Tensor, nn
 
 from dpn_cli.config.schema import Optim
@@ -19,6 +18,7 @@ from dpn_cli.engine.trainer_args import Batch, Outputs
 from dpn_cli.errors import NonFiniteError
 from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.distributed import World
+from support.engine import has_same_weights, loss_fn, small_vit, train_steps
 
 STEPS = 400  # of which every eighth is logged
 ADAM = Optim(name="adam", weight_decay=1e-4)
@@ -60,12 +60,12 @@ class Spoiled:
 @pytest.mark.parametrize("step", [0, 11, 15])  # the first, one that is read late, one that is logged
 @pytest.mark.parametrize("value", [math.nan, math.inf, 0.0])
 def test_nothing_is_updated_from_a_step_that_is_no_number_on(optim: Optim, step: int, value: float) -> None:
-    spoiled, whole = small(), small()
+    spoiled, whole = small_vit(), small_vit()
     with pytest.raises(NonFiniteError, match=f"step {step + 1}: loss "):
-        train(spoiled, STEPS, loss_fn=Spoiled(step, value), optim=optim, lr=1e-3)
+        train_steps(spoiled, STEPS, loss_fn=Spoiled(step, value), optim=optim, lr=1e-3)
     with pytest.raises(EnoughError):
-        train(whole, STEPS, loss_fn=Spoiled(step, None), optim=optim, lr=1e-3)
-    assert same(spoiled, whole)
+        train_steps(whole, STEPS, loss_fn=Spoiled(step, None), optim=optim, lr=1e-3)
+    assert has_same_weights(spoiled, whole)
 
 
 def seen(monkeypatch: pytest.MonkeyPatch, optim: Optim) -> list[str]:
@@ -87,7 +87,7 @@ def seen(monkeypatch: pytest.MonkeyPatch, optim: Optim) -> list[str]:
         patch.setattr(Gradients, "compute", computed)
         patch.setattr(Tensor, "tolist", read)
         with pytest.raises(EnoughError):
-            train(small(), STEPS, loss_fn=Spoiled(10, None), optim=optim)
+            train_steps(small_vit(), STEPS, loss_fn=Spoiled(10, None), optim=optim)
     return order
 
 
@@ -112,21 +112,21 @@ def test_a_step_is_read_before_its_update_otherwise(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("optim", [ADAM, MOMENTUM], ids=["adam", "momentum"])
 def test_reading_late_changes_no_weight(optim: Optim, monkeypatch: pytest.MonkeyPatch) -> None:
     def trained() -> nn.Module:
-        model = small()
+        model = small_vit()
         with pytest.raises(EnoughError):
-            train(model, STEPS, loss_fn=Spoiled(20, None), optim=optim, lr=1e-3)
+            train_steps(model, STEPS, loss_fn=Spoiled(20, None), optim=optim, lr=1e-3)
         return model
 
     at_once = trained()
     monkeypatch.setattr(engine, "FiniteCheck", lambda optimizer, late: FiniteCheck(optimizer, late=True))
-    assert same(at_once, trained())
+    assert has_same_weights(at_once, trained())
 
 
 @pytest.mark.usefixtures("late")
 def test_no_checkpoint_is_written_of_a_step_that_is_no_number(tmp_path: Path) -> None:
     outputs = Outputs(checkpoints=Checkpoints(tmp_path))
     with pytest.raises(NonFiniteError, match="step 14"):
-        train(small(), STEPS, loss_fn=Spoiled(13, math.nan), checkpoint_every=7, outputs=outputs)
+        train_steps(small_vit(), STEPS, loss_fn=Spoiled(13, math.nan), checkpoint_every=7, outputs=outputs)
     saved = outputs.checkpoints.load("last", print) if outputs.checkpoints else None
     assert saved is not None
     assert saved[1]["step"] == 7
@@ -141,5 +141,5 @@ def test_a_gpu_is_read_late(device: str, late: bool, monkeypatch: pytest.MonkeyP
     asked: list[bool] = []
     monkeypatch.setattr(engine, "FiniteCheck", check)
     with pytest.raises(EnoughError):
-        train(small(), 2, world=World(0, 1, torch.device(device)))
+        train_steps(small_vit(), 2, world=World(0, 1, torch.device(device)))
     assert asked == [late]

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Arrays
 from torch import nn
 
 from dpn_cli.config.schema import Optim, Schedule
 from dpn_cli.engine.losses import sigmoid_xent, softmax_xent
 from dpn_cli.engine.optim import build_optimizer, clip_gradients, is_decayed, lr_factor, set_lr
 from dpn_cli.weights.backbone import load_backbone
+from support.goldens import Arrays
 
 BIG_VISION: dict[str, Schedule] = {
     "cosine_w500_t5000": Schedule(steps=5000, warmup=500),

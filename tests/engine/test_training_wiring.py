@@ -11,10 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_cli import run as dpn_run
-from test_engine import job, random_batches, small
-from test_highres import small as small_config
-from test_highres import train
 from torch import Tensor
 
 from dpn_cli.config.schema import Optim, Schedule
@@ -30,6 +26,9 @@ from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
 from dpn_cli.run.trackers import build_tracker
+from support.cli import run_dpn
+from support.engine import make_job, random_batches, small_vit
+from support.highres import highres_config, train_highres
 
 DECAY = 0.6
 STEPS = 6
@@ -37,7 +36,7 @@ STEPS = 6
 
 def trajectory(ema: float | None, folder: Path | None = None) -> tuple[list[Tensor], Tensor]:
     """Train for six steps; returns a kernel as each evaluation sees it (after every step), and as it is in the end."""
-    model, seen, scores = small(), [], iter([1.0, 2.0, 9.0, 3.0, 4.0, 5.0])
+    model, seen, scores = small_vit(), [], iter([1.0, 2.0, 9.0, 3.0, 4.0, 5.0])
     head = model.get_parameter("head.weight")
 
     def evaluate() -> dict[str, float]:
@@ -45,7 +44,7 @@ def trajectory(ema: float | None, folder: Path | None = None) -> tuple[list[Tens
         return {"accuracy": next(scores)}
 
     outputs = Outputs(Checkpoints(folder) if folder else None)
-    engine.fit(model, job(STEPS, ema_decay=ema, evaluate=evaluate, evaluate_every=1, outputs=outputs))
+    engine.fit(model, make_job(STEPS, ema_decay=ema, evaluate=evaluate, evaluate_every=1, outputs=outputs))
     return seen, head.detach().clone()
 
 
@@ -61,7 +60,7 @@ def averages(start: Tensor, raw: list[Tensor]) -> list[Tensor]:
 def test_averaged_weights_are_evaluated_kept_as_best_and_left_in_the_model(tmp_path: Path) -> None:
     raw, _ = trajectory(None)
     averaged, final = trajectory(DECAY, tmp_path)
-    expected = averages(small().get_parameter("head.weight").detach(), raw)
+    expected = averages(small_vit().get_parameter("head.weight").detach(), raw)
     torch.testing.assert_close(averaged, expected)
     torch.testing.assert_close(final, expected[-1])
     best = Checkpoints(tmp_path).load("best", pytest.fail)
@@ -87,7 +86,7 @@ def test_the_kept_file_of_a_run_holds_the_averaged_weights(
         return {**original(self), "accuracy": next(scores)}
 
     monkeypatch.setattr(training._ClassifierTraining, "minival", scored)
-    done = dpn_run(
+    done = run_dpn(
         "finetune", "highres", "--data", str(photos), "--val-fraction", "0.2", "--arch", "mu/8", "--checkpoint", "none",
         "--image-size", "32", "-b", "8", "--steps", "8", "--lr", "0.01", "--ema", "0.9", "-j", "0", "--device", "cpu",
         "--set", f"select={select}", "--set", "evaluate_every=2", "-o", str(tmp_path / "run"), "-q",
@@ -113,9 +112,9 @@ def test_a_config_with_an_average_evaluates_and_keeps_it(
 
     monkeypatch.setattr(training._ClassifierTraining, "minival", scored)
     short = {"schedule": {"steps": 4}, "evaluate_every": 1, "runtime": {"workers": 0}}
-    train(small_config(photos, **short), tmp_path / "raw")
+    train_highres(highres_config(photos, **short), tmp_path / "raw")
     raw = seen.copy()
-    train(small_config(photos, ema=DECAY, **short), tmp_path / "averaged")
+    train_highres(highres_config(photos, ema=DECAY, **short), tmp_path / "averaged")
     expected = averages(torch.zeros_like(raw[0]), raw)
     torch.testing.assert_close(seen[len(raw) :], expected)
     kept = load_file(tmp_path / "averaged" / "weights.safetensors")["head.weight"]
@@ -141,8 +140,8 @@ def test_a_run_trains_chooses_and_is_scored_on_the_splits_of_these_names(
 
     monkeypatch.setattr(training, "crop_batches", recorded_batches)
     monkeypatch.setattr(training, "score", recorded_score)
-    config = small_config(photos, schedule={"steps": 2}, evaluate_every=1, runtime={"workers": 0})
-    splits = train(config, tmp_path / "run")["data"]
+    config = highres_config(photos, schedule={"steps": 2}, evaluate_every=1, runtime={"workers": 0})
+    splits = train_highres(config, tmp_path / "run")["data"]
     assert len({splits["train"], splits["minival"], splits["val"]}) == 3
     assert trained == [splits["train"]]
     assert scored == [splits["minival"], splits["minival"], splits["val"]]
@@ -152,9 +151,9 @@ def test_dropout_differs_by_rank_and_not_by_what_ran_before() -> None:
     batch = next(random_batches()(0))
 
     def gradient(world: World, step: int = 0) -> Tensor:
-        model = small(dropout=0.5)
+        model = small_vit(dropout=0.5)
         model.train()
-        gradients = Gradients(model, model, job(world=world, optim=Optim(clip_norm=None)), MicroBatch(8))
+        gradients = Gradients(model, model, make_job(world=world, optim=Optim(clip_norm=None)), MicroBatch(8))
         torch.rand(7)
         gradients.compute(batch, step)
         grad = model.get_parameter("head.weight").grad
@@ -169,8 +168,8 @@ def test_dropout_differs_by_rank_and_not_by_what_ran_before() -> None:
 
 def test_the_seed_of_a_training_decides_its_dropout() -> None:
     def trained(seed: int) -> Tensor:
-        model = small(dropout=0.5)
-        engine.fit(model, job(schedule=Schedule(steps=3), seed=seed))
+        model = small_vit(dropout=0.5)
+        engine.fit(model, make_job(schedule=Schedule(steps=3), seed=seed))
         weight: Tensor = model.get_parameter("head.weight").detach()
         return weight
 
@@ -204,7 +203,7 @@ def test_the_seed_reaches_initial_weights_and_batches(
     monkeypatch.setattr(engine, "fit", stopped)
     for seed in ("0", "1", "1"):
         words = [str(photos) if word == "PHOTOS" else word for word in COMMANDS[command]]
-        done = dpn_run(
+        done = run_dpn(
             *words, "--arch", "mu/8", "-b", "8", "--steps", "4", "-j", "0",
             "--device", "cpu", "--seed", seed, "--image-size", "32", "--overwrite", "-o", str(tmp_path / "run"), "-q",
         )  # fmt: skip
@@ -231,7 +230,7 @@ def test_tensorboard_holds_what_the_log_holds(tmp_path: Path) -> None:
 def test_report_to_reaches_the_tracker_in_a_run(photos: Path, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    done = dpn_run(
+    done = run_dpn(
         "finetune", "highres", "--data", str(photos), "--val-fraction", "0.2", "--arch", "mu/8", "--checkpoint", "none",
         "--image-size", "32", "-b", "8", "--steps", "4", "-j", "0", "--device", "cpu", "--report-to", "tensorboard",
         "-o", str(tmp_path / "run"), "-q",

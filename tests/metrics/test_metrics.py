@@ -12,11 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import images
 from PIL import Image
-from test_cli import run
-from test_formats import perturbed
-from test_highres import small, train
 from torch import Tensor
 
 from dpn_cli.config.schema import Runtime
@@ -26,6 +22,10 @@ from dpn_cli.data.splits import hold_out
 from dpn_cli.metrics import score
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import load_backbone
+from support.backbones import perturb
+from support.cli import run_dpn
+from support.highres import highres_config, train_highres
+from support.images import write_class_folders
 from tasks.classify.classifier import Classifier, save_classifier
 from tasks.classify.probe import draw_examples, encode, probe
 
@@ -90,14 +90,14 @@ def test_a_score_of_very_many_classes_counts_pairs_that_occur() -> None:
 def classifier_file(path: Path, resize_side: int) -> Path:
     model = load_backbone("mu/8", stem="none", pool="gap", image_size=32, num_classes=3)
     names = ("class0", "class1", "class2")
-    save_classifier(Classifier(perturbed(model), names, "softmax", resize_side, {}), path)
+    save_classifier(Classifier(perturb(model), names, "softmax", resize_side, {}), path)
     return path
 
 
 @pytest.fixture(scope="module")
 def framed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Images of 96 x 96 with noise in a frame of 32 around another image's centre."""
-    root = images(tmp_path_factory.mktemp("framed"), classes=3, each=4, size=(96, 96))
+    root = write_class_folders(tmp_path_factory.mktemp("framed"), classes=3, each=4, size=(96, 96))
     noise = np.random.default_rng(0)
     for path in sorted(root.rglob("*.jpg")):
         with Image.open(path) as image:
@@ -123,12 +123,12 @@ def test_the_saved_side_prepares_the_images_of_eval_and_predict(
         with torch.no_grad():
             chances.append(model((torch.from_numpy(resized).float().permute(2, 0, 1)[None] / 255 - 0.5) / 0.5)[0])
     expected = torch.stack(chances).softmax(-1)
-    guessed = json.loads(run("predict", file, str(framed), "--json").stdout)
+    guessed = json.loads(run_dpn("predict", file, str(framed), "--json").stdout)
     assert [guess["image"] for guess in guessed] == [str(path) for path in paths]
     for guess, row in zip(guessed, expected.tolist(), strict=True):
         found = {entry["class"]: entry["probability"] for entry in guess["classes"]}
         assert found == pytest.approx({f"class{label}": value for label, value in enumerate(row)}, abs=1e-4)
-    scored = json.loads(run("eval", file, "--data", str(framed), "--json", "-q").stdout)
+    scored = json.loads(run_dpn("eval", file, "--data", str(framed), "--json", "-q").stdout)
     labels = torch.tensor([int(path.parent.name[-1]) for path in paths])
     assert scored["resize_side"] == resize_side
     assert scored["loss"] == pytest.approx(-expected.log()[range(12), labels].mean().item(), abs=1e-4)
@@ -139,19 +139,19 @@ def test_data_of_some_of_the_classes_are_scored_among_these(framed: Path, tmp_pa
     file = str(classifier_file(tmp_path / "weights.safetensors", 48))
     for name in ("class1", "class2"):
         shutil.copytree(framed / name, tmp_path / "some" / name)
-    guessed = json.loads(run("predict", file, str(tmp_path / "some"), "--json").stdout)
+    guessed = json.loads(run_dpn("predict", file, str(tmp_path / "some"), "--json").stdout)
     found = [{entry["class"]: entry["probability"] for entry in guess["classes"]} for guess in guessed]
     both = torch.tensor([[chances["class1"], chances["class2"]] for chances in found])
     labels = torch.tensor([int(Path(guess["image"]).parent.name[-1]) - 1 for guess in guessed])
-    scored = json.loads(run("eval", file, "--data", str(tmp_path / "some"), "--json", "-q").stdout)
+    scored = json.loads(run_dpn("eval", file, "--data", str(tmp_path / "some"), "--json", "-q").stdout)
     expected = (both / both.sum(1, keepdim=True)).log()[range(8), labels]
     assert scored["loss"] == pytest.approx(-expected.mean().item(), abs=1e-4)
     assert scored["top1"] == pytest.approx(100 * (both.argmax(1) == labels).float().mean().item())
 
 
 def test_the_side_that_a_run_was_asked_for_is_saved(framed: Path, tmp_path: Path) -> None:
-    train(small(framed, data={"eval_resize": 48}, schedule={"steps": 1}), tmp_path / "run")
-    own = json.loads(run("eval", str(tmp_path / "run"), "--data", str(framed), "--json", "-q").stdout)
+    train_highres(highres_config(framed, data={"eval_resize": 48}, schedule={"steps": 1}), tmp_path / "run")
+    own = json.loads(run_dpn("eval", str(tmp_path / "run"), "--data", str(framed), "--json", "-q").stdout)
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert (own["resize_side"], own["loss"]) == (48, pytest.approx(result["loss"], abs=1e-6))
 
@@ -165,7 +165,7 @@ def test_every_seed_of_the_few_shot_probe_draws_its_own_images(tmp_path: Path) -
         Image.fromarray(generator.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(path)
     file = str(classifier_file(tmp_path / "weights.safetensors", 37))
     arguments = ["--data", str(photos), "--val-fraction", "0.5", "--shots", "2,5", "--seeds", "3,0,7", "--json", "-q"]
-    done = run("eval", "fewshot", file, *arguments)
+    done = run_dpn("eval", "fewshot", file, *arguments)
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)["accuracy"]
     model = load_backbone(checkpoint=file, stem=None, image_size=None).eval()

@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from safetensors.torch import save_file
-from test_cli import run
 from torch import Tensor
 
 from dpn_cli.config.network import NormOptions
@@ -29,80 +28,8 @@ from dpn_cli.weights.convert import Facts, build_timm, convert
 from dpn_cli.weights.fold import fold_file
 from dpn_cli.weights.formats import read_file
 from dpn_cli.weights.formats.state_dict import IMAGENET_MEAN, IMAGENET_STD
-
-State = dict[str, Tensor]
-WIDTH, HEADS, SIDE, PATCH, CLASSES = 32, 4, 4, 4, 5
-
-
-def random_state(shapes: dict[str, tuple[int, ...]]) -> State:
-    """Random weights; variances are positive."""
-    generator = torch.Generator().manual_seed(0)
-    state = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    for name, value in state.items():
-        if name.endswith("running_var"):
-            value.abs_().add_(0.5)
-        elif value.ndim in (2, 4) and "pos_proj" not in name:
-            value.mul_(value[0].numel() ** -0.5)
-    return state
-
-
-def norm_shapes(name: str) -> dict[str, tuple[int, ...]]:
-    return {f"{name}.weight": (WIDTH,), f"{name}.bias": (WIDTH,)}
-
-
-def vit_shapes(depth: int, *, positions: int, qkv_bias: bool) -> dict[str, tuple[int, ...]]:
-    """The names that both codes share with timm: all but the norms."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "cls_token": (1, 1, WIDTH),
-        "pos_embed": (1, positions, WIDTH),
-        "patch_embed.proj.weight": (WIDTH, 3, PATCH, PATCH),
-        "patch_embed.proj.bias": (WIDTH,),
-        "head.weight": (CLASSES, WIDTH),
-        "head.bias": (CLASSES,),
-    }
-    layers = {
-        "attn.qkv": (3 * WIDTH, WIDTH),
-        "attn.proj": (WIDTH, WIDTH),
-        "mlp.fc1": (64, WIDTH),
-        "mlp.fc2": (WIDTH, 64),
-    }
-    for block in range(depth):
-        for layer, shape in layers.items():
-            shapes[f"blocks.{block}.{layer}.weight"] = shape
-            if layer != "attn.qkv" or qkv_bias:
-                shapes[f"blocks.{block}.{layer}.bias"] = shape[:1]
-    return shapes
-
-
-def dtn_state(depth: int, first: int, *, variance_only: bool = False) -> State:
-    """A network of ``vit_norm_mix.py``: DTN in the first blocks, LayerNorm in the others."""
-    shapes = vit_shapes(depth, positions=SIDE**2, qkv_bias=False) | norm_shapes("norm")
-    for block in range(depth):
-        for norm in (f"blocks.{block}.norm1", f"blocks.{block}.norm2"):
-            shapes |= norm_shapes(norm)
-            if block < first:
-                shapes |= {f"{norm}.pos_proj.weight": (HEADS, 3), f"{norm}.pos_proj.bias": (HEADS,)}
-                logits = ["var_norm_weight"] if variance_only else ["mean_norm_weight", "var_norm_weight"]
-                shapes |= {f"{norm}.{name}": (HEADS,) for name in logits}
-    return random_state(shapes)
-
-
-def slab_state(depth: int, *, linear_norm: bool) -> State:
-    """A DeiT with ``LinearNorm``, half-way from LayerNorm, or with ``RepBN``, in its final norm too."""
-    shapes = vit_shapes(depth, positions=SIDE**2 + 1, qkv_bias=True)
-    norms = [*(f"blocks.{block}.norm{which}" for block in range(depth) for which in (1, 2)), "norm"]
-    rep = "norm2." if linear_norm else ""
-    for norm in norms:
-        shapes |= {f"{norm}.{rep}alpha": (1,), **norm_shapes(f"{norm}.{rep}bn")}
-        shapes |= {f"{norm}.{rep}bn.running_{name}": (WIDTH,) for name in ("mean", "var")}
-        shapes |= norm_shapes(f"{norm}.norm1") if linear_norm else {}
-    state = random_state(shapes)
-    for norm in norms:
-        state[f"{norm}.{rep}bn.num_batches_tracked"] = torch.tensor(300_000)
-        if linear_norm:
-            counts = {"warm": 0, "iter": 75_000, "total_step": 300_000}
-            state |= {f"{norm}.{name}": torch.tensor(count) for name, count in counts.items()}
-    return state
+from support.cli import run_dpn
+from support.norm_files import CLASSES, HEADS, PATCH, SIDE, WIDTH, State, make_dtn_state, make_slab_state
 
 
 def layer_norm(x: Tensor, w: State, name: str) -> Tensor:
@@ -187,7 +114,7 @@ def close(ours: Any, expected: Tensor) -> None:
 @pytest.mark.parametrize("variance_only", [False, True])
 @pytest.mark.parametrize("first", [2, 3])
 def test_networks_of_dtns_code_give_its_outputs(first: int, variance_only: bool, tmp_path: Path) -> None:
-    state = dtn_state(4, first, variance_only=variance_only)
+    state = make_dtn_state(4, first, variance_only=variance_only)
     source = read_file(saved(state, tmp_path))
     ours = load_whole(source, None)
     close(ours, outputs(state, dtn, joins_at=first))
@@ -203,7 +130,7 @@ def test_networks_of_dtns_code_give_its_outputs(first: int, variance_only: bool,
 @torch.no_grad()
 @pytest.mark.parametrize("linear_norm", [False, True])
 def test_deits_of_slabs_code_give_its_outputs(linear_norm: bool, tmp_path: Path) -> None:
-    state = slab_state(2, linear_norm=linear_norm)
+    state = make_slab_state(2, linear_norm=linear_norm)
     source = Facts(heads=HEADS).apply(read_file(saved(state, tmp_path)))
     ours = load_whole(source, None)
     expected = outputs(state, rep_bn, joins_at=0)
@@ -234,14 +161,14 @@ def test_deits_of_slabs_code_give_its_outputs(linear_norm: bool, tmp_path: Path)
 
 
 def test_prepbn_in_its_warm_up_is_layer_norm(tmp_path: Path) -> None:
-    state = slab_state(1, linear_norm=True) | {"norm.warm": torch.tensor(10)}
+    state = make_slab_state(1, linear_norm=True) | {"norm.warm": torch.tensor(10)}
     read = read_file(saved(state, tmp_path)).state
     assert (float(read["norm.progress"]), float(read["blocks.0.norm1.progress"])) == (0, 0.75)
 
 
 @torch.no_grad()
 def test_dtns_networks_of_layer_norm_are_told_from_timms(tmp_path: Path) -> None:
-    state = dtn_state(12, 0)
+    state = make_dtn_state(12, 0)
     source = Facts(heads=HEADS).apply(read_file(saved(state, tmp_path)))
     ours = load_whole(source, None)
     close(ours, outputs(state, layer_norm, joins_at=10))
@@ -251,23 +178,23 @@ def test_dtns_networks_of_layer_norm_are_told_from_timms(tmp_path: Path) -> None
     others = (
         {"blocks.3.attn.qkv.bias": torch.zeros(3 * WIDTH), **state},
         {**state, "pos_embed": torch.zeros(1, SIDE**2 + 1, WIDTH)},
-        dtn_state(10, 0),
+        make_dtn_state(10, 0),
     )
     for other in others:
         assert read_file(saved(other, tmp_path)).format == "timm"
-    save_file(dtn_state(12, 0), tmp_path / "model.safetensors")
+    save_file(make_dtn_state(12, 0), tmp_path / "model.safetensors")
     shape = {"img_size": SIDE * PATCH, "patch_size": PATCH, "embed_dim": WIDTH, "num_heads": HEADS, "mlp_ratio": 2}
     arguments = {**shape, "num_classes": CLASSES, "qkv_bias": False, "no_embed_class": True}
     described = {"architecture": "vit_tiny_patch16_224", "model_args": arguments}
     (tmp_path / "config.json").write_text(json.dumps(described))
     theirs = timm.create_model("vit_tiny_patch16_224", **arguments)
-    theirs.load_state_dict(dtn_state(12, 0))
+    theirs.load_state_dict(make_dtn_state(12, 0))
     torch.testing.assert_close(load_whole(read_file(tmp_path), None)(images().float()), theirs.eval()(images().float()))
 
 
 @torch.no_grad()
 def test_a_baseline_pooled_otherwise_has_no_class_token(tmp_path: Path) -> None:
-    source = Facts(heads=HEADS).apply(read_file(saved(dtn_state(12, 0), tmp_path)))
+    source = Facts(heads=HEADS).apply(read_file(saved(make_dtn_state(12, 0), tmp_path)))
     assert load_backbone(checkpoint=source, pool="gap", image_size=None).config.norm_options == NormOptions()
 
 
@@ -276,54 +203,54 @@ def test_a_baseline_pooled_otherwise_has_no_class_token(tmp_path: Path) -> None:
     [(192, 4), (384, 6), (432, 9), (768, None)],
 )
 def test_heads_of_the_baselines_are_those_of_the_code(width: int, heads: int | None, tmp_path: Path) -> None:
-    state = dtn_state(12, 0) | {"patch_embed.proj.weight": torch.zeros(width, 3, 1, 1)}
+    state = make_dtn_state(12, 0) | {"patch_embed.proj.weight": torch.zeros(width, 3, 1, 1)}
     assert read_file(saved(state, tmp_path)).heads == heads
 
 
 @torch.no_grad()
 def test_the_commands_describe_and_convert_such_files(tmp_path: Path) -> None:
-    state = dtn_state(4, 3)
+    state = make_dtn_state(4, 3)
     path, target = saved(state, tmp_path), tmp_path / "ours.safetensors"
-    shown = run("checkpoint", "inspect", str(path))
+    shown = run_dpn("checkpoint", "inspect", str(path))
     for line in ("DTN", "dtn, placement pre,pre, dtn released, eps 1e-05", "the softmax over positions does not see"):
         assert line in shown.stdout
-    done = run("checkpoint", "convert", str(path), str(target))
+    done = run_dpn("checkpoint", "convert", str(path), str(target))
     assert done.exit_code == 0, done.stderr
     close(load_whole(read_file(target), None), outputs(state, dtn, joins_at=3))
     for arguments, message in (
         (["fold", str(path)], "norm1 is a DynamicTokenNorm, which depends on its input"),
         (["convert", str(path), "--to", "timm"], "no such norms in its blocks"),
     ):
-        refused = run("checkpoint", *arguments[:2], str(tmp_path / "x.safetensors"), *arguments[2:])
+        refused = run_dpn("checkpoint", *arguments[:2], str(tmp_path / "x.safetensors"), *arguments[2:])
         assert refused.exit_code == 2
         assert message in refused.stderr
-    deit = saved(slab_state(2, linear_norm=True), tmp_path)
-    refused = run("predict", str(deit), "x.png")
+    deit = saved(make_slab_state(2, linear_norm=True), tmp_path)
+    refused = run_dpn("predict", str(deit), "x.png")
     assert f"'dpn checkpoint convert {deit} OUT.safetensors --heads N' writes one that does" in refused.stderr
-    folded = run("checkpoint", "fold", str(deit), str(tmp_path / "folded.safetensors"), "--heads", "4")
+    folded = run_dpn("checkpoint", "fold", str(deit), str(tmp_path / "folded.safetensors"), "--heads", "4")
     assert folded.exit_code == 0, folded.stderr
     assert load_whole(read_file(tmp_path / "folded.safetensors"), None).config.size.heads == 4
-    assert "prepbn, placement pre,pre, final same" in run("checkpoint", "inspect", str(deit), "--heads", "4").stdout
+    assert "prepbn, placement pre,pre, final same" in run_dpn("checkpoint", "inspect", str(deit), "--heads", "4").stdout
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (lambda: dtn_state(2, 2), "DTN is in all of its blocks"),
+        (lambda: make_dtn_state(2, 2), "DTN is in all of its blocks"),
         (
             lambda: {"transformer.layers.0.0.norm.pos_proj.weight": torch.zeros(4, 3)},
             "vit_norm.py.*vit_norm_mix.py are",
         ),
-        (lambda: {**dtn_state(2, 0), "blocks.0.norm1.bn.running_mean": torch.zeros(3)}, "only its first blocks"),
-        (lambda: {**dtn_state(2, 0), "blocks.0.norm1.running_phi": torch.zeros(3)}, "only its first blocks"),
+        (lambda: {**make_dtn_state(2, 0), "blocks.0.norm1.bn.running_mean": torch.zeros(3)}, "only its first blocks"),
+        (lambda: {**make_dtn_state(2, 0), "blocks.0.norm1.running_phi": torch.zeros(3)}, "only its first blocks"),
         (lambda: {"block1.0.norm1.pos_proj.weight": torch.zeros(4, 3)}, "a hierarchy"),
         (lambda: {"layers.0.blocks.0.norm1.norm2.bn.weight": torch.zeros(4)}, "a hierarchy"),
         (
-            lambda: {**slab_state(1, linear_norm=True), "blocks.0.attn.positional_encoding": torch.zeros(1, 4, 4)},
+            lambda: {**make_slab_state(1, linear_norm=True), "blocks.0.attn.positional_encoding": torch.zeros(1, 4, 4)},
             "linear attention",
         ),
         (lambda: {"beit3.encoder.layers.0.ffn.A.fc1.weight": torch.zeros(2)}, "save the state dict of timm's beit3"),
-        (lambda: {**dtn_state(1, 0), "blocks.0.norm1.eta": torch.zeros(1)}, "its names do not say which"),
+        (lambda: {**make_dtn_state(1, 0), "blocks.0.norm1.eta": torch.zeros(1)}, "its names do not say which"),
     ],
 )
 def test_what_is_recognised_and_not_read_says_why(changed: Callable[[], State], message: str, tmp_path: Path) -> None:

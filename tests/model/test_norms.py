@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_distributed import spawn
 from torch import Tensor, nn
 
 from dpn_cli.arch import NORMS, Norm
@@ -19,6 +18,7 @@ from dpn_cli.errors import DpnError
 from dpn_cli.model.norms import NormOptions, RunningNorm, Tokens, set_progress, token_norm
 from dpn_cli.model.norms.dtn import DynamicTokenNorm
 from dpn_cli.run.distributed import World
+from support.ranks import run_distributed
 
 EPS, WIDTH, GRID = 1e-3, 12, (3, 5)
 TOKENS = Tokens(heads=4, grid=GRID)
@@ -430,7 +430,7 @@ def ranks_job(world: World, folder: Path) -> None:
 
 
 def test_two_ranks_normalise_as_one(tmp_path: Path) -> None:
-    spawn(ranks_job, tmp_path)
+    run_distributed(ranks_job, tmp_path)
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1)]
     for name in RUNNING:
         norm, (zero, one) = build(name), (rank[name] for rank in ranks)

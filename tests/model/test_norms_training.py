@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_distributed import CPU, share, spawn
-from test_engine import job, random_batches, same, small, train
 from torch import Tensor, nn
 
 from dpn_cli.arch import Norm
@@ -20,6 +18,8 @@ from dpn_cli.model.config import OFFLINE
 from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import Backbone
+from support.engine import has_same_weights, make_job, random_batches, rank_batches, small_vit, train_steps
+from support.ranks import CPU, run_distributed
 
 OVER_THE_BATCH: tuple[Norm, ...] = ("sn", *OFFLINE)
 # Past their warm-ups within the trainings below.
@@ -27,13 +27,13 @@ OPTIONS: dict[Norm, dict[str, Any]] = {"powernorm": {"power_warmup": 1}, "un": {
 
 
 def network(norm: Norm) -> Backbone:
-    return small(norm=norm, norm_options=OPTIONS.get(norm))
+    return small_vit(norm=norm, norm_options=OPTIONS.get(norm))
 
 
 @pytest.mark.parametrize("norm", OVER_THE_BATCH)
 def test_a_resumed_training_ends_as_an_unbroken_one(norm: Norm, tmp_path: Path) -> None:
     unbroken, broken, resumed = (network(norm) for _ in range(3))
-    train(unbroken, 8)
+    train_steps(unbroken, 8)
     checkpoints = Checkpoints(tmp_path)
     ticks = []
 
@@ -43,26 +43,26 @@ def test_a_resumed_training_ends_as_an_unbroken_one(norm: Norm, tmp_path: Path) 
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train(broken, 8, checkpoint_every=4, outputs=Outputs(checkpoints, tick=stop))
-    train(resumed, 8, outputs=Outputs(checkpoints))
-    assert not same(unbroken, broken)
-    assert same(unbroken, resumed)
+        train_steps(broken, 8, checkpoint_every=4, outputs=Outputs(checkpoints, tick=stop))
+    train_steps(resumed, 8, outputs=Outputs(checkpoints))
+    assert not has_same_weights(unbroken, broken)
+    assert has_same_weights(unbroken, resumed)
 
 
 def fitted(norm: Norm, world: World, batches: engine.Batches) -> Backbone:
     model = network(norm)
     whole = MicroBatch(8, fixed=True)
-    engine.fit(engine.prepare(model, Runtime(), world), job(6, batches=batches, world=world, micro_batch=whole))
+    engine.fit(engine.prepare(model, Runtime(), world), make_job(6, batches=batches, world=world, micro_batch=whole))
     return model
 
 
 def train_all(world: World, folder: Path) -> None:
     for norm in OVER_THE_BATCH:
-        torch.save(fitted(norm, world, share(world)).state_dict(), folder / f"{norm}-{world.rank}.pt")
+        torch.save(fitted(norm, world, rank_batches(world)).state_dict(), folder / f"{norm}-{world.rank}.pt")
 
 
 def test_two_ranks_train_and_count_as_one(tmp_path: Path) -> None:
-    spawn(train_all, tmp_path)
+    run_distributed(train_all, tmp_path)
     for norm in OVER_THE_BATCH:
         alone = fitted(norm, World(0, 1, CPU), random_batches()).state_dict()
         for rank in (0, 1):
@@ -78,7 +78,7 @@ def test_the_average_of_the_weights_has_averaged_statistics() -> None:
         states.append({name: value.clone() for name, value in model.state_dict().items()})
 
     start = {name: value.clone() for name, value in model.state_dict().items()}
-    train(model, 5, ema_decay=0.5, outputs=Outputs(tick=note))
+    train_steps(model, 5, ema_decay=0.5, outputs=Outputs(tick=note))
     for name, average in start.items():
         for step, state in enumerate(states):
             decay = min(0.5, (1 + step) / (10 + step))
@@ -90,11 +90,11 @@ def test_prepbn_learns_how_far_the_training_is() -> None:
     model, shares = network("prepbn"), list[float]()
     norm: Any = model.blocks[0].norm1
     norm.register_forward_hook(lambda module, inputs, output: shares.append(float(module.progress)))
-    train(model, 4)
+    train_steps(model, 4)
     assert shares == pytest.approx([0, 0.25 / 0.8, 0.5 / 0.8, 0.75 / 0.8])
     norm.share = 0.5
     shares.clear()
-    train(model, 4)
+    train_steps(model, 4)
     assert shares == [0, 0.5, 1, 1]
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Arrays, nchw
 from einops import rearrange
 
 from dpn_cli.arch import STEMS, Size, Stem
 from dpn_cli.model.config import ViTConfig
 from dpn_cli.model.stem import PatchStem, stem_norm
 from dpn_cli.model.vit import DPNViT
+from support.goldens import Arrays, to_nchw
 
 GOLDEN_NAMES: dict[Stem, str] = {
     "none": "none",
@@ -50,7 +50,7 @@ def build(stem: Stem, arrays: Arrays) -> DPNViT:
 def test_stem_equals_flax(stem: Stem, golden: Callable[[str], Arrays]) -> None:
     arrays = golden("stem_variants")
     model = build(stem, arrays)
-    tokens = model.patch_embed(nchw(arrays["image"]))
+    tokens = model.patch_embed(to_nchw(arrays["image"]))
     if stem == "post_posemb":
         tokens = model.norm_posemb(tokens + model.pos_embed)
     torch.testing.assert_close(tokens, torch.from_numpy(arrays[f"out/{GOLDEN_NAMES[stem]}"]), atol=3e-5, rtol=0)
@@ -59,7 +59,7 @@ def test_stem_equals_flax(stem: Stem, golden: Callable[[str], Arrays]) -> None:
 def test_post_posemb_normalises_before_the_class_token_joins(golden: Callable[[str], Arrays]) -> None:
     arrays = golden("stem_variants")
     model = build("post_posemb", arrays)
-    seen = model._pos_embed(model.patch_embed(nchw(arrays["image"])))
+    seen = model._pos_embed(model.patch_embed(to_nchw(arrays["image"])))
     torch.testing.assert_close(seen[:, 1:], torch.from_numpy(arrays["out/post_posemb"]), atol=3e-5, rtol=0)
     torch.testing.assert_close(seen[:, :1], model.cls_token.expand(2, 1, -1))
 

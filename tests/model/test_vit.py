@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import timm
 import torch
-from conftest import GOLDENS, Arrays, nchw
 from scipy.ndimage import zoom
 
 from dpn_cli.arch import SIZES, Size, parse_arch
@@ -19,6 +18,7 @@ from dpn_cli.model.config import ViTConfig
 from dpn_cli.model.vit import DPNViT, posemb_sincos2d, resample_posemb
 from dpn_cli.weights.backbone import Backbone, load_backbone
 from dpn_cli.weights.formats import read_file
+from support.goldens import GOLDENS, Arrays, to_nchw
 
 CASES = {
     "vit_tok_repsize": "none",
@@ -51,7 +51,7 @@ def test_activations_equal_big_vision(name: str, stem: str, golden: Callable[[st
             module.register_forward_hook(
                 lambda _m, _i, out, key=f"encoder/block{i:02d}/{part}": seen.__setitem__(key, out)
             )
-    image = nchw(arrays["image"])
+    image = to_nchw(arrays["image"])
     stem_tokens = model.patch_embed(image)
     tokens = model.forward_features(image)
     dense = tokens[:, model.num_prefix_tokens :]
@@ -72,7 +72,7 @@ def test_activations_equal_big_vision(name: str, stem: str, golden: Callable[[st
 def test_gradients_equal_big_vision(name: str, golden: Callable[[str], Arrays], tmp_path: Path) -> None:
     arrays, grads = golden(f"{name}.io"), golden(f"{name}.grads")
     model = load(name, CASES[name])
-    image = nchw(arrays["image"]).requires_grad_()
+    image = to_nchw(arrays["image"]).requires_grad_()
     loss = model(image).square().sum()
     loss.backward()
     assert loss.item() == pytest.approx(grads["loss"].item(), rel=1e-5)
@@ -87,7 +87,7 @@ def test_gradients_equal_big_vision(name: str, golden: Callable[[str], Arrays], 
         torch.testing.assert_close(ours[key], gradient, atol=atol, rtol=0, msg=key)
     assert image.grad is not None
     torch.testing.assert_close(
-        image.grad, nchw(grads["grad_image"]), atol=5e-5 * abs(grads["grad_image"]).max() + 1e-5, rtol=0
+        image.grad, to_nchw(grads["grad_image"]), atol=5e-5 * abs(grads["grad_image"]).max() + 1e-5, rtol=0
     )
 
 
@@ -103,7 +103,7 @@ def test_each_wrong_choice_is_far_outside_the_tolerance(wrong: str, golden: Call
             block.mlp.act = torch.nn.GELU()
     else:
         model.pre_logits = None
-    assert (model(nchw(arrays["image"])) - torch.from_numpy(arrays["logits"])).abs().max() > 5e-5
+    assert (model(to_nchw(arrays["image"])) - torch.from_numpy(arrays["logits"])).abs().max() > 5e-5
 
 
 @pytest.mark.parametrize(("old", "new"), [(7, 12), (14, 24), (14, 32), (24, 14)])

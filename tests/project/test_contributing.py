@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import images
-from programs import environment, run_program
-from test_docs import ROOT, blocks
+
+from support.docs import read_code_blocks
+from support.images import write_class_folders
+from support.layout import check_imports, check_size
+from support.programs import ROOT, program_environment, run_program
 
 pytestmark = pytest.mark.slow
 
@@ -120,7 +122,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("project")
     for part in ("dpn_cli", "tasks", "configs"):
         shutil.copytree(ROOT / part, root / part, ignore=shutil.ignore_patterns("__pycache__"))
-    for language, body in blocks(PAGE.read_text(encoding="utf-8")):
+    for language, body in read_code_blocks(PAGE.read_text(encoding="utf-8")):
         if re.match(r"# [\w/]+\.(py|yaml)\n", body):
             apply(root, language, body)
     return root
@@ -129,9 +131,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(project: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     work = tmp_path_factory.mktemp("work")
-    images(work / "photos", classes=2, each=10)
+    write_class_folders(work / "photos", classes=2, each=10)
     variables = {"PYTHONPATH": str(project), "DPN_HOME": str(work / "home")}
-    done = run_program([sys.executable, "-c", SCRIPT], cwd=work, env={**environment(), **variables})
+    done = run_program([sys.executable, "-c", SCRIPT], cwd=work, env={**program_environment(), **variables})
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert Path(found["place"]).is_relative_to(project)
@@ -170,11 +172,8 @@ def test_a_norm_is_a_class_and_a_line(results: dict[str, Any]) -> None:
     assert results["norm of the run"] == "max"
 
 
-def test_the_examples_keep_to_the_layers(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import test_layout
-
-    monkeypatch.setattr(test_layout, "ROOT", project)
+def test_the_examples_keep_to_the_layers(project: Path) -> None:
     added = [project / "tasks/rotate/command.py", project / "dpn_cli/weights/formats/lightning.py"]
     for path in added:
-        test_layout.test_imports_point_downwards(path)
-        test_layout.test_files_can_be_read_in_one_sitting(path)
+        check_imports(path, project)
+        check_size(path)

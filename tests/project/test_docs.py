@@ -6,7 +6,6 @@ import ast
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +16,21 @@ from typer.testing import CliRunner
 
 from dpn_cli.cli import app
 from dpn_cli.engine import planning
+from support.docs import FENCE, SHELL, read_code_blocks, split_command
+from support.programs import ROOT
 
-ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PROGRAMS = ("dpn", "torchrun", "make", "pip", "python", "time")
-FENCE = re.compile(r"^(?P<fence>`{3,})(?P<language>[\w-]*)[^\n]*\n(?P<body>.*?)^(?P=fence)$", re.MULTILINE | re.DOTALL)
-# Languages of blocks that a reader types into a shell; a block of another one shows output, code or a file.
-SHELL = {"", "bash", "sh", "shell", "console"}
-
-
-def blocks(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the language and the text of each fenced block."""
-    for found in FENCE.finditer(text):
-        yield found["language"], found["body"]
 
 
 def in_blocks(text: str) -> list[str]:
     """Return the commands in a page's shell blocks, with continued lines joined."""
-    lines = "\n".join(body for language, body in blocks(text) if language in SHELL).replace("\\\n", " ").splitlines()
+    lines = (
+        "\n".join(body for language, body in read_code_blocks(text) if language in SHELL)
+        .replace("\\\n", " ")
+        .splitlines()
+    )
     return [line.removeprefix("$ ") for line in lines if line.removeprefix("$ ").split(" ")[0] in PROGRAMS]
 
 
@@ -53,10 +48,6 @@ def cases(find: Any) -> list[Any]:
     """Return each command of all pages once, with the page's name for the report."""
     found = {line: page for page in reversed(PAGES) for line in find(page.read_text(encoding="utf-8"))}
     return [pytest.param(line, id=f"{page.name}: {line[:60]}") for line, page in sorted(found.items())]
-
-
-def words_of(line: str) -> list[str]:
-    return shlex.split(line.removeprefix("time "), comments=True)
 
 
 def parsed(words: list[str]) -> dict[str, Any]:
@@ -106,7 +97,7 @@ def check(words: list[str]) -> None:
 
 @pytest.mark.parametrize("line", cases(in_blocks))
 def test_commands_are_ones_that_the_program_takes(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = words_of(line)
+    words = split_command(line)
     check(words)
     if "dpn" in words and "print_config" in parsed(words := words[words.index("dpn") + 1 :]):
         monkeypatch.chdir(tmp_path)
@@ -117,7 +108,7 @@ def test_commands_are_ones_that_the_program_takes(line: str, tmp_path: Path, mon
 
 @pytest.mark.parametrize("line", cases(in_sentences))
 def test_commands_in_sentences_have_known_names_and_options(line: str) -> None:
-    words = [word for word in words_of(line) if word not in {"DIR", "FILE", "N"}]
+    words = [word for word in split_command(line) if word not in {"DIR", "FILE", "N"}]
     try:
         check(words)
     except typer.TyperException as error:
@@ -148,27 +139,27 @@ def test_demo_commands_run(line: str, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DPN_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(planning, "MEASURED_SECONDS", 0.001)
-    words = words_of(line)[1:]
+    words = split_command(line)[1:]
     done = CliRunner().invoke(app, [*words, *(["--dry-run"] if "dry_run" in parsed(words) else [])])
     assert done.exit_code == 0, done.output
     assert done.output
 
 
 def in_blocks_without_comments(page: Path) -> list[str]:
-    return [shlex.join(words_of(line)) for line in in_blocks(page.read_text(encoding="utf-8"))]
+    return [shlex.join(split_command(line)) for line in in_blocks(page.read_text(encoding="utf-8"))]
 
 
 def test_readme_can_be_read_in_one_sitting_and_has_the_two_commands() -> None:
     text = README.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 200
-    first = next(body for language, body in blocks(text) if language in SHELL)
+    first = next(body for language, body in read_code_blocks(text) if language in SHELL)
     assert [line.split("#")[0].strip() for line in first.splitlines()] == ["make demo", "make test"]
     assert len(re.findall(r"!\[[^\]]+\]\([^)]+\)", text)) == 3
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_shell_commands_stand_in_shell_blocks(page: Path) -> None:
-    for language, body in blocks(page.read_text(encoding="utf-8")):
+    for language, body in read_code_blocks(page.read_text(encoding="utf-8")):
         if language not in SHELL:
             assert not re.search(r"^(\$ )?(dpn|make|pip|python|torchrun) [a-z./-]+( --|$)", body, re.MULTILINE), body
 
@@ -176,7 +167,7 @@ def test_shell_commands_stand_in_shell_blocks(page: Path) -> None:
 PYTHON = [
     pytest.param(body, id=f"{page.name}: {body.splitlines()[0]}")
     for page in PAGES
-    for language, body in blocks(page.read_text(encoding="utf-8"))
+    for language, body in read_code_blocks(page.read_text(encoding="utf-8"))
     if language == "python" and not body.startswith("# ")  # a file of CONTRIBUTING.md's examples
 ]
 

@@ -12,10 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import images, write_task
 from PIL import Image
-from test_engine import ALONE
-from test_segment import write_scenes
 from torch import Tensor
 
 from dpn_cli.commands import one_line_errors
@@ -25,6 +22,10 @@ from dpn_cli.data.sources.folder import ClassFolders, FileList
 from dpn_cli.errors import DataError, ImageError
 from dpn_cli.metrics import score
 from dpn_cli.weights.backbone import load_backbone
+from support.engine import SINGLE_PROCESS
+from support.images import write_class_folders
+from support.segment import write_scenes
+from support.vtab import write_vtab_task
 from tasks.classify.classifier import Classifier, predict
 from tasks.lit.captions import CaptionedFiles
 from tasks.lit.features import encode_function
@@ -35,23 +36,23 @@ from tasks.vtab.train import Trainer
 
 
 def class_folders(folder: Path) -> tuple[Path, Callable[[], object]]:
-    split = ClassFolders(images(folder, classes=2, each=2))
+    split = ClassFolders(write_class_folders(folder, classes=2, each=2))
     return split.path(1), lambda: split.pixels(1)
 
 
 def unlabelled(folder: Path) -> tuple[Path, Callable[[], object]]:
-    split = find_images(str(images(folder, classes=1, each=1)), 1, 0)
+    split = find_images(str(write_class_folders(folder, classes=1, each=1)), 1, 0)
     return folder / "class0" / "000.jpg", lambda: split.pixels(0)
 
 
 def listed(folder: Path) -> tuple[Path, Callable[[], object]]:
-    write_task(folder, {"test": np.zeros((2, 8, 8, 3), np.uint8)}, {"test": np.arange(2)})
+    write_vtab_task(folder, {"test": np.zeros((2, 8, 8, 3), np.uint8)}, {"test": np.arange(2)})
     split = FileList(folder, "test")
     return split.paths[1], lambda: split.pixels(1)
 
 
 def captioned(folder: Path) -> tuple[Path, Callable[[], object]]:
-    images(folder, classes=1, each=1)
+    write_class_folders(folder, classes=1, each=1)
     files = CaptionedFiles(folder)
     files.add("class0/000.jpg", ["an image"], "pairs.csv")
     return files.path(0), lambda: files.open(0).close()
@@ -104,9 +105,9 @@ def hungry(network: torch.nn.Module) -> list[int]:
 def classify(folder: Path) -> tuple[torch.nn.Module, Callable[[], Any]]:
     model = load_backbone("mu/8", image_size=16, num_classes=3)
     classifier = Classifier(model, ("a", "b", "c"), "softmax", 18, {})
-    split = ClassFolders(images(folder / "photos", classes=3, each=4))
+    split = ClassFolders(write_class_folders(folder / "photos", classes=3, each=4))
     return model, lambda: score(
-        lambda images: predict(classifier, images), split, classifier.transform, 3, ALONE, loss="softmax",
+        lambda images: predict(classifier, images), split, classifier.transform, 3, SINGLE_PROCESS, loss="softmax",
         batch_size=8, workers=0,
     ).top1  # fmt: skip
 
@@ -120,7 +121,7 @@ def segment(folder: Path) -> tuple[torch.nn.Module, Callable[[], Any]]:
 
 def vtab(folder: Path) -> tuple[torch.nn.Module, Callable[[], Any]]:
     trainer = SimpleNamespace(
-        task=SimpleNamespace(classes=3, name="svhn"), world=ALONE, config=SimpleNamespace(eval_batch_size=8),
+        task=SimpleNamespace(classes=3, name="svhn"), world=SINGLE_PROCESS, config=SimpleNamespace(eval_batch_size=8),
         model=load_backbone("mu/8", image_size=16, num_classes=3),
     )  # fmt: skip
     pixels = PixelSet(torch.randint(256, (11, 3, 16, 16), dtype=torch.uint8), torch.arange(11) % 3)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import images
-from test_distill import teacher_file
 
 from dpn_cli import cli
+from support.distill import write_teacher
+from support.images import write_class_folders
+from support.programs import ROOT
 
-ROOT = Path(__file__).parents[2]
 MOST_FRAMES = 8
 # A comparison is a command around the command of each training.
 MOST_FRAMES_OF_SEVERAL = 10
@@ -55,8 +55,8 @@ def frames_to_the_gradients(words: list[str], tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(torch.Tensor, "backward", look)
     for split in ("train", "val", "test") if "sun397" in words else ("",):
-        images(tmp_path / "photos" / split, classes=2, each=20)
-    teacher = str(teacher_file(tmp_path / "teacher.safetensors"))
+        write_class_folders(tmp_path / "photos" / split, classes=2, each=20)
+    teacher = str(write_teacher(tmp_path / "teacher.safetensors"))
     words = [{"PHOTOS": str(tmp_path / "photos"), "TEACHER": teacher}.get(word, word) for word in words]
     monkeypatch.setenv("DPN_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(sys, "argv", ["dpn", *words, "-o", str(tmp_path / "run")])

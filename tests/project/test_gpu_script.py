@@ -15,7 +15,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).parents[2]
+from support.programs import ROOT
+
 BENCHMARKS = ROOT / "benchmarks"
 # What docs/measurements.md expects of a machine that `make wheels` is for.
 THERE = (

@@ -7,7 +7,6 @@ import os
 import sys
 import tomllib
 import zipfile
-from collections.abc import Iterable
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -15,69 +14,16 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
-from programs import run_program
 
-ROOT = Path(__file__).parents[2]
-MODULES = [path for package in ("dpn_cli", "tasks") for path in sorted((ROOT / package).rglob("*.py"))]
+from support.layout import MODULES, check_imports, check_size, imports, name_of
+from support.programs import ROOT, run_program
 
-# Rooms from the bottom to the top: a module may import from its own room and those below. Only commands know tasks.
-ROOMS = (
-    ("dpn_cli", "dpn_cli.errors"),
-    ("dpn_cli.arch", "dpn_cli.statistics"),
-    ("dpn_cli.config",),
-    ("dpn_cli.run",),
-    ("dpn_cli.sweep",),
-    ("dpn_cli.model",),
-    ("dpn_cli.weights",),
-    ("dpn_cli.engine",),
-    ("dpn_cli.data",),
-    ("dpn_cli.metrics",),
-    ("dpn_cli.report",),
-    ("dpn_cli.analysis",),
-    ("dpn_cli.doctor",),
-    ("tasks",),
-    ("dpn_cli.commands", "dpn_cli.reproduce", "dpn_cli.sweep.runner", "dpn_cli.sweep.pairs"),
-    ("dpn_cli.cli", "dpn_cli.__main__"),
-)
-
-
-def name_of(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-
-
-def floor(module: str) -> int:
-    """The number of the room that a module is in."""
-    names = {name: number for number, room in enumerate(ROOMS) for name in room}
-    while module not in names:
-        module = module.rpartition(".")[0]
-    return names[module]
-
-
-def imports(path: Path) -> set[str]:
-    return _imported(ast.walk(ast.parse(path.read_text())))
-
-
-def _imported(nodes: Iterable[ast.AST]) -> set[str]:
-    found = set()
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            inside = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {name for name in inside if (ROOT / name.replace(".", "/")).with_suffix(".py").is_file()} or {
-                node.module
-            }
-    return {name for name in found if name.split(".")[0] in {"dpn_cli", "tasks"}}
+TEST_FILES = sorted((ROOT / "tests").rglob("test_*.py"))
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_imports_point_downwards(path: Path) -> None:
-    here = name_of(path)
-    for there in imports(path):
-        assert floor(there) <= floor(here), f"{here} imports {there}"
-        if here.startswith("tasks."):
-            same_task = there.split(".")[:2] == here.split(".")[:2]
-            assert not there.startswith("tasks.") or same_task, f"{here} imports another task: {there}"
+    check_imports(path)
 
 
 def test_nothing_lies_flat_beside_the_rooms() -> None:
@@ -104,12 +50,8 @@ def test_one_table_of_the_commands_knows_the_tasks() -> None:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_files_can_be_read_in_one_sitting(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 350
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef):
-            assert node.end_lineno is not None
-            assert node.end_lineno - node.lineno < 80, node.name
+def test_files_and_functions_are_short(path: Path) -> None:
+    check_size(path)
 
 
 def test_the_wheel_holds_every_module_and_config_and_works_alone(tmp_path: Path) -> None:
@@ -139,12 +81,30 @@ def test_the_wheel_holds_every_module_and_config_and_works_alone(tmp_path: Path)
         assert path.stem in done.stdout
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("test_*.py")), ids=lambda path: path.stem)
+def test_tests_import_no_test_and_no_conftest() -> None:
+    """Helpers of several tests are in tests/support, fixtures in tests/conftest.py."""
+    for path in TEST_FILES:
+        names = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            names |= {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
+            names |= {node.module or ""} if isinstance(node, ast.ImportFrom) else set()
+        assert not {name for name in names if name.split(".")[-1].startswith(("test_", "conftest"))}, path
+
+
+def test_helpers_of_tests_have_docstrings() -> None:
+    for path in sorted((ROOT / "tests" / "support").glob("*.py")):
+        module = ast.parse(path.read_text())
+        public = [node for node in module.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+        for node in (module, *(node for node in public if not node.name.startswith("_"))):
+            assert ast.get_docstring(node), f"{path.name}: {getattr(node, 'name', 'module')}"
+
+
+@pytest.mark.parametrize("path", TEST_FILES, ids=lambda path: path.stem)
 def test_what_a_test_starts_has_a_time_limit(path: Path) -> None:
     called = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
     without = {"run", "call", "check_call", "check_output", "Popen", "getoutput"}
-    assert not called & {f"subprocess.{name}" for name in without}, "use programs.run_program or started"
-    assert not called & {"start_processes", "mp.spawn", "os.system", "os.fork"}, "use conftest.run_ranks"
+    assert not called & {f"subprocess.{name}" for name in without}, "use support.programs.run_program or start_program"
+    assert not called & {"start_processes", "mp.spawn", "os.system", "os.fork"}, "use support.processes.run_processes"
 
 
 def test_nothing_in_the_repository_names_a_machine_or_a_registry() -> None:

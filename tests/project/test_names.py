@@ -13,8 +13,8 @@ import pytest
 import typer.main
 
 from dpn_cli.cli import app
+from support.programs import ROOT
 
-ROOT = Path(__file__).parents[2]
 MODULES = [path for package in ("dpn_cli", "tasks") for path in sorted((ROOT / package).rglob("*.py"))]
 # Modules that play the same part in two rooms or two tasks.
 SHARED = frozenset(

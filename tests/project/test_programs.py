@@ -7,7 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from programs import run_program
+
+from support.programs import run_program
 
 HANG = """
 import subprocess, sys

@@ -11,15 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import images
-from programs import ROOT
-from test_cli import run
-from test_lit_data import image, write_images
 
 from dpn_cli.data.sources.folder import FileList
 from dpn_cli.data.sources.packs import read_manifest
 from dpn_cli.data.sources.shards import MAX_TEXT_BYTES, LabelledShardImages
 from dpn_cli.errors import DataError
+from support.cli import run_dpn
+from support.images import png_bytes, write_class_folders, write_png_images
+from support.programs import ROOT
 from tasks.lit.caption_files import read_coco, read_table
 
 
@@ -50,9 +49,9 @@ def file_list(root: Path, name: str) -> object:
 @pytest.mark.parametrize("read", [table, karpathy, coco, file_list])
 def test_names_in_data_do_not_leave_their_folder(read: Callable[[Path, str], object], tmp_path: Path) -> None:
     root = tmp_path / "data"
-    write_images(root, 1)
-    write_images(root / "val2017", 1)
-    write_images(tmp_path, 1)
+    write_png_images(root, 1)
+    write_png_images(root / "val2017", 1)
+    write_png_images(tmp_path, 1)
     (root / "link.png").symlink_to(tmp_path / "0.png")
     (root / "val2017" / "link.png").symlink_to(tmp_path / "0.png")
     for name in ("0.png", "val2017/../0.png", "link.png"):
@@ -65,7 +64,7 @@ def test_names_in_data_do_not_leave_their_folder(read: Callable[[Path, str], obj
 
 
 def test_a_folder_that_holds_all_files_may_be_named(tmp_path: Path) -> None:
-    write_images(tmp_path / "images", 1)
+    write_png_images(tmp_path / "images", 1)
     (tmp_path / "pairs.csv").write_text(f"file,caption\n{tmp_path}/images/0.png,an image\n")
     read_table(tmp_path / "pairs.csv", tmp_path / "images", None, None, False)
     read_table(tmp_path / "pairs.csv", Path("/"), None, None, False)
@@ -100,7 +99,7 @@ def test_a_shard_that_claims_more_than_it_holds_is_refused(name: str, tmp_path: 
 
 
 def test_a_label_of_any_size_is_not_read(tmp_path: Path) -> None:
-    whole = tarfile.TarInfo("0.png"), image(0)
+    whole = tarfile.TarInfo("0.png"), png_bytes(0)
     write_tar(tmp_path / "a.tar", whole, (tarfile.TarInfo("0.cls"), b"0" * (MAX_TEXT_BYTES + 1)))
     with pytest.raises(DataError, match="0.cls has 1048577 bytes, too many for a label or a caption"):
         LabelledShardImages(str(tmp_path / "a.tar"))
@@ -109,7 +108,7 @@ def test_a_label_of_any_size_is_not_read(tmp_path: Path) -> None:
 def test_members_of_a_shard_are_read_where_they_are(tmp_path: Path) -> None:
     names = "../../0", "/0"
     members = [(tarfile.TarInfo(f"{name}{end}"), content) for name in names for end, content in
-               ((".png", image(0)), (".cls", b"0"))]  # fmt: skip
+               ((".png", png_bytes(0)), (".cls", b"0"))]  # fmt: skip
     (tmp_path / "in").mkdir()
     shards = LabelledShardImages(str(write_tar(tmp_path / "in" / "a.tar", *members)))
     assert [shards.pixels(row).shape[2] for row in range(2)] == [3, 3]
@@ -117,8 +116,8 @@ def test_members_of_a_shard_are_read_where_they_are(tmp_path: Path) -> None:
 
 
 def test_a_pack_names_files_of_its_own(tmp_path: Path) -> None:
-    photos = images(tmp_path / "photos", classes=2, each=4)
-    done = run("data", "pack", "--data", str(photos), "-o", str(tmp_path / "pack"), "-j", "1")
+    photos = write_class_folders(tmp_path / "photos", classes=2, each=4)
+    done = run_dpn("data", "pack", "--data", str(photos), "-o", str(tmp_path / "pack"), "-j", "1")
     assert done.exit_code == 0, done.stderr
     path = tmp_path / "pack" / "manifest.json"
     manifest = json.loads(path.read_text())

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_cli import run
-from test_docs import ROOT, SHELL, blocks, words_of
+
+from support.cli import run_dpn
+from support.docs import SHELL, read_code_blocks, split_command
+from support.programs import ROOT
 
 PAGE = ROOT / "docs" / "tutorials" / "digits.md"
 ACCURACY = re.compile(r"(?:validation|zero-shot): top-1 (\d+\.\d\d) %")
@@ -22,7 +24,7 @@ MARGIN = 4.0
 def commands(body: str) -> Iterator[list[str]]:
     """Yield the words behind ``dpn`` in a shell block, which has only installations beside them."""
     for line in body.replace("\\\n", " ").splitlines():
-        program, *words = words_of(line)
+        program, *words = split_command(line)
         assert program == "dpn" or (program, words[0]) == ("pip", "install"), line
         if program == "dpn":
             yield words
@@ -31,12 +33,12 @@ def commands(body: str) -> Iterator[list[str]]:
 def outputs(text: str) -> Iterator[tuple[str, str]]:
     """Run the blocks of a page in their order; yield each output that it shows with the one that came out."""
     printed = ""
-    for language, body in blocks(text):
+    for language, body in read_code_blocks(text):
         if language == "python":
             exec(compile(body, PAGE.name, "exec"), {})
         elif language in SHELL:
             for words in commands(body):
-                done = run(*words)
+                done = run_dpn(*words)
                 assert done.exit_code == 0, done.output
                 printed += done.stdout
         else:

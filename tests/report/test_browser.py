@@ -8,17 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image, ImageColor
-from programs import run_program
-from test_report import classifier, page_of
 
 from dpn_cli.report.charts import COLOURS
+from support.pages import make_page, write_classifier_run
+from support.programs import run_program
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 @pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")
 def test_a_page_is_shown_without_complaints(tmp_path: Path) -> None:
-    page_of(tmp_path, classifier(tmp_path / "run"))
+    make_page(tmp_path, write_classifier_run(tmp_path / "run"))
     place, shot = tmp_path / "page" / "report.html", tmp_path / "page.png"
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--window-size=1000,1600"]
     options += [f"--user-data-dir={tmp_path}/own", f"--screenshot={shot}", "--dump-dom"]

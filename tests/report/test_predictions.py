@@ -15,12 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import images
 from PIL import Image
-from test_cli import run
-from test_lit_scores import towers
-from test_report import check_page, undrawn  # noqa: F401  # a fixture
 
+# a fixture
 from dpn_cli.config.schema import PredictionFiles
 from dpn_cli.data.decode import ReadOptions, read_pixels
 from dpn_cli.report.content import Legend, PageSection
@@ -30,6 +27,10 @@ from dpn_cli.report.thumbnails import DENSITY, SIDE, thumbnail
 from dpn_cli.run import console
 from dpn_cli.run.console import Console
 from dpn_cli.weights.backbone import export_backbone, load_backbone
+from support.cli import run_dpn
+from support.images import write_class_folders
+from support.lit import make_towers
+from support.pages import parse_page
 from tasks.classify.classifier import Classifier, save_classifier
 from tasks.lit.towers import save_towers
 from tasks.segment import predict as segment_predict
@@ -56,11 +57,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert isinstance(vit.head, torch.nn.Linear)
     torch.nn.init.normal_(vit.head.weight, std=0.3, generator=torch.Generator().manual_seed(0))
     save_classifier(Classifier(vit, names, "softmax", 18, {}), root / "predict.safetensors")
-    save_towers(towers(), root / "lit predict.safetensors")
+    save_towers(make_towers(), root / "lit predict.safetensors")
     classes = tuple(Class(name, (9, 9 * number, 200)) for number, name in enumerate(names))
     own = Segmenter(LinearSegmenter(vit, final_norm=False), classes, MaskData(source="x"), Evaluation(), {})
     save_segmenter(own, root / "segment predict.safetensors")
-    images(root / "photos", classes=2, each=3, size=(40, 30))
+    write_class_folders(root / "photos", classes=2, each=3, size=(40, 30))
     for number, path in enumerate(sorted((root / "photos").rglob("*.jpg"))):
         path.rename(root / "photos" / f"{number}{SCRIPT if number == 2 else ''}.jpg")
     for name in ("1-damaged.png", "9-damaged.png"):
@@ -75,7 +76,7 @@ def here(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def predict(command: str, place: Path, *more: str) -> Any:
     network = str(place / f"{command}.safetensors")
-    return run(*command.split(), network, str(place / "photos"), *COMMANDS[command][0], "--json", "-q", *more)
+    return run_dpn(*command.split(), network, str(place / "photos"), *COMMANDS[command][0], "--json", "-q", *more)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -122,7 +123,7 @@ def test_the_table_has_what_is_printed(command: str, place: Path) -> None:
 def test_the_page_shows_every_image_and_escapes_names(command: str, place: Path) -> None:
     results = json.loads(predict(command, place, "--html", "page.html").stdout)
     html = Path("page.html").read_text()
-    text = "".join(check_page(html).itertext())
+    text = "".join(parse_page(html).itertext())
     assert "<script" not in html
     assert html.count("<img ") == 6
     assert text.count("-damaged.png") == 2
@@ -168,11 +169,11 @@ def shown_in(html: str) -> list[bytes]:
 def test_a_search_has_a_page_of_what_it_found(place: Path) -> None:
     network, photos = str(place / "lit predict.safetensors"), str(place / "photos")
     search = ["lit", "search", network, "--images", photos, "--query", "a <b> dog", "--skip-bad-images", "-q"]
-    done = run(*search, "-k", "4", "--json", "--html", "found.html", "-b", "2")
+    done = run_dpn(*search, "-k", "4", "--json", "--html", "found.html", "-b", "2")
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     html = Path("found.html").read_text()
-    text = "".join(check_page(html).itertext())
+    text = "".join(parse_page(html).itertext())
     assert "a <b> dog" in text
     assert html.count("<img ") == 4
     places = [text.index(f"{number}. cosine {one['cosine']:.3f}{one['image']}") for number, one in enumerate(found, 1)]
@@ -223,7 +224,7 @@ def test_files_that_cannot_be_written_are_refused_before_the_work(place: Path, t
 
 @pytest.mark.parametrize("command", [*COMMANDS, "lit search"])
 def test_no_file_is_written_over_a_image_or_another_file(command: str, place: Path) -> None:
-    images(Path("photos"), classes=1, each=1, size=(20, 20))
+    write_class_folders(Path("photos"), classes=1, each=1, size=(20, 20))
     image = Path("photos/class0/000.jpg")
     before = image.read_bytes()
     Path("link.jpg").symlink_to(image)
@@ -234,12 +235,12 @@ def test_no_file_is_written_over_a_image_or_another_file(command: str, place: Pa
         asked, options = ["lit", "search", network, "--images", "photos", "--query", "a dog"], ["--html"]
     for option in options:
         for name in ("photos/../photos/class0/000.jpg", "link.jpg"):
-            done = run(*asked, option, name)
+            done = run_dpn(*asked, option, name)
             assert (done.exit_code, done.stdout) == (2, "")
             assert f"{option} {name}: would be written over one of the images, {image}; name another" in done.stderr
             assert image.read_bytes() == before
     if len(options) == 2:
-        done = run(*asked, "--csv", "page", "--html", "./page")
+        done = run_dpn(*asked, "--csv", "page", "--html", "./page")
         assert (done.exit_code, Path("page").exists()) == (2, False)
         assert "--html page: would be written over the file of --csv" in done.stderr
 
@@ -248,9 +249,9 @@ def test_a_single_damaged_image_is_one_line_and_of_several_each_has_one(place: P
     network = str(place / "predict.safetensors")
     for name in "ab":
         Path(f"{name}.png").write_bytes(b"no image")
-    done = run("predict", network, "a.png", "--skip-bad-images")
+    done = run_dpn("predict", network, "a.png", "--skip-bad-images")
     assert (done.exit_code, len(done.stderr.splitlines())) == (3, 1)
-    done = run("predict", network, "a.png", "b.png", "--html", "page.html")
+    done = run_dpn("predict", network, "a.png", "b.png", "--html", "page.html")
     assert done.exit_code == 3
     assert done.stderr.splitlines()[-1] == "error: none of the 2 images can be read; they are named above"
     assert not Path("page.html").exists()
@@ -258,33 +259,33 @@ def test_a_single_damaged_image_is_one_line_and_of_several_each_has_one(place: P
 
 def test_images_of_one_name_are_drawn_into_folders(place: Path) -> None:
     network = str(place / "segment predict.safetensors")
-    photos = images(Path("classes"), classes=2, each=1, size=(20, 20))
-    done = run("segment", "predict", network, str(photos), "-o", "out", "--json")
+    photos = write_class_folders(Path("classes"), classes=2, each=1, size=(20, 20))
+    done = run_dpn("segment", "predict", network, str(photos), "-o", "out", "--json")
     found = [one["labels"] for one in json.loads(done.stdout)]
     assert found == [f"out/{name}/000.labels.png" for name in ("class0", "class1")]
     assert all(Path(name).is_file() for name in found)
     (photos / "class1" / "000.png").write_bytes((photos / "class1" / "000.jpg").read_bytes())
     for asked, names in ((photos, ("class0/000", "class1/000.jpg", "class1/000.png")),
                          (photos / "class1", ("000.jpg", "000.png"))):  # fmt: skip
-        done = run("segment", "predict", network, str(asked), "-o", "both", "--json")
+        done = run_dpn("segment", "predict", network, str(asked), "-o", "both", "--json")
         assert [one["labels"] for one in json.loads(done.stdout)] == [f"both/{name}.labels.png" for name in names]
-    done = run("segment", "predict", network, str(photos), str(photos / "class1" / "000.png"), "-o", "out")
+    done = run_dpn("segment", "predict", network, str(photos), str(photos / "class1" / "000.png"), "-o", "out")
     assert done.exit_code == 2
     assert "both would be written as class1/000.png.labels.png" in done.stderr
 
 
 def test_what_was_drawn_into_the_folder_of_the_images_is_not_read(place: Path) -> None:
     network = str(place / "segment predict.safetensors")
-    photos = images(Path("classes"), classes=1, each=2, size=(20, 20)) / "class0"
+    photos = write_class_folders(Path("classes"), classes=1, each=2, size=(20, 20)) / "class0"
     asked = ["segment", "predict", network, str(photos), "--json", "-o"]
     for output, left in ((photos, 0), (photos, 6), (photos / "drawn", 6)):
-        done = run(*asked, str(output))
+        done = run_dpn(*asked, str(output))
         found = json.loads(done.stdout)
         assert [one["image"] for one in found] == [f"{photos}/{number:03d}.jpg" for number in range(2)]
         assert ("left out 6 images called *.labels.png, *.overlay.png" in done.stderr) == bool(left)
     drawn = photos / "000.labels.png"
     before = drawn.read_bytes()
-    done = run("segment", "predict", network, str(photos / "000.jpg"), str(drawn), "-o", str(photos))
+    done = run_dpn("segment", "predict", network, str(photos / "000.jpg"), str(drawn), "-o", str(photos))
     assert (done.exit_code, drawn.read_bytes()) == (2, before)
     assert f"{drawn}: would be written over by the files of another image" in done.stderr
 
@@ -296,7 +297,7 @@ def test_classes_are_counted_and_the_most_frequent_comes_first() -> None:
 
 def test_a_legend_keeps_classes_of_one_name_apart() -> None:
     html = render("x", [PageSection("y", [Legend("z", [("a", "#000000"), ("a", "#ffffff")])])], {})
-    check_page(html)
+    parse_page(html)
     assert html.count("<li>") == 2
 
 
@@ -313,20 +314,20 @@ COUNTED = {
 }  # fmt: skip
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_charts")
 @pytest.mark.parametrize("label", COUNTED)
 def test_commands_that_read_images_say_how_far_they_are(
     label: str, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    images(Path("classes"), classes=3, each=4, size=(20, 20))
-    images(Path("good"), classes=2, each=4, size=(20, 20))
+    write_class_folders(Path("classes"), classes=3, each=4, size=(20, 20))
+    write_class_folders(Path("good"), classes=2, each=4, size=(20, 20))
     for number, name in enumerate(("ant", SCRIPT, "cow")):
         Path(f"classes/class{number}").rename(f"classes/{name}")
     for path in place.glob("*.safetensors"):
         Path(path.name).symlink_to(path)
     export_backbone(load_backbone("mu/8", stem="none", image_size=16), Path("plain.safetensors"))
     monkeypatch.setattr(console, "LINE_EVERY", -1.0)  # a line every time
-    done = run(*COUNTED[label])
+    done = run_dpn(*COUNTED[label])
     assert done.exit_code == 0, done.output
     told = re.findall(rf"^{label.removesuffix('.safetensors')}: (\d+) of (\d+) images$", done.stderr, re.MULTILINE)
     assert told, done.stderr

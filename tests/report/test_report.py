@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import shlex
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
-import html5lib
 import pytest
 import yaml
 from rich.cells import cell_len
 from scipy import stats
-from test_cli import run
 
 from dpn_cli.commands.report import origins_of
 from dpn_cli.config.load import build, merge, read_config
-from dpn_cli.report import page
 from dpn_cli.report.charts import COLOURS, INK, draw
 from dpn_cli.report.content import BarChart, ConfusionChart, HeatMap, LineChart, Panel, Series, Table, downsample
 from dpn_cli.report.page import write_page
 from dpn_cli.report.reading import read_run
 from dpn_cli.report.tables import as_latex, as_markdown
+from support.cli import run_dpn
+from support.pages import SCRIPT_TAG, Json, make_page, parse_page, read_chart_rows, write_classifier_run, write_run
 from tasks.classify.distill.config import DistillConfig
 from tasks.classify.highres_config import HighresConfig
 from tasks.lit.config import LitConfig
@@ -34,79 +31,15 @@ from tasks.vtab.result_tables import build_result
 from tasks.vtab.tasks import TASKS
 from tasks.vtab.trials import TaskOutcome
 
-Json = dict[str, Any]
 SVG = "{http://www.w3.org/2000/svg}"
-SCRIPT = "<script>alert(1)</script>"
-
-
-def write_run(
-    path: Path, schema: Any, config: str, result: Json | None, kind: str = "classifier", **changes: Any
-) -> Path:
-    """Write the folder of a run as the commands do."""
-    path.mkdir(parents=True)
-    plain = build(schema, merge(read_config(config), changes), "test").model_dump(mode="json")
-    (path / "config.yaml").write_text(yaml.safe_dump(plain))
-    facts = {"kind": kind, "argv": ["dpn", "finetune", "highres"], "versions": {"dpn-cli": "0.1.0"}}
-    facts |= {"status": "finished" if result else "running", "data": {"train": "a1", "val": "b2"}}
-    facts |= {"updated": "2026-01-01T00:00:00+0000"}
-    (path / "run.json").write_text(json.dumps(facts))
-    if result:
-        (path / "result.json").write_text(json.dumps({"differs_from_paper": None, **result}))
-    records = [{"step": step, "loss": 2 / step, "lr": 0.1 * step, "grad_norm": 1.5 / step} for step in range(1, 9)]
-    records.append({"step": 8, "accuracy": 31.0})
-    (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
-def classifier(path: Path, top1: float = 80.0, seed: int = 0, stem: str = "dpn", **changes: Any) -> Path:
-    result = {
-        **{"task": "highres", "arch": "mu/16", "stem": stem, "top1": top1, "top5": 99.0, "loss": 0.5, "classes": 6},
-        **{"images": {"train": 950, "minival": 50, "val": 1000}, "floors": {"chance": 16.7}, "steps": 8},
-        **{"minival_top1": 31.0, "best_step": 8, "timing": {"train_seconds": 7.2, "wait_seconds": 1.8}},
-    }
-    backbone = {"stem": stem}
-    return write_run(path, HighresConfig, "highres_demo", result, seed=seed, backbone=backbone, **changes)
-
-
-def page_of(tmp_path: Path, *runs: Path) -> str:
-    done = run("report", *map(str, runs), "-o", str(tmp_path / "page"))
-    assert done.exit_code == 0, done.output
-    return (tmp_path / "page" / "report.html").read_text()
-
-
-@pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave charts out of pages of which only the text is looked at."""
-    monkeypatch.setattr(page, "draw", lambda chart, prefix: ("<svg></svg>", b""))
-
-
-def rows_of(tmp_path: Path, name: str) -> list[list[str]]:
-    with (tmp_path / "page" / "figures" / f"{name}.csv").open(newline="") as file:
-        return list(csv.reader(file))
-
-
-def check_page(html: str) -> Any:
-    """Assert that a page is valid HTML that loads nothing from elsewhere, and return its tree."""
-    tree = html5lib.HTMLParser(strict=True).parse(html)
-    ids = [element.get("id") for element in tree.iter() if element.get("id")]
-    assert len(ids) == len(set(ids))
-    for element in tree.iter():
-        assert not str(element.tag).endswith(("}script", "}link", "}iframe", "}object")), element.tag
-        for name, value in element.attrib.items():
-            if str(name).rpartition("}")[2] in {"src", "href", "data", "action", "poster", "srcset"}:
-                assert value.startswith(("#", "data:image/")), (name, value[:80])
-                assert not value.startswith("#") or value[1:] in ids, value
-            assert not str(name).startswith("on"), name
-    assert not re.search(r"url\((?!#)|@import", html)
-    return tree
 
 
 def test_a_page_is_valid_stands_alone_and_escapes_names(tmp_path: Path) -> None:
-    folder = classifier(tmp_path / SCRIPT.replace("/", "") / "run & co", data={"val_source": SCRIPT})
-    html = page_of(tmp_path, folder)
-    tree = check_page(html)
+    folder = write_classifier_run(tmp_path / SCRIPT_TAG.replace("/", "") / "run & co", data={"val_source": SCRIPT_TAG})
+    html = make_page(tmp_path, folder)
+    tree = parse_page(html)
     assert "<script" not in html
-    assert SCRIPT in "".join(tree.itertext())
+    assert SCRIPT_TAG in "".join(tree.itertext())
     drawings = list(tree.iter(f"{SVG}svg"))
     assert len(drawings) == 4
     assert INK not in html  # lines and text have the page's own colour, light or dark
@@ -116,22 +49,22 @@ def test_a_page_is_valid_stands_alone_and_escapes_names(tmp_path: Path) -> None:
 
 
 def test_the_same_runs_give_the_same_bytes_and_old_figures_are_deleted(tmp_path: Path) -> None:
-    folder = classifier(tmp_path / "run")
-    first = page_of(tmp_path, folder)
+    folder = write_classifier_run(tmp_path / "run")
+    first = make_page(tmp_path, folder)
     (tmp_path / "page" / "figures" / "of_another_run.png").touch()
     images = {path.name: path.read_bytes() for path in (tmp_path / "page" / "figures").iterdir() if path.stat().st_size}
-    assert page_of(tmp_path, folder) == first
+    assert make_page(tmp_path, folder) == first
     assert {path.name: path.read_bytes() for path in (tmp_path / "page" / "figures").iterdir()} == images
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_charts")
 def test_curves_are_those_of_the_log_and_values_say_where_they_come_from(tmp_path: Path) -> None:
-    html = page_of(tmp_path, classifier(tmp_path / "run", lr=0.25))
-    header, *rows = rows_of(tmp_path, "loss")
+    html = make_page(tmp_path, write_classifier_run(tmp_path / "run", lr=0.25))
+    header, *rows = read_chart_rows(tmp_path, "loss")
     assert header == ["series", "step", "training loss"]
     assert [(int(step), float(loss)) for _, step, loss in rows] == [(step, 2 / step) for step in range(1, 9)]
-    assert rows_of(tmp_path, "accuracy")[1:] == [["run", "8", "31.0"]]
-    text = "".join(check_page(html).itertext())
+    assert read_chart_rows(tmp_path, "accuracy")[1:] == [["run", "8", "31.0"]]
+    text = "".join(parse_page(html).itertext())
     assert "given or derived; the config highres_demo has 0.005" in text  # its run.json does not tell
     assert "25.0 %" in text  # 1.8 of 7.2 seconds
     assert "0.002" in text  # hours
@@ -144,7 +77,7 @@ def origins(folder: Path) -> dict[str, str]:
 def test_a_value_that_the_command_gave_is_told_from_one_that_follows(tmp_path: Path, photos: Path) -> None:
     words = ["--data", str(photos), "--val-fraction", "0.3", "--arch", "mu/8", "--checkpoint", "none", "--steps", "2"]
     words += ["--set", "optim.momentum=0.5", "-b", "8", "-j", "0", "--device", "cpu", "-q", "--image-size", "16"]
-    assert run("finetune", "highres", *words, "-o", str(tmp_path / "one")).exit_code == 0
+    assert run_dpn("finetune", "highres", *words, "-o", str(tmp_path / "one")).exit_code == 0
     found = origins(tmp_path / "one")
     begins = {key: found[key].split(";")[0] for key in ("data.source", "optim.momentum", "backbone.stem", "lr")}
     assert begins == {
@@ -153,7 +86,7 @@ def test_a_value_that_the_command_gave_is_told_from_one_that_follows(tmp_path: P
         "backbone.stem": "derived",
         "lr": "config pretrain_own",
     }
-    done = run("finetune", "highres", *words, "--compare", "none,dpn", "-o", str(tmp_path / "two"))
+    done = run_dpn("finetune", "highres", *words, "--compare", "none,dpn", "-o", str(tmp_path / "two"))
     assert done.exit_code == 0, done.output
     for folder in (tmp_path / "two", tmp_path / "two" / "dpn" / "seed0"):
         found = origins(folder)
@@ -166,15 +99,15 @@ def test_a_value_that_the_command_gave_is_told_from_one_that_follows(tmp_path: P
     assert origins(file.parent) == found
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_charts")
 def test_differences_in_pairs_are_scipys(tmp_path: Path) -> None:
     plain, dpn = [70.0, 74.0, 71.0], [73.0, 75.5, 75.0]
-    runs = [classifier(tmp_path / f"none{seed}", score, seed, "none") for seed, score in enumerate(plain)]
+    runs = [write_classifier_run(tmp_path / f"none{seed}", score, seed, "none") for seed, score in enumerate(plain)]
     runs += [
-        classifier(tmp_path / f"dpn{seed}", score, seed, "dpn", runtime={"workers": 3})
+        write_classifier_run(tmp_path / f"dpn{seed}", score, seed, "dpn", runtime={"workers": 3})
         for seed, score in enumerate(dpn)
     ]
-    text = "".join(check_page(page_of(tmp_path, *runs)).itertext())
+    text = "".join(parse_page(make_page(tmp_path, *runs)).itertext())
     low, high = stats.ttest_rel(dpn, plain).confidence_interval(0.95)
     error = stats.sem([a - b for a, b in zip(dpn, plain, strict=True)])
     assert f"{fmean(dpn) - fmean(plain):.2f} ± {error:.2f}" in text
@@ -194,63 +127,66 @@ def test_differences_in_pairs_are_scipys(tmp_path: Path) -> None:
         ({"result": {}}, "has no score yet"),
     ],
 )
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_charts")
 def test_runs_that_make_no_pair_are_not_paired_and_the_page_says_why(
     tmp_path: Path, changes: Json, reason: str
 ) -> None:
     facts, result = changes.pop("facts", {}), changes.pop("result", None)
-    first, other = classifier(tmp_path / "one", stem="none"), classifier(tmp_path / "two", **changes)
+    first, other = (
+        write_classifier_run(tmp_path / "one", stem="none"),
+        write_classifier_run(tmp_path / "two", **changes),
+    )
     place = other / "run.json"
     place.write_text(json.dumps({**json.loads(place.read_text()), **facts}))
     if result is not None:
         (other / "result.json").unlink()
-    text = "".join(check_page(page_of(tmp_path, first, other)).itertext())
+    text = "".join(parse_page(make_page(tmp_path, first, other)).itertext())
     assert reason in text
     assert "is not paired with stem none" in text
     assert "minus" not in text
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_charts")
 def test_networks_that_differ_in_much_are_called_like_their_runs(tmp_path: Path) -> None:
-    other = classifier(tmp_path / "two")
+    other = write_classifier_run(tmp_path / "two")
     plain = yaml.safe_load((other / "config.yaml").read_text())
     plain["backbone"] |= {"arch": "mu/8", "norm": "bn", "pool": "token", "dropout": 0.5}
     (other / "config.yaml").write_text(yaml.safe_dump(plain))
-    text = "".join(check_page(page_of(tmp_path, classifier(tmp_path / "one"), other)).itertext())
+    text = "".join(parse_page(make_page(tmp_path, write_classifier_run(tmp_path / "one"), other)).itertext())
     assert "two minus one" in text
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_charts")
 def test_an_unfinished_or_damaged_run_is_shown_as_far_as_it_is_there(tmp_path: Path) -> None:
-    folder = classifier(tmp_path / "run", top1=16.0)
+    folder = write_classifier_run(tmp_path / "run", top1=16.0)
     (folder / "result.json").write_text('{"task": ')
     with (folder / "metrics.jsonl").open("a") as log:
         log.write('{"step": 9, "loss": NaN}\nnot a record\n{"loss": 3}\n{"step": 10, "lo')
-    done = run("report", str(folder), "-o", str(tmp_path / "page"))
+    done = run_dpn("report", str(folder), "-o", str(tmp_path / "page"))
     assert "UNFINISHED" in done.stderr
-    text = "".join(check_page((tmp_path / "page" / "report.html").read_text()).itertext())
+    text = "".join(parse_page((tmp_path / "page" / "report.html").read_text()).itertext())
     assert "result.json is damaged" in text
     assert "metrics.jsonl: 3 lines are damaged" in text
-    assert len(rows_of(tmp_path, "loss")) == 9
+    assert len(read_chart_rows(tmp_path, "loss")) == 9
     assert "NOTHING LEARNT" not in text
     (folder / "metrics.jsonl").unlink()
     for name in ("config.yaml", "run.json"):
         kept = (folder / name).read_text()
         (folder / name).write_text("")
-        assert f"{name} is missing or damaged" in page_of(tmp_path, folder)
+        assert f"{name} is missing or damaged" in make_page(tmp_path, folder)
         (folder / name).write_text(kept)
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_charts")
 def test_a_score_at_chance_is_called_so(tmp_path: Path) -> None:
-    assert "NOTHING LEARNT: validation top-1 16.00 % of 1000" in page_of(
-        tmp_path, classifier(tmp_path / "run", top1=16.0)
+    assert "NOTHING LEARNT: validation top-1 16.00 % of 1000" in make_page(
+        tmp_path, write_classifier_run(tmp_path / "run", top1=16.0)
     )
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_charts")
 def test_folders_that_cannot_be_reported_end_with_one_line(tmp_path: Path) -> None:
-    folder = classifier(tmp_path / "run")
+    folder = write_classifier_run(tmp_path / "run")
     (tmp_path / "empty").mkdir()
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / "run.json").write_text('{"kind": "oracle"}')
@@ -264,37 +200,37 @@ def test_folders_that_cannot_be_reported_end_with_one_line(tmp_path: Path) -> No
         (["runs", str(tmp_path / "empty")], 3, "no runs in it"),
         (["runs", "show", str(tmp_path / "empty")], 3, "not a run's folder"),
     ):
-        done = run(*words, *(["-o", str(tmp_path / "page")] if len(words) == 2 and words[0] == "report" else []))
+        done = run_dpn(*words, *(["-o", str(tmp_path / "page")] if len(words) == 2 and words[0] == "report" else []))
         assert done.exit_code == code, done.output
         assert message in done.stderr
         assert len(done.stderr.strip().splitlines()) == 1
     del result["top5"]
     (folder / "result.json").write_text(json.dumps(result))
-    assert "KeyError: 'top5'" in run("report", str(folder), "-o", str(tmp_path / "page")).stderr
+    assert "KeyError: 'top5'" in run_dpn("report", str(folder), "-o", str(tmp_path / "page")).stderr
 
 
 def test_runs_are_listed_and_shown(tmp_path: Path) -> None:
-    classifier(tmp_path / "runs" / "highres" / "a")
-    unfinished = classifier(tmp_path / "runs" / "b")
+    write_classifier_run(tmp_path / "runs" / "highres" / "a")
+    unfinished = write_classifier_run(tmp_path / "runs" / "b")
     (unfinished / "result.json").unlink()
-    listed = json.loads(run("runs", str(tmp_path / "runs"), "--json").stdout)
+    listed = json.loads(run_dpn("runs", str(tmp_path / "runs"), "--json").stdout)
     assert [(row["run"][-1], row["status"], row["metric"], row["value"]) for row in listed] == [
         ("b", "finished", None, None),
         ("a", "finished", "top-1", 80.0),
     ]
     assert [row["step"] for row in listed] == [8, 8]
     assert listed[0]["command"] == "dpn finetune highres"
-    done = run("runs", str(tmp_path / "runs"))
+    done = run_dpn("runs", str(tmp_path / "runs"))
     assert re.search(r"80.00 % top-1 +8/\d+ +\d+ d", done.stdout), done.output
-    shown = run("runs", "show", str(unfinished))
+    shown = run_dpn("runs", "show", str(unfinished))
     assert "no result.json" in " ".join(shown.stdout.split())
 
 
 def test_the_command_of_a_run_is_one_that_a_shell_takes(tmp_path: Path) -> None:
-    folder = classifier(tmp_path / "run")
+    folder = write_classifier_run(tmp_path / "run")
     argv = ["dpn", "pretrain", "--data", "my photos", "--compare", "stem=none;stem=dpn", "-o", "it's"]
     (folder / "run.json").write_text(json.dumps({**json.loads((folder / "run.json").read_text()), "argv": argv}))
-    (row,) = json.loads(run("runs", str(tmp_path), "--json").stdout)
+    (row,) = json.loads(run_dpn("runs", str(tmp_path), "--json").stdout)
     assert shlex.split(row["command"]) == argv
 
 
@@ -311,9 +247,9 @@ def test_names_in_the_list_of_runs_are_whole(
     columns: str, lines: list[str], command: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    classifier(Path("runs/pretrain_own/B-32-stem-none-norm-ln-vs-dpn"))
+    write_classifier_run(Path("runs/pretrain_own/B-32-stem-none-norm-ln-vs-dpn"))
     monkeypatch.setenv("COLUMNS", columns)
-    printed = run("runs").stdout.splitlines()
+    printed = run_dpn("runs").stdout.splitlines()
     assert [line.split(" ")[0] for line in printed[1 : 1 + len(lines)]] == lines
     assert ("dpn finetune highres" in printed[1]) == command
     assert len(printed) == 1 + len(lines)
@@ -341,14 +277,14 @@ def sweep(path: Path, config: VtabConfig, score: dict[str, float]) -> Path:
 def test_a_sweep_has_every_cell_the_papers_values_and_the_ledger(tmp_path: Path) -> None:
     plain = merge(read_config("vtab"), {"backbone": {"arch": "B/32"}, "compare": ["none", "dpn"], "seeds": [0, 1]})
     config = build(VtabConfig, plain, "test")
-    html = page_of(tmp_path, sweep(tmp_path / "run", config, {"none": 60.0, "dpn": 64.0}))
-    text = " ".join("".join(check_page(html).itertext()).split())
-    cells = rows_of(tmp_path, "network2_cells")
+    html = make_page(tmp_path, sweep(tmp_path / "run", config, {"none": 60.0, "dpn": 64.0}))
+    text = " ".join("".join(parse_page(html).itertext()).split())
+    cells = read_chart_rows(tmp_path, "network2_cells")
     assert cells[0] == ["panel", "learning rate", "seed", "val200 in %", "marked"]
     assert len(cells) == 1 + 2 * len(config.lrs) * 2
     assert {row[1] for row in cells if row[4] == "1"} == {f"{config.lrs[-1]:g}"}
     assert ["caltech101", f"{config.lrs[1]:g}", "1", "11.0", "0"] in cells
-    bars = {(row[0], row[1]): row[2] for row in rows_of(tmp_path, "tasks")}
+    bars = {(row[0], row[1]): row[2] for row in read_chart_rows(tmp_path, "tasks")}
     assert bars["dpn", "caltech101"] == "64.5"
     assert bars["dpn, paper", "caltech101"] == "87.7"
     assert bars["none, paper", "camelyon"] == "77.9"
@@ -357,14 +293,14 @@ def test_a_sweep_has_every_cell_the_papers_values_and_the_ledger(tmp_path: Path)
     assert "4.00all equal" in text  # dpn minus none
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_charts")
 def test_recall_and_classes_are_drawn_from_their_results(tmp_path: Path) -> None:
     recall = {f"{way}@{k}": 10.0 * k for way in ("image_to_text", "text_to_image") for k in (1, 5)}
     retrieval = {**recall, "chance@5": 0.5, "images": 1000, "captions": 1000}
     result = {"task": "lit", "retrieval": retrieval, "temperature": 10.0}
-    text = page_of(tmp_path, write_run(tmp_path / "lit", LitConfig, "lit_demo", result, "towers"))
-    check_page(text)
-    assert rows_of(tmp_path, "recall")[1:] == [
+    text = make_page(tmp_path, write_run(tmp_path / "lit", LitConfig, "lit_demo", result, "towers"))
+    parse_page(text)
+    assert read_chart_rows(tmp_path, "recall")[1:] == [
         *(["image to text", k, v] for k, v in (("1", "10.0"), ("5", "50.0"))),
         *(["text to image", k, v] for k, v in (("1", "10.0"), ("5", "50.0"))),
         *(["chance", k, v] for k, v in (("1", "0.1"), ("5", "0.5"))),
@@ -372,18 +308,18 @@ def test_recall_and_classes_are_drawn_from_their_results(tmp_path: Path) -> None
     result = {"task": "segment", "miou": 20.0, "majority_miou": 30.0, "images": 5}
     folder = write_run(tmp_path / "segment", SegmentConfig, "ade20k_demo", result, "segmenter")
     (folder / "per_class.csv").write_text(
-        f"class,name,pixels,predicted,iou,recall,precision\n0,a,1,1,10.00,1.00,1.00\n1,{SCRIPT},1,1,90.00,1.00,1.00\n2,c,0,0,,,\n"
+        f"class,name,pixels,predicted,iou,recall,precision\n0,a,1,1,10.00,1.00,1.00\n1,{SCRIPT_TAG},1,1,90.00,1.00,1.00\n2,c,0,0,,,\n"
     )
-    html = page_of(tmp_path, folder)
-    check_page(html)
+    html = make_page(tmp_path, folder)
+    parse_page(html)
     assert "<script" not in html
-    assert [row[1:3] for row in rows_of(tmp_path, "iou")[1:]] == [[SCRIPT, "90.0"], ["a", "10.0"]]
+    assert [row[1:3] for row in read_chart_rows(tmp_path, "iou")[1:]] == [[SCRIPT_TAG, "90.0"], ["a", "10.0"]]
     assert "NOTHING LEARNT: validation mIoU" in html
     (folder / "per_class.csv").unlink()
-    assert "per_class.csv is missing" in page_of(tmp_path, folder)
+    assert "per_class.csv is missing" in make_page(tmp_path, folder)
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_charts")
 def test_runs_on_parts_of_the_images_are_a_curve(tmp_path: Path) -> None:
     runs = []
     for stem, share, seed, miou in (
@@ -396,17 +332,17 @@ def test_runs_on_parts_of_the_images_are_a_curve(tmp_path: Path) -> None:
         changes = {"backbone": {"stem": stem}, "data": {"source": "demo", "fraction": share}, "seed": seed}
         folder = tmp_path / f"{stem}-{share}-{seed}"
         runs.append(write_run(folder, SegmentConfig, "ade20k_demo", result, "segmenter", **changes))
-    check_page(page_of(tmp_path, *runs))
-    assert [row[:3] for row in rows_of(tmp_path, "fractions")[1:]] == [
+    parse_page(make_page(tmp_path, *runs))
+    assert [row[:3] for row in read_chart_rows(tmp_path, "fractions")[1:]] == [
         ["stem none", "25.0", "20.0"],
         ["stem none", "100.0", "30.0"],
         ["stem dpn", "25.0", "26.0"],
     ]
-    page_of(tmp_path, *runs[::2])  # of one part
+    make_page(tmp_path, *runs[::2])  # of one part
     assert not (tmp_path / "page" / "figures" / "fractions.csv").exists()
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_charts")
 def test_a_comparison_has_its_means_and_differences(tmp_path: Path) -> None:
     score = {"mean": 12.0, "std": 2.0, "n": 2, "stderr": 1.4, "ci95": [1.0, 23.0]}
     networks = {name: {"runs": {f"{name}/seed0": {"top1": 11.0}}, "top1": score} for name in ("none", "dpn")}
@@ -415,26 +351,29 @@ def test_a_comparison_has_its_means_and_differences(tmp_path: Path) -> None:
     result = {"task": "pretrain", "score": "top1", "compare": compare, "failed": ["dpn, seed 1: loss nan"]}
     folder = write_run(tmp_path / "run", HighresConfig, "highres_demo", result, "comparison")
     for name in ("none", "dpn"):
-        classifier(folder / name / "seed0", stem=name)
+        write_classifier_run(folder / name / "seed0", stem=name)
     (folder / "result.json").rename(folder / "partial.json")  # as it is when trainings have failed
-    html = page_of(tmp_path, folder)
-    check_page(html)
+    html = make_page(tmp_path, folder)
+    parse_page(html)
     assert "-3.00 ± 1.40" in html
     assert "failed: dpn, seed 1: loss nan" in html
-    assert rows_of(tmp_path, "networks")[1:] == [["top-1", "none", "12.0", "11.0"], ["top-1", "dpn", "12.0", "11.0"]]
-    assert {row[0] for row in rows_of(tmp_path, "networks_loss")[1:]} == {"none", "dpn"}
+    assert read_chart_rows(tmp_path, "networks")[1:] == [
+        ["top-1", "none", "12.0", "11.0"],
+        ["top-1", "dpn", "12.0", "11.0"],
+    ]
+    assert {row[0] for row in read_chart_rows(tmp_path, "networks_loss")[1:]} == {"none", "dpn"}
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_charts")
 def test_a_comparison_tells_damage_inside_it_and_shows_what_is_finished_of_one_that_is_not(tmp_path: Path) -> None:
     several = {"compare": ["none", "dpn"], "seeds": [0, 1]}
     folder = write_run(tmp_path / "run", HighresConfig, "highres_demo", None, "comparison", **several)
     first, second, third = (folder / name for name in ("none/seed0", "none/seed1", "dpn/seed0"))
-    classifier(first, 71.25)
-    (classifier(second, 72.5) / "metrics.jsonl").write_text("")
-    (classifier(third) / "result.json").unlink()
-    html = page_of(tmp_path, folder)
-    text = " ".join(part.strip() for part in check_page(html).itertext() if part.strip())
+    write_classifier_run(first, 71.25)
+    (write_classifier_run(second, 72.5) / "metrics.jsonl").write_text("")
+    (write_classifier_run(third) / "result.json").unlink()
+    html = make_page(tmp_path, folder)
+    text = " ".join(part.strip() for part in parse_page(html).itertext() if part.strip())
     assert "2 of 4 trainings finished" in text
     assert "none none/seed0 71.25 8 none none/seed1 72.50 8" in text
     assert "none/seed1: metrics.jsonl is missing or damaged: it ends at step 0 of 8" in text
@@ -442,10 +381,10 @@ def test_a_comparison_tells_damage_inside_it_and_shows_what_is_finished_of_one_t
     assert "none/seed0: " not in text
     assert "hours of training - " in text
     assert "minival top-1 in %" in text
-    assert rows_of(tmp_path, "networks_accuracy")[0][2] == "minival top-1 in %"
+    assert read_chart_rows(tmp_path, "networks_accuracy")[0][2] == "minival top-1 in %"
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_charts")
 def test_curves_of_a_comparison_are_means_over_seeds_in_a_band_that_holds_them_all(tmp_path: Path) -> None:
     """A seed that has come less far is in the means as far as it has come."""
     names = {"arch=mu/8": "arch=mu-8", "dpn": "dpn"}
@@ -458,16 +397,18 @@ def test_curves_of_a_comparison_are_means_over_seeds_in_a_band_that_holds_them_a
     losses = {"arch=mu-8/seed0": (5, 4), "dpn/seed0": (1, 2), "dpn/seed2": (3,), "dpn/seed10": (8, 3)}
     for name, values in losses.items():
         records = [{"step": step, "loss": float(value)} for step, value in enumerate(values, 1)]
-        (classifier(folder / name) / "metrics.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in records))
-    assert "mean over seeds in a band" in page_of(tmp_path, folder)
-    rows = [[name, *map(float, row)] for name, *row in rows_of(tmp_path, "networks_loss")[1:]]
+        (write_classifier_run(folder / name) / "metrics.jsonl").write_text(
+            "".join(f"{json.dumps(one)}\n" for one in records)
+        )
+    assert "mean over seeds in a band" in make_page(tmp_path, folder)
+    rows = [[name, *map(float, row)] for name, *row in read_chart_rows(tmp_path, "networks_loss")[1:]]
     assert rows == [
         *([name, step, mean, mean, mean] for name, step, mean in (("arch=mu/8", 1, 5), ("arch=mu/8", 2, 4))),
         *(["dpn", 1, 4, 1, 8], ["dpn", 2, 2.5, 2, 3]),
     ]
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_charts")
 def test_a_distillation_has_its_stages_and_its_teacher(tmp_path: Path) -> None:
     near = {"agreement": 78.25, "kl": 0.0696, "token_variance": None, "top1": 62.5}
     result = {
@@ -478,13 +419,13 @@ def test_a_distillation_has_its_stages_and_its_teacher(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", DistillConfig, "distill_demo", result, "network", **changes)
     with (folder / "metrics.jsonl").open("a") as log:
         log.write('{"step": 4, "images": 500, "agreement": 58.0}\n')
-    html = page_of(tmp_path, folder)
-    check_page(html)
+    html = make_page(tmp_path, folder)
+    parse_page(html)
     lines = (tmp_path / "page" / "table.md").read_text().splitlines()
     assert "| before the first step | 4.00 | 0.0696 | 62.50 |" in lines
     assert "| after the last step | 78.25 | 0.0696 | 62.50 |" in lines
     assert "| the teacher, B/32 |  |  | 66.40 |" in lines
-    assert rows_of(tmp_path, "agreement")[1:] == [["run", "4", "58.0"]]
+    assert read_chart_rows(tmp_path, "agreement")[1:] == [["run", "4", "58.0"]]
     assert not (tmp_path / "page" / "figures" / "images.csv").exists()
 
 
@@ -523,19 +464,19 @@ def test_long_names_of_classes_leave_room_for_the_confusions() -> None:
 
 
 def test_charts_keep_names_as_they_are(tmp_path: Path) -> None:
-    name = f"$x^2$ & {SCRIPT} 猫 \x1b[31m"
+    name = f"$x^2$ & {SCRIPT_TAG} 猫 \x1b[31m"
     for chart in (
         LineChart("lines", name, name, name, [Series(name, [1, 2], [1.0, 3.0])], log_y=True, floor=(name, 2.0)),
         BarChart("bars", name, name, [name], {name: [None], "b": [3.0]}, {"b": [1.0]}),
         HeatMap("heat", name, name, name, name, [Panel(name, [name], [name, "b"], [[None, 2.0]], frozenset({0}))]),
     ):
         svg, png = draw(chart, chart.name)
-        tree = check_page(f"<!DOCTYPE html><html><head><title>x</title></head><body>{svg}</body></html>")
+        tree = parse_page(f"<!DOCTYPE html><html><head><title>x</title></head><body>{svg}</body></html>")
         assert "$x^2$" in "".join(tree.itertext())
         assert "\x1b" not in svg
         assert png.startswith(b"\x89PNG")
     write_page(tmp_path, name, [])
-    check_page((tmp_path / "report.html").read_text())
+    parse_page((tmp_path / "report.html").read_text())
 
 
 def test_tables_are_markdown_and_latex() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from scipy import stats
-from test_report import write_run
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -28,6 +27,7 @@ from dpn_cli.reproduce.listing import describe_experiments, print_list
 from dpn_cli.reproduce.page import table_of
 from dpn_cli.reproduce.price import flops
 from dpn_cli.reproduce.trainings import DATA_SETS, SmallTrainings, Trainings
+from support.pages import write_run
 from tasks.classify.pretrain_config import PretrainConfig
 from tasks.lit.text_tower import TextTower
 from tasks.vtab.tasks import TASKS

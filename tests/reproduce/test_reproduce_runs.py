@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from programs import environment
 from safetensors.torch import load_file
-from test_cli import run
-from test_report import undrawn  # noqa: F401  # a fixture
 
+# a fixture
 from dpn_cli.commands.reproduce import EXPERIMENTS
 from dpn_cli.errors import NonFiniteError
 from dpn_cli.reproduce import run as runner
 from dpn_cli.reproduce.cells import PaperTrial
 from dpn_cli.reproduce.trainings import LOGGED, SmallTrainings, Trainings
 from dpn_cli.weights.backbone import export_backbone, load_backbone
+from support.cli import run_dpn
+from support.programs import program_environment
 
 
 class Trainer:
@@ -55,14 +55,14 @@ def trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Trainer:
 
 
 def test_what_is_done_is_not_trained_again_and_is_shared(trainer: Trainer, tmp_path: Path) -> None:
-    first = run("reproduce", "table6", "--small", "--seeds", "2", "-o", "out", "--json")
+    first = run_dpn("reproduce", "table6", "--small", "--seeds", "2", "-o", "out", "--json")
     assert first.exit_code == 0, first.stderr
     assert len(trainer.configs) == 14
     assert trainer.configs["imagenet/rms/seed1"].seed == 1
     assert trainer.configs["imagenet/rms/seed1"].schedule.steps == SmallTrainings.steps
     trainer.configs.clear()
     (tmp_path / "out/imagenet/rms/seed1/result.json").unlink()
-    again = run("reproduce", "table6", "fig1", "--small", "--seeds", "2", "-o", "out", "--json")
+    again = run_dpn("reproduce", "table6", "fig1", "--small", "--seeds", "2", "-o", "out", "--json")
     assert again.exit_code == 0, again.stderr
     done = set(trainer.configs)
     assert "imagenet/rms/seed1" in done  # the one that was lost
@@ -84,7 +84,7 @@ def test_a_training_that_fails_is_listed_and_the_others_go_on(trainer: Trainer, 
         return 50.0
 
     trainer.score = score
-    done = run("reproduce", "table6", "--small", "--seeds", "1", "-o", "out")
+    done = run_dpn("reproduce", "table6", "--small", "--seeds", "1", "-o", "out")
     assert done.exit_code == 6
     assert "1 training failed (imagenet/post/seed0: the loss is NaN)" in done.stderr.replace("\n", " ")
     assert len(trainer.configs) == 7
@@ -96,48 +96,48 @@ def test_what_starts_from_a_lost_training_waits(trainer: Trainer) -> None:
         raise NonFiniteError("the loss is NaN")
 
     trainer.score = score
-    done = run("reproduce", "table3", "--small", "-o", "out")
+    done = run_dpn("reproduce", "table3", "--small", "-o", "out")
     assert done.exit_code == 6
     assert set(trainer.configs) == {"imagenet/none/seed0", "imagenet/dpn/seed0"}
 
 
 def test_a_sweep_with_cells_that_failed_is_not_done(trainer: Trainer) -> None:
     trainer.failed = ["svhn, lr 0.01, seed 0: NaN"]
-    done = run("reproduce", "table3", "--small", "-o", "out")
+    done = run_dpn("reproduce", "table3", "--small", "-o", "out")
     assert done.exit_code == 6
     assert "2 trainings failed (vtab/imagenet-none/3-seeds: svhn, lr 0.01, seed 0: NaN" in " ".join(done.stderr.split())
 
 
 def test_what_is_wrong_with_a_training_is_said_before_the_first(trainer: Trainer) -> None:
-    done = run("reproduce", "table3", "--small", "-o", "out", "--set", "label_smoothing=0.1")  # VTAB has none
+    done = run_dpn("reproduce", "table3", "--small", "-o", "out", "--set", "label_smoothing=0.1")  # VTAB has none
     assert done.exit_code == 2
     assert "label_smoothing" in done.stderr
     assert not trainer.configs
 
 
 def test_missing_data_are_listed_and_what_can_run_runs(trainer: Trainer, tmp_path: Path) -> None:
-    listed = run("reproduce", "--json")
+    listed = run_dpn("reproduce", "--json")
     assert listed.exit_code == 0
     rows = {row["name"]: row for row in json.loads(listed.stdout)}
     assert list(rows) == list(EXPERIMENTS)
     assert rows["table3"]["data"] == {"imagenet": None, "vtab-1k": None}
     assert rows["table6"]["trainings"] == rows["table6"]["left"] == 105
-    done = run("reproduce", "table3", "-o", "out")
+    done = run_dpn("reproduce", "table3", "-o", "out")
     assert done.exit_code == 3
     assert "needs imagenet; needs vtab-1k, imagenet)" in " ".join(done.stderr.split())
     assert not trainer.configs
     (tmp_path / "data/imagenet").mkdir(parents=True)
     (tmp_path / "imagenet").mkdir()  # the option goes before what is found
-    done = run("reproduce", "table3", "-o", "out", "--data", "imagenet=data/imagenet")
+    done = run_dpn("reproduce", "table3", "-o", "out", "--data", "imagenet=data/imagenet")
     assert done.exit_code == 3
     assert "needs vtab-1k" in done.stderr
     assert {config.data.source for config in trainer.configs.values()} == {"data/imagenet"}
     assert len(trainer.configs) == 4
-    planned = run("reproduce", "table3", "--plan", "-o", "out").stdout.splitlines()
+    planned = run_dpn("reproduce", "table3", "--plan", "-o", "out").stdout.splitlines()
     assert [line.split()[:3] for line in planned] == [["dpn", "finetune", "vtab"]] * 4
     (tmp_path / "imagenet").rmdir()
     trainer.configs.clear()
-    done = run("reproduce", "table3", "-o", "out", "--data", "vtab-1k=data")
+    done = run_dpn("reproduce", "table3", "-o", "out", "--data", "vtab-1k=data")
     assert done.exit_code == 0, done.stderr
     assert {name.split("/")[0] for name in trainer.configs} == {"vtab"}  # which needs the other data no more
 
@@ -150,7 +150,7 @@ def test_weights_that_are_here_are_not_trained(trainer: Trainer, tmp_path: Path,
     given = ("--weights", "imagenet/B-32-none=plain.npz")
     (tmp_path / "home/weights").mkdir(parents=True)
     (tmp_path / "home/weights/B-32-dpn.safetensors").touch()
-    lines = run("reproduce", "table3", "--plan", *given, "--set", "runtime.compile=true").stdout.splitlines()
+    lines = run_dpn("reproduce", "table3", "--plan", *given, "--set", "runtime.compile=true").stdout.splitlines()
     plans = [runner.layers(shlex.split(line)[1:]) for line in lines]
     assert [plan.backbone.arch for plan in plans if plan.backbone.checkpoint == "none"] == ["B/16", "B/16"]
     started = [plan.backbone.checkpoint for plan in plans]
@@ -158,14 +158,14 @@ def test_weights_that_are_here_are_not_trained(trainer: Trainer, tmp_path: Path,
     assert str(tmp_path / "home/weights/B-32-dpn.safetensors") in started
     assert all(plan.runtime.compile for plan in plans)
     plain = (*given, "--weights", "imagenet/B-16-none=a.npz", "--weights", "imagenet/B-16-dpn=b.npz")
-    done = run("reproduce", "table3", "-o", "out", *plain, "--data", "vtab-1k=data")
+    done = run_dpn("reproduce", "table3", "-o", "out", *plain, "--data", "vtab-1k=data")
     assert done.exit_code == 0, done.stderr
     assert {config.backbone.checkpoint for config in trainer.configs.values()} == {*started, "a.npz", "b.npz"} - {
         "none", *(f"runs/paper/imagenet/B-16-{stem}/seed0" for stem in ("none", "dpn"))
     }  # fmt: skip
     # A table whose number is the pre-training's own score trains it nevertheless.
-    assert "--arch B/32 --stem none" in run("reproduce", "table6", "fig1", "--plan", "--seeds", "1").stdout
-    small = run("reproduce", "table5", "--small", "--plan").stdout.splitlines()
+    assert "--arch B/32 --stem none" in run_dpn("reproduce", "table6", "fig1", "--plan", "--seeds", "1").stdout
+    small = run_dpn("reproduce", "table5", "--small", "--plan").stdout.splitlines()
     assert len(small) == 2 + 5 * 2 * 3  # the paper's ten seeds are three here
 
 
@@ -184,13 +184,13 @@ def test_weights_that_are_here_are_not_trained(trainer: Trainer, tmp_path: Path,
 )
 def test_mistakes_are_one_line(words: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    done = run("reproduce", *words)
+    done = run_dpn("reproduce", *words)
     assert done.exit_code == (3 if "no such file" in said else 2)
     assert said in done.stderr
     assert done.stderr.count("\n") <= 2
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_charts")
 def test_figures_are_made_from_real_trainings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, photos: Path) -> None:
     """Two steps of both stems, then the gradients over depth and the scales of the first norm."""
 
@@ -200,7 +200,7 @@ def test_figures_are_made_from_real_trainings(tmp_path: Path, monkeypatch: pytes
         return PaperTrial(f"imagenet/{stem}/seed{seed}", "pretrain", (*words, "--data", str(photos)))
 
     monkeypatch.setattr(SmallTrainings, "imagenet", imagenet)
-    done = run("reproduce", "fig2", "fig3", "--small", "-q", "-o", str(tmp_path))
+    done = run_dpn("reproduce", "fig2", "fig3", "--small", "-q", "-o", str(tmp_path))
     assert done.exit_code == 0, done.stderr
     layers = (tmp_path / "fig2/B-16/figures/layer_norms.csv").read_text().splitlines()[1:]
     depths = [line.split(",")[:2] for line in layers]
@@ -213,7 +213,7 @@ def test_figures_are_made_from_real_trainings(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_charts")
 def test_a_process_of_its_own_makes_the_same_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, photos: Path
 ) -> None:
@@ -223,11 +223,11 @@ def test_a_process_of_its_own_makes_the_same_network(
         return PaperTrial(f"imagenet/{stem}/seed{seed}", "pretrain", words)
 
     monkeypatch.setattr(SmallTrainings, "imagenet", imagenet)
-    for name, value in environment().items():
+    for name, value in program_environment().items():
         monkeypatch.setenv(name, value)
     alone, processes = tmp_path / "alone", tmp_path / "processes"
     for out, jobs in ((alone, "1"), (processes, "2")):
-        done = run("reproduce", "fig3", "--small", "--jobs", jobs, "-o", str(out))
+        done = run_dpn("reproduce", "fig3", "--small", "--jobs", jobs, "-o", str(out))
         assert done.exit_code == 0, done.stderr
     assert str(processes / "logs/imagenet-dpn-seed0.log") in done.stderr.replace("\n", "")
     one, other = (load_file(out / "imagenet/dpn/seed0/weights.safetensors") for out in (alone, processes))
@@ -242,7 +242,7 @@ def test_a_failure_in_a_process_is_listed_and_what_starts_from_it_waits(
     script.write_text("#!/bin/sh\necho 'error: the loss is NaN' >&2\nexit 5\n")
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
-    done = run("reproduce", "table3", "--small", "--jobs", "2", "-o", str(tmp_path / "out"), "--json")
+    done = run_dpn("reproduce", "table3", "--small", "--jobs", "2", "-o", str(tmp_path / "out"), "--json")
     assert done.exit_code == 6
     told = json.loads(done.stdout)
     assert told["failed"] == {f"imagenet/{stem}/seed0": "the loss is NaN" for stem in ("none", "dpn")}
@@ -256,7 +256,7 @@ def test_a_mistake_in_a_process_ends_all(code: int, tmp_path: Path, monkeypatch:
     script.write_text(f"#!/bin/sh\necho 'error: not like this' >&2\nexit {code}\n")
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
-    done = run("reproduce", "table3", "--small", "--jobs", "2", "-o", str(tmp_path / "out"), "--json")
+    done = run_dpn("reproduce", "table3", "--small", "--jobs", "2", "-o", str(tmp_path / "out"), "--json")
     assert (done.exit_code, done.stdout) == (code, "")
     assert re.search(r"error: imagenet/\w+/seed0: not like this \(", done.stderr)
 
@@ -265,8 +265,8 @@ def test_weights_that_are_here_are_looked_into_and_not_trained(tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     export_backbone(load_backbone("mu/8", stem="dpn", image_size=16, seed=0), tmp_path / "given.safetensors")
     given = ("fig3", "--small", "--weights", "imagenet/dpn=given.safetensors", "-o", "out")
-    assert run("reproduce", *given, "--plan").stdout == "nothing is left to train\n"
-    done = run("reproduce", *given, "--json")
+    assert run_dpn("reproduce", *given, "--plan").stdout == "nothing is left to train\n"
+    done = run_dpn("reproduce", *given, "--json")
     assert done.exit_code == 0, done.stderr
     (page,) = json.loads(done.stdout)["experiments"][0]["pages"]
     assert Path(page).is_file()

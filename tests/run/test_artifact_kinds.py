@@ -11,8 +11,6 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_cli import run
-from test_lit_scores import towers
 
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.run.artifact_kinds import COMMANDS, kind_of, resolve
@@ -20,6 +18,8 @@ from dpn_cli.run.files import file_digest
 from dpn_cli.weights.backbone import export_backbone, load_backbone
 from dpn_cli.weights.locate import open_checkpoint
 from dpn_cli.weights.safetensors_io import KEY, read_weights, write_weights
+from support.cli import run_dpn
+from support.lit import make_towers
 from tasks.classify.classifier import Classifier, load_classifier, save_classifier
 from tasks.lit.towers import load_towers, save_towers
 from tasks.lit.zeroshot import build_classifier, classifier_of
@@ -91,7 +91,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         Segmenter(LinearSegmenter(vit, final_norm=False), classes, MaskData(source="x"), Evaluation(), {}),
         found["segmenter"],
     )
-    save_towers(towers(), found["towers"])
+    save_towers(make_towers(), found["towers"])
     return found
 
 
@@ -104,7 +104,7 @@ def test_commands_refuse_other_kinds_and_name_the_right_command(
     as_run = shutil.copytree(files[kind].parent, tmp_path / "runs" / kind)
     (as_run / "run.json").write_text("{}")
     for place in (files[kind], as_run):
-        done = run(*command.split(), str(place), *behind)
+        done = run_dpn(*command.split(), str(place), *behind)
         assert done.exit_code == 3, done.output
         (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
         assert f"{place} is " in line
@@ -133,7 +133,7 @@ def test_every_kind_is_read_by_its_own_loader(files: dict[str, Path]) -> None:
 )
 def test_a_run_without_weights_is_known_by_its_run_json(run_json: object, message: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps(run_json))
-    done = run("predict", str(tmp_path), "x.png")
+    done = run_dpn("predict", str(tmp_path), "x.png")
     assert done.exit_code == 3
     assert message in done.stderr
 
@@ -150,11 +150,11 @@ def test_the_weights_of_a_sweep_are_where_its_result_says(files: dict[str, Path]
 def test_a_converted_file_is_still_what_it_was(kind: str, files: dict[str, Path], tmp_path: Path) -> None:
     for size in ("16", "32"):
         target = tmp_path / f"{size}.safetensors"
-        assert run("checkpoint", "convert", str(files[kind]), str(target), "--image-size", size).exit_code == 0
-        shown = json.loads(run("checkpoint", "inspect", str(target), "--json").stdout)
+        assert run_dpn("checkpoint", "convert", str(files[kind]), str(target), "--image-size", size).exit_code == 0
+        shown = json.loads(run_dpn("checkpoint", "inspect", str(target), "--json").stdout)
         assert shown["kind"] == kind
         if kind == "segmenter":
-            assert "use 'dpn segment predict'" in run("predict", str(target), "x.png").stderr
+            assert "use 'dpn segment predict'" in run_dpn("predict", str(target), "x.png").stderr
         else:
             again = load_classifier(str(target))
             assert again.classes == ("ant", "bee", "cow")
@@ -200,7 +200,7 @@ def test_one_flipped_bit_is_noticed_by_every_command(
     for name, place in FLIPS.items():
         damaged = flipped(files[kind], tmp_path / f"{kind}.safetensors", place)
         rest = [word.replace("OUT", "out.safetensors") for word in behind]
-        done = run(*words, str(damaged), *rest)
+        done = run_dpn(*words, str(damaged), *rest)
         assert done.exit_code == 3, (name, done.output)
         assert len([line for line in done.stderr.splitlines() if line.startswith("error:")]) == 1, done.stderr
         assert str(damaged) in done.stderr
@@ -246,7 +246,7 @@ def test_files_without_checksums_still_load(files: dict[str, Path], tmp_path: Pa
     assert load_classifier(str(tmp_path / "classifier.safetensors")).classes[0] == "ant"
     assert load_segmenter(str(tmp_path / "segmenter.safetensors")).classes[0].name == "ant"
     assert load_towers(str(tmp_path / "towers.safetensors")).tokenizer.context == 16
-    done = run("predict", str(tmp_path / "segmenter.safetensors"), "x.png")
+    done = run_dpn("predict", str(tmp_path / "segmenter.safetensors"), "x.png")
     assert "is a segmentation network; use 'dpn segment predict'" in done.stderr
 
 
@@ -295,7 +295,7 @@ def test_a_damaged_cell_of_vtab_is_named(files: dict[str, Path], tmp_path: Path)
 def test_a_damaged_zero_shot_classifier_is_built_again(tmp_path: Path) -> None:
     from dpn_cli.run.distributed import World
 
-    own, alone = towers(), World(0, 1, torch.device("cpu"))
+    own, alone = make_towers(), World(0, 1, torch.device("cpu"))
     arguments = own, ["a cat", "a dog"], ["{}"], tmp_path, alone
     expected = classifier_of(*arguments)
     (kept,) = tmp_path.iterdir()

@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_highres as highres
-import test_lit as lit
-import test_vtab as vtab
 from scipy.stats import binom
 
 from dpn_cli.config.launch import LaunchOptions
@@ -18,6 +15,9 @@ from dpn_cli.config.load import build, from_settings, merge
 from dpn_cli.engine import fit as engine
 from dpn_cli.run.baseline_warnings import crop_warning, result_warning
 from dpn_cli.run.console import Console
+from support.highres import highres_config, train_highres
+from support.lit import lit_config, train_lit
+from support.vtab import TOY
 from tasks.classify.highres import run
 from tasks.vtab import command as vtab_command
 from tasks.vtab import config as vtab_config
@@ -81,11 +81,11 @@ def test_classification_says_that_nothing_was_learnt_and_keeps_the_floors(
         (tmp_path / "same" / name).mkdir(parents=True)
         for number in range(count):
             shutil.copy(photos / "class0" / f"{number:03d}.jpg", tmp_path / "same" / name)
-    result = highres.train(highres.small(tmp_path / "same", schedule={"steps": 2}), tmp_path / "run")
+    result = train_highres(highres_config(tmp_path / "same", schedule={"steps": 2}), tmp_path / "run")
     assert result["floors"] == {"chance": pytest.approx(100 / 3), "most_frequent_class": 50.0}
     (line,) = lines(capsys, "NOTHING LEARNT")
     assert f"validation top-1 {result['top1']:.2f} % of 12 is not above what always naming the most frequent" in line
-    highres.train(highres.small(photos), tmp_path / "learnt")
+    train_highres(highres_config(photos), tmp_path / "learnt")
     assert not lines(capsys, "NOTHING LEARNT")
 
 
@@ -93,16 +93,16 @@ def test_a_centre_that_shows_next_to_nothing_is_said_before_training(
     photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine, "fit", lambda *given, **named: pytest.fail("said too late"))
-    config = highres.small(photos, data={"eval_resize": 160})
+    config = highres_config(photos, data={"eval_resize": 160})
     with pytest.raises(pytest.fail.Exception, match="said too late"):
-        highres.train(config, tmp_path / "run")
+        train_highres(config, tmp_path / "run")
     (line,) = lines(capsys, "crops of")
     assert "crops of 32x32 cover 3.2 % of the images, which are cropped at 160x200 (median)" in line
 
 
 def test_a_dry_run_says_so_too(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for side, said in ((160, 1), (None, 0)):
-        config = highres.small(photos, data={"eval_resize": side})
+        config = highres_config(photos, data={"eval_resize": side})
         run(config, LaunchOptions(dry_run=True), Console(quiet=True))
         assert len(lines(capsys, "crops of 32x32 cover 3.2 % of the images")) == said
 
@@ -116,7 +116,7 @@ def test_vtab_says_it_of_tasks_that_crop(
     def said(task: Task, resize: int | None, augment: dict[str, list[str]]) -> list[str]:
         monkeypatch.setattr("tasks.vtab.command.choose_tasks", lambda names, demo: [task])
         monkeypatch.setattr("tasks.vtab.sweep.choose_tasks", lambda names, demo: [task])
-        layers = merge(from_settings(vtab.TOY), {"data": {"source": str(digits), "resize": resize, "augment": augment}})
+        layers = merge(from_settings(TOY), {"data": {"source": str(digits), "resize": resize, "augment": augment}})
         built = vtab_config.finalize(build(vtab_config.VtabConfig, vtab_config.resolve(None, layers, {}), "test"))
         with pytest.raises(pytest.fail.Exception, match="said too late"):
             vtab_command.run(built, LaunchOptions(tmp_path / "r", overwrite=True, dry_run=dry_run), Console(quiet=True))
@@ -149,7 +149,7 @@ def test_lit_says_that_retrieval_and_zero_shot_are_at_chance(
 ) -> None:
     monkeypatch.setattr("tasks.lit.final_zeroshot.DEMO_SPLITS", {"train": (0, 32), "val": (1000, 1032)})
     monkeypatch.setattr("tasks.lit.data.DEMO_SPLITS", {"train": (0, 32), "val": (1000, 1032)})
-    lit.train(lit.small("demo", lr=1e-9, batch_size=32, schedule={"steps": 1, "warmup": 0}), tmp_path / "run")
+    train_lit(lit_config("demo", lr=1e-9, batch_size=32, schedule={"steps": 1, "warmup": 0}), tmp_path / "run")
     said = lines(capsys, "NOTHING LEARNT")
     assert [line.split(": ")[2].split(" %")[0].rsplit(" ", 1)[0] for line in said] == [
         "held-out image to text R@5",

@@ -6,7 +6,7 @@ import json
 import math
 import multiprocessing
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -16,9 +16,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import images, run_ranks
-from test_engine import job, loss_fn, random_batches, small
-from test_vtab import run
 
 from dpn_cli.config.schema import Runtime, Schedule
 from dpn_cli.data.resize import resize
@@ -33,35 +30,11 @@ from dpn_cli.run import distributed
 from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.distributed import World
 from dpn_cli.run.run_dir import MetricsLog
-
-CPU = torch.device("cpu")
-
-
-Work = str | Callable[[World, Path], None]
-
-
-def main(rank: int, folder: str, work: Work, ranks: int) -> None:
-    """Do some work as one of several ranks; everything happens inside, so that gloo leaves in order."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store{ranks}", rank=rank, world_size=ranks)
-    do = JOBS[work] if isinstance(work, str) else work
-    do(World(rank, ranks, CPU), Path(folder))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def spawn(work: Work, folder: Path, ranks: int = 2) -> None:
-    run_ranks(main, str(folder), work, ranks, ranks=ranks)
-
-
-def share(world: World) -> engine.Batches:
-    rows = world.rows(8)
-
-    def batches(start: int):  # type: ignore[no-untyped-def]
-        for batch in random_batches()(start):
-            yield {name: value[rows.start : rows.stop] for name, value in batch.items()}
-
-    return batches
+from support.engine import loss_fn, make_job, random_batches, rank_batches, small_vit
+from support.images import write_class_folders
+from support.processes import run_processes
+from support.ranks import CPU, run_distributed
+from support.vtab import run_vtab
 
 
 def fit(
@@ -73,11 +46,11 @@ def fit(
     norm: str = "ln",
     **outputs: object,
 ) -> engine.FitResult:
-    model = engine.prepare(small(drop_path=drop_path, norm=norm), Runtime(), world)
+    model = engine.prepare(small_vit(drop_path=drop_path, norm=norm), Runtime(), world)
     written = Outputs(**outputs)  # type: ignore[arg-type]
     result = engine.fit(
         model,
-        job(
+        make_job(
             5,
             batches=batches,
             loss_fn=loss,
@@ -93,12 +66,12 @@ def fit(
 
 def train_job(world: World, folder: Path) -> None:
     for micro in (4, 1):
-        result = fit(world, share(world), micro=micro, log=MetricsLog(folder / f"{micro}.jsonl"))
+        result = fit(world, rank_batches(world), micro=micro, log=MetricsLog(folder / f"{micro}.jsonl"))
         (folder / f"rank{world.rank}-{micro}.json").write_text(json.dumps(result.metrics))
 
 
 def test_two_ranks_train_the_network_of_one(tmp_path: Path) -> None:
-    spawn("train", tmp_path)
+    run_distributed(train_job, tmp_path)
     alone_log = MetricsLog(tmp_path / "alone.jsonl")
     alone = fit(World(0, 1, CPU), random_batches(), log=alone_log).metrics
     norms = [record["layer_norms"] for record in alone_log.records()]
@@ -115,14 +88,16 @@ def test_two_ranks_train_the_network_of_one(tmp_path: Path) -> None:
 def thirds_job(world: World, folder: Path) -> None:
     halves = replace(world, grain=2)
     log = MetricsLog(folder / "thirds.jsonl")
-    (folder / f"rank{world.rank}.json").write_text(json.dumps(fit(halves, share(halves), micro=2, log=log).metrics))
-    dropping = fit(halves, share(halves), micro=2, drop_path=0.5)
+    (folder / f"rank{world.rank}.json").write_text(
+        json.dumps(fit(halves, rank_batches(halves), micro=2, log=log).metrics)
+    )
+    dropping = fit(halves, rank_batches(halves), micro=2, drop_path=0.5)
     (folder / f"rank{world.rank}-dropping.json").write_text(json.dumps(dropping.metrics))
 
 
 def test_three_ranks_train_the_network_of_one_although_they_do_not_divide_the_batch(tmp_path: Path) -> None:
     """Shares are 2, 2 and 4 rows, so that micro-batches and what they drop are those of one rank."""
-    spawn("thirds", tmp_path, ranks=3)
+    run_distributed(thirds_job, tmp_path, ranks=3)
     alone_log = MetricsLog(tmp_path / "alone.jsonl")
     alone = World(0, 1, CPU)
     expected = {
@@ -142,7 +117,7 @@ def deadlock(rank: int) -> None:
 
 
 def test_gradients_are_exchanged_once_per_batch_whatever_the_micro_batch(tmp_path: Path) -> None:
-    network, exchanged = small(), []
+    network, exchanged = small_vit(), []
 
     def counted(values: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         exchanged.append(values.numel())
@@ -154,7 +129,7 @@ def test_gradients_are_exchanged_once_per_batch_whatever_the_micro_batch(tmp_pat
     try:
         model = torch.nn.parallel.DistributedDataParallel(network)
         model.register_comm_hook(None, lambda _, bucket: counted(bucket.buffer()))
-        Gradients(model, network, job(world=World(0, 1, CPU)), MicroBatch(2)).compute(next(random_batches()(0)), 0)
+        Gradients(model, network, make_job(world=World(0, 1, CPU)), MicroBatch(2)).compute(next(random_batches()(0)), 0)
     finally:
         dist.destroy_process_group()
     assert exchanged == [sum(parameter.numel() for parameter in network.parameters())]
@@ -162,7 +137,7 @@ def test_gradients_are_exchanged_once_per_batch_whatever_the_micro_batch(tmp_pat
 
 def test_ranks_that_wait_for_ever_fail_their_test() -> None:
     with pytest.raises(TimeoutError, match="the ranks did not end within 0.4 s"):
-        run_ranks(deadlock, limit=0.4)
+        run_processes(deadlock, limit=0.4)
 
 
 def lost_job(world: World, folder: Path) -> None:
@@ -176,7 +151,7 @@ def lost_job(world: World, folder: Path) -> None:
 
 
 def test_a_rank_that_ends_is_one_clear_error_to_the_others(tmp_path: Path) -> None:
-    spawn("lost", tmp_path)
+    run_distributed(lost_job, tmp_path)
     assert (tmp_path / "error.txt").read_text() == "another rank has ended; its own error says why"
     with pytest.raises(RuntimeError, match="of something else"), distributed.lost_rank():
         raise RuntimeError("of something else")
@@ -187,7 +162,7 @@ def gone_job(world: World, folder: Path, *, within: bool, norm: str) -> None:
     calls = iter(range(norm == "bn", 100))  # the first one is a trial, but of norms that count it
 
     def batches(start: int) -> Generator[Batch, None, None]:
-        for step, batch in enumerate(share(world)(start), start):
+        for step, batch in enumerate(rank_batches(world)(start), start):
             if world.rank == 1 and step == 2 and not within:
                 os._exit(0)
             yield batch
@@ -204,7 +179,7 @@ def gone_job(world: World, folder: Path, *, within: bool, norm: str) -> None:
 
 @pytest.mark.parametrize("within", [False, True])
 def test_a_lost_rank_costs_no_step_when_another_one_leads(within: bool, tmp_path: Path) -> None:
-    spawn(partial(gone_job, within=within, norm="ln"), tmp_path)
+    run_distributed(partial(gone_job, within=within, norm="ln"), tmp_path)
     alone = World(0, 1, CPU)
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     saved = checkpoints.load("last", pytest.fail)
@@ -215,7 +190,7 @@ def test_a_lost_rank_costs_no_step_when_another_one_leads(within: bool, tmp_path
 
 
 def test_norms_that_have_counted_a_part_of_a_batch_are_not_saved(tmp_path: Path) -> None:
-    spawn(partial(gone_job, within=True, norm="bn"), tmp_path)
+    run_distributed(partial(gone_job, within=True, norm="bn"), tmp_path)
     assert not Checkpoints(tmp_path / "checkpoints").started
 
 
@@ -239,15 +214,18 @@ def memory_job(world: World, folder: Path) -> None:
         return loss_fn(model, batch)
 
     micro = MicroBatch(4)
-    model = engine.prepare(small(), Runtime(), world)
+    model = engine.prepare(small_vit(), Runtime(), world)
     engine.fit(
-        model, job(batches=share(world), loss_fn=hungry, schedule=Schedule(steps=2), world=world, micro_batch=micro)
+        model,
+        make_job(
+            batches=rank_batches(world), loss_fn=hungry, schedule=Schedule(steps=2), world=world, micro_batch=micro
+        ),
     )
     (folder / f"rank{world.rank}.txt").write_text(str(micro.size))
 
 
 def test_ranks_agree_on_a_micro_batch_that_all_have_memory_for(tmp_path: Path) -> None:
-    spawn("memory", tmp_path)
+    run_distributed(memory_job, tmp_path)
     assert [(tmp_path / f"rank{rank}.txt").read_text() for rank in (0, 1)] == ["2", "2"]
 
 
@@ -258,7 +236,7 @@ def stop_job(world: World, folder: Path) -> None:
     from dpn_cli.run import signals
 
     def batches(start: int):  # type: ignore[no-untyped-def]
-        for step, batch in enumerate(share(world)(start), start):
+        for step, batch in enumerate(rank_batches(world)(start), start):
             if step == 2 and world.rank == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
             yield batch
@@ -268,7 +246,7 @@ def stop_job(world: World, folder: Path) -> None:
 
 
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None:
-    spawn("stop", tmp_path)
+    run_distributed(stop_job, tmp_path)
     saved = Checkpoints(tmp_path / "checkpoints").load("last", pytest.fail)
     assert saved is not None
     assert saved[1]["step"] == 2
@@ -279,12 +257,12 @@ def nan_job(world: World, folder: Path) -> None:
         return loss_fn(model, batch) * (float("nan") if world.rank == 1 else 1.0)
 
     with pytest.raises(NonFiniteError):
-        fit(world, share(world), spoiled)
+        fit(world, rank_batches(world), spoiled)
     (folder / f"rank{world.rank}").touch()
 
 
 def test_a_rank_without_finite_numbers_stops_all(tmp_path: Path) -> None:
-    spawn("nan", tmp_path)
+    run_distributed(nan_job, tmp_path)
     assert all((tmp_path / f"rank{rank}").exists() for rank in (0, 1))
 
 
@@ -301,7 +279,7 @@ def score_job(world: World, folder: Path) -> None:
 
 
 def test_uneven_shares_are_counted_once_each(tmp_path: Path) -> None:
-    spawn("score", tmp_path)
+    run_distributed(score_job, tmp_path)
     assert [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)] == ["0", "0"]
 
 
@@ -327,22 +305,10 @@ def image_job(world: World, folder: Path) -> None:
         assert [answer[:3] for answer in scores.predictions] == [(row, row // 4, row // 4) for row in range(7)]
 
 
-JOBS = {
-    "train": train_job,
-    "thirds": thirds_job,
-    "memory": memory_job,
-    "stop": stop_job,
-    "nan": nan_job,
-    "score": score_job,
-    "images": image_job,
-    "lost": lost_job,
-}
-
-
 def test_every_image_is_scored_once_over_ranks(tmp_path: Path) -> None:
-    images(tmp_path / "images", classes=2, each=4)
+    write_class_folders(tmp_path / "images", classes=2, each=4)
     (tmp_path / "images" / "class1" / "003.jpg").unlink()
-    spawn("images", tmp_path)
+    run_distributed(image_job, tmp_path)
 
 
 SHORT_SWEEP = (
@@ -355,13 +321,13 @@ def sweep_job(world: World, folder: Path) -> None:
     os.environ.update(WORLD_SIZE=str(world.size), RANK=str(world.rank))  # as torchrun sets them
     for name, shard in (("two", "false"), ("parts", "true")):
         with nullcontext() if world.leads else pytest.raises(AssertionError):  # the result is the leader's
-            run(folder / "digits", folder / name, *SHORT_SWEEP, f"runtime.shard={shard}")
+            run_vtab(folder / "digits", folder / name, *SHORT_SWEEP, f"runtime.shard={shard}")
 
 
 def test_a_sweep_over_ranks_is_that_of_one(digits: Path, tmp_path: Path) -> None:
     (tmp_path / "digits").symlink_to(digits)
-    spawn(sweep_job, tmp_path)
-    one = run(digits, tmp_path / "one", *SHORT_SWEEP)["tasks"]["svhn"]
+    run_distributed(sweep_job, tmp_path)
+    one = run_vtab(digits, tmp_path / "one", *SHORT_SWEEP)["tasks"]["svhn"]
     for name in ("two", "parts"):
         two = json.loads((tmp_path / name / "result.json").read_text())["tasks"]["svhn"]
         assert two["test_images"] == one["test_images"] == 797

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from programs import LIMIT, children, environment, kill_tree, started
 from safetensors.torch import load_file
-from test_cli import run
+
+from support.cli import run_dpn
+from support.programs import LIMIT, child_processes, kill_tree, program_environment, start_program
 
 pytestmark = pytest.mark.slow
 
@@ -70,7 +71,9 @@ def rank_of(worker: int) -> int:
 
 def lose(loss: Loss, torchruns: list[Popen[str]]) -> None:
     """Kill a rank, and the torchrun that started it with it where the whole machine is lost."""
-    workers = {rank_of(worker): (torchrun, worker) for torchrun in torchruns for worker in children(torchrun.pid)}
+    workers = {
+        rank_of(worker): (torchrun, worker) for torchrun in torchruns for worker in child_processes(torchrun.pid)
+    }
     torchrun, worker = workers[loss.rank]
     kill_tree(torchrun.pid if loss.machine else worker)
 
@@ -87,7 +90,7 @@ def until_step(step: int, folder: Path, torchruns: list[Popen[str]]) -> None:
 @pytest.fixture(scope="module")
 def undisturbed(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    done = run(*TRAINING, "--data", str(photos), "-o", str(folder))
+    done = run_dpn(*TRAINING, "--data", str(photos), "-o", str(folder))
     assert done.exit_code == 0, done.output
     return folder
 
@@ -96,10 +99,10 @@ def undisturbed(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_is_lost_changes_nothing_in_the_result(name: str, photos: Path, undisturbed: Path, tmp_path: Path) -> None:
     loss, folder, said = LOSSES[name], tmp_path / "run", tmp_path / "said"
     command = (sys.executable, "-m", "dpn_cli", *TRAINING, *loss.flags, "--data", str(photos), "-o", str(folder))
-    variables = environment(**(RESTARTS if loss.machine else {}))
+    variables = program_environment(**(RESTARTS if loss.machine else {}))
     with ExitStack() as stack, said.open("w") as file:
         torchruns = [
-            stack.enter_context(started((*torchrun, *command), stdout=file, stderr=file, env=variables))
+            stack.enter_context(start_program((*torchrun, *command), stdout=file, stderr=file, env=variables))
             for torchrun in loss.torchruns(tmp_path / "meeting")
         ]
         until_step(KILLED_AFTER, folder, torchruns)

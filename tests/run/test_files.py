@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from programs import started
 from typer.testing import CliRunner
 
 from dpn_cli.cli import app
@@ -19,25 +14,7 @@ from dpn_cli.errors import DpnError, StoppedError
 from dpn_cli.run import files
 from dpn_cli.run.files import claimed
 from dpn_cli.run.run import run_name
-
-HOLD = """
-import sys, time
-from pathlib import Path
-from dpn_cli.run.files import claimed
-
-with claimed(Path(sys.argv[1])):
-    print("here", flush=True)
-    sys.stdin.read()
-"""
-
-
-@contextmanager
-def another_process_in(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    with started([sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE) as other:
-        assert other.stdout
-        assert other.stdout.readline() == "here\n"
-        yield other
-        other.kill()
+from support.programs import claim_in_other_process
 
 
 @pytest.fixture
@@ -48,7 +25,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("impatient")
 def test_a_folder_belongs_to_one_process_until_it_ends_or_dies(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "run"
-    with another_process_in(folder) as other:
+    with claim_in_other_process(folder) as other:
         with pytest.raises(DpnError, match="run: another process is at work"), claimed(folder):
             pytest.fail("two processes are in one folder")
         with claimed(folder.with_name("other run")):
@@ -62,7 +39,7 @@ def test_a_folder_belongs_to_one_process_until_it_ends_or_dies(tmp_path: Path) -
 
 @pytest.mark.usefixtures("impatient")
 def test_who_waits_gets_the_folder_when_it_is_free(tmp_path: Path) -> None:
-    with another_process_in(tmp_path / "cache") as other:
+    with claim_in_other_process(tmp_path / "cache") as other:
         waits = []
 
         def wait() -> None:
@@ -81,7 +58,7 @@ def test_commands_leave_a_folder_in_use_alone(tmp_path: Path) -> None:
         "data pack --data demo --out": tmp_path / "packed",
     }
     for command, folder in commands.items():
-        with another_process_in(folder):
+        with claim_in_other_process(folder):
             done = CliRunner().invoke(app, [*command.split(), str(folder)])
             assert done.exit_code == 2
             assert "another process is at work in this folder" in done.stderr

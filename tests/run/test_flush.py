@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FSYNC
 from safetensors.torch import save_file
 
 from dpn_cli.run.arrays import save_array
@@ -19,6 +18,8 @@ from dpn_cli.run.files import replace_file, replace_json, replace_text
 from dpn_cli.run.run_dir import RunFolder
 from dpn_cli.weights.backbone import export_backbone, load_backbone
 from dpn_cli.weights.safetensors_io import write_weights
+
+FSYNC = os.fsync  # conftest.py replaces it in tests
 
 
 @dataclass

@@ -12,22 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_distill
-import test_highres
-import test_lit
-import test_pretrain
-import test_segment
-import test_vtab
-from conftest import images, run_apart
-from programs import LIMIT
-from test_lit_data import write_images, write_table
-from test_pretrain_stages import sweep
 
 from dpn_cli.report.reading import read_run
 from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.console import Console
 from dpn_cli.run.files import file_digest
 from dpn_cli.run.run_dir import RunFolder
+from support.captions import write_caption_table
+from support.distill import distill_config, train_distill, write_teacher
+from support.highres import highres_config, train_highres
+from support.images import write_class_folders, write_png_images
+from support.lit import lit_config, train_lit
+from support.pretrain import small_pretrain_config, stages_config, train_pretrain
+from support.processes import run_in_child
+from support.programs import LIMIT
+from support.segment import segment_config, train_segment, write_scenes
+from support.vtab import run_vtab
 from tasks.classify.common import describe_training
 
 STEPS: dict[str, Any] = {"schedule": {"steps": 4, "warmup": 0}, "runtime": {"workers": 0, "checkpoint_every": 2}}
@@ -36,36 +36,36 @@ Start = Callable[..., dict[str, Any]]
 
 
 def highres(data: Path, path: Path, **how: Any) -> dict[str, Any]:
-    return test_highres.train(test_highres.small(data / "photos", **STEPS), path, **how)
+    return train_highres(highres_config(data / "photos", **STEPS), path, **how)
 
 
 def pretrain(data: Path, path: Path, **how: Any) -> dict[str, Any]:
-    return test_pretrain.train(test_pretrain.small(data / "photos", **STEPS), path, **how)
+    return train_pretrain(small_pretrain_config(data / "photos", **STEPS), path, **how)
 
 
 def pretrain_sweep(data: Path, path: Path, **how: Any) -> dict[str, Any]:
-    config = sweep(data / "places", STAGES)
+    config = stages_config(data / "places", STAGES)
     runtime = config.runtime.model_copy(update={"checkpoint_every": 1})
-    return test_pretrain.train(config.model_copy(update={"runtime": runtime}), path, **how)
+    return train_pretrain(config.model_copy(update={"runtime": runtime}), path, **how)
 
 
 def vtab(data: Path, path: Path, **how: Any) -> dict[str, Any]:
     toy = ["data.tasks=svhn", "seeds=1", "lrs=[0.01]", "schedule.steps=4", "schedule.warmup=0"]
-    return test_vtab.run(data / "vtab-1k", path, *toy, "runtime.checkpoint_every=2", **how)
+    return run_vtab(data / "vtab-1k", path, *toy, "runtime.checkpoint_every=2", **how)
 
 
 def lit(data: Path, path: Path, **how: Any) -> dict[str, Any]:
-    config = test_lit.small(data / "captioned" / "pairs.csv", batch_size=4, cache={"folder": str(data)}, **STEPS)
-    return test_lit.train(config, path, **how)
+    config = lit_config(data / "captioned" / "pairs.csv", batch_size=4, cache={"folder": str(data)}, **STEPS)
+    return train_lit(config, path, **how)
 
 
 def segment(data: Path, path: Path, **how: Any) -> dict[str, Any]:
-    return test_segment.train(test_segment.small(data / "scenes", batch_size=2, **STEPS), path, **how)
+    return train_segment(segment_config(data / "scenes", batch_size=2, **STEPS), path, **how)
 
 
 def distill(data: Path, path: Path, **how: Any) -> dict[str, Any]:
-    config = test_distill.small(data / "photos", data / "teacher.safetensors", **STEPS)
-    return test_distill.train(config, path, **how)
+    config = distill_config(data / "photos", data / "teacher.safetensors", **STEPS)
+    return train_distill(config, path, **how)
 
 
 RUNS: dict[str, tuple[Start, str]] = {
@@ -110,22 +110,22 @@ def _start(start: Start, data: Path, path: Path, owner: type, method: str, deadl
 @pytest.fixture(scope="module")
 def data(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("data")
-    images(root / "photos", classes=3, each=10)
+    write_class_folders(root / "photos", classes=3, each=10)
     for split in ("train", "val", "test"):
-        images(root / "places" / split, classes=3, each=6)
+        write_class_folders(root / "places" / split, classes=3, each=6)
     (root / "captioned").mkdir()
-    names = write_images(root / "captioned", 12)
-    write_table(root / "captioned" / "pairs.csv", [(name, f"image {name}") for name in names])
-    test_segment.write_scenes(root / "scenes", {"training": 4, "validation": 2})
+    names = write_png_images(root / "captioned", 12)
+    write_caption_table(root / "captioned" / "pairs.csv", [(name, f"image {name}") for name in names])
+    write_scenes(root / "scenes", {"training": 4, "validation": 2})
     (root / "vtab-1k").symlink_to(digits)
-    test_distill.teacher_file(root / "teacher.safetensors")
+    write_teacher(root / "teacher.safetensors")
     return root
 
 
 @pytest.fixture(scope="module")
 def killed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("killed")
-    assert run_apart(kill_all, data, folder) == 0
+    assert run_in_child(kill_all, data, folder) == 0
     return folder
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from filelock import FileLock
-from test_pretrain import small
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dpn_cli.config.launch import LaunchOptions
@@ -22,6 +21,7 @@ from dpn_cli.run import run as sessions
 from dpn_cli.run.console import Console
 from dpn_cli.run.elastic import NO_ID, TorchrunLaunch
 from dpn_cli.run.environment import describe_process
+from support.pretrain import small_pretrain_config
 
 AGENTS = [{"host": host, "pid": 7, "pids": None, "began": "1"} for host in ("node1", "node2", "node3")]
 RUN = TorchrunLaunch("run7", 0, AGENTS[:2]).facts()
@@ -77,7 +77,7 @@ def opened(
     """Open a run under a torchrun, and train for a while; returns what was said, and what was there."""
     said = list[str]()
     console = Console(quiet=True)
-    config = small(folder)
+    config = small_pretrain_config(folder)
     with patch.context() as inside:
         inside.setattr(sessions, "current_torchrun", lambda: now)
         inside.setattr(console, "info", said.append)

@@ -9,9 +9,9 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from programs import LIMIT, environment, run_program, started
 
 from dpn_cli.commands import one_line_errors
+from support.programs import LIMIT, program_environment, run_program, start_program
 
 LEAVE = """
 import atexit
@@ -124,7 +124,7 @@ def test_a_terminal_that_has_closed_takes_nothing_with_it(tmp_path: Path) -> Non
     reader, writer = os.pipe()
     streams = {"stdin": reader, "stdout": theirs, "stderr": theirs}
     command = [sys.executable, "-c", OUTLIVE, str(tmp_path / "file")]
-    with started(command, start_new_session=True, **streams) as process:
+    with start_program(command, start_new_session=True, **streams) as process:
         os.close(theirs)
         os.close(reader)
         assert os.read(ours, 100).startswith(b"ready")
@@ -161,7 +161,7 @@ print(last - first)
 
 
 def test_memory_of_a_step_is_that_of_the_step_before() -> None:
-    system = {name: value for name, value in environment().items() if not name.startswith("MALLOC_")}
+    system = {name: value for name, value in program_environment().items() if not name.startswith("MALLOC_")}
     fresh = [
         int(run_program([sys.executable, "-c", FRESH], env={**system, **chosen}).stdout)
         for chosen in ({}, {"MALLOC_TRIM_THRESHOLD_": "131072"})

@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rich.console import Console as RichConsole
-from test_engine import small, train
 from torch import Tensor
 
 from dpn_cli.engine.fit import Outputs
 from dpn_cli.run import distributed
 from dpn_cli.run.console import BLOCKS, Console, ProgressTick, average_stretches, count_noun, sparkline
 from dpn_cli.run.run_dir import MetricsLog
+from support.engine import small_vit, train_steps
 
 
 class Clock:
@@ -171,7 +171,7 @@ def test_every_step_is_shown_and_the_log_keeps_its_fifty_records(
 
     monkeypatch.setattr(distributed, "reduce_over_ranks", reduced)
     log = MetricsLog(tmp_path / "metrics.jsonl")
-    train(small(), 150, outputs=Outputs(log=log, tick=seen.append))
+    train_steps(small_vit(), 150, outputs=Outputs(log=log, tick=seen.append))
     assert [tick.step for tick in seen] == list(range(1, 151))
     assert [tick.step for tick in seen if tick.logged] == list(range(3, 151, 3))
     records = [json.loads(line) for line in log.path.read_text().splitlines()]

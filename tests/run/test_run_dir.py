@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import yaml
-from test_cli import run
 
 from dpn_cli import __version__
 from dpn_cli.config.load import read_config, shipped_configs
@@ -31,6 +30,7 @@ from dpn_cli.run.files import is_leftover, remove_leftovers, replace_text
 from dpn_cli.run.run import _note_precision, with_weights_of
 from dpn_cli.run.run_dir import RunFolder
 from dpn_cli.sweep.engines import node
+from support.cli import run_dpn
 
 CONFIG: dict[str, Any] = {
     "backbone": {"arch": "mu/8"},
@@ -289,7 +289,7 @@ def test_places_that_are_no_folders_are_named_in_one_line(tmp_path: Path, monkey
         for command in (COMMAND, ["eval", "weights.npz", "--data", "demo"]):
             if place == "/" and command[0] == "eval":
                 continue
-            done = run(*command, "-o", place)
+            done = run_dpn(*command, "-o", place)
             assert done.exit_code == 2, done.output
             assert message in done.stderr
             assert len(done.stderr.strip().splitlines()) == 1
@@ -311,7 +311,7 @@ def test_places_that_are_no_folders_are_named_in_one_line(tmp_path: Path, monkey
 def test_resume_and_overwrite_together_are_refused(command: str, tmp_path: Path) -> None:
     begun(tmp_path)
     data = str(tmp_path) if "sun397" in command else "demo"
-    done = run(*command.split(), "--data", data, "-q", "-o", str(tmp_path), "--resume", "--overwrite")
+    done = run_dpn(*command.split(), "--data", data, "-q", "-o", str(tmp_path), "--resume", "--overwrite")
     assert done.exit_code == 2, done.output
     assert "--resume --overwrite: one continues the existing run, the other deletes it" in done.stderr
     assert (tmp_path / "checkpoints" / "last" / "state.safetensors").read_text() == "precious"

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import run_apart
 from safetensors.torch import save_file
 
 from dpn_cli.errors import DataError, SaveError
 from dpn_cli.run.checkpoints import Checkpoints
 from dpn_cli.run.files import file_digest, replace_file
 from dpn_cli.run.run_dir import MetricsLog
+from support.processes import run_in_child
 
 
 def test_a_damaged_last_falls_back_to_the_one_before_and_says_so(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def fill_and_save(folder: Path) -> None:
 
 
 def test_a_disk_that_takes_no_more_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    assert run_apart(fill_and_save, tmp_path) == 0
+    assert run_in_child(fill_and_save, tmp_path) == 0
     loaded = Checkpoints(tmp_path).load("last", pytest.fail)
     assert loaded is not None
     assert loaded[1] == {"step": 1}

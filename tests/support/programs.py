@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 LIMIT = 240.0
 
 
-def children(pid: int) -> list[int]:
+def child_processes(pid: int) -> list[int]:
     """Return the processes that a process has started. Linux only."""
     with suppress(OSError):
         lists = Path(f"/proc/{pid}/task").glob("*/children")
@@ -26,24 +26,24 @@ def children(pid: int) -> list[int]:
 
 def kill_tree(pid: int) -> None:
     """Kill a process and all that it has started."""
-    below = children(pid)
+    below = child_processes(pid)
     with suppress(ProcessLookupError):
         os.kill(pid, 9)
     for child in below:
         kill_tree(child)
 
 
-def environment(**more: str) -> dict[str, str]:
+def program_environment(**more: str) -> dict[str, str]:
     """Return this process's environment, in which the program is the one under test."""
     path = os.pathsep.join([str(ROOT), *(folder for folder in sys.path if folder.startswith(str(ROOT / "tests")))])
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
 
 
 @contextmanager
-def started(command: Sequence[str], *, limit: float = LIMIT, **options: Any) -> Iterator[subprocess.Popen[str]]:
+def start_program(command: Sequence[str], *, limit: float = LIMIT, **options: Any) -> Iterator[subprocess.Popen[str]]:
     """Start a program, which is killed with all that it has started at the end of the block or after the limit."""
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, **{**pipes, "env": environment(), **options}) as process:
+    with subprocess.Popen(command, text=True, **{**pipes, "env": program_environment(), **options}) as process:
         late = threading.Timer(limit, kill_tree, [process.pid])
         late.start()
         try:
@@ -57,6 +57,34 @@ def started(command: Sequence[str], *, limit: float = LIMIT, **options: Any) -> 
 
 def run_program(command: Sequence[str], *, limit: float = LIMIT, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run a program to its end and return what it wrote. Raises `TimeoutExpired` after the limit."""
-    with started(command, limit=2 * limit, **options) as process:
+    with start_program(command, limit=2 * limit, **options) as process:
         output, errors = process.communicate(timeout=limit)
         return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def write_program(path: Path, text: str) -> str:
+    """Write what stands for the interpreter: it gets ``-m dpn_cli`` and the words of the work."""
+    path.write_text(f"#!{sys.executable}\n{text}")
+    path.chmod(0o755)
+    return str(path)
+
+
+_HOLD = """
+import sys, time
+from pathlib import Path
+from dpn_cli.run.files import claimed
+
+with claimed(Path(sys.argv[1])):
+    print("here", flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def claim_in_other_process(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Let another process claim a folder until the end of the block."""
+    with start_program([sys.executable, "-c", _HOLD, str(folder)], stdin=subprocess.PIPE) as other:
+        assert other.stdout
+        assert other.stdout.readline() == "here\n"
+        yield other
+        other.kill()

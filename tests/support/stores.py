@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from programs import LIMIT
+
+from support.programs import LIMIT
 
 Fault = Literal["cut", "wrong", "short", 503, 403, 400]
 BUCKET = "images"
@@ -116,7 +117,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(root: Path | None, upstream: int | None = None) -> Iterator[Store]:
+def serve_files(root: Path | None, upstream: int | None = None) -> Iterator[Store]:
     """Serve a folder over HTTP, or pass requests on to moto at another port."""
     store = Store(root, upstream)
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, store)) as server:
@@ -137,7 +138,7 @@ def _reset(port: int) -> None:
 
 
 @contextmanager
-def s3_serving(root: Path, patch: pytest.MonkeyPatch) -> Iterator[Store]:
+def serve_s3(root: Path, patch: pytest.MonkeyPatch) -> Iterator[Store]:
     """Serve the files of a folder from a bucket; the client's environment variables lead to it, and it asks once."""
     from moto.server import ThreadedMotoServer
     from s3fs import S3FileSystem
@@ -151,7 +152,7 @@ def s3_serving(root: Path, patch: pytest.MonkeyPatch) -> Iterator[Store]:
         direct.mkdir(BUCKET)
         for file in sorted(path for path in root.rglob("*") if path.is_file()):
             direct.pipe_file(f"{BUCKET}/{file.relative_to(root)}", file.read_bytes())
-        with serving(None, port) as store:
+        with serve_files(None, port) as store:
             for name, value in {
                 "AWS_ENDPOINT_URL": store.url,
                 "AWS_ACCESS_KEY_ID": "k",

@@ -14,11 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from conftest import images
 from safetensors.torch import load_file
-from test_cli import run
-from test_config import vtab_config
-from test_segment import write_scenes
 
 from dpn_cli.config.load import build, from_settings, read_config
 from dpn_cli.engine import fit as engine
@@ -28,6 +24,11 @@ from dpn_cli.sweep.grid import SweepConfig, settings_of
 from dpn_cli.sweep.pairs import ComparedTrial, build_result
 from dpn_cli.weights.backbone import export_backbone, load_backbone
 from dpn_cli.weights.locate import open_checkpoint
+from support.cli import run_dpn
+from support.engine import fail_training
+from support.images import write_class_folders
+from support.segment import write_scenes
+from support.vtab import vtab_config
 from tasks.classify.highres_config import HighresConfig
 from tasks.vtab.train import load_network
 
@@ -39,7 +40,7 @@ NAMES = NETWORKS.split(";")
 @pytest.fixture(scope="module")
 def commands(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     root = tmp_path_factory.mktemp("data")
-    photos = ["--data", str(images(root / "photos", classes=3, each=10)), "--val-fraction", "0.2"]
+    photos = ["--data", str(write_class_folders(root / "photos", classes=3, each=10)), "--val-fraction", "0.2"]
     scenes = str(write_scenes(root / "scenes", {"training": 8, "validation": 2}))
     new = ["--arch", "mu/8", "--checkpoint", "none", *SMALL]
     return {
@@ -49,42 +50,14 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     }
 
 
-@pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> list[engine.TrainJob]:
-    """The trainings that the test starts, as they begin."""
-    jobs: list[engine.TrainJob] = []
-    fit = engine.fit
-
-    def noting(trainable: Any, job: engine.TrainJob) -> engine.FitResult:
-        jobs.append(job)
-        return fit(trainable, job)
-
-    monkeypatch.setattr(engine, "fit", noting)
-    return jobs
-
-
-def fails_at(number: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the training of that number, counted from 1, end with an error."""
-    count, fit = 0, engine.fit
-
-    def failing(trainable: Any, job: engine.TrainJob) -> engine.FitResult:
-        nonlocal count
-        count += 1
-        if count == number:
-            raise error
-        return fit(trainable, job)
-
-    monkeypatch.setattr(engine, "fit", failing)
-
-
 @pytest.mark.parametrize("task", ["pretrain", "highres", "segment"])
 def test_each_training_is_the_one_that_it_would_be_alone(
-    task: str, commands: dict[str, list[str]], tmp_path: Path, trained: list[engine.TrainJob]
+    task: str, commands: dict[str, list[str]], tmp_path: Path, started_jobs: list[engine.TrainJob]
 ) -> None:
     several = [*commands[task], "--compare", NETWORKS, "--seeds", "0,2", "-o", str(tmp_path / "all")]
-    done = run(*several)
+    done = run_dpn(*several)
     assert done.exit_code == 0, done.output
-    assert [job.seed for job in trained] == [0, 2] * 3
+    assert [job.seed for job in started_jobs] == [0, 2] * 3
     result = json.loads((tmp_path / "all" / "result.json").read_text())
     assert result == json.loads(done.stdout)
     folders = [f"{name.replace('/', '-')}/seed{seed}" for name in NAMES for seed in (0, 2)]
@@ -100,19 +73,19 @@ def test_each_training_is_the_one_that_it_would_be_alone(
     none, mixed = ("none", 64, "ln", "pre,pre", None), ("dpn", 64, "bn", "pre,post", None)
     assert kinds[::2] == kinds[1::2] == [none, mixed, ("dpn", 256, "ln", "pre,pre", 0.1)]
     alone = ["--stem", "dpn", "--norm", "bn", "--placement", "pre,post", "--seed", "2", "-o", str(tmp_path / "one")]
-    assert run(*commands[task], *alone).exit_code == 0
+    assert run_dpn(*commands[task], *alone).exit_code == 0
     one, two = (
         load_file(folder / "weights.safetensors") for folder in (tmp_path / "one", tmp_path / "all" / folders[3])
     )
     assert one.keys() == two.keys()
     assert all(torch.equal(value, two[name]) for name, value in one.items())
-    count = len(trained)
-    again = run(*several, "--resume")
+    count = len(started_jobs)
+    again = run_dpn(*several, "--resume")
     assert json.loads(again.stdout) == result
-    assert len(trained) == count
+    assert len(started_jobs) == count
     shutil.rmtree(tmp_path / "all" / folders[3])
-    assert scores_of_each(json.loads(run(*several, "--resume").stdout)) == scores_of_each(result)
-    assert len(trained) == count + 1
+    assert scores_of_each(json.loads(run_dpn(*several, "--resume").stdout)) == scores_of_each(result)
+    assert len(started_jobs) == count + 1
     assert (tmp_path / "all" / folders[3] / "result.json").is_file()
     score = result["score"]
     for name, network in result["compare"]["networks"].items():
@@ -166,36 +139,36 @@ def test_differences_are_those_of_pairs_with_the_same_seed() -> None:
 
 
 def test_a_comparison_that_was_stopped_goes_on_where_it_was(
-    commands: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: list[engine.TrainJob]
+    commands: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started_jobs: list[engine.TrainJob]
 ) -> None:
     command = [*commands["highres"], "--compare", "none,dpn", "--seeds", "2", "-o", str(tmp_path / "all")]
     with pytest.MonkeyPatch.context() as patch:
-        fails_at(3, StoppedError(signal.SIGTERM), patch)
-        done = run(*command)
+        fail_training(3, StoppedError(signal.SIGTERM), patch)
+        done = run_dpn(*command)
     assert done.exit_code == 75
     assert "run the same command with --resume" in done.stderr
     assert json.loads((tmp_path / "all" / "run.json").read_text())["status"] == "stopped"
-    assert len(trained) == 2
-    refused = run(*command[:-5], "none,rms", *command[-4:], "--resume")
+    assert len(started_jobs) == 2
+    refused = run_dpn(*command[:-5], "none,rms", *command[-4:], "--resume")
     assert refused.exit_code == 2
     assert "different config (compare: " in refused.stderr
-    assert run(*command, "--resume").exit_code == 0
-    assert len(trained) == 4
-    assert "holds a finished run" in run(*command).stderr
-    assert run(*command, "--overwrite").exit_code == 0
-    assert len(trained) == 8
+    assert run_dpn(*command, "--resume").exit_code == 0
+    assert len(started_jobs) == 4
+    assert "holds a finished run" in run_dpn(*command).stderr
+    assert run_dpn(*command, "--overwrite").exit_code == 0
+    assert len(started_jobs) == 8
 
 
 def test_data_that_change_between_two_trainings_are_noticed(tmp_path: Path) -> None:
-    photos = images(tmp_path / "photos", classes=2, each=10)
+    photos = write_class_folders(tmp_path / "photos", classes=2, each=10)
     command = ["finetune", "highres", "--data", str(photos), "--val-fraction", "0.2", "--arch", "mu/8", "--checkpoint",
                "none", *SMALL, "--compare", "none,dpn", "-o", str(tmp_path / "all")]  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
-        fails_at(2, StoppedError(signal.SIGTERM), patch)
-        run(*command)
+        fail_training(2, StoppedError(signal.SIGTERM), patch)
+        run_dpn(*command)
     shutil.rmtree(tmp_path / "all" / "dpn")
     (photos / "class0" / "000.jpg").unlink()
-    done = run(*command, "--resume")
+    done = run_dpn(*command, "--resume")
     assert done.exit_code == 3
     assert "the data have changed since this comparison began" in done.stderr
 
@@ -215,14 +188,14 @@ def test_a_run_goes_on_with_the_weights_that_it_found(
             file = tmp_path / home / "weights" / f"mu-8-{stem}.safetensors"
             export_backbone(load_backbone("mu/8", stem=stem, image_size=16, seed=int(home == "new")), file)
         with pytest.MonkeyPatch.context() as patch:
-            fails_at(2 if home == "old" else 0, StoppedError(signal.SIGTERM), patch)
-            done = run(*command)
+            fail_training(2 if home == "old" else 0, StoppedError(signal.SIGTERM), patch)
+            done = run_dpn(*command)
         assert done.exit_code == code, done.stderr
     assert "goes on with --checkpoint" in done.stderr
     used = [yaml.safe_load(file.read_text())["backbone"]["checkpoint"] for file in out.rglob("config.yaml")]
     assert all(str(tmp_path / "old") in name for name in used if name)
     assert len(used) == 1 + 2 * bool(several)
-    refused = run(*command, "--checkpoint", str(tmp_path / "new" / "weights" / "mu-8-dpn.safetensors"))
+    refused = run_dpn(*command, "--checkpoint", str(tmp_path / "new" / "weights" / "mu-8-dpn.safetensors"))
     assert refused.exit_code == 2
     assert "different config (backbone.checkpoint: " in refused.stderr
 
@@ -238,10 +211,10 @@ def test_a_run_that_has_not_begun_takes_the_weights_that_are_there_now(
         file = tmp_path / home / "weights" / "mu-8-dpn.safetensors"
         file.parent.mkdir(parents=True)
         export_backbone(load_backbone("mu/8", image_size=16, seed=0), file)
-        done = run(*words, "-o", str(tmp_path / "run"), "--resume")
+        done = run_dpn(*words, "-o", str(tmp_path / "run"), "--resume")
         assert done.exit_code == code, done.stderr
         if code:
-            images(photos, classes=2, each=10)
+            write_class_folders(photos, classes=2, each=10)
             assert str(file) in (tmp_path / "run" / "config.yaml").read_text()
     assert "goes on with" not in done.stderr
     assert str(file) in (tmp_path / "run" / "config.yaml").read_text()
@@ -254,30 +227,30 @@ def test_weights_that_change_between_two_trainings_are_noticed(commands: dict[st
     for seed, code in ((0, 75), (1, 3)):
         export_backbone(load_backbone("mu/8", image_size=16, seed=seed), weights)
         with pytest.MonkeyPatch.context() as patch:
-            fails_at(2, StoppedError(signal.SIGTERM), patch)
-            done = run(*command, "--resume")
+            fail_training(2, StoppedError(signal.SIGTERM), patch)
+            done = run_dpn(*command, "--resume")
         assert done.exit_code == code
     assert "stem dpn: the weights have changed since this comparison began" in done.stderr
 
 
 def test_what_fails_is_named_and_the_rest_goes_on(
-    commands: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: list[engine.TrainJob]
+    commands: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started_jobs: list[engine.TrainJob]
 ) -> None:
     words = [word for word in commands["pretrain"] if word != "--json"]
     command = [*words, "--compare", "none,dpn", "--seeds", "2", "-o", str(tmp_path / "all")]
     with pytest.MonkeyPatch.context() as patch:
-        fails_at(2, NonFiniteError("the loss is NaN"), patch)
-        done = run(*command)
+        fail_training(2, NonFiniteError("the loss is NaN"), patch)
+        done = run_dpn(*command)
     assert done.exit_code == 6
     assert "failed: stem none, seed 1: the loss is NaN" in done.stdout
     assert "1 training failed" in done.stderr
     assert not (tmp_path / "all" / "result.json").exists()
     partial = json.loads((tmp_path / "all" / "partial.json").read_text())
     assert partial["compare"]["differences"][0]["seeds"] == [0]
-    assert len(trained) == 3
-    done = run(*command, "--resume")
+    assert len(started_jobs) == 3
+    done = run_dpn(*command, "--resume")
     assert done.exit_code == 0, done.output
-    assert len(trained) == 4
+    assert len(started_jobs) == 4
     assert not (tmp_path / "all" / "partial.json").exists()
     result = json.loads((tmp_path / "all" / "result.json").read_text())
     assert (result["failed"], result["compare"]["differences"][0]["seeds"]) == ([], [0, 1])
@@ -288,7 +261,7 @@ def test_seeds_alone_give_mean_and_deviation(
     commands: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    done = run(*commands["highres"], "--seeds", "2")
+    done = run_dpn(*commands["highres"], "--seeds", "2")
     result = json.loads(done.stdout)
     (network,) = result["compare"]["networks"].items()
     assert network[0] == "dpn"
@@ -302,13 +275,13 @@ def test_the_folder_is_named_after_the_networks_and_holds_no_network_itself(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     command = [*commands["segment"], "--compare", "none,dpn"]
-    tried = run(*command, "--dry-run")
+    tried = run_dpn(*command, "--dry-run")
     assert tried.exit_code == 0, tried.output
     assert not (tmp_path / "runs").exists()
-    assert run(*command).exit_code == 0
+    assert run_dpn(*command).exit_code == 0
     place = Path("runs/segment_folder/mu-8-none-vs-dpn")
     assert (place / "none" / "seed0" / "weights.safetensors").is_file()
-    refused = run("segment", "eval", str(place))
+    refused = run_dpn("segment", "eval", str(place))
     assert refused.exit_code == 3
     assert "a comparison of several trainings: each of them has a folder below it" in refused.stderr
 
@@ -331,13 +304,13 @@ def test_the_folder_is_named_after_the_networks_and_holds_no_network_itself(
     ],
 )
 def test_mistakes_are_one_line(
-    words: list[str], message: str, commands: dict[str, list[str]], tmp_path: Path, trained: list[engine.TrainJob]
+    words: list[str], message: str, commands: dict[str, list[str]], tmp_path: Path, started_jobs: list[engine.TrainJob]
 ) -> None:
-    done = run(*commands["highres"], *words, "-o", str(tmp_path / "all"))
+    done = run_dpn(*commands["highres"], *words, "-o", str(tmp_path / "all"))
     assert done.exit_code in (2, 3)
     (line,) = done.stderr.strip().splitlines()
     assert re.search(message, line), line
-    assert not trained
+    assert not started_jobs
 
 
 def test_a_value_may_hold_commas_and_checkpoints_are_named_by_any_key() -> None:

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from programs import environment
 from safetensors.torch import load_file
-from test_cli import run
 
 from dpn_cli.commands.trainers import TRAIN_COMMANDS
 from dpn_cli.config.load import dump
 from dpn_cli.run.console import Console
 from dpn_cli.sweep.grid import SweepConfig
+from support.cli import run_dpn
+from support.programs import program_environment
 
 SMALL = {"arch": "mu/8", "image_size": 16, "stem": "rms", "norm": "bn", "steps": 7, "seed": 3, "workers": "0"}
 GIVEN: dict[str, list[dict[str, Any]]] = {
@@ -61,12 +61,12 @@ def test_every_training_that_can_be_compared_is_tried() -> None:
 def trained(out: Path, photos: Path, *more: str) -> Any:
     size = ("--arch", "mu/8", "--image-size", "16", "--augment", "none", "-b", "8", "--steps", "3", "-j", "0")
     words = ("--data", str(photos), "--val-fraction", "0.4", *size, "--device", "cpu", "-o", str(out))
-    return run("pretrain", *words, "--compare", "none,dpn", *more)
+    return run_dpn("pretrain", *words, "--compare", "none,dpn", *more)
 
 
 @pytest.mark.slow
 def test_processes_train_the_same_networks(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in environment().items():
+    for name, value in program_environment().items():
         monkeypatch.setenv(name, value)
     one, two = tmp_path / "one", tmp_path / "two"
     assert trained(one, photos).exit_code == 0
@@ -109,6 +109,6 @@ def test_one_training_has_nothing_to_share_out(
     words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DPN_HOME", str(tmp_path))  # without the demo's tower, which is not made first
-    done = run(*words, "--jobs", "2")
+    done = run_dpn(*words, "--jobs", "2")
     assert done.exit_code == 2
     assert done.stderr == "error: --jobs 2: this is one training; --compare and --seeds make several\n"

@@ -17,10 +17,6 @@ from typing import Any
 
 import pytest
 import ray
-from programs import children, environment, run_program, started
-from test_cli import run
-from test_jobs import program
-from test_vtab_jobs import SHORT, VTAB, ledger, swept
 
 from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.errors import DpnError, StoppedError, WorkerError
@@ -28,6 +24,9 @@ from dpn_cli.sweep.engines import ray as ray_engine
 from dpn_cli.sweep.engines.node import inspect_node, save_and_end
 from dpn_cli.sweep.engines.select import backend_of
 from dpn_cli.sweep.scheduler import Work
+from support.cli import run_dpn
+from support.programs import child_processes, program_environment, run_program, start_program, write_program
+from support.vtab import DEMO_SWEEP, SHORT_SWEEP, read_ledger_rows, run_demo_sweep
 
 LIMIT = 400.0
 # Says through which node the command line speaks to the cluster.
@@ -72,19 +71,19 @@ sys.exit(program.returncode)
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("alone")
-    swept(out)
+    run_demo_sweep(out)
     return out
 
 
 @pytest.mark.slow
 def test_a_ray_cluster_that_loses_a_node_does_the_sweep_of_one_process(alone: Path, tmp_path: Path) -> None:
-    line = [*VTAB, *SHORT, "-o", str(tmp_path / "run"), "--engine", "ray", "--jobs", "3"]
+    line = [*DEMO_SWEEP, *SHORT_SWEEP, "-o", str(tmp_path / "run"), "--engine", "ray", "--jobs", "3"]
     done = run_program([sys.executable, "-c", CLUSTER, str(tmp_path), *line], limit=LIMIT, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "removed a node True" in done.stdout
     results = [json.loads((out / "result.json").read_text())["tasks"] for out in (tmp_path / "run", alone)]
     assert results[0] == results[1]
-    assert ledger(tmp_path / "run") == ledger(alone)
+    assert read_ledger_rows(tmp_path / "run") == read_ledger_rows(alone)
 
 
 def test_a_node_of_ray_that_is_lost_with_the_command_on_it_is_told(
@@ -184,7 +183,7 @@ def test_work_that_runs_out_of_memory_beside_others_has_a_gpu_of_ray_alone(
 
 def test_a_process_of_a_node_is_told_its_part_of_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        sys, "executable", program(tmp_path / "python", "import os; print(os.environ.get('DPN_GPU_SHARE'))")
+        sys, "executable", write_program(tmp_path / "python", "import os; print(os.environ.get('DPN_GPU_SHARE'))")
     )
     for parts, told in ((3, "3\n"), (1, "None\n")):
         assert ray_engine._work((), str(tmp_path / f"log{parts}"), str(tmp_path), parts) == 0
@@ -251,7 +250,7 @@ signal.pause()
 
 
 def test_a_job_is_queued_again_when_its_process_has_ended() -> None:
-    with started([sys.executable, "-c", SAVES]) as process:
+    with start_program([sys.executable, "-c", SAVES]) as process:
         assert process.stdout
         assert process.stdout.readline() == "begun\n"
         save_and_end(process, signal.SIGUSR1)
@@ -264,7 +263,7 @@ def test_a_job_is_queued_again_when_its_process_has_ended() -> None:
 def test_jobs_of_submitit_that_are_preempted_go_on(tmp_path: Path) -> None:
     """A job gets its signal in the middle of a training, is queued again, and the weights are those of one process."""
     code = "import sys; from pathlib import Path; from test_engines import preempted; preempted(Path(sys.argv[1]))"
-    environ = environment(PYTHONPATH=os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]))
+    environ = program_environment(PYTHONPATH=os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]))
     done = run_program([sys.executable, "-c", code, str(tmp_path)], limit=LIMIT, env=environ)
     assert done.returncode == 0, done.stderr
     log = (tmp_path / "logs/work.log").read_text()
@@ -308,7 +307,7 @@ def preempted(folder: Path) -> None:
     while not ended:
         ended = slurm.ended(0.1)
         if not interrupted and (folder / "begun").exists():
-            (task,) = children(int(slurm._jobs["work"].job_id))
+            (task,) = child_processes(int(slurm._jobs["work"].job_id))
             os.kill(task, LocalJobEnvironment._usr_sig())
             interrupted = True
     print(ended)
@@ -326,7 +325,9 @@ def preempted(folder: Path) -> None:
 def test_what_cannot_be_started_is_told_before_anything_begins(
     words: tuple[str, ...], told: str, tmp_path: Path
 ) -> None:
-    done = run(*VTAB, *SHORT, "-o", str(tmp_path), *words, *(("--jobs", "2") if "num_gpus=1" in words else ()))
+    done = run_dpn(
+        *DEMO_SWEEP, *SHORT_SWEEP, "-o", str(tmp_path), *words, *(("--jobs", "2") if "num_gpus=1" in words else ())
+    )
     assert done.exit_code == 2, done.stderr
     assert told in done.stderr.replace("\n", " ")
     assert not list(tmp_path.glob("trials/*"))

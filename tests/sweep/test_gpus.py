@@ -10,9 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_cli import run
-from test_engine import small, train
-from test_jobs import deadline, program
 
 from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.engine import fit as engine
@@ -25,6 +22,10 @@ from dpn_cli.sweep.engines import gpus, select
 from dpn_cli.sweep.engines.gpus import Gpu, Shares, visible_gpus
 from dpn_cli.sweep.engines.local import Processes
 from dpn_cli.sweep.scheduler import Work, run_all
+from support.cli import run_dpn
+from support.engine import small_vit, train_steps
+from support.programs import write_program
+from support.time_limits import start_deadline
 
 GB = 10**9
 CUDA = torch.device("cuda", 0)
@@ -119,7 +120,7 @@ def test_trainings_are_measured_when_the_optimizer_has_its_state(
 
     monkeypatch.setattr(engine._Training, "update", counted)
     monkeypatch.setattr(engine, "measure", lambda device: told.append(len(updates)))
-    train(small(), steps)
+    train_steps(small_vit(), steps)
     assert told == measured
 
 
@@ -201,7 +202,7 @@ if name == "fails":
 def test_processes_follow_the_first_one_and_what_runs_out_of_memory_has_a_gpu_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "executable", program(tmp_path / "python", TRAINING))
+    monkeypatch.setattr(sys, "executable", write_program(tmp_path / "python", TRAINING))
     monkeypatch.setattr(gpus, "cores", lambda: list(range(16)))
     told, codes, began = list[str](), dict[str, int](), list[tuple[str, list[str]]]()
     launch = Processes._launch
@@ -223,7 +224,7 @@ def test_processes_follow_the_first_one_and_what_runs_out_of_memory_has_a_gpu_al
     backend = Processes(8, tmp_path / "logs", shares, say)
     works = [Work(name, (name, str(tmp_path)), network="net") for name in ("a", "b", "wide", "fails")]
     works.append(Work("other", ("other", str(tmp_path)), network="other"))
-    run_all(works, backend, lambda work: None, lambda work, code: codes.update({work.name: code}), deadline())
+    run_all(works, backend, lambda work: None, lambda work, code: codes.update({work.name: code}), start_deadline())
     assert codes == {"a": 0, "b": 0, "wide": 0, "fails": 4, "other": 0}
     rows = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     assert {row[1] for row in rows} == {"GPU-7"}
@@ -314,7 +315,7 @@ def test_gpus_that_cannot_be_shared_are_told_before_anything_begins(
     command: tuple[str, ...], words: tuple[str, ...], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(select, "visible_gpus", tuple)
-    done = run(*command, *words, "-o", str(tmp_path / "out"))
+    done = run_dpn(*command, *words, "-o", str(tmp_path / "out"))
     assert done.exit_code == 2, done.output
     assert told in done.stderr.replace("\n", " ")
     assert not (tmp_path / "out").exists()
@@ -322,10 +323,10 @@ def test_gpus_that_cannot_be_shared_are_told_before_anything_begins(
 
 def test_sharing_a_gpu_starts_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "visible_gpus", lambda: (Gpu("0", 80 * GB),))
-    done = run("pretrain", "--data", "demo", "--jobs-per-gpu", "2")
+    done = run_dpn("pretrain", "--data", "demo", "--jobs-per-gpu", "2")
     assert done.exit_code == 2
     assert "--jobs-per-gpu 2: this is one training; --compare and --seeds make several" in done.stderr.replace(
         "\n", " "
     )
-    done = run("pretrain", "--data", "demo", "--seeds", "2", "--jobs-per-gpu", "2", "--trial", "0")
+    done = run_dpn("pretrain", "--data", "demo", "--seeds", "2", "--jobs-per-gpu", "2", "--trial", "0")
     assert "--jobs-per-gpu 2 --trial 0: each says who does the work; pass one of them" in done.stderr.replace("\n", " ")

@@ -7,13 +7,10 @@ import os
 import random
 import signal
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from programs import LIMIT, environment, run_program, started
 
 from dpn_cli.data.loader import count_workers
 from dpn_cli.errors import StoppedError
@@ -22,6 +19,8 @@ from dpn_cli.run.process import PARENT
 from dpn_cli.sweep.engines.gpus import Gpu, Shares
 from dpn_cli.sweep.engines.local import Processes, last_error
 from dpn_cli.sweep.scheduler import Work, run_all
+from support.programs import LIMIT, program_environment, run_program, start_program, write_program
+from support.time_limits import start_deadline
 
 
 class Simulated:
@@ -103,36 +102,19 @@ def test_a_signal_stops_what_runs() -> None:
     assert backend.stopped
 
 
-def program(path: Path, text: str) -> str:
-    """Write what stands for the interpreter: it gets ``-m dpn_cli`` and the words of the work."""
-    path.write_text(f"#!{sys.executable}\n{text}")
-    path.chmod(0o755)
-    return str(path)
-
-
-def deadline() -> Callable[[], None]:
-    end = time.monotonic() + LIMIT
-
-    def check() -> None:
-        if time.monotonic() > end:
-            raise TimeoutError
-
-    return check
-
-
 def test_processes_share_cores_and_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (
         "import json, os, sys, pathlib\n"
         "names = 'OMP_NUM_THREADS', 'CUDA_VISIBLE_DEVICES', 'DPN_PARENT'\n"
         "print(json.dumps([sys.argv[1:], sorted(os.sched_getaffinity(0)), [os.environ.get(name) for name in names]]))\n"
     )
-    monkeypatch.setattr(sys, "executable", program(tmp_path / "python", text))
+    monkeypatch.setattr(sys, "executable", write_program(tmp_path / "python", text))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     cores = sorted(os.sched_getaffinity(0))
     backend = Processes(2, tmp_path / "logs", Shares((Gpu("7", 80 * 10**9), Gpu("GPU-9", 80 * 10**9)), 1))
     slots: list[str] = []
     works = [Work("a/seed0", ("pretrain", "--seed", "0")), Work("a/seed1", ("pretrain",))]
-    left = run_all(works, backend, lambda work: slots.append(work.name), lambda work, code: None, deadline())
+    left = run_all(works, backend, lambda work: slots.append(work.name), lambda work, code: None, start_deadline())
     assert left == []
     assert sorted(os.sched_getaffinity(0)) == cores
     words, own, (threads, gpu, parent) = json.loads(backend.log_of("a/seed0").read_text())
@@ -154,10 +136,10 @@ def test_exit_codes_and_the_last_error_come_back(tmp_path: Path, monkeypatch: py
         "import sys\nprint('loss 3.1')\nprint('error: the loss is NaN', file=sys.stderr)\nprint('bye')\n"
         "sys.exit(int(sys.argv[3]))\n"
     )
-    monkeypatch.setattr(sys, "executable", program(tmp_path / "python", text))
+    monkeypatch.setattr(sys, "executable", write_program(tmp_path / "python", text))
     backend, codes = Processes(3, tmp_path / "logs"), dict[str, int]()
     works = [Work(str(code), (str(code),)) for code in (0, 5, 6)]
-    run_all(works, backend, lambda work: None, lambda work, code: codes.update({work.name: code}), deadline())
+    run_all(works, backend, lambda work: None, lambda work, code: codes.update({work.name: code}), start_deadline())
     assert codes == {"0": 0, "5": 5, "6": 6}
     assert last_error(backend.log_of("5")) == "the loss is NaN"
     assert last_error(tmp_path / "nothing") == "no output"
@@ -178,8 +160,8 @@ WAITS = (
 
 
 def test_a_stop_is_passed_on_and_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", program(tmp_path / "python", WAITS))
-    begun, late = tmp_path / "begun", deadline()
+    monkeypatch.setattr(sys, "executable", write_program(tmp_path / "python", WAITS))
+    begun, late = tmp_path / "begun", start_deadline()
 
     def check() -> None:
         late()
@@ -193,8 +175,8 @@ def test_a_stop_is_passed_on_and_waited_for(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the signal at a parent's death is Linux's")
 def test_processes_save_and_end_when_their_parent_is_killed(tmp_path: Path) -> None:
-    begun, saved, late = tmp_path / "begun", tmp_path / "begun.saved", deadline()
-    interpreter = program(tmp_path / "python", WAITS)
+    begun, saved, late = tmp_path / "begun", tmp_path / "begun.saved", start_deadline()
+    interpreter = write_program(tmp_path / "python", WAITS)
     script = (
         "import sys, threading\nfrom pathlib import Path\n"
         "from dpn_cli.sweep.engines.local import Processes\nfrom dpn_cli.sweep.scheduler import Work\n"
@@ -202,7 +184,7 @@ def test_processes_save_and_end_when_their_parent_is_killed(tmp_path: Path) -> N
         f"Processes(1, Path({str(tmp_path)!r})).start(Work('a', ({str(begun)!r},)), 0)\n"
         f"threading.Event().wait({LIMIT})\n"
     )
-    with started([sys.executable, "-c", script]) as parent:
+    with start_program([sys.executable, "-c", script]) as parent:
         while not begun.exists():
             late()
         parent.send_signal(signal.SIGKILL)
@@ -213,7 +195,7 @@ def test_processes_save_and_end_when_their_parent_is_killed(tmp_path: Path) -> N
 
 def test_what_outlived_its_parent_does_not_begin(tmp_path: Path) -> None:
     script = "from dpn_cli.run import process; process.prepare(); print('begun')"
-    done = run_program([sys.executable, "-c", script], env=environment(**{PARENT: "1234567"}))
+    done = run_program([sys.executable, "-c", script], env=program_environment(**{PARENT: "1234567"}))
     assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "")
 
 

@@ -14,13 +14,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from conftest import images
-from programs import LIMIT, children, run_program, started
 from typer.testing import CliRunner
 
 from dpn_cli.cli import app
 from dpn_cli.run import signals
 from dpn_cli.run.checkpoints import Checkpoints
+from support.images import write_class_folders
+from support.programs import LIMIT, child_processes, run_program, start_program
 
 # As the program's own start, but that garbage keeps what it holds: nothing ends because it happens to be collected.
 DPN = (sys.executable, "-c", "import gc; gc.disable(); from dpn_cli.cli import main; main()")
@@ -33,8 +33,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("photos")
-    images(root / "train", classes=3, each=8, size=(20, 20))
-    images(root / "val", classes=3, each=4, size=(20, 20))
+    write_class_folders(root / "train", classes=3, each=8, size=(20, 20))
+    write_class_folders(root / "val", classes=3, each=4, size=(20, 20))
     return root
 
 
@@ -56,7 +56,7 @@ def wait_until(condition: Callable[[], object], process: subprocess.Popen[str]) 
 def in_training(out: Path, process: subprocess.Popen[str]) -> list[int]:
     """Wait until a training has saved its state; returns the processes that read its data."""
     wait_until((out / "checkpoints" / "last").is_dir, process)
-    found = children(process.pid)
+    found = child_processes(process.pid)
     assert len(found) == 2
     return found
 
@@ -111,7 +111,7 @@ def test_a_killed_worker_ends_the_run_with_one_line(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "run"
-    with started([*DPN, *highres(folder, out, *ENDLESS)]) as process:
+    with start_program([*DPN, *highres(folder, out, *ENDLESS)]) as process:
         killed = in_training(out, process)[1]
         os.kill(killed, signal.SIGKILL)
         _, errors = process.communicate(timeout=LIMIT)
@@ -127,7 +127,7 @@ def test_a_signal_to_all_processes_stops_the_run_with_its_state_saved(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "run"
-    with started([*DPN, *highres(folder, out, *ENDLESS)], start_new_session=True) as process:
+    with start_program([*DPN, *highres(folder, out, *ENDLESS)], start_new_session=True) as process:
         in_training(out, process)
         os.killpg(process.pid, signal.SIGTERM)
         _, errors = process.communicate(timeout=LIMIT)
@@ -148,7 +148,7 @@ def test_a_run_whose_terminal_closes_stops_with_its_state_saved(folder: Path, tm
     )
     ours, theirs = pty.openpty()
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
-    with started([sys.executable, "-c", code, *arguments], start_new_session=True, **streams) as process:
+    with start_program([sys.executable, "-c", code, *arguments], start_new_session=True, **streams) as process:
         os.close(theirs)
         in_training(out, process)
         before = json.loads((out / "run.json").read_text())
@@ -186,7 +186,7 @@ submit, pack_writer.ProcessPoolExecutor.submit = pack_writer.ProcessPoolExecutor
 
 def test_packing_ends_when_a_worker_is_killed_at_its_start(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
-    folder = images(tmp_path / "photos", classes=2, each=2)
+    folder = write_class_folders(tmp_path / "photos", classes=2, each=2)
     command = ("data", "pack", "--data", str(folder), "--out", str(tmp_path / "pack"), "-j", "2", "-q")
     done = run_program([sys.executable, "-c", PACK_AND_DIE + PACK_AND_WAIT, *command, str(tmp_path / "fifo")])
     assert done.returncode == 1
@@ -196,11 +196,11 @@ def test_packing_ends_when_a_worker_is_killed_at_its_start(tmp_path: Path) -> No
 @pytest.mark.parametrize("victim", ["worker", "program"])
 def test_packing_ends_with_all_its_processes_when_one_is_killed(victim: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")  # nobody writes to it, so who reads it waits for ever
-    folder = images(tmp_path / "photos", classes=2, each=2)
+    folder = write_class_folders(tmp_path / "photos", classes=2, each=2)
     command = ("data", "pack", "--data", str(folder), "--out", str(tmp_path / "pack"), "-j", "2", "-q")
-    with started([sys.executable, "-c", PACK_AND_WAIT, *command, str(tmp_path / "fifo")]) as process:
-        wait_until(lambda: len(children(process.pid)) == 2, process)
-        killed = children(process.pid)[0] if victim == "worker" else process.pid
+    with start_program([sys.executable, "-c", PACK_AND_WAIT, *command, str(tmp_path / "fifo")]) as process:
+        wait_until(lambda: len(child_processes(process.pid)) == 2, process)
+        killed = child_processes(process.pid)[0] if victim == "worker" else process.pid
         os.kill(killed, signal.SIGKILL)
         _, errors = process.communicate(timeout=LIMIT)  # until no process has the pipes open
     if victim == "worker":

@@ -12,31 +12,21 @@ import numpy as np
 import pytest
 import timm
 import torch
-from conftest import GOLDENS, Arrays, nchw
 from safetensors.torch import load_file, save_file
 
 from dpn_cli.arch import STEMS, Stem
 from dpn_cli.errors import DataError, DpnError, SaveError
 from dpn_cli.weights.backbone import export_backbone, load_backbone
 from dpn_cli.weights.formats import read_file
+from support.backbones import perturbed_timm_model
+from support.goldens import DPN_PARAMS, GOLDENS, Arrays, to_nchw
 
-DPN = str(GOLDENS / "vit_dpn.params.npz")
 PLAIN = str(GOLDENS / "vit_tok_repsize.params.npz")
 
 
 def arrays_of(path: str) -> dict[str, Any]:
     with np.load(path) as arrays:
         return {name: arrays[name] for name in arrays.files}
-
-
-def perturbed(name: str, **arguments: Any) -> Any:
-    """Build a timm model whose every weight matters."""
-    model = timm.create_model(name, num_classes=7, **arguments).eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return model
 
 
 def test_old_names_become_the_current_ones(golden: Callable[[str], Arrays]) -> None:
@@ -55,7 +45,7 @@ def test_old_names_become_the_current_ones(golden: Callable[[str], Arrays]) -> N
         assert torch.equal(old.state_dict()[name], value), name
     assert torch.equal(old.cls_token, torch.from_numpy(io["fixed/cls"]))
     assert torch.equal(old.pos_embed, torch.from_numpy(io["fixed/pos_embedding"]))
-    torch.testing.assert_close(old(nchw(io["image"])), torch.from_numpy(io["logits"]), atol=2e-5, rtol=0)
+    torch.testing.assert_close(old(to_nchw(io["image"])), torch.from_numpy(io["logits"]), atol=2e-5, rtol=0)
     assert "class token" in " ".join(old.report.notes)
 
 
@@ -84,7 +74,7 @@ def test_loading_at_a_higher_resolution_equals_big_vision(golden: Callable[[str]
     torch.testing.assert_close(
         model.pos_embed.detach(), torch.from_numpy(io["loaded/pos_embedding"]), atol=1e-6, rtol=0
     )
-    image = nchw(io["image"])
+    image = to_nchw(io["image"])
     torch.testing.assert_close(
         model.forward_head(model.forward_features(image), pre_logits=True),
         torch.from_numpy(io["pre_logits"]),
@@ -112,7 +102,7 @@ def test_loading_at_a_higher_resolution_equals_big_vision(golden: Callable[[str]
     ],
 )
 def test_spellings_of_a_dpn_file_give_one_network(prefix: str, spelling: str, tmp_path: Path) -> None:
-    arrays, (first, dense, second) = arrays_of(DPN), spelling.split("|")
+    arrays, (first, dense, second) = arrays_of(DPN_PARAMS), spelling.split("|")
     renamed: dict[str, Any] = {}
     for name, value in arrays.items():
         module, _, leaf = name.rpartition("/")
@@ -123,13 +113,13 @@ def test_spellings_of_a_dpn_file_give_one_network(prefix: str, spelling: str, tm
         renamed["opt/0/mu/dense/kernel"] = np.zeros(3, np.float32)  # optimizer state is no weight
     np.savez(tmp_path / "dpn.npz", **renamed)
     model = load_backbone(checkpoint=str(tmp_path / "dpn.npz"), image_size=32)
-    reference = load_backbone(checkpoint=DPN, image_size=32)
+    reference = load_backbone(checkpoint=DPN_PARAMS, image_size=32)
     assert all(torch.equal(value, reference.state_dict()[name]) for name, value in model.state_dict().items())
     assert model.report.dropped[:-2] == (["opt/0/mu/dense/kernel"] if prefix else [])
 
 
 def test_architecture_is_inferred_from_the_file() -> None:
-    config = load_backbone(checkpoint=DPN, image_size=32).config
+    config = load_backbone(checkpoint=DPN_PARAMS, image_size=32).config
     assert (config.size.width, config.size.depth, config.size.mlp, config.size.heads) == (32, 2, 64, 4)
     assert (config.patch, config.pool, config.pre_logits, config.stem) == ((8, 8), "tok", True, "dpn")
     assert (
@@ -138,7 +128,7 @@ def test_architecture_is_inferred_from_the_file() -> None:
 
 
 def test_bfloat16_arrays_stored_as_void_are_read(tmp_path: Path) -> None:
-    arrays = arrays_of(DPN)
+    arrays = arrays_of(DPN_PARAMS)
     exact = torch.from_numpy(arrays["cls"]).bfloat16()
     arrays["cls"] = exact.view(torch.int16).numpy().view("V2")
     np.savez(tmp_path / "bf16.npz", **arrays)
@@ -157,7 +147,7 @@ def test_bfloat16_arrays_stored_as_void_are_read(tmp_path: Path) -> None:
 def test_timm_files_give_timms_features(
     name: str, suffix: str, wrap: str, no_embed_class: bool, tmp_path: Path
 ) -> None:
-    theirs = perturbed(name, img_size=32, no_embed_class=no_embed_class)
+    theirs = perturbed_timm_model(name, img_size=32, no_embed_class=no_embed_class)
     state = {wrap + key: value.contiguous() for key, value in theirs.state_dict().items()}
     path = tmp_path / f"timm{suffix}"
     if suffix == ".pth":
@@ -172,7 +162,7 @@ def test_timm_files_give_timms_features(
 
 @pytest.mark.parametrize("wrong", ["gelu_tanh", "class position"])
 def test_the_comparison_with_timm_would_notice(wrong: str, tmp_path: Path) -> None:
-    theirs = perturbed("vit_tiny_patch16_224", img_size=32)
+    theirs = perturbed_timm_model("vit_tiny_patch16_224", img_size=32)
     save_file(theirs.state_dict(), tmp_path / "timm.safetensors")
     ours = load_backbone(checkpoint=str(tmp_path / "timm.safetensors"), stem="none", image_size=32).eval()
     if wrong == "class position":
@@ -216,14 +206,14 @@ def test_inputs_are_normalised_with_the_checkpoints_own_range() -> None:
         ({"arch": "B/32", "stem": "dnp"}, "did you mean 'dpn'"),
         ({"arch": "B/32", "image_size": 100}, "nearest size that fits is 96x96"),
         ({}, "--arch is needed"),
-        ({"checkpoint": DPN, "image_size": 32, "stem": "none"}, "Ways out: leave --stem out"),
+        ({"checkpoint": DPN_PARAMS, "image_size": 32, "stem": "none"}, "Ways out: leave --stem out"),
         ({"checkpoint": PLAIN, "image_size": 32, "stem": "dpn"}, "has stem 'none'.*Ways out.*--checkpoint none"),
-        ({"checkpoint": DPN, "arch": "S/16", "image_size": 32}, "--arch S/16: .* is Size.*/8; leave --arch out"),
+        ({"checkpoint": DPN_PARAMS, "arch": "S/16", "image_size": 32}, "--arch S/16: .* is Size.*/8; leave --arch out"),
         (
-            {"checkpoint": DPN, "image_size": 32, "num_classes": 7, "head": "load"},
+            {"checkpoint": DPN_PARAMS, "image_size": 32, "num_classes": 7, "head": "load"},
             "its head has 10 classes, not the 7 that were asked for",
         ),
-        ({"checkpoint": DPN, "image_size": 32, "pre_logits": False}, "was trained with True"),
+        ({"checkpoint": DPN_PARAMS, "image_size": 32, "pre_logits": False}, "was trained with True"),
         (
             {"checkpoint": str(GOLDENS / "vit_gap.params.npz"), "stem": "none", "image_size": 32, "pool": "tok"},
             "no class token",
@@ -241,7 +231,7 @@ def test_wrong_requests_get_one_clear_line(arguments: dict[str, Any], message: s
 
 
 def test_missing_and_unknown_tensors_are_listed_and_none_is_guessed(tmp_path: Path) -> None:
-    arrays = arrays_of(DPN)
+    arrays = arrays_of(DPN_PARAMS)
     arrays.pop("Transformer/encoderblock_1/LayerNorm_1/scale")
     arrays["Transformer/encoderblock_0/Registers/kernel"] = np.zeros((2, 2), np.float32)
     np.savez(tmp_path / "odd.npz", **arrays)
@@ -250,7 +240,7 @@ def test_missing_and_unknown_tensors_are_listed_and_none_is_guessed(tmp_path: Pa
 
 
 def test_one_norm_missing_is_another_stem_not_a_guess(tmp_path: Path) -> None:
-    arrays = arrays_of(DPN)
+    arrays = arrays_of(DPN_PARAMS)
     for leaf in ("scale", "bias"):
         arrays.pop(f"ln0/{leaf}")
     np.savez(tmp_path / "post.npz", **arrays)
@@ -285,9 +275,9 @@ def test_no_pickle_is_executed(suffix: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("keep", [0.0, 0.3, 0.97])
 def test_truncated_files_are_named(suffix: str, keep: float, tmp_path: Path) -> None:
     path = tmp_path / f"weights{suffix}"
-    state = read_file(Path(DPN)).state
+    state = read_file(Path(DPN_PARAMS)).state
     if suffix == ".npz":
-        np.savez(path, **arrays_of(DPN))
+        np.savez(path, **arrays_of(DPN_PARAMS))
     elif suffix == ".pth":
         torch.save(state, path)
     else:

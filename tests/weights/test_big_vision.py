@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import timm
 import torch
-from conftest import GOLDENS, Arrays, nchw
 
 from dpn_cli.weights.backbone import load_backbone
+from support.goldens import GOLDENS, Arrays, to_nchw
 
 
 def big_vision_arrays(name: str) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def test_scanned_blocks_in_any_tree_give_big_visions_outputs(
     np.savez(tmp_path / "scan.npz", **arrays)
     io = golden("vit_dpn.io")
     ours = load_backbone(checkpoint=str(tmp_path / "scan.npz"), image_size=32, num_classes=10, head="load").eval()
-    torch.testing.assert_close(ours(nchw(io["image"])), torch.from_numpy(io["logits"]), atol=2e-5, rtol=0)
+    torch.testing.assert_close(ours(to_nchw(io["image"])), torch.from_numpy(io["logits"]), atol=2e-5, rtol=0)
     assert len(ours.report.dropped) == (2 if prefix else 0)
 
 

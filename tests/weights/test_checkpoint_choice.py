@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_highres import small, train
 
 from dpn_cli.config.load import build
 from dpn_cli.metrics import Confusion, ImagePrediction, Scores
+from support.highres import highres_config, train_highres
 from tasks.classify import common as command
 from tasks.classify import train as training
 from tasks.classify.common import describe_training
@@ -39,7 +39,7 @@ def test_the_last_step_is_kept_unless_the_best_is_asked_for(
     seen = falling
     for select, expected in (({}, 8), ({"select": "last"}, 8), ({"select": "best"}, 2)):
         seen.clear()
-        result = train(small(photos, schedule={"steps": 8}, **select), tmp_path / str(select))
+        result = train_highres(highres_config(photos, schedule={"steps": 8}, **select), tmp_path / str(select))
         assert result["best_step"] == expected
         kept, look = load_file(tmp_path / str(select) / "weights.safetensors"), seen[expected // 2 - 1]
         assert all(torch.equal(value, kept[name]) for name, value in look.items())
@@ -52,7 +52,7 @@ def test_minival_is_looked_at_when_the_config_says(
     steps: int, every: int, looks: list[int], photos: Path, tmp_path: Path
 ) -> None:
     """Appendix D evaluates every 2500 of 5000 steps; a training shorter than that is looked at four times."""
-    result = train(small(photos, schedule={"steps": steps}, evaluate_every=every), tmp_path / "run")
+    result = train_highres(highres_config(photos, schedule={"steps": steps}, evaluate_every=every), tmp_path / "run")
     assert [record["step"] for record in result["curve"]] == looks
 
 
@@ -60,8 +60,10 @@ def test_a_minival_that_is_too_small_to_choose_says_so(
     photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for share, images, said in ((None, 7, True), (0.0, 0, True), (None, 7, False)):
-        config = small(photos, schedule={"steps": 1}, data={"minival": share}, select="best" if said else "last")
-        result = train(config, tmp_path / f"{share} {said}")
+        config = highres_config(
+            photos, schedule={"steps": 1}, data={"minival": share}, select="best" if said else "last"
+        )
+        result = train_highres(config, tmp_path / f"{share} {said}")
         assert result["images"]["minival"] == images
         warning = f"select=best chooses on {images} minival images" if images else "there is no minival to choose on"
         assert (warning in capsys.readouterr().err) is said
@@ -71,7 +73,7 @@ def test_only_a_minival_that_chooses_is_large(photos: Path, monkeypatch: pytest.
     asked: list[tuple[float | None, bool]] = []
     monkeypatch.setattr(command, "open_class_data", lambda source, share, chooses: asked.append((share, chooses)))
     for select in ("last", "best"):
-        command.open_data(small(photos, select=select))
+        command.open_data(highres_config(photos, select=select))
     assert asked == [(None, False), (None, True)]
 
 

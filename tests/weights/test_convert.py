@@ -12,14 +12,11 @@ import numpy as np
 import pytest
 import timm
 import torch
-from conftest import GOLDENS, Arrays, nchw
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_cli import run
-from test_formats import perturbed
 from torch import Tensor
 
 from dpn_cli.arch import STEMS, Stem
@@ -29,6 +26,9 @@ from dpn_cli.weights.backbone import Backbone, export_backbone, load_backbone
 from dpn_cli.weights.convert import Facts, build_timm, convert, inspect
 from dpn_cli.weights.formats import FORMATS, formats_of, read_file
 from dpn_cli.weights.retrofit import retrofit
+from support.backbones import perturb
+from support.cli import run_dpn
+from support.goldens import GOLDENS, Arrays, to_nchw
 
 DPN = GOLDENS / "vit_dpn.params.npz"
 PLAIN = GOLDENS / "vit_tok_repsize.params.npz"
@@ -73,7 +73,7 @@ def test_a_converted_file_gives_big_visions_outputs(size: int, golden: Callable[
     if size == 32:
         io = golden("vit_dpn.io")
         again = load_backbone(checkpoint=done["path"], image_size=32, num_classes=10, head="load").eval()
-        torch.testing.assert_close(again(nchw(io["image"])), torch.from_numpy(io["logits"]), atol=2e-5, rtol=0)
+        torch.testing.assert_close(again(to_nchw(io["image"])), torch.from_numpy(io["logits"]), atol=2e-5, rtol=0)
         assert again.report.digest == done["digest"]
     assert read_file(Path(done["path"])).grid == (size // 8, size // 8)
 
@@ -92,9 +92,9 @@ def test_timm_itself_gives_the_outputs_of_what_is_written_for_it(
     stem: Stem, pool: Any, arguments: dict[str, Any], tmp_path: Path
 ) -> None:
     scratch = load_backbone("mu/8", stem=stem, image_size=(16, 24), num_classes=3, pool=pool)
-    model = perturbed(Backbone(replace(scratch.config, **arguments), scratch.mean, scratch.std, scratch.report))
+    model = perturb(Backbone(replace(scratch.config, **arguments), scratch.mean, scratch.std, scratch.report))
     model.initialize(0)
-    perturbed(model)
+    perturb(model)
     export_backbone(model, tmp_path / "ours.safetensors")
     done = convert(read_file(tmp_path / "ours.safetensors"), tmp_path / "timm.safetensors", to="timm")
     assert done["difference"] < 1e-5
@@ -191,7 +191,7 @@ SHAPES = st.fixed_dictionaries(
 def test_convert_then_load_is_equal_for_every_shape(shape: dict[str, Any], seed: int, tmp_path: Path) -> None:
     patch, size = shape["patch"], (shape["rows"] * shape["patch"], shape["columns"] * shape["patch"])
     arguments: dict[str, Any] = {"stem": shape["stem"], "image_size": size, "num_classes": shape["classes"]}
-    model = perturbed(
+    model = perturb(
         load_backbone(f"mu/{patch}", pool=shape["pool"], pre_logits=shape["pre_logits"], seed=seed, **arguments)
     )
     export_backbone(model, tmp_path / "first.safetensors")
@@ -341,18 +341,20 @@ def test_the_commands_work_from_file_to_file(tmp_path: Path) -> None:
     for i, image in enumerate(images(12, 40)):
         Image.fromarray(image.permute(1, 2, 0).numpy()).save(photos / f"{i}.png")
     start = tmp_path / "start.safetensors"
-    done = run("checkpoint", "retrofit", str(OLD), str(start), "--data", str(tmp_path / "photos"), "--image-size", "40")
+    done = run_dpn(
+        "checkpoint", "retrofit", str(OLD), str(start), "--data", str(tmp_path / "photos"), "--image-size", "40"
+    )
     assert done.exit_code == 0, done.stderr
     assert "This is a start for training, not an equal network" in done.stdout
     assert "survives" in done.stdout
-    converted = run(
+    converted = run_dpn(
         "checkpoint", "convert", str(start), str(tmp_path / "b.safetensors"), "--image-size", "32", "--json"
     )
     assert json.loads(converted.stdout)["difference"] == 0
-    shown = run("checkpoint", "inspect", str(tmp_path / "b.safetensors"))
+    shown = run_dpn("checkpoint", "inspect", str(tmp_path / "b.safetensors"))
     for fact in ("stem         dpn", "4x4 patches", "gelu_tanh", "-1 to 1", "made from"):
         assert fact in shown.stdout
-    assert json.loads(run("checkpoint", "inspect", str(start), "--json").stdout)["image_size"] == [40, 40]
+    assert json.loads(run_dpn("checkpoint", "inspect", str(start), "--json").stdout)["image_size"] == [40, 40]
     assert load_file(tmp_path / "b.safetensors").keys() == load_file(start).keys()
 
 
@@ -391,7 +393,7 @@ def test_wrong_commands_get_one_line_and_write_nothing(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.safetensors").touch()
     (tmp_path / "empty").mkdir()
-    done = run("checkpoint", *arguments)
+    done = run_dpn("checkpoint", *arguments)
     assert done.exit_code == code, done.stderr
     assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1

@@ -14,7 +14,6 @@ import pytest
 import timm.data
 import torch
 from PIL import Image
-from test_cli import run
 from timm.scheduler.cosine_lr import CosineLRScheduler
 from torch import Tensor
 
@@ -30,6 +29,7 @@ from dpn_cli.engine.optim import lr_factor
 from dpn_cli.engine.seeds import fold
 from dpn_cli.errors import DpnError
 from dpn_cli.run.distributed import World
+from support.cli import run_dpn
 from tasks.classify import train as training
 from tasks.classify.common import open_data
 from tasks.classify.config import in_steps
@@ -237,10 +237,10 @@ def test_the_command_names_the_config_in_three_ways_and_trains(photos: Path, tmp
         ["imagenet", "--config", "pretrain_deit"],
         ["--base-config", "deit"],
     )
-    printed = {run("pretrain", *name, *shared, "--print-config").stdout for name in names}
+    printed = {run_dpn("pretrain", *name, *shared, "--print-config").stdout for name in names}
     assert len(printed) == 1
     assert "rand-m9-mstd0.5-inc1" in printed.pop()
-    done = run("pretrain", *names[0], *shared, "--json", "-o", str(tmp_path / "run"))
+    done = run_dpn("pretrain", *names[0], *shared, "--json", "-o", str(tmp_path / "run"))
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
     assert (result["steps"], result["classes"], result["head_bias"]) == (2, 3, 0)

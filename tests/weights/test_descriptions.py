@@ -14,16 +14,6 @@ import timm
 import torch
 import transformers
 from safetensors.torch import save_file
-from test_formats import (
-    NATIVE,
-    distance,
-    image_of,
-    load,
-    perturbed,
-    timm_vit,
-    transformers_config,
-    transformers_vit,
-)
 
 from dpn_cli.config.network import NormOptions
 from dpn_cli.errors import DataError, DpnError
@@ -31,11 +21,21 @@ from dpn_cli.weights.backbone import load_backbone, load_whole
 from dpn_cli.weights.convert import build_timm, convert
 from dpn_cli.weights.formats import read_file
 from dpn_cli.weights.formats.state_dict import IMAGENET_MEAN
+from support.backbones import perturb
+from support.weight_files import (
+    NATIVE,
+    build_transformers_config,
+    build_transformers_vit,
+    load_weight_file,
+    make_images,
+    relative_error,
+    timm_vit_builder,
+)
 
 
 @torch.no_grad()
 def test_a_timm_trunk_inside_open_clip_is_read(tmp_path: Path) -> None:
-    theirs = perturbed(timm_vit()(NATIVE))
+    theirs = perturb(timm_vit_builder()(NATIVE))
     state = {f"visual.trunk.{name}": value for name, value in theirs.state_dict().items()}
     state |= {
         "visual.head.proj.weight": torch.ones(5, 5),
@@ -48,7 +48,7 @@ def test_a_timm_trunk_inside_open_clip_is_read(tmp_path: Path) -> None:
     assert sorted(source.dropped) == ["logit_scale", "text.ln_final.weight", "visual.head.proj.weight"]
     source.heads = 3
     ours = load_backbone(checkpoint=source, stem="none", image_size=NATIVE, num_classes=5, head="load").eval()
-    assert distance(ours(image_of()), theirs(image_of())) < 1e-5
+    assert relative_error(ours(make_images()), theirs(make_images())) < 1e-5
 
 
 @torch.no_grad()
@@ -56,7 +56,7 @@ def test_a_timm_trunk_inside_open_clip_is_read(tmp_path: Path) -> None:
 def test_quick_gelu_is_taken_from_where_it_is_said(said: str, tmp_path: Path) -> None:
     vision = {"image_size": NATIVE, "layers": 2, "width": 64, "patch_size": 8}
     text = {"context_length": 8, "vocab_size": 50, "width": 32, "heads": 2, "layers": 1}
-    theirs = perturbed(open_clip.CLIP(embed_dim=5, vision_cfg=vision, text_cfg=text, quick_gelu=True))
+    theirs = perturb(open_clip.CLIP(embed_dim=5, vision_cfg=vision, text_cfg=text, quick_gelu=True))
     state = {name: value.clone() for name, value in theirs.state_dict().items()}
     if said == "config":
         described = {
@@ -67,32 +67,32 @@ def test_quick_gelu_is_taken_from_where_it_is_said(said: str, tmp_path: Path) ->
     else:
         state |= {name: torch.tensor(1) for name in ("input_resolution", "context_length", "vocab_size")}
     save_file(state, tmp_path / "open_clip_model.safetensors")
-    ours = load(tmp_path, "open_clip", NATIVE)
-    assert distance(ours(image_of()), theirs.visual(image_of())) < 1e-5
+    ours = load_weight_file(tmp_path, "open_clip", NATIVE)
+    assert relative_error(ours(make_images()), theirs.visual(make_images())) < 1e-5
     assert ours.mean == ((0.1, 0.2, 0.3) if said == "config" else open_clip.OPENAI_DATASET_MEAN)
 
 
 @torch.no_grad()
 def test_transformers_facts_come_from_the_saved_folder(tmp_path: Path) -> None:
-    config = transformers_config(NATIVE)
+    config = build_transformers_config(NATIVE)
     config.layer_norm_eps, config.hidden_act, config.num_attention_heads = 1e-3, "gelu_pytorch_tanh", 4
-    theirs = perturbed(transformers.ViTForImageClassification(config))
+    theirs = perturb(transformers.ViTForImageClassification(config))
     theirs.save_pretrained(tmp_path)
     (tmp_path / "preprocessor_config.json").write_text('{"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}')
-    ours = load(tmp_path, "transformers", NATIVE)
+    ours = load_weight_file(tmp_path, "transformers", NATIVE)
     assert (ours.config.eps, ours.config.act, ours.config.size.heads) == (1e-3, "gelu_tanh", 4)
     assert (ours.mean, ours.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
-    assert distance(ours(image_of()), theirs(image_of()).logits) < 1e-5
+    assert relative_error(ours(make_images()), theirs(make_images()).logits) < 1e-5
 
 
 @torch.no_grad()
 def test_transformers_own_module_names_are_read_like_its_files(tmp_path: Path) -> None:
-    theirs = perturbed(transformers_vit(NATIVE))
+    theirs = perturb(build_transformers_vit(NATIVE))
     torch.save({f"module.{name}": value for name, value in theirs.state_dict().items()}, tmp_path / "state.pth")
     source = read_file(tmp_path / "state.pth")
     source.heads = 3
     ours = load_backbone(checkpoint=source, stem="none", image_size=NATIVE, num_classes=5, head="load").eval()
-    assert distance(ours(image_of()), theirs(image_of()).logits) < 1e-5
+    assert relative_error(ours(make_images()), theirs(make_images()).logits) < 1e-5
 
 
 @torch.no_grad()
@@ -101,13 +101,13 @@ def test_a_timm_folder_says_what_its_tensors_do_not(tmp_path: Path) -> None:
         "vit_base_patch16_clip_quickgelu_224",
         {"img_size": 32, "embed_dim": 48, "depth": 2, "num_heads": 3},
     )
-    theirs = perturbed(timm.create_model(name, num_classes=5, **arguments))
+    theirs = perturb(timm.create_model(name, num_classes=5, **arguments))
     save_file(theirs.state_dict(), tmp_path / "model.safetensors")
     described = {"architecture": name, "model_args": arguments, "pretrained_cfg": {"mean": [0.1] * 3, "std": [0.2] * 3}}
     (tmp_path / "config.json").write_text(json.dumps(described))
     ours = load_backbone(checkpoint=str(tmp_path), stem="none", image_size=32, num_classes=5, head="load").eval()
     assert (ours.config.act, ours.config.eps, ours.config.size.heads, ours.mean) == ("quick_gelu", 1e-5, 3, (0.1,) * 3)
-    assert distance(ours(image_of()), theirs(image_of())) < 1e-5
+    assert relative_error(ours(make_images()), theirs(make_images())) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_norms_and_pooling_come_from_a_timm_folder_and_go_back_to_timm(
     name: str, arguments: dict[str, Any], facts: dict[str, Any], tmp_path: Path
 ) -> None:
     arguments = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3, **arguments}
-    theirs = perturbed(timm.create_model(name, num_classes=5, **arguments))
+    theirs = perturb(timm.create_model(name, num_classes=5, **arguments))
     save_file(theirs.state_dict(), tmp_path / "model.safetensors")
     described = {"architecture": name, "model_args": arguments, "pretrained_cfg": {"mean": [0.1] * 3, "std": [0.2] * 3}}
     (tmp_path / "config.json").write_text(json.dumps(described))
@@ -158,17 +158,17 @@ def test_norms_and_pooling_come_from_a_timm_folder_and_go_back_to_timm(
     ours = load_whole(source, None)
     assert {fact: getattr(ours.config, fact) for fact in facts} == facts
     assert not source.assumed
-    assert distance(ours(image_of()), theirs(image_of())) < 1e-5
+    assert relative_error(ours(make_images()), theirs(make_images())) < 1e-5
     convert(source, tmp_path / "timm.safetensors", to="timm")
-    assert distance(build_timm(tmp_path / "timm.safetensors")(image_of()), theirs(image_of())) < 1e-5
+    assert relative_error(build_timm(tmp_path / "timm.safetensors")(make_images()), theirs(make_images())) < 1e-5
     convert(read_file(tmp_path / "timm.safetensors"), tmp_path / "ours.safetensors")
     again = load_whole(read_file(tmp_path / "ours.safetensors"), None)
     assert again.config == ours.config
-    assert distance(again(image_of()), theirs(image_of())) < 1e-5
+    assert relative_error(again(make_images()), theirs(make_images())) < 1e-5
 
 
 def test_what_a_bare_timm_file_has_by_its_names_is_assumed_to_be_timms(tmp_path: Path) -> None:
-    state = timm_vit("beit3_base_patch16_224")(NATIVE).state_dict()
+    state = timm_vit_builder("beit3_base_patch16_224")(NATIVE).state_dict()
     torch.save(state, tmp_path / "bare.pth")
     source = read_file(tmp_path / "bare.pth")
     assert (source.placement, source.eps, source.pool, source.mean) == ("subln", 1e-5, "gap", IMAGENET_MEAN)
@@ -200,14 +200,14 @@ def write_clip(model: Any, folder: Path) -> None:
 def test_open_clips_configuration_is_heeded(vision: dict[str, Any], tmp_path: Path) -> None:
     full = {"image_size": NATIVE, "layers": 2, "width": 64, "patch_size": 8, **vision}
     text = {"context_length": 8, "vocab_size": 50, "width": 32, "heads": 2, "layers": 1}
-    theirs = perturbed(open_clip.CLIP(embed_dim=5, vision_cfg=full, text_cfg=text))
+    theirs = perturb(open_clip.CLIP(embed_dim=5, vision_cfg=full, text_cfg=text))
     save_file(
         {name: value.clone() for name, value in theirs.state_dict().items()}, tmp_path / "open_clip_model.safetensors"
     )
     (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": {"vision_cfg": full}}))
     ours = load_backbone(checkpoint=str(tmp_path), stem="none", image_size=None, num_classes=5, head="load").eval()
     image = torch.randn(2, 3, *ours.config.image_size)
-    assert distance(ours(image), theirs.visual(image)) < 1e-5
+    assert relative_error(ours(image), theirs.visual(image)) < 1e-5
 
 
 def test_open_clip_towers_that_pool_otherwise_are_refused(tmp_path: Path) -> None:
@@ -229,17 +229,17 @@ def test_open_clip_towers_that_pool_otherwise_are_refused(tmp_path: Path) -> Non
 
 @torch.no_grad()
 def test_a_wide_grid_is_taken_from_transformers_configuration(tmp_path: Path) -> None:
-    config = transformers_config(NATIVE)
+    config = build_transformers_config(NATIVE)
     config.image_size = [16, 64]  # 2 x 8 patches, as many as 4 x 4
-    theirs = perturbed(transformers.ViTForImageClassification(config))
+    theirs = perturb(transformers.ViTForImageClassification(config))
     theirs.save_pretrained(tmp_path)
     ours = load_backbone(checkpoint=str(tmp_path), stem="none", image_size=None, num_classes=5, head="load").eval()
     image = torch.randn(2, 3, 16, 64)
-    assert distance(ours(image), theirs(image).logits) < 1e-5
+    assert relative_error(ours(image), theirs(image).logits) < 1e-5
 
 
 def test_a_training_checkpoint_with_its_arguments_is_read(tmp_path: Path) -> None:
-    state = timm_vit()(NATIVE).state_dict()
+    state = timm_vit_builder()(NATIVE).state_dict()
     torch.save(
         {"state_dict": state, "args": argparse.Namespace(lr=1), "state_dict_ema": state}, tmp_path / "last.pth.tar"
     )

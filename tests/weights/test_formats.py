@@ -15,45 +15,33 @@ import numpy as np
 import open_clip
 import pytest
 import scipy.ndimage
-import timm
 import torch
 import torchvision
-import transformers
 import vit_pytorch
-from conftest import Arrays
 from einops import rearrange
-from timm.models.naflexvit import NaFlexEmbeds, NaFlexVit, NaFlexVitCfg
 from torch import Tensor, nn
 
 from dpn_cli.weights.backbone import load_backbone
 from dpn_cli.weights.convert import Facts
 from dpn_cli.weights.formats import formats_of, read_file
 from dpn_cli.weights.formats.state_dict import Contents
+from support.backbones import perturb
+from support.goldens import Arrays
+from support.weight_files import (
+    LARGER,
+    NATIVE,
+    Build,
+    build_torchvision_vit,
+    build_transformers_base,
+    build_transformers_vit,
+    load_weight_file,
+    make_images,
+    naflex_builder,
+    relative_error,
+    timm_vit_builder,
+)
 
-NATIVE, LARGER = 32, 48
 Output = Callable[[Any, Tensor], Tensor]
-Build = Callable[[int], Any]
-
-
-def perturbed(model: Any) -> Any:
-    """Make every weight matter: norms, biases, class tokens and positions included."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return model.eval()
-
-
-def image_of(size: int = NATIVE) -> Tensor:
-    """One image of full contrast and a flat one, on which the epsilon of a norm shows."""
-    return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1)) * torch.tensor([1, 0.01]).view(
-        2, 1, 1, 1
-    )
-
-
-def distance(ours: Tensor, theirs: Tensor) -> float:
-    assert ours.shape == theirs.shape
-    return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
 def zoom(positions: Tensor, rows: int, slots: int) -> Tensor:
@@ -65,70 +53,8 @@ def zoom(positions: Tensor, rows: int, slots: int) -> Tensor:
     return torch.from_numpy(np.concatenate([table[:slots], larger.reshape(rows * rows, -1)]))
 
 
-def timm_vit(name: str = "vit_tiny_patch16_224", **arguments: Any) -> Build:
-    return lambda size: timm.create_model(
-        name,
-        img_size=size,
-        patch_size=8,
-        embed_dim=48,
-        depth=2,
-        num_heads=3,
-        num_classes=5,
-        **arguments,
-    )
-
-
-def naflex(*, dual: bool, rows: int | None = None, positions: str = "learned") -> Build:
-    """NaFlexViT with square grids, or as many rows of patches as given."""
-
-    def build(size: int) -> Any:
-        grid = (rows or size // 8, size // 8)
-        model = NaFlexVit(
-            NaFlexVitCfg(
-                patch_size=8, embed_dim=48, depth=2, num_heads=3, mlp_ratio=2, pos_embed_grid_size=grid,
-                pos_embed=positions, class_token=True, global_pool="token", embed_proj_type="conv",
-            ),
-            num_classes=5,
-        )  # fmt: skip
-        if dual:  # NaFlexVitCfg declares input_norm_layer and does not pass it on
-            norm: Any = partial(nn.LayerNorm, eps=1e-6)
-            model.embeds = NaFlexEmbeds(
-                8,
-                3,
-                48,
-                "linear",
-                class_token=True,
-                pos_embed_grid_size=grid,
-                input_norm_layer=norm,
-                proj_norm_layer=norm,
-            )
-        return model
-
-    return build
-
-
-def torchvision_vit(size: int) -> Any:
-    return torchvision.models.VisionTransformer(size, 8, 2, 3, 48, 96, num_classes=5, representation_size=48)
-
-
 def torchvision_plain(size: int) -> Any:
     return torchvision.models.VisionTransformer(size, 8, 2, 3, 48, 96, num_classes=5)
-
-
-def transformers_vit(size: int) -> Any:
-    return transformers.ViTForImageClassification(transformers_config(size))
-
-
-def transformers_config(size: int) -> Any:
-    build: Any = transformers.ViTConfig
-    return build(
-        hidden_size=48, num_hidden_layers=2, num_attention_heads=3, intermediate_size=96, image_size=size, patch_size=8,
-        num_labels=5,
-    )  # fmt: skip
-
-
-def transformers_base(size: int) -> Any:
-    return transformers.ViTModel(transformers_config(size))
 
 
 def clip(**arguments: Any) -> Build:
@@ -167,21 +93,26 @@ def call(model: Any, image: Tensor) -> Any:
 
 # name: how the source builds its model for an image size, its output, its position embedding's name, extra slots in it.
 SOURCES: dict[str, tuple[Build, Output, str, int]] = {
-    "timm": (timm_vit(), call, "pos_embed", 1),
-    "timm no_embed_class": (timm_vit(no_embed_class=True), call, "pos_embed", 0),
-    "timm gap, fc_norm": (timm_vit(class_token=False, global_pool="avg"), call, "pos_embed", 0),
-    "timm map": (timm_vit(class_token=False, global_pool="map"), call, "pos_embed", 0),
-    "timm layer scale": (timm_vit(init_values=0.5), call, "pos_embed", 1),
-    "timm post": (timm_vit(embed_norm_layer="layernorm"), call, "pos_embed", 1),
-    "timm CLIP": (timm_vit(pre_norm=True, norm_layer=nn.LayerNorm), call, "pos_embed", 1),
-    "timm gap beside a class token": (timm_vit(global_pool="avg"), call, "pos_embed", 1),
-    "timm BEiT-3": (timm_vit("beit3_base_patch16_224"), call, "pos_embed", 1),
-    "timm NaFlexViT conv": (naflex(dual=False), naflex_output, "embeds.pos_embed", 0),
-    "timm NaFlexViT dual": (naflex(dual=True), naflex_output, "embeds.pos_embed", 0),
+    "timm": (timm_vit_builder(), call, "pos_embed", 1),
+    "timm no_embed_class": (timm_vit_builder(no_embed_class=True), call, "pos_embed", 0),
+    "timm gap, fc_norm": (timm_vit_builder(class_token=False, global_pool="avg"), call, "pos_embed", 0),
+    "timm map": (timm_vit_builder(class_token=False, global_pool="map"), call, "pos_embed", 0),
+    "timm layer scale": (timm_vit_builder(init_values=0.5), call, "pos_embed", 1),
+    "timm post": (timm_vit_builder(embed_norm_layer="layernorm"), call, "pos_embed", 1),
+    "timm CLIP": (timm_vit_builder(pre_norm=True, norm_layer=nn.LayerNorm), call, "pos_embed", 1),
+    "timm gap beside a class token": (timm_vit_builder(global_pool="avg"), call, "pos_embed", 1),
+    "timm BEiT-3": (timm_vit_builder("beit3_base_patch16_224"), call, "pos_embed", 1),
+    "timm NaFlexViT conv": (naflex_builder(dual=False), naflex_output, "embeds.pos_embed", 0),
+    "timm NaFlexViT dual": (naflex_builder(dual=True), naflex_output, "embeds.pos_embed", 0),
     "torchvision": (torchvision_plain, call, "encoder.pos_embedding", 1),
-    "torchvision pre_logits": (torchvision_vit, call, "encoder.pos_embedding", 1),
-    "transformers": (transformers_vit, lambda m, x: m(x).logits, "vit.embeddings.position_embeddings", 1),
-    "transformers pooler": (transformers_base, lambda m, x: m(x).pooler_output, "embeddings.position_embeddings", 1),
+    "torchvision pre_logits": (build_torchvision_vit, call, "encoder.pos_embedding", 1),
+    "transformers": (build_transformers_vit, lambda m, x: m(x).logits, "vit.embeddings.position_embeddings", 1),
+    "transformers pooler": (
+        build_transformers_base,
+        lambda m, x: m(x).pooler_output,
+        "embeddings.position_embeddings",
+        1,
+    ),
     "open_clip": (clip(), lambda m, x: m.visual(x), "visual.positional_embedding", 1),
     "open_clip layer scale": (clip(ls_init_value=0.5), lambda m, x: m.visual(x), "visual.positional_embedding", 1),
     "vit-pytorch": (lucidrains(vit_pytorch.ViT), call, "pos_embedding", 1),
@@ -200,44 +131,34 @@ def save(model: Any, name: str, folder: Path) -> Path:
     return path
 
 
-def load(path: Path, name: str, size: int, **arguments: Any) -> Any:
-    source = read_file(path)
-    classes = len(source.state["head.weight"]) if "head.weight" in source.state else 0
-    if not name.startswith(("transformers", "vit-pytorch", "open_clip")):
-        source.heads = 3  # these files do not say, and 48 is no multiple of 64
-    return load_backbone(
-        checkpoint=source, stem=None, image_size=size, num_classes=classes, head="load", **arguments
-    ).eval()
-
-
 @pytest.mark.parametrize("name", SOURCES)
 @torch.no_grad()
 def test_the_network_is_the_sources(name: str, tmp_path: Path) -> None:
     build, output, _, _ = SOURCES[name]
-    theirs = perturbed(build(NATIVE))
-    ours = load(save(theirs, name, tmp_path), name, NATIVE)
-    assert distance(ours(image_of()), output(theirs, image_of())) < 1e-5
+    theirs = perturb(build(NATIVE))
+    ours = load_weight_file(save(theirs, name, tmp_path), name, NATIVE)
+    assert relative_error(ours(make_images()), output(theirs, make_images())) < 1e-5
 
 
 @pytest.mark.parametrize("name", SOURCES)
 @torch.no_grad()
 def test_the_network_is_the_sources_at_a_larger_image_too(name: str, tmp_path: Path) -> None:
     build, output, positions, slots = SOURCES[name]
-    theirs = perturbed(build(NATIVE))
-    ours = load(save(theirs, name, tmp_path), name, LARGER)
+    theirs = perturb(build(NATIVE))
+    ours = load_weight_file(save(theirs, name, tmp_path), name, LARGER)
     larger, state = build(LARGER).eval(), theirs.state_dict()
     if positions:
         state[positions] = zoom(state[positions], LARGER // 8, slots).reshape(larger.state_dict()[positions].shape)
     larger.load_state_dict(state)
-    assert distance(ours(image_of(LARGER)), output(larger, image_of(LARGER))) < 1e-5
-    corners = load(save(theirs, name, tmp_path), name, LARGER, align_corners=False)
+    assert relative_error(ours(make_images(LARGER)), output(larger, make_images(LARGER))) < 1e-5
+    corners = load_weight_file(save(theirs, name, tmp_path), name, LARGER, align_corners=False)
     if positions:
-        assert distance(corners(image_of(LARGER)), output(larger, image_of(LARGER))) > 3e-4
+        assert relative_error(corners(make_images(LARGER)), output(larger, make_images(LARGER))) > 3e-4
 
 
 @torch.no_grad()
 def test_factorized_positions_lie_along_their_own_axes(tmp_path: Path) -> None:
-    theirs = perturbed(naflex(dual=False, rows=2, positions="factorized")(NATIVE))
+    theirs = perturb(naflex_builder(dual=False, rows=2, positions="factorized")(NATIVE))
     assert theirs.embeds.pos_embed_y.shape[1] == 2
     torch.save(theirs.state_dict(), tmp_path / "weights.pt")
     source = read_file(tmp_path / "weights.pt")
@@ -245,7 +166,7 @@ def test_factorized_positions_lie_along_their_own_axes(tmp_path: Path) -> None:
     ours = load_backbone(checkpoint=source, stem="none", image_size=None, num_classes=5, head="load").eval()
     assert ours.config.image_size == (16, 32)
     image = torch.randn(2, 3, 16, 32)
-    assert distance(ours(image), theirs(image)) < 1e-5
+    assert relative_error(ours(image), theirs(image)) < 1e-5
     assert "factorized" in " ".join(ours.report.notes)
 
 
@@ -253,7 +174,7 @@ def test_factorized_positions_lie_along_their_own_axes(tmp_path: Path) -> None:
 def test_torchvisions_input_range_is_that_of_its_weights(weights: Any, tmp_path: Path) -> None:
     preset = weights.transforms()
     torch.save(torchvision_plain(NATIVE).state_dict(), tmp_path / "weights.pt")
-    ours = load(tmp_path / "weights.pt", "torchvision", NATIVE)
+    ours = load_weight_file(tmp_path / "weights.pt", "torchvision", NATIVE)
     pixels = torch.randint(256, (2, 3, NATIVE, NATIVE), dtype=torch.uint8)
     theirs = torchvision.transforms.functional.normalize(pixels / 255, preset.mean, preset.std)
     torch.testing.assert_close(ours.normalize(pixels), theirs, atol=1e-6, rtol=0)
@@ -263,12 +184,12 @@ def test_torchvisions_input_range_is_that_of_its_weights(weights: Any, tmp_path:
 @torch.no_grad()
 def test_torchvisions_eps_is_assumed_and_can_be_stated(tmp_path: Path) -> None:
     norm = partial(nn.LayerNorm, eps=1e-5)
-    theirs = perturbed(torchvision.models.VisionTransformer(32, 8, 2, 3, 48, 96, num_classes=5, norm_layer=norm))
+    theirs = perturb(torchvision.models.VisionTransformer(32, 8, 2, 3, 48, 96, num_classes=5, norm_layer=norm))
     path = save(theirs, "torchvision", tmp_path)
-    assert any("eps 1e-6" in fact for fact in load(path, "torchvision", NATIVE).report.assumed)
+    assert any("eps 1e-6" in fact for fact in load_weight_file(path, "torchvision", NATIVE).report.assumed)
     source = Facts(eps=1e-5, heads=3).apply(read_file(path))
     ours = load_backbone(checkpoint=source, stem=None, image_size=NATIVE, num_classes=5, head="load").eval()
-    assert distance(ours(image_of()), theirs(image_of())) < 1e-5
+    assert relative_error(ours(make_images()), theirs(make_images())) < 1e-5
     assert not any("eps" in fact for fact in ours.report.assumed)
 
 
@@ -303,7 +224,7 @@ def test_old_releases_recorded_outputs_are_reproduced(
     ours = load_backbone(
         checkpoint=source, stem=stem, image_size=32, num_classes=arrays["output"].shape[1], head="load"
     )
-    assert distance(ours.eval()(torch.from_numpy(arrays["image"])), torch.from_numpy(arrays["output"])) < 1e-5
+    assert relative_error(ours.eval()(torch.from_numpy(arrays["image"])), torch.from_numpy(arrays["output"])) < 1e-5
 
 
 def wrong_eps(ours: Any) -> None:
@@ -370,7 +291,7 @@ def no_pre_logits(ours: Any) -> None:
 @torch.no_grad()
 def test_a_wrong_choice_would_be_noticed(name: str, spoil: Callable[[Any], None], tmp_path: Path) -> None:
     build, output, _, _ = SOURCES[name]
-    theirs = perturbed(build(NATIVE))
-    ours = load(save(theirs, name, tmp_path), name, NATIVE)
+    theirs = perturb(build(NATIVE))
+    ours = load_weight_file(save(theirs, name, tmp_path), name, NATIVE)
     spoil(ours)
-    assert distance(ours(image_of()), output(theirs, image_of())) > 2e-5
+    assert relative_error(ours(make_images()), output(theirs, make_images())) > 2e-5

@@ -13,10 +13,11 @@ import torch
 import transformers
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from safetensors.torch import save_file
-from test_backbone import DPN, perturbed
 
 from dpn_cli.errors import DataError
 from dpn_cli.weights.backbone import load_backbone
+from support.backbones import perturbed_timm_model
+from support.goldens import DPN_PARAMS
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -43,7 +44,7 @@ def _hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_hub")
 def test_hub_weights_come_from_the_cache_with_their_input_range(tmp_path: Path) -> None:
-    model = perturbed("vit_tiny_patch16_224", img_size=32)
+    model = perturbed_timm_model("vit_tiny_patch16_224", img_size=32)
     save_file(model.state_dict(), tmp_path / "w.safetensors")
     (tmp_path / "config.json").write_text(
         json.dumps({"pretrained_cfg": {"mean": [0.4, 0.5, 0.6], "std": [0.2, 0.3, 0.4]}})
@@ -53,7 +54,7 @@ def test_hub_weights_come_from_the_cache_with_their_input_range(tmp_path: Path) 
         {
             "model.safetensors": tmp_path / "w.safetensors",
             "config.json": tmp_path / "config.json",
-            "other.npz": Path(DPN),
+            "other.npz": Path(DPN_PARAMS),
         },
     )
     ours = load_backbone(checkpoint="hf-hub:someone/vit", stem="none", image_size=32).eval()
@@ -142,7 +143,7 @@ def test_a_description_that_cannot_be_fetched_is_an_error(
 def test_weights_that_cannot_be_fetched_are_not_replaced_by_other_ones(
     failure: str, saved: dict[str, Path | Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = answers(monkeypatch, {"model.safetensors": FAILURES[failure], "pytorch_model.bin": Path(DPN)})
+    asked = answers(monkeypatch, {"model.safetensors": FAILURES[failure], "pytorch_model.bin": Path(DPN_PARAMS)})
     with pytest.raises(DataError, match="hf-hub:someone/vit: "):
         load_backbone(checkpoint="hf-hub:someone/vit", stem=None)
     assert asked == ["model.safetensors"]

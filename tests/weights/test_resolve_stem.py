@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import yaml
-from test_cli import run
-from test_lit_data import write_table
 
 from dpn_cli.config.load import build
 from dpn_cli.errors import DpnError
 from dpn_cli.weights.backbone import export_backbone, load_backbone
+from support.captions import write_caption_table
+from support.cli import run_dpn
 from tasks.classify.classifier import load_classifier
 from tasks.lit.config import LitConfig, finalize, resolve
 
@@ -49,7 +49,9 @@ def captioned(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("captioned") / "photos"
     shutil.copytree(photos, root)
     files = sorted(root.rglob("*.jpg"))[:40]
-    write_table(root / "pairs.csv", [(str(file.relative_to(root)), f"an image of {file.stem}") for file in files])
+    write_caption_table(
+        root / "pairs.csv", [(str(file.relative_to(root)), f"an image of {file.stem}") for file in files]
+    )
     return root
 
 
@@ -59,7 +61,7 @@ def test_the_stem_is_the_checkpoints(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     command = commands(plain, captioned, digits)[task]
-    done = run(*command)
+    done = run_dpn(*command)
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
     assert result["stem"] == "none"
@@ -69,7 +71,7 @@ def test_the_stem_is_the_checkpoints(
     (config,) = Path("runs").rglob("config.yaml")
     assert config.parent.name.startswith(("tower-none", "mu-8-none"))
     assert yaml.safe_load(config.read_text())["backbone"]["stem"] == "none"
-    refused = run(*command, "--stem", "dpn", "-o", "other")
+    refused = run_dpn(*command, "--stem", "dpn", "-o", "other")
     assert refused.exit_code == 2
     assert "--stem dpn: " in refused.stderr
     assert "has stem 'none'" in refused.stderr
@@ -77,7 +79,7 @@ def test_the_stem_is_the_checkpoints(
 
 def test_networks_from_scratch_are_dual(captioned: Path, tmp_path: Path) -> None:
     scratch = ["--checkpoint", "none", "--arch", "mu/8", "--data", str(captioned), "--val-fraction", "0.2"]
-    done = run(
+    done = run_dpn(
         "finetune", "highres", *scratch, "--image-size", "32", "--steps", "1", *TRAINING, "-o", str(tmp_path / "r")
     )
     assert json.loads(done.stdout)["stem"] == "dpn"
@@ -89,12 +91,12 @@ def test_stems_that_are_compared_are_asked_for(plain: str, digits: Path, tmp_pat
     common = ["finetune", "vtab", "--data", str(digits), "--tasks", "svhn", "--lrs", "0.01", "--seeds", "1",
               "--compare", "none,dpn", "--set", "schedule.warmup=0", "--image-size", "32", "--steps", "1",
               *TRAINING]  # fmt: skip
-    refused = run(*common, "--checkpoint", plain, "-o", str(tmp_path / "a"))
+    refused = run_dpn(*common, "--checkpoint", plain, "-o", str(tmp_path / "a"))
     assert refused.exit_code == 2
     assert "--stem dpn: " in refused.stderr
     for stem in ("none", "dpn"):
         export_backbone(load_backbone("mu/8", stem=stem, image_size=32), tmp_path / f"w-{stem}.safetensors")
-    done = run(*common, "--checkpoint", str(tmp_path / "w-{stem}.safetensors"), "-o", str(tmp_path / "b"))
+    done = run_dpn(*common, "--checkpoint", str(tmp_path / "w-{stem}.safetensors"), "-o", str(tmp_path / "b"))
     assert done.exit_code == 0, done.output
     assert set(json.loads(done.stdout)["compare"]["stems"]) == {"none", "dpn"}
 
@@ -102,16 +104,18 @@ def test_stems_that_are_compared_are_asked_for(plain: str, digits: Path, tmp_pat
 def test_a_frozen_tower_is_read_at_its_own_size(plain: str, captioned: Path, tmp_path: Path) -> None:
     pairs = ["--data", str(captioned / "pairs.csv"), "--val-data", str(captioned / "pairs.csv")]
     train = ["lit", "train", "--checkpoint", plain, *pairs, "--steps", "1", *TRAINING]
-    done = run(*train, "-o", str(tmp_path / "own"))
+    done = run_dpn(*train, "-o", str(tmp_path / "own"))
     assert json.loads(done.stdout)["image_size"] == [32, 32]
     asked = [*train[:-1], "--image-size", "48", "-o", str(tmp_path / "asked")]
-    assert "mu/8 stem none at 48x48, text tower mu" in run(*asked).stdout
+    assert "mu/8 stem none at 48x48, text tower mu" in run_dpn(*asked).stdout
     # A run at another size, as all were that did not say one before it followed the tower.
-    refused = run(*train, "-q", "-o", str(tmp_path / "asked"), "--resume")
+    refused = run_dpn(*train, "-q", "-o", str(tmp_path / "asked"), "--resume")
     assert refused.exit_code == 2
     assert "(backbone.image_size: 48 there, left out now); give the same options" in " ".join(refused.stderr.split())
-    assert "mu/8 stem none at 48x48, text tower mu" in run(*asked, "--resume").stdout
-    shots = run("eval", "fewshot", plain, "--data", str(captioned), "--val-fraction", "0.5", "--shots", "1", "--json")
+    assert "mu/8 stem none at 48x48, text tower mu" in run_dpn(*asked, "--resume").stdout
+    shots = run_dpn(
+        "eval", "fewshot", plain, "--data", str(captioned), "--val-fraction", "0.5", "--shots", "1", "--json"
+    )
     probed = json.loads(shots.stdout)
     assert (probed["arch"], probed["stem"], probed["image_size"]) == ("mu/8", "none", [32, 32])
     assert "mu/8, stem none, 32x32 px: " in shots.stderr.splitlines()[0]

@@ -11,88 +11,55 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import images
 from safetensors.torch import load_file
-from test_cli import run as dpn_run
-from test_distributed import spawn
 from torch import Tensor
 
 from dpn_cli.config.launch import LaunchOptions
-from dpn_cli.config.load import build, merge
+from dpn_cli.config.load import build
 from dpn_cli.data.loader import crop_batches
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import StoppedError
 from dpn_cli.report.reading import read_run
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
-from dpn_cli.weights.backbone import export_backbone, load_backbone
+from dpn_cli.weights.backbone import load_backbone
+from support.cli import run_dpn
+from support.distill import CLASSES, SMALL, distill_config, train_distill, write_teacher
+from support.images import write_class_folders
+from support.ranks import run_distributed
 from tasks.classify import page
 from tasks.classify.calibration import read_predictions
-from tasks.classify.classifier import Classifier, load_classifier, save_classifier
+from tasks.classify.classifier import load_classifier
 from tasks.classify.distill import command
 from tasks.classify.distill import train as training
 from tasks.classify.distill.config import DistillConfig, finalize, resolve
 from tasks.classify.fewshot import probing_of
 
-SMALL: dict[str, Any] = {
-    "data": {"held_out": 0.2, "jitter": 0.0},
-    "batch_size": 8,
-    "lr": 1e-3,
-    "stem_share": 0.5,
-    "schedule": {"steps": 6, "warmup": 1},
-    "evaluate_every": 2,
-    "runtime": {"workers": 0, "device": "cpu"},
-}
-CLASSES = ("class0", "class1", "class2")
-
-
-def teacher_file(
-    path: Path, arch: str = "mu/8", classes: int = 3, names: tuple[str, ...] = CLASSES, **how: Any
-) -> Path:
-    """Write a classifier with random weights, those of its head included; without classes a network without a head."""
-    model = load_backbone(arch, stem=how.pop("stem", "none"), image_size=16, num_classes=classes, seed=5, **how).eval()
-    if not classes:
-        export_backbone(model, path)
-        return path
-    with torch.no_grad():
-        model.head.weight.normal_(generator=torch.Generator().manual_seed(1))
-    save_classifier(Classifier(model, names[:classes], "softmax", None, {}), path)
-    return path
-
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return teacher_file(tmp_path_factory.mktemp("teacher") / "teacher.safetensors")
+    return write_teacher(tmp_path_factory.mktemp("teacher") / "teacher.safetensors")
 
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Sixty images for training, and six labelled ones of the teacher's classes."""
     root = tmp_path_factory.mktemp("photos")
-    images(root / "train", classes=3, each=20)
-    images(root / "val", classes=3, each=2)
+    write_class_folders(root / "train", classes=3, each=20)
+    write_class_folders(root / "val", classes=3, each=2)
     return root
-
-
-def small(photos: Path | str, teacher: Path | str, **changes: Any) -> DistillConfig:
-    given = {"data": {"source": str(photos)}, "teacher": str(teacher)}
-    return finalize(build(DistillConfig, resolve(None, merge(SMALL, given, changes), {}), "test"))
-
-
-def train(config: DistillConfig, path: Path, **how: Any) -> dict[str, Any]:
-    result = command.run(config, LaunchOptions(path, **how), Console(quiet=True))
-    assert result is not None
-    return result
 
 
 @pytest.fixture(scope="module")
 def finished(photos: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     path = tmp_path_factory.mktemp("run") / "run"
-    return path, train(small(photos, teacher), path)
+    return path, train_distill(distill_config(photos, teacher), path)
 
 
 def test_a_student_with_the_teachers_stem_is_the_teacher(photos: Path, teacher: Path, tmp_path: Path) -> None:
-    result = train(small(photos, teacher, backbone={"stem": "none"}, schedule={"steps": 2}), tmp_path / "run")
+    result = train_distill(
+        distill_config(photos, teacher, backbone={"stem": "none"}, schedule={"steps": 2}), tmp_path / "run"
+    )
     start = result["stages"]["start"]
     assert (start["agreement"], start["kl"], start["token_variance"]) == (100.0, 0.0, 1.0)
     assert start["top1"] == result["teacher_top1"]
@@ -106,7 +73,7 @@ def test_without_a_step_every_weight_is_the_teachers(
     start = tmp_path / "run" / "stages" / "start.safetensors"
     monkeypatch.setattr(training.Distillation, "_ready", lambda *_: kept.update(start=load_file(start)))
     with pytest.raises(TypeError):
-        train(small(photos, teacher, backbone={"stem": "none"}), tmp_path / "run")
+        train_distill(distill_config(photos, teacher, backbone={"stem": "none"}), tmp_path / "run")
     theirs = load_file(teacher)
     assert kept["start"].keys() == theirs.keys()
     assert all(torch.equal(kept["start"][name], value) for name, value in theirs.items())
@@ -124,7 +91,7 @@ def test_the_stems_stage_moves_stem_positions_and_class_token_alone(
         keep(self, stage, student, facts)
 
     monkeypatch.setattr(training.Distillation, "_save_stage", noting)
-    train(small(photos, teacher), tmp_path / "run")
+    train_distill(distill_config(photos, teacher), tmp_path / "run")
     moved = {name for name, value in weights["start"].items() if not torch.equal(value, weights["stem"][name])}
     own = {"pos_embed", "cls_token", "patch_embed.proj.weight", "patch_embed.proj.bias"}
     norms = {f"patch_embed.{norm}.{kind}" for norm in ("norm_in", "norm") for kind in ("weight", "bias")}
@@ -149,8 +116,8 @@ def test_norms_come_in_from_nothing_to_all(
         return update(self, *arguments, **named)
 
     monkeypatch.setattr(engine._Training, "update", noting)
-    config = small(photos, teacher, backbone={"start": "anneal"}, stem_share=0.75, schedule={"steps": 8})
-    start = train(config, tmp_path / "run")["stages"]["start"]
+    config = distill_config(photos, teacher, backbone={"start": "anneal"}, stem_share=0.75, schedule={"steps": 8})
+    start = train_distill(config, tmp_path / "run")["stages"]["start"]
     assert [each[0] for each in shares[:6]] == pytest.approx([0, 1 / 6 / 0.8, 2 / 6 / 0.8, 3 / 6 / 0.8, 4 / 6 / 0.8, 1])
     assert all(len(each) == 2 for each in shares[:6])
     assert shares[6:] == [[], []]
@@ -192,7 +159,7 @@ def test_the_second_stage_goes_on_with_the_next_batch(
 
     monkeypatch.setattr(training, "crop_batches", noting)
     changes = {"data": {"jitter": 0.3, "skip_bad_images": True, "flip": False, "crop": "inception", "decode": "pillow"}}
-    train(small(photos, teacher, **changes, mixup=0.2, seed=7), tmp_path / "run")
+    train_distill(distill_config(photos, teacher, **changes, mixup=0.2, seed=7), tmp_path / "run")
     assert begun == [(0, 48), (3, 48)]
     augmentation, batch_size, seed, skip = made[0]
     assert made[0] == made[1]
@@ -218,8 +185,8 @@ def test_a_stopped_run_ends_as_one_that_was_not(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine._Training, "update", stops)
         with pytest.raises(StoppedError):
-            train(small(photos, teacher), tmp_path / "run")
-    result = train(small(photos, teacher), tmp_path / "run", resume=True)
+            train_distill(distill_config(photos, teacher), tmp_path / "run")
+    result = train_distill(distill_config(photos, teacher), tmp_path / "run", resume=True)
     path, whole = finished
     weights, expected = (load_file(run / "weights.safetensors") for run in (tmp_path / "run", path))
     assert all(torch.equal(value, weights[name]) for name, value in expected.items())
@@ -266,31 +233,31 @@ def test_the_file_goes_wherever_weights_go(finished: tuple[Path, dict[str, Any]]
     path, result = finished
     weights = str(path / "weights.safetensors")
     assert load_backbone(checkpoint=weights, stem="dpn", image_size=16).report.digest == result["weights_sha256"]
-    done = dpn_run("eval", str(path), "--data", str(photos), "--device", "cpu", "--json")
+    done = run_dpn("eval", str(path), "--data", str(photos), "--device", "cpu", "--json")
     assert json.loads(done.stdout)["top1"] == result["top1"]
-    onnx = dpn_run("export", str(path), "--to", "onnx", "-o", str(tmp_path / "onnx"))
+    onnx = run_dpn("export", str(path), "--to", "onnx", "-o", str(tmp_path / "onnx"))
     assert onnx.exit_code == 0, onnx.stderr
     assert "Distilled from" in (tmp_path / "onnx" / "README.md").read_text()
-    converted = dpn_run("checkpoint", "convert", weights, str(tmp_path / "b.safetensors"), "--json")
+    converted = run_dpn("checkpoint", "convert", weights, str(tmp_path / "b.safetensors"), "--json")
     assert json.loads(converted.stdout)["difference"] == 0
-    named = dpn_run("predict", str(path), str(photos / "val" / "class0" / "000.jpg"), "--device", "cpu")
+    named = run_dpn("predict", str(path), str(photos / "val" / "class0" / "000.jpg"), "--device", "cpu")
     assert named.exit_code == 0, named.stderr
 
 
 def test_classes_are_those_of_the_teacher_whatever_their_order(photos: Path, tmp_path: Path) -> None:
-    place = teacher_file(tmp_path / "teacher.safetensors", names=("class2", "class0", "class1"))
-    result = train(small(photos, place), tmp_path / "run")
-    scored = json.loads(dpn_run("eval", str(place), "--data", str(photos), "--device", "cpu", "--json").stdout)
+    place = write_teacher(tmp_path / "teacher.safetensors", names=("class2", "class0", "class1"))
+    result = train_distill(distill_config(photos, place), tmp_path / "run")
+    scored = json.loads(run_dpn("eval", str(place), "--data", str(photos), "--device", "cpu", "--json").stdout)
     assert result["teacher_top1"] == scored["top1"]
     again = json.loads(
-        dpn_run("eval", str(tmp_path / "run"), "--data", str(photos), "--device", "cpu", "--json").stdout
+        run_dpn("eval", str(tmp_path / "run"), "--data", str(photos), "--device", "cpu", "--json").stdout
     )
     assert result["top1"] == again["top1"]
 
 
 def test_a_teacher_without_a_head_is_distilled_by_its_tokens(photos: Path, tmp_path: Path) -> None:
-    place = teacher_file(tmp_path / "headless.safetensors", classes=0)
-    result = train(small(photos, place, losses={"logits": 0.0}), tmp_path / "run")
+    place = write_teacher(tmp_path / "headless.safetensors", classes=0)
+    result = train_distill(distill_config(photos, place, losses={"logits": 0.0}), tmp_path / "run")
     assert (result["agreement"], result["kl"], result["top1"]) == (None, None, None)
     assert result["token_variance"] > result["stages"]["start"]["token_variance"] - 1
     again = load_backbone(checkpoint=str(tmp_path / "run" / "weights.safetensors"), image_size=16)
@@ -299,7 +266,7 @@ def test_a_teacher_without_a_head_is_distilled_by_its_tokens(photos: Path, tmp_p
 
 def test_a_teacher_at_another_size_is_told(photos: Path, teacher: Path, tmp_path: Path) -> None:
     given = "--teacher", str(teacher), "--data", str(photos), "-o", str(tmp_path / "run"), "--device", "cpu", "-j", "0"
-    done = dpn_run("distill", *given, "--steps", "2", "-b", "8", "--image-size", "24")
+    done = run_dpn("distill", *given, "--steps", "2", "-b", "8", "--image-size", "24")
     assert done.exit_code == 0, done.stderr
     told = " ".join(done.stderr.split())
     assert "the teacher runs at the student's 24x24 pixels, not at its own size" in told
@@ -314,7 +281,7 @@ def test_another_architecture_learns_from_the_logits(photos: Path, teacher: Path
     losses = config.losses
     assert (losses.tokens, losses.representation, losses.logits, config.stem_share) == (0, 0, 1, 0)
     assert any("from scratch" in line for line in said)
-    result = train(config, tmp_path / "run")
+    result = train_distill(config, tmp_path / "run")
     assert (result["arch"], result["start"], result["token_variance"]) == ("nano/4", "scratch", None)
     assert set(result["stages"]) == {"start", "all"}
 
@@ -332,7 +299,7 @@ def test_every_option_of_a_stage_reaches_the_engine(
 
     monkeypatch.setattr(engine, "fit", noting)
     changes: dict[str, Any] = {"stem_lr": 3e-3, "ema": 0.5, "evaluate_every": 4, "backbone": {"drop_path": 0.1}}
-    train(small(photos, teacher, **changes, schedule={"steps": 8, "warmup": 4}), tmp_path / "run")
+    train_distill(distill_config(photos, teacher, **changes, schedule={"steps": 8, "warmup": 4}), tmp_path / "run")
     (_, stem), (network, rest) = seen
     assert (stem.lr, rest.lr) == (3e-3, 1e-3)
     assert (stem.ema_decay, rest.ema_decay) == (None, 0.5)
@@ -342,14 +309,16 @@ def test_every_option_of_a_stage_reaches_the_engine(
 
 
 def test_teacher_and_student_are_probed_with_few_images(photos: Path, teacher: Path, tmp_path: Path) -> None:
-    config = small(photos, teacher, fewshot_data=str(photos), fewshot=2, data={"decode": "pillow", "max_pixels": 9000})
+    config = distill_config(
+        photos, teacher, fewshot_data=str(photos), fewshot=2, data={"decode": "pillow", "max_pixels": 9000}
+    )
     asked = probing_of(config)
     assert asked is not None
     assert (asked.reading.decode, asked.reading.max_pixels) == ("pillow", 9000)
-    result = train(config, tmp_path / "run")
+    result = train_distill(config, tmp_path / "run")
     assert set(result["fewshot"]) == {"student", "teacher"}
     how = "--shots", "2", "--device", "cpu", "--decode", "pillow", "--json"
-    probe = dpn_run("eval", "fewshot", str(teacher), "--data", str(photos), *how)
+    probe = run_dpn("eval", "fewshot", str(teacher), "--data", str(photos), *how)
     assert result["fewshot"]["teacher"]["accuracy"] == json.loads(probe.stdout)["accuracy"]
 
 
@@ -357,7 +326,7 @@ def _unlike(changes: dict[str, Any], teacher: Path, photos: Path, path: Path) ->
     from dpn_cli.errors import DpnError
 
     with pytest.raises(DpnError) as caught:
-        train(small(changes.pop("photos", photos), changes.pop("teacher", teacher), **changes), path)
+        train_distill(distill_config(changes.pop("photos", photos), changes.pop("teacher", teacher), **changes), path)
     yield str(caught.value)
 
 
@@ -402,10 +371,10 @@ def test_a_deeper_student_needs_to_know_which_block_is_which(photos: Path, tmp_p
     from tasks.classify.distill.student import check_pair
 
     shallow, deep = (load_backbone(arch, stem="none", image_size=16, num_classes=3) for arch in ("mu/8", "nano/8"))
-    config = small(photos, "x", losses={"tokens": 0.0, "representation": 0.0, "attention": 1.0})
+    config = distill_config(photos, "x", losses={"tokens": 0.0, "representation": 0.0, "attention": 1.0})
     with pytest.raises(DpnError, match=r"losses.layers: the student has 4 blocks, the teacher 1; .*\[\[3, 0\]\]"):
         check_pair(config, shallow, deep)
-    mapped = small(photos, "x", losses={**config.losses.model_dump(), "layers": [[3, 0]]})
+    mapped = distill_config(photos, "x", losses={**config.losses.model_dump(), "layers": [[3, 0]]})
     assert list(check_pair(mapped, shallow, deep)) == [(3, 0)]
 
 
@@ -415,20 +384,20 @@ def test_another_teacher_or_other_images_do_not_continue_a_run(
     from dpn_cli.errors import DataError
 
     path = tmp_path / "run"
-    own = teacher_file(tmp_path / "own.safetensors")
+    own = write_teacher(tmp_path / "own.safetensors")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training.Distillation, "_ready", lambda *_: (_ for _ in ()).throw(StoppedError(signal.SIGTERM)))
         with pytest.raises(StoppedError):
-            train(small(photos, own), path)
-    teacher_file(own, placement="post,post")
+            train_distill(distill_config(photos, own), path)
+    write_teacher(own, placement="post,post")
     with pytest.raises(DataError, match="the weights have changed since this run began"):
-        train(small(photos, own), path, resume=True)
+        train_distill(distill_config(photos, own), path, resume=True)
 
 
 def test_a_dry_run_leaves_nothing(
     photos: Path, teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = dpn_run(
+    done = run_dpn(
         "distill", "--teacher", str(teacher), "--data", str(photos), "--steps", "40", "-b", "8", "-o",
         str(tmp_path / "run"), "--dry-run", "--device", "cpu", "-j", "0",
     )  # fmt: skip
@@ -439,7 +408,7 @@ def test_a_dry_run_leaves_nothing(
 
 
 def test_starts_and_seeds_are_compared_side_by_side(photos: Path, teacher: Path, tmp_path: Path) -> None:
-    done = dpn_run(
+    done = run_dpn(
         "distill", "--teacher", str(teacher), "--data", str(photos), "--steps", "4", "-b", "8", "--device", "cpu", "-j",
         "0", "-o", str(tmp_path / "run"), "--compare", "stem=dpn,start=copy;stem=dpn,start=retrofit;stem=none",
         "--seeds", "2", "--stem-share", "0", "--json", "-q",
@@ -468,17 +437,17 @@ def two_ranks(world: World, folder: Path) -> None:
     os.environ.update(WORLD_SIZE=str(world.size), RANK=str(world.rank))  # as torchrun sets them
     for name, shard in (("run", False), ("parts", True)):
         runtime = {"runtime": {"shard": shard}}
-        config = small(folder / "photos", folder / "teacher.safetensors", **MOMENTUM, **runtime)
+        config = distill_config(folder / "photos", folder / "teacher.safetensors", **MOMENTUM, **runtime)
         command.run(config, LaunchOptions(folder / name), Console(quiet=True))
 
 
 @pytest.mark.slow
 def test_two_ranks_distil_what_one_does(tmp_path: Path) -> None:
-    teacher = teacher_file(tmp_path / "teacher.safetensors")
-    images(tmp_path / "photos" / "train", classes=3, each=20)
-    images(tmp_path / "photos" / "val", classes=3, each=2)
-    spawn(two_ranks, tmp_path)
-    alone = train(small(tmp_path / "photos", teacher, **MOMENTUM), tmp_path / "alone")
+    teacher = write_teacher(tmp_path / "teacher.safetensors")
+    write_class_folders(tmp_path / "photos" / "train", classes=3, each=20)
+    write_class_folders(tmp_path / "photos" / "val", classes=3, each=2)
+    run_distributed(two_ranks, tmp_path)
+    alone = train_distill(distill_config(tmp_path / "photos", teacher, **MOMENTUM), tmp_path / "alone")
     theirs = load_file(tmp_path / "alone" / "weights.safetensors")
     for run in ("run", "parts"):
         together = json.loads((tmp_path / run / "result.json").read_text())

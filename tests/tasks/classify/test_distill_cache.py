@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import images
-from test_distributed import CPU
 from torch import Tensor
 
 from dpn_cli.config.launch import LaunchOptions
@@ -29,6 +27,8 @@ from dpn_cli.errors import DataError, DpnError, StoppedError
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import Backbone, export_backbone, load_backbone
+from support.images import write_class_folders
+from support.ranks import CPU
 from tasks.classify.distill import cache as caches
 from tasks.classify.distill import command
 from tasks.classify.distill import train as training
@@ -67,7 +67,7 @@ class Looks:
 
 @pytest.fixture
 def split(tmp_path: Path) -> ClassFolders:
-    return ClassFolders(images(tmp_path / "photos"))
+    return ClassFolders(write_class_folders(tmp_path / "photos"))
 
 
 @pytest.fixture
@@ -205,7 +205,7 @@ def test_a_run_trains_on_kept_targets_and_deletes_them(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(TargetCache, "read", noting)
     monkeypatch.setattr(training, "inputs_of", looking)
-    data = {"source": str(images(tmp_path / "photos")), "held_out": 0.2, "crop": None}
+    data = {"source": str(write_class_folders(tmp_path / "photos")), "held_out": 0.2, "crop": None}
     keys = {"data": data, "teacher": str(teacher), "losses": {"logits": 0, "attention": 0, "layers": []}}
     config = finalize(config_of(**keys, stem_share=0.25, schedule={"steps": 8}))
     result = command.run(config, LaunchOptions(tmp_path / "run"), QUIET)

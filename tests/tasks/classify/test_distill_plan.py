@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import images
-from test_cli import run
 
 from dpn_cli.engine import planning
 from dpn_cli.weights.backbone import export_backbone, load_backbone
+from support.cli import run_dpn
+from support.images import write_class_folders
 
 # S/32 at 224 with 1000 classes: 50 tokens of 384, 49 patches of 3072 values, 12 blocks, an MLP of 1536.
 LINEAR = 12 * 50 * (4 * 384 * 384 + 2 * 384 * 1536) + 384 * 1000
@@ -26,7 +26,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def planned(*arguments: str) -> dict[str, Any]:
-    done = run("plan", "distill", *arguments, "--json")
+    done = run_dpn("plan", "distill", *arguments, "--json")
     assert done.exit_code == 0, done.output
     result: dict[str, Any] = json.loads(done.stdout)
     return result
@@ -86,14 +86,14 @@ def test_compared_attention_is_computed_again() -> None:
 def test_weights_and_images_that_are_here_are_read(tmp_path: Path) -> None:
     teacher = tmp_path / "teacher.safetensors"
     export_backbone(load_backbone("mu/8", stem="none", image_size=(16, 24), num_classes=3), teacher)
-    photos = ["--data", str(images(tmp_path / "photos", each=20)), "-b", "9", "--epochs", "3"]
+    photos = ["--data", str(write_class_folders(tmp_path / "photos", each=20)), "-b", "9", "--epochs", "3"]
     result = planned("--teacher", str(teacher), *photos, "--set", "data.held_out=0.1", "--stem", "rms")
     assert (result["images"], result["steps"], result["arch"], result["stem"]) == (54, 18, "mu/8", "rms")
     assert result["teacher"]["arch"] == "mu/8"
-    done = run("plan", "distill", "--teacher", str(teacher), "--teacher-arch", "B/16")
+    done = run_dpn("plan", "distill", "--teacher", str(teacher), "--teacher-arch", "B/16")
     assert (done.exit_code, "--teacher-arch B/16" in done.stderr) == (2, True)
-    done = run("plan", "distill", "--teacher", str(teacher), "--images", "1", "-b", "9")
+    done = run_dpn("plan", "distill", "--teacher", str(teacher), "--images", "1", "-b", "9")
     assert (done.exit_code, done.stdout) == (3, "")
     assert "--images 1: 1 image to train on, fewer than one batch of 9; use --batch-size 1 at most" in done.stderr
-    text = run("plan", "distill", "--teacher-arch", "S/16", "--student-arch", "Ti/16", "--images", "1000000").stdout
+    text = run_dpn("plan", "distill", "--teacher-arch", "S/16", "--student-arch", "Ti/16", "--images", "1000000").stdout
     assert text.startswith("Ti/16 stem dpn (5.7 M weights) from S/16 stem none (22.1 M): 7.7 GFLOP an image forward")

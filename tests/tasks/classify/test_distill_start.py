@@ -10,11 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import images
 from einops import rearrange
 from PIL import Image
-from test_cli import run as dpn_run
-from test_distill import small, teacher_file
 from timm.data import create_transform
 from torch import Tensor
 
@@ -30,6 +27,9 @@ from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import Backbone, load_backbone
 from dpn_cli.weights.retrofit import fit_stem
+from support.cli import run_dpn
+from support.distill import distill_config, write_teacher
+from support.images import write_class_folders
 from tasks.classify.distill.config import DistillConfig, finalize, resolve
 from tasks.classify.distill.data import FITTED_ON, open_images
 from tasks.classify.distill.student import load_teacher, new_student, start_of, with_teacher_defaults
@@ -62,7 +62,9 @@ def standardised(x: np.ndarray[Any, Any], *, centred: bool) -> np.ndarray[Any, A
 def test_a_stem_is_fitted_by_least_squares(stem: Any) -> None:
     """Norms from NumPy: moments of the patches in front; `lstsq` per channel behind, of tokens or their sums."""
     plain, images = plain_network(), smooth(32)
-    other, _ = new_student(small("x", "y", backbone={"stem": stem}), plain, lambda: iter(torch.split(images, 5)))
+    other, _ = new_student(
+        distill_config("x", "y", backbone={"stem": stem}), plain, lambda: iter(torch.split(images, 5))
+    )
     fit = patches_of(plain, images[torch.arange(32) % 4 != 3])
     weight = rearrange(plain.patch_embed.proj.weight, "d c p q -> d (p q c)").detach().double().numpy()
     bias = plain.patch_embed.proj.bias.detach().double().numpy()
@@ -90,7 +92,9 @@ def test_a_stem_is_fitted_by_least_squares(stem: Any) -> None:
 
 def test_a_stem_without_statistics_is_the_plain_one() -> None:
     plain, images = plain_network(), smooth(8)
-    other, facts = new_student(small("x", "y", backbone={"stem": "affine_only"}), plain, lambda: iter([images]))
+    other, facts = new_student(
+        distill_config("x", "y", backbone={"stem": "affine_only"}), plain, lambda: iter([images])
+    )
     assert facts["survives"] == facts["copied"] == 1
     assert torch.equal(other(other.normalize(images)), plain(plain.normalize(images)))
 
@@ -98,7 +102,7 @@ def test_a_stem_without_statistics_is_the_plain_one() -> None:
 def test_a_fit_is_nearer_than_a_copy() -> None:
     plain, images = plain_network(), smooth(32)
     for stem in ("dpn", "rms", "post", "post_posemb"):
-        student, facts = new_student(small("x", "y", backbone={"stem": stem}), plain, lambda: iter([images]))
+        student, facts = new_student(distill_config("x", "y", backbone={"stem": stem}), plain, lambda: iter([images]))
         assert facts["survives"] > facts["copied"], stem
         again = fit_stem(plain, student, lambda: iter([images]))
         assert again.copied == pytest.approx(facts["survives"])  # what is fitted already is what is there
@@ -108,7 +112,7 @@ def test_a_fit_is_nearer_than_a_copy() -> None:
 @pytest.mark.parametrize("of_teacher", ["none", "dpn"])
 def test_every_stem_has_a_start(stem: Any, of_teacher: Any) -> None:
     teacher = load_backbone("mu/8", stem=of_teacher, image_size=16, num_classes=3)
-    student = small("x", "y", backbone={"stem": stem}).backbone
+    student = distill_config("x", "y", backbone={"stem": stem}).backbone
     fits = of_teacher == "none" and stem not in ("none", "dpn_no_affine")
     assert start_of(student, teacher) == ("retrofit" if fits else "copy")
     for start in ("retrofit", "anneal"):
@@ -123,7 +127,9 @@ def test_every_stem_has_a_start(stem: Any, of_teacher: Any) -> None:
 def test_norms_of_the_blocks_change_and_their_scales_stay() -> None:
     teacher = plain_network()
     torch.nn.init.normal_(teacher.get_parameter("blocks.0.norm1.weight"))
-    student, _ = new_student(small("x", "y", backbone={"stem": "none", "norm": "bn"}), teacher, lambda: iter([]))
+    student, _ = new_student(
+        distill_config("x", "y", backbone={"stem": "none", "norm": "bn"}), teacher, lambda: iter([])
+    )
     assert (student.config.norm, student.config.stem) == ("bn", "none")
     ours, theirs = student.state_dict(), teacher.state_dict()
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
@@ -134,7 +140,7 @@ def test_norms_of_the_blocks_change_and_their_scales_stay() -> None:
 def test_a_network_from_scratch_is_drawn_by_the_seed() -> None:
     teacher = plain_network()
     scratch = {"backbone": {"start": "scratch", "drop_path": 0.1}, "stem_share": 0.0}
-    configs = [small("x", "y", **scratch, seed=seed) for seed in (0, 0, 1)]
+    configs = [distill_config("x", "y", **scratch, seed=seed) for seed in (0, 0, 1)]
     drawn = [new_student(config, teacher, lambda: iter([]))[0] for config in configs]
     first, same, other = (network.blocks[0].attn.qkv.weight for network in drawn)
     assert torch.equal(first, same)
@@ -153,7 +159,7 @@ def test_images_are_taken_as_the_teacher_takes_them(tmp_path: Path) -> None:
     ):
         save_classifier(Classifier(plain_network(), ("a", "b", "c"), "softmax", side, facts), place)
         for changes, crop, flip in (({}, *expected), ({"crop": "timm_bicubic", "flip": True}, "timm_bicubic", True)):
-            config = small("x", place, data=changes)
+            config = distill_config("x", place, data=changes)
             data = with_teacher_defaults(config, load_teacher(config)).data
             assert (data.crop, data.flip) == (crop, flip)
 
@@ -161,7 +167,7 @@ def test_images_are_taken_as_the_teacher_takes_them(tmp_path: Path) -> None:
 def test_colours_change_as_timm_changes_them(tmp_path: Path) -> None:
     from dpn_cli.data.sources.folder import ClassFolders
 
-    split = ClassFolders(images(tmp_path / "photos", classes=2, each=4))
+    split = ClassFolders(write_class_folders(tmp_path / "photos", classes=2, each=4))
     how = Augmentation((16, 16), crop="whole", flip=False, jitter=0.4)
     plain, changed = (
         next(crop_batches(split, one, 8, 3, CPU, workers=0)(0))["image"]
@@ -184,7 +190,7 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     import datasets
 
     root = tmp_path_factory.mktemp("forms")
-    photos = images(root / "classes", classes=2, each=6)
+    photos = write_class_folders(root / "classes", classes=2, each=6)
     files = sorted(photos.glob("*/*.jpg"))
     for name in ("flat", "split/train"):
         (root / name).mkdir(parents=True)
@@ -221,7 +227,7 @@ def test_images_need_no_labels(form: str, forms: dict[str, str]) -> None:
 
 def test_packed_and_built_in_images_are_taken(forms: dict[str, str], tmp_path: Path) -> None:
     assert len(open_unlabelled(ImageSource("demo")).labels) == 1000
-    packed = dpn_run("data", "pack", "--data", forms["classes"], "-o", str(tmp_path / "packed"))
+    packed = run_dpn("data", "pack", "--data", forms["classes"], "-o", str(tmp_path / "packed"))
     assert packed.exit_code == 0, packed.stderr
     assert len(open_unlabelled(ImageSource(str(tmp_path / "packed"))).labels) == 12
     (tmp_path / "empty").mkdir()
@@ -230,8 +236,8 @@ def test_packed_and_built_in_images_are_taken(forms: dict[str, str], tmp_path: P
 
 
 def test_what_is_held_out_depends_on_names_alone(forms: dict[str, str], tmp_path: Path) -> None:
-    teacher = teacher_file(tmp_path / "teacher.safetensors")
-    config = small(forms["flat"], teacher, data={"held_out": 0.25}, batch_size=4)
+    teacher = write_teacher(tmp_path / "teacher.safetensors")
+    config = distill_config(forms["flat"], teacher, data={"held_out": 0.25}, batch_size=4)
     first = open_images(config, None, Console(quiet=True))
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -257,13 +263,13 @@ def test_labels_of_other_classes_are_left_alone_unless_they_are_asked_for(tmp_pa
         def info(self, text: str) -> None:
             said.append(text)
 
-    teacher = teacher_file(tmp_path / "teacher.safetensors")
-    root = images(tmp_path / "photos" / "val", classes=2, each=2).parent
-    images(root / "train", classes=2, each=10)
-    config = small(root, teacher)
+    teacher = write_teacher(tmp_path / "teacher.safetensors")
+    root = write_class_folders(tmp_path / "photos" / "val", classes=2, each=2).parent
+    write_class_folders(root / "train", classes=2, each=10)
+    config = distill_config(root, teacher)
     assert open_images(config, ("x", "y", "z"), Noting(quiet=True)).val is None
     assert any("are not scored" in line for line in said)
-    asked = small(root, teacher, data={"val_source": str(root)})
+    asked = distill_config(root, teacher, data={"val_source": str(root)})
     with pytest.raises(DataError, match="--val-data .*: classes that the classifier does not know"):
         open_images(asked, ("x", "y", "z"), Console(quiet=True))
     found = open_images(asked, ("class1", "other", "class0"), Console(quiet=True))

@@ -12,10 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import images
 from PIL import Image
-from test_cli import run
-from test_highres import small, train
 
 from dpn_cli.data import leakage
 from dpn_cli.data.image_source import ImageSource, open_split
@@ -25,6 +22,9 @@ from dpn_cli.data.sources.synthetic import SceneSplit
 from dpn_cli.data.splits import open_class_data
 from dpn_cli.errors import DataError
 from dpn_cli.run.distributed import World
+from support.cli import run_dpn
+from support.highres import highres_config, train_highres
+from support.images import write_class_folders
 from tasks.classify import evaluate as classification
 from tasks.classify.classifier import load_classifier
 from tasks.classify.eval_splits import ConcatImages, Split, open_part, run_source
@@ -35,11 +35,11 @@ ONCE: Json = {"schedule": {"steps": 1}, "runtime": {"workers": 0}}
 
 
 def folders(root: Path) -> Json:
-    return {"source": str(images(root / "photos", each=10)), "val_fraction": 0.2}
+    return {"source": str(write_class_folders(root / "photos", each=10)), "val_fraction": 0.2}
 
 
 def train_and_val(root: Path) -> Json:
-    whole = images(root / "whole", each=10)
+    whole = write_class_folders(root / "whole", each=10)
     for label in range(3):
         for number, path in enumerate(sorted((whole / f"class{label}").iterdir())):
             to = root / "photos" / ("val" if number < 2 else "train") / f"class{label}" / path.name
@@ -56,7 +56,7 @@ def val_elsewhere(root: Path) -> Json:
 def hub(root: Path) -> Json:
     import datasets
 
-    split = ClassFolders(images(root / "whole", each=10))
+    split = ClassFolders(write_class_folders(root / "whole", each=10))
     rows: dict[str, list[object]] = {
         "photo": [{"bytes": split.content(row), "path": None} for row in range(30)],
         "kind": list(split.labels),
@@ -68,7 +68,7 @@ def hub(root: Path) -> Json:
 
 
 def shards(root: Path) -> Json:
-    split = ClassFolders(images(root / "whole", each=10))
+    split = ClassFolders(write_class_folders(root / "whole", each=10))
     with tarfile.open(root / "part.tar", "w") as archive:
         for index in range(30):
             for ending, content in (("jpg", split.content(index)), ("cls", str(split.labels[index]).encode())):
@@ -79,7 +79,7 @@ def shards(root: Path) -> Json:
 
 
 def scored(network: Path | str, data: str | None, *more: str) -> Json:
-    done = run("eval", str(network), *(["--data", data] if data else []), *more, "--json", "-q")
+    done = run_dpn("eval", str(network), *(["--data", data] if data else []), *more, "--json", "-q")
     assert done.exit_code == 0, done.output
     result: Json = json.loads(done.stdout)
     if result["trained_on"] and result["trained_on"]["images"]:
@@ -96,7 +96,7 @@ def counts(result: Json) -> tuple[int, int | None]:
 @pytest.mark.parametrize("source", [folders, train_and_val, val_elsewhere, hub, shards])
 def test_the_runs_own_validation_images_are_scored(source: Callable[[Path], Json], tmp_path: Path) -> None:
     data = source(tmp_path)
-    train(small(data["source"], data=data, **ONCE), tmp_path / "run")
+    train_highres(highres_config(data["source"], data=data, **ONCE), tmp_path / "run")
     own = scored(tmp_path / "run", data["source"])
     assert counts(own) == (6, 0)
     assert own["fingerprint"] == json.loads((tmp_path / "run" / "result.json").read_text())["data"]["val"]
@@ -144,18 +144,18 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A run on 22 of 30 images (2 in minival, 6 to validate), and the folder of all of them."""
     root = tmp_path_factory.mktemp("finished")
     data = folders(root)
-    train(small(data["source"], data=data, **ONCE), root / "run")
+    train_highres(highres_config(data["source"], data=data, **ONCE), root / "run")
     return root / "run", root / "photos"
 
 
 def test_a_copy_of_the_data_is_split_as_the_run_did(finished: tuple[Path, Path], tmp_path: Path) -> None:
     network, photos = finished
     shutil.copytree(photos, tmp_path / "moved")
-    exported = run("export", str(network), "-o", str(tmp_path / "out"))
+    exported = run_dpn("export", str(network), "-o", str(tmp_path / "out"))
     assert exported.exit_code == 0, exported.output
     for file in (network, network / "weights.safetensors", tmp_path / "out" / "model.safetensors"):
         assert counts(scored(file, str(tmp_path / "moved"))) == (6, 0)
-    text = run("eval", str(network), "--data", str(tmp_path / "moved"))
+    text = run_dpn("eval", str(network), "--data", str(tmp_path / "moved"))
     assert "6 images of 3 classes, the run's own validation images" in " ".join(text.stderr.split())
     assert "on 6 images of 3 classes (the run's own validation images)" in text.stdout
 
@@ -173,26 +173,26 @@ def test_images_of_the_training_are_told_by_content_whatever_they_are_called(
     Image.new("RGB", (40, 40), (9, 200, 30)).save(tmp_path / "others" / "class2" / "new.png")
     result = scored(network, str(tmp_path / "others"))
     assert (counts(result), result["part"]) == ((4, 2), None)
-    text = run("eval", str(network), "--data", str(tmp_path / "others"), "-q").stdout
+    text = run_dpn("eval", str(network), "--data", str(tmp_path / "others"), "-q").stdout
     assert "WARNING: the network was trained on 2 of these 4 images" in " ".join(text.split())
 
 
 def test_a_probe_says_so_too(finished: tuple[Path, Path]) -> None:
     network, photos = finished
     asked = ("--data", str(photos), "--val-fraction", "0.5", "--shots", "1")
-    done = run("eval", "fewshot", str(network / "weights.safetensors"), *asked, "--json", "-q")
+    done = run_dpn("eval", "fewshot", str(network / "weights.safetensors"), *asked, "--json", "-q")
     known = json.loads(done.stdout)["trained_on"]
     assert (known["of"], known["estimated"]) == (15, False)
     assert 0 < known["images"] < 15
     sentence = f"the network was trained on {known['images']} of these 15 images"
     assert sentence in " ".join(done.stderr.split())
-    text = run("eval", "fewshot", str(network / "weights.safetensors"), *asked, "-q")
+    text = run_dpn("eval", "fewshot", str(network / "weights.safetensors"), *asked, "-q")
     assert f"WARNING: {sentence}" in " ".join(text.stdout.split())
 
 
 def test_data_that_have_changed_are_scored_whole_and_it_is_said(tmp_path: Path) -> None:
     data = folders(tmp_path)
-    train(small(data["source"], data=data, **ONCE), tmp_path / "run")
+    train_highres(highres_config(data["source"], data=data, **ONCE), tmp_path / "run")
     Image.new("RGB", (40, 40), (9, 200, 30)).save(tmp_path / "photos" / "class2" / "new.png")
     result = scored(tmp_path / "run", data["source"])
     assert counts(result) == (31, 22)
@@ -219,21 +219,21 @@ def test_a_network_that_does_not_say_what_it_was_trained_on_is_scored_as_before(
     save_classifier(classifier, tmp_path / "stranger.safetensors")
     result = scored(tmp_path / "stranger.safetensors", str(finished[1]))
     assert (counts(result), result["part"]) == ((30, None), None)
-    done = run("eval", str(tmp_path / "stranger.safetensors"))
+    done = run_dpn("eval", str(tmp_path / "stranger.safetensors"))
     assert (done.exit_code, "--data: which images?" in done.stderr) == (2, True)
 
 
 def test_images_of_a_run_that_are_gone_are_named(tmp_path: Path) -> None:
     data = folders(tmp_path)
-    train(small(data["source"], data=data, **ONCE), tmp_path / "run")
+    train_highres(highres_config(data["source"], data=data, **ONCE), tmp_path / "run")
     (tmp_path / "photos").rename(tmp_path / "moved")
-    done = run("eval", str(tmp_path / "run"))
+    done = run_dpn("eval", str(tmp_path / "run"))
     assert done.exit_code == 3
     assert "photos, which is not here; name the images with --data" in " ".join(done.stderr.split())
 
 
 def test_a_wrong_split_ends_with_one_line(finished: tuple[Path, Path]) -> None:
-    done = run("eval", str(finished[0]), "--data", "demo", "--split", "test")
+    done = run_dpn("eval", str(finished[0]), "--data", "demo", "--split", "test")
     assert done.exit_code == 2
     assert "--split: one of train, val, all (got 'test')" in done.stderr
 
@@ -258,7 +258,7 @@ def test_more_images_than_are_read_give_an_estimate(tmp_path: Path, monkeypatch:
 
 
 def test_unreadable_images_are_no_ones_that_were_trained_on(tmp_path: Path) -> None:
-    root = images(tmp_path / "photos", classes=2, each=2)
+    root = write_class_folders(tmp_path / "photos", classes=2, each=2)
     (root / "class0" / "000.jpg").write_text("no image")
     split = ClassFolders(root)
     known = leakage.count_overlap(split, leakage.record(split), ONE)
@@ -267,7 +267,7 @@ def test_unreadable_images_are_no_ones_that_were_trained_on(tmp_path: Path) -> N
 
 
 def test_joined_splits_keep_their_images_apart(tmp_path: Path) -> None:
-    root = images(tmp_path / "photos", classes=3, each=3)
+    root = write_class_folders(tmp_path / "photos", classes=3, each=3)
     whole = open_split(ImageSource(str(root)), "train")[0]
     parts = [ImageSubset(whole, [7, 0]), ImageSubset(whole, []), ImageSubset(whole, [4])]
     joined = ConcatImages(parts)

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from test_cli import run
-from test_formats import perturbed
 from torch import Tensor
 
 from dpn_cli.arch import Pool, Stem
 from dpn_cli.weights.backbone import load_backbone
+from support.backbones import perturb
+from support.cli import run_dpn
 from tasks.classify import export as exporting
 from tasks.classify.classifier import Classifier, imagenet_classes, load_classifier, save_classifier
 
@@ -31,7 +31,7 @@ def classifier_file(path: Path, stem: Stem, pool: Pool, classes: tuple[str, ...]
     """A classifier of 16 x 16 pixels, every weight random; the shorter side is resized to 20 before the cut."""
     model = load_backbone("mu/8", stem=stem, pool=pool, image_size=16, num_classes=len(classes))
     facts = {"config": CONFIG, "minival_top1": 87.5}
-    save_classifier(Classifier(perturbed(model), classes, "softmax", 20, facts), path)
+    save_classifier(Classifier(perturb(model), classes, "softmax", 20, facts), path)
     return path
 
 
@@ -73,7 +73,7 @@ def test_exports_give_the_outputs_of_the_classifier_whatever_the_batch(
     kind: str, pool: Pool, stem: Stem, tmp_path: Path
 ) -> None:
     original = classifier_file(tmp_path / "weights.safetensors", stem, pool)
-    done = run("export", str(original), "--to", kind, "-o", str(tmp_path / "out"), "--json")
+    done = run_dpn("export", str(original), "--to", kind, "-o", str(tmp_path / "out"), "--json")
     assert done.exit_code == 0, done.output
     written = json.loads(done.stdout)
     assert written["difference"] < 1e-4
@@ -85,7 +85,7 @@ def test_exports_give_the_outputs_of_the_classifier_whatever_the_batch(
         torch.testing.assert_close(outside(pixels), model((pixels - 0.5) / 0.5), atol=1e-4, rtol=1e-4)
     image = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
     Image.fromarray(image).save(tmp_path / "photo.png")
-    (guessed,) = json.loads(run("predict", str(original), str(tmp_path / "photo.png"), "--json").stdout)
+    (guessed,) = json.loads(run_dpn("predict", str(original), str(tmp_path / "photo.png"), "--json").stdout)
     ours = {guess["class"]: guess["probability"] for guess in guessed["classes"]}
     theirs = outside(prepared(image)[None]).softmax(-1)[0].tolist()
     assert ours == pytest.approx(dict(zip(CLASSES, theirs, strict=True)), abs=1e-4)
@@ -93,7 +93,7 @@ def test_exports_give_the_outputs_of_the_classifier_whatever_the_batch(
 
 def test_the_card_describes_the_network(tmp_path: Path) -> None:
     original = classifier_file(tmp_path / "weights.safetensors", "dpn", "tok")
-    written = json.loads(run("export", str(original), "-o", str(tmp_path / "out"), "--json").stdout)
+    written = json.loads(run_dpn("export", str(original), "-o", str(tmp_path / "out"), "--json").stdout)
     card = (tmp_path / "out" / "README.md").read_text()
     for fact in ("3 classes", "cat, dog, emu", "16 x 16 pixels", "resized to 20 by area", written["digest"],
                  "87.50 %", '"batch_size": 16'):  # fmt: skip
@@ -103,7 +103,7 @@ def test_the_card_describes_the_network(tmp_path: Path) -> None:
 
 def test_the_card_of_an_imagenet_classifier_names_the_published_numbers(tmp_path: Path) -> None:
     original = classifier_file(tmp_path / "weights.safetensors", "dpn", "gap", imagenet_classes(1000))
-    run("export", str(original), "-o", str(tmp_path / "out"))
+    run_dpn("export", str(original), "-o", str(tmp_path / "out"))
     card = (tmp_path / "out" / "README.md").read_text()
     assert "ImageNet-1k top-1: B/32 79.0 plain, 80.0 DPN" in card
     assert "tench" in card
@@ -129,7 +129,7 @@ def test_a_network_that_fails_on_a_batch_is_not_written(
     monkeypatch.setattr(
         exporting, "_safetensors", lambda classifier, *_: (lambda path: save_classifier(classifier, path), read)
     )
-    done = run("export", str(original), "-o", str(tmp_path / "out"))
+    done = run_dpn("export", str(original), "-o", str(tmp_path / "out"))
     reason = {"fails": "fails on a batch of 1 images (expected four)", "nan": "outputs differ by nan"}[spoilt]
     assert done.exit_code == 2
     assert reason in done.stderr

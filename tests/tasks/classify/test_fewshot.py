@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from conftest import Arrays
 
+from support.goldens import Arrays
 from tasks.classify.probe import draw_examples, draw_rows, probe
 
 

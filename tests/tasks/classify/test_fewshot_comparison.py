@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import images
 from scipy import stats
-from test_cli import run
-from test_report import check_page, page_of, undrawn  # noqa: F401  # a fixture
 
+# a fixture
 from dpn_cli.errors import StoppedError
 from dpn_cli.weights.backbone import export_backbone, load_backbone
+from support.cli import run_dpn
+from support.images import write_class_folders
+from support.pages import make_page, parse_page
 from tasks.classify import fewshot
 from tasks.classify.probe import encode
 
@@ -28,7 +29,7 @@ SHOTS = ("2-shot", "1-shot")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Images of three classes that are hard to tell apart, and networks with both stems."""
     root = tmp_path_factory.mktemp("probes")
-    images(root / "photos", classes=3, each=10)
+    write_class_folders(root / "photos", classes=3, each=10)
     for number in range(0, 10, 2):
         first, *others = (root / "photos" / f"class{label}" / f"{number:03d}.jpg" for label in range(3))
         for other in others:
@@ -60,7 +61,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_each_draw_is_the_one_that_it_would_be_alone(root: Path, tmp_path: Path, encoded: list[str]) -> None:
     asked = ["--compare", "none,dpn", "--seeds", "0,3,4", "-o", str(tmp_path / "all")]
-    done = run(*command(root, *asked, "--json"))
+    done = run_dpn(*command(root, *asked, "--json"))
     assert done.exit_code == 0, done.output
     assert encoded == ["none", "none", "dpn", "dpn"]
     result = json.loads(done.stdout)
@@ -69,7 +70,7 @@ def test_each_draw_is_the_one_that_it_would_be_alone(root: Path, tmp_path: Path,
     values: dict[str, dict[str, list[float]]] = {}
     for stem in ("none", "dpn"):
         words = command(root, "--seeds", "0,3,4", "--json", checkpoint=f"mu-{stem}.safetensors")
-        alone = json.loads(run(*words).stdout)["accuracy"]
+        alone = json.loads(run_dpn(*words).stdout)["accuracy"]
         values[stem] = {f"{shots}-shot": entry["values"] for shots, entry in alone.items()}
         assert list(values[stem]) == ascending
         for key in SHOTS:
@@ -84,12 +85,12 @@ def test_each_draw_is_the_one_that_it_would_be_alone(root: Path, tmp_path: Path,
         assert difference[key]["values"] == pytest.approx(pairs, abs=1e-3)
         assert difference[key]["stderr"] == pytest.approx(stats.sem(pairs), abs=1e-3)
     count = len(encoded)
-    again = run(*command(root, *asked, "--resume", "--json"))
+    again = run_dpn(*command(root, *asked, "--resume", "--json"))
     assert (json.loads(again.stdout), len(encoded)) == (result, count)
-    shown = " ".join(run(*command(root, *asked, "--resume")).stdout.split())
+    shown = " ".join(run_dpn(*command(root, *asked, "--resume")).stdout.split())
     assert "fewshot: 2-shot in %, and the difference to none, paired by seed" in shown
     assert "over n draws of the images with different seeds" in shown
-    assert run("report", str(tmp_path / "all"), "-o", str(tmp_path / "page")).exit_code == 0
+    assert run_dpn("report", str(tmp_path / "all"), "-o", str(tmp_path / "page")).exit_code == 0
     table = (tmp_path / "page" / "table.md").read_text()
     assert "2-shot in % of each network" in table
     assert "1-shot in % of each network" in table
@@ -110,21 +111,21 @@ def test_what_was_stopped_goes_on_with_the_draws_that_are_missing(
 
     with monkeypatch.context() as patch:
         patch.setattr(fewshot.ProbeFeatures, "accuracy", stopped)
-        assert run(*command(root, *asked)).exit_code == 75
+        assert run_dpn(*command(root, *asked)).exit_code == 75
     assert encoded == ["none", "none", "dpn", "dpn"]
     assert (tmp_path / "all" / "dpn" / "seed0" / "result.json").is_file()
-    resumed = run(*command(root, *asked, "--resume", "--json"))
+    resumed = run_dpn(*command(root, *asked, "--resume", "--json"))
     assert encoded == ["none", "none", *["dpn"] * 4]
-    whole = run(*command(root, *asked[:-1], str(tmp_path / "whole"), "--json"))
+    whole = run_dpn(*command(root, *asked[:-1], str(tmp_path / "whole"), "--json"))
     assert json.loads(resumed.stdout) == json.loads(whole.stdout)
-    assert "different config (seeds: " in run(*command(root, *asked[:3], "3", *asked[4:], "--resume")).stderr
+    assert "different config (seeds: " in run_dpn(*command(root, *asked[:3], "3", *asked[4:], "--resume")).stderr
     weights = tmp_path / "mu-dpn.safetensors"
     (tmp_path / "mu-none.safetensors").write_bytes((root / "mu-none.safetensors").read_bytes())
     for seed, code in ((1, 0), (2, 3)):
         export_backbone(load_backbone("mu/8", stem="dpn", image_size=16, seed=seed), weights)
         words = command(root, *asked[:-1], str(tmp_path / "own"), "--resume")
         words[2] = str(tmp_path / "mu-{stem}.safetensors")
-        changed = run(*words)
+        changed = run_dpn(*words)
         assert changed.exit_code == code, changed.output
         (tmp_path / "own" / "result.json").unlink(missing_ok=True)
     assert "stem dpn: the weights have changed since this comparison began" in changed.stderr
@@ -132,11 +133,11 @@ def test_what_was_stopped_goes_on_with_the_draws_that_are_missing(
 
 def test_draws_that_were_deleted_are_made_again(root: Path, tmp_path: Path, encoded: list[str]) -> None:
     asked = command(root, "--compare", "none,dpn", "--seeds", "2", "-o", str(tmp_path / "all"), "--json")
-    before = json.loads(run(*asked).stdout)
+    before = json.loads(run_dpn(*asked).stdout)
     lost = tmp_path / "all" / "dpn" / "seed1" / "result.json"
     lost.unlink()
     encoded.clear()
-    again = run(*asked, "--resume")
+    again = run_dpn(*asked, "--resume")
     assert json.loads(again.stdout) == before
     assert encoded == ["dpn", "dpn"]
     assert lost.is_file()
@@ -148,14 +149,14 @@ def test_features_that_are_no_numbers_are_failed_draws(root: Path, tmp_path: Pat
     export_backbone(model, tmp_path / "overflows.safetensors")
     networks = f"checkpoint={root}/mu-none.safetensors;checkpoint={tmp_path}/overflows.safetensors"
     words = [word for word in command(root, "--compare", networks, "-o", str(tmp_path / "all")) if "{stem}" not in word]
-    done = run(*words)
+    done = run_dpn(*words)
     assert done.exit_code == 6
     assert "3 draws of the images failed" in done.stderr
     assert done.stdout.count("features are NaN or infinite") == 3
     partial = json.loads((tmp_path / "all" / "partial.json").read_text())
     first, second = partial["compare"]["networks"].values()
     assert (first["2-shot"]["n"], second["2-shot"]) == (3, None)
-    alone = run(*command(root, checkpoint=str(tmp_path / "overflows.safetensors")))
+    alone = run_dpn(*command(root, checkpoint=str(tmp_path / "overflows.safetensors")))
     assert alone.exit_code == 5
 
 
@@ -163,15 +164,15 @@ def test_draws_of_other_images_are_not_added(root: Path, tmp_path: Path) -> None
     photos = shutil.copytree(root / "photos", tmp_path / "photos")
     words = command(root, "--compare", "none,dpn", "-o", str(tmp_path / "all"))
     words[words.index("--data") + 1] = str(photos)
-    assert run(*words).exit_code == 0
+    assert run_dpn(*words).exit_code == 0
     (tmp_path / "all" / "result.json").unlink()
     next(photos.rglob("*.jpg")).unlink()
-    changed = run(*words, "--resume")
+    changed = run_dpn(*words, "--resume")
     assert changed.exit_code == 3
     assert "the data have changed since this comparison began" in changed.stderr
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_charts")
 def test_a_page_calls_draws_by_their_name_and_knows_no_hours(tmp_path: Path) -> None:
     score = {"mean": 12.0, "std": 2.0, "n": 2, "stderr": 1.4, "ci95": [1.0, 23.0]}
     draws = {f"seed{seed}": {"task": "fewshot", "5-shot": 12.0} for seed in (0, 1)}
@@ -179,28 +180,28 @@ def test_a_page_calls_draws_by_their_name_and_knows_no_hours(tmp_path: Path) -> 
     result["compare"] = {"networks": {"dpn": {"runs": draws, "5-shot": score}}, "differences": []}
     (tmp_path / "run.json").write_text(json.dumps({"kind": "comparison", "status": "finished"}))
     (tmp_path / "result.json").write_text(json.dumps(result))
-    text = " ".join(part.strip() for part in check_page(page_of(tmp_path, tmp_path)).itertext() if part.strip())
+    text = " ".join(part.strip() for part in parse_page(make_page(tmp_path, tmp_path)).itertext() if part.strip())
     assert "standard deviation over draws of the images with different seeds" in text
     assert "Every draw" in text
     assert "hours of training -" in text
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_charts")
 def test_the_folder_has_a_page_unless_it_is_left_out(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("DPN_NO_REPORT")
     words = command(root, "--seeds", "2", checkpoint="mu-dpn.safetensors")
     for name, more in (("with", []), ("without", ["--no-report"])):
-        assert run(*words, *more, "-o", str(tmp_path / name)).exit_code == 0
+        assert run_dpn(*words, *more, "-o", str(tmp_path / name)).exit_code == 0
     assert [path.parts[-3] for path in tmp_path.rglob("report.html")] == ["with"]
 
 
 def test_one_network_keeps_its_draws_too(root: Path, tmp_path: Path) -> None:
     words = command(root, "-o", str(tmp_path / "one"), "--seeds", "2", "--json", checkpoint="mu-dpn.safetensors")
-    result = json.loads(run(*words).stdout)
+    result = json.loads(run_dpn(*words).stdout)
     assert list(result["compare"]["networks"]["dpn"]["runs"]) == ["seed0", "seed1"]
-    (listed,) = json.loads(run("runs", str(tmp_path / "one"), "--json").stdout)
+    (listed,) = json.loads(run_dpn("runs", str(tmp_path / "one"), "--json").stdout)
     assert (listed["metric"], listed["status"]) == ("2-shot, dpn", "finished")
 
 
@@ -227,7 +228,7 @@ def test_mistakes_are_one_line(
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     words = [word.replace("PLACE", str(root / "mu-dpn.safetensors")) for word in words]
-    done = run(*command(root, *words, checkpoint=checkpoint))
+    done = run_dpn(*command(root, *words, checkpoint=checkpoint))
     assert done.exit_code in (2, 3)
     (line,) = done.stderr.strip().splitlines()
     assert re.search(message, line), line

@@ -12,14 +12,12 @@ from typing import Any
 import pytest
 import timm
 import torch
-from conftest import GOLDENS, images
 from safetensors.torch import load_file
-from test_cli import run
 from timm.optim import param_groups_layer_decay
 from torch import nn
 
 from dpn_cli.config.launch import LaunchOptions
-from dpn_cli.config.load import build, merge
+from dpn_cli.config.load import build
 from dpn_cli.config.schema import Optim
 from dpn_cli.engine.optim import build_optimizer, set_lr
 from dpn_cli.engine.state import Ema
@@ -29,45 +27,27 @@ from dpn_cli.model.freeze import freeze
 from dpn_cli.run import signals
 from dpn_cli.run.console import Console
 from dpn_cli.weights.backbone import load_backbone
+from support.cli import run_dpn
+from support.goldens import GOLDENS
+from support.highres import highres_config, train_highres
+from support.images import write_class_folders
 from tasks.classify import highres as command
 from tasks.classify.classifier import Classifier, resize_for, save_classifier
 from tasks.classify.config import in_steps
 from tasks.classify.evaluate import match_classes, real_accuracy
-from tasks.classify.highres_config import HighresConfig, finalize, resolve
+from tasks.classify.highres_config import HighresConfig, resolve
 from tasks.classify.predictions_file import per_class, worst_pairs
-
-SMALL: dict[str, Any] = {
-    "backbone": {"arch": "mu/8", "checkpoint": "none", "pool": "gap", "image_size": 32},
-    "data": {"val_fraction": 0.2},
-    "batch_size": 16,
-    "loss": "softmax",
-    "lr": 3e-3,
-    "optim": {"name": "adam"},
-    "schedule": {"steps": 40},
-    "runtime": {"workers": 0, "checkpoint_every": 10},
-}
-
-
-def small(source: Path | str, **changes: Any) -> HighresConfig:
-    plain = resolve("highres", merge(SMALL, {"data": {"source": str(source)}}, changes), {})
-    return finalize(build(HighresConfig, plain, "test"))
-
-
-def train(config: HighresConfig, path: Path, **arguments: Any) -> dict[str, Any]:
-    result = command.run(config, LaunchOptions(path, **arguments), Console(quiet=True))
-    assert result is not None
-    return result
 
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return images(tmp_path_factory.mktemp("photos"), classes=3, each=30)
+    return write_class_folders(tmp_path_factory.mktemp("photos"), classes=3, each=30)
 
 
 @pytest.fixture(scope="module")
 def finished(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     path = tmp_path_factory.mktemp("run") / "run"
-    return path, train(small(photos), path)
+    return path, train_highres(highres_config(photos), path)
 
 
 def test_the_config_is_the_papers() -> None:
@@ -114,16 +94,16 @@ def test_a_stopped_run_ends_where_an_unbroken_one_does(
     extra: dict[str, Any], photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Without minival it is the last step's weights that are kept, not some from before the stop.
-    config = small(photos, schedule={"steps": 24}, data={"minival": 0.0}, **extra)
-    train(config, tmp_path / "whole")
+    config = highres_config(photos, schedule={"steps": 24}, data={"minival": 0.0}, **extra)
+    train_highres(config, tmp_path / "whole")
     calls = iter(range(1000))
     monkeypatch.setattr(signals, "requested", lambda: signal.SIGTERM if next(calls) == 13 else None)
     with pytest.raises(StoppedError):
-        train(config, tmp_path / "broken")
+        train_highres(config, tmp_path / "broken")
     assert json.loads((tmp_path / "broken" / "run.json").read_text())["status"] == "stopped"
     monkeypatch.undo()
     again = config.model_copy(update={"runtime": config.runtime.model_copy(update={"workers": 1})})
-    train(again, tmp_path / "broken", resume=True)
+    train_highres(again, tmp_path / "broken", resume=True)
     whole, broken = (load_file(tmp_path / name / "weights.safetensors") for name in ("whole", "broken"))
     assert all(torch.equal(value, broken[name]) for name, value in whole.items())
 
@@ -131,23 +111,23 @@ def test_a_stopped_run_ends_where_an_unbroken_one_does(
 def test_a_class_that_appears_between_run_and_resume_is_refused(photos: Path, tmp_path: Path) -> None:
     data = tmp_path / "data"
     shutil.copytree(photos, data)
-    config = small(data, schedule={"steps": 4})
-    train(config, tmp_path / "run")
+    config = highres_config(data, schedule={"steps": 4})
+    train_highres(config, tmp_path / "run")
     for name in ("result.json", "weights.safetensors"):
         (tmp_path / "run" / name).unlink()
     shutil.copytree(data / "class0", data / "new")
     with pytest.raises(DpnError, match=r"4 classes now, 3 others when this run began \(gone: none; new: new\)"):
-        train(config, tmp_path / "run", resume=True)
+        train_highres(config, tmp_path / "run", resume=True)
     shutil.rmtree(data / "new")
     (data / "class0" / "000.jpg").unlink()
     with pytest.raises(DpnError, match="the images have changed since this run began"):
-        train(config, tmp_path / "run", resume=True)
+        train_highres(config, tmp_path / "run", resume=True)
 
 
 def test_what_follows_a_run(finished: tuple[Path, dict[str, Any]], photos: Path, tmp_path: Path) -> None:
     path, _ = finished
     everything = ("--data", str(photos), "--split", "all", "--json", "-q")
-    scored = run("eval", str(path), "-o", str(tmp_path / "report"), *everything)
+    scored = run_dpn("eval", str(path), "-o", str(tmp_path / "report"), *everything)
     report = json.loads(scored.stdout)
     assert report["images"] == 90
     assert report["top1"] > 80
@@ -160,20 +140,20 @@ def test_what_follows_a_run(finished: tuple[Path, dict[str, Any]], photos: Path,
     assert all(Path(answer["image"]).parent.name == answer["true"] for answer in answers)
     wrong = {answer["row"] for answer in answers if answer["true"] != answer["predicted"]}
     assert {file.stem for file in (tmp_path / "report" / "mistakes").glob("*.jpg")} == wrong
-    done = run("report", str(tmp_path / "report"), "-o", str(tmp_path / "page"))
+    done = run_dpn("report", str(tmp_path / "report"), "-o", str(tmp_path / "page"))
     assert done.exit_code == 0, done.output
     assert (tmp_path / "page" / "report.html").read_text().count("<img ") == len(wrong)
-    guessed = run("predict", str(path), str(photos / "class1"), "--top", "2", "--json")
+    guessed = run_dpn("predict", str(path), str(photos / "class1"), "--top", "2", "--json")
     guesses = json.loads(guessed.stdout)
     assert len(guesses) == 30
     assert sum(guess["classes"][0]["class"] == "class1" for guess in guesses) == int(rows[1]["right"])
     assert all(0 <= entry["probability"] <= 1 for guess in guesses for entry in guess["classes"])
-    shown = run("predict", str(path), str(photos / "class1" / "000.jpg"))
+    shown = run_dpn("predict", str(path), str(photos / "class1" / "000.jpg"))
     assert "class1" in shown.stdout
-    text = run("eval", str(path), "--data", str(photos), "-q").stdout
+    text = run_dpn("eval", str(path), "--data", str(photos), "-q").stdout
     assert "top-1" in text
-    probed = run("eval", "fewshot", str(path / "weights.safetensors"), "--data", str(photos), "--val-fraction", "0.5",
-                 "--shots", "1,5", "--json", "-q")  # fmt: skip
+    probed = run_dpn("eval", "fewshot", str(path / "weights.safetensors"), "--data", str(photos), "--val-fraction",
+                     "0.5", "--shots", "1,5", "--json", "-q")  # fmt: skip
     assert json.loads(probed.stdout)["accuracy"]["5"]["n"] == 3
 
 
@@ -293,7 +273,7 @@ def test_wrong_commands_end_with_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     quiet = [] if arguments[0] in ("predict", "export") else ["-q"]
-    done = run(*(str(photos) if word == "DATA" else word for word in arguments), *quiet)
+    done = run_dpn(*(str(photos) if word == "DATA" else word for word in arguments), *quiet)
     assert done.exit_code == code, done.output
     assert message in " ".join(done.stderr.split())
     assert len(done.stderr.strip().splitlines()) == 1
@@ -301,19 +281,19 @@ def test_wrong_commands_end_with_one_line(
 
 
 def test_a_head_of_other_classes_is_replaced_and_said(photos: Path, tmp_path: Path) -> None:
-    config = small(
+    config = highres_config(
         photos,
         backbone={"arch": None, "checkpoint": str(GOLDENS / "vit_dpn.params.npz"), "pool": None},
         schedule={"steps": 2},
     )
-    train(config, tmp_path / "run")
+    train_highres(config, tmp_path / "run")
     report = json.loads((tmp_path / "run" / "run.json").read_text())["backbone"]
     assert report["dropped"] == ["head.weight", "head.bias"]
     assert report["new"] == ["head.weight (zero)", "head.bias (zero)"]
 
 
 def test_a_dry_run_leaves_nothing(photos: Path, tmp_path: Path) -> None:
-    done = command.run(small(photos), LaunchOptions(tmp_path / "run", dry_run=True), Console(quiet=True))
+    done = command.run(highres_config(photos), LaunchOptions(tmp_path / "run", dry_run=True), Console(quiet=True))
     assert done is None
     assert not (tmp_path / "run").exists()
 

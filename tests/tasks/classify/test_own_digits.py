@@ -14,10 +14,10 @@ import torch.nn.functional as F
 import yaml
 from PIL import Image
 from sklearn.datasets import load_digits
-from test_cli import run
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+from support.cli import run_dpn
 from tasks.classify.default_config import is_imagenet
 
 SIZE, PATCH, WIDTH, EPOCHS, BATCH, TRAIN = 8, 4, 32, 6, 64, 1437
@@ -82,7 +82,7 @@ def bare(stem: str) -> float:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_defaults_are_as_good_as_a_bare_loop(command: str, stem: str, folder: Path, tmp_path: Path) -> None:
     asked = [*COMMANDS[command], *NETWORK, "--stem", stem, "--data", str(folder), "--epochs", str(EPOCHS)]
-    done = run(*asked, "-j", "0", "--device", "cpu", "-o", str(tmp_path / "run"), "--json")
+    done = run_dpn(*asked, "-j", "0", "--device", "cpu", "-o", str(tmp_path / "run"), "--json")
     assert done.exit_code == 0, done.output
     result, expected = json.loads(done.stdout), bare(stem)
     assert expected > 70
@@ -95,7 +95,7 @@ def test_the_defaults_are_as_good_as_a_bare_loop(command: str, stem: str, folder
 
 def shown(*command: str) -> tuple[dict[str, Any], str]:
     """The config that a command would run, and what it says beside it."""
-    done = run(*command, "--arch", "S/16", "--print-config")
+    done = run_dpn(*command, "--arch", "S/16", "--print-config")
     assert done.exit_code == 0, done.output
     return yaml.safe_load(done.stdout), done.stderr.replace("\n", " ")
 

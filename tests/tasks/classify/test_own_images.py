@@ -8,11 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import test_highres as highres
 import torch
 import yaml
 from PIL import Image
-from test_cli import run
 
 from dpn_cli.data.augment import Augmentation
 from dpn_cli.data.crops import eval_crop
@@ -22,6 +20,8 @@ from dpn_cli.data.sampler import rows_of_step
 from dpn_cli.data.sources.folder import ClassFolders
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import load_backbone
+from support.cli import run_dpn
+from support.highres import highres_config, train_highres
 from tasks.classify import train as training
 from tasks.classify.classifier import Classifier, load_classifier, save_classifier
 from tasks.classify.preflight import resize_side_of
@@ -48,12 +48,12 @@ def strips(root: Path, width: int) -> Path:
 
 
 def test_images_that_train_whole_are_evaluated_whole(edges: Path, tmp_path: Path) -> None:
-    config = highres.small(
+    config = highres_config(
         edges, backbone={"arch": "mu/8", "image_size": 32}, data={"crop": "whole", "flip": False, "minival": 0.2}
     )
-    result = highres.train(config, tmp_path / "run")
+    result = train_highres(config, tmp_path / "run")
     assert result["top1"] > 80  # the centre says nothing: chance is 50
-    scored = run("eval", str(tmp_path / "run"), "--data", str(edges), "--json", "-q")
+    scored = run_dpn("eval", str(tmp_path / "run"), "--data", str(edges), "--json", "-q")
     assert yaml.safe_load(scored.stdout)["top1"] > 80
     split = ClassFolders(edges)
     trained = next(crop_batches(split, Augmentation((32, 32), crop="whole", flip=False), 6, 3, ALONE, workers=0)(0))
@@ -64,8 +64,8 @@ def test_images_that_train_whole_are_evaluated_whole(edges: Path, tmp_path: Path
 
 def test_the_probe_during_training_sees_whole_images_too(edges: Path, tmp_path: Path) -> None:
     data = {"crop": "whole", "flip": False, "minival": 0.3}
-    config = highres.small(edges, backbone={"arch": "mu/8", "image_size": 32}, data=data, fewshot=5)
-    result = highres.train(config, tmp_path / "run")
+    config = highres_config(edges, backbone={"arch": "mu/8", "image_size": 32}, data=data, fewshot=5)
+    result = train_highres(config, tmp_path / "run")
     assert result["curve"][-1]["fewshot_5"] == 100
 
 
@@ -74,9 +74,9 @@ def test_the_probe_of_a_finished_run_sees_whole_images_too(tmp_path: Path) -> No
     edges = strips(tmp_path / "edges", 3)
     for crop, shown in (("whole", "whole"), ("inception", "centre")):
         data = {"crop": crop, "flip": False, "minival": 0.0}
-        highres.train(highres.small(edges, backbone={"arch": "mu/8", "image_size": 32}, data=data), tmp_path / crop)
+        train_highres(highres_config(edges, backbone={"arch": "mu/8", "image_size": 32}, data=data), tmp_path / crop)
         probed = ["--data", str(edges), "--val-fraction", "0.3", "--shots", "5", "--seeds", "1", "--device", "cpu"]
-        done = run("eval", "fewshot", str(tmp_path / crop), *probed, "-j", "0", "--json")
+        done = run_dpn("eval", "fewshot", str(tmp_path / crop), *probed, "-j", "0", "--json")
         assert done.exit_code == 0, done.output
         result = json.loads(done.stdout)
         assert result["crop"] == shown
@@ -99,9 +99,9 @@ def test_how_a_classifier_takes_its_images_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_crop_that_is_asked_for_is_the_one_of_the_evaluation(edges: Path) -> None:
-    config = highres.small(edges, data={"crop": "whole", "eval_resize": 40})
+    config = highres_config(edges, data={"crop": "whole", "eval_resize": 40})
     assert resize_side_of(config, (32, 32)) == 40
-    assert resize_side_of(highres.small(edges), (32, 32)) == 37
+    assert resize_side_of(highres_config(edges), (32, 32)) == 37
 
 
 @pytest.mark.parametrize("layers", [0, 2])
@@ -127,7 +127,7 @@ def test_images_are_mirrored_unless_flips_are_off(layers: int, edges: Path) -> N
 @pytest.mark.parametrize("command", [["finetune", "highres"], ["pretrain", "--augment", "none"]])
 def test_flips_are_an_option_of_both_commands(command: list[str]) -> None:
     def flips(*asked: str) -> Any:
-        done = run(*command, "--arch", "mu/8", "--data", "x", *asked, "--print-config")
+        done = run_dpn(*command, "--arch", "mu/8", "--data", "x", *asked, "--print-config")
         assert done.exit_code == 0, done.output
         return yaml.safe_load(done.stdout)["data"]["flip"]
 
@@ -137,5 +137,5 @@ def test_flips_are_an_option_of_both_commands(command: list[str]) -> None:
 
 def test_the_flip_key_reaches_the_training_images(edges: Path) -> None:
     for flip in (True, False):
-        config = highres.small(edges, data={"flip": flip})
+        config = highres_config(edges, data={"flip": flip})
         assert training.augmentation_of(config, training.load_network(config, 2)).flip is flip

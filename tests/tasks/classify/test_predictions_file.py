@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import images
 from PIL import Image
 from sklearn.metrics import confusion_matrix
-from test_cli import run
-from test_report import SCRIPT, check_page, page_of, rows_of, undrawn  # noqa: F401  # a fixture
+
+# a fixture
 from torchmetrics.classification import MulticlassCalibrationError
 
 from dpn_cli.data.sources.folder import ClassFolders
@@ -25,6 +24,9 @@ from dpn_cli.report.content import Rows
 from dpn_cli.report.tables import as_csv
 from dpn_cli.report.thumbnails import SIDE
 from dpn_cli.run.distributed import World
+from support.cli import run_dpn
+from support.images import write_class_folders
+from support.pages import SCRIPT_TAG, make_page, parse_page, read_chart_rows
 from tasks.classify.calibration import ClassScores, confusion, reliability
 from tasks.classify.predictions_file import (
     COLUMNS,
@@ -91,7 +93,7 @@ def test_counted_pairs_are_scikit_learns_matrix() -> None:
 
 
 def test_answers_keep_their_rows_when_images_are_left_out(tmp_path: Path) -> None:
-    split = ClassFolders(images(tmp_path / "photos", each=4))
+    split = ClassFolders(write_class_folders(tmp_path / "photos", each=4))
     split.path(5).write_bytes(b"no image")
 
     def logits_of(images: torch.Tensor) -> torch.Tensor:
@@ -110,7 +112,7 @@ def test_answers_keep_their_rows_when_images_are_left_out(tmp_path: Path) -> Non
 
 
 def test_the_most_confident_mistakes_are_kept_as_small_images(tmp_path: Path) -> None:
-    split = ClassFolders(images(tmp_path / "photos", each=15))
+    split = ClassFolders(write_class_folders(tmp_path / "photos", each=15))
     answers = [ImagePrediction(row, split.labels[row], 0, (row % 15 + 1) / 15) for row in range(45)]
     (tmp_path / "mistakes").mkdir()
     (tmp_path / "mistakes" / "7.jpg").touch()
@@ -128,7 +130,7 @@ def test_the_most_confident_mistakes_are_kept_as_small_images(tmp_path: Path) ->
 def evaluated(folder: Path, classes: int, images: int) -> Path:
     """Write what an evaluation leaves: one class is a script, one path as well."""
     _, _, answers = predictions_of(classes, images)
-    names = [SCRIPT, *(f"class{number}" for number in range(1, classes))]
+    names = [SCRIPT_TAG, *(f"class{number}" for number in range(1, classes))]
     table = Confusion(classes, Counter(one.label * classes + one.predicted for one in answers))
     pairs = [
         {"true": names[true], "predicted": names[predicted], "images": count, "share": 100 * share}
@@ -139,7 +141,7 @@ def evaluated(folder: Path, classes: int, images: int) -> Path:
     (folder / "result.json").write_text(json.dumps({**result, "worst_pairs": pairs}))
     (folder / "per_class.csv").write_text(per_class(names, table))
     rows: Rows = [
-        [a.row, f"{SCRIPT}/{a.row}", names[a.label], names[a.predicted], f"{a.confidence:.6f}"] for a in answers
+        [a.row, f"{SCRIPT_TAG}/{a.row}", names[a.label], names[a.predicted], f"{a.confidence:.6f}"] for a in answers
     ]
     (folder / "predictions.csv").write_text(as_csv([list(COLUMNS), *rows]))
     for one in [one for one in answers if one.label != one.predicted][:3]:
@@ -151,13 +153,13 @@ def evaluated(folder: Path, classes: int, images: int) -> Path:
 def test_an_evaluation_has_its_confusions_classes_calibration_and_mistakes(
     tmp_path: Path, classes: int, images: int
 ) -> None:
-    html = page_of(tmp_path, evaluated(tmp_path / "scores", classes, images))
-    tree = check_page(html)
+    html = make_page(tmp_path, evaluated(tmp_path / "scores", classes, images))
+    tree = parse_page(html)
     assert "<script" not in html
     assert html.count("<img ") == 3
-    assert f"is {SCRIPT}" in "".join(tree.itertext()) or f"{SCRIPT}/" in "".join(tree.itertext())
-    assert sum(int(row[2]) for row in rows_of(tmp_path, "confusion")[1:]) == images
-    assert sum(int(row[2]) for row in rows_of(tmp_path, "reliability")[1:]) == images
+    assert f"is {SCRIPT_TAG}" in "".join(tree.itertext()) or f"{SCRIPT_TAG}/" in "".join(tree.itertext())
+    assert sum(int(row[2]) for row in read_chart_rows(tmp_path, "confusion")[1:]) == images
+    assert sum(int(row[2]) for row in read_chart_rows(tmp_path, "reliability")[1:]) == images
     assert len(html) < 400_000
 
 
@@ -165,20 +167,20 @@ def test_an_evaluation_of_an_older_version_is_shown_without_its_answers(tmp_path
     folder = evaluated(tmp_path / "scores", 6, 60)
     text = (folder / "predictions.csv").read_text()
     (folder / "predictions.csv").write_text(text.replace(text.splitlines()[3], "3,x,class1,class2,2.5"))
-    done = run("report", str(folder), "-o", str(tmp_path / "page"))
+    done = run_dpn("report", str(folder), "-o", str(tmp_path / "page"))
     assert done.exit_code == 3
     assert "predictions.csv, line 4: damaged (ValueError: confidence 2.5); 'dpn eval -o'" in done.stderr
     (folder / "predictions.csv").unlink()
-    assert "predictions.csv is not there" in page_of(tmp_path, folder)
+    assert "predictions.csv is not there" in make_page(tmp_path, folder)
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_charts")
 def test_damage_in_what_was_kept_is_told_of_its_own_file(tmp_path: Path) -> None:
     folder = evaluated(tmp_path / "scores", 6, 60)
     answers, classes = folder / "predictions.csv", folder / "per_class.csv"
     kept = {path: path.read_text().splitlines(keepends=True) for path in (answers, classes)}
     answers.write_text("".join(kept[answers][:41]))
-    assert "it has 40 predictions, and 60 images were scored" in page_of(tmp_path, folder)
+    assert "it has 40 predictions, and 60 images were scored" in make_page(tmp_path, folder)
     damages = {
         "predictions.csv, line 61: damaged (ValueError: class 'cla', ": (
             answers,
@@ -189,8 +191,8 @@ def test_damage_in_what_was_kept_is_told_of_its_own_file(tmp_path: Path) -> None
     }
     for said, (path, lines) in damages.items():
         path.write_text("".join(lines))
-        done = run("report", str(folder), "-o", str(tmp_path / "page"))
+        done = run_dpn("report", str(folder), "-o", str(tmp_path / "page"))
         assert (done.exit_code, said in done.stderr, "result.json" in done.stderr) == (3, True, False), done.stderr
         path.write_text("".join(kept[path]))
     classes.unlink()
-    assert "per_class.csv is not there" in page_of(tmp_path, folder)
+    assert "per_class.csv is not there" in make_page(tmp_path, folder)

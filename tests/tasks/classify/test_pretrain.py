@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Arrays, images
-from test_cli import run
 from torch import Tensor, nn
 
 from dpn_cli.config.launch import LaunchOptions
@@ -38,6 +36,10 @@ from dpn_cli.run.distributed import World
 from dpn_cli.run.run import Run
 from dpn_cli.run.run_dir import RunFolder
 from dpn_cli.weights.backbone import load_backbone
+from support.cli import run_dpn
+from support.goldens import Arrays
+from support.images import write_class_folders
+from support.pretrain import pretrain_config, small_pretrain_config, train_pretrain
 from tasks.classify import demo_weights
 from tasks.classify import pretrain as command
 from tasks.classify import train as training
@@ -47,36 +49,12 @@ from tasks.classify.pretrain_config import PretrainConfig, finalize, resolve
 from tasks.classify.train import load_network
 
 ALONE = World(0, 1, torch.device("cpu"))
-SMALL: dict[str, Any] = {
-    "backbone": {"arch": "nano/8", "image_size": 32, "dropout": 0.1, "drop_path": 0.2},
-    "data": {"val_fraction": 0.2},
-    "batch_size": 16,
-    "loss": "softmax",
-    "head_bias": 0.0,
-    "lr": 3e-3,
-    "schedule": {"steps": 24},
-    "runtime": {"workers": 0, "checkpoint_every": 5},
-}
-
-
-def built(arch: str, *, preset: Any = None, level: str | None = None, **asked: Any) -> PretrainConfig:
-    flags = merge({"backbone": {"arch": arch}, "data": {"source": "imagenet"}}, asked)
-    return build(PretrainConfig, resolve("imagenet", preset, level, None, flags, {}), "test")
-
-
-def small(source: Path, **changes: Any) -> PretrainConfig:
-    asked = merge(SMALL, {"data": {"source": str(source)}}, changes)
-    return finalize(build(PretrainConfig, resolve("imagenet", None, "medium2", None, asked, {}), "test"))
-
-
-def train(config: PretrainConfig, path: Path, **arguments: Any) -> dict[str, Any]:
-    result = command.run(config, LaunchOptions(path, **arguments), Console(quiet=True))
-    assert result is not None
-    return result
 
 
 def test_the_first_loss_is_the_papers() -> None:
-    config = built("S/32").model_copy(update={"backbone": built("S/32").backbone.model_copy(update={"arch": "mu/8"})})
+    config = pretrain_config("S/32").model_copy(
+        update={"backbone": pretrain_config("S/32").backbone.model_copy(update={"arch": "mu/8"})}
+    )
     model = load_network(config, 1000)
     target = nn.functional.one_hot(torch.arange(4), 1000).float()
     loss = sigmoid_xent(model(torch.randn(4, 3, 224, 224)), target)
@@ -128,7 +106,7 @@ def reference_step(
 
 
 def test_twenty_four_steps_follow_the_reference_chain() -> None:
-    config = built("S/16", schedule={"steps": 24, "warmup": 3})
+    config = pretrain_config("S/16", schedule={"steps": 24, "warmup": 3})
     model = load_backbone("mu/8", stem="none", image_size=32, num_classes=10, pre_logits=True, seed=1)
     model.double()  # but for the stem, which projects in float32
     twin, moments = copy.deepcopy(model), dict[str, list[Tensor]]()
@@ -171,8 +149,8 @@ def test_twenty_four_steps_follow_the_reference_chain() -> None:
 
 
 def test_a_run_makes_a_checkpoint_that_says_what_it_is(photos: Path, tmp_path: Path) -> None:
-    config = small(photos, fewshot=5, evaluate_every=6)
-    result = train(config, tmp_path / "run")
+    config = small_pretrain_config(photos, fewshot=5, evaluate_every=6)
+    result = train_pretrain(config, tmp_path / "run")
     assert [record["step"] for record in result["curve"]] == [6, 12, 18, 24]
     assert all(0 <= record["fewshot_5"] <= 100 for record in result["curve"])
     assert result["curve"][-1]["fewshot_5"] > 60  # colours tell the classes apart
@@ -185,7 +163,7 @@ def test_a_run_makes_a_checkpoint_that_says_what_it_is(photos: Path, tmp_path: P
     assert facts["arch"] == "nano/8"
     model = load_backbone(checkpoint=str(tmp_path / "run" / "weights.safetensors"), image_size=None)
     assert (model.config.stem, model.config.image_size, model.config.pre_logits) == ("dpn", (32, 32), True)
-    tuned = run(
+    tuned = run_dpn(
         *("finetune", "highres", "--checkpoint", str(tmp_path / "run" / "weights.safetensors"), "--data", str(photos)),
         *("--val-fraction", "0.2", "--image-size", "32", "--steps", "2", "-b", "8", "-j", "0", "-q", "--json"),
         *("-o", str(tmp_path / "tuned")),
@@ -195,9 +173,9 @@ def test_a_run_makes_a_checkpoint_that_says_what_it_is(photos: Path, tmp_path: P
 
 
 def test_a_stopped_run_goes_on_to_the_same_weights(photos: Path, tmp_path: Path) -> None:
-    whole = train(small(photos), tmp_path / "whole")
+    whole = train_pretrain(small_pretrain_config(photos), tmp_path / "whole")
 
-    config, seen = small(photos), 0
+    config, seen = small_pretrain_config(photos), 0
     evaluate = training.evaluate
 
     def stop(*arguments: Any, **how: Any) -> Any:
@@ -210,11 +188,11 @@ def test_a_stopped_run_goes_on_to_the_same_weights(photos: Path, tmp_path: Path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "evaluate", stop)
         with pytest.raises(StoppedError):
-            train(config, tmp_path / "cut")
-    other = small(photos, backbone={"stem": "none"})
+            train_pretrain(config, tmp_path / "cut")
+    other = small_pretrain_config(photos, backbone={"stem": "none"})
     with pytest.raises(DpnError, match=r"a different config \(backbone.stem: dpn there, none now\)"):
-        train(other, tmp_path / "cut", resume=True)
-    resumed = train(config, tmp_path / "cut", resume=True)
+        train_pretrain(other, tmp_path / "cut", resume=True)
+    resumed = train_pretrain(config, tmp_path / "cut", resume=True)
     assert resumed["curve"] == whole["curve"]
     one, two = (load_classifier(str(tmp_path / name)).model.state_dict() for name in ("whole", "cut"))
     assert all(torch.equal(value, two[name]) for name, value in one.items())
@@ -222,14 +200,14 @@ def test_a_stopped_run_goes_on_to_the_same_weights(photos: Path, tmp_path: Path)
 
 def test_too_few_images_for_a_probe_are_named_before_training(photos: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"--eval-fewshot 40: class class\d has \d+ training images to draw from"):
-        train(small(photos, fewshot=40), tmp_path / "run")
+        train_pretrain(small_pretrain_config(photos, fewshot=40), tmp_path / "run")
 
 
 def test_the_demo_trains_a_tower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task, splits = synthetic.DEMO_SPLITS["demo:objects"]
     fewer = {name: (start, start + 100) for name, (start, _) in splits.items()}
     monkeypatch.setitem(synthetic.DEMO_SPLITS, "demo:objects", (task, fewer))
-    done = run("pretrain", "--data", "demo", "--steps", "3", "-b", "8", "-j", "0", "-o", str(tmp_path / "run"))
+    done = run_dpn("pretrain", "--data", "demo", "--steps", "3", "-b", "8", "-j", "0", "-o", str(tmp_path / "run"))
     assert done.exit_code == 0, done.output
     assert "nano/8 stem dpn at 64x64, 24 classes" in done.stdout
     assert "This is the demo" in done.stderr.replace("\n", " ")
@@ -276,7 +254,7 @@ def test_images_may_be_taken_whole(photos: Path) -> None:
 def test_a_config_reaches_the_network_the_images_and_the_labels(
     photos: Path, monkeypatch: pytest.MonkeyPatch, golden: Callable[[str], Arrays]
 ) -> None:
-    config = small(photos, mixup=0.2)
+    config = small_pretrain_config(photos, mixup=0.2)
     model = load_network(config, 6)
     assert training.augmentation_of(config, model) == Augmentation((32, 32), "exact", 0.2, 2, 15, "inception")
     vit_config = model.config
@@ -319,8 +297,8 @@ def test_every_step_augments_anew(photos: Path) -> None:
 
 def test_the_probe_is_tested_on_minival(tmp_path: Path) -> None:
     # Classes that only the training images have in their colour: what is learnt from them is wrong on minival.
-    root = images(tmp_path / "photos", classes=2, each=30)
-    config = small(root, fewshot=5)
+    root = write_class_folders(tmp_path / "photos", classes=2, each=30)
+    config = small_pretrain_config(root, fewshot=5)
     data = open_data(config)
     flipped = ImageSubset(data.minival, range(len(data.minival.labels)))
     flipped.labels = [1 - label for label in flipped.labels]
@@ -337,16 +315,16 @@ def test_the_probe_is_tested_on_minival(tmp_path: Path) -> None:
 def test_a_signal_during_the_last_evaluation_loses_nothing(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = small(photos, schedule={"steps": 4}, runtime={"checkpoint_every": 500})
-    whole = train(config, tmp_path / "whole")
+    config = small_pretrain_config(photos, schedule={"steps": 4}, runtime={"checkpoint_every": 500})
+    whole = train_pretrain(config, tmp_path / "whole")
     monkeypatch.setattr(training, "evaluate", stopping_evaluation := Stopping(training.evaluate, at=4))
     with pytest.raises(StoppedError):
-        train(config, tmp_path / "cut")
+        train_pretrain(config, tmp_path / "cut")
     assert stopping_evaluation.seen == 4
     monkeypatch.undo()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Gradients, "compute", None)  # nothing is left to train
-        resumed = train(config, tmp_path / "cut", resume=True)
+        resumed = train_pretrain(config, tmp_path / "cut", resume=True)
     assert resumed["curve"] == whole["curve"]
     assert resumed["top1"] == whole["top1"]
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_cli import run
-from test_pretrain import built
 
 from dpn_cli.config.load import build, dump
 from dpn_cli.config.provenance import differences
 from dpn_cli.errors import DpnError
 from dpn_cli.run.distributed import World
+from support.cli import run_dpn
+from support.pretrain import pretrain_config
 from tasks.classify.config import in_steps
 from tasks.classify.plan import describe_plan, estimate
 from tasks.classify.preflight import check_batch
@@ -43,7 +43,7 @@ def differing(config: PretrainConfig) -> list[str] | None:
 def test_the_config_is_appendix_c(
     arch: str, randaugment: tuple[int, float], mixup: float, dropout: float, drop_path: float, pre_logits: bool
 ) -> None:
-    config = built(arch)
+    config = pretrain_config(arch)
     assert (config.randaugment.layers, config.randaugment.magnitude) == randaugment
     assert (config.mixup, config.backbone.dropout, config.backbone.drop_path) == (mixup, dropout, drop_path)
     assert config.backbone.pre_logits == pre_logits
@@ -56,12 +56,12 @@ def test_the_config_is_appendix_c(
     assert (counted.steps, counted.warmup, counted.decay) == (92_897, 10_000, "cosine")
     # One value is not the paper's unless it is asked for.
     assert differing(config) == ["optim.state_dtype: float32 (paper: bfloat16)"]
-    assert differing(built(arch, optim={"state_dtype": "bfloat16"})) == []
+    assert differing(pretrain_config(arch, optim={"state_dtype": "bfloat16"})) == []
 
 
 def test_presets_and_levels_say_what_differs() -> None:
     parity: dict[str, Any] = {"optim": {"state_dtype": "bfloat16"}}
-    short = built("S/16", preset="short", **parity)
+    short = pretrain_config("S/16", preset="short", **parity)
     assert differing(short) == [
         "epochs: 90.0 (paper: 300.0)",
         "batch_size: 1024 (paper: 4096)",
@@ -71,29 +71,29 @@ def test_presets_and_levels_say_what_differs() -> None:
         "mixup: 0.2 (paper: 0.5)",
     ]
     assert in_steps(short, 1_268_355).schedule.steps == 111_477
-    assert differing(built("B/32", level="strong2", **parity)) == [
+    assert differing(pretrain_config("B/32", level="strong2", **parity)) == [
         "randaugment.magnitude: 20.0 (paper: 15.0)",
         "mixup: 0.8 (paper: 0.5)",
     ]
-    assert differing(built("B/32", backbone={"stem": "rms"}, **parity)) == []
-    assert differing(built("B/32", data={"decode": "fast", "minival": 0.3}, **parity)) == [
+    assert differing(pretrain_config("B/32", backbone={"stem": "rms"}, **parity)) == []
+    assert differing(pretrain_config("B/32", data={"decode": "fast", "minival": 0.3}, **parity)) == [
         "data.minival: 0.3 (paper: null)",
         "data.decode: fast (paper: exact)",
     ]
-    assert differing(built("B/32", head_bias=-6.9, data={"eval_resize": 256}, **parity)) == []
+    assert differing(pretrain_config("B/32", head_bias=-6.9, data={"eval_resize": 256}, **parity)) == []
     # The paper does not say whether stochastic depth rescales what it keeps, so neither way differs from it.
-    assert differing(built("B/32", backbone={"drop_path_rescale": True}, **parity)) == []
-    assert differences(built("S/8", level="medium2"), "fp32") is None
-    fixed = built("B/32", schedule={"steps": 9290})
+    assert differing(pretrain_config("B/32", backbone={"drop_path_rescale": True}, **parity)) == []
+    assert differences(pretrain_config("S/8", level="medium2"), "fp32") is None
+    fixed = pretrain_config("B/32", schedule={"steps": 9290})
     assert (fixed.epochs, fixed.schedule.warmup) == (None, 1000)
     assert {
         "schedule.steps: 9290 (paper: 92897)",
         "schedule.warmup: 1000 (paper: 10000)",
         "epochs: null (paper: 300.0)",
     } < set(differing(fixed) or ())
-    both = built("S/16", preset="short", schedule={"steps": 929})
+    both = pretrain_config("S/16", preset="short", schedule={"steps": 929})
     assert (both.epochs, both.schedule.warmup, both.batch_size) == (None, 100, 1024)
-    odd = built("H/14", level="light2", mixup=0.3)
+    odd = pretrain_config("H/14", level="light2", mixup=0.3)
     assert (odd.randaugment.magnitude, odd.mixup, odd.backbone.dropout) == (10, 0.3, 0)
 
 
@@ -132,7 +132,7 @@ def test_presets_and_levels_say_what_differs() -> None:
 )
 def test_wrong_input_is_one_line(arguments: list[str], message: str, photos: Path, tmp_path: Path) -> None:
     split = [] if "sun397" in arguments else ["--set", "data.val_fraction=0.2"]
-    done = run("pretrain", "--data", str(photos), "-o", str(tmp_path / "r"), *split, *arguments)
+    done = run_dpn("pretrain", "--data", str(photos), "-o", str(tmp_path / "r"), *split, *arguments)
     assert done.exit_code == 2, done.output
     errors = [line for line in done.stderr.splitlines() if "error:" in line]
     assert len(errors) == 1
@@ -152,20 +152,22 @@ def test_without_data_it_is_the_demo_unless_an_arch_was_asked_for(
 
 
 def test_batches_are_divided_or_refused_never_rounded() -> None:
-    config = built("S/16", batch_size=100)
+    config = pretrain_config("S/16", batch_size=100)
     with pytest.raises(DpnError, match="--batch-size 100: less than one for each of the 300 ranks; use 300 at least"):
         check_batch(config, World(0, 300, torch.device("cpu")))
-    uneven = built("S/16", batch_size=100, runtime={"micro_batch_size": 30})
+    uneven = pretrain_config("S/16", batch_size=100, runtime={"micro_batch_size": 30})
     with pytest.raises(DpnError, match="--micro-batch-size 30: does not divide --batch-size 100; use 25, or auto"):
         check_batch(uneven, World(0, 3, torch.device("cpu")))
-    micro = built("S/16", batch_size=96, runtime={"micro_batch_size": 20})
+    micro = pretrain_config("S/16", batch_size=96, runtime={"micro_batch_size": 20})
     with pytest.raises(DpnError, match=r"20: does not divide the 48 images of a rank \(--batch-size 96 over 2 ranks\)"):
         check_batch(micro, World(0, 2, torch.device("cpu")))
-    check_batch(built("S/16", batch_size=96, runtime={"micro_batch_size": 16}), World(0, 2, torch.device("cpu")))
+    check_batch(
+        pretrain_config("S/16", batch_size=96, runtime={"micro_batch_size": 16}), World(0, 2, torch.device("cpu"))
+    )
 
 
 def test_the_plan_counts_what_the_network_multiplies() -> None:
-    config = built("S/16")
+    config = pretrain_config("S/16")
     result = estimate(config, 1_268_355, here=False, ranks=8)
     assert (result["steps"], result["images"]) == (92_897, 1_268_355)
     assert result["flops_per_image"] == pytest.approx(27.95e9, rel=1e-3)
@@ -177,12 +179,14 @@ def test_the_plan_counts_what_the_network_multiplies() -> None:
 
 
 def test_the_plan_reads_packed_and_other_data(photos: Path) -> None:
-    done = run("plan", "pretrain", "--arch", "Ti/16", "--data", str(photos), "--set", "data.val_fraction=0.5", "--json")
+    done = run_dpn(
+        "plan", "pretrain", "--arch", "Ti/16", "--data", str(photos), "--set", "data.val_fraction=0.5", "--json"
+    )
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
     assert result["images"] == 41
     assert result["steps"] == round(100 * 41 / 64)
-    done = run(
+    done = run_dpn(
         "plan",
         "pretrain",
         "imagenet",
@@ -199,7 +203,7 @@ def test_the_plan_reads_packed_and_other_data(photos: Path) -> None:
 
 def test_configs_that_dpn_wrote_can_be_given_back_and_flags_win(photos: Path, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    whole = built("S/16")
+    whole = pretrain_config("S/16")
     path.write_text(dump(whole))
     again = build(PretrainConfig, resolve("imagenet", None, None, str(path), {}, {}), "test")
     assert again == whole

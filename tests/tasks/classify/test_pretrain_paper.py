@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import images
-from test_cli import run
-from test_pretrain import train
 
 from dpn_cli.config.load import build, merge
 from dpn_cli.config.provenance import differences
 from dpn_cli.errors import DataError, DpnError
 from dpn_cli.model.vit import posemb_sincos2d
 from dpn_cli.weights.backbone import load_backbone
+from support.cli import run_dpn
+from support.images import write_class_folders
+from support.pretrain import train_pretrain
 from tasks.classify.config import in_steps
 from tasks.classify.pretrain_config import PretrainConfig, finalize, resolve
 
@@ -68,7 +68,7 @@ def test_by_steps(name: str, steps: int, longer: int, augmented: tuple[float, ..
 
 
 def test_fixed_positions_are_trained_around_and_kept(photos: Path, tmp_path: Path) -> None:
-    train(config_of("s16plus", photos, **TINY), tmp_path / "run")
+    train_pretrain(config_of("s16plus", photos, **TINY), tmp_path / "run")
     model = load_backbone(checkpoint=str(tmp_path / "run" / "weights.safetensors"), image_size=None)
     assert (model.config.posemb, model.config.pool) == ("sincos2d", "gap")
     assert torch.equal(model.pos_embed, posemb_sincos2d((4, 4), 32))
@@ -79,30 +79,32 @@ def test_fixed_positions_are_trained_around_and_kept(photos: Path, tmp_path: Pat
 def test_the_probe_at_the_end_is_that_of_eval_fewshot(photos: Path, tmp_path: Path) -> None:
     """It has images of its own, with validation images, and the shots of --eval-fewshot or 25."""
     for split, each in (("train", 6), ("val", 3)):
-        images(tmp_path / "other" / split, classes=4, each=each)
+        write_class_folders(tmp_path / "other" / split, classes=4, each=each)
     shared = ["--data", str(photos), "--arch", "mu/8", "--augment", "light2", "--image-size", "32", "-b", "8"]
     shared += ["--steps", "2", "-j", "0", "--device", "cpu", "-q", "--fewshot-data", str(tmp_path / "other")]
     arguments = ["pretrain", "imagenet21k", *shared, "--set", "data.minival=0.2", "--eval-fewshot", "2"]
-    done = run(*arguments, "--json", "-o", str(tmp_path / "run"))
+    done = run_dpn(*arguments, "--json", "-o", str(tmp_path / "run"))
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
     assert (result["fewshot"]["images"], result["fewshot"]["classes"]) == ({"train": 24, "test": 12}, 4)
     weights = str(tmp_path / "run" / "weights.safetensors")
-    probed = run("eval", "fewshot", weights, "--data", str(tmp_path / "other"), "--shots", "2", "-j", "0", "--json")
+    probed = run_dpn("eval", "fewshot", weights, "--data", str(tmp_path / "other"), "--shots", "2", "-j", "0", "--json")
     assert result["fewshot"]["accuracy"] == json.loads(probed.stdout)["accuracy"]
-    again = run(*arguments, "--resume", "-o", str(tmp_path / "run"))
+    again = run_dpn(*arguments, "--resume", "-o", str(tmp_path / "run"))
     assert f"{tmp_path / 'other'}: 2-shot " in again.stdout
 
 
 def test_a_probe_that_cannot_be_is_told_before_the_training(photos: Path, tmp_path: Path) -> None:
     for split in ("train", "val"):
-        images(tmp_path / "few" / split, classes=2, each=3)
+        write_class_folders(tmp_path / "few" / split, classes=2, each=3)
     tiny = merge(TINY, {"fewshot_data": str(tmp_path / "few")})
     with pytest.raises(DataError, match=r"--fewshot-data .*few: shots 25: class .* has 3 training images"):
-        train(config_of("jft", photos, **tiny), tmp_path / "run")
+        train_pretrain(config_of("jft", photos, **tiny), tmp_path / "run")
     assert not list((tmp_path / "run").glob("*.safetensors"))
     with pytest.raises(DataError, match=r"--fewshot-data .*train: no images to test on; put them beside"):
-        train(config_of("jft", photos, **merge(tiny, {"fewshot_data": str(tmp_path / "few/train")})), tmp_path / "two")
+        train_pretrain(
+            config_of("jft", photos, **merge(tiny, {"fewshot_data": str(tmp_path / "few/train")})), tmp_path / "two"
+        )
 
 
 def test_imagenet_is_found_for_the_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

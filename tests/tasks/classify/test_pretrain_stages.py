@@ -6,17 +6,16 @@ import itertools
 import json
 import re
 import signal
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import images
-from test_pretrain import SMALL, train
 
-from dpn_cli.config.load import build, merge
+from dpn_cli.config.load import build
 from dpn_cli.errors import DataError, DpnError, NonFiniteError, StoppedError
 from dpn_cli.report.reading import read_run
+from support.images import write_class_folders
+from support.pretrain import stages_config, train_pretrain
 from tasks.classify import page
 from tasks.classify import pretrain as command
 from tasks.classify import train as training
@@ -29,18 +28,8 @@ from tasks.classify.pretrain_config import PretrainConfig, finalize, resolve, tr
 def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("places")
     for split, each in (("train", 12), ("val", 4), ("test", 5)):
-        images(root / split, classes=3, each=each)
+        write_class_folders(root / split, classes=3, each=each)
     return root
-
-
-def sweep(places: Path, stages: Sequence[Mapping[str, Any]]) -> PretrainConfig:
-    asked = merge(
-        SMALL, {"backbone": {"arch": "nano/8"}, "data": {"source": str(places), "val_fraction": None}, "stages": stages}
-    )
-    asked.pop("schedule")
-    asked.pop("lr")
-    asked["backbone"].pop("dropout")
-    return finalize(build(PretrainConfig, resolve("sun397", None, "none", None, asked, {}), "test"))
 
 
 def test_appendix_f_searches_what_the_paper_says() -> None:
@@ -66,7 +55,7 @@ def test_a_sweep_chooses_on_validation_and_scores_each_row_of_the_table_once_on_
         {"epochs": 1, "grid": {"mixup": [0, 0.5]}},
         {"epochs": 8},
     ]
-    config, scored = sweep(places, stages), list[tuple[str, float]]()
+    config, scored = stages_config(places, stages), list[tuple[str, float]]()
     evaluate = training.evaluate
 
     def watch(classifier: Any, split: Any, *arguments: Any, **how: Any) -> Any:
@@ -78,7 +67,7 @@ def test_a_sweep_chooses_on_validation_and_scores_each_row_of_the_table_once_on_
 
     monkeypatch.setattr(training, "evaluate", watch)
     monkeypatch.setattr(command, "evaluate", watch)
-    result = train(config, tmp_path / "sweep")
+    result = train_pretrain(config, tmp_path / "sweep")
     assert result["images"] == {"train": 36, "minival": 12, "val": 15}
     rows = [stage["test_top1"] for stage in result["stages"]] + [result["top1"]]
     mixup = result["stages"][1]["chosen"]
@@ -103,7 +92,7 @@ def test_a_sweep_chooses_on_validation_and_scores_each_row_of_the_table_once_on_
     )
     (tmp_path / "sweep" / "result.json").unlink()
     scored.clear()
-    assert train(config, tmp_path / "sweep", resume=True) == result
+    assert train_pretrain(config, tmp_path / "sweep", resume=True) == result
     assert scored == []
 
 
@@ -111,7 +100,7 @@ def test_a_search_keeps_one_network_until_its_stage_is_scored(
     places: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stop while the chosen network is scored loses nothing: the next start scores it."""
-    config = sweep(places, [{"epochs": 1, "grid": {"lr": [1e-6, 3e-3, 1e-5]}}, {"epochs": 1}])
+    config = stages_config(places, [{"epochs": 1, "grid": {"lr": [1e-6, 3e-3, 1e-5]}}, {"epochs": 1}])
     evaluate, kept = training.evaluate, list[list[str]]()
 
     def note(classifier: Any, split: Any, *arguments: Any, **how: Any) -> Any:
@@ -124,11 +113,11 @@ def test_a_search_keeps_one_network_until_its_stage_is_scored(
     monkeypatch.setattr(training, "evaluate", note)
     monkeypatch.setattr(command, "evaluate", stop)
     with pytest.raises(StoppedError):
-        train(config, tmp_path / "sweep")
+        train_pretrain(config, tmp_path / "sweep")
     assert max(map(len, kept)) == 2  # the best so far, and the one that has just been trained
     (left,) = (tmp_path / "sweep").rglob("weights.safetensors")
     monkeypatch.setattr(command, "evaluate", evaluate)
-    result = train(config, tmp_path / "sweep", resume=True)
+    result = train_pretrain(config, tmp_path / "sweep", resume=True)
     assert result["stages"][0]["chosen"] == left.parent.name
     assert result["stages"][0]["test_top1"] is not None
     assert not left.is_file()
@@ -136,7 +125,9 @@ def test_a_search_keeps_one_network_until_its_stage_is_scored(
 
 def test_a_sweep_whose_runs_all_fail_says_so(places: Path, tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError, match="stage 1: every run ended with a NaN or infinite loss; lower lr"):
-        train(sweep(places, [{"epochs": 2, "grid": {"lr": [1e38]}}, {"epochs": 1}]), tmp_path / "sweep")
+        train_pretrain(
+            stages_config(places, [{"epochs": 2, "grid": {"lr": [1e38]}}, {"epochs": 1}]), tmp_path / "sweep"
+        )
 
 
 @pytest.mark.parametrize(
@@ -154,12 +145,12 @@ def test_a_sweep_whose_runs_all_fail_says_so(places: Path, tmp_path: Path) -> No
 )
 def test_wrong_stages_are_named_before_training(places: Path, stages: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(DpnError, match=message):
-        sweep(places, stages)
+        stages_config(places, stages)
 
 
 def test_a_sweep_needs_three_splits(photos: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no val and no test images; a sweep chooses on val and reports test"):
-        train(sweep(photos, [{"epochs": 1}]), tmp_path / "sweep")
+        train_pretrain(stages_config(photos, [{"epochs": 1}]), tmp_path / "sweep")
 
 
 def test_appendix_f_is_what_its_config_says() -> None:

@@ -2,45 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from conftest import Arrays
 from open_clip.loss import ClipLoss, SigLipLoss
-from test_distributed import CPU
 from torch import Tensor, nn
 
-from dpn_cli.arch import Size
-from dpn_cli.config.schema import Optim, Runtime, Schedule
+from dpn_cli.config.schema import Optim, Schedule
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine.fit import Batch, Outputs, TrainJob
 from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.engine.optim import is_decayed
 from dpn_cli.errors import OutOfMemoryError
-from dpn_cli.run import distributed
-from dpn_cli.run.distributed import World
+from support.contrastive import ROWS, make_pairs, make_text_tower
+from support.engine import SINGLE_PROCESS
+from support.goldens import Arrays
 from tasks.lit import loss as losses
 from tasks.lit.loss import ContrastiveLoss, Kind
-from tasks.lit.text_tower import TextTower
-
-ALONE = World(0, 1, CPU)
-ROWS, WIDTH, CONTEXT = 12, 8, 5
-KINDS: tuple[Kind, ...] = ("softmax", "siglip")
-
-
-def tower(bias: float | None = None) -> TextTower:
-    return TextTower(Size(16, 2, 64, 2), 30, CONTEXT, WIDTH, 10.0, bias, seed=0)
-
-
-def pairs(step: int = 0) -> Batch:
-    generator = torch.Generator().manual_seed(step)
-    return {
-        "image": F.normalize(torch.randn(ROWS, WIDTH, generator=generator), dim=-1),
-        "tokens": torch.randint(30, (ROWS, CONTEXT), generator=generator),
-    }
 
 
 def gradients(loss: Tensor, *of: Tensor) -> list[Tensor]:
@@ -54,7 +34,7 @@ def test_the_softmax_loss_is_big_visions(
     monkeypatch.setattr(losses, "ROWS", rows)
     arrays = golden("losses_contrastive")
     image, text, scale = (torch.from_numpy(arrays[name]).requires_grad_() for name in ("zimg", "ztxt", "t"))
-    value = ContrastiveLoss("softmax", ALONE).couple(text * scale, {"image": image})
+    value = ContrastiveLoss("softmax", SINGLE_PROCESS).couple(text * scale, {"image": image})
     assert value.item() == pytest.approx(float(arrays["loss"]), abs=1e-5)
     for found, name in zip(gradients(value, image, text, scale), ("zimg", "ztxt", "t"), strict=True):
         torch.testing.assert_close(found, torch.from_numpy(arrays[f"grad_{name}"]), atol=1e-5, rtol=1e-5)
@@ -66,9 +46,9 @@ def test_losses_and_gradients_are_open_clips(
     kind: Kind, bias: float | None, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(losses, "ROWS", rows)
-    batch, text = pairs(), tower(bias)
+    batch, text = make_pairs(), make_text_tower(bias)
     parameters = list(text.parameters())
-    ours = ContrastiveLoss(kind, ALONE)(text, batch)
+    ours = ContrastiveLoss(kind, SINGLE_PROCESS)(text, batch)
     theirs: Any = ClipLoss() if kind == "softmax" else SigLipLoss()
     extra = {} if text.bias is None else {"logit_bias": text.bias}
     expected = theirs(batch["image"], text.encode(batch["tokens"]), text.log_temperature.exp(), **extra)
@@ -78,17 +58,17 @@ def test_losses_and_gradients_are_open_clips(
 
 def after_one_step(kind: Kind, micro: MicroBatch, loss: ContrastiveLoss | None = None) -> tuple[float, list[Tensor]]:
     """Train one step of plain SGD: what it takes off the weights is the gradient."""
-    model = tower(-1.0 if kind == "siglip" else None)
+    model = make_text_tower(-1.0 if kind == "siglip" else None)
     before = [p.detach().clone() for p in model.parameters()]
     job = TrainJob(
-        loss_fn=loss or ContrastiveLoss(kind, ALONE),
-        batches=lambda start: (pairs() for _ in range(1)),
+        loss_fn=loss or ContrastiveLoss(kind, SINGLE_PROCESS),
+        batches=lambda start: (make_pairs() for _ in range(1)),
         optim=Optim(momentum=0.0, clip_norm=None),
         schedule=Schedule(steps=1),
         lr=1.0,
         batch_size=ROWS,
         seed=0,
-        world=ALONE,
+        world=SINGLE_PROCESS,
         micro_batch=micro,
         outputs=Outputs(warn=lambda text: None),
     )
@@ -110,9 +90,9 @@ def test_two_passes_give_the_gradient_of_one(kind: Kind, micro: int) -> None:
     assert again == pytest.approx(loss, rel=1e-6)
     assert apart(split, gradient) < 1e-6
     # What a sum over micro-batches would be: another loss.
-    parts = [{name: value[i : i + 4] for name, value in pairs().items()} for i in range(0, ROWS, 4)]
-    model = tower(-1.0 if kind == "siglip" else None)
-    naive = torch.stack([ContrastiveLoss(kind, ALONE)(model, part) for part in parts]).mean()
+    parts = [{name: value[i : i + 4] for name, value in make_pairs().items()} for i in range(0, ROWS, 4)]
+    model = make_text_tower(-1.0 if kind == "siglip" else None)
+    naive = torch.stack([ContrastiveLoss(kind, SINGLE_PROCESS)(model, part) for part in parts]).mean()
     assert apart(gradients(naive, *model.parameters()), gradient) > 0.01
 
 
@@ -124,46 +104,15 @@ def test_memory_that_runs_out_halves_the_micro_batch_and_keeps_the_batch() -> No
             return super().features(model, part)
 
     micro = MicroBatch(ROWS)
-    _, gradient = after_one_step("softmax", micro, Hungry("softmax", ALONE))
+    _, gradient = after_one_step("softmax", micro, Hungry("softmax", SINGLE_PROCESS))
     assert micro.size == 3
     assert apart(gradient, after_one_step("softmax", MicroBatch(ROWS))[1]) < 1e-6
     with pytest.raises(OutOfMemoryError, match="resume with --micro-batch-size 2"):
-        after_one_step("softmax", MicroBatch(4, fixed=True), Hungry("softmax", ALONE))
-
-
-def mean_over_ranks(loss: float, world: World) -> float:
-    return distributed.reduce_over_ranks(torch.tensor(loss)).item() / world.size
-
-
-def train(world: World, kind: Kind, micro: int, *, shard: bool = False) -> dict[str, float]:
-    """Train three steps on this rank's share of every batch; returns loss and weights as sums."""
-    model = engine.prepare(tower(-1.0 if kind == "siglip" else None), Runtime(shard=shard), world)
-    mine = slice(world.rank * ROWS // world.size, (world.rank + 1) * ROWS // world.size)
-
-    def batches(start: int) -> Generator[Batch, None, None]:
-        for step in range(start, 3):
-            yield {name: value[mine] for name, value in pairs(step).items()}
-
-    seen: list[float] = []
-    job = TrainJob(
-        loss_fn=ContrastiveLoss(kind, world),
-        batches=batches,
-        optim=Optim(momentum=0.0),
-        schedule=Schedule(steps=3),
-        lr=0.5,
-        batch_size=ROWS,
-        seed=0,
-        world=world,
-        micro_batch=MicroBatch(micro),
-        outputs=Outputs(tick=lambda tick: seen.append(mean_over_ranks(tick.loss, world))),
-    )
-    engine.fit(model, job)
-    weights = {name: value.double().norm().item() for name, value in engine.unwrap(model).state_dict().items()}
-    return {**weights, **{f"loss {step}": loss for step, loss in enumerate(seen)}}
+        after_one_step("softmax", MicroBatch(4, fixed=True), Hungry("softmax", SINGLE_PROCESS))
 
 
 def test_every_token_sees_all_others_and_the_last_one_is_the_texts() -> None:
-    model, tokens = tower(), pairs()["tokens"]
+    model, tokens = make_text_tower(), make_pairs()["tokens"]
     with torch.no_grad():
         model.transformer.positional_embedding.zero_()
         mixed = torch.cat([tokens[:, :-1].flip(1), tokens[:, -1:]], dim=1)
@@ -177,7 +126,7 @@ def test_every_token_sees_all_others_and_the_last_one_is_the_texts() -> None:
 
 
 def test_only_matrices_are_decayed() -> None:
-    decayed = {name for name, value in tower(-1.0).named_parameters() if is_decayed(name, value, "kernels")}
+    decayed = {name for name, value in make_text_tower(-1.0).named_parameters() if is_decayed(name, value, "kernels")}
     kinds = {name.split("resblocks.")[-1].split(".", 1)[-1] for name in decayed}
     assert kinds == {
         "attn.in_proj_weight",

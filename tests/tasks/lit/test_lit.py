@@ -15,23 +15,22 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import GOLDENS, images
 from PIL import Image
-from programs import run_program
 from safetensors.torch import load_file
-from test_cli import ROOT, run
-from test_lit_data import write_images, write_table
 
 from dpn_cli.arch import STEMS, Size, Stem
-from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.config.load import build, merge
 from dpn_cli.errors import DataError, DpnError, StoppedError
 from dpn_cli.run import signals
-from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import load_backbone
-from tasks.lit import command
-from tasks.lit.config import LitConfig, finalize, in_steps, resolve
+from support.captions import write_caption_table
+from support.cli import run_dpn
+from support.goldens import GOLDENS
+from support.images import write_class_folders, write_png_images
+from support.lit import lit_config, train_lit
+from support.programs import ROOT, run_program
+from tasks.lit.config import LitConfig, in_steps, resolve
 from tasks.lit.data import SceneClasses
 from tasks.lit.features import digest_of
 from tasks.lit.page_samples import PAIRS
@@ -41,16 +40,6 @@ from tasks.lit.towers import Towers, load_towers, save_towers
 from tasks.lit.train import load_tower
 from tasks.lit.zeroshot import build_classifier, prompt_set
 
-SMALL: dict[str, Any] = {
-    "backbone": {"arch": "nano/8", "checkpoint": "none", "pool": "gap", "image_size": 32},
-    "text": {"size": "mu", "context": 12},
-    "temperature": 100.0,
-    "batch_size": 64,
-    "lr": 1e-2,
-    "optim": {"weight_decay": 0.0},
-    "schedule": {"steps": 220, "warmup": 44},
-    "runtime": {"workers": 0, "checkpoint_every": 10},
-}
 ROWS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 
 
@@ -67,27 +56,15 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
             file = f"{name[2:]}{number:02d}.png"
             Image.fromarray(pixels[down * 100 : down * 100 + 64, across * 75 : across * 75 + 64]).save(root / file)
             rows.append((file, f"{name}, row {ROWS[down]}, column {ROWS[across]}."))
-    write_table(root / "pairs.csv", rows)
+    write_caption_table(root / "pairs.csv", rows)
     return root
-
-
-def small(source: Path | str, **changes: Any) -> LitConfig:
-    data = {"source": str(source), "val_source": str(source)} if str(source) != "demo" else {"source": "demo"}
-    plain = resolve(None, merge(SMALL, {"data": data}, changes), {})
-    return finalize(build(LitConfig, plain, "test"))
-
-
-def train(config: LitConfig, path: Path, **arguments: Any) -> dict[str, Any]:
-    result = command.run(config, LaunchOptions(path, **arguments), Console(quiet=True))
-    assert result is not None
-    return result
 
 
 @pytest.fixture(scope="module")
 def finished(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     path = tmp_path_factory.mktemp("run") / "run"
     cache = {"cache": {"folder": str(path.parent / "cache")}}
-    return path, train(small(photos / "pairs.csv", **cache), path)
+    return path, train_lit(lit_config(photos / "pairs.csv", **cache), path)
 
 
 def test_the_config_is_the_papers() -> None:
@@ -144,9 +121,9 @@ def test_the_image_tower_stays_as_it_was_and_out_of_the_optimizer(
 
     original = engine.fit
     monkeypatch.setattr(engine, "fit", fit)
-    train(small(photos / "pairs.csv", schedule={"steps": 2, "warmup": 0}), tmp_path / "run")
+    train_lit(lit_config(photos / "pairs.csv", schedule={"steps": 2, "warmup": 0}), tmp_path / "run")
     assert seen["names"] == {"transformer", "log_temperature"}
-    tower = load_tower(small(photos / "pairs.csv"), World(0, 1, torch.device("cpu")))
+    tower = load_tower(lit_config(photos / "pairs.csv"), World(0, 1, torch.device("cpu")))
     assert not tower.training
     assert not any(parameter.requires_grad for parameter in tower.parameters())
 
@@ -162,14 +139,14 @@ def test_the_image_tower_stays_as_it_was_and_out_of_the_optimizer(
 def test_a_stopped_run_ends_where_an_unbroken_one_does(
     extra: dict[str, Any], photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = small(photos / "pairs.csv", **merge({"schedule": {"steps": 12, "warmup": 2}}, extra))
-    train(config, tmp_path / "whole")
+    config = lit_config(photos / "pairs.csv", **merge({"schedule": {"steps": 12, "warmup": 2}}, extra))
+    train_lit(config, tmp_path / "whole")
     calls = iter(range(1000))
     monkeypatch.setattr(signals, "requested", lambda: signal.SIGTERM if next(calls) == 7 else None)
     with pytest.raises(StoppedError):
-        train(config, tmp_path / "broken")
+        train_lit(config, tmp_path / "broken")
     monkeypatch.undo()
-    train(config, tmp_path / "broken", resume=True)
+    train_lit(config, tmp_path / "broken", resume=True)
     whole, broken = (load_file(tmp_path / name / "weights.safetensors") for name in ("whole", "broken"))
     assert all(torch.equal(value, broken[name]) for name, value in whole.items())
 
@@ -179,56 +156,56 @@ def test_what_changes_between_run_and_resume_is_refused(
 ) -> None:
     data = tmp_path / "data"
     shutil.copytree(photos, data)
-    config = small(data / "pairs.csv", schedule={"steps": 2, "warmup": 0})
-    train(config, tmp_path / "run")
+    config = lit_config(data / "pairs.csv", schedule={"steps": 2, "warmup": 0})
+    train_lit(config, tmp_path / "run")
     (tmp_path / "run" / "result.json").unlink()
     table = (data / "pairs.csv").read_text()
     (data / "pairs.csv").write_text(table.replace("a temple", "two temples", 1))
     with pytest.raises(DataError, match="the captions have changed since this run began"):
-        train(config, tmp_path / "run", resume=True)
+        train_lit(config, tmp_path / "run", resume=True)
     (data / "pairs.csv").write_text(table)
     monkeypatch.setattr("tasks.lit.tokenizer.default_bpe", lambda: __file__)  # as another version of open_clip would
     with pytest.raises(DataError, match="the tokenizer or its settings have changed since this run began"):
-        train(config, tmp_path / "run", resume=True)
+        train_lit(config, tmp_path / "run", resume=True)
     with pytest.raises(DataError, match="trained with another version of open_clip BPE than the one that is installed"):
         load_towers(str(tmp_path / "run"))
     monkeypatch.undo()
     shutil.copy(data / "temple00.png", data / "temple01.png")
     with pytest.raises(DataError, match="the images have changed since this run began"):
-        train(config, tmp_path / "run", resume=True)
+        train_lit(config, tmp_path / "run", resume=True)
 
 
 def test_an_unreadable_image_to_be_scored_on_is_told_before_the_training(photos: Path, tmp_path: Path) -> None:
-    names = write_images(tmp_path, 3)
+    names = write_png_images(tmp_path, 3)
     (tmp_path / "1.png").write_bytes(b"no image")
-    val = write_table(tmp_path / "val.csv", [(name, "a") for name in names])
+    val = write_caption_table(tmp_path / "val.csv", [(name, "a") for name in names])
     held_out = {"data": {"val_source": str(val)}, "schedule": {"steps": 2, "warmup": 0}}
     with pytest.raises(DataError, match=r"1\.png: not a readable image"):
-        train(small(photos / "pairs.csv", **held_out), tmp_path / "run")
+        train_lit(lit_config(photos / "pairs.csv", **held_out), tmp_path / "run")
     assert not (tmp_path / "run" / "weights.safetensors").exists()
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     for name in names:
         (tmp_path / name).write_bytes(b"no image")
     with pytest.raises(DataError, match=r"0\.png: not a readable image.*; no other one is"):
-        train(
-            small(photos / "pairs.csv", **merge(held_out, {"data": {"skip_bad_images": True}})),
+        train_lit(
+            lit_config(photos / "pairs.csv", **merge(held_out, {"data": {"skip_bad_images": True}})),
             tmp_path / "run",
         )
 
 
 def test_pairs_that_are_left_out_are_counted_and_not_trained_on(tmp_path: Path) -> None:
-    names = write_images(tmp_path, 12)
+    names = write_png_images(tmp_path, 12)
     for name in (names[2], names[9]):
         (tmp_path / name).write_bytes(b"no image")
     pairs = [(name, "" if name == names[5] else f"sentence {name}") for name in names]
-    place = write_table(tmp_path / "pairs.csv", [*pairs, (names[1], "another one")])
+    place = write_caption_table(tmp_path / "pairs.csv", [*pairs, (names[1], "another one")])
     asked: dict[str, Any] = {
         "data": {"skip_bad_images": True},
         "cache": {"folder": str(tmp_path / "cache"), "views": 2},
         "schedule": {"steps": 2, "warmup": 0},
         "batch_size": 9,
     }
-    result = train(small(place, **asked), tmp_path / "run")
+    result = train_lit(lit_config(place, **asked), tmp_path / "run")
     assert result["pairs"] == {"images": 9, "captions": 10}
     assert result["left_out"] == {"without_text_or_file": 1, "unreadable": 2}
     counts = {name: result["retrieval"][name] for name in ("images", "captions", "unreadable")}
@@ -236,7 +213,7 @@ def test_pairs_that_are_left_out_are_counted_and_not_trained_on(tmp_path: Path) 
     kept = [json.loads(path.read_text())["views"] for path in (tmp_path / "cache").glob("*/cache.json")]
     assert sorted(kept) == [0, 2]  # retrieval is scored on the plain images
     with pytest.raises(DpnError, match="--batch-size 10: larger than the 9 images to train on"):
-        train(small(place, **{**asked, "batch_size": 10}), tmp_path / "more")
+        train_lit(lit_config(place, **{**asked, "batch_size": 10}), tmp_path / "more")
 
 
 def test_labelled_test_images_are_scored_or_there_are_none(
@@ -251,28 +228,30 @@ def test_labelled_test_images_are_scored_or_there_are_none(
     weights = str(finished[0] / "weights.safetensors")
     score = ["lit", "eval", weights, "--data", str(tmp_path), "--force", "-q", "--json", "--prompts", "plain"]
     for split, count in (("val", 2), ("test", 6)):
-        result = json.loads(run(*score, "--split", split).stdout)
+        result = json.loads(run_dpn(*score, "--split", split).stdout)
         assert (result["split"], result["images"], result["classes"]) == (split, count, 2)
     shutil.rmtree(tmp_path / "test")
-    refused = run(*score, "--split", "test")
+    refused = run_dpn(*score, "--split", "test")
     assert (refused.exit_code, refused.stdout) == (3, "")
     assert "has no labelled test images; choose val or train" in refused.stderr
 
 
 def test_a_wrong_order_of_names_is_found_in_a_trained_run(tmp_path: Path) -> None:
-    data, names = images(tmp_path / "data", classes=2, each=32), ("red", "green")
+    data, names = write_class_folders(tmp_path / "data", classes=2, each=32), ("red", "green")
     rows = [
         (file.relative_to(data).as_posix(), f"{names[int(file.parent.name[-1])]} {word}")
         for file, word in itertools.product(sorted(data.rglob("*.jpg")), ("squares", "spots"))
     ]
-    config = small(write_table(data / "pairs.csv", rows), batch_size=32, schedule={"steps": 20, "warmup": 5})
-    train(config, tmp_path / "run")
+    config = lit_config(
+        write_caption_table(data / "pairs.csv", rows), batch_size=32, schedule={"steps": 20, "warmup": 5}
+    )
+    train_lit(config, tmp_path / "run")
     for name, words in (("right", "red\ngreen\n"), ("wrong", "green\nred\n")):
         (tmp_path / name).write_text(words)
     (tmp_path / "templates").write_text("{} squares\n{} spots.\n{}")
     base = ["lit", "eval", str(tmp_path / "run"), "--data", str(data), "--prompts", str(tmp_path / "templates"),
             "-q", "--json"]  # fmt: skip
-    done = run(*base, "--class-names", str(tmp_path / "right"), "-o", str(tmp_path / "report"))
+    done = run_dpn(*base, "--class-names", str(tmp_path / "right"), "-o", str(tmp_path / "report"))
     result = json.loads(done.stdout)
     assert result["top1"] > 90  # of images whose colours tell the class all are right; chance may reach 62.5
     assert (result["classes"], result["images"], result["prompts"]["templates"]) == (2, 64, 3)
@@ -280,37 +259,38 @@ def test_a_wrong_order_of_names_is_found_in_a_trained_run(tmp_path: Path) -> Non
     assert result["tokenizer"]["name"] == "open_clip BPE"
     assert json.loads((tmp_path / "report" / "result.json").read_text()) == result
     kept = list((tmp_path / "run").glob("zeroshot-*.safetensors"))
-    assert run(*base, "--class-names", str(tmp_path / "right")).stdout == done.stdout
+    assert run_dpn(*base, "--class-names", str(tmp_path / "right")).stdout == done.stdout
     assert len(list((tmp_path / "run").glob("zeroshot-*.safetensors"))) == len(kept) == 1  # built once
-    refused = run(*base, "--class-names", str(tmp_path / "wrong"))
+    refused = run_dpn(*base, "--class-names", str(tmp_path / "wrong"))
     assert refused.exit_code == 3
     assert "--force prints the number" in refused.stderr
-    forced = json.loads(run(*base, "--class-names", str(tmp_path / "wrong"), "--force").stdout)
+    forced = json.loads(run_dpn(*base, "--class-names", str(tmp_path / "wrong"), "--force").stdout)
     assert forced["top1"] == pytest.approx(100 - result["top1"])
 
 
 def test_what_follows_a_run(finished: tuple[Path, dict[str, Any]], photos: Path, tmp_path: Path) -> None:
     place = str(finished[0])
-    scored = run("lit", "eval", place, "--data", str(photos / "pairs.csv"), "-q")
+    scored = run_dpn("lit", "eval", place, "--data", str(photos / "pairs.csv"), "-q")
     assert "image to text: R@1 100.00 %" in scored.stdout
     labels = "a flower row first column first, a temple row second column third"
-    guessed = run("lit", "predict", place, str(photos / "temple10.png"), "--labels", labels, "--json")
+    guessed = run_dpn("lit", "predict", place, str(photos / "temple10.png"), "--labels", labels, "--json")
     (guess,) = json.loads(guessed.stdout)
     assert guess["labels"][0]["label"] == "a temple row second column third"
     assert sum(entry["probability"] for entry in guess["labels"]) == pytest.approx(1)
-    assert "temple10.png" in run("lit", "predict", place, str(photos / "temple10.png"), "--labels", labels).stdout
+    assert "temple10.png" in run_dpn("lit", "predict", place, str(photos / "temple10.png"), "--labels", labels).stdout
     shutil.copy(photos / "temple10.png", tmp_path / "a.png")
     (tmp_path / "0.png").write_bytes(b"no image")
-    half = run("lit", "predict", place, str(tmp_path), "--labels", labels, "--json", "--skip-bad-images")
+    half = run_dpn("lit", "predict", place, str(tmp_path), "--labels", labels, "--json", "--skip-bad-images")
     assert [Path(guess["image"]).name for guess in json.loads(half.stdout)] == ["a.png"]
     assert "warning" in half.stderr
     assert "0.png: not a readable image" in " ".join(half.stderr.split())
-    found = run("lit", "search", place, "--images", str(tmp_path), "--query", "a", "--json", "--skip-bad-images")
+    found = run_dpn("lit", "search", place, "--images", str(tmp_path), "--query", "a", "--json", "--skip-bad-images")
     assert [Path(entry["image"]).name for entry in json.loads(found.stdout)] == ["a.png"]
-    assert run("lit", "predict", place, str(tmp_path), "--labels", labels).exit_code == 3
+    assert run_dpn("lit", "predict", place, str(tmp_path), "--labels", labels).exit_code == 3
     for _ in range(2):  # the second time from the cache
-        found = run("lit", "search", place, "--images", str(photos), "--query", "A temple, row second, column third",
-                    "-k", "3", "--json", "-q", "--cache-dir", str(tmp_path / "cache"))  # fmt: skip
+        found = run_dpn("lit", "search", place, "--images", str(photos),
+                        "--query", "A temple, row second, column third", "-k", "3", "--json", "-q",
+                        "--cache-dir", str(tmp_path / "cache"))  # fmt: skip
         listed = json.loads(found.stdout)
         assert [len(listed), Path(listed[0]["image"]).name] == [3, "temple10.png"]
     assert len(list((tmp_path / "cache").iterdir())) == 1
@@ -320,7 +300,7 @@ def test_what_follows_a_run(finished: tuple[Path, dict[str, Any]], photos: Path,
 def test_an_export_loads_without_the_parts_that_train(
     finished: tuple[Path, dict[str, Any]], photos: Path, tmp_path: Path
 ) -> None:
-    done = run("lit", "export", str(finished[0]), "-o", str(tmp_path / "out"), "--json")
+    done = run_dpn("lit", "export", str(finished[0]), "-o", str(tmp_path / "out"), "--json")
     assert done.exit_code == 0, done.output
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["sha256"] == json.loads(done.stdout)["digest"]
@@ -357,7 +337,7 @@ def test_the_card_says_in_which_order_the_stems_norm_reads_a_patch(stem: Stem, t
     text = TextTower(Size(32, 1, 128, 2), 49408, 16, 32, 10.0, None, seed=0)
     facts = {"arch": "mu/4", "pairs": {"images": 1, "captions": 1}, "steps": 1, "config": {}}
     save_towers(Towers(image, text, Tokenizer(16, "lower"), "softmax", facts), tmp_path / "weights.safetensors")
-    done = run("lit", "export", str(tmp_path / "weights.safetensors"), "-o", str(tmp_path / "out"))
+    done = run_dpn("lit", "export", str(tmp_path / "weights.safetensors"), "-o", str(tmp_path / "out"))
     assert done.exit_code == 0, done.output
     card = (tmp_path / "out" / "README.md").read_text()
     assert f"Stem `{stem}`: {STEMS[stem]}" in card
@@ -413,10 +393,10 @@ def test_the_demo_says_what_it_is_and_the_cache_command_fills_the_trainings_cach
     monkeypatch.setattr("tasks.lit.final_zeroshot.DEMO_SPLITS", {"val": (0, 150)})
     monkeypatch.chdir(tmp_path)
     network = ["--data", "demo", "--arch", "mu/16", "--checkpoint", "none", "--set", "backbone.pool=gap"]
-    filled = run("lit", "cache", *network, "--json", "-q")
+    filled = run_dpn("lit", "cache", *network, "--json", "-q")
     assert filled.exit_code == 0, filled.output
     assert json.loads(filled.stdout)["images"] == 150
-    done = run("lit", "train", *network, "--text-size", "mu", "--steps", "3", "-b", "50", "-j", "0", "-o", "run")
+    done = run_dpn("lit", "train", *network, "--text-size", "mu", "--steps", "3", "-b", "50", "-j", "0", "-o", "run")
     assert done.exit_code == 0, done.output
     assert "This is the demo: generated scenes" in done.stderr
     assert "encoding" not in done.stderr
@@ -428,8 +408,10 @@ def test_the_demo_says_what_it_is_and_the_cache_command_fills_the_trainings_cach
         (text,) = build_classifier(towers, [query["text"]], prompt_set("demo"))
         image = towers.encode_images(towers.prepare(scenes.pixels(query["nearest"][0]["row"]))[None])[0]
         assert query["nearest"][0]["cosine"] == pytest.approx(float(image @ text), abs=1e-4)
-    assert "encoding" not in run("lit", "eval", "run", "--data", "demo", "--retrieval").stderr  # nor by what follows
-    dry = run("lit", "train", *network, "--dry-run", "-o", "dry", "-b", "50")
+    assert (
+        "encoding" not in run_dpn("lit", "eval", "run", "--data", "demo", "--retrieval").stderr
+    )  # nor by what follows
+    dry = run_dpn("lit", "train", *network, "--dry-run", "-o", "dry", "-b", "50")
     assert dry.exit_code == 0, dry.output
     assert "150 images, 150 held out" in " ".join(dry.stderr.split())
     assert not (tmp_path / "dry").exists()
@@ -467,10 +449,10 @@ def places(
     finished: tuple[Path, dict[str, Any]], photos: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, str]:
     root = tmp_path_factory.mktemp("places")
-    names = write_images(root / "broken", 12)
+    names = write_png_images(root / "broken", 12)
     (root / "broken" / "1.png").write_bytes(b"no image")
-    broken = write_table(root / "broken" / "pairs.csv", [(name, "a") for name in names])
-    empty = write_table(root / "broken" / "empty.csv", [(names[0], "a"), (names[2], ""), (names[3], "c")])
+    broken = write_caption_table(root / "broken" / "pairs.csv", [(name, "a") for name in names])
+    empty = write_caption_table(root / "broken" / "empty.csv", [(names[0], "a"), (names[2], ""), (names[3], "c")])
 
     return {
         "PAIRS": str(photos / "pairs.csv"), "PHOTOS": str(photos), "IMAGE": str(photos / "temple10.png"),
@@ -485,7 +467,7 @@ def test_wrong_commands_end_with_one_line(
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     quiet = [] if arguments[0] == "predict" else ["-q"]
-    done = run("lit", *(places.get(word, word) for word in arguments), *quiet)
+    done = run_dpn("lit", *(places.get(word, word) for word in arguments), *quiet)
     assert done.exit_code == code, done.output
     assert message in " ".join(done.stderr.split())
     assert len(done.stderr.strip().splitlines()) == 1

@@ -17,9 +17,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from test_distributed import CPU
-from test_files import another_process_in
-from test_lit_data import image, shards, write_images, write_shard, write_table
 
 from dpn_cli.config.schema import Runtime
 from dpn_cli.data import pixels
@@ -33,6 +30,10 @@ from dpn_cli.run.arrays import save_array
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import load_backbone
+from support.captions import write_caption_shard, write_caption_table, write_shard_dataset
+from support.images import png_bytes, write_png_images
+from support.programs import claim_in_other_process
+from support.ranks import CPU
 from tasks.lit import cache
 from tasks.lit.batches import cached_batches, encoded_batches, tokenize
 from tasks.lit.cache import cached_features
@@ -51,9 +52,9 @@ def make_encoder(seed: int = 0, **changes: Any) -> ImageEncoder:
 
 
 def data(root: Path, count: int = 6) -> CaptionedImages:
-    names = write_images(root, count)
+    names = write_png_images(root, count)
     return open_split(
-        CaptionSource(str(write_table(root / "pairs.csv", [(name, f"s {name}") for name in names]))), "train"
+        CaptionSource(str(write_caption_table(root / "pairs.csv", [(name, f"s {name}") for name in names]))), "train"
     )
 
 
@@ -95,7 +96,7 @@ def test_every_image_is_read_once_and_never_again(tmp_path: Path) -> None:
 def test_what_fetches_ahead_is_told_the_shards_of_the_images_to_encode_and_every_batch(
     workers: Any, ahead: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    split, told = open_split(CaptionSource(shards(tmp_path)), "train"), list[Any]()
+    split, told = open_split(CaptionSource(write_shard_dataset(tmp_path)), "train"), list[Any]()
 
     @contextmanager
     def fetched(
@@ -292,7 +293,7 @@ def test_other_weights_data_or_views_have_a_cache_of_their_own(tmp_path: Path) -
     split, root = data(tmp_path), tmp_path / "cache"
     for encoder in (make_encoder(), make_encoder(seed=1), make_encoder(views=2)):
         cached_features(split, encoder, root, ALONE, QUIET)
-    (tmp_path / "0.png").write_bytes(image(0, 24))
+    (tmp_path / "0.png").write_bytes(png_bytes(0, 24))
     cached_features(open_split(CaptionSource(str(tmp_path / "pairs.csv")), "train"), make_encoder(), root, ALONE, QUIET)
     assert len(list(root.iterdir())) == 4
 
@@ -324,7 +325,7 @@ def test_a_cache_that_another_process_fills_is_waited_for(tmp_path: Path, monkey
     cached_features(pairs, what, tmp_path / "cache", ALONE, QUIET)
     (folder,) = (tmp_path / "cache").iterdir()
     monkeypatch.setattr(files, "PATIENCE", 0.0)
-    with another_process_in(folder) as other:
+    with claim_in_other_process(folder) as other:
 
         def end() -> None:
             other.kill()
@@ -358,7 +359,7 @@ def test_sentences_belong_to_the_images_that_could_be_read(monkeypatch: pytest.M
 
 
 def test_one_shard_is_enough_for_two_workers(tmp_path: Path) -> None:
-    write_shard(tmp_path / "one.tar", range(11), text=lambda number: f"sentence {number}")
+    write_caption_shard(tmp_path / "one.tar", range(11), text=lambda number: f"sentence {number}")
     split = open_split(CaptionSource(f"wds:{tmp_path}/one.tar"), "train")
     both = replace(make_encoder(), workers=2)
     alone, found = (
@@ -447,7 +448,7 @@ def test_tokens_are_kept_for_one_tokenizer_and_one_list_of_captions(tmp_path: Pa
     root = tmp_path / "cache"
     files = {ending: CaptionedFiles(tmp_path) for ending in ("x", "y")}
     for ending, several in files.items():
-        for name in write_images(tmp_path, 2):
+        for name in write_png_images(tmp_path, 2):
             several.add(name, [f"Image {name} {ending}"], "here")
     for several in files.values():
         for tokenizer in (Tokenizer(12, "whitespace"), Tokenizer(12, "lower"), Tokenizer(6, "whitespace")):
@@ -457,7 +458,7 @@ def test_tokens_are_kept_for_one_tokenizer_and_one_list_of_captions(tmp_path: Pa
 
 def test_one_of_several_captions_is_drawn_at_every_visit(tmp_path: Path) -> None:
     files = CaptionedFiles(tmp_path)
-    for name in write_images(tmp_path, 4):
+    for name in write_png_images(tmp_path, 4):
         files.add(name, [f"{name} caption {letter}" for letter in "abcd"], "here")
     tokenizer = Tokenizer(12, "whitespace")
     texts = tokenize(files, tokenizer, tmp_path / "cache")

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import images
 from safetensors.torch import load_file
-from test_cli import run
-from test_comparison import fails_at, trained  # noqa: F401  # a fixture
-from test_lit_wiring import write_pairs
 
+# a fixture
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DpnError, NonFiniteError
 from dpn_cli.weights.backbone import export_backbone, load_backbone
+from support.captions import write_colour_pairs
+from support.cli import run_dpn
+from support.engine import fail_training
+from support.images import write_class_folders
 from tasks.lit.features import ImageEncoder
 
 RECALLS = ["retrieval.image_to_text@1", "retrieval.text_to_image@1"]
@@ -27,7 +28,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     root = tmp_path_factory.mktemp("towers")
     for stem in ("none", "dpn"):
         export_backbone(load_backbone("mu/8", stem=stem, image_size=16, pool="gap"), root / f"mu-{stem}.safetensors")
-    pairs = write_pairs(root / "pairs", range(12))
+    pairs = write_colour_pairs(root / "pairs", range(12))
     small = ["--text-size", "mu", "--steps", "2", "-b", "4", "-j", "0", "--device", "cpu", "-q", "--json"]
     cached = ["--cache-dir", str(root / "cache"), "--views", "2"]
     towers = ["--checkpoint", f"{root}/mu-{{stem}}.safetensors", *cached]
@@ -37,7 +38,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_every_seed_of_a_tower_shares_its_features_and_the_order_is_that_of_the_seed(
     command: list[str],
     tmp_path: Path,
-    trained: list[engine.TrainJob],  # noqa: F811
+    started_jobs: list[engine.TrainJob],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     encoded: list[int] = []
@@ -49,10 +50,10 @@ def test_every_seed_of_a_tower_shares_its_features_and_the_order_is_that_of_the_
 
     monkeypatch.setattr(ImageEncoder, "encode_views", counted)
     several = [*command, "--compare", "none,dpn", "--seeds", "0,2", "-o", str(tmp_path / "all")]
-    done = run(*several)
+    done = run_dpn(*several)
     assert done.exit_code == 0, done.output
     assert sum(count for count in encoded if count > 1) == 2 * (6 + 6)  # one at a time are the checks of a cache
-    batches = [next(job.batches(0)) for job in trained]
+    batches = [next(job.batches(0)) for job in started_jobs]
     tokens = [batch["tokens"] for batch in batches]
     assert torch.equal(tokens[0], tokens[2])
     assert torch.equal(tokens[1], tokens[3])
@@ -68,10 +69,10 @@ def test_every_seed_of_a_tower_shares_its_features_and_the_order_is_that_of_the_
         minus = [ours - theirs for ours, theirs in zip(dual, plain, strict=True)]
         assert difference[key]["values"] == pytest.approx(minus, abs=1e-4)
     alone = [word.replace("{stem}", "dpn") for word in command]
-    assert run(*alone, "--seed", "2", "-o", str(tmp_path / "one")).exit_code == 0
+    assert run_dpn(*alone, "--seed", "2", "-o", str(tmp_path / "one")).exit_code == 0
     one, two = (load_file(tmp_path / name / "weights.safetensors") for name in ("one", "all/dpn/seed2"))
     assert all(torch.equal(value, two[name]) for name, value in one.items())
-    (listed,) = json.loads(run("runs", str(tmp_path / "all"), "--json").stdout)
+    (listed,) = json.loads(run_dpn("runs", str(tmp_path / "all"), "--json").stdout)
     assert (listed["metric"], listed["value"]) == ("image to text R@1, dpn", networks["dpn"][RECALLS[0]]["mean"])
 
 
@@ -89,7 +90,7 @@ def test_images_are_encoded_before_processes_begin_that_would_wait_for_them(
     alone = [word.replace("{stem}", "dpn") for word in command]
     for more in (("--compare", "none,dpn"), ("--no-cache",), ()):
         words = command if "--compare" in more else alone
-        done = run(*words, *more, *at_once, "-o", str(tmp_path / f"run{len(caches)}"))
+        done = run_dpn(*words, *more, *at_once, "-o", str(tmp_path / f"run{len(caches)}"))
         assert "enough" in done.stderr, done.output
     # Two towers, which two processes encode with; one tower: its images, in two views, and the held-out ones.
     assert caches == [0, 0, 2]
@@ -99,21 +100,23 @@ def test_towers_are_compared_by_zero_shot_accuracy_where_there_are_labelled_imag
     command: list[str], tmp_path: Path
 ) -> None:
     """That of 'dpn lit eval'; a run without them has none."""
-    photos = images(tmp_path / "photos", classes=3, each=4)
+    photos = write_class_folders(tmp_path / "photos", classes=3, each=4)
     words = [*command, "--compare", "none,dpn", "--zeroshot-data", str(photos), "-o", str(tmp_path / "all")]
-    result = json.loads(run(*words).stdout)
+    result = json.loads(run_dpn(*words).stdout)
     assert result["scores"] == ["zeroshot.top1", *RECALLS]
     for name, network in result["compare"]["networks"].items():
-        scored = run("lit", "eval", str(tmp_path / "all" / name / "seed0"), "--data", str(photos), "--force", "--json")
+        scored = run_dpn(
+            "lit", "eval", str(tmp_path / "all" / name / "seed0"), "--data", str(photos), "--force", "--json"
+        )
         (value,) = network["zeroshot.top1"]["values"]
         assert value == pytest.approx(json.loads(scored.stdout)["top1"], abs=1e-4)
     (photos / "class0" / "000.jpg").unlink()
     for place in ("result.json", "dpn/seed0/result.json"):
         (tmp_path / "all" / place).unlink()
-    changed = run(*words, "--resume")
+    changed = run_dpn(*words, "--resume")
     assert changed.exit_code == 3
     assert "images have changed since this run began" in changed.stderr
-    missing = run(*words[:-3], str(tmp_path / "nowhere"), "-o", str(tmp_path / "other"))
+    missing = run_dpn(*words[:-3], str(tmp_path / "nowhere"), "-o", str(tmp_path / "other"))
     assert missing.exit_code == 3
     assert "nowhere" in missing.stderr
 
@@ -122,17 +125,17 @@ def test_a_training_that_fails_is_named_and_tried_again(
     command: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    trained: list[engine.TrainJob],  # noqa: F811
+    started_jobs: list[engine.TrainJob],
 ) -> None:
     words = [*(word for word in command if word != "--json"), "--compare", "none,dpn", "-o", str(tmp_path / "all")]
     with pytest.MonkeyPatch.context() as patch:
-        fails_at(2, NonFiniteError("the loss is NaN"), patch)
-        done = run(*words)
+        fail_training(2, NonFiniteError("the loss is NaN"), patch)
+        done = run_dpn(*words)
     assert done.exit_code == 6
     assert "failed: stem dpn, seed 0: the loss is NaN" in done.stdout
-    done = run(*words, "--resume")
+    done = run_dpn(*words, "--resume")
     assert done.exit_code == 0, done.output
-    assert len(trained) == 2
+    assert len(started_jobs) == 2
     said = " ".join(done.stdout.split())
     assert "lit: image to text R@1 in %, and the difference to none" in said
     assert "lit: text to image R@1 in %, and the difference to none" in said

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import os
 import pickle
 import re
-import tarfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,96 +18,40 @@ from open_clip.tokenizer import SimpleTokenizer
 from PIL import Image as Pil
 
 from dpn_cli.errors import DataError, DpnError
+from support.captions import (
+    CAPTIONS,
+    write_caption_shard,
+    write_caption_table,
+    write_coco_dataset,
+    write_flat_coco_dataset,
+    write_folder_dataset,
+    write_karpathy_dataset,
+    write_shard_dataset,
+    write_table_dataset,
+)
+from support.images import png_bytes, write_png_images, write_tar
 from tasks.lit.cache import data_fingerprint
 from tasks.lit.captions import CaptionedFiles, HubCaptions, Subset, stamp_of
 from tasks.lit.data import CaptionSource, open_pairs, open_split
 from tasks.lit.eval_splits import open_part
 from tasks.lit.tokenizer import Tokenizer, open_tokenizer
 
-SENTENCES = ["a dog", "Two dogs!", "the cat", "a bird_house", "a red car", "one tree"]
-
-
-def image(number: int, size: int = 20) -> bytes:
-    pixels = np.random.default_rng(number).integers(256, size=(size, size + 4, 3), dtype=np.uint8)
-    file = io.BytesIO()
-    Pil.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
-
-
-def write_images(folder: Path, count: int = 6) -> list[str]:
-    folder.mkdir(parents=True, exist_ok=True)
-    names = [f"{number}.png" for number in range(count)]
-    for number, name in enumerate(names):
-        (folder / name).write_bytes(image(number))
-    return names
-
-
-def write_table(path: Path, rows: list[tuple[str, str]], header: tuple[str, str] = ("file", "caption")) -> Path:
-    with path.open("w", newline="") as file:
-        csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",").writerows([header, *rows])
-    return path
-
-
-def write_tar(path: Path, members: dict[str, bytes]) -> None:
-    with tarfile.open(path, "w") as archive:
-        for name, content in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
-
-
-def write_shard(path: Path, numbers: range, ending: str = "txt", text: Callable[[int], str] | None = None) -> None:
-    members = dict[str, bytes]()
-    for number in numbers:
-        words = text(number) if text else SENTENCES[number]
-        beside = words if ending == "txt" else json.dumps({"caption": words, "key": f"{number:09d}"})
-        members |= {f"{number:09d}.jpg": image(number), f"{number:09d}.{ending}": beside.encode()}
-    write_tar(path, members)
-
-
-def table(root: Path) -> str:
-    # A second sentence for the first image, in another place of the file.
-    rows = [*zip(write_images(root), SENTENCES, strict=True), ("0.png", "a small dog")]
-    return str(write_table(root / "pairs.csv", rows))
-
 
 def tabs(root: Path) -> str:
-    rows = list(zip(write_images(root / "images"), SENTENCES, strict=True))
-    return str(write_table(root / "pairs.tsv", rows, ("filepath", "title")))
+    rows = list(zip(write_png_images(root / "images"), CAPTIONS, strict=True))
+    return str(write_caption_table(root / "pairs.tsv", rows, ("filepath", "title")))
 
 
 def with_byte_order_mark(root: Path) -> str:
-    place = Path(table(root))
+    place = Path(write_table_dataset(root))
     place.write_text(place.read_text(), encoding="utf-8-sig")  # as Excel writes it
     return str(place)
-
-
-def coco(root: Path) -> str:
-    names = write_images(root / "coco" / "train2017")
-    listed = {
-        "images": [{"id": number, "file_name": name} for number, name in enumerate(names)],
-        "annotations": [{"image_id": number, "caption": text} for number, text in enumerate(SENTENCES)],
-    }
-    place = root / "coco" / "annotations" / "captions_train2017.json"
-    place.parent.mkdir()
-    place.write_text(json.dumps(listed))
-    return str(place)
-
-
-def karpathy(root: Path) -> str:
-    splits = ["train", "train", "restval", "train", "val", "test"]
-    images = [
-        {"filepath": ".", "filename": name, "split": split, "sentences": [{"raw": sentence}]}
-        for name, split, sentence in zip(write_images(root), splits, SENTENCES, strict=True)
-    ]
-    (root / "dataset_coco.json").write_text(json.dumps({"images": images}))
-    return str(root / "dataset_coco.json")
 
 
 def with_splits(root: Path, *splits: str) -> CaptionSource:
     images = [
         {"filename": name, "split": split, "sentences": [{"raw": "a dog"}]}
-        for name, split in zip(write_images(root, len(splits)), splits, strict=True)
+        for name, split in zip(write_png_images(root, len(splits)), splits, strict=True)
     ]
     (root / "own.json").write_text(json.dumps({"images": images}))
     return CaptionSource(str(root / "own.json"))
@@ -137,30 +79,10 @@ def test_a_split_that_a_file_has_no_images_of_is_named_with_those_that_there_are
         open_part(tested, "all", {})
 
 
-def official(root: Path) -> str:
-    names = write_images(root)
-    images = [{"id": 10 + number, "file_name": name} for number, name in enumerate(names)]
-    notes = [{"image_id": 10 + number, "caption": text} for number, text in enumerate(SENTENCES)]
-    notes.append({"image_id": 10, "caption": "a small dog"})
-    (root / "captions_train2017.json").write_text(json.dumps({"images": images, "annotations": notes}))
-    return str(root / "captions_train2017.json")
-
-
-def folder(root: Path) -> str:
-    for name, sentence in zip(write_images(root), SENTENCES, strict=True):
-        (root / name).with_suffix(".txt").write_text(sentence + "\n")
-    return str(root)
-
-
-def shards(root: Path, ending: str = "txt") -> str:
-    root.mkdir(parents=True, exist_ok=True)
-    write_shard(root / "00000.tar", range(0, 4), ending)
-    write_shard(root / "00001.tar", range(4, 6), ending)
-    return f"wds:{root}/{{00000..00001}}.tar"
-
-
 def hub(root: Path) -> str:
-    rows = [{"image": {"bytes": image(number), "path": None}, "text": [text]} for number, text in enumerate(SENTENCES)]
+    rows = [
+        {"image": {"bytes": png_bytes(number), "path": None}, "text": [text]} for number, text in enumerate(CAPTIONS)
+    ]
     features = Features({"image": Image(), "text": Sequence(Value("string"))})
     splits = {"train": rows[:5], "validation": rows[5:]}
     for name, part in splits.items():
@@ -171,9 +93,10 @@ def hub(root: Path) -> str:
 
 @pytest.mark.parametrize(
     ("write", "images"),
-    [(table, ""), (with_byte_order_mark, ""), (tabs, "images"), (official, ""), (coco, ""), (coco, "coco"),
-     (coco, "coco/val2017"), (folder, ""), (shards, ""),
-     (lambda root: shards(root, "json"), "")],
+    [(write_table_dataset, ""), (with_byte_order_mark, ""), (tabs, "images"), (write_flat_coco_dataset, ""),
+     (write_coco_dataset, ""), (write_coco_dataset, "coco"),
+     (write_coco_dataset, "coco/val2017"), (write_folder_dataset, ""), (write_shard_dataset, ""),
+     (lambda root: write_shard_dataset(root, "json"), "")],
 )  # fmt: skip
 def test_every_source_gives_the_same_images_and_sentences(
     write: Callable[[Path], str], images: str, tmp_path: Path
@@ -181,25 +104,27 @@ def test_every_source_gives_the_same_images_and_sentences(
     place = write(tmp_path)
     found = open_split(CaptionSource(place, images=str(tmp_path / images) if images else None), "train")
     first = [captions[0] for captions in found.captions]
-    assert first == SENTENCES
+    assert first == CAPTIONS
     assert found.captions[0] == (
-        ("a dog", "a small dog") if write in (table, with_byte_order_mark, official) else ("a dog",)
+        ("a dog", "a small dog")
+        if write in (write_table_dataset, with_byte_order_mark, write_flat_coco_dataset)
+        else ("a dog",)
     )
     for number in found.labels:
-        expected = np.asarray(Pil.open(io.BytesIO(image(number))))
+        expected = np.asarray(Pil.open(io.BytesIO(png_bytes(number))))
         assert np.array_equal(found.pixels(number), expected)
     assert len({found.key(number) for number in found.labels}) == 6
 
 
 def test_splits_are_the_data_sets_own(tmp_path: Path) -> None:
-    source = CaptionSource(karpathy(tmp_path / "coco"))
+    source = CaptionSource(write_karpathy_dataset(tmp_path / "coco"))
     train, val = open_pairs(source)
-    assert [captions[0] for captions in train.captions] == SENTENCES[:4]  # restval is trained on
-    assert [captions[0] for captions in val.captions] == [SENTENCES[4]]
-    assert open_split(source, "test").captions == [(SENTENCES[5],)]
+    assert [captions[0] for captions in train.captions] == CAPTIONS[:4]  # restval is trained on
+    assert [captions[0] for captions in val.captions] == [CAPTIONS[4]]
+    assert open_split(source, "test").captions == [(CAPTIONS[5],)]
     train, val = open_pairs(CaptionSource(hub(tmp_path / "hub")))
-    assert ([captions[0] for captions in train.captions], val.captions) == (SENTENCES[:5], [(SENTENCES[5],)])
-    assert np.array_equal(train.pixels(2), np.asarray(Pil.open(io.BytesIO(image(2)))))
+    assert ([captions[0] for captions in train.captions], val.captions) == (CAPTIONS[:5], [(CAPTIONS[5],)])
+    assert np.array_equal(train.pixels(2), np.asarray(Pil.open(io.BytesIO(png_bytes(2)))))
     train, val = open_pairs(CaptionSource("demo"))
     assert (len(train.captions), len(val.captions)) == (8000, 1000)
     assert {train.key(index) for index in train.labels}.isdisjoint(val.key(index) for index in val.labels)
@@ -207,37 +132,39 @@ def test_splits_are_the_data_sets_own(tmp_path: Path) -> None:
 
 
 def test_a_hub_data_set_that_names_files_has_their_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = [str(tmp_path / name) for name in write_images(tmp_path, 2)]
+    paths = [str(tmp_path / name) for name in write_png_images(tmp_path, 2)]
     rows = {"image": [*paths, "zip://1.png::gone.zip"], "text": ["a", "b", "c"]}
     found = Dataset.from_dict(rows, features=Features({"image": Image(), "text": Value("string")}))
     monkeypatch.setattr("dpn_cli.data.sources.hub.load_hub", lambda *of: {"train": found})
     split = HubCaptions("x", "default", "train", None, None, skip_bad=False)
-    assert list(split.sizes) == [len(image(0)), len(image(1)), 0]
+    assert list(split.sizes) == [len(png_bytes(0)), len(png_bytes(1)), 0]
 
 
 def test_without_own_images_some_are_held_out_alike_everywhere(tmp_path: Path) -> None:
-    names = write_images(tmp_path, 40)
-    source = CaptionSource(str(write_table(tmp_path / "pairs.csv", [(name, f"sentence {name}") for name in names])))
+    names = write_png_images(tmp_path, 40)
+    source = CaptionSource(
+        str(write_caption_table(tmp_path / "pairs.csv", [(name, f"sentence {name}") for name in names]))
+    )
     train, val = open_pairs(source)
     assert (len(train.captions), len(val.captions)) == (36, 4)
     held = {val.key(index) for index in val.labels}
     assert held.isdisjoint(train.key(index) for index in train.labels)
-    write_table(tmp_path / "turned.csv", [(name, f"sentence {name}") for name in reversed(names)])
+    write_caption_table(tmp_path / "turned.csv", [(name, f"sentence {name}") for name in reversed(names)])
     again = open_pairs(CaptionSource(str(tmp_path / "turned.csv")))[1]
     assert {again.key(index) for index in again.labels} == held
     assert len(open_pairs(CaptionSource(source.place, val_fraction=0.5))[1].captions) == 20
     with pytest.raises(DataError, match="too few to hold some out"):
-        open_pairs(CaptionSource(str(write_table(tmp_path / "two.csv", [("0.png", "a"), ("1.png", "b")]))))
+        open_pairs(CaptionSource(str(write_caption_table(tmp_path / "two.csv", [("0.png", "a"), ("1.png", "b")]))))
 
 
 def broken(root: Path, kind: str) -> str:
-    names = write_images(root)
+    names = write_png_images(root)
     rows = [("0.png", "a"), ("1.png", "b"), ("2.png", " " if kind == "text" else "c")]
     match kind:
         case "file":
             rows.append(("9.png", "d"))
         case "columns":
-            return str(write_table(root / "pairs.csv", rows, ("a", "b")))
+            return str(write_caption_table(root / "pairs.csv", rows, ("a", "b")))
         case "json":
             (root / "x.json").write_text('{"images": [{"id": 3}]}')
             return str(root / "x.json")
@@ -250,12 +177,12 @@ def broken(root: Path, kind: str) -> str:
         case "long":
             rows.append(("a sentence in the wrong column " * 20, "d"))
         case "shard":
-            write_shard(root / "0.tar", range(3), text=lambda number: "")
+            write_caption_shard(root / "0.tar", range(3), text=lambda number: "")
             return f"wds:{root}/0.tar"
         case "nowhere":
             return str(root / "nowhere.csv")
     assert names
-    return str(write_table(root / "pairs.csv", rows))
+    return str(write_caption_table(root / "pairs.csv", rows))
 
 
 @pytest.mark.parametrize(
@@ -310,7 +237,7 @@ OFFICIAL = {"images": [{"id": 1, "file_name": "0.png"}], "annotations": [{"image
     ],
 )  # fmt: skip
 def test_captions_json_of_any_form_ends_in_one_line(content: str, message: str, tmp_path: Path) -> None:
-    write_images(tmp_path, 1)
+    write_png_images(tmp_path, 1)
     (tmp_path / "x.json").write_text(content)
     with pytest.raises(DataError, match=f"x.json: .*{message}") as raised:
         open_pairs(CaptionSource(str(tmp_path / "x.json")))
@@ -319,13 +246,13 @@ def test_captions_json_of_any_form_ends_in_one_line(content: str, message: str, 
 
 
 def test_captions_json_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
-    place = Path(karpathy(tmp_path))
+    place = Path(write_karpathy_dataset(tmp_path))
     place.write_text(place.read_text(), encoding="utf-8-sig")
-    assert open_split(CaptionSource(str(place)), "val").captions == [(SENTENCES[4],)]
+    assert open_split(CaptionSource(str(place)), "val").captions == [(CAPTIONS[4],)]
 
 
 def test_texts_with_half_a_character_are_left_out_when_asked(tmp_path: Path) -> None:
-    write_images(tmp_path, 2)
+    write_png_images(tmp_path, 2)
     halved = {**ONE, "sentences": [{"raw": "a \ud83d"}, {"raw": "a cat"}]}
     (tmp_path / "x.json").write_text(json.dumps({"images": [halved, {**halved, "sentences": halved["sentences"][:1]}]}))
     found = open_split(CaptionSource(str(tmp_path / "x.json"), skip_bad=True), "train")
@@ -333,7 +260,7 @@ def test_texts_with_half_a_character_are_left_out_when_asked(tmp_path: Path) -> 
 
 
 def test_a_description_in_a_shard_that_is_nested_too_deeply_is_named(tmp_path: Path) -> None:
-    write_tar(tmp_path / "0.tar", {"0.png": image(0), "0.json": DEEP.encode()})
+    write_tar(tmp_path / "0.tar", {"0.png": png_bytes(0), "0.json": DEEP.encode()})
     with pytest.raises(DataError, match="0.tar: 0.png: its .txt or .json cannot be read .maximum recursion"):
         open_split(CaptionSource(f"wds:{tmp_path}/0.tar"), "train")
 
@@ -341,7 +268,7 @@ def test_a_description_in_a_shard_that_is_nested_too_deeply_is_named(tmp_path: P
 def test_names_of_files_may_be_any_bytes(tmp_path: Path) -> None:
     for number in range(12):
         name = os.fsencode(tmp_path / str(number)) + b"\xff"
-        Path(os.fsdecode(name + b".png")).write_bytes(image(number))
+        Path(os.fsdecode(name + b".png")).write_bytes(png_bytes(number))
         Path(os.fsdecode(name + b".txt")).write_text("a dog")
     train, val = open_pairs(CaptionSource(str(tmp_path)))
     assert (len(train.captions), len(val.captions)) == (11, 1)
@@ -349,29 +276,29 @@ def test_names_of_files_may_be_any_bytes(tmp_path: Path) -> None:
 
 
 def test_captions_in_shards_are_img2datasets(tmp_path: Path) -> None:
-    write_shard(tmp_path / "0.tar", range(2), text=lambda number: f"two lines\nof caption {number}")
+    write_caption_shard(tmp_path / "0.tar", range(2), text=lambda number: f"two lines\nof caption {number}")
     assert open_split(CaptionSource(f"wds:{tmp_path}/0.tar"), "train").captions[1] == ("two lines\nof caption 1",)
     described = [{"caption": "a dog", "title": "a page"}, {"captions": ["a dog", "two dogs"], "text": None}]
-    images = {f"{number}.png": image(number) for number in range(2)}
+    images = {f"{number}.png": png_bytes(number) for number in range(2)}
     texts = {f"{number}.json": json.dumps(fields).encode() for number, fields in enumerate(described)}
     write_tar(tmp_path / "1.tar", images | texts)
     assert open_split(CaptionSource(f"wds:{tmp_path}/1.tar"), "train").captions == [("a dog",), ("a dog", "two dogs")]
 
 
 def test_pairs_without_text_are_counted_in_every_source(tmp_path: Path) -> None:
-    write_shard(tmp_path / "0.tar", range(3), text=lambda number: " " if number == 1 else "a dog")
-    rows = {"image": [{"bytes": image(number), "path": None} for number in range(3)], "text": ["a", None, "b"]}
+    write_caption_shard(tmp_path / "0.tar", range(3), text=lambda number: " " if number == 1 else "a dog")
+    rows = {"image": [{"bytes": png_bytes(number), "path": None} for number in range(3)], "text": ["a", None, "b"]}
     features = Features({"image": Image(), "text": Value("string")})
     (tmp_path / "hub").mkdir()
     Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "hub" / "train-00000-of-00001.parquet")
     for place in (f"wds:{tmp_path}/0.tar", f"hf:{tmp_path}/hub"):
         found = open_split(CaptionSource(place, skip_bad=True), "train")
         assert (len(found.captions), found.dropped) == (2, 1)
-        assert np.array_equal(found.pixels(1), np.asarray(Pil.open(io.BytesIO(image(2)))))
+        assert np.array_equal(found.pixels(1), np.asarray(Pil.open(io.BytesIO(png_bytes(2)))))
 
 
 def test_tokens_are_open_clips_and_longer_texts_keep_their_end() -> None:
-    texts = [*SENTENCES, "Many words, " * 12]
+    texts = [*CAPTIONS, "Many words, " * 12]
     for clean in ("canonicalize", "lower", "whitespace"):
         tokenizer = Tokenizer(16, clean)
         tokens, cut = tokenizer.encode(texts)
@@ -388,7 +315,7 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import sentencepiece
 
     root = tmp_path_factory.mktemp("pieces")
-    (root / "text.txt").write_text("\n".join(SENTENCES * 5).lower())
+    (root / "text.txt").write_text("\n".join(CAPTIONS * 5).lower())
     sentencepiece.SentencePieceTrainer.train(
         input=str(root / "text.txt"), model_prefix=str(root / "small"), vocab_size=40, minloglevel=2,
         hard_vocab_limit=False,
@@ -413,8 +340,8 @@ def test_a_sentencepiece_file_has_a_sticky_end(pieces: Path, tmp_path: Path) -> 
 
 
 def test_a_folder_without_readable_text_columns_is_refused(tmp_path: Path) -> None:
-    path = write_table(tmp_path / "pairs.csv", [("0.png", "a")], ("file", "words"))
-    write_images(tmp_path, 1)
+    path = write_caption_table(tmp_path / "pairs.csv", [("0.png", "a")], ("file", "words"))
+    write_png_images(tmp_path, 1)
     with pytest.raises(DpnError, match=re.escape("which column holds the caption? The columns are 'file', 'words'")):
         open_split(CaptionSource(str(path)), "train")
     assert open_split(CaptionSource(str(path), caption_column="words"), "train").captions == [("a",)]

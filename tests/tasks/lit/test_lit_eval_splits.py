@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_cli import run
-from test_lit import small, train
-from test_lit_data import karpathy, table, write_images, write_table
 
 from dpn_cli.config.load import merge
 from dpn_cli.errors import DataError
+from support.captions import write_caption_table, write_karpathy_dataset, write_table_dataset
+from support.cli import run_dpn
+from support.images import write_png_images
+from support.lit import lit_config, train_lit
 from tasks.lit.cache import data_fingerprint
 from tasks.lit.data import CaptionSource, open_pairs
 from tasks.lit.eval_splits import open_part
@@ -26,20 +27,20 @@ Json = dict[str, Any]
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A run on 9 of 12 images with a caption each, and their table."""
     root = tmp_path_factory.mktemp("finished")
-    rows = [(name, f"image {number}") for number, name in enumerate(write_images(root / "photos", 12))]
-    pairs = write_table(root / "photos" / "pairs.csv", rows)
+    rows = [(name, f"image {number}") for number, name in enumerate(write_png_images(root / "photos", 12))]
+    pairs = write_caption_table(root / "photos" / "pairs.csv", rows)
     changes = {
         "data": {"val_source": None, "val_fraction": 0.25},
         "schedule": {"steps": 1, "warmup": 0},
         "batch_size": 4,
         "cache": {"folder": str(root / "cache")},
     }
-    train(small(pairs, **changes), root / "run")
+    train_lit(lit_config(pairs, **changes), root / "run")
     return root / "run", pairs
 
 
 def scored(network: Path, data: Path | str, *more: str) -> Json:
-    done = run(
+    done = run_dpn(
         "lit", "eval", str(network), "--data", str(data), *more, "--json", "-q", "--cache-dir", f"{network}-cache"
     )
     assert done.exit_code == 0, done.output
@@ -62,7 +63,7 @@ def test_the_runs_held_out_pairs_are_scored(finished: tuple[Path, Path], tmp_pat
     assert counts(scored(network, pairs, "--split", "all")) == (12, 9)
     shutil.copytree(pairs.parent, tmp_path / "moved")
     assert counts(scored(network, tmp_path / "moved" / "pairs.csv")) == (3, 0)
-    text = run("lit", "eval", str(network), "--data", str(pairs), "--split", "all", "-q")
+    text = run_dpn("lit", "eval", str(network), "--data", str(pairs), "--split", "all", "-q")
     assert "WARNING: the network was trained on 9 of these 12 images" in " ".join(text.stdout.split())
 
 
@@ -72,9 +73,9 @@ def test_another_table_with_images_of_the_training_is_called_so(finished: tuple[
     names = [open_part(CaptionSource(str(pairs)), "train", towers.facts)[0].key(index) for index in range(2)]
     for number, name in enumerate(names):
         shutil.copy(pairs.parent / name, tmp_path / f"renamed{number}.png")
-    write_images(tmp_path / "new", 14)
+    write_png_images(tmp_path / "new", 14)
     shutil.copy(tmp_path / "new" / "13.png", tmp_path / "13.png")
-    other = write_table(tmp_path / "other.csv", [(f, f) for f in ("renamed0.png", "renamed1.png", "13.png")])
+    other = write_caption_table(tmp_path / "other.csv", [(f, f) for f in ("renamed0.png", "renamed1.png", "13.png")])
     result = scored(network, other)
     assert (counts(result), result["part"]) == ((3, 2), None)
     for number in range(2):
@@ -91,9 +92,9 @@ def facts_of(source: CaptionSource, **data: Any) -> Json:
 
 
 def test_pairs_to_validate_from_elsewhere_are_the_runs_own(tmp_path: Path) -> None:
-    names = write_images(tmp_path, 8)
-    first = write_table(tmp_path / "first.csv", [(name, "a") for name in names[:6]])
-    second = write_table(tmp_path / "second.csv", [(name, "b") for name in names[6:]])
+    names = write_png_images(tmp_path, 8)
+    first = write_caption_table(tmp_path / "first.csv", [(name, "a") for name in names[:6]])
+    second = write_caption_table(tmp_path / "second.csv", [(name, "b") for name in names[6:]])
     facts = facts_of(CaptionSource(str(first), val_place=str(second)), val_source=str(second))
     part, said = open_part(CaptionSource(str(first)), None, facts)
     assert ([part.key(i) for i in range(2)], said) == (names[6:], "the pairs that the run held out")
@@ -102,7 +103,7 @@ def test_pairs_to_validate_from_elsewhere_are_the_runs_own(tmp_path: Path) -> No
 
 
 def test_a_data_set_that_has_splits_keeps_them(tmp_path: Path) -> None:
-    place = karpathy(tmp_path)
+    place = write_karpathy_dataset(tmp_path)
     source = CaptionSource(place)
     part, said = open_part(source, None, facts_of(source))
     assert ([part.key(i) for i in range(len(part.captions))], said) == (
@@ -115,12 +116,12 @@ def test_a_data_set_that_has_splits_keeps_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("facts", [{}, {"config": {"data": {"source": "x", "val_fraction": 0.5}}, "data": {}}])
 def test_towers_of_other_pairs_are_scored_on_all(facts: Json, tmp_path: Path) -> None:
-    part, said = open_part(CaptionSource(table(tmp_path)), None, facts)
+    part, said = open_part(CaptionSource(write_table_dataset(tmp_path)), None, facts)
     assert (len(part.captions), said) == (6, None)
 
 
 def test_an_export_keeps_the_digests_in_the_weights_alone(finished: tuple[Path, Path], tmp_path: Path) -> None:
-    done = run("lit", "export", str(finished[0]), "-o", str(tmp_path / "out"))
+    done = run_dpn("lit", "export", str(finished[0]), "-o", str(tmp_path / "out"))
     assert done.exit_code == 0, done.output
     assert "trained_on" not in json.loads((tmp_path / "out" / "config.json").read_text())["facts"]
     assert load_towers(str(tmp_path / "out")).facts["trained_on"]["images"] == 9

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_report import SCRIPT, check_page, page_of, rows_of, write_run
 from torch.nn.functional import normalize
 
 from dpn_cli.report import page
 from dpn_cli.run import distributed
+from support.pages import SCRIPT_TAG, make_page, parse_page, read_chart_rows, write_run
 from tasks.lit.config import LitConfig
 from tasks.lit.data import SceneClasses
 from tasks.lit.page_samples import NEAREST, PAIRS, TEXTS, NearestImages, keep_pairs, keep_prompts
@@ -23,7 +23,7 @@ class Many:
     """Thirty images with two captions each."""
 
     def __init__(self) -> None:
-        self.captions = [(f"{SCRIPT} {row}", f"again {row}") for row in range(30)]
+        self.captions = [(f"{SCRIPT_TAG} {row}", f"again {row}") for row in range(30)]
 
     def where(self, row: int) -> str:
         return f"image {row}"
@@ -54,7 +54,7 @@ def test_pairs_and_their_nearest_images_are_those_of_numpy(tmp_path: Path) -> No
     assert len(rows) == PAIRS
     assert (rows[0], rows[-1]) == (0, 29)
     places = [good.index(row) for row in rows]
-    assert found["pairs"]["captions"] == [f"{SCRIPT} {row}" for row in rows]
+    assert found["pairs"]["captions"] == [f"{SCRIPT_TAG} {row}" for row in rows]
     assert np.allclose(
         found["pairs"]["similarity"], cosines[np.ix_([2 * place for place in places], places)], atol=1e-6
     )
@@ -99,10 +99,10 @@ def test_a_page_has_the_heat_map_and_the_nearest_images(tmp_path: Path, monkeypa
     with (run / "metrics.jsonl").open("a") as log:
         log.write('{"step": 9, "loss": 1.0, "lr": 0.1, "temperature": 12.5}\n')
     found, *_ = kept(run)
-    html = page_of(tmp_path, run)
-    check_page(html)
+    html = make_page(tmp_path, run)
+    parse_page(html)
     assert "<script" not in html
-    cells = [float(row[3]) for row in rows_of(tmp_path, "similarity")[1:]]
+    cells = [float(row[3]) for row in read_chart_rows(tmp_path, "similarity")[1:]]
     assert cells == [value for line in found["pairs"]["similarity"] for value in line]
     assert html.count("<img src=") == PAIRS + TEXTS * NEAREST
-    assert rows_of(tmp_path, "temperature")[1:] == [["run", "9", "12.5"]]
+    assert read_chart_rows(tmp_path, "temperature")[1:] == [["run", "9", "12.5"]]

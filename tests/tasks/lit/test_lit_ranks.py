@@ -8,14 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_contrastive import ALONE, KINDS, ROWS, train
-from test_distributed import spawn
 
 from dpn_cli.config.schema import Runtime
 from dpn_cli.run import distributed
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import load_backbone
+from support.captions import write_caption_shard
+from support.contrastive import KINDS, ROWS, train_contrastive
+from support.engine import SINGLE_PROCESS
+from support.images import png_bytes
+from support.ranks import run_distributed
 from tasks.lit import cache
 from tasks.lit.cache import cached_features
 from tasks.lit.captions import ShardCaptions
@@ -44,29 +47,29 @@ def ranks_job(world: World, folder: Path) -> None:
     for kind in KINDS:
         for micro in MICROS:
             for shard in (False, True):
-                found = train(world, kind, micro, shard=shard)
+                found = train_contrastive(world, kind, micro, shard=shard)
                 (folder / f"{kind}-{micro}-{shard}-{world.rank}.json").write_text(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from test_lit_data import image, write_shard  # not needed by the ranks
+    pass  # not needed by the ranks
 
     root = tmp_path_factory.mktemp("ranks")
-    write_shard(root / "one.tar", range(11), text=lambda number: f"sentence {number}")
+    write_caption_shard(root / "one.tar", range(11), text=lambda number: f"sentence {number}")
     shutil.copy(root / "one.tar", root / "first.tar")
     content = (root / "one.tar").read_bytes()
     for number in (2, 9):  # in the shards of two ranks
-        content = content.replace(image(number), image(20 + number))
+        content = content.replace(png_bytes(number), png_bytes(20 + number))
     (root / "other.tar").write_bytes(content)
-    spawn(ranks_job, root)
+    run_distributed(ranks_job, root)
     return root
 
 
 @pytest.mark.parametrize("shard", [False, True])
 def test_two_ranks_of_half_the_batch_train_as_one(shard: bool, folder: Path) -> None:
     for kind in KINDS:
-        alone = train(ALONE, kind, ROWS)
+        alone = train_contrastive(SINGLE_PROCESS, kind, ROWS)
         for micro in MICROS:
             for rank in (0, 1):
                 together = json.loads((folder / f"{kind}-{micro}-{shard}-{rank}.json").read_text())
@@ -78,9 +81,9 @@ def test_one_shard_is_enough_for_two_ranks_and_both_notice_changed_images(
 ) -> None:
     monkeypatch.setattr(cache, "SHARD", 4)
     monkeypatch.setattr(cache, "BATCH", 2)
-    other = features(folder, "other", ALONE)
+    other = features(folder, "other", SINGLE_PROCESS)
     (folder / "first.tar").replace(folder / "one.tar")
-    alone = features(folder, "alone", ALONE)
+    alone = features(folder, "alone", SINGLE_PROCESS)
     assert np.flatnonzero(np.abs(other - alone).max((1, 2)) > 0.01).tolist() == [2, 9]
     for rank in (0, 1):
         assert np.abs(np.load(folder / f"rank{rank}.npy") - alone).max() < 1e-3

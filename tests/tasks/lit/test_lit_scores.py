@@ -14,22 +14,13 @@ from open_clip.zero_shot_metadata import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TE
 from timm.data import ImageNetInfo
 from torch import Tensor
 
-from dpn_cli.arch import Size
 from dpn_cli.errors import DataError, SaveError
 from dpn_cli.metrics import Confusion, Scores
 from dpn_cli.run.distributed import World
-from dpn_cli.weights.backbone import load_backbone
+from support.lit import make_towers
 from tasks.lit.retrieval import recalls
-from tasks.lit.text_tower import TextTower
-from tasks.lit.tokenizer import Tokenizer
 from tasks.lit.towers import Towers, load_towers, save_towers
 from tasks.lit.zeroshot import build_classifier, check_order, class_names, classifier_of, prompt_set, prompts_of
-
-
-def towers(seed: int = 2) -> Towers:
-    image = load_backbone("mu/8", image_size=16, seed=1)
-    text = TextTower(Size(32, 1, 128, 2), 49408, 16, 32, 10.0, None, seed)
-    return Towers(image, text, Tokenizer(16, "canonicalize"), "softmax", {}).to(torch.device("cpu"))
 
 
 class OpenClipModel(torch.nn.Module):
@@ -45,7 +36,7 @@ class OpenClipModel(torch.nn.Module):
 
 
 def test_the_zero_shot_classifier_is_open_clips() -> None:
-    own, names = towers(), IMAGENET_CLASSNAMES[:70]
+    own, names = make_towers(), IMAGENET_CLASSNAMES[:70]
     ours = build_classifier(own, names, prompt_set("clip_paper"))
     templates = [*OPENAI_IMAGENET_TEMPLATES, lambda name: name]
     tokenizer = SimpleTokenizer(context_length=16, clean="canonicalize")
@@ -59,12 +50,12 @@ def test_a_kept_classifier_is_of_its_tower_names_prompts_and_precision(
     alone = World(0, 1, torch.device("cpu"))
     asked = [(["a cat", "a dog"], ["{}"]), (["a dog", "a cat"], ["{}"]), (["a cat", "a dog"], ["one {}", "{}"])]
     for _ in range(2):  # the second time from the folder
-        for own in (towers(2), towers(3)):
+        for own in (make_towers(2), make_towers(3)):
             for names, templates in asked:
                 found = classifier_of(own, names, templates, tmp_path, alone)
                 assert torch.equal(found, build_classifier(own, names, templates))
         assert len(list(tmp_path.iterdir())) == 6
-    own, (names, templates) = towers(2), asked[0]
+    own, (names, templates) = make_towers(2), asked[0]
     with torch.autocast("cpu", torch.bfloat16):
         half = classifier_of(own, names, templates, tmp_path, alone)
     assert not torch.equal(half, build_classifier(own, names, templates))
@@ -133,7 +124,7 @@ def test_features_that_are_no_numbers_never_score(tmp_path: Path) -> None:
     images = torch.eye(20)
     found = recalls(images, images * torch.nan, torch.arange(20))
     assert set(found.values()) == {0.0}
-    own = towers()
+    own = make_towers()
     with torch.no_grad():
         own.text.log_temperature.fill_(torch.nan)
     save_towers(own, tmp_path / "weights.safetensors")

@@ -13,12 +13,13 @@ import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, Image
 from PIL import Image as Pil
-from test_cli import run
-from test_lit_data import image, write_images, write_table
-from test_lit_scores import towers
 from torch import Tensor
 
 from dpn_cli.weights.backbone import export_backbone, load_backbone
+from support.captions import write_caption_table
+from support.cli import run_dpn
+from support.images import png_bytes, write_png_images
+from support.lit import make_towers
 from tasks.lit.towers import Towers, save_towers
 from tasks.lit.zeroshot import build_classifier
 
@@ -28,7 +29,7 @@ CLASSES = ["a dog", "a red car", "one tree", "two houses"]
 
 @pytest.fixture(scope="module")
 def own() -> Towers:
-    return towers()
+    return make_towers()
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +40,13 @@ def network(own: Towers, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def asked(*arguments: str) -> Any:
-    done = run("lit", *arguments, "--json")
+    done = run_dpn("lit", *arguments, "--json")
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
 
 
 def features_of(own: Towers, numbers: list[int]) -> Tensor:
-    pixels = [np.asarray(Pil.open(io.BytesIO(image(number)))) for number in numbers]
+    pixels = [np.asarray(Pil.open(io.BytesIO(png_bytes(number)))) for number in numbers]
     return own.encode_images(torch.stack([own.prepare(image) for image in pixels]))
 
 
@@ -53,7 +54,7 @@ def test_labelled_images_are_those_of_the_columns_that_were_asked_for(
     own: Towers, network: str, tmp_path: Path
 ) -> None:
     guesses = (features_of(own, list(range(24))) @ build_classifier(own, CLASSES, ("{}",)).T).argmax(1).tolist()
-    stored = [{"bytes": image(number), "path": None} for number in range(24)]
+    stored = [{"bytes": png_bytes(number), "path": None} for number in range(24)]
     columns = {
         "image": stored,
         "damaged": [{"bytes": b"no image", "path": None}, *stored[1:]],
@@ -77,16 +78,16 @@ def test_labelled_images_are_those_of_the_columns_that_were_asked_for(
 
 def test_unreadable_labelled_images_are_named_or_left_out(network: str, tmp_path: Path) -> None:
     for number in range(2):
-        write_images(tmp_path / f"class{number}", 3)
+        write_png_images(tmp_path / f"class{number}", 3)
     (tmp_path / "class1" / "1.png").write_bytes(b"no image")
     score = ["eval", network, "--data", str(tmp_path), "--prompts", "plain", "--force", "-q"]
-    assert "1.png: not a readable image" in run("lit", *score).stderr
+    assert "1.png: not a readable image" in run_dpn("lit", *score).stderr
     result = asked(*score, "--skip-bad-images")
     assert (result["images"], result["skipped"]) == (5, 1)
 
 
 def test_features_are_kept_in_the_folder_that_was_asked_for(network: str, tmp_path: Path) -> None:
-    pairs = write_table(tmp_path / "pairs.csv", [(name, name) for name in write_images(tmp_path, 3)])
+    pairs = write_caption_table(tmp_path / "pairs.csv", [(name, name) for name in write_png_images(tmp_path, 3)])
     for number, command in enumerate(
         (["eval", network, "--data", str(pairs)], ["search", network, "--images", str(tmp_path), "--query", "a dog"])
     ):
@@ -96,7 +97,7 @@ def test_features_are_kept_in_the_folder_that_was_asked_for(network: str, tmp_pa
 
 
 def test_labels_are_put_into_the_prompts(own: Towers, network: str, tmp_path: Path) -> None:
-    (tmp_path / "0.png").write_bytes(image(0))
+    (tmp_path / "0.png").write_bytes(png_bytes(0))
     (tmp_path / "templates").write_text("a photo of {}\nmany {}, drawn\n")
     label = ["predict", network, str(tmp_path / "0.png"), "--labels", ",".join(CLASSES), "-k", "2"]
     found = {}
@@ -111,13 +112,13 @@ def test_labels_are_put_into_the_prompts(own: Towers, network: str, tmp_path: Pa
 
 
 def test_a_search_leaves_out_what_it_is_told_to(network: str, tmp_path: Path) -> None:
-    write_images(tmp_path, 3)
+    write_png_images(tmp_path, 3)
     (tmp_path / "1.png").unlink()
     (tmp_path / "1.png").symlink_to(tmp_path / "gone.png")
     search = ["search", network, "--images", str(tmp_path), "--query", "a dog", "-q"]
     (tmp_path / "3.png").write_bytes(b"no image")
     for _ in range(2):  # the second time without encoding anything
-        done = run("lit", *search, "--json", "--html", str(tmp_path / "page.html"))
+        done = run_dpn("lit", *search, "--json", "--html", str(tmp_path / "page.html"))
         assert done.exit_code == 3
         *warnings, error = done.stderr.splitlines()
         names = [f"{tmp_path}/{number}.png" for number in "13"]
@@ -126,16 +127,16 @@ def test_a_search_leaves_out_what_it_is_told_to(network: str, tmp_path: Path) ->
         found = json.loads(done.stdout)
         assert sorted(Path(entry["image"]).name for entry in found) == ["0.png", "2.png"]
         assert f"Not readable and left out: {', '.join(names)}." in (tmp_path / "page.html").read_text()
-    accepted = run("lit", *search, "--json", "--skip-bad-images")
+    accepted = run_dpn("lit", *search, "--json", "--skip-bad-images")
     assert (accepted.exit_code, json.loads(accepted.stdout)) == (0, found)
     assert accepted.stderr.splitlines() == warnings
     for number in "02":
         (tmp_path / f"{number}.png").unlink()
-    assert "no other one is" in run("lit", *search).stderr
+    assert "no other one is" in run_dpn("lit", *search).stderr
 
 
 def test_a_filled_cache_leaves_nothing_to_encode_and_to_tokenize(tmp_path: Path) -> None:
-    pairs = write_table(tmp_path / "pairs.csv", [(name, name) for name in write_images(tmp_path, 12)])
+    pairs = write_caption_table(tmp_path / "pairs.csv", [(name, name) for name in write_png_images(tmp_path, 12)])
     export_backbone(load_backbone("mu/8", image_size=16, seed=1), tmp_path / "tower.safetensors")
     same = ["--checkpoint", str(tmp_path / "tower.safetensors"), "--data", str(pairs), "--val-fraction", "0.25"]
     cache = tmp_path / "cache"
@@ -144,7 +145,7 @@ def test_a_filled_cache_leaves_nothing_to_encode_and_to_tokenize(tmp_path: Path)
     assert (result["images"], result["held_out"], result["views"], result["captions"]) == (9, 3, 2, 9)
     made = {path: path.stat().st_mtime_ns for path in cache.rglob("*.*")}
     assert len(list(cache.glob("tokens-*.npy"))) == 1
-    done = run("lit", "train", *same, "--steps", "1", "-b", "4", "-j", "0", "-o", str(tmp_path / "run"))
+    done = run_dpn("lit", "train", *same, "--steps", "1", "-b", "4", "-j", "0", "-o", str(tmp_path / "run"))
     assert done.exit_code == 0, done.output
     assert "encoding" not in done.stderr
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*.*")} == made

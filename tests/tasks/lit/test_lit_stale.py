@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset, Features, Image, Value
-from test_distributed import CPU
-from test_lit_data import coco, folder, image, karpathy, official, table, write_images, write_tar
 from torch import Tensor
 
 from dpn_cli.config.schema import Runtime
@@ -26,6 +24,15 @@ from dpn_cli.errors import DataError, SaveError
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import load_backbone
+from support.captions import (
+    write_coco_dataset,
+    write_flat_coco_dataset,
+    write_folder_dataset,
+    write_karpathy_dataset,
+    write_table_dataset,
+)
+from support.images import png_bytes, write_png_images, write_tar
+from support.ranks import CPU
 from tasks.lit import cache, cache_write
 from tasks.lit.cache import cached_features
 from tasks.lit.captions import CaptionedImages
@@ -66,7 +73,9 @@ class Counted:
 
 def write_pairs(path: Path, numbers: Sequence[int]) -> None:
     pairs = enumerate(numbers)
-    write_tar(path, {name: data for i, n in pairs for name, data in ((f"{i}.png", image(n)), (f"{i}.txt", b"a dog"))})
+    write_tar(
+        path, {name: data for i, n in pairs for name, data in ((f"{i}.png", png_bytes(n)), (f"{i}.txt", b"a dog"))}
+    )
 
 
 def shards(root: Path) -> str:
@@ -77,14 +86,14 @@ def shards(root: Path) -> str:
 
 
 def class_folders(root: Path) -> str:
-    for number, name in enumerate(write_images(root)):
+    for number, name in enumerate(write_png_images(root)):
         (root / f"class{number % 2}").mkdir(exist_ok=True)
         (root / name).rename(root / f"class{number % 2}" / name)
     return f"search:{root}"
 
 
 def hub_folder(root: Path) -> str:
-    rows = [{"file_name": name, "text": "a dog"} for name in write_images(root / "train")]
+    rows = [{"file_name": name, "text": "a dog"} for name in write_png_images(root / "train")]
     (root / "train" / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return f"hf:{root}"
 
@@ -147,7 +156,19 @@ WAYS = (
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("source", [table, coco, karpathy, official, folder, class_folders, hub_folder, shards])
+@pytest.mark.parametrize(
+    "source",
+    [
+        write_table_dataset,
+        write_coco_dataset,
+        write_karpathy_dataset,
+        write_flat_coco_dataset,
+        write_folder_dataset,
+        class_folders,
+        hub_folder,
+        shards,
+    ],
+)
 def test_replaced_images_are_encoded_again_and_no_others(
     source: Callable[[Path], str],
     way: Callable[[Path, Path, list[Path]], int],
@@ -159,7 +180,7 @@ def test_replaced_images_are_encoded_again_and_no_others(
     files = files_below(tmp_path / "data")
     for path in files:
         os.utime(path, (OLD, OLD))  # as unpacked
-    write_pairs(spare, [OTHER, 4, 5]) if files[0].suffix == ".tar" else spare.write_bytes(image(OTHER))
+    write_pairs(spare, [OTHER, 4, 5]) if files[0].suffix == ".tar" else spare.write_bytes(png_bytes(OTHER))
     os.utime(spare, (OLDER, OLDER))
     assert spare.stat().st_size == files[0].stat().st_size
     before = opened(place)
@@ -182,7 +203,10 @@ def all_rows(data: CaptionedImages, encoder: ImageEncoder, root: Path) -> Tensor
 
 def test_a_hub_data_set_that_is_written_anew_is_compared(plain: ImageEncoder, tmp_path: Path) -> None:
     def write(*numbers: int) -> CaptionedImages:
-        rows = {"image": [{"bytes": image(number), "path": None} for number in numbers], "text": ["a"] * len(numbers)}
+        rows = {
+            "image": [{"bytes": png_bytes(number), "path": None} for number in numbers],
+            "text": ["a"] * len(numbers),
+        }
         features = Features({"image": Image(), "text": Value("string")})
         (tmp_path / "hub").mkdir(exist_ok=True)
         Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "hub" / "train-00000-of-00001.parquet")
@@ -200,9 +224,9 @@ def test_images_of_which_nothing_is_known_are_compared_every_time(
     plain: ImageEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tasks.lit.captions.stamp_of", lambda status: "")  # as of rows that lie in no file
-    place = table(tmp_path)
+    place = write_table_dataset(tmp_path)
     all_rows(opened(place), plain, tmp_path / "cache")
-    (tmp_path / "3.png").write_bytes(image(OTHER))
+    (tmp_path / "3.png").write_bytes(png_bytes(OTHER))
     after, counted = opened(place), Counted(plain)
     torch.testing.assert_close(
         all_rows(after, counted.encoder, tmp_path / "cache").float(), expected(after, plain), atol=5e-4, rtol=0
@@ -210,7 +234,7 @@ def test_images_of_which_nothing_is_known_are_compared_every_time(
     assert counted.images == 1
 
 
-@pytest.mark.parametrize("source", [table, class_folders, hub_folder, shards])
+@pytest.mark.parametrize("source", [write_table_dataset, class_folders, hub_folder, shards])
 def test_a_copied_folder_is_compared_once_and_not_encoded(
     source: Callable[[Path], str],
     plain: ImageEncoder,
@@ -235,7 +259,7 @@ def test_a_copied_folder_is_compared_once_and_not_encoded(
 def test_a_copied_folder_is_compared_also_where_the_cache_may_only_be_read(
     plain: ImageEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = table(tmp_path / "data")
+    place = write_table_dataset(tmp_path / "data")
     before = all_rows(opened(place), plain, tmp_path / "cache")
     for path in files_below(tmp_path / "data"):
         os.utime(path)
@@ -255,10 +279,10 @@ def test_a_sample_notices_what_stamps_do_not_show(
     monkeypatch.undo()  # samples are taken
     monkeypatch.setattr(cache, "SHARD", 4)
     monkeypatch.setattr("tasks.lit.captions.stamp_of", lambda status: "the same")  # as of a system without inodes
-    place = table(tmp_path)
+    place = write_table_dataset(tmp_path)
     all_rows(opened(place), plain, tmp_path / "cache")
     for number in (1, 5):
-        (tmp_path / f"{number}.png").write_bytes(image(OTHER + number))
+        (tmp_path / f"{number}.png").write_bytes(png_bytes(OTHER + number))
     monkeypatch.setattr(cache, "SPOT_CHECKS", 3)  # of the images 0, 2, 4
     all_rows(opened(place), plain, tmp_path / "cache")
     assert "changed" not in capsys.readouterr().err
@@ -275,12 +299,12 @@ def test_a_sample_notices_what_stamps_do_not_show(
 def test_an_image_replaced_while_it_is_read_counts_as_changed_the_next_time(
     plain: ImageEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = table(tmp_path)
+    place = write_table_dataset(tmp_path)
 
     def replaced(encoded: Any, where: str, *how: Any) -> Any:
         pixels = decode(encoded, where, *how)
         if where.endswith("2.png"):
-            Path(where).write_bytes(image(OTHER))
+            Path(where).write_bytes(png_bytes(OTHER))
         return pixels
 
     with monkeypatch.context() as patch:
@@ -293,14 +317,14 @@ def test_an_image_replaced_while_it_is_read_counts_as_changed_the_next_time(
 
 
 def test_images_become_unreadable_and_readable_again(plain: ImageEncoder, tmp_path: Path) -> None:
-    place, skipping = table(tmp_path), replace(plain, skip_bad=True)
+    place, skipping = write_table_dataset(tmp_path), replace(plain, skip_bad=True)
     before = all_rows(opened(place), plain, tmp_path / "cache")
-    (tmp_path / "3.png").write_bytes(bytes(len(image(3))))
+    (tmp_path / "3.png").write_bytes(bytes(len(png_bytes(3))))
     with pytest.raises(DataError, match=r"3.png: not a readable image"):
         all_rows(opened(place), plain, tmp_path / "cache")
     found = cached_features(opened(place), skipping, tmp_path / "cache", ALONE, QUIET)
     assert (found.bad, found.rows(torch.tensor([3])).abs().sum().item()) == ([3], 0)
-    (tmp_path / "3.png").write_bytes(image(3))
+    (tmp_path / "3.png").write_bytes(png_bytes(3))
     counted = Counted(plain)
     assert torch.equal(all_rows(opened(place), counted.encoder, tmp_path / "cache"), before)
     assert counted.images == 1

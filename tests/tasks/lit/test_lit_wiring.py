@@ -14,9 +14,6 @@ import torch
 import torch.nn.functional as F
 from open_clip.tokenizer import SimpleTokenizer
 from PIL import Image
-from test_distributed import CPU
-from test_lit import small, train
-from test_lit_data import image, write_images, write_table
 from torch import Tensor, nn
 
 from dpn_cli.arch import SIZES
@@ -31,6 +28,10 @@ from dpn_cli.errors import DataError, DpnError
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import Backbone, export_backbone, load_backbone
+from support.captions import caption_of, write_colour_pairs
+from support.images import png_bytes, write_png_images
+from support.lit import lit_config, train_lit
+from support.ranks import CPU
 from tasks.lit import cache
 from tasks.lit.batches import cached_batches, encoded_batches, tokenize
 from tasks.lit.cache import cached_features
@@ -48,7 +49,6 @@ from tasks.lit.towers import load_towers
 from tasks.lit.train import load_tower
 
 ALONE, QUIET = World(0, 1, CPU), Console(quiet=True)
-COLOURS = ("red", "blue", "green")
 TINY: dict[str, Any] = {
     "backbone": {"arch": "mu/8", "pool": "gap", "image_size": 16},
     "schedule": {"steps": 2, "warmup": 0},
@@ -56,22 +56,13 @@ TINY: dict[str, Any] = {
 }
 
 
-def sentence(number: int) -> str:
-    return f"The {COLOURS[number % 3]} house, number {number}!"
-
-
-def write_pairs(root: Path, numbers: Sequence[int]) -> Path:
-    write_images(root, 1 + max(numbers))
-    return write_table(root / "pairs.csv", [(f"{number}.png", sentence(number)) for number in numbers])
-
-
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_pairs(tmp_path_factory.mktemp("pairs"), range(12))
+    return write_colour_pairs(tmp_path_factory.mktemp("pairs"), range(12))
 
 
 def config_of(pairs: Path, **changes: Any) -> LitConfig:
-    return small(pairs, **merge(TINY, changes))
+    return lit_config(pairs, **merge(TINY, changes))
 
 
 class ReachedError(Exception):
@@ -102,13 +93,13 @@ def reached(config: LitConfig, path: Path, monkeypatch: pytest.MonkeyPatch) -> R
     with monkeypatch.context() as patched:
         patched.setattr(engine, "fit", fit)
         with pytest.raises(ReachedError):
-            train(config, path)
+            train_lit(config, path)
     return found[0]
 
 
 def by_hand(tower: Backbone, numbers: Sequence[int]) -> Tensor:
     """Encode images with a tower, without the parts under test."""
-    images = [resize(np.asarray(Image.open(io.BytesIO(image(number)))), (16, 16)) for number in numbers]
+    images = [resize(np.asarray(Image.open(io.BytesIO(png_bytes(number)))), (16, 16)) for number in numbers]
     with torch.no_grad():
         return F.normalize(tower.eval()(tower.normalize(torch.stack(images))), dim=-1)
 
@@ -127,7 +118,7 @@ def test_a_training_sees_the_chosen_towers_features_in_the_seeds_order(
     for step, batch in enumerate((found.first, found.second)):
         rows = rows_of_step(12, 4, 3, step).tolist()
         torch.testing.assert_close(batch["image"].float(), by_hand(tower, rows), atol=1e-3, rtol=0)
-        texts = SimpleTokenizer(context_length=12, clean="canonicalize")([sentence(row) for row in rows])
+        texts = SimpleTokenizer(context_length=12, clean="canonicalize")([caption_of(row) for row in rows])
         assert torch.equal(batch["tokens"], texts)
 
 
@@ -167,7 +158,7 @@ def test_the_configs_values_reach_the_training(pairs: Path, tmp_path: Path, monk
     assert all(torch.equal(value, by_seed[0][name]) for name, value in found.text.state_dict().items())
     assert not all(torch.equal(value, by_seed[1][name]) for name, value in found.text.state_dict().items())
     rows = rows_of_step(12, 4, 5, 0).tolist()
-    texts = SimpleTokenizer(context_length=5, clean="whitespace")([sentence(row) for row in rows])
+    texts = SimpleTokenizer(context_length=5, clean="whitespace")([caption_of(row) for row in rows])
     assert torch.equal(found.first["tokens"], texts)
 
 
@@ -204,7 +195,7 @@ def test_views_are_of_the_image_whatever_stands_beside_it(
 
 def test_the_view_tells_nothing_of_the_caption(tmp_path: Path) -> None:
     files = CaptionedFiles(tmp_path)
-    for name in write_images(tmp_path, 8):
+    for name in write_png_images(tmp_path, 8):
         files.add(name, [f"{name} one", f"{name} two"], "here")
     texts = tokenize(files, Tokenizer(8, "whitespace"))
     features = Features([np.arange(16, dtype=np.float16).reshape(8, 2, 1)], ())
@@ -220,7 +211,7 @@ def test_the_view_tells_nothing_of_the_caption(tmp_path: Path) -> None:
 
 def test_views_and_captions_are_drawn_by_the_seed(tmp_path: Path) -> None:
     files = CaptionedFiles(tmp_path)
-    (name,) = write_images(tmp_path, 1)
+    (name,) = write_png_images(tmp_path, 1)
     files.add(name, [f"caption {letter}" for letter in "abcdefgh"], "here")
     texts = tokenize(files, Tokenizer(8, "whitespace"))
     features = Features([np.arange(8, dtype=np.float16).reshape(1, 8, 1)], ())
@@ -237,7 +228,7 @@ def test_views_and_captions_are_drawn_by_the_seed(tmp_path: Path) -> None:
 
 def test_cuts_without_a_cache_are_of_the_seed_and_the_images_of_one_batch_differ(tmp_path: Path) -> None:
     files = CaptionedFiles(tmp_path)
-    for name in write_images(tmp_path, 1) * 4:
+    for name in write_png_images(tmp_path, 1) * 4:
         files.add(name, ["a dog"], "here")
     tower = load_backbone("mu/8", image_size=16, seed=0).eval()
     encoder = image_encoder(tower, Runtime(workers=0), ALONE, views=1)
@@ -252,14 +243,14 @@ def test_cuts_without_a_cache_are_of_the_seed_and_the_images_of_one_batch_differ
 
 @pytest.mark.parametrize("views", [0, 2])
 def test_retrieval_is_scored_on_the_held_out_pairs(views: int, pairs: Path, tmp_path: Path) -> None:
-    held = write_pairs(tmp_path / "held", range(20, 31))
+    held = write_colour_pairs(tmp_path / "held", range(20, 31))
     config = config_of(pairs, data={"val_source": str(held)}, cache={"views": views})
-    result = train(config, tmp_path / "run")
+    result = train_lit(config, tmp_path / "run")
     towers = load_towers(str(tmp_path / "run")).to(CPU)
     plain = image_encoder(towers.image, Runtime(workers=0), ALONE)
     images, _ = encoded(open_split(CaptionSource(str(held)), "train"), plain, tmp_path / "cache", ALONE, QUIET)
     torch.testing.assert_close(images, by_hand(towers.image, range(20, 31)), atol=1e-3, rtol=0)
-    expected = recalls(images, towers.encode_texts([sentence(number) for number in range(20, 31)]), torch.arange(11))
+    expected = recalls(images, towers.encode_texts([caption_of(number) for number in range(20, 31)]), torch.arange(11))
     assert {name: result["retrieval"][name] for name in expected} == expected
     assert (result["retrieval"]["images"], result["pairs"]["images"]) == (11, 12)
     assert result["data"]["train"] != result["data"]["val"]
@@ -268,12 +259,12 @@ def test_retrieval_is_scored_on_the_held_out_pairs(views: int, pairs: Path, tmp_
 def test_unreadable_images_are_not_trained_on_and_the_others_keep_their_captions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = write_pairs(tmp_path, range(12))
+    place = write_colour_pairs(tmp_path, range(12))
     (tmp_path / "0.png").write_bytes(b"no image")
     config = config_of(place, data={"skip_bad_images": True}, batch_size=11)
     found = reached(config, tmp_path / "run", monkeypatch)
     assert found.first["image"].float().norm(dim=-1).min() > 0.9
-    texts = SimpleTokenizer(context_length=12, clean="canonicalize")([sentence(number) for number in range(1, 12)])
+    texts = SimpleTokenizer(context_length=12, clean="canonicalize")([caption_of(number) for number in range(1, 12)])
     features = by_hand(load_tower(config, ALONE), range(1, 12))
     for feature, tokens in zip(found.first["image"].float(), found.first["tokens"], strict=True):
         number = int((features @ feature).argmax())
@@ -309,34 +300,34 @@ def test_a_tower_that_changes_is_refused(pairs: Path, tmp_path: Path, monkeypatc
     monkeypatch.setattr("tasks.lit.train.load_tower", loaded)
     monkeypatch.setattr(engine, "fit", fit)
     with pytest.raises(DpnError, match="the training changed the frozen image tower"):
-        train(config_of(pairs), tmp_path / "run")
+        train_lit(config_of(pairs), tmp_path / "run")
 
 
 def test_a_run_goes_on_with_its_own_held_out_pairs_only(pairs: Path, tmp_path: Path) -> None:
-    held = write_pairs(tmp_path / "held", range(20, 25))
+    held = write_colour_pairs(tmp_path / "held", range(20, 25))
     config = config_of(pairs, data={"val_source": str(held)})
-    train(config, tmp_path / "run")
+    train_lit(config, tmp_path / "run")
     (tmp_path / "run" / "result.json").unlink()
     table = held.read_text()
     held.write_text(table.replace("house", "tower", 1))
     with pytest.raises(DataError, match="the captions have changed since this run began"):
-        train(config, tmp_path / "run", resume=True)
+        train_lit(config, tmp_path / "run", resume=True)
     held.write_text("".join(table.splitlines(keepends=True)[:-1]))
     with pytest.raises(DataError, match="the images have changed since this run began"):
-        train(config, tmp_path / "run", resume=True)
+        train_lit(config, tmp_path / "run", resume=True)
     held.write_text(table)
-    assert train(config, tmp_path / "run", resume=True)["retrieval"]["images"] == 5
+    assert train_lit(config, tmp_path / "run", resume=True)["retrieval"]["images"] == 5
 
 
 def test_a_run_goes_on_with_its_own_image_tower_only(pairs: Path, tmp_path: Path) -> None:
     place = tmp_path / "tower.safetensors"
     config = config_of(pairs, backbone={"arch": None, "pool": None, "checkpoint": str(place)})
     export_backbone(load_backbone("mu/8", image_size=16, seed=1), place)
-    train(config, tmp_path / "run")
+    train_lit(config, tmp_path / "run")
     (tmp_path / "run" / "result.json").unlink()
     content = place.read_bytes()
     export_backbone(load_backbone("mu/8", image_size=16, seed=2), place)
     with pytest.raises(DataError, match="the image tower's weights have changed since this run began"):
-        train(config, tmp_path / "run", resume=True)
+        train_lit(config, tmp_path / "run", resume=True)
     place.write_bytes(content)
-    assert train(config, tmp_path / "run", resume=True)["retrieval"]["images"] == 12
+    assert train_lit(config, tmp_path / "run", resume=True)["retrieval"]["images"] == 12

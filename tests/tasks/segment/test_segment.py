@@ -13,20 +13,22 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import images, run_ranks
 from PIL import Image
 from safetensors.torch import load_file
-from test_cli import run
 
 from dpn_cli.config.launch import LaunchOptions
-from dpn_cli.config.load import build, merge
-from dpn_cli.data.sources import synthetic
+from dpn_cli.config.load import build
 from dpn_cli.engine import fit as engine
 from dpn_cli.engine.fit import Outputs
 from dpn_cli.errors import DataError, DpnError, StoppedError
 from dpn_cli.run import signals
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
+from support.cli import run_dpn
+from support.highres import highres_config, train_highres
+from support.images import write_class_folders
+from support.processes import run_processes
+from support.segment import CLASS_NAMES, segment_config, train_segment, write_scenes
 from tasks.segment import command
 from tasks.segment.artifact import Segmenter, load_segmenter
 from tasks.segment.config import SegmentConfig, finalize, resolve
@@ -34,34 +36,6 @@ from tasks.segment.pairs import FolderPairs, HubPairs
 from tasks.segment.palette import color_of
 from tasks.segment.preflight import check_masks
 from tasks.segment.train import SegmentData, build_network, evaluate, job_of, open_data
-
-NAMES = [*synthetic.MASK_CLASSES]
-SMALL: dict[str, Any] = {
-    "backbone": {"arch": "mu/16", "checkpoint": "none", "pool": "gap", "image_size": 64, "drop_path": 0.0},
-    "data": {"scale": [256, 64], "label_offset": 1, "ignore_label": 0},
-    "augment": {"cat_max": 1.0},
-    "evaluation": {"batch_size": 4},
-    "batch_size": 8,
-    "epochs": None,
-    "lr": 1e-2,
-    "schedule": {"steps": 30},
-    "runtime": {"workers": 0, "checkpoint_every": 10},
-}
-
-
-def write_scenes(root: Path, counts: dict[str, int]) -> Path:
-    """The built-in scenes as a folder in ADE20K's layout, with masks of raw values 1 to 5."""
-    number = 0
-    for split, count in counts.items():
-        for kind in ("images", "annotations"):
-            (root / kind / split).mkdir(parents=True)
-        for index in range(count):
-            image, mask = synthetic.render(synthetic.sample_scene(0, number))
-            Image.fromarray(image).save(root / "images" / split / f"{index:04d}.jpg", quality=95)
-            Image.fromarray(mask).save(root / "annotations" / split / f"{index:04d}.png")
-            number += 1
-    (root / "classes.txt").write_text("\n".join(NAMES) + "\n")
-    return root
 
 
 @pytest.fixture(scope="module")
@@ -73,17 +47,6 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def own(shapes: Path, tmp_path: Path) -> Path:
     """A copy of the data to spoil."""
     return Path(shutil.copytree(shapes, tmp_path / "own"))
-
-
-def small(source: Path | str, **changes: Any) -> SegmentConfig:
-    plain = resolve("segment", None, merge(SMALL, {"data": {"source": str(source)}}, changes), {})
-    return finalize(build(SegmentConfig, plain, "test"))
-
-
-def train(config: SegmentConfig, path: Path, **arguments: Any) -> dict[str, Any]:
-    result = command.run(config, LaunchOptions(path, **arguments), Console(quiet=True))
-    assert result is not None
-    return result
 
 
 def fit_alone(config: SegmentConfig, data: SegmentData, segmenter: Segmenter, world: World) -> None:
@@ -101,7 +64,7 @@ def opened(path: Path | str) -> Image.Image:
 @pytest.fixture(scope="module")
 def finished(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     path = tmp_path_factory.mktemp("run") / "run"
-    return path, train(small(shapes, evaluate_every=20), path)
+    return path, train_segment(segment_config(shapes, evaluate_every=20), path)
 
 
 def test_every_mode_with_one_number_per_pixel_is_read(own: Path) -> None:
@@ -122,7 +85,7 @@ def test_images_are_segmented_and_the_result_says_what_it_is(finished: tuple[Pat
     assert result["pixels"] == 10 * 64 * 64
     assert json.loads((path / "result.json").read_text()) == result
     rows = list(csv.DictReader((path / "per_class.csv").read_text().splitlines()))
-    assert [row["name"] for row in rows] == NAMES
+    assert [row["name"] for row in rows] == CLASS_NAMES
     assert sum(int(row["pixels"]) for row in rows) == result["pixels"]
     log = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     assert any("miou" in record and record["step"] == 20 for record in log)
@@ -139,7 +102,7 @@ def test_the_demo_learns_more_than_the_background(tmp_path: Path) -> None:
         )
     )
     config = config.model_copy(update={"runtime": config.runtime.model_copy(update={"workers": 0})})
-    result = train(config, tmp_path / "run")
+    result = train_segment(config, tmp_path / "run")
     assert result["dataset"] == "demo"
     assert result["miou"] > result["majority_miou"] + 5
 
@@ -148,53 +111,55 @@ def test_a_stopped_run_ends_where_an_unbroken_one_does(
     shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     common: dict[str, Any] = {"schedule": {"steps": 14}, "backbone": {"arch": "nano/8", "drop_path": 0.3}}
-    config = small(shapes, augment={"cat_max": 0.75}, **common)
-    train(config, tmp_path / "whole")
+    config = segment_config(shapes, augment={"cat_max": 0.75}, **common)
+    train_segment(config, tmp_path / "whole")
     calls = iter(range(1000))
     monkeypatch.setattr(signals, "requested", lambda: signal.SIGTERM if next(calls) == 7 else None)
     with pytest.raises(StoppedError):
-        train(config, tmp_path / "broken")
+        train_segment(config, tmp_path / "broken")
     monkeypatch.undo()
     again = config.model_copy(update={"runtime": config.runtime.model_copy(update={"workers": 1})})
-    train(again, tmp_path / "broken", resume=True)
+    train_segment(again, tmp_path / "broken", resume=True)
     whole, broken = (load_file(tmp_path / name / "weights.safetensors") for name in ("whole", "broken"))
     assert all(torch.equal(value, broken[name]) for name, value in whole.items())
-    other = small(shapes, data={"fraction": 0.5}, **common)
+    other = segment_config(shapes, data={"fraction": 0.5}, **common)
     with pytest.raises(DpnError, match="data.fraction: 1.0 there, 0.5 now"):
-        train(other, tmp_path / "broken", resume=True)
+        train_segment(other, tmp_path / "broken", resume=True)
 
 
 def test_masks_that_change_between_run_and_resume_are_refused(own: Path, tmp_path: Path) -> None:
-    config = small(own, schedule={"steps": 2})
-    train(config, tmp_path / "run")
+    config = segment_config(own, schedule={"steps": 2})
+    train_segment(config, tmp_path / "run")
     for name in ("result.json", "weights.safetensors"):
         (tmp_path / "run" / name).unlink()
     Image.fromarray(np.full((64, 64), 2, np.uint8)).save(own / "annotations" / "training" / "0000.png")
     with pytest.raises(DataError, match="the images or masks have changed since this run began"):
-        train(config, tmp_path / "run", resume=True)
+        train_segment(config, tmp_path / "run", resume=True)
 
 
 def test_renamed_classes_are_refused_on_resume(own: Path, tmp_path: Path) -> None:
     """The masks are the same, and the numbers in them have come to mean something else."""
-    config = small(own, schedule={"steps": 2})
-    train(config, tmp_path / "run")
+    config = segment_config(own, schedule={"steps": 2})
+    train_segment(config, tmp_path / "run")
     for name in ("result.json", "weights.safetensors"):
         (tmp_path / "run" / name).unlink()
-    (own / "classes.txt").write_text("\n".join([*NAMES[:3], NAMES[4], NAMES[3]]))
+    (own / "classes.txt").write_text("\n".join([*CLASS_NAMES[:3], CLASS_NAMES[4], CLASS_NAMES[3]]))
     with pytest.raises(DataError, match="the classes have changed since this run began"):
-        train(config, tmp_path / "run", resume=True)
+        train_segment(config, tmp_path / "run", resume=True)
 
 
 def test_what_follows_a_run(finished: tuple[Path, dict[str, Any]], shapes: Path, tmp_path: Path) -> None:
     path, result = finished
-    scored = run("segment", "eval", str(path), "-o", str(tmp_path / "report"), "--json", "-q", "-j", "0")
+    scored = run_dpn("segment", "eval", str(path), "-o", str(tmp_path / "report"), "--json", "-q", "-j", "0")
     report = json.loads(scored.stdout)
     assert report["miou"] == pytest.approx(result["miou"])
     assert (tmp_path / "report" / "per_class.csv").is_file()
-    whole = json.loads(run("segment", "eval", str(path), "--mode", "whole", "--json", "-q", "-j", "0").stdout)
+    whole = json.loads(run_dpn("segment", "eval", str(path), "--mode", "whole", "--json", "-q", "-j", "0").stdout)
     assert whole["miou"] == pytest.approx(result["miou"], abs=1)  # the scenes have the window's size
     image = shapes / "images" / "validation" / "0000.jpg"
-    guessed = json.loads(run("segment", "predict", str(path), str(image), "-o", str(tmp_path / "out"), "--json").stdout)
+    guessed = json.loads(
+        run_dpn("segment", "predict", str(path), str(image), "-o", str(tmp_path / "out"), "--json").stdout
+    )
     labels = opened(guessed[0]["labels"])
     shares = {one["value"]: one["share"] for one in guessed[0]["classes"]}
     assert {int(value) for value in np.unique(np.asarray(labels))} == set(shares) <= {1, 2, 3, 4, 5}
@@ -213,7 +178,7 @@ def test_a_long_image_is_cut_into_windows_of_bounded_number(
     assert segmenter.plan(native).size((10_000, 40), 1.0) == (10_000, 40)
     long = tmp_path / "long.png"
     Image.fromarray(np.zeros((10_000, 40, 3), np.uint8)).save(long)
-    done = run("segment", "predict", str(path), str(long), "-o", str(tmp_path / "out"), "--json")
+    done = run_dpn("segment", "predict", str(path), str(long), "-o", str(tmp_path / "out"), "--json")
     assert done.exit_code == 0, done.output
     assert opened(json.loads(done.stdout)[0]["labels"]).size == (40, 10_000)
 
@@ -255,7 +220,7 @@ def _spoil(root: Path, how: str, split: str = "training") -> None:
 def test_spoilt_data_is_found_before_training(how: str, message: str, own: Path, tmp_path: Path) -> None:
     _spoil(own, how)
     with pytest.raises(DataError, match=message) as caught:
-        train(small(own), tmp_path / "run")
+        train_segment(segment_config(own), tmp_path / "run")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -268,12 +233,12 @@ def test_spoilt_validation_masks_are_found_before_training(
     _spoil(own, how, "validation")
     monkeypatch.setattr("dpn_cli.engine.fit.fit", lambda *_, **__: pytest.fail("trained"))
     with pytest.raises(DataError, match=f"validation/0000.png: the mask {message}"):
-        train(small(own), tmp_path / "run", dry_run=dry_run)
+        train_segment(segment_config(own), tmp_path / "run", dry_run=dry_run)
 
 
 def test_a_mask_that_no_sample_met_stops_the_training_with_its_name(own: Path, tmp_path: Path) -> None:
     _spoil(own, "77")
-    config = small(own)
+    config = segment_config(own)
     data = open_data(config)
     assert check_masks(data.val, data.rule) == {0, 1, 2, 3, 4}
     network = build_network(config, 5)
@@ -307,7 +272,7 @@ def test_wrong_commands_end_with_one_line(
     monkeypatch.chdir(tmp_path)
     base = ["--arch", "mu/16", "--checkpoint", "none", "--image-size", "64", "-b", "8", "--label-offset", "1"]
     base += ["--ignore-label", "0", "--steps", "2", "-q", "-j", "0", "-o", "run", "--data", str(shapes)]
-    done = run("segment", "folder", *base, *arguments)
+    done = run_dpn("segment", "folder", *base, *arguments)
     assert done.exit_code == code, done.output
     assert message in " ".join(done.stderr.split())
     assert len(done.stderr.strip().splitlines()) == 1
@@ -324,30 +289,30 @@ def test_wrong_commands_end_with_one_line(
     ],
 )
 def test_commands_without_what_they_need_end_with_one_line(arguments: list[str], code: int, message: str) -> None:
-    done = run("segment", *arguments)
+    done = run_dpn("segment", *arguments)
     assert done.exit_code == code, done.output
     assert message in " ".join(done.stderr.split())
     assert len(done.stderr.strip().splitlines()) == 1
 
 
 def test_other_runs_and_other_classes_are_refused(own: Path, tmp_path: Path) -> None:
-    (own / "classes.txt").write_text("\n".join([*NAMES, "moon"]))
-    config = small(own, schedule={"steps": 1})
-    train(config, tmp_path / "moon")
-    done = run("segment", "eval", str(tmp_path / "moon"), "--data", "demo", "-q")
+    (own / "classes.txt").write_text("\n".join([*CLASS_NAMES, "moon"]))
+    config = segment_config(own, schedule={"steps": 1})
+    train_segment(config, tmp_path / "moon")
+    done = run_dpn("segment", "eval", str(tmp_path / "moon"), "--data", "demo", "-q")
     assert "its 5 classes are not those" in done.stderr
     (own / "classes.txt").write_text("sky\nsky\n")
     with pytest.raises(DataError, match="'sky' is listed twice"):
-        train(config, tmp_path / "twice")
+        train_segment(config, tmp_path / "twice")
     (own / "classes.txt").unlink()
     with pytest.raises(DpnError, match="--class-names: name a file with one class name per line"):
-        train(config, tmp_path / "none")
-    from test_highres import small as small_classifier
-    from test_highres import train as train_classifier
+        train_segment(config, tmp_path / "none")
+    pass
+    pass
 
-    photos = images(tmp_path / "photos", classes=3, each=12)
-    train_classifier(small_classifier(photos, schedule={"steps": 1}, data={"minival": 0.0}), tmp_path / "classifier")
-    done = run("segment", "predict", str(tmp_path / "classifier"), "x.jpg")
+    photos = write_class_folders(tmp_path / "photos", classes=3, each=12)
+    train_highres(highres_config(photos, schedule={"steps": 1}, data={"minival": 0.0}), tmp_path / "classifier")
+    done = run_dpn("segment", "predict", str(tmp_path / "classifier"), "x.jpg")
     assert "is a classification run; use 'dpn predict'" in done.stderr
 
 
@@ -369,8 +334,10 @@ def test_a_hub_data_set_gives_the_same_pairs(shapes: Path, tmp_path: Path) -> No
         assert np.array_equal(ours, theirs)
     with pytest.raises(DataError, match="name them with --image-column and --mask-column"):
         HubPairs(f"hf:{tmp_path / 'hub'}", "val", None, "nothing")
-    config = small(f"hf:{tmp_path / 'hub'}", data={"classes": str(shapes / "classes.txt")}, schedule={"steps": 2})
-    assert train(config, tmp_path / "run")["images"] == 10
+    config = segment_config(
+        f"hf:{tmp_path / 'hub'}", data={"classes": str(shapes / "classes.txt")}, schedule={"steps": 2}
+    )
+    assert train_segment(config, tmp_path / "run")["images"] == 10
 
 
 def _rank(rank: int, size: int, folder: str, shapes: str) -> None:
@@ -381,7 +348,7 @@ def _rank(rank: int, size: int, folder: str, shapes: str) -> None:
     optim = {"name": "momentum", "weight_decay": 0.0}
     world = World(rank, size, torch.device("cpu"))
     for shard in (False, True)[:size]:
-        config = small(shapes, schedule={"steps": 3}, optim=optim, runtime={"shard": shard})
+        config = segment_config(shapes, schedule={"steps": 3}, optim=optim, runtime={"shard": shard})
         data = open_data(config)
         segmenter = Segmenter(build_network(config, 5), data.classes, config.data, config.evaluation, {})
         fit_alone(config, data, segmenter, world)
@@ -396,7 +363,7 @@ def _rank(rank: int, size: int, folder: str, shapes: str) -> None:
 
 
 def test_two_ranks_train_and_score_as_one(shapes: Path, tmp_path: Path) -> None:
-    run_ranks(_rank, 2, str(tmp_path), str(shapes))
+    run_processes(_rank, 2, str(tmp_path), str(shapes))
     _rank(0, 1, str(tmp_path), str(shapes))
     names = ("0-of-1", "0-of-2", "1-of-2", "0-of-2-in-parts", "1-of-2-in-parts")
     alone, *ranks = (json.loads((tmp_path / f"{name}.json").read_text()) for name in names)
@@ -408,6 +375,6 @@ def test_two_ranks_train_and_score_as_one(shapes: Path, tmp_path: Path) -> None:
 
 
 def test_a_dry_run_leaves_nothing(shapes: Path, tmp_path: Path) -> None:
-    done = command.run(small(shapes), LaunchOptions(tmp_path / "run", dry_run=True), Console(quiet=True))
+    done = command.run(segment_config(shapes), LaunchOptions(tmp_path / "run", dry_run=True), Console(quiet=True))
     assert done is None
     assert not (tmp_path / "run").exists()

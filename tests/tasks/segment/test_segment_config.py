@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from test_cli import run
 
 from dpn_cli.config.load import build, merge, read_config
 from dpn_cli.errors import DataError, DpnError
+from support.cli import run_dpn
 from tasks.segment.config import SegmentConfig, finalize, in_steps, resolve
 from tasks.segment.labels import IGNORE, LabelRule
 from tasks.segment.pairs import ScenePairs, list_digest, take
@@ -69,7 +69,7 @@ def test_epochs_scale_with_the_images_that_are_left() -> None:
 
 def test_flags_reach_the_config() -> None:
     for command, flag, expected in (("folder", "--no-flip", False), ("ade20k", "--flip", True), ("folder", "-q", True)):
-        shown = run("segment", command, "--data", "somewhere", "--image-size", "28", flag, "--print-config")
+        shown = run_dpn("segment", command, "--data", "somewhere", "--image-size", "28", flag, "--print-config")
         config = yaml.safe_load(shown.stdout)
         assert (config["data"]["flip"], config["backbone"]["image_size"]) == (expected, 28)
 

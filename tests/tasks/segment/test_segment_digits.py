@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from sklearn.datasets import load_digits
-from test_cli import run
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torchmetrics.functional.classification import multiclass_jaccard_index
 
+from support.cli import run_dpn
 from tasks.segment.pairs import ScenePairs
 from tasks.segment.preflight import check_crops
 from tasks.segment.transforms import SegmentAugmentation
@@ -105,7 +105,7 @@ def bare(root: Path, stem: str) -> float:
 def folder(root: Path, output: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     """Run `dpn segment folder` from scratch; returns its result and what it said."""
     base = ["--arch", f"mu/{PATCH}", "--checkpoint", "none", "--data", str(root), "-j", "0", "--device", "cpu"]
-    done = run("segment", "folder", *base, "-o", str(output), "--json", *arguments)
+    done = run_dpn("segment", "folder", *base, "-o", str(output), "--json", *arguments)
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout), done.stderr
 

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from test_cli import run
-from test_segment import NAMES, small, train, write_scenes
 
 from dpn_cli.data.decode import decode
 from dpn_cli.run import signals
 from dpn_cli.weights.backbone import load_backbone
+from support.cli import run_dpn
+from support.segment import CLASS_NAMES, segment_config, train_segment, write_scenes
 from tasks.segment.artifact import Segmenter, load_segmenter, save_segmenter
 from tasks.segment.config import Evaluation, MaskData
 from tasks.segment.iou import SegmentScores, score
@@ -34,9 +34,9 @@ from tasks.segment.transforms import resize_image
 def place(tmp_path: Path) -> Path:
     """A folder with data, and a run that was trained on them when they were somewhere else."""
     write_scenes(tmp_path / "data", {"training": 1, "validation": 3})
-    vit = load_backbone("mu/16", image_size=64, num_classes=len(NAMES), seed=1)
+    vit = load_backbone("mu/16", image_size=64, num_classes=len(CLASS_NAMES), seed=1)
     initialize_head(vit, "lecun_normal", 2)
-    classes = tuple(Class(name, color_of(index)) for index, name in enumerate(NAMES))
+    classes = tuple(Class(name, color_of(index)) for index, name in enumerate(CLASS_NAMES))
     data = MaskData(source=str(tmp_path / "gone"), label_offset=1, ignore_label=0, scale=(256, 64))
     segmenter = Segmenter(LinearSegmenter(vit, final_norm=False), classes, data, Evaluation(), {})
     save_segmenter(segmenter, tmp_path / "run" / "weights.safetensors")
@@ -46,14 +46,14 @@ def place(tmp_path: Path) -> Path:
 
 def test_data_in_another_place_need_no_names_of_their_own(place: Path) -> None:
     command = ["segment", "eval", str(place / "run"), "--data", str(place / "data"), "--json", "-q", "-j", "0"]
-    listed = json.loads(run(*command).stdout)
+    listed = json.loads(run_dpn(*command).stdout)
     (place / "data" / "classes.txt").unlink()
-    assert json.loads(run(*command).stdout) == listed
+    assert json.loads(run_dpn(*command).stdout) == listed
     (place / "data" / "classes.txt").write_text("sky\nsea\n")
-    other = run(*command)
+    other = run_dpn(*command)
     assert other.exit_code == 3
     assert "its 2 classes are not those that the run was trained on" in other.stderr
-    gone = run(*command[:3], "-q")
+    gone = run_dpn(*command[:3], "-q")
     assert gone.exit_code == 3
     assert f"--data {place / 'gone'}: no such folder" in " ".join(gone.stderr.split())
 
@@ -63,14 +63,14 @@ def test_a_demo_segmenter_has_the_demos_classes_on_other_data_too(place: Path) -
     own.data = own.data.model_copy(update={"dataset": "ade20k", "source": "demo"})
     save_segmenter(own, place / "run" / "weights.safetensors")
     command = ["segment", "eval", str(place / "run"), "--data", str(place / "data"), "--json", "-q", "-j", "0"]
-    listed = run(*command)
+    listed = run_dpn(*command)
     assert listed.exit_code == 0, listed.stderr
-    (place / "data" / "classes.txt").write_text("\n".join(reversed(NAMES)))
-    other = run(*command)
+    (place / "data" / "classes.txt").write_text("\n".join(reversed(CLASS_NAMES)))
+    other = run_dpn(*command)
     assert other.exit_code == 3
     assert f"--data {place / 'data'}: its 5 classes are not those" in " ".join(other.stderr.split())
     (place / "data" / "classes.txt").unlink()
-    assert json.loads(run(*command).stdout) == json.loads(listed.stdout)
+    assert json.loads(run_dpn(*command).stdout) == json.loads(listed.stdout)
 
 
 def test_a_run_is_scored_as_the_command_says(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,9 +82,9 @@ def test_a_run_is_scored_as_the_command_says(place: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr("tasks.segment.evaluate.score", score)
     command = ["segment", "eval", str(place / "run"), "--data", str(place / "data"), "--json", "-q"]
-    run(*command)
-    run(*command, "--stride", "9", "--size", "native", "--multi-scale")
-    whole = json.loads(run(*command, "--mode", "whole").stdout)
+    run_dpn(*command)
+    run_dpn(*command, "--stride", "9", "--size", "native", "--multi-scale")
+    whole = json.loads(run_dpn(*command, "--mode", "whole").stdout)
     assert (whole["evaluation"]["mode"], whole["miou"]) == ("whole", 100)
     plain = WindowPlan(64, 42, (256, 64))
     scales = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75)  # Segmenter's
@@ -104,7 +104,7 @@ def test_both_sizes_are_scored_where_that_is_one_more_pass(place: Path) -> None:
     enlarged(place / "data")
     command = ["segment", "eval", str(place / "run"), "--data", str(place / "data"), "--json", "-q", "-j", "0"]
     native, resized, both, many = (
-        json.loads(run(*command, *arguments).stdout)
+        json.loads(run_dpn(*command, *arguments).stdout)
         for arguments in (["--size", "native"], ["--size", "resize"], ["--size", "both"], ["--multi-scale"])
     )
     assert native["miou"] != resized["miou"]
@@ -112,7 +112,7 @@ def test_both_sizes_are_scored_where_that_is_one_more_pass(place: Path) -> None:
     assert {key: both[key] for key in scores} == {key: native[key] for key in scores}
     assert both["resized"] == {key: resized[key] for key in scores}
     assert not any("resized" in result for result in (native, resized, many))
-    said = run(*(word for word in command if word != "--json"), "--size", "both").stdout
+    said = run_dpn(*(word for word in command if word != "--json"), "--size", "both").stdout
     assert (
         f"(3 images, slide, native size; all pixels of the most frequent class: mIoU {both['majority_miou']:.2f}"
         in said
@@ -121,8 +121,8 @@ def test_both_sizes_are_scored_where_that_is_one_more_pass(place: Path) -> None:
     own = load_segmenter(str(place / "run"))
     own.evaluation = Evaluation(size="both")
     save_segmenter(own, place / "run" / "weights.safetensors")
-    assert json.loads(run(*command).stdout)["resized"] == both["resized"]
-    assert json.loads(run(*command, "--multi-scale").stdout)["evaluation"]["size"] == "native"
+    assert json.loads(run_dpn(*command).stdout)["resized"] == both["resized"]
+    assert json.loads(run_dpn(*command, "--multi-scale").stdout)["evaluation"]["size"] == "native"
 
 
 def test_a_run_is_scored_again_as_it_was_after_its_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,14 +135,14 @@ def test_a_run_is_scored_again_as_it_was_after_its_training(tmp_path: Path, monk
 
     monkeypatch.setattr("tasks.segment.evaluate.score", scored)
     way = {"size": "native", "stride": 50, "scales": [0.5, 1.0], "flip": True, "batch_size": 3}
-    result = train(small(tmp_path / "data", schedule={"steps": 1}, evaluation=way), tmp_path / "run")
-    again = json.loads(run("segment", "eval", str(tmp_path / "run"), "--json", "-q", "-j", "0").stdout)
+    result = train_segment(segment_config(tmp_path / "data", schedule={"steps": 1}, evaluation=way), tmp_path / "run")
+    again = json.loads(run_dpn("segment", "eval", str(tmp_path / "run"), "--json", "-q", "-j", "0").stdout)
     assert seen == [WindowPlan(64, 50, (256, 64), native=True, ratios=(0.5, 1.0), flip=True, batch_size=3)] * 2
     assert again["evaluation"] == result["evaluation"] == {**way, "mode": "slide"}
     assert again["miou"] == result["miou"]
-    whole = small(tmp_path / "data", schedule={"steps": 1}, evaluation={"mode": "whole"})
-    train(whole, tmp_path / "whole")
-    run("segment", "eval", str(tmp_path / "whole"), "-q", "-j", "0")
+    whole = segment_config(tmp_path / "data", schedule={"steps": 1}, evaluation={"mode": "whole"})
+    train_segment(whole, tmp_path / "whole")
+    run_dpn("segment", "eval", str(tmp_path / "whole"), "-q", "-j", "0")
     assert [plan.stride for plan in seen[2:]] == [None, None]
 
 
@@ -156,7 +156,7 @@ def test_a_training_is_looked_at_once_and_scored_at_both_sizes(tmp_path: Path, m
 
     monkeypatch.setattr("tasks.segment.evaluate.score", scored)
     settings = {"schedule": {"steps": 2}, "evaluate_every": 1, "evaluation": {"size": "both"}}
-    result = train(small(tmp_path / "data", **settings), tmp_path / "run")
+    result = train_segment(segment_config(tmp_path / "data", **settings), tmp_path / "run")
     assert seen == [True, True, True, False]  # steps 1 and 2, then the result
     assert set(result["resized"]) == {"miou", "pixel_accuracy", "mean_accuracy"}
     assert result["evaluation"]["size"] == "both"
@@ -170,7 +170,7 @@ def test_a_photograph_is_sized_as_in_training_where_a_run_is_scored_at_both_size
     for size in ("native", "resize", "both"):
         own.evaluation = Evaluation(size=size)
         save_segmenter(own, place / "run" / "weights.safetensors")
-        run("segment", "predict", str(place / "run"), str(place / "large.png"), "-o", str(place))
+        run_dpn("segment", "predict", str(place / "run"), str(place / "large.png"), "-o", str(place))
         labels.append((place / "large.labels.png").read_bytes())
     assert labels[2] == labels[1] != labels[0]
 
@@ -183,7 +183,7 @@ def test_a_prediction_is_the_label_map_of_the_runs_plan(place: Path) -> None:
     with Image.open(image) as opened:
         opened.resize((150, 90)).save(place / "wide.png")
     done = json.loads(
-        run("segment", "predict", str(place / "run"), str(place / "wide.png"), "-o", str(place), "--json").stdout
+        run_dpn("segment", "predict", str(place / "run"), str(place / "wide.png"), "-o", str(place), "--json").stdout
     )
     pixels = decode(Image.open(place / "wide.png"), "")
     images = [resize_image(pixels, size) for size in ((64, 107), (96, 160))]
@@ -197,19 +197,19 @@ def test_a_prediction_is_the_label_map_of_the_runs_plan(place: Path) -> None:
 
 def test_a_report_never_replaces_a_run(place: Path) -> None:
     (place / "run" / "result.json").write_text("mine")
-    done = run("segment", "eval", str(place / "run"), "--data", str(place / "data"), "-o", str(place / "run"))
+    done = run_dpn("segment", "eval", str(place / "run"), "--data", str(place / "data"), "-o", str(place / "run"))
     assert done.exit_code == 2
     assert "the folder holds a run, and its result.json would be replaced" in done.stderr
     assert (place / "run" / "result.json").read_text() == "mine"
     shutil.rmtree(place / "data")  # a place that cannot be written is found before anything is read
-    done = run("segment", "eval", str(place / "run"), "-o", str(place / "run" / "run.json" / "report"), "-q")
+    done = run_dpn("segment", "eval", str(place / "run"), "-o", str(place / "run" / "run.json" / "report"), "-q")
     assert done.exit_code == 2
     assert "report: the folder cannot be made (Not a directory)" in done.stderr
 
 
 def test_a_stopped_evaluation_says_that_there_is_no_result(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "requested", lambda: signal.SIGTERM)
-    done = run("segment", "eval", str(place / "run"), "--data", str(place / "data"), "-j", "0", "-q")
+    done = run_dpn("segment", "eval", str(place / "run"), "--data", str(place / "data"), "-j", "0", "-q")
     assert done.exit_code == 75
     assert done.stderr.strip() == "error: stopped by SIGTERM; no result was written"
 
@@ -230,9 +230,9 @@ def test_what_is_drawn_has_the_classes_colors() -> None:
 
 
 def test_a_run_that_was_killed_after_its_training_leaves_no_checkpoints(tmp_path: Path) -> None:
-    config = small(write_scenes(tmp_path / "data", {"training": 8, "validation": 2}), schedule={"steps": 1})
-    result = train(config, tmp_path / "run")
+    config = segment_config(write_scenes(tmp_path / "data", {"training": 8, "validation": 2}), schedule={"steps": 1})
+    result = train_segment(config, tmp_path / "run")
     (tmp_path / "run" / "result.json").unlink()
     (tmp_path / "run" / "checkpoints" / "last").mkdir(parents=True)
-    assert train(config, tmp_path / "run", resume=True) == result
+    assert train_segment(config, tmp_path / "run", resume=True) == result
     assert not (tmp_path / "run" / "checkpoints").exists()

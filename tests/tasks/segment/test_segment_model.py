@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_segment import small
 from torch import nn
 
 from dpn_cli.config.load import build
 from dpn_cli.engine.fit import Outputs
 from dpn_cli.run.distributed import World
 from dpn_cli.weights.backbone import Backbone, export_backbone, load_backbone
+from support.segment import segment_config
 from tasks.segment import train
 from tasks.segment.artifact import Segmenter, load_segmenter, save_segmenter
 from tasks.segment.config import Evaluation, MaskData, SegmentConfig
@@ -70,7 +70,7 @@ def test_a_network_is_built_as_the_config_says(tmp_path: Path) -> None:
     tower.pos_embed.data.normal_()
     export_backbone(tower, tmp_path / "tower.safetensors")
     base = {"checkpoint": str(tmp_path / "tower.safetensors"), "arch": None, "pool": None, "drop_path": 0.3}
-    built = train.build_network(small("demo", backbone=base, final_norm=True, head_init="zero"), 5)
+    built = train.build_network(segment_config("demo", backbone=base, final_norm=True, head_init="zero"), 5)
     vit = built.vit
     assert built.final_norm
     assert not head(vit).weight.any()
@@ -81,16 +81,16 @@ def test_a_network_is_built_as_the_config_says(tmp_path: Path) -> None:
     resized = F.interpolate(grid, (4, 4), mode="bilinear", align_corners=False)
     torch.testing.assert_close(vit.pos_embed.detach(), resized.flatten(2).transpose(1, 2), atol=1e-6, rtol=1e-5)
     changed = {"data": {"inputs": "checkpoint"}, "freeze": "stem", "final_norm": False, "seed": 1}
-    other = train.build_network(small("demo", backbone=base, **changed), 5)
+    other = train.build_network(segment_config("demo", backbone=base, **changed), 5)
     assert other.vit.mean == tower.mean != vit.mean
     assert not other.final_norm
     assert not any(name.startswith("patch_embed.") for name in trainable(other))
-    again = train.build_network(small("demo", backbone=base, seed=2), 5)
+    again = train.build_network(segment_config("demo", backbone=base, seed=2), 5)
     assert not torch.equal(head(again.vit).weight, head(other.vit).weight)
 
 
 def test_a_fraction_is_what_is_trained_on_and_what_is_said() -> None:
-    config = small("demo", data={"fraction": "1/4"}, schedule={"steps": 40})
+    config = segment_config("demo", data={"fraction": "1/4"}, schedule={"steps": 40})
     data = train.open_data(config)
     assert (len(data.train), data.whole, len(data.val)) == (250, 1000, 200)
     assert train.passes(config, data) == 1.28
@@ -105,7 +105,7 @@ class _StopError(Exception):
 
 def test_examples_are_made_as_the_config_says(monkeypatch: pytest.MonkeyPatch) -> None:
     augment = {"ratio": [0.7, 1.5], "cat_max": 0.6, "photometric": False}
-    config = small("demo", augment=augment, data={"scale": [300, 70], "flip": False})
+    config = segment_config("demo", augment=augment, data={"scale": [300, 70], "flip": False})
     data = train.open_data(config)
     segmenter = Segmenter(train.build_network(config, 5), data.classes, config.data, config.evaluation, {})
     seen: list[Any] = []

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from test_segment_sliding_window import mmseg
 
 from dpn_cli.errors import DpnError
 from dpn_cli.weights.backbone import load_backbone
+from support.segment import import_mmseg
 from tasks.segment.artifact import Segmenter, save_segmenter
 from tasks.segment.config import Evaluation, MaskData
 from tasks.segment.labels import LabelRule
@@ -41,7 +41,7 @@ def segmenter() -> Segmenter:
 
 def build(head: str | None, backbone: str | None, classes: int = CLASSES) -> Any:
     """Build the configuration's model at toy size."""
-    mmseg()
+    import_mmseg()
     from mmengine.config import Config
     from mmseg.registry import MODELS
     from mmseg.utils import register_all_modules
@@ -123,7 +123,7 @@ def test_a_head_of_other_classes_is_refused(segmenter: Segmenter, tmp_path: Path
 
 
 def test_labels_and_pairs_are_those_of_its_ade20k_data_set(tmp_path: Path) -> None:
-    mmseg()
+    import_mmseg()
     from mmseg.datasets import ADE20KDataset
     from mmseg.utils import register_all_modules
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 from sklearn.metrics import confusion_matrix, jaccard_score
-from test_cli import run as command
-from test_report import check_page, page_of, rows_of
-from test_segment import small, train, write_scenes
 
+from support.cli import run_dpn
+from support.pages import make_page, parse_page, read_chart_rows
+from support.segment import segment_config, train_segment, write_scenes
 from tasks.segment.iou import ImageScore
 from tasks.segment.page_samples import SIDE, select_extremes
 
@@ -39,7 +39,7 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     mask = pixels_of(scenes / "annotations" / "validation" / "0001.png")
     mask[:20, :30] = 0
     Image.fromarray(mask).save(scenes / "annotations" / "validation" / "0001.png")
-    train(small(scenes, schedule={"steps": 2}, batch_size=4), root / "run")
+    train_segment(segment_config(scenes, schedule={"steps": 2}, batch_size=4), root / "run")
     return root / "run", scenes
 
 
@@ -62,9 +62,9 @@ def test_every_image_has_its_miou_its_confusions_and_its_images(scored: tuple[Pa
         pairs = drawn["truth"][judged], drawn["predicted"][judged]
         assert miou == pytest.approx(100 * jaccard_score(*pairs, average="macro"))
         total += confusion_matrix(*pairs, labels=range(5))
-    html = page_of(tmp_path, run)
-    check_page(html)
-    counts = {(true, predicted): int(pixels) for true, predicted, pixels in rows_of(tmp_path, "confusion")[1:]}
+    html = make_page(tmp_path, run)
+    parse_page(html)
+    counts = {(true, predicted): int(pixels) for true, predicted, pixels in read_chart_rows(tmp_path, "confusion")[1:]}
     assert counts == {(names[t], names[p]): total[t, p] for t in range(5) for p in range(5) if total[t, p]}
     assert html.count("<img src=") == 3 * 4
     assert ">The median images<" in html
@@ -76,7 +76,7 @@ def test_images_of_an_earlier_score_are_deleted(scored: tuple[Path, Path], tmp_p
     run, scenes = scored
     words = ["segment", "eval", str(run), "--data", str(scenes), "-o", str(tmp_path / "out"), "--device", "cpu", "-q"]
     for _ in range(2):
-        assert command(*words).exit_code == 0
+        assert run_dpn(*words).exit_code == 0
         kept = {path.name for path in (tmp_path / "out" / "samples").iterdir()}
         (tmp_path / "out" / "samples" / "99.truth.png").touch()
     assert kept == {path.name for path in (run / "samples").iterdir()}

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Arrays, nchw
 from torch import Tensor
 from torchmetrics.classification import MulticlassConfusionMatrix
 
 from dpn_cli.weights.backbone import load_backbone
+from support.goldens import Arrays, to_nchw
+from support.segment import import_mmseg
 from tasks.segment.iou import SegmentScores, count_pixels
 from tasks.segment.labels import IGNORE
 from tasks.segment.loss import UpsampledCrossEntropy, segmentation_loss
@@ -24,15 +23,6 @@ from tasks.segment.palette import Class
 from tasks.segment.sliding_window import Axis, WindowPlan, axis_matrix, label_map, resize_rows, starts, view
 
 CLASSES = 7
-
-
-def mmseg() -> Any:
-    """Import mmsegmentation, which warns about operators that are not compiled."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import mmseg.evaluation
-        import mmseg.models
-    return mmseg
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +138,7 @@ def test_images_are_resized_as_asked() -> None:
 
 @torch.inference_mode()
 def test_slide_inference_is_mmsegmentations(network: LinearSegmenter) -> None:
-    mmseg()
+    import_mmseg()
     from mmengine.config import ConfigDict
     from mmseg.models.segmentors import EncoderDecoder
 
@@ -163,25 +153,25 @@ def test_slide_inference_is_mmsegmentations(network: LinearSegmenter) -> None:
 
 def test_upsampling_is_jaxs(golden: Callable[[str], Arrays]) -> None:
     recorded = golden("logits_bilinear_upsample")
-    small = nchw(recorded["in"])[0]
+    small = to_nchw(recorded["in"])[0]
     for name, (height, width) in {"x4": (24, 28), "x16": (96, 112), "down_noantialias": (4, 3)}.items():
         down = resize_rows(torch.eye(6, dtype=torch.float64), height).float()
         across = resize_rows(torch.eye(7, dtype=torch.float64), width).float()
-        torch.testing.assert_close(down @ small @ across.T, nchw(recorded[name])[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(down @ small @ across.T, to_nchw(recorded[name])[0], atol=1e-5, rtol=1e-5)
     one = axis_matrix(24, [0], 6, 24, 24)
     torch.testing.assert_close(one @ small, (resize_rows(torch.eye(6, dtype=torch.float64), 24).float() @ small))
 
 
 def test_the_loss_and_its_gradient_are_scenics(golden: Callable[[str], Arrays]) -> None:
     recorded = golden("segmentation_loss")
-    logits = nchw(recorded["logits"]).requires_grad_()
+    logits = to_nchw(recorded["logits"]).requires_grad_()
     label = torch.from_numpy(recorded["labels"])
     valid = (label != IGNORE).sum().float() / len(label)
     batch = {"label": label.to(torch.uint8), "valid": valid.expand(len(label))}
     loss = segmentation_loss(logits, batch)
     loss.backward()  # type: ignore[no-untyped-call]
     assert loss.item() == pytest.approx(recorded["masked/loss"].item(), abs=1e-5)
-    torch.testing.assert_close(logits.grad, nchw(recorded["masked/grad"]), atol=1e-7, rtol=1e-4)
+    torch.testing.assert_close(logits.grad, to_nchw(recorded["masked/grad"]), atol=1e-7, rtol=1e-4)
     # Micro-batches weighed by their rows add up to the batch, however unequal their labelled pixels are.
     parts = [
         segmentation_loss(logits[i : i + 1], {"label": batch["label"][i : i + 1], "valid": batch["valid"][i : i + 1]})
@@ -258,7 +248,7 @@ def test_labels_that_are_left_out_weigh_nothing(golden: Callable[[str], Arrays])
 
 
 def test_scores_are_mmsegmentations() -> None:
-    mmseg()
+    import_mmseg()
     from mmseg.evaluation import IoUMetric
 
     generator = torch.Generator().manual_seed(0)

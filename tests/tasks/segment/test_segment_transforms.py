@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from test_segment_sliding_window import mmseg
 
+from support.segment import import_mmseg
 from tasks.segment import transforms
 from tasks.segment.labels import IGNORE
 from tasks.segment.transforms import (
@@ -64,7 +64,7 @@ def example(number: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
 
 
 def test_an_example_is_mmsegmentations_for_the_same_draws() -> None:
-    mmseg()
+    import_mmseg()
     from mmcv.transforms import RandomFlip, RandomResize
     from mmseg.datasets import transforms as theirs
 

@@ -12,8 +12,6 @@ import pytest
 import torch
 import yaml
 from PIL import Image
-from test_cli import run
-from test_segment import NAMES, small, train, write_scenes
 
 from dpn_cli.commands import trainers as commands
 from dpn_cli.config.cost import Cost
@@ -24,6 +22,8 @@ from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
 from dpn_cli.run.run import Run
 from dpn_cli.weights.backbone import export_backbone, load_backbone
+from support.cli import run_dpn
+from support.segment import CLASS_NAMES, segment_config, train_segment, write_scenes
 from tasks.segment import command as trainer
 from tasks.segment import train as training
 from tasks.segment.artifact import Segmenter, load_segmenter, save_segmenter
@@ -50,9 +50,9 @@ def data(tmp_path: Path) -> Path:
 @pytest.fixture
 def untrained(data: Path, tmp_path: Path) -> Path:
     """The folder of a run that ended before its first step."""
-    vit = load_backbone("mu/16", image_size=64, num_classes=len(NAMES), drop_path=0.5, seed=1)
+    vit = load_backbone("mu/16", image_size=64, num_classes=len(CLASS_NAMES), drop_path=0.5, seed=1)
     initialize_head(vit, "lecun_normal", 2)
-    classes = tuple(Class(name, (1, 2, 3)) for name in NAMES)
+    classes = tuple(Class(name, (1, 2, 3)) for name in CLASS_NAMES)
     source = MaskData(source=str(data), label_offset=1, ignore_label=0)
     save_segmenter(
         Segmenter(LinearSegmenter(vit, final_norm=False), classes, source, Evaluation(), {}),
@@ -81,7 +81,7 @@ def test_weights_are_the_checkpoints_whether_the_arch_is_said_or_not(tmp_path: P
     export_backbone(tower, tmp_path / "tower.safetensors")
     for arch in (None, "mu/16"):
         section = {"arch": arch, "checkpoint": str(tmp_path / "tower.safetensors"), "pool": None}
-        vit = training.build_network(small("demo", backbone=section), 5).vit
+        vit = training.build_network(segment_config("demo", backbone=section), 5).vit
         for part in ("blocks", "patch_embed", "norm"):
             ours, theirs = getattr(vit, part).state_dict(), getattr(tower, part).state_dict()
             assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
@@ -90,12 +90,12 @@ def test_weights_are_the_checkpoints_whether_the_arch_is_said_or_not(tmp_path: P
 def test_the_networks_options_reach_it() -> None:
     for pool, size in (("tok", 32), ("gap", 64)):
         section = {"pool": pool, "image_size": size, "grad_checkpointing": pool == "tok"}
-        vit = training.build_network(small("demo", backbone=section), 5).vit
+        vit = training.build_network(segment_config("demo", backbone=section), 5).vit
         assert (vit.config.pool, vit.config.image_size, vit.grad_checkpointing) == (pool, (size, size), pool == "tok")
 
 
 def test_seeds_differ_in_their_first_weights() -> None:
-    first, again, other = (training.build_network(small("demo", seed=seed), 5).vit for seed in (1, 1, 2))
+    first, again, other = (training.build_network(segment_config("demo", seed=seed), 5).vit for seed in (1, 1, 2))
     for name, value in first.named_parameters():
         assert torch.equal(value, again.get_parameter(name))
     for name in ("patch_embed.proj.weight", "blocks.0.attn.qkv.weight", "head.weight"):
@@ -103,7 +103,7 @@ def test_seeds_differ_in_their_first_weights() -> None:
 
 
 def test_the_config_decides_batches_and_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = small("demo", seed=7, lr=0.123, evaluate_every=20, optim={"weight_decay": 0.5}, batch_size=4)
+    config = segment_config("demo", seed=7, lr=0.123, evaluate_every=20, optim={"weight_decay": 0.5}, batch_size=4)
     data = training.open_data(config)
     segmenter = Segmenter(training.build_network(config, 5), data.classes, config.data, config.evaluation, {})
     seen: list[Any] = []
@@ -132,8 +132,8 @@ def test_masks_are_read_as_the_config_says() -> None:
 
 
 def test_looks_and_result_are_scores_of_the_validation_images(data: Path, tmp_path: Path) -> None:
-    config = small(data, lr=1e-30, schedule={"steps": 2}, evaluate_every=1)  # weights stay as they are
-    result = train(config, tmp_path / "run")
+    config = segment_config(data, lr=1e-30, schedule={"steps": 2}, evaluate_every=1)  # weights stay as they are
+    result = train_segment(config, tmp_path / "run")
     log = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     looks = [record["miou"] for record in log if "miou" in record]
     assert looks == pytest.approx([result["miou"]] * 2)
@@ -146,11 +146,13 @@ def test_a_training_is_scored_with_its_own_runtime_and_rule(
 ) -> None:
     runtime = {"precision": "bf16", "workers": 0}
     settings = {"schedule": {"steps": 2}, "evaluate_every": 1, "runtime": runtime, "data": {"source": str(data)}}
-    train(small(data, **settings), tmp_path / "run")
+    train_segment(segment_config(data, **settings), tmp_path / "run")
     assert len(scored) == 3
     expected = {"names": ["0000", "0001", "0002"], "rule": LabelRule(5, 1, 0), "workers": 0, "bf16": True}
     assert all(one == expected for one in scored)
-    train(small(data, **{**settings, "runtime": {"precision": "fp32", "workers": 0}}), tmp_path / "other")
+    train_segment(
+        segment_config(data, **{**settings, "runtime": {"precision": "fp32", "workers": 0}}), tmp_path / "other"
+    )
     assert not any(one["bf16"] for one in scored[3:])
 
 
@@ -158,13 +160,13 @@ def test_eval_scores_the_validation_images_with_its_own_options(
     untrained: Path, data: Path, scored: list[dict[str, Any]]
 ) -> None:
     base = ["segment", "eval", str(untrained), "--json", "-q"]
-    assert json.loads(run(*base, "--precision", "bf16", "-j", "3").stdout)["images"] == 3
-    run(*base)
+    assert json.loads(run_dpn(*base, "--precision", "bf16", "-j", "3").stdout)["images"] == 3
+    run_dpn(*base)
     expected = {"names": ["0000", "0001", "0002"], "rule": LabelRule(5, 1, 0), "workers": 3, "bf16": True}
     assert scored == [expected, {**expected, "workers": "auto", "bf16": False}]
     mask = data / "annotations" / "validation" / "0001.png"
     Image.fromarray(np.full((64, 64), 77, np.uint8)).save(mask)
-    spoilt = run(*base)
+    spoilt = run_dpn(*base)
     assert spoilt.exit_code == 3
     assert f"{mask}: the mask holds 77" in " ".join(spoilt.stderr.split())
     assert len(scored) == 2  # found before anything is scored
@@ -180,7 +182,7 @@ def test_predict_has_its_own_precision(untrained: Path, data: Path, monkeypatch:
     monkeypatch.setattr("tasks.segment.predict.label_map", label_map)
     image = str(data / "images" / "validation" / "0000.jpg")
     for precision in ("bf16", "fp32"):
-        run("segment", "predict", str(untrained), image, "-o", str(untrained), "--precision", precision)
+        run_dpn("segment", "predict", str(untrained), image, "-o", str(untrained), "--precision", precision)
     assert seen == [True, False]
 
 
@@ -191,14 +193,14 @@ def test_a_loaded_segmenter_drops_nothing(untrained: Path) -> None:
 
 @pytest.mark.parametrize("part", ["annotations/validation", "images/validation", "images/training"])
 def test_any_file_that_changes_between_run_and_resume_is_noticed(part: str, data: Path, tmp_path: Path) -> None:
-    config = small(data, schedule={"steps": 1})
-    train(config, tmp_path / "run")
+    config = segment_config(data, schedule={"steps": 1})
+    train_segment(config, tmp_path / "run")
     for name in ("result.json", "weights.safetensors"):
         (tmp_path / "run" / name).unlink()
     path = next((data / part).iterdir())
     path.write_bytes(path.read_bytes() + b"\0")
     with pytest.raises(DataError, match="the images or masks have changed since this run began"):
-        train(config, tmp_path / "run", resume=True)
+        train_segment(config, tmp_path / "run", resume=True)
 
 
 def test_the_weights_folder_is_for_those_who_name_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +210,7 @@ def test_the_weights_folder_is_for_those_who_name_no_weights(tmp_path: Path, mon
 
     def chosen(stem: str, checkpoint: str | None) -> str | None:
         section = {"arch": "mu/16", "stem": stem, "checkpoint": "none"}
-        config = small("somewhere", backbone=section)
+        config = segment_config("somewhere", backbone=section)
         backbone = config.backbone.model_copy(update={"checkpoint": checkpoint})
         return finalize(config.model_copy(update={"backbone": backbone})).backbone.checkpoint
 
@@ -230,7 +232,9 @@ def test_a_run_has_the_folder_of_its_task_network_and_fraction(
 
     monkeypatch.setattr("tasks.segment.command.train", trained)
     for source, share in ((str(data), 1), (str(data), "1/2"), ("demo", 1)):
-        trainer.run(small(source, data={"source": source, "fraction": share}), LaunchOptions(), Console(quiet=True))
+        trainer.run(
+            segment_config(source, data={"source": source, "fraction": share}), LaunchOptions(), Console(quiet=True)
+        )
     assert [str(path) for path in seen] == [
         "runs/segment_folder/mu-16-dpn",
         "runs/segment_folder/mu-16-dpn-0.5",
@@ -250,21 +254,21 @@ def test_a_dry_run_counts_the_steps_of_the_epochs(
         )
 
     monkeypatch.setattr("tasks.segment.command.dry_run_training", rehearsed)
-    trainer.run(small(data).model_copy(update={"epochs": 5.0}), LaunchOptions(dry_run=True), Console())
+    trainer.run(segment_config(data).model_copy(update={"epochs": 5.0}), LaunchOptions(dry_run=True), Console())
     assert asked == [5]
     assert "5 steps of 8: 5 passes" in capsys.readouterr().err
 
 
 def test_each_command_has_its_own_config() -> None:
     for name, expected in (("folder", ("folder", 0, 255, 128)), ("ade20k", ("ade20k", 1, 0, None))):
-        config = yaml.safe_load(run("segment", name, "--data", "somewhere", "--print-config").stdout)
+        config = yaml.safe_load(run_dpn("segment", name, "--data", "somewhere", "--print-config").stdout)
         data = config["data"]
         assert (data["dataset"], data["label_offset"], data["ignore_label"], config["epochs"]) == expected
 
 
 def test_the_demo_starts_from_the_tower_of_its_stem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, "demo_backbone", lambda stem, console, trained: f"tower of {stem}, {trained}")
-    config = small("demo", backbone={"arch": None, "checkpoint": None, "stem": "none"})
+    config = segment_config("demo", backbone={"arch": None, "checkpoint": None, "stem": "none"})
     assert config.backbone.checkpoint is None
     for dry_run in (False, True):
         settled = commands.ADE20K.finalize(config, Console(quiet=True), dry_run)

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from programs import ROOT, environment, run_program
-from test_cli import run
 
 from dpn_cli.data.sources.folder import FileList
 from dpn_cli.errors import DataError, SaveError, StoppedError
 from dpn_cli.run import signals
 from dpn_cli.run.console import Console
+from support.cli import run_dpn
+from support.programs import ROOT, program_environment, run_program
 from tasks.vtab import data
 from tasks.vtab.config import VtabData
 from tasks.vtab.prepare import builders, command, sources, write
@@ -218,10 +218,10 @@ def test_a_task_holds_the_parts_of_its_splits_as_stored(few: None, tmp_path: Pat
 def test_a_check_of_prepared_tasks_finds_nothing(few: None, offline: None, tmp_path: Path) -> None:
     out = tmp_path / "vtab-1k"
     words = "dsprites_loc,dsprites_ori,kitti"
-    done = run("data", "prepare", "vtab", "--out", str(out), "--tasks", words, "--json", "-q")
+    done = run_dpn("data", "prepare", "vtab", "--out", str(out), "--tasks", words, "--json", "-q")
     assert done.exit_code == 0, done.output
     assert set(json.loads(done.stdout)["tasks"].values()) == {"written"}
-    checked = run("data", "check", "vtab", "--data", str(out), "--tasks", words, "--json", "-q", "-j", "0")
+    checked = run_dpn("data", "check", "vtab", "--data", str(out), "--tasks", words, "--json", "-q", "-j", "0")
     result = json.loads(checked.stdout)
     assert (checked.exit_code, result["problems"]) == (0, [])
     assert all("test images, VTAB has" in text for text in result["warnings"])
@@ -258,7 +258,7 @@ def test_jpeg_files_stay_as_they_are_and_are_no_copies(
         """Whether the check and the training call the files copies."""
         task = source.tasks[0]
         data.check_images({task: data.open_task(VtabData(source=str(tmp_path)), task)}, False, QUIET)
-        checked = json.loads(run(*words).stdout)["warnings"]
+        checked = json.loads(run_dpn(*words).stdout)["warnings"]
         return any("quality 75" in text for text in checked), "JPEG files in dtd" in capsys.readouterr().err
 
     assert warned() == (False, False)
@@ -290,13 +290,13 @@ def test_what_a_kill_left_is_written_again_and_what_is_whole_is_kept(
     killed = run_program(
         [sys.executable, "-c", KILLED, str(out), "45"],
         cwd=ROOT / "tests",
-        env=environment(),
+        env=program_environment(),
     )
     assert killed.returncode == -9, killed.stderr
     assert sorted(path.name for path in out.iterdir()) == [".smallnorb_azi.partial", ".smallnorb_ele.partial"]
     whole = tmp_path / "whole"
-    assert run("data", "prepare", "vtab", "-o", str(whole), "--tasks", "smallnorb_azi,svhn", "-q").exit_code == 0
-    assert run("data", "prepare", "vtab", "-o", str(out), "--tasks", "smallnorb_azi", "-q").exit_code == 0
+    assert run_dpn("data", "prepare", "vtab", "-o", str(whole), "--tasks", "smallnorb_azi,svhn", "-q").exit_code == 0
+    assert run_dpn("data", "prepare", "vtab", "-o", str(out), "--tasks", "smallnorb_azi", "-q").exit_code == 0
     assert digests(out / "smallnorb_azi") == digests(whole / "smallnorb_azi")
 
     def untouched(source: Source, *where: object) -> Stored:
@@ -306,7 +306,7 @@ def test_what_a_kill_left_is_written_again_and_what_is_whole_is_kept(
     monkeypatch.setattr(command, "open_builder", untouched)
     before = {path: path.stat().st_mtime_ns for path in (whole / "smallnorb_azi").rglob("*")}
     words = ["-o", str(whole), "--tasks", "smallnorb_ele,smallnorb_azi,svhn", "--json", "-q"]
-    done = run("data", "prepare", "vtab", *words)
+    done = run_dpn("data", "prepare", "vtab", *words)
     assert json.loads(done.stdout)["tasks"] == {"svhn": "kept", "smallnorb_azi": "kept", "smallnorb_ele": "written"}
     assert before == {path: path.stat().st_mtime_ns for path in (whole / "smallnorb_azi").rglob("*")}
     assert not list(out.glob(".*ele*"))  # what was left of it is gone
@@ -322,18 +322,18 @@ def test_a_signal_stops_between_two_images(tmp_path: Path, monkeypatch: pytest.M
 
 def test_damaged_tasks_are_written_again_when_asked(few: None, offline: None, tmp_path: Path) -> None:
     words = ["data", "prepare", "vtab", "-o", str(tmp_path), "--tasks", "dtd", "--json", "-q"]
-    assert run(*words).exit_code == 0
+    assert run_dpn(*words).exit_code == 0
     before = digests(tmp_path / "dtd")
     (tmp_path / "dtd" / "images" / "test" / "000002.png").write_bytes(b"x")
-    assert json.loads(run(*words).stdout)["tasks"] == {"dtd": "kept"}
-    again = run(*words, "--verify")
+    assert json.loads(run_dpn(*words).stdout)["tasks"] == {"dtd": "kept"}
+    again = run_dpn(*words, "--verify")
     assert json.loads(again.stdout)["tasks"] == {"dtd": "written"}
     assert "1 file missing or changed, images/test/000002.png first" in " ".join(again.stderr.split())
     assert digests(tmp_path / "dtd") == before
-    assert json.loads(run(*words, "--verify").stdout)["tasks"] == {"dtd": "kept"}
+    assert json.loads(run_dpn(*words, "--verify").stdout)["tasks"] == {"dtd": "kept"}
     sums = tmp_path / "dtd" / write.SUMS
     sums.write_text("".join(sums.read_text().splitlines(keepends=True)[1:]))
-    assert json.loads(run(*words, "--verify").stdout)["tasks"] == {"dtd": "written"}
+    assert json.loads(run_dpn(*words, "--verify").stdout)["tasks"] == {"dtd": "written"}
 
 
 def test_what_is_left_is_named_at_the_end_and_the_rest_is_written(
@@ -346,7 +346,7 @@ def test_what_is_left_is_named_at_the_end_and_the_rest_is_written(
 
     monkeypatch.setattr(command, "open_builder", by_hand)
     words = ["data", "prepare", "vtab", "-o", str(tmp_path / "out"), "--tfds-dir", str(tmp_path / "tfds"), "-q"]
-    done = run(*words, "--tasks", "retinopathy,resisc45,dtd,smallnorb_ele")
+    done = run_dpn(*words, "--tasks", "retinopathy,resisc45,dtd,smallnorb_ele")
     assert done.exit_code == 3
     said = " ".join(done.stderr.split())
     manual = tmp_path / "tfds" / "downloads" / "manual"
@@ -384,20 +384,20 @@ def test_too_few_images_labels_outside_the_classes_and_other_sizes_are_said(
 def test_foreign_folders_and_a_missing_library_end_the_command_at_once(tmp_path: Path) -> None:
     (tmp_path / "svhn").mkdir()
     words = ["data", "prepare", "vtab", "-o", str(tmp_path), "-q", "--tasks"]
-    done = run(*words, "svhn,dtd")
+    done = run_dpn(*words, "svhn,dtd")
     assert done.exit_code == 2
     assert f"{tmp_path / 'svhn'}: there already, and not written by this command" in " ".join(done.stderr.split())
-    done = run(*words, "svnh")
+    done = run_dpn(*words, "svnh")
     assert (done.exit_code, "did you mean 'svhn'" in done.stderr) == (2, True)
     (tmp_path / "file").write_text("")
-    assert "a file; name a folder" in run("data", "prepare", "vtab", "-o", str(tmp_path / "file"), "-q").stderr
+    assert "a file; name a folder" in run_dpn("data", "prepare", "vtab", "-o", str(tmp_path / "file"), "-q").stderr
 
 
 def test_without_tensorflow_datasets_one_line_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorflow", None)
-    done = run("data", "prepare", "vtab", "-o", str(tmp_path / "out"), "-q")
+    done = run_dpn("data", "prepare", "vtab", "-o", str(tmp_path / "out"), "-q")
     assert (done.exit_code, len(done.stderr.strip().splitlines())) == (2, 1)
     assert "tensorflow is not installed; pip install 'dpn-cli[prepare]'" in done.stderr
     assert not (tmp_path / "out").exists()

@@ -11,62 +11,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import write_task
 from rich.console import Console as RichConsole
-from test_cli import run as dpn
 
-from dpn_cli.config.launch import LaunchOptions
-from dpn_cli.config.load import build, from_settings, merge, read_config
+from dpn_cli.config.load import build, merge, read_config
 from dpn_cli.data.pixels import shuffled_batches
 from dpn_cli.errors import DpnError
 from dpn_cli.run.console import Console
-from tasks.vtab import command
-from tasks.vtab.config import VtabConfig, finalize, resolve
+from support.cli import run_dpn
+from support.vtab import Json, read_ledger, run_vtab, write_vtab_task
+from tasks.vtab.config import VtabConfig
 from tasks.vtab.result_tables import print_result
 from tasks.vtab.tasks import DEMO_TASKS, PAPER_COLUMNS, TASKS, choose_tasks
 from tasks.vtab.train import Trainer
 from tasks.vtab.trials import choose_lr
-
-Json = dict[str, Any]
-TOY = [
-    "schedule.steps=6",
-    "schedule.warmup=1",
-    "batch_size=32",
-    "lrs=[0.001, 0.01, 0.03]",
-    "seeds=2",
-    "backbone.arch=mu/8",
-    "backbone.image_size=16",
-    "backbone.checkpoint=none",
-    "optim.name=adam",
-]
-
-
-def run(
-    source: Path | str,
-    output: Path,
-    *settings: str,
-    resume: bool = False,
-    overwrite: bool = False,
-    console: Console | None = None,
-    toy: bool = True,
-) -> Json:
-    layers = from_settings([*(TOY if toy else []), *settings])
-    plain = resolve(None, {"data": {"source": str(source)}}, layers)
-    built = finalize(build(VtabConfig, plain, "config"))
-    result = command.run(
-        built, LaunchOptions(output, resume=resume, overwrite=overwrite), console or Console(quiet=True)
-    )
-    assert result is not None
-    return result
-
-
-def ledger(output: Path) -> list[Json]:
-    rows = [json.loads(line) for line in (output / "ledger.jsonl").read_text().splitlines()]
-    begun = [(row["lr"], row["seed"]) for row in rows if row["accuracy"] is None]
-    scored = [row for row in rows if row["accuracy"] is not None]
-    assert begun == [(row["lr"], row["seed"]) for row in scored]  # every score was announced before it was made
-    assert all(len(row["weights_sha256"]) == 64 for row in rows)
-    return scored
 
 
 def shown(result: Json) -> str:
@@ -78,7 +35,7 @@ def shown(result: Json) -> str:
 
 def test_handwriting_is_learnt(digits: Path, tmp_path: Path) -> None:
     # A shorter form of the run in the README, which goes on to 90 %.
-    done = dpn(
+    done = run_dpn(
         "finetune",
         "vtab",
         "--data",
@@ -147,7 +104,7 @@ def test_only_the_chosen_cells_meet_the_test_split_and_once(
     monkeypatch.setattr(Trainer, "count_test", counted)
     result = toy(tmp_path / "run")
     chosen = result["tasks"]["svhn"]["lr"]
-    assert [(row["lr"], row["seed"], row["images"]) for row in ledger(tmp_path / "run")] == [
+    assert [(row["lr"], row["seed"], row["images"]) for row in read_ledger(tmp_path / "run")] == [
         (chosen, 0, 797),
         (chosen, 1, 797),
     ]
@@ -164,7 +121,7 @@ def test_the_vtab_protocol_trains_again_on_all_thousand(toy: Callable[..., Json]
     paper, vtab = toy(tmp_path / "paper"), toy(tmp_path / "vtab", "protocol=vtab")
     assert paper["tasks"]["svhn"]["val"] == vtab["tasks"]["svhn"]["val"]
     assert paper["tasks"]["svhn"]["test"]["values"] != vtab["tasks"]["svhn"]["test"]["values"]
-    assert {row["trained_on"] for row in ledger(tmp_path / "vtab")} == {"train800val200"}
+    assert {row["trained_on"] for row in read_ledger(tmp_path / "vtab")} == {"train800val200"}
     markers = sorted((tmp_path / "vtab").glob("trials/dpn/svhn/train800val200*/done.json"))
     assert len(markers) == 2
 
@@ -232,7 +189,7 @@ def test_augmentation_follows_the_tasks_row(digits: Path, tmp_path: Path, monkey
         return original(pixels, size, *arguments, **options)
 
     monkeypatch.setattr("tasks.vtab.train.shuffled_batches", recorded)
-    run(digits, tmp_path / "run", "data.tasks=svhn", "seeds=1", "lrs=[0.01]")
+    run_vtab(digits, tmp_path / "run", "data.tasks=svhn", "seeds=1", "lrs=[0.01]")
     assert seen == [((3, 18, 18), True, True, (16, 16))]  # 256 / 224 of 16 before the crop
     for augment, shape, crop, flip in (
         ("[flip]", 16, False, True),
@@ -241,7 +198,7 @@ def test_augmentation_follows_the_tasks_row(digits: Path, tmp_path: Path, monkey
     ):
         seen.clear()
         settings = ("data.tasks=svhn", "seeds=1", "lrs=[0.01]", "schedule.steps=2", f"data.augment.svhn={augment}")
-        run(digits, tmp_path / augment, *settings)
+        run_vtab(digits, tmp_path / augment, *settings)
         assert seen == [((3, shape, shape), crop, flip, (16, 16))]
     assert {(t.crop, t.flip) for t in TASKS if t.name in {"smallnorb_azi", "dsprites_ori"}} == {(True, False)}
     assert {(t.crop, t.flip) for t in TASKS if t.name in {"clevr_dist", "clevr_count", "dmlab", "kitti"}} == {
@@ -301,7 +258,7 @@ def test_the_score_of_all_19_tasks_is_both_means() -> None:
 
 def test_the_demo_runs_from_nothing_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    done = dpn("finetune", "vtab", "--steps", "26", "--seeds", "1", "--lrs", "1e-2")
+    done = run_dpn("finetune", "vtab", "--steps", "26", "--seeds", "1", "--lrs", "1e-2")
     assert done.exit_code == 0, done.stderr
     first = " ".join(done.stderr.split())
     assert "DEMO: generated scenes" in first
@@ -316,7 +273,7 @@ def test_the_demo_runs_from_nothing_and_says_so(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_dry_run_goes_through_everything_and_leaves_nothing(digits: Path, tmp_path: Path) -> None:
-    done = dpn(
+    done = run_dpn(
         "finetune",
         "vtab",
         "--data",
@@ -345,4 +302,4 @@ def test_a_dry_run_goes_through_everything_and_leaves_nothing(digits: Path, tmp_
 
 def test_writing_a_task_twice_is_refused(digits: Path) -> None:
     with pytest.raises(FileExistsError):
-        write_task(digits / "svhn", {"test": np.zeros((1, 2, 2), np.uint8)}, {"test": np.zeros(1, np.int64)})
+        write_vtab_task(digits / "svhn", {"test": np.zeros((1, 2, 2), np.uint8)}, {"test": np.zeros(1, np.int64)})

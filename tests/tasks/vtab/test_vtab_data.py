@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_vtab import run
 
 from dpn_cli.errors import DataError
+from support.vtab import run_vtab
 from tasks.vtab.train import Trainer
 
 
@@ -50,23 +50,23 @@ def test_wrong_data_end_the_run_before_training(
     monkeypatch.setattr(Trainer, "job", lambda *_: pytest.fail("trained"))
     edit(broken / "svhn" / f"{split}.txt", change)
     with pytest.raises(DataError, match=message) as caught:
-        run(broken, tmp_path / "run", "data.tasks=svhn")
+        run_vtab(broken, tmp_path / "run", "data.tasks=svhn")
     assert caught.value.exit_code == 3
 
 
 def test_a_run_that_ended_before_training_does_not_block_its_folder(broken: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="needed for dtd"):
-        run(broken, tmp_path / "run", "data.tasks=svhn,dtd")
-    result = run(broken, tmp_path / "run", "data.tasks=svhn", "seeds=1", "lrs=[0.01]")
+        run_vtab(broken, tmp_path / "run", "data.tasks=svhn,dtd")
+    result = run_vtab(broken, tmp_path / "run", "data.tasks=svhn", "seeds=1", "lrs=[0.01]")
     assert result["tasks"]["svhn"]["test"]["n"] == 1
 
 
 def test_missing_splits_and_folders_are_named(broken: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="dtd: missing, needed for dtd; get it, or choose other --tasks"):
-        run(broken, tmp_path / "run", "data.tasks=svhn,dtd")
+        run_vtab(broken, tmp_path / "run", "data.tasks=svhn,dtd")
     (broken / "svhn" / "val200.txt").unlink()
     with pytest.raises(DataError, match="val200.txt: missing"):
-        run(broken, tmp_path / "run2", "data.tasks=svhn")
+        run_vtab(broken, tmp_path / "run2", "data.tasks=svhn")
 
 
 def test_a_corrupt_image_is_named_or_counted(broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,8 +74,10 @@ def test_a_corrupt_image_is_named_or_counted(broken: Path, tmp_path: Path, capsy
         path = broken / "svhn" / "images" / split / f"{number:06d}.png"
         path.write_bytes(path.read_bytes()[:40])
     with pytest.raises(DataError, match=r"000799.png \(train800.txt, line 800\): not a readable image"):
-        run(broken, tmp_path / "run", "data.tasks=svhn")
-    result = run(broken, tmp_path / "run2", "data.tasks=svhn", "data.skip_bad_images=true", "seeds=1", "lrs=[0.01]")
+        run_vtab(broken, tmp_path / "run", "data.tasks=svhn")
+    result = run_vtab(
+        broken, tmp_path / "run2", "data.tasks=svhn", "data.skip_bad_images=true", "seeds=1", "lrs=[0.01]"
+    )
     assert result["tasks"]["svhn"]["test_images"] == 796
     warnings = " ".join(capsys.readouterr().err.split())
     assert "1 unreadable images of train800 are left out" in warnings
@@ -91,7 +93,7 @@ def test_jpeg_copies_and_odd_test_sizes_are_warned_about(
     for path in folder.glob("*.png"):
         Image.open(path).save(path.with_suffix(".jpg"))
     edit(broken / "svhn" / "train800.txt", lambda lines: [line.replace(".png", ".jpg") for line in lines])
-    run(broken, tmp_path / "run", "data.tasks=svhn", "seeds=1", "lrs=[0.01]")
+    run_vtab(broken, tmp_path / "run", "data.tasks=svhn", "seeds=1", "lrs=[0.01]")
     warnings = " ".join(capsys.readouterr().err.split())
     assert "JPEG files in svhn" in warnings
     assert "797 test images, VTAB has 26032" in warnings
@@ -121,12 +123,12 @@ def test_hub_data_sets_are_read_by_split_and_column(digits: Path, tmp_path: Path
         lines += [f"  - split: {split}", f"    path: svhn/{split}.parquet"]
     (root / "README.md").write_text("\n".join([*lines, "---"]))
     settings = ["data.tasks=svhn", "seeds=1", "lrs=[0.01]"]
-    hub = run(f"hf:{root}", tmp_path / "hub_run", *settings)
-    files = run(digits, tmp_path / "file_run", *settings)
+    hub = run_vtab(f"hf:{root}", tmp_path / "hub_run", *settings)
+    files = run_vtab(digits, tmp_path / "file_run", *settings)
     assert hub["tasks"] == files["tasks"]
     assert hub["data"]["fingerprints"] == files["data"]["fingerprints"]
     with pytest.raises(DataError, match="which column holds the label.*image, digit, writer"):
-        run(f"hf:{root}", tmp_path / "x", *settings, "data.label_column=nope")
+        run_vtab(f"hf:{root}", tmp_path / "x", *settings, "data.label_column=nope")
 
 
 def test_a_hub_data_set_of_other_tasks_is_refused(tmp_path: Path) -> None:
@@ -134,4 +136,4 @@ def test_a_hub_data_set_of_other_tasks_is_refused(tmp_path: Path) -> None:
 
     datasets.Dataset.from_dict({"label": [0]}).to_parquet(tmp_path / "data" / "train800.parquet")
     with pytest.raises(DataError, match="no configuration 'dtd'; it has default. VTAB needs one per task"):
-        run(f"hf:{tmp_path}", tmp_path / "run", "data.tasks=svhn,dtd")
+        run_vtab(f"hf:{tmp_path}", tmp_path / "run", "data.tasks=svhn,dtd")

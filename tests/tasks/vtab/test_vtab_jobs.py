@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from programs import environment, started
 from safetensors.torch import load_file
-from test_cli import run
 
 from dpn_cli.data import decoded_cache as decoded_module
 from dpn_cli.data.decoded_cache import decode_once
@@ -24,17 +22,11 @@ from dpn_cli.run import files
 from dpn_cli.run.process import SHARE
 from dpn_cli.sweep.engines import dispatch
 from dpn_cli.sweep.scheduler import Work
+from support.cli import run_dpn
+from support.programs import program_environment, start_program
+from support.vtab import DEMO_SWEEP, SHORT_SWEEP, read_ledger_rows, run_demo_sweep
 from tasks.vtab import train
 from tasks.vtab.trials import read_json
-
-VTAB = ("finetune", "vtab", "--data", "demo", "--tasks", "demo_light,demo_color", "--arch", "mu/8", "--device", "cpu")
-SHORT = ("--steps", "3", "-b", "16", "--lrs", "0.01,0.001", "--seeds", "1", "--set", "keep_weights=all", "--no-report")
-
-
-def swept(out: Path, *more: str) -> Any:
-    done = run(*VTAB, *SHORT, "-o", str(out), *more)
-    assert done.exit_code == 0, done.stderr
-    return done
 
 
 class InProcess:
@@ -49,7 +41,7 @@ class InProcess:
         return True
 
     def start(self, work: Work, slot: int) -> None:
-        done = run(*work.line)
+        done = run_dpn(*work.line)
         InProcess.trained += done.stderr.count("failed: step")
         self.log_of(work.name).parent.mkdir(exist_ok=True)
         self.log_of(work.name).write_text(done.stderr)
@@ -71,20 +63,15 @@ class InProcess:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sweep by one process."""
     out = tmp_path_factory.mktemp("alone")
-    swept(out)
+    run_demo_sweep(out)
     return out
-
-
-def ledger(out: Path) -> list[tuple[Any, ...]]:
-    rows = [json.loads(line) for line in (out / "ledger.jsonl").read_text().splitlines()]
-    return sorted((row["stem"], row["task"], row["lr"], row["seed"], str(row["accuracy"])) for row in rows)
 
 
 def same(out: Path, alone: Path) -> None:
     """Check that a sweep has the numbers and, to the bit, the weights of the one by one process."""
     results = [json.loads((folder / "result.json").read_text()) for folder in (out, alone)]
     assert results[0]["tasks"] == results[1]["tasks"]
-    assert ledger(out) == ledger(alone)
+    assert read_ledger_rows(out) == read_ledger_rows(alone)
     files = sorted(path.relative_to(alone) for path in alone.rglob("weights.safetensors"))
     assert len(files) == 4
     for file in files:
@@ -97,9 +84,9 @@ def same(out: Path, alone: Path) -> None:
 
 @pytest.mark.slow
 def test_processes_do_the_sweep_of_one(alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in environment().items():
+    for name, value in program_environment().items():
         monkeypatch.setenv(name, value)
-    done = swept(tmp_path, "--jobs", "2")
+    done = run_demo_sweep(tmp_path, "--jobs", "2")
     same(tmp_path, alone)
     logs = [(tmp_path / f"logs/dpn-{task}.log").read_text() for task in ("demo_color", "demo_light")]
     assert [len(re.findall(r"demo_\w+ dpn lr [\d.]+ seed 0: val", log)) for log in logs] == [2, 2]
@@ -110,9 +97,9 @@ def test_processes_do_the_sweep_of_one(alone: Path, tmp_path: Path, monkeypatch:
 def test_more_processes_than_parts_run_single_trainings(
     alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in environment().items():
+    for name, value in program_environment().items():
         monkeypatch.setenv(name, value)
-    swept(tmp_path, "--jobs", "3")
+    run_demo_sweep(tmp_path, "--jobs", "3")
     same(tmp_path, alone)
     logs = {path.stem: path.read_text().count(": val") for path in (tmp_path / "logs").glob("*.log")}
     assert logs == {
@@ -124,32 +111,32 @@ def test_more_processes_than_parts_run_single_trainings(
 
 @pytest.mark.slow
 def test_two_processes_that_start_the_same_part_do_it_once(alone: Path, tmp_path: Path) -> None:
-    line = [sys.executable, "-m", "dpn_cli", *VTAB, *SHORT, "-o", str(tmp_path), "--trial", "0"]
-    with started(line) as one, started(line) as two:
+    line = [sys.executable, "-m", "dpn_cli", *DEMO_SWEEP, *SHORT_SWEEP, "-o", str(tmp_path), "--trial", "0"]
+    with start_program(line) as one, start_program(line) as two:
         outputs = [process.communicate() for process in (one, two)]
     assert [one.returncode, two.returncode] == [0, 0], outputs
     trained = [line for _, errors in outputs for line in errors.splitlines() if ": val" in line]
     assert len(trained) == len({line.split("(")[0] for line in trained}) == 2
     assert not (tmp_path / "result.json").exists()
-    swept(tmp_path, "--trial", "1")
+    run_demo_sweep(tmp_path, "--trial", "1")
     assert not (tmp_path / "result.json").exists()
-    swept(tmp_path, "--resume")
+    run_demo_sweep(tmp_path, "--resume")
     same(tmp_path, alone)
 
 
 def test_a_trial_that_another_process_trains_is_refused_and_one_it_has_finished_is_not_trained_again(
     alone: Path, tmp_path: Path
 ) -> None:
-    swept(tmp_path, "--trial", "0")
+    run_demo_sweep(tmp_path, "--trial", "0")
     claimed_trial = tmp_path / "trials/dpn/demo_light/train800_lr0.001_seed0"
     with files.claimed(claimed_trial), pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "PATIENCE", 0.0)
         for more in ("--trial", "1"), ("--trial", "5"), ("--resume",):
-            done = run(*VTAB, *SHORT, "-o", str(tmp_path), *more)
+            done = run_dpn(*DEMO_SWEEP, *SHORT_SWEEP, "-o", str(tmp_path), *more)
             assert done.exit_code == 2, more
             assert f"{claimed_trial}: another process is at work" in " ".join(done.stderr.split()).replace("- ", "-")
     shutil.copytree(alone / claimed_trial.relative_to(tmp_path), claimed_trial)
-    done = swept(tmp_path, "--resume")
+    done = run_demo_sweep(tmp_path, "--resume")
     assert "demo_light dpn lr 0.001 seed 0: val" not in done.stderr
     same(tmp_path, alone)
 
@@ -178,7 +165,7 @@ def test_a_training_that_failed_in_a_process_is_not_tried_again_by_the_one_that_
     wild = ("--lrs", "1e30,0.01", "--set", "optim.clip_norm=null")
     monkeypatch.setattr(dispatch, "backend_of", lambda *given: InProcess(int(jobs), tmp_path))
     for more in ((), ("--resume",)):
-        done = run(*VTAB, *SHORT, *wild, "-o", str(tmp_path), "--jobs", jobs, *more)
+        done = run_dpn(*DEMO_SWEEP, *SHORT_SWEEP, *wild, "-o", str(tmp_path), "--jobs", jobs, *more)
         assert done.exit_code == 6, done.stderr
         result = json.loads((tmp_path / "partial.json").read_text())
         assert [reason.split(":")[0] for reason in result["failed"]] == [
@@ -204,23 +191,23 @@ def test_what_runs_out_of_memory_in_a_part_of_a_gpu_is_tried_with_a_whole_one(
     monkeypatch.setattr(engine, "fit", full)
     monkeypatch.setenv(SHARE, "2")
     shared = ("--set", "allow_failed=true")
-    first = run(*VTAB, *SHORT, "-o", str(tmp_path), *shared, "--trial", "0")
+    first = run_dpn(*DEMO_SWEEP, *SHORT_SWEEP, "-o", str(tmp_path), *shared, "--trial", "0")
     assert first.exit_code == 4, first.stderr
     assert "demo_color dpn lr 0.001 seed 0: out of memory" in first.stderr.replace("\n", " ")
     assert not (tmp_path / "trials/dpn/demo_color/choice.json").exists()
     monkeypatch.delenv(SHARE)
-    swept(tmp_path, *shared, "--trial", "0")
+    run_demo_sweep(tmp_path, *shared, "--trial", "0")
     assert (tmp_path / "trials/dpn/demo_color/choice.json").exists()
-    swept(tmp_path, *shared, "--resume")
+    run_demo_sweep(tmp_path, *shared, "--resume")
     same(tmp_path, alone)
 
 
 def test_another_version_is_refused(tmp_path: Path) -> None:
-    swept(tmp_path, "--trial", "0")
+    run_demo_sweep(tmp_path, "--trial", "0")
     facts = json.loads((tmp_path / "run.json").read_text())
     facts["versions"]["dpn-cli"] = "0.0.1"
     (tmp_path / "run.json").write_text(json.dumps(facts))
-    done = run(*VTAB, *SHORT, "-o", str(tmp_path), "--trial", "1")
+    done = run_dpn(*DEMO_SWEEP, *SHORT_SWEEP, "-o", str(tmp_path), "--trial", "1")
     assert done.exit_code == 2
     assert "dpn 0.0.1 works on the run there" in done.stderr.replace("\n", " ")
     assert not list(tmp_path.glob("trials/*/demo_light"))
@@ -235,13 +222,13 @@ def test_another_version_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_shared_is_refused(more: tuple[str, ...], told: str, tmp_path: Path) -> None:
-    done = run(*VTAB, *SHORT, "-o", str(tmp_path), *more)
+    done = run_dpn(*DEMO_SWEEP, *SHORT_SWEEP, "-o", str(tmp_path), *more)
     assert done.exit_code == 2
     assert told in done.stderr.replace("\n", " ")
 
 
 def test_parts_are_listed_with_their_numbers() -> None:
-    done = run(*VTAB, *SHORT, "--compare", "none,dpn", "--list-trials")
+    done = run_dpn(*DEMO_SWEEP, *SHORT_SWEEP, "--compare", "none,dpn", "--list-trials")
     assert done.stdout.splitlines() == [
         f"{number}\t{name}"
         for number, name in enumerate(
@@ -277,7 +264,7 @@ def test_processes_of_a_machine_decode_a_split_once(tmp_path: Path, monkeypatch:
         monkeypatch.setattr(train, "decode_once", once)
         two = ("--compare", "none,dpn", "--tasks", "demo_light", "--lrs", "0.01")
         for more in (("--trial", "0"), ("--trial", "1"), ("--resume",)) if shared else ((),):
-            swept(tmp_path / str(shared), *two, *more)
+            run_demo_sweep(tmp_path / str(shared), *two, *more)
     assert len(decoded) == 2 + 4  # two splits; without sharing for each network
     assert len(sets[True]) == len(sets[False]) == 4
     for ours, theirs in zip(sets[True], sets[False], strict=True):

@@ -6,12 +6,12 @@ import json
 from typing import Any
 
 import pytest
-from test_cli import run
 
 from dpn_cli.config.schema import Optim
 from dpn_cli.engine import planning
 from dpn_cli.engine.footprint import step_bytes
 from dpn_cli.weights.backbone import load_backbone
+from support.cli import run_dpn
 
 # S/32 at 224: 50 tokens of 384, 49 patches of 3072 values, 12 blocks, an MLP of 1536; dtd has 47 classes, svhn 10.
 LINEAR = {classes: 12 * 50 * (4 * 384 * 384 + 2 * 384 * 1536) + 384 * classes for classes in (47, 10)}
@@ -26,7 +26,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def planned(*arguments: str) -> dict[str, Any]:
-    done = run("plan", "vtab", *SWEEP, "--device", "cpu", *arguments, "--json")
+    done = run_dpn("plan", "vtab", *SWEEP, "--device", "cpu", *arguments, "--json")
     assert done.exit_code == 0, done.output
     result: dict[str, Any] = json.loads(done.stdout)
     return result
@@ -66,7 +66,7 @@ def one_state(parameters: int) -> int:
 
 
 def test_every_network_is_a_row_and_none_needs_weights() -> None:
-    done = run("plan", "vtab", *SWEEP, "--compare", "none,dpn", "--device", "cpu")
+    done = run_dpn("plan", "vtab", *SWEEP, "--compare", "none,dpn", "--device", "cpu")
     assert done.exit_code == 0, done.output
     rows = done.stdout.splitlines()
     assert [row.split()[0] for row in rows[:3]] == ["network", "none", "dpn"]
@@ -84,7 +84,7 @@ def test_every_network_is_a_row_and_none_needs_weights() -> None:
     ],
 )
 def test_what_cannot_be_planned_is_one_line(words: list[str], message: str) -> None:
-    done = run("plan", "vtab", *words)
+    done = run_dpn("plan", "vtab", *words)
     assert done.exit_code == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import yaml
-from test_cli import run as dpn
-from test_vtab import Json, ledger
 
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError, DpnError, NonFiniteError, SaveError
 from dpn_cli.run.environment import config_digest
+from support.cli import run_dpn
+from support.vtab import Json, read_ledger
 from tasks.vtab.train import Trainer
 
 
@@ -100,7 +100,7 @@ def test_a_failed_cell_is_shown_and_tried_again(
         monkeypatch.setattr("tasks.vtab.task_sweep.choose_lr", lambda val, seeds: 0.03)
     second = toy(tmp_path / "run", *extra, resume=True)
     assert first["tasks"]["svhn"]["lr"] in {None, second["tasks"]["svhn"]["lr"]}
-    assert len(ledger(tmp_path / "run")) == 2
+    assert len(read_ledger(tmp_path / "run")) == 2
     assert second["failed"] == []
     assert second["tasks"]["svhn"]["lr"] is not None
     assert (tmp_path / "run" / "result.json").exists()
@@ -136,7 +136,7 @@ def test_failed_cells_end_the_command_with_code_6(digits: Path, tmp_path: Path) 
         "-o",
         str(tmp_path / "run"),
     ]
-    done = dpn(*arguments)
+    done = run_dpn(*arguments)
     assert done.exit_code == 6, done.stderr
     assert "lr 1e+30 seed 0: step" in " ".join(done.stdout.split())
     assert "1 training failed" in done.stderr  # the diverged network left nothing to the cell after it
@@ -151,7 +151,7 @@ def test_an_output_folder_with_another_run_is_never_mixed_up(toy: Callable[..., 
     result = toy(tmp_path / "run", "seeds=1", "lrs=[0.01]", "runtime.micro_batch_size=8", resume=True)
     assert result["tasks"]["svhn"]["test"]["n"] == 1
     toy(tmp_path / "run", "seeds=1", "lrs=[0.02]", overwrite=True)
-    assert [row["lr"] for row in ledger(tmp_path / "run")] == [0.02]
+    assert [row["lr"] for row in read_ledger(tmp_path / "run")] == [0.02]
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").touch()
     for arguments in ({"overwrite": True}, {"resume": True}, {}):

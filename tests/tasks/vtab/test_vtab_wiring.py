@@ -12,7 +12,6 @@ import pytest
 import torch
 from PIL import Image
 from scipy import stats
-from test_vtab import run
 from torch import Tensor
 
 from dpn_cli.data.resize import resize
@@ -20,6 +19,7 @@ from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DataError
 from dpn_cli.weights.backbone import export_backbone, load_backbone, load_whole
 from dpn_cli.weights.locate import open_checkpoint
+from support.vtab import run_vtab
 from tasks.vtab.config import VtabConfig
 from tasks.vtab.result_tables import build_result
 from tasks.vtab.tasks import TASKS
@@ -131,7 +131,7 @@ def test_training_images_are_cropped_and_mirrored_as_the_tasks_row_says(
         rows = [line.split() for line in (digits / "svhn" / f"{split}.txt").read_text().splitlines()]
         rows = rows[:20] if split == "test" else rows
         (folder / f"{split}.txt").write_text("".join(f"{name} {int(label) % classes}\n" for name, label in rows))
-    run(tmp_path / "data", tmp_path / "run", f"data.tasks={task}", "seeds=1", "lrs=[0.01]")
+    run_vtab(tmp_path / "data", tmp_path / "run", f"data.tasks={task}", "seeds=1", "lrs=[0.01]")
     images = [np.asarray(Image.open(path).convert("RGB")) for path in sorted(folder.glob("images/train800/*"))]
     whole = torch.stack([resize(image, size=(16, 16)) for image in images])
     larger = torch.stack([resize(image, size=(18, 18)) for image in images])  # 256 / 224 of 16
@@ -148,7 +148,7 @@ def dropping(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dropping") / "run"
     # A network of several blocks: the only block of mu is never dropped.
     settings = ("data.tasks=svhn", "backbone.arch=nano/8", "backbone.drop_path=0.5", "keep_weights=all")
-    run(digits, folder, *settings)
+    run_vtab(digits, folder, *settings)
     return folder
 
 
@@ -206,13 +206,13 @@ def test_a_resumed_run_refuses_other_data(digits: Path, tmp_path: Path) -> None:
     for split in ("train800", "val200", "test"):
         (root / "svhn" / f"{split}.txt").write_text((digits / "svhn" / f"{split}.txt").read_text())
     settings = ("data.tasks=svhn", "seeds=1", "lrs=[0.01]")
-    run(root, tmp_path / "run", *settings)
+    run_vtab(root, tmp_path / "run", *settings)
     (tmp_path / "run" / "result.json").unlink()
     path = root / "svhn" / "val200.txt"
     name, label = path.read_text().splitlines()[0].split()
     path.write_text(path.read_text().replace(f"{name} {label}", f"{name} {(int(label) + 1) % 10}", 1))
     with pytest.raises(DataError, match="the data have changed since this run began"):
-        run(root, tmp_path / "run", *settings, resume=True)
+        run_vtab(root, tmp_path / "run", *settings, resume=True)
 
 
 def test_a_cell_of_another_length_is_trained_again_on_resume(toy: Toy, starts: list[Start], tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_training_and_validation_images_are_decoded_before_any_training(
     # The training of a task reads both splits itself, but only after the tasks before it.
     monkeypatch.setattr(Trainer, "job", lambda *_: pytest.fail("trained"))
     with pytest.raises(DataError, match="broken.png"):
-        run(root, tmp_path / "run", "data.tasks=svhn", "seeds=1", "lrs=[0.01]")
+        run_vtab(root, tmp_path / "run", "data.tasks=svhn", "seeds=1", "lrs=[0.01]")
 
 
 def test_the_learning_rate_is_chosen_by_val200_where_training_images_say_otherwise(
