@@ -1,4 +1,4 @@
-"""`dpn data check`: all images of a training's data, before it begins."""
+"""`dpn data check`: decode all images of a training's data before it starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dpn_cli.config.option import DATA, RUNTIME
 from dpn_cli.errors import CheckError
 from dpn_cli.run.console import Console, count_noun, show
 
-# The trainings whose data can be checked, and data for the example in help.
+# Trainings whose data can be checked, with the data of the example in help.
 CHECKS: dict[str, tuple[TrainCommand, str]] = {
     "vtab": (VTAB, "vtab-1k"),
     "highres": (HIGHRES, "photos --val-fraction 0.2"),
@@ -25,16 +25,16 @@ CHECKS: dict[str, tuple[TrainCommand, str]] = {
     "ade20k": (ADE20K, "ADEChallengeData2016"),
     "folder": (FOLDER, "DIR"),
 }
-# Options that matter beside those about the data, and those that change nothing about what is wrong with them.
-ALSO, BESIDE = frozenset({"batch_size", "image_size", "workers"}), frozenset({"skip_bad_images", "flip"})
+# Options of a training that its data check has besides those of the data panel, and those of the panel that it lacks.
+INCLUDED, EXCLUDED = frozenset({"batch_size", "image_size", "workers"}), frozenset({"skip_bad_images", "flip"})
 EXTRA = frozenset({"name", "base_config"})
 
 
 class CheckModule(Protocol):
-    """The module of a task that looks at its data, and loads torch."""
+    """Module of a task that checks its data, and loads torch."""
 
-    def examine(self, config: Any, findings: Any, ranks: int) -> dict[str, Any]:
-        """Note in `findings` what there is to say; returns the fingerprints that a result carries."""
+    def check_data(self, config: Any, findings: Any, ranks: int) -> dict[str, Any]:
+        """Add the problems of a config's data to `findings`; return the fingerprints that a result carries."""
 
 
 app = typer.Typer(
@@ -55,8 +55,8 @@ def _check(name: str, training: TrainCommand, arguments: Mapping[str, Any]) -> N
 
         findings = DataFindings(console, config.runtime.workers)
         with signals.listen(signals.NO_RESULT):
-            checks = cast(CheckModule, module_of(f"data check {name}"))
-            fingerprint = checks.examine(config, findings, arguments["ranks"])
+            task = cast(CheckModule, module_of(f"data check {name}"))
+            fingerprint = task.check_data(config, findings, arguments["ranks"])
         result = findings.result(name, config.data.source, fingerprint)
         show(json.dumps(result, indent=2) if arguments["json"] else describe(result))
         if count := len(findings.problems):
@@ -79,12 +79,12 @@ def _add(name: str, training: TrainCommand, data: str) -> None:
     def command(**arguments: Any) -> None:
         _check(name, training, arguments)
 
-    of_data = {key.parameter for key in keys_of(training.schema) if key.flag.panel == DATA}
-    words = next(words for words, each in TRAIN_COMMANDS.items() if each is training)
+    data_options = {key.parameter for key in keys_of(training.schema) if key.flag.panel == DATA}
+    words = next(words for words, train_command in TRAIN_COMMANDS.items() if train_command is training)
     command.__doc__ = f"Check the data of 'dpn {words}' for unreadable, mislabelled and duplicate images."
     options = [
         *(parameter for parameter in training.extra if parameter.name in EXTRA),
-        *training.parameters(frozenset(of_data | ALSO) - BESIDE),
+        *training.parameters(frozenset(data_options | INCLUDED) - EXCLUDED),
     ]
     example = f"Example: dpn data check {name} --data {data}"
     app.command(name, epilog=example)(with_signature(command, [*options, RANKS, *CONFIG_OPTIONS, *PRINTING]))

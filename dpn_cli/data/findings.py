@@ -12,12 +12,19 @@ import numpy as np
 
 from dpn_cli.data.image_errors import collect_errors
 from dpn_cli.data.sources.base import LabelledImages
-from dpn_cli.data.validate import InspectImage, SplitInspection, find_duplicates, inspect_image, inspect_split
+from dpn_cli.data.validate import (
+    InspectImage,
+    RowLocator,
+    SplitInspection,
+    find_duplicates,
+    inspect_image,
+    inspect_split,
+)
 from dpn_cli.errors import DataError
 from dpn_cli.run.console import Console, count_noun
 
 Json = dict[str, Any]
-Opened = TypeVar("Opened")
+DataT = TypeVar("DataT")
 # Why each kind of problem is one.
 KINDS = {
     "pair": "missing or does not fit",
@@ -29,13 +36,13 @@ KINDS = {
     "batch": "the batch does not fit",
 }
 Kind = Literal["pair", "unreadable", "label", "mask", "same image", "classes", "batch"]
-# How many names a warning has; JSON has all of them.
-SHOWN = 5
+# Most names in a warning; JSON has all of them.
+MOST_NAMES = 5
 
 
 @dataclass
 class DataFindings:
-    """Findings of a data check so far; `workers` processes decode, and `console` shows the progress."""
+    """Findings of a data check; `workers` processes decode, and `console` shows the progress."""
 
     console: Console
     workers: int | Literal["auto"] = "auto"
@@ -45,84 +52,84 @@ class DataFindings:
     problems: list[Json] = field(default_factory=list)
     repeated: list[list[str]] = field(default_factory=list)
 
-    def problem(self, kind: Kind, *texts: str) -> None:
-        """Note problems of a kind; each begins with the file that has it."""
+    def add_problems(self, kind: Kind, *texts: str) -> None:
+        """Add problems of a kind; each text begins with the file that has it."""
         self.problems += [{"kind": kind, "text": text} for text in texts]
 
-    def faults(self, errors: Sequence[DataError]) -> None:
-        """Note what was wrong when the data were opened."""
-        self.problem("pair", *map(str, errors))
-
-    def open(self, load: Callable[[], Opened]) -> Opened | None:
-        """Open a data set and note all its errors; return None if it cannot be opened."""
-        data: Opened | None = None
+    def open(self, load: Callable[[], DataT]) -> DataT | None:
+        """Open a data set and add all its errors; return None if it cannot be opened."""
+        data: DataT | None = None
         with collect_errors() as errors:
             try:
                 data = load()
             except DataError as error:
                 errors.append(error)
-        self.faults(errors)
+        self.add_problems("pair", *map(str, errors))
         return data
 
-    def split(self, name: str, split: LabelledImages, classes: Sequence[str]) -> SplitInspection:
+    def inspect_labelled(self, name: str, split: LabelledImages, classes: Sequence[str]) -> SplitInspection:
         """Decode all images of a split, and describe them and their labels."""
-        examined = self.images(name, split.where, partial(inspect_image, split), len(split.labels))
-        labels, known = np.asarray(split.labels), len(classes)
-        outside = np.flatnonzero((labels < 0) | (labels >= known)).tolist()
-        for row in outside:
-            text = (
-                f"{split.where(row)}: label {labels[row]}, and there are {count_noun(known, 'class')}, 0 to {known - 1}"
-            )
-            self.problem("label", text)
+        inspection = self.inspect_images(name, split.where, partial(inspect_image, split), len(split.labels))
+        labels, num_classes = np.asarray(split.labels), len(classes)
+        for row in np.flatnonzero((labels < 0) | (labels >= num_classes)).tolist():
+            allowed = f"{count_noun(num_classes, 'class')}, 0 to {num_classes - 1}"
+            self.add_problems("label", f"{split.where(row)}: label {labels[row]}, and there are {allowed}")
         counts = Counter(labels.tolist())
-        per_class = [counts[label] for label in range(known)]
+        per_class = [counts[label] for label in range(num_classes)]
         self.splits[name]["labels"] = {
-            "classes": known,
+            "classes": num_classes,
             "lowest": int(labels.min(initial=0)),
             "highest": int(labels.max(initial=0)),
             "counts": per_class,
             "without": [str(classes[label]) for label, count in enumerate(per_class) if not count],
         }
-        return examined
+        return inspection
 
-    def images(self, name: str, where: Callable[[int], str], see: InspectImage, count: int) -> SplitInspection:
-        """Look at `count` images of a split with `see`, and describe them."""
-        with self.console.counting(name, count) as done:
-            examined = inspect_split(name, where, see, count, workers=self.workers, done=done)
-        self.problem("unreadable", *examined.unreadable.values())
-        self.problem("mask", *examined.wrong)
-        described: Json = {
+    def inspect_images(self, name: str, locate: RowLocator, inspect: InspectImage, count: int) -> SplitInspection:
+        """Inspect `count` images of a split, and describe them; `locate` names the file of a row."""
+        with self.console.counting(name, count) as on_progress:
+            inspection = inspect_split(name, locate, inspect, count, workers=self.workers, on_progress=on_progress)
+        self.add_problems("unreadable", *inspection.unreadable.values())
+        self.add_problems("mask", *inspection.problems)
+        description: Json = {
             "images": count,
-            "unreadable": len(examined.unreadable),
-            "stored": dict(examined.stored.most_common()),
+            "unreadable": len(inspection.unreadable),
+            "stored": dict(inspection.formats.most_common()),
         }
-        if len(rows := examined.readable):
-            sides = examined.sides[rows]
-            area = np.argsort(sides.prod(1), kind="stable")
-            places = {"smallest": area[0], "median": area[len(area) // 2], "largest": area[-1]}
-            described["sides"] = {which: sides[place].tolist() for which, place in places.items()}
-        self.splits[name] = described
-        return examined
+        if len(rows := inspection.readable):
+            sides = inspection.sides[rows]
+            order = np.argsort(sides.prod(1), kind="stable")
+            chosen_rows = {"smallest": order[0], "median": order[len(order) // 2], "largest": order[-1]}
+            description["sides"] = {size: sides[row].tolist() for size, row in chosen_rows.items()}
+        self.splits[name] = description
+        return inspection
 
-    def same(self, *parts: SplitInspection) -> None:
-        """Look for images that are in two of some splits, which is a problem, or twice in one, which is a warning."""
-        inside, first = Counter[str](), dict[str, list[str]]()
-        for group in find_duplicates(parts):
-            names = [f"{part.where(row)} ({part.name})" for part, row in group]
-            if len({part.side for part, _ in group}) > 1:
-                self.problem("same image", " = ".join(names))
+    def add_duplicates(self, *splits: SplitInspection) -> None:
+        """Add images that are in two splits as problems, and images that are twice in one as a warning."""
+        extra_images, examples = Counter[str](), dict[str, list[str]]()
+        for group in find_duplicates(splits):
+            names = [f"{split.locate(row)} ({split.name})" for split, row in group]
+            if len({split.side for split, _ in group}) > 1:
+                self.add_problems("same image", " = ".join(names))
             else:
-                inside[group[0][0].side] += len(group) - 1
-                first.setdefault(group[0][0].side, names)
+                extra_images[group[0][0].side] += len(group) - 1
+                examples.setdefault(group[0][0].side, names)
                 self.repeated.append(names)
-        for side, extra in inside.items():
+        for side, extra in extra_images.items():
             self.warnings.append(
                 f"{side}: {count_noun(extra, 'image')} with the same decoded pixels as another, for example "
-                f"{' = '.join(first[side][:SHOWN])}"
+                f"{' = '.join(examples[side][:MOST_NAMES])}"
+            )
+
+    def compare_count(self, name: str, noun: str, count: int, dataset: str, published: int) -> None:
+        """Warn when a split has another number of images than the published data set."""
+        if count != published:
+            self.warnings.append(
+                f"{name}: {count} {noun}, {dataset} has {published}: the score is not comparable with published ones"
             )
 
     def result(self, task: str, source: str | None, fingerprint: Json) -> Json:
-        """Return all that was found, ending with the fingerprint that the results of trainings on these data carry."""
+        """Return all findings, and the fingerprint that results of trainings on these data carry."""
         return {
             "task": f"data check {task}",
             "data": source,
@@ -156,18 +163,19 @@ def _describe_split(split: Json) -> str:
         else:
             parts[0] += f" ({labels['ignored']:.1%} of the pixels ignored)"
     if sides := split.get("sides"):
-        smallest, median, largest = ("x".join(map(str, sides[which])) for which in ("smallest", "median", "largest"))
-        one = smallest == largest
-        parts.append(f"{smallest} pixels" if one else f"{smallest} to {largest} pixels, median {median}")
+        smallest, median, largest = ("x".join(map(str, sides[size])) for size in ("smallest", "median", "largest"))
+        parts.append(
+            f"{smallest} pixels" if smallest == largest else f"{smallest} to {largest} pixels, median {median}"
+        )
     parts.append(", ".join(f"{kind}: {count}" for kind, count in split["stored"].items()))
     return "; ".join(filter(None, parts))
 
 
 def _digests(fingerprint: Json) -> Iterator[tuple[str, str]]:
-    """Yield lines of fingerprints: the name of each group of them, and those in it."""
+    """Yield the name and the digests of each group of fingerprints."""
     if not fingerprint:
         yield "", "none, as the data cannot be opened"
-    alone = {name: value for name, value in fingerprint.items() if not isinstance(value, dict)}
-    for name, group in (("", alone), *fingerprint.items()):
+    ungrouped = {name: value for name, value in fingerprint.items() if not isinstance(value, dict)}
+    for name, group in (("", ungrouped), *fingerprint.items()):
         if group and isinstance(group, dict):
             yield f" of {name}" if name else "", ", ".join(f"{split} {digest}" for split, digest in group.items())

@@ -1,4 +1,4 @@
-"""The arithmetic of loading: batches, ranks, processes, and the memory in which they hand images over."""
+"""Checks of a batch: whether ranks divide it, and the shared memory that its loading takes."""
 
 from __future__ import annotations
 
@@ -16,29 +16,45 @@ from dpn_cli.run.cores import SHARED, shared_memory
 
 
 def check_batch(
-    findings: DataFindings, images: int, batch_size: int, ranks: int, workers: int | Literal["auto"], image_bytes: int
+    findings: DataFindings,
+    images: int,
+    batch_size: int,
+    ranks: int,
+    workers: int | Literal["auto"],
+    image_bytes: int | None = None,
 ) -> None:
-    """Note how a batch is shared by `ranks` of this machine, and what is wrong with that."""
+    """Check that `ranks` of this machine divide a batch, and add a note about the memory of its loading.
+
+    Args:
+        findings: receives problems, warnings and notes.
+        images: those to train on.
+        batch_size: images of all ranks.
+        ranks: number of them.
+        workers: those of one rank.
+        image_bytes: bytes of a loaded image; None for a training that reads features from a cache.
+    """
     if batch_size % ranks:
         try:
             refuse_batch(batch_size, ranks)
         except DpnError as error:
-            findings.problem("batch", str(error))
+            findings.add_problems("batch", str(error))
         return
     if batch_size > images:
         findings.warnings.append(f"a batch of {batch_size} is more than the {count_noun(images, 'image')} to train on")
-    share = batch_size // ranks
+    if image_bytes is None:
+        return
+    rank_batch = batch_size // ranks
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     processes = count_workers(workers, device, ranks)
-    handed = ranks * chunks_in_memory(processes) * min(share, chunk_size(image_bytes, processes, ranks))
-    needed, free = handed * image_bytes if processes else 0, shared_memory()
+    shared_images = ranks * chunks_in_memory(processes) * min(rank_batch, chunk_size(image_bytes, processes, ranks))
+    required, free = shared_images * image_bytes if processes else 0, shared_memory()
+    steps, loaders = images / batch_size, count_noun(processes, "process")
     findings.notes.append(
-        f"a batch of {batch_size} on {count_noun(ranks, 'rank')}: {share} each, {images / batch_size:.1f} steps an "
-        f"epoch; "
-        f"decoded by {count_noun(processes, 'process')} a rank, with up to {needed / 1e6:.0f} MB in shared memory"
+        f"a batch of {batch_size} on {count_noun(ranks, 'rank')}: {rank_batch} each, {steps:.1f} steps an epoch; "
+        f"decoded by {loaders} a rank, with up to {required / 1e6:.0f} MB in shared memory"
     )
-    if free is not None and needed > free:
+    if free is not None and required > free:
         findings.warnings.append(
-            f"{SHARED} has {free / 1e9:.2g} GB free, and images that are handed over take up to {needed / 1e9:.2g} "
+            f"{SHARED} has {free / 1e9:.2g} GB free, and images that are handed over take up to {required / 1e9:.2g} "
             "GB; start the container with a larger --shm-size, or pass a smaller -j"
         )

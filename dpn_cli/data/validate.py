@@ -1,7 +1,7 @@
-"""Every image of a split decoded once: what is unreadable, what is there twice, and how it is stored.
+"""Inspection of every image of a split: unreadable ones, duplicates, sizes and formats.
 
-Two images are the same when their decoded pixels are, however the files differ; `hash_pixels` tells by 64 bits, with
-which two unequal ones among a million agree once in 40 million data sets.
+Two images are the same when their decoded pixels are, however the files differ. `hash_pixels` compares 64 bits: two
+unequal images among a million agree once in 40 million data sets.
 """
 
 from __future__ import annotations
@@ -28,45 +28,43 @@ from dpn_cli.errors import DataError
 from dpn_cli.run import signals
 from dpn_cli.run.console import Done, uncounted
 
-# Images that a process decodes before it hands over what it has seen.
+# Images that a process decodes before it hands over their records.
 CHUNK_IMAGES = 64
 
 
 @dataclass(frozen=True)
 class ImageRecord:
-    """Facts about one image: digest, sides in pixels, and storage.
-
-    `counts` are what else was counted in it, `wrong` what else is wrong with it.
-    """
+    """Facts about one image: digest, sides in pixels, format, pixels by label, and problems besides decoding."""
 
     digest: int
     width: int
     height: int
-    stored: str
+    format: str
     counts: Mapping[int, int] = field(default_factory=dict)
-    wrong: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
 
 
 InspectImage = Callable[[int], ImageRecord]
+RowLocator = Callable[[int], str]
 
 
 def inspect_image(split: LabelledImages, row: int) -> ImageRecord:
     """Decode an image of a split as a training does. Raises `DataError` when it is unreadable."""
     image = split.open(row)
-    stored = describe_format(image)
-    return describe_pixels(decode(image, split.where(row), split.reading.decoder), stored)
+    image_format = describe_format(image)
+    return describe_pixels(decode(image, split.where(row), split.reading.decoder), image_format)
 
 
 def describe_pixels(
-    pixels: Pixels, stored: str, counts: Mapping[int, int] | None = None, wrong: Sequence[str] = ()
+    pixels: Pixels, image_format: str, counts: Mapping[int, int] | None = None, problems: Sequence[str] = ()
 ) -> ImageRecord:
     """Describe the pixels (h, w, 3) of an image."""
     height, width, _ = pixels.shape
-    return ImageRecord(hash_pixels(pixels), width, height, stored, counts or {}, tuple(wrong))
+    return ImageRecord(hash_pixels(pixels), width, height, image_format, counts or {}, tuple(problems))
 
 
 def hash_pixels(pixels: Pixels) -> int:
-    """Return 64 bits that tell images apart by their pixels and sides."""
+    """Return 64 bits of a hash over an image's pixels and sides."""
     digest = hashlib.sha256(repr(pixels.shape).encode())  # faster than BLAKE2 where the processor has instructions
     digest.update(np.ascontiguousarray(pixels).data)
     return int.from_bytes(digest.digest()[:8], "little")
@@ -94,15 +92,15 @@ def _qualities() -> dict[tuple[int, ...], int]:
 
 
 class _InspectedRows(ThreadedDataset["ImageRecord | DataError"]):
-    def __init__(self, see: InspectImage, count: int) -> None:
-        self.see, self.count = see, count
+    def __init__(self, inspect: InspectImage, count: int) -> None:
+        self.inspect, self.count = inspect, count
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, row: int) -> ImageRecord | DataError:
         try:
-            return self.see(row)
+            return self.inspect(row)
         except DataError as error:
             return error  # raised in a worker, it would come back wrapped in the worker's traceback
 
@@ -113,25 +111,25 @@ class SplitInspection:
 
     Args:
         name: the split's name.
-        where: names the place of a row.
+        locate: names the file of a row.
         side: the splits of one side may share images.
-        unreadable: why rows cannot be decoded.
-        wrong: what is wrong with images that can.
-        stored: how many images are stored in which way.
-        counts: the sums of what was counted in the images.
-        holding: in how many images there is any of it.
+        unreadable: reasons by row.
+        problems: those of readable images.
+        formats: images by format.
+        counts: pixels by label.
+        images_with: images by label that they contain.
     """
 
     name: str
-    where: Callable[[int], str]
+    locate: RowLocator
     digests: npt.NDArray[np.uint64]
     sides: npt.NDArray[np.int32]
     side: str = ""
     unreadable: dict[int, str] = field(default_factory=dict)
-    wrong: list[str] = field(default_factory=list)
-    stored: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+    formats: Counter[str] = field(default_factory=Counter)
     counts: Counter[int] = field(default_factory=Counter)
-    holding: Counter[int] = field(default_factory=Counter)
+    images_with: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.side = self.side or self.name
@@ -146,55 +144,55 @@ class SplitInspection:
 
 def inspect_split(
     name: str,
-    where: Callable[[int], str],
-    see: InspectImage,
+    locate: RowLocator,
+    inspect: InspectImage,
     count: int,
     *,
     workers: int | Literal["auto"] = "auto",
-    done: Done = uncounted,
+    on_progress: Done = uncounted,
 ) -> SplitInspection:
-    """Look at `count` rows of a split with `see`, in processes where that pays; `done` is told how many are done.
+    """Inspect `count` rows of a split, in worker processes if that is faster.
 
     Raises `StoppedError` when a signal asks to stop, `WorkerError` when a process dies.
     """
-    examined = SplitInspection(name, where, np.zeros(count, np.uint64), np.zeros((count, 2), np.int32))
+    inspection = SplitInspection(name, locate, np.zeros(count, np.uint64), np.zeros((count, 2), np.int32))
     row = 0
-    rows = _InspectedRows(see, count)
-    with open_loader(rows, count_readers(workers, count), batch_size=CHUNK_IMAGES, collate_fn=list) as parts:
-        for part in parts:
+    rows = _InspectedRows(inspect, count)
+    with open_loader(rows, count_readers(workers, count), batch_size=CHUNK_IMAGES, collate_fn=list) as chunks:
+        for chunk in chunks:
             signals.check_here()
-            for one in part:
-                _add_record(examined, row, one)
+            for record in chunk:
+                _add_record(inspection, row, record)
                 row += 1
-            done(len(part))
-    return examined
+            on_progress(len(chunk))
+    return inspection
 
 
-def _add_record(examined: SplitInspection, row: int, one: ImageRecord | DataError) -> None:
-    if isinstance(one, DataError):
-        examined.unreadable[row] = str(one)
+def _add_record(inspection: SplitInspection, row: int, record: ImageRecord | DataError) -> None:
+    if isinstance(record, DataError):
+        inspection.unreadable[row] = str(record)
         return
-    examined.digests[row], examined.sides[row] = one.digest, (one.width, one.height)
-    examined.stored[one.stored] += 1
-    examined.wrong += one.wrong
-    examined.counts.update(one.counts)
-    examined.holding.update(one.counts.keys())
+    inspection.digests[row], inspection.sides[row] = record.digest, (record.width, record.height)
+    inspection.formats[record.format] += 1
+    inspection.problems += record.problems
+    inspection.counts.update(record.counts)
+    inspection.images_with.update(record.counts.keys())
 
 
 RowLocation = tuple[SplitInspection, int]
 
 
-def find_duplicates(parts: Sequence[SplitInspection]) -> Iterator[list[RowLocation]]:
-    """Yield the places of each image that is there more than once in some splits, in their order."""
-    if not parts:
+def find_duplicates(splits: Sequence[SplitInspection]) -> Iterator[list[RowLocation]]:
+    """Yield the split and row of every copy of each image that occurs more than once, in order."""
+    if not splits:
         return
-    rows = [part.readable for part in parts]
-    digests = np.concatenate([part.digests[chosen] for part, chosen in zip(parts, rows, strict=True)])
-    which = np.concatenate([np.full(len(chosen), number) for number, chosen in enumerate(rows)])
-    row = np.concatenate(rows)
-    order = np.argsort(digests, kind="stable")  # equal digests lie beside each other
+    readable = [split.readable for split in splits]
+    digests = np.concatenate([split.digests[rows] for split, rows in zip(splits, readable, strict=True)])
+    split_numbers = np.concatenate([np.full(len(rows), number) for number, rows in enumerate(readable)])
+    row = np.concatenate(readable)
+    order = np.argsort(digests, kind="stable")  # equal digests become neighbours
     ends = np.append(np.flatnonzero(np.diff(digests[order])) + 1, len(order))
     lengths = np.diff(ends, prepend=0)
     runs = [order[end - length : end] for end, length in zip(ends[lengths > 1], lengths[lengths > 1], strict=True)]
     for run in sorted(runs, key=lambda run: int(run[0])):
-        yield [(parts[which[place]], int(row[place])) for place in run]
+        yield [(splits[split_numbers[index]], int(row[index])) for index in run]

@@ -10,14 +10,11 @@ import open_clip
 from timm.data import ImageNetInfo
 
 from dpn_cli.data.findings import DataFindings
-from dpn_cli.data.image_errors import collect_errors
 from dpn_cli.data.imagenet import describe_imagenet, imagenet_folders
 from dpn_cli.data.loader_sizing import check_batch
 from dpn_cli.data.sources.base import ImageSubset, LabelledImages
 from dpn_cli.data.sources.packs import PackedImages, read_manifest
 from dpn_cli.data.sources.shards import ShardImages
-from dpn_cli.data.splits import ClassData
-from dpn_cli.errors import DataError
 from dpn_cli.run.console import count_noun
 from tasks.classify.common import open_data
 from tasks.classify.config import SupervisedConfig
@@ -26,28 +23,24 @@ from tasks.classify.pretrain import open_tuning
 from tasks.classify.pretrain_config import PretrainConfig
 
 
-def examine(config: SupervisedConfig, findings: DataFindings, ranks: int) -> dict[str, Any]:
-    """Look at all images of a config's splits; returns the fingerprints that a result carries."""
-    with collect_errors() as errors:
-        data: ClassData | None = None
-        try:
-            data = open_tuning(config) if isinstance(config, PretrainConfig) and config.stages else open_data(config)
-        except DataError as error:
-            errors.append(error)
-    findings.faults(errors)
+def check_data(config: SupervisedConfig, findings: DataFindings, ranks: int) -> dict[str, Any]:
+    """Inspect all images of a config's splits; return the fingerprints that a result carries."""
+    is_tuning = isinstance(config, PretrainConfig) and config.stages
+    data = findings.open(lambda: open_tuning(config) if is_tuning else open_data(config))
     if data is None:
         return {}
     splits = {"train": data.train, "minival": data.minival, "val": data.val}
-    parts = {name: findings.split(name, split, data.classes) for name, split in splits.items() if len(split.labels)}
-    if (
-        isinstance(data.minival, ImageSubset) and "minival" in parts
-    ):  # cut from the training images, wherever twins fall
-        parts["minival"].side = parts["train"].side
-    findings.same(*parts.values())
-    size = input_size(config)
-    small = sum(min(side) < min(size) for side in parts["train"].sides[parts["train"].readable].tolist())
-    if small:
-        count = len(parts["train"].readable)
+    inspections = {
+        name: findings.inspect_labelled(name, split, data.classes)
+        for name, split in splits.items()
+        if len(split.labels)
+    }
+    train = inspections["train"]
+    if isinstance(data.minival, ImageSubset) and "minival" in inspections:
+        inspections["minival"].side = train.side  # cut from the training images: copies in both are no leak
+    findings.add_duplicates(*inspections.values())
+    size, count = input_size(config), len(train.readable)
+    if small := sum(min(side) < min(size) for side in train.sides[train.readable].tolist()):
         findings.notes.append(f"{small} of {count} training images are smaller than the input of {min(size)} pixels")
     _check_order(str(config.data.source), data.classes, findings)
     if note := describe_imagenet(data):
@@ -57,42 +50,42 @@ def examine(config: SupervisedConfig, findings: DataFindings, ranks: int) -> dic
     return fingerprints(data)
 
 
-def _check_order(place: str, classes: Sequence[str], findings: DataFindings) -> None:
-    """Hold the order of the classes against those that are known, and numbers against their own order."""
-    known = {
+def _check_order(source: str, classes: Sequence[str], findings: DataFindings) -> None:
+    """Compare the order of the classes with the official ones, and that of numbers with their values."""
+    official = {
         "ImageNet-1k's folders": imagenet_folders(),
         "ImageNet-1k's names": tuple(ImageNetInfo("imagenet-1k").label_descriptions()),
         "ImageNet-1k's names in open_clip": tuple(open_clip.IMAGENET_CLASSNAMES),
     }
-    for name, order in known.items():
+    for name, order in official.items():
         if sorted(classes) == sorted(order) and tuple(classes) != order:
             first = next(number for number, pair in enumerate(zip(classes, order, strict=True)) if len(set(pair)) > 1)
-            findings.problem(
+            findings.add_problems(
                 "classes",
-                f"--data {place}: {name} in another order than the official one: class {first} is {classes[first]!r}, "
+                f"--data {source}: {name} in another order than the official one: class {first} is {classes[first]!r}, "
                 f"there {order[first]!r}; networks with the official order score nothing on them",
             )
     if all(name.isdecimal() for name in classes) and sorted(classes, key=int) != list(classes):
         first = next(number for number, name in enumerate(classes) if number != int(name))
         findings.warnings.append(
-            f"--data {place}: classes that are numbers, in the order of text: class {first} is {classes[first]!r}; "
+            f"--data {source}: classes that are numbers, in the order of text: class {first} is {classes[first]!r}; "
             "write them with leading zeros where networks of others know the classes by number"
         )
 
 
 def _note_storage(train: LabelledImages, findings: DataFindings) -> None:
-    """Note what there is to say of shards: packs that are not the files' own images, and how many may read them."""
-    whole = train
-    while isinstance(whole, ImageSubset):
-        whole = whole.whole
-    if not isinstance(whole, PackedImages | ShardImages):
+    """Note the number of shards, and warn of a pack whose images were resized."""
+    source = train
+    while isinstance(source, ImageSubset):
+        source = source.whole
+    if not isinstance(source, PackedImages | ShardImages):
         return
-    shards = count_noun(len(whole.paths), "shard")
+    shards = count_noun(len(source.paths), "shard")
     findings.notes.append(
         f"{shards}, which every process reads at random: any number of ranks and of processes will do"
     )
-    if isinstance(whole, PackedImages):
-        packing = read_manifest(whole.paths[0].parent.parent)
+    if isinstance(source, PackedImages):
+        packing = read_manifest(source.paths[0].parent.parent)
         if packing["size"]:
             findings.warnings.append(
                 f"packed with a shorter side of at most {packing['size']} pixels: images that were larger are "

@@ -347,7 +347,7 @@ def test_processes_see_what_one_sees(folder: Path) -> None:
     )
     assert (alone.digests == shared.digests).all()
     assert (alone.sides == shared.sides).all()
-    assert (alone.unreadable, alone.stored) == (shared.unreadable, shared.stored)
+    assert (alone.unreadable, alone.formats) == (shared.unreadable, shared.formats)
     assert list(alone.unreadable) == [4]
     assert len(set(alone.digests[alone.readable].tolist())) == 29
 
