@@ -141,7 +141,7 @@ def results(project: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 def test_a_field_with_a_flag_is_an_option(results: dict[str, Any]) -> None:
-    assert results["help"] == ["What logits are divided by before the loss. \\[default: 1]"] * 2
+    assert results["help"] == ["Divide logits by this before the loss. \\[default: 1]"] * 2
     assert results["config"] == 4
     assert "--temperature: a number above 0 (got 0.0)" in results["refused"]
     plain, warm = results["losses"]["1"], results["losses"]["4"]
