@@ -28,7 +28,7 @@ def network(stem: str = "dpn", arch: str = "nano/8", pool: str = "tok", seed: in
     return model
 
 
-def test_a_planted_pattern_comes_out_where_it_was_planted() -> None:
+def test_a_planted_pattern_is_found_at_its_position() -> None:
     model = network()
     set_stem_norm(model)
     maps = first_norm_maps(model)
@@ -97,7 +97,7 @@ def test_attention_to_oneself_is_no_distance_away_and_to_a_neighbour_one_patch()
     np.testing.assert_allclose(record_activations(model, [noise_images()]).distances, np.full((4, 2), 8.0), rtol=1e-5)
 
 
-def test_attention_is_what_the_heads_compute_and_the_network_is_left_as_it_was() -> None:
+def test_attention_matches_the_heads_and_the_network_is_unchanged() -> None:
     model, pixels = network(pool="gap"), noise_images(2)
     before = model.forward_features(model.normalize(pixels))
     seen = record_activations(model, [pixels[:1], pixels[1:]])
@@ -112,7 +112,7 @@ def test_attention_is_what_the_heads_compute_and_the_network_is_left_as_it_was()
     np.testing.assert_allclose(seen.distances[0], (weight * far).sum(-1).mean((0, 2)), rtol=1e-5)
 
 
-def test_lengths_of_tokens_are_those_of_every_place() -> None:
+def test_lengths_of_tokens_are_measured_at_every_position() -> None:
     model, pixels = network("post_posemb"), noise_images(2)
     model.cls_token.data.fill_(0.5)
     seen = {one.place: one for one in record_activations(model, [pixels]).lengths}
@@ -132,7 +132,7 @@ def test_lengths_of_tokens_are_those_of_every_place() -> None:
 
 
 @pytest.mark.parametrize("stem", ["none", "dpn"])
-def test_explained_variance_is_that_of_a_least_squares_fit(stem: str) -> None:
+def test_explained_variance_matches_a_least_squares_fit(stem: str) -> None:
     model, pixels = network(stem), noise_images(3)
     shares = record_activations(model, [pixels[:2], pixels[2:]]).shares
     image = model.normalize(pixels)

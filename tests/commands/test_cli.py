@@ -69,9 +69,9 @@ def test_help_and_configs_load_neither_torch_nor_timm() -> None:
         "    assert words != ['--help'] or 'dpn_cli.commands.train' not in sys.modules\n"
         "    print('END OF', *words)\n"
     )
-    done = run_program([sys.executable, "-c", script, json.dumps(LIGHT)], cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    parts = done.stdout.split("END OF")
+    result = run_program([sys.executable, "-c", script, json.dumps(LIGHT)], cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    parts = result.stdout.split("END OF")
     assert len(parts) == len(LIGHT) + 1
     assert all(len(part) > 40 or "dpn " in part for part in parts[:-1])
 
@@ -130,7 +130,7 @@ def test_the_line_of_a_command_is_the_first_of_its_own_help(name: str) -> None:
     assert inspect.cleandoc(COMMANDS[name].load(name).help).split("\n\n")[0] == COMMANDS[name].help
 
 
-def test_the_set_of_options_is_frozen_and_each_says_its_default() -> None:
+def test_the_set_of_options_is_frozen_and_each_shows_its_default() -> None:
     import typer.main
 
     from dpn_cli.cli import app
@@ -198,8 +198,8 @@ def test_shell_completion_knows_archs_stems_tasks_and_configs(line: str, expecte
     from dpn_cli.cli import app
 
     words = {"_DPN_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
-    done = CliRunner().invoke(app, env=words, prog_name="dpn")
-    assert expected in done.stdout.split(), done.output
+    result = CliRunner().invoke(app, env=words, prog_name="dpn")
+    assert expected in result.stdout.split(), result.output
 
 
 def test_configs_are_listed_with_paper_table_and_number() -> None:
@@ -212,7 +212,7 @@ def test_configs_are_listed_with_paper_table_and_number() -> None:
     assert shown["runtime"]["micro_batch_size"] == "auto"
 
 
-def test_print_config_shows_what_would_run() -> None:
+def test_print_config_shows_the_resolved_config() -> None:
     printed = dpn(
         "finetune",
         "vtab",
@@ -279,13 +279,13 @@ def test_wrong_commands_end_with_one_line_and_their_code(
     arguments: list[str], code: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    done = run_dpn("finetune", "vtab", "-o", str(tmp_path / "run"), "-q", *arguments)
-    assert done.exit_code == code, done.stderr
-    assert message in " ".join(done.stderr.split())
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
+    result = run_dpn("finetune", "vtab", "-o", str(tmp_path / "run"), "-q", *arguments)
+    assert result.exit_code == code, result.stderr
+    assert message in " ".join(result.stderr.split())
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
     if message != "No such option":
-        assert len(done.stderr.strip().splitlines()) == 1
+        assert len(result.stderr.strip().splitlines()) == 1
 
 
 def test_an_unknown_command_names_the_nearest() -> None:

@@ -231,8 +231,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     trained = {"PAIRS": str(root / "pairs.csv"), "SCENES": str(root / "scenes"), "cache": str(root / "cache")}
     for name in ("lit train", "segment folder"):
         out = str(root / name.split()[0])
-        done = run_dpn(*name.split(), *(trained.get(word, word) for word in GOOD[name]), "-o", out, "-q")
-        assert done.exit_code == 0, done.stderr
+        result = run_dpn(*name.split(), *(trained.get(word, word) for word in GOOD[name]), "-o", out, "-q")
+        assert result.exit_code == 0, result.stderr
     return {
         "PHOTOS": str(photos),
         "IMAGE": str(photos / "class0" / "000.jpg"),
@@ -274,21 +274,21 @@ def told(arguments: list[str], world: dict[str, str], here: Path) -> Result:
     faulthandler.dump_traceback_later(2 * LIMIT, exit=True)  # the limit is each line's, however many there are
     for entry in here.iterdir():
         shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
-    done = run_dpn(*(world.get(word, word) for word in arguments))
-    shown = " ".join(repr(word[:60]) for word in arguments)
-    assert done.exception is None or isinstance(done.exception, SystemExit), f"{shown}: {done.exception!r}"
-    unsaved = done.exit_code == 1 and "not written" in done.stderr
-    assert done.exit_code in CODES or unsaved, f"{shown}: {done.exit_code} {done.stderr}"
-    lines = done.stderr.splitlines()
+    result = run_dpn(*(world.get(word, word) for word in arguments))
+    output = " ".join(repr(word[:60]) for word in arguments)
+    assert result.exception is None or isinstance(result.exception, SystemExit), f"{output}: {result.exception!r}"
+    unsaved = result.exit_code == 1 and "not written" in result.stderr
+    assert result.exit_code in CODES or unsaved, f"{output}: {result.exit_code} {result.stderr}"
+    lines = result.stderr.splitlines()
     errors = [line for line in lines if line.startswith("error: ")]
-    if done.exit_code:
-        assert len(errors) == 1, f"{shown}: {done.stderr}"
-        assert lines[-1] == errors[0], f"{shown}: {done.stderr}"
-        assert errors[0] != "error: ", shown
+    if result.exit_code:
+        assert len(errors) == 1, f"{output}: {result.stderr}"
+        assert lines[-1] == errors[0], f"{output}: {result.stderr}"
+        assert errors[0] != "error: ", output
     else:
-        assert errors == [], f"{shown}: {done.stderr}"
-    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f]|Traceback", done.output), f"{shown}: {done.output!r}"
-    return done
+        assert errors == [], f"{output}: {result.stderr}"
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f]|Traceback", result.output), f"{output}: {result.output!r}"
+    return result
 
 
 def test_every_command_has_a_good_line(world: dict[str, str], here: Path) -> None:

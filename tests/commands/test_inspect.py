@@ -40,19 +40,19 @@ def numbers(path: Path) -> list[dict[str, str]]:
 
 
 def refused(code: int, *words: str) -> str:
-    done = run_dpn("inspect", *words)
-    assert done.exit_code == code, done.output
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    result = run_dpn("inspect", *words)
+    assert result.exit_code == code, result.output
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error:")]
     return str(line)
 
 
-def test_planted_scales_come_out_where_they_were_planted(
+def test_planted_scales_are_found_at_their_positions(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(page, "draw", lambda chart, prefix: ("<svg></svg>", b""))  # it is the numbers that matter
-    done = run_dpn("inspect", str(folder / "dpn.safetensors"), "-o", str(tmp_path))
-    assert done.exit_code == 0, done.output
-    assert "need images (--data)" in done.stderr
+    result = run_dpn("inspect", str(folder / "dpn.safetensors"), "-o", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    assert "need images (--data)" in result.stderr
     scale = numbers(tmp_path / "figures" / "first_norm_scale.csv")
     assert len(scale) == 3 * 64
     twos = [(row["map"], int(row["row"]), int(row["column"])) for row in scale if float(row["scale"]) != 1]
@@ -68,9 +68,9 @@ def test_planted_scales_come_out_where_they_were_planted(
 
 def test_two_networks_stand_side_by_side(folder: Path, tmp_path: Path) -> None:
     places = [str(folder / f"{name}.safetensors") for name in ("dpn", "none")]
-    done = run_dpn("inspect", *places, "--data", "demo", "--images", "3", "-o", str(tmp_path), "--json")
-    assert done.exit_code == 0, done.output
-    result = json.loads(done.stdout)
+    completed = run_dpn("inspect", *places, "--data", "demo", "--images", "3", "-o", str(tmp_path), "--json")
+    assert completed.exit_code == 0, completed.output
+    result = json.loads(completed.stdout)
     assert result == json.loads((tmp_path / "result.json").read_text())
     dpn, plain = result["networks"]
     assert dpn["images"] == plain["images"] == 3
@@ -94,7 +94,7 @@ def test_two_networks_stand_side_by_side(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stem", "others", "said"),
+    ("stem", "others", "message"),
     [
         ("rms", {"pool": "gap"}, "bias is left out: with the stem 'rms' it has none"),
         ("post_posemb", {"pool": "map"}, "with which the head pools the tokens is left out"),
@@ -102,12 +102,14 @@ def test_two_networks_stand_side_by_side(folder: Path, tmp_path: Path) -> None:
         ("affine_only", {"posemb": "sincos2d"}, None),
     ],
 )
-def test_what_a_network_lacks_is_left_out_and_said(stem: str, others: dict[str, Any], said: str | None) -> None:
+def test_plots_that_a_network_lacks_are_skipped_and_reported(
+    stem: str, others: dict[str, Any], message: str | None
+) -> None:
     model = load_backbone("nano/8", stem=stem, image_size=(32, 24), **others)
     model.eval()
     found = examine("it", model, [noise_images()])
-    assert bool(found.left_out) == (said is not None)
-    assert said is None or any(said in line for line in found.left_out)
+    assert bool(found.left_out) == (message is not None)
+    assert message is None or any(message in line for line in found.left_out)
     json.dumps(found.to_dict(), allow_nan=False)
     charts = {part.name: part for section in sections_of([found]) for part in section.parts if isinstance(part, Chart)}
     assert ("first_norm_scale" in charts) == (stem in ("rms", "affine_only"))

@@ -40,7 +40,7 @@ def harmless(done: Result) -> str:
 
 
 @pytest.mark.parametrize(("name", "shown"), list(zip(NAMES, SHOWN, strict=True)))
-def test_what_a_terminal_obeys_is_shown(name: str, shown: str) -> None:
+def test_control_characters_are_escaped(name: str, shown: str) -> None:
     assert printable(name) == shown
 
 
@@ -82,14 +82,14 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_classes_and_files_of_predict(classifier: Path) -> None:
-    done = run_dpn("predict", str(classifier / "weights.safetensors"), str(classifier / "photos"), "-k", "6")
-    text = harmless(done)
+    result = run_dpn("predict", str(classifier / "weights.safetensors"), str(classifier / "photos"), "-k", "6")
+    text = harmless(result)
     for shown in SHOWN:
         assert text.count(shown) >= 12  # of each of twelve images, and in the names of two
-    found = json.loads(
+    output = json.loads(
         run_dpn("predict", str(classifier / "weights.safetensors"), str(classifier / "photos"), "--json").stdout
     )
-    assert {guess["name"] for one in found for guess in one["classes"]} <= set(NAMES)
+    assert {guess["name"] for one in output for guess in one["classes"]} <= set(NAMES)
 
 
 def test_classes_of_eval_and_names_in_its_errors(classifier: Path) -> None:
@@ -162,9 +162,9 @@ def test_settings_and_options_in_errors() -> None:
         ["--data", RED, "--arch", "mu/8", "--checkpoint", "none"],
         ["--checkpoint", RED, "--data", "demo"], ["--freeze", RED, "--data", "demo"],
     ):  # fmt: skip
-        done = run_dpn("finetune", "highres", *arguments, "-q")
-        assert done.exit_code in (2, 3)
-        text = harmless(done)
+        result = run_dpn("finetune", "highres", *arguments, "-q")
+        assert result.exit_code in (2, 3)
+        text = harmless(result)
         assert r"\x1b" in text
         assert len(text.splitlines()) == 1
 
@@ -173,9 +173,9 @@ def test_a_name_in_no_encoding_is_printed_by_a_terminal_of_another(classifier: P
     odd = tmp_path / os.fsdecode(b"caf\xe9.png")
     Image.fromarray(np.zeros((20, 20, 3), dtype=np.uint8)).save(tmp_path / "plain.png")
     (tmp_path / "plain.png").rename(odd)
-    done = run_program(
+    result = run_program(
         [sys.executable, "-m", "dpn_cli", "predict", str(classifier / "weights.safetensors"), str(odd)],
         env=program_environment(PYTHONIOENCODING="ascii", COLUMNS="300"),
     )
-    assert done.returncode == 0, done.stderr
-    assert r"caf\xe9.png" in done.stdout
+    assert result.returncode == 0, result.stderr
+    assert r"caf\xe9.png" in result.stdout

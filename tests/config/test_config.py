@@ -35,12 +35,12 @@ def test_every_shipped_config_builds_and_survives_a_round_trip(name: str) -> Non
 
 
 @pytest.mark.parametrize("about", [{}, {"about": 3}, {"about": {"command": "dpn finetune vtabs"}}])
-def test_a_config_of_no_command_is_told_what_there_is(about: dict[str, Any]) -> None:
+def test_a_config_of_no_command_is_refused_with_the_list_of_configs(about: dict[str, Any]) -> None:
     with pytest.raises(DpnError, match="mine.yaml: about.command is .* write one of 'dpn finetune vtab …'"):
         schema_of(about, "mine.yaml")
 
 
-def test_appendix_e_is_what_the_paper_prints() -> None:
+def test_appendix_e_matches_the_paper() -> None:
     built = vtab_config()
     assert (built.schedule.steps, built.schedule.warmup, built.schedule.decay) == (2500, 200, "cosine")
     assert (built.batch_size, built.loss, len(built.seeds)) == (512, "sigmoid", 3)
@@ -76,13 +76,13 @@ def test_appendix_e_is_what_the_paper_prints() -> None:
         (["backbone.image_size=224xabc"], "backbone.image_size"),
     ],
 )
-def test_wrong_keys_and_values_are_named_with_what_is_allowed(settings: list[str], message: str) -> None:
+def test_wrong_keys_and_values_are_named_with_the_allowed_ones(settings: list[str], message: str) -> None:
     with pytest.raises(DpnError, match=message) as caught:
         vtab_config(from_settings(settings))
     assert "\n" not in str(caught.value)
 
 
-def test_all_mistakes_are_told_at_once() -> None:
+def test_all_mistakes_are_reported_together() -> None:
     with pytest.raises(DpnError, match=r"batch_size.*optim.momentun"):
         vtab_config(from_settings(["optim.momentun=1", "batch_size=0"]))
 

@@ -43,7 +43,7 @@ TASKS: dict[str, tuple[Warmup, int, int]] = {
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_only_a_shorter_training_has_a_shorter_warmup_and_it_is_said(task: str) -> None:
+def test_only_a_shorter_training_has_a_shorter_warmup_and_it_is_logged(task: str) -> None:
     warmup, usual, steps = TASKS[task]
     said: list[str] = []
     # The paper's 93,000 and 930,000 steps have the warm-up of 92,897 (arXiv 2302.01327 §5.1, App. C).
@@ -78,15 +78,15 @@ def test_a_short_preset_has_big_visions_warmup() -> None:
 
 
 @pytest.mark.parametrize("command", ["pretrain --arch B/16", "finetune highres --arch B/16", "lit train --arch B/16"])
-def test_the_command_line_says_it(command: str, tmp_path: Path) -> None:
-    done = run_dpn(*command.split(), "--data", str(tmp_path), "--steps", "50", "--print-config")
-    assert done.exit_code == 0
-    assert "the training has 50 steps and the config's phases are for" in done.stderr
+def test_the_command_line_reports_the_duration(command: str, tmp_path: Path) -> None:
+    result = run_dpn(*command.split(), "--data", str(tmp_path), "--steps", "50", "--print-config")
+    assert result.exit_code == 0
+    assert "the training has 50 steps and the config's phases are for" in result.stderr
 
 
-@pytest.mark.parametrize(("epochs", "said"), [("1", True), ("9999", False)])
-def test_a_training_says_it_when_its_images_are_counted(
-    epochs: str, said: bool, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("epochs", "is_reported"), [("1", True), ("9999", False)])
+def test_a_training_reports_the_duration_once_its_images_are_counted(
+    epochs: str, is_reported: bool, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from dpn_cli.errors import DpnError
     from tasks.classify import highres as command
@@ -95,7 +95,7 @@ def test_a_training_says_it_when_its_images_are_counted(
         raise DpnError("counted")
 
     monkeypatch.setattr(command, "train_classifier", stop)
-    done = run_dpn(
+    result = run_dpn(
         *(
             "finetune",
             "highres",
@@ -110,5 +110,5 @@ def test_a_training_says_it_when_its_images_are_counted(
         ),
         *("--checkpoint", "none", "-b", "16", "--epochs", epochs, "-o", str(tmp_path / "run")),
     )
-    assert done.stderr.endswith("counted\n")
-    assert ("so they are shorter" in done.stderr) == said
+    assert result.stderr.endswith("counted\n")
+    assert ("so they are shorter" in result.stderr) == is_reported

@@ -82,7 +82,7 @@ def _value(printed: dict[str, Any], name: str) -> Any:
 
 
 @pytest.mark.parametrize(("command", "label"), CASES)
-def test_help_says_what_print_config_resolves(
+def test_help_shows_the_defaults_of_print_config(
     command: str, label: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # without data and weights to be found
@@ -114,7 +114,7 @@ def _all(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
             yield " ".join((*path, name)), command
 
 
-def test_every_option_with_a_value_says_its_default_or_is_required() -> None:
+def test_every_option_with_a_value_shows_its_default_or_is_required() -> None:
     for name, command in _all(typer.main.get_command(app)):
         for parameter in command.params:
             switch = getattr(parameter, "is_flag", False)
@@ -138,7 +138,7 @@ READERS = (
 
 
 @pytest.mark.parametrize("command", READERS)
-def test_what_reads_images_has_the_same_options(command: str) -> None:
+def test_commands_that_read_images_have_the_same_options(command: str) -> None:
     found: Any = typer.main.get_command(app)
     for word in command.split():
         found = found.commands[word]

@@ -50,7 +50,7 @@ def values(name: str, precision: str = "fp32", **changes: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("name", list(shipped_configs()))
-def test_sources_are_those_of_keys_and_not_keys_themselves(name: str) -> None:
+def test_sources_name_keys_and_are_no_keys_themselves(name: str) -> None:
     plain = read_config(name)
     assert "sources" not in plain
     assert set(read_sources(name, schema_of(plain, name))) == set(read_document(name).get("sources", {}))
@@ -74,7 +74,7 @@ def test_every_stated_value_of_the_papers_configs_has_a_source(name: str) -> Non
         ("vtab", "backbone.image_size"),
     ],
 )
-def test_what_the_paper_does_not_state_says_so(name: str, key: str) -> None:
+def test_values_that_the_paper_does_not_state_are_marked(name: str, key: str) -> None:
     plain = read_config(name)
     assert read_sources(name, schema_of(plain, name))[key].source.startswith(NOT_IN_PAPER)
 
@@ -93,9 +93,9 @@ def test_what_the_paper_does_not_state_says_so(name: str, key: str) -> None:
 )
 def test_a_mistake_in_sources_is_one_line(sources: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(f"batch_size: 8\nsources: {sources}\n")
-    done = run_dpn("finetune", "highres", "-c", str(tmp_path / "mine.yaml"), "--data", "imagenet", "--print-config")
-    assert done.exit_code == 2, done.output
-    (line,) = [line for line in done.stderr.splitlines() if "error" in line]
+    result = run_dpn("finetune", "highres", "-c", str(tmp_path / "mine.yaml"), "--data", "imagenet", "--print-config")
+    assert result.exit_code == 2, result.output
+    (line,) = [line for line in result.stderr.splitlines() if "error" in line]
     assert message in line
 
 
@@ -103,27 +103,31 @@ def test_sources_of_a_config_change_nothing(tmp_path: Path) -> None:
     printed = []
     for sources in ("", "sources: {lr: {source: mine, paper: 0.5, differs: Much.}}\n"):
         (tmp_path / "mine.yaml").write_text(f"batch_size: 8\n{sources}")
-        done = run_dpn("finetune", "highres", "-c", str(tmp_path / "mine.yaml"), "--data", "imagenet", "--print-config")
-        assert done.exit_code == 0, done.output
-        printed.append(done.stdout)
+        result = run_dpn(
+            "finetune", "highres", "-c", str(tmp_path / "mine.yaml"), "--data", "imagenet", "--print-config"
+        )
+        assert result.exit_code == 0, result.output
+        printed.append(result.stdout)
     assert printed[0] == printed[1]
     assert yaml.safe_load(printed[0])["batch_size"] == 8
 
 
 @pytest.mark.parametrize("name", list(shipped_configs()))
 def test_show_prints_values_with_sources_and_stays_a_config(name: str, tmp_path: Path) -> None:
-    done = run_dpn("configs", "show", name)
-    assert done.exit_code == 0, done.output
-    (tmp_path / "shown.yaml").write_text(done.stdout)
+    result = run_dpn("configs", "show", name)
+    assert result.exit_code == 0, result.output
+    (tmp_path / "shown.yaml").write_text(result.stdout)
     schema = schema_of(read_config(name), name)
     again = read_config(str(tmp_path / "shown.yaml"))
     assert build(schema, again, "shown") == build(schema, read_config(name), name)
     for key, source in read_sources(name, schema).items():
         own = key.rpartition(".")[2]
-        assert [line for line in done.stdout.splitlines() if f"{own}:" in line and f"# {source.comment()}" in line], key
+        assert [line for line in result.stdout.splitlines() if f"{own}:" in line and f"# {source.comment()}" in line], (
+            key
+        )
 
 
-def test_show_says_the_papers_value_where_it_is_another() -> None:
+def test_show_prints_the_papers_value_where_it_differs() -> None:
     shown = run_dpn("configs", "show", "highres").stdout.splitlines()
     lines = [" ".join(line.split()) for line in shown]
     assert "state_dtype: float32 # App. D (big_vision.momentum_hp); paper: bfloat16" in lines
@@ -131,7 +135,7 @@ def test_show_says_the_papers_value_where_it_is_another() -> None:
     assert "eval_batch_size: 64 # default" in lines
 
 
-def test_what_is_shown_can_be_given_back(tmp_path: Path) -> None:
+def test_the_shown_config_can_be_loaded(tmp_path: Path) -> None:
     (tmp_path / "shown.yaml").write_text(run_dpn("configs", "show", "vtab").stdout)
     given = run_dpn("finetune", "vtab", "--data", "x", "-c", str(tmp_path / "shown.yaml"), "--print-config")
     plain = run_dpn("finetune", "vtab", "--data", "x", "--print-config")
@@ -152,7 +156,7 @@ MOMENTS = "optim.state_dtype: float32 (paper: bfloat16)"
         ("ade20k", []),
     ],
 )
-def test_a_config_of_the_paper_differs_in_what_its_sources_say(name: str, entries: list[str]) -> None:
+def test_a_config_of_the_paper_differs_where_its_sources_state_it(name: str, entries: list[str]) -> None:
     assert values(name) == entries
     bf16 = "runtime.precision: bf16 (paper: fp32)"
     assert values(name, "bf16") == entries + ([bf16] if name not in ("pretrain_sun397", "lit") else [])
@@ -253,7 +257,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("task", CHANGES)
-def test_the_result_and_the_first_lines_of_a_run_say_what_differs(
+def test_the_result_and_the_first_lines_of_a_run_list_differences(
     task: str, digits: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
@@ -270,7 +274,7 @@ def test_the_result_and_the_first_lines_of_a_run_say_what_differs(
     ("precision", "device", "listed"),
     [("auto", "cuda", True), ("auto", "cpu", False), ("bf16", "cpu", True), ("fp32", "cuda", False)],
 )
-def test_precision_is_that_of_the_runs_device(
+def test_precision_follows_the_device(
     precision: str, device: str, listed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of("vtab", runtime={"precision": precision})
@@ -280,7 +284,7 @@ def test_precision_is_that_of_the_runs_device(
         assert ("runtime.precision: bf16 (paper: fp32)" in (begun.differs or ())) == listed
 
 
-def test_a_run_of_the_demo_says_nothing(tmp_path: Path) -> None:
+def test_a_run_of_the_demo_reports_no_differences(tmp_path: Path) -> None:
     config = config_of("vtab_demo")
     with sessions.open_run(
         config, config.runtime, "sweep", LaunchOptions(tmp_path / "run"), tmp_path, Console(quiet=True)

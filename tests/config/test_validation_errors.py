@@ -37,7 +37,7 @@ def fields(schema: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[tu
 
 
 @pytest.mark.parametrize("command", TRAIN_COMMANDS)
-def test_every_field_of_every_config_says_in_words_what_it_takes(command: str) -> None:
+def test_every_field_of_every_config_describes_its_values(command: str) -> None:
     for path, field in fields(TRAIN_COMMANDS[command].schema):
         described = describe_allowed(field.annotation, [*field.metadata, field])
         assert "another kind" not in described, path
@@ -45,7 +45,7 @@ def test_every_field_of_every_config_says_in_words_what_it_takes(command: str) -
 
 
 @pytest.mark.parametrize("name", ["vtab", "highres", "lit", "pretrain", "pretrain_sun397", "ade20k"])
-def test_every_wrong_value_of_every_field_is_named_with_what_is_allowed(name: str) -> None:
+def test_every_wrong_value_of_every_field_is_named_with_the_allowed_values(name: str) -> None:
     shipped = read_config(name)
     schema, refused = schema_of(shipped, name), 0
     for path, _ in fields(schema):
@@ -89,7 +89,7 @@ def test_every_wrong_value_of_every_field_is_named_with_what_is_allowed(name: st
         ("lit", "text.clean=canonical", "(got 'canonical'); did you mean 'canonicalize'?"),
     ],
 )  # fmt: skip
-def test_types_are_described_by_what_they_take(name: str, setting: str, message: str) -> None:
+def test_types_are_described_by_their_values(name: str, setting: str, message: str) -> None:
     plain = merge(read_config(name), from_settings([setting]))
     with pytest.raises(DpnError) as caught:
         build(schema_of(plain, name), plain, "config")
@@ -120,14 +120,14 @@ def test_types_are_described_by_what_they_take(name: str, setting: str, message:
         ("model", None),
     ],
 )
-def test_an_unknown_key_is_answered_with_the_nearest(key: str, meant: str | None) -> None:
+def test_an_unknown_key_is_reported_with_the_nearest(key: str, meant: str | None) -> None:
     plain = merge(read_config("highres"), from_settings([f"{key}=1"]))
     with pytest.raises(DpnError) as caught:
         build(HIGHRES.schema, plain, "config")
     assert f"unknown key; {f'did you mean {meant!r}?' if meant else 'see dpn configs show'}" in str(caught.value)
 
 
-def test_a_name_is_guessed_only_where_one_is_near() -> None:
+def test_a_name_is_suggested_only_if_it_is_similar() -> None:
     tasks, stems = [task.name for task in TASKS], ("dpn", "dpn_no_affine", "none", "post_posemb")
     for given, allowed_names, meant in (
         ("dtb", tasks, "dtd"), ("cifar", tasks, "cifar100"), ("sun", tasks, "sun397"), ("foo", tasks, None),
@@ -159,13 +159,13 @@ def test_yaml_that_would_overwhelm_its_reader_is_refused(text: str, message: str
     with pytest.raises(ValueError, match=re.escape(message)):
         read_yaml(text)
     (tmp_path / "mine.yaml").write_text(text)
-    done = run_dpn("finetune", "highres", "-c", str(tmp_path / "mine.yaml"), "--print-config")
-    assert done.exit_code == 2
-    assert message in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    result = run_dpn("finetune", "highres", "-c", str(tmp_path / "mine.yaml"), "--print-config")
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
     if "\n" not in text and text.startswith("a: "):
-        done = run_dpn("finetune", "highres", "--set", f"lr={text[3:]}", "--print-config")
-        assert (done.exit_code, message in done.stderr, len(done.stderr.splitlines())) == (2, True, 1)
+        result = run_dpn("finetune", "highres", "--set", f"lr={text[3:]}", "--print-config")
+        assert (result.exit_code, message in result.stderr, len(result.stderr.splitlines())) == (2, True, 1)
 
 
 def test_merged_keys_are_not_given_twice() -> None:
@@ -191,15 +191,15 @@ def test_a_config_file_that_cannot_be_read_is_one_line(data: bytes | None, messa
         ["pretrain"],
         ["segment", "ade20k"],
     ):
-        done = run_dpn(*command, "-c", str(path), "--print-config")
-        assert (done.exit_code, len(done.stderr.splitlines())) == (2, 1)
-        assert f"--config {path}: {message}" in done.stderr
+        result = run_dpn(*command, "-c", str(path), "--print-config")
+        assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
+        assert f"--config {path}: {message}" in result.stderr
 
 
 def test_a_long_name_is_no_file() -> None:
-    done = run_dpn("finetune", "vtab", "-c", "a" * 300 + ".yaml", "--print-config")
-    assert (done.exit_code, len(done.stderr.splitlines())) == (2, 1)
-    assert "not readable (File name too long)" in done.stderr
+    result = run_dpn("finetune", "vtab", "-c", "a" * 300 + ".yaml", "--print-config")
+    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
+    assert "not readable (File name too long)" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -216,11 +216,11 @@ def test_a_long_name_is_no_file() -> None:
         (["nonsense\x1b[31m"], r"No such command 'nonsense\x1b[31m'"),
     ],
 )
-def test_a_wrong_command_line_is_answered_on_one_line(arguments: list[str], message: str) -> None:
-    done = run_dpn(*arguments)
-    assert (done.exit_code, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
-    assert message.replace("/..", "") in done.stderr.replace("\\\\", "\\")
-    assert not JARGON.search(done.stderr)
+def test_a_wrong_command_line_is_reported_on_one_line(arguments: list[str], message: str) -> None:
+    result = run_dpn(*arguments)
+    assert (result.exit_code, result.stdout, len(result.stderr.splitlines())) == (2, "", 1)
+    assert message.replace("/..", "") in result.stderr.replace("\\\\", "\\")
+    assert not JARGON.search(result.stderr)
 
 
 SEEDED = [
@@ -242,9 +242,9 @@ SEEDED = [
 @pytest.mark.parametrize("command", SEEDED, ids=" ".join)
 def test_a_seed_out_of_range_is_refused_by_every_command(command: list[str], seed: int, tmp_path: Path) -> None:
     own = ["-o", str(tmp_path / "run")] if command[0] in ("finetune", "pretrain", "segment") else []
-    done = run_dpn(*(word.replace("SEED", str(seed)) for word in command), *own)
-    assert (done.exit_code, len(done.stderr.splitlines())) == (2, 1), done.stderr
-    assert re.search(r"from 0 to 4294967295", done.stderr)
+    result = run_dpn(*(word.replace("SEED", str(seed)) for word in command), *own)
+    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1), result.stderr
+    assert re.search(r"from 0 to 4294967295", result.stderr)
     assert not (tmp_path / "run").exists()
 
 
@@ -268,10 +268,10 @@ SIZED = [
 
 @pytest.mark.parametrize("command", SIZED, ids=" ".join)
 def test_an_image_size_that_no_memory_holds_is_refused_by_every_command(command: list[str]) -> None:
-    done = run_dpn(*command, "--image-size", "1000000000")
-    assert done.exit_code == 2, done.output
-    assert "16384" in done.stderr.splitlines()[-1]
-    assert "Traceback" not in done.output
+    result = run_dpn(*command, "--image-size", "1000000000")
+    assert result.exit_code == 2, result.output
+    assert "16384" in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.output
 
 
 def test_help_of_pretraining_speaks_of_no_checkpoint() -> None:

@@ -116,8 +116,8 @@ def test_the_form_in_bytes_holds_the_same(layout: Any, in_bytes: Any, tmp_path: 
         one, other = (CifarImages(tmp_path / each.folder / each.folder, each, split) for each in (layout, in_bytes))
         assert (list(one.labels), one.classes) == (list(other.labels), other.classes)
         assert all(np.array_equal(one.pixels(index), other.pixels(index)) for index in range(len(one.labels)))
-        again = pickle.loads(pickle.dumps(other))  # as a process that decodes gets it
-        assert np.array_equal(again.pixels(1), one.pixels(1))
+        reloaded = pickle.loads(pickle.dumps(other))  # as a process that decodes gets it
+        assert np.array_equal(reloaded.pixels(1), one.pixels(1))
 
 
 class Harmful:
@@ -128,7 +128,7 @@ class Harmful:
         return Path.touch, (self.path,)
 
 
-def test_what_a_pickle_asks_for_is_not_run(tmp_path: Path) -> None:
+def test_code_in_a_pickle_is_not_run(tmp_path: Path) -> None:
     write(tmp_path, TEN)
     file = tmp_path / TEN.folder / "data_batch_2"
     file.write_bytes(pickle.dumps({"data": Harmful(tmp_path / "run"), "labels": []}))
@@ -180,8 +180,8 @@ def test_a_folder_with_both_asks_which(tmp_path: Path) -> None:
         assert config_of(name, tmp_path).data.source == str(tmp_path / layout.folder)
 
 
-def config_of(name: str, source: object = "x", preset: Any = None, **asked: Any) -> PretrainConfig:
-    plain = resolve(name, preset, None, None, merge({"data": {"source": str(source)}}, asked), {})
+def config_of(name: str, source: object = "x", preset: Any = None, **settings: Any) -> PretrainConfig:
+    plain = resolve(name, preset, None, None, merge({"data": {"source": str(source)}}, settings), {})
     return finalize(build(PretrainConfig, plain, "test"))
 
 
@@ -201,7 +201,7 @@ def test_the_config_is_the_studys_and_the_preset_a_short_one() -> None:
     assert config_of("cifar10", "hf:uoft-cs/cifar10").data.label_column is None
 
 
-def test_the_update_is_that_of_torchs_adam_and_cosine() -> None:
+def test_the_update_equals_torchs_adam_and_cosine() -> None:
     """As train.py builds them: all parameters decay in the gradient; lr from 1e-3 to 1e-5 along a cosine."""
     config = config_of("cifar10")
     schedule = config.schedule.model_copy(update={"steps": 8})
@@ -238,7 +238,7 @@ def test_decay_in_the_gradient_moves_momentum_as_torchs_sgd() -> None:
     torch.testing.assert_close(weight, other)
 
 
-def test_images_are_what_torchvision_makes_of_them(tmp_path: Path) -> None:
+def test_images_match_torchvisions_augmentation(tmp_path: Path) -> None:
     config = config_of("cifar10", write(tmp_path, TEN), batch_size=8, backbone={"arch": "mu/8", "image_size": 48})
     data = open_data(config)
     model = training.load_network(config, 10)
@@ -270,9 +270,9 @@ def test_the_commands_find_the_data_and_count_its_classes(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for words in (["cifar10"], ["cifar100"], ["folder"]):
-        done = run_dpn("pretrain", *words, *TINY)
-        assert done.exit_code == 2
-        (line,) = done.stderr.splitlines()
+        result = run_dpn("pretrain", *words, *TINY)
+        assert result.exit_code == 2
+        (line,) = result.stderr.splitlines()
         assert "download https://www.cs.toronto.edu" in line or words == ["folder"], line
         assert "--data" in line
     write(tmp_path, TEN)

@@ -60,7 +60,7 @@ def test_the_splits_are_a_rule_and_not_a_draw(tmp_path: Path) -> None:
 ORDER = [f"class{name}.jpg" for name in ("1/000", "1/002", "0/001", "0/002", "1/001", "0/000")]
 
 
-def test_the_order_of_the_hashes_is_that_of_the_names_and_of_nothing_else(tmp_path: Path) -> None:
+def test_the_hash_order_depends_on_names_only(tmp_path: Path) -> None:
     split = ClassFolders(write_class_folders(tmp_path / "here", classes=2, each=3))
     assert [split.key(row) for row in hash_order(split)] == ORDER
     backwards = ImageSubset(split, range(5, -1, -1))
@@ -183,7 +183,7 @@ def test_shards_are_read_at_random(tmp_path: Path) -> None:
     assert open_split(ImageSource(pattern), "train")[1] == ("red", "green", "blue")
 
 
-def test_shards_that_are_none_say_so(tmp_path: Path) -> None:
+def test_files_that_are_no_shards_are_refused(tmp_path: Path) -> None:
     write_class_shard(tmp_path / "unlabelled.tar", 0, 2, label=False)
     (tmp_path / "text.tar").write_text("no archive")
     for name, message in {

@@ -211,7 +211,7 @@ def test_the_death_of_a_worker_is_one_error(reading: bool) -> None:
     assert none_left()
 
 
-def test_what_is_wrong_in_the_thread_is_raised_where_batches_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_the_thread_are_raised_to_the_user_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dpn_cli.data.workers.DYING", 0)
 
     class Odd(Numbers):
@@ -223,7 +223,7 @@ def test_what_is_wrong_in_the_thread_is_raised_where_batches_are_used(monkeypatc
 
 
 @pytest.mark.parametrize("loader", [*HOW, "segment", "stream"])
-def test_loaders_say_how_large_their_images_are(
+def test_loaders_report_the_size_of_their_images(
     loader: str, folder: ClassFolders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []

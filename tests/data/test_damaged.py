@@ -172,7 +172,7 @@ def test_pickles_of_every_protocol_and_name_run_nothing(name: str, protocol: int
     assert not target.exists()
 
 
-def test_the_container_is_told_by_content_not_by_name(tmp_path: Path) -> None:
+def test_the_container_is_inferred_from_content_not_from_the_name(tmp_path: Path) -> None:
     model = load_backbone("mu/8", image_size=16)
     export_backbone(model, tmp_path / "a.safetensors")
     (tmp_path / "a.safetensors").rename(tmp_path / "a.pth")

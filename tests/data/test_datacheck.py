@@ -39,9 +39,9 @@ Json = dict[str, Any]
 
 def checked(*words: str, code: int = 0) -> Json:
     """The result of a check, which ends with an exit code."""
-    done = run_dpn("data", "check", *words, "--json", "-q", "-j", "0")
-    assert done.exit_code == code, done.output
-    result: Json = json.loads(done.stdout)
+    completed = run_dpn("data", "check", *words, "--json", "-q", "-j", "0")
+    assert completed.exit_code == code, completed.output
+    result: Json = json.loads(completed.stdout)
     assert (code == 3) == bool(result["problems"])
     text = run_dpn("data", "check", *words, "-q", "-j", "0")
     assert text.exit_code == code
@@ -149,10 +149,10 @@ def test_known_classes_in_another_order_are_a_problem(names: str, problems: int,
     path = shards(tmp_path / "a.tar", [str(number % 1000) for number in range(2000)])
     order = imagenet_folders() if names == "official" else imagenet_folders()[::-1]
     (tmp_path / "classnames.txt").write_text("\n".join(order))
-    done = run_dpn(
+    completed = run_dpn(
         "data", "check", "pretrain", "--data", f"wds:{path}", "--val-fraction", "0.5", "--json", "-q", "-j", "0"
     )
-    result = json.loads(done.stdout)
+    result = json.loads(completed.stdout)
     found = texts(result, "classes")
     assert len(found) == problems
     if problems:
@@ -182,9 +182,9 @@ def test_batches_that_ranks_do_not_share_and_little_shared_memory(
     monkeypatch.setattr(loader_sizing, "shared_memory", lambda: 1000)
     result = checked("highres", "--data", str(folder), "-b", "6", "--ranks", "2")
     assert not any("shm" in warning for warning in result["warnings"])  # -j 0 hands nothing over
-    done = run_dpn("data", "check", "highres", "--data", str(folder), "-b", "6", "--ranks", "2", "-j", "1", "-q")
-    assert "has 1e-06 GB free" in done.stdout
-    assert "decoded by 1 process a rank" in done.stdout
+    completed = run_dpn("data", "check", "highres", "--data", str(folder), "-b", "6", "--ranks", "2", "-j", "1", "-q")
+    assert "has 1e-06 GB free" in completed.stdout
+    assert "decoded by 1 process a rank" in completed.stdout
 
 
 def vtab(root: Path, copied: bool = False) -> Path:
@@ -233,7 +233,7 @@ def test_everything_wrong_with_a_task_of_vtab_is_listed(tmp_path: Path) -> None:
     assert texts(result, "unreadable")[0].startswith(f"{place / 'images/val200/000009.png'} (val200.txt, line 10):")
 
 
-def test_a_task_of_vtab_that_was_encoded_again_is_warned_of(tmp_path: Path) -> None:
+def test_a_task_of_vtab_that_was_re_encoded_is_warned_of(tmp_path: Path) -> None:
     vtab(tmp_path, copied=True)
     result = checked("vtab", "--data", str(tmp_path), "--tasks", "eurosat")
     assert result["splits"]["eurosat train800"]["stored"] == {"JPEG 75": 800}
@@ -338,7 +338,7 @@ def test_data_that_cannot_be_opened_are_one_problem(tmp_path: Path) -> None:
         assert result["fingerprint"] == {}
 
 
-def test_processes_see_what_one_sees(folder: Path) -> None:
+def test_several_processes_read_the_rows_of_one(folder: Path) -> None:
     split = ClassFolders(folder / "train")
     split.path(4).write_bytes(b"")
     alone, shared = (
@@ -357,12 +357,12 @@ def test_a_signal_stops_a_check(folder: Path, monkeypatch: pytest.MonkeyPatch) -
         raise StoppedError(15)
 
     monkeypatch.setattr(signals, "check_here", stop)
-    done = run_dpn("data", "check", "highres", "--data", str(folder), "-j", "0")
-    assert done.exit_code == 75
-    assert "no result was written" in done.stderr
+    result = run_dpn("data", "check", "highres", "--data", str(folder), "-j", "0")
+    assert result.exit_code == 75
+    assert "no result was written" in result.stderr
 
 
-def test_the_same_images_are_those_of_a_dictionary() -> None:
+def test_the_index_agrees_with_a_dictionary() -> None:
     g = np.random.default_rng(0)
     parts = []
     for name, count in (("a", 50), ("b", 0), ("c", 70)):

@@ -51,16 +51,16 @@ def test_jpegs_decode_to_tensorflows_pixels_exactly(number: int, golden: Callabl
 
 
 @pytest.mark.parametrize("number", [0, 1])
-@pytest.mark.parametrize("how", ["exact", "pillow"])
-def test_jpeg_to_crop_is_the_recorded_chain(number: int, how: Decode, golden: Callable[[str], Arrays]) -> None:
+@pytest.mark.parametrize("options", ["exact", "pillow"])
+def test_jpeg_to_crop_is_the_recorded_chain(number: int, options: Decode, golden: Callable[[str], Arrays]) -> None:
     encoded, default, precise = recorded(golden, number)
-    theirs = precise if how == "pillow" else default
+    theirs = precise if options == "pillow" else default
     for seed in range(5):
         image = open_image(io.BytesIO(encoded), "here")
-        ours = train_crop(image, "here", (32, 32), torch.Generator().manual_seed(seed), how)
+        ours = train_crop(image, "here", (32, 32), torch.Generator().manual_seed(seed), options)
         top, left, height, width = inception_box(theirs.shape[:2], torch.Generator().manual_seed(seed))
         assert torch.equal(ours, resize(theirs[top : top + height, left : left + width], (32, 32)))
-    pixels = read_pixels(io.BytesIO(encoded), "here", ReadOptions("pillow" if how == "pillow" else "exact"))
+    pixels = read_pixels(io.BytesIO(encoded), "here", ReadOptions("pillow" if options == "pillow" else "exact"))
     assert torch.equal(eval_crop(pixels, 48, (42, 42)), eval_crop(theirs, 48, (42, 42)))
 
 
@@ -80,7 +80,7 @@ def test_grey_jpegs_have_three_equal_channels_and_tensorflows_dct() -> None:
     assert 0 < np.abs(exact.astype(int) - pillow).mean() < 1
 
 
-def test_pillow_decodes_what_is_no_grey_or_colour_jpeg(tmp_path: Path) -> None:
+def test_pillow_decodes_everything_but_grey_and_colour_jpegs(tmp_path: Path) -> None:
     photo = make_photo(40, 30)
     photo.convert("CMYK").save(tmp_path / "cmyk.jpg")
     photo.save(tmp_path / "photo.png")
@@ -146,7 +146,7 @@ def test_jpegs_above_the_limit_are_decoded_at_a_part_of_their_size() -> None:
             open_image(io.BytesIO(encoded), "it", reading)
 
 
-def test_what_is_no_file_is_refused_and_never_waited_for(tmp_path: Path) -> None:
+def test_special_files_are_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.jpg")
     (tmp_path / "gone.jpg").symlink_to("nowhere.jpg")
     (tmp_path / "loop.jpg").symlink_to("loop.jpg")
@@ -167,7 +167,7 @@ def test_what_is_no_file_is_refused_and_never_waited_for(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("content", [b"junk", b"", b"\xff\xd8\xff"])
-def test_bytes_that_are_no_image_are_said_to_be_of_no_known_format(content: bytes, tmp_path: Path) -> None:
+def test_bytes_that_are_no_image_are_reported_as_an_unknown_format(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.jpg").write_bytes(content)
     for file in (io.BytesIO(content), tmp_path / "a.jpg"):
         with pytest.raises(DataError, match=r"it: not a readable image \(of no known format\)") as caught:

@@ -146,7 +146,7 @@ SOURCES = [
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_every_source_decodes_and_limits_as_it_was_told(
+def test_every_source_follows_the_decode_options(
     source: Callable[[Path, bytes, ReadOptions], LabelledImages], jpegs: dict[str, Any], tmp_path: Path
 ) -> None:
     for decoder in BOTH:
@@ -159,7 +159,7 @@ def test_every_source_decodes_and_limits_as_it_was_told(
     assert split.pixels(0).shape == (-(-height // 2), -(-width // 2), 3)
 
 
-def test_vtabs_lists_decode_and_limit_as_they_were_told(
+def test_vtabs_lists_follow_the_decode_options(
     jpegs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vtab_data, "TRAIN", 1)
@@ -177,7 +177,9 @@ def test_vtabs_lists_decode_and_limit_as_they_were_told(
         vtab_data.open_task(VtabData(source=str(tmp_path), max_pixels=3), task).test.pixels(0)
 
 
-def test_images_of_masks_decode_as_they_were_told_and_are_never_shrunk(jpegs: dict[str, Any], tmp_path: Path) -> None:
+def test_images_with_masks_follow_the_decode_options_and_are_never_shrunk(
+    jpegs: dict[str, Any], tmp_path: Path
+) -> None:
     height, width, _ = jpegs["exact"].shape
     for split in ("training", "validation"):
         for kind in ("images", "annotations"):
@@ -204,8 +206,8 @@ def test_training_batches_hold_the_decoders_pixels(
     height, width, _ = jpegs["exact"].shape
     monkeypatch.setattr("dpn_cli.data.crops.inception_box", lambda size, generator: (0, 0, *size))
     split = from_folder(tmp_path, jpegs["bytes"], ReadOptions())
-    how = Augmentation((height // 2, width // 2), decode, crop=crop, flip=False)
-    image = next(crop_batches(split, how, 2, 0, ALONE, workers=0)(0))["image"][0]
+    options = Augmentation((height // 2, width // 2), decode, crop=crop, flip=False)
+    image = next(crop_batches(split, options, 2, 0, ALONE, workers=0)(0))["image"][0]
     assert torch.equal(image, resize(jpegs[decode], (height // 2, width // 2)))
 
 
@@ -236,18 +238,18 @@ def test_every_command_decodes_as_asked(
     default = [((), "exact")] if name in ("highres", "predict") else []
     for asked, decoder in (*default, (("--decode", "pillow"), "pillow")):
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
-        done = run_command(name, command_inputs, tmp_path, monkeypatch, *asked)
-        assert isinstance(done.exception, UsedError), done.output
-        assert done.exception.args == (decoder,)
+        result = run_command(name, command_inputs, tmp_path, monkeypatch, *asked)
+        assert isinstance(result.exception, UsedError), result.output
+        assert result.exception.args == (decoder,)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_a_limit_of_pixels_that_can_be_moved(
     name: str, command_inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = run_command(name, command_inputs, tmp_path, monkeypatch, "--max-pixels", "3")
-    assert done.exit_code == 3, done.output
-    assert "more than the 3 that are read; allow more with --max-pixels" in " ".join(done.stderr.split())
+    result = run_command(name, command_inputs, tmp_path, monkeypatch, "--max-pixels", "3")
+    assert result.exit_code == 3, result.output
+    assert "more than the 3 that are read; allow more with --max-pixels" in " ".join(result.stderr.split())
 
 
 OF_RUNS = {
@@ -258,16 +260,16 @@ OF_RUNS = {
 
 @pytest.mark.usefixtures("stopped")
 @pytest.mark.parametrize("name", OF_RUNS)
-def test_what_is_done_with_a_run_decodes_as_the_run_did(
+def test_commands_on_a_run_decode_like_the_run(
     name: str, command_inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(command_inputs, tmp_path / "all")
     save_untrained_run(tmp_path / "all", OF_RUNS[name], "pillow")
     other = [(("--decode", "exact"), "exact")] if name == "predict" else []
     for asked, decoder in (((), "pillow"), *other):
-        done = run_command(name, tmp_path / "all", tmp_path, monkeypatch, *asked)
-        assert isinstance(done.exception, UsedError), done.output
-        assert done.exception.args == (decoder,)
+        result = run_command(name, tmp_path / "all", tmp_path, monkeypatch, *asked)
+        assert isinstance(result.exception, UsedError), result.output
+        assert result.exception.args == (decoder,)
 
 
 @pytest.mark.parametrize("kind", ["classifier", "towers", "segmenter"])
@@ -275,9 +277,9 @@ def test_files_that_name_no_decoder_are_of_the_time_of_pillow(kind: str, command
     path = save_untrained_run(tmp_path, kind, "exact")
     key = {"classifier": "classifier", "towers": "lit", "segmenter": "segmenter"}[kind]
     tensors, metadata = read_weights(path)
-    described = json.loads(metadata[key])
-    (described["data"] if kind == "segmenter" else described).pop("decode" if kind == "segmenter" else "decoder")
-    save_weights(path, tensors, {**metadata, key: json.dumps(described)})
+    description = json.loads(metadata[key])
+    (description["data"] if kind == "segmenter" else description).pop("decode" if kind == "segmenter" else "decoder")
+    save_weights(path, tensors, {**metadata, key: json.dumps(description)})
     if kind == "classifier":
         assert load_classifier(str(path)).decoder == "pillow"
     elif kind == "segmenter":
@@ -303,8 +305,8 @@ def test_a_pack_is_made_and_continued_with_one_decoder(
     row = next(row for row in range(len(files.labels)) if files.key(row) == split.key(0))
     smaller = Image.fromarray(files.pixels(row)).resize((25, 20), Image.Resampling.BICUBIC)
     assert np.array_equal(split.pixels(0), np.asarray(smaller))
-    other = run_dpn(*command, "--decode", "pillow" if decoder == "exact" else "exact")
-    assert (other.exit_code, "another decode" in other.stderr) == (2, True)
+    other_result = run_dpn(*command, "--decode", "pillow" if decoder == "exact" else "exact")
+    assert (other_result.exit_code, "another decode" in other_result.stderr) == (2, True)
     (tmp_path / "p" / "manifest.json").write_text(json.dumps({k: v for k, v in manifest.items() if k != "decode"}))
     older = run_dpn(*command, "--decode", decoder)
     assert older.exit_code == (0 if decoder == "pillow" else 2), older.output
@@ -314,24 +316,24 @@ def test_a_pack_shrinks_large_jpegs_and_leaves_large_images_out(command_inputs: 
     write_class_folders(tmp_path / "photos", classes=2, each=2, size=(80, 60))
     Image.new("RGB", (80, 60)).save(tmp_path / "photos" / "class0" / "large.png")
     command = ["data", "pack", "--data", str(tmp_path / "photos"), "-o", str(tmp_path / "p"), "--max-pixels", "4799"]
-    refused = run_dpn(*command, "-q", "--size", "30")
-    assert refused.exit_code == 3
-    assert "large.png: 80 x 60 pixels, more than the 4799 that are read" in " ".join(refused.stderr.split())
+    result = run_dpn(*command, "-q", "--size", "30")
+    assert result.exit_code == 3
+    assert "large.png: 80 x 60 pixels, more than the 4799 that are read" in " ".join(result.stderr.split())
     shutil.rmtree(tmp_path / "p")
-    done = run_dpn(*command, "-q", "--size", "30", "--skip-bad-images", "--json")
-    assert json.loads(done.stdout)["train"]["left_out"] == 1
+    completed = run_dpn(*command, "-q", "--size", "30", "--skip-bad-images", "--json")
+    assert json.loads(completed.stdout)["train"]["left_out"] == 1
     split = PackedImages(tmp_path / "p", "train")
     assert {split.open(row).size for row in range(4)} == {(40, 30)}  # read at half their size, which is small enough
 
 
-def result_of(command_inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> Any:
+def result_of(command_inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
     small = ("--steps", "4", "-b", "4", "--set", "schedule.warmup=1", "--json")
-    done = run_command("highres", command_inputs, tmp_path, monkeypatch, *small, *more)
-    assert done.exit_code == 0, done.output
-    return json.loads(done.stdout)
+    result = run_command("highres", command_inputs, tmp_path, monkeypatch, *small, *arguments)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
 
 
-def test_a_run_of_the_time_of_pillow_goes_on_with_pillow(
+def test_a_run_of_the_time_of_pillow_continues_with_pillow(
     command_inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = result_of(command_inputs, tmp_path, monkeypatch)
@@ -359,13 +361,13 @@ def test_a_resumed_run_refuses_another_decoder_and_takes_another_limit(
     assert first["decoder"]["jpeg"].startswith("pillow ")
     (tmp_path / "out" / "result.json").unlink()
     small = ("--steps", "4", "-b", "4", "--set", "schedule.warmup=1", "--resume")
-    other = run_command("highres", command_inputs, tmp_path, monkeypatch, *small)
-    assert other.exit_code == 2
-    assert "data.decode: pillow there, exact now" in " ".join(other.stderr.split())
+    other_result = run_command("highres", command_inputs, tmp_path, monkeypatch, *small)
+    assert other_result.exit_code == 2
+    assert "data.decode: pillow there, exact now" in " ".join(other_result.stderr.split())
     assert result_of(command_inputs, tmp_path, monkeypatch, "--decode", "pillow", "--max-pixels", "5000", "--resume")
 
 
-def test_every_task_trains_with_the_decoder_that_its_run_began_with(
+def test_every_task_trains_with_the_decoder_that_its_run_started_with(
     command_inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[str] = []

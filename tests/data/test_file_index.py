@@ -92,7 +92,7 @@ def test_a_image_takes_its_name_and_a_few_bytes(tmp_path: Path) -> None:
     assert [type(part) for part in (rest.labels, rest.sizes)] == [array, array]
 
 
-def test_each_image_is_looked_at_once(tmp_path: Path, calls: Counter[str]) -> None:
+def test_each_image_is_checked_once(tmp_path: Path, calls: Counter[str]) -> None:
     root = write_class_folders(tmp_path, classes=3, each=5)
     calls.clear()
     ClassFolders(root)
@@ -100,7 +100,7 @@ def test_each_image_is_looked_at_once(tmp_path: Path, calls: Counter[str]) -> No
 
 
 @pytest.mark.usefixtures("kept")
-def test_a_kept_list_is_read_without_listing_a_folder(
+def test_a_cached_list_is_read_without_listing_a_folder(
     tmp_path: Path, calls: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = write_class_folders(tmp_path, classes=3, each=5)
@@ -116,7 +116,7 @@ def test_a_kept_list_is_read_without_listing_a_folder(
 
 @pytest.mark.usefixtures("kept")
 @pytest.mark.parametrize("change", ["add", "remove", "rename", "class", "write", "damage", "inner"])
-def test_a_kept_list_is_made_again_after_a_change(change: str, tmp_path: Path) -> None:
+def test_a_cached_list_is_rebuilt_after_a_change(change: str, tmp_path: Path) -> None:
     root = write_class_folders(tmp_path / "photos", classes=2, each=3)
     (root / "class1" / "inner").mkdir()
     ClassFolders(root)
@@ -144,7 +144,7 @@ def test_a_kept_list_is_made_again_after_a_change(change: str, tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("kept")
-def test_what_a_sample_misses_is_noticed_when_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_outside_the_sample_is_noticed_on_opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_index, "SAMPLE", 1)
     root = write_class_folders(tmp_path, classes=2, each=3)
     ClassFolders(root)
@@ -160,7 +160,7 @@ def test_what_a_sample_misses_is_noticed_when_it_is_opened(tmp_path: Path, monke
     assert again.pixels(4).shape == (40, 50, 3)
 
 
-def test_lists_of_few_images_and_of_folders_just_written_are_not_kept(
+def test_lists_of_few_images_and_of_recent_folders_are_not_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = write_class_folders(tmp_path, classes=2, each=2)
@@ -181,7 +181,7 @@ def test_a_home_that_cannot_be_written_keeps_nothing(tmp_path: Path, monkeypatch
     assert len(ClassFolders(tmp_path / "photos").labels) == 4
 
 
-def test_a_long_listing_tells_how_far_it_is(
+def test_a_long_listing_reports_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = write_class_folders(tmp_path, classes=2, each=2)
@@ -216,6 +216,6 @@ def test_holding_out_is_a_loop_over_classes(tmp_path: Path) -> None:
     assert [int(rest.key(row)[:-4]) for row in range(len(rest.labels))] == sorted({*range(len(labels))} - {*expected})
 
 
-def test_a_digest_of_lines_is_that_of_the_joined_text() -> None:
+def test_a_digest_of_lines_equals_the_digest_of_the_joined_text() -> None:
     for lines in ([], ["1 20"], ["1 20", "", "ä"]):
         assert hash_lines(lines) == hashlib.sha256("\n".join(lines).encode()).hexdigest()

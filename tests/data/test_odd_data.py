@@ -45,12 +45,12 @@ def test_no_command_waits_for_a_fifo_among_images(
         path.unlink()
         os.mkfifo(path)
     save_untrained_run(odd, "segmenter", "exact")  # which remembers where its data are
-    done = run_command(name, odd, tmp_path, monkeypatch)
-    assert done.exit_code == 3, done.output
-    told = " ".join(done.stderr.split())
-    assert "not a readable image (not a regular file)" in told
+    result = run_command(name, odd, tmp_path, monkeypatch)
+    assert result.exit_code == 3, result.output
+    output = " ".join(result.stderr.split())
+    assert "not a readable image (not a regular file)" in output
     names_all = {"predict", "retrofit", "lit predict", "lit search"}  # what is left out is named there
-    assert ("--skip-bad-images" in told) == (name not in names_all and not name.startswith("segment"))
+    assert ("--skip-bad-images" in output) == (name not in names_all and not name.startswith("segment"))
 
 
 def spoil(photos: Path, kind: str) -> None:
@@ -83,18 +83,18 @@ def test_a_image_that_is_none_is_named_before_training_or_left_out(
     odd = Path(shutil.copytree(command_inputs, tmp_path / "all"))
     spoil(odd / "photos", kind)
     small = ("--steps", "2", "-b", "4", "--set", "schedule.warmup=0", "--json")
-    refused = run_command("highres", odd, tmp_path, monkeypatch, *small)
-    assert refused.exit_code == 3, refused.output
-    assert KINDS[kind] in " ".join(refused.stderr.split())
+    result = run_command("highres", odd, tmp_path, monkeypatch, *small)
+    assert result.exit_code == 3, result.output
+    assert KINDS[kind] in " ".join(result.stderr.split())
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
     told = json.loads((tmp_path / "out" / "run.json").read_text("utf-8"))
     assert KINDS[kind] in told["error"]
-    done = run_command("highres", odd, tmp_path, monkeypatch, *small, "--skip-bad-images", "--overwrite")
-    assert done.exit_code == 0, done.output
+    completed = run_command("highres", odd, tmp_path, monkeypatch, *small, "--skip-bad-images", "--overwrite")
+    assert completed.exit_code == 0, completed.output
     scored = run_command("eval", odd, tmp_path, monkeypatch, "--skip-bad-images", "--json")
     assert json.loads(scored.stdout)["skipped"] == 1
-    refused = run_command("eval", odd, tmp_path, monkeypatch)
-    assert (refused.exit_code, KINDS[kind] in " ".join(refused.stderr.split())) == (3, True)
+    result = run_command("eval", odd, tmp_path, monkeypatch)
+    assert (result.exit_code, KINDS[kind] in " ".join(result.stderr.split())) == (3, True)
 
 
 def test_a_broken_link_among_more_images_than_are_decoded_before_training_is_named(tmp_path: Path) -> None:
@@ -116,8 +116,8 @@ def test_names_that_are_no_utf8_go_through_every_command(tmp_path: Path, monkeyp
     Path("photos/class1/000.jpg").rename(f"photos/class1/{CAFE}.jpg")
     small = ("--steps", "2", "-b", "4", "--set", "schedule.warmup=0", "-o", "run", "--device", "cpu", "-j", "0", "-q")
     scratch = ("--arch", "mu/8", "--checkpoint", "none", "--image-size", "32", "--val-fraction", "0.3")
-    done = run_dpn("finetune", "highres", *scratch, "--data", "photos", *small)
-    assert done.exit_code == 0, done.output
+    result = run_dpn("finetune", "highres", *scratch, "--data", "photos", *small)
+    assert result.exit_code == 0, result.output
     assert json.loads(Path("run/run.json").read_text("utf-8"))["classes"] == [CAFE, "class1"]
     assert run_dpn("finetune", "highres", *scratch, "--data", "photos", *small, "--resume").exit_code == 0
     scored = run_dpn("eval", "run", "--data", "photos", "--split", "all", "-o", "report", "-j", "0", "-q", "--json")
@@ -180,9 +180,9 @@ def test_one_class_is_refused_before_anything_is_trained(
 ) -> None:
     odd = Path(shutil.copytree(command_inputs, tmp_path / "all"))
     shutil.rmtree(odd / "photos" / "class1")
-    done = run_command(name, odd, tmp_path, monkeypatch)
-    assert done.exit_code == 3, done.output
-    assert "--data photos: one class (class0), and a classifier needs two at least" in " ".join(done.stderr.split())
+    result = run_command(name, odd, tmp_path, monkeypatch)
+    assert result.exit_code == 3, result.output
+    assert "--data photos: one class (class0), and a classifier needs two at least" in " ".join(result.stderr.split())
     assert not list((tmp_path / "out").rglob("*.safetensors"))
 
 
@@ -249,9 +249,9 @@ def test_a_shorter_side_below_the_crop_is_refused_with_the_config(
 ) -> None:
     for name in ("highres", "pretrain"):
         for side, code in ((1, 2), (31, 2)):
-            done = run_command(name, command_inputs, tmp_path, monkeypatch, "--set", f"data.eval_resize={side}")
-            assert done.exit_code == code, done.output
-            assert "data.eval_resize: the image size (32) or more" in " ".join(done.stderr.split())
+            result = run_command(name, command_inputs, tmp_path, monkeypatch, "--set", f"data.eval_resize={side}")
+            assert result.exit_code == code, result.output
+            assert "data.eval_resize: the image size (32) or more" in " ".join(result.stderr.split())
     small = ("--steps", "2", "-b", "4", "--set", "schedule.warmup=0", "--set", "data.eval_resize=32")
     assert run_command("highres", command_inputs, tmp_path, monkeypatch, *small).exit_code == 0
 
@@ -270,9 +270,9 @@ def test_an_unset_variable_never_stands_for_the_default(
     name: str, command_inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for more in (("--data", ""), ("--data=",)):
-        done = run_command(name, command_inputs, tmp_path, monkeypatch, *more)
-        assert done.exit_code == 2, done.output
-        assert "nothing after --data (is a shell variable unset?)" in done.stderr
+        result = run_command(name, command_inputs, tmp_path, monkeypatch, *more)
+        assert result.exit_code == 2, result.output
+        assert "nothing after --data (is a shell variable unset?)" in result.stderr
     assert run_command(name, command_inputs, tmp_path, monkeypatch, "").exit_code == 2
     assert not list((tmp_path / "out").iterdir())
 
@@ -280,9 +280,9 @@ def test_an_unset_variable_never_stands_for_the_default(
 def test_an_empty_value_of_a_config_is_refused_and_null_is_none(tmp_path: Path) -> None:
     print_config = ("finetune", "highres", "--print-config")
     for setting in ("data.source=", 'data.source=""', "backbone.checkpoint=''"):
-        done = run_dpn(*print_config, "--set", setting)
-        assert (done.exit_code, "write null for none" in done.stderr) == (2, True), done.output
+        result = run_dpn(*print_config, "--set", setting)
+        assert (result.exit_code, "write null for none" in result.stderr) == (2, True), result.output
     assert run_dpn(*print_config, "--set", "data.source=null").exit_code == 0
     (tmp_path / "a.yaml").write_text("data:\n  source: ''\n")
-    done = run_dpn(*print_config, "-c", str(tmp_path / "a.yaml"))
-    assert (done.exit_code, "a.yaml: data.source: an empty value" in " ".join(done.stderr.split())) == (2, True)
+    result = run_dpn(*print_config, "-c", str(tmp_path / "a.yaml"))
+    assert (result.exit_code, "a.yaml: data.source: an empty value" in " ".join(result.stderr.split())) == (2, True)

@@ -43,7 +43,7 @@ def packed(source: Path, out: Path, packing: PackOptions, monkeypatch: pytest.Mo
     return pack(ordered, open_split(ImageSource(str(source)), "train")[1], out, packing, **options), told
 
 
-def test_a_kept_pack_holds_the_files_own_bytes_and_the_same_splits(
+def test_an_unresized_pack_holds_the_bytes_of_the_files_and_the_same_splits(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "pack"
@@ -93,7 +93,7 @@ def test_other_libraries_read_the_shards(folder: Path, tmp_path: Path, monkeypat
     assert classes == ("class0", "class1", "class2")
 
 
-def test_a_stopped_packing_goes_on_and_mends_what_is_damaged(
+def test_a_stopped_packing_continues_and_repairs_damage(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, packing = tmp_path / "pack", PackOptions(20)
@@ -177,30 +177,32 @@ def test_unreadable_images_are_named_or_counted(folder: Path, tmp_path: Path, mo
     assert len(PackedImages(tmp_path / "pack", "train").labels) == 59
 
 
-def test_the_command_packs_and_says_what_it_did(folder: Path, tmp_path: Path) -> None:
-    done = run_dpn("data", "pack", "--data", str(folder), "--out", str(tmp_path / "p"), "--size", "20", "--json", "-q")
-    assert done.exit_code == 0, done.output
-    result = json.loads(done.stdout)
+def test_the_command_packs_and_prints_a_summary(folder: Path, tmp_path: Path) -> None:
+    completed = run_dpn(
+        "data", "pack", "--data", str(folder), "--out", str(tmp_path / "p"), "--size", "20", "--json", "-q"
+    )
+    assert completed.exit_code == 0, completed.output
+    result = json.loads(completed.stdout)
     assert (result["train"]["images"], result["val"]["images"], result["train"]["shards"]) == (60, 12, 1)
     for arguments, message in [
         (["--size", "0"], "--size: a number of pixels up to 16384, or keep (got '0')"),
         (["--encode", "webp"], "--encode: one of jpeg, ppm (got 'webp')"),
         (["--data", "nowhere"], "--data nowhere: no such folder"),
     ]:
-        done = run_dpn("data", "pack", "--data", str(folder), "--out", str(tmp_path / "q"), *arguments)
-        assert done.exit_code in (2, 3)
-        assert message in done.stderr
+        completed = run_dpn("data", "pack", "--data", str(folder), "--out", str(tmp_path / "q"), *arguments)
+        assert completed.exit_code in (2, 3)
+        assert message in completed.stderr
 
 
 def test_splits_with_other_classes_are_refused_before_anything_is_written(folder: Path, tmp_path: Path) -> None:
     shutil.rmtree(folder / "val" / "class0")
-    done = run_dpn("data", "pack", "--data", str(folder), "--out", str(tmp_path / "p"))
-    assert done.exit_code == 3
-    assert "different classes: only in training: class0" in done.stderr
+    result = run_dpn("data", "pack", "--data", str(folder), "--out", str(tmp_path / "p"))
+    assert result.exit_code == 3
+    assert "different classes: only in training: class0" in result.stderr
     assert not (tmp_path / "p").exists()
-    done = run_dpn("data", "pack", "--data", str(folder), "--out", str(folder / "pack"))
-    assert done.exit_code == 2
-    assert "inside --data" in done.stderr
+    result = run_dpn("data", "pack", "--data", str(folder), "--out", str(folder / "pack"))
+    assert result.exit_code == 2
+    assert "inside --data" in result.stderr
 
 
 def hub(root: Path, **splits: list[int]) -> Path:
@@ -219,10 +221,10 @@ def hub(root: Path, **splits: list[int]) -> Path:
 
 def test_hub_splits_without_labels_are_left_out_and_none_stands_in_for_another(tmp_path: Path) -> None:
     place = hub(tmp_path / "hub", train=[0, 1, 0, 1], validation=[0, 1], test=[-1, -1])
-    done = run_dpn("data", "pack", "--data", f"hf:{place}", "--out", str(tmp_path / "p"), "--size", "keep", "--json")
-    assert done.exit_code == 0, done.output
-    assert set(json.loads(done.stdout)) == {"train", "val"}
-    assert "test has no labels and is left out" in done.stderr.replace("\n", " ")
+    result = run_dpn("data", "pack", "--data", f"hf:{place}", "--out", str(tmp_path / "p"), "--size", "keep", "--json")
+    assert result.exit_code == 0, result.output
+    assert set(json.loads(result.stdout)) == {"train", "val"}
+    assert "test has no labels and is left out" in result.stderr.replace("\n", " ")
     with pytest.raises(DataError, match="its test images have the label -1, which means no label"):
         open_split(ImageSource(f"hf:{place}"), "test")
     split = PackedImages(tmp_path / "p", "train")
@@ -245,7 +247,7 @@ def test_a_pack_of_one_split_validates_another_data_set(
     assert len(open_split(ImageSource(str(folder)), "train")[0].labels) == 60  # somebody else's manifest
 
 
-def test_what_an_encoding_cannot_hold_is_named_or_left_out(
+def test_images_that_an_encoding_cannot_hold_are_named_or_left_out(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Image.new("RGB", (70_000, 21)).save(folder / "train" / "class1" / "wide.png")
@@ -271,7 +273,7 @@ def test_quality_and_index_digest_are_heeded(folder: Path, tmp_path: Path, monke
 def test_file_names_that_are_no_text_are_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = write_class_folders(tmp_path / "photos", classes=1, each=2)
     (root / "class0" / "000.jpg").rename(os.fsdecode(os.fsencode(root) + b"/class0/\xff.jpg"))
-    done = run_dpn("data", "pack", "--data", str(root), "--out", str(tmp_path / "p"), "--size", "keep", "-q")
-    assert done.exit_code == 0, done.output
+    result = run_dpn("data", "pack", "--data", str(root), "--out", str(tmp_path / "p"), "--size", "keep", "-q")
+    assert result.exit_code == 0, result.output
     split = PackedImages(tmp_path / "p", "train")
     assert os.fsencode(next(key for key in map(split.key, range(2)) if "001" not in key)) == b"class0/\xff.jpg"

@@ -209,9 +209,9 @@ def test_wrong_lines_are_named(line: str, message: str, folder: Path) -> None:
 def test_a_resumed_training_shuffles_the_epoch_that_it_is_in_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     shuffled, shuffle = list[int](), torch.randperm
 
-    def counted(images: int, **how: Any) -> torch.Tensor:
+    def counted(images: int, **options: Any) -> torch.Tensor:
         shuffled.append(images)
-        return shuffle(images, **how)
+        return shuffle(images, **options)
 
     monkeypatch.setattr(torch, "randperm", counted)
     images, batch = 1003, 64

@@ -136,7 +136,7 @@ def test_the_first_batch_waits_for_its_own_shards_and_the_next_ones_are_fetched_
 
 
 @pytest.mark.parametrize(("workers", "ahead"), [("auto", 3), (1, 3), (0, 0)])
-def test_what_is_scored_or_encoded_is_fetched_ahead_too(
+def test_scoring_and_encoding_prefetch_too(
     workers: Any, ahead: int, store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DPN_CACHE_GB", str(room(folder, 16) / 1e9))
@@ -204,7 +204,7 @@ def test_a_shard_that_cannot_be_fetched_is_one_error_when_it_is_read(store: Stor
     assert not multiprocessing.active_children()
 
 
-def test_a_process_that_fetches_and_dies_is_told(store: Store) -> None:
+def test_the_death_of_a_prefetch_process_is_reported(store: Store) -> None:
     split, order = opened(store.url)
     batches = stream(split, order, ALONE)
     first = {TARS[need.shard] for need in order.needs(0, range(BATCH)) if need.first == 0}
@@ -224,8 +224,10 @@ def test_a_training_ends_as_on_local_files(
 ) -> None:
     def config(place: str) -> Any:
         data = {"minival": 0.0, "shuffle": "shards", "open_shards": 2}
-        how = {"workers": 1, "checkpoint_every": 100}
-        return highres_config(f"{place}/pack", data=data, batch_size=BATCH, schedule={"steps": 2 * EPOCH}, runtime=how)
+        options = {"workers": 1, "checkpoint_every": 100}
+        return highres_config(
+            f"{place}/pack", data=data, batch_size=BATCH, schedule={"steps": 2 * EPOCH}, runtime=options
+        )
 
     train_highres(config(str(folder)), tmp_path / "near")
     if stopped:
@@ -241,7 +243,7 @@ def test_a_training_ends_as_on_local_files(
     assert all(torch.equal(value, far[name]) for name, value in near.items())
 
 
-def test_what_is_needed_is_kept_and_what_is_not_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_needed_shards_stay_cached_and_the_others_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DPN_CACHE_GB", "3e-9")
     remote.cache_dir().mkdir(parents=True)
     paths = [remote.cache_dir() / f"{name}.tar" for name in "abcd"]
@@ -267,7 +269,7 @@ def test_what_is_needed_is_kept_and_what_is_not_makes_room(tmp_path: Path, monke
     assert [path.exists() for path in paths] == [False, False, True, False]
 
 
-def test_no_more_is_fetched_ahead_than_there_is_room_for() -> None:
+def test_prefetching_stays_within_the_cache() -> None:
     paths = [RemotePath(f"s3://a/{number}.tar", size=10, sha256=str(number)) for number in range(9)]
     needs = [
         ShardUse(0, 3, 0),
@@ -287,15 +289,15 @@ def test_no_more_is_fetched_ahead_than_there_is_room_for() -> None:
     assert asked(5, (-1, 2, 3, 4, 5, 7, 9)) == [[0, 1], [], [2], [], [3], [2], [4]]  # what is needed now
 
 
-def test_a_cache_that_is_too_small_is_told_before_the_training(
+def test_a_cache_that_is_too_small_is_reported_before_the_training(
     store: Store, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(*given: str) -> str:
-        done = run_dpn(
-            "finetune", "highres", "--data", f"{store.url}/pack", *TINY_RUN, "-o", str(tmp_path / "run"), *given
+    def refused(*arguments: str) -> str:
+        result = run_dpn(
+            "finetune", "highres", "--data", f"{store.url}/pack", *TINY_RUN, "-o", str(tmp_path / "run"), *arguments
         )
-        assert done.exit_code == 2, done.stderr
-        return str(done.stderr)
+        assert result.exit_code == 2, result.stderr
+        return str(result.stderr)
 
     total = sum(sizes(folder))
     split, _ = opened(store.url)
@@ -318,7 +320,7 @@ def test_a_cache_that_is_too_small_is_told_before_the_training(
     check_cache(split, None, 960, 0, ALONE)
 
 
-def test_what_surrounds_a_training_reads_few_shards(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_steps_around_a_training_read_few_shards(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     split, _ = opened(store.url)
     assert split.shards
     assert set(split.shards.of[sample_rows_to_check(split, EACH)].tolist()) == {0}

@@ -78,10 +78,10 @@ def test_the_published_sizes_are_known() -> None:
 
 
 def prepared(*words: object, code: int = 0) -> tuple[Json, str]:
-    done = run_dpn("data", "prepare", *map(str, words), "--json", "-q")
-    assert done.exit_code == code, done.output
-    assert "Traceback" not in done.stderr
-    return json.loads(done.stdout) if done.stdout else {}, " ".join(done.stderr.split())
+    result = run_dpn("data", "prepare", *map(str, words), "--json", "-q")
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.stderr
+    return json.loads(result.stdout) if result.stdout else {}, " ".join(result.stderr.split())
 
 
 def test_ade20k_becomes_the_folder_that_the_task_reads(tmp_path: Path) -> None:
@@ -92,12 +92,12 @@ def test_ade20k_becomes_the_folder_that_the_task_reads(tmp_path: Path) -> None:
     assert (out / "images" / "training" / "ADE_train_00000001.jpg").read_bytes() == image(159)
     checked = run_dpn("data", "check", "ade20k", "--data", str(out), "--json", "-q", "-j", "0")
     assert (checked.exit_code, json.loads(checked.stdout)["problems"]) == (0, [])
-    shown = run_dpn("data", "prepare", "ade20k", str(archive), "--out", str(out), "-q").stdout
-    assert "0 files written, 11 kept, 2 left out" in shown
-    assert f"dpn segment ade20k --data {out}" in shown
+    output = run_dpn("data", "prepare", "ade20k", str(archive), "--out", str(out), "-q").stdout
+    assert "0 files written, 11 kept, 2 left out" in output
+    assert f"dpn segment ade20k --data {out}" in output
 
 
-def test_what_is_whole_is_kept_and_what_a_stop_left_is_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_complete_files_are_reused_and_partial_ones_repaired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     archive, out = write_zip(tmp_path / "a.zip", scenes("")), tmp_path / "ade"
     checks: list[int] = []
 

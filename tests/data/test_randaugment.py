@@ -90,7 +90,7 @@ def test_only_the_signed_operations_have_a_direction() -> None:
         assert np.array_equal(one, other) == (name not in SIGNED), name
 
 
-def test_the_loader_mirrors_before_it_augments_whatever_the_workers(tmp_path: Path) -> None:
+def test_the_loader_mirrors_before_it_augments_for_any_number_of_workers(tmp_path: Path) -> None:
 
     split = ClassFolders(write_class_folders(tmp_path))
     augmentation = Augmentation((24, 32), layers=2, magnitude=15)

@@ -55,8 +55,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pack_writer, "SHARD_IMAGES", 12)
         ordered = {name: (split, hash_order(split)) for name, (split, _) in splits.items()}
-        how: Any = {"workers": 1, "skip_bad": False, "progress": lambda text: None}
-        pack(ordered, splits["train"][1], root / "served" / "pack", PackOptions(size=None), **how)
+        options: Any = {"workers": 1, "skip_bad": False, "progress": lambda text: None}
+        pack(ordered, splits["train"][1], root / "served" / "pack", PackOptions(size=None), **options)
     write_shard_dataset(root / "served" / "pairs")
     return root / "served"
 
@@ -208,7 +208,7 @@ def test_a_fault_that_passes_is_overcome(
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         (503, "given up after 5 attempts. Run the same command again"),
         ("cut", "given up after 5 attempts. Run the same command again"),
@@ -216,25 +216,25 @@ def test_a_fault_that_passes_is_overcome(
     ],
 )
 def test_a_fault_that_stays_is_one_error_and_no_bad_image(
-    fault: Any, said: str, store: Store, pauses: list[float]
+    fault: Any, message: str, store: Store, pauses: list[float]
 ) -> None:
     far, _ = open_split(ImageSource(f"{store.url}/pack"), "train")
     store.faults["000002.tar"] = [fault] * 5
     batches = crop_batches(far, Augmentation((8, 8)), 60, 0, ALONE, workers=0, skip_bad=True)
-    with pytest.raises(StoreError, match=rf"^{store.url}/pack/train/000002.tar: [^\n]*{said}") as raised:
+    with pytest.raises(StoreError, match=rf"^{store.url}/pack/train/000002.tar: [^\n]*{message}") as raised:
         next(batches(0))
     assert raised.value.exit_code == 3
     assert pauses == [1, 2, 4, 8]
     assert store.gets["000002.tar"] == 5
     store.faults["000002.tar"] = [fault] * 5
     with (
-        pytest.raises(StoreError, match=said),
+        pytest.raises(StoreError, match=message),
         stream(far, lambda pixels: resize(pixels, (8, 8)), 60, workers=0, skip_bad=True) as parts,
     ):
         list(parts)
 
 
-def test_what_no_attempt_helps_is_asked_for_once(store: Store, folder: Path, pauses: list[float]) -> None:
+def test_permanent_errors_are_not_retried(store: Store, folder: Path, pauses: list[float]) -> None:
     with pytest.raises(StoreError, match=f"{store.url}/pack/nothing/manifest.json: no such file; check the name"):
         open_split(ImageSource(f"{store.url}/pack/nothing"), "train")
     with pytest.raises(StoreError, match=f"{store.url}/pack/train/000005.tar: no such file; check the name"):
@@ -248,13 +248,13 @@ def test_what_no_attempt_helps_is_asked_for_once(store: Store, folder: Path, pau
     assert pauses == []
 
 
-def test_a_server_that_answers_to_no_head_is_asked_again(folder: Path, pauses: list[float]) -> None:
+def test_a_server_without_head_is_asked_with_get(folder: Path, pauses: list[float]) -> None:
     with pytest.raises(StoreError, match=r"http://127.0.0.1:9/a.tar: .*Cannot connect.* given up after 5 attempts"):
         open_split(ImageSource("http://127.0.0.1:9/a.tar"), "train")
     assert pauses == [1, 2, 4, 8]
 
 
-def test_a_damaged_copy_is_fetched_again(store: Store, folder: Path) -> None:
+def test_a_damaged_copy_is_downloaded_again(store: Store, folder: Path) -> None:
     far, _ = open_split(ImageSource(f"{store.url}/pack"), "train")
     expected = far.content(0)
     copy: Path = far.paths[0].cached  # type: ignore[attr-defined]
@@ -265,7 +265,7 @@ def test_a_damaged_copy_is_fetched_again(store: Store, folder: Path) -> None:
     assert store.gets["000000.tar"] == 2
 
 
-def test_shards_that_were_replaced_during_a_run_are_told(tmp_path: Path, pauses: list[float]) -> None:
+def test_shards_replaced_during_a_run_are_reported(tmp_path: Path, pauses: list[float]) -> None:
     write_shard_dataset(tmp_path)
     with serve_files(tmp_path) as store:
         far = open_captions(CaptionSource(f"wds:{store.url}/{{00000..00001}}.tar"), "train")
@@ -333,16 +333,16 @@ def test_a_client_that_is_missing_is_named(
 
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.delitem(_registry, url.partition(":")[0], raising=False)
-    done = run_dpn("finetune", "highres", "--data", url, "-o", str(tmp_path / "run"), *TINY)
-    assert done.exit_code == 2
-    assert f"{url}/manifest.json: its client is not installed; pip install 'dpn-cli[{extra}]'" in done.stderr
+    result = run_dpn("finetune", "highres", "--data", url, "-o", str(tmp_path / "run"), *TINY)
+    assert result.exit_code == 2
+    assert f"{url}/manifest.json: its client is not installed; pip install 'dpn-cli[{extra}]'" in result.stderr
 
 
 TINY = ("--arch", "mu/8", "--checkpoint", "none", "--image-size", "16", "--steps", "2", "-b", "4", "-j", "0")
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "message"),
     [
         ("s3://key:hidden@host/pack", "s3://…: a URL with a password"),
         ("https://host/a.tar?X-Amz-Signature=hidden", "https://…: a URL with a password, a signature"),
@@ -350,26 +350,26 @@ TINY = ("--arch", "mu/8", "--checkpoint", "none", "--image-size", "16", "--steps
         ("ftp://host/hidden", "ftp://: no store that is read; s3://, gs://, https://, http://, hf:// are"),
     ],
 )
-def test_a_url_with_a_secret_is_refused_and_not_repeated(url: str, said: str, tmp_path: Path) -> None:
-    done = run_dpn("finetune", "highres", "--config", "highres", "--data", url, "-o", str(tmp_path / "run"), *TINY)
-    assert done.exit_code == 2
-    assert f"--data: {said}" in done.stderr
-    assert "hidden" not in done.stderr
+def test_a_url_with_a_secret_is_refused_and_not_repeated(url: str, message: str, tmp_path: Path) -> None:
+    result = run_dpn("finetune", "highres", "--config", "highres", "--data", url, "-o", str(tmp_path / "run"), *TINY)
+    assert result.exit_code == 2
+    assert f"--data: {message}" in result.stderr
+    assert "hidden" not in result.stderr
     assert not (tmp_path / "run").exists()
 
 
 def test_commands_take_urls(store: Store, tmp_path: Path) -> None:
     place = f"{store.url}/pack"
-    done = run_dpn("finetune", "highres", "--data", place, "-o", str(tmp_path / "run"), *TINY, "--json")
-    assert done.exit_code == 0, done.stderr
+    result = run_dpn("finetune", "highres", "--data", place, "-o", str(tmp_path / "run"), *TINY, "--json")
+    assert result.exit_code == 0, result.stderr
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "finished"
-    done = run_dpn("eval", str(tmp_path / "run"), "--data", place, "--json")
-    assert json.loads(done.stdout)["images"] == 12
-    done = run_dpn(
+    result = run_dpn("eval", str(tmp_path / "run"), "--data", place, "--json")
+    assert json.loads(result.stdout)["images"] == 12
+    result = run_dpn(
         "data", "pack", "--data", f"wds:{place}/train/{{000000..000001}}.tar", "--out", str(tmp_path / "again")
     )
-    assert done.exit_code == 0, done.stderr
-    assert "24 images" in done.stdout
-    done = run_dpn("data", "pack", "--data", place, "--out", "s3://bucket/again")
-    assert done.exit_code == 2
-    assert "--out s3:/bucket/again: a URL; pack into a folder" in done.stderr
+    assert result.exit_code == 0, result.stderr
+    assert "24 images" in result.stdout
+    result = run_dpn("data", "pack", "--data", place, "--out", "s3://bucket/again")
+    assert result.exit_code == 2
+    assert "--out s3:/bucket/again: a URL; pack into a folder" in result.stderr

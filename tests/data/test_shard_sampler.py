@@ -56,7 +56,7 @@ def test_steps_need_nothing_of_the_steps_before(case: tuple[list[int], int, int]
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_what_steps_read_is_what_they_need(case: tuple[list[int], int, int], ranks: int) -> None:
+def test_steps_read_only_the_shards_that_they_need(case: tuple[list[int], int, int], ranks: int) -> None:
     start, stop = 5, 40
     order = order_of(*case, steps=stop)
     for rank in range(min(ranks, order.batch_size)):
@@ -135,7 +135,7 @@ def test_two_lanes_that_share_a_shard_read_it_at_the_same_end() -> None:
     assert [sum(piece.end - piece.begin for piece in lane) for lane in lanes] == [18, 18, 17, 17]
 
 
-def test_the_order_is_that_of_earlier_versions() -> None:
+def test_the_order_matches_earlier_versions() -> None:
     """A training that goes on draws the rest of the epoch that it has begun."""
     order = ShardOrder(np.repeat(np.arange(4), 5), 6, 7, 3)
     assert order.rows(0) == [18, 16, 15, 19, 10, 14]

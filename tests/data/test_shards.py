@@ -182,9 +182,9 @@ HIGHRES = (
 SCORE = ("eval", "score", "run", "--split", "all", *IMAGES)
 
 
-def commands(*more: str) -> list[dict[str, Any]]:
+def commands(*arguments: str) -> list[dict[str, Any]]:
     """Train in the current folder, then score the network; returns the results, on ranks that do not lead none."""
-    done = [run_dpn(*HIGHRES, *more), run_dpn(*SCORE)]
+    done = [run_dpn(*HIGHRES, *arguments), run_dpn(*SCORE)]
     assert [each.exit_code for each in done] == [0, 0], [each.output for each in done]
     return [json.loads(each.stdout) for each in done if each.stdout]
 
@@ -220,8 +220,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float
 
 
 def read(path: Path) -> dict[str, float]:
-    found: dict[str, float] = json.loads(path.read_text())
-    return found
+    output: dict[str, float] = json.loads(path.read_text())
+    return output
 
 
 @pytest.mark.parametrize("optim", OPTIMS)
@@ -236,21 +236,17 @@ def test_three_ranks_with_a_part_each_train_the_network_of_one(
         assert found == pytest.approx({name: expected[name] for name in found}, rel=2e-4, abs=2e-4)
 
 
-def test_matrices_in_bfloat16_are_those_of_autocast(folder: Path) -> None:
+def test_matrices_in_bfloat16_match_autocast(folder: Path) -> None:
     assert read(folder / "bf16-True-0.json") == pytest.approx(read(folder / "bf16-False-0.json"), rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("state", GO_ON)
-def test_two_ranks_go_on_where_three_or_one_stopped(
-    state: str, folder: Path, alone: dict[str, dict[str, float]]
-) -> None:
+def test_two_ranks_resume_a_run_of_three_or_one(state: str, folder: Path, alone: dict[str, dict[str, float]]) -> None:
     assert read(folder / f"{state}-0.json") == pytest.approx(alone[GO_ON[state]], rel=2e-4, abs=2e-4)
 
 
 @pytest.mark.parametrize("state", ["read", "damaged"])
-def test_one_process_goes_on_where_three_ranks_stopped(
-    state: str, folder: Path, alone: dict[str, dict[str, float]]
-) -> None:
+def test_one_process_resumes_a_run_of_three_ranks(state: str, folder: Path, alone: dict[str, dict[str, float]]) -> None:
     """From the state before the last one where a file of the last one is damaged."""
     said: list[str] = []
     if state == "damaged":
@@ -276,10 +272,10 @@ def test_commands_on_two_ranks_give_the_files_and_numbers_of_one(folder: Path, m
     assert not (folder / "run" / "checkpoints").exists()
 
 
-def test_without_ranks_a_line_says_how_to_start_them(tmp_path: Path) -> None:
-    done = run_dpn(*HIGHRES, "--shard", "-o", str(tmp_path / "run"), "--data", "demo")
-    assert done.exit_code == 2
-    (line,) = done.stderr.splitlines()
+def test_without_ranks_one_line_explains_how_to_start_them(tmp_path: Path) -> None:
+    result = run_dpn(*HIGHRES, "--shard", "-o", str(tmp_path / "run"), "--data", "demo")
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
     assert line.startswith("error: --shard: spreads a network over several processes, and this is one; start N of them")
     assert not (tmp_path / "run").exists()
 

@@ -55,18 +55,18 @@ def test_batches_are_drawn_from_few_shards_and_shared_by_ranks(place: str, folde
 
 
 @pytest.mark.parametrize("kind", ["highres", "distill"])
-def test_trainings_draw_shards_when_they_are_told_to(
+def test_trainings_shuffle_shards_on_request(
     kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     orders: list[ShardOrder | None] = []
     module = distillation if kind == "distill" else training
     made = module.crop_batches
 
-    def seen(split: LabelledImages, *given: Any, **how: Any) -> Batches:
-        order = how["order"]
+    def seen(split: LabelledImages, *arguments: Any, **options: Any) -> Batches:
+        order = options["order"]
         orders.append(order)
         assert order is None or (split.shards and np.array_equal(order.shards, split.shards.of))
-        batches: Batches = made(split, *given, **how)
+        batches: Batches = made(split, *arguments, **options)
         return batches
 
     monkeypatch.setattr(module, "crop_batches", seen)
@@ -87,17 +87,17 @@ def test_trainings_draw_shards_when_they_are_told_to(
 
 def test_data_without_shards_and_orders_of_their_own_are_refused(folder: Path, tmp_path: Path) -> None:
     place = str(folder / "photos")
-    done = run_dpn(
+    result = run_dpn(
         "finetune", "highres", "--data", place, *TINY_RUN, "-o", str(tmp_path / "run"), "--shuffle", "shards"
     )
-    assert done.exit_code == 2
-    assert "--shuffle shards: the images of --data are in no packed or webdataset shards; pack them" in done.stderr
-    done = run_dpn("pretrain", "--config", "pretrain_deit", "--data", "x", "--shuffle", "shards", "--print-config")
-    assert done.exit_code == 2
-    assert "repeats (3): such epochs draw a share of all images; leave data.shuffle at images" in done.stderr
+    assert result.exit_code == 2
+    assert "--shuffle shards: the images of --data are in no packed or webdataset shards; pack them" in result.stderr
+    result = run_dpn("pretrain", "--config", "pretrain_deit", "--data", "x", "--shuffle", "shards", "--print-config")
+    assert result.exit_code == 2
+    assert "repeats (3): such epochs draw a share of all images; leave data.shuffle at images" in result.stderr
 
 
-def test_shards_of_a_part_are_those_of_the_whole(folder: Path) -> None:
+def test_shards_of_a_subset_are_shards_of_the_full_set(folder: Path) -> None:
     whole, _ = open_split(ImageSource(str(folder / "pack")), "train")
     data = open_class_data(ImageSource(str(folder / "pack")), 0.25)
     assert whole.shards

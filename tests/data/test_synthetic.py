@@ -64,7 +64,7 @@ def test_seed_and_index_both_change_the_image() -> None:
     assert len(images) == 16
 
 
-def test_a_scene_does_not_depend_on_what_was_generated_before() -> None:
+def test_a_scene_does_not_depend_on_earlier_scenes() -> None:
     forwards = [render(sample_scene(11, index))[0] for index in range(12)]
     for index in reversed(range(12)):
         np.testing.assert_array_equal(render(sample_scene(11, index))[0], forwards[index])
@@ -76,7 +76,7 @@ def test_negative_arguments_are_refused(arguments: tuple[int, int]) -> None:
         sample_scene(*arguments)
 
 
-def test_the_vtab_demo_asks_what_scenes_answer() -> None:
+def test_the_vtab_demo_has_labels_that_scenes_determine() -> None:
     assert all(len(LABELS[task.name]) == task.classes for task in DEMO_TASKS)
 
 
@@ -177,7 +177,7 @@ def test_largest_object_in_the_mask_is_the_main_one(scenes: list[Scene]) -> None
 
 
 @pytest.mark.parametrize("angle", [0.0, 1.0, math.pi / 2, 3.0, 5.0])
-def test_a_triangle_points_where_its_angle_says(angle: float) -> None:
+def test_a_triangle_points_in_the_direction_of_its_angle(angle: float) -> None:
     image, mask = render(scene_of(SceneObject("triangle", "red", 0.5, 0.5, 0.24, angle)))
     step = 0.7 * 0.24 * SCENE_SIZE
 
@@ -273,7 +273,7 @@ def test_caption_reads_as_a_sentence(x: float, y: float, others: int, light: str
     assert caption(scene_of(disc(x, y), *small, light=light)) == f"a large red circle {expected}"
 
 
-def test_captions_name_what_the_scene_shows(scenes: list[Scene]) -> None:
+def test_captions_describe_the_scene(scenes: list[Scene]) -> None:
     pattern = re.compile(r"a large (\w+) (\w+) \w+ the [\w ]+ with (\w+) small objects?, lit from the (\w+)")
     for scene in scenes:
         match = pattern.fullmatch(caption(scene))

@@ -46,7 +46,7 @@ class Meeting(ThreadedDataset[Tensor]):
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_batch_is_made_by_all_threads_at_once(threads: int) -> None:
+def test_a_batch_is_built_by_all_threads_in_parallel(threads: int) -> None:
     torch.set_num_threads(threads)
     numbers, later = Meeting(threads), list[int]()
     assert [batch.tolist() for batch in DataLoader(numbers, batch_size=6)] == [[*range(6)], [*range(6, 12)]]
@@ -110,7 +110,7 @@ def test_a_image_is_decoded_from_the_bytes_that_were_read(ending: str, tmp_path:
     assert np.array_equal(decode(image, "it"), decode(open_image(path, "it"), "it"))
 
 
-def test_processes_decode_beside_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_decode_only_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for gpu, processes in ((False, 0), (True, 8)):
         monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
         monkeypatch.setattr("dpn_cli.data.pixels.cores", lambda: list(range(64)))

@@ -58,7 +58,7 @@ class Stuck(Numbers):
         return index
 
 
-def test_a_death_is_told_though_another_thread_has_just_taken_its_exit_code() -> None:
+def test_a_death_is_reported_after_another_thread_took_its_exit_code() -> None:
     process = multiprocessing.get_context("fork").Process(target=signal.pause)
     process.start()
     assert process.pid is not None
@@ -121,7 +121,7 @@ def test_the_death_of_a_worker_is_one_error_that_names_it(reading: bool) -> None
     assert not multiprocessing.active_children()
 
 
-def test_the_death_of_a_worker_is_said_while_the_workers_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_death_of_a_worker_is_reported_while_the_workers_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
     def begin(items: Any) -> None:
         items._workers[1].kill()
         # The signal of its death has come: torch's handler raises an error, ours leaves it for later.
@@ -133,7 +133,7 @@ def test_the_death_of_a_worker_is_said_while_the_workers_are_started(monkeypatch
     assert not multiprocessing.active_children()
 
 
-def test_the_death_of_a_worker_is_not_said_while_another_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_death_of_a_worker_is_not_reported_while_another_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error that is raised in a function that is called at a fork is printed, and dropped."""
     start = BaseProcess.start
 
@@ -155,7 +155,7 @@ def test_the_death_of_a_worker_is_not_said_while_another_is_forked(monkeypatch: 
 @pytest.mark.parametrize(
     "error", [RuntimeError("DataLoader worker (pid(s) 1234) exited unexpectedly"), ConnectionResetError(), EOFError()]
 )
-def test_the_death_of_a_worker_is_said_where_it_first_looks_like_something_else(error: Exception) -> None:
+def test_the_death_of_a_worker_is_reported_behind_another_error(error: Exception) -> None:
     def work() -> None:
         with open_loader(Numbers(), 1, batch_size=2):
             with suppress(WorkerError):
@@ -167,7 +167,7 @@ def test_the_death_of_a_worker_is_said_where_it_first_looks_like_something_else(
         work()
 
 
-def test_an_error_of_something_else_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unrelated_errors_are_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "DYING", 0)
     with pytest.raises(RuntimeError, match="of something else"), open_loader(Numbers(), 1, batch_size=2):
         raise RuntimeError("of something else")
@@ -194,11 +194,11 @@ def test_without_workers_an_error_waits_for_none(monkeypatch: pytest.MonkeyPatch
         (3, "process 12 ended with exit code 3; -j 0"),
     ],
 )
-def test_how_a_worker_died_is_said(code: int, message: str) -> None:
+def test_the_cause_of_a_workers_death_is_reported(code: int, message: str) -> None:
     assert message in workers._cause_of_death(12, code)
 
 
-def test_what_a_dead_worker_leaves_is_said_of_a_run_and_of_an_evaluation() -> None:
+def test_a_dead_worker_ends_a_run_and_an_evaluation_with_one_line() -> None:
     for then, message in ((None, "dead; .*--resume"), (signals.NO_RESULT, "dead; no result was written")):
         with pytest.raises(WorkerError, match=message), signals.listen(*[then] if then else []):
             raise WorkerError("dead")
@@ -252,8 +252,8 @@ def test_a_score_of_other_images_than_the_splits_is_refused(tmp_path: Path, monk
         )
 
 
-@pytest.mark.parametrize("how", ["to the end", "two ranks", "broken", "not finite", "stopped"])
-def test_a_training_closes_its_batches(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", ["to the end", "two ranks", "broken", "not finite", "stopped"])
+def test_a_training_closes_its_batches(options: str, monkeypatch: pytest.MonkeyPatch) -> None:
     opened, closed = list[Generator[Batch, None, None]](), list[int]()
 
     def noted() -> Generator[Batch, None, None]:
@@ -267,17 +267,17 @@ def test_a_training_closes_its_batches(how: str, monkeypatch: pytest.MonkeyPatch
         return opened[-1]
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
-        if how == "broken":
+        if options == "broken":
             raise ValueError
-        return loss_fn(model, batch) * (float("nan") if how == "not finite" else 1)
+        return loss_fn(model, batch) * (float("nan") if options == "not finite" else 1)
 
-    if how == "stopped":
+    if options == "stopped":
         calls = iter([None, None, signal.SIGTERM])
         monkeypatch.setattr(signals, "requested", lambda: next(calls))
-    world = World(0, 2, ALONE.device) if how == "two ranks" else ALONE
+    world = World(0, 2, ALONE.device) if options == "two ranks" else ALONE
     with suppress(ValueError, NonFiniteError, StoppedError):
         engine.fit(small_vit(), make_job(4, loss_fn=loss, batches=batches, world=world))
-    assert len(closed) == len(opened) == (2 if how == "two ranks" else 1)
+    assert len(closed) == len(opened) == (2 if options == "two ranks" else 1)
 
 
 def test_a_stop_reaches_the_other_ranks_as_it_is() -> None:
@@ -286,7 +286,7 @@ def test_a_stop_reaches_the_other_ranks_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("nohup", [False, True])
-def test_a_lost_terminal_stops_what_nohup_did_not_start(nohup: bool) -> None:
+def test_a_lost_terminal_stops_programs_started_without_nohup(nohup: bool) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
     try:
         with signals.listen():

@@ -72,7 +72,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return taken
 
 
-def test_the_device_refuses_what_a_gpu_does() -> None:
+def test_the_simulated_device_refuses_the_operations_that_a_gpu_refuses() -> None:
     with pytest.raises(RuntimeError, match="meta"):
         torch.ones(3, device=META) + torch.ones(3)
 
@@ -84,6 +84,6 @@ def test_a_training_computes_on_its_device_alone(
 ) -> None:
     if name == "lit":  # which keeps features in files
         monkeypatch.setattr(Tensor, "cpu", lambda self: torch.zeros(self.shape, dtype=self.dtype))
-    done = CliRunner().invoke(app, [*TRAININGS[name].split(), "--device", "meta", "-q", "-o", str(tmp_path / "run")])
-    assert isinstance(done.exception, EnoughError), (done.output, done.exception)
+    result = CliRunner().invoke(app, [*TRAININGS[name].split(), "--device", "meta", "-q", "-o", str(tmp_path / "run")])
+    assert isinstance(result.exception, EnoughError), (result.output, result.exception)
     assert [one.device for one in steps] == [META, META]

@@ -48,10 +48,12 @@ def test_a_torch_that_cannot_be_imported_is_one_problem_among_the_findings(
     (tmp_path / name).mkdir()
     (tmp_path / name / "__init__.py").write_text(text)
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    done = run_program([sys.executable, "-m", "dpn_cli", "doctor", "--json"], env=program_environment(PYTHONPATH=path))
-    assert done.returncode == 3, done.stderr
-    assert done.stderr == "error: 1 problem, as listed above\n"
-    result = json.loads(done.stdout)
+    completed = run_program(
+        [sys.executable, "-m", "dpn_cli", "doctor", "--json"], env=program_environment(PYTHONPATH=path)
+    )
+    assert completed.returncode == 3, completed.stderr
+    assert completed.stderr == "error: 1 problem, as listed above\n"
+    result = json.loads(completed.stdout)
     (problem,) = [each for each in result["findings"] if each["level"] == "problem"]
     assert problem["name"] == name
     assert found in problem["found"]
@@ -62,12 +64,12 @@ def test_a_torch_that_cannot_be_imported_is_one_problem_among_the_findings(
     assert names[-1] == behind
 
 
-def test_a_healthy_machine_has_no_problem_and_all_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_healthy_machine_has_no_problem_and_every_check_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [Finding("torch", "ok", "2"), Finding("hub", "warning", "away", "fetch it")]
     monkeypatch.setattr(doctor, "examine", lambda: found)
-    done = run_dpn("doctor")
-    assert done.exit_code == 0
-    assert done.stdout.splitlines() == [
+    result = run_dpn("doctor")
+    assert result.exit_code == 0
+    assert result.stdout.splitlines() == [
         "ok       torch  2",
         "warning  hub    away",
         "                -> fetch it",
@@ -79,7 +81,7 @@ def _named(findings: Any) -> dict[str, Finding]:
     return {finding.name: finding for finding in findings}
 
 
-def test_packages_are_held_against_the_ranges_of_the_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_are_compared_with_the_ranges_of_the_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"timm": "1.2.0", "torch": "2.15.0+cu132", "torchvision": "0.26.0", "typer": "0.30.0rc1"}
     rows = {
         packages.OURS: ["timm<1.1,>=1.0.31", "torch>=2.11", "typer<1,>=0.29", "einops>=0.8", "ray>=2; extra == 'ray'"],
@@ -153,9 +155,7 @@ def test_little_shared_memory_and_few_open_files_are_warned_of(tmp_path: Path, m
     assert _named(machine.machine())["open files"].remedy == "run 'ulimit -n 1024' first"
 
 
-def test_folders_that_cannot_be_written_to_and_full_disks_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_read_only_folders_and_full_disks_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "data" / "imagenet").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -174,7 +174,9 @@ def test_folders_that_cannot_be_written_to_and_full_disks_are_told(
     assert not (tmp_path / "runs").exists()  # nothing is left behind
 
 
-def test_a_gpu_that_torch_cannot_use_is_told_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_torch_cannot_use_is_reported_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def unavailable() -> bool:
         warnings.warn("The NVIDIA driver on your system is too old (found version 11040).\nMore.", stacklevel=1)
         return False
@@ -197,7 +199,7 @@ def test_a_gpu_that_torch_cannot_use_is_told_with_the_reason(tmp_path: Path, mon
     assert "is built without CUDA" in found.found
 
 
-def test_a_gpu_without_code_for_it_or_in_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_kernels_or_in_use_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = [9 * 10**9, 80 * 10**9]
 
     class Properties:
@@ -254,7 +256,7 @@ def _meet(world: World, folder: Path) -> None:
     (folder / f"{world.rank}.json").write_text(json.dumps([[each.name, each.level, each.found] for each in found]))
 
 
-def test_ranks_tell_each_other_their_versions_and_findings(tmp_path: Path) -> None:
+def test_ranks_report_each_other_their_versions_and_findings(tmp_path: Path) -> None:
     run_distributed(_meet, tmp_path)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert [row[:2] for row in first] == [row[:2] for row in second]
@@ -289,9 +291,9 @@ def test_only_the_leading_rank_prints_when_the_ranks_have_met(monkeypatch: pytes
     monkeypatch.setenv("RANK", "1")
     assert run_dpn("doctor").output == ""
     found[0] = Finding("ranks", "problem", "lost", "x")
-    done = run_dpn("doctor")
-    assert done.exit_code == 3
-    assert "lost" in done.stdout
+    result = run_dpn("doctor")
+    assert result.exit_code == 3
+    assert "lost" in result.stdout
 
 
 def test_a_device_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ def lasting(clock: SimpleNamespace, workers: int) -> DryRunSetup:
 
 
 @pytest.mark.parametrize(("workers", "step", "image"), [(0, 2 + 5, 7 / 4), (2, 5 / 2, 3 / 4), (10, 2, 1 / 4)])
-def test_hours_are_those_of_the_steps_and_the_evaluations(
+def test_hours_count_steps_and_evaluations(
     workers: int, step: float, image: float, clock: SimpleNamespace, tmp_path: Path
 ) -> None:
     cost = dry_run_fit(lambda: lasting(clock, workers), "mu/8 dpn", tmp_path / "run", weights=1000)
@@ -83,7 +83,7 @@ def test_hours_are_those_of_the_steps_and_the_evaluations(
 
 
 @pytest.mark.parametrize(("more", "states"), [({}, 3), ({"evaluate_every": 30}, 5)])
-def test_the_states_on_the_disk_are_those_of_a_training(more: dict[str, int], states: int, tmp_path: Path) -> None:
+def test_the_estimated_states_on_disk_match_a_training(more: dict[str, int], states: int, tmp_path: Path) -> None:
     outputs = engine.Outputs(Checkpoints(tmp_path / "real"))
     engine.fit(
         small_vit(),
@@ -98,7 +98,7 @@ def test_the_states_on_the_disk_are_those_of_a_training(more: dict[str, int], st
     assert cost.memory > 4 * 4 * parameters
 
 
-def test_the_peak_of_memory_is_that_of_what_was_resident() -> None:
+def test_the_peak_of_memory_is_the_peak_of_the_resident_set() -> None:
     cpu = torch.device("cpu")
     large = torch.ones(50_000_000)
     dry_run._forget_peak(cpu)
@@ -140,8 +140,8 @@ def test_a_broken_save_or_load_is_noticed(
         broken(copies)
         save(self, name, copies, state)
 
-    def bad_load(self: Checkpoints, name: str, *more: Any) -> State | None:
-        found = load(self, name, *more)
+    def bad_load(self: Checkpoints, name: str, *arguments: Any) -> State | None:
+        found = load(self, name, *arguments)
         if found and name == "last.previous":
             broken(found[0])
         return found
@@ -164,7 +164,7 @@ def test_a_resume_that_restores_less_than_all_is_noticed(tmp_path: Path, monkeyp
         dry_run_fit(scene, "mu/8", tmp_path / "run", weights=0)
 
 
-def test_errors_of_the_training_itself_stay_what_they_are(tmp_path: Path) -> None:
+def test_errors_of_the_training_itself_are_unchanged(tmp_path: Path) -> None:
     def refusing(model: nn.Module, batch: engine.Batch) -> Tensor:
         raise RuntimeError("another mistake")
 
@@ -183,7 +183,7 @@ def test_errors_of_the_training_itself_stay_what_they_are(tmp_path: Path) -> Non
 def test_a_place_that_cannot_be_written_to_is_an_error(
     place: str, number: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object, **more: object) -> None:
+    def refuse(*_: object, **arguments: object) -> None:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(place, refuse)
@@ -193,12 +193,12 @@ def test_a_place_that_cannot_be_written_to_is_an_error(
 
 
 def test_distances_are_in_steps_and_by_part() -> None:
-    before = {"model.a": torch.zeros(2), "model.b": torch.zeros(1), "optim.0.step": torch.tensor(3.0)}
+    original = {"model.a": torch.zeros(2), "model.b": torch.zeros(1), "optim.0.step": torch.tensor(3.0)}
     last = {"model.a": torch.tensor([3.0, 0.0]), "model.b": torch.tensor([4.0]), "optim.0.step": torch.tensor(4.0)}
-    assert distances(before, last, last) == {}
-    assert distances(before, last, {**last, "model.b": torch.tensor([5.0])}) == {"model": pytest.approx(1 / 5)}
-    assert distances(before, last, {**last, "optim.0.step": torch.tensor(1.0)}) == {"optim.step": pytest.approx(3.0)}
-    assert distances(before, last, {**last, "ema.a": torch.zeros(2)}) == {"ema": torch.inf}
+    assert distances(original, last, last) == {}
+    assert distances(original, last, {**last, "model.b": torch.tensor([5.0])}) == {"model": pytest.approx(1 / 5)}
+    assert distances(original, last, {**last, "optim.0.step": torch.tensor(1.0)}) == {"optim.step": pytest.approx(3.0)}
+    assert distances(original, last, {**last, "ema.a": torch.zeros(2)}) == {"ema": torch.inf}
     assert distances(last, last, {**last, "model.a": torch.zeros(2)}) == {"model": torch.inf}
 
 
@@ -247,7 +247,7 @@ def test_a_disk_that_is_too_small_is_refused(
         estimate.show_costs([cost()], tmp_path, Console(), as_json=False)
 
 
-def test_space_is_that_of_the_nearest_folder(tmp_path: Path) -> None:
+def test_free_space_is_measured_at_the_nearest_existing_folder(tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "checkpoints" / "state").write_bytes(bytes(1000))
     assert estimate.disk_free_and_used(tmp_path / "run")[1] == 1000
@@ -313,17 +313,17 @@ def test_every_training_is_rehearsed_and_nothing_stays(
     words, place = words_of(task, tmp_path), tmp_path / "there"
     place.mkdir()
     monkeypatch.chdir(place)
-    done = run_dpn(*words, "--dry-run", "--json", "-q", "-o", "runs/run")
-    assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
-    for one in found["networks"]:
+    result = run_dpn(*words, "--dry-run", "--json", "-q", "-o", "runs/run")
+    assert result.exit_code == 0, result.output
+    output = json.loads(result.stdout)
+    for one in output["networks"]:
         no_step = one["evaluation_seconds"] + one["cache_seconds"]
         assert one["hours"] == pytest.approx((one["steps"] * one["step_seconds"] + no_step) / 3600)
         assert bool(one["cached"]) == bool(one["cache_seconds"]) == (task == "lit")
         assert min(one["memory"], one["step_seconds"], one["evaluation_seconds"], one["passing"]) > 0
-    assert sum(one["steps"] for one in found["networks"]) == 40
-    assert found["hours"] == pytest.approx(sum(one["hours"] for one in found["networks"]))
-    assert "passed: 1 training" in done.stderr or done.stderr == ""
+    assert sum(one["steps"] for one in output["networks"]) == 40
+    assert output["hours"] == pytest.approx(sum(one["hours"] for one in output["networks"]))
+    assert "passed: 1 training" in result.stderr or result.stderr == ""
     assert list(place.iterdir()) == []
 
 
@@ -338,21 +338,21 @@ def test_every_training_notices_that_it_could_not_be_resumed(
         save(self, name, {key: value * (not key.startswith("optim")) for key, value in tensors.items()}, state)
 
     monkeypatch.setattr(Checkpoints, "save", forgetful)
-    done = run_dpn(*words_of(task, tmp_path), "--dry-run", "-q", "-o", str(tmp_path / "run"))
-    assert done.exit_code == SaveError.exit_code
-    assert "would not continue as the uninterrupted one" in done.stderr
-    assert done.stdout == ""
+    result = run_dpn(*words_of(task, tmp_path), "--dry-run", "-q", "-o", str(tmp_path / "run"))
+    assert result.exit_code == SaveError.exit_code
+    assert "would not continue as the uninterrupted one" in result.stderr
+    assert result.stdout == ""
     assert not (tmp_path / "run").exists()
 
 
 def test_a_row_for_every_network_of_a_comparison_and_none_for_a_seed(tmp_path: Path) -> None:
     words = [*words_of("highres", tmp_path), "--compare", "none;arch=mu/16,stem=dpn", "--seeds", "3", "--dry-run"]
-    done = run_dpn(*words, "-o", str(tmp_path / "run"))
-    assert done.exit_code == 0, done.output
-    rows = done.stdout.splitlines()[1:]
+    result = run_dpn(*words, "-o", str(tmp_path / "run"))
+    assert result.exit_code == 0, result.output
+    rows = result.stdout.splitlines()[1:]
     assert [row.split()[0] for row in rows] == ["none", "arch=mu/16,stem=dpn"]
     assert [row.split()[-6:-4] for row in rows] == [["120", "3"]] * 2
-    assert "dry run passed: 6 trainings" in " ".join(done.stderr.split())
+    assert "dry run passed: 6 trainings" in " ".join(result.stderr.split())
 
 
 def test_a_run_that_is_there_stays_as_it_is(tmp_path: Path) -> None:
@@ -366,20 +366,20 @@ def test_a_run_that_is_there_stays_as_it_is(tmp_path: Path) -> None:
 
 def test_a_signal_ends_a_dry_run_that_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "requested", lambda: 15)
-    done = run_dpn(*words_of("highres", tmp_path), "--dry-run", "-q", "-o", str(tmp_path / "run"))
-    assert done.exit_code == StoppedError(15).exit_code
-    assert "stopped by SIGTERM; a dry run keeps nothing" in done.stderr
+    result = run_dpn(*words_of("highres", tmp_path), "--dry-run", "-q", "-o", str(tmp_path / "run"))
+    assert result.exit_code == StoppedError(15).exit_code
+    assert "stopped by SIGTERM; a dry run keeps nothing" in result.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["photos", "teacher.safetensors"]
 
 
 def of_two_ranks(world: World, folder: Path) -> None:
     os.environ.update(WORLD_SIZE=str(world.size), RANK=str(world.rank))  # as torchrun sets them
     for more in ([], ["--shard"]):
-        done = run_dpn(*words_of("highres", folder), *more, "--dry-run", "--json", "-q", "-o", str(folder / "run"))
-        assert done.exit_code == 0, done.output
-        assert bool(done.stdout) == world.leads
+        result = run_dpn(*words_of("highres", folder), *more, "--dry-run", "--json", "-q", "-o", str(folder / "run"))
+        assert result.exit_code == 0, result.output
+        assert bool(result.stdout) == world.leads
         if world.leads:
-            (one,) = json.loads(done.stdout)["networks"]
+            (one,) = json.loads(result.stdout)["networks"]
             assert one["steps"] == 40
         assert not (folder / "run").exists()
 
@@ -400,9 +400,9 @@ def test_all_trainings_of_a_sweep_count(tmp_path: Path) -> None:
     grid = {"grid": {"lr": [1e-3, 2e-3, 3e-3]}}
     stages = json.dumps([{"epochs": 1, **grid}, {"epochs": 3}])
     words = ["--data", str(tmp_path / "photos"), "--arch", "mu/8", "--image-size", "16", "-b", "8", "-j", "0"]
-    done = run_dpn("pretrain", "sun397", *words, "--set", f"stages={stages}", "--dry-run", "--json", "-q")
-    assert done.exit_code == 0, done.output
-    (one,) = json.loads(done.stdout)["networks"]
+    result = run_dpn("pretrain", "sun397", *words, "--set", f"stages={stages}", "--dry-run", "--json", "-q")
+    assert result.exit_code == 0, result.output
+    (one,) = json.loads(result.stdout)["networks"]
     assert (one["steps"], one["trainings"]) == (3 * 2 + 3 * 2, 4)
 
 
@@ -423,8 +423,8 @@ def test_a_sweep_takes_all_its_trainings_and_scores_each_test_split_once_a_seed(
 
 
 def test_two_stages_of_a_distillation_are_two_rows(tmp_path: Path) -> None:
-    done = run_dpn(*words_of("distill", tmp_path), "--dry-run", "--json", "-q")
-    stem, every = json.loads(done.stdout)["networks"]
+    result = run_dpn(*words_of("distill", tmp_path), "--dry-run", "--json", "-q")
+    stem, every = json.loads(result.stdout)["networks"]
     assert [(one["part"], one["steps"]) for one in (stem, every)] == [("stem weights", 10), ("all weights", 30)]
     assert stem["kept"] == 0 < every["kept"]
     assert stem["passing"] < every["passing"]  # the optimizer has no state of what is frozen
@@ -435,7 +435,7 @@ def test_a_classifier_is_evaluated_on_minival_on_the_way_and_on_validation_at_th
 ) -> None:
     seen: list[Sampled] = []
 
-    def rehearsed(begin: Callable[[], DryRunSetup], *_: object, **more: object) -> Cost:
+    def rehearsed(begin: Callable[[], DryRunSetup], *_: object, **arguments: object) -> Cost:
         seen.append(begin().sampled)
         return cost()
 

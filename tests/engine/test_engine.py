@@ -271,7 +271,7 @@ def test_best_is_the_best_and_survives_a_resume(tmp_path: Path) -> None:
     assert (best[1]["step"], best[1]["best"]) == (4, 5.0)
 
 
-def test_evaluation_sees_the_model_in_eval_mode_and_training_goes_on() -> None:
+def test_evaluation_sees_the_model_in_eval_mode_and_training_continues() -> None:
     model = small_vit(drop_path=0.5)
     modes: list[bool] = []
 
@@ -414,7 +414,7 @@ OWN_LAYERS = {
 
 
 @pytest.mark.parametrize("micro", [8, 3])
-def test_norms_of_layers_are_those_of_the_gradients_before_clipping(micro: int, tmp_path: Path) -> None:
+def test_norms_of_layers_are_measured_before_clipping(micro: int, tmp_path: Path) -> None:
     log, model = MetricsLog(tmp_path / "metrics.jsonl"), small_vit()
     nn.init.normal_(model.get_parameter("head.weight"), generator=torch.Generator().manual_seed(1))
     loss_fn(model, next(random_batches()(0))).backward()  # type: ignore[no-untyped-call]
@@ -474,7 +474,7 @@ def test_norms_of_layers_are_means_over_all_steps_and_those_of_the_last_ones_sta
     assert all("layer_norms" not in record for record in untouched.records())
 
 
-def test_norms_of_layers_of_a_resumed_run_are_those_of_the_uninterrupted_one(tmp_path: Path) -> None:
+def test_norms_of_layers_of_a_resumed_run_equal_the_uninterrupted_ones(tmp_path: Path) -> None:
     """The state is saved every seventh step, which lies between two records."""
 
     def broken(start: int) -> Generator[Batch, None, None]:

@@ -113,7 +113,7 @@ def test_checkpointed_blocks_keep_nothing_and_their_gradients_stay(task: str) ->
         torch.testing.assert_close(gradients[1][name], gradient, msg=name)
 
 
-def test_a_resumed_run_begins_with_the_micro_batch_that_fitted(tmp_path: Path) -> None:
+def test_a_resumed_run_starts_with_the_micro_batch_that_fitted(tmp_path: Path) -> None:
     def training(folder: str, seed: int, most: int, stop: int | None, micro: MicroBatch) -> tuple[nn.Module, list[int]]:
         tried: list[int] = []
 
@@ -129,12 +129,12 @@ def test_a_resumed_run_begins_with_the_micro_batch_that_fitted(tmp_path: Path) -
 
         model = small_vit(seed)
         outputs = Outputs(Checkpoints(tmp_path / folder), warn=lambda text: None)
-        how: dict[str, Any] = {"loss_fn": hungry, "micro_batch": micro, "outputs": outputs, "batches": broken}
+        options: dict[str, Any] = {"loss_fn": hungry, "micro_batch": micro, "outputs": outputs, "batches": broken}
         if stop is None:
-            train_steps(model, 6, checkpoint_every=2, **how)
+            train_steps(model, 6, checkpoint_every=2, **options)
         else:
             with pytest.raises(KeyboardInterrupt):
-                train_steps(model, 6, checkpoint_every=2, **how)
+                train_steps(model, 6, checkpoint_every=2, **options)
         return model, tried
 
     whole, _ = training("whole", 0, 2, None, MicroBatch(8))
@@ -147,7 +147,7 @@ def test_a_resumed_run_begins_with_the_micro_batch_that_fitted(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 8])
-def test_rows_that_do_not_fit_at_once_are_taken_in_parts(most: int) -> None:
+def test_rows_that_do_not_fit_together_are_split_into_chunks(most: int) -> None:
     tried: list[int] = []
 
     def forward(part: Tensor) -> Tensor:

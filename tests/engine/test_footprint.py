@@ -79,7 +79,7 @@ def measured(optim: Optim, rows: int, runtime: Runtime, world: World, ema: float
         (Optim(state_dtype="bfloat16"), 2, {"stem": "none", "norm": "bn"}),
     ],
 )
-def test_a_step_takes_what_was_said(optim: Optim, rows: int, options: dict[str, Any]) -> None:
+def test_a_step_takes_the_estimated_memory(optim: Optim, rows: int, options: dict[str, Any]) -> None:
     ema, bf16 = options.pop("ema", 0.0), options.pop("bf16", False)
     found = measured(optim, rows, Runtime(precision="bf16" if bf16 else "fp32"), SINGLE_PROCESS, ema, **options)
     said = step_bytes(network(**options), optim, BATCH, rows, bf16=bf16, ema=bool(ema))
@@ -92,7 +92,7 @@ def in_parts(world: World, folder: Path, rows: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [4, 1])
-def test_a_step_of_a_network_in_parts_takes_what_was_said(rows: int, tmp_path: Path) -> None:
+def test_a_step_of_a_sharded_network_takes_the_estimated_memory(rows: int, tmp_path: Path) -> None:
     run_distributed(partial(in_parts, rows=rows), tmp_path)
     said = step_bytes(network("Ti/16"), ADAM, 4, rows, parts=2)
     assert [said, said] == pytest.approx(
@@ -101,13 +101,13 @@ def test_a_step_of_a_network_in_parts_takes_what_was_said(rows: int, tmp_path: P
 
 
 @pytest.mark.parametrize(("ranks", "words"), [(1, ()), (4, ("--shard",))])
-def test_a_plan_says_what_a_device_needs(ranks: int, words: tuple[str, ...]) -> None:
+def test_a_plan_states_the_memory_of_a_device(ranks: int, words: tuple[str, ...]) -> None:
     shape = ("--arch", "nano/8", "--image-size", str(SIDE), "--augment", "none", "--stem", "dpn")
     line = ("plan", "pretrain", *shape, "-b", "32", "--micro-batch-size", "4", "--set", "ema=0.9", "--device", "cpu")
-    done = run_dpn(*line, "--ranks", str(ranks), *words, "--json")
-    assert done.exit_code == 0, done.output
-    result = json.loads(done.stdout)
-    shown = run_dpn("pretrain", *line[2:], "--data", "imagenet", "--print-config").stdout
-    config = build(PretrainConfig, yaml.safe_load(shown), "test")
+    completed = run_dpn(*line, "--ranks", str(ranks), *words, "--json")
+    assert completed.exit_code == 0, completed.output
+    result = json.loads(completed.stdout)
+    output = run_dpn("pretrain", *line[2:], "--data", "imagenet", "--print-config").stdout
+    config = build(PretrainConfig, yaml.safe_load(output), "test")
     said = step_bytes(load_network(config, 1000), ADAM, 32 // ranks, 4, parts=ranks, ema=True)
     assert (result["micro_batch_size"], result["memory_bytes"]) == (4, said)

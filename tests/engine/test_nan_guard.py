@@ -74,8 +74,8 @@ def seen(monkeypatch: pytest.MonkeyPatch, optim: Optim) -> list[str]:
     compute, tolist = Gradients.compute, Tensor.tolist
     pending: list[Tensor] = []
 
-    def computed(self: Gradients, batch: Batch, step: int, **more: Any) -> Tensor:
-        pending.append(compute(self, batch, step, **more))
+    def computed(self: Gradients, batch: Batch, step: int, **arguments: Any) -> Tensor:
+        pending.append(compute(self, batch, step, **arguments))
         order.append(f"compute {step}")
         return pending[-1]
 

@@ -57,7 +57,7 @@ def averages(start: Tensor, raw: list[Tensor]) -> list[Tensor]:
     return found[1:]
 
 
-def test_averaged_weights_are_evaluated_kept_as_best_and_left_in_the_model(tmp_path: Path) -> None:
+def test_averaged_weights_are_evaluated_saved_as_best_and_left_in_the_model(tmp_path: Path) -> None:
     raw, _ = trajectory(None)
     averaged, final = trajectory(DECAY, tmp_path)
     expected = averages(small_vit().get_parameter("head.weight").detach(), raw)
@@ -71,7 +71,7 @@ def test_averaged_weights_are_evaluated_kept_as_best_and_left_in_the_model(tmp_p
 
 
 @pytest.mark.parametrize("select", ["last", "best"])
-def test_the_kept_file_of_a_run_holds_the_averaged_weights(
+def test_the_saved_file_of_a_run_holds_the_averaged_weights(
     select: str, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The scores make the second of four evaluations the best one; its weights as they were scored are kept."""
@@ -86,12 +86,12 @@ def test_the_kept_file_of_a_run_holds_the_averaged_weights(
         return {**original(self), "accuracy": next(scores)}
 
     monkeypatch.setattr(training._ClassifierTraining, "minival", scored)
-    done = run_dpn(
+    result = run_dpn(
         "finetune", "highres", "--data", str(photos), "--val-fraction", "0.2", "--arch", "mu/8", "--checkpoint", "none",
         "--image-size", "32", "-b", "8", "--steps", "8", "--lr", "0.01", "--ema", "0.9", "-j", "0", "--device", "cpu",
         "--set", f"select={select}", "--set", "evaluate_every=2", "-o", str(tmp_path / "run"), "-q",
     )  # fmt: skip
-    assert done.exit_code == 0, done.output
+    assert result.exit_code == 0, result.output
     kept = load_file(tmp_path / "run" / "weights.safetensors")["head.weight"]
     torch.testing.assert_close(kept, seen[1 if select == "best" else 3])
     assert not torch.equal(seen[1], seen[3])
@@ -147,7 +147,7 @@ def test_a_run_trains_chooses_and_is_scored_on_the_splits_of_these_names(
     assert scored == [splits["minival"], splits["minival"], splits["val"]]
 
 
-def test_dropout_differs_by_rank_and_not_by_what_ran_before() -> None:
+def test_dropout_depends_on_the_rank_and_not_on_earlier_steps() -> None:
     batch = next(random_batches()(0))
 
     def gradient(world: World, step: int = 0) -> Tensor:
@@ -203,11 +203,11 @@ def test_the_seed_reaches_initial_weights_and_batches(
     monkeypatch.setattr(engine, "fit", stopped)
     for seed in ("0", "1", "1"):
         words = [str(photos) if word == "PHOTOS" else word for word in COMMANDS[command]]
-        done = run_dpn(
+        result = run_dpn(
             *words, "--arch", "mu/8", "-b", "8", "--steps", "4", "-j", "0",
             "--device", "cpu", "--seed", seed, "--image-size", "32", "--overwrite", "-o", str(tmp_path / "run"), "-q",
         )  # fmt: skip
-        assert isinstance(done.exception, _FirstStepError), done.output
+        assert isinstance(result.exception, _FirstStepError), result.output
     (weights0, images0), (weights1, images1), (weights2, images2) = starts
     assert not torch.equal(weights0, weights1)
     assert not torch.equal(images0, images1)
@@ -215,7 +215,7 @@ def test_the_seed_reaches_initial_weights_and_batches(
     assert torch.equal(images1, images2)
 
 
-def test_tensorboard_holds_what_the_log_holds(tmp_path: Path) -> None:
+def test_tensorboard_has_the_values_of_the_log(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     track = build_tracker("tensorboard", tmp_path, Console(quiet=True))
@@ -230,12 +230,12 @@ def test_tensorboard_holds_what_the_log_holds(tmp_path: Path) -> None:
 def test_report_to_reaches_the_tracker_in_a_run(photos: Path, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    done = run_dpn(
+    result = run_dpn(
         "finetune", "highres", "--data", str(photos), "--val-fraction", "0.2", "--arch", "mu/8", "--checkpoint", "none",
         "--image-size", "32", "-b", "8", "--steps", "4", "-j", "0", "--device", "cpu", "--report-to", "tensorboard",
         "-o", str(tmp_path / "run"), "-q",
     )  # fmt: skip
-    assert done.exit_code == 0, done.output
+    assert result.exit_code == 0, result.output
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("highres/loss")] == [1, 2, 3, 4]

@@ -165,9 +165,9 @@ def test_every_seed_of_the_few_shot_probe_draws_its_own_images(tmp_path: Path) -
         Image.fromarray(generator.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(path)
     file = str(classifier_file(tmp_path / "weights.safetensors", 37))
     arguments = ["--data", str(photos), "--val-fraction", "0.5", "--shots", "2,5", "--seeds", "3,0,7", "--json", "-q"]
-    done = run_dpn("eval", "fewshot", file, *arguments)
-    assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)["accuracy"]
+    result = run_dpn("eval", "fewshot", file, *arguments)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)["accuracy"]
     model = load_backbone(checkpoint=file, stem=None, image_size=None).eval()
     parts = hold_out(open_split(ImageSource(str(photos)), "train")[0], 0.5)
     train, test = (encode(model, ImageSubset(part, range(30)), Runtime(workers=0), CPU.device, 64) for part in parts)

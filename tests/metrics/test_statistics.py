@@ -24,7 +24,7 @@ def test_one_value_has_no_spread() -> None:
     assert (summarize([5.0]).stderr, summarize([5.0]).ci95) == (None, None)
 
 
-def test_equal_values_have_no_interval_and_it_is_said() -> None:
+def test_equal_values_have_no_interval_and_are_marked() -> None:
     with warnings.catch_warnings(action="ignore"):
         assert np.isnan(stats.ttest_1samp([5.0, 5.0], 5.0).pvalue)  # SciPy knows no test of them either
     equal = summarize([5.0, 5.0])
@@ -36,7 +36,7 @@ def test_equal_values_have_no_interval_and_it_is_said() -> None:
     assert as_text(summarize([4.0, 6.0]).to_dict(), digits=1) == ("5.00 ± 1.00", "-7.7 … 17.7")
 
 
-def test_pairing_removes_what_the_pairs_share() -> None:
+def test_pairing_removes_the_variance_that_pairs_share() -> None:
     shared = [60.0, 70.0, 80.0]
     difference = paired_difference([x + 1 for x in shared], shared)
     assert (difference.mean, difference.stderr) == (1.0, 0.0)
@@ -47,7 +47,7 @@ def test_pairing_removes_what_the_pairs_share() -> None:
         paired_difference([1.0], shared)
 
 
-def test_an_interval_of_accuracies_stays_within_what_an_accuracy_can_be() -> None:
+def test_an_interval_of_accuracies_stays_between_0_and_100() -> None:
     # Two seeds at 99.5 and 100: the t-interval of one degree of freedom alone would reach 102.9.
     assert summarize([99.5, 100.0], PERCENT).ci95 == pytest.approx((96.573, 100.0), abs=1e-3)
     assert summarize([0.5, 0.0], PERCENT).ci95 == pytest.approx((0.0, 3.427), abs=1e-3)

@@ -140,12 +140,12 @@ def test_sub_ln_starts_with_larger_weights() -> None:
 
 
 @pytest.mark.parametrize("norm", get_args(Norm))
-def test_a_network_of_any_norm_is_kept_loaded_and_described(norm: str, tmp_path: Path) -> None:
+def test_a_network_of_any_norm_is_saved_loaded_and_described(norm: str, tmp_path: Path) -> None:
     model = network(stem="dpn", norm=norm, placement="pre,pre+post", norm_options={"post": "branch"})
     export_backbone(model, tmp_path / "it.safetensors")
-    again = load_backbone(checkpoint=str(tmp_path / "it.safetensors"), image_size=None, num_classes=5, head="load")
-    assert again.config == model.config
-    assert torch.equal(again.eval()(images()), model(images()))
+    reloaded = load_backbone(checkpoint=str(tmp_path / "it.safetensors"), image_size=None, num_classes=5, head="load")
+    assert reloaded.config == model.config
+    assert torch.equal(reloaded.eval()(images()), model(images()))
     found = inspect(read_file(tmp_path / "it.safetensors"))
     assert (found["norm"], found["placement"], found["norm_options"]) == (norm, "pre,pre+post", {"post": "branch"})
 
@@ -256,7 +256,7 @@ def test_a_folded_file_is_a_plain_vit_that_timm_loads(tmp_path: Path) -> None:
     torch.testing.assert_close(timm(images()), expected, atol=5e-5, rtol=1e-5)
 
 
-def test_a_folded_network_says_where_its_class_token_joins() -> None:
+def test_a_folded_network_records_the_position_of_its_class_token() -> None:
     model = network(norm="bn", pool="tok", norm_options={"class_token_at": 2})
     fold(model)
     assert model.config.norm_options == NormOptions(class_token_at=2)
@@ -288,7 +288,7 @@ def test_a_folded_file_that_computes_something_else_is_not_written(
         ({"norm": "bn", "norm_options": {"final": "same"}, "num_classes": 0}, "no layer follows its final norm"),
     ],
 )
-def test_what_cannot_be_folded_is_named(choices: dict[str, Any], message: str) -> None:
+def test_norms_that_cannot_be_folded_are_named(choices: dict[str, Any], message: str) -> None:
     with pytest.raises(DpnError, match=message):
         fold(network(**choices))
 
@@ -313,7 +313,7 @@ def test_plain_blocks_stay_timms() -> None:
 def test_frozen_norms_keep_their_statistics() -> None:
     model = network(norm="bn")
     freeze(model, ("stem", "blocks:0-1"))
-    before = {name: value.clone() for name, value in model.named_buffers()}
+    original = {name: value.clone() for name, value in model.named_buffers()}
     model.train()(images())
-    changed = {name.split(".")[1] for name, value in model.named_buffers() if not torch.equal(value, before[name])}
+    changed = {name.split(".")[1] for name, value in model.named_buffers() if not torch.equal(value, original[name])}
     assert changed == {"2", "3"}

@@ -34,14 +34,14 @@ def config(letter: str, patch: int, side: int = 224) -> ViTConfig:
         ("ViT_H_14", "IMAGENET1K_SWAG_E2E_V1", "H", 14, 518),
     ],
 )
-def test_forward_is_what_torchvision_publishes(name: str, weights: str, letter: str, patch: int, side: int) -> None:
+def test_forward_flops_match_torchvisions(name: str, weights: str, letter: str, patch: int, side: int) -> None:
     published: Any = getattr(getattr(torchvision.models, f"{name}_Weights"), weights)
     assert round(count(config(letter, patch, side)).forward / 1e9, 3) == published.meta["_ops"]
 
 
 # GMACs of vit_tiny, vit_small and vit_base_patch16_224 in timm's benchmark tables, which count the norms too.
 @pytest.mark.parametrize(("letter", "gmacs"), [("Ti", 1.26), ("S", 4.61), ("B", 17.58)])
-def test_forward_is_what_timm_publishes(letter: str, gmacs: float) -> None:
+def test_forward_flops_match_timms(letter: str, gmacs: float) -> None:
     assert count(config(letter, 16)).forward / 1e9 == pytest.approx(gmacs, rel=6e-3)
 
 
@@ -105,6 +105,6 @@ def test_dtn_of_small_16_adds_4_2_million_multiply_adds_a_norm() -> None:
     assert count(dtn).forward - count(replace(dtn, norm="ln")).forward == count(dtn).mixing
 
 
-def test_small_16_needs_28_gflop_for_an_image_whatever_torch_counts() -> None:
+def test_small_16_needs_28_gflop_per_image() -> None:
     shape = ViTConfig(SIZES["S"], (16, 16), (224, 224), stem="dpn", pre_logits=True, num_classes=1000)
     assert training_flops(shape) == pytest.approx(27.95e9, rel=1e-3)

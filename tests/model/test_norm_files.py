@@ -156,8 +156,8 @@ def test_deits_of_slabs_code_give_its_outputs(linear_norm: bool, tmp_path: Path)
     convert(plain, tmp_path / "timm.safetensors", to="timm")
     theirs = build_timm(tmp_path / "timm.safetensors")
     torch.testing.assert_close(theirs(images().float()).double(), expected, atol=1e-4, rtol=1e-4)
-    again = load_whole(read_file(tmp_path / "timm.safetensors"), None)
-    torch.testing.assert_close(again(images().float()).double(), expected, atol=1e-4, rtol=1e-4)
+    reloaded = load_whole(read_file(tmp_path / "timm.safetensors"), None)
+    torch.testing.assert_close(reloaded(images().float()).double(), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_prepbn_in_its_warm_up_is_layer_norm(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_prepbn_in_its_warm_up_is_layer_norm(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_dtns_networks_of_layer_norm_are_told_from_timms(tmp_path: Path) -> None:
+def test_dtns_networks_of_layer_norm_are_distinguished_from_timms(tmp_path: Path) -> None:
     state = make_dtn_state(12, 0)
     source = Facts(heads=HEADS).apply(read_file(saved(state, tmp_path)))
     ours = load_whole(source, None)
@@ -202,7 +202,7 @@ def test_a_baseline_pooled_otherwise_has_no_class_token(tmp_path: Path) -> None:
     ("width", "heads"),
     [(192, 4), (384, 6), (432, 9), (768, None)],
 )
-def test_heads_of_the_baselines_are_those_of_the_code(width: int, heads: int | None, tmp_path: Path) -> None:
+def test_heads_of_the_baselines_match_the_code(width: int, heads: int | None, tmp_path: Path) -> None:
     state = make_dtn_state(12, 0) | {"patch_embed.proj.weight": torch.zeros(width, 3, 1, 1)}
     assert read_file(saved(state, tmp_path)).heads == heads
 
@@ -211,22 +211,22 @@ def test_heads_of_the_baselines_are_those_of_the_code(width: int, heads: int | N
 def test_the_commands_describe_and_convert_such_files(tmp_path: Path) -> None:
     state = make_dtn_state(4, 3)
     path, target = saved(state, tmp_path), tmp_path / "ours.safetensors"
-    shown = run_dpn("checkpoint", "inspect", str(path))
+    result = run_dpn("checkpoint", "inspect", str(path))
     for line in ("DTN", "dtn, placement pre,pre, dtn released, eps 1e-05", "the softmax over positions does not see"):
-        assert line in shown.stdout
-    done = run_dpn("checkpoint", "convert", str(path), str(target))
-    assert done.exit_code == 0, done.stderr
+        assert line in result.stdout
+    completed = run_dpn("checkpoint", "convert", str(path), str(target))
+    assert completed.exit_code == 0, completed.stderr
     close(load_whole(read_file(target), None), outputs(state, dtn, joins_at=3))
     for arguments, message in (
         (["fold", str(path)], "norm1 is a DynamicTokenNorm, which depends on its input"),
         (["convert", str(path), "--to", "timm"], "no such norms in its blocks"),
     ):
-        refused = run_dpn("checkpoint", *arguments[:2], str(tmp_path / "x.safetensors"), *arguments[2:])
-        assert refused.exit_code == 2
-        assert message in refused.stderr
+        cli_result = run_dpn("checkpoint", *arguments[:2], str(tmp_path / "x.safetensors"), *arguments[2:])
+        assert cli_result.exit_code == 2
+        assert message in cli_result.stderr
     deit = saved(make_slab_state(2, linear_norm=True), tmp_path)
-    refused = run_dpn("predict", str(deit), "x.png")
-    assert f"'dpn checkpoint convert {deit} OUT.safetensors --heads N' writes one that does" in refused.stderr
+    cli_result = run_dpn("predict", str(deit), "x.png")
+    assert f"'dpn checkpoint convert {deit} OUT.safetensors --heads N' writes one that does" in cli_result.stderr
     folded = run_dpn("checkpoint", "fold", str(deit), str(tmp_path / "folded.safetensors"), "--heads", "4")
     assert folded.exit_code == 0, folded.stderr
     assert load_whole(read_file(tmp_path / "folded.safetensors"), None).config.size.heads == 4
@@ -253,7 +253,9 @@ def test_the_commands_describe_and_convert_such_files(tmp_path: Path) -> None:
         (lambda: {**make_dtn_state(1, 0), "blocks.0.norm1.eta": torch.zeros(1)}, "its names do not say which"),
     ],
 )
-def test_what_is_recognised_and_not_read_says_why(changed: Callable[[], State], message: str, tmp_path: Path) -> None:
+def test_unsupported_formats_are_refused_with_the_reason(
+    changed: Callable[[], State], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(DataError, match=message) as error:
         read_file(saved(changed(), tmp_path))
     assert "\n" not in str(error.value)

@@ -325,7 +325,7 @@ def test_unified_norm_follows_its_algorithm(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("name", RUNNING)
-def test_a_restored_norm_goes_on_as_if_it_had_not_stopped(name: Norm) -> None:
+def test_a_restored_norm_continues_as_if_it_had_not_stopped(name: Norm) -> None:
     norm = build(name)
     for batch in batches(5):
         step(norm, batch)
@@ -409,7 +409,7 @@ def test_evaluation_before_any_training_is_finite() -> None:
 # A warning of torch's that it hides itself where warnings are no errors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("name", ["bn", "sn", "prepbn", "dtn", "powernorm", "un"])
-def test_compiled_norms_are_those_that_were_compiled(name: Norm) -> None:
+def test_compile_covers_the_norms(name: Norm) -> None:
     norm, compiled = build(name), build(name)
     compiled.compile(backend="aot_eager_decomp_partition", fullgraph=name in ("bn", "dtn"))
     for batch in batches(7):

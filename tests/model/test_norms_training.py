@@ -86,7 +86,7 @@ def test_the_average_of_the_weights_has_averaged_statistics() -> None:
         torch.testing.assert_close(model.state_dict()[name], average, atol=1e-6, rtol=1e-5)
 
 
-def test_prepbn_learns_how_far_the_training_is() -> None:
+def test_prepbn_follows_the_progress_of_the_training() -> None:
     model, shares = network("prepbn"), list[float]()
     norm: Any = model.blocks[0].norm1
     norm.register_forward_hook(lambda module, inputs, output: shares.append(float(module.progress)))
@@ -101,8 +101,8 @@ def test_prepbn_learns_how_far_the_training_is() -> None:
 def test_evaluation_uses_the_running_statistics_and_leaves_them() -> None:
     for norm in OVER_THE_BATCH:
         model: nn.Module = fitted(norm, World(0, 1, CPU), random_batches()).eval()
-        before = {name: value.clone() for name, value in model.named_buffers()}
+        original = {name: value.clone() for name, value in model.named_buffers()}
         images = next(random_batches()(9))["image"]
         with torch.no_grad():
             torch.testing.assert_close(model(images)[:1], model(images[:1]))
-        assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
+        assert all(torch.equal(value, original[name]) for name, value in model.named_buffers())

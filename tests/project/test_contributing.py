@@ -133,11 +133,11 @@ def results(project: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     work = tmp_path_factory.mktemp("work")
     write_class_folders(work / "photos", classes=2, each=10)
     variables = {"PYTHONPATH": str(project), "DPN_HOME": str(work / "home")}
-    done = run_program([sys.executable, "-c", SCRIPT], cwd=work, env={**program_environment(), **variables})
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    assert Path(found["place"]).is_relative_to(project)
-    return found
+    result = run_program([sys.executable, "-c", SCRIPT], cwd=work, env={**program_environment(), **variables})
+    assert result.returncode == 0, result.stderr
+    output: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    assert Path(output["place"]).is_relative_to(project)
+    return output
 
 
 def test_a_field_with_a_flag_is_an_option(results: dict[str, Any]) -> None:

@@ -101,9 +101,9 @@ def test_commands_are_ones_that_the_program_takes(line: str, tmp_path: Path, mon
     check(words)
     if "dpn" in words and "print_config" in parsed(words := words[words.index("dpn") + 1 :]):
         monkeypatch.chdir(tmp_path)
-        done = CliRunner().invoke(app, [*words, "--print-config"])
-        assert done.exit_code == 0, done.output
-        assert "schedule:" in done.stdout
+        result = CliRunner().invoke(app, [*words, "--print-config"])
+        assert result.exit_code == 0, result.output
+        assert "schedule:" in result.stdout
 
 
 @pytest.mark.parametrize("line", cases(in_sentences))
@@ -140,9 +140,9 @@ def test_demo_commands_run(line: str, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("DPN_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(planning, "MEASURED_SECONDS", 0.001)
     words = split_command(line)[1:]
-    done = CliRunner().invoke(app, [*words, *(["--dry-run"] if "dry_run" in parsed(words) else [])])
-    assert done.exit_code == 0, done.output
-    assert done.output
+    result = CliRunner().invoke(app, [*words, *(["--dry-run"] if "dry_run" in parsed(words) else [])])
+    assert result.exit_code == 0, result.output
+    assert result.output
 
 
 def in_blocks_without_comments(page: Path) -> list[str]:
@@ -173,7 +173,7 @@ PYTHON = [
 
 
 @pytest.mark.parametrize("code", PYTHON)
-def test_python_blocks_compile_and_import_what_there_is(code: str) -> None:
+def test_python_blocks_compile_and_their_imports_exist(code: str) -> None:
     imports = [node for node in ast.parse(code).body if isinstance(node, ast.Import | ast.ImportFrom)]
     assert imports
     exec("\n".join(ast.unparse(line) for line in imports), {})

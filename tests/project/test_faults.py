@@ -136,7 +136,7 @@ def lit(folder: Path) -> tuple[torch.nn.Module, Callable[[], Any]]:
 
 
 @pytest.mark.parametrize("task", [classify, segment, vtab, lit])
-def test_an_evaluation_that_runs_out_of_memory_takes_fewer_images_at_once(
+def test_an_evaluation_out_of_memory_uses_smaller_batches(
     task: Callable[[Path], tuple[torch.nn.Module, Callable[[], Any]]], tmp_path: Path
 ) -> None:
     network, evaluate = task(tmp_path)
@@ -151,7 +151,7 @@ def test_an_evaluation_that_runs_out_of_memory_takes_fewer_images_at_once(
 
 
 @pytest.mark.parametrize(("number", "code"), [(errno.EROFS, 1), (errno.ENOSPC, 1), (errno.EACCES, 3)])
-def test_a_place_to_which_nothing_can_be_written_is_told_from_a_wrong_name(
+def test_read_only_locations_are_distinguished_from_wrong_names(
     number: int, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended, one_line_errors({}):

@@ -46,7 +46,7 @@ class _GradientsError(Exception):
 def frames_to_the_gradients(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     frames: list[str] = []
 
-    def look(*arguments: Any, **more: Any) -> None:
+    def look(*arguments: Any, **extra: Any) -> None:
         for frame in traceback.extract_stack():
             path = Path(frame.filename)
             if path.is_relative_to(ROOT / "dpn_cli") or path.is_relative_to(ROOT / "tasks"):

@@ -71,7 +71,7 @@ def test_the_smallest_parts_give_rows_of_both_kinds(call: Call, capsys: pytest.C
     assert tables.count("| --- |\n") == 2
 
 
-def test_a_part_that_fails_is_recorded_and_the_others_go_on(
+def test_a_part_that_fails_is_recorded_and_the_others_continue(
     call: Call, script: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wrong(settings: Any) -> Iterator[Any]:
@@ -102,7 +102,7 @@ def test_a_part_that_fails_is_recorded_and_the_others_go_on(
 
 
 @pytest.mark.parametrize(("number", "why", "ends"), [("SIGALRM", "the time was over", 0), ("SIGTERM", "SIGTERM", 143)])
-def test_what_was_done_is_kept_when_it_is_stopped(
+def test_finished_results_are_saved_on_a_stop(
     call: Call, script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: str, why: str, ends: int
 ) -> None:
     written: dict[str, Any] = {}
@@ -134,7 +134,7 @@ def test_a_wrong_part_or_a_missing_gpu_is_refused(script: Any, capsys: pytest.Ca
         assert text in capsys.readouterr().err
 
 
-def test_time_that_is_over_is_told_again(call: Call, script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_expired_limit_is_reported_again(call: Call, script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     timers: list[tuple[float, float]] = []
 
     def asks(settings: Any) -> Iterator[Any]:
@@ -164,7 +164,7 @@ def test_a_training_that_ends_before_it_is_killed_is_a_failed_check(
     assert row["note"].endswith("no such option")
 
 
-def test_programs_find_packages_beside_the_checkout(
+def test_programs_find_packages_next_to_the_checkout(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for package in ("dpn_cli", "carried"):
@@ -178,7 +178,7 @@ def test_programs_find_packages_beside_the_checkout(
     assert (ended.code, ended.errors) == (0, "")
 
 
-def test_the_wheels_are_what_a_machine_with_pytorch_lacks() -> None:
+def test_the_wheels_are_the_packages_that_pytorch_does_not_bring() -> None:
     text = (ROOT / "Makefile").read_text().replace("\\\n", " ")
     carried = {
         canonicalize_name(name) for line in re.findall(r"^WHEELS [:+]= (.*)", text, re.M) for name in line.split()

@@ -26,7 +26,7 @@ def test_imports_point_downwards(path: Path) -> None:
     check_imports(path)
 
 
-def test_nothing_lies_flat_beside_the_rooms() -> None:
+def test_every_module_is_in_a_room() -> None:
     flat = {path.stem for path in (ROOT / "dpn_cli").glob("*.py")}
     assert flat == {"__init__", "__main__", "cli", "arch", "errors", "statistics", "metrics"}
     for package in ("dpn_cli", "tasks"):
@@ -71,14 +71,14 @@ def test_the_wheel_holds_every_module_and_config_and_works_alone(tmp_path: Path)
         "import dpn_cli.cli, sys; assert dpn_cli.__file__.startswith(sys.argv[1]), dpn_cli.__file__\n"
         "sys.argv = ['dpn', 'configs']\ndpn_cli.cli.main()"
     )
-    done = run_program(
+    result = run_program(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(installed)!r})\n{script}", str(installed)],
         cwd=tmp_path,
         env=os.environ,
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
     for path in (ROOT / "configs").iterdir():
-        assert path.stem in done.stdout
+        assert path.stem in result.stdout
 
 
 def test_tests_import_no_test_and_no_conftest() -> None:
@@ -100,7 +100,7 @@ def test_helpers_of_tests_have_docstrings() -> None:
 
 
 @pytest.mark.parametrize("path", TEST_FILES, ids=lambda path: path.stem)
-def test_what_a_test_starts_has_a_time_limit(path: Path) -> None:
+def test_processes_of_tests_have_a_time_limit(path: Path) -> None:
     called = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
     without = {"run", "call", "check_call", "check_output", "Popen", "getoutput"}
     assert not called & {f"subprocess.{name}" for name in without}, "use support.programs.run_program or start_program"

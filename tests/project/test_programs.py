@@ -18,7 +18,7 @@ subprocess.run(wait, pass_fds=[int(sys.argv[1])])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
-def test_a_program_that_hangs_ends_with_what_it_started() -> None:
+def test_a_program_that_hangs_is_killed_with_its_children() -> None:
     reading, writing = os.pipe()
     with pytest.raises(subprocess.TimeoutExpired):
         run_program([sys.executable, "-c", HANG, str(writing)], limit=0.5, pass_fds=[writing])

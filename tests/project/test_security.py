@@ -105,7 +105,7 @@ def test_a_label_of_any_size_is_not_read(tmp_path: Path) -> None:
         LabelledShardImages(str(tmp_path / "a.tar"))
 
 
-def test_members_of_a_shard_are_read_where_they_are(tmp_path: Path) -> None:
+def test_members_of_a_shard_are_read_at_their_offsets(tmp_path: Path) -> None:
     names = "../../0", "/0"
     members = [(tarfile.TarInfo(f"{name}{end}"), content) for name in names for end, content in
                ((".png", png_bytes(0)), (".cls", b"0"))]  # fmt: skip
@@ -117,8 +117,8 @@ def test_members_of_a_shard_are_read_where_they_are(tmp_path: Path) -> None:
 
 def test_a_pack_names_files_of_its_own(tmp_path: Path) -> None:
     photos = write_class_folders(tmp_path / "photos", classes=2, each=4)
-    done = run_dpn("data", "pack", "--data", str(photos), "-o", str(tmp_path / "pack"), "-j", "1")
-    assert done.exit_code == 0, done.stderr
+    result = run_dpn("data", "pack", "--data", str(photos), "-o", str(tmp_path / "pack"), "-j", "1")
+    assert result.exit_code == 0, result.stderr
     path = tmp_path / "pack" / "manifest.json"
     manifest = json.loads(path.read_text())
     shards = manifest["splits"]["train"]

@@ -38,9 +38,9 @@ def outputs(text: str) -> Iterator[tuple[str, str]]:
             exec(compile(body, PAGE.name, "exec"), {})
         elif language in SHELL:
             for words in commands(body):
-                done = run_dpn(*words)
-                assert done.exit_code == 0, done.output
-                printed += done.stdout
+                result = run_dpn(*words)
+                assert result.exit_code == 0, result.output
+                printed += result.stdout
         else:
             yield body, printed
             printed = ""

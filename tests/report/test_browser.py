@@ -22,11 +22,11 @@ def test_a_page_is_shown_without_complaints(tmp_path: Path) -> None:
     place, shot = tmp_path / "page" / "report.html", tmp_path / "page.png"
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--window-size=1000,1600"]
     options += [f"--user-data-dir={tmp_path}/own", f"--screenshot={shot}", "--dump-dom"]
-    shown = run_program([str(BROWSER), *options, place.as_uri()])
-    assert shown.returncode == 0, shown.stderr
-    assert ":CONSOLE" not in shown.stderr, shown.stderr
+    result = run_program([str(BROWSER), *options, place.as_uri()])
+    assert result.returncode == 0, result.stderr
+    assert ":CONSOLE" not in result.stderr, result.stderr
     for title in ("Overview", "Learning curves", "Scores", "What was run"):
-        assert f"<h2>{title}</h2>" in shown.stdout
+        assert f"<h2>{title}</h2>" in result.stdout
     with Image.open(shot) as image:
         pixels = np.array(image.convert("RGB"))
     lines = (pixels == ImageColor.getrgb(COLOURS[0])).all(-1)

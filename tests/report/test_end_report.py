@@ -52,17 +52,17 @@ def test_a_finished_run_has_the_page_that_report_writes_and_keeps_it(
     highres: list[str], copy: Path, tmp_path: Path
 ) -> None:
     assert not (copy / "report").exists()
-    done = run_dpn(*highres, "-o", str(copy), "--resume")
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout) == json.loads((copy / "result.json").read_text())
-    assert f"report: {copy / 'report' / 'report.html'}" in done.stderr
+    result = run_dpn(*highres, "-o", str(copy), "--resume")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout) == json.loads((copy / "result.json").read_text())
+    assert f"report: {copy / 'report' / 'report.html'}" in result.stderr
     html = (copy / "report" / "report.html").read_bytes()
     titles = [title.text for title in parse_page(html.decode()).iter(f"{HTML}h2")]
     assert titles[2:7] == ["Scores", "Calibration", "Classes", "Confusions", "Most confident mistakes"]
     with (copy / "report" / "figures" / "confusion.csv").open() as file:
         counts = [(row["true"] == row["predicted"], int(row["images"])) for row in csv.DictReader(file)]
     right = sum(images for same, images in counts if same)
-    assert 100 * right / sum(images for _, images in counts) == json.loads(done.stdout)["top1"]
+    assert 100 * right / sum(images for _, images in counts) == json.loads(result.stdout)["top1"]
     assert 0 < html.count(b'<img src="data:image/jpeg') <= MOST_MISTAKES
     assert run_dpn("report", str(copy), "-o", str(tmp_path / "page")).exit_code == 0
     assert (tmp_path / "page" / "report.html").read_bytes() == html
@@ -89,7 +89,7 @@ def test_an_option_and_a_variable_leave_the_page_out(
 def test_a_page_that_is_not_drawn_is_a_warning(
     number: signal.Signals | None, highres: list[str], copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file() and path.name != "run.json"}
+    original = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file() and path.name != "run.json"}
 
     def draw(*arguments: Any) -> tuple[str, bytes]:
         if number is None:
@@ -98,16 +98,16 @@ def test_a_page_that_is_not_drawn_is_a_warning(
         return "<svg></svg>", b""
 
     monkeypatch.setattr(page, "draw", draw)
-    done = run_dpn(*highres, "-o", str(copy), "--resume", "-q")
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout) == json.loads((copy / "result.json").read_text())
-    (line,) = done.stderr.splitlines()
+    result = run_dpn(*highres, "-o", str(copy), "--resume", "-q")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout) == json.loads((copy / "result.json").read_text())
+    (line,) = result.stderr.splitlines()
     assert line.startswith(
         "warning: stopped at the run's page" if number else "warning: the run's page was not written"
     )
     assert f"'dpn report {copy}'" in line
     assert not (copy / "report" / "report.html").exists()
-    assert before.items() <= {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}.items()
+    assert original.items() <= {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}.items()
 
 
 def test_a_comparison_has_one_page(highres: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

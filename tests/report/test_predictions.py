@@ -74,9 +74,9 @@ def here(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def predict(command: str, place: Path, *more: str) -> Any:
+def predict(command: str, place: Path, *arguments: str) -> Any:
     network = str(place / f"{command}.safetensors")
-    return run_dpn(*command.split(), network, str(place / "photos"), *COMMANDS[command][0], "--json", "-q", *more)
+    return run_dpn(*command.split(), network, str(place / "photos"), *COMMANDS[command][0], "--json", "-q", *arguments)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -107,7 +107,7 @@ def test_results_do_not_depend_on_batches_and_workers(command: str, place: Path)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_table_has_what_is_printed(command: str, place: Path) -> None:
+def test_the_table_equals_the_printed_one(command: str, place: Path) -> None:
     results = json.loads(predict(command, place, "--csv", "some/where/all.csv").stdout)
     with Path("some/where/all.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -166,19 +166,19 @@ def shown_in(html: str) -> list[bytes]:
     return [b64decode(part.partition('"')[0]) for part in html.split("data:image/jpeg;base64,")[1:]]
 
 
-def test_a_search_has_a_page_of_what_it_found(place: Path) -> None:
+def test_a_search_has_a_page_of_its_matches(place: Path) -> None:
     network, photos = str(place / "lit predict.safetensors"), str(place / "photos")
     search = ["lit", "search", network, "--images", photos, "--query", "a <b> dog", "--skip-bad-images", "-q"]
-    done = run_dpn(*search, "-k", "4", "--json", "--html", "found.html", "-b", "2")
-    assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
+    result = run_dpn(*search, "-k", "4", "--json", "--html", "found.html", "-b", "2")
+    assert result.exit_code == 0, result.output
+    output = json.loads(result.stdout)
     html = Path("found.html").read_text()
     text = "".join(parse_page(html).itertext())
     assert "a <b> dog" in text
     assert html.count("<img ") == 4
-    places = [text.index(f"{number}. cosine {one['cosine']:.3f}{one['image']}") for number, one in enumerate(found, 1)]
+    places = [text.index(f"{number}. cosine {one['cosine']:.3f}{one['image']}") for number, one in enumerate(output, 1)]
     assert places == sorted(places)
-    assert shown_in(html)[0] == thumbnail(read_pixels(Path(found[0]["image"]), "", ReadOptions()))
+    assert shown_in(html)[0] == thumbnail(read_pixels(Path(output[0]["image"]), "", ReadOptions()))
 
 
 def test_a_page_of_five_thousand_images_can_be_sent(tmp_path: Path) -> None:
@@ -235,59 +235,59 @@ def test_no_file_is_written_over_a_image_or_another_file(command: str, place: Pa
         asked, options = ["lit", "search", network, "--images", "photos", "--query", "a dog"], ["--html"]
     for option in options:
         for name in ("photos/../photos/class0/000.jpg", "link.jpg"):
-            done = run_dpn(*asked, option, name)
-            assert (done.exit_code, done.stdout) == (2, "")
-            assert f"{option} {name}: would be written over one of the images, {image}; name another" in done.stderr
+            result = run_dpn(*asked, option, name)
+            assert (result.exit_code, result.stdout) == (2, "")
+            assert f"{option} {name}: would be written over one of the images, {image}; name another" in result.stderr
             assert image.read_bytes() == before
     if len(options) == 2:
-        done = run_dpn(*asked, "--csv", "page", "--html", "./page")
-        assert (done.exit_code, Path("page").exists()) == (2, False)
-        assert "--html page: would be written over the file of --csv" in done.stderr
+        result = run_dpn(*asked, "--csv", "page", "--html", "./page")
+        assert (result.exit_code, Path("page").exists()) == (2, False)
+        assert "--html page: would be written over the file of --csv" in result.stderr
 
 
 def test_a_single_damaged_image_is_one_line_and_of_several_each_has_one(place: Path, tmp_path: Path) -> None:
     network = str(place / "predict.safetensors")
     for name in "ab":
         Path(f"{name}.png").write_bytes(b"no image")
-    done = run_dpn("predict", network, "a.png", "--skip-bad-images")
-    assert (done.exit_code, len(done.stderr.splitlines())) == (3, 1)
-    done = run_dpn("predict", network, "a.png", "b.png", "--html", "page.html")
-    assert done.exit_code == 3
-    assert done.stderr.splitlines()[-1] == "error: none of the 2 images can be read; they are named above"
+    result = run_dpn("predict", network, "a.png", "--skip-bad-images")
+    assert (result.exit_code, len(result.stderr.splitlines())) == (3, 1)
+    result = run_dpn("predict", network, "a.png", "b.png", "--html", "page.html")
+    assert result.exit_code == 3
+    assert result.stderr.splitlines()[-1] == "error: none of the 2 images can be read; they are named above"
     assert not Path("page.html").exists()
 
 
 def test_images_of_one_name_are_drawn_into_folders(place: Path) -> None:
     network = str(place / "segment predict.safetensors")
     photos = write_class_folders(Path("classes"), classes=2, each=1, size=(20, 20))
-    done = run_dpn("segment", "predict", network, str(photos), "-o", "out", "--json")
-    found = [one["labels"] for one in json.loads(done.stdout)]
+    result = run_dpn("segment", "predict", network, str(photos), "-o", "out", "--json")
+    found = [one["labels"] for one in json.loads(result.stdout)]
     assert found == [f"out/{name}/000.labels.png" for name in ("class0", "class1")]
     assert all(Path(name).is_file() for name in found)
     (photos / "class1" / "000.png").write_bytes((photos / "class1" / "000.jpg").read_bytes())
     for asked, names in ((photos, ("class0/000", "class1/000.jpg", "class1/000.png")),
                          (photos / "class1", ("000.jpg", "000.png"))):  # fmt: skip
-        done = run_dpn("segment", "predict", network, str(asked), "-o", "both", "--json")
-        assert [one["labels"] for one in json.loads(done.stdout)] == [f"both/{name}.labels.png" for name in names]
-    done = run_dpn("segment", "predict", network, str(photos), str(photos / "class1" / "000.png"), "-o", "out")
-    assert done.exit_code == 2
-    assert "both would be written as class1/000.png.labels.png" in done.stderr
+        result = run_dpn("segment", "predict", network, str(asked), "-o", "both", "--json")
+        assert [one["labels"] for one in json.loads(result.stdout)] == [f"both/{name}.labels.png" for name in names]
+    result = run_dpn("segment", "predict", network, str(photos), str(photos / "class1" / "000.png"), "-o", "out")
+    assert result.exit_code == 2
+    assert "both would be written as class1/000.png.labels.png" in result.stderr
 
 
-def test_what_was_drawn_into_the_folder_of_the_images_is_not_read(place: Path) -> None:
+def test_outputs_in_the_folder_of_the_images_are_not_read(place: Path) -> None:
     network = str(place / "segment predict.safetensors")
     photos = write_class_folders(Path("classes"), classes=1, each=2, size=(20, 20)) / "class0"
     asked = ["segment", "predict", network, str(photos), "--json", "-o"]
     for output, left in ((photos, 0), (photos, 6), (photos / "drawn", 6)):
-        done = run_dpn(*asked, str(output))
-        found = json.loads(done.stdout)
-        assert [one["image"] for one in found] == [f"{photos}/{number:03d}.jpg" for number in range(2)]
-        assert ("left out 6 images called *.labels.png, *.overlay.png" in done.stderr) == bool(left)
+        result = run_dpn(*asked, str(output))
+        report = json.loads(result.stdout)
+        assert [one["image"] for one in report] == [f"{photos}/{number:03d}.jpg" for number in range(2)]
+        assert ("left out 6 images called *.labels.png, *.overlay.png" in result.stderr) == bool(left)
     drawn = photos / "000.labels.png"
     before = drawn.read_bytes()
-    done = run_dpn("segment", "predict", network, str(photos / "000.jpg"), str(drawn), "-o", str(photos))
-    assert (done.exit_code, drawn.read_bytes()) == (2, before)
-    assert f"{drawn}: would be written over by the files of another image" in done.stderr
+    result = run_dpn("segment", "predict", network, str(photos / "000.jpg"), str(drawn), "-o", str(photos))
+    assert (result.exit_code, drawn.read_bytes()) == (2, before)
+    assert f"{drawn}: would be written over by the files of another image" in result.stderr
 
 
 def test_classes_are_counted_and_the_most_frequent_comes_first() -> None:
@@ -316,9 +316,7 @@ COUNTED = {
 
 @pytest.mark.usefixtures("without_charts")
 @pytest.mark.parametrize("label", COUNTED)
-def test_commands_that_read_images_say_how_far_they_are(
-    label: str, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_that_read_images_report_progress(label: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_class_folders(Path("classes"), classes=3, each=4, size=(20, 20))
     write_class_folders(Path("good"), classes=2, each=4, size=(20, 20))
     for number, name in enumerate(("ant", SCRIPT, "cow")):
@@ -327,8 +325,8 @@ def test_commands_that_read_images_say_how_far_they_are(
         Path(path.name).symlink_to(path)
     export_backbone(load_backbone("mu/8", stem="none", image_size=16), Path("plain.safetensors"))
     monkeypatch.setattr(console, "LINE_EVERY", -1.0)  # a line every time
-    done = run_dpn(*COUNTED[label])
-    assert done.exit_code == 0, done.output
-    told = re.findall(rf"^{label.removesuffix('.safetensors')}: (\d+) of (\d+) images$", done.stderr, re.MULTILINE)
-    assert told, done.stderr
+    result = run_dpn(*COUNTED[label])
+    assert result.exit_code == 0, result.output
+    told = re.findall(rf"^{label.removesuffix('.safetensors')}: (\d+) of (\d+) images$", result.stderr, re.MULTILINE)
+    assert told, result.stderr
     assert told[-1][0] == told[-1][1]

@@ -58,7 +58,7 @@ def test_the_same_runs_give_the_same_bytes_and_old_figures_are_deleted(tmp_path:
 
 
 @pytest.mark.usefixtures("without_charts")
-def test_curves_are_those_of_the_log_and_values_say_where_they_come_from(tmp_path: Path) -> None:
+def test_curves_match_the_log_and_values_name_their_sources(tmp_path: Path) -> None:
     html = make_page(tmp_path, write_classifier_run(tmp_path / "run", lr=0.25))
     header, *rows = read_chart_rows(tmp_path, "loss")
     assert header == ["series", "step", "training loss"]
@@ -74,7 +74,7 @@ def origins(folder: Path) -> dict[str, str]:
     return {key: origin for key, _, origin in origins_of(read_run(folder))}
 
 
-def test_a_value_that_the_command_gave_is_told_from_one_that_follows(tmp_path: Path, photos: Path) -> None:
+def test_values_given_on_the_command_line_are_distinguished_from_derived_ones(tmp_path: Path, photos: Path) -> None:
     words = ["--data", str(photos), "--val-fraction", "0.3", "--arch", "mu/8", "--checkpoint", "none", "--steps", "2"]
     words += ["--set", "optim.momentum=0.5", "-b", "8", "-j", "0", "--device", "cpu", "-q", "--image-size", "16"]
     assert run_dpn("finetune", "highres", *words, "-o", str(tmp_path / "one")).exit_code == 0
@@ -86,8 +86,8 @@ def test_a_value_that_the_command_gave_is_told_from_one_that_follows(tmp_path: P
         "backbone.stem": "derived",
         "lr": "config pretrain_own",
     }
-    done = run_dpn("finetune", "highres", *words, "--compare", "none,dpn", "-o", str(tmp_path / "two"))
-    assert done.exit_code == 0, done.output
+    result = run_dpn("finetune", "highres", *words, "--compare", "none,dpn", "-o", str(tmp_path / "two"))
+    assert result.exit_code == 0, result.output
     for folder in (tmp_path / "two", tmp_path / "two" / "dpn" / "seed0"):
         found = origins(folder)
         assert found["optim.momentum"].startswith("given;")
@@ -128,7 +128,7 @@ def test_differences_in_pairs_are_scipys(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.usefixtures("without_charts")
-def test_runs_that_make_no_pair_are_not_paired_and_the_page_says_why(
+def test_runs_without_a_partner_are_not_paired_and_the_page_gives_the_reason(
     tmp_path: Path, changes: Json, reason: str
 ) -> None:
     facts, result = changes.pop("facts", {}), changes.pop("result", None)
@@ -162,8 +162,8 @@ def test_an_unfinished_or_damaged_run_is_shown_as_far_as_it_is_there(tmp_path: P
     (folder / "result.json").write_text('{"task": ')
     with (folder / "metrics.jsonl").open("a") as log:
         log.write('{"step": 9, "loss": NaN}\nnot a record\n{"loss": 3}\n{"step": 10, "lo')
-    done = run_dpn("report", str(folder), "-o", str(tmp_path / "page"))
-    assert "UNFINISHED" in done.stderr
+    result = run_dpn("report", str(folder), "-o", str(tmp_path / "page"))
+    assert "UNFINISHED" in result.stderr
     text = "".join(parse_page((tmp_path / "page" / "report.html").read_text()).itertext())
     assert "result.json is damaged" in text
     assert "metrics.jsonl: 3 lines are damaged" in text
@@ -200,10 +200,12 @@ def test_folders_that_cannot_be_reported_end_with_one_line(tmp_path: Path) -> No
         (["runs", str(tmp_path / "empty")], 3, "no runs in it"),
         (["runs", "show", str(tmp_path / "empty")], 3, "not a run's folder"),
     ):
-        done = run_dpn(*words, *(["-o", str(tmp_path / "page")] if len(words) == 2 and words[0] == "report" else []))
-        assert done.exit_code == code, done.output
-        assert message in done.stderr
-        assert len(done.stderr.strip().splitlines()) == 1
+        completed = run_dpn(
+            *words, *(["-o", str(tmp_path / "page")] if len(words) == 2 and words[0] == "report" else [])
+        )
+        assert completed.exit_code == code, completed.output
+        assert message in completed.stderr
+        assert len(completed.stderr.strip().splitlines()) == 1
     del result["top5"]
     (folder / "result.json").write_text(json.dumps(result))
     assert "KeyError: 'top5'" in run_dpn("report", str(folder), "-o", str(tmp_path / "page")).stderr
@@ -220,10 +222,10 @@ def test_runs_are_listed_and_shown(tmp_path: Path) -> None:
     ]
     assert [row["step"] for row in listed] == [8, 8]
     assert listed[0]["command"] == "dpn finetune highres"
-    done = run_dpn("runs", str(tmp_path / "runs"))
-    assert re.search(r"80.00 % top-1 +8/\d+ +\d+ d", done.stdout), done.output
-    shown = run_dpn("runs", "show", str(unfinished))
-    assert "no result.json" in " ".join(shown.stdout.split())
+    result = run_dpn("runs", str(tmp_path / "runs"))
+    assert re.search(r"80.00 % top-1 +8/\d+ +\d+ d", result.stdout), result.output
+    completed = run_dpn("runs", "show", str(unfinished))
+    assert "no result.json" in " ".join(completed.stdout.split())
 
 
 def test_the_command_of_a_run_is_one_that_a_shell_takes(tmp_path: Path) -> None:
@@ -365,7 +367,7 @@ def test_a_comparison_has_its_means_and_differences(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("without_charts")
-def test_a_comparison_tells_damage_inside_it_and_shows_what_is_finished_of_one_that_is_not(tmp_path: Path) -> None:
+def test_a_comparison_reports_damage_and_shows_the_finished_part_of_an_unfinished_one(tmp_path: Path) -> None:
     several = {"compare": ["none", "dpn"], "seeds": [0, 1]}
     folder = write_run(tmp_path / "run", HighresConfig, "highres_demo", None, "comparison", **several)
     first, second, third = (folder / name for name in ("none/seed0", "none/seed1", "dpn/seed0"))

@@ -128,7 +128,7 @@ def test_the_price_of_lit_is_the_text_tower_in_training_and_the_image_tower_forw
     assert flops([job], NOWHERE) == pairs * (3 * (text.get_total_flops() - projection) + image)
 
 
-def test_what_is_left_is_priced_by_what_is_done(tmp_path: Path) -> None:
+def test_remaining_trainings_are_estimated_from_finished_ones(tmp_path: Path) -> None:
     places = Places(tmp_path, {}, {})
     whole = experiment("fig4")
     (before,) = describe_experiments([whole], places)
@@ -178,7 +178,7 @@ def job(name: str) -> PaperTrial:
     return PaperTrial(name, "pretrain", ())
 
 
-def test_numbers_are_means_over_seeds_beside_the_papers_interval(tmp_path: Path) -> None:
+def test_numbers_are_means_over_seeds_next_to_the_papers_interval(tmp_path: Path) -> None:
     scores = {"a/seed0": 74.1, "a/seed1": 75.0, "a/seed2": 74.5, "b/seed0": 73.0, "b/seed1": 74.4}
     places = planted(tmp_path, {name: {"top1": score} for name, score in scores.items()})
     a, b = (tuple(job(f"{group}/seed{seed}") for seed in range(3)) for group in "ab")
@@ -218,9 +218,7 @@ def test_numbers_are_means_over_seeds_beside_the_papers_interval(tmp_path: Path)
         (("tasks", "svhn", "test", "values"), {"tasks": {"svhn": {"test": {"values": [50.0, 51.0, 52.0]}}}}),
     ],
 )
-def test_scores_are_found_where_results_have_them(
-    tmp_path: Path, score: tuple[str | int, ...], result: dict[str, Any]
-) -> None:
+def test_scores_are_found_in_results(tmp_path: Path, score: tuple[str | int, ...], result: dict[str, Any]) -> None:
     places = planted(tmp_path, {"a/seed0": result, "b/seed0": {"tasks": {"svhn": {"test": None}}, "stages": []}})
     found, missing = compare(
         Experiment("x", "", "", [Number("", "", (job(f"{name}/seed0"),), score) for name in "ab"]), places

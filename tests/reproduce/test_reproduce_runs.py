@@ -54,7 +54,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Trainer:
     return stand_in
 
 
-def test_what_is_done_is_not_trained_again_and_is_shared(trainer: Trainer, tmp_path: Path) -> None:
+def test_finished_trainings_are_reused_and_shared(trainer: Trainer, tmp_path: Path) -> None:
     first = run_dpn("reproduce", "table6", "--small", "--seeds", "2", "-o", "out", "--json")
     assert first.exit_code == 0, first.stderr
     assert len(trainer.configs) == 14
@@ -62,13 +62,13 @@ def test_what_is_done_is_not_trained_again_and_is_shared(trainer: Trainer, tmp_p
     assert trainer.configs["imagenet/rms/seed1"].schedule.steps == SmallTrainings.steps
     trainer.configs.clear()
     (tmp_path / "out/imagenet/rms/seed1/result.json").unlink()
-    again = run_dpn("reproduce", "table6", "fig1", "--small", "--seeds", "2", "-o", "out", "--json")
-    assert again.exit_code == 0, again.stderr
+    second_result = run_dpn("reproduce", "table6", "fig1", "--small", "--seeds", "2", "-o", "out", "--json")
+    assert second_result.exit_code == 0, second_result.stderr
     done = set(trainer.configs)
     assert "imagenet/rms/seed1" in done  # the one that was lost
     assert "imagenet/dpn/seed0" not in done  # Table 6 has it
     assert len(done) == 1 + 2 * 11  # and Figure 1's other placements and plain networks
-    shown = json.loads(again.stdout)["experiments"]
+    shown = json.loads(second_result.stdout)["experiments"]
     rms = next(number for number in shown[0]["numbers"] if number["row"] == "rms")
     assert rms["ours"]["mean"] == pytest.approx(0.0)  # both names are equally long
     assert rms["paper"] == 0.0
@@ -77,68 +77,70 @@ def test_what_is_done_is_not_trained_again_and_is_shared(trainer: Trainer, tmp_p
     assert (tmp_path / "out/table6/table.md").read_text().count("| B/16 |") == 6
 
 
-def test_a_training_that_fails_is_listed_and_the_others_go_on(trainer: Trainer, tmp_path: Path) -> None:
+def test_a_training_that_fails_is_listed_and_the_others_continue(trainer: Trainer, tmp_path: Path) -> None:
     def score(name: str) -> float:
         if "/post/" in name:
             raise NonFiniteError("the loss is NaN")
         return 50.0
 
     trainer.score = score
-    done = run_dpn("reproduce", "table6", "--small", "--seeds", "1", "-o", "out")
-    assert done.exit_code == 6
-    assert "1 training failed (imagenet/post/seed0: the loss is NaN)" in done.stderr.replace("\n", " ")
+    result = run_dpn("reproduce", "table6", "--small", "--seeds", "1", "-o", "out")
+    assert result.exit_code == 6
+    assert "1 training failed (imagenet/post/seed0: the loss is NaN)" in result.stderr.replace("\n", " ")
     assert len(trainer.configs) == 7
-    assert "these are not the paper's numbers" in " ".join(done.stdout.split())
+    assert "these are not the paper's numbers" in " ".join(result.stdout.split())
 
 
-def test_what_starts_from_a_lost_training_waits(trainer: Trainer) -> None:
+def test_trainings_that_start_from_a_failed_one_wait(trainer: Trainer) -> None:
     def score(name: str) -> float:
         raise NonFiniteError("the loss is NaN")
 
     trainer.score = score
-    done = run_dpn("reproduce", "table3", "--small", "-o", "out")
-    assert done.exit_code == 6
+    result = run_dpn("reproduce", "table3", "--small", "-o", "out")
+    assert result.exit_code == 6
     assert set(trainer.configs) == {"imagenet/none/seed0", "imagenet/dpn/seed0"}
 
 
 def test_a_sweep_with_cells_that_failed_is_not_done(trainer: Trainer) -> None:
     trainer.failed = ["svhn, lr 0.01, seed 0: NaN"]
-    done = run_dpn("reproduce", "table3", "--small", "-o", "out")
-    assert done.exit_code == 6
-    assert "2 trainings failed (vtab/imagenet-none/3-seeds: svhn, lr 0.01, seed 0: NaN" in " ".join(done.stderr.split())
+    result = run_dpn("reproduce", "table3", "--small", "-o", "out")
+    assert result.exit_code == 6
+    assert "2 trainings failed (vtab/imagenet-none/3-seeds: svhn, lr 0.01, seed 0: NaN" in " ".join(
+        result.stderr.split()
+    )
 
 
-def test_what_is_wrong_with_a_training_is_said_before_the_first(trainer: Trainer) -> None:
-    done = run_dpn("reproduce", "table3", "--small", "-o", "out", "--set", "label_smoothing=0.1")  # VTAB has none
-    assert done.exit_code == 2
-    assert "label_smoothing" in done.stderr
+def test_mistakes_of_any_training_are_reported_before_the_first_starts(trainer: Trainer) -> None:
+    result = run_dpn("reproduce", "table3", "--small", "-o", "out", "--set", "label_smoothing=0.1")  # VTAB has none
+    assert result.exit_code == 2
+    assert "label_smoothing" in result.stderr
     assert not trainer.configs
 
 
-def test_missing_data_are_listed_and_what_can_run_runs(trainer: Trainer, tmp_path: Path) -> None:
+def test_missing_data_are_listed_and_the_other_trainings_run(trainer: Trainer, tmp_path: Path) -> None:
     listed = run_dpn("reproduce", "--json")
     assert listed.exit_code == 0
     rows = {row["name"]: row for row in json.loads(listed.stdout)}
     assert list(rows) == list(EXPERIMENTS)
     assert rows["table3"]["data"] == {"imagenet": None, "vtab-1k": None}
     assert rows["table6"]["trainings"] == rows["table6"]["left"] == 105
-    done = run_dpn("reproduce", "table3", "-o", "out")
-    assert done.exit_code == 3
-    assert "needs imagenet; needs vtab-1k, imagenet)" in " ".join(done.stderr.split())
+    result = run_dpn("reproduce", "table3", "-o", "out")
+    assert result.exit_code == 3
+    assert "needs imagenet; needs vtab-1k, imagenet)" in " ".join(result.stderr.split())
     assert not trainer.configs
     (tmp_path / "data/imagenet").mkdir(parents=True)
     (tmp_path / "imagenet").mkdir()  # the option goes before what is found
-    done = run_dpn("reproduce", "table3", "-o", "out", "--data", "imagenet=data/imagenet")
-    assert done.exit_code == 3
-    assert "needs vtab-1k" in done.stderr
+    result = run_dpn("reproduce", "table3", "-o", "out", "--data", "imagenet=data/imagenet")
+    assert result.exit_code == 3
+    assert "needs vtab-1k" in result.stderr
     assert {config.data.source for config in trainer.configs.values()} == {"data/imagenet"}
     assert len(trainer.configs) == 4
     planned = run_dpn("reproduce", "table3", "--plan", "-o", "out").stdout.splitlines()
     assert [line.split()[:3] for line in planned] == [["dpn", "finetune", "vtab"]] * 4
     (tmp_path / "imagenet").rmdir()
     trainer.configs.clear()
-    done = run_dpn("reproduce", "table3", "-o", "out", "--data", "vtab-1k=data")
-    assert done.exit_code == 0, done.stderr
+    result = run_dpn("reproduce", "table3", "-o", "out", "--data", "vtab-1k=data")
+    assert result.exit_code == 0, result.stderr
     assert {name.split("/")[0] for name in trainer.configs} == {"vtab"}  # which needs the other data no more
 
 
@@ -158,8 +160,8 @@ def test_weights_that_are_here_are_not_trained(trainer: Trainer, tmp_path: Path,
     assert str(tmp_path / "home/weights/B-32-dpn.safetensors") in started
     assert all(plan.runtime.compile for plan in plans)
     plain = (*given, "--weights", "imagenet/B-16-none=a.npz", "--weights", "imagenet/B-16-dpn=b.npz")
-    done = run_dpn("reproduce", "table3", "-o", "out", *plain, "--data", "vtab-1k=data")
-    assert done.exit_code == 0, done.stderr
+    result = run_dpn("reproduce", "table3", "-o", "out", *plain, "--data", "vtab-1k=data")
+    assert result.exit_code == 0, result.stderr
     assert {config.backbone.checkpoint for config in trainer.configs.values()} == {*started, "a.npz", "b.npz"} - {
         "none", *(f"runs/paper/imagenet/B-16-{stem}/seed0" for stem in ("none", "dpn"))
     }  # fmt: skip
@@ -170,7 +172,7 @@ def test_weights_that_are_here_are_not_trained(trainer: Trainer, tmp_path: Path,
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("tabel6",), "did you mean 'table6'?"),
         (("table6", "--data", "imagenet"), "--data 'imagenet': write NAME=PLACE"),
@@ -182,12 +184,12 @@ def test_weights_that_are_here_are_not_trained(trainer: Trainer, tmp_path: Path,
         (("table6", "--small", "--set", "lrr=1"), "lrr"),
     ],
 )
-def test_mistakes_are_one_line(words: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_mistakes_are_one_line(words: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    done = run_dpn("reproduce", *words)
-    assert done.exit_code == (3 if "no such file" in said else 2)
-    assert said in done.stderr
-    assert done.stderr.count("\n") <= 2
+    result = run_dpn("reproduce", *words)
+    assert result.exit_code == (3 if "no such file" in message else 2)
+    assert message in result.stderr
+    assert result.stderr.count("\n") <= 2
 
 
 @pytest.mark.usefixtures("without_charts")
@@ -200,8 +202,8 @@ def test_figures_are_made_from_real_trainings(tmp_path: Path, monkeypatch: pytes
         return PaperTrial(f"imagenet/{stem}/seed{seed}", "pretrain", (*words, "--data", str(photos)))
 
     monkeypatch.setattr(SmallTrainings, "imagenet", imagenet)
-    done = run_dpn("reproduce", "fig2", "fig3", "--small", "-q", "-o", str(tmp_path))
-    assert done.exit_code == 0, done.stderr
+    result = run_dpn("reproduce", "fig2", "fig3", "--small", "-q", "-o", str(tmp_path))
+    assert result.exit_code == 0, result.stderr
     layers = (tmp_path / "fig2/B-16/figures/layer_norms.csv").read_text().splitlines()[1:]
     depths = [line.split(",")[:2] for line in layers]
     assert depths == [[f"{stem}/seed0", str(depth)] for stem in ("none", "dpn") for depth in range(2)]
@@ -209,7 +211,7 @@ def test_figures_are_made_from_real_trainings(tmp_path: Path, monkeypatch: pytes
         assert "these are not the paper" in (tmp_path / page / "report.html").read_text()
     scales = json.loads((tmp_path / "fig3/imagenet-dpn/result.json").read_text())
     assert scales["networks"][0]["stem"] == "dpn"
-    assert "open it in a browser" in done.stdout
+    assert "open it in a browser" in result.stdout
 
 
 @pytest.mark.slow
@@ -227,24 +229,24 @@ def test_a_process_of_its_own_makes_the_same_network(
         monkeypatch.setenv(name, value)
     alone, processes = tmp_path / "alone", tmp_path / "processes"
     for out, jobs in ((alone, "1"), (processes, "2")):
-        done = run_dpn("reproduce", "fig3", "--small", "--jobs", jobs, "-o", str(out))
-        assert done.exit_code == 0, done.stderr
-    assert str(processes / "logs/imagenet-dpn-seed0.log") in done.stderr.replace("\n", "")
+        result = run_dpn("reproduce", "fig3", "--small", "--jobs", jobs, "-o", str(out))
+        assert result.exit_code == 0, result.stderr
+    assert str(processes / "logs/imagenet-dpn-seed0.log") in result.stderr.replace("\n", "")
     one, other = (load_file(out / "imagenet/dpn/seed0/weights.safetensors") for out in (alone, processes))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_failure_in_a_process_is_listed_and_what_starts_from_it_waits(
+def test_a_failure_in_a_process_is_listed_and_dependent_trainings_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\necho 'error: the loss is NaN' >&2\nexit 5\n")
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
-    done = run_dpn("reproduce", "table3", "--small", "--jobs", "2", "-o", str(tmp_path / "out"), "--json")
-    assert done.exit_code == 6
-    told = json.loads(done.stdout)
+    result = run_dpn("reproduce", "table3", "--small", "--jobs", "2", "-o", str(tmp_path / "out"), "--json")
+    assert result.exit_code == 6
+    told = json.loads(result.stdout)
     assert told["failed"] == {f"imagenet/{stem}/seed0": "the loss is NaN" for stem in ("none", "dpn")}
     assert len(told["waiting"]) == 2
     assert all("starts from imagenet/" in reason for reason in told["waiting"].values())
@@ -256,9 +258,9 @@ def test_a_mistake_in_a_process_ends_all(code: int, tmp_path: Path, monkeypatch:
     script.write_text(f"#!/bin/sh\necho 'error: not like this' >&2\nexit {code}\n")
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
-    done = run_dpn("reproduce", "table3", "--small", "--jobs", "2", "-o", str(tmp_path / "out"), "--json")
-    assert (done.exit_code, done.stdout) == (code, "")
-    assert re.search(r"error: imagenet/\w+/seed0: not like this \(", done.stderr)
+    result = run_dpn("reproduce", "table3", "--small", "--jobs", "2", "-o", str(tmp_path / "out"), "--json")
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert re.search(r"error: imagenet/\w+/seed0: not like this \(", result.stderr)
 
 
 def test_weights_that_are_here_are_looked_into_and_not_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,9 +268,9 @@ def test_weights_that_are_here_are_looked_into_and_not_trained(tmp_path: Path, m
     export_backbone(load_backbone("mu/8", stem="dpn", image_size=16, seed=0), tmp_path / "given.safetensors")
     given = ("fig3", "--small", "--weights", "imagenet/dpn=given.safetensors", "-o", "out")
     assert run_dpn("reproduce", *given, "--plan").stdout == "nothing is left to train\n"
-    done = run_dpn("reproduce", *given, "--json")
-    assert done.exit_code == 0, done.stderr
-    (page,) = json.loads(done.stdout)["experiments"][0]["pages"]
+    result = run_dpn("reproduce", *given, "--json")
+    assert result.exit_code == 0, result.stderr
+    (page,) = json.loads(result.stdout)["experiments"][0]["pages"]
     assert Path(page).is_file()
     networks = json.loads((Path(page).parent / "result.json").read_text())["networks"]
     assert [one["stem"] for one in networks] == ["dpn"]

@@ -104,9 +104,9 @@ def test_commands_refuse_other_kinds_and_name_the_right_command(
     as_run = shutil.copytree(files[kind].parent, tmp_path / "runs" / kind)
     (as_run / "run.json").write_text("{}")
     for place in (files[kind], as_run):
-        done = run_dpn(*command.split(), str(place), *behind)
-        assert done.exit_code == 3, done.output
-        (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+        result = run_dpn(*command.split(), str(place), *behind)
+        assert result.exit_code == 3, result.output
+        (line,) = [line for line in result.stderr.splitlines() if line.startswith("error:")]
         assert f"{place} is " in line
         assert WORDS[kind] in line
         assert says[kind] in line
@@ -133,12 +133,12 @@ def test_every_kind_is_read_by_its_own_loader(files: dict[str, Path]) -> None:
 )
 def test_a_run_without_weights_is_known_by_its_run_json(run_json: object, message: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps(run_json))
-    done = run_dpn("predict", str(tmp_path), "x.png")
-    assert done.exit_code == 3
-    assert message in done.stderr
+    result = run_dpn("predict", str(tmp_path), "x.png")
+    assert result.exit_code == 3
+    assert message in result.stderr
 
 
-def test_the_weights_of_a_sweep_are_where_its_result_says(files: dict[str, Path], tmp_path: Path) -> None:
+def test_the_weights_of_a_sweep_are_at_the_path_in_its_result(files: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"kind": "classifier"}')
     (tmp_path / "result.json").write_text('{"weights": "stage3/x/weights.safetensors"}')
     shutil.copytree(files["classifier"].parent, tmp_path / "stage3" / "x")
@@ -147,18 +147,18 @@ def test_the_weights_of_a_sweep_are_where_its_result_says(files: dict[str, Path]
 
 
 @pytest.mark.parametrize("kind", ["classifier", "segmenter"])
-def test_a_converted_file_is_still_what_it_was(kind: str, files: dict[str, Path], tmp_path: Path) -> None:
+def test_a_converted_file_keeps_its_kind(kind: str, files: dict[str, Path], tmp_path: Path) -> None:
     for size in ("16", "32"):
         target = tmp_path / f"{size}.safetensors"
         assert run_dpn("checkpoint", "convert", str(files[kind]), str(target), "--image-size", size).exit_code == 0
-        shown = json.loads(run_dpn("checkpoint", "inspect", str(target), "--json").stdout)
-        assert shown["kind"] == kind
+        report = json.loads(run_dpn("checkpoint", "inspect", str(target), "--json").stdout)
+        assert report["kind"] == kind
         if kind == "segmenter":
             assert "use 'dpn segment predict'" in run_dpn("predict", str(target), "x.png").stderr
         else:
-            again = load_classifier(str(target))
-            assert again.classes == ("ant", "bee", "cow")
-            assert again.resize_side == {"16": 16, "32": 37}[size]
+            reloaded = load_classifier(str(target))
+            assert reloaded.classes == ("ant", "bee", "cow")
+            assert reloaded.resize_side == {"16": 16, "32": 37}[size]
 
 
 def flipped(path: Path, to: Path, place: Callable[[bytes], int]) -> Path:
@@ -200,11 +200,11 @@ def test_one_flipped_bit_is_noticed_by_every_command(
     for name, place in FLIPS.items():
         damaged = flipped(files[kind], tmp_path / f"{kind}.safetensors", place)
         rest = [word.replace("OUT", "out.safetensors") for word in behind]
-        done = run_dpn(*words, str(damaged), *rest)
-        assert done.exit_code == 3, (name, done.output)
-        assert len([line for line in done.stderr.splitlines() if line.startswith("error:")]) == 1, done.stderr
-        assert str(damaged) in done.stderr
-        assert "damaged" in done.stderr
+        result = run_dpn(*words, str(damaged), *rest)
+        assert result.exit_code == 3, (name, result.output)
+        assert len([line for line in result.stderr.splitlines() if line.startswith("error:")]) == 1, result.stderr
+        assert str(damaged) in result.stderr
+        assert "damaged" in result.stderr
         assert list(tmp_path.iterdir()) == [damaged]
 
 
@@ -246,8 +246,8 @@ def test_files_without_checksums_still_load(files: dict[str, Path], tmp_path: Pa
     assert load_classifier(str(tmp_path / "classifier.safetensors")).classes[0] == "ant"
     assert load_segmenter(str(tmp_path / "segmenter.safetensors")).classes[0].name == "ant"
     assert load_towers(str(tmp_path / "towers.safetensors")).tokenizer.context == 16
-    done = run_dpn("predict", str(tmp_path / "segmenter.safetensors"), "x.png")
-    assert "is a segmentation network; use 'dpn segment predict'" in done.stderr
+    result = run_dpn("predict", str(tmp_path / "segmenter.safetensors"), "x.png")
+    assert "is a segmentation network; use 'dpn segment predict'" in result.stderr
 
 
 def test_another_file_in_the_place_of_a_runs_weights_is_refused(files: dict[str, Path], tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_a_missing_network_is_named_as_it_was_given(command: str) -> None:
 
 
 @pytest.mark.parametrize("place", ["nowhere.npz", "words.txt", "timm:vit_nope", "hf-hub:nobody"])
-def test_an_error_about_weights_begins_with_their_place(
+def test_an_error_about_weights_starts_with_their_path(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Commands name weights by different options, or by none.
@@ -292,7 +292,7 @@ def test_a_damaged_cell_of_vtab_is_named(files: dict[str, Path], tmp_path: Path)
         cell.load()
 
 
-def test_a_damaged_zero_shot_classifier_is_built_again(tmp_path: Path) -> None:
+def test_a_damaged_zero_shot_classifier_is_rebuilt(tmp_path: Path) -> None:
     from dpn_cli.run.distributed import World
 
     own, alone = make_towers(), World(0, 1, torch.device("cpu"))

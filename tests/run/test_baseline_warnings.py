@@ -34,7 +34,7 @@ from tasks.vtab.train import Trainer
         ((50, 50), [(10, 500), (300, 300), (5000, 20)], "2.8"),
     ],
 )
-def test_a_crop_below_a_twentieth_of_the_images_is_said(
+def test_a_crop_below_a_twentieth_of_the_images_is_reported(
     crop: tuple[int, int], images: list[tuple[int, int]], share: str
 ) -> None:
     warning = crop_warning(crop, images)
@@ -74,7 +74,7 @@ def lines(capsys: pytest.CaptureFixture[str], start: str) -> list[str]:
     return [line for line in capsys.readouterr().err.splitlines() if start in line]
 
 
-def test_classification_says_that_nothing_was_learnt_and_keeps_the_floors(
+def test_classification_warns_that_nothing_was_learned_and_records_the_floors(
     photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, count in (("a", 30), ("b", 15), ("c", 15)):  # the same images in every class
@@ -89,7 +89,7 @@ def test_classification_says_that_nothing_was_learnt_and_keeps_the_floors(
     assert not lines(capsys, "NOTHING LEARNT")
 
 
-def test_a_centre_that_shows_next_to_nothing_is_said_before_training(
+def test_a_tiny_centre_crop_is_reported_before_training(
     photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine, "fit", lambda *given, **named: pytest.fail("said too late"))
@@ -100,7 +100,7 @@ def test_a_centre_that_shows_next_to_nothing_is_said_before_training(
     assert "crops of 32x32 cover 3.2 % of the images, which are cropped at 160x200 (median)" in line
 
 
-def test_a_dry_run_says_so_too(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_is_reported_too(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for side, said in ((160, 1), (None, 0)):
         config = highres_config(photos, data={"eval_resize": side})
         run(config, LaunchOptions(dry_run=True), Console(quiet=True))
@@ -108,7 +108,7 @@ def test_a_dry_run_says_so_too(photos: Path, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
-def test_vtab_says_it_of_tasks_that_crop(
+def test_vtab_warns_about_crops_per_task(
     dry_run: bool, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Trainer, "job", lambda *given, **named: pytest.fail("said too late"))
@@ -129,7 +129,7 @@ def test_vtab_says_it_of_tasks_that_crop(
     assert not said(svhn, 80, {"svhn": ["flip"]})  # its images are taken whole
 
 
-def test_vtab_says_which_task_was_not_learnt(
+def test_vtab_names_the_task_that_was_not_learned(
     toy: Callable[..., dict[str, Any]],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -144,7 +144,7 @@ def test_vtab_says_which_task_was_not_learnt(
         assert all("10.92 % of 797 is not above what always naming the most frequent class" in line for line in found)
 
 
-def test_lit_says_that_retrieval_and_zero_shot_are_at_chance(
+def test_lit_warns_that_retrieval_and_zero_shot_are_at_chance(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tasks.lit.final_zeroshot.DEMO_SPLITS", {"train": (0, 32), "val": (1000, 1032)})

@@ -116,7 +116,7 @@ def deadlock(rank: int) -> None:
     multiprocessing.Barrier(2).wait()  # one of its own, at which no other rank arrives
 
 
-def test_gradients_are_exchanged_once_per_batch_whatever_the_micro_batch(tmp_path: Path) -> None:
+def test_gradients_are_exchanged_once_per_batch_for_any_micro_batch(tmp_path: Path) -> None:
     network, exchanged = small_vit(), []
 
     def counted(values: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
@@ -296,9 +296,9 @@ def image_job(world: World, folder: Path) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return logits_of(images)
 
-    how: Any = {"loss": "softmax", "batch_size": 2, "workers": 0, "keep_predictions": True}
+    options: Any = {"loss": "softmax", "batch_size": 2, "workers": 0, "keep_predictions": True}
     for predict in (logits_of, lambda images: in_chunks(hungry, images)):
-        scores = score(predict, split, lambda pixels: resize(pixels, (8, 8)), 2, world, **how)
+        scores = score(predict, split, lambda pixels: resize(pixels, (8, 8)), 2, world, **options)
         assert (scores.images, scores.right5) == (7, 7)
         assert scores.confusion.pairs == {0: 4, 3: 3}
         assert scores.loss == pytest.approx(math.log(1 + math.exp(-1)))
@@ -324,7 +324,7 @@ def sweep_job(world: World, folder: Path) -> None:
             run_vtab(folder / "digits", folder / name, *SHORT_SWEEP, f"runtime.shard={shard}")
 
 
-def test_a_sweep_over_ranks_is_that_of_one(digits: Path, tmp_path: Path) -> None:
+def test_a_sweep_over_ranks_equals_that_of_one_process(digits: Path, tmp_path: Path) -> None:
     (tmp_path / "digits").symlink_to(digits)
     run_distributed(sweep_job, tmp_path)
     one = run_vtab(digits, tmp_path / "one", *SHORT_SWEEP)["tasks"]["svhn"]

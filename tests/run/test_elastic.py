@@ -90,13 +90,13 @@ def until_step(step: int, folder: Path, torchruns: list[Popen[str]]) -> None:
 @pytest.fixture(scope="module")
 def undisturbed(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    done = run_dpn(*TRAINING, "--data", str(photos), "-o", str(folder))
-    assert done.exit_code == 0, done.output
+    result = run_dpn(*TRAINING, "--data", str(photos), "-o", str(folder))
+    assert result.exit_code == 0, result.output
     return folder
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_what_is_lost_changes_nothing_in_the_result(name: str, photos: Path, undisturbed: Path, tmp_path: Path) -> None:
+def test_lost_ranks_do_not_change_the_result(name: str, photos: Path, undisturbed: Path, tmp_path: Path) -> None:
     loss, folder, said = LOSSES[name], tmp_path / "run", tmp_path / "said"
     command = (sys.executable, "-m", "dpn_cli", *TRAINING, *loss.flags, "--data", str(photos), "-o", str(folder))
     variables = program_environment(**(RESTARTS if loss.machine else {}))

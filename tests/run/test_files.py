@@ -59,9 +59,9 @@ def test_commands_leave_a_folder_in_use_alone(tmp_path: Path) -> None:
     }
     for command, folder in commands.items():
         with claim_in_other_process(folder):
-            done = CliRunner().invoke(app, [*command.split(), str(folder)])
-            assert done.exit_code == 2
-            assert "another process is at work in this folder" in done.stderr
+            result = CliRunner().invoke(app, [*command.split(), str(folder)])
+            assert result.exit_code == 2
+            assert "another process is at work in this folder" in result.stderr
             assert not folder.exists()
 
 
@@ -76,9 +76,9 @@ def test_runs_are_named_by_network_and_stem_once() -> None:
 def test_a_report_never_takes_the_place_of_a_run(command: str, tmp_path: Path) -> None:
     for name in ("run.json", "result.json"):
         (tmp_path / name).write_text("mine")
-    done = CliRunner().invoke(app, [*command.split(), "weights", "--data", "demo", "-o", str(tmp_path)])
-    assert done.exit_code == 2
-    assert "the folder holds a run, and its result.json would be replaced" in done.stderr
+    result = CliRunner().invoke(app, [*command.split(), "weights", "--data", "demo", "-o", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "the folder holds a run, and its result.json would be replaced" in result.stderr
     assert (tmp_path / "result.json").read_text() == "mine"
 
 
@@ -93,7 +93,7 @@ def test_a_report_never_takes_the_place_of_a_run(command: str, tmp_path: Path) -
         ),
     ],
 )
-def test_what_is_stopped_says_how_it_goes_on(
+def test_a_stopped_run_prints_how_to_resume(
     command: str, then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(*arguments: object, **named: object) -> None:
@@ -106,6 +106,6 @@ def test_what_is_stopped_says_how_it_goes_on(
     ):
         monkeypatch.setattr(place, stop)
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, [*command.split(), "-q"])
-    assert done.exit_code == 75
-    assert done.stderr.strip() == f"error: stopped by SIGTERM; {then}"
+    result = CliRunner().invoke(app, [*command.split(), "-q"])
+    assert result.exit_code == 75
+    assert result.stderr.strip() == f"error: stopped by SIGTERM; {then}"

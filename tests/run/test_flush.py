@@ -92,7 +92,7 @@ WRITERS: dict[str, tuple[Callable[[Path], object], int]] = {
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_what_is_renamed_has_been_flushed_and_then_its_folder(writer: str, disk: Disk, tmp_path: Path) -> None:
+def test_files_are_flushed_before_a_rename_and_folders_after_it(writer: str, disk: Disk, tmp_path: Path) -> None:
     write, renames = WRITERS[writer]
     write(tmp_path)
     assert disk.renames == renames

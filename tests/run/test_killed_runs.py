@@ -35,37 +35,37 @@ STAGES: list[dict[str, Any]] = [{"epochs": 1, "grid": {"lr": [1e-3]}}, {"epochs"
 Start = Callable[..., dict[str, Any]]
 
 
-def highres(data: Path, path: Path, **how: Any) -> dict[str, Any]:
-    return train_highres(highres_config(data / "photos", **STEPS), path, **how)
+def highres(data: Path, path: Path, **options: Any) -> dict[str, Any]:
+    return train_highres(highres_config(data / "photos", **STEPS), path, **options)
 
 
-def pretrain(data: Path, path: Path, **how: Any) -> dict[str, Any]:
-    return train_pretrain(small_pretrain_config(data / "photos", **STEPS), path, **how)
+def pretrain(data: Path, path: Path, **options: Any) -> dict[str, Any]:
+    return train_pretrain(small_pretrain_config(data / "photos", **STEPS), path, **options)
 
 
-def pretrain_sweep(data: Path, path: Path, **how: Any) -> dict[str, Any]:
+def pretrain_sweep(data: Path, path: Path, **options: Any) -> dict[str, Any]:
     config = stages_config(data / "places", STAGES)
     runtime = config.runtime.model_copy(update={"checkpoint_every": 1})
-    return train_pretrain(config.model_copy(update={"runtime": runtime}), path, **how)
+    return train_pretrain(config.model_copy(update={"runtime": runtime}), path, **options)
 
 
-def vtab(data: Path, path: Path, **how: Any) -> dict[str, Any]:
+def vtab(data: Path, path: Path, **options: Any) -> dict[str, Any]:
     toy = ["data.tasks=svhn", "seeds=1", "lrs=[0.01]", "schedule.steps=4", "schedule.warmup=0"]
-    return run_vtab(data / "vtab-1k", path, *toy, "runtime.checkpoint_every=2", **how)
+    return run_vtab(data / "vtab-1k", path, *toy, "runtime.checkpoint_every=2", **options)
 
 
-def lit(data: Path, path: Path, **how: Any) -> dict[str, Any]:
+def lit(data: Path, path: Path, **options: Any) -> dict[str, Any]:
     config = lit_config(data / "captioned" / "pairs.csv", batch_size=4, cache={"folder": str(data)}, **STEPS)
-    return train_lit(config, path, **how)
+    return train_lit(config, path, **options)
 
 
-def segment(data: Path, path: Path, **how: Any) -> dict[str, Any]:
-    return train_segment(segment_config(data / "scenes", batch_size=2, **STEPS), path, **how)
+def segment(data: Path, path: Path, **options: Any) -> dict[str, Any]:
+    return train_segment(segment_config(data / "scenes", batch_size=2, **STEPS), path, **options)
 
 
-def distill(data: Path, path: Path, **how: Any) -> dict[str, Any]:
+def distill(data: Path, path: Path, **options: Any) -> dict[str, Any]:
     config = distill_config(data / "photos", data / "teacher.safetensors", **STEPS)
-    return train_distill(config, path, **how)
+    return train_distill(config, path, **options)
 
 
 RUNS: dict[str, tuple[Start, str]] = {
@@ -130,7 +130,7 @@ def killed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_killed_between_its_first_files_starts_again(name: str, killed: Path, data: Path, tmp_path: Path) -> None:
+def test_a_run_killed_between_its_first_files_restarts(name: str, killed: Path, data: Path, tmp_path: Path) -> None:
     start, kind = RUNS[name]
     assert [entry.name for entry in (killed / "begun" / name).iterdir()] == ["run.json"]
     for how in ({}, {"resume": True}, {"overwrite": True}):
@@ -151,7 +151,7 @@ def test_a_killed_run_is_called_interrupted(moment: str, name: str, killed: Path
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_killed_run_is_resumed_whatever_became_of_its_run_json(
+def test_a_killed_run_is_resumed_for_any_state_of_its_run_json(
     name: str,
     killed: Path,
     data: Path,
@@ -177,12 +177,12 @@ def test_a_killed_run_is_resumed_whatever_became_of_its_run_json(
         assert warned is (damage != "none")
         says_where_it_continues(name, last["step"], said)
         said.clear()
-        written = json.loads((path / "run.json").read_text())
-        assert (written["kind"], written["status"]) == (kind, "finished")
+        report = json.loads((path / "run.json").read_text())
+        assert (report["kind"], report["status"]) == (kind, "finished")
         assert not list(path.rglob(".*.tmp"))
         weights = path / result.get("weights", "weights.safetensors")
         if name != "vtab":
-            assert file_digest(weights) == result["weights_sha256"] == written["weights_sha256"]
+            assert file_digest(weights) == result["weights_sha256"] == report["weights_sha256"]
         assert result["timing"]["train_seconds"] > 0
         if name == "highres":
             assert result["lost_records"] == 0
@@ -205,7 +205,7 @@ def says_where_it_continues(name: str, step: int, said: list[str]) -> None:
 
 
 @pytest.mark.parametrize("cut", ["deleted", "cut"])
-def test_a_result_says_that_its_curve_lacks_records(cut: str, killed: Path, data: Path, tmp_path: Path) -> None:
+def test_a_result_reports_that_its_curve_lacks_records(cut: str, killed: Path, data: Path, tmp_path: Path) -> None:
     path = tmp_path / "run"
     shutil.copytree(killed / "trained" / "highres", path)
     log = path / "metrics.jsonl"

@@ -38,9 +38,11 @@ RUN = TorchrunLaunch("run7", 0, AGENTS[:2]).facts()
         (TorchrunLaunch("run8", 3, AGENTS[2:]), False, False),  # another command, whose mistake torchrun repeats
     ],
 )
-def test_what_began_a_run_is_known_by_its_processes_or_its_id(now: TorchrunLaunch, began: bool, same_id: bool) -> None:
-    written = json.loads(json.dumps(RUN))
-    assert (now.began(written), now.has_id_of(written)) == (began, same_id)
+def test_the_torchrun_that_started_a_run_is_known_by_its_processes_or_its_id(
+    now: TorchrunLaunch, began: bool, same_id: bool
+) -> None:
+    report = json.loads(json.dumps(RUN))
+    assert (now.began(report), now.has_id_of(report)) == (began, same_id)
     assert not now.began({})
     assert not now.has_id_of({})
 
@@ -51,7 +53,7 @@ def test_no_id_is_no_id_to_know_a_run_by() -> None:
     assert not TorchrunLaunch(NO_ID, 3, AGENTS[1:]).has_id_of(run)
 
 
-def test_the_launch_is_that_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_share_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert elastic.current_torchrun() is None
     own = describe_process(os.getppid())
     monkeypatch.setattr(elastic, "from_all", lambda mine: [mine, (2, AGENTS[0]), mine])
@@ -60,7 +62,7 @@ def test_the_launch_is_that_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> Non
     assert elastic.current_torchrun() == TorchrunLaunch("run7", 2, [own, AGENTS[0]])
 
 
-def test_a_restart_that_torchrun_cannot_do_is_told_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_that_torchrun_cannot_do_is_reported_first(monkeypatch: pytest.MonkeyPatch) -> None:
     two, one = TorchrunLaunch("run7", 0, AGENTS[:2]), TorchrunLaunch("run7", 0, AGENTS[:1])
     assert two.warning() is None
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
@@ -72,7 +74,7 @@ def test_a_restart_that_torchrun_cannot_do_is_told_before(monkeypatch: pytest.Mo
 
 
 def opened(
-    folder: Path, now: TorchrunLaunch | None, patch: pytest.MonkeyPatch, **how: Any
+    folder: Path, now: TorchrunLaunch | None, patch: pytest.MonkeyPatch, **options: Any
 ) -> tuple[list[str], set[str]]:
     """Open a run under a torchrun, and train for a while; returns what was said, and what was there."""
     said = list[str]()
@@ -81,13 +83,13 @@ def opened(
     with patch.context() as inside:
         inside.setattr(sessions, "current_torchrun", lambda: now)
         inside.setattr(console, "info", said.append)
-        with sessions.open_run(config, config.runtime, "classifier", LaunchOptions(folder, **how), folder, console):
+        with sessions.open_run(config, config.runtime, "classifier", LaunchOptions(folder, **options), folder, console):
             there = {entry.name for entry in folder.iterdir()}
             (folder / "metrics.jsonl").touch()
     return [line for line in said if "goes on" in line], there
 
 
-def test_ranks_that_are_started_again_go_on_with_their_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_are_restarted_continue_with_their_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, patch = tmp_path / "run", monkeypatch
     first, again, other = (
         TorchrunLaunch("run7", 0, AGENTS[:2]),
@@ -115,13 +117,13 @@ def test_ranks_that_are_started_again_go_on_with_their_run(tmp_path: Path, monke
     }
 
 
-def test_a_run_that_has_produced_nothing_begins_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_results_restarts_silently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened(tmp_path / "run", TorchrunLaunch("run7", 0, AGENTS), monkeypatch)
     (tmp_path / "run" / "metrics.jsonl").unlink()
     assert opened(tmp_path / "run", TorchrunLaunch("run7", 1, AGENTS), monkeypatch)[0] == []
 
 
-def test_ranks_that_are_started_again_wait_longer_for_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_are_restarted_wait_longer_for_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waited = list[float]()
 
     def acquire(lock: Any, timeout: float) -> None:
@@ -136,7 +138,7 @@ def test_ranks_that_are_started_again_wait_longer_for_a_folder(tmp_path: Path, m
     assert waited == [files.PATIENCE, sessions.LOST_AFTER]
 
 
-def test_ranks_that_are_started_again_do_not_read_what_the_former_ones_told_each_other(
+def test_restarted_ranks_do_not_read_messages_of_earlier_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     agents = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)

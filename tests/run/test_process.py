@@ -37,24 +37,24 @@ with process.fast_exit():
 
 
 def test_the_program_ends_without_taking_down_the_interpreter() -> None:
-    done = run_program([sys.executable, "-c", LEAVE.format(end="sys.exit(3)")])
-    assert done.returncode == 3, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["a thread's work", "registered", "result"]
+    result = run_program([sys.executable, "-c", LEAVE.format(end="sys.exit(3)")])
+    assert result.returncode == 3, result.stderr
+    assert sorted(result.stdout.splitlines()) == ["a thread's work", "registered", "result"]
 
 
-def test_what_nobody_expected_ends_the_program_as_ever() -> None:
-    done = run_program([sys.executable, "-c", LEAVE.format(end="raise ValueError('broken')")])
-    assert done.returncode == 1
-    assert "ValueError: broken" in done.stderr
-    assert "the interpreter was taken down" in done.stdout
+def test_unexpected_errors_end_the_program_with_a_traceback() -> None:
+    result = run_program([sys.executable, "-c", LEAVE.format(end="raise ValueError('broken')")])
+    assert result.returncode == 1
+    assert "ValueError: broken" in result.stderr
+    assert "the interpreter was taken down" in result.stdout
 
 
 @pytest.mark.parametrize("where", ["cli.app", "cli.print"])  # before the command line is read, and within it
-def test_an_interrupt_before_the_work_begins_is_one_line(where: str) -> None:
+def test_an_interrupt_before_the_work_starts_is_one_line(where: str) -> None:
     interrupt = f"{where} = lambda *_: signal.raise_signal(signal.SIGINT)"
     code = f"import signal; from dpn_cli import cli; {interrupt}; cli.main()"
-    done = run_program([sys.executable, "-c", code, "--version"])
-    assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
+    result = run_program([sys.executable, "-c", code, "--version"])
+    assert (result.returncode, result.stderr) == (130, "error: interrupted\n")
 
 
 INTERRUPTED = """
@@ -74,29 +74,31 @@ runpy.run_module("dpn_cli", run_name="__main__")
 
 
 def test_an_interrupt_while_the_program_is_imported_is_one_line() -> None:
-    done = run_program([sys.executable, "-c", INTERRUPTED])
-    assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
+    result = run_program([sys.executable, "-c", INTERRUPTED])
+    assert (result.returncode, result.stderr) == (130, "error: interrupted\n")
     (command,) = metadata.entry_points(group="console_scripts", name="dpn")
     assert command.value == "dpn_cli.__main__:main"
 
 
-@pytest.mark.parametrize(("arguments", "said"), [({"resume": False}, "the state since the last checkpoint"), ({}, "")])
-def test_a_second_interrupt_says_what_is_lost(
-    arguments: dict[str, bool], said: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("arguments", "message"), [({"resume": False}, "the state since the last checkpoint"), ({}, "")]
+)
+def test_a_second_interrupt_reports_the_lost_steps(
+    arguments: dict[str, bool], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended, one_line_errors(arguments):
         raise KeyboardInterrupt
     assert ended.value.code == 130
-    lost = f": {said} is lost" if said else ""
+    lost = f": {message} is lost" if message else ""
     assert capsys.readouterr().err == f"error: interrupted at once{lost}\n"
 
 
-def test_the_program_leaves_at_once() -> None:
+def test_the_program_exits_immediately() -> None:
     code = "from dpn_cli import cli; kept = type('Kept', (), {'__del__': lambda it: print('late')})()"
-    done = run_program([sys.executable, "-c", f"{code}; cli.main()", "configs", "show"])
-    assert done.returncode == 2
-    assert "late" not in done.stdout
-    assert "error: " in done.stderr
+    result = run_program([sys.executable, "-c", f"{code}; cli.main()", "configs", "show"])
+    assert result.returncode == 2
+    assert "late" not in result.stdout
+    assert "error: " in result.stderr
 
 
 OUTLIVE = """
@@ -160,7 +162,7 @@ print(last - first)
 """
 
 
-def test_memory_of_a_step_is_that_of_the_step_before() -> None:
+def test_memory_of_a_step_equals_the_previous_steps() -> None:
     system = {name: value for name, value in program_environment().items() if not name.startswith("MALLOC_")}
     fresh = [
         int(run_program([sys.executable, "-c", FRESH], env={**system, **chosen}).stdout)

@@ -71,7 +71,7 @@ def test_many_short_trainings_share_their_lines(capsys: pytest.CaptureFixture[st
     assert [len(moments(console, clock, 0.5, 4, capsys)) for _ in range(12)] == [1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0]
 
 
-def test_a_line_says_how_far_how_well_how_fast_and_how_long(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_progress_line_shows_step_loss_speed_and_remaining_time(capsys: pytest.CaptureFixture[str]) -> None:
     with Console().progress("highres") as tick:
         tick(tick_of(25, 100))
     assert capsys.readouterr().err == ("highres: 25/100 loss 0.5 lr 0.001 ETA 0:45:00 12.3 images/s wait 12.5%\n")

@@ -43,9 +43,9 @@ HOW: list[dict[str, Any]] = [{}, {"resume": True}, {"overwrite": True}]
 LIMIT = 60  # seconds that a process which kills itself may take
 
 
-def open_run(path: Path, config: dict[str, Any] = CONFIG, **how: Any) -> tuple[RunFolder, list[str]]:
+def open_run(path: Path, config: dict[str, Any] = CONFIG, **options: Any) -> tuple[RunFolder, list[str]]:
     warnings: list[str] = []
-    asked = {"resume": False, "overwrite": False, "kind": "classifier", **how}
+    asked = {"resume": False, "overwrite": False, "kind": "classifier", **options}
     return RunFolder.open(path, config, asked.pop("kind"), warn=warnings.append, **asked), warnings
 
 
@@ -175,10 +175,10 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_one_damaged_description_is_written_again_on_resume(damage: str, tmp_path: Path) -> None:
+def test_one_damaged_description_is_rewritten_on_resume(damage: str, tmp_path: Path) -> None:
     name, spoil = DAMAGE[damage]
     begun(tmp_path)
-    before = json.loads((tmp_path / "run.json").read_text())
+    original = json.loads((tmp_path / "run.json").read_text())
     spoil(tmp_path / name)
     with pytest.raises(DpnError, match="holds a run that has not finished; --resume continues it"):
         open_run(tmp_path)
@@ -187,7 +187,7 @@ def test_one_damaged_description_is_written_again_on_resume(damage: str, tmp_pat
     assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == CONFIG
     facts = folder.facts
     assert {key: facts[key] for key in ("kind", "config", "status")} == {
-        key: before[key] for key in ("kind", "config", "status")
+        key: original[key] for key in ("kind", "config", "status")
     }
     assert ("data" in facts) is (name == "config.yaml")
     assert ("continues with those that are there now" in warning) is (name == "run.json")
@@ -217,7 +217,7 @@ def test_a_run_of_another_kind_is_not_resumed(tmp_path: Path) -> None:
         open_run(tmp_path, kind="towers", resume=True)
 
 
-def test_a_damaged_result_is_made_again(tmp_path: Path) -> None:
+def test_a_damaged_result_is_rebuilt(tmp_path: Path) -> None:
     begun(tmp_path).finish({"top1": 50.0})
     assert open_run(tmp_path, resume=True)[0].result == {"top1": 50.0}
     (tmp_path / "result.json").write_text('{"top1": 5')
@@ -253,7 +253,7 @@ def test_leftovers_of_dead_processes_are_removed_and_of_living_ones_are_not(tmp_
     remove_leftovers(tmp_path / "nowhere")
 
 
-def test_what_a_killed_process_left_of_a_file_goes_when_the_file_is_written(tmp_path: Path) -> None:
+def test_partial_files_of_a_killed_process_are_removed_on_the_next_write(tmp_path: Path) -> None:
     with multiprocessing.get_context("fork").Pool(1) as pool:
         dead = pool.apply(os.getpid)
     pool.join()
@@ -289,10 +289,10 @@ def test_places_that_are_no_folders_are_named_in_one_line(tmp_path: Path, monkey
         for command in (COMMAND, ["eval", "weights.npz", "--data", "demo"]):
             if place == "/" and command[0] == "eval":
                 continue
-            done = run_dpn(*command, "-o", place)
-            assert done.exit_code == 2, done.output
-            assert message in done.stderr
-            assert len(done.stderr.strip().splitlines()) == 1
+            result = run_dpn(*command, "-o", place)
+            assert result.exit_code == 2, result.output
+            assert message in result.stderr
+            assert len(result.stderr.strip().splitlines()) == 1
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -311,13 +311,13 @@ def test_places_that_are_no_folders_are_named_in_one_line(tmp_path: Path, monkey
 def test_resume_and_overwrite_together_are_refused(command: str, tmp_path: Path) -> None:
     begun(tmp_path)
     data = str(tmp_path) if "sun397" in command else "demo"
-    done = run_dpn(*command.split(), "--data", data, "-q", "-o", str(tmp_path), "--resume", "--overwrite")
-    assert done.exit_code == 2, done.output
-    assert "--resume --overwrite: one continues the existing run, the other deletes it" in done.stderr
+    result = run_dpn(*command.split(), "--data", data, "-q", "-o", str(tmp_path), "--resume", "--overwrite")
+    assert result.exit_code == 2, result.output
+    assert "--resume --overwrite: one continues the existing run, the other deletes it" in result.stderr
     assert (tmp_path / "checkpoints" / "last" / "state.safetensors").read_text() == "precious"
 
 
-def test_the_newest_state_of_a_description_is_what_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_state_of_a_description_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of an older version has neither kind nor digest of its config in run.json."""
     begun(tmp_path)
     facts = json.loads((tmp_path / "run.json").read_text())
@@ -374,7 +374,7 @@ class OneNetwork(Section):
 
 
 @pytest.mark.parametrize(
-    ("now", "given", "kept"),
+    ("now", "arguments", "kept"),
     [
         ({}, [], True),
         ({"stem": "none"}, [], True),
@@ -385,12 +385,12 @@ class OneNetwork(Section):
         ({"checkpoint": "old.safetensors", "stem": "none"}, [], False),
     ],
 )
-def test_weights_that_a_run_found_are_kept_unless_the_command_names_others(
-    now: dict[str, str], given: list[str] | None, kept: bool, capsys: pytest.CaptureFixture[str]
+def test_the_weights_of_a_run_are_reused_unless_the_command_names_others(
+    now: dict[str, str], arguments: list[str] | None, kept: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved = {"arch": "mu/8", "stem": "dpn", "checkpoint": "old.safetensors"}
     config = OneNetwork.model_validate({"backbone": saved | {"checkpoint": "new.safetensors"} | now})
-    resumed = with_weights_of(config, saved, given, Console())
+    resumed = with_weights_of(config, saved, arguments, Console())
     expected = OneNetwork.model_validate({"backbone": saved}) if kept else config
     assert resumed == expected
     told = "goes on with --checkpoint old.safetensors, as it began, and not with new.safetensors\n"
@@ -401,12 +401,12 @@ def test_another_precision_on_resume_is_warned_of(tmp_path: Path, capsys: pytest
     folder, _ = open_run(tmp_path)
     for precision, warns in (("fp32", False), ("fp32", False), ("bf16", True), ("bf16", False)):
         _note_precision(folder, precision, Console())
-        said = " ".join(capsys.readouterr().err.split())
-        assert ("began in fp32 and goes on in bf16" in said) is warns
+        output = " ".join(capsys.readouterr().err.split())
+        assert ("began in fp32 and goes on in bf16" in output) is warns
         assert folder.facts["precision"] == precision
 
 
-def test_a_checkout_that_is_not_installed_tells_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkout_that_is_not_installed_reports_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = metadata.version
 
     def version(name: str) -> str:

@@ -19,7 +19,7 @@ from dpn_cli.run.run_dir import MetricsLog
 from support.processes import run_in_child
 
 
-def test_a_damaged_last_falls_back_to_the_one_before_and_says_so(tmp_path: Path) -> None:
+def test_a_damaged_last_falls_back_to_the_one_before_and_is_reported(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     warnings: list[str] = []
     for step in (1, 2):
@@ -64,7 +64,7 @@ def test_two_processes_may_write_one_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_weights_can_be_read_by_whoever_can_read_the_rest(tmp_path: Path) -> None:
+def test_weights_have_the_permissions_of_the_other_files(tmp_path: Path) -> None:
     (tmp_path / "plain").touch()
     replace_file(tmp_path / "weights", lambda to: save_file({"w": torch.ones(1)}, to))
     assert (tmp_path / "weights").stat().st_mode == (tmp_path / "plain").stat().st_mode
@@ -87,7 +87,7 @@ def test_a_disk_that_takes_no_more_leaves_the_checkpoint_before(tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["last"]
 
 
-def test_no_space_left_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_on_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path) -> None:
         raise OSError(28, "No space left on device")
 
@@ -101,7 +101,7 @@ def test_no_space_left_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.M
     assert loaded[1] == {"step": 1}
 
 
-def test_records_after_the_resumed_step_are_written_again(tmp_path: Path) -> None:
+def test_records_after_the_resumed_step_are_rewritten(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "m.jsonl")
     for step in (1, 2, 3):
         log.write({"step": step})
@@ -111,7 +111,7 @@ def test_records_after_the_resumed_step_are_written_again(tmp_path: Path) -> Non
     assert [json.loads(line)["step"] for line in log.path.read_text().splitlines()] == [1, 2]
 
 
-def test_an_evaluation_that_will_be_done_again_leaves_the_log(tmp_path: Path) -> None:
+def test_an_evaluation_that_will_be_repeated_is_removed_from_the_log(tmp_path: Path) -> None:
     records = [
         {"step": 2, "lr": 0.1},
         {"step": 2, "accuracy": 1.0},

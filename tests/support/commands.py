@@ -96,8 +96,8 @@ COMMANDS = {
 }  # fmt: skip
 
 
-def run_command(name: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> Any:
+def run_command(name: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
     """Run one of `COMMANDS` in the folder of its inputs; it writes below `tmp_path`."""
     monkeypatch.chdir(inputs)
     (tmp_path / "out").mkdir(exist_ok=True)
-    return run_dpn(*(word.replace("OUT", str(tmp_path / "out")) for word in COMMANDS[name]), *more)
+    return run_dpn(*(word.replace("OUT", str(tmp_path / "out")) for word in COMMANDS[name]), *arguments)

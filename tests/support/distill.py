@@ -30,10 +30,12 @@ CLASSES = ("class0", "class1", "class2")
 
 
 def write_teacher(
-    path: Path, arch: str = "mu/8", classes: int = 3, names: tuple[str, ...] = CLASSES, **how: Any
+    path: Path, arch: str = "mu/8", classes: int = 3, names: tuple[str, ...] = CLASSES, **options: Any
 ) -> Path:
     """Write a classifier with random weights, those of its head included; without classes a network without a head."""
-    model = load_backbone(arch, stem=how.pop("stem", "none"), image_size=16, num_classes=classes, seed=5, **how).eval()
+    model = load_backbone(
+        arch, stem=options.pop("stem", "none"), image_size=16, num_classes=classes, seed=5, **options
+    ).eval()
     if not classes:
         export_backbone(model, path)
         return path
@@ -49,8 +51,8 @@ def distill_config(photos: Path | str, teacher: Path | str, **changes: Any) -> D
     return finalize(build(DistillConfig, resolve(None, merge(SMALL, given, changes), {}), "test"))
 
 
-def train_distill(config: DistillConfig, path: Path, **how: Any) -> dict[str, Any]:
+def train_distill(config: DistillConfig, path: Path, **options: Any) -> dict[str, Any]:
     """Train without console output; returns the result."""
-    result = command.run(config, LaunchOptions(path, **how), Console(quiet=True))
+    result = command.run(config, LaunchOptions(path, **options), Console(quiet=True))
     assert result is not None
     return result

@@ -27,6 +27,6 @@ def write_pack(root: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pack_writer, "SHARD_IMAGES", SHARD_IMAGES)
         ordered = {name: (split, hash_order(split)) for name, (split, _) in splits.items()}
-        how: Any = {"workers": 1, "skip_bad": False, "progress": lambda text: None}
-        pack(ordered, splits["train"][1], root / "pack", PackOptions(size=None), **how)
+        options: Any = {"workers": 1, "skip_bad": False, "progress": lambda text: None}
+        pack(ordered, splits["train"][1], root / "pack", PackOptions(size=None), **options)
     return root

@@ -53,8 +53,8 @@ def write_classifier_run(path: Path, top1: float = 80.0, seed: int = 0, stem: st
 
 def make_page(tmp_path: Path, *runs: Path) -> str:
     """Run ``dpn report``; returns the HTML."""
-    done = run_dpn("report", *map(str, runs), "-o", str(tmp_path / "page"))
-    assert done.exit_code == 0, done.output
+    result = run_dpn("report", *map(str, runs), "-o", str(tmp_path / "page"))
+    assert result.exit_code == 0, result.output
     return (tmp_path / "page" / "report.html").read_text()
 
 

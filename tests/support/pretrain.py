@@ -36,9 +36,9 @@ SMALL: dict[str, Any] = {
 }
 
 
-def pretrain_config(arch: str, *, preset: Any = None, level: str | None = None, **asked: Any) -> PretrainConfig:
+def pretrain_config(arch: str, *, preset: Any = None, level: str | None = None, **settings: Any) -> PretrainConfig:
     """Build the shipped config of ImageNet; `asked` are flags."""
-    flags = merge({"backbone": {"arch": arch}, "data": {"source": "imagenet"}}, asked)
+    flags = merge({"backbone": {"arch": arch}, "data": {"source": "imagenet"}}, settings)
     return build(PretrainConfig, resolve("imagenet", preset, level, None, flags, {}), "test")
 
 

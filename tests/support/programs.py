@@ -33,10 +33,10 @@ def kill_tree(pid: int) -> None:
         kill_tree(child)
 
 
-def program_environment(**more: str) -> dict[str, str]:
+def program_environment(**arguments: str) -> dict[str, str]:
     """Return this process's environment, in which the program is the one under test."""
     path = os.pathsep.join([str(ROOT), *(folder for folder in sys.path if folder.startswith(str(ROOT / "tests")))])
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **arguments}
 
 
 @contextmanager

@@ -113,11 +113,11 @@ SHORT_SWEEP = (
 )
 
 
-def run_demo_sweep(out: Path, *more: str) -> Any:
+def run_demo_sweep(out: Path, *arguments: str) -> Any:
     """Run a short sweep on the built-in tasks."""
-    done = run_dpn(*DEMO_SWEEP, *SHORT_SWEEP, "-o", str(out), *more)
-    assert done.exit_code == 0, done.stderr
-    return done
+    result = run_dpn(*DEMO_SWEEP, *SHORT_SWEEP, "-o", str(out), *arguments)
+    assert result.exit_code == 0, result.stderr
+    return result
 
 
 def read_ledger_rows(out: Path) -> list[tuple[Any, ...]]:

@@ -55,11 +55,11 @@ def test_each_training_is_the_one_that_it_would_be_alone(
     task: str, commands: dict[str, list[str]], tmp_path: Path, started_jobs: list[engine.TrainJob]
 ) -> None:
     several = [*commands[task], "--compare", NETWORKS, "--seeds", "0,2", "-o", str(tmp_path / "all")]
-    done = run_dpn(*several)
-    assert done.exit_code == 0, done.output
+    completed = run_dpn(*several)
+    assert completed.exit_code == 0, completed.output
     assert [job.seed for job in started_jobs] == [0, 2] * 3
     result = json.loads((tmp_path / "all" / "result.json").read_text())
-    assert result == json.loads(done.stdout)
+    assert result == json.loads(completed.stdout)
     folders = [f"{name.replace('/', '-')}/seed{seed}" for name in NAMES for seed in (0, 2)]
     assert [folder for network in result["compare"]["networks"].values() for folder in network["runs"]] == folders
     kinds = []
@@ -80,8 +80,8 @@ def test_each_training_is_the_one_that_it_would_be_alone(
     assert one.keys() == two.keys()
     assert all(torch.equal(value, two[name]) for name, value in one.items())
     count = len(started_jobs)
-    again = run_dpn(*several, "--resume")
-    assert json.loads(again.stdout) == result
+    second_result = run_dpn(*several, "--resume")
+    assert json.loads(second_result.stdout) == result
     assert len(started_jobs) == count
     shutil.rmtree(tmp_path / "all" / folders[3])
     assert scores_of_each(json.loads(run_dpn(*several, "--resume").stdout)) == scores_of_each(result)
@@ -116,7 +116,7 @@ def results_of(config: SweepConfig, scores: dict[str, list[float | None]]) -> di
     return build_result(["miou", "top1"], runs, results, failed, compared=True)
 
 
-def test_differences_are_those_of_pairs_with_the_same_seed() -> None:
+def test_differences_pair_trials_of_the_same_seed() -> None:
     config = small("compare=[none, dpn, rms]", "seeds=[0, 1, 5]")
     scores: dict[str, list[float | None]] = {"none": [50.0, 60.0, 70.0], "dpn": [51.0, 63.0, 75.0], "rms": [None] * 3}
     result = results_of(config, scores)
@@ -138,20 +138,20 @@ def test_differences_are_those_of_pairs_with_the_same_seed() -> None:
     assert partial["compare"]["differences"][0]["top1"]["values"] == [1.0, 5.0]
 
 
-def test_a_comparison_that_was_stopped_goes_on_where_it_was(
+def test_a_stopped_comparison_continues(
     commands: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started_jobs: list[engine.TrainJob]
 ) -> None:
     command = [*commands["highres"], "--compare", "none,dpn", "--seeds", "2", "-o", str(tmp_path / "all")]
     with pytest.MonkeyPatch.context() as patch:
         fail_training(3, StoppedError(signal.SIGTERM), patch)
-        done = run_dpn(*command)
-    assert done.exit_code == 75
-    assert "run the same command with --resume" in done.stderr
+        completed = run_dpn(*command)
+    assert completed.exit_code == 75
+    assert "run the same command with --resume" in completed.stderr
     assert json.loads((tmp_path / "all" / "run.json").read_text())["status"] == "stopped"
     assert len(started_jobs) == 2
-    refused = run_dpn(*command[:-5], "none,rms", *command[-4:], "--resume")
-    assert refused.exit_code == 2
-    assert "different config (compare: " in refused.stderr
+    result = run_dpn(*command[:-5], "none,rms", *command[-4:], "--resume")
+    assert result.exit_code == 2
+    assert "different config (compare: " in result.stderr
     assert run_dpn(*command, "--resume").exit_code == 0
     assert len(started_jobs) == 4
     assert "holds a finished run" in run_dpn(*command).stderr
@@ -168,13 +168,13 @@ def test_data_that_change_between_two_trainings_are_noticed(tmp_path: Path) -> N
         run_dpn(*command)
     shutil.rmtree(tmp_path / "all" / "dpn")
     (photos / "class0" / "000.jpg").unlink()
-    done = run_dpn(*command, "--resume")
-    assert done.exit_code == 3
-    assert "the data have changed since this comparison began" in done.stderr
+    result = run_dpn(*command, "--resume")
+    assert result.exit_code == 3
+    assert "the data have changed since this comparison began" in result.stderr
 
 
 @pytest.mark.parametrize("several", [[], ["--seeds", "2"], ["--compare", "none,dpn"]])
-def test_a_run_goes_on_with_the_weights_that_it_found(
+def test_a_run_continues_with_the_weights_that_it_found(
     several: list[str], commands: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """dpn looks for weights in the home folder, where others may lie when the run is resumed."""
@@ -189,18 +189,18 @@ def test_a_run_goes_on_with_the_weights_that_it_found(
             export_backbone(load_backbone("mu/8", stem=stem, image_size=16, seed=int(home == "new")), file)
         with pytest.MonkeyPatch.context() as patch:
             fail_training(2 if home == "old" else 0, StoppedError(signal.SIGTERM), patch)
-            done = run_dpn(*command)
-        assert done.exit_code == code, done.stderr
-    assert "goes on with --checkpoint" in done.stderr
+            completed = run_dpn(*command)
+        assert completed.exit_code == code, completed.stderr
+    assert "goes on with --checkpoint" in completed.stderr
     used = [yaml.safe_load(file.read_text())["backbone"]["checkpoint"] for file in out.rglob("config.yaml")]
     assert all(str(tmp_path / "old") in name for name in used if name)
     assert len(used) == 1 + 2 * bool(several)
-    refused = run_dpn(*command, "--checkpoint", str(tmp_path / "new" / "weights" / "mu-8-dpn.safetensors"))
-    assert refused.exit_code == 2
-    assert "different config (backbone.checkpoint: " in refused.stderr
+    result = run_dpn(*command, "--checkpoint", str(tmp_path / "new" / "weights" / "mu-8-dpn.safetensors"))
+    assert result.exit_code == 2
+    assert "different config (backbone.checkpoint: " in result.stderr
 
 
-def test_a_run_that_has_not_begun_takes_the_weights_that_are_there_now(
+def test_a_run_that_has_not_started_uses_the_current_weights(
     commands: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [word for word in commands["highres"] if word not in ("--checkpoint", "none", "-q")]
@@ -211,12 +211,12 @@ def test_a_run_that_has_not_begun_takes_the_weights_that_are_there_now(
         file = tmp_path / home / "weights" / "mu-8-dpn.safetensors"
         file.parent.mkdir(parents=True)
         export_backbone(load_backbone("mu/8", image_size=16, seed=0), file)
-        done = run_dpn(*words, "-o", str(tmp_path / "run"), "--resume")
-        assert done.exit_code == code, done.stderr
+        result = run_dpn(*words, "-o", str(tmp_path / "run"), "--resume")
+        assert result.exit_code == code, result.stderr
         if code:
             write_class_folders(photos, classes=2, each=10)
             assert str(file) in (tmp_path / "run" / "config.yaml").read_text()
-    assert "goes on with" not in done.stderr
+    assert "goes on with" not in result.stderr
     assert str(file) in (tmp_path / "run" / "config.yaml").read_text()
 
 
@@ -228,41 +228,41 @@ def test_weights_that_change_between_two_trainings_are_noticed(commands: dict[st
         export_backbone(load_backbone("mu/8", image_size=16, seed=seed), weights)
         with pytest.MonkeyPatch.context() as patch:
             fail_training(2, StoppedError(signal.SIGTERM), patch)
-            done = run_dpn(*command, "--resume")
-        assert done.exit_code == code
-    assert "stem dpn: the weights have changed since this comparison began" in done.stderr
+            result = run_dpn(*command, "--resume")
+        assert result.exit_code == code
+    assert "stem dpn: the weights have changed since this comparison began" in result.stderr
 
 
-def test_what_fails_is_named_and_the_rest_goes_on(
+def test_failed_trials_are_named_and_the_others_continue(
     commands: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started_jobs: list[engine.TrainJob]
 ) -> None:
     words = [word for word in commands["pretrain"] if word != "--json"]
     command = [*words, "--compare", "none,dpn", "--seeds", "2", "-o", str(tmp_path / "all")]
     with pytest.MonkeyPatch.context() as patch:
         fail_training(2, NonFiniteError("the loss is NaN"), patch)
-        done = run_dpn(*command)
-    assert done.exit_code == 6
-    assert "failed: stem none, seed 1: the loss is NaN" in done.stdout
-    assert "1 training failed" in done.stderr
+        completed = run_dpn(*command)
+    assert completed.exit_code == 6
+    assert "failed: stem none, seed 1: the loss is NaN" in completed.stdout
+    assert "1 training failed" in completed.stderr
     assert not (tmp_path / "all" / "result.json").exists()
     partial = json.loads((tmp_path / "all" / "partial.json").read_text())
     assert partial["compare"]["differences"][0]["seeds"] == [0]
     assert len(started_jobs) == 3
-    done = run_dpn(*command, "--resume")
-    assert done.exit_code == 0, done.output
+    completed = run_dpn(*command, "--resume")
+    assert completed.exit_code == 0, completed.output
     assert len(started_jobs) == 4
     assert not (tmp_path / "all" / "partial.json").exists()
     result = json.loads((tmp_path / "all" / "result.json").read_text())
     assert (result["failed"], result["compare"]["differences"][0]["seeds"]) == ([], [0, 1])
-    assert "top-1 in %, and the difference to none, paired by seed" in " ".join(done.stdout.split())
+    assert "top-1 in %, and the difference to none, paired by seed" in " ".join(completed.stdout.split())
 
 
 def test_seeds_alone_give_mean_and_deviation(
     commands: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    done = run_dpn(*commands["highres"], "--seeds", "2")
-    result = json.loads(done.stdout)
+    completed = run_dpn(*commands["highres"], "--seeds", "2")
+    result = json.loads(completed.stdout)
     (network,) = result["compare"]["networks"].items()
     assert network[0] == "dpn"
     assert list(network[1]["runs"]) == ["seed0", "seed1"]
@@ -281,9 +281,9 @@ def test_the_folder_is_named_after_the_networks_and_holds_no_network_itself(
     assert run_dpn(*command).exit_code == 0
     place = Path("runs/segment_folder/mu-8-none-vs-dpn")
     assert (place / "none" / "seed0" / "weights.safetensors").is_file()
-    refused = run_dpn("segment", "eval", str(place))
-    assert refused.exit_code == 3
-    assert "a comparison of several trainings: each of them has a folder below it" in refused.stderr
+    result = run_dpn("segment", "eval", str(place))
+    assert result.exit_code == 3
+    assert "a comparison of several trainings: each of them has a folder below it" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -306,9 +306,9 @@ def test_the_folder_is_named_after_the_networks_and_holds_no_network_itself(
 def test_mistakes_are_one_line(
     words: list[str], message: str, commands: dict[str, list[str]], tmp_path: Path, started_jobs: list[engine.TrainJob]
 ) -> None:
-    done = run_dpn(*commands["highres"], *words, "-o", str(tmp_path / "all"))
-    assert done.exit_code in (2, 3)
-    (line,) = done.stderr.strip().splitlines()
+    result = run_dpn(*commands["highres"], *words, "-o", str(tmp_path / "all"))
+    assert result.exit_code in (2, 3)
+    (line,) = result.stderr.strip().splitlines()
     assert re.search(message, line), line
     assert not started_jobs
 
@@ -349,7 +349,9 @@ def test_a_signal_inside_one_training_stops_them_all() -> None:
     assert signals.requested() is None
 
 
-def test_a_training_inside_a_comparison_joins_no_ranks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_inside_a_comparison_uses_the_ranks_that_have_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)

@@ -42,12 +42,14 @@ GIVEN: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    ("command", "given"), [(command, one) for command, several in GIVEN.items() for one in several]
+    ("command", "arguments"), [(command, one) for command, several in GIVEN.items() for one in several]
 )
-def test_a_training_of_a_comparison_is_written_down_whole(command: str, given: dict[str, Any], tmp_path: Path) -> None:
+def test_a_training_of_a_comparison_is_written_down_whole(
+    command: str, arguments: dict[str, Any], tmp_path: Path
+) -> None:
     """What a process reads from the file is the config that the comparison would have run itself."""
     training, console = TRAIN_COMMANDS[command], Console(quiet=True)
-    config = training.finalize(training.layers(given, console.info), console, False)
+    config = training.finalize(training.layers(arguments, console.info), console, False)
     path = tmp_path / "config.yaml"
     path.write_text(dump(config))
     again = training.finalize(training.layers({"config": str(path)}, console.info), console, False)
@@ -58,10 +60,10 @@ def test_every_training_that_can_be_compared_is_tried() -> None:
     assert set(GIVEN) == {name for name, one in TRAIN_COMMANDS.items() if issubclass(one.schema, SweepConfig)}
 
 
-def trained(out: Path, photos: Path, *more: str) -> Any:
+def trained(out: Path, photos: Path, *arguments: str) -> Any:
     size = ("--arch", "mu/8", "--image-size", "16", "--augment", "none", "-b", "8", "--steps", "3", "-j", "0")
     words = ("--data", str(photos), "--val-fraction", "0.4", *size, "--device", "cpu", "-o", str(out))
-    return run_dpn("pretrain", *words, "--compare", "none,dpn", *more)
+    return run_dpn("pretrain", *words, "--compare", "none,dpn", *arguments)
 
 
 @pytest.mark.slow
@@ -85,7 +87,7 @@ def test_processes_train_the_same_networks(photos: Path, tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(("code", "ends"), [(5, 6), (3, 2)])
-def test_how_a_process_fails_decides_whether_the_others_go_on(
+def test_the_exit_code_of_a_process_decides_whether_the_others_continue(
     code: int, ends: int, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exit code 5, a loss that is not finite, is noted; a mistake, such as missing data, ends the comparison."""
@@ -97,8 +99,8 @@ def test_how_a_process_fails_decides_whether_the_others_go_on(
     assert done.exit_code == ends
     assert "told so" in done.stderr
     if code == 5:
-        kept = json.loads((tmp_path / "out/partial.json").read_text())
-        assert kept["failed"] == [f"stem {stem}, seed 0: told so" for stem in ("none", "dpn")]
+        report = json.loads((tmp_path / "out/partial.json").read_text())
+        assert report["failed"] == [f"stem {stem}, seed 0: told so" for stem in ("none", "dpn")]
         assert not list((tmp_path / "out").rglob("result.json"))  # neither is trained here instead
     else:
         assert f"(exit code 3; {tmp_path / 'out/logs'}" in done.stderr.replace("\n", "")
@@ -109,6 +111,6 @@ def test_one_training_has_nothing_to_share_out(
     words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DPN_HOME", str(tmp_path))  # without the demo's tower, which is not made first
-    done = run_dpn(*words, "--jobs", "2")
-    assert done.exit_code == 2
-    assert done.stderr == "error: --jobs 2: this is one training; --compare and --seeds make several\n"
+    result = run_dpn(*words, "--jobs", "2")
+    assert result.exit_code == 2
+    assert result.stderr == "error: --jobs 2: this is one training; --compare and --seeds make several\n"

@@ -78,22 +78,20 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_a_ray_cluster_that_loses_a_node_does_the_sweep_of_one_process(alone: Path, tmp_path: Path) -> None:
     line = [*DEMO_SWEEP, *SHORT_SWEEP, "-o", str(tmp_path / "run"), "--engine", "ray", "--jobs", "3"]
-    done = run_program([sys.executable, "-c", CLUSTER, str(tmp_path), *line], limit=LIMIT, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "removed a node True" in done.stdout
+    result = run_program([sys.executable, "-c", CLUSTER, str(tmp_path), *line], limit=LIMIT, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "removed a node True" in result.stdout
     results = [json.loads((out / "result.json").read_text())["tasks"] for out in (tmp_path / "run", alone)]
     assert results[0] == results[1]
     assert read_ledger_rows(tmp_path / "run") == read_ledger_rows(alone)
 
 
-def test_a_node_of_ray_that_is_lost_with_the_command_on_it_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_ray_node_with_the_command_on_it_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing ends any more, and Ray says nothing about it."""
     nodes = [{"NodeID": "here", "Alive": True}, {"NodeID": "there", "Alive": True}]
     waited = []
 
-    def wait(work: list[object], **how: object) -> tuple[list[object], list[object]]:
+    def wait(work: list[object], **options: object) -> tuple[list[object], list[object]]:
         waited.append(work)
         return [], work
 
@@ -111,7 +109,7 @@ def test_a_node_of_ray_that_is_lost_with_the_command_on_it_is_told(
     assert waited == [["reference"]] * 3
 
 
-def test_work_that_ray_has_lost_begins_again_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_that_ray_has_lost_restart_on_another_node(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = [ray.exceptions.NodeDiedError("lost"), StoppedError(signal.SIGTERM).exit_code, 6]  # type: ignore[no-untyped-call]
     begun: list[Work] = []
 
@@ -140,7 +138,7 @@ def test_parts_of_a_gpu_of_ray_are_no_more_than_one(parts: int, part: float) -> 
     assert ray_engine._gpu_fraction(parts) == part
 
 
-def test_work_that_runs_out_of_memory_beside_others_has_a_gpu_of_ray_alone(
+def test_a_job_out_of_memory_on_a_shared_gpu_gets_one_of_its_own_from_ray(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray is given GPUs that are not there; a task of it is a word."""
@@ -181,7 +179,7 @@ def test_work_that_runs_out_of_memory_beside_others_has_a_gpu_of_ray_alone(
         backend_of(launch, tmp_path, [], told.append)
 
 
-def test_a_process_of_a_node_is_told_its_part_of_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_of_a_node_receives_its_fraction_of_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         sys, "executable", write_program(tmp_path / "python", "import os; print(os.environ.get('DPN_GPU_SHARE'))")
     )
@@ -226,7 +224,7 @@ class _Queue:
         return _Ended(next(self.codes))
 
 
-def test_a_job_of_slurm_that_was_told_to_stop_is_queued_again(tmp_path: Path) -> None:
+def test_a_slurm_job_that_received_a_stop_signal_is_requeued(tmp_path: Path) -> None:
     from dpn_cli.sweep.engines.slurm import AGAIN, Slurm
 
     cases: list[tuple[Iterable[int], int, int]] = [([75, 75, 0], 0, 3), ([75, 5], 5, 2), (repeat(75), 75, AGAIN)]
@@ -249,7 +247,7 @@ signal.pause()
 """
 
 
-def test_a_job_is_queued_again_when_its_process_has_ended() -> None:
+def test_a_job_is_requeued_when_its_process_has_ended() -> None:
     with start_program([sys.executable, "-c", SAVES]) as process:
         assert process.stdout
         assert process.stdout.readline() == "begun\n"
@@ -260,15 +258,15 @@ def test_a_job_is_queued_again_when_its_process_has_ended() -> None:
 
 
 @pytest.mark.slow
-def test_jobs_of_submitit_that_are_preempted_go_on(tmp_path: Path) -> None:
+def test_jobs_of_submitit_that_are_preempted_continue(tmp_path: Path) -> None:
     """A job gets its signal in the middle of a training, is queued again, and the weights are those of one process."""
     code = "import sys; from pathlib import Path; from test_engines import preempted; preempted(Path(sys.argv[1]))"
     environ = program_environment(PYTHONPATH=os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]))
-    done = run_program([sys.executable, "-c", code, str(tmp_path)], limit=LIMIT, env=environ)
-    assert done.returncode == 0, done.stderr
+    result = run_program([sys.executable, "-c", code, str(tmp_path)], limit=LIMIT, env=environ)
+    assert result.returncode == 0, result.stderr
     log = (tmp_path / "logs/work.log").read_text()
     assert log.splitlines() == ["began", "SIGUSR1", "began", "went on"]
-    assert done.stdout.splitlines() == ["[('work', 0)]"]
+    assert result.stdout.splitlines() == ["[('work', 0)]"]
 
 
 PROGRAM = """
@@ -314,7 +312,7 @@ def preempted(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (("--engine", "ray", "--resources", "address=127.0.0.1:1"), "--engine ray: no cluster at 127.0.0.1:1"),
         (("--engine", "slurm"), "--engine slurm: "),
@@ -322,14 +320,14 @@ def preempted(folder: Path) -> None:
         (("--engine", "ray", "--trial", "0"), "--engine ray --trial 0: each says who does the work"),
     ],
 )
-def test_what_cannot_be_started_is_told_before_anything_begins(
-    words: tuple[str, ...], told: str, tmp_path: Path
+def test_jobs_that_cannot_start_are_reported_before_any_starts(
+    words: tuple[str, ...], message: str, tmp_path: Path
 ) -> None:
-    done = run_dpn(
+    result = run_dpn(
         *DEMO_SWEEP, *SHORT_SWEEP, "-o", str(tmp_path), *words, *(("--jobs", "2") if "num_gpus=1" in words else ())
     )
-    assert done.exit_code == 2, done.stderr
-    assert told in done.stderr.replace("\n", " ")
+    assert result.exit_code == 2, result.stderr
+    assert message in result.stderr.replace("\n", " ")
     assert not list(tmp_path.glob("trials/*"))
 
 

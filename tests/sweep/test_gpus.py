@@ -56,7 +56,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         (8 * GB, 9 * GB, 64, 1),
     ],
 )
-def test_as_many_fit_as_have_room_beside_a_tenth_that_is_free(
+def test_processes_share_a_gpu_while_a_tenth_of_it_stays_free(
     memory: int, reserved: float, most: int, parts: int
 ) -> None:
     assert parts_that_fit(memory, int(reserved), most) == parts
@@ -80,7 +80,7 @@ def test_a_process_alone_keeps_to_nothing(cuda: SimpleNamespace) -> None:
     assert not is_shared()
 
 
-def test_a_training_says_what_it_takes_and_keeps_to_its_part_then(
+def test_a_training_reports_its_memory_and_then_stays_within_its_limit(
     cuda: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SHARE, f"64:{tmp_path}/said")
@@ -165,7 +165,7 @@ def test_a_gpu_is_never_given_more_than_it_has(seed: int) -> None:
     assert not shares.dealt
 
 
-def test_a_number_is_what_each_gpu_has_at_once() -> None:
+def test_a_number_is_the_count_of_processes_per_gpu() -> None:
     shares = Shares([Gpu("0", 80 * GB), Gpu("1", 80 * GB)], 2)
     works = [Work(str(number), ()) for number in range(4)]
     assert [shares.take(work).gpu for work in works] == [0, 1, 0, 1]
@@ -199,7 +199,7 @@ if name == "fails":
 """
 
 
-def test_processes_follow_the_first_one_and_what_runs_out_of_memory_has_a_gpu_alone(
+def test_processes_start_after_the_first_and_one_out_of_memory_gets_a_gpu_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", write_program(tmp_path / "python", TRAINING))
@@ -241,14 +241,16 @@ def test_processes_follow_the_first_one_and_what_runs_out_of_memory_has_a_gpu_al
     ]
 
 
-@pytest.mark.parametrize(("given", "names"), [(None, ["0", "1"]), ("3,GPU-5", ["3", "GPU-5"]), ("3,5,7", ["3", "5"])])
-def test_gpus_are_those_that_this_process_sees(
-    given: str | None, names: list[str], cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("arguments", "names"), [(None, ["0", "1"]), ("3,GPU-5", ["3", "GPU-5"]), ("3,5,7", ["3", "5"])]
+)
+def test_gpus_are_the_visible_ones_of_this_process(
+    arguments: str | None, names: list[str], cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if given:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    if arguments:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", arguments)
     assert visible_gpus() == tuple(Gpu(name, 80 * GB) for name in names)
 
 
@@ -265,7 +267,7 @@ def test_gpus_are_those_that_this_process_sees(
         (LaunchOptions(jobs=5, jobs_per_gpu="auto"), 5, 2, None),
     ],
 )
-def test_how_many_run_at_once(
+def test_the_number_of_parallel_processes_follows_the_memory(
     launch: LaunchOptions, slots: int, dealt: int, parts: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpus, "cores", lambda: list(range(16)))
@@ -290,7 +292,7 @@ def test_parts_that_hold_nothing_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (("--jobs-per-gpu", "2"), "--jobs-per-gpu 2: this machine has no GPU that PyTorch can use; pass --jobs"),
         (("--jobs-per-gpu", "auto", "--jobs", "4"), "--jobs-per-gpu auto: this machine has no GPU"),
@@ -311,22 +313,24 @@ def test_parts_that_hold_nothing_are_refused() -> None:
     ],
 )
 @pytest.mark.parametrize("command", [("pretrain", "--data", "demo", "--seeds", "2"), ("reproduce", "fig3", "--small")])
-def test_gpus_that_cannot_be_shared_are_told_before_anything_begins(
-    command: tuple[str, ...], words: tuple[str, ...], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_gpus_that_cannot_be_shared_are_reported_before_any_trial_starts(
+    command: tuple[str, ...], words: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(select, "visible_gpus", tuple)
-    done = run_dpn(*command, *words, "-o", str(tmp_path / "out"))
-    assert done.exit_code == 2, done.output
-    assert told in done.stderr.replace("\n", " ")
+    result = run_dpn(*command, *words, "-o", str(tmp_path / "out"))
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr.replace("\n", " ")
     assert not (tmp_path / "out").exists()
 
 
 def test_sharing_a_gpu_starts_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "visible_gpus", lambda: (Gpu("0", 80 * GB),))
-    done = run_dpn("pretrain", "--data", "demo", "--jobs-per-gpu", "2")
-    assert done.exit_code == 2
-    assert "--jobs-per-gpu 2: this is one training; --compare and --seeds make several" in done.stderr.replace(
+    result = run_dpn("pretrain", "--data", "demo", "--jobs-per-gpu", "2")
+    assert result.exit_code == 2
+    assert "--jobs-per-gpu 2: this is one training; --compare and --seeds make several" in result.stderr.replace(
         "\n", " "
     )
-    done = run_dpn("pretrain", "--data", "demo", "--seeds", "2", "--jobs-per-gpu", "2", "--trial", "0")
-    assert "--jobs-per-gpu 2 --trial 0: each says who does the work; pass one of them" in done.stderr.replace("\n", " ")
+    result = run_dpn("pretrain", "--data", "demo", "--seeds", "2", "--jobs-per-gpu", "2", "--trial", "0")
+    assert "--jobs-per-gpu 2 --trial 0: each says who does the work; pass one of them" in result.stderr.replace(
+        "\n", " "
+    )

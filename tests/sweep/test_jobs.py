@@ -64,7 +64,7 @@ def unasked() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_thousand_cells_run_once_each_after_what_they_need(seed: int) -> None:
+def test_a_thousand_jobs_run_once_each_after_their_dependencies(seed: int) -> None:
     draw = random.Random(seed)
     works = [
         Work(str(number), (), tuple({str(draw.randrange(number)) for _ in range(number % 3)} if number else ()))
@@ -84,14 +84,14 @@ def test_a_thousand_cells_run_once_each_after_what_they_need(seed: int) -> None:
     assert any(codes.values())  # otherwise nothing was tried
 
 
-def test_work_begins_in_its_order_and_needs_nothing_that_is_not_there() -> None:
+def test_jobs_start_in_order_and_need_only_jobs_of_the_list() -> None:
     works = [Work("b", (), ("done before",)), Work("a", ()), Work("c", ("x",), ("b",))]
     backend = Simulated(1, 0)
     assert run_all(works, backend, lambda work: None, lambda work, code: None, unasked) == []
     assert backend.order == ["b", "a", "c"]
 
 
-def test_a_signal_stops_what_runs() -> None:
+def test_a_signal_stops_running_jobs() -> None:
     def check() -> None:
         if backend.order:
             raise StoppedError(signal.SIGTERM)
@@ -193,10 +193,10 @@ def test_processes_save_and_end_when_their_parent_is_killed(tmp_path: Path) -> N
             late()
 
 
-def test_what_outlived_its_parent_does_not_begin(tmp_path: Path) -> None:
+def test_a_process_that_outlived_its_parent_does_not_start(tmp_path: Path) -> None:
     script = "from dpn_cli.run import process; process.prepare(); print('begun')"
-    done = run_program([sys.executable, "-c", script], env=program_environment(**{PARENT: "1234567"}))
-    assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "")
+    result = run_program([sys.executable, "-c", script], env=program_environment(**{PARENT: "1234567"}))
+    assert (result.returncode, result.stdout) == (128 + signal.SIGTERM, "")
 
 
 def test_decoding_processes_are_counted_by_the_cores_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:

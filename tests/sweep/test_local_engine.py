@@ -38,8 +38,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def highres(folder: Path, out: Path, *more: str) -> list[str]:
-    options = ("--lr", "0.01", "--set", "data.minival=0", "-j", "2", *more)
+def highres(folder: Path, out: Path, *arguments: str) -> list[str]:
+    options = ("--lr", "0.01", "--set", "data.minival=0", "-j", "2", *arguments)
     return ["finetune", "highres", "--data", str(folder), "-o", str(out), *OPTIONS, *options]
 
 
@@ -80,9 +80,9 @@ def resume(folder: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_a_run_on_two_ranks_ends_after_its_result(folder: Path, tmp_path: Path) -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python")
-    done = run_program([*torchrun, *DPN, *highres(folder, tmp_path / "run", "--steps", "2", "-j", "1")])
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("validation: top-1") == 1
+    result = run_program([*torchrun, *DPN, *highres(folder, tmp_path / "run", "--steps", "2", "-j", "1")])
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("validation: top-1") == 1
 
 
 BREAK = """
@@ -102,9 +102,9 @@ main()
 
 
 def test_a_run_that_breaks_ends_and_so_do_workers_that_are_left(folder: Path, tmp_path: Path) -> None:
-    done = run_program([sys.executable, "-c", BREAK, *highres(folder, tmp_path / "run", "--steps", "2")])
-    assert done.returncode == 1
-    assert "ValueError: broken in training" in done.stderr
+    result = run_program([sys.executable, "-c", BREAK, *highres(folder, tmp_path / "run", "--steps", "2")])
+    assert result.returncode == 1
+    assert "ValueError: broken in training" in result.stderr
 
 
 def test_a_killed_worker_ends_the_run_with_one_line(
@@ -151,10 +151,10 @@ def test_a_run_whose_terminal_closes_stops_with_its_state_saved(folder: Path, tm
     with start_program([sys.executable, "-c", code, *arguments], start_new_session=True, **streams) as process:
         os.close(theirs)
         in_training(out, process)
-        before = json.loads((out / "run.json").read_text())
+        original = json.loads((out / "run.json").read_text())
         os.close(ours)
         assert process.wait(LIMIT) == 75, stacks.read_text()
-    assert before["status"] == "running"
+    assert original["status"] == "running"
     assert json.loads((out / "run.json").read_text())["status"] == "stopped"
 
 
@@ -188,9 +188,9 @@ def test_packing_ends_when_a_worker_is_killed_at_its_start(tmp_path: Path) -> No
     os.mkfifo(tmp_path / "fifo")
     folder = write_class_folders(tmp_path / "photos", classes=2, each=2)
     command = ("data", "pack", "--data", str(folder), "--out", str(tmp_path / "pack"), "-j", "2", "-q")
-    done = run_program([sys.executable, "-c", PACK_AND_DIE + PACK_AND_WAIT, *command, str(tmp_path / "fifo")])
-    assert done.returncode == 1
-    assert re.match(r"error: data-loading process \d+ was killed by SIGKILL", done.stderr)
+    result = run_program([sys.executable, "-c", PACK_AND_DIE + PACK_AND_WAIT, *command, str(tmp_path / "fifo")])
+    assert result.returncode == 1
+    assert re.match(r"error: data-loading process \d+ was killed by SIGKILL", result.stderr)
 
 
 @pytest.mark.parametrize("victim", ["worker", "program"])

@@ -180,10 +180,10 @@ def test_export_and_load_agree_to_the_bit_for_every_stem(stem: Stem, tmp_path: P
     path = tmp_path / "ours.safetensors"
     model.mean, model.std = (0.1, 0.2, 0.3), (1, 2, 3)
     digest = export_backbone(model, path)
-    again = load_backbone(checkpoint=str(path), stem=stem, image_size=(16, 24), num_classes=3, head="load")
-    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
-    assert again.config == model.config
-    assert (again.mean, again.std, again.report.digest) == ((0.1, 0.2, 0.3), (1, 2, 3), digest)
+    reloaded = load_backbone(checkpoint=str(path), stem=stem, image_size=(16, 24), num_classes=3, head="load")
+    assert all(torch.equal(value, reloaded.state_dict()[name]) for name, value in model.state_dict().items())
+    assert reloaded.config == model.config
+    assert (reloaded.mean, reloaded.std, reloaded.report.digest) == ((0.1, 0.2, 0.3), (1, 2, 3), digest)
     for other in STEMS:
         if other != stem:
             with pytest.raises(DpnError, match=f"has stem '{stem}'"):
@@ -290,7 +290,7 @@ def test_truncated_files_are_named(suffix: str, keep: float, tmp_path: Path) -> 
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_of_something_else_says_what_it_holds(tmp_path: Path) -> None:
+def test_a_file_that_holds_no_weights_is_described(tmp_path: Path) -> None:
     save_file({"conv1.weight": torch.zeros(3), "fc.bias": torch.zeros(2)}, tmp_path / "resnet.safetensors")
     with pytest.raises(DataError, match=r"2 tensors \(conv1.weight, fc.bias"):
         load_backbone(checkpoint=str(tmp_path / "resnet.safetensors"))
@@ -300,7 +300,7 @@ def test_a_failed_export_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest
     model = load_backbone("mu/8", image_size=8)
     path = tmp_path / "weights.safetensors"
     export_backbone(model, path)
-    before = load_file(path)
+    original = load_file(path)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -308,7 +308,7 @@ def test_a_failed_export_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("dpn_cli.run.files.flush", full)
     with pytest.raises(SaveError, match="No space left on device"):
         export_backbone(model, path)
-    assert load_file(path).keys() == before.keys()
+    assert load_file(path).keys() == original.keys()
     assert list(tmp_path.iterdir()) == [path]
 
 

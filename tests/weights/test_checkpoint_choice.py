@@ -23,7 +23,7 @@ def falling(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Make every look at images score less than the one before; gives the weights of each look."""
     seen: list[dict[str, Any]] = []
 
-    def score(classifier: Any, split: Any, *_: Any, **how: Any) -> Scores:
+    def score(classifier: Any, split: Any, *_: Any, **options: Any) -> Scores:
         seen.append({name: value.clone() for name, value in classifier.model.state_dict().items()})
         return Scores(
             100, 90 - len(seen), 100, 1.0, 0, Confusion(3, dict.fromkeys(range(9), 1)), [ImagePrediction(0, 0, 0, 0.5)]
@@ -33,7 +33,7 @@ def falling(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return seen
 
 
-def test_the_last_step_is_kept_unless_the_best_is_asked_for(
+def test_the_last_step_is_saved_unless_the_best_is_requested(
     falling: list[dict[str, Any]], photos: Path, tmp_path: Path
 ) -> None:
     seen = falling
@@ -56,7 +56,7 @@ def test_minival_is_looked_at_when_the_config_says(
     assert [record["step"] for record in result["curve"]] == looks
 
 
-def test_a_minival_that_is_too_small_to_choose_says_so(
+def test_a_minival_that_is_too_small_to_choose_is_reported(
     photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for share, images, said in ((None, 7, True), (0.0, 0, True), (None, 7, False)):

@@ -36,7 +36,7 @@ OLD = GOLDENS / "vit_oldckpt_prelinen.raw.npz"
 GAP = GOLDENS / "vit_gap.params.npz"
 
 
-def test_inspect_says_what_a_file_is_and_what_loading_does() -> None:
+def test_inspect_describes_a_file_and_its_loading() -> None:
     found = inspect(read_file(OLD), image_size=48)
     facts = {
         "format": "big_vision", "stem": "none", "width": 32, "depth": 2, "mlp": 64, "heads": 4, "patch": [8, 8],
@@ -51,7 +51,7 @@ def test_inspect_says_what_a_file_is_and_what_loading_does() -> None:
     assert len(found["digest"]) == 64
 
 
-def test_assumed_facts_are_said_and_stated_ones_are_not(tmp_path: Path) -> None:
+def test_assumed_facts_are_reported_and_stated_ones_are_not(tmp_path: Path) -> None:
     model = load_backbone("mu/8", stem="none", image_size=16)
     save_file(model.state_dict(), tmp_path / "bare.safetensors")
     with pytest.raises(DpnError, match="does not say how many attention heads its 32 features make"):
@@ -72,9 +72,9 @@ def test_a_converted_file_gives_big_visions_outputs(size: int, golden: Callable[
     assert done["difference"] == 0
     if size == 32:
         io = golden("vit_dpn.io")
-        again = load_backbone(checkpoint=done["path"], image_size=32, num_classes=10, head="load").eval()
-        torch.testing.assert_close(again(to_nchw(io["image"])), torch.from_numpy(io["logits"]), atol=2e-5, rtol=0)
-        assert again.report.digest == done["digest"]
+        reloaded = load_backbone(checkpoint=done["path"], image_size=32, num_classes=10, head="load").eval()
+        torch.testing.assert_close(reloaded(to_nchw(io["image"])), torch.from_numpy(io["logits"]), atol=2e-5, rtol=0)
+        assert reloaded.report.digest == done["digest"]
     assert read_file(Path(done["path"])).grid == (size // 8, size // 8)
 
 
@@ -88,7 +88,7 @@ def test_a_converted_file_gives_big_visions_outputs(size: int, golden: Callable[
         ("none", "tok", {"pre_norm": True, "eps": 1e-5}),
     ],
 )
-def test_timm_itself_gives_the_outputs_of_what_is_written_for_it(
+def test_timm_gives_the_same_outputs_for_exported_files(
     stem: Stem, pool: Any, arguments: dict[str, Any], tmp_path: Path
 ) -> None:
     scratch = load_backbone("mu/8", stem=stem, image_size=(16, 24), num_classes=3, pool=pool)
@@ -101,29 +101,33 @@ def test_timm_itself_gives_the_outputs_of_what_is_written_for_it(
     image = torch.randn(1, 3, 16, 24)
     theirs: Any = build_timm(tmp_path / "timm.safetensors")
     torch.testing.assert_close(theirs(image), model(image), rtol=1e-4, atol=1e-5)
-    again = load_backbone(
+    reloaded = load_backbone(
         checkpoint=str(tmp_path / "timm.safetensors"), stem=stem, image_size=(16, 24), num_classes=3, head="load"
     ).eval()
-    assert (again.config.eps, again.config.act, again.config.size.heads) == (model.config.eps, model.config.act, 2)
-    torch.testing.assert_close(again(image), model(image), rtol=1e-4, atol=1e-5)
+    assert (reloaded.config.eps, reloaded.config.act, reloaded.config.size.heads) == (
+        model.config.eps,
+        model.config.act,
+        2,
+    )
+    torch.testing.assert_close(reloaded(image), model(image), rtol=1e-4, atol=1e-5)
 
 
-def test_timm_is_told_the_input_range(tmp_path: Path) -> None:
+def test_exports_to_timm_carry_the_input_range(tmp_path: Path) -> None:
     mean, std = (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
     export_backbone(load_backbone("mu/8", stem="none", image_size=(16, 24)), tmp_path / "ours.safetensors")
     source = Facts(mean=mean, std=std).apply(read_file(tmp_path / "ours.safetensors"))
     convert(source, tmp_path / "timm.safetensors", to="timm")
     with safe_open(tmp_path / "timm.safetensors", framework="pt") as file:
-        described = json.loads(file.metadata()["timm"])
-    told = timm.data.resolve_data_config(pretrained_cfg=described["pretrained_cfg"])
+        description = json.loads(file.metadata()["timm"])
+    told = timm.data.resolve_data_config(pretrained_cfg=description["pretrained_cfg"])
     assert [tuple(told[key]) for key in ("mean", "std", "input_size")] == [mean, std, (3, 16, 24)]
-    again = load_backbone(checkpoint=str(tmp_path / "timm.safetensors"), stem="none", image_size=(16, 24))
-    assert (again.mean, again.std) == (mean, std)
-    assert not any("mean" in fact for fact in again.report.assumed)
+    reloaded = load_backbone(checkpoint=str(tmp_path / "timm.safetensors"), stem="none", image_size=(16, 24))
+    assert (reloaded.mean, reloaded.std) == (mean, std)
+    assert not any("mean" in fact for fact in reloaded.report.assumed)
 
 
 @pytest.mark.parametrize("stem", [stem for stem in STEMS if stem not in ("none", "post")])
-def test_what_timm_cannot_hold_is_refused_with_the_reason(stem: Stem, tmp_path: Path) -> None:
+def test_networks_that_timm_cannot_hold_are_refused_with_the_reason(stem: Stem, tmp_path: Path) -> None:
     export_backbone(load_backbone("mu/8", stem=stem, image_size=8), tmp_path / "ours.safetensors")
     with pytest.raises(DpnError, match="NaFlexViT takes the setting and ignores it"):
         convert(read_file(tmp_path / "ours.safetensors"), tmp_path / "timm.safetensors", to="timm")
@@ -196,11 +200,11 @@ def test_convert_then_load_is_equal_for_every_shape(shape: dict[str, Any], seed:
     )
     export_backbone(model, tmp_path / "first.safetensors")
     convert(read_file(tmp_path / "first.safetensors"), tmp_path / "second.safetensors")
-    again = load_backbone(
+    reloaded = load_backbone(
         checkpoint=str(tmp_path / "second.safetensors"), head="load" if shape["classes"] else "new", **arguments
     )
-    assert again.config == model.config
-    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+    assert reloaded.config == model.config
+    assert all(torch.equal(value, reloaded.state_dict()[name]) for name, value in model.state_dict().items())
 
 
 def names_of_files() -> dict[str, list[str]]:
@@ -264,7 +268,7 @@ def test_two_networks_in_a_file_are_refused_with_both_names(tmp_path: Path) -> N
         ("layer_normalization/gamma", "Keras"),
     ],
 )
-def test_known_formats_that_are_not_read_say_why(name: str, reason: str, tmp_path: Path) -> None:
+def test_known_unsupported_formats_are_refused_with_the_reason(name: str, reason: str, tmp_path: Path) -> None:
     save_file({name: torch.zeros(2)}, tmp_path / "known.safetensors")
     with pytest.raises(DpnError, match=f"not read. It looks like .*{reason}"):
         read_file(tmp_path / "known.safetensors")
@@ -323,7 +327,7 @@ def test_a_stem_with_norms_cannot_be_retrofitted(tmp_path: Path) -> None:
         retrofit(read_file(DPN), tmp_path / "x.safetensors", lambda: iter([images(8, 32)]))
 
 
-def test_other_stems_are_fitted_where_they_have_scales(tmp_path: Path) -> None:
+def test_other_stems_are_fitted_if_they_have_scales(tmp_path: Path) -> None:
     def batches() -> Iterator[Tensor]:
         return iter([images(16, 32)])
 
@@ -341,19 +345,19 @@ def test_the_commands_work_from_file_to_file(tmp_path: Path) -> None:
     for i, image in enumerate(images(12, 40)):
         Image.fromarray(image.permute(1, 2, 0).numpy()).save(photos / f"{i}.png")
     start = tmp_path / "start.safetensors"
-    done = run_dpn(
+    result = run_dpn(
         "checkpoint", "retrofit", str(OLD), str(start), "--data", str(tmp_path / "photos"), "--image-size", "40"
     )
-    assert done.exit_code == 0, done.stderr
-    assert "This is a start for training, not an equal network" in done.stdout
-    assert "survives" in done.stdout
+    assert result.exit_code == 0, result.stderr
+    assert "This is a start for training, not an equal network" in result.stdout
+    assert "survives" in result.stdout
     converted = run_dpn(
         "checkpoint", "convert", str(start), str(tmp_path / "b.safetensors"), "--image-size", "32", "--json"
     )
     assert json.loads(converted.stdout)["difference"] == 0
-    shown = run_dpn("checkpoint", "inspect", str(tmp_path / "b.safetensors"))
+    completed = run_dpn("checkpoint", "inspect", str(tmp_path / "b.safetensors"))
     for fact in ("stem         dpn", "4x4 patches", "gelu_tanh", "-1 to 1", "made from"):
-        assert fact in shown.stdout
+        assert fact in completed.stdout
     assert json.loads(run_dpn("checkpoint", "inspect", str(start), "--json").stdout)["image_size"] == [40, 40]
     assert load_file(tmp_path / "b.safetensors").keys() == load_file(start).keys()
 
@@ -393,9 +397,9 @@ def test_wrong_commands_get_one_line_and_write_nothing(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.safetensors").touch()
     (tmp_path / "empty").mkdir()
-    done = run_dpn("checkpoint", *arguments)
-    assert done.exit_code == code, done.stderr
-    assert message in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert done.stdout == ""
+    result = run_dpn("checkpoint", *arguments)
+    assert result.exit_code == code, result.stderr
+    assert message in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert result.stdout == ""
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "there.safetensors"]

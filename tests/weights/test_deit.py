@@ -48,13 +48,13 @@ TINY: dict[str, Any] = {
 }
 
 
-def deit(source: object = "imagenet", **asked: Any) -> PretrainConfig:
-    plain = resolve("deit", None, None, None, merge({"data": {"source": str(source)}}, asked), {})
+def deit(source: object = "imagenet", **settings: Any) -> PretrainConfig:
+    plain = resolve("deit", None, None, None, merge({"data": {"source": str(source)}}, settings), {})
     return finalize(build(PretrainConfig, plain, "test"))
 
 
-def tiny(source: Path, **asked: Any) -> PretrainConfig:
-    return deit(source, **merge(TINY, from_flags(asked)))
+def tiny(source: Path, **settings: Any) -> PretrainConfig:
+    return deit(source, **merge(TINY, from_flags(settings)))
 
 
 def batches_of(
@@ -99,12 +99,12 @@ def test_the_learning_rate_is_timms(batch: int, lr: float) -> None:
         assert ours == pytest.approx(theirs, rel=2e-3), epoch
 
 
-def test_an_image_is_what_timms_transform_makes_of_it(photos: Path) -> None:
+def test_an_image_equals_the_output_of_timms_transform(photos: Path) -> None:
     """Crop, flip, RandAugment and erasing of one image, with timm's global random numbers seeded by hand."""
     split = ClassFolders(photos)
     mean, std = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
-    how = Augmentation((24, 32), crop="timm_bicubic", policy=DEIT, erase=0.5, mean=mean, std=std)
-    (batch,) = itertools.islice(crop_batches(split, how, 8, 3, ALONE, workers=0)(5), 1)
+    options = Augmentation((24, 32), crop="timm_bicubic", policy=DEIT, erase=0.5, mean=mean, std=std)
+    (batch,) = itertools.islice(crop_batches(split, options, 8, 3, ALONE, workers=0)(5), 1)
     theirs: Callable[[Image.Image], Tensor] = timm.data.create_transform(
         (24, 32), is_training=True, auto_augment=DEIT, interpolation="bicubic", re_prob=0.5, re_mode="pixel",
         mean=mean, std=std,
@@ -120,14 +120,14 @@ def test_an_image_is_what_timms_transform_makes_of_it(photos: Path) -> None:
 def test_erased_images_are_in_the_range_of_the_network(photos: Path) -> None:
     model = training.load_network(tiny(photos), 3)
     model.mean, model.std = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
-    how = training.augmentation_of(tiny(photos), model)
-    assert (how.mean, how.std) == (model.mean, model.std)
+    options = training.augmentation_of(tiny(photos), model)
+    assert (options.mean, options.std) == (model.mean, model.std)
 
 
 def test_the_strongest_posterization_blackens() -> None:
     """A noisy magnitude of 9 reaches 10 in one image of fifty: none of the bits are kept then."""
-    how = Augmentation((8, 8), crop="whole", flip=False, policy="rand-m10-p1-inc1")
-    made: Any = make_transform(how)
+    options = Augmentation((8, 8), crop="whole", flip=False, policy="rand-m10-p1-inc1")
+    made: Any = make_transform(options)
     (strongest,) = [op for op in made.transforms[1].transforms[0].ops if op.name == "PosterizeIncreasing"]
     image = Image.fromarray(np.full((8, 8, 3), 255, np.uint8))
     assert strongest(image).getextrema() == ((0, 0),) * 3
@@ -136,7 +136,7 @@ def test_the_strongest_posterization_blackens() -> None:
     make_transform.cache_clear()
 
 
-def test_the_global_random_numbers_go_on_where_they_were() -> None:
+def test_the_state_of_global_random_numbers_is_restored() -> None:
     def draw() -> tuple[float, float, float]:
         return random.random(), float(np.random.rand()), float(torch.rand(()))
 
@@ -240,16 +240,16 @@ def test_the_command_names_the_config_in_three_ways_and_trains(photos: Path, tmp
     printed = {run_dpn("pretrain", *name, *shared, "--print-config").stdout for name in names}
     assert len(printed) == 1
     assert "rand-m9-mstd0.5-inc1" in printed.pop()
-    done = run_dpn("pretrain", *names[0], *shared, "--json", "-o", str(tmp_path / "run"))
-    assert done.exit_code == 0, done.output
-    result = json.loads(done.stdout)
+    completed = run_dpn("pretrain", *names[0], *shared, "--json", "-o", str(tmp_path / "run"))
+    assert completed.exit_code == 0, completed.output
+    result = json.loads(completed.stdout)
     assert (result["steps"], result["classes"], result["head_bias"]) == (2, 3, 0)
     assert "mixup: 0.8" not in result["differs_from_paper"]
     assert "batch_size: 8 (paper: 1024)" in result["differs_from_paper"]
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("arguments", "message"),
     [
         ({"randaugment.layers": 2}, r"auto_augment \(rand-m9-mstd0.5-inc1\) and randaugment.layers \(2\): one policy"),
         ({"mixing": "big_vision"}, r"cutmix \(1\): timm's; set mixing to timm"),
@@ -258,9 +258,9 @@ def test_the_command_names_the_config_in_three_ways_and_trains(photos: Path, tmp
         ({"erase": 2}, "erase: a number from 0 to 1 .got 2"),
     ],
 )
-def test_values_without_effect_or_sense_are_refused(asked: dict[str, Any], message: str, photos: Path) -> None:
+def test_values_without_effect_or_sense_are_refused(arguments: dict[str, Any], message: str, photos: Path) -> None:
     with pytest.raises(DpnError, match=message):
-        tiny(photos, **asked)
+        tiny(photos, **arguments)
 
 
 def test_pairs_need_an_even_batch(photos: Path) -> None:

@@ -52,13 +52,13 @@ def test_a_timm_trunk_inside_open_clip_is_read(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("said", ["config", "OpenAI's names"])
-def test_quick_gelu_is_taken_from_where_it_is_said(said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", ["config", "OpenAI's names"])
+def test_quick_gelu_is_read_from_the_description(source: str, tmp_path: Path) -> None:
     vision = {"image_size": NATIVE, "layers": 2, "width": 64, "patch_size": 8}
     text = {"context_length": 8, "vocab_size": 50, "width": 32, "heads": 2, "layers": 1}
     theirs = perturb(open_clip.CLIP(embed_dim=5, vision_cfg=vision, text_cfg=text, quick_gelu=True))
     state = {name: value.clone() for name, value in theirs.state_dict().items()}
-    if said == "config":
+    if source == "config":
         described = {
             "model_cfg": {"quick_gelu": True, "vision_cfg": vision},
             "preprocess_cfg": {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]},
@@ -69,7 +69,7 @@ def test_quick_gelu_is_taken_from_where_it_is_said(said: str, tmp_path: Path) ->
     save_file(state, tmp_path / "open_clip_model.safetensors")
     ours = load_weight_file(tmp_path, "open_clip", NATIVE)
     assert relative_error(ours(make_images()), theirs.visual(make_images())) < 1e-5
-    assert ours.mean == ((0.1, 0.2, 0.3) if said == "config" else open_clip.OPENAI_DATASET_MEAN)
+    assert ours.mean == ((0.1, 0.2, 0.3) if source == "config" else open_clip.OPENAI_DATASET_MEAN)
 
 
 @torch.no_grad()
@@ -96,7 +96,7 @@ def test_transformers_own_module_names_are_read_like_its_files(tmp_path: Path) -
 
 
 @torch.no_grad()
-def test_a_timm_folder_says_what_its_tensors_do_not(tmp_path: Path) -> None:
+def test_a_timm_folder_states_facts_that_its_tensors_do_not(tmp_path: Path) -> None:
     name, arguments = (
         "vit_base_patch16_clip_quickgelu_224",
         {"img_size": 32, "embed_dim": 48, "depth": 2, "num_heads": 3},
@@ -125,7 +125,7 @@ def test_a_timm_folder_says_what_its_tensors_do_not(tmp_path: Path) -> None:
         ({"act_layer": "relu"}, "the activation ReLU"),
     ],
 )
-def test_what_a_timm_description_says_otherwise_is_refused(
+def test_a_timm_description_that_contradicts_its_tensors_is_refused(
     arguments: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     shape = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3}
@@ -162,12 +162,12 @@ def test_norms_and_pooling_come_from_a_timm_folder_and_go_back_to_timm(
     convert(source, tmp_path / "timm.safetensors", to="timm")
     assert relative_error(build_timm(tmp_path / "timm.safetensors")(make_images()), theirs(make_images())) < 1e-5
     convert(read_file(tmp_path / "timm.safetensors"), tmp_path / "ours.safetensors")
-    again = load_whole(read_file(tmp_path / "ours.safetensors"), None)
-    assert again.config == ours.config
-    assert relative_error(again(make_images()), theirs(make_images())) < 1e-5
+    reloaded = load_whole(read_file(tmp_path / "ours.safetensors"), None)
+    assert reloaded.config == ours.config
+    assert relative_error(reloaded(make_images()), theirs(make_images())) < 1e-5
 
 
-def test_what_a_bare_timm_file_has_by_its_names_is_assumed_to_be_timms(tmp_path: Path) -> None:
+def test_a_bare_file_with_timms_names_is_assumed_to_be_timms(tmp_path: Path) -> None:
     state = timm_vit_builder("beit3_base_patch16_224")(NATIVE).state_dict()
     torch.save(state, tmp_path / "bare.pth")
     source = read_file(tmp_path / "bare.pth")
@@ -262,13 +262,13 @@ def test_an_mlp_of_odd_width_is_built_as_it_is(tmp_path: Path) -> None:
         (b"<!doctype html>", "a web page"),
     ],
 )
-def test_what_is_taken_for_weights_is_named(start: bytes, message: str, tmp_path: Path) -> None:
+def test_the_tensors_chosen_as_weights_are_named(start: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(start)
     with pytest.raises(DataError, match=message):
         read_file(tmp_path / "model.safetensors")
 
 
-def test_scripts_and_nested_dictionaries_say_what_to_save(tmp_path: Path) -> None:
+def test_errors_about_scripts_and_nested_dictionaries_name_the_object_to_save(tmp_path: Path) -> None:
     torch.save({"student": {"a": torch.zeros(1)}, "teacher": {}}, tmp_path / "dino.pth")
     with pytest.raises(DataError, match=r"'student' \(dict\), 'teacher' \(dict\); save one of them"):
         read_file(tmp_path / "dino.pth")

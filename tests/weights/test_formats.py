@@ -171,7 +171,7 @@ def test_factorized_positions_lie_along_their_own_axes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("weights", [*torchvision.models.ViT_B_16_Weights, *torchvision.models.ViT_H_14_Weights])
-def test_torchvisions_input_range_is_that_of_its_weights(weights: Any, tmp_path: Path) -> None:
+def test_torchvisions_input_range_matches_its_weights(weights: Any, tmp_path: Path) -> None:
     preset = weights.transforms()
     torch.save(torchvision_plain(NATIVE).state_dict(), tmp_path / "weights.pt")
     ours = load_weight_file(tmp_path / "weights.pt", "torchvision", NATIVE)
@@ -193,7 +193,7 @@ def test_torchvisions_eps_is_assumed_and_can_be_stated(tmp_path: Path) -> None:
     assert not any("eps" in fact for fact in ours.report.assumed)
 
 
-def test_the_stem_is_told_by_names() -> None:
+def test_the_stem_is_inferred_from_names() -> None:
     stems = {"timm post": "post", "timm NaFlexViT dual": "dpn"} | {
         n: "dpn" for n in SOURCES if n.startswith("vit-pytorch")
     }

@@ -149,7 +149,7 @@ def test_weights_that_cannot_be_fetched_are_not_replaced_by_other_ones(
     assert asked == ["model.safetensors"]
 
 
-def test_a_repository_without_weights_says_what_was_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repository_without_weights_lists_the_expected_names(monkeypatch: pytest.MonkeyPatch) -> None:
     answers(monkeypatch, {})
     with pytest.raises(
         DataError, match=r"it contains none of model.safetensors, .*; name the file: hf-hub:someone/vit/FILE"
@@ -178,12 +178,12 @@ def test_without_a_network_a_description_has_to_be_in_the_cache_or_known_not_to_
 
 @pytest.mark.usefixtures("_hub")
 @pytest.mark.parametrize("checkpoint", ["hf-hub:someone/else", "timm:vit_tiny_patch16_224.augreg_in21k"])
-def test_an_unreachable_hub_says_what_to_fetch(checkpoint: str) -> None:
+def test_an_unreachable_hub_names_the_file_to_fetch(checkpoint: str) -> None:
     with pytest.raises(DataError, match="out of reach.*On a machine with a network"):
         load_backbone(checkpoint=checkpoint)
 
 
-def test_an_unreachable_hub_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_is_noticed_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import close_session, constants, hf_hub_download
 
     from dpn_cli.weights import hub

@@ -61,28 +61,28 @@ def test_the_stem_is_the_checkpoints(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     command = commands(plain, captioned, digits)[task]
-    done = run_dpn(*command)
-    assert done.exit_code == 0, done.output
-    result = json.loads(done.stdout)
+    completed = run_dpn(*command)
+    assert completed.exit_code == 0, completed.output
+    result = json.loads(completed.stdout)
     assert result["stem"] == "none"
-    before, _, after = done.stderr.partition("run folder ")
+    before, _, after = completed.stderr.partition("run folder ")
     assert f"{plain}: mu/8, stem none, 32x32 px; its stem is used, since --stem was left out\n" in before
     assert "mu/8, stem none, 32x32 px: " in after
     (config,) = Path("runs").rglob("config.yaml")
     assert config.parent.name.startswith(("tower-none", "mu-8-none"))
     assert yaml.safe_load(config.read_text())["backbone"]["stem"] == "none"
-    refused = run_dpn(*command, "--stem", "dpn", "-o", "other")
-    assert refused.exit_code == 2
-    assert "--stem dpn: " in refused.stderr
-    assert "has stem 'none'" in refused.stderr
+    cli_result = run_dpn(*command, "--stem", "dpn", "-o", "other")
+    assert cli_result.exit_code == 2
+    assert "--stem dpn: " in cli_result.stderr
+    assert "has stem 'none'" in cli_result.stderr
 
 
 def test_networks_from_scratch_are_dual(captioned: Path, tmp_path: Path) -> None:
     scratch = ["--checkpoint", "none", "--arch", "mu/8", "--data", str(captioned), "--val-fraction", "0.2"]
-    done = run_dpn(
+    result = run_dpn(
         "finetune", "highres", *scratch, "--image-size", "32", "--steps", "1", *TRAINING, "-o", str(tmp_path / "r")
     )
-    assert json.loads(done.stdout)["stem"] == "dpn"
+    assert json.loads(result.stdout)["stem"] == "dpn"
     assert load_classifier(str(tmp_path / "r")).model.config.stem == "dpn"
     assert load_backbone("mu/8", image_size=32).config.stem == "dpn"
 
@@ -91,27 +91,27 @@ def test_stems_that_are_compared_are_asked_for(plain: str, digits: Path, tmp_pat
     common = ["finetune", "vtab", "--data", str(digits), "--tasks", "svhn", "--lrs", "0.01", "--seeds", "1",
               "--compare", "none,dpn", "--set", "schedule.warmup=0", "--image-size", "32", "--steps", "1",
               *TRAINING]  # fmt: skip
-    refused = run_dpn(*common, "--checkpoint", plain, "-o", str(tmp_path / "a"))
-    assert refused.exit_code == 2
-    assert "--stem dpn: " in refused.stderr
+    result = run_dpn(*common, "--checkpoint", plain, "-o", str(tmp_path / "a"))
+    assert result.exit_code == 2
+    assert "--stem dpn: " in result.stderr
     for stem in ("none", "dpn"):
         export_backbone(load_backbone("mu/8", stem=stem, image_size=32), tmp_path / f"w-{stem}.safetensors")
-    done = run_dpn(*common, "--checkpoint", str(tmp_path / "w-{stem}.safetensors"), "-o", str(tmp_path / "b"))
-    assert done.exit_code == 0, done.output
-    assert set(json.loads(done.stdout)["compare"]["stems"]) == {"none", "dpn"}
+    completed = run_dpn(*common, "--checkpoint", str(tmp_path / "w-{stem}.safetensors"), "-o", str(tmp_path / "b"))
+    assert completed.exit_code == 0, completed.output
+    assert set(json.loads(completed.stdout)["compare"]["stems"]) == {"none", "dpn"}
 
 
 def test_a_frozen_tower_is_read_at_its_own_size(plain: str, captioned: Path, tmp_path: Path) -> None:
     pairs = ["--data", str(captioned / "pairs.csv"), "--val-data", str(captioned / "pairs.csv")]
     train = ["lit", "train", "--checkpoint", plain, *pairs, "--steps", "1", *TRAINING]
-    done = run_dpn(*train, "-o", str(tmp_path / "own"))
-    assert json.loads(done.stdout)["image_size"] == [32, 32]
+    result = run_dpn(*train, "-o", str(tmp_path / "own"))
+    assert json.loads(result.stdout)["image_size"] == [32, 32]
     asked = [*train[:-1], "--image-size", "48", "-o", str(tmp_path / "asked")]
     assert "mu/8 stem none at 48x48, text tower mu" in run_dpn(*asked).stdout
     # A run at another size, as all were that did not say one before it followed the tower.
-    refused = run_dpn(*train, "-q", "-o", str(tmp_path / "asked"), "--resume")
-    assert refused.exit_code == 2
-    assert "(backbone.image_size: 48 there, left out now); give the same options" in " ".join(refused.stderr.split())
+    completed = run_dpn(*train, "-q", "-o", str(tmp_path / "asked"), "--resume")
+    assert completed.exit_code == 2
+    assert "(backbone.image_size: 48 there, left out now); give the same options" in " ".join(completed.stderr.split())
     assert "mu/8 stem none at 48x48, text tower mu" in run_dpn(*asked, "--resume").stdout
     shots = run_dpn(
         "eval", "fewshot", plain, "--data", str(captioned), "--val-fraction", "0.5", "--shots", "1", "--json"
@@ -123,8 +123,8 @@ def test_a_frozen_tower_is_read_at_its_own_size(plain: str, captioned: Path, tmp
 
 @pytest.mark.parametrize(("source", "pixels"), [("demo", 64), ("x.csv", 224)])
 def test_towers_from_scratch_have_the_size_of_their_images(source: str, pixels: int) -> None:
-    def settled(**asked: Any) -> LitConfig:
-        flags = {"backbone": {"arch": "mu/8", "checkpoint": "none", **asked}, "data": {"source": source}}
+    def settled(**settings: Any) -> LitConfig:
+        flags = {"backbone": {"arch": "mu/8", "checkpoint": "none", **settings}, "data": {"source": source}}
         return finalize(build(LitConfig, resolve(None, flags, {}), "test"))
 
     assert settled().backbone.image_size == pixels

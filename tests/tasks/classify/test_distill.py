@@ -97,9 +97,9 @@ def test_the_stems_stage_moves_stem_positions_and_class_token_alone(
     norms = {f"patch_embed.{norm}.{kind}" for norm in ("norm_in", "norm") for kind in ("weight", "bias")}
     assert moved == own | norms
     assert all(not torch.equal(value, weights["all"][name]) for name, value in weights["stem"].items())
-    before = load_file(teacher)
+    original = load_file(teacher)
     for stage in ("start", "stem", "all"):
-        assert all(torch.equal(value, before[name]) for name, value in weights[f"teacher {stage}"].items()), stage
+        assert all(torch.equal(value, original[name]) for name, value in weights[f"teacher {stage}"].items()), stage
 
 
 def test_norms_come_in_from_nothing_to_all(
@@ -141,15 +141,15 @@ def test_a_gate_that_is_shut_is_the_plain_network() -> None:
         assert all(torch.equal(value, before[name]) for name, value in dual.state_dict().items())
 
 
-def test_the_second_stage_goes_on_with_the_next_batch(
+def test_the_second_stage_continues_with_the_next_batch(
     photos: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[tuple[int, int]] = []
     made: list[tuple[Any, ...]] = []
 
-    def noting(split: Any, augmentation: Any, batch_size: int, seed: int, world: Any, **how: Any) -> engine.Batches:
-        batches = crop_batches(split, augmentation, batch_size, seed, world, **how)
-        made.append((augmentation, batch_size, seed, how["skip_bad"]))
+    def noting(split: Any, augmentation: Any, batch_size: int, seed: int, world: Any, **options: Any) -> engine.Batches:
+        batches = crop_batches(split, augmentation, batch_size, seed, world, **options)
+        made.append((augmentation, batch_size, seed, options["skip_bad"]))
 
         def counted(start: int) -> Any:
             begun.append((start, len(split.labels)))
@@ -194,7 +194,7 @@ def test_a_stopped_run_ends_as_one_that_was_not(
     assert result["curve"] == whole["curve"]
 
 
-def test_the_result_says_how_near_the_student_is(finished: tuple[Path, dict[str, Any]], teacher: Path) -> None:
+def test_the_result_reports_the_agreement_of_the_student(finished: tuple[Path, dict[str, Any]], teacher: Path) -> None:
     path, result = finished
     assert result["images"] == {"train": 48, "held_out": 12, "val": 6}
     assert [record["step"] for record in result["curve"]] == [2, 3]
@@ -233,8 +233,8 @@ def test_the_file_goes_wherever_weights_go(finished: tuple[Path, dict[str, Any]]
     path, result = finished
     weights = str(path / "weights.safetensors")
     assert load_backbone(checkpoint=weights, stem="dpn", image_size=16).report.digest == result["weights_sha256"]
-    done = run_dpn("eval", str(path), "--data", str(photos), "--device", "cpu", "--json")
-    assert json.loads(done.stdout)["top1"] == result["top1"]
+    completed = run_dpn("eval", str(path), "--data", str(photos), "--device", "cpu", "--json")
+    assert json.loads(completed.stdout)["top1"] == result["top1"]
     onnx = run_dpn("export", str(path), "--to", "onnx", "-o", str(tmp_path / "onnx"))
     assert onnx.exit_code == 0, onnx.stderr
     assert "Distilled from" in (tmp_path / "onnx" / "README.md").read_text()
@@ -244,7 +244,7 @@ def test_the_file_goes_wherever_weights_go(finished: tuple[Path, dict[str, Any]]
     assert named.exit_code == 0, named.stderr
 
 
-def test_classes_are_those_of_the_teacher_whatever_their_order(photos: Path, tmp_path: Path) -> None:
+def test_classes_match_the_teachers_in_any_order(photos: Path, tmp_path: Path) -> None:
     place = write_teacher(tmp_path / "teacher.safetensors", names=("class2", "class0", "class1"))
     result = train_distill(distill_config(photos, place), tmp_path / "run")
     scored = json.loads(run_dpn("eval", str(place), "--data", str(photos), "--device", "cpu", "--json").stdout)
@@ -260,16 +260,16 @@ def test_a_teacher_without_a_head_is_distilled_by_its_tokens(photos: Path, tmp_p
     result = train_distill(distill_config(photos, place, losses={"logits": 0.0}), tmp_path / "run")
     assert (result["agreement"], result["kl"], result["top1"]) == (None, None, None)
     assert result["token_variance"] > result["stages"]["start"]["token_variance"] - 1
-    again = load_backbone(checkpoint=str(tmp_path / "run" / "weights.safetensors"), image_size=16)
-    assert again.config.stem == "dpn"
+    reloaded = load_backbone(checkpoint=str(tmp_path / "run" / "weights.safetensors"), image_size=16)
+    assert reloaded.config.stem == "dpn"
 
 
-def test_a_teacher_at_another_size_is_told(photos: Path, teacher: Path, tmp_path: Path) -> None:
+def test_a_teacher_at_another_size_is_reported(photos: Path, teacher: Path, tmp_path: Path) -> None:
     given = "--teacher", str(teacher), "--data", str(photos), "-o", str(tmp_path / "run"), "--device", "cpu", "-j", "0"
-    done = run_dpn("distill", *given, "--steps", "2", "-b", "8", "--image-size", "24")
-    assert done.exit_code == 0, done.stderr
-    told = " ".join(done.stderr.split())
-    assert "the teacher runs at the student's 24x24 pixels, not at its own size" in told
+    result = run_dpn("distill", *given, "--steps", "2", "-b", "8", "--image-size", "24")
+    assert result.exit_code == 0, result.stderr
+    output = " ".join(result.stderr.split())
+    assert "the teacher runs at the student's 24x24 pixels, not at its own size" in output
     assert "at 24 x 24 pixels" in (tmp_path / "run" / "README.md").read_text()
 
 
@@ -317,8 +317,8 @@ def test_teacher_and_student_are_probed_with_few_images(photos: Path, teacher: P
     assert (asked.reading.decode, asked.reading.max_pixels) == ("pillow", 9000)
     result = train_distill(config, tmp_path / "run")
     assert set(result["fewshot"]) == {"student", "teacher"}
-    how = "--shots", "2", "--device", "cpu", "--decode", "pillow", "--json"
-    probe = run_dpn("eval", "fewshot", str(teacher), "--data", str(photos), *how)
+    options = "--shots", "2", "--device", "cpu", "--decode", "pillow", "--json"
+    probe = run_dpn("eval", "fewshot", str(teacher), "--data", str(photos), *options)
     assert result["fewshot"]["teacher"]["accuracy"] == json.loads(probe.stdout)["accuracy"]
 
 
@@ -358,7 +358,7 @@ def _unlike(changes: dict[str, Any], teacher: Path, photos: Path, path: Path) ->
         ({"photos": "nowhere"}, "--data nowhere: no such folder; pass a folder of images"),
     ],
 )
-def test_what_does_not_fit_is_one_clear_line(
+def test_a_mismatch_is_reported_on_one_line(
     changes: dict[str, Any], message: str, teacher: Path, photos: Path, tmp_path: Path
 ) -> None:
     (line,) = _unlike(dict(changes), teacher, photos, tmp_path / "run")
@@ -397,24 +397,24 @@ def test_another_teacher_or_other_images_do_not_continue_a_run(
 def test_a_dry_run_leaves_nothing(
     photos: Path, teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = run_dpn(
+    result = run_dpn(
         "distill", "--teacher", str(teacher), "--data", str(photos), "--steps", "40", "-b", "8", "-o",
         str(tmp_path / "run"), "--dry-run", "--device", "cpu", "-j", "0",
     )  # fmt: skip
-    assert done.exit_code == 0, done.stderr
-    assert "dry run passed: 1 training in about" in done.stderr
-    assert done.stdout.splitlines()[1].split()[-6:-4] == ["40", "1"]
+    assert result.exit_code == 0, result.stderr
+    assert "dry run passed: 1 training in about" in result.stderr
+    assert result.stdout.splitlines()[1].split()[-6:-4] == ["40", "1"]
     assert not (tmp_path / "run").exists()
 
 
 def test_starts_and_seeds_are_compared_side_by_side(photos: Path, teacher: Path, tmp_path: Path) -> None:
-    done = run_dpn(
+    completed = run_dpn(
         "distill", "--teacher", str(teacher), "--data", str(photos), "--steps", "4", "-b", "8", "--device", "cpu", "-j",
         "0", "-o", str(tmp_path / "run"), "--compare", "stem=dpn,start=copy;stem=dpn,start=retrofit;stem=none",
         "--seeds", "2", "--stem-share", "0", "--json", "-q",
     )  # fmt: skip
-    assert done.exit_code == 0, done.stderr
-    result = json.loads(done.stdout)
+    assert completed.exit_code == 0, completed.stderr
+    result = json.loads(completed.stdout)
     networks = result["compare"]["networks"]
     assert list(networks) == ["stem=dpn,start=copy", "stem=dpn,start=retrofit", "stem=none"]
     for name, network in networks.items():
@@ -442,7 +442,7 @@ def two_ranks(world: World, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_distil_what_one_does(tmp_path: Path) -> None:
+def test_two_ranks_distil_like_one(tmp_path: Path) -> None:
     teacher = write_teacher(tmp_path / "teacher.safetensors")
     write_class_folders(tmp_path / "photos" / "train", classes=3, each=20)
     write_class_folders(tmp_path / "photos" / "val", classes=3, each=2)

@@ -114,7 +114,7 @@ def test_cached_targets_give_the_teachers_loss(
 
 
 @pytest.mark.parametrize("pool", ["tok", "gap", "map"])
-def test_the_shapes_are_those_that_the_teacher_returns(pool: Any) -> None:
+def test_the_shapes_match_the_teachers_outputs(pool: Any) -> None:
     losses = config_of().losses
     for norm in ("ln", "dtn"):
         teacher = load_backbone("nano/8", norm=norm, image_size=SIZE, num_classes=3, pool=pool).eval()
@@ -125,10 +125,12 @@ def test_the_shapes_are_those_that_the_teacher_returns(pool: Any) -> None:
 
 @pytest.mark.parametrize("jitter", [0.0, 0.4])
 def test_views_come_again_after_all_of_them(split: ClassFolders, jitter: float) -> None:
-    how = Augmentation(SIZE, jitter=jitter, views=2)
+    options = Augmentation(SIZE, jitter=jitter, views=2)
     drawn: dict[tuple[int, int], list[Tensor]] = {}
     batches = zip(
-        StepSampler(15, 5, 0, 0, range(5), views=2), crop_batches(split, how, 5, 0, ALONE, workers=0)(0), strict=False
+        StepSampler(15, 5, 0, 0, range(5), views=2),
+        crop_batches(split, options, 5, 0, ALONE, workers=0)(0),
+        strict=False,
     )
     for items, batch in itertools.islice(batches, 12):  # four epochs
         for (view, _, row), image in zip(items, batch["image"], strict=True):
@@ -141,7 +143,7 @@ def test_views_come_again_after_all_of_them(split: ClassFolders, jitter: float) 
         assert not torch.equal(first[0], second[0])
 
 
-def test_a_killed_filling_goes_on_and_ranks_share_it(fill: Any, tmp_path: Path) -> None:
+def test_a_killed_filling_continues_and_ranks_share_it(fill: Any, tmp_path: Path) -> None:
     whole = shards(fill())
     assert (len(whole), fill.looked) == (6, 12)  # five entries in batches of four and one
     with pytest.raises(StoppedError):
@@ -156,7 +158,7 @@ def test_a_killed_filling_goes_on_and_ranks_share_it(fill: Any, tmp_path: Path) 
     assert shards(cache) == whole
 
 
-def test_damaged_shards_and_other_targets_are_computed_again(fill: Any, tmp_path: Path) -> None:
+def test_damaged_shards_and_other_targets_are_recomputed(fill: Any, tmp_path: Path) -> None:
     whole = shards(fill())
     path = tmp_path / "run" / "teacher" / "targets-00003.npy"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
@@ -174,7 +176,7 @@ def test_a_image_that_has_changed_is_named(split: ClassFolders, fill: Any, monke
         fill()
 
 
-def test_what_does_not_fit_is_refused(fill: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mismatches_are_refused(fill: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     values = caches.values_of(target_shapes(TEACHER.config, config_of().losses))
     needed = 2 * values * 30
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed))
@@ -189,7 +191,7 @@ def test_what_does_not_fit_is_refused(fill: Any, monkeypatch: pytest.MonkeyPatch
         config_of(mixup=0.2)
 
 
-def test_a_run_trains_on_kept_targets_and_deletes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_trains_on_cached_targets_and_deletes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     teacher = tmp_path / "teacher.safetensors"
     export_backbone(load_backbone("nano/8", stem="none", image_size=16, seed=1), teacher)
     read, looked = list[int](), list[int]()

@@ -36,7 +36,7 @@ def test_the_divergence_is_torchs(loss: Loss, temperature: float) -> None:
     assert float(divergence(theirs, theirs, loss).abs().max()) < 1e-12
 
 
-def test_a_network_shows_what_timm_computes() -> None:
+def test_observed_activations_equal_timms() -> None:
     model, image = network("dpn", 0), torch.randn(2, 3, 16, 16)
     seen = ObservedNetwork(model, ALL, [0, 2])(image)
     final, (first, third) = model.forward_intermediates(
@@ -106,7 +106,7 @@ def test_the_loss_is_the_sum_of_its_parts() -> None:
         (Losses(logits=0, representation=0), ("head.", "pre_logits.")),
     ],
 )
-def test_what_nothing_is_computed_from_is_not_trained(losses: Losses, frozen: tuple[str, ...]) -> None:
+def test_parameters_without_effect_on_the_loss_are_frozen(losses: Losses, frozen: tuple[str, ...]) -> None:
     """Every other weight has a gradient: ranks that average gradients wait for those of all trained weights."""
     model = load_backbone("mu/8", stem="dpn", image_size=16, num_classes=5, pre_logits=True)
     torch.nn.init.normal_(model.get_parameter("head.weight"))

@@ -26,9 +26,9 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def planned(*arguments: str) -> dict[str, Any]:
-    done = run_dpn("plan", "distill", *arguments, "--json")
-    assert done.exit_code == 0, done.output
-    result: dict[str, Any] = json.loads(done.stdout)
+    completed = run_dpn("plan", "distill", *arguments, "--json")
+    assert completed.exit_code == 0, completed.output
+    result: dict[str, Any] = json.loads(completed.stdout)
     return result
 
 
@@ -47,7 +47,7 @@ def test_teacher_stem_and_all_weights_have_their_own_price() -> None:
     assert result["stages_bytes"] == 2 * result["weights_bytes"] == 8 * result["parameters"]
 
 
-def test_kept_targets_are_computed_once_a_view() -> None:
+def test_cached_targets_are_computed_once_per_view() -> None:
     usual = (
         *S32,
         "--images",
@@ -70,7 +70,7 @@ def test_kept_targets_are_computed_once_a_view() -> None:
     assert per_second == pytest.approx(4_096_000 + 3_000_000)
 
 
-def test_compared_attention_is_computed_again() -> None:
+def test_compared_attention_is_recomputed() -> None:
     usual = (*S32, "--images", "1000", "--epochs", "10", "-b", "100", "--stem-share", "0.5")
     result, seen = (
         planned(*usual),
@@ -90,10 +90,10 @@ def test_weights_and_images_that_are_here_are_read(tmp_path: Path) -> None:
     result = planned("--teacher", str(teacher), *photos, "--set", "data.held_out=0.1", "--stem", "rms")
     assert (result["images"], result["steps"], result["arch"], result["stem"]) == (54, 18, "mu/8", "rms")
     assert result["teacher"]["arch"] == "mu/8"
-    done = run_dpn("plan", "distill", "--teacher", str(teacher), "--teacher-arch", "B/16")
-    assert (done.exit_code, "--teacher-arch B/16" in done.stderr) == (2, True)
-    done = run_dpn("plan", "distill", "--teacher", str(teacher), "--images", "1", "-b", "9")
-    assert (done.exit_code, done.stdout) == (3, "")
-    assert "--images 1: 1 image to train on, fewer than one batch of 9; use --batch-size 1 at most" in done.stderr
+    completed = run_dpn("plan", "distill", "--teacher", str(teacher), "--teacher-arch", "B/16")
+    assert (completed.exit_code, "--teacher-arch B/16" in completed.stderr) == (2, True)
+    completed = run_dpn("plan", "distill", "--teacher", str(teacher), "--images", "1", "-b", "9")
+    assert (completed.exit_code, completed.stdout) == (3, "")
+    assert "--images 1: 1 image to train on, fewer than one batch of 9; use --batch-size 1 at most" in completed.stderr
     text = run_dpn("plan", "distill", "--teacher-arch", "S/16", "--student-arch", "Ti/16", "--images", "1000000").stdout
     assert text.startswith("Ti/16 stem dpn (5.7 M weights) from S/16 stem none (22.1 M): 7.7 GFLOP an image forward")

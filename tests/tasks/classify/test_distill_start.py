@@ -168,10 +168,10 @@ def test_colours_change_as_timm_changes_them(tmp_path: Path) -> None:
     from dpn_cli.data.sources.folder import ClassFolders
 
     split = ClassFolders(write_class_folders(tmp_path / "photos", classes=2, each=4))
-    how = Augmentation((16, 16), crop="whole", flip=False, jitter=0.4)
+    options = Augmentation((16, 16), crop="whole", flip=False, jitter=0.4)
     plain, changed = (
         next(crop_batches(split, one, 8, 3, CPU, workers=0)(0))["image"]
-        for one in (Augmentation((16, 16), crop="whole", flip=False), how)
+        for one in (Augmentation((16, 16), crop="whole", flip=False), options)
     )
     _, jitter, _ = create_transform(16, is_training=True, separate=True, hflip=0.0, color_jitter=0.4)
     assert "ColorJitter" in repr(jitter)
@@ -235,7 +235,7 @@ def test_packed_and_built_in_images_are_taken(forms: dict[str, str], tmp_path: P
         open_unlabelled(ImageSource(str(tmp_path / "empty")))
 
 
-def test_what_is_held_out_depends_on_names_alone(forms: dict[str, str], tmp_path: Path) -> None:
+def test_the_held_out_split_depends_on_names_only(forms: dict[str, str], tmp_path: Path) -> None:
     teacher = write_teacher(tmp_path / "teacher.safetensors")
     config = distill_config(forms["flat"], teacher, data={"held_out": 0.25}, batch_size=4)
     first = open_images(config, None, Console(quiet=True))
@@ -282,7 +282,7 @@ def _resolved(*layers: dict[str, Any]) -> DistillConfig:
     return finalize(build(DistillConfig, resolve(None, flags, settings), "test"), "demo-tower")
 
 
-def test_without_a_teacher_there_is_the_demo_and_with_one_no_data_are_guessed(
+def test_without_a_teacher_the_demo_runs_and_with_one_data_are_required(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -78,14 +78,14 @@ def shards(root: Path) -> Json:
     return {"source": f"wds:{root / 'part.tar'}", "val_fraction": 0.2}
 
 
-def scored(network: Path | str, data: str | None, *more: str) -> Json:
-    done = run_dpn("eval", str(network), *(["--data", data] if data else []), *more, "--json", "-q")
-    assert done.exit_code == 0, done.output
-    result: Json = json.loads(done.stdout)
+def scored(network: Path | str, data: str | None, *arguments: str) -> Json:
+    completed = run_dpn("eval", str(network), *(["--data", data] if data else []), *arguments, "--json", "-q")
+    assert completed.exit_code == 0, completed.output
+    result: Json = json.loads(completed.stdout)
     if result["trained_on"] and result["trained_on"]["images"]:
-        assert "warning: the network was trained on" in " ".join(done.stderr.split())
+        assert "warning: the network was trained on" in " ".join(completed.stderr.split())
     else:
-        assert done.stderr == ""
+        assert completed.stderr == ""
     return result
 
 
@@ -108,7 +108,7 @@ def test_the_runs_own_validation_images_are_scored(source: Callable[[Path], Json
 
 
 @pytest.mark.parametrize(
-    ("given", "own", "scored"),
+    ("arguments", "own", "scored"),
     [
         ("demo", "demo:objects", "demo:objects"),
         ("demo", "demo", "demo"),
@@ -119,12 +119,12 @@ def test_the_runs_own_validation_images_are_scored(source: Callable[[Path], Json
         ("", "hf:owner/name", "hf:owner/name"),
     ],
 )
-def test_demo_is_the_demo_that_the_run_was_trained_on(given: str, own: str | None, scored: str) -> None:
+def test_demo_is_the_demo_that_the_run_was_trained_on(arguments: str, own: str | None, scored: str) -> None:
     facts = {"config": {"data": {"source": own}}} if own else {}
-    assert run_source(ImageSource(given), facts, "run").place == scored
+    assert run_source(ImageSource(arguments), facts, "run").place == scored
 
 
-def test_a_demo_that_is_not_there_is_refused_with_those_that_are() -> None:
+def test_an_unknown_demo_is_refused_with_the_list_of_demos() -> None:
     with pytest.raises(DataError, match=r"no such demo; there are demo \(6 classes\), demo:objects \(24 classes\)"):
         open_split(ImageSource("demo:shapes"), "val")
 
@@ -160,9 +160,7 @@ def test_a_copy_of_the_data_is_split_as_the_run_did(finished: tuple[Path, Path],
     assert "on 6 images of 3 classes (the run's own validation images)" in text.stdout
 
 
-def test_images_of_the_training_are_told_by_content_whatever_they_are_called(
-    finished: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_training_images_are_recognized_by_content_under_any_name(finished: tuple[Path, Path], tmp_path: Path) -> None:
     network, photos = finished
     own = open_class_data(ImageSource(str(photos), val_fraction=0.2), None)
     copies = [("class0", own.train, 3), ("class1", own.train, 0), ("class2", own.val, 1)]
@@ -177,20 +175,20 @@ def test_images_of_the_training_are_told_by_content_whatever_they_are_called(
     assert "WARNING: the network was trained on 2 of these 4 images" in " ".join(text.split())
 
 
-def test_a_probe_says_so_too(finished: tuple[Path, Path]) -> None:
+def test_a_probe_is_reported_too(finished: tuple[Path, Path]) -> None:
     network, photos = finished
     asked = ("--data", str(photos), "--val-fraction", "0.5", "--shots", "1")
-    done = run_dpn("eval", "fewshot", str(network / "weights.safetensors"), *asked, "--json", "-q")
-    known = json.loads(done.stdout)["trained_on"]
+    result = run_dpn("eval", "fewshot", str(network / "weights.safetensors"), *asked, "--json", "-q")
+    known = json.loads(result.stdout)["trained_on"]
     assert (known["of"], known["estimated"]) == (15, False)
     assert 0 < known["images"] < 15
     sentence = f"the network was trained on {known['images']} of these 15 images"
-    assert sentence in " ".join(done.stderr.split())
+    assert sentence in " ".join(result.stderr.split())
     text = run_dpn("eval", "fewshot", str(network / "weights.safetensors"), *asked, "-q")
     assert f"WARNING: {sentence}" in " ".join(text.stdout.split())
 
 
-def test_data_that_have_changed_are_scored_whole_and_it_is_said(tmp_path: Path) -> None:
+def test_changed_data_are_scored_in_full_and_reported(tmp_path: Path) -> None:
     data = folders(tmp_path)
     train_highres(highres_config(data["source"], data=data, **ONCE), tmp_path / "run")
     Image.new("RGB", (40, 40), (9, 200, 30)).save(tmp_path / "photos" / "class2" / "new.png")
@@ -209,7 +207,7 @@ def test_all_of_a_strangers_data_set_are_both_its_splits(finished: tuple[Path, P
     assert scored(finished[0], place, "--split", "all")["trained_on"]["images"] == 0
 
 
-def test_a_network_that_does_not_say_what_it_was_trained_on_is_scored_as_before(
+def test_a_network_without_a_record_of_its_training_data_is_scored_in_full(
     finished: tuple[Path, Path], tmp_path: Path
 ) -> None:
     from tasks.classify.classifier import save_classifier
@@ -219,23 +217,23 @@ def test_a_network_that_does_not_say_what_it_was_trained_on_is_scored_as_before(
     save_classifier(classifier, tmp_path / "stranger.safetensors")
     result = scored(tmp_path / "stranger.safetensors", str(finished[1]))
     assert (counts(result), result["part"]) == ((30, None), None)
-    done = run_dpn("eval", str(tmp_path / "stranger.safetensors"))
-    assert (done.exit_code, "--data: which images?" in done.stderr) == (2, True)
+    completed = run_dpn("eval", str(tmp_path / "stranger.safetensors"))
+    assert (completed.exit_code, "--data: which images?" in completed.stderr) == (2, True)
 
 
 def test_images_of_a_run_that_are_gone_are_named(tmp_path: Path) -> None:
     data = folders(tmp_path)
     train_highres(highres_config(data["source"], data=data, **ONCE), tmp_path / "run")
     (tmp_path / "photos").rename(tmp_path / "moved")
-    done = run_dpn("eval", str(tmp_path / "run"))
-    assert done.exit_code == 3
-    assert "photos, which is not here; name the images with --data" in " ".join(done.stderr.split())
+    result = run_dpn("eval", str(tmp_path / "run"))
+    assert result.exit_code == 3
+    assert "photos, which is not here; name the images with --data" in " ".join(result.stderr.split())
 
 
 def test_a_wrong_split_ends_with_one_line(finished: tuple[Path, Path]) -> None:
-    done = run_dpn("eval", str(finished[0]), "--data", "demo", "--split", "test")
-    assert done.exit_code == 2
-    assert "--split: one of train, val, all (got 'test')" in done.stderr
+    result = run_dpn("eval", str(finished[0]), "--data", "demo", "--split", "test")
+    assert result.exit_code == 2
+    assert "--split: one of train, val, all (got 'test')" in result.stderr
 
 
 def test_more_images_than_are_read_give_an_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,16 +69,16 @@ def prepared(image: np.ndarray[Any, Any]) -> Tensor:
     ],
 )
 @torch.no_grad()
-def test_exports_give_the_outputs_of_the_classifier_whatever_the_batch(
+def test_exports_give_the_outputs_of_the_classifier_for_any_batch_size(
     kind: str, pool: Pool, stem: Stem, tmp_path: Path
 ) -> None:
     original = classifier_file(tmp_path / "weights.safetensors", stem, pool)
-    done = run_dpn("export", str(original), "--to", kind, "-o", str(tmp_path / "out"), "--json")
-    assert done.exit_code == 0, done.output
-    written = json.loads(done.stdout)
-    assert written["difference"] < 1e-4
-    assert written["batches"] == [4, 1, 7]
-    outside = runtime_of(kind, written["path"])
+    result = run_dpn("export", str(original), "--to", kind, "-o", str(tmp_path / "out"), "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["difference"] < 1e-4
+    assert report["batches"] == [4, 1, 7]
+    outside = runtime_of(kind, report["path"])
     model = load_classifier(str(original)).model.eval()
     for batch in (1, 5):  # traced with neither
         pixels = torch.rand(batch, 3, 16, 16)
@@ -93,9 +93,9 @@ def test_exports_give_the_outputs_of_the_classifier_whatever_the_batch(
 
 def test_the_card_describes_the_network(tmp_path: Path) -> None:
     original = classifier_file(tmp_path / "weights.safetensors", "dpn", "tok")
-    written = json.loads(run_dpn("export", str(original), "-o", str(tmp_path / "out"), "--json").stdout)
+    report = json.loads(run_dpn("export", str(original), "-o", str(tmp_path / "out"), "--json").stdout)
     card = (tmp_path / "out" / "README.md").read_text()
-    for fact in ("3 classes", "cat, dog, emu", "16 x 16 pixels", "resized to 20 by area", written["digest"],
+    for fact in ("3 classes", "cat, dog, emu", "16 x 16 pixels", "resized to 20 by area", report["digest"],
                  "87.50 %", '"batch_size": 16'):  # fmt: skip
         assert fact in card
     assert "ImageNet" not in card
@@ -129,9 +129,9 @@ def test_a_network_that_fails_on_a_batch_is_not_written(
     monkeypatch.setattr(
         exporting, "_safetensors", lambda classifier, *_: (lambda path: save_classifier(classifier, path), read)
     )
-    done = run_dpn("export", str(original), "-o", str(tmp_path / "out"))
+    result = run_dpn("export", str(original), "-o", str(tmp_path / "out"))
     reason = {"fails": "fails on a batch of 1 images (expected four)", "nan": "outputs differ by nan"}[spoilt]
-    assert done.exit_code == 2
-    assert reason in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    assert result.exit_code == 2
+    assert reason in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "out" / "model.safetensors").exists()

@@ -51,9 +51,9 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The stems of the networks that the test encodes images by, once for each part of the data."""
     stems: list[str] = []
 
-    def noting(model: Any, *others: Any, **more: Any) -> Any:
+    def noting(model: Any, *others: Any, **arguments: Any) -> Any:
         stems.append(model.config.stem)
-        return encode(model, *others, **more)
+        return encode(model, *others, **arguments)
 
     monkeypatch.setattr("tasks.classify.fewshot.encode", noting)
     return stems
@@ -61,10 +61,10 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_each_draw_is_the_one_that_it_would_be_alone(root: Path, tmp_path: Path, encoded: list[str]) -> None:
     asked = ["--compare", "none,dpn", "--seeds", "0,3,4", "-o", str(tmp_path / "all")]
-    done = run_dpn(*command(root, *asked, "--json"))
-    assert done.exit_code == 0, done.output
+    completed = run_dpn(*command(root, *asked, "--json"))
+    assert completed.exit_code == 0, completed.output
     assert encoded == ["none", "none", "dpn", "dpn"]
-    result = json.loads(done.stdout)
+    result = json.loads(completed.stdout)
     ascending = [SHOTS[1], SHOTS[0]]
     assert (result["score"], result["scores"], result["seeds"]) == (SHOTS[0], ascending, [0, 3, 4])
     values: dict[str, dict[str, list[float]]] = {}
@@ -85,18 +85,18 @@ def test_each_draw_is_the_one_that_it_would_be_alone(root: Path, tmp_path: Path,
         assert difference[key]["values"] == pytest.approx(pairs, abs=1e-3)
         assert difference[key]["stderr"] == pytest.approx(stats.sem(pairs), abs=1e-3)
     count = len(encoded)
-    again = run_dpn(*command(root, *asked, "--resume", "--json"))
-    assert (json.loads(again.stdout), len(encoded)) == (result, count)
-    shown = " ".join(run_dpn(*command(root, *asked, "--resume")).stdout.split())
-    assert "fewshot: 2-shot in %, and the difference to none, paired by seed" in shown
-    assert "over n draws of the images with different seeds" in shown
+    second_result = run_dpn(*command(root, *asked, "--resume", "--json"))
+    assert (json.loads(second_result.stdout), len(encoded)) == (result, count)
+    output = " ".join(run_dpn(*command(root, *asked, "--resume")).stdout.split())
+    assert "fewshot: 2-shot in %, and the difference to none, paired by seed" in output
+    assert "over n draws of the images with different seeds" in output
     assert run_dpn("report", str(tmp_path / "all"), "-o", str(tmp_path / "page")).exit_code == 0
     table = (tmp_path / "page" / "table.md").read_text()
     assert "2-shot in % of each network" in table
     assert "1-shot in % of each network" in table
 
 
-def test_what_was_stopped_goes_on_with_the_draws_that_are_missing(
+def test_a_stopped_probe_continues_with_the_missing_draws(
     root: Path, tmp_path: Path, encoded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = ["--compare", "none,dpn", "--seeds", "2", "-o", str(tmp_path / "all")]
@@ -131,14 +131,14 @@ def test_what_was_stopped_goes_on_with_the_draws_that_are_missing(
     assert "stem dpn: the weights have changed since this comparison began" in changed.stderr
 
 
-def test_draws_that_were_deleted_are_made_again(root: Path, tmp_path: Path, encoded: list[str]) -> None:
+def test_draws_that_were_deleted_are_rebuilt(root: Path, tmp_path: Path, encoded: list[str]) -> None:
     asked = command(root, "--compare", "none,dpn", "--seeds", "2", "-o", str(tmp_path / "all"), "--json")
-    before = json.loads(run_dpn(*asked).stdout)
+    original = json.loads(run_dpn(*asked).stdout)
     lost = tmp_path / "all" / "dpn" / "seed1" / "result.json"
     lost.unlink()
     encoded.clear()
-    again = run_dpn(*asked, "--resume")
-    assert json.loads(again.stdout) == before
+    second_result = run_dpn(*asked, "--resume")
+    assert json.loads(second_result.stdout) == original
     assert encoded == ["dpn", "dpn"]
     assert lost.is_file()
 
@@ -149,10 +149,10 @@ def test_features_that_are_no_numbers_are_failed_draws(root: Path, tmp_path: Pat
     export_backbone(model, tmp_path / "overflows.safetensors")
     networks = f"checkpoint={root}/mu-none.safetensors;checkpoint={tmp_path}/overflows.safetensors"
     words = [word for word in command(root, "--compare", networks, "-o", str(tmp_path / "all")) if "{stem}" not in word]
-    done = run_dpn(*words)
-    assert done.exit_code == 6
-    assert "3 draws of the images failed" in done.stderr
-    assert done.stdout.count("features are NaN or infinite") == 3
+    result = run_dpn(*words)
+    assert result.exit_code == 6
+    assert "3 draws of the images failed" in result.stderr
+    assert result.stdout.count("features are NaN or infinite") == 3
     partial = json.loads((tmp_path / "all" / "partial.json").read_text())
     first, second = partial["compare"]["networks"].values()
     assert (first["2-shot"]["n"], second["2-shot"]) == (3, None)
@@ -228,8 +228,8 @@ def test_mistakes_are_one_line(
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     words = [word.replace("PLACE", str(root / "mu-dpn.safetensors")) for word in words]
-    done = run_dpn(*command(root, *words, checkpoint=checkpoint))
-    assert done.exit_code in (2, 3)
-    (line,) = done.stderr.strip().splitlines()
+    result = run_dpn(*command(root, *words, checkpoint=checkpoint))
+    assert result.exit_code in (2, 3)
+    (line,) = result.stderr.strip().splitlines()
     assert re.search(message, line), line
     assert not encoded

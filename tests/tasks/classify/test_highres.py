@@ -78,7 +78,7 @@ def test_a_duration_brings_its_warmup_along() -> None:
         resolve(None, {"schedule": {"steps": 5}, "epochs": 2}, {})
 
 
-def test_images_are_learnt_and_the_result_says_what_it_is(finished: tuple[Path, dict[str, Any]]) -> None:
+def test_images_are_learned_and_the_result_is_described(finished: tuple[Path, dict[str, Any]]) -> None:
     path, result = finished
     assert result["top1"] > 80  # chance is 33
     assert result["images"] == {"train": 65, "minival": 7, "val": 18}
@@ -90,7 +90,7 @@ def test_images_are_learnt_and_the_result_says_what_it_is(finished: tuple[Path, 
 
 
 @pytest.mark.parametrize("extra", [{}, {"ema": 0.9, "mixup": 0.2, "optim": {"layer_decay": 0.8}}])
-def test_a_stopped_run_ends_where_an_unbroken_one_does(
+def test_a_stopped_run_ends_with_the_weights_of_an_unbroken_one(
     extra: dict[str, Any], photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Without minival it is the last step's weights that are kept, not some from before the stop.
@@ -124,7 +124,7 @@ def test_a_class_that_appears_between_run_and_resume_is_refused(photos: Path, tm
         train_highres(config, tmp_path / "run", resume=True)
 
 
-def test_what_follows_a_run(finished: tuple[Path, dict[str, Any]], photos: Path, tmp_path: Path) -> None:
+def test_the_commands_after_a_run_work(finished: tuple[Path, dict[str, Any]], photos: Path, tmp_path: Path) -> None:
     path, _ = finished
     everything = ("--data", str(photos), "--split", "all", "--json", "-q")
     scored = run_dpn("eval", str(path), "-o", str(tmp_path / "report"), *everything)
@@ -140,16 +140,16 @@ def test_what_follows_a_run(finished: tuple[Path, dict[str, Any]], photos: Path,
     assert all(Path(answer["image"]).parent.name == answer["true"] for answer in answers)
     wrong = {answer["row"] for answer in answers if answer["true"] != answer["predicted"]}
     assert {file.stem for file in (tmp_path / "report" / "mistakes").glob("*.jpg")} == wrong
-    done = run_dpn("report", str(tmp_path / "report"), "-o", str(tmp_path / "page"))
-    assert done.exit_code == 0, done.output
+    result = run_dpn("report", str(tmp_path / "report"), "-o", str(tmp_path / "page"))
+    assert result.exit_code == 0, result.output
     assert (tmp_path / "page" / "report.html").read_text().count("<img ") == len(wrong)
     guessed = run_dpn("predict", str(path), str(photos / "class1"), "--top", "2", "--json")
     guesses = json.loads(guessed.stdout)
     assert len(guesses) == 30
     assert sum(guess["classes"][0]["class"] == "class1" for guess in guesses) == int(rows[1]["right"])
     assert all(0 <= entry["probability"] <= 1 for guess in guesses for entry in guess["classes"])
-    shown = run_dpn("predict", str(path), str(photos / "class1" / "000.jpg"))
-    assert "class1" in shown.stdout
+    completed = run_dpn("predict", str(path), str(photos / "class1" / "000.jpg"))
+    assert "class1" in completed.stdout
     text = run_dpn("eval", str(path), "--data", str(photos), "-q").stdout
     assert "top-1" in text
     probed = run_dpn("eval", "fewshot", str(path / "weights.safetensors"), "--data", str(photos), "--val-fraction",
@@ -182,7 +182,7 @@ def test_layer_decay_is_timms() -> None:
     assert ours == pytest.approx(theirs)
 
 
-def test_the_average_of_the_weights_is_what_its_rule_says() -> None:
+def test_the_average_of_the_weights_follows_its_rule() -> None:
     network = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(network.weight)
     average, expected = Ema(network, 0.5), 0.0
@@ -273,14 +273,14 @@ def test_wrong_commands_end_with_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     quiet = [] if arguments[0] in ("predict", "export") else ["-q"]
-    done = run_dpn(*(str(photos) if word == "DATA" else word for word in arguments), *quiet)
-    assert done.exit_code == code, done.output
-    assert message in " ".join(done.stderr.split())
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert done.stdout == ""
+    result = run_dpn(*(str(photos) if word == "DATA" else word for word in arguments), *quiet)
+    assert result.exit_code == code, result.output
+    assert message in " ".join(result.stderr.split())
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert result.stdout == ""
 
 
-def test_a_head_of_other_classes_is_replaced_and_said(photos: Path, tmp_path: Path) -> None:
+def test_a_head_of_other_classes_is_replaced_and_reported(photos: Path, tmp_path: Path) -> None:
     config = highres_config(
         photos,
         backbone={"arch": None, "checkpoint": str(GOLDENS / "vit_dpn.params.npz"), "pool": None},

@@ -82,22 +82,22 @@ def bare(stem: str) -> float:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_defaults_are_as_good_as_a_bare_loop(command: str, stem: str, folder: Path, tmp_path: Path) -> None:
     asked = [*COMMANDS[command], *NETWORK, "--stem", stem, "--data", str(folder), "--epochs", str(EPOCHS)]
-    done = run_dpn(*asked, "-j", "0", "--device", "cpu", "-o", str(tmp_path / "run"), "--json")
-    assert done.exit_code == 0, done.output
-    result, expected = json.loads(done.stdout), bare(stem)
+    completed = run_dpn(*asked, "-j", "0", "--device", "cpu", "-o", str(tmp_path / "run"), "--json")
+    assert completed.exit_code == 0, completed.output
+    result, expected = json.loads(completed.stdout), bare(stem)
     assert expected > 70
     assert result["top1"] > expected - 3
-    said = done.stderr.replace("\n", " ")
-    assert f"--data {folder} is not ImageNet, so the config is pretrain_own" in said
-    assert f"--config {command} is the paper's" in said
-    assert "warning" not in said
+    output = completed.stderr.replace("\n", " ")
+    assert f"--data {folder} is not ImageNet, so the config is pretrain_own" in output
+    assert f"--config {command} is the paper's" in output
+    assert "warning" not in output
 
 
 def shown(*command: str) -> tuple[dict[str, Any], str]:
     """The config that a command would run, and what it says beside it."""
-    done = run_dpn(*command, "--arch", "S/16", "--print-config")
-    assert done.exit_code == 0, done.output
-    return yaml.safe_load(done.stdout), done.stderr.replace("\n", " ")
+    result = run_dpn(*command, "--arch", "S/16", "--print-config")
+    assert result.exit_code == 0, result.output
+    return yaml.safe_load(result.stdout), result.stderr.replace("\n", " ")
 
 
 @pytest.mark.parametrize(

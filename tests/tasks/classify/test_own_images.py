@@ -76,24 +76,24 @@ def test_the_probe_of_a_finished_run_sees_whole_images_too(tmp_path: Path) -> No
         data = {"crop": crop, "flip": False, "minival": 0.0}
         train_highres(highres_config(edges, backbone={"arch": "mu/8", "image_size": 32}, data=data), tmp_path / crop)
         probed = ["--data", str(edges), "--val-fraction", "0.3", "--shots", "5", "--seeds", "1", "--device", "cpu"]
-        done = run_dpn("eval", "fewshot", str(tmp_path / crop), *probed, "-j", "0", "--json")
-        assert done.exit_code == 0, done.output
-        result = json.loads(done.stdout)
+        completed = run_dpn("eval", "fewshot", str(tmp_path / crop), *probed, "-j", "0", "--json")
+        assert completed.exit_code == 0, completed.output
+        result = json.loads(completed.stdout)
         assert result["crop"] == shown
         assert (result["accuracy"]["5"]["mean"] > 90) is (crop == "whole")
-        assert ("images are resized whole, as this classifier was trained" in done.stderr) is (crop == "whole")
+        assert ("images are resized whole, as this classifier was trained" in completed.stderr) is (crop == "whole")
 
 
-def test_how_a_classifier_takes_its_images_is_kept(tmp_path: Path) -> None:
+def test_the_preprocessing_of_a_classifier_is_saved(tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (40, 90, 3), dtype=np.uint8)
     model = load_backbone("mu/8", image_size=32, num_classes=2)
     for side, words in ((None, "resized whole to 32 x 32"), (36, "shorter side resized to 36 by area")):
         save_classifier(Classifier(model, ("a", "b"), "softmax", side, {}), tmp_path / "weights.safetensors")
-        again = load_classifier(str(tmp_path / "weights.safetensors"))
+        reloaded = load_classifier(str(tmp_path / "weights.safetensors"))
         larger = load_classifier(str(tmp_path / "weights.safetensors"), (48, 48))
         expected = [resize(pixels, (s, s)) if side is None else eval_crop(pixels, side, (s, s)) for s in (32,)]
-        assert torch.equal(again.transform(pixels), expected[0])
-        assert words in again.preparation
+        assert torch.equal(reloaded.transform(pixels), expected[0])
+        assert words in reloaded.preparation
         # At another size images stay whole, or keep the proportion of the centre.
         assert larger.resize_side == (None if side is None else 55)
 
@@ -109,8 +109,8 @@ def test_images_are_mirrored_unless_flips_are_off(layers: int, edges: Path) -> N
     split = ClassFolders(edges)
 
     def images(flip: bool) -> torch.Tensor:
-        how = Augmentation((16, 64), layers=layers, magnitude=0.0, crop="whole", flip=flip)
-        stream = crop_batches(split, how, 8, 3, ALONE, workers=0)(0)
+        options = Augmentation((16, 64), layers=layers, magnitude=0.0, crop="whole", flip=flip)
+        stream = crop_batches(split, options, 8, 3, ALONE, workers=0)(0)
         return torch.cat([next(stream)["image"] for _ in range(5)])
 
     rows = [row for step in range(5) for row in rows_of_step(60, 8, 3, step).tolist()]
@@ -126,10 +126,10 @@ def test_images_are_mirrored_unless_flips_are_off(layers: int, edges: Path) -> N
 
 @pytest.mark.parametrize("command", [["finetune", "highres"], ["pretrain", "--augment", "none"]])
 def test_flips_are_an_option_of_both_commands(command: list[str]) -> None:
-    def flips(*asked: str) -> Any:
-        done = run_dpn(*command, "--arch", "mu/8", "--data", "x", *asked, "--print-config")
-        assert done.exit_code == 0, done.output
-        return yaml.safe_load(done.stdout)["data"]["flip"]
+    def flips(*settings: str) -> Any:
+        result = run_dpn(*command, "--arch", "mu/8", "--data", "x", *settings, "--print-config")
+        assert result.exit_code == 0, result.output
+        return yaml.safe_load(result.stdout)["data"]["flip"]
 
     assert flips("--no-flip") is False
     assert flips("--flip") is True

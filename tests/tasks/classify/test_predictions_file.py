@@ -92,7 +92,7 @@ def test_counted_pairs_are_scikit_learns_matrix() -> None:
     assert Confusion(2, {0: 3, 3: 4}).worst(10) == []
 
 
-def test_answers_keep_their_rows_when_images_are_left_out(tmp_path: Path) -> None:
+def test_predictions_keep_their_rows_when_images_are_skipped(tmp_path: Path) -> None:
     split = ClassFolders(write_class_folders(tmp_path / "photos", each=4))
     split.path(5).write_bytes(b"no image")
 
@@ -103,15 +103,15 @@ def test_answers_keep_their_rows_when_images_are_left_out(tmp_path: Path) -> Non
         return torch.zeros(3, 2, 2, dtype=torch.uint8)
 
     for loss, sure in (("softmax", np.exp(2) / np.exp([0, 1, 2]).sum()), ("sigmoid", 1 / (1 + np.exp(-2)))):
-        how: Any = {"loss": loss, "batch_size": 3, "skip_bad": True, "keep_predictions": True}
-        scores = score(logits_of, split, small, 3, ONE, **how)
+        options: Any = {"loss": loss, "batch_size": 3, "skip_bad": True, "keep_predictions": True}
+        scores = score(logits_of, split, small, 3, ONE, **options)
         assert [one.row for one in scores.predictions] == [*range(5), *range(6, 12)]
         assert [one.label for one in scores.predictions] == [split.labels[one.row] for one in scores.predictions]
         assert {one.predicted for one in scores.predictions} == {0}
         assert scores.predictions[0].confidence == pytest.approx(sure)
 
 
-def test_the_most_confident_mistakes_are_kept_as_small_images(tmp_path: Path) -> None:
+def test_the_most_confident_mistakes_are_saved_as_small_images(tmp_path: Path) -> None:
     split = ClassFolders(write_class_folders(tmp_path / "photos", each=15))
     answers = [ImagePrediction(row, split.labels[row], 0, (row % 15 + 1) / 15) for row in range(45)]
     (tmp_path / "mistakes").mkdir()
@@ -163,19 +163,19 @@ def test_an_evaluation_has_its_confusions_classes_calibration_and_mistakes(
     assert len(html) < 400_000
 
 
-def test_an_evaluation_of_an_older_version_is_shown_without_its_answers(tmp_path: Path) -> None:
+def test_an_evaluation_of_an_older_version_is_shown_without_predictions(tmp_path: Path) -> None:
     folder = evaluated(tmp_path / "scores", 6, 60)
     text = (folder / "predictions.csv").read_text()
     (folder / "predictions.csv").write_text(text.replace(text.splitlines()[3], "3,x,class1,class2,2.5"))
-    done = run_dpn("report", str(folder), "-o", str(tmp_path / "page"))
-    assert done.exit_code == 3
-    assert "predictions.csv, line 4: damaged (ValueError: confidence 2.5); 'dpn eval -o'" in done.stderr
+    result = run_dpn("report", str(folder), "-o", str(tmp_path / "page"))
+    assert result.exit_code == 3
+    assert "predictions.csv, line 4: damaged (ValueError: confidence 2.5); 'dpn eval -o'" in result.stderr
     (folder / "predictions.csv").unlink()
     assert "predictions.csv is not there" in make_page(tmp_path, folder)
 
 
 @pytest.mark.usefixtures("without_charts")
-def test_damage_in_what_was_kept_is_told_of_its_own_file(tmp_path: Path) -> None:
+def test_damage_in_a_saved_file_is_reported_with_its_name(tmp_path: Path) -> None:
     folder = evaluated(tmp_path / "scores", 6, 60)
     answers, classes = folder / "predictions.csv", folder / "per_class.csv"
     kept = {path: path.read_text().splitlines(keepends=True) for path in (answers, classes)}
@@ -191,8 +191,10 @@ def test_damage_in_what_was_kept_is_told_of_its_own_file(tmp_path: Path) -> None
     }
     for said, (path, lines) in damages.items():
         path.write_text("".join(lines))
-        done = run_dpn("report", str(folder), "-o", str(tmp_path / "page"))
-        assert (done.exit_code, said in done.stderr, "result.json" in done.stderr) == (3, True, False), done.stderr
+        result = run_dpn("report", str(folder), "-o", str(tmp_path / "page"))
+        assert (result.exit_code, said in result.stderr, "result.json" in result.stderr) == (3, True, False), (
+            result.stderr
+        )
         path.write_text("".join(kept[path]))
     classes.unlink()
     assert "per_class.csv is not there" in make_page(tmp_path, folder)

@@ -70,7 +70,7 @@ def test_the_heads_bias_follows_the_number_of_classes(classes: int, bias: float)
         assert model.get_parameter("head.bias").unique().tolist() == [pytest.approx(expected)]
 
 
-def test_dropout_is_where_big_vision_has_it_and_drop_path_does_not_rescale() -> None:
+def test_dropout_is_placed_like_big_visions_and_drop_path_does_not_rescale() -> None:
     model = load_backbone("nano/8", image_size=32, dropout=0.25, drop_path=0.5, drop_path_rescale=False)
     rates = {name: module.p for name, module in model.named_modules() if isinstance(module, nn.Dropout)}
     # After the position embedding, the attention's output, GELU and the MLP's output; not on attention weights.
@@ -148,7 +148,7 @@ def test_twenty_four_steps_follow_the_reference_chain() -> None:
         torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=0, msg=name)  # updates add up to 1e-2
 
 
-def test_a_run_makes_a_checkpoint_that_says_what_it_is(photos: Path, tmp_path: Path) -> None:
+def test_a_run_writes_a_checkpoint_with_its_description(photos: Path, tmp_path: Path) -> None:
     config = small_pretrain_config(photos, fewshot=5, evaluate_every=6)
     result = train_pretrain(config, tmp_path / "run")
     assert [record["step"] for record in result["curve"]] == [6, 12, 18, 24]
@@ -172,18 +172,18 @@ def test_a_run_makes_a_checkpoint_that_says_what_it_is(photos: Path, tmp_path: P
     assert json.loads(tuned.stdout)["arch"] == "nano/8"
 
 
-def test_a_stopped_run_goes_on_to_the_same_weights(photos: Path, tmp_path: Path) -> None:
+def test_a_stopped_run_continues_to_the_same_weights(photos: Path, tmp_path: Path) -> None:
     whole = train_pretrain(small_pretrain_config(photos), tmp_path / "whole")
 
     config, seen = small_pretrain_config(photos), 0
     evaluate = training.evaluate
 
-    def stop(*arguments: Any, **how: Any) -> Any:
+    def stop(*arguments: Any, **options: Any) -> Any:
         nonlocal seen
         seen += 1
         if seen == 2:
             signal.raise_signal(signal.SIGTERM)
-        return evaluate(*arguments, **how)
+        return evaluate(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "evaluate", stop)
@@ -207,10 +207,10 @@ def test_the_demo_trains_a_tower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     task, splits = synthetic.DEMO_SPLITS["demo:objects"]
     fewer = {name: (start, start + 100) for name, (start, _) in splits.items()}
     monkeypatch.setitem(synthetic.DEMO_SPLITS, "demo:objects", (task, fewer))
-    done = run_dpn("pretrain", "--data", "demo", "--steps", "3", "-b", "8", "-j", "0", "-o", str(tmp_path / "run"))
-    assert done.exit_code == 0, done.output
-    assert "nano/8 stem dpn at 64x64, 24 classes" in done.stdout
-    assert "This is the demo" in done.stderr.replace("\n", " ")
+    result = run_dpn("pretrain", "--data", "demo", "--steps", "3", "-b", "8", "-j", "0", "-o", str(tmp_path / "run"))
+    assert result.exit_code == 0, result.output
+    assert "nano/8 stem dpn at 64x64, 24 classes" in result.stdout
+    assert "This is the demo" in result.stderr.replace("\n", " ")
     classes = load_classifier(str(tmp_path / "run")).classes
     assert classes[:2] == ("red circle", "red square")
 

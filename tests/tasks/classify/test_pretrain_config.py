@@ -59,7 +59,7 @@ def test_the_config_is_appendix_c(
     assert differing(pretrain_config(arch, optim={"state_dtype": "bfloat16"})) == []
 
 
-def test_presets_and_levels_say_what_differs() -> None:
+def test_presets_and_levels_report_differences() -> None:
     parity: dict[str, Any] = {"optim": {"state_dtype": "bfloat16"}}
     short = pretrain_config("S/16", preset="short", **parity)
     assert differing(short) == [
@@ -132,9 +132,9 @@ def test_presets_and_levels_say_what_differs() -> None:
 )
 def test_wrong_input_is_one_line(arguments: list[str], message: str, photos: Path, tmp_path: Path) -> None:
     split = [] if "sun397" in arguments else ["--set", "data.val_fraction=0.2"]
-    done = run_dpn("pretrain", "--data", str(photos), "-o", str(tmp_path / "r"), *split, *arguments)
-    assert done.exit_code == 2, done.output
-    errors = [line for line in done.stderr.splitlines() if "error:" in line]
+    result = run_dpn("pretrain", "--data", str(photos), "-o", str(tmp_path / "r"), *split, *arguments)
+    assert result.exit_code == 2, result.output
+    errors = [line for line in result.stderr.splitlines() if "error:" in line]
     assert len(errors) == 1
     assert re.search(message, errors[0]), errors
 
@@ -166,7 +166,7 @@ def test_batches_are_divided_or_refused_never_rounded() -> None:
     )
 
 
-def test_the_plan_counts_what_the_network_multiplies() -> None:
+def test_the_plan_counts_the_networks_multiplications() -> None:
     config = pretrain_config("S/16")
     result = estimate(config, 1_268_355, here=False, ranks=8)
     assert (result["steps"], result["images"]) == (92_897, 1_268_355)
@@ -179,14 +179,14 @@ def test_the_plan_counts_what_the_network_multiplies() -> None:
 
 
 def test_the_plan_reads_packed_and_other_data(photos: Path) -> None:
-    done = run_dpn(
+    completed = run_dpn(
         "plan", "pretrain", "--arch", "Ti/16", "--data", str(photos), "--set", "data.val_fraction=0.5", "--json"
     )
-    assert done.exit_code == 0, done.output
-    result = json.loads(done.stdout)
+    assert completed.exit_code == 0, completed.output
+    result = json.loads(completed.stdout)
     assert result["images"] == 41
     assert result["steps"] == round(100 * 41 / 64)
-    done = run_dpn(
+    completed = run_dpn(
         "plan",
         "pretrain",
         "imagenet",
@@ -198,7 +198,7 @@ def test_the_plan_reads_packed_and_other_data(photos: Path) -> None:
         "--set",
         "data.val_fraction=0.5",
     )
-    assert json.loads(done.stdout)["steps"] == round(300 * 41 / 4096)
+    assert json.loads(completed.stdout)["steps"] == round(300 * 41 / 4096)
 
 
 def test_configs_that_dpn_wrote_can_be_given_back_and_flags_win(photos: Path, tmp_path: Path) -> None:

@@ -29,8 +29,8 @@ TINY: dict[str, Any] = {
 }
 
 
-def config_of(name: str, source: object = "x", level: str | None = None, **asked: Any) -> PretrainConfig:
-    plain = resolve(name, None, level, None, merge({"data": {"source": str(source)}}, asked), {})
+def config_of(name: str, source: object = "x", level: str | None = None, **settings: Any) -> PretrainConfig:
+    plain = resolve(name, None, level, None, merge({"data": {"source": str(source)}}, settings), {})
     return finalize(build(PretrainConfig, plain, "test"))
 
 
@@ -67,7 +67,7 @@ def test_by_steps(name: str, steps: int, longer: int, augmented: tuple[float, ..
     assert f"schedule.steps: 5000 (paper: {steps})" in differing(other)
 
 
-def test_fixed_positions_are_trained_around_and_kept(photos: Path, tmp_path: Path) -> None:
+def test_fixed_positions_are_not_trained(photos: Path, tmp_path: Path) -> None:
     train_pretrain(config_of("s16plus", photos, **TINY), tmp_path / "run")
     model = load_backbone(checkpoint=str(tmp_path / "run" / "weights.safetensors"), image_size=None)
     assert (model.config.posemb, model.config.pool) == ("sincos2d", "gap")
@@ -76,25 +76,25 @@ def test_fixed_positions_are_trained_around_and_kept(photos: Path, tmp_path: Pat
         load_backbone(checkpoint=str(tmp_path / "run" / "weights.safetensors"), posemb="learn")
 
 
-def test_the_probe_at_the_end_is_that_of_eval_fewshot(photos: Path, tmp_path: Path) -> None:
+def test_the_probe_at_the_end_equals_eval_fewshot(photos: Path, tmp_path: Path) -> None:
     """It has images of its own, with validation images, and the shots of --eval-fewshot or 25."""
     for split, each in (("train", 6), ("val", 3)):
         write_class_folders(tmp_path / "other" / split, classes=4, each=each)
     shared = ["--data", str(photos), "--arch", "mu/8", "--augment", "light2", "--image-size", "32", "-b", "8"]
     shared += ["--steps", "2", "-j", "0", "--device", "cpu", "-q", "--fewshot-data", str(tmp_path / "other")]
     arguments = ["pretrain", "imagenet21k", *shared, "--set", "data.minival=0.2", "--eval-fewshot", "2"]
-    done = run_dpn(*arguments, "--json", "-o", str(tmp_path / "run"))
-    assert done.exit_code == 0, done.output
-    result = json.loads(done.stdout)
+    completed = run_dpn(*arguments, "--json", "-o", str(tmp_path / "run"))
+    assert completed.exit_code == 0, completed.output
+    result = json.loads(completed.stdout)
     assert (result["fewshot"]["images"], result["fewshot"]["classes"]) == ({"train": 24, "test": 12}, 4)
     weights = str(tmp_path / "run" / "weights.safetensors")
     probed = run_dpn("eval", "fewshot", weights, "--data", str(tmp_path / "other"), "--shots", "2", "-j", "0", "--json")
     assert result["fewshot"]["accuracy"] == json.loads(probed.stdout)["accuracy"]
-    again = run_dpn(*arguments, "--resume", "-o", str(tmp_path / "run"))
-    assert f"{tmp_path / 'other'}: 2-shot " in again.stdout
+    second_result = run_dpn(*arguments, "--resume", "-o", str(tmp_path / "run"))
+    assert f"{tmp_path / 'other'}: 2-shot " in second_result.stdout
 
 
-def test_a_probe_that_cannot_be_is_told_before_the_training(photos: Path, tmp_path: Path) -> None:
+def test_an_impossible_probe_is_refused_before_the_training(photos: Path, tmp_path: Path) -> None:
     for split in ("train", "val"):
         write_class_folders(tmp_path / "few" / split, classes=2, each=3)
     tiny = merge(TINY, {"fewshot_data": str(tmp_path / "few")})

@@ -32,7 +32,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_appendix_f_searches_what_the_paper_says() -> None:
+def test_appendix_f_searches_the_papers_grid() -> None:
     flags = {"backbone": {"arch": "B/32"}, "data": {"source": "sun397"}}
     config = finalize(build(PretrainConfig, resolve("sun397", None, None, None, flags, {}), "test"))
     first, second, third = (list(trials(config, stage)) for stage in config.stages)
@@ -58,8 +58,8 @@ def test_a_sweep_chooses_on_validation_and_scores_each_row_of_the_table_once_on_
     config, scored = stages_config(places, stages), list[tuple[str, float]]()
     evaluate = training.evaluate
 
-    def watch(classifier: Any, split: Any, *arguments: Any, **how: Any) -> Any:
-        scores = evaluate(classifier, split, *arguments, **how)
+    def watch(classifier: Any, split: Any, *arguments: Any, **options: Any) -> Any:
+        scores = evaluate(classifier, split, *arguments, **options)
         if len(split.labels) == 15:  # only test has as many
             tried = classifier.facts["config"]
             scored.append((f"lr={tried['lr']:g} mixup={tried['mixup']:g} epochs={tried['epochs']:g}", scores.top1))
@@ -123,7 +123,7 @@ def test_a_search_keeps_one_network_until_its_stage_is_scored(
     assert not left.is_file()
 
 
-def test_a_sweep_whose_runs_all_fail_says_so(places: Path, tmp_path: Path) -> None:
+def test_a_sweep_whose_runs_all_fail_is_reported(places: Path, tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError, match="stage 1: every run ended with a NaN or infinite loss; lower lr"):
         train_pretrain(
             stages_config(places, [{"epochs": 2, "grid": {"lr": [1e38]}}, {"epochs": 1}]), tmp_path / "sweep"
@@ -153,7 +153,7 @@ def test_a_sweep_needs_three_splits(photos: Path, tmp_path: Path) -> None:
         train_pretrain(stages_config(photos, [{"epochs": 1}]), tmp_path / "sweep")
 
 
-def test_appendix_f_is_what_its_config_says() -> None:
+def test_appendix_f_matches_its_config() -> None:
     config = build(
         PretrainConfig,
         resolve("sun397", None, None, None, {"backbone": {"arch": "B/32"}, "data": {"source": "sun397"}}, {}),

@@ -86,7 +86,7 @@ def test_the_config_is_the_papers() -> None:
     assert (by_epochs.steps, by_epochs.warmup) == (20, 3)  # the config's share of warm-up
 
 
-def test_64_photographs_and_sentences_are_learnt_by_heart(finished: tuple[Path, dict[str, Any]]) -> None:
+def test_64_photographs_and_sentences_are_learned_by_heart(finished: tuple[Path, dict[str, Any]]) -> None:
     path, result = finished
     found = result["retrieval"]
     assert (found["image_to_text@1"], found["text_to_image@1"]) == (100, 100)
@@ -115,9 +115,9 @@ def test_the_image_tower_stays_as_it_was_and_out_of_the_optimizer(
 
     seen: dict[str, Any] = {}
 
-    def fit(model: torch.nn.Module, *arguments: Any, **more: Any) -> Any:
+    def fit(model: torch.nn.Module, *arguments: Any, **extra: Any) -> Any:
         seen["names"] = {name.split(".")[0] for name, _ in model.named_parameters()}
-        return original(model, *arguments, **more)
+        return original(model, *arguments, **extra)
 
     original = engine.fit
     monkeypatch.setattr(engine, "fit", fit)
@@ -136,7 +136,7 @@ def test_the_image_tower_stays_as_it_was_and_out_of_the_optimizer(
         {"batch_size": 16, "cache": {"use": False, "views": 1}},
     ],
 )
-def test_a_stopped_run_ends_where_an_unbroken_one_does(
+def test_a_stopped_run_ends_with_the_weights_of_an_unbroken_one(
     extra: dict[str, Any], photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = lit_config(photos / "pairs.csv", **merge({"schedule": {"steps": 12, "warmup": 2}}, extra))
@@ -151,7 +151,7 @@ def test_a_stopped_run_ends_where_an_unbroken_one_does(
     assert all(torch.equal(value, broken[name]) for name, value in whole.items())
 
 
-def test_what_changes_between_run_and_resume_is_refused(
+def test_changes_between_run_and_resume_are_refused(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = tmp_path / "data"
@@ -175,7 +175,7 @@ def test_what_changes_between_run_and_resume_is_refused(
         train_lit(config, tmp_path / "run", resume=True)
 
 
-def test_an_unreadable_image_to_be_scored_on_is_told_before_the_training(photos: Path, tmp_path: Path) -> None:
+def test_an_unreadable_validation_image_is_reported_before_the_training(photos: Path, tmp_path: Path) -> None:
     names = write_png_images(tmp_path, 3)
     (tmp_path / "1.png").write_bytes(b"no image")
     val = write_caption_table(tmp_path / "val.csv", [(name, "a") for name in names])
@@ -231,9 +231,9 @@ def test_labelled_test_images_are_scored_or_there_are_none(
         result = json.loads(run_dpn(*score, "--split", split).stdout)
         assert (result["split"], result["images"], result["classes"]) == (split, count, 2)
     shutil.rmtree(tmp_path / "test")
-    refused = run_dpn(*score, "--split", "test")
-    assert (refused.exit_code, refused.stdout) == (3, "")
-    assert "has no labelled test images; choose val or train" in refused.stderr
+    completed = run_dpn(*score, "--split", "test")
+    assert (completed.exit_code, completed.stdout) == (3, "")
+    assert "has no labelled test images; choose val or train" in completed.stderr
 
 
 def test_a_wrong_order_of_names_is_found_in_a_trained_run(tmp_path: Path) -> None:
@@ -251,24 +251,24 @@ def test_a_wrong_order_of_names_is_found_in_a_trained_run(tmp_path: Path) -> Non
     (tmp_path / "templates").write_text("{} squares\n{} spots.\n{}")
     base = ["lit", "eval", str(tmp_path / "run"), "--data", str(data), "--prompts", str(tmp_path / "templates"),
             "-q", "--json"]  # fmt: skip
-    done = run_dpn(*base, "--class-names", str(tmp_path / "right"), "-o", str(tmp_path / "report"))
-    result = json.loads(done.stdout)
+    completed = run_dpn(*base, "--class-names", str(tmp_path / "right"), "-o", str(tmp_path / "report"))
+    result = json.loads(completed.stdout)
     assert result["top1"] > 90  # of images whose colours tell the class all are right; chance may reach 62.5
     assert (result["classes"], result["images"], result["prompts"]["templates"]) == (2, 64, 3)
     assert result["class_names"] == str(tmp_path / "right")
     assert result["tokenizer"]["name"] == "open_clip BPE"
     assert json.loads((tmp_path / "report" / "result.json").read_text()) == result
     kept = list((tmp_path / "run").glob("zeroshot-*.safetensors"))
-    assert run_dpn(*base, "--class-names", str(tmp_path / "right")).stdout == done.stdout
+    assert run_dpn(*base, "--class-names", str(tmp_path / "right")).stdout == completed.stdout
     assert len(list((tmp_path / "run").glob("zeroshot-*.safetensors"))) == len(kept) == 1  # built once
-    refused = run_dpn(*base, "--class-names", str(tmp_path / "wrong"))
-    assert refused.exit_code == 3
-    assert "--force prints the number" in refused.stderr
+    cli_result = run_dpn(*base, "--class-names", str(tmp_path / "wrong"))
+    assert cli_result.exit_code == 3
+    assert "--force prints the number" in cli_result.stderr
     forced = json.loads(run_dpn(*base, "--class-names", str(tmp_path / "wrong"), "--force").stdout)
     assert forced["top1"] == pytest.approx(100 - result["top1"])
 
 
-def test_what_follows_a_run(finished: tuple[Path, dict[str, Any]], photos: Path, tmp_path: Path) -> None:
+def test_the_commands_after_a_run_work(finished: tuple[Path, dict[str, Any]], photos: Path, tmp_path: Path) -> None:
     place = str(finished[0])
     scored = run_dpn("lit", "eval", place, "--data", str(photos / "pairs.csv"), "-q")
     assert "image to text: R@1 100.00 %" in scored.stdout
@@ -300,10 +300,10 @@ def test_what_follows_a_run(finished: tuple[Path, dict[str, Any]], photos: Path,
 def test_an_export_loads_without_the_parts_that_train(
     finished: tuple[Path, dict[str, Any]], photos: Path, tmp_path: Path
 ) -> None:
-    done = run_dpn("lit", "export", str(finished[0]), "-o", str(tmp_path / "out"), "--json")
-    assert done.exit_code == 0, done.output
+    result = run_dpn("lit", "export", str(finished[0]), "-o", str(tmp_path / "out"), "--json")
+    assert result.exit_code == 0, result.output
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["sha256"] == json.loads(done.stdout)["digest"]
+    assert config["sha256"] == json.loads(result.stdout)["digest"]
     card = (tmp_path / "out" / "README.md").read_text()
     assert config["sha256"] in card
     assert '"batch_size"' in card
@@ -329,7 +329,7 @@ def test_an_export_loads_without_the_parts_that_train(
 
 
 @pytest.mark.parametrize("stem", ["dpn", "pre", "dpn_no_affine", "post", "none"])
-def test_the_card_says_in_which_order_the_stems_norm_reads_a_patch(stem: Stem, tmp_path: Path) -> None:
+def test_the_card_states_the_order_in_which_the_stems_norm_reads_a_patch(stem: Stem, tmp_path: Path) -> None:
     image = load_backbone("mu/4", stem=stem, image_size=8, seed=1)
     generator = torch.Generator().manual_seed(0)
     for value in image.patch_embed.parameters():
@@ -337,8 +337,8 @@ def test_the_card_says_in_which_order_the_stems_norm_reads_a_patch(stem: Stem, t
     text = TextTower(Size(32, 1, 128, 2), 49408, 16, 32, 10.0, None, seed=0)
     facts = {"arch": "mu/4", "pairs": {"images": 1, "captions": 1}, "steps": 1, "config": {}}
     save_towers(Towers(image, text, Tokenizer(16, "lower"), "softmax", facts), tmp_path / "weights.safetensors")
-    done = run_dpn("lit", "export", str(tmp_path / "weights.safetensors"), "-o", str(tmp_path / "out"))
-    assert done.exit_code == 0, done.output
+    result = run_dpn("lit", "export", str(tmp_path / "weights.safetensors"), "-o", str(tmp_path / "out"))
+    assert result.exit_code == 0, result.output
     card = (tmp_path / "out" / "README.md").read_text()
     assert f"Stem `{stem}`: {STEMS[stem]}" in card
     assert ("(row, column, channel)" in card) == (stem in ("dpn", "pre"))
@@ -371,22 +371,22 @@ def test_towers_survive_a_file_with_siglips_bias_and_a_tokenizer_of_their_own(tm
     text = TextTower(Size(32, 1, 128, 2), tokenizer.vocabulary, 8, 32, 10.0, -3.0, seed=2)
     own = Towers(load_backbone("mu/8", image_size=16), text, tokenizer, "siglip", {"a": 1}).to(torch.device("cpu"))
     save_towers(own, tmp_path / "weights.safetensors")
-    again = load_towers(str(tmp_path)).to(torch.device("cpu"))
-    assert torch.equal(own.encode_texts(["a Dog", "cars"]), again.encode_texts(["a Dog", "cars"]))
+    reloaded = load_towers(str(tmp_path)).to(torch.device("cpu"))
+    assert torch.equal(own.encode_texts(["a Dog", "cars"]), reloaded.encode_texts(["a Dog", "cars"]))
     images = torch.randint(256, (3, 3, 16, 16), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
-    for towers in (own, again):
+    for towers in (own, reloaded):
         for features in (towers.encode_images(images), towers.encode_texts(["a Dog", "cars"])):
             torch.testing.assert_close(features.norm(dim=-1), torch.ones(len(features)))
     with torch.no_grad():
         own.text.log_temperature.fill_(1.5)
     save_towers(own, tmp_path / "other" / "weights.safetensors")
     assert load_towers(str(tmp_path / "other")).text.log_temperature.item() == 1.5
-    assert (again.tokenizer.to_dict(), again.loss, again.facts) == (tokenizer.to_dict(), "siglip", {"a": 1})
-    chances = again.probabilities(torch.tensor([[0.3, 0.3]]))
+    assert (reloaded.tokenizer.to_dict(), reloaded.loss, reloaded.facts) == (tokenizer.to_dict(), "siglip", {"a": 1})
+    chances = reloaded.probabilities(torch.tensor([[0.3, 0.3]]))
     torch.testing.assert_close(chances, torch.full((1, 2), 10 * 0.3 - 3.0).sigmoid())
 
 
-def test_the_demo_says_what_it_is_and_the_cache_command_fills_the_trainings_cache(
+def test_the_demo_is_described_and_the_cache_command_fills_the_trainings_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tasks.lit.data.DEMO_SPLITS", dict.fromkeys(("train", "val", "test"), (0, 150)))
@@ -396,11 +396,13 @@ def test_the_demo_says_what_it_is_and_the_cache_command_fills_the_trainings_cach
     filled = run_dpn("lit", "cache", *network, "--json", "-q")
     assert filled.exit_code == 0, filled.output
     assert json.loads(filled.stdout)["images"] == 150
-    done = run_dpn("lit", "train", *network, "--text-size", "mu", "--steps", "3", "-b", "50", "-j", "0", "-o", "run")
-    assert done.exit_code == 0, done.output
-    assert "This is the demo: generated scenes" in done.stderr
-    assert "encoding" not in done.stderr
-    assert "x chance" in done.stdout
+    completed = run_dpn(
+        "lit", "train", *network, "--text-size", "mu", "--steps", "3", "-b", "50", "-j", "0", "-o", "run"
+    )
+    assert completed.exit_code == 0, completed.output
+    assert "This is the demo: generated scenes" in completed.stderr
+    assert "encoding" not in completed.stderr
+    assert "x chance" in completed.stdout
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert (result["zeroshot"]["classes"], result["zeroshot"]["chance"]) == (24, pytest.approx(100 / 24))
     towers, scenes = load_towers("run"), SceneClasses(0, 150)
@@ -467,11 +469,11 @@ def test_wrong_commands_end_with_one_line(
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     quiet = [] if arguments[0] == "predict" else ["-q"]
-    done = run_dpn("lit", *(places.get(word, word) for word in arguments), *quiet)
-    assert done.exit_code == code, done.output
-    assert message in " ".join(done.stderr.split())
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert done.stdout == ""
+    result = run_dpn("lit", *(places.get(word, word) for word in arguments), *quiet)
+    assert result.exit_code == code, result.output
+    assert message in " ".join(result.stderr.split())
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert result.stdout == ""
 
 
 def test_a_foreign_backbone_is_no_run(tmp_path: Path) -> None:

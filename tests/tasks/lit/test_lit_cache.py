@@ -77,7 +77,7 @@ def looked_at(split: CaptionedImages) -> list[int]:
     return seen
 
 
-def test_every_image_is_read_once_and_never_again(tmp_path: Path) -> None:
+def test_every_image_is_read_exactly_once(tmp_path: Path) -> None:
     split, encoder = data(tmp_path), make_encoder()
     seen = looked_at(split)
     features = cached_features(split, encoder, tmp_path / "cache", ALONE, QUIET)
@@ -93,7 +93,7 @@ def test_every_image_is_read_once_and_never_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("workers", "ahead"), [("auto", 1), (0, 0)])
-def test_what_fetches_ahead_is_told_the_shards_of_the_images_to_encode_and_every_batch(
+def test_prefetching_gets_the_shards_of_the_images_to_encode_and_of_every_batch(
     workers: Any, ahead: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     split, told = open_split(CaptionSource(write_shard_dataset(tmp_path)), "train"), list[Any]()
@@ -239,7 +239,7 @@ def of_shards_of_another_form(root: Path) -> None:
         (of_fewer_rows, "damaged (its description is of other rows)"),
     ],
 )
-def test_damaged_and_foreign_caches_are_made_again(
+def test_damaged_and_foreign_caches_are_rebuilt(
     spoil: Callable[[Path], None], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     split = data(tmp_path)
@@ -263,7 +263,7 @@ def test_networks_of_the_same_tensors_have_caches_of_their_own(tmp_path: Path) -
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
-def test_whatever_changes_features_has_a_cache_of_its_own(tmp_path: Path) -> None:
+def test_every_setting_that_changes_features_has_its_own_cache(tmp_path: Path) -> None:
     tower, split = load_backbone("mu/8", pool="gap", image_size=16, seed=0).eval(), data(tmp_path)
     shifted, larger = copy.deepcopy(tower), load_backbone("mu/8", pool="gap", image_size=24, seed=0).eval()
     shifted.mean = (0.1, 0.2, 0.3)
@@ -282,7 +282,7 @@ def test_whatever_changes_features_has_a_cache_of_its_own(tmp_path: Path) -> Non
         assert len(list((tmp_path / "cache").iterdir())) == number
 
 
-def test_features_that_are_no_numbers_are_not_kept(tmp_path: Path) -> None:
+def test_features_with_nan_are_not_cached(tmp_path: Path) -> None:
     encoder = replace(make_encoder(), encode=lambda images: torch.full((len(images), 32), torch.nan))
     with pytest.raises(DataError, match="features are not finite: its weights are damaged"):
         cached_features(data(tmp_path), encoder, tmp_path / "cache", ALONE, QUIET)
@@ -298,7 +298,7 @@ def test_other_weights_data_or_views_have_a_cache_of_their_own(tmp_path: Path) -
     assert len(list(root.iterdir())) == 4
 
 
-def test_a_stopped_cache_goes_on_behind_its_last_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_cache_continues_behind_its_last_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     split, encoder = data(tmp_path, 11), make_encoder()
     whole = cached_features(split, encoder, tmp_path / "whole", ALONE, QUIET)
     calls = iter(range(100))
@@ -409,13 +409,13 @@ def test_batches_without_a_cache_are_the_same_and_resume(
     read: list[int] = []
 
     @contextmanager
-    def streamed(*arguments: Any, **more: Any) -> Iterator[Iterator[PixelSet]]:
+    def streamed(*arguments: Any, **extra: Any) -> Iterator[Iterator[PixelSet]]:
         def noted(parts: Iterator[PixelSet]) -> Iterator[PixelSet]:
             for part in parts:
                 read.append(len(part.images))
                 yield part
 
-        with stream(*arguments, **more) as parts:
+        with stream(*arguments, **extra) as parts:
             yield noted(parts)
 
     monkeypatch.setattr("tasks.lit.batches.stream", streamed)
@@ -444,7 +444,7 @@ def test_without_a_cache_an_image_is_cut_anew_at_every_visit(tmp_path: Path) -> 
     assert len({visit["image"].numpy().tobytes() for visit in visits}) > 4
 
 
-def test_tokens_are_kept_for_one_tokenizer_and_one_list_of_captions(tmp_path: Path) -> None:
+def test_tokens_are_cached_per_tokenizer_and_list_of_captions(tmp_path: Path) -> None:
     root = tmp_path / "cache"
     files = {ending: CaptionedFiles(tmp_path) for ending in ("x", "y")}
     for ending, several in files.items():

@@ -35,7 +35,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["lit", "train", "--data", str(pairs), "--val-fraction", "0.5", *small, *towers]
 
 
-def test_every_seed_of_a_tower_shares_its_features_and_the_order_is_that_of_the_seed(
+def test_all_seeds_of_a_tower_share_features_and_each_has_its_own_order(
     command: list[str],
     tmp_path: Path,
     started_jobs: list[engine.TrainJob],
@@ -50,8 +50,8 @@ def test_every_seed_of_a_tower_shares_its_features_and_the_order_is_that_of_the_
 
     monkeypatch.setattr(ImageEncoder, "encode_views", counted)
     several = [*command, "--compare", "none,dpn", "--seeds", "0,2", "-o", str(tmp_path / "all")]
-    done = run_dpn(*several)
-    assert done.exit_code == 0, done.output
+    completed = run_dpn(*several)
+    assert completed.exit_code == 0, completed.output
     assert sum(count for count in encoded if count > 1) == 2 * (6 + 6)  # one at a time are the checks of a cache
     batches = [next(job.batches(0)) for job in started_jobs]
     tokens = [batch["tokens"] for batch in batches]
@@ -59,7 +59,7 @@ def test_every_seed_of_a_tower_shares_its_features_and_the_order_is_that_of_the_
     assert torch.equal(tokens[1], tokens[3])
     assert not torch.equal(tokens[0], tokens[1])
     assert not torch.equal(batches[0]["image"], batches[2]["image"])
-    result = json.loads(done.stdout)
+    result = json.loads(completed.stdout)
     assert (result["score"], result["scores"]) == (RECALLS[0], RECALLS)
     networks, (difference,) = result["compare"]["networks"], result["compare"]["differences"]
     for way in ("image_to_text@1", "text_to_image@1"):
@@ -76,12 +76,12 @@ def test_every_seed_of_a_tower_shares_its_features_and_the_order_is_that_of_the_
     assert (listed["metric"], listed["value"]) == ("image to text R@1, dpn", networks["dpn"][RECALLS[0]]["mean"])
 
 
-def test_images_are_encoded_before_processes_begin_that_would_wait_for_them(
+def test_images_are_encoded_before_processes_start_that_would_wait_for_them(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caches: list[int] = []
 
-    def run_all(*given: object) -> None:
+    def run_all(*arguments: object) -> None:
         caches.append(len(list((tmp_path / "cache").glob("*/cache.json"))))
         raise DpnError("enough")
 
@@ -90,15 +90,13 @@ def test_images_are_encoded_before_processes_begin_that_would_wait_for_them(
     alone = [word.replace("{stem}", "dpn") for word in command]
     for more in (("--compare", "none,dpn"), ("--no-cache",), ()):
         words = command if "--compare" in more else alone
-        done = run_dpn(*words, *more, *at_once, "-o", str(tmp_path / f"run{len(caches)}"))
-        assert "enough" in done.stderr, done.output
+        result = run_dpn(*words, *more, *at_once, "-o", str(tmp_path / f"run{len(caches)}"))
+        assert "enough" in result.stderr, result.output
     # Two towers, which two processes encode with; one tower: its images, in two views, and the held-out ones.
     assert caches == [0, 0, 2]
 
 
-def test_towers_are_compared_by_zero_shot_accuracy_where_there_are_labelled_images(
-    command: list[str], tmp_path: Path
-) -> None:
+def test_towers_are_compared_by_zero_shot_accuracy_if_labelled_images_exist(command: list[str], tmp_path: Path) -> None:
     """That of 'dpn lit eval'; a run without them has none."""
     photos = write_class_folders(tmp_path / "photos", classes=3, each=4)
     words = [*command, "--compare", "none,dpn", "--zeroshot-data", str(photos), "-o", str(tmp_path / "all")]
@@ -121,7 +119,7 @@ def test_towers_are_compared_by_zero_shot_accuracy_where_there_are_labelled_imag
     assert "nowhere" in missing.stderr
 
 
-def test_a_training_that_fails_is_named_and_tried_again(
+def test_a_training_that_fails_is_named_and_retried(
     command: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -130,12 +128,12 @@ def test_a_training_that_fails_is_named_and_tried_again(
     words = [*(word for word in command if word != "--json"), "--compare", "none,dpn", "-o", str(tmp_path / "all")]
     with pytest.MonkeyPatch.context() as patch:
         fail_training(2, NonFiniteError("the loss is NaN"), patch)
-        done = run_dpn(*words)
-    assert done.exit_code == 6
-    assert "failed: stem dpn, seed 0: the loss is NaN" in done.stdout
-    done = run_dpn(*words, "--resume")
-    assert done.exit_code == 0, done.output
+        result = run_dpn(*words)
+    assert result.exit_code == 6
+    assert "failed: stem dpn, seed 0: the loss is NaN" in result.stdout
+    result = run_dpn(*words, "--resume")
+    assert result.exit_code == 0, result.output
     assert len(started_jobs) == 2
-    said = " ".join(done.stdout.split())
-    assert "lit: image to text R@1 in %, and the difference to none" in said
-    assert "lit: text to image R@1 in %, and the difference to none" in said
+    output = " ".join(result.stdout.split())
+    assert "lit: image to text R@1 in %, and the difference to none" in output
+    assert "lit: text to image R@1 in %, and the difference to none" in output

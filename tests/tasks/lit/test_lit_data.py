@@ -245,7 +245,7 @@ def test_captions_json_of_any_form_ends_in_one_line(content: str, message: str, 
     assert raised.value.exit_code == 3
 
 
-def test_captions_json_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+def test_captions_json_may_start_with_a_byte_order_mark(tmp_path: Path) -> None:
     place = Path(write_karpathy_dataset(tmp_path))
     place.write_text(place.read_text(), encoding="utf-8-sig")
     assert open_split(CaptionSource(str(place)), "val").captions == [(CAPTIONS[4],)]

@@ -39,13 +39,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return root / "run", pairs
 
 
-def scored(network: Path, data: Path | str, *more: str) -> Json:
-    done = run_dpn(
-        "lit", "eval", str(network), "--data", str(data), *more, "--json", "-q", "--cache-dir", f"{network}-cache"
+def scored(network: Path, data: Path | str, *arguments: str) -> Json:
+    completed = run_dpn(
+        "lit", "eval", str(network), "--data", str(data), *arguments, "--json", "-q", "--cache-dir", f"{network}-cache"
     )
-    assert done.exit_code == 0, done.output
-    result: Json = json.loads(done.stdout)
-    assert ("the network was trained on" in " ".join(done.stderr.split())) == bool(result["trained_on"]["images"])
+    assert completed.exit_code == 0, completed.output
+    result: Json = json.loads(completed.stdout)
+    assert ("the network was trained on" in " ".join(completed.stderr.split())) == bool(result["trained_on"]["images"])
     return result
 
 
@@ -121,7 +121,7 @@ def test_towers_of_other_pairs_are_scored_on_all(facts: Json, tmp_path: Path) ->
 
 
 def test_an_export_keeps_the_digests_in_the_weights_alone(finished: tuple[Path, Path], tmp_path: Path) -> None:
-    done = run_dpn("lit", "export", str(finished[0]), "-o", str(tmp_path / "out"))
-    assert done.exit_code == 0, done.output
+    result = run_dpn("lit", "export", str(finished[0]), "-o", str(tmp_path / "out"))
+    assert result.exit_code == 0, result.output
     assert "trained_on" not in json.loads((tmp_path / "out" / "config.json").read_text())["facts"]
     assert load_towers(str(tmp_path / "out")).facts["trained_on"]["images"] == 9

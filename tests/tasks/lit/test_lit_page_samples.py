@@ -44,7 +44,7 @@ def kept(folder: Path) -> tuple[dict[str, Any], list[int], torch.Tensor, torch.T
     return json.loads((folder / "captions.json").read_text()), good, images, texts
 
 
-def test_pairs_and_their_nearest_images_are_those_of_numpy(tmp_path: Path) -> None:
+def test_pairs_and_their_nearest_images_match_numpy(tmp_path: Path) -> None:
     (tmp_path / "captions").mkdir()
     (tmp_path / "captions" / "99.jpg").touch()
     (tmp_path / "captions.json").touch()  # of an earlier evaluation

@@ -44,7 +44,7 @@ def test_the_zero_shot_classifier_is_open_clips() -> None:
     torch.testing.assert_close(ours, theirs.T, atol=2e-6, rtol=0)
 
 
-def test_a_kept_classifier_is_of_its_tower_names_prompts_and_precision(
+def test_a_cached_classifier_belongs_to_its_tower_names_prompts_and_precision(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = World(0, 1, torch.device("cpu"))

@@ -40,9 +40,9 @@ def network(own: Towers, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def asked(*arguments: str) -> Any:
-    done = run_dpn("lit", *arguments, "--json")
-    assert done.exit_code == 0, done.output
-    return json.loads(done.stdout)
+    result = run_dpn("lit", *arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
 
 
 def features_of(own: Towers, numbers: list[int]) -> Tensor:
@@ -50,9 +50,7 @@ def features_of(own: Towers, numbers: list[int]) -> Tensor:
     return own.encode_images(torch.stack([own.prepare(image) for image in pixels]))
 
 
-def test_labelled_images_are_those_of_the_columns_that_were_asked_for(
-    own: Towers, network: str, tmp_path: Path
-) -> None:
+def test_labelled_images_come_from_the_requested_columns(own: Towers, network: str, tmp_path: Path) -> None:
     guesses = (features_of(own, list(range(24))) @ build_classifier(own, CLASSES, ("{}",)).T).argmax(1).tolist()
     stored = [{"bytes": png_bytes(number), "path": None} for number in range(24)]
     columns = {
@@ -86,7 +84,7 @@ def test_unreadable_labelled_images_are_named_or_left_out(network: str, tmp_path
     assert (result["images"], result["skipped"]) == (5, 1)
 
 
-def test_features_are_kept_in_the_folder_that_was_asked_for(network: str, tmp_path: Path) -> None:
+def test_features_are_cached_in_the_requested_folder(network: str, tmp_path: Path) -> None:
     pairs = write_caption_table(tmp_path / "pairs.csv", [(name, name) for name in write_png_images(tmp_path, 3)])
     for number, command in enumerate(
         (["eval", network, "--data", str(pairs)], ["search", network, "--images", str(tmp_path), "--query", "a dog"])
@@ -111,24 +109,24 @@ def test_labels_are_put_into_the_prompts(own: Towers, network: str, tmp_path: Pa
     assert len({str(labels) for labels in found.values()}) == 2
 
 
-def test_a_search_leaves_out_what_it_is_told_to(network: str, tmp_path: Path) -> None:
+def test_a_search_leaves_out_the_excluded_images(network: str, tmp_path: Path) -> None:
     write_png_images(tmp_path, 3)
     (tmp_path / "1.png").unlink()
     (tmp_path / "1.png").symlink_to(tmp_path / "gone.png")
     search = ["search", network, "--images", str(tmp_path), "--query", "a dog", "-q"]
     (tmp_path / "3.png").write_bytes(b"no image")
     for _ in range(2):  # the second time without encoding anything
-        done = run_dpn("lit", *search, "--json", "--html", str(tmp_path / "page.html"))
-        assert done.exit_code == 3
-        *warnings, error = done.stderr.splitlines()
+        result = run_dpn("lit", *search, "--json", "--html", str(tmp_path / "page.html"))
+        assert result.exit_code == 3
+        *warnings, error = result.stderr.splitlines()
         names = [f"{tmp_path}/{number}.png" for number in "13"]
         assert [line.partition(": not a readable")[0] for line in warnings] == [f"warning: {name}" for name in names]
         assert error.startswith("error: unreadable: 2 of 4 images, named above; the others are done.")
-        found = json.loads(done.stdout)
-        assert sorted(Path(entry["image"]).name for entry in found) == ["0.png", "2.png"]
+        output = json.loads(result.stdout)
+        assert sorted(Path(entry["image"]).name for entry in output) == ["0.png", "2.png"]
         assert f"Not readable and left out: {', '.join(names)}." in (tmp_path / "page.html").read_text()
     accepted = run_dpn("lit", *search, "--json", "--skip-bad-images")
-    assert (accepted.exit_code, json.loads(accepted.stdout)) == (0, found)
+    assert (accepted.exit_code, json.loads(accepted.stdout)) == (0, output)
     assert accepted.stderr.splitlines() == warnings
     for number in "02":
         (tmp_path / f"{number}.png").unlink()
@@ -145,7 +143,7 @@ def test_a_filled_cache_leaves_nothing_to_encode_and_to_tokenize(tmp_path: Path)
     assert (result["images"], result["held_out"], result["views"], result["captions"]) == (9, 3, 2, 9)
     made = {path: path.stat().st_mtime_ns for path in cache.rglob("*.*")}
     assert len(list(cache.glob("tokens-*.npy"))) == 1
-    done = run_dpn("lit", "train", *same, "--steps", "1", "-b", "4", "-j", "0", "-o", str(tmp_path / "run"))
-    assert done.exit_code == 0, done.output
-    assert "encoding" not in done.stderr
+    completed = run_dpn("lit", "train", *same, "--steps", "1", "-b", "4", "-j", "0", "-o", str(tmp_path / "run"))
+    assert completed.exit_code == 0, completed.output
+    assert "encoding" not in completed.stderr
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*.*")} == made

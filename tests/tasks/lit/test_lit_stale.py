@@ -169,7 +169,7 @@ WAYS = (
         shards,
     ],
 )
-def test_replaced_images_are_encoded_again_and_no_others(
+def test_only_replaced_images_are_re_encoded(
     source: Callable[[Path], str],
     way: Callable[[Path, Path, list[Path]], int],
     plain: ImageEncoder,
@@ -242,25 +242,25 @@ def test_a_copied_folder_is_compared_once_and_not_encoded(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     place = source(tmp_path / "data")
-    before = all_rows(opened(place), plain, tmp_path / "cache")
+    original = all_rows(opened(place), plain, tmp_path / "cache")
     shutil.copytree(tmp_path / "data", tmp_path / "copy", copy_function=shutil.copy)  # all files and dates are new
     shutil.rmtree(tmp_path / "data")
     counted, data = Counted(plain), opened(place.replace(f"{tmp_path}/data", f"{tmp_path}/copy"))
     capsys.readouterr()
-    assert torch.equal(all_rows(data, counted.encoder, tmp_path / "cache"), before)
+    assert torch.equal(all_rows(data, counted.encoder, tmp_path / "cache"), original)
     assert counted.images == 0
-    said = " ".join(capsys.readouterr().err.split())
-    assert "comparing 6 images with the encoded ones: their files have other dates or inodes than before" in said
-    assert "changed since" not in said
-    assert torch.equal(all_rows(data, counted.encoder, tmp_path / "cache"), before)
+    output = " ".join(capsys.readouterr().err.split())
+    assert "comparing 6 images with the encoded ones: their files have other dates or inodes than before" in output
+    assert "changed since" not in output
+    assert torch.equal(all_rows(data, counted.encoder, tmp_path / "cache"), original)
     assert capsys.readouterr().err == ""
 
 
-def test_a_copied_folder_is_compared_also_where_the_cache_may_only_be_read(
+def test_a_copied_folder_is_compared_with_a_read_only_cache_too(
     plain: ImageEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = write_table_dataset(tmp_path / "data")
-    before = all_rows(opened(place), plain, tmp_path / "cache")
+    original = all_rows(opened(place), plain, tmp_path / "cache")
     for path in files_below(tmp_path / "data"):
         os.utime(path)
 
@@ -269,11 +269,11 @@ def test_a_copied_folder_is_compared_also_where_the_cache_may_only_be_read(
 
     monkeypatch.setattr("tasks.lit.cache_write.replace_json", refuse)
     counted = Counted(plain)
-    assert torch.equal(all_rows(opened(place), counted.encoder, tmp_path / "cache"), before)
+    assert torch.equal(all_rows(opened(place), counted.encoder, tmp_path / "cache"), original)
     assert counted.images == 0
 
 
-def test_a_sample_notices_what_stamps_do_not_show(
+def test_a_sample_notices_changes_that_time_stamps_do_not_show(
     plain: ImageEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.undo()  # samples are taken
@@ -290,9 +290,9 @@ def test_a_sample_notices_what_stamps_do_not_show(
     counted, data = Counted(plain), opened(place)
     new = all_rows(data, counted.encoder, tmp_path / "cache")
     torch.testing.assert_close(new.float(), expected(data, plain), atol=5e-4, rtol=0)
-    said = " ".join(capsys.readouterr().err.split())
-    assert "5.png was replaced and its date and inode do not show it; all images are compared" in said
-    assert "2 of 6 images changed since they were encoded" in said
+    output = " ".join(capsys.readouterr().err.split())
+    assert "5.png was replaced and its date and inode do not show it; all images are compared" in output
+    assert "2 of 6 images changed since they were encoded" in output
     assert counted.images == 4 + 2  # samples, and what had changed
 
 
@@ -301,8 +301,8 @@ def test_an_image_replaced_while_it_is_read_counts_as_changed_the_next_time(
 ) -> None:
     place = write_table_dataset(tmp_path)
 
-    def replaced(encoded: Any, where: str, *how: Any) -> Any:
-        pixels = decode(encoded, where, *how)
+    def replaced(encoded: Any, where: str, *options: Any) -> Any:
+        pixels = decode(encoded, where, *options)
         if where.endswith("2.png"):
             Path(where).write_bytes(png_bytes(OTHER))
         return pixels
@@ -318,7 +318,7 @@ def test_an_image_replaced_while_it_is_read_counts_as_changed_the_next_time(
 
 def test_images_become_unreadable_and_readable_again(plain: ImageEncoder, tmp_path: Path) -> None:
     place, skipping = write_table_dataset(tmp_path), replace(plain, skip_bad=True)
-    before = all_rows(opened(place), plain, tmp_path / "cache")
+    original = all_rows(opened(place), plain, tmp_path / "cache")
     (tmp_path / "3.png").write_bytes(bytes(len(png_bytes(3))))
     with pytest.raises(DataError, match=r"3.png: not a readable image"):
         all_rows(opened(place), plain, tmp_path / "cache")
@@ -326,11 +326,11 @@ def test_images_become_unreadable_and_readable_again(plain: ImageEncoder, tmp_pa
     assert (found.bad, found.rows(torch.tensor([3])).abs().sum().item()) == ([3], 0)
     (tmp_path / "3.png").write_bytes(png_bytes(3))
     counted = Counted(plain)
-    assert torch.equal(all_rows(opened(place), counted.encoder, tmp_path / "cache"), before)
+    assert torch.equal(all_rows(opened(place), counted.encoder, tmp_path / "cache"), original)
     assert counted.images == 1
 
 
-def test_of_a_finished_shard_only_what_differs_now_is_kept_in_mind(
+def test_only_differences_of_a_finished_shard_stay_in_memory(
     plain: ImageEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen, plan = list[Sequence[cache.ShardState | None]](), cache._plan

@@ -162,7 +162,7 @@ def test_the_configs_values_reach_the_training(pairs: Path, tmp_path: Path, monk
     assert torch.equal(found.first["tokens"], texts)
 
 
-def test_views_that_a_training_sees_are_those_of_the_cache_whatever_its_seed(
+def test_training_views_come_from_the_cache_for_every_seed(
     pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(pairs, seed=3, cache={"views": 4})
@@ -178,7 +178,7 @@ def test_views_that_a_training_sees_are_those_of_the_cache_whatever_its_seed(
     assert len(drawn) > 1
 
 
-def test_views_are_of_the_image_whatever_stands_beside_it(
+def test_views_depend_on_the_image_and_not_on_its_batch(
     pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoder = image_encoder(load_tower(config_of(pairs), ALONE), Runtime(workers=0), ALONE, views=3, seed=1)
@@ -193,7 +193,7 @@ def test_views_are_of_the_image_whatever_stands_beside_it(
     assert not torch.equal(together[:3], together[6:])
 
 
-def test_the_view_tells_nothing_of_the_caption(tmp_path: Path) -> None:
+def test_the_view_reports_nothing_of_the_caption(tmp_path: Path) -> None:
     files = CaptionedFiles(tmp_path)
     for name in write_png_images(tmp_path, 8):
         files.add(name, [f"{name} one", f"{name} two"], "here")
@@ -303,7 +303,7 @@ def test_a_tower_that_changes_is_refused(pairs: Path, tmp_path: Path, monkeypatc
         train_lit(config_of(pairs), tmp_path / "run")
 
 
-def test_a_run_goes_on_with_its_own_held_out_pairs_only(pairs: Path, tmp_path: Path) -> None:
+def test_a_run_continues_with_its_own_held_out_pairs_only(pairs: Path, tmp_path: Path) -> None:
     held = write_colour_pairs(tmp_path / "held", range(20, 25))
     config = config_of(pairs, data={"val_source": str(held)})
     train_lit(config, tmp_path / "run")
@@ -319,7 +319,7 @@ def test_a_run_goes_on_with_its_own_held_out_pairs_only(pairs: Path, tmp_path: P
     assert train_lit(config, tmp_path / "run", resume=True)["retrieval"]["images"] == 5
 
 
-def test_a_run_goes_on_with_its_own_image_tower_only(pairs: Path, tmp_path: Path) -> None:
+def test_a_run_continues_with_its_own_image_tower_only(pairs: Path, tmp_path: Path) -> None:
     place = tmp_path / "tower.safetensors"
     config = config_of(pairs, backbone={"arch": None, "pool": None, "checkpoint": str(place)})
     export_backbone(load_backbone("mu/8", image_size=16, seed=1), place)

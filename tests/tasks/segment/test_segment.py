@@ -78,7 +78,7 @@ def test_every_mode_with_one_number_per_pixel_is_read(own: Path) -> None:
     assert np.array_equal(FolderPairs(own, "validation").load(0)[1], before)
 
 
-def test_images_are_segmented_and_the_result_says_what_it_is(finished: tuple[Path, dict[str, Any]]) -> None:
+def test_images_are_segmented_and_the_result_is_described(finished: tuple[Path, dict[str, Any]]) -> None:
     path, result = finished
     assert result["miou"] >= result["majority_miou"]
     assert (result["images"], result["classes"], result["train_images"], result["steps"]) == (10, 5, 24, 30)
@@ -107,7 +107,7 @@ def test_the_demo_learns_more_than_the_background(tmp_path: Path) -> None:
     assert result["miou"] > result["majority_miou"] + 5
 
 
-def test_a_stopped_run_ends_where_an_unbroken_one_does(
+def test_a_stopped_run_ends_with_the_weights_of_an_unbroken_one(
     shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     common: dict[str, Any] = {"schedule": {"steps": 14}, "backbone": {"arch": "nano/8", "drop_path": 0.3}}
@@ -148,7 +148,7 @@ def test_renamed_classes_are_refused_on_resume(own: Path, tmp_path: Path) -> Non
         train_segment(config, tmp_path / "run", resume=True)
 
 
-def test_what_follows_a_run(finished: tuple[Path, dict[str, Any]], shapes: Path, tmp_path: Path) -> None:
+def test_the_commands_after_a_run_work(finished: tuple[Path, dict[str, Any]], shapes: Path, tmp_path: Path) -> None:
     path, result = finished
     scored = run_dpn("segment", "eval", str(path), "-o", str(tmp_path / "report"), "--json", "-q", "-j", "0")
     report = json.loads(scored.stdout)
@@ -178,9 +178,9 @@ def test_a_long_image_is_cut_into_windows_of_bounded_number(
     assert segmenter.plan(native).size((10_000, 40), 1.0) == (10_000, 40)
     long = tmp_path / "long.png"
     Image.fromarray(np.zeros((10_000, 40, 3), np.uint8)).save(long)
-    done = run_dpn("segment", "predict", str(path), str(long), "-o", str(tmp_path / "out"), "--json")
-    assert done.exit_code == 0, done.output
-    assert opened(json.loads(done.stdout)[0]["labels"]).size == (40, 10_000)
+    result = run_dpn("segment", "predict", str(path), str(long), "-o", str(tmp_path / "out"), "--json")
+    assert result.exit_code == 0, result.output
+    assert opened(json.loads(result.stdout)[0]["labels"]).size == (40, 10_000)
 
 
 def _spoil(root: Path, how: str, split: str = "training") -> None:
@@ -205,7 +205,7 @@ def _spoil(root: Path, how: str, split: str = "training") -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("options", "message"),
     [
         ("size", "0000.png: the mask has 64x32 pixels, its image 64x64"),
         ("rgb", r"0000.png: an image in colours \(RGB\)"),
@@ -217,20 +217,20 @@ def _spoil(root: Path, how: str, split: str = "training") -> None:
         ("ignored", "every pixel is ignored"),
     ],
 )
-def test_spoilt_data_is_found_before_training(how: str, message: str, own: Path, tmp_path: Path) -> None:
-    _spoil(own, how)
+def test_spoilt_data_is_found_before_training(options: str, message: str, own: Path, tmp_path: Path) -> None:
+    _spoil(own, options)
     with pytest.raises(DataError, match=message) as caught:
         train_segment(segment_config(own), tmp_path / "run")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize(("how", "message"), [("6", "holds 6; allowed"), ("size", "has 64x32 pixels")])
+@pytest.mark.parametrize(("options", "message"), [("6", "holds 6; allowed"), ("size", "has 64x32 pixels")])
 @pytest.mark.parametrize("dry_run", [False, True])
 def test_spoilt_validation_masks_are_found_before_training(
-    how: str, message: str, dry_run: bool, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: str, message: str, dry_run: bool, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _spoil(own, how, "validation")
+    _spoil(own, options, "validation")
     monkeypatch.setattr("dpn_cli.engine.fit.fit", lambda *_, **__: pytest.fail("trained"))
     with pytest.raises(DataError, match=f"validation/0000.png: the mask {message}"):
         train_segment(segment_config(own), tmp_path / "run", dry_run=dry_run)
@@ -272,11 +272,11 @@ def test_wrong_commands_end_with_one_line(
     monkeypatch.chdir(tmp_path)
     base = ["--arch", "mu/16", "--checkpoint", "none", "--image-size", "64", "-b", "8", "--label-offset", "1"]
     base += ["--ignore-label", "0", "--steps", "2", "-q", "-j", "0", "-o", "run", "--data", str(shapes)]
-    done = run_dpn("segment", "folder", *base, *arguments)
-    assert done.exit_code == code, done.output
-    assert message in " ".join(done.stderr.split())
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert done.stdout == ""
+    result = run_dpn("segment", "folder", *base, *arguments)
+    assert result.exit_code == code, result.output
+    assert message in " ".join(result.stderr.split())
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert result.stdout == ""
 
 
 @pytest.mark.parametrize(
@@ -288,19 +288,19 @@ def test_wrong_commands_end_with_one_line(
         (["ade20k", "--steps", "5", "--epochs", "1"], 2, "give one of them"),
     ],
 )
-def test_commands_without_what_they_need_end_with_one_line(arguments: list[str], code: int, message: str) -> None:
-    done = run_dpn("segment", *arguments)
-    assert done.exit_code == code, done.output
-    assert message in " ".join(done.stderr.split())
-    assert len(done.stderr.strip().splitlines()) == 1
+def test_commands_without_their_inputs_end_with_one_line(arguments: list[str], code: int, message: str) -> None:
+    result = run_dpn("segment", *arguments)
+    assert result.exit_code == code, result.output
+    assert message in " ".join(result.stderr.split())
+    assert len(result.stderr.strip().splitlines()) == 1
 
 
 def test_other_runs_and_other_classes_are_refused(own: Path, tmp_path: Path) -> None:
     (own / "classes.txt").write_text("\n".join([*CLASS_NAMES, "moon"]))
     config = segment_config(own, schedule={"steps": 1})
     train_segment(config, tmp_path / "moon")
-    done = run_dpn("segment", "eval", str(tmp_path / "moon"), "--data", "demo", "-q")
-    assert "its 5 classes are not those" in done.stderr
+    result = run_dpn("segment", "eval", str(tmp_path / "moon"), "--data", "demo", "-q")
+    assert "its 5 classes are not those" in result.stderr
     (own / "classes.txt").write_text("sky\nsky\n")
     with pytest.raises(DataError, match="'sky' is listed twice"):
         train_segment(config, tmp_path / "twice")
@@ -312,8 +312,8 @@ def test_other_runs_and_other_classes_are_refused(own: Path, tmp_path: Path) -> 
 
     photos = write_class_folders(tmp_path / "photos", classes=3, each=12)
     train_highres(highres_config(photos, schedule={"steps": 1}, data={"minival": 0.0}), tmp_path / "classifier")
-    done = run_dpn("segment", "predict", str(tmp_path / "classifier"), "x.jpg")
-    assert "is a classification run; use 'dpn predict'" in done.stderr
+    result = run_dpn("segment", "predict", str(tmp_path / "classifier"), "x.jpg")
+    assert "is a classification run; use 'dpn predict'" in result.stderr
 
 
 def test_a_hub_data_set_gives_the_same_pairs(shapes: Path, tmp_path: Path) -> None:

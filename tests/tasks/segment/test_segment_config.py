@@ -48,7 +48,7 @@ class _Named(ScenePairs):
         self.sizes = [(1, 1)] * count
 
 
-def test_smaller_fractions_lie_in_larger_ones_and_stay_what_they_are() -> None:
+def test_smaller_fractions_are_subsets_of_larger_ones_and_reproducible() -> None:
     parts = [take(_Named(20210), share) for share in (1 / 16, 1 / 8, 1 / 4)]
     for less, more in itertools.pairwise(parts):
         assert set(less.names) < set(more.names)
@@ -69,8 +69,8 @@ def test_epochs_scale_with_the_images_that_are_left() -> None:
 
 def test_flags_reach_the_config() -> None:
     for command, flag, expected in (("folder", "--no-flip", False), ("ade20k", "--flip", True), ("folder", "-q", True)):
-        shown = run_dpn("segment", command, "--data", "somewhere", "--image-size", "28", flag, "--print-config")
-        config = yaml.safe_load(shown.stdout)
+        result = run_dpn("segment", command, "--data", "somewhere", "--image-size", "28", flag, "--print-config")
+        config = yaml.safe_load(result.stdout)
         assert (config["data"]["flip"], config["backbone"]["image_size"]) == (expected, 28)
 
 
@@ -117,6 +117,8 @@ def test_raw_values_become_labels_in_one_place() -> None:
         ([3, 90, 200, 201], LabelRule(5, 0, 255), "another data set, or grey images"),
     ],
 )
-def test_a_mask_of_another_convention_is_told_which(values: list[int], rule: LabelRule, message: str) -> None:
+def test_a_mask_of_another_convention_is_reported_with_its_name(
+    values: list[int], rule: LabelRule, message: str
+) -> None:
     with pytest.raises(DataError, match=message):
         rule.labels(np.array(values, np.uint8), "mask.png")

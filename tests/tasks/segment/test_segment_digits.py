@@ -105,9 +105,9 @@ def bare(root: Path, stem: str) -> float:
 def folder(root: Path, output: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     """Run `dpn segment folder` from scratch; returns its result and what it said."""
     base = ["--arch", f"mu/{PATCH}", "--checkpoint", "none", "--data", str(root), "-j", "0", "--device", "cpu"]
-    done = run_dpn("segment", "folder", *base, "-o", str(output), "--json", *arguments)
-    assert done.exit_code == 0, done.output
-    return json.loads(done.stdout), done.stderr
+    result = run_dpn("segment", "folder", *base, "-o", str(output), "--json", *arguments)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout), result.stderr
 
 
 @pytest.mark.slow
@@ -122,7 +122,7 @@ def test_the_defaults_are_as_good_as_a_bare_loop(stem: str, sheets: Path, tmp_pa
     assert f"weights: {tmp_path / 'run' / 'weights.safetensors'}" in said.replace("\n", "")
 
 
-def test_a_training_that_learns_nothing_is_said(sheets: Path, tmp_path: Path) -> None:
+def test_a_training_that_learns_nothing_is_reported(sheets: Path, tmp_path: Path) -> None:
     """A network whose crops see little of a sheet, and that one step at next to no learning rate does not train."""
     size = ["--image-size", "16", "--set", "data.scale=[96,96]", "--set", "head_init=zero", "--freeze", "backbone"]
     result, said = folder(sheets, tmp_path / "run", *size, "--steps", "1", "--lr", "1e-9", "-q")
@@ -134,8 +134,8 @@ def test_a_training_that_learns_nothing_is_said(sheets: Path, tmp_path: Path) ->
 
 def test_crops_are_compared_with_images_as_they_are_resized() -> None:
     pairs = ScenePairs(0, 3)  # of 64 pixels
-    how = SegmentAugmentation((16, 16), (200, 64), (0.5, 1.5))
-    assert check_crops(pairs, how) is None
-    warning = check_crops(pairs, replace(how, ratio=(1.5, 2.0)))
+    options = SegmentAugmentation((16, 16), (200, 64), (0.5, 1.5))
+    assert check_crops(pairs, options) is None
+    warning = check_crops(pairs, replace(options, ratio=(1.5, 2.0)))
     assert warning is not None
     assert "crops of 16x16 cover 2.0 % of the images, which are cropped at 112x112 (median)" in warning

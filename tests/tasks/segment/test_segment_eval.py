@@ -50,9 +50,9 @@ def test_data_in_another_place_need_no_names_of_their_own(place: Path) -> None:
     (place / "data" / "classes.txt").unlink()
     assert json.loads(run_dpn(*command).stdout) == listed
     (place / "data" / "classes.txt").write_text("sky\nsea\n")
-    other = run_dpn(*command)
-    assert other.exit_code == 3
-    assert "its 2 classes are not those that the run was trained on" in other.stderr
+    other_result = run_dpn(*command)
+    assert other_result.exit_code == 3
+    assert "its 2 classes are not those that the run was trained on" in other_result.stderr
     gone = run_dpn(*command[:3], "-q")
     assert gone.exit_code == 3
     assert f"--data {place / 'gone'}: no such folder" in " ".join(gone.stderr.split())
@@ -66,9 +66,9 @@ def test_a_demo_segmenter_has_the_demos_classes_on_other_data_too(place: Path) -
     listed = run_dpn(*command)
     assert listed.exit_code == 0, listed.stderr
     (place / "data" / "classes.txt").write_text("\n".join(reversed(CLASS_NAMES)))
-    other = run_dpn(*command)
-    assert other.exit_code == 3
-    assert f"--data {place / 'data'}: its 5 classes are not those" in " ".join(other.stderr.split())
+    other_result = run_dpn(*command)
+    assert other_result.exit_code == 3
+    assert f"--data {place / 'data'}: its 5 classes are not those" in " ".join(other_result.stderr.split())
     (place / "data" / "classes.txt").unlink()
     assert json.loads(run_dpn(*command).stdout) == json.loads(listed.stdout)
 
@@ -100,7 +100,7 @@ def enlarged(split: Path) -> None:
         larger.save(path)
 
 
-def test_both_sizes_are_scored_where_that_is_one_more_pass(place: Path) -> None:
+def test_both_sizes_are_scored_if_that_costs_one_more_pass(place: Path) -> None:
     enlarged(place / "data")
     command = ["segment", "eval", str(place / "run"), "--data", str(place / "data"), "--json", "-q", "-j", "0"]
     native, resized, both, many = (
@@ -112,12 +112,12 @@ def test_both_sizes_are_scored_where_that_is_one_more_pass(place: Path) -> None:
     assert {key: both[key] for key in scores} == {key: native[key] for key in scores}
     assert both["resized"] == {key: resized[key] for key in scores}
     assert not any("resized" in result for result in (native, resized, many))
-    said = run_dpn(*(word for word in command if word != "--json"), "--size", "both").stdout
+    output = run_dpn(*(word for word in command if word != "--json"), "--size", "both").stdout
     assert (
         f"(3 images, slide, native size; all pixels of the most frequent class: mIoU {both['majority_miou']:.2f}"
-        in said
+        in output
     )
-    assert f"; resized: mIoU {resized['miou']:.2f} %" in said
+    assert f"; resized: mIoU {resized['miou']:.2f} %" in output
     own = load_segmenter(str(place / "run"))
     own.evaluation = Evaluation(size="both")
     save_segmenter(own, place / "run" / "weights.safetensors")
@@ -125,7 +125,7 @@ def test_both_sizes_are_scored_where_that_is_one_more_pass(place: Path) -> None:
     assert json.loads(run_dpn(*command, "--multi-scale").stdout)["evaluation"]["size"] == "native"
 
 
-def test_a_run_is_scored_again_as_it_was_after_its_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rescoring_a_run_gives_the_score_after_its_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     enlarged(write_scenes(tmp_path / "data", {"training": 8, "validation": 2}))
     seen: list[WindowPlan] = []
 
@@ -146,7 +146,7 @@ def test_a_run_is_scored_again_as_it_was_after_its_training(tmp_path: Path, monk
     assert [plan.stride for plan in seen[2:]] == [None, None]
 
 
-def test_a_training_is_looked_at_once_and_scored_at_both_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_is_checked_once_and_scored_at_both_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     enlarged(write_scenes(tmp_path / "data", {"training": 8, "validation": 2}))
     seen: list[bool] = []
 
@@ -162,7 +162,7 @@ def test_a_training_is_looked_at_once_and_scored_at_both_sizes(tmp_path: Path, m
     assert result["evaluation"]["size"] == "both"
 
 
-def test_a_photograph_is_sized_as_in_training_where_a_run_is_scored_at_both_sizes(place: Path) -> None:
+def test_a_photograph_is_resized_as_in_training_if_a_run_is_scored_at_both_sizes(place: Path) -> None:
     own = load_segmenter(str(place / "run"))
     labels = []
     with Image.open(place / "data" / "images" / "validation" / "0000.jpg") as opened:
@@ -197,24 +197,24 @@ def test_a_prediction_is_the_label_map_of_the_runs_plan(place: Path) -> None:
 
 def test_a_report_never_replaces_a_run(place: Path) -> None:
     (place / "run" / "result.json").write_text("mine")
-    done = run_dpn("segment", "eval", str(place / "run"), "--data", str(place / "data"), "-o", str(place / "run"))
-    assert done.exit_code == 2
-    assert "the folder holds a run, and its result.json would be replaced" in done.stderr
+    result = run_dpn("segment", "eval", str(place / "run"), "--data", str(place / "data"), "-o", str(place / "run"))
+    assert result.exit_code == 2
+    assert "the folder holds a run, and its result.json would be replaced" in result.stderr
     assert (place / "run" / "result.json").read_text() == "mine"
     shutil.rmtree(place / "data")  # a place that cannot be written is found before anything is read
-    done = run_dpn("segment", "eval", str(place / "run"), "-o", str(place / "run" / "run.json" / "report"), "-q")
-    assert done.exit_code == 2
-    assert "report: the folder cannot be made (Not a directory)" in done.stderr
+    result = run_dpn("segment", "eval", str(place / "run"), "-o", str(place / "run" / "run.json" / "report"), "-q")
+    assert result.exit_code == 2
+    assert "report: the folder cannot be made (Not a directory)" in result.stderr
 
 
-def test_a_stopped_evaluation_says_that_there_is_no_result(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_evaluation_reports_that_it_has_no_result(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "requested", lambda: signal.SIGTERM)
-    done = run_dpn("segment", "eval", str(place / "run"), "--data", str(place / "data"), "-j", "0", "-q")
-    assert done.exit_code == 75
-    assert done.stderr.strip() == "error: stopped by SIGTERM; no result was written"
+    result = run_dpn("segment", "eval", str(place / "run"), "--data", str(place / "data"), "-j", "0", "-q")
+    assert result.exit_code == 75
+    assert result.stderr.strip() == "error: stopped by SIGTERM; no result was written"
 
 
-def test_what_is_drawn_has_the_classes_colors() -> None:
+def test_drawn_masks_have_the_classes_colors() -> None:
     rng = np.random.default_rng(0)
     classes = [Class(str(index), tuple(rng.integers(0, 256, 3).tolist())) for index in range(254)]
     labels = np.arange(254, dtype=np.uint8).repeat(2).reshape(2, 254)

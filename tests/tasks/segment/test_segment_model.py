@@ -39,7 +39,7 @@ def head(vit: Backbone) -> nn.Linear:
     return vit.head
 
 
-def test_what_patch_tokens_never_meet_is_not_trained() -> None:
+def test_parameters_without_effect_on_patch_tokens_are_frozen() -> None:
     vit = load_backbone("mu/8", image_size=32, num_classes=3)
     every = {name for name, _ in vit.named_parameters()}
     assert trainable(LinearSegmenter(vit, final_norm=True)) == every - {"pre_logits.weight", "pre_logits.bias"}
@@ -47,22 +47,22 @@ def test_what_patch_tokens_never_meet_is_not_trained() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "std", "largest"),
+    ("options", "std", "largest"),
     [("truncated_normal", 0.02, 2), ("lecun_normal", 32**-0.5, 2.3 * 32**-0.5), ("zero", 0, 0)],
 )
-def test_the_head_begins_as_asked(how: Any, std: float, largest: float, tmp_path: Path) -> None:
+def test_the_head_is_initialized_as_configured(options: Any, std: float, largest: float, tmp_path: Path) -> None:
     tower = tmp_path / "tower.safetensors"
     export_backbone(load_backbone("mu/8", image_size=32), tower)
     vit = load_backbone("mu/8", image_size=32, num_classes=200, checkpoint=str(tower))
     torch.nn.init.ones_(head(vit).bias)
-    initialize_head(vit, how, 1)
+    initialize_head(vit, options, 1)
     weight = head(vit).weight.detach().clone()
     assert weight.std().item() == pytest.approx(std, rel=0.03)
     assert weight.abs().max() <= largest
     assert not head(vit).bias.any()
-    assert vit.report.new[-2:] == [f"head.weight ({how.replace('_', ' ')})", "head.bias (zero)"]
-    initialize_head(vit, how, 2)
-    assert torch.equal(head(vit).weight, weight) == (how == "zero")
+    assert vit.report.new[-2:] == [f"head.weight ({options.replace('_', ' ')})", "head.bias (zero)"]
+    initialize_head(vit, options, 2)
+    assert torch.equal(head(vit).weight, weight) == (options == "zero")
 
 
 def test_a_network_is_built_as_the_config_says(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_network_is_built_as_the_config_says(tmp_path: Path) -> None:
     assert not torch.equal(head(again.vit).weight, head(other.vit).weight)
 
 
-def test_a_fraction_is_what_is_trained_on_and_what_is_said() -> None:
+def test_a_fraction_is_trained_on_and_reported() -> None:
     config = segment_config("demo", data={"fraction": "1/4"}, schedule={"steps": 40})
     data = train.open_data(config)
     assert (len(data.train), data.whole, len(data.val)) == (250, 1000, 200)
@@ -122,10 +122,10 @@ def test_examples_are_made_as_the_config_says(monkeypatch: pytest.MonkeyPatch) -
 
 def test_every_visit_of_an_image_is_another_example() -> None:
     one = PairsPart(ScenePairs(0, 1), [0] * 4)
-    how = SegmentAugmentation((48, 48), (256, 64))
+    options = SegmentAugmentation((48, 48), (256, 64))
 
     def steps(seed: int) -> list[torch.Tensor]:
-        batches = segment_batches(one, LabelRule(5, 1, 0), how, 4, seed, ALONE, workers=0)(0)
+        batches = segment_batches(one, LabelRule(5, 1, 0), options, 4, seed, ALONE, workers=0)(0)
         return [image for _, batch in zip(range(2), batches, strict=False) for image in batch["image"]]
 
     examples = [*steps(0), *steps(1)]
@@ -195,7 +195,7 @@ def test_a_segmenter_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
     assert maps[0].float().std() > 0
 
 
-def test_a_folders_config_differs_from_adeks_where_images_do() -> None:
+def test_a_folders_config_differs_from_ade20ks_as_its_images_do() -> None:
     from tasks.segment.config import resolve
 
     ade, folder = (

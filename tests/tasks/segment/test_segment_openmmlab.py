@@ -122,7 +122,7 @@ def test_a_head_of_other_classes_is_refused(segmenter: Segmenter, tmp_path: Path
         build(str(weights), str(weights), classes=4)
 
 
-def test_labels_and_pairs_are_those_of_its_ade20k_data_set(tmp_path: Path) -> None:
+def test_labels_and_pairs_match_its_ade20k_data_set(tmp_path: Path) -> None:
     import_mmseg()
     from mmseg.datasets import ADE20KDataset
     from mmseg.utils import register_all_modules

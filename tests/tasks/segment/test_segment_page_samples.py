@@ -48,9 +48,9 @@ def test_every_image_has_its_miou_its_confusions_and_its_images(scored: tuple[Pa
     with (run / "per_image.csv").open() as file:
         each = {int(row["row"]): float(row["miou"]) for row in csv.DictReader(file)}
     assert list(each) == [0, 1, 2]
-    kept = json.loads((run / "samples.json").read_text())
-    assert [one["kind"] for one in kept["images"]] == ["best", "median", "worst"]
-    assert [one["miou"] for one in kept["images"]] == sorted(each.values(), reverse=True)
+    report = json.loads((run / "samples.json").read_text())
+    assert [one["kind"] for one in report["images"]] == ["best", "median", "worst"]
+    assert [one["miou"] for one in report["images"]] == sorted(each.values(), reverse=True)
     total, names = np.zeros((5, 5), dtype=int), (scenes / "classes.txt").read_text().split()
     for row, miou in each.items():
         drawn = {name: pixels_of(run / "samples" / f"{row}.{name}.png") for name in ("truth", "predicted", "errors")}
@@ -68,7 +68,7 @@ def test_every_image_has_its_miou_its_confusions_and_its_images(scored: tuple[Pa
     assert counts == {(names[t], names[p]): total[t, p] for t in range(5) for p in range(5) if total[t, p]}
     assert html.count("<img src=") == 3 * 4
     assert ">The median images<" in html
-    for name, colour in kept["colours"]:
+    for name, colour in report["colours"]:
         assert f'<span style="background: {colour}"></span>{name}</li>' in html
 
 

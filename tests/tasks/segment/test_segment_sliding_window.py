@@ -116,7 +116,7 @@ def test_the_whole_image_goes_through_a_network_of_its_size(network: LinearSegme
     assert network(network.vit.normalize(random_image(32, 32))[None]).shape == (1, CLASSES, 4, 4)
 
 
-def test_windows_begin_where_the_reference_puts_them() -> None:
+def test_windows_start_at_the_references_positions() -> None:
     assert starts(512, 512, 341) == [0]
     assert starts(683, 512, 341) == [0, 171]
     assert starts(2048, 512, 341) == [0, 341, 682, 1023, 1364, 1536]

@@ -112,7 +112,7 @@ def test_resizing_is_opencvs() -> None:
         assert np.array_equal(crop_labels(labels, size, box), nearest)
 
 
-def test_a_part_of_a_resized_image_is_that_part() -> None:
+def test_a_crop_of_a_resized_image_equals_the_resized_crop() -> None:
     """Only what the part needs is computed, and yet to the bit."""
     rng = np.random.default_rng(0)
     for _ in range(150):
@@ -130,17 +130,17 @@ def test_sizes_keep_their_shape_within_both_caps() -> None:
     assert fit_into((1, 5000), 2048, 512) == (1, 2048)
 
 
-def test_a_crop_of_one_class_is_drawn_again() -> None:
+def test_a_crop_of_one_class_is_redrawn() -> None:
     labels = np.zeros((100, 200), np.uint8)
     labels[:, 150:] = 1
     pixels = np.zeros((100, 200, 3), np.uint8)
-    how = SegmentAugmentation((100, 100), (200, 100), (1.0, 1.0), photometric=False)
+    options = SegmentAugmentation((100, 100), (200, 100), (1.0, 1.0), photometric=False)
     shares = []
     for seed in range(60):
-        _, target = augment(pixels, labels, how, np.random.default_rng(seed).random)
+        _, target = augment(pixels, labels, options, np.random.default_rng(seed).random)
         shares.append(max(np.bincount(target.numpy().ravel())) / target.numel())
     assert np.mean([share < 0.75 for share in shares]) > 0.9  # half of all crops without the rule
-    _, target = augment(pixels, np.zeros_like(labels), how, np.random.default_rng(0).random)
+    _, target = augment(pixels, np.zeros_like(labels), options, np.random.default_rng(0).random)
     assert not target.any()  # the last draw is kept even so
 
 
@@ -148,8 +148,8 @@ def test_ignored_pixels_are_no_second_class() -> None:
     labels = np.full((20, 20), 3, np.uint8)
     labels[::2] = IGNORE
     draw = mock.Mock(side_effect=np.random.default_rng(0).random)
-    how = SegmentAugmentation((10, 10), (20, 20), (1.0, 1.0), photometric=False)
-    augment(np.zeros((20, 20, 3), np.uint8), labels, how, draw)
+    options = SegmentAugmentation((10, 10), (20, 20), (1.0, 1.0), photometric=False)
+    augment(np.zeros((20, 20, 3), np.uint8), labels, options, draw)
     assert draw.call_count == 1 + 2 * (1 + CROP_TRIES) + 1  # the ratio, a crop and all tries, the flip
 
 
@@ -163,8 +163,8 @@ def test_ignored_pixels_are_outside_the_share_of_a_class(ignored: float, most: f
     labels[: int(100 * ignored)] = IGNORE
     labels[int(100 * ignored) : int(100 * (ignored + most) + 0.5)] = 3
     draw = mock.Mock(side_effect=np.random.default_rng(0).random)
-    how = SegmentAugmentation((10, 10), (10, 10), (1.0, 1.0), photometric=False)
-    augment(np.zeros((10, 10, 3), np.uint8), labels.reshape(10, 10), how, draw)
+    options = SegmentAugmentation((10, 10), (10, 10), (1.0, 1.0), photometric=False)
+    augment(np.zeros((10, 10, 3), np.uint8), labels.reshape(10, 10), options, draw)
     assert draw.call_count == 1 + 2 * tries + 1  # the ratio, the places of crops, the flip
 
 
@@ -204,7 +204,7 @@ def test_strips_change_no_pixel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("factor", [0.5, 0.9, 1.4])
-def test_saturation_is_that_of_the_color_model(factor: float) -> None:
+def test_saturation_matches_the_color_model(factor: float) -> None:
     rgb = torch.randint(0, 256, (3, 1, 200), generator=torch.Generator().manual_seed(0)).float()
     ours = scale_saturation(rgb, factor)
     for place in range(rgb.shape[-1]):
@@ -214,7 +214,7 @@ def test_saturation_is_that_of_the_color_model(factor: float) -> None:
 
 
 @pytest.mark.parametrize("steps", [-18, 0, 17])
-def test_hue_is_that_of_the_color_model(steps: int) -> None:
+def test_hue_matches_the_color_model(steps: int) -> None:
     rgb = torch.randint(0, 256, (3, 1, 200), generator=torch.Generator().manual_seed(1)).float()
     ours, exact = turn_hue(rgb, steps), 0
     for place in range(rgb.shape[-1]):

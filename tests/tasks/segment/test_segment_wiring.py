@@ -76,7 +76,7 @@ def scored(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return seen
 
 
-def test_weights_are_the_checkpoints_whether_the_arch_is_said_or_not(tmp_path: Path) -> None:
+def test_weights_are_the_checkpoints_with_and_without_an_arch(tmp_path: Path) -> None:
     tower = load_backbone("mu/16", image_size=64, seed=9)
     export_backbone(tower, tmp_path / "tower.safetensors")
     for arch in (None, "mu/16"):

@@ -218,9 +218,9 @@ def test_a_task_holds_the_parts_of_its_splits_as_stored(few: None, tmp_path: Pat
 def test_a_check_of_prepared_tasks_finds_nothing(few: None, offline: None, tmp_path: Path) -> None:
     out = tmp_path / "vtab-1k"
     words = "dsprites_loc,dsprites_ori,kitti"
-    done = run_dpn("data", "prepare", "vtab", "--out", str(out), "--tasks", words, "--json", "-q")
-    assert done.exit_code == 0, done.output
-    assert set(json.loads(done.stdout)["tasks"].values()) == {"written"}
+    completed = run_dpn("data", "prepare", "vtab", "--out", str(out), "--tasks", words, "--json", "-q")
+    assert completed.exit_code == 0, completed.output
+    assert set(json.loads(completed.stdout)["tasks"].values()) == {"written"}
     checked = run_dpn("data", "check", "vtab", "--data", str(out), "--tasks", words, "--json", "-q", "-j", "0")
     result = json.loads(checked.stdout)
     assert (checked.exit_code, result["problems"]) == (0, [])
@@ -283,7 +283,7 @@ tests.write.prepare(source, source.tasks, tests.Stored(source), Path(sys.argv[1]
 """
 
 
-def test_what_a_kill_left_is_written_again_and_what_is_whole_is_kept(
+def test_partial_folders_of_a_kill_are_rewritten_and_complete_ones_are_reused(
     few: None, offline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
@@ -304,11 +304,11 @@ def test_what_a_kill_left_is_written_again_and_what_is_whole_is_kept(
         return Stored(source)
 
     monkeypatch.setattr(command, "open_builder", untouched)
-    before = {path: path.stat().st_mtime_ns for path in (whole / "smallnorb_azi").rglob("*")}
+    original = {path: path.stat().st_mtime_ns for path in (whole / "smallnorb_azi").rglob("*")}
     words = ["-o", str(whole), "--tasks", "smallnorb_ele,smallnorb_azi,svhn", "--json", "-q"]
-    done = run_dpn("data", "prepare", "vtab", *words)
-    assert json.loads(done.stdout)["tasks"] == {"svhn": "kept", "smallnorb_azi": "kept", "smallnorb_ele": "written"}
-    assert before == {path: path.stat().st_mtime_ns for path in (whole / "smallnorb_azi").rglob("*")}
+    result = run_dpn("data", "prepare", "vtab", *words)
+    assert json.loads(result.stdout)["tasks"] == {"svhn": "kept", "smallnorb_azi": "kept", "smallnorb_ele": "written"}
+    assert original == {path: path.stat().st_mtime_ns for path in (whole / "smallnorb_azi").rglob("*")}
     assert not list(out.glob(".*ele*"))  # what was left of it is gone
 
 
@@ -320,23 +320,23 @@ def test_a_signal_stops_between_two_images(tmp_path: Path, monkeypatch: pytest.M
     assert list(tmp_path.iterdir()) == []
 
 
-def test_damaged_tasks_are_written_again_when_asked(few: None, offline: None, tmp_path: Path) -> None:
+def test_damaged_tasks_are_rewritten_when_asked(few: None, offline: None, tmp_path: Path) -> None:
     words = ["data", "prepare", "vtab", "-o", str(tmp_path), "--tasks", "dtd", "--json", "-q"]
     assert run_dpn(*words).exit_code == 0
-    before = digests(tmp_path / "dtd")
+    original = digests(tmp_path / "dtd")
     (tmp_path / "dtd" / "images" / "test" / "000002.png").write_bytes(b"x")
     assert json.loads(run_dpn(*words).stdout)["tasks"] == {"dtd": "kept"}
-    again = run_dpn(*words, "--verify")
-    assert json.loads(again.stdout)["tasks"] == {"dtd": "written"}
-    assert "1 file missing or changed, images/test/000002.png first" in " ".join(again.stderr.split())
-    assert digests(tmp_path / "dtd") == before
+    second_result = run_dpn(*words, "--verify")
+    assert json.loads(second_result.stdout)["tasks"] == {"dtd": "written"}
+    assert "1 file missing or changed, images/test/000002.png first" in " ".join(second_result.stderr.split())
+    assert digests(tmp_path / "dtd") == original
     assert json.loads(run_dpn(*words, "--verify").stdout)["tasks"] == {"dtd": "kept"}
     sums = tmp_path / "dtd" / write.SUMS
     sums.write_text("".join(sums.read_text().splitlines(keepends=True)[1:]))
     assert json.loads(run_dpn(*words, "--verify").stdout)["tasks"] == {"dtd": "written"}
 
 
-def test_what_is_left_is_named_at_the_end_and_the_rest_is_written(
+def test_skipped_tasks_are_named_at_the_end_and_the_others_are_written(
     few: None, offline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def by_hand(source: Source, *where: Any) -> Stored:
@@ -346,18 +346,18 @@ def test_what_is_left_is_named_at_the_end_and_the_rest_is_written(
 
     monkeypatch.setattr(command, "open_builder", by_hand)
     words = ["data", "prepare", "vtab", "-o", str(tmp_path / "out"), "--tfds-dir", str(tmp_path / "tfds"), "-q"]
-    done = run_dpn(*words, "--tasks", "retinopathy,resisc45,dtd,smallnorb_ele")
-    assert done.exit_code == 3
-    said = " ".join(done.stderr.split())
+    result = run_dpn(*words, "--tasks", "retinopathy,resisc45,dtd,smallnorb_ele")
+    assert result.exit_code == 3
+    output = " ".join(result.stderr.split())
     manual = tmp_path / "tfds" / "downloads" / "manual"
-    assert f"resisc45 is not downloaded by itself: put {sources.RESISC45} {manual}" in said
-    assert f"unpacked to folders of those names, in {manual}" in said
-    assert said.endswith("error: 2 tasks left: resisc45, retinopathy; the reasons are above, the others are written")
+    assert f"resisc45 is not downloaded by itself: put {sources.RESISC45} {manual}" in output
+    assert f"unpacked to folders of those names, in {manual}" in output
+    assert output.endswith("error: 2 tasks left: resisc45, retinopathy; the reasons are above, the others are written")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["dtd", "smallnorb_ele"]
-    assert "2 tasks in" in done.stdout
+    assert "2 tasks in" in result.stdout
 
 
-def test_too_few_images_labels_outside_the_classes_and_other_sizes_are_said(
+def test_too_few_images_labels_outside_the_classes_and_other_sizes_are_reported(
     few: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = small("dtd")
@@ -381,25 +381,25 @@ def test_too_few_images_labels_outside_the_classes_and_other_sizes_are_said(
         write.prepare(source, source.tasks, huge, tmp_path, QUIET, {})
 
 
-def test_foreign_folders_and_a_missing_library_end_the_command_at_once(tmp_path: Path) -> None:
+def test_foreign_folders_and_a_missing_library_end_the_command_immediately(tmp_path: Path) -> None:
     (tmp_path / "svhn").mkdir()
     words = ["data", "prepare", "vtab", "-o", str(tmp_path), "-q", "--tasks"]
-    done = run_dpn(*words, "svhn,dtd")
-    assert done.exit_code == 2
-    assert f"{tmp_path / 'svhn'}: there already, and not written by this command" in " ".join(done.stderr.split())
-    done = run_dpn(*words, "svnh")
-    assert (done.exit_code, "did you mean 'svhn'" in done.stderr) == (2, True)
+    result = run_dpn(*words, "svhn,dtd")
+    assert result.exit_code == 2
+    assert f"{tmp_path / 'svhn'}: there already, and not written by this command" in " ".join(result.stderr.split())
+    result = run_dpn(*words, "svnh")
+    assert (result.exit_code, "did you mean 'svhn'" in result.stderr) == (2, True)
     (tmp_path / "file").write_text("")
     assert "a file; name a folder" in run_dpn("data", "prepare", "vtab", "-o", str(tmp_path / "file"), "-q").stderr
 
 
-def test_without_tensorflow_datasets_one_line_says_what_to_install(
+def test_without_tensorflow_datasets_one_line_names_the_package_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorflow", None)
-    done = run_dpn("data", "prepare", "vtab", "-o", str(tmp_path / "out"), "-q")
-    assert (done.exit_code, len(done.stderr.strip().splitlines())) == (2, 1)
-    assert "tensorflow is not installed; pip install 'dpn-cli[prepare]'" in done.stderr
+    result = run_dpn("data", "prepare", "vtab", "-o", str(tmp_path / "out"), "-q")
+    assert (result.exit_code, len(result.stderr.strip().splitlines())) == (2, 1)
+    assert "tensorflow is not installed; pip install 'dpn-cli[prepare]'" in result.stderr
     assert not (tmp_path / "out").exists()
 
 

@@ -33,9 +33,9 @@ def shown(result: Json) -> str:
     return text.getvalue()
 
 
-def test_handwriting_is_learnt(digits: Path, tmp_path: Path) -> None:
+def test_handwriting_is_learned(digits: Path, tmp_path: Path) -> None:
     # A shorter form of the run in the README, which goes on to 90 %.
-    done = run_dpn(
+    completed = run_dpn(
         "finetune",
         "vtab",
         "--data",
@@ -61,14 +61,14 @@ def test_handwriting_is_learnt(digits: Path, tmp_path: Path) -> None:
         "--json",
         "-q",
     )
-    assert done.exit_code == 0, done.stderr
-    result = json.loads(done.stdout)
+    assert completed.exit_code == 0, completed.stderr
+    result = json.loads(completed.stdout)
     assert result == json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["tasks"]["svhn"]["test"]["mean"] > 65
     assert (result["task"], result["arch"], result["stem"], result["demo"]) == ("vtab", "mu/4", "dpn", False)
 
 
-def test_the_result_has_what_it_promises(toy: Callable[..., Json], tmp_path: Path) -> None:
+def test_the_result_has_the_documented_keys(toy: Callable[..., Json], tmp_path: Path) -> None:
     result = toy(tmp_path / "run")
     task = result["tasks"]["svhn"]
     assert set(task["val"]) == {"0.001", "0.01", "0.03"}
@@ -110,14 +110,14 @@ def test_only_the_chosen_cells_meet_the_test_split_and_once(
     ]
     assert seen == [2]
     (tmp_path / "run" / "result.json").unlink()  # as if killed just before the end
-    again = toy(tmp_path / "run", resume=True)
+    second_result = toy(tmp_path / "run", resume=True)
     assert seen == [2]
-    assert again["tasks"] == result["tasks"]
+    assert second_result["tasks"] == result["tasks"]
     assert not list((tmp_path / "run").glob("trials/**/weights.safetensors"))
     assert not list((tmp_path / "run").glob("trials/**/checkpoints"))
 
 
-def test_the_vtab_protocol_trains_again_on_all_thousand(toy: Callable[..., Json], tmp_path: Path) -> None:
+def test_the_vtab_protocol_retrains_on_all_thousand(toy: Callable[..., Json], tmp_path: Path) -> None:
     paper, vtab = toy(tmp_path / "paper"), toy(tmp_path / "vtab", "protocol=vtab")
     assert paper["tasks"]["svhn"]["val"] == vtab["tasks"]["svhn"]["val"]
     assert paper["tasks"]["svhn"]["test"]["values"] != vtab["tasks"]["svhn"]["test"]["values"]
@@ -167,7 +167,7 @@ def test_checkpoints_of_every_stem_are_found_by_name(
         assert report["new"] == ["head.weight (zero)", "head.bias (zero)"]
 
 
-def test_the_run_folder_says_what_ran(toy: Callable[..., Json], tmp_path: Path) -> None:
+def test_the_run_folder_records_the_run(toy: Callable[..., Json], tmp_path: Path) -> None:
     toy(tmp_path / "run", "seeds=1", "lrs=[0.01]")
     run_file = json.loads((tmp_path / "run" / "run.json").read_text())
     assert run_file["status"] == "finished"
@@ -256,14 +256,14 @@ def test_the_score_of_all_19_tasks_is_both_means() -> None:
     assert build_result(built, outcomes[:-1], "B/32", {}, {})["mean19"] is None
 
 
-def test_the_demo_runs_from_nothing_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_runs_from_nothing_and_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    done = run_dpn("finetune", "vtab", "--steps", "26", "--seeds", "1", "--lrs", "1e-2")
-    assert done.exit_code == 0, done.stderr
-    first = " ".join(done.stderr.split())
+    completed = run_dpn("finetune", "vtab", "--steps", "26", "--seeds", "1", "--lrs", "1e-2")
+    assert completed.exit_code == 0, completed.stderr
+    first = " ".join(completed.stderr.split())
     assert "DEMO: generated scenes" in first
     assert "--data DIR" in first
-    assert "VTAB demo · mu/16" in done.stdout
+    assert "VTAB demo · mu/16" in completed.stdout
     result = json.loads((tmp_path / "runs" / "vtab_demo" / "mu-16-dpn" / "result.json").read_text())
     assert result["demo"] is True
     assert "no VTAB scores" in result["note"]
@@ -273,7 +273,7 @@ def test_the_demo_runs_from_nothing_and_says_so(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_dry_run_goes_through_everything_and_leaves_nothing(digits: Path, tmp_path: Path) -> None:
-    done = run_dpn(
+    result = run_dpn(
         "finetune",
         "vtab",
         "--data",
@@ -292,10 +292,10 @@ def test_a_dry_run_goes_through_everything_and_leaves_nothing(digits: Path, tmp_
         "-o",
         str(tmp_path / "run"),
     )
-    assert done.exit_code == 0, done.stderr
-    said = " ".join(done.stderr.split())
-    assert "dry run passed: 9 trainings in about" in said
-    row = done.stdout.splitlines()[1].split()
+    assert result.exit_code == 0, result.stderr
+    output = " ".join(result.stderr.split())
+    assert "dry run passed: 9 trainings in about" in output
+    row = result.stdout.splitlines()[1].split()
     assert (row[:2], row[-6:-4]) == (["mu/8", "dpn"], [f"{9 * 2500:,}", "9"])
     assert list(tmp_path.iterdir()) == []
 

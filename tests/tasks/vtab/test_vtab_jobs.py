@@ -86,11 +86,11 @@ def same(out: Path, alone: Path) -> None:
 def test_processes_do_the_sweep_of_one(alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in program_environment().items():
         monkeypatch.setenv(name, value)
-    done = run_demo_sweep(tmp_path, "--jobs", "2")
+    result = run_demo_sweep(tmp_path, "--jobs", "2")
     same(tmp_path, alone)
     logs = [(tmp_path / f"logs/dpn-{task}.log").read_text() for task in ("demo_color", "demo_light")]
     assert [len(re.findall(r"demo_\w+ dpn lr [\d.]+ seed 0: val", log)) for log in logs] == [2, 2]
-    assert done.stderr.count("val") == 0  # the process that starts the others trains nothing itself
+    assert result.stderr.count("val") == 0  # the process that starts the others trains nothing itself
 
 
 @pytest.mark.slow
@@ -124,7 +124,7 @@ def test_two_processes_that_start_the_same_part_do_it_once(alone: Path, tmp_path
     same(tmp_path, alone)
 
 
-def test_a_trial_that_another_process_trains_is_refused_and_one_it_has_finished_is_not_trained_again(
+def test_a_trial_of_another_process_is_refused_while_it_trains_and_reused_when_finished(
     alone: Path, tmp_path: Path
 ) -> None:
     run_demo_sweep(tmp_path, "--trial", "0")
@@ -132,12 +132,12 @@ def test_a_trial_that_another_process_trains_is_refused_and_one_it_has_finished_
     with files.claimed(claimed_trial), pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "PATIENCE", 0.0)
         for more in ("--trial", "1"), ("--trial", "5"), ("--resume",):
-            done = run_dpn(*DEMO_SWEEP, *SHORT_SWEEP, "-o", str(tmp_path), *more)
-            assert done.exit_code == 2, more
-            assert f"{claimed_trial}: another process is at work" in " ".join(done.stderr.split()).replace("- ", "-")
+            result = run_dpn(*DEMO_SWEEP, *SHORT_SWEEP, "-o", str(tmp_path), *more)
+            assert result.exit_code == 2, more
+            assert f"{claimed_trial}: another process is at work" in " ".join(result.stderr.split()).replace("- ", "-")
     shutil.copytree(alone / claimed_trial.relative_to(tmp_path), claimed_trial)
-    done = run_demo_sweep(tmp_path, "--resume")
-    assert "demo_light dpn lr 0.001 seed 0: val" not in done.stderr
+    result = run_demo_sweep(tmp_path, "--resume")
+    assert "demo_light dpn lr 0.001 seed 0: val" not in result.stderr
     same(tmp_path, alone)
 
 
@@ -146,9 +146,9 @@ def test_a_file_that_another_process_writes_meanwhile_is_not_taken_for_damaged(
 ) -> None:
     marker, read = tmp_path / "done.json", Path.read_text
 
-    def just_before(path: Path, *how: Any, **more: Any) -> str:
+    def just_before(path: Path, *options: Any, **arguments: Any) -> str:
         try:
-            return read(path, *how, **more)
+            return read(path, *options, **arguments)
         finally:
             path.write_text("{}")
 
@@ -158,15 +158,15 @@ def test_a_file_that_another_process_writes_meanwhile_is_not_taken_for_damaged(
 
 
 @pytest.mark.parametrize("jobs", ["1", "2", "3"])
-def test_a_training_that_failed_in_a_process_is_not_tried_again_by_the_one_that_started_it(
+def test_a_training_that_failed_in_a_worker_is_not_retried_by_its_parent(
     jobs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One, two whole parts at once, and single trainings, which are more than the parts."""
     wild = ("--lrs", "1e30,0.01", "--set", "optim.clip_norm=null")
     monkeypatch.setattr(dispatch, "backend_of", lambda *given: InProcess(int(jobs), tmp_path))
     for more in ((), ("--resume",)):
-        done = run_dpn(*DEMO_SWEEP, *SHORT_SWEEP, *wild, "-o", str(tmp_path), "--jobs", jobs, *more)
-        assert done.exit_code == 6, done.stderr
+        completed = run_dpn(*DEMO_SWEEP, *SHORT_SWEEP, *wild, "-o", str(tmp_path), "--jobs", jobs, *more)
+        assert completed.exit_code == 6, completed.stderr
         result = json.loads((tmp_path / "partial.json").read_text())
         assert [reason.split(":")[0] for reason in result["failed"]] == [
             f"{task} dpn lr 1e+30 seed 0" for task in ("demo_color", "demo_light")
@@ -176,7 +176,7 @@ def test_a_training_that_failed_in_a_process_is_not_tried_again_by_the_one_that_
         InProcess.trained = 0
 
 
-def test_what_runs_out_of_memory_in_a_part_of_a_gpu_is_tried_with_a_whole_one(
+def test_a_trial_out_of_memory_on_a_shared_gpu_is_retried_on_a_gpu_of_its_own(
     alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No learning rate is chosen without it."""
@@ -207,29 +207,29 @@ def test_another_version_is_refused(tmp_path: Path) -> None:
     facts = json.loads((tmp_path / "run.json").read_text())
     facts["versions"]["dpn-cli"] = "0.0.1"
     (tmp_path / "run.json").write_text(json.dumps(facts))
-    done = run_dpn(*DEMO_SWEEP, *SHORT_SWEEP, "-o", str(tmp_path), "--trial", "1")
-    assert done.exit_code == 2
-    assert "dpn 0.0.1 works on the run there" in done.stderr.replace("\n", " ")
+    result = run_dpn(*DEMO_SWEEP, *SHORT_SWEEP, "-o", str(tmp_path), "--trial", "1")
+    assert result.exit_code == 2
+    assert "dpn 0.0.1 works on the run there" in result.stderr.replace("\n", " ")
     assert not list(tmp_path.glob("trials/*/demo_light"))
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "message"),
     [
         (("--trial", "6"), "--trial 6: there are 6, 0 to 5; --list-trials lists them"),
         (("--trial", "0", "--jobs", "2"), "--jobs 2 --trial 0: each says who does the work; pass one of them"),
         (("--trial", "0", "--overwrite"), "--overwrite --trial 0: would delete the other trials"),
     ],
 )
-def test_what_cannot_be_shared_is_refused(more: tuple[str, ...], told: str, tmp_path: Path) -> None:
-    done = run_dpn(*DEMO_SWEEP, *SHORT_SWEEP, "-o", str(tmp_path), *more)
-    assert done.exit_code == 2
-    assert told in done.stderr.replace("\n", " ")
+def test_sharing_that_is_impossible_is_refused(more: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    result = run_dpn(*DEMO_SWEEP, *SHORT_SWEEP, "-o", str(tmp_path), *more)
+    assert result.exit_code == 2
+    assert message in result.stderr.replace("\n", " ")
 
 
 def test_parts_are_listed_with_their_numbers() -> None:
-    done = run_dpn(*DEMO_SWEEP, *SHORT_SWEEP, "--compare", "none,dpn", "--list-trials")
-    assert done.stdout.splitlines() == [
+    result = run_dpn(*DEMO_SWEEP, *SHORT_SWEEP, "--compare", "none,dpn", "--list-trials")
+    assert result.stdout.splitlines() == [
         f"{number}\t{name}"
         for number, name in enumerate(
             [
@@ -250,9 +250,9 @@ def test_processes_of_a_machine_decode_a_split_once(tmp_path: Path, monkeypatch:
     decoded: list[tuple[Any, ...]] = []
     sets: dict[bool, list[PixelSet]] = {True: [], False: []}
 
-    def counted(*given: Any, **more: Any) -> PixelSet:
-        decoded.append(given)
-        return load(*given, **more)
+    def counted(*arguments: Any, **more: Any) -> PixelSet:
+        decoded.append(arguments)
+        return load(*arguments, **more)
 
     monkeypatch.setattr(train, "load", counted)
     for shared in (True, False):
@@ -274,7 +274,7 @@ def test_processes_of_a_machine_decode_a_split_once(tmp_path: Path, monkeypatch:
     assert not list((tmp_path / "tmp").iterdir())
 
 
-def test_pixels_that_cannot_be_shared_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pixels_that_cannot_be_shared_stay_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pixels = PixelSet(torch.zeros(1, 3, 2, 2, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64))
 
     def full(path: Path, write: Any) -> None:

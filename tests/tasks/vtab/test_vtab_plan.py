@@ -26,9 +26,9 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def planned(*arguments: str) -> dict[str, Any]:
-    done = run_dpn("plan", "vtab", *SWEEP, "--device", "cpu", *arguments, "--json")
-    assert done.exit_code == 0, done.output
-    result: dict[str, Any] = json.loads(done.stdout)
+    completed = run_dpn("plan", "vtab", *SWEEP, "--device", "cpu", *arguments, "--json")
+    assert completed.exit_code == 0, completed.output
+    result: dict[str, Any] = json.loads(completed.stdout)
     return result
 
 
@@ -45,7 +45,7 @@ def test_hours_are_the_flops_of_all_trainings_at_half_the_measured_rate(ranks: i
     assert result["hours"] == one["hours"]
 
 
-def test_disk_and_memory_are_those_of_weights_gradients_states_and_activations() -> None:
+def test_disk_and_memory_count_weights_gradients_states_and_activations() -> None:
     (one,) = planned()["networks"]
     parameters = load_backbone("S/32", stem="dpn", num_classes=47).report.parameters
     assert one["kept"] == 0
@@ -66,9 +66,9 @@ def one_state(parameters: int) -> int:
 
 
 def test_every_network_is_a_row_and_none_needs_weights() -> None:
-    done = run_dpn("plan", "vtab", *SWEEP, "--compare", "none,dpn", "--device", "cpu")
-    assert done.exit_code == 0, done.output
-    rows = done.stdout.splitlines()
+    result = run_dpn("plan", "vtab", *SWEEP, "--compare", "none,dpn", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    rows = result.stdout.splitlines()
     assert [row.split()[0] for row in rows[:3]] == ["network", "none", "dpn"]
     assert "hours on 1 x cpu at half of its matrix-product rate" in rows[3]
     final = planned("--protocol", "vtab")["networks"][0]
@@ -83,8 +83,8 @@ def test_every_network_is_a_row_and_none_needs_weights() -> None:
         (["--arch", "S/30"], "image size"),
     ],
 )
-def test_what_cannot_be_planned_is_one_line(words: list[str], message: str) -> None:
-    done = run_dpn("plan", "vtab", *words)
-    assert done.exit_code == 2
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+def test_an_impossible_plan_is_reported_on_one_line(words: list[str], message: str) -> None:
+    result = run_dpn("plan", "vtab", *words)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr

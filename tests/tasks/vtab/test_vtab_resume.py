@@ -20,7 +20,7 @@ from tasks.vtab.train import Trainer
 
 
 @pytest.mark.parametrize("cells_before", [0, 3, 5])
-def test_a_killed_sweep_goes_on_where_it_was(
+def test_a_killed_sweep_continues(
     cells_before: int, toy: Callable[..., Json], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = toy(tmp_path / "whole")
@@ -42,7 +42,7 @@ def test_a_killed_sweep_goes_on_where_it_was(
         assert resumed[key] == whole[key]
 
 
-def test_a_kill_between_choice_and_score_trains_nothing_again(
+def test_a_kill_between_choice_and_score_retrains_nothing(
     toy: Callable[..., Json], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = toy(tmp_path / "whole")
@@ -59,7 +59,7 @@ def test_a_kill_between_choice_and_score_trains_nothing_again(
     assert toy(tmp_path / "cut", resume=True)["tasks"] == whole["tasks"]
 
 
-def test_a_run_begun_before_augmentation_was_a_key_goes_on(toy: Callable[..., Json], tmp_path: Path) -> None:
+def test_a_run_from_before_the_augmentation_key_continues(toy: Callable[..., Json], tmp_path: Path) -> None:
     path = tmp_path / "run"
     whole = toy(path)
     config = yaml.safe_load((path / "config.yaml").read_text())
@@ -74,7 +74,7 @@ def test_a_run_begun_before_augmentation_was_a_key_goes_on(toy: Callable[..., Js
 
 
 @pytest.mark.parametrize("allow", [False, True])
-def test_a_failed_cell_is_shown_and_tried_again(
+def test_a_failed_trial_is_shown_and_retried(
     allow: bool, toy: Callable[..., Json], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = Trainer.job
@@ -136,10 +136,10 @@ def test_failed_cells_end_the_command_with_code_6(digits: Path, tmp_path: Path) 
         "-o",
         str(tmp_path / "run"),
     ]
-    done = run_dpn(*arguments)
-    assert done.exit_code == 6, done.stderr
-    assert "lr 1e+30 seed 0: step" in " ".join(done.stdout.split())
-    assert "1 training failed" in done.stderr  # the diverged network left nothing to the cell after it
+    result = run_dpn(*arguments)
+    assert result.exit_code == 6, result.stderr
+    assert "lr 1e+30 seed 0: step" in " ".join(result.stdout.split())
+    assert "1 training failed" in result.stderr  # the diverged network left nothing to the cell after it
 
 
 def test_an_output_folder_with_another_run_is_never_mixed_up(toy: Callable[..., Json], tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_an_output_folder_with_another_run_is_never_mixed_up(toy: Callable[..., 
     assert (tmp_path / "photos" / "cat.jpg").exists()
 
 
-def test_too_little_disk_is_said_before_training(
+def test_too_little_disk_is_reported_before_training(
     toy: Callable[..., Json], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tasks.vtab.sweep.shutil.disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1000))
@@ -184,5 +184,5 @@ def test_damaged_files_of_a_sweep_are_named_in_one_line(toy: Callable[..., Json]
         with pytest.raises(DataError, match=message):
             toy(tmp_path / "run", *settings, resume=True)
         path.write_text(content)
-    again = toy(tmp_path / "run", *settings, resume=True)
-    assert again["tasks"] == whole["tasks"]
+    second_result = toy(tmp_path / "run", *settings, resume=True)
+    assert second_result["tasks"] == whole["tasks"]

@@ -215,7 +215,7 @@ def test_a_resumed_run_refuses_other_data(digits: Path, tmp_path: Path) -> None:
         run_vtab(root, tmp_path / "run", *settings, resume=True)
 
 
-def test_a_cell_of_another_length_is_trained_again_on_resume(toy: Toy, starts: list[Start], tmp_path: Path) -> None:
+def test_a_trial_of_another_length_is_retrained_on_resume(toy: Toy, starts: list[Start], tmp_path: Path) -> None:
     settings = ("seeds=1", "lrs=[0.01]")
     toy(tmp_path / "run", *settings)
     marker = tmp_path / "run" / "trials" / "dpn" / "svhn" / "train800_lr0.01_seed0" / "done.json"
@@ -245,7 +245,7 @@ def test_training_and_validation_images_are_decoded_before_any_training(
         run_vtab(root, tmp_path / "run", "data.tasks=svhn", "seeds=1", "lrs=[0.01]")
 
 
-def test_the_learning_rate_is_chosen_by_val200_where_training_images_say_otherwise(
+def test_the_learning_rate_is_chosen_by_val200_and_not_by_training_images(
     toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one learning rate with scores on val200 wins; scored on any other set of pixels, all would be equal."""
