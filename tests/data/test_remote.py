@@ -248,7 +248,7 @@ def test_permanent_errors_are_not_retried(store: Store, folder: Path, pauses: li
     assert pauses == []
 
 
-def test_a_server_without_head_is_asked_with_get(folder: Path, pauses: list[float]) -> None:
+def test_an_unreachable_server_is_retried_with_growing_pauses(folder: Path, pauses: list[float]) -> None:
     with pytest.raises(StoreError, match=r"http://127.0.0.1:9/a.tar: .*Cannot connect.* given up after 5 attempts"):
         open_split(ImageSource("http://127.0.0.1:9/a.tar"), "train")
     assert pauses == [1, 2, 4, 8]

@@ -178,7 +178,7 @@ def test_programs_find_packages_next_to_the_checkout(
     assert (ended.code, ended.errors) == (0, "")
 
 
-def test_the_wheels_are_the_packages_that_pytorch_does_not_bring() -> None:
+def test_the_wheels_cover_all_missing_dependencies() -> None:
     text = (ROOT / "Makefile").read_text().replace("\\\n", " ")
     carried = {
         canonicalize_name(name) for line in re.findall(r"^WHEELS [:+]= (.*)", text, re.M) for name in line.split()

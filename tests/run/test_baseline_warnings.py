@@ -108,7 +108,7 @@ def test_a_dry_run_is_reported_too(photos: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
-def test_vtab_warns_about_crops_per_task(
+def test_vtab_warns_of_tiny_crops_before_training(
     dry_run: bool, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Trainer, "job", lambda *given, **named: pytest.fail("said too late"))

@@ -162,7 +162,7 @@ print(last - first)
 """
 
 
-def test_memory_of_a_step_equals_the_previous_steps() -> None:
+def test_steps_reuse_the_memory_of_earlier_steps() -> None:
     system = {name: value for name, value in program_environment().items() if not name.startswith("MALLOC_")}
     fresh = [
         int(run_program([sys.executable, "-c", FRESH], env={**system, **chosen}).stdout)

@@ -47,22 +47,22 @@ def test_parameters_without_effect_on_patch_tokens_are_frozen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "std", "largest"),
+    ("scheme", "std", "largest"),
     [("truncated_normal", 0.02, 2), ("lecun_normal", 32**-0.5, 2.3 * 32**-0.5), ("zero", 0, 0)],
 )
-def test_the_head_is_initialized_as_configured(options: Any, std: float, largest: float, tmp_path: Path) -> None:
+def test_the_head_is_initialized_as_configured(scheme: Any, std: float, largest: float, tmp_path: Path) -> None:
     tower = tmp_path / "tower.safetensors"
     export_backbone(load_backbone("mu/8", image_size=32), tower)
     vit = load_backbone("mu/8", image_size=32, num_classes=200, checkpoint=str(tower))
     torch.nn.init.ones_(head(vit).bias)
-    initialize_head(vit, options, 1)
+    initialize_head(vit, scheme, 1)
     weight = head(vit).weight.detach().clone()
     assert weight.std().item() == pytest.approx(std, rel=0.03)
     assert weight.abs().max() <= largest
     assert not head(vit).bias.any()
-    assert vit.report.new[-2:] == [f"head.weight ({options.replace('_', ' ')})", "head.bias (zero)"]
-    initialize_head(vit, options, 2)
-    assert torch.equal(head(vit).weight, weight) == (options == "zero")
+    assert vit.report.new[-2:] == [f"head.weight ({scheme.replace('_', ' ')})", "head.bias (zero)"]
+    initialize_head(vit, scheme, 2)
+    assert torch.equal(head(vit).weight, weight) == (scheme == "zero")
 
 
 def test_a_network_is_built_as_the_config_says(tmp_path: Path) -> None:
