@@ -68,7 +68,7 @@ def test_attention_without_preference_is_as_far_as_uniform_attention(pool: str) 
     for block in model.blocks:
         block.attn.qkv.weight.data.zero_()
     centres = [(row * 8, column * 8) for row in range(4) for column in range(3)]
-    by_hand = np.mean([math.dist(one, other) for one in centres for other in centres])
+    by_hand = np.mean([math.dist(centre, other) for centre in centres for other in centres])
     seen = record_activations(model, [noise_images()])
     assert seen.uniform == pytest.approx(by_hand)
     np.testing.assert_allclose(seen.distances, np.full((4, 2), by_hand), rtol=1e-6)
@@ -115,7 +115,7 @@ def test_attention_matches_the_heads_and_the_network_is_unchanged() -> None:
 def test_lengths_of_tokens_are_measured_at_every_position() -> None:
     model, pixels = network("post_posemb"), noise_images(2)
     model.cls_token.data.fill_(0.5)
-    seen = {one.place: one for one in record_activations(model, [pixels]).lengths}
+    seen = {length.place: length for length in record_activations(model, [pixels]).lengths}
     assert list(seen) == ["stem", "with positions", "block 1", "block 2", "block 3", "block 4", "final norm"]
     with torch.no_grad():
         stem = model.patch_embed(model.normalize(pixels))
@@ -191,7 +191,7 @@ def test_similarity_of_positions_is_their_cosine() -> None:
     table = cosine_similarity(model.pos_embed[0].detach().numpy())
     np.testing.assert_allclose(found.maps[1, 0].flatten(), table[9], rtol=1e-5)
     centres = [(row, column) for row in range(4) for column in range(3)]
-    far = np.array([[math.dist(one, other) for other in centres] for one in centres])
+    far = np.array([[math.dist(centre, other) for other in centres] for centre in centres])
     rings = [far.astype(int) == ring for ring in range(4)]
     np.testing.assert_allclose(found.profile, [table[ring].mean() for ring in rings], rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(found.distance, [far[ring].mean() for ring in rings], rtol=1e-9)

@@ -79,7 +79,7 @@ def test_two_networks_stand_side_by_side(folder: Path, tmp_path: Path) -> None:
     # Four patches of 8 pixels: the neighbours are 8 pixels away, the opposite 8 * sqrt(2).
     assert dpn["attention_distance"]["of_uniform_attention"] == pytest.approx((8 + 8 + 8 * 2**0.5) / 4)
     assert dpn["explained_by"]["both"] < plain["explained_by"]["both"]
-    assert [one["change"] < 0.01 for one in dpn["stem_on_patches"][:3]] == [True] * 3
+    assert [patch["change"] < 0.01 for patch in dpn["stem_on_patches"][:3]] == [True] * 3
     tree = parse_page((tmp_path / "report.html").read_text())
     text = "".join(tree.itertext())
     assert "none: maps of the first norm are left out" in text

@@ -124,7 +124,7 @@ def test_names_that_are_no_utf8_go_through_every_command(tmp_path: Path, monkeyp
     assert json.loads(scored.stdout)["images"] == 20
     assert Path("report/per_class.csv").read_text("utf-8").splitlines()[1].startswith("caf\\udce9,")
     guessed = run_dpn("predict", "run", "photos", "--json", "--device", "cpu")
-    assert {"photos/class1/" + CAFE + ".jpg"} < {one["image"] for one in json.loads(guessed.stdout)}
+    assert {"photos/class1/" + CAFE + ".jpg"} < {entry["image"] for entry in json.loads(guessed.stdout)}
     printed = run_dpn("predict", "run", "photos", "--device", "cpu")
     assert (printed.exit_code, "caf\\xe9" in printed.stdout) == (0, True)
     assert run_dpn("export", "run", "-o", "export").exit_code == 0
@@ -152,7 +152,7 @@ def test_captions_of_images_whose_names_are_no_utf8(command_inputs: Path, tmp_pa
     assert json.loads(scored.stdout)["images"] == 20
     found = run_command("lit search", odd, tmp_path, monkeypatch, "--json")
     assert str(odd / "photos" / "class0" / f"{CAFE}.jpg").endswith(
-        next(one["image"] for one in json.loads(found.stdout) if CAFE in one["image"])
+        next(entry["image"] for entry in json.loads(found.stdout) if CAFE in entry["image"])
     )
     words = list(COMMANDS["lit cache"])
     words[words.index("pairs.csv")] = "photos"
@@ -262,7 +262,7 @@ def test_a_classifier_is_saved_with_names_of_any_bytes(tmp_path: Path) -> None:
     guessed = run_dpn(
         "predict", str(tmp_path / "w.safetensors"), str(write_class_folders(tmp_path / "p", 1, 1)), "--json"
     )
-    assert CAFE in {one["name"] for one in json.loads(guessed.stdout)[0]["classes"]}
+    assert CAFE in {score["name"] for score in json.loads(guessed.stdout)[0]["classes"]}
 
 
 @pytest.mark.parametrize("name", COMMANDS)

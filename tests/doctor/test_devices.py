@@ -86,4 +86,4 @@ def test_a_training_computes_on_its_device_alone(
         monkeypatch.setattr(Tensor, "cpu", lambda self: torch.zeros(self.shape, dtype=self.dtype))
     result = CliRunner().invoke(app, [*TRAININGS[name].split(), "--device", "meta", "-q", "-o", str(tmp_path / "run")])
     assert isinstance(result.exception, EnoughError), (result.output, result.exception)
-    assert [one.device for one in steps] == [META, META]
+    assert [step.device for step in steps] == [META, META]

@@ -54,7 +54,7 @@ def test_a_torch_that_cannot_be_imported_is_one_problem_among_the_findings(
     assert completed.returncode == 3, completed.stderr
     assert completed.stderr == "error: 1 problem, as listed above\n"
     result = json.loads(completed.stdout)
-    (problem,) = [each for each in result["findings"] if each["level"] == "problem"]
+    (problem,) = [finding for finding in result["findings"] if finding["level"] == "problem"]
     assert problem["name"] == name
     assert found in problem["found"]
     assert remedy in problem["remedy"]
@@ -253,7 +253,7 @@ def _meet(world: World, folder: Path) -> None:
         patch.setattr(socket, "gethostname", lambda: ["here", "elsewhere"][world.rank])
         patch.setattr(ranks, "versions", lambda: {"torch": ["2.0", "1.0"][world.rank]})
         found = list(ranks.check_ranks(mine))
-    (folder / f"{world.rank}.json").write_text(json.dumps([[each.name, each.level, each.found] for each in found]))
+    (folder / f"{world.rank}.json").write_text(json.dumps([[match.name, match.level, match.found] for match in found]))
 
 
 def test_ranks_report_each_other_their_versions_and_findings(tmp_path: Path) -> None:

@@ -321,7 +321,7 @@ def test_every_training_is_rehearsed_and_nothing_stays(
         assert one["hours"] == pytest.approx((one["steps"] * one["step_seconds"] + no_step) / 3600)
         assert bool(one["cached"]) == bool(one["cache_seconds"]) == (task == "lit")
         assert min(one["memory"], one["step_seconds"], one["evaluation_seconds"], one["passing"]) > 0
-    assert sum(one["steps"] for one in output["networks"]) == 40
+    assert sum(network["steps"] for network in output["networks"]) == 40
     assert output["hours"] == pytest.approx(sum(one["hours"] for one in output["networks"]))
     assert "passed: 1 training" in result.stderr or result.stderr == ""
     assert list(place.iterdir()) == []
@@ -414,7 +414,7 @@ def test_a_sweep_takes_all_its_trainings_and_scores_each_test_split_once_a_seed(
     protocol: str, keep: str, trainings: int, kept: int, passing: int
 ) -> None:
     config: Any = SimpleNamespace(seeds=(0, 1, 2), lrs=(0.1, 0.2), protocol=protocol, keep_weights=keep)
-    tasks = [one for one in TASKS if one.name in ("dtd", "svhn")]
+    tasks = [task for task in TASKS if task.name in ("dtd", "svhn")]
     one = cost(steps=100, trainings=1, evaluation_seconds=0.5, kept=1000, passing=70)
     found = whole_sweep(config, one, tasks)
     assert (found.trainings, found.steps, found.step_seconds) == (trainings, 100 * trainings, 0.5)

@@ -243,7 +243,7 @@ def test_seconds_count_the_sessions_before_and_rates_only_this_one(
     # Three steps and the batch read ahead were saved, and three batches were read then.
     assert (result.seconds, result.wait_seconds, result.earlier) == (70.0, 70.0, (40.0, 40.0))
     # Of three steps, the batch of the next one is read ahead.
-    assert [one.images_per_second for one in ticks] == [8 / 20, 16 / 30, 24 / 30]
+    assert [tick.images_per_second for tick in ticks] == [8 / 20, 16 / 30, 24 / 30]
     assert [one.wait_share for one in ticks] == [1.0] * 3
 
 

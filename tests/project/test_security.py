@@ -133,7 +133,7 @@ def calls() -> Iterator[tuple[str, str, dict[str, str]]]:
     for path in sorted([*(ROOT / "dpn_cli").rglob("*.py"), *(ROOT / "tasks").rglob("*.py")]):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call):
-                keywords = {one.arg: ast.unparse(one.value) for one in node.keywords if one.arg}
+                keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg}
                 yield f"{path.relative_to(ROOT)}:{node.lineno}", ast.unparse(node.func), keywords
 
 

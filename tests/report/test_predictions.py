@@ -261,7 +261,7 @@ def test_images_of_one_name_are_drawn_into_folders(place: Path) -> None:
     network = str(place / "segment predict.safetensors")
     photos = write_class_folders(Path("classes"), classes=2, each=1, size=(20, 20))
     result = run_dpn("segment", "predict", network, str(photos), "-o", "out", "--json")
-    found = [one["labels"] for one in json.loads(result.stdout)]
+    found = [entry["labels"] for entry in json.loads(result.stdout)]
     assert found == [f"out/{name}/000.labels.png" for name in ("class0", "class1")]
     assert all(Path(name).is_file() for name in found)
     (photos / "class1" / "000.png").write_bytes((photos / "class1" / "000.jpg").read_bytes())

@@ -43,7 +43,9 @@ def test_a_page_is_valid_stands_alone_and_escapes_names(tmp_path: Path) -> None:
     drawings = list(tree.iter(f"{SVG}svg"))
     assert len(drawings) == 4
     assert INK not in html  # lines and text have the page's own colour, light or dark
-    assert all("currentColor" in "".join(map(str, one.itertext())) or one.get("role") == "img" for one in drawings)
+    assert all(
+        "currentColor" in "".join(map(str, drawing.itertext())) or drawing.get("role") == "img" for drawing in drawings
+    )
     assert {path.name for path in (tmp_path / "page").iterdir()} == {"report.html", "figures", "table.md", "table.tex"}
     assert all(path.with_suffix(".png").read_bytes()[:4] == b"\x89PNG" for path in (tmp_path / "page").rglob("*.csv"))
 
@@ -400,7 +402,7 @@ def test_curves_of_a_comparison_are_means_over_seeds_in_a_band_that_holds_them_a
     for name, values in losses.items():
         records = [{"step": step, "loss": float(value)} for step, value in enumerate(values, 1)]
         (write_classifier_run(folder / name) / "metrics.jsonl").write_text(
-            "".join(f"{json.dumps(one)}\n" for one in records)
+            "".join(f"{json.dumps(record)}\n" for record in records)
         )
     assert "mean over seeds in a band" in make_page(tmp_path, folder)
     rows = [[name, *map(float, row)] for name, *row in read_chart_rows(tmp_path, "networks_loss")[1:]]

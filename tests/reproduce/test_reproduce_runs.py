@@ -273,7 +273,7 @@ def test_weights_that_are_here_are_looked_into_and_not_trained(tmp_path: Path, m
     (page,) = json.loads(result.stdout)["experiments"][0]["pages"]
     assert Path(page).is_file()
     networks = json.loads((Path(page).parent / "result.json").read_text())["networks"]
-    assert [one["stem"] for one in networks] == ["dpn"]
+    assert [network["stem"] for network in networks] == ["dpn"]
     assert not Path("out/imagenet").exists()
 
 

@@ -66,7 +66,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 def rank_of(worker: int) -> int:
     variables = Path(f"/proc/{worker}/environ").read_text().split("\0")
-    return int(next(each.removeprefix("RANK=") for each in variables if each.startswith("RANK=")))
+    return int(next(variable.removeprefix("RANK=") for variable in variables if variable.startswith("RANK=")))
 
 
 def lose(loss: Loss, torchruns: list[Popen[str]]) -> None:
@@ -82,7 +82,7 @@ def until_step(step: int, folder: Path, torchruns: list[Popen[str]]) -> None:
     """Wait until a run has logged a step. Raises `TimeoutError`."""
     end = time.monotonic() + LIMIT
     while max((record["step"] for record in records(folder)), default=0) < step:
-        if time.monotonic() > end or any(each.poll() is not None for each in torchruns):
+        if time.monotonic() > end or any(torchrun.poll() is not None for torchrun in torchruns):
             raise TimeoutError(f"step {step} was not logged")
         time.sleep(0.02)
 

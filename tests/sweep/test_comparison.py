@@ -90,7 +90,7 @@ def test_each_training_is_the_one_that_it_would_be_alone(
     score = result["score"]
     for name, network in result["compare"]["networks"].items():
         assert network["network"] == settings_of(name)
-        assert network[score]["values"] == pytest.approx([one[score] for one in network["runs"].values()], abs=1e-4)
+        assert network[score]["values"] == pytest.approx([run[score] for run in network["runs"].values()], abs=1e-4)
 
 
 def scores_of_each(result: dict[str, Any]) -> list[Any]:

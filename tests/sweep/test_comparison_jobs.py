@@ -42,7 +42,7 @@ GIVEN: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    ("command", "arguments"), [(command, one) for command, several in GIVEN.items() for one in several]
+    ("command", "arguments"), [(command, member) for command, several in GIVEN.items() for member in several]
 )
 def test_a_training_of_a_comparison_is_written_down_whole(
     command: str, arguments: dict[str, Any], tmp_path: Path
@@ -75,7 +75,7 @@ def test_processes_train_the_same_networks(photos: Path, tmp_path: Path, monkeyp
     done = trained(two, photos, "--jobs", "2")
     assert done.exit_code == 0, done.stderr
     results = [json.loads((out / "result.json").read_text()) for out in (one, two)]
-    networks = [{name: part["top1"] for name, part in each["compare"]["networks"].items()} for each in results]
+    networks = [{name: part["top1"] for name, part in result["compare"]["networks"].items()} for result in results]
     assert networks[0] == networks[1]
     for stem in ("none", "dpn"):
         assert (two / f"logs/{stem}-seed0.log").is_file()

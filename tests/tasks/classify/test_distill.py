@@ -118,7 +118,9 @@ def test_norms_come_in_from_nothing_to_all(
     monkeypatch.setattr(engine._Training, "update", noting)
     config = distill_config(photos, teacher, backbone={"start": "anneal"}, stem_share=0.75, schedule={"steps": 8})
     start = train_distill(config, tmp_path / "run")["stages"]["start"]
-    assert [each[0] for each in shares[:6]] == pytest.approx([0, 1 / 6 / 0.8, 2 / 6 / 0.8, 3 / 6 / 0.8, 4 / 6 / 0.8, 1])
+    assert [share[0] for share in shares[:6]] == pytest.approx(
+        [0, 1 / 6 / 0.8, 2 / 6 / 0.8, 3 / 6 / 0.8, 4 / 6 / 0.8, 1]
+    )
     assert all(len(each) == 2 for each in shares[:6])
     assert shares[6:] == [[], []]
     assert "patch_embed.norm_in.weight" in load_file(tmp_path / "run" / "weights.safetensors")
@@ -214,7 +216,7 @@ def test_the_result_reports_the_agreement_of_the_student(finished: tuple[Path, d
     spread = (tokens[1] - tokens[1].mean((0, 1))).square().sum()
     apart = (tokens[0] - tokens[1]).square().sum()
     assert result["token_variance"] == pytest.approx(float(1 - apart / spread), rel=1e-5)
-    p, q = (torch.distributions.Categorical(logits=each) for each in reversed(logits))
+    p, q = (torch.distributions.Categorical(logits=logit) for logit in reversed(logits))
     assert result["kl"] == pytest.approx(torch.distributions.kl_divergence(p, q).mean().item(), rel=1e-4)
     assert ours.classes == CLASSES
     assert ours.facts["trained_on"]["images"] == 48
@@ -226,7 +228,9 @@ def test_the_result_reports_the_agreement_of_the_student(finished: tuple[Path, d
     titles = [section.title for section in page.findings(read_run(path), "").sections]
     assert titles[:4] == ["Scores", "Calibration", "Classes", "Confusions"]
     answers = read_predictions(path / "predictions.csv", CLASSES)
-    assert 100 * sum(one.true == one.predicted for one in answers) / len(answers) == pytest.approx(result["top1"])
+    assert 100 * sum(prediction.true == prediction.predicted for prediction in answers) / len(answers) == pytest.approx(
+        result["top1"]
+    )
 
 
 def test_the_file_goes_wherever_weights_go(finished: tuple[Path, dict[str, Any]], photos: Path, tmp_path: Path) -> None:
@@ -420,10 +424,10 @@ def test_starts_and_seeds_are_compared_side_by_side(photos: Path, teacher: Path,
     for name, network in networks.items():
         runs = list(network["runs"].values())
         assert network["agreement"]["values"] == pytest.approx([each["agreement"] for each in runs])
-        assert {each["start"] for each in runs} == {"copy" if name != "stem=dpn,start=retrofit" else "retrofit"}
+        assert {run["start"] for run in runs} == {"copy" if name != "stem=dpn,start=retrofit" else "retrofit"}
         assert runs[0]["stages"]["start"]["kl"] == runs[1]["stages"]["start"]["kl"]
         assert runs[0]["kl"] != runs[1]["kl"]
-    assert [each["network"] for each in result["compare"]["differences"]] == list(networks)[1:]
+    assert [difference["network"] for difference in result["compare"]["differences"]] == list(networks)[1:]
 
 
 # Adam divides by gradients that are zero but for rounding, those of the keys' biases.

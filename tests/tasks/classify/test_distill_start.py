@@ -86,7 +86,7 @@ def test_a_stem_is_fitted_by_least_squares(stem: Any) -> None:
         columns = [v[:, channel]] if stem == "rms" else [v[:, channel], np.ones(len(v))]
         found = np.linalg.lstsq(np.stack(columns, 1), t[:, channel], rcond=None)[0]
         parameters = [norm.get_parameter(name) for name in ("weight", "bias")[: len(columns)]]
-        kept = [each[channel].item() for each in parameters]
+        kept = [parameter[channel].item() for parameter in parameters]
         assert kept == pytest.approx(found.tolist(), rel=1e-3, abs=1e-4)
 
 

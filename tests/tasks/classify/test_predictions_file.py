@@ -81,7 +81,7 @@ def test_confusions_are_scikit_learns_and_clusters_stand_together() -> None:
 
 def test_counted_pairs_are_scikit_learns_matrix() -> None:
     _, labels, answers = predictions_of(12, 500)
-    predicted = [one.predicted for one in answers]
+    predicted = [prediction.predicted for prediction in answers]
     matrix = confusion_matrix(labels, predicted, labels=range(12))
     counted = Confusion(12, Counter(one.label * 12 + one.predicted for one in answers))
     assert (counted.true, counted.taken) == (matrix.sum(1).tolist(), matrix.sum(0).tolist())
@@ -105,7 +105,7 @@ def test_predictions_keep_their_rows_when_images_are_skipped(tmp_path: Path) -> 
     for loss, sure in (("softmax", np.exp(2) / np.exp([0, 1, 2]).sum()), ("sigmoid", 1 / (1 + np.exp(-2)))):
         options: Any = {"loss": loss, "batch_size": 3, "skip_bad": True, "keep_predictions": True}
         scores = score(logits_of, split, small, 3, ONE, **options)
-        assert [one.row for one in scores.predictions] == [*range(5), *range(6, 12)]
+        assert [prediction.row for prediction in scores.predictions] == [*range(5), *range(6, 12)]
         assert [one.label for one in scores.predictions] == [split.labels[one.row] for one in scores.predictions]
         assert {one.predicted for one in scores.predictions} == {0}
         assert scores.predictions[0].confidence == pytest.approx(sure)
@@ -144,7 +144,7 @@ def evaluated(folder: Path, classes: int, images: int) -> Path:
         [a.row, f"{SCRIPT_TAG}/{a.row}", names[a.label], names[a.predicted], f"{a.confidence:.6f}"] for a in answers
     ]
     (folder / "predictions.csv").write_text(as_csv([list(COLUMNS), *rows]))
-    for one in [one for one in answers if one.label != one.predicted][:3]:
+    for one in [prediction for prediction in answers if prediction.label != prediction.predicted][:3]:
         Image.new("RGB", (9, 5)).save(folder / "mistakes" / f"{one.row}.jpg")
     return folder
 

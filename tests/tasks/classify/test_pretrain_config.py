@@ -26,7 +26,7 @@ from tasks.classify.train import load_network
 def differing(config: PretrainConfig) -> list[str] | None:
     """The values that differ from Appendix C's, without the sentences."""
     found = differences(config, "fp32")
-    return found and [each for each in found if "(paper: " in each]
+    return found and [match for match in found if "(paper: " in match]
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_all_seeds_of_a_tower_share_features_and_each_has_its_own_order(
     networks, (difference,) = result["compare"]["networks"], result["compare"]["differences"]
     for way in ("image_to_text@1", "text_to_image@1"):
         key = f"retrieval.{way}"
-        plain, dual = ([one["retrieval"][way] for one in networks[name]["runs"].values()] for name in ("none", "dpn"))
+        plain, dual = ([run["retrieval"][way] for run in networks[name]["runs"].values()] for name in ("none", "dpn"))
         assert networks["dpn"][key]["values"] == pytest.approx(dual, abs=1e-4)
         minus = [ours - theirs for ours, theirs in zip(dual, plain, strict=True)]
         assert difference[key]["values"] == pytest.approx(minus, abs=1e-4)

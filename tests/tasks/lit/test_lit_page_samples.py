@@ -50,7 +50,7 @@ def test_pairs_and_their_nearest_images_match_numpy(tmp_path: Path) -> None:
     (tmp_path / "captions.json").touch()  # of an earlier evaluation
     found, good, images, texts = kept(tmp_path)
     cosines = texts.numpy().astype(np.float64) @ images.numpy().astype(np.float64).T
-    rows = [one["row"] for one in found["pairs"]["images"]]
+    rows = [image["row"] for image in found["pairs"]["images"]]
     assert len(rows) == PAIRS
     assert (rows[0], rows[-1]) == (0, 29)
     places = [good.index(row) for row in rows]
@@ -62,7 +62,9 @@ def test_pairs_and_their_nearest_images_match_numpy(tmp_path: Path) -> None:
     for query in found["queries"]:
         own = int(query["text"].split()[-1])
         line = cosines[2 * good.index(own)]
-        assert [one["row"] for one in query["nearest"]] == [good[place] for place in np.argsort(-line)[:NEAREST]]
+        assert [neighbour["row"] for neighbour in query["nearest"]] == [
+            good[place] for place in np.argsort(-line)[:NEAREST]
+        ]
         assert [one["right"] for one in query["nearest"]] == [one["row"] == own for one in query["nearest"]]
     shown = {*rows, *(one["row"] for query in found["queries"] for one in query["nearest"])}
     assert {int(path.stem) for path in (tmp_path / "captions").iterdir()} == shown
@@ -84,7 +86,7 @@ def test_images_nearest_to_classes_are_found_part_by_part_and_over_ranks(
     for query in found:
         column = split.classes.index(query["text"])
         order = np.argsort(-cosines[:, column].numpy())[:NEAREST]
-        assert [one["row"] for one in query["nearest"]] == order.tolist()
+        assert [neighbour["row"] for neighbour in query["nearest"]] == order.tolist()
         for one in query["nearest"]:
             assert one["cosine"] == pytest.approx(cosines[one["row"], column].item())
             assert one["is"] == split.classes[split.labels[one["row"]]]

@@ -161,7 +161,7 @@ def test_the_commands_after_a_run_work(finished: tuple[Path, dict[str, Any]], sh
         run_dpn("segment", "predict", str(path), str(image), "-o", str(tmp_path / "out"), "--json").stdout
     )
     labels = opened(guessed[0]["labels"])
-    shares = {one["value"]: one["share"] for one in guessed[0]["classes"]}
+    shares = {score["value"]: score["share"] for score in guessed[0]["classes"]}
     assert {int(value) for value in np.unique(np.asarray(labels))} == set(shares) <= {1, 2, 3, 4, 5}
     assert sum(shares.values()) == pytest.approx(1)
     assert labels.mode == "P"

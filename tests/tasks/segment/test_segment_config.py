@@ -89,7 +89,7 @@ def test_without_data_it_is_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_ade20k_has_its_classes_and_colors() -> None:
     classes = ade20k()
-    assert [one.name for one in classes[:3]] == ["wall", "building", "sky"]
+    assert [score.name for score in classes[:3]] == ["wall", "building", "sky"]
     assert (classes[-1].name, classes[2].color) == ("flag", (6, 230, 230))
     assert len({one.name for one in classes}) == len(classes) == 150
     assert len({color_of(index) for index in range(60)}) == 60

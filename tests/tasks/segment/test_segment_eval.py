@@ -191,7 +191,7 @@ def test_a_prediction_is_the_label_map_of_the_runs_plan(place: Path) -> None:
         expected = label_map(own.network, images, (90, 150), own.plan()).numpy() + 1  # raw numbers begin at 1
     with Image.open(place / "wide.labels.png") as written:
         assert np.array_equal(np.asarray(written), expected)
-    shares = {one["value"]: one["share"] for one in done[0]["classes"]}
+    shares = {score["value"]: score["share"] for score in done[0]["classes"]}
     assert shares == {int(value): pytest.approx((expected == value).mean()) for value in np.unique(expected)}
 
 
@@ -219,7 +219,7 @@ def test_drawn_masks_have_the_classes_colors() -> None:
     classes = [Class(str(index), tuple(rng.integers(0, 256, 3).tolist())) for index in range(254)]
     labels = np.arange(254, dtype=np.uint8).repeat(2).reshape(2, 254)
     pixels = rng.integers(0, 256, (2, 254, 3), dtype=np.uint8)
-    colors = np.array([one.color for one in classes])[labels]
+    colors = np.array([mask_class.color for mask_class in classes])[labels]
     overlay = np.asarray(draw_overlay(pixels, labels, classes))
     assert np.abs(overlay - ((1 - STRENGTH) * pixels + STRENGTH * colors)).max() <= 1
     drawn = draw_labels(labels, LabelRule(254, 2, 0), classes)

@@ -23,7 +23,7 @@ def test_best_median_and_worst_are_different_images() -> None:
     for count in (1, 2, 3, 5, 9, 20):
         each = [ImageScore(row, float((row * 7) % count)) for row in range(count)]
         found = select_extremes(each)
-        rows = [one.row for several in found.values() for one in several]
+        rows = [member.row for several in found.values() for member in several]
         assert len(set(rows)) == len(rows) == min(count, 3 * max(1, min(3, count // 3))), count
         assert found["best"][0].miou == count - 1
     assert [[one.miou for one in several] for several in found.values()] == [[19, 18, 17], [11, 10, 9], [2, 1, 0]]
@@ -49,7 +49,7 @@ def test_every_image_has_its_miou_its_confusions_and_its_images(scored: tuple[Pa
         each = {int(row["row"]): float(row["miou"]) for row in csv.DictReader(file)}
     assert list(each) == [0, 1, 2]
     report = json.loads((run / "samples.json").read_text())
-    assert [one["kind"] for one in report["images"]] == ["best", "median", "worst"]
+    assert [image["kind"] for image in report["images"]] == ["best", "median", "worst"]
     assert [one["miou"] for one in report["images"]] == sorted(each.values(), reverse=True)
     total, names = np.zeros((5, 5), dtype=int), (scenes / "classes.txt").read_text().split()
     for row, miou in each.items():
