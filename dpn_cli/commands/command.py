@@ -28,10 +28,10 @@ from dpn_cli.errors import DpnError
 from dpn_cli.run.console import Console, show
 
 OptionsT = TypeVar("OptionsT", bound=Section)
-Tell = Callable[[Any], str | None]
+Formatter = Callable[[Any], str | None]
 # A result for ``--json``, or None on ranks that do not lead, and what prints it for a person; where there is a third,
 # an error with which the command ends although there is a result.
-Outcome = tuple[Any, Tell] | tuple[Any, Tell, DpnError | None]
+Outcome = tuple[Any, Formatter] | tuple[Any, Formatter, DpnError | None]
 # How a training runs, and of no use to anything else.
 TRAINING_ONLY = frozenset({"runtime.compile", "runtime.shard", "runtime.micro_batch_size", "runtime.report_to"})
 

@@ -1,4 +1,4 @@
-"""`dpn doctor`: whether this machine can run a training."""
+"""`dpn doctor`: check whether this machine can run a training."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class DoctorOptions(Section):
 
 
 def examine() -> list[Finding]:
-    """Look at the packages, the machine, its folders, torch, the devices, and the ranks that torchrun has started."""
+    """Check packages, machine, folders, torch, devices, and the ranks that torchrun has started."""
     from dpn_cli.doctor.machine import machine
     from dpn_cli.doctor.packages import packages
     from dpn_cli.doctor.storage import places
     from dpn_cli.doctor.subprocess_check import start_checks
 
-    with start_checks() as apart:  # torch loads while the rest is looked at
-        found = [*packages(), *machine(), *places()]
-        return [*found, *apart.findings(found)]
+    with start_checks() as checks:  # torch loads while the rest is checked
+        findings = [*packages(), *machine(), *places()]
+        return [*findings, *checks.findings(findings)]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -37,23 +37,23 @@ def add_to(app: typer.Typer) -> None:
 
 def _doctor(options: DoctorOptions, console: Console) -> Outcome:
     """Check this machine before a training: packages, GPUs, memory, disk, network, ranks."""
-    found = examine()
-    counts = {level: sum(finding.level == level for finding in found) for level in ("problem", "warning")}
+    findings = examine()
+    counts = {level: sum(finding.level == level for finding in findings) for level in ("problem", "warning")}
     rank = int(os.environ.get("RANK", "0"))
-    met = any(finding.name == "ranks" and finding.level == "ok" for finding in found)
-    if rank and met:  # the leading rank says it all
+    ranks_found = any(finding.name == "ranks" and finding.level == "ok" for finding in findings)
+    if rank and ranks_found:  # the leading rank reports for all
         return None, _describe
     problems = count_noun(counts["problem"], "problem")
     error = CheckError(f"{problems}, as listed above") if counts["problem"] else None
-    listed = [{"name": each.name, "level": each.level, "found": each.found, "remedy": each.remedy} for each in found]
+    listed = [{"name": item.name, "level": item.level, "found": item.found, "remedy": item.remedy} for item in findings]
     return {"problems": counts["problem"], "warnings": counts["warning"], "findings": listed}, _describe, error
 
 
 def _describe(result: dict[str, Any]) -> str:
-    width = max((len(each["name"]) for each in result["findings"]), default=0)
+    width = max((len(finding["name"]) for finding in result["findings"]), default=0)
     lines = []
-    for each in result["findings"]:
-        lines.append(f"{each['level']:<7}  {each['name']:<{width}}  {each['found']}")
-        lines += [f"{'':7}  {'':<{width}}  -> {each['remedy']}"] if each["remedy"] else []
+    for finding in result["findings"]:
+        lines.append(f"{finding['level']:<7}  {finding['name']:<{width}}  {finding['found']}")
+        lines += [f"{'':7}  {'':<{width}}  -> {finding['remedy']}"] if finding["remedy"] else []
     lines.append(f"{count_noun(result['problems'], 'problem')}, {count_noun(result['warnings'], 'warning')}")
     return "\n".join(lines)

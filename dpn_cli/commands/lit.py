@@ -66,8 +66,8 @@ def _predict(options: lit_options.ZeroShotOptions, console: Console) -> Outcome:
     """Rank labels by how well they fit an image."""
     task = module_of("lit predict")
 
-    found = task.label(options, console)
-    return found.results, _describe_labels, found.problem(options.skip_bad_images)
+    predictions = task.label(options, console)
+    return predictions.results, _describe_labels, predictions.problem(options.skip_bad_images)
 
 
 def _describe_labels(results: list[dict[str, Any]]) -> str:
@@ -89,14 +89,14 @@ def _search(options: lit_options.SearchOptions, console: Console) -> Outcome:
     """Find the images that best match a sentence; image features are cached."""
     task = module_of("lit search")
 
-    found = task.search(options, console)
-    if found is None:
+    matches = task.search(options, console)
+    if matches is None:
         return None, str
-    return found.results, _describe_nearest, found.problem(options.skip_bad_images)
+    return matches.results, _describe_nearest, matches.problem(options.skip_bad_images)
 
 
-def _describe_nearest(places: list[dict[str, Any]]) -> str:
-    return "\n".join(f"{one['cosine']:.3f}  {printable(one['image'])}" for one in places)
+def _describe_nearest(matches: list[dict[str, Any]]) -> str:
+    return "\n".join(f"{match['cosine']:.3f}  {printable(match['image'])}" for match in matches)
 
 
 @register_command(
@@ -106,6 +106,9 @@ def _export(options: lit_options.LitExportOptions, console: Console) -> Outcome:
     """Export both towers and the tokenizer with a model card, and verify their features."""
     task = module_of("lit export")
 
-    return task.export(
-        options.run, options.output_dir
-    ), lambda done: f"{done['path']}: gives the features of {options.run}; {done['config']} and README.md describe it"
+    return (
+        task.export(options.run, options.output_dir),
+        lambda result: (
+            f"{result['path']}: gives the features of {options.run}; {result['config']} and README.md describe it"
+        ),
+    )

@@ -63,9 +63,9 @@ def keys_of(schema: type[BaseModel], prefix: str = "") -> Iterator[Key]:
 def parameter_of(key: Key, default: str | None) -> Parameter:
     """Return the parameter of a command's signature; `default` is what help says, None says nothing."""
     required = key.field.is_required() and default is None
-    said = "" if default is None else f" \\[default: {_escaped(default)}]"
+    default_text = "" if default is None else f" \\[default: {_escaped(default)}]"
     shared: Any = {
-        "help": _escaped(key.flag.help) + said,
+        "help": _escaped(key.flag.help) + default_text,
         "rich_help_panel": key.flag.panel,
         "show_default": False,
         "autocompletion": key.flag.complete or _choices_completed(key.field.annotation),
@@ -86,15 +86,17 @@ def default_of(key: Key, schema: type[Section], variants: Sequence[Variant]) -> 
     """
     if not key.flag.names or _value(schema, variants[0].config, key.name) is PydanticUndefined:
         return None
-    shown = [(variant, _format_default(key, _value(schema, variant.config, key.name), variant)) for variant in variants]
-    usual = shown[0][1]
+    defaults = [
+        (variant, _format_default(key, _value(schema, variant.config, key.name), variant)) for variant in variants
+    ]
+    usual_default = defaults[0][1]
     labels: dict[str, list[str]] = {}
-    for variant, text in shown:
-        if text != usual:
+    for variant, text in defaults:
+        if text != usual_default:
             labels.setdefault(text, []).append(variant.label)
-    followed = next((variant.follows for variant, text in shown if text != usual and variant.follows), "")
+    followed = next((variant.follows for variant, text in defaults if text != usual_default and variant.follows), "")
     prefix = f"by {followed}: " if followed else ""
-    return prefix + "; ".join([usual, *(f"{', '.join(names)}: {text}" for text, names in labels.items())])
+    return prefix + "; ".join([usual_default, *(f"{', '.join(names)}: {text}" for text, names in labels.items())])
 
 
 def explicit_options(keys: Sequence[Key], arguments: Mapping[str, object]) -> Plain:
@@ -191,8 +193,8 @@ def _choices(annotation: Any) -> list[str]:
 def _metavar(annotation: Any) -> str | None:
     """Return how help writes the value of a choice: ``[exact|pillow]``."""
     choices, members = _choices(annotation), _members(annotation)
-    others = any(get_origin(part) is not Literal for part in members)
-    return None if not 0 < len(choices) <= MOST_CHOICES or others else f"[{'|'.join(choices)}]"
+    has_other_types = any(get_origin(part) is not Literal for part in members)
+    return None if not 0 < len(choices) <= MOST_CHOICES or has_other_types else f"[{'|'.join(choices)}]"
 
 
 def _choices_completed(annotation: Any) -> Callable[[str], list[str]] | None:
@@ -205,11 +207,11 @@ def _escaped(text: str) -> str:
 
 
 def option(
-    name: str, kind: Any, default: object, *names: str, help: str, panel: str = OUTPUT, **more: Any
+    name: str, kind: Any, default: object, *names: str, help: str, panel: str = OUTPUT, **settings: Any
 ) -> Parameter:
     """Return an option that is not a config key."""
-    said = typer.Option(*names, help=help, rich_help_panel=panel, show_default=False, **more)
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, said])
+    typer_option = typer.Option(*names, help=help, rich_help_panel=panel, show_default=False, **settings)
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, typer_option])
 
 
 def switch(name: str, *names: str, help: str) -> Parameter:

@@ -45,8 +45,8 @@ def _predict(options: segment_options.SegmentPredictOptions, console: Console) -
     """Segment images: write label maps, coloured overlays and a legend as PNG files."""
     task = module_of("segment predict")
 
-    found = task.predict(options, console)
-    return found.results, _describe, found.problem(options.skip_bad_images)
+    predictions = task.predict(options, console)
+    return predictions.results, _describe, predictions.problem(options.skip_bad_images)
 
 
 def _describe(images: list[dict[str, Any]]) -> str:
@@ -54,7 +54,7 @@ def _describe(images: list[dict[str, Any]]) -> str:
 
 
 def _describe_image(result: dict[str, Any]) -> str:
-    named = ", ".join(f"{printable(one['name'])} {one['share']:.1%}" for one in result["classes"][:6])
-    more = f" and {len(result['classes']) - 6} more" if len(result["classes"]) > 6 else ""
+    named = ", ".join(f"{printable(entry['name'])} {entry['share']:.1%}" for entry in result["classes"][:6])
+    remainder = f" and {len(result['classes']) - 6} more" if len(result["classes"]) > 6 else ""
     files = "  ".join(printable(result[name]) for name in ("labels", "overlay", "legend"))
-    return f"{printable(result['image'])}: {named}{more}\n  {files}"
+    return f"{printable(result['image'])}: {named}{remainder}\n  {files}"

@@ -37,7 +37,7 @@ def add_command(app: typer.Typer, name: str, training: TrainCommand) -> None:
                 return
             if isinstance(config, CompareConfig) and (warning := config.unused()):
                 console.warn(warning)
-            how = _launch_options(config, arguments)
+            options = _launch_options(config, arguments)
             config, trainer = load_trainer(training, config, console, dry_run=arguments["dry_run"])
             if arguments.get("list_trials"):
                 for number, name in enumerate(cast(SupportsTrials, trainer).trials(config)):
@@ -47,7 +47,7 @@ def add_command(app: typer.Typer, name: str, training: TrainCommand) -> None:
             folders, costs = list[Path](), list[Cost]()
             launch = LaunchOptions(
                 arguments["output_dir"],
-                **how,
+                **options,
                 on_open=folders.append,
                 on_cost=costs.append,
                 explicit_keys=explicit_keys,
@@ -76,39 +76,39 @@ def _launch_options(config: Any, arguments: Mapping[str, Any]) -> dict[str, Any]
 
     Raises `DpnError` for several processes where there is only one training.
     """
-    how = {key: arguments[key] for key in ("resume", "overwrite", "dry_run")}
+    fields = {key: arguments[key] for key in ("resume", "overwrite", "dry_run")}
     if "jobs" not in arguments:
-        return how
+        return fields
     processes, trial = process_options(arguments), arguments["trial"]
     launch = LaunchOptions(**processes)
     starts = launch.processes if launch.engine == "local" else f"--engine {launch.engine}"
-    given = {starts: launch.starts_processes, f"--trial {trial}": trial is not None}
-    given["--list-trials"] = arguments["list_trials"]
-    asked = [option for option, was in given.items() if was]
-    if asked and not getattr(config, "several", True):
-        raise DpnError(f"{asked[0]}: this is one training; --compare and --seeds make several")
-    if len(asked) > 1:
-        raise DpnError(f"{' '.join(asked)}: each says who does the work; pass one of them")
-    return how | processes | {"trial": trial}
+    is_given = {starts: launch.starts_processes, f"--trial {trial}": trial is not None}
+    is_given["--list-trials"] = arguments["list_trials"]
+    given_options = [option for option, was in is_given.items() if was]
+    if given_options and not getattr(config, "several", True):
+        raise DpnError(f"{given_options[0]}: this is one training; --compare and --seeds make several")
+    if len(given_options) > 1:
+        raise DpnError(f"{' '.join(given_options)}: each says who does the work; pass one of them")
+    return fields | processes | {"trial": trial}
 
 
 def process_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a `LaunchOptions` that are `PROCESS_OPTIONS`. Raises `DpnError`."""
     resources = from_settings(arguments["resources"] or [], "--resources", "num_gpus=1")
-    how = {"jobs": arguments["jobs"], "engine": arguments["engine"], "resources": tuple(resources.items())}
+    fields = {"jobs": arguments["jobs"], "engine": arguments["engine"], "resources": tuple(resources.items())}
     if (per_gpu := arguments["jobs_per_gpu"]) is None:
-        return how
+        return fields
     if per_gpu != "auto" and not re.fullmatch("[1-9][0-9]?", per_gpu):
         raise DpnError(f"--jobs-per-gpu {per_gpu}: a number from 1 to 99, or auto")
-    how["jobs_per_gpu"] = per_gpu if per_gpu == "auto" else int(per_gpu)
+    fields["jobs_per_gpu"] = per_gpu if per_gpu == "auto" else int(per_gpu)
     from dpn_cli.sweep.engines.select import check_sharing  # torch loads here
 
-    check_sharing(LaunchOptions(**how))
-    return how
+    check_sharing(LaunchOptions(**fields))
+    return fields
 
 
 def sweep_error(failed: Sequence[str], what: str) -> SweepError | None:
-    """Return the error of a run of which some parts have failed."""
+    """Return the error of a run with failed trials; None if none has failed."""
     if not failed:
         return None
     return SweepError(
@@ -120,13 +120,13 @@ def sweep_error(failed: Sequence[str], what: str) -> SweepError | None:
 def load_trainer(
     training: TrainCommand, config: Any, console: Console, *, dry_run: bool = False
 ) -> tuple[Any, TrainingModule]:
-    """Return the settled config and what trains by it, or what trains by several configs and settles each of them."""
+    """Return the final config and the module that trains by it; for a sweep the runner, which finalizes each config."""
     if isinstance(config, SweepConfig) and config.several:
         from dpn_cli.sweep.runner import SweepRunner  # torch loads here
 
         return config, SweepRunner(training)
     config = training.finalize(config, console, dry_run)
-    return config, cast(TrainingModule, import_module(training.module))  # or here
+    return config, cast(TrainingModule, import_module(training.module))  # torch loads here, too
 
 
 PROCESS_OPTIONS = (

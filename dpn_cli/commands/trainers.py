@@ -102,8 +102,8 @@ def _resolve_pretrain(
         raise DpnError(f"'{name}' and --base-config {base_config}: give one of them")
     if preset not in (None, "short"):
         raise DpnError(f"--preset {preset!r}: the only preset is short")
-    which: Literal["short"] | None = "short" if preset else None
-    return pretrain_config.resolve(base_config or name, which, augment, config_file, flags, settings, say)
+    pretrain_preset: Literal["short"] | None = "short" if preset else None
+    return pretrain_config.resolve(base_config or name, pretrain_preset, augment, config_file, flags, settings, say)
 
 
 PRETRAIN = TrainCommand(
@@ -168,13 +168,13 @@ def _with_demo_backbone(
 ) -> Callable[[TrainingConfig, Console, bool], TrainingConfig]:
     """Return a `finalize` that trains the demo's tower, unless it is there, for a demo that names no weights."""
 
-    def settled(config: TrainingConfig, console: Console, dry_run: bool) -> TrainingConfig:
-        decided = finalize(config)
-        if decided.backbone.checkpoint is not None:
-            return decided
+    def finalize_with_demo(config: TrainingConfig, console: Console, dry_run: bool) -> TrainingConfig:
+        finalized = finalize(config)
+        if finalized.backbone.checkpoint is not None:
+            return finalized
         return finalize(config, demo_backbone(config.backbone.stem or "dpn", console, trained=not dry_run))
 
-    return settled
+    return finalize_with_demo
 
 
 LIT = TrainCommand(
@@ -294,5 +294,5 @@ def schema_of(plain: Plain, name: str) -> type[Config]:
     for words, training in TRAIN_COMMANDS.items():
         if f"{command} ".startswith(f"dpn {words} "):
             return training.schema
-    known = ", ".join(f"'dpn {words} …'" for words in TRAIN_COMMANDS)
-    raise DpnError(f"{name}: about.command is {command!r}, which has no config; write one of {known}")
+    commands = ", ".join(f"'dpn {words} …'" for words in TRAIN_COMMANDS)
+    raise DpnError(f"{name}: about.command is {command!r}, which has no config; write one of {commands}")

@@ -20,7 +20,7 @@ from dpn_cli.engine.gradients import Gradients
 from dpn_cli.engine.memory import MicroBatch
 from dpn_cli.engine.nan_guard import FiniteCheck
 from dpn_cli.engine.optim import build_optimizer, lr_factor, set_lr
-from dpn_cli.engine.state import Ema, restore, room_for, state_of
+from dpn_cli.engine.state import Ema, empty_state, restore, state_of
 from dpn_cli.engine.trainer_args import Batch as Batch
 from dpn_cli.engine.trainer_args import Batches as Batches
 from dpn_cli.engine.trainer_args import FitResult as FitResult
@@ -40,7 +40,7 @@ NORMS = "norms.sums"
 
 
 def fit(model: nn.Module, job: TrainJob) -> FitResult:
-    """Train `model`, which `prepare` returned, in place; evaluate it at the end, and on the way if the job says so.
+    """Train `model`, which `prepare` returned, in place; evaluate it at the end, and every `evaluate_every` steps.
 
     A resumed training ends as an uninterrupted one, on a CPU bit for bit. The global batch never changes: when memory
     runs out, the micro-batch halves.
@@ -50,16 +50,16 @@ def fit(model: nn.Module, job: TrainJob) -> FitResult:
         NonFiniteError: loss or gradient norm is NaN or infinite; the optimizer's step was not taken.
         OutOfMemoryError: one row does not fit into memory.
         StoppedError: a signal asked to stop; the state is saved.
-        WorkerError: another rank has ended; the state is saved where the rank that leads has it whole.
+        WorkerError: another rank has ended; the state is saved unless it was sharded.
     """
-    check_shares(model, job)
+    check_batch_size(model, job)
     training = _Training(model, job)
-    with training.at_work():
+    with training.reallocating_at_end():
         start, unevaluated = training.resume()
-        if job.world.size > 1 and not training.shards:  # no rank computes anything alone of a network in parts
+        if job.world.size > 1 and not training.shards:  # the ranks of a sharded network compute every pass together
             with closing(job.batches(start)) as stream:
                 training.gradients.find_micro_batch(next(stream))
-        steps, result = job.schedule.steps, training.begin(start)
+        steps, result = job.schedule.steps, training.start_clock(start)
         log_every = max(1, steps // 50)
         if unevaluated:
             result.metrics = training.evaluate(start)
@@ -79,7 +79,7 @@ def fit(model: nn.Module, job: TrainJob) -> FitResult:
                 )
                 with training.saving_on_lost_rank(step):
                     pending = training.gradients.compute(batch, step, logged=logged)
-                # A GPU is still busy with the gradients: the next batch is made meanwhile.
+                # Load the next batch while a GPU is still busy with the gradients.
                 batch = None if last else training.fetch(stream, result)
                 result.loss, *norms = training.update(pending, step, lr, now=logged)
                 result.steps, result.seconds = step + 1, training.seconds()
@@ -93,12 +93,12 @@ def fit(model: nn.Module, job: TrainJob) -> FitResult:
                 elif not last and (step + 1) % job.runtime.checkpoint_every == 0:
                     training.save("last", step + 1)
         result.micro_batch = training.micro_batch.size
-        training.finish()
+        training.load_final_weights()
     return result
 
 
-def check_shares(model: nn.Module, job: TrainJob) -> None:
-    """Raise `DpnError` unless every rank has rows of a batch, and equally many where what a row gives takes others."""
+def check_batch_size(model: nn.Module, job: TrainJob) -> None:
+    """Raise `DpnError` unless every rank has rows of a batch, and equally many if rows depend on each other."""
     coupled = isinstance(job.loss_fn, CrossBatchLoss) or has_running_norms(model)
     if job.batch_size < job.world.size or (coupled and job.batch_size % job.world.size):
         refuse_batch(job.batch_size, job.world.size)
@@ -112,9 +112,9 @@ def refuse_batch(batch_size: int, ranks: int) -> NoReturn:
 
 
 def prepare(model: nn.Module, runtime: Runtime, world: World) -> nn.Module:
-    """Return `model` compiled and spread over ranks as asked; what is trained are the weights of `model` itself.
+    """Return `model` compiled, and wrapped in DDP or FSDP; training changes the weights of `model` itself.
 
-    Do it once for many trainings: the compiled step is reused.
+    Call it once for several trainings: the compiled step is reused.
     """
     model.to(world.device)
     if runtime.shard:
@@ -124,9 +124,9 @@ def prepare(model: nn.Module, runtime: Runtime, world: World) -> nn.Module:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the network that `prepare` was given."""
+    """Return the network that `prepare` wrapped."""
     if isinstance(model, ShardedModel):
-        return model.whole
+        return model.unsharded
     if isinstance(model, DistributedDataParallel):
         model = model.module
     inner: nn.Module = getattr(model, "_orig_mod", model)
@@ -134,86 +134,86 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 class _Training:
-    """The state of one training between two steps, and the parts of a step that `fit` puts in order."""
+    """The state of one training between two steps, and the parts of a step that `fit` calls."""
 
     def __init__(self, model: nn.Module, job: TrainJob) -> None:
         self.model, self.job = model, job
         self.shards = model if isinstance(model, ShardedModel) else None
         self.network = self.shards.network if self.shards else unwrap(model)
         self.best = -math.inf
-        self.began = 0.0
+        self.start_time = 0.0
         rows = job.world.most(job.batch_size)
         self.micro_batch = job.micro_batch or MicroBatch.choose(job.runtime, rows, self.network, job.world.device)
         self.result = FitResult(0, math.nan, 0.0, 0.0, self.micro_batch.size)
         if self.shards:
-            self.shards.take()
+            self.shards.shard()
         self.optimizer = build_optimizer(self.network.named_parameters(), job.optim, job.lr)
-        # torch has no fused step for gradients in parts that looks at `found_inf`.
+        # torch's fused step for sharded gradients does not check `found_inf`.
         self.finite = FiniteCheck(self.optimizer, late=job.world.device.type == "cuda" and not self.shards)
         self.gradients = Gradients(model, self.network, job, self.micro_batch)
         self.ema = Ema(self.network, job.ema_decay) if job.ema_decay else None
         self.model.train()
 
     @contextmanager
-    def at_work(self) -> Iterator[None]:
-        """Train inside the block."""
+    def reallocating_at_end(self) -> Iterator[None]:
+        """Give an unsharded network its weights back after the block, however it ends."""
         try:
             yield
         finally:
             if self.shards:
-                self.shards.release()
+                self.shards.reallocate()
 
     @property
-    def evaluated(self) -> dict[str, Tensor]:
-        """The weights by name that are evaluated and kept: the average where there is one."""
+    def eval_weights(self) -> dict[str, Tensor]:
+        """The weights by name that are evaluated and saved: the moving average if there is one."""
         return self.ema.average if self.ema else self.network.state_dict()
 
-    def finish(self) -> None:
-        """Leave the trained weights in the network."""
+    def load_final_weights(self) -> None:
+        """Load the trained weights, or their average, into the network."""
         if self.shards:
-            self.shards.give(self.evaluated)
+            self.shards.gather(self.eval_weights)
         elif self.ema:
             self.network.load_state_dict(self.ema.average)
 
     def resume(self) -> tuple[int, bool]:
-        """Restore the last checkpoint; returns its step (0 without one), and whether it has yet to be evaluated."""
+        """Restore the last checkpoint; returns its step (0 without one), and whether it still has to be evaluated."""
         outputs = self.job.outputs
-        empty = room_for(self.network, self.optimizer, self.ema) if self.shards else None
+        empty = empty_state(self.network, self.optimizer, self.ema) if self.shards else None
         saved = outputs.checkpoints.load("last", outputs.warn, empty) if outputs.checkpoints else None
         state: dict[str, Any] = saved[1] if saved else {"step": 0, "best": None}
-        step, due = int(state["step"]), bool(state.get("due"))
+        step, pending_eval = int(state["step"]), bool(state.get("due"))
         self.best = -math.inf if state["best"] is None else state["best"]
-        self.micro_batch.begin_with(state.get("micro_batch"))
+        self.micro_batch.shrink_to(state.get("micro_batch"))
         self.result.earlier = state.get("seconds", 0.0), state.get("wait_seconds", 0.0)
         if saved:
             restore(self.network, self.optimizer, self.ema, *saved)
             if self.gradients.layer_norms and NORMS in saved[0]:
                 self.gradients.layer_norms.restore(saved[0][NORMS], int(state["norm_steps"]))
-            outputs.info(f"continues after step {step} of {self.job.schedule.steps}, which was saved last")
+            outputs.info(f"continues after step {step} of {self.job.schedule.steps}, the last one saved")
         if outputs.log and self.job.world.leads:
-            outputs.log.truncate(step, evaluated=not due)
-            if lost := outputs.log.note_lost(step, state.get("records", 0)):
+            outputs.log.truncate(step, evaluated=not pending_eval)
+            if missing := outputs.log.note_lost(step, state.get("records", 0)):
                 path = outputs.log.path
-                outputs.warn(f"{path}: {lost} records up to step {step} are gone, and this run's curve lacks them")
-        return step, due
+                outputs.warn(f"{path}: {missing} records up to step {step} are gone, and this run's curve lacks them")
+        return step, pending_eval
 
-    def begin(self, step: int) -> FitResult:
-        """Start the clock after `step` steps; returns the outcome so far, in which earlier sessions count."""
+    def start_clock(self, step: int) -> FitResult:
+        """Start the clock after `step` steps; returns the result of earlier sessions."""
         result = self.result
         result.steps, result.micro_batch = step, self.micro_batch.size
         result.seconds, result.wait_seconds = result.earlier
-        self.began = time.perf_counter() - result.seconds
+        self.start_time = time.perf_counter() - result.seconds
         return result
 
     def seconds(self) -> float:
         """Return the seconds of this session and of earlier ones."""
-        return time.perf_counter() - self.began
+        return time.perf_counter() - self.start_time
 
     @contextmanager
     def saving_on_lost_rank(self, step: int) -> Iterator[None]:
-        """Save the state after `step` steps where another rank is lost in the block.
+        """Save the state after `step` steps if another rank is lost inside the block.
 
-        The rank that leads has all of it, unless the network is in parts, or has counted a part of the next batch.
+        Rank 0 has the full state, unless the network is sharded, or its running norms have seen part of the next batch.
         """
         try:
             with distributed.lost_rank():
@@ -223,28 +223,30 @@ class _Training:
                 self._write("last", step)
             raise
 
-    def save(self, name: str, step: int, *, due: bool = False) -> None:
-        """Save the state after `step` steps; with `due` it has yet to be evaluated."""
-        self._write(name, step, due=due)
+    def save(self, name: str, step: int, *, pending_eval: bool = False) -> None:
+        """Save the state after `step` steps; with `pending_eval` it still has to be evaluated."""
+        self._write(name, step, pending_eval=pending_eval)
         distributed.barrier()
 
-    def _write(self, name: str, step: int, *, due: bool = False) -> None:
-        """Save this rank's part of the state, which is all or nothing unless the network is in parts."""
+    def _write(self, name: str, step: int, *, pending_eval: bool = False) -> None:
+        """Save this rank's shard of the state; without shards rank 0 saves all of it."""
         self.finite.confirm()
         outputs, world = self.job.outputs, self.job.world
-        in_parts = self.shards is not None and name == "last"  # the best weights are for anyone to read
+        sharded = self.shards is not None and name == "last"  # the best weights are saved unsharded, for any reader
         if outputs.checkpoints and (world.leads or self.shards):
             tensors, groups = state_of(self.network, self.optimizer, self.ema)
-            if self.shards and not in_parts:
-                tensors = {f"model.{key}": one.cpu() for key, one in gather_tensors(self.evaluated) if world.leads}
+            if self.shards and not sharded:
+                tensors = {
+                    f"model.{key}": tensor.cpu() for key, tensor in gather_tensors(self.eval_weights) if world.leads
+                }
             best = self.best if math.isfinite(self.best) else None
             records = outputs.log.count() if outputs.log else 0
-            state = {"step": step, "best": best, "groups": groups, "due": due, "records": records}
+            state = {"step": step, "best": best, "groups": groups, "due": pending_eval, "records": records}
             state["micro_batch"] = self.micro_batch.size if self.micro_batch.shrunk else None
             state |= {"seconds": self.seconds(), "wait_seconds": self.result.wait_seconds}
             if layers := self.gradients.layer_norms:
                 tensors[NORMS], state["norm_steps"] = layers.sums, layers.steps
-            if in_parts:
+            if sharded:
                 outputs.checkpoints.save_parts(name, tensors, state, world)
             elif world.leads:
                 outputs.checkpoints.save(name, tensors, state)
@@ -255,16 +257,16 @@ class _Training:
         if self.job.world.device.type == "cuda":
             busy = torch.cuda.Event()  # type: ignore[no-untyped-call]
             busy.record()
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         batch = next(stream, None)
         if busy is None or busy.query():  # type: ignore[no-untyped-call]
-            result.wait_seconds += time.perf_counter() - began
+            result.wait_seconds += time.perf_counter() - start_time
         return batch
 
     def update(self, pending: Tensor, step: int, lr: float, *, now: bool) -> list[float]:
-        """Take the optimizer step if loss and gradient norm are finite; returns both, and the norms behind them.
+        """Take the optimizer step if loss and gradient norm are finite; returns both, and the norms of layers.
 
-        On a GPU those that were read last, unless they are wanted `now`.
+        On a GPU returns the values that were read last, unless `now`.
         """
         values = self.finite.read(pending, step, now=now)
         set_lr(self.optimizer, lr)
@@ -282,12 +284,12 @@ class _Training:
         job, evaluate = self.job, self.job.evaluate
         assert evaluate
         if job.evaluate_every:
-            self.save("last", step, due=True)
+            self.save("last", step, pending_eval=True)
         self.model.eval()
-        averaged: AbstractContextManager[None] = self.ema.applied(self.network) if self.ema else nullcontext()
+        eval_context: AbstractContextManager[None] = self.ema.applied(self.network) if self.ema else nullcontext()
         if self.shards:
-            averaged = self.shards.shown(self.evaluated)
-        with averaged, torch.inference_mode(), precision_of(job.runtime, job.world.device):
+            eval_context = self.shards.evaluating(self.eval_weights)
+        with eval_context, torch.inference_mode(), precision_of(job.runtime, job.world.device):
             metrics = evaluate()
         self.model.train()
         if job.outputs.log and job.world.leads:
@@ -297,18 +299,18 @@ class _Training:
             self.save("best", step)
         return metrics
 
-    def tick(self, result: FitResult, lr: float, done: int, *, logged: bool) -> ProgressTick:
-        """Show the state after a step, of which this process has done `done`. It needs nothing of other ranks."""
-        steps, (earlier, waited) = self.job.schedule.steps, result.earlier
+    def tick(self, result: FitResult, lr: float, session_steps: int, *, logged: bool) -> ProgressTick:
+        """Show the state after a step, `session_steps` into this session. It does not communicate."""
+        steps, (earlier, earlier_wait) = self.job.schedule.steps, result.earlier
         seconds = result.seconds - earlier
         tick = ProgressTick(
             step=result.steps,
             steps=steps,
             loss=result.loss,
             lr=lr,
-            images_per_second=done * self.job.batch_size / seconds,
-            wait_share=(result.wait_seconds - waited) / seconds,
-            seconds_left=(steps - result.steps) * seconds / done,
+            images_per_second=session_steps * self.job.batch_size / seconds,
+            wait_share=(result.wait_seconds - earlier_wait) / seconds,
+            seconds_left=(steps - result.steps) * seconds / session_steps,
             logged=logged,
         )
         self.job.outputs.tick(tick)
@@ -327,6 +329,10 @@ class _Training:
                     "images_per_second": round(tick.images_per_second, 2),
                     "wait_share": round(tick.wait_share, 5),
                     **self.job.gauges(),
-                    **({"layer_norms": layers.named(norms[1:]), "layer_norms_steps": layers.taken} if layers else {}),
+                    **(
+                        {"layer_norms": layers.by_layer(norms[1:]), "layer_norms_steps": layers.mean_steps}
+                        if layers
+                        else {}
+                    ),
                 }
             )

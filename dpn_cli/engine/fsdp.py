@@ -19,25 +19,25 @@ from dpn_cli.run.distributed import World
 
 
 class ShardedModel(nn.Module):
-    """A copy of a network of which each rank holds a part, and the `whole` network, which is there when it is needed.
+    """A sharded copy of a network, and the `unsharded` network, whose weights are gathered when they are needed.
 
-    A block's weights come together on every rank while the block is computed, all others for the whole pass. With
-    bf16 a block's matrices travel in it; gradients are averaged in float32. A weight without axes cannot be divided:
-    the whole network and the copy share it.
+    A block's weights are gathered on every rank while the block is computed, all others for the full pass. With bf16 a
+    block's matrices are gathered in it; gradients are averaged in float32. A weight without axes cannot be sharded: the
+    unsharded network and the copy share it.
 
-    From `take` on the whole network has no weights, except inside `shown`, until `give` or `release`.
+    After `shard` the unsharded network has no weights, except inside `evaluating`, until `gather` or `reallocate`.
     """
 
-    def __init__(self, whole: nn.Module, runtime: Runtime, world: World) -> None:
+    def __init__(self, unsharded: nn.Module, runtime: Runtime, world: World) -> None:
         super().__init__()
-        self._whole = (whole,)  # in a tuple, or its weights would be this module's as well
-        self._shapes = {name: value.shape for name, value in whole.named_parameters()}
-        undivided = [parameter for parameter in whole.parameters() if not parameter.ndim]
-        self.network = copy.deepcopy(whole, {id(parameter): parameter for parameter in undivided})
+        self._unsharded = (unsharded,)  # in a tuple, or its weights would be this module's too
+        self._shapes = {name: value.shape for name, value in unsharded.named_parameters()}
+        undivided = [parameter for parameter in unsharded.parameters() if not parameter.ndim]
+        self.network = copy.deepcopy(unsharded, {id(parameter): parameter for parameter in undivided})
         self.undivided = [parameter for parameter in undivided if parameter.requires_grad]
         # Only matrices are cast: the precision of all else is autocast's choice, as it is without shards.
         bf16 = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        how: dict[str, Any] = {
+        fsdp_options: dict[str, Any] = {
             "mesh": init_device_mesh(world.device.type, (world.size,)),
             "ignored_params": set(undivided),
         }
@@ -45,22 +45,22 @@ class ShardedModel(nn.Module):
             if runtime.compile:
                 block.compile()
             if runtime.precision_on(world.device.type) == "bf16":
-                fully_shard(matrices_of(block), mp_policy=bf16, **how)
-            fully_shard(block, **how)
-        fully_shard(self.network, **how)
+                fully_shard(matrices_of(block), mp_policy=bf16, **fsdp_options)
+            fully_shard(block, **fsdp_options)
+        fully_shard(self.network, **fsdp_options)
 
     @property
-    def whole(self) -> nn.Module:
-        """The network that this is a copy of."""
-        return self._whole[0]
+    def unsharded(self) -> nn.Module:
+        """The network that this module is a copy of."""
+        return self._unsharded[0]
 
     def forward(self, *inputs: Any) -> Any:
-        """Compute what the network computes."""
+        """Run the sharded network."""
         return self.network(*inputs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Add up gradients on this rank alone inside the block, whole ones."""
+        """Accumulate unsharded gradients inside the block, without communication."""
         assert isinstance(self.network, FSDPModule)
         self.network.set_requires_gradient_sync(False)
         try:
@@ -69,29 +69,29 @@ class ShardedModel(nn.Module):
             self.network.set_requires_gradient_sync(True)
 
     def average_undivided(self) -> None:
-        """Average the gradients of the weights that are not divided over the ranks."""
+        """Average over the ranks the gradients of the weights that are not sharded."""
         for parameter in self.undivided:
             if parameter.grad is not None:
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= dist.get_world_size()
 
     @torch.no_grad()
-    def take(self) -> None:
-        """Take the whole network's weights, of which each rank keeps its parts, and free them."""
-        whole = self.whole.state_dict()
+    def shard(self) -> None:
+        """Shard the weights of the unsharded network over the ranks, and free them there."""
+        unsharded = self.unsharded.state_dict()
         for name, value in self.network.state_dict().items():
-            value.copy_(part_like(value, whole[name]))
+            value.copy_(shard_like(value, unsharded[name]))
         self._free()
 
-    def release(self) -> None:
-        """Give the whole network weights of its shapes for what is loaded next, where it has none."""
-        for name, parameter in self.whole.named_parameters():
+    def reallocate(self) -> None:
+        """Allocate weights in the unsharded network where it has none, so that others can be loaded."""
+        for name, parameter in self.unsharded.named_parameters():
             if parameter.shape != self._shapes[name]:
                 parameter.data = parameter.new_empty(self._shapes[name])
 
-    def give(self, weights: Mapping[str, Tensor]) -> None:
-        """Give the whole network weights, by name, of which every rank has a part. All ranks call it."""
-        parameters, buffers = dict(self.whole.named_parameters()), dict(self.whole.named_buffers())
+    def gather(self, weights: Mapping[str, Tensor]) -> None:
+        """Gather sharded weights, by name, into the unsharded network. All ranks must call it."""
+        parameters, buffers = dict(self.unsharded.named_parameters()), dict(self.unsharded.named_buffers())
         for name, value in gather_tensors(weights):
             if name in parameters:
                 parameters[name].data = value if parameters[name].ndim else parameters[name].data
@@ -99,18 +99,18 @@ class ShardedModel(nn.Module):
                 buffers[name].copy_(value)
 
     @contextmanager
-    def shown(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Give the whole network such weights inside the block, and put it into eval mode. All ranks enter it."""
-        self.give(weights)
-        self.whole.eval()
+    def evaluating(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Gather sharded weights into the unsharded network, in eval mode, inside the block. All ranks enter it."""
+        self.gather(weights)
+        self.unsharded.eval()
         try:
             yield
         finally:
-            self.whole.train()
+            self.unsharded.train()
             self._free()
 
     def _free(self) -> None:
-        for parameter in self.whole.parameters():
+        for parameter in self.unsharded.parameters():
             if parameter.ndim:
                 parameter.data = parameter.new_empty(0)
 
@@ -121,21 +121,21 @@ def blocks_of(network: nn.Module) -> list[nn.Module]:
 
 
 def matrices_of(module: nn.Module) -> list[nn.Module]:
-    """Return the layers inside a module that multiply by matrices."""
-    found: list[nn.Module] = []
+    """Return the linear and attention layers inside a module."""
+    layers: list[nn.Module] = []
     for child in module.children():
-        found += [child] if isinstance(child, nn.Linear | nn.MultiheadAttention) else matrices_of(child)
-    return found
+        layers += [child] if isinstance(child, nn.Linear | nn.MultiheadAttention) else matrices_of(child)
+    return layers
 
 
 def gather_tensors(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors by name, whole ones of those that are in parts. All ranks take all of them."""
+    """Yield tensors by name, the sharded ones gathered. All ranks must read all of them."""
     for name, value in weights.items():
         yield name, value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def part_like(like: Tensor, value: Tensor) -> Tensor:
-    """Return this rank's part of a whole tensor where `like` is one in parts, else the tensor; nothing is exchanged."""
+def shard_like(like: Tensor, value: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor where `like` is sharded, else the tensor; without communication."""
     if not isinstance(like, DTensor):
         return value
     value = value.to(like.device)
@@ -143,5 +143,5 @@ def part_like(like: Tensor, value: Tensor) -> Tensor:
 
 
 def local(value: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor."""
+    """Return this rank's shard of a tensor."""
     return value.to_local() if isinstance(value, DTensor) else value

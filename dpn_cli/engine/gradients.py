@@ -31,14 +31,14 @@ class Gradients:
         self.model, self.network, self.job, self.micro_batch = model, network, job, micro_batch
         self.parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
         self.layer_norms = LayerNorms(network) if job.layer_norms else None
-        network.zero_grad(set_to_none=True)  # what a training that ended in an error may have left behind
+        network.zero_grad(set_to_none=True)  # an earlier training that failed may have left gradients
 
     def compute(self, batch: Batch, step: int, *, logged: bool = False) -> Tensor:
         """Compute and clip the gradients of a batch; returns (loss over this rank's rows, global norm), pending.
 
-        Where the step is `logged`, the loss is that of the whole batch, and the mean norms of each layer before
-        clipping follow if the job asks for them. Ranks exchange nothing more until the next step: what one of them is
-        lost in leaves the weights as they were.
+        For a `logged` step, the loss is that of the global batch, and the mean norms of each layer before clipping
+        follow if the job asks for them. The ranks do not communicate after this until the next step: a rank lost here
+        leaves the weights of the others unchanged.
         """
         loss_fn = self.job.loss_fn
         set_progress(self.network, step / self.job.schedule.steps)
@@ -54,41 +54,41 @@ class Gradients:
                     raise
             else:
                 if logged:
-                    share = len(self.job.world.rows(self.job.batch_size)) / self.job.batch_size
-                    loss = distributed.reduce_over_ranks(loss * share)
+                    fraction = len(self.job.world.rows(self.job.batch_size)) / self.job.batch_size
+                    loss = distributed.reduce_over_ranks(loss * fraction)
                 norms = self.layer_norms.add() if self.layer_norms else None
                 norm = clip_gradients(self.parameters, self.job.optim.clip_norm, norms)
-                layers = self.layer_norms.take() if self.layer_norms and logged else loss.new_empty(0)
+                layers = self.layer_norms.pop_means() if self.layer_norms and logged else loss.new_empty(0)
                 return torch.cat([torch.stack([loss, norm]), layers])
             self._shrink(step, count_rows(batch))  # outside the handler, which holds the tensors of the failed pass
 
     def _accumulate(self, loss_fn: LossFn, batch: Batch, step: int, *, sync: bool = True) -> Tensor:
         """Add up the gradients of a batch in micro-batches, and over ranks if `sync`; returns the batch's loss."""
         rows = count_rows(batch)
-        # Gradients are averaged over ranks, whose shares may differ: this rank's has that weight in the mean.
-        equal_share = self.job.batch_size / self.job.world.size
+        # DDP averages over ranks, whose numbers of rows may differ: weight this rank's gradients by its rows.
+        mean_rows = self.job.batch_size / self.job.world.size
         loss = torch.zeros((), device=self.job.world.device)
         passes = self._passes(rows)
-        for number, (part, count) in enumerate(self._micro_batches(batch, step), 1):
+        for number, (chunk, count) in enumerate(self._micro_batches(batch, step), 1):
             with nullcontext() if sync and number == passes else self._no_sync():
                 with precision_of(self.job.runtime, self.job.world.device):
-                    value = loss_fn(self.model, part)
-                (value * (count / equal_share)).backward()  # type: ignore[no-untyped-call]
+                    value = loss_fn(self.model, chunk)
+                (value * (count / mean_rows)).backward()  # type: ignore[no-untyped-call]
             loss += value.detach().float() * (count / rows)
         if sync and isinstance(self.model, ShardedModel):
             self.model.average_undivided()
         return loss
 
-    def _first_pass(self, coupled: CrossBatchLoss, batch: Batch, step: int) -> tuple[Tensor, Batch]:
+    def _first_pass(self, loss_fn: CrossBatchLoss, batch: Batch, step: int) -> tuple[Tensor, Batch]:
         """Return the loss of a batch, and the batch on which `SurrogateLoss` has the gradients of that loss."""
         with precision_of(self.job.runtime, self.job.world.device):
-            parts = (part for part, _ in self._micro_batches(batch, step))
-            return feature_gradient(coupled, self.model, batch, parts)
+            chunks = (chunk for chunk, _ in self._micro_batches(batch, step))
+            return feature_gradient(loss_fn, self.model, batch, chunks)
 
     def find_micro_batch(self, batch: Batch) -> None:
         """Halve the micro-batch until every rank has the memory for it, before the ranks depend on each other.
 
-        A network whose norms take statistics over all ranks has no such moment, and its micro-batch is fixed.
+        Skipped for a network whose norms take statistics over all ranks: its micro-batch is fixed.
         """
         if has_running_norms(self.network):
             return
@@ -103,25 +103,25 @@ class Gradients:
         self.network.zero_grad(set_to_none=True)
 
     def _fits(self, batch: Batch) -> bool:
-        """Try one micro-batch. It must not wait for other ranks, so a coupled loss has a gradient made up."""
-        loss_fn, (part, _) = self.job.loss_fn, next(self._micro_batches(batch, 0))
+        """Return whether one micro-batch fits. It communicates nothing: a cross-batch loss gets a dummy one."""
+        loss_fn, (chunk, _) = self.job.loss_fn, next(self._micro_batches(batch, 0))
         if isinstance(loss_fn, CrossBatchLoss):
-            loss_fn, part = SurrogateLoss(loss_fn), SurrogateLoss.placeholder(part)
+            loss_fn, chunk = SurrogateLoss(loss_fn), SurrogateLoss.placeholder(chunk)
         try:
-            self._accumulate(loss_fn, part, 0, sync=False)
+            self._accumulate(loss_fn, chunk, 0, sync=False)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
         else:
             return True
-        self._release()
+        self._free()
         return False
 
     def _shrink(self, step: int, rows: int) -> None:
         """Halve the micro-batch of a rank that ran out of memory. Raises `OutOfMemoryError` where it may not."""
-        self._release()
+        self._free()
         if self.job.world.size > 1 or self.micro_batch.fixed:
-            # The other ranks wait inside their backward pass: they cannot be told to start over.
+            # The other ranks wait inside their backward pass and cannot start over.
             raise OutOfMemoryError(
                 f"out of memory at step {step + 1} with micro-batches of {self.micro_batch.size}; "
                 f"resume with --micro-batch-size {max(1, self.micro_batch.size // 2)}"
@@ -131,32 +131,32 @@ class Gradients:
             f"out of memory: micro-batches of {self.micro_batch.size} from here on, the batch stays {rows}"
         )
 
-    def _release(self) -> None:
-        """Free what a failed pass left behind."""
+    def _free(self) -> None:
+        """Free the gradients and cached memory of a failed pass."""
         self.network.zero_grad(set_to_none=True)
         if self.job.world.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _passes(self, rows: int) -> int:
-        """Return how many micro-batches a batch is; with a network in parts as many as the largest share of a rank is.
+        """Return the number of micro-batches of a batch; of a sharded network that of the rank with the most rows.
 
-        Ranks then compute each block together.
+        The ranks of a sharded network compute each block together.
         """
         most = self.job.world.most(self.job.batch_size) if isinstance(self.model, ShardedModel) else rows
         return -(-most // self.micro_batch.size)
 
     def _micro_batches(self, batch: Batch, step: int) -> Iterator[tuple[Batch, int]]:
-        """Yield the micro-batches of a batch and their rows, each with the random state that belongs to it.
+        """Yield the micro-batches of a batch with their numbers of rows, and seed the random state of each.
 
-        One that a rank has too few rows for is a row that counts as none.
+        A rank with too few rows repeats its first one, with a count of 0.
         """
         rows, size = count_rows(batch), self.micro_batch.size
         first = self.job.world.rows(self.job.batch_size).start
-        for begin in range(0, self._passes(rows) * size, size):
-            # Dropout and drop path: a function of where in the training, never of what ran before.
-            torch.manual_seed(fold(self.job.seed, step, first + begin))
-            here = slice(begin, begin + size) if begin < rows else slice(0, 1)
-            yield {name: value[here] for name, value in batch.items()}, max(0, min(size, rows - begin))
+        for start in range(0, self._passes(rows) * size, size):
+            # Dropout and drop path depend on step and row only, so that a resumed training draws the same.
+            torch.manual_seed(fold(self.job.seed, step, first + start))
+            chunk = slice(start, start + size) if start < rows else slice(0, 1)
+            yield {name: value[chunk] for name, value in batch.items()}, max(0, min(size, rows - start))
 
     def _no_sync(self) -> AbstractContextManager[None]:
         return self.model.no_sync() if isinstance(self.model, DistributedDataParallel | ShardedModel) else nullcontext()

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from dpn_cli.engine.optim import gradient_norms
 
-EMBEDDING, OTHER = "embedding", "other"
-# What a parameter belongs to, by its name inside any network; a block is called by its number, counted from 1.
+EMBEDDING, OTHER_LAYERS = "embedding", "other"
+# Layers by a pattern of their parameters' names; a block is named by its number, counted from 1.
 LAYERS = {
     r"patch_embed\.proj\.": EMBEDDING,
     r"patch_embed\.norm_in\.": "first norm",
@@ -27,13 +27,13 @@ def layer_name(parameter: str) -> str:
     """Return the layer of a parameter by its name: "embedding" is the patch projection, "block 1" the first block."""
     if block := BLOCK.search(parameter):
         return f"block {1 + int(block[3])}"
-    return next((layer for name, layer in LAYERS.items() if re.search(rf"(^|\.){name}", parameter)), OTHER)
+    return next((layer for name, layer in LAYERS.items() if re.search(rf"(^|\.){name}", parameter)), OTHER_LAYERS)
 
 
 class LayerNorms:
     """The L2 norm of the gradient of all parameters of each layer of a network, as means over steps.
 
-    Norms are added up on the network's device, and nothing waits for them until `take` is read.
+    Norms are summed on the network's device; only reading the means of `pop_means` waits for it.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -43,13 +43,13 @@ class LayerNorms:
         device = self.parameters[0].device
         self.layers = torch.tensor([self.names.index(layer_name(name)) for name, _ in trained], device=device)
         self.sums = torch.zeros(len(self.names), device=device)
-        self.steps = self.taken = 0
+        self.steps = self.mean_steps = 0
 
     @torch.no_grad()
     def add(self) -> Tensor:
-        """Add the norms of the gradients that there are now, in one pass over them, to those of steps before.
+        """Add the norms of the present gradients to those of earlier steps, in one pass.
 
-        Returns the norm of each gradient that there is, float32, in the order of the parameters.
+        Returns the norm of each gradient that is not None, float32, in the order of the parameters.
         """
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         norms = gradient_norms(gradients)
@@ -60,18 +60,18 @@ class LayerNorms:
         self.steps += 1
         return norms
 
-    def take(self) -> Tensor:
-        """Return the mean norms (layers,) over the steps since this was called last; `taken` is their number."""
+    def pop_means(self) -> Tensor:
+        """Return the mean norms (layers,) over the steps since the last call; `mean_steps` is their number."""
         means = self.sums / self.steps
-        self.taken, self.steps = self.steps, 0
+        self.mean_steps, self.steps = self.steps, 0
         self.sums.zero_()
         return means
 
     def restore(self, sums: Tensor, steps: int) -> None:
-        """Go on with the sums that a checkpoint holds."""
+        """Continue with the sums of a checkpoint."""
         self.sums.copy_(sums)
         self.steps = steps
 
-    def named(self, norms: Sequence[float]) -> dict[str, float]:
-        """Return norms by the names of their layers."""
+    def by_layer(self, norms: Sequence[float]) -> dict[str, float]:
+        """Return norms by layer name."""
         return dict(zip(self.names, norms, strict=True))

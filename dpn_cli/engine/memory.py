@@ -1,4 +1,4 @@
-"""Micro-batches: how many rows go through the network at once, so that a batch fits into memory."""
+"""Micro-batches: the rows that go through the network at once, so that a batch fits into memory."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from dpn_cli.errors import DpnError, OutOfMemoryError
 from dpn_cli.model.norms import has_running_norms
 from dpn_cli.run import distributed
 
-# Forward activations that autograd keeps, in bytes per token, block and unit of width, in float32.
+# Forward activations that autograd retains, in bytes per token, block and unit of width, in float32.
 ACTIVATION_BYTES = 34 * 4
 # Bytes of activations of a micro-batch at most on a CPU, where running out of memory kills the process.
 CPU_BUDGET = 1_500_000_000
 
-# What torch says where no memory is left: on a CPU, of a call of CUDA's own, and of one of its matrix products.
+# Torch's messages when memory runs out: on a CPU, in a CUDA call, and in a matrix product of cuBLAS.
 OUT_OF_MEMORY = ("allocate memory", "not enough memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
@@ -27,7 +27,7 @@ OUT_OF_MEMORY = ("allocate memory", "not enough memory", "CUDA error: out of mem
 class MicroBatch:
     """The number of rows that go through the network at once; a `fixed` one never shrinks.
 
-    `shrunk` tells whether it has.
+    `shrunk` is whether it has been halved.
     """
 
     size: int
@@ -38,7 +38,7 @@ class MicroBatch:
     def choose(cls, runtime: Runtime, rows: int, model: nn.Module, device: torch.device) -> MicroBatch:
         """Return the config's micro-batch; for ``"auto"`` all `rows`, or as many as fit into 1.5 GB on a CPU.
 
-        On a GPU a network in parts has no micro-batch to try out, and gets as many as fit into half of what is free.
+        On a GPU a sharded network cannot try a micro-batch; it gets the rows that fit into half of the free memory.
         Raises `DpnError` when fewer rows would fit and the network's norms take statistics over them: only the user can
         change what such a network computes.
         """
@@ -48,14 +48,14 @@ class MicroBatch:
         if device.type == "cpu" or runtime.shard:
             fits = max(1, _budget(device) // cost)
             size = min(rows, 1 << (fits.bit_length() - 1))
-        over_the_batch = has_running_norms(model)
-        if over_the_batch and size < rows:
+        has_batch_statistics = has_running_norms(model)
+        if has_batch_statistics and size < rows:
             raise DpnError(
                 f"--micro-batch-size auto: {rows} images at once do not fit, and this network's norms take their "
                 f"statistics over the images that go through it at once; state the number, e.g. "
                 f"--micro-batch-size {size}, or a smaller --batch-size"
             )
-        return cls(size, fixed=over_the_batch)
+        return cls(size, fixed=has_batch_statistics)
 
     def halve(self) -> None:
         """Halve the micro-batch. Raises `OutOfMemoryError` when it is one row already."""
@@ -66,21 +66,21 @@ class MicroBatch:
             )
         self.size, self.shrunk = math.ceil(self.size / 2), True
 
-    def begin_with(self, size: int | None) -> None:
-        """Begin no larger than an earlier session ended that had to shrink; None where none had to."""
+    def shrink_to(self, size: int | None) -> None:
+        """Shrink to the size of an earlier session that ran out of memory; None where none did."""
         if size is not None and not self.fixed and size < self.size:
             self.size, self.shrunk = size, True
 
 
 def activation_bytes(model: nn.Module) -> int:
-    """Return the bytes of activations that autograd keeps of one row, in float32; at most about so many."""
+    """Return about the largest number of bytes of activations that autograd retains for one row, in float32."""
     tokens: int = getattr(model, "pos_embed", torch.empty(1, 1, 1)).shape[1] + 1
     width: int = getattr(model, "embed_dim", 1)
     return tokens * width * len(getattr(model, "blocks", [0])) * ACTIVATION_BYTES
 
 
 def _budget(device: torch.device) -> int:
-    """Return the bytes that activations may take: on a GPU half of what is free on the rank with the least."""
+    """Return the bytes allowed for activations: on a GPU half of the free memory of the rank with the least."""
     if device.type == "cpu":
         return CPU_BUDGET
     free, _ = torch.cuda.mem_get_info(device)
@@ -88,16 +88,16 @@ def _budget(device: torch.device) -> int:
 
 
 def in_chunks(forward: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    """Return what `forward` gives for rows that do not depend on each other, in as many parts as memory needs.
+    """Return the outputs of `forward` for independent rows, in as many chunks as memory needs.
 
-    It must not wait for other ranks, and tells them nothing: parts change no row. Raises `OutOfMemoryError` when one
-    row does not fit.
+    `forward` must not wait for other ranks, whose chunks may be of other sizes. Raises `OutOfMemoryError` when one row
+    does not fit.
     """
     size = len(rows)
     while True:
         try:
             return (
-                forward(rows) if size >= len(rows) else torch.cat([forward(part) for part in torch.split(rows, size)])
+                forward(rows) if size >= len(rows) else torch.cat([forward(chunk) for chunk in torch.split(rows, size)])
             )
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -116,5 +116,5 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means that a GPU or the CPU ran out of memory."""
     text = str(error)
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and any(words in text for words in OUT_OF_MEMORY)
+        isinstance(error, RuntimeError) and any(message in text for message in OUT_OF_MEMORY)
     )

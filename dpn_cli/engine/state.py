@@ -14,7 +14,7 @@ from dpn_cli.run.checkpoints import Empty
 
 
 class Ema:
-    """The exponential moving average of a network's weights, by name; in parts where the network is in parts.
+    """The exponential moving average of a network's weights, by name; sharded where the network is sharded.
 
     The decay rises to `decay` as (1 + step) / (10 + step), TensorFlow's rule. timm's average has another rule, and
     copies the module, which torch's FSDP2 refuses.
@@ -33,8 +33,8 @@ class Ema:
         """Move the average towards the network's weights; counts, which have no average, are copied."""
         weights = network.state_dict()
         pairs = [(local(value), local(weights[name])) for name, value in self.average.items()]
-        moved, targets = zip(*(pair for pair in pairs if pair[0].is_floating_point()), strict=True)
-        torch._foreach_lerp_(moved, targets, weight=1 - self.get_decay(step))
+        averages, targets = zip(*(pair for pair in pairs if pair[0].is_floating_point()), strict=True)
+        torch._foreach_lerp_(averages, targets, weight=1 - self.get_decay(step))
         for value, target in pairs:
             if not value.is_floating_point():
                 value.copy_(target)
@@ -53,7 +53,7 @@ class Ema:
 def state_of(
     network: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None
 ) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """Flatten weights and optimizer state into named tensors, and the rest into plain values."""
+    """Return weights and optimizer state as named tensors, and the optimizer's groups as plain values."""
     tensors = {f"model.{name}": value for name, value in network.state_dict().items()}
     state = optimizer.state_dict()
     for index, slots in state["state"].items():
@@ -62,17 +62,17 @@ def state_of(
     return tensors, state["param_groups"]
 
 
-def room_for(network: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None) -> Empty:
-    """Return what the tensors of `state_of` are read into, in parts where the network is in parts."""
-    kept: dict[str, Tensor] = {f"model.{name}": value for name, value in network.state_dict().items()}
-    kept |= {f"ema.{name}": value for name, value in (ema.average if ema else {}).items()}
+def empty_state(network: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None) -> Empty:
+    """Return a function that allocates the tensors of `state_of`, sharded where the network is sharded."""
+    weights: dict[str, Tensor] = {f"model.{name}": value for name, value in network.state_dict().items()}
+    weights |= {f"ema.{name}": value for name, value in (ema.average if ema else {}).items()}
     parameters: list[Tensor] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def empty(name: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
-        if name in kept:
-            return kept[name].detach()
-        kind, _, rest = name.partition(".")
-        like: Tensor | None = parameters[int(rest.split(".")[0])] if kind == "optim" else None
+        if name in weights:
+            return weights[name].detach()
+        kind, _, key = name.partition(".")
+        like: Tensor | None = parameters[int(key.split(".")[0])] if kind == "optim" else None
         if like is None or like.shape != size:  # a count of steps, or sums of norms
             return torch.empty(size, dtype=dtype)
         return torch.zeros_like(like, dtype=dtype)
@@ -81,7 +81,7 @@ def room_for(network: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | No
 
 
 def evaluated_weights(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights of a saved training that were evaluated: the average if there is one."""
+    """Return the weights that a saved training evaluates: their average if it has one."""
     kind = "ema." if any(name.startswith("ema.") for name in tensors) else "model."
     return {name.removeprefix(kind): value for name, value in tensors.items() if name.startswith(kind)}
 
@@ -93,7 +93,7 @@ def restore(
     tensors: dict[str, Tensor],
     state: dict[str, Any],
 ) -> None:
-    """Put back what `state_of` took apart; `state` holds the optimizer's groups."""
+    """Load the tensors of `state_of` into network, optimizer and average; `state` holds the optimizer's groups."""
     weights = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
     network.load_state_dict(weights)
     for name, value in (ema.average if ema else {}).items():
@@ -105,6 +105,6 @@ def restore(
             slots.setdefault(int(index), {})[slot] = value
     fused = [group.get("fused") for group in optimizer.param_groups]
     optimizer.load_state_dict({"state": slots, "param_groups": state["groups"]})
-    for group, own in zip(optimizer.param_groups, fused, strict=True):
+    for group, setting in zip(optimizer.param_groups, fused, strict=True):
         if "fused" in group:
-            group["fused"] = own  # of this network, which may be in parts where the saved one was not
+            group["fused"] = setting  # of this run: the saved optimizer may not have been sharded

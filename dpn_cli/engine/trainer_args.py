@@ -1,4 +1,4 @@
-"""`TrainJob`: what a training computes, and `FitResult`: how it ended."""
+"""`TrainJob`: the arguments of `fit`, and `FitResult`: its outcome."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dpn_cli.run.callbacks import Outputs as Outputs
 from dpn_cli.run.distributed import World
 
 LossFn = Callable[[nn.Module, Batch], Tensor]
-"""Loss of a batch: a scalar, the mean over its rows; a `CoupledLoss` where each row's loss depends on the others."""
+"""Loss of a batch: a scalar, the mean over its rows; a `CrossBatchLoss` where each row's loss depends on the others."""
 Batches = Callable[[int], Generator[Batch, None, None]]
 """``batches(step)`` yields this rank's rows of every global batch from a step on: a pure function of the step.
 
@@ -28,23 +28,23 @@ Evaluate = Callable[[], dict[str, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainJob:
-    """All that `fit` needs beside the model.
+    """Arguments of `fit` next to the model.
 
     Args:
         loss_fn: maps (model, batch) to the mean loss of the batch's rows.
         batches: yields this rank's rows of every global batch, from a step on.
         optim: the update rule.
-        schedule: the number of optimizer steps, and how the learning rate moves.
+        schedule: the number of optimizer steps, and the course of the learning rate.
         lr: peak learning rate.
         batch_size: rows of the global batch; the ranks must divide it.
         seed: seeds dropout and stochastic depth.
         world: this rank.
-        runtime: precision, and how often the state is saved.
+        runtime: precision, and the steps between two checkpoints.
         micro_batch: rows that go through the network at once. By default `runtime` and the network decide.
         ema_decay: decay of the weights' moving average; None keeps no average. With an average, it is what `evaluate`
             sees and what the model holds at the end.
         evaluate: returns metrics by name; called with the model in eval mode, after the last step.
-        evaluate_every: also evaluate every so many steps; 0 evaluates at the end only.
+        evaluate_every: steps between two evaluations; 0 evaluates at the end only.
         monitor: the metric to maximise, where the best weights are kept.
         gauges: returns further numbers for every record of the log, by name.
         layer_norms: log the norm of the gradient of every layer, too, and when the last `NORM_AVERAGE_STEPS` begin; see
@@ -73,8 +73,8 @@ class TrainJob:
     outputs: Outputs = field(default_factory=Outputs)
 
     @classmethod
-    def of(cls, config: TrainingConfig, **others: Any) -> TrainJob:
-        """Return the job of a config whose duration is in steps; `others` are the fields that it does not decide."""
+    def from_config(cls, config: TrainingConfig, **fields: Any) -> TrainJob:
+        """Return the job of a config whose duration is in steps; `fields` are the other fields."""
         return cls(
             optim=config.optim,
             schedule=config.schedule,
@@ -83,7 +83,7 @@ class TrainJob:
             seed=config.seed,
             runtime=config.runtime,
             layer_norms=config.log.layer_norms,
-            **others,
+            **fields,
         )
 
 
@@ -91,8 +91,8 @@ class TrainJob:
 class FitResult:
     """The outcome of a training; times in seconds, over all sessions of a training that was interrupted.
 
-    What an interrupted session did after its last save does not count. `earlier` are the seconds, and those of waiting
-    for data, of the sessions before this one.
+    Work after the last save of an interrupted session does not count. `earlier` are the seconds of the sessions before
+    this one, and those that they waited for data.
     """
 
     steps: int

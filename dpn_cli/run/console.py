@@ -27,12 +27,12 @@ from rich.table import Table
 LINE_EVERY = 10.0
 # Longest error in characters: it may quote input of any length.
 LONGEST = 2000
-# Bars of one character from low to high, and how many of them a curve has on a terminal of so many columns.
+# Bars of one character from low to high, and the number of them in a curve by the columns of a terminal.
 BLOCKS = "▁▂▃▄▅▆▇█"
 CURVES = {80: 8, 110: 24}
 # Characters between two columns of a table.
 GAP = 2
-# Takes how many more images are done.
+# Takes the number of images finished since the last call.
 Done = Callable[[int], None]
 # Control characters, line and direction marks, and lone surrogates (from names in an unknown encoding).
 UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -65,9 +65,9 @@ def folded(text: str, separator: str, width: int) -> str:
 
 
 def width_of(columns: Mapping[str, Sequence[str]]) -> int:
-    """Return how many characters `print_columns` takes for columns by their heads."""
+    """Return the width in characters of `print_columns` for columns by their heads."""
     lines = ([head, *(line for text in texts for line in text.splitlines())] for head, texts in columns.items())
-    return sum(max(map(cell_len, each)) + GAP for each in lines) - GAP
+    return sum(max(map(cell_len, column)) + GAP for column in lines) - GAP
 
 
 def print_columns(columns: Mapping[str, Sequence[str]], right: Collection[str] = ()) -> None:
@@ -108,17 +108,17 @@ def gigabytes(count: float) -> str:
 
 
 def sparkline(values: Iterable[float]) -> str:
-    """Return numbers as a row of blocks, the lowest at the bottom and the highest at the top."""
-    drawn = list(values)
-    low, height = min(drawn, default=0.0), max(drawn, default=0.0) - min(drawn, default=0.0)
-    return "".join(BLOCKS[round((len(BLOCKS) - 1) * (value - low) / height) if height else 0] for value in drawn)
+    """Draw numbers as a row of blocks from the lowest to the highest."""
+    numbers = list(values)
+    low, height = min(numbers, default=0.0), max(numbers, default=0.0) - min(numbers, default=0.0)
+    return "".join(BLOCKS[round((len(BLOCKS) - 1) * (value - low) / height) if height else 0] for value in numbers)
 
 
 def average_stretches(values: Sequence[float], most: int) -> list[float]:
     """Return the means of up to `most` stretches of numbers, equally long but for one number."""
     count = min(most, len(values))
     ends = [place * len(values) // count for place in range(count + 1)] if count else []
-    return [fmean(values[begin:end]) for begin, end in pairwise(ends)]
+    return [fmean(values[start:end]) for start, end in pairwise(ends)]
 
 
 def _points(width: int) -> int:
@@ -146,24 +146,24 @@ class ProgressTick:
 
     @property
     def short(self) -> str:
-        """All but the share of waiting."""
+        """The text without the fraction of waiting."""
         return (
             f"{self.step}/{self.steps} loss {self.loss:.3g} lr {self.lr:.2g} "
             f"ETA {timedelta(seconds=round(self.seconds_left))} {self.images_per_second:.1f} images/s"
         )
 
 
-def uncounted(more: int) -> None:
+def uncounted(count: int) -> None:
     """Show nothing: the `Done` of work that is part of something larger."""
 
 
-_heard: list[Callable[[str], None]] = []  # global, as stderr is; the innermost last
+_log_handlers: list[Callable[[str], None]] = []  # global, as stderr is; the innermost handler last
 
 
 def tell(text: str) -> None:
     """Print a line about work that takes long and has no console of its own; nothing outside `Console.capture_logs`."""
-    if _heard:
-        _heard[-1](text)
+    if _log_handlers:
+        _log_handlers[-1](text)
 
 
 class Console:
@@ -173,8 +173,8 @@ class Console:
         leads = int(os.environ.get("RANK", "0")) == 0
         self.rich = RichConsole(stderr=True, highlight=False, quiet=not leads, soft_wrap=True)
         self.quiet, self.clock = quiet, clock
-        self.shown = -math.inf  # time of the last line of progress, of any training
-        self.barred = False  # whether a terminal shows a bar, beside which there is no other one
+        self.last_line_time = -math.inf  # time of the last line of progress, of any training
+        self.has_bar = False  # whether a terminal shows a bar; it never shows two
 
     def info(self, text: str) -> None:
         """Print a line unless -q was given."""
@@ -182,17 +182,17 @@ class Console:
             self.rich.print(cell(text))
 
     def warn(self, text: str) -> None:
-        """Print a warning, -q or not."""
+        """Print a warning, even with -q."""
         self.rich.print(f"[yellow]warning:[/] {cell(text)}")
 
     @contextmanager
     def capture_logs(self) -> Iterator[None]:
-        """Print inside the block what `tell` is told, unless -q was given."""
-        _heard.append(self.info)
+        """Print the messages of `tell` inside the block, unless -q was given."""
+        _log_handlers.append(self.info)
         try:
             yield
         finally:
-            _heard.pop()
+            _log_handlers.pop()
 
     @contextmanager
     def progress(self, label: str) -> Iterator[Callable[[ProgressTick], None]]:
@@ -218,60 +218,60 @@ class Console:
                 task = bar.add_task(label, total=None, tick="", curve="")
 
                 def update(tick: ProgressTick) -> None:
-                    said = str(tick) if full else tick.short
-                    bar.update(task, completed=tick.step, total=tick.steps, tick=said)
+                    description = str(tick) if full else tick.short
+                    bar.update(task, completed=tick.step, total=tick.steps, tick=description)
                     if tick.logged:
                         losses.append(tick.loss)
                         bar.update(task, curve=sparkline(average_stretches(losses, points)))
 
                 yield update
         else:
-            before = self.clock()
+            last_time = self.clock()
 
             def line(tick: ProgressTick) -> None:
-                nonlocal before
+                nonlocal last_time
                 now = self.clock()
-                # The next step may take as long as this one, and would then be shown too late.
-                if now + (now - before) - self.shown > LINE_EVERY:
+                # The next step may take as long as this one, and would then be printed too late.
+                if now + (now - last_time) - self.last_line_time > LINE_EVERY:
                     self.rich.print(escape(f"{label}: {tick}"))
-                    self.shown = now
-                before = now
+                    self.last_line_time = now
+                last_time = now
 
             yield line
 
     @contextmanager
     def counting(self, label: str, total: int) -> Iterator[Done]:
-        """Show how many of `total` images are done: a bar on a terminal, elsewhere a line every ten seconds.
+        """Show the number of finished images of `total`: a bar on a terminal, elsewhere a line every ten seconds.
 
-        Beside the bar of a training there is none. Yields a function that takes how many more are done.
+        Shows nothing next to the bar of a training. Yields a function that takes the number of newly finished images.
         """
-        if self.quiet or self.rich.quiet or self.barred:
+        if self.quiet or self.rich.quiet or self.has_bar:
             yield uncounted
         elif self.rich.is_terminal:
             columns = (self._spinner(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
             with self._bar(*columns) as bar:
                 task = bar.add_task(escape(label), total=total)
-                yield lambda more: bar.advance(task, more)
+                yield lambda count: bar.advance(task, count)
         else:
-            done, shown = 0, self.clock()
+            finished, last_time = 0, self.clock()
 
-            def line(more: int) -> None:
-                nonlocal done, shown
-                done += more
-                if self.clock() - shown >= LINE_EVERY:
-                    self.info(f"{label}: {done} of {total} images")
-                    shown = self.clock()
+            def line(count: int) -> None:
+                nonlocal finished, last_time
+                finished += count
+                if self.clock() - last_time >= LINE_EVERY:
+                    self.info(f"{label}: {finished} of {total} images")
+                    last_time = self.clock()
 
             yield line
 
     @contextmanager
     def _bar(self, *columns: ProgressColumn) -> Iterator[Progress]:
-        self.barred = True
+        self.has_bar = True
         try:
             with Progress(*columns, console=self.rich, transient=True) as bar:
                 yield bar
         finally:
-            self.barred = False
+            self.has_bar = False
 
     def _spinner(self) -> SpinnerColumn:
         return SpinnerColumn("line" if self.rich.options.ascii_only else "dots")

@@ -36,7 +36,7 @@ def dry_run_training(run: Run[ConfigT], data: ClassData) -> Cost:
         if config.freeze:
             freeze(model, config.freeze)
         watched = bool(data.minival.labels)
-        job = engine.TrainJob.of(
+        job = engine.TrainJob.from_config(
             config,
             loss_fn=loss_of(config, model, len(data.classes)),
             batches=training_batches(config, model, data, world, workers=0, skip_bad=config.data.skip_bad_images),

@@ -203,7 +203,7 @@ class _ClassifierTraining:
             on_skip=self.skipped.append,
         )
         watched = bool(data.minival.labels)
-        return engine.TrainJob.of(
+        return engine.TrainJob.from_config(
             config,
             loss_fn=loss_of(config, model, len(data.classes)),
             batches=batches,

@@ -218,7 +218,7 @@ def job_of(
     config: LitConfig, text: TextTower, batches: engine.Batches, world: World, outputs: engine.Outputs
 ) -> engine.TrainJob:
     """Return the engine's job: the text tower's training by a config whose duration is in steps."""
-    return engine.TrainJob.of(
+    return engine.TrainJob.from_config(
         config,
         loss_fn=ContrastiveLoss(config.loss, world),
         gauges=lambda: {"temperature": text.log_temperature.exp().item()},

@@ -221,7 +221,7 @@ def job_of(
     batches = segment_batches(data.train, data.rule, how, config.batch_size, config.seed, world, workers=workers)
     every = config.evaluate_every or 0
     every = every if every < config.schedule.steps else 0  # the end is scored anyway
-    return engine.TrainJob.of(
+    return engine.TrainJob.from_config(
         config,
         loss_fn=loss_of(network),
         batches=batches,

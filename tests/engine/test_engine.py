@@ -438,7 +438,7 @@ def test_a_parameter_without_gradient_is_left_out_of_its_layers_norm() -> None:
     network.get_parameter("fc.weight").grad = torch.full((2, 2), 4.0)
     norms = LayerNorms(network)
     norms.add()
-    assert norms.named(norms.take().tolist()) == pytest.approx({"head": math.sqrt(18), "other": 8.0})
+    assert norms.by_layer(norms.pop_means().tolist()) == pytest.approx({"head": math.sqrt(18), "other": 8.0})
 
 
 def test_norms_of_layers_are_means_over_all_steps_and_those_of_the_last_ones_stand_apart(

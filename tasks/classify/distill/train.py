@@ -160,7 +160,7 @@ class Distillation:
             self.cache.fill()
             batches, targets = self.cache.joined(batches, order), kept_targets
         deviations = self._deviations() if config.losses.tokens else {}
-        return observed, engine.TrainJob.of(
+        return observed, engine.TrainJob.from_config(
             config,
             loss_fn=Distance(targets, student, config.losses, deviations, self.taught.loss),
             batches=lambda start: batches(first + start),
