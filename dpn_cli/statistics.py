@@ -6,7 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, TypeVar
+
+# The key of a pair, such as a seed.
+K = TypeVar("K")
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,15 @@ def summarize(values: Sequence[float], within: tuple[float, float] = (-math.inf,
 def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> Summary:
     """Summarize ours - theirs in percent, value by value (same seed, or same task)."""
     return summarize([a - b for a, b in zip(ours, theirs, strict=True)], PERCENT_DIFFERENCE)
+
+
+def difference_by_key(ours: Mapping[K, float], theirs: Mapping[K, float]) -> tuple[list[K], Summary | None]:
+    """Summarize ours - theirs in percent over the keys, such as seeds, that both have, and return these.
+
+    The summary is None where they have no key in common.
+    """
+    keys = [key for key in ours if key in theirs]
+    return keys, paired_difference([ours[key] for key in keys], [theirs[key] for key in keys]) if keys else None
 
 
 def as_text(summary: Mapping[str, Any], digits: int = 2) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -10,9 +11,13 @@ from rich.console import Console as RichConsole
 from rich.table import Column, Table
 
 from dpn_cli.commands.command import DefaultGroup, Outcome, register_command
+from dpn_cli.commands.report import page_at_end
 from dpn_cli.commands.train import sweep_error
 from dpn_cli.commands.trainers import classify_options, module_of
+from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.run.console import Console, cell
+
+DRAWS = "draws of the images"
 
 
 class _ScoreByDefault(DefaultGroup):
@@ -40,14 +45,21 @@ def _score(options: classify_options.EvalOptions, console: Console) -> Outcome:
 def _fewshot(options: classify_options.ProbeOptions, console: Console) -> Outcome:
     """Score a frozen backbone with few-shot ridge regression, the paper's metric."""
     if options.compare or options.run.output_dir:
-        from dpn_cli.commands.probing import DRAWS, probe_sweep
-        from dpn_cli.sweep.pairs import show_comparison
-
-        several = probe_sweep(options, console)
-        return several, partial(show_comparison, trainings=DRAWS), sweep_error(several["failed"], DRAWS)
+        return _probe_sweep(options, console)
     task = module_of("eval fewshot")
 
     return task.fewshot(options, console), task.describe_probe
+
+
+def _probe_sweep(options: classify_options.ProbeOptions, console: Console) -> Outcome:
+    from dpn_cli.sweep.pairs import print_tables
+
+    folder, folders = options.run, list[Path]()
+    launch = LaunchOptions(folder.output_dir, folder.resume, folder.overwrite, on_open=folders.append)
+    result = module_of("eval fewshot --compare").probe_sweep(options, launch, console)
+    if not folder.no_report:
+        page_at_end(folders[0], console)
+    return result, partial(print_tables, trials=DRAWS), sweep_error(result["failed"], DRAWS)
 
 
 def add_to(root: typer.Typer) -> None:
@@ -71,15 +83,15 @@ def _predict(options: classify_options.PredictOptions, console: Console) -> Outc
     """Classify images with a trained run."""
     task = module_of("predict")
 
-    found = task.classify(options, console)
-    return found.results, _print_guesses, found.problem(options.skip_bad_images)
+    predictions = task.classify(options, console)
+    return predictions.results, _print_guesses, predictions.problem(options.skip_bad_images)
 
 
 def _print_guesses(results: list[dict[str, Any]]) -> None:
     table = Table(Column("image", overflow="fold"), "class", "probability", box=None, padding=(0, 2, 0, 0))
     for result in results:
-        for place, guess in enumerate(result["classes"]):
-            image = "" if place else cell(result["image"])
+        for rank, guess in enumerate(result["classes"]):
+            image = "" if rank else cell(result["image"])
             table.add_row(image, cell(guess["name"]), f"{guess['probability']:.1%}")
     RichConsole(highlight=False, soft_wrap=True).print(table)
 
@@ -88,11 +100,10 @@ def _export(options: classify_options.ExportOptions, console: Console) -> Outcom
     """Export a run's classifier with a model card, and verify its outputs."""
     task = module_of("export")
 
-    done = task.export(options.run, options.output_dir, options.to)
     return (
-        done,
-        lambda done: (
-            f"{done['path']}: on {done['images']} random images it gives the outputs of {options.run} "
-            f"(largest difference {done['difference']:.1e}, relative); {done['card']} describes it"
+        task.export(options.run, options.output_dir, options.to),
+        lambda report: (
+            f"{report['path']}: on {report['images']} random images it gives the outputs of {options.run} "
+            f"(largest difference {report['difference']:.1e}, relative); {report['card']} describes it"
         ),
     )

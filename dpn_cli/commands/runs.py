@@ -15,11 +15,11 @@ from dpn_cli.commands.command import DefaultGroup, Outcome, register_command
 from dpn_cli.config.option import argument
 from dpn_cli.config.schema import Section
 from dpn_cli.errors import DataError
-from dpn_cli.report.comparison import SCORES, name_of, value_of
 from dpn_cli.report.overview import command
 from dpn_cli.report.reading import DEPTH, RunRecord, find_runs, folder_of, hours, moment, read_run
 from dpn_cli.run.artifact_kinds import NAMES
 from dpn_cli.run.console import Console, cell, folded, print_columns, printable, width_of
+from dpn_cli.sweep.score_names import SCORES, score_name, score_value
 
 # The key of a result that is its score in percent, and what to call it; the first that a result has.
 METRICS = {**SCORES, "mean19": "mean of 19", "mean_groups": "mean of groups"}
@@ -76,9 +76,9 @@ def score_of(run: RunRecord) -> tuple[str | None, float | None]:
     if run.kind == "comparison" and result.get("compare"):
         name, network = list(result["compare"]["networks"].items())[-1]
         found = network[result["score"]]
-        return f"{name_of(result['score'])}, {name}", found and found["mean"]
+        return f"{score_name(result['score'])}, {name}", found and found["mean"]
     for key, metric in METRICS.items():
-        if (value := value_of(result, key)) is not None:
+        if (value := score_value(result, key)) is not None:
             return metric, value
     tested = [one["test"]["mean"] for one in result.get("tasks", {}).values() if one["test"]]
     return ("mean of its tasks", fmean(tested)) if tested else (None, None)

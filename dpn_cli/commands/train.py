@@ -16,6 +16,7 @@ from dpn_cli.commands.estimate import show_costs
 from dpn_cli.commands.options import CONFIG_OPTIONS, PRINTING, option, switch, with_signature
 from dpn_cli.commands.report import page_at_end
 from dpn_cli.commands.train_command import SupportsTrials, TrainCommand, TrainingModule
+from dpn_cli.commands.trainers import TRAIN_COMMANDS
 from dpn_cli.config.cost import Cost
 from dpn_cli.config.launch import NO_PAGE, OVERWRITE, RESUME, LaunchOptions
 from dpn_cli.config.load import dump, from_settings
@@ -122,9 +123,11 @@ def load_trainer(
 ) -> tuple[Any, TrainingModule]:
     """Return the final config and the module that trains by it; for a sweep the runner, which finalizes each config."""
     if isinstance(config, SweepConfig) and config.several:
-        from dpn_cli.sweep.runner import SweepRunner  # torch loads here
+        from dpn_cli.sweep.runner import SweepRunner, SweepTrainer  # torch loads here
 
-        return config, SweepRunner(training)
+        command = next(words for words, other in TRAIN_COMMANDS.items() if other is training)
+        trainer = cast(SweepTrainer, import_module(training.module))
+        return config, SweepRunner(command, trainer, training.finalize, training.scores)
     config = training.finalize(config, console, dry_run)
     return config, cast(TrainingModule, import_module(training.module))  # torch loads here, too
 

@@ -267,6 +267,7 @@ MODULES = {
     "data prepare coco": "tasks.lit.prepare",
     "eval": "tasks.classify.evaluate",
     "eval fewshot": "tasks.classify.fewshot",
+    "eval fewshot --compare": "tasks.classify.fewshot_sweep",
     "predict": "tasks.classify.predict",
     "export": "tasks.classify.export",
     "lit cache": "tasks.lit.command",

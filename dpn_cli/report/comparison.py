@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 from dpn_cli.errors import DataError
 from dpn_cli.report.content import BarChart, Cell, Findings, PageSection, Part, Table, TextBlock
@@ -13,40 +12,14 @@ from dpn_cli.report.overview import curves
 from dpn_cli.report.reading import Json, RunRecord, read_run
 from dpn_cli.run.files import read_object
 from dpn_cli.statistics import as_text
+from dpn_cli.sweep.score_names import SCORES, score_keys, score_name, score_value
 
 # Returns what a task reads out of a run; the names of its charts begin with the second argument.
 Reader = Callable[[RunRecord, str], Findings]
-# What a comparison may be scored by, and what to call it.
-SCORES = {
-    "top1": "top-1",
-    "miou": "mIoU",
-    "agreement": "agreement",
-    "zeroshot.top1": "zero-shot top-1",
-    "retrieval.image_to_text@1": "image to text R@1",
-    "retrieval.text_to_image@1": "text to image R@1",
-}
 NOTE = (
     "Mean and standard deviation over {} with different seeds; the difference to the first network is the mean "
     "over pairs with the same seed ± its standard error, with the 95 % t-interval."
 )
-
-
-def name_of(score: str) -> str:
-    """Return what to call a score, which without a name of its own is its key."""
-    return SCORES.get(score, score)
-
-
-def scores_of(result: Json) -> list[str]:
-    """Return the scores of a comparison's result in the order of its tables; older results have the headline alone."""
-    return list(result.get("scores", [result["score"]]))
-
-
-def value_of(result: Json, score: str) -> float | None:
-    """Return a score of a training's result, of which a dot leads inside; None where it is not there."""
-    value: Any = result
-    for key in score.split("."):
-        value = value.get(key) if isinstance(value, dict) else None
-    return None if value is None else float(value)
 
 
 def findings(run: RunRecord, prefix: str, reader: Callable[[RunRecord], Reader]) -> Findings:
@@ -67,8 +40,8 @@ def findings(run: RunRecord, prefix: str, reader: Callable[[RunRecord], Reader])
     compared = run.result.get("compare")
     if not compared:
         return Findings("", {}, [*_so_far(run), *learnt], warnings=damage)
-    keys, networks = scores_of(run.result), compared["networks"]
-    names = {key: name_of(key) for key in keys}
+    keys, networks = score_keys(run.result), compared["networks"]
+    names = {key: score_name(key) for key in keys}
     drawn = run.result["task"] == "fewshot"
     note = NOTE.format("draws of the images" if drawn else "trainings")
     parts: list[Part] = [_table(key, compared, note) for key in keys]
@@ -87,7 +60,7 @@ def findings(run: RunRecord, prefix: str, reader: Callable[[RunRecord], Reader])
     parts.append(_trial_table("Every draw" if drawn else "Every training", keys, found, folded=True))
     failed = [f"failed: {line}" for line in run.result["failed"]]
     section = PageSection("Networks compared", [*map(_warn, failed), *parts])
-    return Findings(name_of(run.result["score"]), {}, [section, *learnt], warnings=[*failed, *damage])
+    return Findings(score_name(run.result["score"]), {}, [section, *learnt], warnings=[*failed, *damage])
 
 
 def _so_far(run: RunRecord) -> list[PageSection]:
@@ -102,7 +75,7 @@ def _so_far(run: RunRecord) -> list[PageSection]:
     planned = len(config.get("compare") or [""]) * len(config.get("seeds") or [0])
     said = f"{len(finished)} of {planned} {what} finished" if config else f"{len(finished)} {what} finished"
     shots = sorted({key for one in results for key in one if key.endswith("-shot")}, key=lambda key: (len(key), key))
-    keys = [key for key in (*SCORES, *shots) if any(value_of(one, key) is not None for one in results)]
+    keys = [key for key in (*SCORES, *shots) if any(score_value(one, key) is not None for one in results)]
     return [
         PageSection(
             "Finished so far", [TextBlock(f"{said}."), *([_trial_table("", keys, finished)] if finished else [])]
@@ -115,16 +88,16 @@ def _trial_table(
 ) -> Table:
     """Return the table of networks, folders and their results."""
     steps = any("steps" in one for _, _, one in found)
-    columns = ("network", "folder", *(f"{name_of(key)} in %" for key in keys), *(["steps"] if steps else []))
+    columns = ("network", "folder", *(f"{score_name(key)} in %" for key in keys), *(["steps"] if steps else []))
     rows: list[list[Cell]] = [
-        [name, folder, *(value_of(one, key) for key in keys), *([one.get("steps")] if steps else [])]
+        [name, folder, *(score_value(one, key) for key in keys), *([one.get("steps")] if steps else [])]
         for name, folder, one in found
     ]
     return Table(title, columns, rows, folded=folded)
 
 
 def _table(key: str, compared: Json, note: str) -> Table:
-    metric, differences = name_of(key), {each["network"]: each[key] for each in compared["differences"]}
+    metric, differences = score_name(key), {each["network"]: each[key] for each in compared["differences"]}
     columns = ("network", f"{metric} in %", "std", "n", "difference", "95 %", "pairs")
     rows: list[list[Cell]] = [
         [name, *_mean(network[key]), *_difference(differences.get(name))]

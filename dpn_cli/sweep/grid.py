@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
@@ -19,7 +20,7 @@ from dpn_cli.config.validation_errors import explain
 MOST_SEEDS = 1000
 SEED_COUNT = f"how many seeds, at most {MOST_SEEDS}, or a list of them from 0 to {MOST_SEED}, e.g. 3 or 0,1,2"
 SEEDS = flag("--seeds", help="Number of seeds, or a list: 3 is 0,1,2.", panel=TRAIN)
-# Characters of a folder's name at most, so that it and what stands beside it stay below a file system's 255 bytes.
+# Characters of a folder's name at most, so that its path parts stay below a file system's limit of 255 bytes.
 LONGEST = 100
 
 
@@ -39,7 +40,7 @@ def check_distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def folders_of(networks: Sequence[str]) -> dict[str, str]:
-    """Return a folder for each of several networks, by their names."""
+    """Return the folder of each network, by its name."""
     folders: dict[str, str] = {}
     for name in networks:
         short = re.sub(r"[^\w=,.+-]+", "-", name)[:LONGEST]
@@ -64,7 +65,7 @@ COMPARE = flag(
 
 
 def settings_of(network: str) -> dict[str, Any]:
-    """Return the keys of the section ``backbone`` that a network of a comparison has of its own, with dots inside it.
+    """Return the keys of the section ``backbone`` that the name of a network sets, with dots for nested keys.
 
     A word without a key is the stem: ``"dpn,norm=rms"`` is ``"stem=dpn,norm=rms"``. A comma that no key follows belongs
     to the value before it. Raises `ValueError` for a key that is given twice and for an empty value.
@@ -86,6 +87,28 @@ def format_network(name: str) -> str:
     return name if "=" in name else f"stem {name}"
 
 
+@dataclass(frozen=True)
+class Trial:
+    """One network, by its name, from one seed.
+
+    Args:
+        network: its name.
+        seed: seed of the training, or of the draw of images.
+        folder: folder of its result, below the folder of the sweep.
+        config: config of its training; None for a draw of a few-shot probe.
+    """
+
+    network: str
+    seed: int
+    folder: str
+    config: Any = None
+
+    @property
+    def label(self) -> str:
+        """The name in messages."""
+        return f"{format_network(self.network)}, seed {self.seed}"
+
+
 def fill_checkpoint_name(checkpoint: str, settings: Mapping[str, Any]) -> str:
     """Return the name of a checkpoint with the values of keys in braces in their places; ``B/16`` is B-16."""
     for key, value in settings.items():
@@ -95,12 +118,12 @@ def fill_checkpoint_name(checkpoint: str, settings: Mapping[str, Any]) -> str:
 
 
 def _network_settings(backbone: BackboneConfig, network: str) -> dict[str, Any]:
-    """Return the keys and values of a section with a network's own, and the checkpoint's name with them filled in.
+    """Return a section with the keys of a network merged in, and the checkpoint's name filled in.
 
     Raises `ValueError` for a key that the section does not have.
     """
-    plain, own = backbone.model_dump(), settings_of(network)
-    for key, value in own.items():
+    plain = backbone.model_dump()
+    for key, value in settings_of(network).items():
         first, _, rest = key.partition(".")
         if first not in plain:
             raise ValueError(f"{network!r}: {first} is no key; use {', '.join(plain)}{did_you_mean(first, plain)}")
@@ -125,7 +148,7 @@ class CompareConfig(Config):
                 "needs two stems or more, e.g. none,dpn, or networks, e.g. 'stem=none,norm=ln;stem=dpn,norm=ln'"
             )
         check_distinct(tuple(str(sorted(settings_of(network).items())) for network in networks))
-        backbone: BackboneConfig | None = info.data.get("backbone")  # None: it is wrong itself, which is told
+        backbone: BackboneConfig | None = info.data.get("backbone")  # None where it is invalid itself
         for network in networks if backbone else ():
             assert backbone
             plain, section = _network_settings(backbone, network), type(backbone)

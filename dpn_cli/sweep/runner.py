@@ -1,237 +1,287 @@
-"""Several trainings of one config side by side: ``--compare`` and ``--seeds``."""
+"""Runs the trials of a sweep, several trainings of one config: ``--compare`` and ``--seeds``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 
-from dpn_cli.commands.train_command import Result, TrainCommand, TrainingModule
-from dpn_cli.commands.trainers import TRAIN_COMMANDS
 from dpn_cli.config.cost import Cost
 from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.config.load import dump
-from dpn_cli.errors import DataError, DpnError, NonFiniteError, OutOfMemoryError
+from dpn_cli.errors import DataError, DpnError, NonFiniteError, OutOfMemoryError, StoppedError
 from dpn_cli.run import signals
 from dpn_cli.run.console import Console
-from dpn_cli.run.distributed import from_leader
-from dpn_cli.run.files import replace_text
+from dpn_cli.run.distributed import World, from_leader
+from dpn_cli.run.files import replace_json, replace_text
 from dpn_cli.run.run import Run, open_run, run_name, with_weights_of
-from dpn_cli.run.run_dir import describe_device
-from dpn_cli.sweep.engines.dispatch import backend_for, dispatch
+from dpn_cli.run.run_dir import RunFolder, describe_device
+from dpn_cli.sweep.engines.dispatch import create_backend, dispatch
 from dpn_cli.sweep.engines.local import LOGS
-from dpn_cli.sweep.grid import SweepConfig, format_network
-from dpn_cli.sweep.pairs import ComparedTrial, build_result, check_weights, keep_result, prefix_errors, show_comparison
+from dpn_cli.sweep.grid import SweepConfig, Trial, format_network
+from dpn_cli.sweep.pairs import Result, build_result, print_tables
 from dpn_cli.sweep.scheduler import Work
 from dpn_cli.weights.backbone import LoadReport, backbone_of
 from dpn_cli.weights.resolve_stem import with_own_stem
 
-# File in the folder of a training that has ended.
-RESULT = "result.json"
-# Key of trial.json: the network of each training with its weights, by name.
+# Files in the folder of a trial that has ended, and in that of a sweep in which some have failed.
+RESULT, PARTIAL = "result.json", "partial.json"
+# Key of run.json: the network of each trial with its weights, by name.
 NETWORKS = "networks"
+DATA_CHANGED = "the data have changed since this comparison began; start another with -o"
 
 
-class _Comparable(TrainingModule, Protocol):
-    """The module of a task whose trainings can be compared."""
+class SweepTrainer(Protocol):
+    """Module of a task that can be swept.
+
+    It may also have ``load(config)``, which loads the weights that a trial depends on instead of its network's own, and
+    ``prepare(config, console)``, which does with all cores what all trials wait for otherwise.
+    """
+
+    def run(self, config: Any, launch: LaunchOptions, console: Console) -> Result | None:
+        """Train and return the result; None on ranks that do not lead and after a dry run."""
 
     def default_folder(self, config: Any) -> Path:
-        """Return the folder of a trial without ``-o``."""
+        """Return the folder of a training without ``-o``."""
 
 
 @dataclass(frozen=True)
-class _SweepTrial(ComparedTrial):
-    """One of the trainings, with its settled config."""
-
-    config: SweepConfig
-
-
 class SweepRunner:
-    """Trains every network of a config from every seed, each in a trial folder of its own."""
+    """Trains every network of a config from every seed, each trial in a folder of its own.
 
-    def __init__(self, training: TrainCommand) -> None:
-        self.training, self.trainer = training, cast(_Comparable, import_module(training.module))
+    Args:
+        command: the words after ``dpn`` that train one trial.
+        trainer: module of the task.
+        finalize: decides what needs more than one key; gets a config, the console, and whether it is a dry run.
+        scores: keys of the scores that are compared.
+    """
+
+    command: str
+    trainer: SweepTrainer
+    finalize: Callable[[Any, Console, bool], Any]
+    scores: Sequence[str]
 
     def run(self, config: SweepConfig, launch: LaunchOptions, console: Console) -> Result | None:
-        """Train and return the comparison; None on ranks that do not lead and after a dry trial.
+        """Train and return the result of the sweep; None on ranks that do not lead and after a dry run.
 
-        All networks are loaded before anything is trained. A training that runs out of memory or diverges is noted in
-        the result and tried again when the comparison is resumed; everything else raises `DpnError`.
+        All networks are loaded before anything is trained. A trial that runs out of memory or diverges is noted in the
+        result and tried again when the sweep is resumed; everything else raises `DpnError`.
         """
-        trials = self._runs(config, console, launch.dry_run)
-        if launch.trial is not None and launch.trial >= len(trials):
-            raise DpnError(
-                f"--trial {launch.trial}: there are {len(trials)}, 0 to {len(trials) - 1}; --list-trials lists them"
-            )
+        trials = self._trials(config, console, launch.dry_run)
+        check_trial_number(launch.trial, len(trials))
         with open_run(config, config.runtime, "comparison", launch, self._folder(config, trials), console) as run:
             if launch.dry_run:
-                firsts = _firsts(trials)
+                firsts = _first_trials(trials)
                 self._dry_run(firsts, len(trials) // len(firsts), launch, console)
                 return None
-            result = run.folder.result if _complete(run.folder.path, trials) else None
+            result = run.folder.result if is_complete(run.folder, trials) else None
             if result is None:
-                trials = _with_saved_networks(run, trials, launch)
-                with run.claim_unless("digests"):
-                    _load(run, _firsts(trials), getattr(self.trainer, "load", _load_backbone))
+                trials = _restore_networks(run, trials, launch)
+                self._load_networks(run, _first_trials(trials))
                 if launch.trial is not None:
-                    one = trials[launch.trial]
-                    console.info(one.label)
-                    self.trainer.run(one.config, LaunchOptions(run.folder.path / one.folder, resume=True), console)
+                    trial = trials[launch.trial]
+                    console.info(trial.label)
+                    self.trainer.run(trial.config, LaunchOptions(run.folder.path / trial.folder, resume=True), console)
                     return None
                 failed = self._dispatch(run, trials, launch) if launch.starts_processes else {}
                 result = self._train(run, trials, failed)
             return result if run.world.leads else None
 
-    def _dry_run(self, firsts: Sequence[_SweepTrial], seeds: int, launch: LaunchOptions, console: Console) -> None:
-        """Tell what the trainings of each network take, of which one is dry-run: seeds make no difference to that."""
-        for trial in firsts:
+    def trials(self, config: SweepConfig) -> list[str]:
+        """Return the names of the trials, in the order of their numbers."""
+        return [trial.folder for trial in self._trials(config, Console(quiet=True))]
+
+    def show(self, result: Result) -> None:
+        """Print the tables of a sweep on stdout."""
+        print_tables(result)
+
+    def _dry_run(self, trials: Sequence[Trial], seeds: int, launch: LaunchOptions, console: Console) -> None:
+        """Measure the first trial of each network; those of other seeds cost the same."""
+        for trial in trials:
             console.info(f"{format_network(trial.network)}:")
             costs = list[Cost]()
-            _forget_compiled(trial)
+            _reset_compiler(trial)
             self.trainer.run(trial.config, replace(launch, on_cost=costs.append), console)
             for cost in costs:
                 launch.on_cost(replace(cost.times(seeds), name=trial.network))
 
-    def trials(self, config: SweepConfig) -> list[str]:
-        """Return what the numbers of ``--trial`` stand for."""
-        return [trial.folder for trial in self._runs(config, Console(quiet=True))]
-
-    def show(self, result: Result) -> None:
-        """Print the table of a comparison on stdout."""
-        show_comparison(result)
-
-    def _runs(self, config: SweepConfig, console: Console, dry_run: bool = False) -> list[_SweepTrial]:
+    def _trials(self, config: SweepConfig, console: Console, dry_run: bool = False) -> list[Trial]:
         trials = []
-        for name, each in config.each().items():
+        for name, network_config in config.each().items():
             with prefix_errors(name):
-                each = self.training.finalize(each, console, dry_run)
-                each = each.model_copy(update={"backbone": with_own_stem(each.backbone, console)})
-            for seed, one in each.with_seeds().items():
-                network, folder = (name, f"{config.folders[name]}/") if config.compare else (each.backbone.stem, "")
-                trials.append(_SweepTrial(network, seed, f"{folder}seed{seed}", one))
+                finalized = self.finalize(network_config, console, dry_run)
+                backbone = with_own_stem(finalized.backbone, console)
+            for seed, trial_config in finalized.model_copy(update={"backbone": backbone}).with_seeds().items():
+                network, folder = (name, f"{config.folders[name]}/") if config.compare else (backbone.stem, "")
+                trials.append(Trial(network, seed, f"{folder}seed{seed}", trial_config))
         return trials
 
-    def _folder(self, config: SweepConfig, trials: Sequence[_SweepTrial]) -> Path:
-        """Return the folder beside that of one of the trainings alone, named after all of them."""
-        one = trials[0].config
-        alone, name = self.trainer.default_folder(one), run_name(one.backbone)
+    def _folder(self, config: SweepConfig, trials: Sequence[Trial]) -> Path:
+        """Return the default folder of the sweep: that of a single trial, renamed after all of them."""
+        folder, name = self.trainer.default_folder(trials[0].config), run_name(trials[0].config.backbone)
         if not config.compare:
-            several = f"{name}-{len(trials)}-seeds"
+            sweep_name = f"{name}-{len(trials)}-seeds"
         elif config.backbone.arch or config.backbone.checkpoint:
-            several = run_name(config.backbone, config.versus)
+            sweep_name = run_name(config.backbone, config.versus)
         else:
-            several = config.versus
-        return alone.with_name(alone.name.replace(name, several, 1))
+            sweep_name = config.versus
+        return folder.with_name(folder.name.replace(name, sweep_name, 1))
 
-    def _dispatch(self, run: Run[SweepConfig], trials: Sequence[_SweepTrial], launch: LaunchOptions) -> dict[str, str]:
-        """Run the trainings in processes; return, by folder, why some diverged or ran out of memory.
+    def _load_networks(self, run: Run[SweepConfig], trials: Sequence[Trial]) -> None:
+        """Load the network of each trial, log its report and save its settings; a resumed sweep has the same weights.
+
+        Raises `DataError` when they have changed, and as `load_backbone` does.
+        """
+        load = getattr(self.trainer, "load", _load_backbone)
+        with run.claim_unless("digests"):
+            networks = {trial.network: trial.config.backbone.model_dump(mode="json") for trial in trials}
+            digests: dict[str, str] = {}
+            for trial in trials:
+                with prefix_errors(trial.network):
+                    report = load(trial.config)
+                run.console.info(f"{format_network(trial.network)}: {report.summary()}")
+                digests[trial.network] = report.digest
+            check_weights(run.folder, digests)
+            if run.world.leads and not (run.one_trial and run.folder.facts.get("digests")):
+                save_start(run, digests, {NETWORKS: networks})
+
+    def _dispatch(self, run: Run[SweepConfig], trials: Sequence[Trial], launch: LaunchOptions) -> dict[str, str]:
+        """Run the trials in processes; return, by folder, why some diverged or ran out of memory.
 
         Raises `DpnError` for every other failure, when all have been stopped.
         """
         folder, console = run.folder.path, run.console
-        backend = backend_for(run, launch)
-        words = next(name for name, one in TRAIN_COMMANDS.items() if one is self.training).split()
+        backend = create_backend(run, launch)
         works = []
         for trial in trials:
             path, config = folder / trial.folder, folder / LOGS / f"{trial.folder.replace('/', '-')}.yaml"
             if not (path / RESULT).is_file():
                 replace_text(config, dump(trial.config))
-                line = (*words, "--config", str(config), "-o", str(path), "--resume", "--no-report")
+                line = (*self.command.split(), "--config", str(config), "-o", str(path), "--resume", "--no-report")
                 works.append(Work(trial.folder, line, network=trial.network, label=trial.label))
-        if works and launch.engine == "local" and run.world.device.type == "cpu":
-            self._prepare(trials, console)
-        failed = dispatch(run, works, backend)
-        return {one.folder: f"{one.label}: {failed[one.folder]}" for one in trials if one.folder in failed}
-
-    def _prepare(self, trials: Sequence[_SweepTrial], console: Console) -> None:
-        """Do with all cores what all trainings wait for otherwise, while one of them does it with its part of them."""
         prepare = getattr(self.trainer, "prepare", None)
-        if prepare and len({trial.network for trial in trials}) == 1:
-            prepare(trials[0].config, console)
+        one_network = len({trial.network for trial in trials}) == 1
+        if works and launch.engine == "local" and run.world.device.type == "cpu" and prepare and one_network:
+            prepare(trials[0].config, console)  # with all cores, and not with those of one of the processes
+        failed = dispatch(works, backend, console).failed
+        return {trial.folder: f"{trial.label}: {failed[trial.folder]}" for trial in trials if trial.folder in failed}
 
-    def _train(self, run: Run[SweepConfig], trials: Sequence[_SweepTrial], failed: dict[str, str]) -> Result:
-        """Run the trainings that have not failed, which takes no time for those that are done."""
-        config, folder, world, console = run.config, run.folder, run.world, run.console
+    def _train(self, run: Run[SweepConfig], trials: Sequence[Trial], failed: dict[str, str]) -> Result:
+        """Run the trials that have not failed, which takes no time for those that are finished."""
+        folder, world, console = run.folder, run.world, run.console
         results: dict[str, Result] = {}
         for number, trial in enumerate(trials, 1):
             if trial.folder in failed:
                 continue
             signals.check()
             console.info(f"{trial.label} ({number} of {len(trials)})")
-            _forget_compiled(trial)
-            try:
+            _reset_compiler(trial)
+            with catch_failure(trial.label, world, console) as errors:
                 launch = LaunchOptions(folder.path / trial.folder, resume=True)
-                done = results[trial.folder] = from_leader(self.trainer.run(trial.config, launch, console) or {})
-                if done["data"] != next(iter(results.values()))["data"]:
-                    raise DataError(
-                        f"{folder.path}: the data have changed since this comparison began; start another with -o"
-                    )
-            except (NonFiniteError, OutOfMemoryError) as error:
-                if world.size > 1 and isinstance(error, OutOfMemoryError):
-                    raise  # the other ranks are waiting for this one's gradients
-                console.warn(f"{trial.label} failed: {error}")
-                failed[trial.folder] = f"{trial.label}: {error}"
-        result = build_result(self.training.scores, trials, results, failed, compared=bool(config.compare))
+                result = results[trial.folder] = from_leader(self.trainer.run(trial.config, launch, console) or {})
+                if result["data"] != next(iter(results.values()))["data"]:
+                    raise DataError(f"{folder.path}: {DATA_CHANGED}")
+            if errors:
+                failed[trial.folder] = f"{trial.label}: {errors[0]}"
+        result = build_result(self.scores, trials, results, failed, compared=bool(run.config.compare))
         result["differs_from_paper"] = run.differs
         if world.leads:
-            keep_result(folder, result)
+            save_result(folder, result)
         return result
 
 
-def _firsts(trials: Sequence[_SweepTrial]) -> list[_SweepTrial]:
-    """Return the first training of every network."""
+def check_trial_number(number: int | None, count: int) -> None:
+    """Raise `DpnError` for a number of ``--trial`` that no trial has."""
+    if number is not None and number >= count:
+        raise DpnError(f"--trial {number}: there are {count}, 0 to {count - 1}; --list-trials lists them")
+
+
+def is_complete(folder: RunFolder, trials: Sequence[Trial]) -> bool:
+    """Return whether every trial has its result, whatever the sweep's own says."""
+    return all((folder.path / trial.folder / RESULT).is_file() for trial in trials)
+
+
+@contextmanager
+def prefix_errors(network: str) -> Iterator[None]:
+    """Begin the messages of errors with a network's name."""
+    try:
+        yield
+    except StoppedError:
+        raise
+    except DpnError as error:
+        raise type(error)(f"{format_network(network)}: {error}") from error
+
+
+@contextmanager
+def catch_failure(label: str, world: World, console: Console) -> Iterator[list[DpnError]]:
+    """Warn when the work called `label` diverges or runs out of memory, so that other work goes on.
+
+    Yields a list that has the error afterwards, and is empty without one. With several ranks, running out of memory
+    ends all of them.
+    """
+    errors: list[DpnError] = []
+    try:
+        yield errors
+    except (NonFiniteError, OutOfMemoryError) as error:
+        if world.size > 1 and isinstance(error, OutOfMemoryError):
+            raise  # the other ranks are waiting for this one's gradients
+        console.warn(f"{label} failed: {error}")
+        errors.append(error)
+
+
+def check_weights(folder: RunFolder, digests: Mapping[str, str]) -> None:
+    """Raise `DataError` when a network's weights are not those that the sweep began with."""
+    saved = from_leader(folder.facts).get("digests", digests)
+    if changed := next((name for name in digests if digests[name] != saved[name]), None):
+        raise DataError(
+            f"{format_network(changed)}: the weights have changed since this comparison began; start another with -o"
+        )
+
+
+def save_start(run: Run[Any], digests: Mapping[str, str], facts: Mapping[str, Any]) -> None:
+    """Write into run.json what a sweep runs on, the digests of its weights, and more facts."""
+    world = run.world
+    facts = {"digests": digests, **facts, "ranks": world.size, "device": describe_device(world.device)}
+    run.folder.update(**facts, status="running")
+
+
+def save_result(folder: RunFolder, result: Result) -> None:
+    """Write the result of a sweep: result.json when nothing failed, else partial.json."""
+    if result["failed"]:
+        replace_json(folder.path / PARTIAL, result)
+        (folder.path / RESULT).unlink(missing_ok=True)  # of a training that was deleted and failed this time
+        folder.update(status="some trainings failed")
+    else:
+        (folder.path / PARTIAL).unlink(missing_ok=True)
+        folder.finish(result)
+
+
+def _first_trials(trials: Sequence[Trial]) -> list[Trial]:
+    """Return the first trial of every network."""
     return [trial for trial in trials if trial.seed == trials[0].seed]
 
 
-def _with_saved_networks(
-    run: Run[SweepConfig], trials: Sequence[_SweepTrial], launch: LaunchOptions
-) -> list[_SweepTrial]:
-    """Return the trainings with the networks that the comparison began with."""
+def _restore_networks(run: Run[SweepConfig], trials: Sequence[Trial], launch: LaunchOptions) -> list[Trial]:
+    """Return the trials with the networks that the sweep began with."""
     saved = from_leader(run.folder.facts).get(NETWORKS, {})
-    found = {
-        trial.network: with_weights_of(
-            trial.config, saved.get(trial.network), launch.explicit_keys, run.console
-        ).backbone
-        for trial in _firsts(trials)
+    networks = {
+        trial.network: with_weights_of(trial.config, saved.get(trial.network), launch.explicit_keys, run.console)
+        for trial in _first_trials(trials)
     }
     return [
-        replace(trial, config=trial.config.model_copy(update={"backbone": found[trial.network]})) for trial in trials
+        replace(trial, config=trial.config.model_copy(update={"backbone": networks[trial.network].backbone}))
+        for trial in trials
     ]
 
 
-def _forget_compiled(trial: _SweepTrial) -> None:
+def _reset_compiler(trial: Trial) -> None:
     if trial.config.runtime.compile:
         torch.compiler.reset()  # the compiler gives up after eight networks
 
 
-def _complete(folder: Path, trials: Sequence[_SweepTrial]) -> bool:
-    """Return whether every training has its result, whatever the comparison's own says."""
-    return all((folder / trial.folder / RESULT).is_file() for trial in trials)
-
-
 def _load_backbone(config: SweepConfig) -> LoadReport:
     return backbone_of(config.backbone).report
-
-
-def _load(run: Run[SweepConfig], trials: Sequence[_SweepTrial], load: Callable[[SweepConfig], LoadReport]) -> None:
-    """Load the network of each trial and say how that went; a resumed comparison starts from the weights it began with.
-
-    `load` loads the weights that a trial depends on: its network's own, unless the task's module has another function
-    of this name. Raises `DataError` when they have changed, and as `load_backbone` does.
-    """
-    folder, world = run.folder, run.world
-    digests: dict[str, str] = {}
-    networks = {trial.network: trial.config.backbone.model_dump(mode="json") for trial in trials}
-    for trial in trials:
-        with prefix_errors(trial.network):
-            report = load(trial.config)
-        run.console.info(f"{format_network(trial.network)}: {report.summary()}")
-        digests[trial.network] = report.digest
-    check_weights(folder, digests)
-    if world.leads and not (run.one_trial and folder.facts.get("digests")):
-        facts = {"digests": digests, NETWORKS: networks, "ranks": world.size, "device": describe_device(world.device)}
-        folder.update(**facts, status="running")

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-# Seconds between two looks at the signals that have come.
-LOOK_EVERY = 0.5
+# Seconds between two checks for signals.
+POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class Work:
     """A command line, its words after ``dpn``, and the names of the work that it needs.
 
-    Work on the same `network` takes the same memory. `label` is its name on the screen.
+    Work on the same `network` takes the same memory. `label` is its name in messages, by default `name`.
     """
 
     name: str
@@ -23,6 +23,11 @@ class Work:
     after: tuple[str, ...] = ()
     network: str = ""
     label: str = ""
+
+    @property
+    def title(self) -> str:
+        """The name in messages."""
+        return self.label or self.name
 
 
 class Backend(Protocol):
@@ -78,7 +83,7 @@ def run_all(
                     backend.start(*running[work.name])
             if not running:
                 return list(waiting.values())
-            for name, code in backend.ended(LOOK_EVERY):
+            for name, code in backend.ended(POLL_SECONDS):
                 work, slot = running.pop(name)
                 free.append(slot)
                 if code:

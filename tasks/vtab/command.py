@@ -8,9 +8,9 @@ from typing import Any
 from rich.console import Console as RichConsole
 
 from dpn_cli.config.launch import LaunchOptions
-from dpn_cli.errors import DpnError
 from dpn_cli.run.console import Console
 from dpn_cli.run.run import Run, open_run, run_name
+from dpn_cli.sweep.runner import check_trial_number
 from dpn_cli.weights.resolve_stem import with_own_stem
 from tasks.vtab.config import VtabConfig
 from tasks.vtab.data import check_images, open_task
@@ -30,8 +30,7 @@ def run(config: VtabConfig, launch: LaunchOptions, console: Console) -> dict[str
         console.info(DEMO_NOTE)
     if not config.compare:
         config = config.model_copy(update={"backbone": with_own_stem(config.backbone, console)})
-    if launch.trial is not None and launch.trial >= (count := len(sweep_parts(config))):
-        raise DpnError(f"--trial {launch.trial}: there are {count}, 0 to {count - 1}; --list-trials lists them")
+    check_trial_number(launch.trial, len(sweep_parts(config)))
     with open_run(config, config.runtime, "sweep", launch, default_folder(config), console) as run:
         if launch.dry_run:
             _dry_run(run, launch)

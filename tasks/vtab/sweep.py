@@ -9,15 +9,16 @@ from dataclasses import dataclass, replace
 
 from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.engine import fit as engine
-from dpn_cli.errors import DataError, NonFiniteError, OutOfMemoryError, SaveError, SweepError
+from dpn_cli.errors import DataError, OutOfMemoryError, SaveError, SweepError
 from dpn_cli.run import distributed
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World
 from dpn_cli.run.files import replace_json
 from dpn_cli.run.run import Run
 from dpn_cli.run.run_dir import RunFolder, describe_device
-from dpn_cli.sweep.engines.dispatch import backend_for, dispatch
+from dpn_cli.sweep.engines.dispatch import create_backend, dispatch
 from dpn_cli.sweep.grid import format_network
+from dpn_cli.sweep.runner import catch_failure
 from dpn_cli.sweep.scheduler import Work
 from tasks.vtab.config import VtabConfig
 from tasks.vtab.data import TaskData, check_images, open_task
@@ -73,14 +74,14 @@ def sweep(run: Run[VtabConfig], launch: LaunchOptions) -> Json | None:
     for part in asked:
         trials = TaskSweep(run, part.network, part.task, data[part.task], dispatched=launch.starts_processes)
         with closing(trials.to_train() if part.lr is None else trials.to_train_one(part.lr, part.seed)) as to_train:
-            for one in to_train:
-                try:
-                    with run.outputs(one.label, track, one.path) as outputs:
-                        job = trials.trainer.job(one, outputs)
-                        done = engine.fit(trials.trainer.trainable, job)
-                    trials.keep(one, done)
-                except (NonFiniteError, OutOfMemoryError) as error:
-                    trials.note_failure(one, error)
+            for trial in to_train:
+                with catch_failure(trial.label, run.world, run.console) as errors:
+                    with run.outputs(trial.label, track, trial.path) as outputs:
+                        job = trials.trainer.job(trial, outputs)
+                        result = engine.fit(trials.trainer.trainable, job)
+                    trials.save(trial, result)
+                if errors:
+                    trials.save_failure(trial, errors[0])
         outcomes.append(trials.outcome)
     if launch.trial is None:
         return _finish(run, outcomes, fingerprints)
@@ -93,7 +94,7 @@ def sweep(run: Run[VtabConfig], launch: LaunchOptions) -> Json | None:
 def _dispatch(run: Run[VtabConfig], data: Mapping[Task, TaskData], launch: LaunchOptions) -> None:
     """Have processes run the parts of the sweep; where these are fewer than the processes, each training by itself."""
     config, folder = run.config, run.folder.path
-    backend = backend_for(run, launch)
+    backend = create_backend(run, launch)
     parts = sweep_parts(config)
     whole, single = [part for part in parts if part.lr is None], [part for part in parts if part.lr is not None]
     line = ("finetune", "vtab", "--config", str(folder / "config.yaml"), "-o", str(folder), "--no-report", "--trial")
@@ -108,7 +109,7 @@ def _dispatch(run: Run[VtabConfig], data: Mapping[Task, TaskData], launch: Launc
                 after.append(each.name(config))
                 works.append(Work(after[-1], (*line, str(parts.index(each))), network=part.network))
         works.append(Work(part.name(config), (*line, str(parts.index(part))), tuple(after), part.network))
-    dispatch(run, works, backend)
+    dispatch(works, backend, run.console)
 
 
 def _finish(run: Run[VtabConfig], outcomes: list[TaskOutcome], fingerprints: Json) -> Json:

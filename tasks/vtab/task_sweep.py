@@ -12,7 +12,7 @@ import numpy as np
 
 from dpn_cli.data.decoded_cache import local_cache_dir
 from dpn_cli.engine import fit as engine
-from dpn_cli.errors import NonFiniteError, OutOfMemoryError
+from dpn_cli.errors import DpnError, OutOfMemoryError
 from dpn_cli.run import distributed
 from dpn_cli.run.baseline_warnings import class_floors, result_warning
 from dpn_cli.run.checkpoints import Checkpoints
@@ -148,20 +148,14 @@ class TaskSweep:
             return str(written["error"]) if written else self.failures.get(trial.label)
         return self.failures.get(trial.label)
 
-    def note_failure(self, trial: VtabTrial, error: NonFiniteError | OutOfMemoryError) -> None:
-        """Record why a trial failed, so that the sweep continues.
-
-        Raises an `OutOfMemoryError` again when there are several ranks: the others wait for this one's gradients.
-        """
-        if self.world.size > 1 and isinstance(error, OutOfMemoryError):
-            raise error
-        self.console.warn(f"{trial.label} failed: {error}")
+    def save_failure(self, trial: VtabTrial, error: DpnError) -> None:
+        """Record why a trial failed, so that the sweep continues."""
         self.failures[trial.label] = str(error)
         self.set_aside |= is_shared() and isinstance(error, OutOfMemoryError)
         if self.world.leads:
             replace_json(trial.path / "failed.json", {"error": str(error), "exit_code": error.exit_code})
 
-    def keep(self, trial: VtabTrial, result: engine.FitResult) -> None:
+    def save(self, trial: VtabTrial, result: engine.FitResult) -> None:
         """Write the marker of a trained trial, and its weights if they may still be scored on test."""
         marker: Json = {
             "steps": result.steps,

@@ -14,9 +14,9 @@ ROOMS = (
     ("dpn_cli.arch", "dpn_cli.statistics"),
     ("dpn_cli.config",),
     ("dpn_cli.run",),
-    ("dpn_cli.sweep",),
     ("dpn_cli.model",),
     ("dpn_cli.weights",),
+    ("dpn_cli.sweep",),
     ("dpn_cli.engine",),
     ("dpn_cli.data",),
     ("dpn_cli.metrics",),
@@ -24,7 +24,7 @@ ROOMS = (
     ("dpn_cli.analysis",),
     ("dpn_cli.doctor",),
     ("tasks",),
-    ("dpn_cli.commands", "dpn_cli.reproduce", "dpn_cli.sweep.runner", "dpn_cli.sweep.pairs"),
+    ("dpn_cli.commands", "dpn_cli.reproduce"),
     ("dpn_cli.cli", "dpn_cli.__main__"),
 )
 

@@ -20,8 +20,8 @@ from dpn_cli.config.load import build, from_settings, read_config
 from dpn_cli.engine import fit as engine
 from dpn_cli.errors import DpnError, NonFiniteError, StoppedError
 from dpn_cli.run import distributed, signals
-from dpn_cli.sweep.grid import SweepConfig, settings_of
-from dpn_cli.sweep.pairs import ComparedTrial, build_result
+from dpn_cli.sweep.grid import SweepConfig, Trial, settings_of
+from dpn_cli.sweep.pairs import build_result
 from dpn_cli.weights.backbone import export_backbone, load_backbone
 from dpn_cli.weights.locate import open_checkpoint
 from support.cli import run_dpn
@@ -108,7 +108,7 @@ def results_of(config: SweepConfig, scores: dict[str, list[float | None]]) -> di
     for name, each in config.each().items():
         for seed, score in zip(each.with_seeds(), scores[name], strict=True):
             folder = f"{name}/{seed}"
-            runs.append(ComparedTrial(name, seed, folder))
+            runs.append(Trial(name, seed, folder))
             if score is None:
                 failed[folder] = f"{name} {seed}: broken"
             else:

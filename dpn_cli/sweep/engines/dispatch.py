@@ -1,14 +1,16 @@
-"""Hands out the trials of a run to the engine that its launch names."""
+"""Runs work on the engine that a launch names, and notes what fails."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.errors import DpnError, NonFiniteError, OutOfMemoryError, SweepError
 from dpn_cli.run import signals
+from dpn_cli.run.console import Console
 from dpn_cli.run.run import Run
 from dpn_cli.sweep.engines.local import LOGS, last_error
 from dpn_cli.sweep.engines.select import backend_of
@@ -18,30 +20,52 @@ from dpn_cli.sweep.scheduler import Backend, Work, run_all
 FAILED_TRIAL = (SweepError.exit_code, NonFiniteError.exit_code, OutOfMemoryError.exit_code)
 
 
-def backend_for(run: Run[Any], launch: LaunchOptions) -> Backend:
-    """Return what runs the work of a run, as its `launch` says. Raises the errors of `backend_of`."""
+@dataclass
+class DispatchReport:
+    """Work without a result: `failed` holds errors by name; `unstarted` needs work that failed."""
+
+    failed: dict[str, str] = field(default_factory=dict)
+    unstarted: list[Work] = field(default_factory=list)
+
+
+def create_backend(run: Run[Any], launch: LaunchOptions) -> Backend:
+    """Return the engine of a run's launch. Raises the errors of `backend_of`."""
     source = str(getattr(getattr(run.config, "data", None), "source", None) or "")
     sources = [source] if source and Path(source).expanduser().exists() else []
     return backend_of(launch, run.folder.path / LOGS, sources, run.console.info)
 
 
-def dispatch(run: Run[Any], works: Sequence[Work], backend: Backend) -> dict[str, str]:
-    """Run the trials of a run; return, by name, the error of each that diverged or ran out of memory.
+def _fatal_error(code: int) -> type[DpnError] | None:
+    return None if code in FAILED_TRIAL else DpnError
 
-    Raises `DpnError` for every other failure, when all have been stopped.
+
+def dispatch(
+    works: Sequence[Work],
+    backend: Backend,
+    console: Console,
+    fatal_error: Callable[[int], type[DpnError] | None] = _fatal_error,
+) -> DispatchReport:
+    """Run work and return what failed.
+
+    An exit code for which `fatal_error` returns a class stops all work and raises it; by default these are all codes
+    but those of trials that diverged or ran out of memory.
     """
-    console, failed, labels = run.console, dict[str, str](), {work.name: work.label or work.name for work in works}
+    report, started = DispatchReport(), list[str]()
 
     def on_start(work: Work) -> None:
-        console.info(f"{labels[work.name]}: {backend.log_of(work.name)}")
+        started.append(work.name)
+        console.info(f"{work.title} ({len(started)} of {len(works)}): {backend.log_of(work.name)}")
 
     def on_end(work: Work, code: int) -> None:
-        log, label = backend.log_of(work.name), labels[work.name]
-        if code in FAILED_TRIAL:
-            failed[work.name] = last_error(log)
-            console.warn(f"{label} failed: {failed[work.name]}")
-        elif code:
-            raise DpnError(f"{label}: {last_error(log)} (exit code {code}; {log})")
+        if not code:
+            console.info(f"{work.title}: done")
+            return
+        log = backend.log_of(work.name)
+        error = last_error(log)
+        if kind := fatal_error(code):
+            raise kind(f"{work.title}: {error} (exit code {code}; {log})")
+        report.failed[work.name] = error
+        console.warn(f"{work.title} failed: {error}")
 
-    run_all(works, backend, on_start, on_end, signals.check_here)
-    return failed
+    report.unstarted = run_all(works, backend, on_start, on_end, signals.check_here)
+    return report
