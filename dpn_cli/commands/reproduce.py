@@ -1,10 +1,10 @@
-"""`dpn reproduce`: what the tables and figures of the paper need and cost, their trainings, and ours beside theirs."""
+"""`dpn reproduce`: lists the paper's tables and figures with their cost, runs their trials and shows the numbers."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,32 +21,17 @@ from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.config.option import DATA, MODEL, OUTPUT, TRAIN
 from dpn_cli.config.paths import find_weights
 from dpn_cli.errors import DataError, DpnError, SweepError
-from dpn_cli.report.tables import format_cell as printed
-from dpn_cli.reproduce import figures, tables
-from dpn_cli.reproduce.cells import Experiment, PaperTrial, Places, named_places
+from dpn_cli.report.tables import format_cell
+from dpn_cli.reproduce.experiment import Experiment, Locations, PaperTrial, parse_locations
+from dpn_cli.reproduce.paper import EXPERIMENTS
 from dpn_cli.reproduce.trainings import DATA_SETS, SCENES, SmallTrainings, Trainings, data_here
 from dpn_cli.run.console import Console, cell, count_noun, show
 from dpn_cli.run.files import replace_json
 
 if TYPE_CHECKING:
-    from dpn_cli.reproduce.compare import PaperComparison
-    from dpn_cli.reproduce.run import FailedRuns
+    from dpn_cli.reproduce.page import PaperComparison
+    from dpn_cli.reproduce.run import UnfinishedTrials
 
-Make = Callable[[Trainings, Sequence[int]], Experiment]
-EXPERIMENTS: Mapping[str, tuple[Make, int]] = {
-    "table1": (tables.table1, 3),
-    "table2": (tables.table2, 3),
-    "table3": (tables.table3, 3),
-    "table4": (tables.table4, 3),
-    "table5": (tables.table5, 10),
-    "table6": (tables.table6, 3),
-    "table7": (tables.table7, 1),
-    "fig1": (figures.fig1, 3),
-    "fig2": (figures.fig2, 1),
-    "fig3": (figures.fig3, 1),
-    "fig4": (figures.fig4, 1),
-    "dtn-table": (figures.dtn_table, 1),
-}
 OUT, SMALL_OUT = Path("runs/paper"), Path("runs/paper_small")
 Json = dict[str, Any]
 
@@ -61,23 +46,25 @@ def reproduce(**arguments: Any) -> None:
         names = arguments["names"] or []
         make = SmallTrainings() if arguments["small"] else Trainings()
         experiments = [_experiment(name, make, arguments["seeds"]) for name in names or EXPERIMENTS]
-        places = _places(experiments, arguments)
+        locations = _locations(experiments, arguments)
         if arguments["plan"]:
-            jobs = _jobs(experiments, places)
-            lines = [shlex.join(["dpn", *job.line(places)]) for job in jobs if not places.done(job)]
+            trials = _trials(experiments, locations)
+            lines = [
+                shlex.join(["dpn", *trial.line(locations)]) for trial in trials if not locations.is_finished(trial)
+            ]
             show(json.dumps(lines, indent=2) if arguments["json"] else "\n".join(lines) or "nothing is left to train")
         elif not names:
-            from dpn_cli.reproduce.listing import describe_experiments, print_list  # torch loads here
+            from dpn_cli.reproduce.plan import describe_experiments, print_list  # torch loads here
 
-            rows = describe_experiments(experiments, places)
-            show(json.dumps(rows, indent=2)) if arguments["json"] else print_list(rows, places, make)
+            rows = describe_experiments(experiments, locations)
+            show(json.dumps(rows, indent=2)) if arguments["json"] else print_list(rows, locations, make)
         else:
             _reproduce(
                 experiments,
-                places,
+                locations,
                 make,
                 console,
-                how=LaunchOptions(**process_options(arguments)),
+                launch=LaunchOptions(**process_options(arguments)),
                 as_json=arguments["json"],
             )
 
@@ -85,105 +72,107 @@ def reproduce(**arguments: Any) -> None:
 def _experiment(name: str, make: Trainings, seeds: int | None) -> Experiment:
     if name not in EXPERIMENTS:
         raise DpnError(f"{name!r}: choose one of {', '.join(EXPERIMENTS)}{did_you_mean(name, EXPERIMENTS)}")
-    function, usual = EXPERIMENTS[name]
-    return function(make, range(min(usual, 3) if seeds is None and make.small else seeds or usual))
+    build, usual = EXPERIMENTS[name]
+    return build(make, range(min(usual, 3) if seeds is None and make.small else seeds or usual))
 
 
-def _jobs(experiments: Sequence[Experiment], places: Places) -> list[PaperTrial]:
-    """Return the jobs of experiments, each once, without those whose networks are here."""
-    jobs = {job.name: job for experiment in experiments for job in experiment.jobs(places.weights)}
-    return list(jobs.values())
+def _trials(experiments: Sequence[Experiment], locations: Locations) -> list[PaperTrial]:
+    """Return the trials of experiments, each once, without those whose networks are here."""
+    trials = {trial.name: trial for experiment in experiments for trial in experiment.trials(locations.weights)}
+    return list(trials.values())
 
 
-def _places(experiments: Sequence[Experiment], arguments: Mapping[str, Any]) -> Places:
+def _locations(experiments: Sequence[Experiment], arguments: Mapping[str, Any]) -> Locations:
     out = arguments["output_dir"] or (SMALL_OUT if arguments["small"] else OUT)
-    data = named_places(arguments["data"] or (), "--data", tuple(DATA_SETS), "imagenet=/data/imagenet")
-    groups = {group: job for experiment in experiments for group, job in experiment.networks().items()}
+    data = parse_locations(arguments["data"] or (), "--data", tuple(DATA_SETS), "imagenet=/data/imagenet")
+    groups = {group: trial for experiment in experiments for group, trial in experiment.networks().items()}
     weights = {}
-    for group, job in groups.items():
-        arch, stem = job.network or (None, "")
+    for group, trial in groups.items():
+        arch, stem = trial.network or (None, "")
         if not arguments["small"] and (found := find_weights(arch, [stem])):
             weights[group] = found
-    weights |= named_places(arguments["weights"] or (), "--weights", tuple(groups), "imagenet/B-32-dpn=B-32-dpn.npz")
+    weights |= parse_locations(arguments["weights"] or (), "--weights", tuple(groups), "imagenet/B-32-dpn=B-32-dpn.npz")
     settings = tuple(word for setting in arguments["set"] or () for word in ("--set", setting))
-    return Places(out, {**data_here(), **data, SCENES: str(out / SCENES)}, weights, settings)
+    return Locations(out, {**data_here(), **data, SCENES: str(out / SCENES)}, weights, settings)
 
 
 def _reproduce(
     experiments: Sequence[Experiment],
-    places: Places,
+    locations: Locations,
     make: Trainings,
     console: Console,
     *,
-    how: LaunchOptions,
+    launch: LaunchOptions,
     as_json: bool,
 ) -> None:
-    from dpn_cli.reproduce.compare import compare
+    from dpn_cli.reproduce.page import compare
     from dpn_cli.reproduce.run import run  # torch loads here
     from dpn_cli.run import signals
     from dpn_cli.run.distributed import join
     from dpn_cli.run.files import make_folder
 
-    make_folder(places.out)
+    make_folder(locations.out)
     with signals.listen("run the same command again to go on"), join("auto") as world:
-        ran = run(_jobs(experiments, places), places, world, console, how)
+        unfinished = run(_trials(experiments, locations), locations, world, console, launch)
         if not world.leads:
             return
-    alone, results = world.size == 1, []
+    one_rank, results = world.size == 1, []
     for experiment in experiments:
-        compared = compare(experiment, places)
-        pages = _write(experiment, compared, places, make, console, alone=alone)
+        compared = compare(experiment, locations)
+        pages = _write(experiment, compared, locations, make, console, one_rank=one_rank)
         result = {
             "experiment": experiment.name,
             "title": experiment.title,
             "unit": experiment.unit,
             "small": make.small,
-            "numbers": [one.to_dict() for one in compared],
+            "numbers": [comparison.to_dict() for comparison in compared],
             "pages": [str(page) for page in pages],
         }
         if pages:
-            replace_json(places.out / experiment.name / "result.json", result)
+            replace_json(locations.out / experiment.name / "result.json", result)
         results.append(result)
         if not as_json:
             _print(experiment, compared, make, pages)
     if as_json:
-        show(json.dumps({"experiments": results, "failed": ran.failed, "waiting": ran.waiting}, indent=2))
-    _conclude(ran)
+        show(json.dumps({"experiments": results, "failed": unfinished.failed, "waiting": unfinished.waiting}, indent=2))
+    _raise_unfinished(unfinished)
 
 
 def _write(
     experiment: Experiment,
     compared: Sequence[PaperComparison],
-    places: Places,
+    locations: Locations,
     make: Trainings,
     console: Console,
     *,
-    alone: bool,
+    one_rank: bool,
 ) -> list[Path]:
-    """Write the pages of an experiment, as far as its trainings are done, and return their paths.
+    """Write the pages of an experiment, as far as its trainings are finished, and return their paths.
 
-    Networks are looked into only by a process that is `alone`: the other ranks have left.
+    Networks are inspected only where there is `one_rank`: the others have left.
     """
     from dpn_cli.commands.inspect import InspectOptions, inspect
     from dpn_cli.commands.report import ReportOptions, report
     from dpn_cli.reproduce.page import heading, write
 
-    folder = places.out / experiment.name
+    folder = locations.out / experiment.name
     title, pages = heading(experiment, make.small), list[Path]()
-    if any(one.ours for one in compared):
+    if any(comparison.ours for comparison in compared):
         pages.append(write(folder, experiment, compared, make.small))
     for drawing in experiment.drawings:
         page = folder / drawing.name
-        done = drawing.ready(places)
-        if drawing.by == "report" and done:
-            shown = ReportOptions(runs=[places.out / job.name for job in done], output_dir=page)
-            made = report(shown, console, title=title)
-            pages.append(Path(made["page"]))
-        elif done and not alone:
+        trials = drawing.ready(locations)
+        if drawing.by == "report" and trials:
+            options = ReportOptions(runs=[locations.out / trial.name for trial in trials], output_dir=page)
+            written = report(options, console, title=title)
+            pages.append(Path(written["page"]))
+        elif trials and not one_rank:
             console.info(f"{experiment.name}: run the same command again in one process for its page")
-        elif done:
-            made = inspect(InspectOptions(checkpoint=places.weights_of(done[0]), output_dir=page), console, title)
-            pages.append(page / made["page"])
+        elif trials:
+            written = inspect(
+                InspectOptions(checkpoint=locations.weights_of(trials[0]), output_dir=page), console, title
+            )
+            pages.append(page / written["page"])
     return pages
 
 
@@ -192,13 +181,13 @@ def _print(experiment: Experiment, compared: Sequence[PaperComparison], make: Tr
 
     console = RichConsole(highlight=False)
     if compared:
-        whole = table_of(experiment, compared, make.small)
-        texts, numbers = whole.columns[:2], whole.columns[2:]
+        content = table_of(experiment, compared, make.small)
+        texts, numbers = content.columns[:2], content.columns[2:]
         columns = [Column(name, overflow="fold") for name in texts]
         columns += [Column(name, justify="right", no_wrap=True) for name in numbers]
-        table = Table(*columns, box=box.SIMPLE_HEAD, title=cell(whole.title), title_justify="left")
-        for row in whole.rows:
-            table.add_row(*(cell(printed(value, whole.digits) or "-") for value in row))
+        table = Table(*columns, box=box.SIMPLE_HEAD, title=cell(content.title), title_justify="left")
+        for row in content.rows:
+            table.add_row(*(cell(format_cell(value, content.digits) or "-") for value in row))
         console.print(table)
         console.print(NOTE)
     else:
@@ -207,17 +196,18 @@ def _print(experiment: Experiment, compared: Sequence[PaperComparison], make: Tr
         console.print(cell(f"{page}: open it in a browser"), soft_wrap=True)
 
 
-def _conclude(ran: FailedRuns) -> None:
-    """Raise `SweepError` for trainings that failed, `DataError` for those that wait for something that is not here."""
-    if ran.failed:
-        lines = "; ".join(f"{name}: {reason}" for name, reason in ran.failed.items())
+def _raise_unfinished(unfinished: UnfinishedTrials) -> None:
+    """Raise `SweepError` for trainings that failed, `DataError` for those that wait for something missing."""
+    if unfinished.failed:
+        lines = "; ".join(f"{name}: {reason}" for name, reason in unfinished.failed.items())
         raise SweepError(
-            f"{count_noun(len(ran.failed), 'training')} failed ({lines}); run the same command to try again"
+            f"{count_noun(len(unfinished.failed), 'training')} failed ({lines}); run the same command to try again"
         )
-    if ran.waiting:
-        reasons = "; ".join(dict.fromkeys(ran.waiting.values()))
+    if unfinished.waiting:
+        reasons = "; ".join(dict.fromkeys(unfinished.waiting.values()))
         raise DataError(
-            f"{count_noun(len(ran.waiting), 'training')} not begun ({reasons}); 'dpn reproduce' says what is looked for"
+            f"{count_noun(len(unfinished.waiting), 'training')} not begun ({reasons}); "
+            "'dpn reproduce' says what is looked for"
         )
 
 

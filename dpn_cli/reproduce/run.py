@@ -1,4 +1,4 @@
-"""Runs the trainings of tables by the ordinary commands' own configs and modules."""
+"""Runs the trials of tables and figures with the configs and trainers of the ordinary commands."""
 
 from __future__ import annotations
 
@@ -18,27 +18,30 @@ from dpn_cli.commands.trainers import TRAIN_COMMANDS
 from dpn_cli.config.launch import LaunchOptions
 from dpn_cli.config.load import Logger, discard_message
 from dpn_cli.data.sources import synthetic
-from dpn_cli.errors import DataError, DpnError, NonFiniteError, OutOfMemoryError
-from dpn_cli.reproduce.cells import PaperTrial, Places
+from dpn_cli.errors import DataError, DpnError, NonFiniteError
+from dpn_cli.reproduce.experiment import Locations, PaperTrial
 from dpn_cli.reproduce.trainings import SCENES
 from dpn_cli.run import signals
 from dpn_cli.run.console import Console
 from dpn_cli.run.distributed import World, barrier, from_leader
 from dpn_cli.run.files import make_folder
-from dpn_cli.sweep.engines.local import LOGS, last_error
+from dpn_cli.sweep.engines.dispatch import dispatch
+from dpn_cli.sweep.engines.local import LOGS
 from dpn_cli.sweep.engines.select import backend_of
-from dpn_cli.sweep.scheduler import Work, run_all
+from dpn_cli.sweep.runner import catch_failure
+from dpn_cli.sweep.scheduler import Work
 
-# One training after the other, in this process.
-ALONE = LaunchOptions()
+# One trial after the other.
+IN_THIS_PROCESS = LaunchOptions()
+NO_START = "starts from {}, which has no result"
 # Scenes of each class in the splits of the folder that the search at the demo's size reads.
 SPLITS = {"train": 10, "val": 4, "test": 4}
 FIRST_SCENE = 2_000_000
 
 
 @dataclass
-class FailedRuns:
-    """Reasons, by name, of trainings without a result."""
+class UnfinishedTrials:
+    """Reasons, by name, why trials have no result: they `failed`, or were not started and are `waiting`."""
 
     failed: dict[str, str] = field(default_factory=dict)
     waiting: dict[str, str] = field(default_factory=dict)
@@ -66,89 +69,95 @@ def layers(line: Sequence[str], say: Logger = discard_message) -> Any:
 
 
 def run(
-    jobs: Sequence[PaperTrial], places: Places, world: World, console: Console, how: LaunchOptions = ALONE
-) -> FailedRuns:
-    """Run the jobs that have no result, in their order, and return what became of those that still have none.
+    trials: Sequence[PaperTrial],
+    locations: Locations,
+    world: World,
+    console: Console,
+    launch: LaunchOptions = IN_THIS_PROCESS,
+) -> UnfinishedTrials:
+    """Run the trials that have no result, in their order, and return those that still have none.
 
-    A training that diverges or runs out of memory is noted, and those after it go on; so is one whose process dies,
-    where trainings run in several, as `how` says. Everything else raises `DpnError`: a mistake or what is wrong with
-    the data is that of others, too. Every rank must call it.
+    A trial that diverges or runs out of memory is noted, and those after it go on; so is one whose process dies, where
+    trials run in processes of their own. Everything else raises `DpnError`: a usage or data error would stop other
+    trials, too. Every rank must call it.
     """
-    ran = FailedRuns()
-    to_do = [job for job in jobs if not from_leader(places.done(job))]
-    for job in to_do:
-        if missing := from_leader(places.missing(job)):
-            ran.waiting[job.name] = f"needs {', '.join(missing)}"
-    to_do = [job for job in to_do if job.name not in ran.waiting]
-    for job in {job.group: job for job in to_do}.values():
-        layers(job.line(places))  # what is wrong with one of them is told before the first begins
-    if any(name == SCENES for job in to_do for _, name in job.data):
+    unfinished = UnfinishedTrials()
+    runnable = list[PaperTrial]()
+    for trial in trials:
+        if from_leader(locations.is_finished(trial)):
+            continue
+        if missing := from_leader(locations.missing_data(trial)):
+            unfinished.waiting[trial.name] = f"needs {', '.join(missing)}"
+        else:
+            runnable.append(trial)
+    for trial in {trial.group: trial for trial in runnable}.values():
+        layers(trial.line(locations))  # a usage error in one of them is raised before the first starts
+    if any(name == SCENES for trial in runnable for _, name in trial.data):
         if world.leads:
-            write_scenes(Path(places.data[SCENES]))
+            write_scenes(Path(locations.data[SCENES]))
         barrier()
-    if how.starts_processes:
+    if launch.starts_processes:
         if world.size > 1:
-            raise DpnError(f"{how.processes}: starts processes itself; leave it or torchrun out")
-        _in_processes(to_do, places, console, how, ran)
+            raise DpnError(f"{launch.processes}: starts processes itself; leave it or torchrun out")
+        _run_in_processes(runnable, locations, console, launch, unfinished)
     else:
-        _one_by_one(to_do, places, world, console, ran)
-    return ran
+        _run_in_order(runnable, locations, world, console, unfinished)
+    return unfinished
 
 
-def _one_by_one(jobs: Sequence[PaperTrial], places: Places, world: World, console: Console, ran: FailedRuns) -> None:
-    for number, job in enumerate(jobs, 1):
-        start = job.start
-        if start and start.group not in places.weights and not from_leader(places.done(start)):
-            ran.waiting[job.name] = f"starts from {start.name}, which has no result"
+def _run_in_order(
+    trials: Sequence[PaperTrial], locations: Locations, world: World, console: Console, unfinished: UnfinishedTrials
+) -> None:
+    for number, trial in enumerate(trials, 1):
+        start = trial.start
+        if start and start.group not in locations.weights and not from_leader(locations.is_finished(start)):
+            unfinished.waiting[trial.name] = NO_START.format(start.name)
             continue
         signals.check()
-        console.info(f"{job.name} ({number} of {len(jobs)})")
-        try:
-            _run_one(job, places, console)
-        except (NonFiniteError, OutOfMemoryError) as error:
-            if world.size > 1 and isinstance(error, OutOfMemoryError):
-                raise  # the other ranks are waiting for this one's gradients
-            console.warn(f"{job.name} failed: {error}")
-            ran.failed[job.name] = str(error)
+        console.info(f"{trial.name} ({number} of {len(trials)})")
+        with catch_failure(trial.name, world, console) as errors:
+            _run_trial(trial, locations, console)
+        if errors:
+            unfinished.failed[trial.name] = str(errors[0])
 
 
-def _in_processes(
-    jobs: Sequence[PaperTrial], places: Places, console: Console, how: LaunchOptions, ran: FailedRuns
+def _run_in_processes(
+    trials: Sequence[PaperTrial],
+    locations: Locations,
+    console: Console,
+    launch: LaunchOptions,
+    unfinished: UnfinishedTrials,
 ) -> None:
-    sources = sorted({places.data[name] for job in jobs for _, name in job.data if Path(places.data[name]).exists()})
-    backend = backend_of(how, places.out / LOGS, sources, console.info)
+    data = {locations.data[name] for trial in trials for _, name in trial.data}
+    sources = sorted(path for path in data if Path(path).exists())
+    backend = backend_of(launch, locations.out / LOGS, sources, console.info)
     works = [
-        Work(job.name, (*job.line(places), "--no-report"), (job.start.name,) if job.start else (), network=job.group)
-        for job in jobs
+        Work(
+            trial.name,
+            (*trial.line(locations), "--no-report"),
+            (trial.start.name,) if trial.start else (),
+            network=trial.group,
+        )
+        for trial in trials
     ]
-    begun: list[str] = []
-
-    def on_start(work: Work) -> None:
-        begun.append(work.name)
-        console.info(f"{work.name} ({len(begun)} of {len(works)}): {backend.log_of(work.name)}")
-
-    def on_end(work: Work, code: int) -> None:
-        error = last_error(backend.log_of(work.name)) if code else ""
-        if mistake := next((kind for kind in (DpnError, DataError) if kind.exit_code == code), None):
-            raise mistake(f"{work.name}: {error} ({backend.log_of(work.name)})")
-        if code:
-            ran.failed[work.name] = error
-            console.warn(f"{work.name} failed: {ran.failed[work.name]}")
-        else:
-            console.info(f"{work.name}: done")
-
-    for work in run_all(works, backend, on_start, on_end, signals.check_here):
-        ran.waiting[work.name] = f"starts from {work.after[0]}, which has no result"
+    report = dispatch(works, backend, console, _fatal_error)
+    unfinished.failed |= report.failed
+    unfinished.waiting |= {work.name: NO_START.format(work.after[0]) for work in report.unstarted}
 
 
-def _run_one(job: PaperTrial, places: Places, console: Console) -> None:
-    line = job.line(places)
+def _fatal_error(code: int) -> type[DpnError] | None:
+    """Return the error of a mistake of the user, which stops all trials; None for other exit codes."""
+    return next((kind for kind in (DpnError, DataError) if kind.exit_code == code), None)
+
+
+def _run_trial(trial: PaperTrial, locations: Locations, console: Console) -> None:
+    line = trial.line(locations)
     command, arguments = arguments_of(line)
     training = TRAIN_COMMANDS[command]
     config, trainer = load_trainer(training, training.layers(arguments, console.info), console)
     if config.runtime.compile:
         torch.compiler.reset()  # the compiler gives up after eight networks
-    launch = LaunchOptions(places.out / job.name, resume=True, explicit_keys=training.explicit_keys(arguments))
+    launch = LaunchOptions(locations.out / trial.name, resume=True, explicit_keys=training.explicit_keys(arguments))
     result = trainer.run(config, launch, console)
     if failures := training.failures(result or {}):
         raise NonFiniteError("; ".join(failures))

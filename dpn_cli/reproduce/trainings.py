@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dpn_cli.config.paths import find_data
-from dpn_cli.reproduce.cells import PaperTrial, Score
+from dpn_cli.reproduce.experiment import PaperTrial, Score
 from tasks.vtab.tasks import DEMO_TASKS, TASKS, Task
 
 # Data sets by the names that their folders have in $DPN_DATA_DIR, and what they are.
@@ -34,8 +34,8 @@ SMALL_STAGES = "stages=[{epochs: 1, grid: {lr: [0.001, 0.0003]}}, {epochs: 1, gr
 
 def data_here() -> dict[str, str]:
     """Return the data sets in $DPN_DATA_DIR and in the current folder, by name."""
-    places = {name: find_data(name) for name in DATA_SETS}
-    return {name: place for name, place in places.items() if place != "demo"}
+    locations = {name: find_data(name) for name in DATA_SETS}
+    return {name: place for name, place in locations.items() if place != "demo"}
 
 
 class Trainings:

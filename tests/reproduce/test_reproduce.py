@@ -14,18 +14,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from dpn_cli.arch import SIZES
-from dpn_cli.commands.reproduce import EXPERIMENTS
 from dpn_cli.commands.trainers import TRAIN_COMMANDS
 from dpn_cli.config.provenance import differences
 from dpn_cli.model.config import ViTConfig
 from dpn_cli.model.flops import count, training_flops
-from dpn_cli.reproduce import page, tables
+from dpn_cli.reproduce import page, paper
 from dpn_cli.reproduce import run as runner
-from dpn_cli.reproduce.cells import Experiment, Number, PaperTrial, Places
-from dpn_cli.reproduce.compare import compare, paper_reach
-from dpn_cli.reproduce.listing import describe_experiments, print_list
-from dpn_cli.reproduce.page import table_of
-from dpn_cli.reproduce.price import flops
+from dpn_cli.reproduce.experiment import Experiment, Locations, Number, PaperTrial
+from dpn_cli.reproduce.page import compare, paper_reach, table_of
+from dpn_cli.reproduce.paper import EXPERIMENTS
+from dpn_cli.reproduce.plan import describe_experiments, flops, print_list
 from dpn_cli.reproduce.trainings import DATA_SETS, SmallTrainings, Trainings
 from support.pages import write_run
 from tasks.classify.pretrain_config import PretrainConfig
@@ -40,7 +38,7 @@ USUAL = (
     "during training minival alone",
     "the q, k and v biases",
 )
-NOWHERE = Places(Path("out"), {}, {})
+NOWHERE = Locations(Path("out"), {}, {})
 
 
 def experiment(name: str, *, small: bool = False, seeds: int = 1) -> Experiment:
@@ -48,64 +46,66 @@ def experiment(name: str, *, small: bool = False, seeds: int = 1) -> Experiment:
 
 
 def one_of_each_group(*names: str, small: bool = False) -> list[PaperTrial]:
-    jobs = [job for name in names for job in experiment(name, small=small, seeds=3).jobs({})]
-    return list({job.group: job for job in jobs}.values())
+    trials = [trial for name in names for trial in experiment(name, small=small, seeds=3).trials({})]
+    return list({trial.group: trial for trial in trials}.values())
 
 
 @pytest.mark.parametrize("small", [False, True])
 def test_every_training_is_a_valid_command_line(small: bool) -> None:
-    jobs = one_of_each_group(*EXPERIMENTS, small=small)
-    assert len(jobs) == (65 if small else 193)
-    for job in jobs:
-        config = runner.layers(job.line(NOWHERE))
+    trials = one_of_each_group(*EXPERIMENTS, small=small)
+    assert len(trials) == (65 if small else 193)
+    for trial in trials:
+        config = runner.layers(trial.line(NOWHERE))
         backbone = config.backbone
-        if job.start is None:
-            slug = job.name.split("/")[1]
+        if trial.start is None:
+            slug = trial.name.split("/")[1]
             assert backbone.stem in slug.split("-")
             assert (backbone.norm or "ln") in ("ln", *slug.split("-"))
             assert (backbone.placement or "pre,pre").replace(",", "_") in ("pre_pre", *slug.split("-"))
         else:
-            assert backbone.checkpoint == f"out/{job.start.name}"
-        last = job.name.rpartition("/")[2]
+            assert backbone.checkpoint == f"out/{trial.start.name}"
+        last = trial.name.rpartition("/")[2]
         assert (len(config.seeds) if last == "3-seeds" else f"seed{config.seed}") in (3, last)
-        if "highres" in job.name:
-            assert f"highres-{backbone.image_size}/" in job.name
+        if "highres" in trial.name:
+            assert f"highres-{backbone.image_size}/" in trial.name
 
 
 @pytest.mark.parametrize("name", ["table1", "table3", "table5", "table6"])
 def test_trainings_differ_from_the_paper_in_nothing_of_their_own(name: str) -> None:
-    for job in one_of_each_group(name):
-        if job.group.startswith("deit/"):
+    for trial in one_of_each_group(name):
+        if trial.group.startswith("deit/"):
             continue  # DeiT's own config, which says what differs
-        found = differences(runner.layers(job.line(NOWHERE)), "fp32")
+        found = differences(runner.layers(trial.line(NOWHERE)), "fp32")
         assert found is not None
-        assert [line for line in found if not line.startswith(USUAL)] == [], job.name
+        assert [line for line in found if not line.startswith(USUAL)] == [], trial.name
 
 
 def test_steps_fractions_and_seeds_reach_the_trainings() -> None:
-    configs = {job.group: runner.layers(job.line(NOWHERE)) for job in one_of_each_group("table1", "table5")}
+    configs = {trial.group: runner.layers(trial.line(NOWHERE)) for trial in one_of_each_group("table1", "table5")}
     assert configs["imagenet21k-930k/B-32-dpn"].schedule.steps == 930_000
-    assert len(runner.layers(experiment("table3", seeds=2).jobs({})[1].line(NOWHERE)).seeds) == 2
+    assert len(runner.layers(experiment("table3", seeds=2).trials({})[1].line(NOWHERE)).seeds) == 2
     assert configs["imagenet21k-93k/B-32-dpn"].fewshot_data == "imagenet"
     assert configs["ade20k/imagenet-B-16-dpn-1-8"].data.fraction == 0.125
-    jobs = experiment("table5", seeds=10).jobs({})
-    seeds = [runner.layers(job.line(NOWHERE)).seed for job in jobs if job.group == "ade20k/imagenet-B-16-none-1-4"]
+    trials = experiment("table5", seeds=10).trials({})
+    seeds = [
+        runner.layers(trial.line(NOWHERE)).seed for trial in trials if trial.group == "ade20k/imagenet-B-16-none-1-4"
+    ]
     assert seeds == list(range(10))
-    first = {job.start.name for job in jobs if job.start}
+    first = {trial.start.name for trial in trials if trial.start}
     assert first == {f"imagenet/B-16-{stem}/seed0" for stem in ("none", "dpn")}  # one network for all seeds
-    assert all(job.line(NOWHERE)[-1] == "--resume" for job in jobs)
+    assert all(trial.line(NOWHERE)[-1] == "--resume" for trial in trials)
 
 
 def test_the_price_is_the_operations_of_the_paper() -> None:
     """93,000 steps of 4096 images take 1.0e19 operations with B/32 and 4.0e19 with B/16."""
-    jobs = {job.group: job for job in one_of_each_group("table1", "table3")}
-    assert flops([jobs["imagenet/B-32-none"]], NOWHERE) == pytest.approx(1.0e19, rel=0.03)
-    assert flops([jobs["imagenet/B-16-none"]], NOWHERE) == pytest.approx(4.0e19, rel=0.03)
-    one, sweep = flops([jobs["imagenet/B-32-none"]], NOWHERE), flops([jobs["vtab/imagenet-B-32-none"]], NOWHERE)
+    trials = {trial.group: trial for trial in one_of_each_group("table1", "table3")}
+    assert flops([trials["imagenet/B-32-none"]], NOWHERE) == pytest.approx(1.0e19, rel=0.03)
+    assert flops([trials["imagenet/B-16-none"]], NOWHERE) == pytest.approx(4.0e19, rel=0.03)
+    one, sweep = flops([trials["imagenet/B-32-none"]], NOWHERE), flops([trials["vtab/imagenet-B-32-none"]], NOWHERE)
     images = 19 * 3 * 3 * 2500 * 512
     assert sweep / one == pytest.approx(images / (92_897 * 4096), rel=0.01)  # a head of another size
-    assert flops([jobs["imagenet/B-32-none"]] * 3, NOWHERE) == 3 * one
-    fine = jobs["highres-384/imagenet-B-32-none"]
+    assert flops([trials["imagenet/B-32-none"]] * 3, NOWHERE) == 3 * one
+    fine = trials["highres-384/imagenet-B-32-none"]
     larger = ViTConfig(SIZES["B"], (32, 32), (384, 384), num_classes=1000)
     config = runner.layers(fine.line(NOWHERE))
     expected = config.schedule.steps * config.batch_size * training_flops(larger)
@@ -114,8 +114,8 @@ def test_the_price_is_the_operations_of_the_paper() -> None:
 
 def test_the_price_of_lit_is_the_text_tower_in_training_and_the_image_tower_forward() -> None:
     """As torch counts one text, with attention as plain matrix products."""
-    job = next(job for job in experiment("table4").jobs({}) if job.group == "lit/jft-220k-B-32-none")
-    config = runner.layers(job.line(NOWHERE))
+    trial = next(trial for trial in experiment("table4").trials({}) if trial.group == "lit/jft-220k-B-32-none")
+    config = runner.layers(trial.line(NOWHERE))
     assert config.text.size is None  # that of the image tower
     with torch.device("meta"):
         tower = TextTower(SIZES["B"], 32_000, config.text.context, 768, 10.0, None, 0)
@@ -125,18 +125,18 @@ def test_the_price_of_lit_is_the_text_tower_in_training_and_the_image_tower_forw
     image = 2 * count(ViTConfig(SIZES["B"], (32, 32), (224, 224))).forward
     pairs = config.schedule.steps * config.batch_size
     projection = 2 * 768 * 768  # behind the pooling, which the price leaves out
-    assert flops([job], NOWHERE) == pairs * (3 * (text.get_total_flops() - projection) + image)
+    assert flops([trial], NOWHERE) == pairs * (3 * (text.get_total_flops() - projection) + image)
 
 
 def test_remaining_trainings_are_estimated_from_finished_ones(tmp_path: Path) -> None:
-    places = Places(tmp_path, {}, {})
+    locations = Locations(tmp_path, {}, {})
     whole = experiment("fig4")
-    (before,) = describe_experiments([whole], places)
+    (before,) = describe_experiments([whole], locations)
     assert (before["trainings"], before["left"], before["flops_per_second_here"]) == (6, 6, None)
     result = {"task": "pretrain", "top1": 70.0, "timing": {"train_seconds": 7200.0}}
     write_run(tmp_path / "imagenet/B-32-dpn/seed0", PretrainConfig, "pretrain", result)
-    (after,) = describe_experiments([whole], places)
-    price = flops([job for job in whole.jobs({}) if "B-32-dpn" in job.name], places)
+    (after,) = describe_experiments([whole], locations)
+    price = flops([trial for trial in whole.trials({}) if "B-32-dpn" in trial.name], locations)
     assert (after["trainings"], after["left"]) == (6, 5)
     assert after["flops_left"] == before["flops_left"] - price
     assert after["h100_hours_left"] == pytest.approx(after["flops_left"] / (0.3 * 989.4e12) / 3600)
@@ -152,9 +152,9 @@ def test_table_3_has_the_numbers_of_the_vtab_table() -> None:
 
 def test_tables_agree_with_each_other_and_with_the_prose() -> None:
     """Section 5.3 has gains; a table that has a row for each network gives each its own number."""
-    gain = {arch: round(dpn[0] - plain[0], 1) for arch, (plain, dpn) in tables.IMAGENET.items()}
+    gain = {arch: round(dpn[0] - plain[0], 1) for arch, (plain, dpn) in paper.IMAGENET.items()}
     assert gain == {"S/32": 1.9, "Ti/16": 1.4, "B/32": 1.4, "S/16": 1.1, "B/16": 0.7}
-    assert [round(dpn[0] - plain[0], 1) for plain, dpn in tables.DEIT.values()] == [0.3, 0.2]
+    assert [round(dpn[0] - plain[0], 1) for plain, dpn in paper.DEIT.values()] == [0.3, 0.2]
     points = {(number.row, number.column): number.paper for number in experiment("table6").numbers}
     assert (len(points), points["pre", "B/32"], points["rms", "Ti/16"]) == (30, -2.6, -1.7)
     norms = {(number.row, number.column): number.paper or 0.0 for number in experiment("dtn-table").numbers}
@@ -163,33 +163,33 @@ def test_tables_agree_with_each_other_and_with_the_prose() -> None:
 
 
 def test_trainings_are_shared_between_tables() -> None:
-    names = [job.name for name in ("table1", "table3", "table6", "fig2") for job in experiment(name).jobs({})]
+    names = [trial.name for name in ("table1", "table3", "table6", "fig2") for trial in experiment(name).trials({})]
     assert names.count("imagenet/B-16-dpn/seed0") == 4
 
 
-def planted(out: Path, results: Mapping[str, Any]) -> Places:
+def planted(out: Path, results: Mapping[str, Any]) -> Locations:
     for name, result in results.items():
         (out / name).mkdir(parents=True)
         (out / name / "result.json").write_text(json.dumps(result))
-    return Places(out, {}, {})
+    return Locations(out, {}, {})
 
 
-def job(name: str) -> PaperTrial:
+def trial(name: str) -> PaperTrial:
     return PaperTrial(name, "pretrain", ())
 
 
 def test_numbers_are_means_over_seeds_next_to_the_papers_interval(tmp_path: Path) -> None:
     scores = {"a/seed0": 74.1, "a/seed1": 75.0, "a/seed2": 74.5, "b/seed0": 73.0, "b/seed1": 74.4}
-    places = planted(tmp_path, {name: {"top1": score} for name, score in scores.items()})
-    a, b = (tuple(job(f"{group}/seed{seed}") for seed in range(3)) for group in "ab")
+    locations = planted(tmp_path, {name: {"top1": score} for name, score in scores.items()})
+    a, b = (tuple(trial(f"{group}/seed{seed}") for seed in range(3)) for group in "ab")
     numbers = [
         Number("r", "mean", a, ("top1",), 74.8, 0.06),
         Number("r", "far", a, ("top1",), 76.2, 0.07),
         Number("r", "paired", a, ("top1",), 1.0, minus=b),
-        Number("r", "nothing", (job("c/seed0"),), ("top1",), 70.0, 0.1),
+        Number("r", "nothing", (trial("c/seed0"),), ("top1",), 70.0, 0.1),
     ]
     whole = Experiment("x", "", "", numbers)
-    mean, far, paired, nothing = compare(whole, places)
+    mean, far, paired, nothing = compare(whole, locations)
     assert mean.ours is not None
     assert mean.ours.mean == pytest.approx(74.5333, abs=1e-4)
     assert mean.difference == pytest.approx(-0.2667, abs=1e-4)
@@ -219,9 +219,9 @@ def test_numbers_are_means_over_seeds_next_to_the_papers_interval(tmp_path: Path
     ],
 )
 def test_scores_are_found_in_results(tmp_path: Path, score: tuple[str | int, ...], result: dict[str, Any]) -> None:
-    places = planted(tmp_path, {"a/seed0": result, "b/seed0": {"tasks": {"svhn": {"test": None}}, "stages": []}})
+    locations = planted(tmp_path, {"a/seed0": result, "b/seed0": {"tasks": {"svhn": {"test": None}}, "stages": []}})
     found, missing = compare(
-        Experiment("x", "", "", [Number("", "", (job(f"{name}/seed0"),), score) for name in "ab"]), places
+        Experiment("x", "", "", [Number("", "", (trial(f"{name}/seed0"),), score) for name in "ab"]), locations
     )
     assert found.ours is not None
     assert found.ours.mean == 51.0
@@ -229,19 +229,19 @@ def test_scores_are_found_in_results(tmp_path: Path, score: tuple[str | int, ...
 
 
 def test_data_sets_are_the_ones_that_trainings_name() -> None:
-    named = {name for each in EXPERIMENTS for job in experiment(each).jobs({}) for _, name in job.data}
+    named = {name for each in EXPERIMENTS for trial in experiment(each).trials({}) for _, name in trial.data}
     assert named == set(DATA_SETS)
-    assert {job.command for each in EXPERIMENTS for job in experiment(each).jobs({})} <= set(TRAIN_COMMANDS)
+    assert {trial.command for each in EXPERIMENTS for trial in experiment(each).trials({})} <= set(TRAIN_COMMANDS)
 
 
 def test_a_page_of_half_a_table_has_the_papers_bars_of_the_other_half(tmp_path: Path) -> None:
-    places = planted(tmp_path, {"a/seed0": {"top1": 74.0}})
+    locations = planted(tmp_path, {"a/seed0": {"top1": 74.0}})
     numbers = [
-        Number("B/32", stem, (job(f"{name}/seed0"),), ("top1",), paper, 0.06)
+        Number("B/32", stem, (trial(f"{name}/seed0"),), ("top1",), paper, 0.06)
         for stem, name, paper in (("none", "nothing", 74.8), ("dpn", "a", 76.2))
     ]
     experiment = Experiment("x", "Half", "top-1 in %", numbers)
-    page.write(tmp_path / "page", experiment, compare(experiment, places), small=False)
+    page.write(tmp_path / "page", experiment, compare(experiment, locations), small=False)
     bars = (tmp_path / "page/figures/numbers.csv").read_text().splitlines()[1:]
     assert [line.split(",")[-2] for line in bars] == ["", "74.8", "74.0", "76.2"]
 

@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file
 
 # a fixture
-from dpn_cli.commands.reproduce import EXPERIMENTS
 from dpn_cli.errors import NonFiniteError
 from dpn_cli.reproduce import run as runner
-from dpn_cli.reproduce.cells import PaperTrial
+from dpn_cli.reproduce.experiment import PaperTrial
+from dpn_cli.reproduce.paper import EXPERIMENTS
 from dpn_cli.reproduce.trainings import LOGGED, SmallTrainings, Trainings
 from dpn_cli.weights.backbone import export_backbone, load_backbone
 from support.cli import run_dpn
@@ -263,7 +263,7 @@ def test_a_mistake_in_a_process_ends_all(code: int, tmp_path: Path, monkeypatch:
     assert re.search(r"error: imagenet/\w+/seed0: not like this \(", result.stderr)
 
 
-def test_weights_that_are_here_are_looked_into_and_not_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_are_here_are_inspected_and_not_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     export_backbone(load_backbone("mu/8", stem="dpn", image_size=16, seed=0), tmp_path / "given.safetensors")
     given = ("fig3", "--small", "--weights", "imagenet/dpn=given.safetensors", "-o", "out")

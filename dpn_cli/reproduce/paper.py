@@ -1,12 +1,16 @@
-"""Tables 1 to 7 of arXiv 2302.01327: their numbers, and the trainings that each number is of. Imports no torch."""
+"""Numbers of arXiv 2302.01327 (tables 1 to 7, figures 1 to 4) and of arXiv 2112.02624, with the trials behind each.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from dpn_cli.reproduce.cells import Experiment, Number, PaperTrial
+from dpn_cli.arch import PLACEMENTS
+from dpn_cli.reproduce.experiment import Drawing, Experiment, Number, PaperTrial
 from dpn_cli.reproduce.trainings import MIOU, PROBE, STAGES, TOP1, ZEROSHOT, Trainings
 from tasks.vtab.tasks import PAPER_COLUMNS
 
@@ -92,11 +96,24 @@ SUN397: dict[str, tuple[tuple[float, float], ...]] = {
     "B/16": ((45.6, 51.8), (58.7, 63.0), (60.8, 66.3)),
 }
 SEARCH = ("tuned baseline", "+ augmentation", "+ longer training")
+# ImageNet-1k top-1 in percent by norm, with heads of ViT's and of DTN's shapes.
+NORMS: dict[str, dict[str, float]] = {
+    "ln": {"S/16": 79.9, "S*/16": 80.6, "Ti*/16": 72.3, "B*/16": 81.7},
+    "bn": {"S/16": 77.3, "S*/16": 77.2},
+    "in": {"S/16": 77.7, "S*/16": 77.6},
+    "gn": {"S/16": 78.3, "S*/16": 79.5},
+    "sn": {"S/16": 80.1, "S*/16": 81.0},
+    "scalenorm": {"S/16": 80.0, "S*/16": 80.6},
+    "powernorm": {"S/16": 79.8, "S*/16": 80.4},
+    "dtn": {"S/16": 80.6, "S*/16": 81.7, "Ti*/16": 73.2, "B*/16": 82.5},
+}
 
-Make = Callable[[str, int], PaperTrial]
+MakeTrial = Callable[[str, int], PaperTrial]
 
 
-def _pair(row: str, make: Make, paper: Pair, seeds: Sequence[int], score: tuple[str | int, ...] = TOP1) -> list[Number]:
+def _pair(
+    row: str, make: MakeTrial, paper: Pair, seeds: Sequence[int], score: tuple[str | int, ...] = TOP1
+) -> list[Number]:
     """Return the numbers of the plain stem and of Dual PatchNorm; `make` takes a stem and a seed."""
     return [
         Number(row, stem, tuple(make(stem, seed) for seed in seeds), score, value, stderr)
@@ -108,7 +125,7 @@ def _steps(steps: int) -> str:
     return f"{steps / 1e6:g}M" if steps >= 1_000_000 else f"{steps // 1000}k"
 
 
-def _chain_makers(start: Make, next_one: Callable[[PaperTrial, int], PaperTrial]) -> Make:
+def _chain_makers(start: MakeTrial, next_one: Callable[[PaperTrial, int], PaperTrial]) -> MakeTrial:
     """Return what makes a training that starts from the one that `start` makes."""
 
     def make(stem: str, seed: int) -> PaperTrial:
@@ -117,7 +134,7 @@ def _chain_makers(start: Make, next_one: Callable[[PaperTrial, int], PaperTrial]
     return make
 
 
-def _first_seed(make: Make, stem: str, seed: int) -> PaperTrial:
+def _first_seed(make: MakeTrial, stem: str, seed: int) -> PaperTrial:
     """Make the training of the first seed, from which those of all seeds start."""
     return make(stem, 0)
 
@@ -220,10 +237,10 @@ def table6(make: Trainings, seeds: Sequence[int]) -> Experiment:
     numbers = []
     for stem, points in ABLATIONS.items():
         for arch in make.some(ABLATED):
-            jobs = tuple(make.imagenet(arch, stem, seed) for seed in seeds)
+            trials = tuple(make.imagenet(arch, stem, seed) for seed in seeds)
             full = tuple(make.imagenet(arch, "dpn", seed) for seed in seeds)
             paper = points[ABLATED.index(arch)]
-            numbers.append(Number(stem, arch, jobs, TOP1, paper, minus=full))
+            numbers.append(Number(stem, arch, trials, TOP1, paper, minus=full))
     return Experiment("table6", "Stems, relative to Dual PatchNorm", "points of top-1", numbers)
 
 
@@ -233,6 +250,71 @@ def table7(make: Trainings, seeds: Sequence[int]) -> Experiment:
     for arch in make.some(tuple(SUN397)):
         for row, score, values in zip(SEARCH, STAGES, SUN397[arch], strict=True):
             for stem, paper in zip(STEMS, values, strict=True):
-                jobs = (make.sun397(arch, stem),)
-                numbers.append(Number(f"{arch}, {row}", stem, jobs, score, paper))
+                trials = (make.sun397(arch, stem),)
+                numbers.append(Number(f"{arch}, {row}", stem, trials, score, paper))
     return Experiment("table7", "SUN397 from scratch", "top-1 on the test split in %", numbers)
+
+
+def fig1(make: Trainings, seeds: Sequence[int]) -> Experiment:
+    """Return the gain of every LayerNorm placement, and of Dual PatchNorm, over norms before both halves of a block."""
+    networks = [("none", place) for place in PLACEMENTS if place != "pre,pre"] + [("dpn", "pre,pre")]
+    numbers = []
+    for stem, place in networks:
+        for arch in make.some(ABLATED):
+            trials = tuple(make.imagenet(arch, stem, seed, place) for seed in seeds)
+            plain = tuple(make.imagenet(arch, "none", seed) for seed in seeds)
+            row = "Dual PatchNorm" if stem == "dpn" else place
+            numbers.append(Number(row, arch, trials, TOP1, minus=plain))
+    return Experiment("fig1", "Placements of LayerNorm, relative to (pre, pre)", "points of top-1", numbers)
+
+
+def _gradients(name: str, title: str, archs: Sequence[str], make: Trainings) -> Experiment:
+    drawings = []
+    for arch in make.some(archs):
+        trials = tuple(make.imagenet(arch, stem, 0) for stem in STEMS)
+        drawings.append(Drawing(arch.replace("/", "-"), "report", trials))
+    return Experiment(name, title, "", drawings=drawings)
+
+
+def fig2(make: Trainings, seeds: Sequence[int]) -> Experiment:
+    """Norms of gradients over depth, and of the embedding over the training."""
+    return _gradients("fig2", "Norms of gradients, B/16", ("B/16",), make)
+
+
+def fig3(make: Trainings, seeds: Sequence[int]) -> Experiment:
+    """Scales of the first norm."""
+    trials = [make.imagenet("Ti/16", "dpn", 0), *([] if make.small else [make.large("jft", 1_100_000, "L/16", "dpn")])]
+    drawings = [Drawing(trial.group.replace("/", "-"), "inspect", (trial,)) for trial in trials]
+    return Experiment("fig3", "Scales of the first norm", "", drawings=drawings)
+
+
+def fig4(make: Trainings, seeds: Sequence[int]) -> Experiment:
+    """Norms of gradients over depth of the other networks."""
+    return _gradients("fig4", "Norms of gradients, B/32, S/32, S/16", ("B/32", "S/32", "S/16"), make)
+
+
+def dtn_table(make: Trainings, seeds: Sequence[int]) -> Experiment:
+    """Norms in the blocks on ImageNet-1k with DeiT's config; one training each, as it was published."""
+    numbers = []
+    for norm, row in NORMS.items():
+        for arch in make.some(tuple(row)):
+            trials = (make.deit(arch, "none", 0, norm),)
+            numbers.append(Number(norm, arch, trials, TOP1, row[arch]))
+    return Experiment("dtn-table", "Norms of the blocks (Dynamic Token Normalization)", "top-1 in %", numbers)
+
+
+# The tables and figures by their names, and how often the paper trains each network.
+EXPERIMENTS: Mapping[str, tuple[Callable[[Trainings, Sequence[int]], Experiment], int]] = {
+    "table1": (table1, 3),
+    "table2": (table2, 3),
+    "table3": (table3, 3),
+    "table4": (table4, 3),
+    "table5": (table5, 10),
+    "table6": (table6, 3),
+    "table7": (table7, 1),
+    "fig1": (fig1, 3),
+    "fig2": (fig2, 1),
+    "fig3": (fig3, 1),
+    "fig4": (fig4, 1),
+    "dtn-table": (dtn_table, 1),
+}

@@ -14,7 +14,7 @@ from dpn_cli.errors import DataError, DpnError
 # The way to a score inside result.json; what is there is a number in percent or a list of them.
 Score = tuple[str | int, ...]
 RESULT = "result.json"
-# Places that are no files: of the hub, of timm, and patterns of shards.
+# Locations that are no files: of the hub, of timm, and patterns of shards.
 ELSEWHERE = re.compile("(hf|hf-hub|timm|wds):")
 
 
@@ -43,18 +43,18 @@ class PaperTrial:
         """The name without the seed, which weights that stand for the training are given for."""
         return self.name.rpartition("/")[0]
 
-    def line(self, places: Places) -> list[str]:
+    def line(self, locations: Locations) -> list[str]:
         """Return the words of the whole command line after ``dpn``."""
-        folder = str(places.out / self.name)
-        weights = places.weights_of(self.start) if self.start else None
-        data = [word for option, name in self.data for word in (option, places.data.get(name, name))]
+        folder = str(locations.out / self.name)
+        weights = locations.weights_of(self.start) if self.start else None
+        data = [word for option, name in self.data for word in (option, locations.data.get(name, name))]
         start = ["--checkpoint", str(weights)] if weights else []
-        rest = [*self.words, *start, *data, *places.settings]
+        rest = [*self.words, *start, *data, *locations.settings]
         return [*self.command.split(), *rest, "--output-dir", folder, "--resume"]
 
 
 @dataclass(frozen=True)
-class Places:
+class Locations:
     """Folders of data, weights and trainings.
 
     Args:
@@ -69,20 +69,20 @@ class Places:
     weights: dict[str, str]
     settings: tuple[str, ...] = ()
 
-    def weights_of(self, job: PaperTrial) -> str:
+    def weights_of(self, trial: PaperTrial) -> str:
         """Return what another training starts from: weights that are here, or the training's folder."""
-        return self.weights.get(job.group) or str(self.out / job.name)
+        return self.weights.get(trial.group) or str(self.out / trial.name)
 
-    def missing(self, job: PaperTrial) -> list[str]:
-        """Return the names of the data sets that a job, or what it starts from, needs and that are not here."""
-        names = [name for _, name in job.data if name not in self.data]
-        if job.start and job.start.group not in self.weights and not self.done(job.start):
-            names += self.missing(job.start)
+    def missing_data(self, trial: PaperTrial) -> list[str]:
+        """Return the names of the data sets that a trial, or what it starts from, needs and that are not here."""
+        names = [name for _, name in trial.data if name not in self.data]
+        if trial.start and trial.start.group not in self.weights and not self.is_finished(trial.start):
+            names += self.missing_data(trial.start)
         return list(dict.fromkeys(names))
 
-    def done(self, job: PaperTrial) -> bool:
-        """Return whether a job has its result."""
-        return (self.out / job.name / RESULT).is_file()
+    def is_finished(self, trial: PaperTrial) -> bool:
+        """Return whether a trial has its result."""
+        return (self.out / trial.name / RESULT).is_file()
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Number:
 
     Args:
         row, column: where it stands.
-        jobs: the trainings, one for each seed.
+        trials: the trainings, one for each seed.
         score: where each of them has it.
         paper: the paper's number, and `stderr` its standard error over `seeds`, where it is printed.
         minus: the trainings that are subtracted, in pairs.
@@ -99,7 +99,7 @@ class Number:
 
     row: str
     column: str
-    jobs: tuple[PaperTrial, ...]
+    trials: tuple[PaperTrial, ...]
     score: Score
     paper: float | None = None
     stderr: float | None = None
@@ -113,12 +113,12 @@ class Drawing:
 
     name: str
     by: Literal["report", "inspect"]
-    jobs: tuple[PaperTrial, ...]
+    trials: tuple[PaperTrial, ...]
 
-    def ready(self, places: Places) -> list[PaperTrial]:
-        """Return the jobs that can be shown: those with a result, and networks that are here."""
-        given = places.weights if self.by == "inspect" else {}
-        return [job for job in self.jobs if job.group in given or places.done(job)]
+    def ready(self, locations: Locations) -> list[PaperTrial]:
+        """Return the trials that can be shown: those with a result, and networks that are here."""
+        given = locations.weights if self.by == "inspect" else {}
+        return [trial for trial in self.trials if trial.group in given or locations.is_finished(trial)]
 
 
 @dataclass(frozen=True)
@@ -137,46 +137,46 @@ class Experiment:
     numbers: Sequence[Number] = ()
     drawings: Sequence[Drawing] = ()
 
-    def jobs(self, weights: Mapping[str, str]) -> list[PaperTrial]:
-        """Return all jobs, each once, those that others start from first; `weights` stand for some of `networks`."""
+    def trials(self, weights: Mapping[str, str]) -> list[PaperTrial]:
+        """Return all trials, each once, those that others start from first; `weights` stand for some of `networks`."""
         found: dict[str, PaperTrial] = {}
-        looked_into = (job for job in self._looked_into() if job.group not in weights)
-        for job in (*self._asked(), *looked_into):
-            for each in chain(job, weights):
+        inspected = (trial for trial in self._inspected() if trial.group not in weights)
+        for trial in (*self._asked(), *inspected):
+            for each in chain(trial, weights):
                 same = found.setdefault(each.name, each)
                 assert same == each, f"two trainings are called {each.name}"
         return list(found.values())
 
     def networks(self) -> dict[str, PaperTrial]:
-        """Return, by their groups, the jobs of which the network alone is used, so that weights can stand for them."""
-        starts = (job.start for job in self.jobs({}) if job.start)
-        return {job.group: job for job in (*starts, *self._looked_into())}
+        """Return, by their groups, the trials of which only the network is used; weights can stand for them."""
+        starts = (trial.start for trial in self.trials({}) if trial.start)
+        return {trial.group: trial for trial in (*starts, *self._inspected())}
 
     def _asked(self) -> Iterator[PaperTrial]:
         for number in self.numbers:
-            yield from (*number.jobs, *number.minus)
+            yield from (*number.trials, *number.minus)
         for drawing in self.drawings:
             if drawing.by == "report":
-                yield from drawing.jobs
+                yield from drawing.trials
 
-    def _looked_into(self) -> Iterator[PaperTrial]:
+    def _inspected(self) -> Iterator[PaperTrial]:
         for drawing in self.drawings:
             if drawing.by == "inspect":
-                yield from drawing.jobs
+                yield from drawing.trials
 
 
-def chain(job: PaperTrial, weights: Mapping[str, str] = MappingProxyType({})) -> list[PaperTrial]:
-    """Return what a job starts from, in the order of training, and the job itself; `weights` need no training."""
-    start = job.start if job.start and job.start.group not in weights else None
-    return [*(chain(start, weights) if start else []), job]
+def chain(trial: PaperTrial, weights: Mapping[str, str] = MappingProxyType({})) -> list[PaperTrial]:
+    """Return what a trial starts from, in the order of training, and the trial itself; `weights` need no training."""
+    start = trial.start if trial.start and trial.start.group not in weights else None
+    return [*(chain(start, weights) if start else []), trial]
 
 
-def named_places(values: Sequence[str], option: str, known: Sequence[str], example: str) -> dict[str, str]:
+def parse_locations(values: Sequence[str], option: str, known: Sequence[str], example: str) -> dict[str, str]:
     """Read ``NAME=PLACE`` of an option.
 
     Raises `DpnError` for another form and for a name that is not `known`, `DataError` for a file that is not there.
     """
-    places: dict[str, str] = {}
+    locations: dict[str, str] = {}
     for value in values:
         name, equals, place = value.partition("=")
         if not equals or not place:
@@ -186,5 +186,5 @@ def named_places(values: Sequence[str], option: str, known: Sequence[str], examp
             raise DpnError(f"{option} {value!r}: {choices}")
         if not ELSEWHERE.match(place) and not Path(place).expanduser().exists():
             raise DataError(f"{option} {value!r}: no such file or folder")
-        places[name] = place
-    return places
+        locations[name] = place
+    return locations
