@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-# a fixture
 from dpn_cli.errors import NonFiniteError
 from dpn_cli.reproduce import run as runner
 from dpn_cli.reproduce.experiment import PaperTrial
