@@ -69,12 +69,12 @@ def _vtab(options: VtabOptions, console: Console) -> Outcome:
     )
     states = list(result["tasks"].values())
 
-    def tell(_: object) -> str:
+    def describe(_: object) -> str:
         ready = len(states) - states.count("left")
-        after = f"\ncheck them with: dpn data check vtab --data {options.out}" if ready else ""
-        return f"{count_noun(ready, 'task')} in {options.out}, {states.count('written')} of them written now{after}"
+        next_step = f"\ncheck them with: dpn data check vtab --data {options.out}" if ready else ""
+        return f"{count_noun(ready, 'task')} in {options.out}, {states.count('written')} of them written now{next_step}"
 
-    return result, tell, problem
+    return result, describe, problem
 
 
 class ArchiveOptions(Section):
@@ -87,37 +87,37 @@ class ArchiveOptions(Section):
     ] = False
 
 
-class ArchivedModule(Protocol):
-    """The module of a task that knows a data set's archives; it loads numpy."""
+class ArchiveModule(Protocol):
+    """Module of a task that knows a data set's archives; it loads numpy."""
 
-    def look_at(self, out: Path, console: Console) -> tuple[dict[str, Any], list[str]]:
-        """Return what is in the unpacked folder, and a line for each thing that is not."""
+    def verify_folder(self, out: Path, console: Console) -> tuple[dict[str, Any], list[str]]:
+        """Return the counts of the unpacked folder, and a line for each missing thing."""
 
     def next_step(self, out: Path) -> str:
         """Return the command that reads the folder."""
 
 
-def _unpack(options: ArchiveOptions, layout: Any, module: ArchivedModule, console: Console) -> Outcome:
+def _unpack(options: ArchiveOptions, layout: Any, module: ArchiveModule, console: Console) -> Outcome:
     from dpn_cli.data import archives
     from dpn_cli.run import signals
     from dpn_cli.run.files import claimed
 
     out = options.out.expanduser()
-    places = [place.expanduser() for place in options.archives]
+    paths = [path.expanduser() for path in options.archives]
     with signals.listen(signals.PARTS_KEPT), claimed(out):
-        files = archives.unpack(places, layout, out, console)
-        found, short = module.look_at(out, console)
-    short = [*archives.describe_missing(layout, out), *short]
-    for text in short if options.partial else ():
+        files = archives.unpack(paths, layout, out, console)
+        counts, missing = module.verify_folder(out, console)
+    missing = [*archives.describe_missing(layout, out), *missing]
+    for text in missing if options.partial else ():
         console.warn(text)
-    result = {"task": f"data prepare {layout.name}", "out": str(out), "files": files, **found, "short": short}
+    result = {"task": f"data prepare {layout.name}", "out": str(out), "files": files, **counts, "short": missing}
 
-    def tell(_: object) -> str:
+    def describe(_: object) -> str:
         written, kept, left_out = (files[key] for key in ("written", "kept", "left_out"))
         return f"{out}: {written} files written, {kept} kept, {left_out} left out\n{module.next_step(out)}"
 
-    problem = DataError(f"{'; '.join(short)}; unpack the rest into the same folder, or accept this with --partial")
-    return result, tell, problem if short and not options.partial else None
+    problem = DataError(f"{'; '.join(missing)}; unpack the rest into the same folder, or accept this with --partial")
+    return result, describe, problem if missing and not options.partial else None
 
 
 @register_command(

@@ -24,6 +24,7 @@ from dpn_cli.engine.fsdp import gather_tensors
 from dpn_cli.errors import DpnError, SaveError
 from dpn_cli.run.checkpoints import Checkpoints, Empty, State
 from dpn_cli.run.distributed import World, barrier, from_all, from_leader, max_over_ranks, on_leader
+from dpn_cli.weights.backbone import Backbone
 
 # One step warms up and two are timed; the state is saved after those, and the last step is taken again from there.
 STEPS, SAVED = 4, 3
@@ -115,6 +116,11 @@ def dry_run_fit(begin: Callable[[], DryRunSetup], name: str, beside: Path, *, we
         kept=weights,
         passing=states * state,
     )
+
+
+def summarize_network(network: Backbone) -> tuple[str, int]:
+    """Return the name of a network in a table of costs, and the bytes of its weights."""
+    return f"{network.config.arch} {network.config.stem}", 4 * network.report.parameters
 
 
 def _states(job: TrainJob) -> int:

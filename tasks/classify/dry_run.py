@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import TypeVar
 
 from dpn_cli.config.cost import Cost
 from dpn_cli.data.loader import count_workers
-from dpn_cli.data.sources.base import ImageSubset
+from dpn_cli.data.pixels import Transform
+from dpn_cli.data.sources.base import ImageSubset, LabelledImages
 from dpn_cli.data.splits import ClassData
 from dpn_cli.engine import fit as engine
-from dpn_cli.engine.dry_run import DryRunSetup, Sampled, dry_run_fit
+from dpn_cli.engine.dry_run import DryRunSetup, Sampled, dry_run_fit, summarize_network
 from dpn_cli.metrics import rank_share
 from dpn_cli.model.freeze import freeze
 from dpn_cli.run.distributed import World
@@ -17,18 +19,22 @@ from dpn_cli.run.run import Run
 from dpn_cli.weights.backbone import Backbone
 from tasks.classify.classifier import Classifier
 from tasks.classify.config import ConfigT, SupervisedConfig
+from tasks.classify.distill.config import DistillConfig
 from tasks.classify.preflight import resize_side_of
 from tasks.classify.train import evaluate, evaluation_interval, load_network, loss_of, training_batches
 
+ClassifyConfigT = TypeVar("ClassifyConfigT", SupervisedConfig, DistillConfig)
+
 
 def dry_run_training(run: Run[ConfigT], data: ClassData) -> Cost:
-    """Measure a training in a dry run, its duration in steps, and return its cost; probes of finished networks do not
-    count. Raises as `dry_run_fit` does.
+    """Measure a training in a dry run, its duration in steps, and return its cost. Raises as `dry_run_fit` does.
+
+    Probes of finished networks do not count.
     """
     config, world, console = run.config, run.world, run.console
     model = load_network(config, len(data.classes))
     console.info(model.report.summary())
-    name, weights = f"{model.config.arch} {model.config.stem}", 4 * model.report.parameters
+    name, weights = summarize_network(model)
     del model
 
     def begin() -> DryRunSetup:
@@ -55,19 +61,35 @@ def dry_run_training(run: Run[ConfigT], data: ClassData) -> Cost:
 
 
 def _sampled(config: SupervisedConfig, model: Backbone, data: ClassData, world: World) -> Sampled:
-    """Return the evaluation of a batch of every rank, of minival where there is one: nothing is told of its score."""
+    """Return the evaluation of a batch of every rank, on minival if there is one; no score is shown."""
     split = data.minival if data.minival.labels else data.val
-    images = min(config.eval_batch_size * world.size, len(split.labels))
-    few = ImageSubset(split, range(images))
-    here = config.model_copy(update={"runtime": config.runtime.model_copy(update={"workers": 0})})
+    few = first_batch(split, config.eval_batch_size, world)
+    in_process = without_workers(config)
     side = resize_side_of(config, model.config.image_size)
     classifier = Classifier(model, data.classes, config.loss, side, {}, split.reading.decoder)
-    size, skip_bad = config.eval_batch_size, config.data.skip_bad_images
     probed = config.fewshot * len(data.classes) + len(data.minival.labels) if config.fewshot else 0
     return Sampled(
-        images,
-        lambda: evaluate(classifier, few, here, world),
-        lambda: deque(rank_share(few, classifier.transform, world, size, 0, skip_bad=skip_bad), maxlen=0),
+        len(few.labels),
+        lambda: evaluate(classifier, few, in_process, world),
+        lambda: load_batch(few, classifier.transform, config, world),
         during=len(data.minival.labels) + probed,
         end=len(data.val.labels),
     )
+
+
+def first_batch(split: LabelledImages, batch_size: int, world: World) -> ImageSubset:
+    """Return the first images of a split, a batch for every rank where there are as many."""
+    return ImageSubset(split, range(min(batch_size * world.size, len(split.labels))))
+
+
+def without_workers(config: ClassifyConfigT) -> ClassifyConfigT:
+    """Return a config that loads images in the training's process."""
+    return config.model_copy(update={"runtime": config.runtime.model_copy(update={"workers": 0})})
+
+
+def load_batch(
+    images: LabelledImages, transform: Transform, config: SupervisedConfig | DistillConfig, world: World
+) -> None:
+    """Load this rank's fraction of some images, and drop them."""
+    skip_bad = config.data.skip_bad_images
+    deque(rank_share(images, transform, world, config.eval_batch_size, 0, skip_bad=skip_bad), maxlen=0)

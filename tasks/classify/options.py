@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from dpn_cli.config.inference import RUN, SCORES_DIR, EvaluationOptions, ImageFileOptions
 from dpn_cli.config.launch import NO_PAGE, OVERWRITE, RESUME
 from dpn_cli.config.network import IMAGE_SIZE
 from dpn_cli.config.option import DATA, MODEL, OUTPUT, argument, flag
 from dpn_cli.config.schema import (
-    IMAGE_FILES,
     VAL_DATA,
     VAL_FRACTION,
     AtOnce,
@@ -21,8 +21,6 @@ from dpn_cli.config.schema import (
     LabelColumn,
     Pixels,
     Positive,
-    PredictionFiles,
-    RunImageReading,
     Runtime,
     Section,
     Seed,
@@ -32,7 +30,6 @@ from dpn_cli.config.schema import (
 from dpn_cli.sweep.grid import COMPARE, SEED_COUNT, Networks, fill_checkpoint_name, parse_seeds, settings_of
 from tasks.classify.config import Share
 
-RUN = argument("A run's folder, or its weights.safetensors.")
 LABELLED = flag(
     "--data",
     help="Folder with val/CLASS or CLASS, hf:OWNER/NAME[:CONFIGURATION], wds:PATTERN, or demo.",
@@ -41,7 +38,7 @@ LABELLED = flag(
 OWN_SIZE = IMAGE_SIZE.but(unset="the checkpoint's own")
 
 
-class EvalOptions(Section):
+class EvalOptions(EvaluationOptions):
     """Options of ``dpn eval``."""
 
     network: Annotated[str, argument("A run's folder, or a checkpoint with a head.")]
@@ -57,22 +54,15 @@ class EvalOptions(Section):
     ] = None
     image_column: ImageColumn = None
     label_column: LabelColumn = None
-    reading: RunImageReading = RunImageReading()
     skip_bad_images: SkipBadImages = False
     real: Annotated[
         Path | None, flag("--real", help="ImageNet-ReaL's real.json: score against it too.", panel=DATA)
     ] = None
     image_size: Annotated[Pixels | None, OWN_SIZE] = None
     batch_size: AtOnce = 64
-    runtime: Runtime = Runtime()
     output_dir: Annotated[
         Path | None,
-        flag(
-            "--output-dir",
-            "-o",
-            help="Folder for the scores, every prediction, and what 'dpn report' shows of them.",
-            panel=OUTPUT,
-        ),
+        SCORES_DIR.but(help="Folder for the scores, every prediction, and what 'dpn report' shows of them."),
     ] = None
 
 
@@ -144,14 +134,14 @@ class ProbeOptions(Section):
     def _with_weights(self) -> ProbeOptions:
         """Refuse networks without weights, and with those of another one."""
         if self.compare:
-            several = (
+            examples = (
                 "two stems or more, e.g. none,dpn with {stem} in CHECKPOINT, or 'checkpoint=A.npz;checkpoint=B.npz'"
             )
             if len(self.compare) == 1:
-                raise ValueError(f"--compare: needs {several}")
+                raise ValueError(f"--compare: needs {examples}")
             weights = self.checkpoints
             if twin := next((name for name in weights if list(weights.values()).count(weights[name]) > 1), None):
-                raise ValueError(f"--compare: {twin!r} and another network are both {weights[twin]}; name {several}")
+                raise ValueError(f"--compare: {twin!r} and another network are both {weights[twin]}; name {examples}")
         elif self.checkpoint is None:
             raise ValueError("CHECKPOINT: missing; name weights of any format, a run, or none")
         elif "{stem}" in self.checkpoint:
@@ -166,33 +156,27 @@ class ProbeOptions(Section):
 
         Raises `ValueError` for a network without weights, and for a key that is not in the checkpoint's name.
         """
-        found = {}
+        checkpoints = {}
         for name in self.compare:
-            own = settings_of(name)
-            place = str(own.pop("checkpoint", self.checkpoint or ""))
-            if not place:
+            settings = settings_of(name)
+            source = str(settings.pop("checkpoint", self.checkpoint or ""))
+            if not source:
                 raise ValueError(
                     f"--compare: {name!r} has no weights; write checkpoint=FILE, or CHECKPOINT with {{stem}} in it"
                 )
-            if idle := next((key for key in own if key != "stem" and f"{{{key}}}" not in place), None):
+            if unused := next((key for key in settings if key != "stem" and f"{{{key}}}" not in source), None):
                 raise ValueError(
-                    f"--compare: {name!r}: {idle} is no key; use checkpoint, or write {{{idle}}} in CHECKPOINT"
+                    f"--compare: {name!r}: {unused} is no key; use checkpoint, or write {{{unused}}} in CHECKPOINT"
                 )
-            found[name] = fill_checkpoint_name(place, own)
-        return found
+            checkpoints[name] = fill_checkpoint_name(source, settings)
+        return checkpoints
 
 
-class PredictOptions(Section):
+class PredictOptions(ImageFileOptions):
     """Options of ``dpn predict``."""
 
-    run: Annotated[str, RUN]
-    images: Annotated[list[Path], IMAGE_FILES]
     top: Annotated[Positive, flag("--top", "-k", help="Classes per image.", panel=OUTPUT)] = 3
-    reading: RunImageReading = RunImageReading()
-    skip_bad_images: SkipBadImages = False
     batch_size: AtOnce = 64
-    written: PredictionFiles = PredictionFiles()
-    runtime: Runtime = Runtime()
 
 
 class ExportOptions(Section):

@@ -13,7 +13,7 @@ from dpn_cli.config.cost import Cost
 from dpn_cli.data.pixels import count_readers, stream
 from dpn_cli.data.resize import Size, resize
 from dpn_cli.engine import fit as engine
-from dpn_cli.engine.dry_run import DryRunSetup, Sampled, dry_run_fit, loaded_alone, with_loading
+from dpn_cli.engine.dry_run import DryRunSetup, Sampled, dry_run_fit, loaded_alone, summarize_network, with_loading
 from dpn_cli.run.distributed import from_all
 from dpn_cli.run.run import Run
 from tasks.lit.batches import cached_batches, encoded_batches, tokenize
@@ -58,9 +58,10 @@ def dry_run_training(run: Run[LitConfig], data: CaptionedImages, val: CaptionedI
         )
 
     text = new_text_tower(config, tower, tokenizer)
-    weights = 4 * (tower.report.parameters + sum(parameter.numel() for parameter in text.parameters()))
+    name, weights = summarize_network(tower)
+    weights += 4 * sum(parameter.numel() for parameter in text.parameters())
     del text
-    cost = dry_run_fit(begin, f"{tower.config.arch} {tower.config.stem}", run.folder.path, weights=weights)
+    cost = dry_run_fit(begin, name, run.folder.path, weights=weights)
     if not config.cache.use:
         return cost
     images = len(data.captions) + len(val.captions)

@@ -5,16 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
+from dpn_cli.config.inference import EvaluationOptions, ImageFileOptions
 from dpn_cli.config.option import DATA, MODEL, OUTPUT, argument, flag
 from dpn_cli.config.schema import (
     HTML,
-    IMAGE_FILES,
     AtOnce,
     DataPlace,
     ImageColumn,
     LabelColumn,
     Positive,
-    PredictionFiles,
     RunImageReading,
     Runtime,
     Section,
@@ -28,7 +27,7 @@ SkipBad = Annotated[bool, SKIP_BAD]
 CacheDir = Annotated[str | None, CACHE_DIR]
 
 
-class LitEvalOptions(Section):
+class LitEvalOptions(EvaluationOptions):
     """Options of ``dpn lit eval``."""
 
     run: Annotated[str, RUN]
@@ -75,16 +74,10 @@ class LitEvalOptions(Section):
     image_column: ImageColumn = None
     label_column: LabelColumn = None
     caption_column: Annotated[str | None, CAPTION_COLUMN] = None
-    reading: RunImageReading = RunImageReading()
     skip_bad_images: SkipBad = False
     force: Annotated[bool, flag("--force", help="Print an accuracy that is not above chance.", panel=DATA)] = False
     cache_dir: CacheDir = None
     batch_size: AtOnce = 64
-    runtime: Runtime = Runtime()
-    output_dir: Annotated[
-        Path | None,
-        flag("--output-dir", "-o", help="Folder for the scores, and what 'dpn report' shows of them.", panel=OUTPUT),
-    ] = None
 
     @property
     def captioned(self) -> bool:
@@ -92,21 +85,16 @@ class LitEvalOptions(Section):
         return self.retrieval or self.source.endswith((".csv", ".tsv", ".json"))
 
 
-class ZeroShotOptions(Section):
+class ZeroShotOptions(ImageFileOptions):
     """Options of ``dpn lit predict``."""
 
     run: Annotated[str, RUN]
-    images: Annotated[list[Path], IMAGE_FILES]
     labels: Annotated[str, flag("--labels", help="What the images may show, comma separated.", panel=MODEL)]
     prompts: Annotated[str, flag("--prompts", help="As for eval: plain takes the labels as they are.", panel=MODEL)] = (
         "plain"
     )
     top: Annotated[Positive, TOP] = 3
-    reading: RunImageReading = RunImageReading()
-    skip_bad_images: SkipBadImages = False
     batch_size: AtOnce = 64
-    written: PredictionFiles = PredictionFiles()
-    runtime: Runtime = Runtime()
 
 
 class SearchOptions(Section):

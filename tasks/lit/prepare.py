@@ -19,26 +19,26 @@ COCO = ArchiveLayout(
 
 
 def captions(out: Path, split: str) -> Path:
-    """Return the place of the captions of ``train`` or ``val``."""
+    """Return the path of the captions of ``train`` or ``val``."""
     return out / "annotations" / f"captions_{split}2017.json"
 
 
-def look_at(out: Path, console: Console) -> tuple[dict[str, Any], list[str]]:
-    """Find the image of every caption; returns the numbers of both, and a line for all that is not there.
+def verify_folder(out: Path, console: Console) -> tuple[dict[str, Any], list[str]]:
+    """Find the image of every caption; return the numbers of both, and a line for each missing thing.
 
     Raises `DataError` for an unreadable file of captions.
     """
-    found, short = dict[str, Any](), list[str]()
+    counts, missing = dict[str, Any](), list[str]()
     for split in ("train", "val"):
-        place = captions(out, split)
-        if not place.is_file():
-            short.append(f"{place} is missing; it is in annotations_trainval2017.zip")
-        elif (out / f"{split}2017").is_dir():  # where it is not, the number of its files says so
-            read = read_coco(place, place.parent, None, skip_bad=True)
-            found[split] = {"images": len(read.captions), "captions": sum(map(len, read.captions))}
-            if read.dropped:
-                short.append(f"{place} names {read.dropped} images that are missing or have no text")
-    return found, short
+        path = captions(out, split)
+        if not path.is_file():
+            missing.append(f"{path} is missing; it is in annotations_trainval2017.zip")
+        elif (out / f"{split}2017").is_dir():  # a missing folder is already counted as missing files
+            data = read_coco(path, path.parent, None, skip_bad=True)
+            counts[split] = {"images": len(data.captions), "captions": sum(map(len, data.captions))}
+            if data.dropped:
+                missing.append(f"{path} names {data.dropped} images that are missing or have no text")
+    return counts, missing
 
 
 def next_step(out: Path) -> str:

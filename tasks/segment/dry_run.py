@@ -5,7 +5,7 @@ from __future__ import annotations
 from dpn_cli.config.cost import Cost
 from dpn_cli.data.loader import count_workers
 from dpn_cli.engine import fit as engine
-from dpn_cli.engine.dry_run import DryRunSetup, Sampled, dry_run_fit
+from dpn_cli.engine.dry_run import DryRunSetup, Sampled, dry_run_fit, summarize_network
 from dpn_cli.run.distributed import World
 from dpn_cli.run.run import Run
 from tasks.segment.artifact import Segmenter
@@ -22,7 +22,7 @@ def dry_run_training(run: Run[SegmentConfig], data: SegmentData) -> Cost:
     """Measure a training in a dry run, its duration in steps, and return its cost. Raises as `dry_run_fit` does."""
     config, world, console = run.config, run.world, run.console
     vit = untrained(config, data, world, console).network.vit
-    name, weights = f"{vit.config.arch} {vit.config.stem}", 4 * vit.report.parameters
+    name, weights = summarize_network(vit)
     del vit
 
     def begin() -> DryRunSetup:
@@ -39,7 +39,7 @@ def dry_run_training(run: Run[SegmentConfig], data: SegmentData) -> Cost:
 def _sampled(config: SegmentConfig, segmenter: Segmenter, data: SegmentData, world: World) -> Sampled:
     """Return the evaluation of a few validation images of every rank."""
     few = PairsPart(data.val, range(min(IMAGES * world.size, len(data.val))))
-    here = config.runtime.model_copy(update={"workers": 0})
+    in_process = config.runtime.model_copy(update={"workers": 0})
 
     def load() -> None:
         for row in range(world.rank, len(few), world.size):
@@ -47,7 +47,7 @@ def _sampled(config: SegmentConfig, segmenter: Segmenter, data: SegmentData, wor
 
     return Sampled(
         len(few),
-        lambda: score_sizes(segmenter, few, config.evaluation, here, world),
+        lambda: score_sizes(segmenter, few, config.evaluation, in_process, world),
         load,
         during=len(data.val),
         end=len(data.val),

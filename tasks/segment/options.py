@@ -5,19 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
+from dpn_cli.config.inference import EvaluationOptions, ImageFileOptions
 from dpn_cli.config.option import DATA, OUTPUT, argument, flag
-from dpn_cli.config.schema import (
-    AT_ONCE,
-    IMAGE_FILES,
-    DataPlace,
-    Positive,
-    PredictionFiles,
-    RunImageReading,
-    Runtime,
-    Section,
-    Side,
-    SkipBadImages,
-)
+from dpn_cli.config.schema import AT_ONCE, DataPlace, Positive, Side
 
 # Segmenter's test scales (arXiv 2105.05633), each plain and mirrored.
 MULTI_SCALE = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75)
@@ -25,7 +15,7 @@ Windows = Annotated[Positive | None, AT_ONCE.but(help="Windows of an image at a 
 RUN = argument("The folder of a segmentation run, or its weights.safetensors.")
 
 
-class SegmentEvalOptions(Section):
+class SegmentEvalOptions(EvaluationOptions):
     """Options of ``dpn segment eval``; what is left out stays as the run has it."""
 
     run: Annotated[str, RUN]
@@ -68,25 +58,14 @@ class SegmentEvalOptions(Section):
             panel=DATA,
         ),
     ] = False
-    reading: RunImageReading = RunImageReading()
     batch_size: Windows = None
-    runtime: Runtime = Runtime()
-    output_dir: Annotated[
-        Path | None,
-        flag("--output-dir", "-o", help="Folder for the scores, and what 'dpn report' shows of them.", panel=OUTPUT),
-    ] = None
 
 
-class SegmentPredictOptions(Section):
+class SegmentPredictOptions(ImageFileOptions):
     """Options of ``dpn segment predict``."""
 
     run: Annotated[str, RUN]
-    images: Annotated[list[Path], IMAGE_FILES]
-    reading: RunImageReading = RunImageReading()
-    skip_bad_images: SkipBadImages = False
     batch_size: Windows = None
-    written: PredictionFiles = PredictionFiles()
-    runtime: Runtime = Runtime()
     output_dir: Annotated[Path, flag("--output-dir", "-o", help="Folder for what is written.", panel=OUTPUT)] = Path(
         "predictions"
     )

@@ -33,25 +33,25 @@ ADE20K = ArchiveLayout(
 RULE = LabelRule(150, 1, 0)
 
 
-def look_at(out: Path, console: Console) -> tuple[dict[str, Any], list[str]]:
+def verify_folder(out: Path, console: Console) -> tuple[dict[str, Any], list[str]]:
     """Pair images with masks, and count the classes of the validation masks.
 
-    Returns what was found, and a line when there are classes without a pixel. Raises `DataError` for an image
+    Returns the counts, and a line when there are classes without a pixel. Raises `DataError` for an image
     without its mask, a mask without its image, and a mask that is unreadable or has values of no class.
     """
     pairs = {split: FolderPairs(out, split) for split in ("training", "validation")}
-    validation, seen = pairs["validation"], np.zeros(2**16, bool)
-    with console.counting("masks of validation", len(validation)) as done:
+    validation, is_used = pairs["validation"], np.zeros(2**16, bool)
+    with console.counting("masks of validation", len(validation)) as on_progress:
         for row in range(len(validation)):
             signals.check_here()
             mask = read_mask(validation.open_mask(row), validation.where_mask(row))
             RULE.labels(mask, validation.where_mask(row))
-            seen[np.unique(mask)] = True
-            done(1)
-    classes = int(seen[1 : 1 + RULE.classes].sum())
-    short = [f"the masks in {out / 'annotations' / 'validation'} have {classes} of the {RULE.classes} classes"]
-    found = {"training": len(pairs["training"]), "validation": len(validation), "classes": classes}
-    return found, short if classes < RULE.classes else []
+            is_used[np.unique(mask)] = True
+            on_progress(1)
+    classes = int(is_used[1 : 1 + RULE.classes].sum())
+    missing = [f"the masks in {out / 'annotations' / 'validation'} have {classes} of the {RULE.classes} classes"]
+    counts = {"training": len(pairs["training"]), "validation": len(validation), "classes": classes}
+    return counts, missing if classes < RULE.classes else []
 
 
 def next_step(out: Path) -> str:

@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
 from dataclasses import replace
 from functools import partial
 
 from dpn_cli.config.cost import Cost
 from dpn_cli.data.loader import count_workers
-from dpn_cli.data.sources.base import ImageSubset
 from dpn_cli.engine import fit as engine
-from dpn_cli.engine.dry_run import DryRunSetup, Sampled, dry_run_fit
-from dpn_cli.metrics import rank_share
+from dpn_cli.engine.dry_run import DryRunSetup, Sampled, dry_run_fit, summarize_network
 from dpn_cli.weights.backbone import Backbone
 from tasks.classify.distill.scores import DistillScorer
 from tasks.classify.distill.train import Distillation
+from tasks.classify.dry_run import first_batch, load_batch, without_workers
 
 
 def dry_run_stages(distillation: Distillation) -> list[Cost]:
     """Measure the stage of the stem, if any, and that of all weights in a dry run; return their costs.
 
-    The teacher is computed in every step, also where its targets will be kept: it then takes less. Raises as
+    The teacher is computed in every step, also where its targets will be cached: it then takes less. Raises as
     `dry_run_fit` does.
     """
     config, cache = distillation.config, distillation.cache
     steps = {"stem": config.stem_steps, "all": config.schedule.steps - config.stem_steps}
     stages = {stage: f"{stage} weights" if config.stem_steps else "" for stage in steps if steps[stage]}
     start, _ = distillation.new_student()
-    name, weights = f"{start.config.arch} {start.config.stem}", 4 * start.report.parameters
+    name, weights = summarize_network(start)
     # What is there until the end: the weights of the stages before, and the targets.
     besides = 2 * weights + (2 * cache.values * cache.entries if cache else 0)
     costs = []
@@ -54,16 +52,14 @@ def _sampled(distillation: Distillation, student: Backbone) -> Sampled:
     config, images, world, taught = (
         distillation.config, distillation.images, distillation.world, distillation.taught
     )  # fmt: skip
-    size, held_out = config.eval_batch_size, images.held_out
-    few = ImageSubset(held_out, range(min(size * world.size, len(held_out.labels))))
-    here = config.model_copy(update={"runtime": config.runtime.model_copy(update={"workers": 0})})
-    scoring = DistillScorer(here, taught, replace(images, held_out=few), world, distillation.console)
-    skip_bad = config.data.skip_bad_images
+    held_out = images.held_out
+    few = first_batch(held_out, config.eval_batch_size, world)
+    scoring = DistillScorer(without_workers(config), taught, replace(images, held_out=few), world, distillation.console)
     labelled = len(images.val.labels) if images.val else 0
     return Sampled(
         len(few.labels),
         lambda: scoring.agreement(student),
-        lambda: deque(rank_share(few, taught.transform, world, size, 0, skip_bad=skip_bad), maxlen=0),
+        lambda: load_batch(few, taught.transform, config, world),
         during=len(held_out.labels),
         end=len(held_out.labels) + labelled,
     )
