@@ -359,7 +359,7 @@ def vtab(settings: Settings, best: Best) -> Iterator[Speed]:
     """Price VTAB-1k with B/32 from a measured step and measured scoring: all trainings, all test splits."""
     from dpn_cli.config.load import read_config
     from tasks.vtab.config import VtabConfig
-    from tasks.vtab.dry_run import whole_sweep
+    from tasks.vtab.dry_run import sweep_cost
     from tasks.vtab.tasks import TASKS
 
     config, device = VtabConfig.model_validate(read_config("vtab")), settings.device
@@ -371,7 +371,7 @@ def vtab(settings: Settings, best: Best) -> Iterator[Speed]:
         name=arch, memory=0, step_seconds=seconds * config.batch_size / rows, steps=config.schedule.steps, trainings=1,
         evaluation_seconds=1 / best.of("encoding")[1], kept=0, passing=0,
     )  # fmt: skip
-    whole = whole_sweep(config, one, TASKS)
+    whole = sweep_cost(config, one, TASKS)
     hours = total_hours([whole])
     note = f"{whole.trainings} trainings of {config.schedule.steps} steps and the scoring: {hours:.2f} hours"
     yield Speed(f"VTAB-1k, {arch} at {side}, precision {RUNTIME.precision}", rows / seconds, rows, note=note)

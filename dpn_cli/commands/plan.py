@@ -1,4 +1,4 @@
-"""`dpn plan`: what a training will cost."""
+"""`dpn plan`: estimate the cost of a training."""
 
 from __future__ import annotations
 
@@ -37,30 +37,25 @@ app = typer.Typer(
 def pretrain(**arguments: Any) -> None:
     """Estimate steps, hours, memory and disk from FLOP counts and this device's measured speed."""
     with one_line_errors(arguments):
-        here = arguments["data"] is not None
+        count_data = arguments["data"] is not None
         console = Console()
         layers = PRETRAIN.layers({**arguments, "data": arguments["data"] or "imagenet"}, console.info)
         config = PRETRAIN.finalize(layers, console, True)
         task = module_of("plan pretrain")
-
-        _show(
-            task.estimate(config, arguments["images"], here=here, ranks=arguments["ranks"]),
-            task.describe_plan,
-            arguments,
-        )
+        plan = task.estimate(config, arguments["images"], count_data=count_data, ranks=arguments["ranks"])
+        _show(plan, task.describe_plan, arguments)
 
 
 def distill(**arguments: Any) -> None:
     """Estimate steps, hours and disk from FLOP counts and this device's measured speed."""
     with one_line_errors(arguments):
-        here, arch = arguments["data"] is not None, arguments["teacher_arch"]
+        count_data, arch = arguments["data"] is not None, arguments["teacher_arch"]
         config = DISTILL.layers({**arguments, "data": arguments["data"] or "imagenet"}, Console().info)
         if config.teacher and arch:
             raise DpnError(f"--teacher-arch {arch}: the weights of --teacher {config.teacher} say it; leave one out")
-        task = module_of("plan distill")
-
-        how = {"here": here, "ranks": arguments["ranks"]}
-        _show(task.estimate(config, arch or TEACHER_ARCH, arguments["images"], **how), task.describe_plan, arguments)
+        task, ranks = module_of("plan distill"), arguments["ranks"]
+        plan = task.estimate(config, arch or TEACHER_ARCH, arguments["images"], count_data=count_data, ranks=ranks)
+        _show(plan, task.describe_plan, arguments)
 
 
 def vtab(**arguments: Any) -> None:
@@ -68,7 +63,6 @@ def vtab(**arguments: Any) -> None:
     with one_line_errors(arguments):
         config = VTAB.layers({**arguments, "data": arguments["data"] or "vtab-1k"}, Console().info)
         task = module_of("plan vtab")
-
         costs, device = task.estimate(config, arguments["ranks"])
         totals = {"hours": total_hours(costs), "disk": total_disk(costs)}
         if arguments["json"]:

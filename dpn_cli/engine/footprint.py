@@ -18,8 +18,8 @@ from dpn_cli.engine.fsdp import blocks_of
 from dpn_cli.engine.losses import sigmoid_xent
 from dpn_cli.weights.backbone import Backbone
 
-# Of a network in parts, whole copies of a block at once: its weights as they arrive and in place and those of the next
-# block; its gradients and what is sent of them.
+# Full copies of a block that FSDP holds together: its weights as they arrive and in place and those of the next block;
+# its gradients and the buffer that sends them.
 WEIGHTS_AT_ONCE, GRADIENTS_AT_ONCE = 3, 2
 
 
@@ -30,36 +30,36 @@ def step_bytes(
     rows: int,
     *,
     bf16: bool = False,
-    parts: int = 1,
+    shards: int = 1,
     ema: bool = False,
 ) -> int:
-    """Return the most bytes of tensors that a training step of a classifier has on a device, once there have been some.
+    """Return the peak bytes of tensors in a training step of a classifier on a device, after the first step.
 
-    Weights, their average, the optimizer's state, gradients and activations count; what libraries take and the next
+    Weights, their average, the optimizer's state, gradients and activations count; libraries' memory and the next
     batches do not. Nothing is computed.
 
     Args:
         model: the network, on the CPU; left as it is.
-        optim: what has state.
+        optim: the optimizer.
         batch: the images of a batch on the device.
-        rows: those of them that go through the network at once.
-        bf16: whether matrices are multiplied in bfloat16.
-        parts: over how many devices `Shards` spreads the network.
-        ema: whether there are averaged weights.
+        rows: images of a micro-batch.
+        bf16: True where matrices are multiplied in bfloat16.
+        shards: devices over which FSDP spreads the network.
+        ema: True with averaged weights.
     """
     weights = _bytes(model.parameters())
     trained = _bytes(parameter for parameter in model.parameters() if parameter.requires_grad)
     state = trained // 2 if optim.state_dtype == "bfloat16" else trained
-    kept = weights + state + (trained if optim.name == "adam" else 0) + (weights if ema else 0)
-    passes = 2 if rows < batch else 1  # the gradients of the first are there in the second
-    if parts == 1:
-        return kept + max(trained, _peak(model, rows, passes, bf16=bf16, gradients=True))
+    resident = weights + state + (trained if optim.name == "adam" else 0) + (weights if ema else 0)
+    passes = 2 if rows < batch else 1  # the second pass already holds the gradients of the first
+    if shards == 1:
+        return resident + max(trained, _peak(model, rows, passes, bf16=bf16, gradients=True))
     blocks = [_bytes(block.parameters()) for block in blocks_of(model)]
-    others, block = weights - sum(blocks), max(blocks)
+    unsharded, block = weights - sum(blocks), max(blocks)
     gathered = WEIGHTS_AT_ONCE * (block // 2 if bf16 else block) + GRADIENTS_AT_ONCE * block
     # Until the last micro-batch of a batch, each device adds up whole gradients.
     peak = _peak(model, rows, passes, bf16=bf16, gradients=passes > 1)
-    return (kept + trained) // parts + others + gathered + peak
+    return (resident + trained) // shards + unsharded + gathered + peak
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
@@ -67,17 +67,17 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _peak(model: Backbone, rows: int, passes: int, *, bf16: bool, gradients: bool) -> int:
-    """Return the most bytes that forward and backward passes have besides the weights, with their gradients or not."""
+    """Return the peak bytes of forward and backward passes without the weights, with or without their gradients."""
     fake = FakeTensorMode()
-    own: dict[int, Tensor] = {id(buffer): fake.from_tensor(buffer) for buffer in model.buffers()}
+    replaced: dict[int, Tensor] = {id(buffer): fake.from_tensor(buffer) for buffer in model.buffers()}
     for parameter in model.parameters():
-        own[id(parameter)] = nn.Parameter(fake.from_tensor(parameter.detach()), parameter.requires_grad)
-    network = copy.deepcopy(model, dict(own)).train()
+        replaced[id(parameter)] = nn.Parameter(fake.from_tensor(parameter.detach()), parameter.requires_grad)
+    network = copy.deepcopy(model, dict(replaced)).train()
     if not gradients:
         for parameter in network.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_free_gradient)
-    with fake, _Storages(list(own.values())) as storages:
+    with fake, _Storages(list(replaced.values())) as storages:
         for _ in range(passes):
             image = torch.empty(rows, 3, *model.config.image_size, dtype=torch.uint8)
             with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
@@ -94,19 +94,19 @@ def _free_gradient(parameter: Tensor) -> None:
 
 
 class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's has no types
-    """Adds up the memory that operations make, as long as it is in use; that of `known` tensors does not count."""
+    """Sum of the memory that operations allocate while it is in use, without that of `excluded` tensors."""
 
-    def __init__(self, known: Sequence[Tensor]) -> None:
+    def __init__(self, excluded: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now, self.most = 0, 0
-        self._alive: dict[int, Any] = {t.untyped_storage()._cdata: t.untyped_storage() for t in known}
+        self._alive: dict[int, Any] = {t.untyped_storage()._cdata: t.untyped_storage() for t in excluded}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
+        output = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor):
                 self._add(tensor.untyped_storage())
-        return made
+        return output
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()

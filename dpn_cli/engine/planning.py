@@ -18,62 +18,60 @@ from dpn_cli.weights.backbone import Backbone
 # Side of the measured matrices: large enough to show a device's rate, small enough for a second of measuring.
 SIDE = {"cpu": 2048, "cuda": 8192}
 MEASURED_SECONDS = 1.0
-# Share of the matrix-product rate that a well-fed training reaches on a GPU; the rate itself is a bound.
-SHARE = 0.5
+# Fraction of the matrix-product rate that a well-fed training reaches on a GPU; the rate itself is a bound.
+TRAINING_FRACTION = 0.5
 
 Json = dict[str, Any]
 
 
-def price(runtime: Runtime) -> tuple[torch.device, float]:
-    """Return the device, and the seconds of a FLOP there in a training, by the measured matrix-product rate."""
+def measure_device(runtime: Runtime) -> tuple[torch.device, float]:
+    """Return the device, and its measured matrix-product rate in FLOPs per second."""
     with join(runtime.device) as world:
-        return world.device, 1 / (SHARE * matrix_rate(runtime, world.device))
+        return world.device, matrix_rate(runtime, world.device)
 
 
-def memory(model: Backbone, optim: Optim, runtime: Runtime, batch: int, ranks: int, *, ema: bool) -> Json:
-    """Return the images that go through the network at once on one of `ranks` devices, and the bytes of a step there.
+def estimate_memory(model: Backbone, optim: Optim, runtime: Runtime, batch: int, ranks: int, *, ema: bool) -> Json:
+    """Return the micro-batch of one of `ranks` devices, and the bytes of a step on it.
 
-    `batch` is that of all ranks. As in a training, fewer images go at once where more would not fit into a GPU. Raises
-    `DpnError` as `MicroBatch.choose` does.
+    `batch` is that of all ranks. As in a training, the micro-batch halves until it fits into a GPU. Raises `DpnError`
+    as `MicroBatch.choose` does.
     """
     with join(runtime.device) as world:
         device = world.device
-    here = World(0, ranks, device).most(batch)
-    micro_batch = MicroBatch.choose(runtime, here, model, device)
-    parts = ranks if runtime.shard else 1
+    rank_batch = World(0, ranks, device).most(batch)
+    micro_batch = MicroBatch.choose(runtime, rank_batch, model, device)
+    shards = ranks if runtime.shard else 1
     bf16 = runtime.precision_on(device.type) == "bf16"
 
-    def needed() -> int:
-        return step_bytes(model, optim, here, micro_batch.size, bf16=bf16, parts=parts, ema=ema)
+    def required() -> int:
+        return step_bytes(model, optim, rank_batch, micro_batch.size, bf16=bf16, shards=shards, ema=ema)
 
     if device.type == "cuda":
-        room = torch.cuda.get_device_properties(device).total_memory
-        while needed() > room and micro_batch.size > 1 and not micro_batch.fixed:
+        available = torch.cuda.get_device_properties(device).total_memory
+        while required() > available and micro_batch.size > 1 and not micro_batch.fixed:
             micro_batch.halve()
-    return {"micro_batch_size": micro_batch.size, "memory_bytes": needed()}
+    return {"micro_batch_size": micro_batch.size, "memory_bytes": required()}
 
 
-def duration(runtime: Runtime, flops: int, images: int, ranks: int) -> Json:
-    """Measure the device, and return how long `ranks` of it take for so many FLOPs, in which `images` are loaded."""
-    with join(runtime.device) as world:
-        rate = matrix_rate(runtime, world.device)
-        device = str(world.device)
+def estimate_duration(runtime: Runtime, flops: int, images: int, ranks: int) -> Json:
+    """Measure the device, and return the hours of `flops` on `ranks` devices, which load `images` meanwhile."""
+    device, rate = measure_device(runtime)
     seconds = flops / rate / ranks
     return {
         "flops": flops,
-        "device": device,
+        "device": str(device),
         "ranks": ranks,
         "matrix_flops_per_second": rate,
         "hours_at_matrix_rate": seconds / 3600,
-        "hours": seconds / 3600 / SHARE,
-        "images_per_second_needed": images / seconds * SHARE,
+        "hours": seconds / 3600 / TRAINING_FRACTION,
+        "images_per_second_needed": images / seconds * TRAINING_FRACTION,
     }
 
 
-def disk(optim: Optim, parameters: int, *, ema: bool, best: bool) -> Json:
-    """Return the bytes of the weights, and of the checkpoints of a training that keeps its `best` state or does not."""
+def estimate_disk(optim: Optim, parameters: int, *, ema: bool, best: bool) -> Json:
+    """Return the bytes of the weights, and of a training's checkpoints, with or without its `best` state."""
     state = 4 + (2 if optim.state_dtype == "bfloat16" else 4) + 4 + (4 if ema else 0)
-    # The last state, the one before it, and one that is being written; the best one likewise.
+    # The last state, the previous one and the one being written; two of the best state.
     copies = 3 + (2 if best else 0)
     return {"weights_bytes": 4 * parameters, "checkpoints_bytes": copies * parameters * state}
 
@@ -85,8 +83,8 @@ def matrix_rate(runtime: Runtime, device: torch.device) -> float:
     side = SIDE.get(device.type, 2048)
     matrix = torch.randn(side, side, device=device, dtype=dtype)
     matrix @ matrix
-    products, began = 0, time.perf_counter()
-    while (seconds := time.perf_counter() - began) < MEASURED_SECONDS:
+    products, start_time = 0, time.perf_counter()
+    while (seconds := time.perf_counter() - start_time) < MEASURED_SECONDS:
         for _ in range(3):
             matrix @ matrix
         if device.type == "cuda":
@@ -96,16 +94,17 @@ def matrix_rate(runtime: Runtime, device: torch.device) -> float:
 
 
 def describe_duration(result: Json) -> str:
-    """Return the estimate of `duration` as a line of text."""
+    """Return the estimate of `estimate_duration` as a line of text."""
+    loader = f"{result['images_per_second_needed']:,.0f} images/s"
     return (
         f"{result['device']} multiplies matrices at {_si(result['matrix_flops_per_second'])}FLOP/s (measured); "
         f"{result['ranks']} of it: {_hours(result['hours_at_matrix_rate'])} at that rate, {_hours(result['hours'])} at "
-        f"{SHARE:.0%} of it, for which the loader has to make {result['images_per_second_needed']:,.0f} images/s"
+        f"{TRAINING_FRACTION:.0%} of it, for which the loader has to make {loader}"
     )
 
 
 def describe_memory(result: Json) -> str:
-    """Return the estimate of `memory` as a line of text."""
+    """Return the estimate of `estimate_memory` as a line of text."""
     return (
         f"memory of a device: {result['memory_bytes'] / 1e9:.2f} GB of weights, gradients, optimizer and activations, "
         f"{result['micro_batch_size']:,} images at once"
@@ -113,7 +112,7 @@ def describe_memory(result: Json) -> str:
 
 
 def describe_disk(result: Json) -> str:
-    """Return the estimate of `disk` as a line of text."""
+    """Return the estimate of `estimate_disk` as a line of text."""
     return (
         f"disk: {result['weights_bytes'] / 1e6:.0f} MB of weights, {result['checkpoints_bytes'] / 1e6:.0f} MB of "
         "checkpoints while it trains"

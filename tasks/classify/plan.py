@@ -6,7 +6,14 @@ from typing import Any
 
 import torch
 
-from dpn_cli.engine.planning import describe_disk, describe_duration, describe_memory, disk, duration, memory
+from dpn_cli.engine.planning import (
+    describe_disk,
+    describe_duration,
+    describe_memory,
+    estimate_disk,
+    estimate_duration,
+    estimate_memory,
+)
 from dpn_cli.model.flops import training_flops
 from dpn_cli.run.distributed import World
 from tasks.classify.common import open_data
@@ -16,22 +23,22 @@ from tasks.classify.pretrain import open_tuning
 from tasks.classify.pretrain_config import PretrainConfig, runs_of
 from tasks.classify.train import load_network
 
-# Training images where the data are not at hand: train[:99%] of ImageNet-1k, TFDS' sun397 split, and their classes.
-USUAL = {False: (1_268_355, 1000), True: (76_128, 397)}
+# Training images and classes without data, by whether there are stages: train[:99%] of ImageNet-1k, TFDS' sun397.
+DEFAULT_DATA = {False: (1_268_355, 1000), True: (76_128, 397)}
 
 Json = dict[str, Any]
 
 
-def estimate(config: PretrainConfig, images: int | None, *, here: bool, ranks: int) -> Json:
+def estimate(config: PretrainConfig, images: int | None, *, count_data: bool, ranks: int) -> Json:
     """Count the FLOPs of the config's trainings, measure the device, and return steps, hours and bytes.
 
-    With `here` the images are counted in the config's data. Raises `DpnError` and its subclasses.
+    With `count_data` the images are counted in the config's data. Raises `DpnError` and its subclasses.
     """
-    usual, classes = USUAL[bool(config.stages)]
-    if here:
+    default_images, classes = DEFAULT_DATA[bool(config.stages)]
+    if count_data:
         data = (open_tuning if config.stages else open_data)(config)
-        usual, classes = len(data.train.labels), len(data.classes)
-    images = images or usual
+        default_images, classes = len(data.train.labels), len(data.classes)
+    images = images or default_images
     check_batch(config, World(0, ranks, torch.device("cpu")))
     runs = runs_of(config)
     steps = [in_steps(run, images).schedule.steps for run in runs]
@@ -39,7 +46,7 @@ def estimate(config: PretrainConfig, images: int | None, *, here: bool, ranks: i
     flops = training_flops(model.config, grad_checkpointing=config.backbone.grad_checkpointing)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     ema = bool(config.ema)
-    drawn = config.batch_size * sum(steps)
+    image_draws = config.batch_size * sum(steps)
     return {
         "task": "plan pretrain",
         "arch": config.backbone.arch,
@@ -52,9 +59,9 @@ def estimate(config: PretrainConfig, images: int | None, *, here: bool, ranks: i
         "steps": sum(steps),
         "batch_size": config.batch_size,
         "flops_per_image": flops,
-        **duration(config.runtime, flops * drawn, drawn, ranks),
-        **memory(model, config.optim, config.runtime, config.batch_size, ranks, ema=ema),
-        **disk(config.optim, parameters, ema=ema, best=config.select == "best"),
+        **estimate_duration(config.runtime, flops * image_draws, image_draws, ranks),
+        **estimate_memory(model, config.optim, config.runtime, config.batch_size, ranks, ema=ema),
+        **estimate_disk(config.optim, parameters, ema=ema, best=config.select == "best"),
     }
 
 

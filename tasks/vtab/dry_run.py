@@ -39,23 +39,23 @@ def dry_run_sweep(run: Run[VtabConfig], network: str, data: Mapping[Task, TaskDa
 
     weights = 4 * trainer.model.report.parameters
     name = network if config.compare else f"{trainer.model.config.arch} {network}"
-    return whole_sweep(config, dry_run_fit(begin, name, run.folder.path, weights=weights), data)
+    return sweep_cost(config, dry_run_fit(begin, name, run.folder.path, weights=weights), data)
 
 
-def whole_sweep(config: VtabConfig, one: Cost, tasks: Collection[Task]) -> Cost:
-    """Return what the sweep of a network takes, from what a training takes whose evaluation is of one image."""
+def sweep_cost(config: VtabConfig, trial: Cost, tasks: Collection[Task]) -> Cost:
+    """Return the cost of a network's sweep from that of one training, whose evaluation is of one image."""
     seeds, trials = len(config.seeds), len(config.lrs) * len(config.seeds)
     final = seeds if config.protocol == "vtab" else 0
     trainings = len(tasks) * (trials + final)
     scored = trainings * VAL + sum(TRAIN + VAL + seeds * task.test for task in tasks)
-    kept = {"none": 0, "chosen": seeds, "all": trials + final}[config.keep_weights]
+    saved_weights = {"none": 0, "chosen": seeds, "all": trials + final}[config.keep_weights]
     return replace(
-        one,
-        steps=trainings * one.steps,
+        trial,
+        steps=trainings * trial.steps,
         trainings=trainings,
-        evaluation_seconds=scored * one.evaluation_seconds,
-        kept=kept * len(tasks) * one.kept,
-        passing=one.passing + (trials + final) * one.kept,  # until the learning rate of a task is chosen and scored
+        evaluation_seconds=scored * trial.evaluation_seconds,
+        kept=saved_weights * len(tasks) * trial.kept,
+        passing=trial.passing + (trials + final) * trial.kept,  # until the learning rate of a task is chosen and scored
     )
 
 

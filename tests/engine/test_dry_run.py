@@ -31,7 +31,7 @@ from support.engine import loss_fn, make_job, random_batches, small_vit
 from support.images import write_class_folders
 from support.ranks import run_distributed
 from tasks.classify import dry_run as classify
-from tasks.vtab.dry_run import whole_sweep
+from tasks.vtab.dry_run import sweep_cost
 from tasks.vtab.tasks import TASKS
 
 ADAM = Optim(name="adam")
@@ -416,7 +416,7 @@ def test_a_sweep_takes_all_its_trainings_and_scores_each_test_split_once_a_seed(
     config: Any = SimpleNamespace(seeds=(0, 1, 2), lrs=(0.1, 0.2), protocol=protocol, keep_weights=keep)
     tasks = [task for task in TASKS if task.name in ("dtd", "svhn")]
     one = cost(steps=100, trainings=1, evaluation_seconds=0.5, kept=1000, passing=70)
-    found = whole_sweep(config, one, tasks)
+    found = sweep_cost(config, one, tasks)
     assert (found.trainings, found.steps, found.step_seconds) == (trainings, 100 * trainings, 0.5)
     assert found.evaluation_seconds == 0.5 * (200 * trainings + 2 * 1000 + 3 * (1_880 + 26_032))
     assert (found.kept, found.passing) == (1000 * kept, 70 + 1000 * passing)

@@ -94,7 +94,7 @@ def in_parts(world: World, folder: Path, rows: int) -> None:
 @pytest.mark.parametrize("rows", [4, 1])
 def test_a_step_of_a_sharded_network_takes_the_estimated_memory(rows: int, tmp_path: Path) -> None:
     run_distributed(partial(in_parts, rows=rows), tmp_path)
-    said = step_bytes(network("Ti/16"), ADAM, 4, rows, parts=2)
+    said = step_bytes(network("Ti/16"), ADAM, 4, rows, shards=2)
     assert [said, said] == pytest.approx(
         [int((tmp_path / rank).read_text()) for rank in "01"], rel=0.3
     )  # what is on its way differs
@@ -109,5 +109,5 @@ def test_a_plan_states_the_memory_of_a_device(ranks: int, words: tuple[str, ...]
     result = json.loads(completed.stdout)
     output = run_dpn("pretrain", *line[2:], "--data", "imagenet", "--print-config").stdout
     config = build(PretrainConfig, yaml.safe_load(output), "test")
-    said = step_bytes(load_network(config, 1000), ADAM, 32 // ranks, 4, parts=ranks, ema=True)
+    said = step_bytes(load_network(config, 1000), ADAM, 32 // ranks, 4, shards=ranks, ema=True)
     assert (result["micro_batch_size"], result["memory_bytes"]) == (4, said)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dpn_cli.config.training import counted_in_steps
-from dpn_cli.engine.planning import describe_disk, describe_duration, disk, duration
+from dpn_cli.engine.planning import describe_disk, describe_duration, estimate_disk, estimate_duration
 from dpn_cli.model.config import ViTConfig
 from dpn_cli.model.flops import count, training_flops
 from dpn_cli.run.console import Console
@@ -17,23 +17,23 @@ from tasks.classify.distill.cache import check_views, target_shapes, values_of
 from tasks.classify.distill.config import DistillConfig, Losses
 from tasks.classify.distill.data import check_count, open_images
 from tasks.classify.distill.student import check_pair, load_teacher, new_student, start_of
-from tasks.classify.plan import USUAL
+from tasks.classify.plan import DEFAULT_DATA
 from tasks.classify.preflight import check_divides
 
 Json = dict[str, Any]
 
 
-def estimate(config: DistillConfig, arch: str, images: int | None, *, here: bool, ranks: int) -> Json:
+def estimate(config: DistillConfig, arch: str, images: int | None, *, count_data: bool, ranks: int) -> Json:
     """Count the FLOPs of teacher and student, measure the device, and return steps, hours and bytes.
 
-    The teacher is the config's, or without one a plain ViT of `arch` with 1000 classes. With `here` the images are
-    counted in the config's data. Evaluations are left out. Raises `DpnError` and its subclasses.
+    The teacher is the config's, or without one a plain ViT of `arch` with 1000 classes. With `count_data` the images
+    are counted in the config's data. Evaluations are left out. Raises `DpnError` and its subclasses.
     """
     if config.teacher:
         teacher = load_teacher(config).model
     else:
         size = config.backbone.image_size or 224
-        teacher = load_backbone(arch, stem="none", image_size=size, num_classes=USUAL[False][1])
+        teacher = load_backbone(arch, stem="none", image_size=size, num_classes=DEFAULT_DATA[False][1])
     start = start_of(config.backbone, teacher)
     unfitted = config.backbone.model_copy(update={"start": start if start == "scratch" else "copy"})
     student, _ = new_student(config.model_copy(update={"backbone": unfitted}), teacher, lambda: iter(()))
@@ -42,44 +42,45 @@ def estimate(config: DistillConfig, arch: str, images: int | None, *, here: bool
     if images is not None:
         check_count(f"--images {images}", images, config.batch_size)
     else:
-        images = len(open_images(config, None, Console()).train.labels) if here else USUAL[False][0]
+        images = len(open_images(config, None, Console()).train.labels) if count_data else DEFAULT_DATA[False][0]
     config = counted_in_steps(config, images / config.batch_size)
     check_views(config, images)
-    steps, ours, losses = config.schedule.steps, student.config, config.losses
+    steps, student_config, losses = config.schedule.steps, student.config, config.losses
     stem_steps, parameters = config.stem_steps, student.report.parameters
     views = (config.cache_teacher or 0) * images
-    drawn, looked = steps * config.batch_size, views or steps * config.batch_size
+    image_draws = steps * config.batch_size
+    teacher_images = views or image_draws
     checkpointing = config.backbone.grad_checkpointing
-    linear, products = attention_again(ours, losses)
-    forward = 2 * (count(teacher.config).forward + sum(attention_again(teacher.config, losses)))
-    whole = training_flops(ours, grad_checkpointing=checkpointing) + 6 * (linear + products)
-    stem = training_flops(ours, grad_checkpointing=checkpointing, stem_only=True) + 4 * linear + 6 * products
-    flops = looked * forward + config.batch_size * (stem_steps * stem + (steps - stem_steps) * whole)
+    linear, products = attention_multiply_adds(student_config, losses)
+    forward = 2 * (count(teacher.config).forward + sum(attention_multiply_adds(teacher.config, losses)))
+    all_weights = training_flops(student_config, grad_checkpointing=checkpointing) + 6 * (linear + products)
+    stem = training_flops(student_config, grad_checkpointing=checkpointing, stem_only=True) + 4 * linear + 6 * products
+    flops = teacher_images * forward + config.batch_size * (stem_steps * stem + (steps - stem_steps) * all_weights)
     return {
         "task": "plan distill",
         "teacher": {"arch": teacher.config.arch, "stem": teacher.config.stem, "parameters": teacher.report.parameters},
-        "arch": ours.arch,
-        "stem": ours.stem,
+        "arch": student_config.arch,
+        "stem": student_config.stem,
         "parameters": parameters,
         "images": images,
         "steps": steps,
         "stem_steps": stem_steps,
         "batch_size": config.batch_size,
-        "teacher_images": looked,
+        "teacher_images": teacher_images,
         "teacher_flops_per_image": forward,
-        "flops_per_image": whole,
+        "flops_per_image": all_weights,
         "stem_flops_per_image": stem,
-        **duration(config.runtime, flops, drawn + views, ranks),
-        **disk(config.optim, parameters, ema=bool(config.ema), best=False),
+        **estimate_duration(config.runtime, flops, image_draws + views, ranks),
+        **estimate_disk(config.optim, parameters, ema=bool(config.ema), best=False),
         "stages_bytes": 4 * parameters * (2 if stem_steps else 1),
         "cache_bytes": 2 * views * values_of(target_shapes(teacher.config, losses)),
     }
 
 
-def attention_again(config: ViTConfig, losses: Losses) -> tuple[int, int]:
-    """Return the multiply-adds of the attention that losses compare: of its linear layer, and of queries with keys.
+def attention_multiply_adds(config: ViTConfig, losses: Losses) -> tuple[int, int]:
+    """Return the multiply-adds of the attention that losses compare, in its linear layer and its query-key products.
 
-    The blocks themselves do not give it away, so both are computed once more; see `Observed`.
+    Blocks do not return attention, so both are computed a second time; see `Observed`.
     """
     blocks = (len(losses.layers) or 1) if losses.attention else 0
     width, tokens = config.size.width, config.grid[0] * config.grid[1] + config.has_class_token

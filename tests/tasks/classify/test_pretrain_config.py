@@ -168,7 +168,7 @@ def test_batches_are_divided_or_refused_never_rounded() -> None:
 
 def test_the_plan_counts_the_networks_multiplications() -> None:
     config = pretrain_config("S/16")
-    result = estimate(config, 1_268_355, here=False, ranks=8)
+    result = estimate(config, 1_268_355, count_data=False, ranks=8)
     assert (result["steps"], result["images"]) == (92_897, 1_268_355)
     assert result["flops_per_image"] == pytest.approx(27.95e9, rel=1e-3)
     assert result["parameters"] == sum(p.numel() for p in load_network(config, 1000).parameters())
